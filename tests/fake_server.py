@@ -21,20 +21,20 @@ def event(what: object) -> bytes:
     return b"data: " + (what if isinstance(what, bytes) else json.dumps(what).encode()) + b"\n\n"
 
 
-def events(asked: dict[str, Any], mode: str) -> list[bytes]:
+def events(body: dict[str, Any], mode: str) -> list[bytes]:
     """The stream of one request."""
-    count = 0 if mode == "empty" else asked["max_tokens"]
+    count = 0 if mode == "empty" else body["max_tokens"]
     words = ['"text": "data: \n'] * count  # what a careless search would take for more events
     choices = [{"choices": [{"text": word, "finish_reason": None}]} for word in words]
-    sent = [event(choice) for choice in choices]
+    messages = [event(choice) for choice in choices]
     if mode == "cut":
-        return sent[: count // 2]
+        return messages[: count // 2]
     if mode == "error":
-        return [*sent[:1], event({"error": {"message": "out of memory"}}), event(b"[DONE]")]
-    sent.append(event({"choices": [{"text": "", "finish_reason": "length"}], "usage": None}))
-    if mode != "untold" and asked.get("stream_options"):
-        sent.append(event({"choices": [], "usage": {"completion_tokens": count}}))
-    return [*sent, event(b"[DONE]")]
+        return [*messages[:1], event({"error": {"message": "out of memory"}}), event(b"[DONE]")]
+    messages.append(event({"choices": [{"text": "", "finish_reason": "length"}], "usage": None}))
+    if mode != "untold" and body.get("stream_options"):
+        messages.append(event({"choices": [], "usage": {"completion_tokens": count}}))
+    return [*messages, event(b"[DONE]")]
 
 
 def whole(status: str, what: dict[str, Any]) -> bytes:
@@ -45,17 +45,17 @@ def whole(status: str, what: dict[str, Any]) -> bytes:
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     length = int(head.split("content-length:")[1].split()[0]) if "content-length:" in head else 0
-    asked = json.loads(await reader.readexactly(length) or "{}")
-    mode = str(asked.get("prompt", "")).split(" ")[0]
+    body = json.loads(await reader.readexactly(length) or "{}")
+    mode = str(body.get("prompt", "")).split(" ")[0]
     if head.startswith("get"):
         writer.write(whole("200 OK", {"data": [{"id": "fake"}]}))
     elif mode == "refuse":
         writer.write(whole("429 Too Many Requests", {"error": {"message": "the queue is full"}}))
-    elif not asked["stream"]:
-        writer.write(whole("200 OK", {"usage": {"completion_tokens": asked["max_tokens"]}}))
+    elif not body["stream"]:
+        writer.write(whole("200 OK", {"usage": {"completion_tokens": body["max_tokens"]}}))
     else:
         writer.write(PLAIN if mode == "plain" else CHUNKED)
-        for data in events(asked, mode):
+        for data in events(body, mode):
             writer.write(data if mode == "plain" else b"%x\r\n%s\r\n" % (len(data), data))
             await writer.drain()
         if mode == "silent":

@@ -1,4 +1,4 @@
-"""A running server with the default model: the real thing, on a port of its own."""
+"""A running server in a thread of this process."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def settled(server: Running, seconds: float = 60.0) -> None:
 def running(entries: list[ModelEntry], **settings: Any) -> Iterator[Running]:
     """A server in a thread of this process."""
     room, adapters = settings.pop("room", 1 << 33), settings.pop("adapters", None)
-    wanted = replace(ServeSettings(port=0, drain=2.0), **settings)
-    bound = bound_socket(wanted)
-    app, state = create_app(wanted, ModelRegistry(entries, room=room, adapters=adapters))
+    expected = replace(ServeSettings(port=0, drain=2.0), **settings)
+    bound = bound_socket(expected)
+    app, state = create_app(expected, ModelRegistry(entries, room=room, adapters=adapters))
     address: list[str] = []
     ready = threading.Event()
 
@@ -70,7 +70,7 @@ def running(entries: list[ModelEntry], **settings: Any) -> Iterator[Running]:
         ready.set()
         return True
 
-    server = serving.Server(app, wanted, stopping=lambda: None, started=started)
+    server = serving.Server(app, expected, stopping=lambda: None, started=started)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
 
     def work() -> None:

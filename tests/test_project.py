@@ -1,4 +1,4 @@
-"""The project holds its own rules: who imports whom, types, style, a quick import."""
+"""The project holds its own rules: types, style, a quick import. For imports see test_imports."""
 
 from __future__ import annotations
 
@@ -15,105 +15,6 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "unspool"
-
-# Each part, and the parts it may import: docs/architecture.md draws this. Nothing imports upward.
-MAY_IMPORT = {
-    "errors": set(),
-    "collecting": set(),
-    "native": {"errors"},
-    "notebook": set(),
-    "text": {"errors"},
-    "model": {"errors"},
-    "sampling": {"errors", "native"},
-    "backends": {"errors", "model", "native", "sampling"},
-    "engine": {"errors", "text", "sampling", "backends", "notebook"},
-    "request_options": {"errors", "sampling", "engine"},
-    "session": {"errors", "text", "model", "sampling", "backends", "engine", "request_options"},
-    "decoding": {"errors", "text", "model", "sampling", "backends", "engine", "session",
-                 "notebook"},
-    "lens": {"errors", "text", "model", "sampling", "backends", "engine", "session", "notebook"},
-    "beyond": {"engine", "request_options", "session", "decoding"},
-    "language_model": {"backends", "errors", "engine", "request_options", "session", "decoding",
-                       "lens", "beyond"},
-    "loading": {"collecting", "errors", "text", "model", "backends", "native", "engine", "session",
-                "decoding", "language_model"},
-    "train": {"errors", "collecting", "text", "model", "sampling", "backends", "engine", "session",
-              "decoding", "lens", "language_model", "loading"},
-    "costing": {"errors", "text", "model", "sampling", "backends", "engine", "session", "decoding",
-                "lens", "notebook", "language_model", "collecting", "train", "loading"},
-    "conversation": {"errors", "engine", "request_options", "session"},
-    "page": set(),
-    "serve": {"errors", "text", "model", "sampling", "engine", "request_options", "session",
-              "decoding", "lens", "page", "train", "costing", "__init__"},
-    "scale": {"collecting", "errors", "text", "model", "sampling", "backends", "engine",
-              "request_options", "session", "decoding", "language_model", "loading", "conversation",
-              "train", "costing", "serve", "__init__"},
-    "cli": {"collecting", "errors", "text", "model", "backends", "sampling", "engine", "session",
-            "decoding", "lens", "language_model", "loading", "conversation", "request_options",
-            "serve", "train", "costing", "scale", "__init__"},
-    "__init__": {"errors", "text", "engine", "decoding", "language_model", "loading", "costing"},
-    "__main__": {"cli"},
-}  # fmt: skip
-
-
-def part_of(file: Path) -> str:
-    return file.relative_to(SOURCE).parts[0].removesuffix(".py")
-
-
-def imported_parts(file: Path) -> set[str]:
-    """The parts of Unspool that a file imports anywhere, also inside functions."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: imports are written out in full"
-            names = [node.module or ""]
-            if node.module == "unspool":
-                names = [f"unspool.{alias.name}" for alias in node.names]
-        for name in names:
-            if name.split(".")[0] == "unspool":
-                part = name.split(".")[1] if "." in name else "__init__"
-                known = (SOURCE / part).exists() or (SOURCE / f"{part}.py").exists()
-                found.add(part if known else "__init__")
-    return found
-
-
-def test_nothing_imports_upward():
-    upward = {}
-    for file in sorted(SOURCE.rglob("*.py")):
-        part = part_of(file)
-        assert part in MAY_IMPORT, f"{part} has no place in the order of parts"
-        if found := imported_parts(file) - {part} - MAY_IMPORT[part]:
-            upward[str(file.relative_to(SOURCE))] = found
-    assert not upward
-
-
-def test_no_import_circles():
-    """Not between parts and not between files, imports inside functions included."""
-    files = {
-        ".".join(("unspool", *file.relative_to(SOURCE).with_suffix("").parts)): file
-        for file in SOURCE.rglob("*.py")
-        if file.name != "__init__.py"
-    }
-    below = {name: imported_files(file, files) - {name} for name, file in files.items()}
-    while leaves := [name for name, found in below.items() if not found]:
-        for name in leaves:
-            del below[name]
-        for found in below.values():
-            found.difference_update(leaves)
-    assert not below, "these import each other, or what does"
-
-
-def imported_files(file: Path, files: dict[str, Path]) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found & files.keys()
 
 
 def test_importing_unspool_is_light():

@@ -18,27 +18,27 @@ class Tree:
     def __init__(self, url: str) -> None:
         self.http = httpx.Client(base_url=url, timeout=60)
 
-    def ask(self, method: str, path: str, status: int = 200, **given: Any) -> dict[str, Any]:
-        answer = self.http.request(method, f"/v1/tree{path}", **given)
+    def ask(self, method: str, path: str, status: int = 200, **params: Any) -> dict[str, Any]:
+        answer = self.http.request(method, f"/v1/tree{path}", **params)
         assert answer.status_code == status, answer.text
-        found: dict[str, Any] = answer.json()
+        result: dict[str, Any] = answer.json()
         if status >= 400:
-            assert found["error"]["message"] and found["error"]["type"]
-        return found
+            assert result["error"]["message"] and result["error"]["type"]
+        return result
 
-    def new(self, **given: Any) -> dict[str, Any]:
-        return self.ask("POST", "", json={"prompt": PROMPT, **SAMPLING, **given})
+    def new(self, **params: Any) -> dict[str, Any]:
+        return self.ask("POST", "", json={"prompt": PROMPT, **SAMPLING, **params})
 
-    def do(self, verb: str, branch: dict[str, Any], status: int = 200, **given: Any) -> Any:
+    def do(self, verb: str, branch: dict[str, Any], status: int = 200, **params: Any) -> Any:
         """The branch as a whole after a verb, which itself tells only what is new."""
-        found = self.ask("POST", f"/{branch['id']}/{verb}", status, json=given)
+        result = self.ask("POST", f"/{branch['id']}/{verb}", status, json=params)
         if status != 200 or verb == "stop":
-            return found
-        told = found.get("data", [found])
-        whole = [self.get(each) for each in told]
-        for new, each in zip(told, whole, strict=True):
-            assert new["steps"] == each["steps"][new["since"] :] and "prompt" not in new
-        return whole if "data" in found else whole[0]
+            return result
+        reply = result.get("data", [result])
+        complete = [self.get(item) for item in reply]
+        for new, item in zip(reply, complete, strict=True):
+            assert new["steps"] == item["steps"][new["since"] :] and "prompt" not in new
+        return complete if "data" in result else complete[0]
 
     def get(self, branch: dict[str, Any], status: int = 200, **params: Any) -> dict[str, Any]:
         return self.ask("GET", f"/{branch['id']}", status, params=params)
@@ -46,13 +46,13 @@ class Tree:
     def see(self, branch: dict[str, Any], what: str, status: int = 200, **params: Any) -> Any:
         return self.ask("GET", f"/{branch['id']}/{what}", status, params=params)
 
-    def live(self, branch: dict[str, Any], **given: Any) -> Any:
+    def live(self, branch: dict[str, Any], **params: Any) -> Any:
         """A resume that is streamed."""
-        path, body = f"/v1/tree/{branch['id']}/resume", {"stream": True, **given}
+        path, body = f"/v1/tree/{branch['id']}/resume", {"stream": True, **params}
         return self.http.stream("POST", path, json=body)
 
-    def events(self, branch: dict[str, Any], **given: Any) -> Any:
-        return self.http.stream("GET", f"/v1/tree/{branch['id']}/events", **given)
+    def events(self, branch: dict[str, Any], **params: Any) -> Any:
+        return self.http.stream("GET", f"/v1/tree/{branch['id']}/events", **params)
 
 
 def read(answer: httpx.Response) -> Iterator[tuple[str, dict[str, Any], str]]:

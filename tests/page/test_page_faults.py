@@ -93,7 +93,7 @@ def test_a_branch_that_the_server_has_lost(page: Page, expected_errors: list[str
     write(page, QUESTION, mode="chat", max_tokens=4)
     page.request.delete(f"{page.url.rstrip('/')}/v1/tree/{branch(page)['id']}")
     page.locator("#go-on").click()
-    expect(page.locator("#fault")).to_contain_text("There is no branch")
+    expect(page.locator("#fault")).to_contain_text("No such branch")
     open_panel(page, "Step")
     page.locator("#write").click()
     finished(page)

@@ -65,7 +65,7 @@ def test_a_sudoku_is_one_click(view: Locator, server: Running) -> None:
     for name in ("Left to right", "In any order"):
         board = column(view, name).get_by_role("group", name="Sudoku, 9 by 9")
         expect(board.locator(".place")).to_have_count(81)
-    assert set(server.state.registry.passing) == {"sudoku", "sudoku-causal"}
+    assert set(server.state.registry.ephemeral) == {"sudoku", "sudoku-causal"}
     assert list(server.state.registry.entries) == ["tiny"]
 
 

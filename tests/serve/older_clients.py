@@ -31,16 +31,16 @@ def main(url: str, model: str) -> None:
 def _litellm(url: str, model: str) -> dict[str, Any]:
     litellm.telemetry = False
     there = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": "none"}
-    asked = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 16}
+    body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 16}
     ollama = {"model": f"ollama_chat/{model}", "api_base": url}
-    chunks = litellm.completion(**there, **asked, temperature=0, stream=True)
+    chunks = litellm.completion(**there, **body, temperature=0, stream=True)
     return {
-        "whole": _text(litellm.completion(**there, **asked, temperature=0)),
+        "whole": _text(litellm.completion(**there, **body, temperature=0)),
         "streamed": "".join(chunk.choices[0].delta.content or "" for chunk in chunks),
-        "ollama": _text(litellm.completion(**ollama, **asked, temperature=0)),
-        "extra": _text(litellm.completion(**there, **asked, seed=7, top_k=3)),
+        "ollama": _text(litellm.completion(**ollama, **body, temperature=0)),
+        "extra": _text(litellm.completion(**there, **body, seed=7, top_k=3)),
         "schema": _text(
-            litellm.completion(**there, **{**asked, "max_tokens": 80}, response_format=Person)
+            litellm.completion(**there, **{**body, "max_tokens": 80}, response_format=Person)
         ),
     }
 
@@ -51,7 +51,7 @@ def _text(answer: Any) -> str:
 
 def _instructor(url: str, model: str) -> dict[str, Any]:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    found = {}
+    result = {}
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         ask = instructor.from_openai(client, mode=mode).chat.completions.create
         person = ask(
@@ -61,8 +61,8 @@ def _instructor(url: str, model: str) -> dict[str, Any]:
             max_retries=0,
             max_tokens=80,
         )
-        found[mode.value] = person.model_dump()
-    return found
+        result[mode.value] = person.model_dump()
+    return result
 
 
 if __name__ == "__main__":

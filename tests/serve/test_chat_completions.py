@@ -37,17 +37,17 @@ def client(server: Any) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def ask(client: openai.OpenAI) -> Any:
-    def asked(**given: Any) -> Any:
+    def body(**params: Any) -> Any:
         usual = {"model": "smollm", "messages": QUESTION, "seed": 7, "max_tokens": 24}
-        return client.chat.completions.create(**{**usual, **given})
+        return client.chat.completions.create(**{**usual, **params})
 
-    return asked
+    return body
 
 
 def streamed(chunks: Any) -> tuple[str, list[Any]]:
     every = list(chunks)
-    found = [c.choices[0].delta.content or "" for c in every if c.choices]
-    return "".join(found), every
+    result = [c.choices[0].delta.content or "" for c in every if c.choices]
+    return "".join(result), every
 
 
 def test_an_answer_is_the_models_own(ask, lm, go_on):
@@ -62,9 +62,9 @@ def test_an_answer_is_the_models_own(ask, lm, go_on):
 
 
 def test_a_stream_is_what_openai_sends(ask, go_on):
-    whole = ask(**go_on).choices[0].message.content
+    complete = ask(**go_on).choices[0].message.content
     text, chunks = streamed(ask(stream=True, **go_on))
-    assert text == whole
+    assert text == complete
     first, last = chunks[0], chunks[-1]
     assert first.choices[0].delta.role == "assistant" and first.choices[0].delta.content == ""
     assert all(chunk.choices[0].delta.role is None for chunk in chunks[1:])
@@ -93,14 +93,16 @@ def test_choices_share_a_seed_and_differ(ask, lm, go_on):
     answer = ask(n=3, **go_on)
     texts = [choice.message.content for choice in answer.choices]
     prompt = lm.chat_prompt(QUESTION).ids
-    wanted = [lm.generate(prompt, seed=7, max_tokens=24, sample=i, **go_on).text for i in range(3)]
-    assert texts == wanted and len(set(texts)) == 3
+    expected = [
+        lm.generate(prompt, seed=7, max_tokens=24, sample=i, **go_on).text for i in range(3)
+    ]
+    assert texts == expected and len(set(texts)) == 3
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert answer.usage.completion_tokens == 72
-    found = {0: "", 1: "", 2: ""}
+    result = {0: "", 1: "", 2: ""}
     for chunk in ask(n=3, stream=True, **go_on):
-        found[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    assert [*found.values()] == texts
+        result[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert [*result.values()] == texts
 
 
 def test_logprobs(ask, lm):
@@ -112,17 +114,17 @@ def test_logprobs(ask, lm):
         step.text for step in steps
     )
     assert all(len(token.top_logprobs) == 3 for token in content)
-    told = [t for c in ask(logprobs=True, max_tokens=6, stream=True) if c.choices[0].logprobs
+    reply = [t for c in ask(logprobs=True, max_tokens=6, stream=True) if c.choices[0].logprobs
             for t in c.choices[0].logprobs.content]  # fmt: skip
-    assert [token.token for token in told] == [token.token for token in content]
+    assert [token.token for token in reply] == [token.token for token in content]
 
 
 def test_stops_bias_and_penalties(ask, lm):
-    whole = ask(temperature=0).choices[0].message.content
-    stop = whole[40:46]
+    complete = ask(temperature=0).choices[0].message.content
+    stop = complete[40:46]
     stopped = ask(stop=[stop, "never"], temperature=0).choices[0]
     assert stopped.finish_reason == "stop"
-    assert stopped.message.content == whole[: whole.index(stop)]
+    assert stopped.message.content == complete[: complete.index(stop)]
     token = lm.tokenizer.encode(" leaves")[0]
     only = ask(logit_bias={str(token): 100}, max_tokens=3).choices[0].message.content
     assert only == " leaves" * 3
@@ -135,13 +137,13 @@ def test_stops_bias_and_penalties(ask, lm):
 
 def test_without_a_seed_texts_differ_and_say_how_to_get_them_again(client, ask):
     body = {"unspool": {}}
-    one = client.chat.completions.create(
+    item = client.chat.completions.create(
         model="smollm", messages=QUESTION, max_tokens=24, extra_body=body
     )
-    seed = one.unspool["choices"][0]["seed"]
-    assert ask(seed=seed).choices[0].message.content == one.choices[0].message.content
+    seed = item.unspool["choices"][0]["seed"]
+    assert ask(seed=seed).choices[0].message.content == item.choices[0].message.content
     other = client.chat.completions.create(model="smollm", messages=QUESTION, max_tokens=24)
-    assert other.choices[0].message.content != one.choices[0].message.content
+    assert other.choices[0].message.content != item.choices[0].message.content
 
 
 def test_json(ask):
@@ -158,10 +160,13 @@ class Person(BaseModel):
 
 def test_structured_output_with_a_pydantic_model(client, ask):
     schema = Person.model_json_schema()
-    wanted = {"type": "json_schema", "json_schema": {"name": "p", "strict": True, "schema": schema}}
+    expected = {
+        "type": "json_schema",
+        "json_schema": {"name": "p", "strict": True, "schema": schema},
+    }
     messages = [{"role": "user", "content": "Invent a person."}]
     for seed in range(3):
-        text = ask(messages=messages, response_format=wanted, seed=seed, max_tokens=100)
+        text = ask(messages=messages, response_format=expected, seed=seed, max_tokens=100)
         assert text.choices[0].finish_reason == "stop"
         Person.model_validate_json(text.choices[0].message.content)
     parsed = client.chat.completions.parse(
@@ -192,18 +197,18 @@ def test_a_named_tool_is_called_with_arguments_of_its_schema(ask):
     options = {"tools": [CLOCK, WEATHER], "tool_choice": named, "max_tokens": 100,
                "messages": [{"role": "user", "content": "How is the weather in Oslo?"}],
                "parallel_tool_calls": False}  # fmt: skip
-    whole = ask(**options).choices[0].message.tool_calls[0].function
-    arguments = json.loads(whole.arguments)
-    assert whole.name == "get_weather" and arguments["unit"] in ("celsius", "fahrenheit")
-    name, told, reasons, ids = "", "", [], []
+    complete = ask(**options).choices[0].message.tool_calls[0].function
+    arguments = json.loads(complete.arguments)
+    assert complete.name == "get_weather" and arguments["unit"] in ("celsius", "fahrenheit")
+    name, reply, reasons, ids = "", "", [], []
     for chunk in ask(**options, stream=True):
         reasons.append(chunk.choices[0].finish_reason)
         for call in chunk.choices[0].delta.tool_calls or []:
             assert call.index == 0
             ids.append(call.id)
             name += call.function.name or ""
-            told += call.function.arguments or ""
-    assert (name, told) == ("get_weather", whole.arguments)
+            reply += call.function.arguments or ""
+    assert (name, reply) == ("get_weather", complete.arguments)
     assert reasons[-1] == "tool_calls" and ids[0] and not any(ids[1:])
 
 
@@ -224,19 +229,19 @@ def test_a_conversation_with_tools_goes_on(ask):
 
 
 def test_the_extension(ask, lm):
-    own = {"top_k": 3, "min_p": 0.2, "stages": ["top_k", "min_p", "temperature"], "trace": True}
-    answer = ask(extra_body={"unspool": own}, temperature=0.9, max_tokens=8)
-    wanted = lm.chat(QUESTION, seed=7, max_tokens=8, temperature=0.9, top_k=3, min_p=0.2,
+    local = {"top_k": 3, "min_p": 0.2, "stages": ["top_k", "min_p", "temperature"], "trace": True}
+    answer = ask(extra_body={"unspool": local}, temperature=0.9, max_tokens=8)
+    expected = lm.chat(QUESTION, seed=7, max_tokens=8, temperature=0.9, top_k=3, min_p=0.2,
                      stages=("top_k", "min_p", "temperature"))  # fmt: skip
-    assert answer.choices[0].message.content == wanted.text
+    assert answer.choices[0].message.content == expected.text
     steps = answer.unspool["choices"][0]["steps"]
-    assert [step["token"] for step in steps] == wanted.tokens
+    assert [step["token"] for step in steps] == expected.tokens
     assert [stage["name"] for stage in steps[0]["stages"]] == ["top_k", "min_p", "temperature"]
     assert len(steps[0]["candidates"]) == 5 and steps[0]["draw"]["low"] <= steps[0]["draw"]["u"]
-    told = [c.unspool for c in ask(extra_body={"unspool": own}, temperature=0.9, max_tokens=8,
+    reply = [c.unspool for c in ask(extra_body={"unspool": local}, temperature=0.9, max_tokens=8,
             stream=True) if getattr(c, "unspool", None)]  # fmt: skip
-    assert [step["token"] for step in told[:-1]] == wanted.tokens
-    assert told[-1]["choices"][0]["seed"] == 7
+    assert [step["token"] for step in reply[:-1]] == expected.tokens
+    assert reply[-1]["choices"][0]["seed"] == 7
 
 
 def test_regex_choice_and_guard(ask):
@@ -245,9 +250,9 @@ def test_regex_choice_and_guard(ask):
     yes = ask(extra_body={"unspool": {"choice": ["yes", "no"]}}).choices[0].message.content
     assert yes in ("yes", "no")
     # Two words are possible: without the one that the model prefers it is the other.
-    own: dict[str, Any] = {"regex": "The (leaves|birds) fall"}
-    first = ask(extra_body={"unspool": own}, temperature=0).choices[0].message.content.split()[1]
-    body = {"unspool": own | {"guard": [f"ban={first}"]}}
+    local: dict[str, Any] = {"regex": "The (leaves|birds) fall"}
+    first = ask(extra_body={"unspool": local}, temperature=0).choices[0].message.content.split()[1]
+    body = {"unspool": local | {"guard": [f"ban={first}"]}}
     guarded = ask(extra_body=body, temperature=0, max_tokens=60)
     other = "birds" if first == "leaves" else "leaves"
     assert guarded.choices[0].message.content == f"The {other} fall"
@@ -259,10 +264,10 @@ def test_regex_choice_and_guard(ask):
     body["unspool"]["trace"] = True
     steps: list[Any] = []
     for chunk in ask(extra_body=body, temperature=0, max_tokens=60, stream=True):
-        told = getattr(chunk, "unspool", None) or {}
-        if "token" in told:
-            del steps[len(steps) - told["retracts"] :]
-            steps.append(told["text"])
+        reply = getattr(chunk, "unspool", None) or {}
+        if "token" in reply:
+            del steps[len(steps) - reply["retracts"] :]
+            steps.append(reply["text"])
     assert "".join(steps) == guarded.choices[0].message.content
 
 
@@ -281,20 +286,20 @@ def test_a_prediction_is_a_draft_and_changes_nothing(ask):
 
 
 @pytest.mark.parametrize(
-    ("given", "param", "words"),
+    ("params", "param", "words"),
     [
         ({"n": 99}, "n", "at most 16"),
         ({"temperature": -1}, "temperature", "a number of 0 or more"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"messages": []}, "messages", "at least 1"),
-        ({"tool_choice": "required"}, "tool_choice", "no tools"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "token id"),
+        ({"tool_choice": "required"}, "tool_choice", "tools is empty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "by id"),
         ({"extra_body": {"min_p": 1.5}}, "min_p", "a number from 0 to 1"),
         ({"extra_body": {"top_k": 4, "unspool": {"top_k": 5}}}, "unspool.top_k", "given twice"),
         ({"extra_body": {"repeat_penalty": 1.1, "repetition_penalty": 1.2}}, None, "give one"),
-        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, None, "a place of its own"),
+        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, None, "a separate parameter"),
         ({"extra_body": {"keep_alive": "soon"}}, "keep_alive", "such as '5m'"),
-        ({"extra_body": {"functions": [{}]}}, "functions", "give tools"),
+        ({"extra_body": {"functions": [{}]}}, "functions", "use tools"),
         ({"extra_body": {"nonsense": 1}}, "nonsense", "unsupported"),
         ({"extra_body": {"temprature": 1}}, "temprature", "did you mean 'temperature'?"),
         ({"extra_body": {"unspool": {"stages": ["nonsense"]}}}, None, "unknown stage"),
@@ -306,9 +311,9 @@ def test_a_prediction_is_a_draft_and_changes_nothing(ask):
         ({"messages": [{"role": "user", "content": None}]}, "messages", "no content"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(ask, given, param, words):
+def test_what_cannot_be_is_refused_by_name(ask, params, param, words):
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(**given)
+        ask(**params)
     error = caught.value
     assert words in error.message and error.type == "invalid_request_error"
     if param is not None:
@@ -332,7 +337,7 @@ def test_what_is_nested_too_deep_is_refused(server):
 
 
 def test_an_unknown_model_and_a_prompt_that_is_too_long(ask):
-    with pytest.raises(openai.NotFoundError, match="there is smollm"):
+    with pytest.raises(openai.NotFoundError, match="available: smollm"):
         ask(model="gpt-4")
     with pytest.raises(openai.BadRequestError) as caught:
         ask(messages=[{"role": "user", "content": "word " * 9000}])
@@ -355,15 +360,15 @@ def test_with_tools_and_a_format_the_answer_is_a_call_or_of_that_form(
     ask: Any, lm: Any, form: str
 ) -> None:
     """Neither is ruled out, and nothing else is written."""
-    given = {"tools": [WEATHER], "max_tokens": 60, "response_format": {"type": form}}
+    params = {"tools": [WEATHER], "max_tokens": 60, "response_format": {"type": form}}
     if form == "json_schema":
         schema = {"name": "p", "schema": Person.model_json_schema()}
-        given["response_format"]["json_schema"] = schema
+        params["response_format"]["json_schema"] = schema
     (brace,), (mark,) = lm.tokenizer.encode("{"), lm.tokenizer.encode("<")
-    words = ask(**given, logit_bias={str(brace): 50, str(mark): -100}).choices[0].message
+    words = ask(**params, logit_bias={str(brace): 50, str(mark): -100}).choices[0].message
     assert not words.tool_calls and words.content.startswith("{")
-    call = ask(**given, logit_bias={str(mark): 50, str(brace): -50}).choices[0].message
+    call = ask(**params, logit_bias={str(mark): 50, str(brace): -50}).choices[0].message
     assert call.content is None and call.tool_calls[0].function.name == "get_weather"
     choice = {"type": "function", "function": {"name": "get_weather"}}
-    forced = ask(**given, tool_choice=choice).choices[0].message
+    forced = ask(**params, tool_choice=choice).choices[0].message
     assert forced.tool_calls[0].function.name == "get_weather"

@@ -48,13 +48,13 @@ WEATHER = {
 }
 
 
-def run(command: list[Any], given: str | None = None, **environment: str) -> str:
+def run(command: list[Any], params: str | None = None, **environment: str) -> str:
     """What a program printed; all it said, where it failed."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_")}
     done = subprocess.run(
         [*map(str, command)],
-        input=given,
-        stdin=subprocess.DEVNULL if given is None else None,
+        input=params,
+        stdin=subprocess.DEVNULL if params is None else None,
         capture_output=True,
         text=True,
         timeout=120,
@@ -81,10 +81,10 @@ def llm(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     # JSON is YAML.
     (folder / "extra-openai-models.yaml").write_text(json.dumps(models), "utf-8")
 
-    def asked(*arguments: Any) -> str:
+    def body(*arguments: Any) -> str:
         return run([program, *arguments], LLM_USER_PATH=str(folder)).removesuffix("\n")
 
-    return asked
+    return body
 
 
 def test_llm_streams_and_goes_on(llm, lm):
@@ -102,10 +102,12 @@ def test_llm_streams_and_goes_on(llm, lm):
 
 def test_llm_without_streaming_with_a_seed_and_a_schema(llm, lm):
     options = ["-o", "temperature", 0.8, "-o", "seed", 7, "-o", "max_tokens", 60]
-    given = ["--no-log", "--no-stream", "--schema", json.dumps(PERSON), *options]
-    text = llm("-m", "unspool", "Invent a person.", *given)
-    wanted = lm.chat("Invent a person.", json_schema=PERSON, temperature=0.8, seed=7, max_tokens=60)
-    assert text == wanted.text and {*json.loads(text)} == {"name", "age"}
+    params = ["--no-log", "--no-stream", "--schema", json.dumps(PERSON), *options]
+    text = llm("-m", "unspool", "Invent a person.", *params)
+    expected = lm.chat(
+        "Invent a person.", json_schema=PERSON, temperature=0.8, seed=7, max_tokens=60
+    )
+    assert text == expected.text and {*json.loads(text)} == {"name", "age"}
 
 
 @pytest.mark.slow
@@ -162,8 +164,8 @@ def evaluated(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     ):  # fmt: skip
         (tasks / f"{task['task']}.yaml").write_text(json.dumps(task), "utf-8")
     command = [sys.executable, HERE / "lm_eval_client.py", tasks, server.url, server.model]
-    told = run(command, HF_HOME=str(folder / "hf"), HF_HUB_OFFLINE="1")
-    return json.loads(told.splitlines()[-1])
+    reply = run(command, HF_HOME=str(folder / "hf"), HF_HUB_OFFLINE="1")
+    return json.loads(reply.splitlines()[-1])
 
 
 @pytest.mark.slow
@@ -173,13 +175,13 @@ def test_lm_eval_scores_answers_as_the_engine_does(evaluated, lm):
     for (question, choices, answer), sample in zip(QUIZ, samples, strict=True):
         start = len(lm.tokenizer.encode(question))
         scores = [lm.score(f"{question} {choice}", top=1).positions[start:] for choice in choices]
-        wanted = [sum(position.logprob for position in score) for score in scores]
+        expected = [sum(position.logprob for position in score) for score in scores]
         greedy = [all(p.token == p.candidates[0].token for p in score) for score in scores]
-        told = [resp for ((resp, _),) in sample["resps"]]
-        assert told == pytest.approx(wanted, abs=1e-4)
+        reply = [resp for ((resp, _),) in sample["resps"]]
+        assert reply == pytest.approx(expected, abs=1e-4)
         assert [is_greedy for ((_, is_greedy),) in sample["resps"]] == greedy
-        hits += int(np.argmax(wanted)) == answer
-        normed = [score / len(choice) for score, choice in zip(wanted, choices, strict=True)]
+        hits += int(np.argmax(expected)) == answer
+        normed = [score / len(choice) for score, choice in zip(expected, choices, strict=True)]
         normed_hits += int(np.argmax(normed)) == answer
     result = evaluated["results"]["quiz"]
     assert result["acc,none"] == pytest.approx(hits / len(QUIZ))
@@ -189,8 +191,8 @@ def test_lm_eval_scores_answers_as_the_engine_does(evaluated, lm):
 def test_lm_eval_reads_texts_that_the_engine_writes(evaluated, lm):
     for sample in evaluated["samples"]["continue"]:
         question = sample["doc"]["question"]
-        wanted = lm.generate(question, temperature=0, max_tokens=8, stop=(".",)).text
-        assert sample["resps"] == [[wanted]]
+        expected = lm.generate(question, temperature=0, max_tokens=8, stop=(".",)).text
+        assert sample["resps"] == [[expected]]
 
 
 def test_lm_eval_measures_the_surprise_that_the_engine_measures(evaluated, lm):
@@ -199,8 +201,8 @@ def test_lm_eval_measures_the_surprise_that_the_engine_measures(evaluated, lm):
         text = f"{question} {choices[answer]}."
         total += lm.score([lm.tokenizer.bos_id, *lm.tokenizer.encode(text)]).total
         size += len(text.encode())
-    told = evaluated["results"]["surprise"]["bits_per_byte,none"]
-    assert told == pytest.approx(-total / size / np.log(2), rel=1e-6)
+    reply = evaluated["results"]["surprise"]["bits_per_byte,none"]
+    assert reply == pytest.approx(-total / size / np.log(2), rel=1e-6)
 
 
 # -- openai for Node -------------------------------------------------------------------------
@@ -215,21 +217,23 @@ def test_openai_for_node(server, lm):
         "seed": 7,
         "max_tokens": 24,
     }
-    given = {"model": server.model, "chat": chat, "schema": PERSON, "tool": WEATHER}
-    told = run(["node", HERE / "client.mjs", server.url, assets.node_openai()], json.dumps(given))
-    found = json.loads(told)
-    made = lm.chat(QUESTION, seed=7, max_tokens=24)
-    assert found["models"] == [server.model]
-    assert found["chat"] == found["stream"] == made.text and found["usage"] == len(made.tokens)
-    assert found["call"] == found["streamedCall"] and found["reason"] == "tool_calls"
-    assert found["call"]["name"] == "get_weather"
-    assert [*json.loads(found["call"]["arguments"])] == ["city"]
-    assert found["json"] == lm.chat(QUESTION, json_schema=PERSON, seed=7, max_tokens=100).text
-    for text, vector in zip(["Leaves fall.", "Snow falls."], found["embeddings"], strict=True):
+    params = {"model": server.model, "chat": chat, "schema": PERSON, "tool": WEATHER}
+    reply = run(["node", HERE / "client.mjs", server.url, assets.node_openai()], json.dumps(params))
+    result = json.loads(reply)
+    created = lm.chat(QUESTION, seed=7, max_tokens=24)
+    assert result["models"] == [server.model]
+    assert result["chat"] == result["stream"] == created.text and result["usage"] == len(
+        created.tokens
+    )
+    assert result["call"] == result["streamedCall"] and result["reason"] == "tool_calls"
+    assert result["call"]["name"] == "get_weather"
+    assert [*json.loads(result["call"]["arguments"])] == ["city"]
+    assert result["json"] == lm.chat(QUESTION, json_schema=PERSON, seed=7, max_tokens=100).text
+    for text, vector in zip(["Leaves fall.", "Snow falls."], result["embeddings"], strict=True):
         np.testing.assert_allclose(vector, embedding(lm, lm.prompt_ids(text)), atol=1e-5)
-    assert found["response"] == lm.chat(QUESTION, temperature=0, max_tokens=12).text
-    assert (found["error"]["class"], found["error"]["status"]) == ("NotFoundError", 404)
-    assert f"there is {server.model}" in found["error"]["message"]
+    assert result["response"] == lm.chat(QUESTION, temperature=0, max_tokens=12).text
+    assert (result["error"]["class"], result["error"]["status"]) == ("NotFoundError", 404)
+    assert f"available: {server.model}" in result["error"]["message"]
 
 
 # -- Open WebUI ------------------------------------------------------------------------------
@@ -255,11 +259,11 @@ def test_what_open_webui_sends(server, lm):
         events = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
         assert events.pop() == "[DONE]"
         chunks = [json.loads(event) for event in events]
-        told = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks[:-1])
+        reported = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks[:-1])
         plain = [messages[0], {"role": "user", "content": QUESTION}]
-        wanted = lm.chat(plain, temperature=0.7, top_p=0.9, seed=7, stop=("###",), max_tokens=24)
-        assert told == wanted.text
-        assert chunks[-1]["usage"]["completion_tokens"] == len(wanted.tokens)
+        expected = lm.chat(plain, temperature=0.7, top_p=0.9, seed=7, stop=("###",), max_tokens=24)
+        assert reported == expected.text
+        assert chunks[-1]["usage"]["completion_tokens"] == len(expected.tokens)
 
         # A title for the chat: `metadata` stays in Open WebUI, which allows 1,000 tokens.
         title = [{"role": "user", "content": f"### Task:\nTitle this chat.\nUSER: {QUESTION}"}]

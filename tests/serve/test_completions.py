@@ -21,27 +21,27 @@ def client(server: Any) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def http(server: Any) -> Any:
-    with httpx.Client(base_url=server.url, timeout=60) as found:
-        yield found
+    with httpx.Client(base_url=server.url, timeout=60) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
 def complete(client: openai.OpenAI, go_on: dict[str, Any]) -> Any:
-    def completed(**given: Any) -> Any:
+    def completed(**params: Any) -> Any:
         usual = {"model": "smollm", "prompt": PROMPT, "seed": 5, "max_tokens": 12, **go_on}
-        return client.completions.create(**{**usual, **given})
+        return client.completions.create(**{**usual, **params})
 
     return completed
 
 
 def test_a_text_is_continued(complete, lm, go_on):
     answer = complete()
-    wanted = lm.generate(PROMPT, seed=5, max_tokens=12, **go_on)
-    assert answer.choices[0].text == wanted.text and answer.object == "text_completion"
+    expected = lm.generate(PROMPT, seed=5, max_tokens=12, **go_on)
+    assert answer.choices[0].text == expected.text and answer.object == "text_completion"
     ids = lm.tokenizer.encode_prompt(PROMPT)
-    assert complete(prompt=ids).choices[0].text == wanted.text
+    assert complete(prompt=ids).choices[0].text == expected.text
     chunks = list(complete(stream=True, stream_options={"include_usage": True}))
-    assert "".join(c.choices[0].text for c in chunks if c.choices) == wanted.text
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == expected.text
     assert chunks[-1].usage.completion_tokens == 12
     assert [c.choices[0].finish_reason for c in chunks[:-1]][-1] == "length"
 
@@ -54,17 +54,17 @@ def test_sixteen_tokens_unless_said(client, go_on):
 def test_several_prompts_and_choices(complete, lm, go_on):
     prompts = [PROMPT, "Once upon a time", "Two and two make"]
     answer = complete(prompt=prompts, n=2)
-    wanted = [
+    expected = [
         lm.generate(prompt, seed=5, sample=sample, max_tokens=12, **go_on).text
         for prompt in prompts
         for sample in range(2)
     ]
-    assert [choice.text for choice in answer.choices] == wanted
+    assert [choice.text for choice in answer.choices] == expected
     assert [choice.index for choice in answer.choices] == [*range(6)]
     streamed = [""] * 6
     for chunk in complete(prompt=prompts, n=2, stream=True):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
-    assert streamed == wanted
+    assert streamed == expected
 
 
 def test_the_best_of_several(complete, lm, go_on):
@@ -84,16 +84,18 @@ def test_the_prompt_is_scored(complete, lm, go_on):
     assert answer.logprobs.token_logprobs[1:] == pytest.approx(score.logprobs[1:])
     assert answer.logprobs.tokens[-1].startswith("bytes:") or answer.logprobs.tokens[-1] == " ☂"
     assert answer.logprobs.text_offset[:3] == [0, 3, 7]
-    more = complete(prompt=text, echo=True, logprobs=2, max_tokens=3, temperature=0).choices[0]
+    extra = complete(prompt=text, echo=True, logprobs=2, max_tokens=3, temperature=0).choices[0]
     steps = lm.generate(text, temperature=0, max_tokens=3, **go_on).steps
-    wanted = [*score.logprobs[1:], *(step.logprob for step in steps)]
-    assert more.logprobs.token_logprobs[1:] == pytest.approx(wanted)
-    best = [max(top, key=top.get) for top in more.logprobs.top_logprobs[-3:]]
-    assert best == more.logprobs.tokens[-3:]
-    told = list(complete(prompt=text, echo=True, logprobs=2, max_tokens=3, temperature=0,
+    expected = [*score.logprobs[1:], *(step.logprob for step in steps)]
+    assert extra.logprobs.token_logprobs[1:] == pytest.approx(expected)
+    best = [max(top, key=top.get) for top in extra.logprobs.top_logprobs[-3:]]
+    assert best == extra.logprobs.tokens[-3:]
+    reply = list(complete(prompt=text, echo=True, logprobs=2, max_tokens=3, temperature=0,
                          stream=True))  # fmt: skip
-    found = [p for c in told if c.choices[0].logprobs for p in c.choices[0].logprobs.token_logprobs]
-    assert found == more.logprobs.token_logprobs
+    result = [
+        p for c in reply if c.choices[0].logprobs for p in c.choices[0].logprobs.token_logprobs
+    ]
+    assert result == extra.logprobs.token_logprobs
 
 
 def test_the_end_can_be_written_over(complete, lm):
@@ -105,10 +107,10 @@ def test_the_end_can_be_written_over(complete, lm):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("params", "words"),
     [
         ({"max_tokens": 0}, "echo"),
-        ({"best_of": 1, "n": 2}, "n cannot be larger"),
+        ({"best_of": 1, "n": 2}, "best_of must be at least n"),
         ({"best_of": 3, "stream": True}, "cannot be streamed"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [99999999]}, "not in the vocabulary"),
@@ -116,9 +118,9 @@ def test_the_end_can_be_written_over(complete, lm):
         ({"prompt": ["a"] * 300}, "prompt"),
     ],
 )
-def test_what_cannot_be_is_refused(complete, given, words):
+def test_what_cannot_be_is_refused(complete, params, words):
     with pytest.raises(openai.BadRequestError, match=words):
-        complete(**given)
+        complete(**params)
 
 
 # -- embeddings ------------------------------------------------------------------------------
@@ -127,22 +129,24 @@ def test_what_cannot_be_is_refused(complete, given, words):
 def test_embeddings_are_the_mean_of_the_final_vectors(client, server, lm):
     texts = ["The cat sat on the mat", "A cat sits on a mat", "Stock markets fell sharply"]
     answer = client.embeddings.create(model="smollm", input=texts)  # base64 under the hood
-    one, near, far = (np.array(item.embedding) for item in answer.data)
-    assert abs(np.linalg.norm(one) - 1) < 1e-5 and len(one) == lm.config.width
-    assert one @ near > one @ far
+    entry, near, far = (np.array(item.embedding) for item in answer.data)
+    assert abs(np.linalg.norm(entry) - 1) < 1e-5 and len(entry) == lm.config.width
+    assert entry @ near > entry @ far
     from unspool.lens.look import look
 
     ids = lm.tokenizer.encode_prompt(texts[0])
     final = [lm.model.normed(look(lm, ids, i).residuals[-1][None])[0] for i in range(len(ids))]
     mean = np.mean(final, axis=0)
-    assert np.allclose(one, mean / np.linalg.norm(mean), atol=1e-5)
+    assert np.allclose(entry, mean / np.linalg.norm(mean), atol=1e-5)
     assert answer.usage.prompt_tokens == sum(len(lm.tokenizer.encode(t)) for t in texts)
     plain = httpx.post(f"{server.url}/v1/embeddings", json={"input": texts[0]}).json()
-    assert np.allclose(plain["data"][0]["embedding"], one, atol=1e-5)
+    assert np.allclose(plain["data"][0]["embedding"], entry, atol=1e-5)
     packed = httpx.post(
         f"{server.url}/v1/embeddings", json={"input": ids, "encoding_format": "base64"}
     ).json()
-    assert np.allclose(np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), "<f4"), one)
+    assert np.allclose(
+        np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), "<f4"), entry
+    )
     with pytest.raises(openai.BadRequestError, match="dimensions"):
         client.embeddings.create(model="smollm", input="x", dimensions=16)
 
@@ -151,8 +155,8 @@ def test_a_long_text_is_embedded_in_pieces(client, lm):
     from unspool.lens.embedding import embedding
 
     text = "One word after another. " * 60
-    found = client.embeddings.create(model="smollm", input=text).data[0].embedding
-    assert np.allclose(found, embedding(lm, text), atol=1e-6)
+    result = client.embeddings.create(model="smollm", input=text).data[0].embedding
+    assert np.allclose(result, embedding(lm, text), atol=1e-6)
 
 
 # -- text and tokens -------------------------------------------------------------------------
@@ -160,10 +164,10 @@ def test_a_long_text_is_embedded_in_pieces(client, lm):
 
 def test_text_into_tokens_and_back(http, lm):
     text = "Grüße, 世界 🙂"
-    found = http.post("/tokenize", json={"content": text, "with_pieces": True}).json()
-    ids = [token["id"] for token in found["tokens"]]
+    result = http.post("/tokenize", json={"content": text, "with_pieces": True}).json()
+    ids = [token["id"] for token in result["tokens"]]
     assert ids == lm.tokenizer.encode(text)
-    assert bytes(b for piece in found["pieces"] for b in piece["bytes"]).decode() == text
+    assert bytes(b for piece in result["pieces"] for b in piece["bytes"]).decode() == text
     assert http.post("/detokenize", json={"tokens": ids}).json()["content"] == text
     # As vLLM has it, and lm-eval asks for it.
     info = http.get("/tokenizer_info").json()
@@ -179,9 +183,9 @@ def test_text_into_tokens_and_back(http, lm):
 
 
 def test_merges_and_other_vocabularies(http, lm, monkeypatch):
-    found = http.post("/tokenize", json={"content": "unspooling it", "merges": True}).json()
-    words = found["words"]
-    assert [token for word in words for token in word["ids"]] == found["tokens"]
+    result = http.post("/tokenize", json={"content": "unspooling it", "merges": True}).json()
+    words = result["words"]
+    assert [token for word in words for token in word["ids"]] == result["tokens"]
     first = words[0]
     assert "".join(first["start"]) == "unspooling" and len(first["start"]) == 10
     pieces = first["start"]
@@ -189,10 +193,10 @@ def test_merges_and_other_vocabularies(http, lm, monkeypatch):
         assert len(merge["pieces"]) == len(pieces) - 1
         pieces = merge["pieces"]
     assert http.post("/tokenize", json={"content": "a" * 3000, "merges": True}).status_code == 400
-    for told in http.get("/vocabularies").json()["data"]:
-        body = {"content": "How do transformers work?", "vocabulary": told["name"]}
+    for reply in http.get("/vocabularies").json()["data"]:
+        body = {"content": "How do transformers work?", "vocabulary": reply["name"]}
         answer = http.post("/tokenize", json=body)
-        assert answer.status_code == (200 if told["available"] else 400)
+        assert answer.status_code == (200 if reply["available"] else 400)
     bad = {"content": "a", "vocabulary": "../../etc/passwd"}
     assert http.post("/tokenize", json=bad).status_code == 400
 
@@ -205,28 +209,28 @@ def test_other_vocabularies_where_they_are_here(http, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(assets.tiktoken_ranks()))
     open_vocabulary.cache_clear()
     body = {"content": "How do transformers work?"}
-    known = {"cl100k": [4438, 656, 87970, 990, 30], "gpt2": [2437, 466, 6121, 364, 670, 30]}
-    for name, ids in known.items():
+    listed = {"cl100k": [4438, 656, 87970, 990, 30], "gpt2": [2437, 466, 6121, 364, 670, 30]}
+    for name, ids in listed.items():
         assert http.post("/tokenize", json={**body, "vocabulary": name}).json()["tokens"] == ids
     open_vocabulary.cache_clear()
 
 
 def test_a_template_is_applied(http, lm):
     messages = [{"role": "user", "content": "Hi <|im_end|>"}]
-    found = http.post("/apply-template", json={"messages": messages}).json()
-    wanted = lm.chat_prompt(messages)
-    assert found["prompt"] == wanted.text and found["tokens"] == wanted.ids
+    result = http.post("/apply-template", json={"messages": messages}).json()
+    expected = lm.chat_prompt(messages)
+    assert result["prompt"] == expected.text and result["tokens"] == expected.ids
     end = lm.tokenizer.special_tokens["<|im_end|>"]
-    assert found["tokens"].count(end) == 2  # the template's own: what a user spells is text
-    assert found["spans"][0]["role"] == "user" and found["generation"]["end"] == len(wanted.ids)
+    assert result["tokens"].count(end) == 2  # the template's own: what a user spells is text
+    assert result["spans"][0]["role"] == "user" and result["generation"]["end"] == len(expected.ids)
 
 
 def test_a_text_is_judged(http, lm):
-    found = http.post("/score", json={"text": PROMPT, "top": 3}).json()
-    wanted = lm.score(PROMPT, top=3)
-    assert found["total"] == pytest.approx(wanted.total)
-    assert found["perplexity"] == pytest.approx(wanted.perplexity)
-    assert len(found["positions"][1]["candidates"]) == 3
+    result = http.post("/score", json={"text": PROMPT, "top": 3}).json()
+    expected = lm.score(PROMPT, top=3)
+    assert result["total"] == pytest.approx(expected.total)
+    assert result["perplexity"] == pytest.approx(expected.perplexity)
+    assert len(result["positions"][1]["candidates"]) == 3
     assert http.post("/score", json={"text": "a"}).json()["perplexity"] is None
     assert http.post("/score", json={}).status_code == 400
 
@@ -235,8 +239,8 @@ def test_the_models(http, server):
     (model,) = http.get("/v1/models").json()["data"]
     assert model["id"] == "smollm" and model["unspool"]["loaded"]
     assert http.get("/v1/models/smollm").json() == model
-    gone = http.get("/v1/models/other")
-    assert gone.status_code == 404 and gone.json()["error"]["code"] == "model_not_found"
+    closed = http.get("/v1/models/other")
+    assert closed.status_code == 404 and closed.json()["error"]["code"] == "model_not_found"
 
 
 def test_health_and_metrics(http):

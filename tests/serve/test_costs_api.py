@@ -24,7 +24,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setattr(stored, "cache_folder", lambda: folder)
-        patch.setattr(measuring, "sample_texts", lambda given: shipped())
+        patch.setattr(measuring, "sample_texts", lambda params: shipped())
         yield folder / "reports"
 
 
@@ -36,14 +36,14 @@ def entry(tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
 
 @pytest.fixture(scope="module")
 def serving(kept: Path, entry: ModelEntry) -> Iterator[Running]:
-    with running([entry]) as found:
-        yield found
+    with running([entry]) as result:
+        yield result
 
 
 @pytest.fixture
 def client(serving: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serving.url, timeout=60) as found:
-        yield found
+    with httpx.Client(base_url=serving.url, timeout=60) as result:
+        yield result
     settled(serving)
 
 
@@ -54,23 +54,23 @@ def measured(client: httpx.Client, **body: Any) -> list[tuple[str, Any]]:
 
 
 def test_a_report_is_told_part_by_part_and_kept(client: httpx.Client, kept: Path):
-    told = measured(client, parts=["loops", "confidence"], seed=3)
-    start = told[0][1]
-    assert told[0][0] == "start" and start["parts"] == ["loops", "confidence"]
-    shares = [data for name, data in told if name == "progress"]
-    assert {one["part"] for one in shares} == {"loops", "confidence"}
-    assert shares[0]["share"] == 0 and all(0 <= one["share"] <= 1 for one in shares)
-    parts = [data for name, data in told if name == "part"]
-    last, done = told[-1]
+    reply = measured(client, parts=["loops", "confidence"], seed=3)
+    start = reply[0][1]
+    assert reply[0][0] == "start" and start["parts"] == ["loops", "confidence"]
+    shares = [data for name, data in reply if name == "progress"]
+    assert {item["part"] for item in shares} == {"loops", "confidence"}
+    assert shares[0]["share"] == 0 and all(0 <= item["share"] <= 1 for item in shares)
+    parts = [data for name, data in reply if name == "part"]
+    last, done = reply[-1]
     assert last == "done" and done["report"]["parts"] == parts
     assert done["report"]["quick"] and done["report"]["seed"] == 3
-    (one,) = client.get("/v1/costs").json()["data"]
-    assert one["name"] == done["name"] and one["parts"] == ["loops", "confidence"]
-    assert (kept / f"{one['name']}.json").is_file()
-    assert client.get(f"/v1/costs/{one['name']}").json() == done["report"]
-    assert client.delete(f"/v1/costs/{one['name']}").json()["deleted"]
+    (item,) = client.get("/v1/costs").json()["data"]
+    assert item["name"] == done["name"] and item["parts"] == ["loops", "confidence"]
+    assert (kept / f"{item['name']}.json").is_file()
+    assert client.get(f"/v1/costs/{item['name']}").json() == done["report"]
+    assert client.delete(f"/v1/costs/{item['name']}").json()["deleted"]
     assert client.get("/v1/costs").json()["data"] == []
-    assert client.get(f"/v1/costs/{one['name']}").status_code == 404
+    assert client.get(f"/v1/costs/{item['name']}").status_code == 404
 
 
 def test_whoever_hangs_up_ends_the_measuring(client: httpx.Client, serving: Running, kept: Path):
@@ -94,8 +94,8 @@ def test_what_is_wrong_is_said(client: httpx.Client):
 
 
 def test_a_server_that_anyone_reaches_measures_nothing(kept: Path, entry: ModelEntry):
-    with running([entry], host="0.0.0.0") as found:
-        url = found.url.replace("0.0.0.0", "127.0.0.1") + "/v1/costs"
+    with running([entry], host="0.0.0.0") as result:
+        url = result.url.replace("0.0.0.0", "127.0.0.1") + "/v1/costs"
         assert not httpx.get(url).json()["may_measure"]
         answer = httpx.post(url, json={})
         assert answer.status_code == 403 and "key" in answer.json()["error"]["message"]

@@ -42,14 +42,14 @@ def serving(folder: Path) -> Iterator[Running]:
         entry("whole", sight="whole"),
         entry("causal", sight="causal", mask_id=None),
     ]
-    with running(entries) as found:
-        yield found
+    with running(entries) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
 def client(serving: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serving.url, timeout=60) as found:
-        yield found
+    with httpx.Client(base_url=serving.url, timeout=60) as result:
+        yield result
 
 
 def ask(client: httpx.Client, status: int = 200, **body: Any) -> Any:
@@ -59,56 +59,56 @@ def ask(client: httpx.Client, status: int = 200, **body: Any) -> Any:
 
 
 def test_it_is_what_the_library_makes(client: httpx.Client, masked: Any) -> None:
-    found = ask(client)
-    own = masked.diffuse("hello", max_tokens=12, seed=3, threshold=0.05)
-    assert (found["tokens"], found["text"]) == (own.tokens, own.text)
-    assert [one["tokens"] for one in found["data"]] == [list(p.tokens) for p in own.passes]
-    assert found["passes"] == len(own.passes) and found["places"] == 12
-    assert "".join(token["text"] for token in found["prompt"]) == "hello"
-    for one, expected in zip(found["data"], own.passes, strict=True):
-        assert [p["change"] for p in one["places"]] == [p.change for p in expected.places]
-        assert [p["probability"] for p in one["places"]] == pytest.approx(
+    result = ask(client)
+    local = masked.diffuse("hello", max_tokens=12, seed=3, threshold=0.05)
+    assert (result["tokens"], result["text"]) == (local.tokens, local.text)
+    assert [item["tokens"] for item in result["data"]] == [list(p.tokens) for p in local.passes]
+    assert result["passes"] == len(local.passes) and result["places"] == 12
+    assert "".join(token["text"] for token in result["prompt"]) == "hello"
+    for item, expected in zip(result["data"], local.passes, strict=True):
+        assert [p["change"] for p in item["places"]] == [p.change for p in expected.places]
+        assert [p["probability"] for p in item["places"]] == pytest.approx(
             [p.probability for p in expected.places], abs=1e-4
         )
-        chances = [sum(c["probability"] for c in p["candidates"]) for p in one["places"]]
+        chances = [sum(c["probability"] for c in p["candidates"]) for p in item["places"]]
         assert all(0 < chance <= 1.0001 for chance in chances)  # the model's own, of the likeliest
 
 
 def test_streamed_pass_by_pass(client: httpx.Client) -> None:
-    whole = ask(client)
+    complete = ask(client)
     with client.stream("POST", "/v1/diffuse", json={**ASKED, "stream": True}) as answer:
         events = list(read(answer))
-    assert [name for name, _, _ in events] == ["start", *["pass"] * whole["passes"], "done"]
+    assert [name for name, _, _ in events] == ["start", *["pass"] * complete["passes"], "done"]
     assert events[0][1]["places"] == 12 and events[0][1]["mask_id"] == canvas_support.MASK
-    assert events[-1][1]["tokens"] == whole["tokens"]
-    told = [data["tokens"] for name, data, _ in events if name == "pass"]
-    assert told == [one["tokens"] for one in whole["data"]]
+    assert events[-1][1]["tokens"] == complete["tokens"]
+    reply = [data["tokens"] for name, data, _ in events if name == "pass"]
+    assert reply == [item["tokens"] for item in complete["data"]]
 
 
 @pytest.mark.parametrize("model", ["block", "whole"])
 def test_it_goes_on_from_where_a_person_changed_it(client: httpx.Client, model: str) -> None:
     """A later state gives the same rest; a place that was set by hand stays, and others see it."""
-    one = ask(client, model=model, order="fixed")
-    third = one["data"][2]["tokens"]
-    rest = ask(client, model=model, order="fixed", given=third)
-    assert rest["tokens"] == one["tokens"] and rest["given"][0] != rest["given"][-1]
-    assert sum(token is not None for token in rest["data"][0]["tokens"]) == 4
+    item = ask(client, model=model, order="fixed")
+    third = item["data"][2]["tokens"]
+    remaining = ask(client, model=model, order="fixed", given=third)
+    assert remaining["tokens"] == item["tokens"] and remaining["given"][0] != remaining["given"][-1]
+    assert sum(token is not None for token in remaining["data"][0]["tokens"]) == 4
     changed = [None] * 12
     changed[2] = 65
-    made = ask(client, model=model, order="fixed", given=changed)
-    assert made["tokens"][2] == 65 and made["tokens"] != one["tokens"]
-    full = ask(client, model=model, order="fixed", given=one["tokens"])
-    assert full["tokens"] == one["tokens"]
+    created = ask(client, model=model, order="fixed", given=changed)
+    assert created["tokens"][2] == 65 and created["tokens"] != item["tokens"]
+    full = ask(client, model=model, order="fixed", given=item["tokens"])
+    assert full["tokens"] == item["tokens"]
 
 
 def test_given_tokens_may_be_taken_back(client: httpx.Client) -> None:
-    made = ask(client, given=[65] * 3, remask=0.9, edit_passes=1)
-    changes = [place["change"] for place in made["data"][0]["places"][:3]]
+    created = ask(client, given=[65] * 3, remask=0.9, edit_passes=1)
+    changes = [place["change"] for place in created["data"][0]["places"][:3]]
     assert changes == ["cleared"] * 3
 
 
 @pytest.mark.parametrize(
-    ("body", "said", "code"),
+    ("body", "message", "code"),
     [
         ({"model": "causal"}, "no mask token", None),
         ({"max_tokens": 5000}, "context holds 128", "context_length_exceeded"),
@@ -124,10 +124,10 @@ def test_given_tokens_may_be_taken_back(client: httpx.Client) -> None:
     ],
 )
 def test_what_cannot_be_is_said(
-    client: httpx.Client, body: dict[str, Any], said: str, code: str | None
+    client: httpx.Client, body: dict[str, Any], message: str, code: str | None
 ) -> None:
     error = ask(client, 400, **body)["error"]
-    assert said in error["message"]
+    assert message in error["message"]
     assert code is None or error["code"] == code
 
 
@@ -143,5 +143,5 @@ def test_who_leaves_gives_the_pages_back(serving: Running) -> None:
 
 def test_models_say_whether_they_have_a_mask(client: httpx.Client) -> None:
     ask(client)
-    found = {one["id"]: one["unspool"] for one in client.get("/v1/models").json()["data"]}
-    assert (found["block"]["mask_id"], found["block"]["sight"]) == (canvas_support.MASK, "block")
+    result = {item["id"]: item["unspool"] for item in client.get("/v1/models").json()["data"]}
+    assert (result["block"]["mask_id"], result["block"]["sight"]) == (canvas_support.MASK, "block")

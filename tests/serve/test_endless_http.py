@@ -26,8 +26,8 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     def load() -> Any:
         return unspool.load(folder, memory=16 << 20, context=CONTEXT, threads=1)
 
-    with running([ModelEntry("chatty", load, 1 << 20)]) as found:
-        yield found
+    with running([ModelEntry("chatty", load, 1 << 20)]) as result:
+        yield result
 
 
 @pytest.fixture
@@ -37,15 +37,15 @@ def lm(serving: Running) -> Any:
 
 @pytest.fixture
 def client(serving: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serving.url, timeout=60) as found:
-        yield found
+    with httpx.Client(base_url=serving.url, timeout=60) as result:
+        yield result
     settled(serving)
 
 
 def own(lm: Any, prompt: Any, endless: bool | int) -> str:
     """The same text, written here."""
-    wanted = {**ASKED, "endless": endless}
-    text: str = lm.generate(prompt, **wanted).text
+    expected = {**ASKED, "endless": endless}
+    text: str = lm.generate(prompt, **expected).text
     return text
 
 
@@ -55,18 +55,18 @@ def test_a_completion_goes_on_beyond_the_context(client: httpx.Client, lm: Any):
     assert ends["usage"]["completion_tokens"] < WRITTEN, "it ends where the context does"
     for endless in (True, 7):
         answer = client.post("/v1/completions", json={**body, "unspool": {"endless": endless}})
-        told = answer.json()
-        assert told["usage"]["completion_tokens"] == WRITTEN
-        assert told["choices"][0]["text"] == own(lm, PROMPT, endless)
+        reply = answer.json()
+        assert reply["usage"]["completion_tokens"] == WRITTEN
+        assert reply["choices"][0]["text"] == own(lm, PROMPT, endless)
         assert "outgrew the context of 96 tokens" in answer.headers["x-unspool-note"]
 
 
 def test_a_chat_goes_on_beyond_the_context(client: httpx.Client, lm: Any):
     messages = [{"role": "user", "content": PROMPT}]
     body = {**ASKED, "messages": messages, "unspool": {"endless": True}}
-    told = client.post("/v1/chat/completions", json=body).json()
-    assert told["usage"]["completion_tokens"] == WRITTEN
-    content = told["choices"][0]["message"]["content"]
+    reply = client.post("/v1/chat/completions", json=body).json()
+    assert reply["usage"]["completion_tokens"] == WRITTEN
+    content = reply["choices"][0]["message"]["content"]
     assert content == own(lm, lm.chat_prompt(messages).ids, True)
     body["stream"] = True
     lines = client.post("/v1/chat/completions", json=body).text
@@ -78,37 +78,37 @@ def test_a_prompt_may_be_longer_than_the_context(client: httpx.Client, lm: Any):
     refused = client.post("/v1/completions", json=body)
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "context_length_exceeded"
-    told = client.post("/v1/completions", json={**body, "unspool": {"endless": True}}).json()
-    wanted = {**ASKED, "max_tokens": 5, "endless": True}
-    assert told["choices"][0]["text"] == lm.generate(LONG, **wanted).text
+    reply = client.post("/v1/completions", json={**body, "unspool": {"endless": True}}).json()
+    expected = {**ASKED, "max_tokens": 5, "endless": True}
+    assert reply["choices"][0]["text"] == lm.generate(LONG, **expected).text
     # Without a limit it is as long as the context.
     chat = {"messages": [{"role": "user", "content": LONG}], "unspool": {"endless": True}}
-    told = client.post("/v1/chat/completions", json={**chat, "end": False}).json()
-    assert told["usage"]["completion_tokens"] == CONTEXT
+    reply = client.post("/v1/chat/completions", json={**chat, "end": False}).json()
+    assert reply["usage"]["completion_tokens"] == CONTEXT
 
 
 def test_llama_cpp_tells_that_it_was_truncated(client: httpx.Client, lm: Any):
     body = {**ASKED, "prompt": PROMPT, "unspool": {"endless": True}}
-    told = client.post("/completion", json=body).json()
-    assert told["tokens_predicted"] == WRITTEN and told["truncated"]
-    assert told["content"] == own(lm, PROMPT, True)
+    reply = client.post("/completion", json=body).json()
+    assert reply["tokens_predicted"] == WRITTEN and reply["truncated"]
+    assert reply["content"] == own(lm, PROMPT, True)
     short = client.post("/completion", json={**body, "max_tokens": 5}).json()
     assert not short["truncated"]
 
 
-@pytest.mark.parametrize(("kept", "endless"), [(None, True), (7, 7), (-1, True)])
-def test_ollama_shifts(client: httpx.Client, lm: Any, kept: int | None, endless: bool | int):
+@pytest.mark.parametrize(("stored", "endless"), [(None, True), (7, 7), (-1, True)])
+def test_ollama_shifts(client: httpx.Client, lm: Any, stored: int | None, endless: bool | int):
     options = {"num_predict": WRITTEN, "temperature": 0, "seed": 1, "ignore_eos": True}
-    if kept is not None:
-        options["num_keep"] = kept
+    if stored is not None:
+        options["num_keep"] = stored
     body = {"prompt": PROMPT, "raw": True, "stream": False, "options": options}
     ends = client.post("/api/generate", json=body).json()
     assert ends["eval_count"] < WRITTEN
     answer = client.post("/api/generate", json={**body, "shift": True})
     assert "num_keep" not in answer.headers.get("x-unspool-ignored", "")
-    told = answer.json()
-    assert told["eval_count"] == WRITTEN
-    assert told["response"] == own(lm, PROMPT, endless)
+    reply = answer.json()
+    assert reply["eval_count"] == WRITTEN
+    assert reply["response"] == own(lm, PROMPT, endless)
 
 
 def test_what_is_wrong_is_said(client: httpx.Client):

@@ -132,12 +132,12 @@ def test_a_request_of_many_rows_leaves_room_for_others(
             post, tiny_server, "/v1/completions", {"prompt": "~" * 10, "max_tokens": 1}
         )
         wait_until(lambda: set(engine._waiting) - before)
-        held = len(gate.steps)
+        holder = len(gate.steps)
         gate.open()
         assert single.result(60)["choices"]
         many.result(60)
     first = next(n for n, tokens in enumerate(gate.steps) if ord("~") in tokens)
-    assert len(gate.steps) > held + 50 and first < held + 6
+    assert len(gate.steps) > holder + 50 and first < holder + 6
 
 
 def test_places_of_a_request_of_many_rows_are_not_all_places(tiny_server: Running):

@@ -42,19 +42,19 @@ def test_langchain(server: Any, lm: Any) -> None:
     langchain = pytest.importorskip("langchain_openai")
     there = {"base_url": f"{server.url}/v1", "api_key": "none", "model": server.model}
     chat = langchain.ChatOpenAI(**there, temperature=0, max_tokens=16)
-    wanted = lm.chat(QUESTION, temperature=0, max_tokens=16).text
-    assert chat.invoke(QUESTION).content == wanted
-    assert "".join(piece.content for piece in chat.stream(QUESTION)) == wanted
-    more = langchain.ChatOpenAI(**there, max_tokens=60, extra_body={"top_k": 5, "min_p": 0.1})
+    expected = lm.chat(QUESTION, temperature=0, max_tokens=16).text
+    assert chat.invoke(QUESTION).content == expected
+    assert "".join(piece.content for piece in chat.stream(QUESTION)) == expected
+    extra = langchain.ChatOpenAI(**there, max_tokens=60, extra_body={"top_k": 5, "min_p": 0.1})
     for way in ("json_schema", "function_calling"):
-        found = more.with_structured_output(Person, method=way).invoke("Ada is 36 years old.")
-        assert isinstance(found, Person)
+        result = extra.with_structured_output(Person, method=way).invoke("Ada is 36 years old.")
+        assert isinstance(result, Person)
 
     def get_weather(city: str) -> str:
         """The weather in a city."""
         return city
 
-    called = more.bind_tools([get_weather], tool_choice="get_weather").invoke("Weather in Oslo?")
+    called = extra.bind_tools([get_weather], tool_choice="get_weather").invoke("Weather in Oslo?")
     assert called.tool_calls[0]["name"] == "get_weather"
 
 
@@ -67,12 +67,12 @@ def test_pydantic_ai(server: Any, lm: Any) -> None:
     model = OpenAIChatModel(server.model, provider=provider)
     settings = {"temperature": 0.0, "max_tokens": 16}
     agent = agents.Agent(model, model_settings=settings)
-    wanted = lm.chat(QUESTION, temperature=0, max_tokens=16).text
-    assert agent.run_sync(QUESTION).output == wanted
+    expected = lm.chat(QUESTION, temperature=0, max_tokens=16).text
+    assert agent.run_sync(QUESTION).output == expected
     settings = {"seed": 7, "max_tokens": 80, "extra_body": {"top_k": 20}}
     for kind in (agents.ToolOutput, agents.NativeOutput):
-        asked = agents.Agent(model, output_type=kind(Person), model_settings=settings)
-        assert isinstance(asked.run_sync("Ada is 36 years old.").output, Person)
+        body = agents.Agent(model, output_type=kind(Person), model_settings=settings)
+        assert isinstance(body.run_sync("Ada is 36 years old.").output, Person)
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +92,11 @@ def older(server: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_litellm(older: dict[str, Any], lm: Any) -> None:
-    wanted = lm.chat(QUESTION, temperature=0, max_tokens=16).text
-    found = older["litellm"]
-    assert found["whole"] == found["streamed"] == found["ollama"] == wanted
-    assert {*json.loads(found["schema"])} == {"name", "age"}
-    assert found["extra"] == lm.chat(QUESTION, top_k=3, seed=7, max_tokens=16).text
+    expected = lm.chat(QUESTION, temperature=0, max_tokens=16).text
+    result = older["litellm"]
+    assert result["whole"] == result["streamed"] == result["ollama"] == expected
+    assert {*json.loads(result["schema"])} == {"name", "age"}
+    assert result["extra"] == lm.chat(QUESTION, top_k=3, seed=7, max_tokens=16).text
 
 
 @pytest.mark.slow

@@ -57,22 +57,22 @@ def answers(output: str) -> list[Any]:
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
-def shaped(shown: Any, real: Any, place: str = "the answer") -> None:
+def shaped(visible: Any, real: Any, place: str = "the answer") -> None:
     """What is shown is there, and of the same kind; the rest was left out. Numbers and words are
     the model's, and may differ a little from one processor to another."""
-    if isinstance(shown, dict):
+    if isinstance(visible, dict):
         assert isinstance(real, dict), place
-        for key, value in shown.items():
+        for key, value in visible.items():
             assert key in real, f"{place} has no {key!r}"
             shaped(value, real[key], f"{place}.{key}")
-    elif isinstance(shown, list):
-        assert isinstance(real, list) and len(real) >= len(shown), place
-        for number, value in enumerate(shown):
+    elif isinstance(visible, list):
+        assert isinstance(real, list) and len(real) >= len(visible), place
+        for number, value in enumerate(visible):
             shaped(value, real[number], f"{place}[{number}]")
-    elif isinstance(shown, (int, float)) and not isinstance(shown, bool):
+    elif isinstance(visible, (int, float)) and not isinstance(visible, bool):
         assert isinstance(real, (int, float)), place
     else:
-        assert type(shown) is type(real), place
+        assert type(visible) is type(real), place
 
 
 @pytest.mark.real
@@ -94,25 +94,25 @@ def test_curl(page: str, server: Any, tidy: None):
     assert done.returncode == 0 and not done.stderr, done.stdout[-2000:] + done.stderr
     outputs = done.stdout.split(BETWEEN)
     for n, output in zip(asking, outputs, strict=False):
-        found = answers(output)
-        shown = every[n + 1] if n + 1 < len(every) else ("", "")
-        wanted = json.loads(shown[1]) if shown[0] == "json" else None
-        if wanted is not None and "error" in wanted:
-            assert found == [wanted]
+        result = answers(output)
+        visible = every[n + 1] if n + 1 < len(every) else ("", "")
+        expected = json.loads(visible[1]) if visible[0] == "json" else None
+        if expected is not None and "error" in expected:
+            assert result == [expected]
             continue
-        assert not [answer for answer in found if answer.get("error")], output
-        if wanted is not None:
-            shaped(wanted, found[-1])
+        assert not [answer for answer in result if answer.get("error")], output
+        if expected is not None:
+            shaped(expected, result[-1])
 
 
 @pytest.mark.real
 @pytest.mark.parametrize("text", [GUIDE, README], ids=["guide", "readme"])
 def test_python(text: str, server: Any, capsys: pytest.CaptureFixture[str]):
-    found = [
+    result = [
         block for block in written_in("python", text) if ADDRESS in block or "client." in block
     ]
     names: dict[str, Any] = {}
-    for block in found:
+    for block in result:
         if "langchain" not in block:
             exec(compile(here(block, server), "an example", "exec"), names)
     assert names["client"] and len(capsys.readouterr().out) > 20
@@ -167,28 +167,28 @@ def test_every_option_is_in_the_table():
     from unspool.cli.main import app_with
 
     root: Any = typer.main.get_command(app_with())
-    known = {name for option in root.commands["serve"].params for name in option.opts}
-    told = set(re.findall(r"--[a-z-]+", " ".join(rows("| option |"))))
-    assert told == {name for name in known if name.startswith("--")} - {"--help"}
-    assert set(re.findall(r"(?<![\w-])--(?:max|api|model|log|unload)-[a-z]+", GUIDE)) <= told
+    listed = {name for option in root.commands["serve"].params for name in option.opts}
+    reply = set(re.findall(r"--[a-z-]+", " ".join(rows("| option |"))))
+    assert reply == {name for name in listed if name.startswith("--")} - {"--help"}
+    assert set(re.findall(r"(?<![\w-])--(?:max|api|model|log|unload)-[a-z]+", GUIDE)) <= reply
 
 
 @pytest.mark.real
 def test_every_endpoint_is_in_the_table(server: Any):
     document = httpx.get(f"{server.url}/openapi.json").json()
-    told = re.findall(r"`(/[^`]+)`", " ".join(rows("| endpoint |")))
-    for path in told:
+    reply = re.findall(r"`(/[^`]+)`", " ".join(rows("| endpoint |")))
+    for path in reply:
         assert path in document["paths"] or httpx.get(server.url + path).status_code != 404, path
     for path in document["paths"]:
-        assert any(path == known or path.startswith(known + "/") for known in told), path
+        assert any(path == listed or path.startswith(listed + "/") for listed in reply), path
 
 
 @pytest.mark.real
 def test_every_metric_is_named(server: Any):
     text = httpx.get(f"{server.url}/metrics").text
     there = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
-    told = set(re.findall(r"`(unspool_[a-z_]+)`", GUIDE))
-    assert told == {name for name in there if not name.endswith("_created")}
+    reply = set(re.findall(r"`(unspool_[a-z_]+)`", GUIDE))
+    assert reply == {name for name in there if not name.endswith("_created")}
 
 
 # -- the page at /docs -----------------------------------------------------------------------
@@ -211,10 +211,10 @@ def test_the_examples_of_the_page_work(server: Any, tidy: None):
     examples = json.loads(re.search(r'id="examples">(.*?)</script>', page, re.DOTALL)[1])
     document = httpx.get(f"{server.url}/openapi.json").json()
     branch = httpx.post(f"{server.url}/v1/tree", json=examples["/v1/tree"]).json()["id"]
-    methods = [(path, method) for path, found in document["paths"].items() for method in found
-               if "requestBody" in found[method]]  # fmt: skip
+    methods = [(path, method) for path, result in document["paths"].items() for method in result
+               if "requestBody" in result[method]]  # fmt: skip
     assert {path for path, _ in methods} == examples.keys()
-    methods.sort(key=lambda each: "resume" not in each[0])  # others need steps
+    methods.sort(key=lambda item: "resume" not in item[0])  # others need steps
     for path, method in methods:
         if path.startswith("/v1/runs"):  # would train: see test_runs_api.py
             continue

@@ -1,4 +1,4 @@
-"""Routes that are imported when they are first asked for: once, and nobody else waits for it."""
+"""Route groups are imported with their first request: once, and other requests do not wait."""
 
 from __future__ import annotations
 
@@ -11,42 +11,51 @@ import httpx
 import pytest
 from fastapi import APIRouter
 
+from unspool.features import RouteGroup
 from unspool.serve.core.registry import ModelEntry, ModelRegistry
 from unspool.serve.http import app as apps
 from unspool.serve.http import threads
 from unspool.serve.http.app import create_app
-from unspool.serve.http.later import Later
 from unspool.serve.http.settings import ServeSettings
 
 PATIENCE = 60.0
 
 
-class SlowPart:
-    """A part of the API whose import takes until it is let go."""
+class SlowImport:
+    """A router whose import blocks until `is_ready` is set."""
 
     def __init__(self) -> None:
         self.is_begun, self.is_ready, self.imports = threading.Event(), threading.Event(), 0
 
-    def routers(self) -> list[APIRouter]:
+    def load(self, target: str) -> APIRouter:
+        assert target == "slow:router"
         self.imports += 1
         self.is_begun.set()
         assert self.is_ready.wait(PATIENCE)
-        router = APIRouter()
-        router.get("/slow/route")(lambda: {"slow": True})
-        return [router]
+        return slow_router()
+
+
+GROUPS = (RouteGroup(("/slow",), ("slow:router",)),)
+
+
+def slow_router() -> APIRouter:
+    router = APIRouter()
+    router.get("/slow/route")(lambda: {"slow": True})
+    return router
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowPart]:
-    part = SlowPart()
-    monkeypatch.setattr(apps, "LATER", (Later(("/slow",), part.routers),))
-    yield part
-    part.is_ready.set()
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowImport]:
+    slow_import = SlowImport()
+    monkeypatch.setattr(apps, "ROUTE_GROUPS", GROUPS)
+    monkeypatch.setattr(apps, "load", slow_import.load)
+    yield slow_import
+    slow_import.is_ready.set()
 
 
 def new_app() -> Any:
     registry = ModelRegistry([ModelEntry("none", lambda: None, 1)], room=1)  # type: ignore
-    return create_app(ServeSettings(), registry)[0]
+    return create_app(ServeSettings(), registry, features=())[0]
 
 
 def client(app: Any) -> httpx.AsyncClient:
@@ -58,7 +67,7 @@ def run(work: Any) -> None:
     asyncio.run(asyncio.wait_for(work, PATIENCE))
 
 
-def test_health_does_not_wait_for_an_import(slow: SlowPart):
+def test_health_does_not_wait_for_an_import(slow: SlowImport):
     async def check() -> None:
         async with client(new_app()) as http:
             first = [asyncio.ensure_future(http.get("/slow/route")) for _ in range(3)]
@@ -73,7 +82,7 @@ def test_health_does_not_wait_for_an_import(slow: SlowPart):
     run(check())
 
 
-def test_an_import_does_not_wait_for_threads_that_requests_fill(slow: SlowPart):
+def test_an_import_does_not_wait_for_threads_that_requests_fill(slow: SlowImport):
     async def check() -> None:
         busy = threading.Event()
         work = [asyncio.ensure_future(threads.in_thread(busy.wait, PATIENCE)) for _ in range(64)]
@@ -90,18 +99,18 @@ def test_an_import_does_not_wait_for_threads_that_requests_fill(slow: SlowPart):
     run(check())
 
 
-def test_the_document_and_a_first_request_at_once(slow: SlowPart):
+def test_the_document_and_a_first_request_at_once(slow: SlowImport):
     async def check() -> None:
         app = new_app()
         async with client(app) as http:
             first = asyncio.ensure_future(http.get("/slow/route"))
             await asyncio.to_thread(slow.is_begun.wait, PATIENCE)
-            whole = asyncio.ensure_future(http.get("/openapi.json"))
+            complete = asyncio.ensure_future(http.get("/openapi.json"))
             other = asyncio.ensure_future(asyncio.to_thread(app.app.openapi))
             assert (await http.get("/health")).status_code == 200
             slow.is_ready.set()
             assert (await first).json() == {"slow": True}
-            assert "/slow/route" in (await whole).json()["paths"]
+            assert "/slow/route" in (await complete).json()["paths"]
             assert "/slow/route" in (await other)["paths"]
         assert slow.imports == 1
 
@@ -111,15 +120,14 @@ def test_the_document_and_a_first_request_at_once(slow: SlowPart):
 def test_an_import_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch):
     attempts: list[int] = []
 
-    def routers() -> list[APIRouter]:
+    def load(target: str) -> APIRouter:
         attempts.append(1)
         if len(attempts) == 1:
             raise OSError("too many open files")
-        router = APIRouter()
-        router.get("/slow/route")(lambda: {"slow": True})
-        return [router]
+        return slow_router()
 
-    monkeypatch.setattr(apps, "LATER", (Later(("/slow",), routers),))
+    monkeypatch.setattr(apps, "ROUTE_GROUPS", GROUPS)
+    monkeypatch.setattr(apps, "load", load)
 
     async def check() -> None:
         async with client(new_app()) as http:

@@ -29,8 +29,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         "masked": save_worded(tmp_path_factory.mktemp("masked")),
     }
     settings = folders["masked"] / "config.json"
-    told = json.loads(settings.read_text())
-    settings.write_text(json.dumps(told | {"unspool": {"sight": "whole", "mask_id": 3}}))
+    reply = json.loads(settings.read_text())
+    settings.write_text(json.dumps(reply | {"unspool": {"sight": "whole", "mask_id": 3}}))
 
     def entry(name: str, folder: Path) -> ModelEntry:
         return ModelEntry(
@@ -38,25 +38,25 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         )
 
     with (
-        running([entry(*each) for each in folders.items()]) as found,
-        httpx.Client(base_url=found.url, timeout=60) as client,
+        running([entry(*item) for item in folders.items()]) as result,
+        httpx.Client(base_url=result.url, timeout=60) as client,
     ):
         yield client, {n: unspool.load(f, backend="torch") for n, f in folders.items()}
 
 
 def test_a_suffix_is_ranked_with(served):
     client, lms = served
-    wanted = lms["plain"].fill(LEFT, unspool.gap(1, 4), RIGHT)
+    expected = lms["plain"].fill(LEFT, unspool.gap(1, 4), RIGHT)
     body = {"model": "plain", "prompt": LEFT, "suffix": RIGHT, "max_tokens": 4, "n": 2}
-    told = client.post("/v1/completions", json=body | {"logprobs": 2}).json()
-    assert [c["text"] for c in told["choices"]] == [c.texts[0] for c in wanted.candidates[:2]]
-    assert {c["finish_reason"] for c in told["choices"]} == {"stop"}
-    first = told["choices"][0]["logprobs"]
-    assert len(first["token_logprobs"]) == len(wanted.chosen.gap_steps[0])
-    assert told["usage"]["completion_tokens"] >= 2
+    reply = client.post("/v1/completions", json=body | {"logprobs": 2}).json()
+    assert [c["text"] for c in reply["choices"]] == [c.texts[0] for c in expected.candidates[:2]]
+    assert {c["finish_reason"] for c in reply["choices"]} == {"stop"}
+    first = reply["choices"][0]["logprobs"]
+    assert len(first["token_logprobs"]) == len(expected.chosen.gap_steps[0])
+    assert reply["usage"]["completion_tokens"] >= 2
     # several prompts with one suffix
-    both = client.post("/v1/completions", json=body | {"prompt": [LEFT, "It "], "n": 1}).json()
-    assert both["choices"][0]["text"] == wanted.texts[0] and len(both["choices"]) == 2
+    pair = client.post("/v1/completions", json=body | {"prompt": [LEFT, "It "], "n": 1}).json()
+    assert pair["choices"][0]["text"] == expected.texts[0] and len(pair["choices"]) == 2
 
 
 def test_a_suffix_streams(served):
@@ -65,12 +65,12 @@ def test_a_suffix_streams(served):
     for name in ("plain", "coder"):
         body: dict[str, Any] = {"model": name, "prompt": LEFT, "suffix": RIGHT, "max_tokens": 6}
         body |= {"temperature": 0, "seed": 1}
-        whole = api.completions.create(**body).choices[0].text
+        complete = api.completions.create(**body).choices[0].text
         chunks = list(api.completions.create(**body, stream=True))
-        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == complete
     tokens = fim_tokens(lms["coder"].tokenizer)
     prompt = fim_prompt(lms["coder"].tokenizer, tokens, LEFT, RIGHT)
-    assert whole == lms["coder"].generate(prompt, max_tokens=6, temperature=0).text
+    assert complete == lms["coder"].generate(prompt, max_tokens=6, temperature=0).text
 
 
 def test_infill_by_fim_tokens(served):
@@ -78,29 +78,29 @@ def test_infill_by_fim_tokens(served):
     body = {"model": "coder", "input_prefix": "a = ", "input_suffix": "\nprint(a)\n", "prompt": "b",
             "input_extra": [{"filename": "c.py", "text": "c = 1\n"}], "n_predict": 5,
             "temperature": 0, "seed": 1}  # fmt: skip
-    told = client.post("/infill", json=body).json()
+    reply = client.post("/infill", json=body).json()
     tokenizer = lms["coder"].tokenizer
     prompt = fim_prompt(
         tokenizer, fim_tokens(tokenizer), "a = b", "\nprint(a)\n", [OtherFile("c.py", "c = 1\n")]
     )
-    assert told["prompt"] == tokenizer.decode(prompt)
-    made = lms["coder"].generate(prompt, max_tokens=5, temperature=0)
-    assert told["content"] == made.text and told["tokens_evaluated"] == len(prompt)
+    assert reply["prompt"] == tokenizer.decode(prompt)
+    created = lms["coder"].generate(prompt, max_tokens=5, temperature=0)
+    assert reply["content"] == created.text and reply["tokens_evaluated"] == len(prompt)
     streamed = client.post("/infill", json=body | {"stream": True}).text
     lines = [line[6:] for line in streamed.splitlines() if line.startswith("data: ")]
     chunks = [json.loads(line) for line in lines]
-    assert "".join(chunk["content"] for chunk in chunks) == made.text
+    assert "".join(chunk["content"] for chunk in chunks) == created.text
     assert chunks[-1]["stop"] and chunks[-1]["timings"]
 
 
 def test_infill_without_fim_tokens_is_ranked(served):
     client, lms = served
     body = {"model": "plain", "input_prefix": LEFT, "input_suffix": RIGHT, "n_predict": 3}
-    told = client.post("/infill", json=body).json()
-    wanted = lms["plain"].fill(LEFT, unspool.gap(1, 3), RIGHT)
-    assert told["content"] == wanted.texts[0] and told["stop_type"] == "eos"
-    stopped = client.post("/infill", json=body | {"stop": [wanted.texts[0][:1]]}).json()
-    assert wanted.texts[0][0] not in stopped["content"]
+    reply = client.post("/infill", json=body).json()
+    expected = lms["plain"].fill(LEFT, unspool.gap(1, 3), RIGHT)
+    assert reply["content"] == expected.texts[0] and reply["stop_type"] == "eos"
+    stopped = client.post("/infill", json=body | {"stop": [expected.texts[0][:1]]}).json()
+    assert expected.texts[0][0] not in stopped["content"]
     empty = client.post("/infill", json=body | {"input_prefix": "", "n_predict": 2})
     assert empty.status_code == 200 and empty.json()["content"]
 
@@ -127,11 +127,11 @@ def test_what_cannot_be_is_refused(served, path: str, body: dict[str, Any], word
 
 def test_a_model_that_sees_the_whole_text_fills_too(served):
     client, lms = served
-    wanted = lms["masked"].fill(LEFT, unspool.gap(1, 2), RIGHT)
-    assert wanted.by == "masked"
+    expected = lms["masked"].fill(LEFT, unspool.gap(1, 2), RIGHT)
+    assert expected.by == "masked"
     body = {"model": "masked", "prompt": LEFT, "suffix": RIGHT, "max_tokens": 2}
-    told = client.post("/v1/completions", json=body).json()
-    assert told["choices"][0]["text"] == wanted.texts[0]
+    reply = client.post("/v1/completions", json=body).json()
+    assert reply["choices"][0]["text"] == expected.texts[0]
     refused = client.post("/v1/completions", json={"model": "masked", "prompt": LEFT})
     assert refused.status_code == 400 and "left to right" in refused.text
 
@@ -140,21 +140,21 @@ def test_a_model_that_sees_the_whole_text_fills_too(served):
 def test_a_suffix_as_ollama_says_it(served, name):
     client, _ = served
     options = {"num_predict": 4, "temperature": 0}
-    asked = {"model": name, "prompt": LEFT, "suffix": RIGHT, "options": options, "stream": False}
-    told = client.post("/api/generate", json=asked).json()
-    wanted = {"model": name, "prompt": LEFT, "suffix": RIGHT, "max_tokens": 4, "temperature": 0}
-    answer = client.post("/v1/completions", json=wanted).json()
-    assert told["response"] == answer["choices"][0]["text"] != ""
-    assert told["done_reason"] == answer["choices"][0]["finish_reason"]
-    pieces = client.post("/api/generate", json=asked | {"stream": True}).text.splitlines()
-    assert "".join(json.loads(piece)["response"] for piece in pieces) == told["response"]
-    only = client.post("/api/generate", json=asked | {"prompt": ""}).json()
+    body = {"model": name, "prompt": LEFT, "suffix": RIGHT, "options": options, "stream": False}
+    reply = client.post("/api/generate", json=body).json()
+    expected = {"model": name, "prompt": LEFT, "suffix": RIGHT, "max_tokens": 4, "temperature": 0}
+    answer = client.post("/v1/completions", json=expected).json()
+    assert reply["response"] == answer["choices"][0]["text"] != ""
+    assert reply["done_reason"] == answer["choices"][0]["finish_reason"]
+    pieces = client.post("/api/generate", json=body | {"stream": True}).text.splitlines()
+    assert "".join(json.loads(piece)["response"] for piece in pieces) == reply["response"]
+    only = client.post("/api/generate", json=body | {"prompt": ""}).json()
     assert only["done_reason"] != "load" and only["response"]
 
 
 def test_an_empty_suffix_asks_for_nothing(served):
     client, lms = served
     body = {"model": "plain", "prompt": LEFT, "suffix": "", "max_tokens": 3, "temperature": 0}
-    told = client.post("/v1/completions", json=body).json()
-    wanted = lms["plain"].generate(LEFT, max_tokens=3, temperature=0).text
-    assert told["choices"][0]["text"] == wanted
+    reply = client.post("/v1/completions", json=body).json()
+    expected = lms["plain"].generate(LEFT, max_tokens=3, temperature=0).text
+    assert reply["choices"][0]["text"] == expected

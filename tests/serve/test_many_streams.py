@@ -18,7 +18,7 @@ from running_server import Running, running, settled
 
 from unspool.language_model import LanguageModel
 from unspool.serve.core.registry import ModelEntry
-from unspool.serve.core.waking import Waking
+from unspool.serve.core.waking import LoopWaker
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -39,16 +39,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield server
 
 
-def ask(server: Running, **more: Any) -> dict[str, Any]:
+def ask(server: Running, **extra: Any) -> dict[str, Any]:
     message = {"role": "user", "content": "hello"}
-    return {"messages": [message], "max_tokens": TOKENS, "stream": True, **more}
+    return {"messages": [message], "max_tokens": TOKENS, "stream": True, **extra}
 
 
 def test_every_stream_gets_all_of_its_tokens(server: Running) -> None:
-    async def one(client: httpx.AsyncClient) -> tuple[str, int]:
-        asked = ask(server, stream_options={"include_usage": True})
-        found = (await client.post("/v1/chat/completions", json=asked)).text
-        lines = [line[6:] for line in found.split("\n\n") if line]
+    async def item(client: httpx.AsyncClient) -> tuple[str, int]:
+        body = ask(server, stream_options={"include_usage": True})
+        result = (await client.post("/v1/chat/completions", json=body)).text
+        lines = [line[6:] for line in result.split("\n\n") if line]
         assert lines[-1] == "[DONE]"
         events = [json.loads(line) for line in lines[:-1]]
         deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
@@ -58,7 +58,7 @@ def test_every_stream_gets_all_of_its_tokens(server: Running) -> None:
     async def all_of_them() -> list[tuple[str, int]]:
         limits = httpx.Limits(max_connections=STREAMS)
         async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
-            return await asyncio.gather(*(one(client) for _ in range(STREAMS)))
+            return await asyncio.gather(*(item(client) for _ in range(STREAMS)))
 
     for text, count in asyncio.run(all_of_them()):
         assert count == TOKENS and text.count(" w") == TOKENS
@@ -81,20 +81,20 @@ def _counted(server: Running) -> int:
     return int(sum(float(line.removeprefix(name)) for line in lines if line.startswith(name)))
 
 
-def raw(server: Running, version: str, **more: Any) -> socket.socket:
+def raw(server: Running, version: str, **extra: Any) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
     line = socket.create_connection((host, int(port)), timeout=60)
-    body = json.dumps(ask(server, **more)).encode()
+    body = json.dumps(ask(server, **extra)).encode()
     head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: {host}\r\n"
     line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return line
 
 
 def test_an_old_client_gets_the_body_without_chunks(server: Running) -> None:
-    line, found = raw(server, "1.0"), b""
+    line, result = raw(server, "1.0"), b""
     while piece := line.recv(65536):
-        found += piece
-    head, _, body = found.partition(b"\r\n\r\n")
+        result += piece
+    head, _, body = result.partition(b"\r\n\r\n")
     assert b"chunked" not in head.lower() and body.startswith(b"data: {")
     assert body.endswith(b"data: [DONE]\n\n") and b"\r\n" not in body
 
@@ -104,12 +104,12 @@ def test_a_client_that_reads_late_still_gets_everything(server: Running) -> None
     with raw(server, "1.1", max_tokens=1500, n=8) as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         time.sleep(1.0)
-        found = b""
-        while not found.endswith(b"0\r\n\r\n"):
+        result = b""
+        while not result.endswith(b"0\r\n\r\n"):
             piece = line.recv(1 << 20)
             assert piece, "the connection ended early"
-            found += piece
-    assert found.count(b'"finish_reason":"length"') == 8 and b"data: [DONE]" in found
+            result += piece
+    assert result.count(b'"finish_reason":"length"') == 8 and b"data: [DONE]" in result
     settled(server)
 
 
@@ -126,21 +126,21 @@ def test_the_loop_is_woken_once_for_all_that_came(monkeypatch: pytest.MonkeyPatc
         loop, done, woken = asyncio.get_running_loop(), list[int](), list[int]()
         wake = loop.call_soon_threadsafe
 
-        def counted(*given: Any, **named: Any) -> Any:
+        def counted(*params: Any, **named: Any) -> Any:
             woken.append(1)
-            return wake(*given, **named)
+            return wake(*params, **named)
 
         monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
-        waking = Waking.here()
-        assert Waking.here() is waking
+        waker = LoopWaker.for_running_loop()
+        assert LoopWaker.for_running_loop() is waker
         thread = threading.Thread(
-            target=lambda: [waking.call(lambda n=n: done.append(n)) for n in range(300)]
+            target=lambda: [waker.schedule(lambda n=n: done.append(n)) for n in range(300)]
         )
         thread.start()
         thread.join()  # the loop has not looked meanwhile
         while len(done) < 300:
             await asyncio.sleep(0.001)
-        waking.call(lambda: done.append(300))  # and again, behind a round
+        waker.schedule(lambda: done.append(300))  # and again, behind a round
         while len(done) < 301:
             await asyncio.sleep(0.001)
         return len(woken), done
@@ -150,21 +150,21 @@ def test_the_loop_is_woken_once_for_all_that_came(monkeypatch: pytest.MonkeyPatc
 
 
 def test_one_reader_that_fails_holds_up_no_other() -> None:
-    async def both() -> tuple[list[str], list[Any]]:
-        told: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, said: told.append(said))
-        waking, heard = Waking.here(), list[str]()
+    async def pair() -> tuple[list[str], list[Any]]:
+        reply: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, message: reply.append(message))
+        waker, received = LoopWaker.for_running_loop(), list[str]()
 
         def fails() -> None:
             raise ValueError("a reader's own fault")
 
-        waking.call(fails)
-        waking.call(lambda: heard.append("same round"))
+        waker.schedule(fails)
+        waker.schedule(lambda: received.append("same round"))
         await asyncio.sleep(0.05)
-        waking.call(lambda: heard.append("next round"))
+        waker.schedule(lambda: received.append("next round"))
         await asyncio.sleep(0.05)
-        return heard, told
+        return received, reply
 
-    heard, told = asyncio.run(both())
-    assert heard == ["same round", "next round"]
-    assert [type(said["exception"]) for said in told] == [ValueError]
+    received, reply = asyncio.run(pair())
+    assert received == ["same round", "next round"]
+    assert [type(message["exception"]) for message in reply] == [ValueError]

@@ -17,8 +17,8 @@ ASKED = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, 
 
 @pytest.fixture(scope="module")
 def client(server: Any) -> Any:
-    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as found:
-        yield found
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as result:
+        yield result
 
 
 FLAT: list[tuple[dict[str, Any], dict[str, Any]]] = [  # what is sent, what it means in Python
@@ -46,47 +46,47 @@ FLAT: list[tuple[dict[str, Any], dict[str, Any]]] = [  # what is sent, what it m
 
 @pytest.mark.parametrize("number", range(len(FLAT)))
 def test_settings_stand_beside_openais(client, lm, number):
-    given, meant = FLAT[number]
-    told = client.post("/chat/completions", json=ASKED | given)
-    assert told.status_code == 200, told.text
-    wanted = lm.chat(QUESTION, max_tokens=12, seed=7, **meant).text
-    assert told.json()["choices"][0]["message"]["content"] == wanted
+    params, intended = FLAT[number]
+    reply = client.post("/chat/completions", json=ASKED | params)
+    assert reply.status_code == 200, reply.text
+    expected = lm.chat(QUESTION, max_tokens=12, seed=7, **intended).text
+    assert reply.json()["choices"][0]["message"]["content"] == expected
 
 
 def test_in_completions_and_responses_too(client, lm):
     body = {"prompt": "The sky is", "n_predict": 6, "seed": 7, "top_k": 2, "temperature": 3}
-    told = client.post("/completions", json=body).json()
-    meant = {"max_tokens": 6, "seed": 7, "top_k": 2, "temperature": 3}
-    assert told["choices"][0]["text"] == lm.generate("The sky is", **meant).text
+    reply = client.post("/completions", json=body).json()
+    intended = {"max_tokens": 6, "seed": 7, "top_k": 2, "temperature": 3}
+    assert reply["choices"][0]["text"] == lm.generate("The sky is", **intended).text
     body = {"input": QUESTION, "max_output_tokens": 6, "seed": 7, "top_k": 2, "temperature": 3}
-    told = client.post("/responses", json=body).json()
-    assert told["output"][0]["content"][0]["text"] == lm.chat(QUESTION, **meant).text
+    reply = client.post("/responses", json=body).json()
+    assert reply["output"][0]["content"][0]["text"] == lm.chat(QUESTION, **intended).text
 
 
 def test_what_means_nothing_here_is_said(client, lm):
-    given = {"store": True, "metadata": {"a": "b"}, "user": "me", "service_tier": "auto",
+    params = {"store": True, "metadata": {"a": "b"}, "user": "me", "service_tier": "auto",
              "verbosity": "low", "reasoning_effort": "high", "cache_prompt": True,
              "prompt_cache_key": "k", "safety_identifier": "s", "skip_special_tokens": True,
              "num_ctx": None}  # fmt: skip
-    told = client.post("/chat/completions", json=ASKED | given)
-    named = told.headers["x-unspool-ignored"].split(", ")
-    assert {*named} == {*given} - {"num_ctx"}
+    reply = client.post("/chat/completions", json=ASKED | params)
+    named = reply.headers["x-unspool-ignored"].split(", ")
+    assert {*named} == {*params} - {"num_ctx"}
     plain = client.post("/chat/completions", json=ASKED)
     assert "x-unspool-ignored" not in plain.headers
-    assert told.json()["choices"][0]["message"] == plain.json()["choices"][0]["message"]
+    assert reply.json()["choices"][0]["message"] == plain.json()["choices"][0]["message"]
     streamed = client.post("/chat/completions", json=ASKED | {"stream": True, "store": True})
     assert streamed.headers["x-unspool-ignored"] == "store"
     body = {"input": "Hi", "max_output_tokens": 2, "reasoning": {"effort": "low"},
             "text": {"verbosity": "low"}}  # fmt: skip
-    told = client.post("/responses", json=body)
-    assert told.headers["x-unspool-ignored"] == "text.verbosity, reasoning_effort"
+    reply = client.post("/responses", json=body)
+    assert reply.headers["x-unspool-ignored"] == "text.verbosity, reasoning_effort"
 
 
 def test_what_a_schema_asks_for_in_vain_is_said(client):
     schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2, "uniqueItems": True}
-    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    told = client.post("/chat/completions", json=ASKED | {"response_format": wanted})
-    assert "'uniqueItems' is not enforced" in told.headers["x-unspool-note"]
+    expected = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    reply = client.post("/chat/completions", json=ASKED | {"response_format": expected})
+    assert "'uniqueItems' is not enforced" in reply.headers["x-unspool-note"]
     tool = {"type": "function", "function": {"name": "a", "parameters": {
         "properties": {"x": {"type": "boolean", "not": {"const": True}}}}}}  # fmt: skip
     body = ASKED | {"tools": [tool], "tool_choice": "required"}
@@ -96,33 +96,33 @@ def test_what_a_schema_asks_for_in_vain_is_said(client):
 def test_objects_are_closed_whoever_asks(client, lm):
     """Without `additionalProperties`, as most clients write it: the text ends by itself."""
     person = {"properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
-    wanted = {"type": "json_schema", "json_schema": {"name": "p", "schema": person}}
+    expected = {"type": "json_schema", "json_schema": {"name": "p", "schema": person}}
     body = ASKED | {"max_tokens": 60}
-    for given in (
-        {"response_format": wanted},
+    for params in (
+        {"response_format": expected},
         {"response_format": {"type": "json_object", "schema": person}},
         {"guided_json": person},
         {"unspool": {"json_schema": person}},
     ):
-        told = client.post("/chat/completions", json=body | given).json()["choices"][0]
-        assert told["finish_reason"] == "stop"
-        made = lm.chat(QUESTION, json_schema=person, seed=7, max_tokens=60)
-        assert told["message"]["content"] == made.text
+        reply = client.post("/chat/completions", json=body | params).json()["choices"][0]
+        assert reply["finish_reason"] == "stop"
+        created = lm.chat(QUESTION, json_schema=person, seed=7, max_tokens=60)
+        assert reply["message"]["content"] == created.text
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"),
+    ("params", "seconds"),
     [("5m", 300), ("1h30m", 5400), ("300ms", 0.3), (0, 0), ("0", 0), (10, 10), (-1, None),
      ("-1m", None), ("24h", 86400), (1e300, None), ("999999999h", None), ("inf", None)],
 )  # fmt: skip
-def test_how_long_a_model_stays(given, seconds):
-    assert keep_alive_seconds(given) == seconds
+def test_how_long_a_model_stays(params, seconds):
+    assert keep_alive_seconds(params) == seconds
 
 
-@pytest.mark.parametrize("given", ["nan", "soon", ""])
-def test_what_is_no_time_is_refused(given):
+@pytest.mark.parametrize("params", ["nan", "soon", ""])
+def test_what_is_no_time_is_refused(params):
     with pytest.raises(ApiError, match="such as '5m'"):
-        keep_alive_seconds(given)
+        keep_alive_seconds(params)
 
 
 # -- turns -----------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def said(*turns: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("template", "turns", "wanted"),
+    ("template", "turns", "expected"),
     [
         (STRICT, ("uA", "aB", "aC", "uD"), "[user]A[assistant]B\n\nC[user]D"),
         (STRICT, ("uA", "uB"), "[user]A\n\nB"),
@@ -160,10 +160,10 @@ def said(*turns: str) -> list[dict[str, str]]:
         (NO_SYSTEM, ("uA", "uB"), "[user]A[user]B"),
     ],
 )
-def test_turns_are_as_the_template_wants_them(lm, template, turns, wanted):
+def test_turns_are_as_the_template_wants_them(lm, template, turns, expected):
     chat = ChatTemplate(template, lm.tokenizer)
-    assert chat.render(said(*turns)) == wanted
-    assert chat.encode(said(*turns)).text == wanted
+    assert chat.render(said(*turns)) == expected
+    assert chat.encode(said(*turns)).text == expected
 
 
 def test_turns_that_cannot_be_are_refused_in_the_templates_words(lm):
@@ -175,8 +175,8 @@ def test_turns_that_cannot_be_are_refused_in_the_templates_words(lm):
 def test_two_answers_in_a_row(client):
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."},
             {"role": "assistant", "content": "I am"}]  # fmt: skip
-    told = client.post("/chat/completions", json={"messages": talk, "max_tokens": 3})
-    assert told.status_code == 200
+    reply = client.post("/chat/completions", json={"messages": talk, "max_tokens": 3})
+    assert reply.status_code == 200
 
 
 def test_words_for_the_template(lm):
@@ -205,12 +205,12 @@ TALK = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 def test_a_boolean_is_no_number(server, path, body, names):
     for name in names.split():
         for value in (True, False):
-            told = httpx.post(server.url + path, json={**body, name: value}, timeout=60)
-            assert told.status_code == 400 and "boolean" in told.text, (name, value, told.text)
+            reply = httpx.post(server.url + path, json={**body, name: value}, timeout=60)
+            assert reply.status_code == 400 and "boolean" in reply.text, (name, value, reply.text)
 
 
 @pytest.mark.parametrize(
-    ("path", "given"),
+    ("path", "params"),
     [
         ("/v1/completions", {"prompt": [5, True]}),
         ("/v1/completions", {"prompt": "a", "logit_bias": {"5": True}}),
@@ -222,11 +222,11 @@ def test_a_boolean_is_no_number(server, path, body, names):
           for value in (True, False, 3, -1, 1.5, "2", [], {})),
     ],
 )  # fmt: skip
-def test_booleans_within_and_odd_mirostats_are_refused(server, path, given):
-    assert httpx.post(server.url + path, json=given, timeout=60).status_code == 400
+def test_booleans_within_and_odd_mirostats_are_refused(server, path, params):
+    assert httpx.post(server.url + path, json=params, timeout=60).status_code == 400
 
 
 def test_whole_numbers_may_be_written_as_floats(client):
-    for given in ({"max_tokens": 2.0}, {"seed": 3.0}, {"top_k": 4.0}, {"mirostat": 2.0}):
-        asked = {"prompt": "a", "max_tokens": 2, **given}
-        assert client.post("/completions", json=asked).status_code == 200
+    for params in ({"max_tokens": 2.0}, {"seed": 3.0}, {"top_k": 4.0}, {"mirostat": 2.0}):
+        body = {"prompt": "a", "max_tokens": 2, **params}
+        assert client.post("/completions", json=body).status_code == 200

@@ -69,18 +69,18 @@ def serving(*options: str) -> Iterator[Process]:
         process.popen.wait(10)
 
 
-def completed(url: str, **given: Any) -> str:
-    body = {"prompt": SECRET, "max_tokens": 8, "seed": 3, "unspool": {"end": False}, **given}
+def completed(url: str, **params: Any) -> str:
+    body = {"prompt": SECRET, "max_tokens": 8, "seed": 3, "unspool": {"end": False}, **params}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
 
 
 def test_two_servers_one_killed_and_one_asked_to_stop():
-    with serving() as one, serving("--drain", "20") as two:
-        text = completed(one.url)
+    with serving() as item, serving("--drain", "20") as two:
+        text = completed(item.url)
         assert completed(two.url) == text
-        one.stop(signal.SIGKILL)
+        item.stop(signal.SIGKILL)
         with serving("--log-prompts") as again:  # nothing to repair
             assert completed(again.url) == text
             assert again.stop(signal.SIGINT) == 0
@@ -88,18 +88,18 @@ def test_two_servers_one_killed_and_one_asked_to_stop():
 
         # What runs is finished; who comes later is turned away.
         lines: list[str] = []
-        begun = threading.Event()
+        started = threading.Event()
 
         def listen() -> None:
             body = {"prompt": SECRET, "max_tokens": 150, "stream": True, "unspool": {"end": False}}
             with httpx.stream("POST", f"{two.url}/v1/completions", json=body, timeout=60) as answer:
                 for line in answer.iter_lines():
                     lines.append(line)
-                    begun.set()
+                    started.set()
 
         listener = threading.Thread(target=listen)
         listener.start()
-        assert begun.wait(30)
+        assert started.wait(30)
         code: list[int] = []
         stopping = threading.Thread(target=lambda: code.append(two.stop(signal.SIGTERM)))
         stopping.start()
@@ -116,9 +116,9 @@ def test_two_servers_one_killed_and_one_asked_to_stop():
         assert [chunk for chunk in chunks if chunk["choices"]][-1]["choices"][0]["finish_reason"]
         assert "data: [DONE]" in lines
 
-    told = [json.loads(line) for line in two.lines]
-    assert told[0]["event"] == "started" and told[-1]["event"] == "stopped"
-    requests = [line for line in told if line["event"] == "request"]
+    reply = [json.loads(line) for line in two.lines]
+    assert reply[0]["event"] == "started" and reply[-1]["event"] == "stopped"
+    requests = [line for line in reply if line["event"] == "request"]
     assert {line["status"] for line in requests} <= {200, 503}  # the latter: turned away
     assert requests[-1]["completion_tokens"] == 150 and requests[-1]["model"]
     assert not any(SECRET in line for line in two.lines)
@@ -139,10 +139,10 @@ def test_what_takes_too_long_is_cut_off_and_the_end_is_still_a_good_one():
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any):
     from unspool.cli.main import main
 
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        used.listen()
+        port = str(used.getsockname()[1])
         empty = tmp_path / "keys.txt"
         empty.write_text("\n# nothing\n")
         for arguments, words in (
@@ -159,17 +159,17 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any
         ):
             with pytest.raises(SystemExit) as caught:
                 main(["serve", *arguments])
-            told = capsys.readouterr().err
-            assert caught.value.code == 2 and words in told and told.count("\n") == 1
+            reply = capsys.readouterr().err
+            assert caught.value.code == 2 and words in reply and reply.count("\n") == 1
 
 
 def test_who_listens_everywhere_without_a_key_is_warned(monkeypatch: pytest.MonkeyPatch):
     from unspool.serve.http import listening, server
 
-    said: list[str] = []
+    message: list[str] = []
     monkeypatch.setattr(listening, "bound_socket", lambda settings: None)
-    monkeypatch.setattr(server, "run", lambda *given, **named: None)
-    monkeypatch.setattr(command.o, "say", said.append)
+    monkeypatch.setattr(server, "run", lambda *params, **named: None)
+    monkeypatch.setattr(command.o, "say", message.append)
     from unspool.cli.main import main
 
     for options, warned in (
@@ -178,11 +178,11 @@ def test_who_listens_everywhere_without_a_key_is_warned(monkeypatch: pytest.Monk
         (["--host", "0.0.0.0", "--api-key", "long-enough-key"], False),
         (["--host", "::1"], False),
     ):
-        said.clear()
+        message.clear()
         with pytest.raises(SystemExit) as caught:
             main(["serve", *options])
         assert caught.value.code == 0
-        assert any("anyone who can reach" in line for line in said) == warned
+        assert any("anyone who can reach" in line for line in message) == warned
 
 
 def test_a_log_for_people():
@@ -196,9 +196,9 @@ def test_a_log_for_people():
         completed(address)
         assert httpx.get(f"{address}/nonsense").status_code == 404
         assert server.stop(signal.SIGTERM) == 0
-    told = "".join(server.lines)
-    assert "POST /v1/completions 200" in told and "8 written" in told and SECRET not in told
-    assert "GET /nonsense 404" in told and "error=Not Found" in told
+    reply = "".join(server.lines)
+    assert "POST /v1/completions 200" in reply and "8 generated" in reply and SECRET not in reply
+    assert "GET /nonsense 404" in reply and "error=Not Found" in reply
 
 
 def test_settings_that_cannot_be():
@@ -236,9 +236,9 @@ def test_the_default_model_is_fetched_while_the_rest_starts(
     monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path))
     monkeypatch.delenv("UNSPOOL_DEFAULT_MODEL", raising=False)
     monkeypatch.setattr(hub, "default_model", lambda **_: pytest.fail("fetched too early"))
-    found = starting._located(ModelChoice(None, {}), None)
-    assert found.name == "SmolLM2-135M-Instruct.Q4_1" and found.size > 90_000_000
-    assert found.choice.model is None  # so that loading it fetches it
+    result = starting._located(ModelChoice(None, {}), None)
+    assert result.name == "SmolLM2-135M-Instruct.Q4_1" and result.size > 90_000_000
+    assert result.choice.model is None  # so that loading it fetches it
 
 
 def test_a_signal_that_comes_while_it_tells_of_its_start_stops_it():

@@ -22,14 +22,14 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     def load() -> Any:
         return canvas_support.with_vocabulary(folder / "model", sight="causal", mask_id=None)
 
-    with running([ModelEntry("tiny", load, 1 << 20)]) as found:
-        yield found
+    with running([ModelEntry("tiny", load, 1 << 20)]) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
 def client(serving: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serving.url, timeout=60) as found:
-        yield found
+    with httpx.Client(base_url=serving.url, timeout=60) as result:
+        yield result
 
 
 def ask(client: httpx.Client, path: str, status: int = 200, **body: Any) -> Any:
@@ -39,44 +39,44 @@ def ask(client: httpx.Client, path: str, status: int = 200, **body: Any) -> Any:
 
 
 def test_a_puzzle_is_made_anew_or_by_its_seed(client: httpx.Client) -> None:
-    made = [ask(client, "/v1/puzzles", puzzle="sudoku", empty=48)["prompt"] for _ in range(2)]
-    assert made[0] != made[1] and made[0].count(".") == 48
-    same = [ask(client, "/v1/puzzles", puzzle="countdown", seed=3) for _ in range(2)]
-    assert same[0] == same[1] and same[0]["places"] == puzzle_named("countdown").answer
+    created = [ask(client, "/v1/puzzles", puzzle="sudoku", empty=48)["prompt"] for _ in range(2)]
+    assert created[0] != created[1] and created[0].count(".") == 48
+    repeated = [ask(client, "/v1/puzzles", puzzle="countdown", seed=3) for _ in range(2)]
+    assert repeated[0] == repeated[1] and repeated[0]["places"] == puzzle_named("countdown").answer
     assert (
-        "empty out"
+        "only for sudoku"
         in ask(client, "/v1/puzzles", 400, puzzle="countdown", empty=3)["error"]["message"]
     )
     ask(client, "/v1/puzzles", 400, puzzle="chess")
 
 
 def test_an_answer_is_judged(client: httpx.Client) -> None:
-    asked = {"puzzle": "countdown", "prompt": "86,28,13,31= 96;"}
+    body = {"puzzle": "countdown", "prompt": "86,28,13,31= 96;"}
     right = " 86+ 28=114, 31- 13= 18,114- 18= 96"
-    assert ask(client, "/v1/puzzles/judge", **asked, answer=right)["solved"] is True
-    assert ask(client, "/v1/puzzles/judge", **asked, answer=right[::-1])["solved"] is False
-    wrong = {**asked, "prompt": "x" * 16, "answer": right}
-    assert "no countdown" in ask(client, "/v1/puzzles/judge", 400, **wrong)["error"]["message"]
+    assert ask(client, "/v1/puzzles/judge", **body, answer=right)["solved"] is True
+    assert ask(client, "/v1/puzzles/judge", **body, answer=right[::-1])["solved"] is False
+    wrong = {**body, "prompt": "x" * 16, "answer": right}
+    assert "not a countdown" in ask(client, "/v1/puzzles/judge", 400, **wrong)["error"]["message"]
 
 
 def test_its_models_are_loaded_by_name_and_listed_nowhere(
     client: httpx.Client, serving: Running
 ) -> None:
-    made = ask(client, "/v1/puzzles", puzzle="countdown", seed=3)
-    asked = {"prompt": made["prompt"], "max_tokens": made["places"]}
-    filled = ask(client, "/v1/diffuse", **asked, model=made["models"]["whole"])
+    created = ask(client, "/v1/puzzles", puzzle="countdown", seed=3)
+    body = {"prompt": created["prompt"], "max_tokens": created["places"]}
+    filled = ask(client, "/v1/diffuse", **body, model=created["models"]["whole"])
     assert len(filled["tokens"]) <= 35 and filled["model"] == "countdown"
-    written = ask(client, "/v1/completions", **asked, model=made["models"]["causal"])
+    written = ask(client, "/v1/completions", **body, model=created["models"]["causal"])
     assert written["model"] == "countdown-causal"
     listed = client.get("/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["tiny"]
     assert client.get("/v1/models/countdown").json()["unspool"]["source"] == "shipped"
-    assert set(serving.state.registry.passing) == {"countdown", "countdown-causal"}
+    assert set(serving.state.registry.ephemeral) == {"countdown", "countdown-causal"}
 
 
 @pytest.mark.parametrize("name", ["sudoku/../sudoku", "../shipped/sudoku", "shipped", "sudoko"])
 def test_nothing_else_is_found_so(client: httpx.Client, name: str) -> None:
     assert (
-        "there is no model"
+        "no such model"
         in ask(client, "/v1/completions", 404, model=name, prompt="1")["error"]["message"]
     )

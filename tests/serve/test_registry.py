@@ -82,7 +82,7 @@ class Machine:
                 model = FakeModel(self, entry)
                 self.models.append(model)
                 self.loads[name] += 1
-                self.peak = max(self.peak, sum(each.size for each in self.models))
+                self.peak = max(self.peak, sum(item.size for item in self.models))
             time.sleep(self.delay)
             if name in self.broken:
                 self.free(model)
@@ -270,7 +270,7 @@ def test_adapters_have_short_names_as_models_do(tmp_path: Path, name: str, meani
     if meaning is not None:
         assert registry.entry(name).name == meaning
         return
-    with pytest.raises(ApiError, match="there is no model") as refusal:
+    with pytest.raises(ApiError, match="no such model") as refusal:
         registry.entry(name)
     assert refusal.value.status == 404
 
@@ -303,9 +303,11 @@ def test_an_error_in_loading_reaches_all_who_wait_and_the_next_may_try_again():
         machine = Machine(room=10, delay=0.01, broken={"b"})
         registry = ModelRegistry([machine.entry("a", 7), machine.entry("b", 7)], room=10)
         waiting = [answer(registry, name) for name in "abba"]
-        found = await asyncio.gather(*waiting, return_exceptions=True)
-        assert found[0] == found[3] == 0
-        assert all("b is damaged" in str(error) for error in found[1:3]) and machine.loads["b"] == 1
+        result = await asyncio.gather(*waiting, return_exceptions=True)
+        assert result[0] == result[3] == 0
+        assert (
+            all("b is damaged" in str(error) for error in result[1:3]) and machine.loads["b"] == 1
+        )
         machine.broken.clear()
         assert await answer(registry, "b") == 0
         await registry.close_all()
@@ -339,27 +341,27 @@ def test_a_second_model_for_one_request_never_deadlocks():
         registry = ModelRegistry(entries, room=10)
 
         async def nested(first: str, second: str, together: asyncio.Barrier) -> Any:
-            async with registry.use(first) as held:
+            async with registry.use(first) as holder:
                 await together.wait()
-                async with registry.use(second, beside=held) as served:
+                async with registry.use(second, beside=holder) as served:
                     return served.lm.content
 
         # Both models are held, and both requests want a third: one fails, the other is answered.
         together = asyncio.Barrier(2)
         crossed = [nested("a", "c", together), nested("b", "c", together)]
-        found = await asyncio.gather(*crossed, return_exceptions=True)
-        assert sorted(isinstance(each, ApiError) for each in found) == [False, True]
-        (error,) = (each for each in found if isinstance(each, ApiError))
+        result = await asyncio.gather(*crossed, return_exceptions=True)
+        assert sorted(isinstance(item, ApiError) for item in result) == [False, True]
+        (error,) = (item for item in result if isinstance(item, ApiError))
         assert error.status == 503
-        with pytest.raises(ApiError, match="no room for d beside a") as refusal:
+        with pytest.raises(ApiError, match="d and a do not fit together") as refusal:
             await nested("a", "d", asyncio.Barrier(1))
         assert refusal.value.status == 400
         # The same model once more is there already, also while others wait for it to leave.
-        async with registry.use("a") as held:
+        async with registry.use("a") as holder:
             other = asyncio.ensure_future(answer(registry, "d"))
             await until(lambda: registry.is_loading("d"))
-            async with registry.use("a", beside=held) as again:
-                assert again is held
+            async with registry.use("a", beside=holder) as again:
+                assert again is holder
         await other
         await registry.close_all()
 
@@ -412,10 +414,10 @@ def test_a_steady_stream_does_not_starve_a_request_that_holds_a_model():
             while not is_over:
                 await answer(registry, "b", 0.002)
 
-        async with registry.use("a") as held:
+        async with registry.use("a") as holder:
             streams = [asyncio.ensure_future(stream()) for _ in range(3)]
             await until(lambda: "b" in registry.loaded and registry.loaded["b"].users == 3)
-            async with registry.use("c", beside=held) as served:
+            async with registry.use("c", beside=holder) as served:
                 assert served.lm.content == 0
             is_over = True
         await asyncio.gather(*streams)
@@ -431,8 +433,8 @@ def test_a_server_that_stops_fails_those_who_wait():
         waiting = [asyncio.ensure_future(answer(registry, name)) for name in "ab"]
         await until(lambda: machine.models)
         await registry.close_all()
-        found = await asyncio.gather(*waiting, return_exceptions=True)
-        assert all(isinstance(each, ApiError) and each.status == 503 for each in found)
+        result = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(item, ApiError) and item.status == 503 for item in result)
         await until(lambda: not machine.models)  # also what was still being loaded
 
     run(check())
@@ -490,7 +492,10 @@ class Visitors:
         """All requests are answered, or told why not; then nothing is left."""
         for outcome in await asyncio.gather(*self.tasks, return_exceptions=True):
             if isinstance(outcome, ApiError):
-                assert "no room for" in outcome.message
+                assert (
+                    "do not fit together" in outcome.message
+                    or "not enough memory" in outcome.message
+                )
             elif isinstance(outcome, RuntimeError):
                 assert "is damaged" in str(outcome)
             else:
@@ -528,7 +533,7 @@ def play(visitors: Visitors, draw: random.Random) -> None:
 def test_whatever_is_asked_in_whatever_order(
     tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(registries, "MAX_PASSING", limit)
+    monkeypatch.setattr(registries, "MAX_EPHEMERAL", limit)
 
     async def check(seed: int) -> None:
         draw = random.Random(seed)

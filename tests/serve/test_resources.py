@@ -1,4 +1,4 @@
-"""Whatever a request takes is given back, at whatever moment it ends."""
+"""All resources of a request are released, at any moment that it ends."""
 
 from __future__ import annotations
 
@@ -17,19 +17,26 @@ import httpx
 import pytest
 from running_server import Running, default_entry, running, settled
 
-from unspool.serve.core.registry import ModelRegistry
+from unspool.serve.core.registry import ModelEntry, ModelRegistry
 from unspool.serve.http import events
 from unspool.serve.http.app import create_app
 from unspool.serve.http.settings import ServeSettings
+from unspool.serve.tree.branch_json import branch_store
 
-SHORT = {"prompt": ["hi"] * 64, "max_tokens": 1}
+SHORT = {"prompt": ["tree"] * 64, "max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
-def small(default_model: Path) -> Iterator[Running]:
-    """A server of its own, with little memory."""
-    with running([default_entry(default_model, memory=64 << 20)]) as found:
-        yield found
+def real(default_model: Path) -> Iterator[Running]:
+    """The default model with little memory."""
+    with running([default_entry(default_model, memory=64 << 20)]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def small(small_entry: ModelEntry) -> Iterator[Running]:
+    with running([small_entry]) as server:
+        yield server
 
 
 def connected(server: Running) -> socket.socket:
@@ -53,21 +60,21 @@ def test_a_client_may_hang_up_at_any_moment(small: Running, stream: bool):
     """All 64 places are taken each time; one that was lost would stop the server for good."""
     body = json.dumps({**SHORT, "stream": stream}).encode()
     for milliseconds in range(5, 105, 5):
-        gone = connected(small)
-        gone.sendall(posted("/v1/completions", body))
+        closed = connected(small)
+        closed.sendall(posted("/v1/completions", body))
         time.sleep(milliseconds / 1000)
-        gone.close()
+        closed.close()
     answer = httpx.post(f"{small.url}/v1/completions", json=SHORT, timeout=60)
     assert len(answer.json()["choices"]) == 64
     settled(small)
 
 
-def test_a_text_that_cannot_be_started_takes_nothing_with_it(small: Running):
+def test_a_text_that_cannot_be_started_takes_nothing_with_it(real: Running):
     body = {"prompt": ["hi", "word " * 3500], "max_tokens": 1}
     for _ in range(3):
-        answer = httpx.post(f"{small.url}/v1/completions", json=body, timeout=60)
+        answer = httpx.post(f"{real.url}/v1/completions", json=body, timeout=60)
         assert answer.status_code in (400, 503) and "memory" in answer.text
-    settled(small)
+    settled(real)
 
 
 # -- cancelled at every await ----------------------------------------------------------------
@@ -120,7 +127,7 @@ async def interrupted(
 ) -> bool:
     """Send a request and cancel it at its nth await; False if it was finished before that."""
     received = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-    sent: list[Any] = []
+    messages: list[Any] = []
 
     async def receive() -> Any:
         if received:
@@ -129,7 +136,7 @@ async def interrupted(
 
     async def send(message: Any) -> None:
         await asyncio.sleep(0)
-        sent.append(message)
+        messages.append(message)
 
     work = Interrupted(app(scope_of(path, method), receive, send), number, late)
     task = asyncio.ensure_future(work)
@@ -137,19 +144,19 @@ async def interrupted(
         await asyncio.wait_for(asyncio.shield(task), 60)
     except asyncio.CancelledError:
         return True
-    assert sent[0]["status"] == 200, sent
+    assert messages[0]["status"] == 200, messages
     return work.left <= 0
 
 
-CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+CHAT = {"messages": [{"role": "user", "content": "the tree"}], "max_tokens": 3}
 WORK: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/completions", {"prompt": ["a", "b", "c"], "max_tokens": 2, "n": 2}),
-    ("/v1/completions", {"prompt": "a b c", "max_tokens": 2, "echo": True, "logprobs": 1,
+    ("/v1/completions", {"prompt": ["the", "tree", "rows"], "max_tokens": 2, "n": 2}),
+    ("/v1/completions", {"prompt": "the tree", "max_tokens": 2, "echo": True, "logprobs": 1,
                          "stream": True}),
     ("/v1/chat/completions", {**CHAT, "stream": True, "n": 2}),
-    ("/v1/responses", {"input": "Hi", "max_output_tokens": 3, "stream": True}),
+    ("/v1/responses", {"input": "the tree", "max_output_tokens": 3, "stream": True}),
     ("/v1/messages", {**CHAT, "stream": True}),
-    ("/v1/embeddings", {"input": ["a", "b"]}),
+    ("/v1/embeddings", {"input": ["the", "tree"]}),
     ("/v1/tree/{branch}/resume", {"max_tokens": 3, "stream": True}),
     ("/v1/tree/{branch}/resume", {"max_tokens": 3, "n": 2}),
 ]  # fmt: skip
@@ -158,18 +165,20 @@ WORK: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("path", "body"), WORK)
 def test_a_request_may_be_cancelled_at_every_await(
-    default_model: Path, path: str, body: dict[str, Any], late: bool
+    small_entry: ModelEntry, path: str, body: dict[str, Any], late: bool
 ):
-    asyncio.run(_cancel_everywhere(default_model, path, body, late))
+    asyncio.run(_cancel_everywhere(small_entry, path, body, late))
 
 
-async def _cancel_everywhere(model: Path, path: str, body: dict[str, Any], late: bool) -> None:
-    registry = ModelRegistry([default_entry(model, memory=32 << 20)], room=1 << 33)
+async def _cancel_everywhere(
+    entry: ModelEntry, path: str, body: dict[str, Any], late: bool
+) -> None:
+    registry = ModelRegistry([entry], room=1 << 33)
     app, state = create_app(ServeSettings(max_running=8, max_queued=1), registry)
     async with registry.use(None) as served:
         state.ready = True
-        await interrupted(app, "/v1/tree", {"prompt": "Once upon"}, 10**9, late)
-        (branch,) = state.branches.all
+        await interrupted(app, "/v1/tree", {"prompt": "the tree"}, 10**9, late)
+        (branch,) = branch_store(state).all
         number, was_cancelled = 0, True
         while was_cancelled:
             number += 1
@@ -187,39 +196,39 @@ async def _cancel_everywhere(model: Path, path: str, body: dict[str, Any], late:
             while extra := asyncio.all_tasks() - before:
                 assert time.monotonic() < until, f"tasks are left running (await {number}): {extra}"
                 await asyncio.sleep(0.002)
-            assert state.branches.all[branch].writing is None
-            for other in [b for b in state.branches.all.values() if b.id != branch]:
+            assert branch_store(state).all[branch].writing is None
+            for other in [b for b in branch_store(state).all.values() if b.id != branch]:
                 assert other.writing is None
-                state.branches.delete(other)
+                branch_store(state).delete(other)
         assert number > 4
     await registry.close_all()
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_watcher_may_be_cancelled_at_every_await(
-    default_model: Path, late: bool, monkeypatch: pytest.MonkeyPatch
+    small_entry: ModelEntry, late: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("unspool.serve.tree.writing._LOOK_AROUND_SECONDS", 0.05)
+    monkeypatch.setattr("unspool.serve.tree.writing._POLL_SECONDS", 0.05)
 
     async def check() -> None:
-        registry = ModelRegistry([default_entry(default_model, memory=32 << 20)], room=1 << 33)
+        registry = ModelRegistry([small_entry], room=1 << 33)
         app, state = create_app(ServeSettings(), registry)
-        await interrupted(app, "/v1/tree", {"prompt": "Once upon"}, 10**9, late)
-        (branch,) = state.branches.all
+        await interrupted(app, "/v1/tree", {"prompt": "the tree"}, 10**9, late)
+        (branch,) = branch_store(state).all
         for number in range(1, 6):
             path = f"/v1/tree/{branch}/events"
             assert await interrupted(app, path, None, number, late, "GET")
-            assert state.branches.watchers == 0
+            assert state.num_watchers == 0
         await registry.close_all()
 
     asyncio.run(check())
 
 
-def test_who_waits_in_line_may_be_cancelled_at_every_await(default_model: Path):
+def test_who_waits_in_line_may_be_cancelled_at_every_await(small_entry: ModelEntry):
     async def check() -> None:
-        registry = ModelRegistry([default_entry(default_model, memory=32 << 20)], room=1 << 33)
+        registry = ModelRegistry([small_entry], room=1 << 33)
         app, state = create_app(ServeSettings(max_running=2, max_queued=8), registry)
-        body = {"prompt": ["a", "b"], "max_tokens": 2}
+        body = {"prompt": ["the", "tree"], "max_tokens": 2}
         for late in (False, True):
             number, was_cancelled = 0, True
             while was_cancelled:
@@ -242,8 +251,8 @@ def test_who_waits_in_line_may_be_cancelled_at_every_await(default_model: Path):
 # -- whether the server can still answer ------------------------------------------------------
 
 
-def test_ready_says_no_when_the_engine_has_stopped(default_model: Path):
-    with running([default_entry(default_model, memory=32 << 20)]) as server:
+def test_ready_says_no_when_the_engine_has_stopped(small_entry: ModelEntry):
+    with running([small_entry]) as server:
         assert httpx.get(f"{server.url}/ready").status_code == 200
         server.state.registry.loaded[server.model].lm.engine.close()
         answer = httpx.get(f"{server.url}/ready")
@@ -259,42 +268,40 @@ def test_ready_says_no_when_the_engine_has_stopped(default_model: Path):
 
 def closed_by_server(sockets: list[socket.socket], seconds: float) -> int:
     """How many the server hangs up on."""
-    until, found = time.monotonic() + seconds, 0
-    for each in sockets:
+    until, result = time.monotonic() + seconds, 0
+    for item in sockets:
         try:
-            each.settimeout(max(0.1, until - time.monotonic()))
-            while each.recv(4096):
+            item.settimeout(max(0.1, until - time.monotonic()))
+            while item.recv(4096):
                 pass
-            found += 1
+            result += 1
         except TimeoutError:
             pass
         except ConnectionResetError:
-            found += 1
-        each.close()
-    return found
+            result += 1
+        item.close()
+    return result
 
 
-def test_who_sends_half_a_body_is_hung_up_on(default_model: Path):
-    entry = default_entry(default_model, memory=32 << 20)
-    with running([entry], body_seconds=0.5, api_keys=("long-enough-key",)) as server:
+def test_who_sends_half_a_body_is_hung_up_on(small_entry: ModelEntry):
+    with running([small_entry], body_seconds=0.5, api_keys=("long-enough-key",)) as server:
         half = posted("/v1/completions", b'{"prompt": ', 1000)
         # Without a key they are answered (401) before the body has come, and must go as well.
         keyed = half.replace(b"\r\n", b"\r\nx-api-key: long-enough-key\r\n", 1)
         for data, status in ((keyed, b"408"), (half, b"401")):
             sockets = [connected(server) for _ in range(30)]
-            for each in sockets:
-                each.sendall(data)
+            for item in sockets:
+                item.sendall(data)
             first = sockets[0].recv(4096)
             assert first.startswith(b"HTTP/1.1 " + status)
-            for each in sockets:
-                each.sendall(b" ")  # a little more, so that it does not look idle
+            for item in sockets:
+                item.sendall(b" ")  # a little more, so that it does not look idle
             assert closed_by_server(sockets, 8) == 30
 
 
-def test_who_sends_a_body_drop_by_drop_is_hung_up_on(default_model: Path):
+def test_who_sends_a_body_drop_by_drop_is_hung_up_on(small_entry: ModelEntry):
     """Each drop comes in time; all of it must."""
-    entry = default_entry(default_model, memory=32 << 20)
-    with running([entry], body_seconds=0.5) as server, connected(server) as slow:
+    with running([small_entry], body_seconds=0.5) as server, connected(server) as slow:
         slow.sendall(posted("/v1/completions", b"", 1000))
         until = time.monotonic() + 20
         with pytest.raises(OSError):
@@ -303,25 +310,24 @@ def test_who_sends_a_body_drop_by_drop_is_hung_up_on(default_model: Path):
                 time.sleep(0.1)
 
 
-def test_who_begins_another_request_and_stops_is_hung_up_on(default_model: Path):
-    entry = default_entry(default_model, memory=32 << 20)
-    with running([entry], body_seconds=0.5) as server:
-        whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+def test_who_begins_another_request_and_stops_is_hung_up_on(small_entry: ModelEntry):
+    with running([small_entry], body_seconds=0.5) as server:
+        complete = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
-        def answered(each: socket.socket) -> bool:
-            each.sendall(whole)
-            found = b""
-            while not found.endswith(b"}") and (more := each.recv(4096)):
-                found += more
-            return found.startswith(b"HTTP/1.1 200")
+        def answered(item: socket.socket) -> bool:
+            item.sendall(complete)
+            result = b""
+            while not result.endswith(b"}") and (extra := item.recv(4096)):
+                result += extra
+            return result.startswith(b"HTTP/1.1 200")
 
         # One after the other: who connects and does not ask in time is hung up on too.
-        with contextlib.ExitStack() as held:
-            idle = held.enter_context(connected(server))
+        with contextlib.ExitStack() as holder:
+            idle = holder.enter_context(connected(server))
             assert answered(idle)
-            half = held.enter_context(connected(server))
+            half = holder.enter_context(connected(server))
             assert answered(half)
-            half.sendall(whole[:20])
+            half.sendall(complete[:20])
             assert half.recv(4096) == b""
             assert answered(idle)  # one that is only kept open is still served
 
@@ -329,10 +335,10 @@ def test_who_begins_another_request_and_stops_is_hung_up_on(default_model: Path)
 # -- long silences ----------------------------------------------------------------------------
 
 
-def test_a_stream_shows_that_it_is_alive(small: Running, monkeypatch: pytest.MonkeyPatch):
+def test_a_stream_shows_that_it_is_alive(real: Running, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(events, "HEARTBEAT_SECONDS", 0.02)
     body = {"prompt": "word " * 400, "max_tokens": 1, "stream": True, "echo": True, "logprobs": 0}
-    with httpx.stream("POST", f"{small.url}/v1/completions", json=body, timeout=60) as answer:
+    with httpx.stream("POST", f"{real.url}/v1/completions", json=body, timeout=60) as answer:
         lines = [line for line in answer.iter_lines() if line]
     assert lines[0].startswith(": ")  # while the prompt is read
     assert all(line.startswith((": ", "data: ")) for line in lines) and lines[-1] == "data: [DONE]"
@@ -351,7 +357,7 @@ async def _round(server: Running, number: int, streams: int) -> None:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
 
-        async def one(index: int) -> None:
+        async def item(index: int) -> None:
             body = {"prompt": f"Round {number}, text {index}: once upon a time " + "word " * 40,
                     "max_tokens": 16, "stream": True}  # fmt: skip
             async with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -359,15 +365,15 @@ async def _round(server: Running, number: int, streams: int) -> None:
                     if index % 10 == 0:
                         return
 
-        await asyncio.gather(*map(one, range(streams)))
+        await asyncio.gather(*map(item, range(streams)))
 
 
 @pytest.mark.slow
-def test_memory_stays_flat_over_ten_rounds_of_cancelled_streams(small: Running):
+def test_memory_stays_flat_over_ten_rounds_of_cancelled_streams(real: Running):
     measured: list[int] = []
     for number in range(10):
-        asyncio.run(_round(small, number, 100))
-        settled(small, 60)
+        asyncio.run(_round(real, number, 100))
+        settled(real, 60)
         measured.append(resident_bytes())
     # It grows at first, as the cache fills and each thread gets its working memory; then no more.
     assert max(measured[5:]) - max(measured[:5]) < 48 << 20, measured

@@ -23,7 +23,7 @@ from unspool.serve.core import registry
 from unspool.serve.core.registry import ModelEntry
 from unspool.serve.runs.endpoints import StartRequest
 from unspool.serve.runs.library import RunLibrary
-from unspool.serve.runs.run_json import drawable
+from unspool.serve.runs.run_json import downsample
 from unspool.serve.runs.trainer import Trainer
 from unspool.train.data import sources
 from unspool.train.running.runs import Run
@@ -33,10 +33,10 @@ STAND_IN = [sys.executable, str(Path(__file__).parent.parent / "stand_in_trainer
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("runs")
-    training_run.make_run(found, "speeches")
-    training_run.make_run(found, "older", until=6, state="failed", error="the disk is full")
-    return found
+    result = tmp_path_factory.mktemp("runs")
+    training_run.make_run(result, "speeches")
+    training_run.make_run(result, "older", until=6, state="failed", error="the disk is full")
+    return result
 
 
 def entry(root: Path) -> ModelEntry:
@@ -46,13 +46,13 @@ def entry(root: Path) -> ModelEntry:
 
 @pytest.fixture(scope="module")
 def served(root: Path) -> Iterator[Running]:
-    with running([entry(root)], runs=root) as found:
-        yield found
+    with running([entry(root)], runs=root) as result:
+        yield result
 
 
-def until(found: Callable[[], Any], seconds: float = 60.0) -> Any:
+def until(result: Callable[[], Any], seconds: float = 60.0) -> Any:
     end = time.monotonic() + seconds
-    while not (value := found()):
+    while not (value := result()):
         assert time.monotonic() < end, "never came true"
         time.sleep(0.02)
     return value
@@ -73,22 +73,22 @@ def events(url: str, name: str, **query: int) -> Iterator[tuple[str, dict[str, A
 
 
 def test_runs_are_listed_and_told_in_full(served: Running, root: Path) -> None:
-    found = httpx.get(f"{served.url}/v1/runs").json()
-    assert found["folder"] == str(root) and found["may_start"] and found["starting"] is None
-    runs = {run["name"]: run for run in found["data"]}
+    result = httpx.get(f"{served.url}/v1/runs").json()
+    assert result["folder"] == str(root) and result["may_start"] and result["starting"] is None
+    runs = {run["name"]: run for run in result["data"]}
     assert runs["speeches"]["state"] == "done" and runs["speeches"]["last"]["step"] == 200
     assert runs["older"]["state"] == "failed" and runs["older"]["error"] == "the disk is full"
 
-    told = httpx.get(f"{served.url}/v1/runs/speeches").json()
-    assert [saved["step"] for saved in told["checkpoints"]] == [0, 2, 6, 20, 60, 200]
-    assert all(saved["film"] for saved in told["checkpoints"])
-    assert told["checkpoints"][1]["model"] == "speeches@2"
-    assert len(told["log"]) == 200 and told["next"] == 210 and len(told["samples"]) == 6
-    assert told["facts"]["data"]["documents"] == 12 and "pid" not in told["facts"]
-    rest = httpx.get(f"{served.url}/v1/runs/speeches", params={"since": 207}).json()
-    assert [line["step"] for line in rest["log"]] == [199, 200] and rest["next"] == 210
-    assert {"loss", "held_out_loss", "tokens"} <= rest["log"][-1].keys()
-    assert rest["last"] == rest["log"][-1]
+    reply = httpx.get(f"{served.url}/v1/runs/speeches").json()
+    assert [saved["step"] for saved in reply["checkpoints"]] == [0, 2, 6, 20, 60, 200]
+    assert all(saved["film"] for saved in reply["checkpoints"])
+    assert reply["checkpoints"][1]["model"] == "speeches@2"
+    assert len(reply["log"]) == 200 and reply["next"] == 210 and len(reply["samples"]) == 6
+    assert reply["facts"]["data"]["documents"] == 12 and "pid" not in reply["facts"]
+    remaining = httpx.get(f"{served.url}/v1/runs/speeches", params={"since": 207}).json()
+    assert [line["step"] for line in remaining["log"]] == [199, 200] and remaining["next"] == 210
+    assert {"loss", "held_out_loss", "tokens"} <= remaining["log"][-1].keys()
+    assert remaining["last"] == remaining["log"][-1]
 
 
 @pytest.mark.parametrize(
@@ -108,57 +108,57 @@ def test_no_run_outside_the_folder_can_be_had(served: Running, root: Path, name:
     shutil.rmtree(outside)
 
 
-def test_a_long_log_is_drawable_but_never_its_held_out_losses() -> None:
+def test_a_long_log_is_downsampled_but_never_its_held_out_losses() -> None:
     lines = [{"step": step} for step in range(10_000)]
     lines.insert(4322, {"step": 4321, "held_out_loss": 3})  # a line of its own
-    found = drawable(lines, 1000)
-    assert len(found) <= 1002 and found[-1]["step"] == 9999
-    assert {"step": 4321, "held_out_loss": 3} in found
-    assert drawable([]) == [] and drawable(lines[:5]) == lines[:5]
+    result = downsample(lines, 1000)
+    assert len(result) <= 1002 and result[-1]["step"] == 9999
+    assert {"step": 4321, "held_out_loss": 3} in result
+    assert downsample([]) == [] and downsample(lines[:5]) == lines[:5]
 
 
 def test_a_run_is_told_as_it_goes_and_to_its_end(served: Running, root: Path) -> None:
     run = training_run.make_run(root, "live", until=20)
     training_run.going(run)
-    told = events(served.url, "live", since=18)
-    kind, data = next(told)
+    reply = events(served.url, "live", since=18)
+    kind, data = next(reply)
     assert kind == "run" and data["state"] == "running"
-    kind, data = next(told)
+    kind, data = next(reply)
     assert kind == "log" and [line["step"] for line in data["lines"]] == [19, 20]
-    assert next(told)[0] == "samples"
+    assert next(reply)[0] == "samples"
     training_run.log_steps(run, 21, 25)
     # Whatever comes between: the run itself is told anew too, as its last step is another one.
-    seen: list[dict[str, Any]] = []
-    for kind, data in told:
-        seen += data["lines"] if kind == "log" else []
-        if seen and seen[-1]["step"] == 25:
+    observed: list[dict[str, Any]] = []
+    for kind, data in reply:
+        observed += data["lines"] if kind == "log" else []
+        if observed and observed[-1]["step"] == 25:
             break
-    assert [line["step"] for line in seen] == [21, 22, 23, 24, 25]
+    assert [line["step"] for line in observed] == [21, 22, 23, 24, 25]
     run.forget_after(22)  # resumed from step 22
     training_run.log_steps(run, 23, 24)
-    again = next(data for kind, data in told if kind == "log")
+    again = next(data for kind, data in reply if kind == "log")
     assert again["from"] == 0 and [line["step"] for line in again["lines"]] == list(range(1, 25))
     run.update(state="stopped")
-    rest = dict(told)
-    assert rest["run"]["state"] == "stopped" and "done" in rest
+    remaining = dict(reply)
+    assert remaining["run"]["state"] == "stopped" and "done" in remaining
 
 
 def test_a_run_whose_process_is_gone_is_broken_off(served: Running, root: Path) -> None:
     run = training_run.make_run(root, "gone", until=6)
     run.update(state="running", pid=1 << 22, pid_started=1)
-    told = dict(events(served.url, "gone"))
-    assert told["run"]["state"] == "broken off" and "done" in told
-    assert not told["run"]["can_resume"]
+    reply = dict(events(served.url, "gone"))
+    assert reply["run"]["state"] == "broken off" and "done" in reply
+    assert not reply["run"]["can_resume"]
     answer = httpx.post(f"{served.url}/v1/runs/gone/control", json={"want": "pause"})
-    assert answer.status_code == 400 and "broken off already" in answer.text
+    assert answer.status_code == 400 and "already broken off" in answer.text
 
 
 # -- checkpoints as models ---------------------------------------------------------------------
 
 
-def completed(url: str, model: str, **more: Any) -> httpx.Response:
-    asked = {"model": model, "prompt": "The", "max_tokens": 8, "seed": 7, **more}
-    return httpx.post(f"{url}/v1/completions", json=asked, timeout=60)
+def completed(url: str, model: str, **extra: Any) -> httpx.Response:
+    body = {"model": model, "prompt": "The", "max_tokens": 8, "seed": 7, **extra}
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
 def test_a_checkpoint_writes_as_a_model_of_its_own(served: Running, root: Path) -> None:
@@ -182,25 +182,25 @@ def test_an_adapter_counts_with_the_model_it_was_tuned_from(root: Path, tmp_path
     (folder / "adapter_model.safetensors").write_bytes(b"1234567")
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
     (folder / "training.json").write_text(json.dumps({"step": 4, "tokens": 9}))
-    found = RunLibrary(tmp_path).checkpoint("tuned@4")
-    assert found is not None
-    assert found.size == 7 + (base / "model.safetensors").stat().st_size
+    result = RunLibrary(tmp_path).checkpoint("tuned@4")
+    assert result is not None
+    assert result.size == 7 + (base / "model.safetensors").stat().st_size
 
 
 def test_only_so_many_checkpoints_are_in_memory(
     served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "MAX_PASSING", 2)
+    monkeypatch.setattr(registry, "MAX_EPHEMERAL", 2)
     loaded = served.state.registry.loaded
     for step in (0, 2, 6, 20):
         assert completed(served.url, f"speeches@{step}").status_code == 200
     passing = [name for name in loaded if "@" in name]
     assert passing == ["speeches@6", "speeches@20"] and "first" in loaded
     # More at once than there is room for: they wait for each other, and all are answered.
-    found: list[int] = []
+    result: list[int] = []
     threads = [
         threading.Thread(
-            target=lambda step=step: found.append(
+            target=lambda step=step: result.append(
                 completed(served.url, f"speeches@{step}", max_tokens=60).status_code
             )
         )
@@ -210,7 +210,7 @@ def test_only_so_many_checkpoints_are_in_memory(
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert found == [200] * 5
+    assert result == [200] * 5
 
 
 def test_other_weights_under_the_same_name_are_loaded_anew(served: Running, root: Path) -> None:
@@ -244,8 +244,8 @@ def test_a_run_is_started_paused_and_stopped_and_there_is_only_one(
     assert name == "a-text-d2"
     assert httpx.post(f"{served.url}/v1/runs", json=body).status_code == 409
     run = Run(root / name)
-    told = events(served.url, name)  # begun before its folder is there
-    assert next(told)[1]["facts"]["settings"]["source"] == "a text.txt"
+    reply = events(served.url, name)  # begun before its folder is there
+    assert next(reply)[1]["facts"]["settings"]["source"] == "a text.txt"
     until(lambda: run.log())
     assert ask(served.url, name, "pause").status_code == 200
     until(lambda: run.state == "paused")
@@ -255,7 +255,7 @@ def test_a_run_is_started_paused_and_stopped_and_there_is_only_one(
     until(lambda: len(run.log()) > steps and run.state == "running")
     ask(served.url, name, "stop")
     until(lambda: run.state == "stopped")
-    assert dict(told)["run"]["state"] == "stopped"
+    assert dict(reply)["run"]["state"] == "stopped"
     assert ask(served.url, name, "stop").status_code == 400
     assert ask(served.url, name, "go").status_code == 400  # it has no checkpoint to go on from
     again = httpx.post(f"{served.url}/v1/runs", json=body).json()["name"]
@@ -268,9 +268,9 @@ def test_a_run_is_started_paused_and_stopped_and_there_is_only_one(
 @pytest.mark.usefixtures("stand_in")
 def test_the_examples_of_the_docs_page_work(served: Running, root: Path) -> None:
     page = httpx.get(f"{served.url}/docs").text
-    found = re.search(r'id="examples">(.*?)</script>', page, re.DOTALL)
-    assert found
-    examples = json.loads(found[1])
+    result = re.search(r'id="examples">(.*?)</script>', page, re.DOTALL)
+    assert result
+    examples = json.loads(result[1])
     answer = httpx.post(f"{served.url}/v1/runs", json=examples["/v1/runs"])
     run = Run(root / answer.json()["name"])
     until(lambda: (run.folder / "run.json").exists())
@@ -284,20 +284,20 @@ def test_the_examples_of_the_docs_page_work(served: Running, root: Path) -> None
 def test_the_guide_is_true(served: Running) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "train.md").read_text(encoding="utf-8")
     section = guide.partition("## Watch it learn")[2].partition("\n## ")[0]
-    shown = re.search(r"-d '({.*?})'", section)
-    begun = re.search(r"start one: `({.*?})`", section)
-    assert shown and begun
-    body = json.loads(shown[1])
+    visible = re.search(r"-d '({.*?})'", section)
+    started = re.search(r"start one: `({.*?})`", section)
+    assert visible and started
+    body = json.loads(visible[1])
     body["model"] = body["model"].replace("sotu-d4", "speeches")
     assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).status_code == 200
-    StartRequest(**json.loads(begun[1]))
+    StartRequest(**json.loads(started[1]))
     paths = httpx.get(f"{served.url}/openapi.json").json()["paths"]
-    told = re.findall(r"\| `(GET|POST) (/v1/runs\S*)`", section)
-    known = {(method, path.replace("NAME", "{name}")) for method, path in told}
+    reply = re.findall(r"\| `(GET|POST) (/v1/runs\S*)`", section)
+    listed = {(method, path.replace("NAME", "{name}")) for method, path in reply}
     there = {
         (m.upper(), path) for path in paths if path.startswith("/v1/runs") for m in paths[path]
     }
-    assert known == there
+    assert listed == there
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -308,8 +308,8 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(served: Running, root: Path) 
     state.mkdir()
     (state / "state.json").write_text("{}")
     assert ask(served.url, "resumed", "go").status_code == 200
-    told = events(served.url, "resumed", since=6)
-    assert any(kind == "log" and data["lines"][0]["step"] == 7 for kind, data in told)
+    reply = events(served.url, "resumed", since=6)
+    assert any(kind == "log" and data["lines"][0]["step"] == 7 for kind, data in reply)
     assert run.facts["resumed_as"] == "tune"  # each kind has its command
     ask(served.url, "resumed", "stop")
     until(lambda: run.state == "stopped")
@@ -319,13 +319,13 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(served: Running, root: Path) 
 def test_a_run_that_cannot_begin_or_fails_says_why(served: Running) -> None:
     body = {"source": "missing.txt", "name": "never"}
     assert httpx.post(f"{served.url}/v1/runs", json=body).json()["name"] == "never"
-    told = dict(events(served.url, "never"))
-    assert "missing.txt: there is no such file" in told["error"]["error"]["message"]
+    reply = dict(events(served.url, "never"))
+    assert "missing.txt: there is no such file" in reply["error"]["error"]["message"]
     later = httpx.get(f"{served.url}/v1/runs/never")
     assert later.status_code == 400 and "no such file" in later.json()["error"]["message"]
     httpx.post(f"{served.url}/v1/runs", json={"source": "nan.txt", "name": "nan"})
-    told = dict(events(served.url, "nan"))
-    assert told["run"]["state"] == "failed" and "became NaN" in told["run"]["error"]
+    reply = dict(events(served.url, "nan"))
+    assert reply["run"]["state"] == "failed" and "became NaN" in reply["run"]["error"]
 
 
 def test_a_run_without_data_is_refused(
@@ -367,8 +367,8 @@ def test_a_run_goes_on_without_the_server_and_the_next_one_finds_it(root: Path) 
 def test_who_may_start_one(root: Path) -> None:
     with running([entry(root)], runs=root, host="0.0.0.0") as open_to_all:
         url = open_to_all.url.replace("0.0.0.0", "127.0.0.1")
-        told = httpx.get(f"{url}/v1/runs").json()
-        assert not told["may_start"] and "--api-key-file" in told["why_not"]
+        reply = httpx.get(f"{url}/v1/runs").json()
+        assert not reply["may_start"] and "--api-key-file" in reply["why_not"]
         assert httpx.post(f"{url}/v1/runs", json={}).status_code == 403
         assert ask(url, "speeches", "stop").status_code == 403
     keys = {"api_keys": ("a-long-key",), "host": "0.0.0.0"}

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from running_server import default_entry, running
+from running_server import running
 
 from unspool.errors import SettingsError
 from unspool.model.adapters import Adapter, LowRank, adaptable, write_adapter
 from unspool.model.checkpoint import open_checkpoint
 from unspool.serve.core.adapters import AdapterFolder
+from unspool.serve.core.registry import ModelEntry
 
 
 def make_adapter(folder: Path, model: Path, seed: int) -> None:
@@ -33,27 +35,28 @@ def make_adapter(folder: Path, model: Path, seed: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def adapters(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def adapters(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     outside = tmp_path_factory.mktemp("outside")
     folder = tmp_path_factory.mktemp("adapters")
-    make_adapter(folder / "one", default_model, 1)
-    make_adapter(folder / "two", default_model, 2)
-    make_adapter(folder / "a name to quote", default_model, 3)
-    make_adapter(outside / "three", default_model, 3)
+    make_adapter(folder / "one", small_model, 1)
+    make_adapter(folder / "two", small_model, 2)
+    make_adapter(folder / "a name to quote", small_model, 3)
+    make_adapter(outside / "three", small_model, 3)
     (folder / "three").symlink_to(outside / "three")
     (folder / "empty").mkdir()
     return folder
 
 
 @pytest.fixture(scope="module")
-def served(default_model: Path, adapters: Path) -> Any:
-    with running([default_entry(default_model)], adapters=AdapterFolder(adapters)) as server:
+def served(small_entry: ModelEntry, adapters: Path) -> Any:
+    entry = replace(small_entry, name="smollm")
+    with running([entry], adapters=AdapterFolder(adapters)) as server:
         yield server
 
 
 def written(server: Any, model: str) -> Any:
-    asked = {"model": model, "prompt": "The sea", "temperature": 0, "max_tokens": 8, "logprobs": 1}
-    return httpx.post(f"{server.url}/v1/completions", json=asked, timeout=120)
+    body = {"model": model, "prompt": "the tree", "temperature": 0, "max_tokens": 8, "logprobs": 1}
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
 
 
 def judged(answer: Any) -> Any:
@@ -62,30 +65,30 @@ def judged(answer: Any) -> Any:
 
 
 def test_they_are_listed_with_their_model(served: Any) -> None:
-    found = httpx.get(f"{served.url}/v1/models", timeout=60).json()["data"]
-    assert [model["id"] for model in found] == ["smollm", "smollm:one", "smollm:two"]
-    assert [model.get("parent") for model in found] == [None, "smollm", "smollm"]
+    result = httpx.get(f"{served.url}/v1/models", timeout=60).json()["data"]
+    assert [model["id"] for model in result] == ["smollm", "smollm:one", "smollm:two"]
+    assert [model.get("parent") for model in result] == [None, "smollm", "smollm"]
 
 
 def test_llama_cpp_names_them_by_number(served: Any) -> None:
     """`lora` beside any request, by the ids of `/lora-adapters`."""
     listed = httpx.get(f"{served.url}/lora-adapters", timeout=60).json()
-    assert [(one["id"], one["path"]) for one in listed] == [(0, "one"), (1, "two")]
+    assert [(item["id"], item["path"]) for item in listed] == [(0, "one"), (1, "two")]
 
-    def asked(path: str, lora: Any, **more: Any) -> httpx.Response:
-        body = {"prompt": "The sea", "max_tokens": 1, "lora": lora, **more}
+    def request_body(path: str, lora: Any, **extra: Any) -> httpx.Response:
+        body = {"prompt": "the tree", "max_tokens": 1, "lora": lora, **extra}
         return httpx.post(f"{served.url}{path}", json=body, timeout=120)
 
-    both = [{"id": 0, "scale": 0.0}, {"id": 1, "scale": 1.0}]
+    pair = [{"id": 0, "scale": 0.0}, {"id": 1, "scale": 1.0}]
     for path in ("/completion", "/v1/completions"):
-        assert asked(path, both).json()["model"] == "smollm:two"
-        assert asked(path, [{"id": 1, "scale": 0.0}]).json()["model"] == "smollm"
+        assert request_body(path, pair).json()["model"] == "smollm:two"
+        assert request_body(path, [{"id": 1, "scale": 0.0}]).json()["model"] == "smollm"
         for wrong in ([{"id": 2, "scale": 1}], [{"id": 0, "scale": 0.5}],
                       [{"id": 0, "scale": 1}, {"id": 1, "scale": 1}]):  # fmt: skip
-            assert asked(path, wrong).status_code == 400
+            assert request_body(path, wrong).status_code == 400
     scales = [{"id": 0, "scale": 1.0}]
     refused = httpx.post(f"{served.url}/lora-adapters", json=scales, timeout=60)
-    assert refused.status_code == 501 and "under lora" in refused.json()["error"]["message"]
+    assert refused.status_code == 501 and "use `lora`" in refused.json()["error"]["message"]
 
 
 def test_requests_with_different_adapters_are_answered_together(served: Any) -> None:
@@ -104,14 +107,18 @@ def test_requests_with_different_adapters_are_answered_together(served: Any) -> 
 
 
 def test_a_chat_uses_it_too(served: Any) -> None:
-    asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "logprobs": True}
+    body = {
+        "messages": [{"role": "user", "content": "the tree"}],
+        "max_tokens": 8,
+        "logprobs": True,
+    }
     url = f"{served.url}/v1/chat/completions"
     answers = [
-        httpx.post(url, json={"model": name, "temperature": 0, **asked}, timeout=120).json()
+        httpx.post(url, json={"model": name, "temperature": 0, **body}, timeout=120).json()
         for name in ("smollm", "smollm:one")
     ]
-    one, other = (found["choices"][0]["logprobs"]["content"][0]["logprob"] for found in answers)
-    assert one != other
+    item, other = (result["choices"][0]["logprobs"]["content"][0]["logprob"] for result in answers)
+    assert item != other
 
 
 @pytest.mark.parametrize(
@@ -124,20 +131,20 @@ def test_nothing_else_can_be_named(served: Any, name: str) -> None:
 
 
 def test_a_new_adapter_is_there_and_a_changed_one_replaces_the_old(
-    served: Any, adapters: Path, default_model: Path
+    served: Any, adapters: Path, small_model: Path
 ) -> None:
-    make_adapter(adapters / "later", default_model, 5)
+    make_adapter(adapters / "later", small_model, 5)
     first = written(served, "smollm:later").json()
-    make_adapter(adapters / "later", default_model, 6)
+    make_adapter(adapters / "later", small_model, 6)
     second = written(served, "smollm:later").json()
     assert judged(first) != judged(second)
     assert first["system_fingerprint"] != second["system_fingerprint"]
 
 
 def test_an_adapter_that_cannot_be_loaded_is_said(
-    served: Any, adapters: Path, default_model: Path
+    served: Any, adapters: Path, small_model: Path
 ) -> None:
-    make_adapter(adapters / "broken", default_model, 7)
+    make_adapter(adapters / "broken", small_model, 7)
     (adapters / "broken" / "adapter_model.safetensors").write_bytes(b"\0" * 16)
     answer = written(served, "smollm:broken")
     assert answer.status_code >= 400

@@ -33,10 +33,10 @@ class Endless:
                 await send({"type": (await receive())["type"] + ".complete"})
             return
         await receive()
-        gone = asyncio.ensure_future(receive())
+        closed = asyncio.ensure_future(receive())
         await send({"type": "http.response.start", "status": 200, "headers": []})
         body = {"type": "http.response.body", "body": b"x" * 65536, "more_body": True}
-        while not gone.done():
+        while not closed.done():
             await send(body)
             self.sent += 1
             await asyncio.sleep(0)

@@ -34,13 +34,13 @@ def reward(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     import transformers
 
-    made = tmp_path_factory.mktemp("reward")
+    created = tmp_path_factory.mktemp("reward")
     shape = {**tiny._SHAPE, "vocab_size": 512, "max_position_embeddings": 512, "eos_token_id": 0}
     config = transformers.LlamaConfig(**shape, num_labels=1)
-    tiny.filled(transformers.LlamaForSequenceClassification(config)).save_pretrained(made)
+    tiny.filled(transformers.LlamaForSequenceClassification(config)).save_pretrained(created)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(folder / name, made / name)
-    return made
+        shutil.copy(folder / name, created / name)
+    return created
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +57,14 @@ def serving(folder: Path, reward: Path) -> Iterator[Running]:
         )
 
     entries = [entry("chatty", folder), entry("rewarder", reward)]
-    with running(entries, max_think=1000, max_choices=8) as found:
-        yield found
+    with running(entries, max_think=1000, max_choices=8) as result:
+        yield result
 
 
 @pytest.fixture
 def client(serving: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serving.url, timeout=60) as found:
-        yield found
+    with httpx.Client(base_url=serving.url, timeout=60) as result:
+        yield result
     settled(serving)  # whatever a test asked for was given back
 
 
@@ -76,8 +76,8 @@ def chat(client: httpx.Client, think: dict[str, Any], status: int = 200, **body:
 
 
 def chunks(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
-    asked = {**CHAT, "stream": True, **body}
-    with client.stream("POST", "/v1/chat/completions", json=asked) as answer:
+    request_body = {**CHAT, "stream": True, **body}
+    with client.stream("POST", "/v1/chat/completions", json=request_body) as answer:
         assert answer.status_code == 200, answer.read()
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line[:5] == "data:"]
     assert lines[-1] == "[DONE]"
@@ -88,38 +88,40 @@ def chunks(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
 
 
 def test_the_winner_is_the_answer(client: httpx.Client, own: Any):
-    found = chat(client, THINK)
+    result = chat(client, THINK)
     ids = own.chat_prompt(ASKED).ids
-    wanted = own.think(ids, n=4, budget=600, max_tokens=12, seed=3)
-    (choice,) = found["choices"]
-    assert choice["message"]["content"] == wanted.text
-    assert choice["finish_reason"] == ("stop" if wanted.best.finish_reason == "stop" else "length")
-    told = found["unspool"]["think"]
-    assert told["score"] == pytest.approx(wanted.score, abs=1e-4)
-    assert told["policy"] == "best-of" and told["spent"]["total"] <= 600 and "events" not in told
-    usage = found["usage"]
-    assert usage["completion_tokens"] == wanted.spent.written
+    expected = own.think(ids, n=4, budget=600, max_tokens=12, seed=3)
+    (choice,) = result["choices"]
+    assert choice["message"]["content"] == expected.text
+    assert choice["finish_reason"] == (
+        "stop" if expected.best.finish_reason == "stop" else "length"
+    )
+    reply = result["unspool"]["think"]
+    assert reply["score"] == pytest.approx(expected.score, abs=1e-4)
+    assert reply["policy"] == "best-of" and reply["spent"]["total"] <= 600 and "events" not in reply
+    usage = result["usage"]
+    assert usage["completion_tokens"] == expected.spent.written
     reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
-    assert reasoning == wanted.spent.written - len(wanted.best.tokens)
+    assert reasoning == expected.spent.written - len(expected.best.tokens)
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
 
 
 def test_streamed_with_and_without_its_search(client: httpx.Client):
-    whole = chat(client, THINK, unspool={"trace": True})
-    events = whole["unspool"]["think"]["events"]
+    complete = chat(client, THINK, unspool={"trace": True})
+    events = complete["unspool"]["think"]["events"]
     plain = chunks(client, unspool={"think": THINK}, stream_options={"include_usage": True})
     traced = chunks(client, unspool={"think": THINK, "trace": True})
-    for found in (plain, traced):
-        said = [c["choices"][0]["delta"].get("content", "") for c in found if c["choices"]]
-        assert "".join(said) == whole["choices"][0]["message"]["content"]
-        reasons = [c["choices"][0]["finish_reason"] for c in found if c["choices"]]
-        assert [reason for reason in reasons if reason] == [whole["choices"][0]["finish_reason"]]
-        assert found[-1]["unspool"]["think"]["score"] == whole["unspool"]["think"]["score"]
-    told = [c["unspool"]["think"] for c in traced[:-1] if "unspool" in c]
-    assert [each["event"] for each in told] == [each["event"] for each in events]
-    assert [e["event"] for e in events].count("grown") == 4 and told[-1]["event"] == "won"
+    for result in (plain, traced):
+        message = [c["choices"][0]["delta"].get("content", "") for c in result if c["choices"]]
+        assert "".join(message) == complete["choices"][0]["message"]["content"]
+        reasons = [c["choices"][0]["finish_reason"] for c in result if c["choices"]]
+        assert [reason for reason in reasons if reason] == [complete["choices"][0]["finish_reason"]]
+        assert result[-1]["unspool"]["think"]["score"] == complete["unspool"]["think"]["score"]
+    reply = [c["unspool"]["think"] for c in traced[:-1] if "unspool" in c]
+    assert [item["event"] for item in reply] == [item["event"] for item in events]
+    assert [e["event"] for e in events].count("grown") == 4 and reply[-1]["event"] == "won"
     assert not any("unspool" in c for c in plain[:-1])
-    assert plain[-1]["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+    assert plain[-1]["usage"]["total_tokens"] == complete["usage"]["total_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -127,34 +129,34 @@ def test_streamed_with_and_without_its_search(client: httpx.Client):
               "process:rewarder", "vote+reward:rewarder", "certainty"]
 )  # fmt: skip
 def test_judges_by_name(client: httpx.Client, judge: str):
-    found = chat(client, {**THINK, "judge": judge, "n": 2})
-    told = found["unspool"]["think"]
-    assert told["score"] is not None and told["spent"]["total"] <= 600
+    result = chat(client, {**THINK, "judge": judge, "n": 2})
+    reply = result["unspool"]["think"]
+    assert reply["score"] is not None and reply["spent"]["total"] <= 600
 
 
 @pytest.mark.parametrize(
-    ("think", "said"),
+    ("think", "message"),
     [
-        ({"judge": "python:/etc/passwd"}, "cannot be asked for over HTTP"),
-        ({"judge": "tests:/tmp/x.py"}, "cannot be asked for over HTTP"),
-        ({"judge": "vote+python:/tmp/x.py:f"}, "cannot be asked for over HTTP"),
+        ({"judge": "python:/etc/passwd"}, "are not available over HTTP"),
+        ({"judge": "tests:/tmp/x.py"}, "are not available over HTTP"),
+        ({"judge": "vote+python:/tmp/x.py:f"}, "are not available over HTTP"),
         ({"judge": "magic"}, "no judge 'magic'"),
         ({"judge": "regex:("}, "not a regular expression"),
-        ({"judge": "ask:/etc"}, "no model '/etc'"),
+        ({"judge": "ask:/etc"}, "no such model: '/etc'"),
         ({"judge": "reward:chatty"}, "no score head"),
         ({"judge": "ask:rewarder"}, "no output head"),
         ({"policy": "magic"}, "no policy 'magic'"),
         ({"budget": 5000}, "at most 1,000"),
         ({"budget": 0}, "budget"),
         ({"budget": 10}, "budget"),
-        ({"n": 9}, "9 texts at once"),
+        ({"n": 9}, "9 texts in parallel"),
         ({"n": "many"}, "got 'many'"),
         ({"depth_of_field": 2}, "no option 'depth_of_field'"),
     ],
 )
-def test_what_is_refused(client: httpx.Client, think: dict[str, Any], said: str):
-    status = 404 if "no model" in said else 400
-    assert said in chat(client, {**THINK, **think}, status)["error"]["message"]
+def test_what_is_refused(client: httpx.Client, think: dict[str, Any], message: str):
+    status = 404 if "no such model" in message else 400
+    assert message in chat(client, {**THINK, **think}, status)["error"]["message"]
 
 
 def test_one_answer_and_only_in_chats(client: httpx.Client):
@@ -171,8 +173,8 @@ def test_one_answer_and_only_in_chats(client: httpx.Client):
 
 
 def test_a_judge_that_fails_on_all_is_told(client: httpx.Client):
-    found = chat(client, {**THINK, "judge": "vote:never there"}, 400)
-    assert "matches never there" in found["error"]["message"]
+    result = chat(client, {**THINK, "judge": "vote:never there"}, 400)
+    assert "matches never there" in result["error"]["message"]
     traced = client.post(
         "/v1/think",
         json={"prompt": "The tree", "max_tokens": 8, "stream": True,
@@ -185,17 +187,17 @@ def test_a_judge_that_fails_on_all_is_told(client: httpx.Client):
 
 
 def test_events_of_a_search(client: httpx.Client, own: Any):
-    asked = {"messages": ASKED, "max_tokens": 12, "seed": 3, "think": {**THINK, "judge": "vote"}}
-    whole = client.post("/v1/think", json=asked).json()
-    with client.stream("POST", "/v1/think", json={**asked, "stream": True}) as answer:
+    body = {"messages": ASKED, "max_tokens": 12, "seed": 3, "think": {**THINK, "judge": "vote"}}
+    complete = client.post("/v1/think", json=body).json()
+    with client.stream("POST", "/v1/think", json={**body, "stream": True}) as answer:
         events = [(name, data) for name, data, _ in read(answer)]
     names = [name for name, _ in events]
     assert names[0] == "start" and names[-1] == "done" and names[-2] == "won"
-    assert [data["event"] for _, data in events[1:-1]] == [e["event"] for e in whole["data"]]
+    assert [data["event"] for _, data in events[1:-1]] == [e["event"] for e in complete["data"]]
     start, done = events[0][1], events[-1][1]
     assert start["budget"] == 600 and start["n"] == 4 and start["seed"] == 3
     assert [token["id"] for token in start["prompt"]] == own.chat_prompt(ASKED).ids
-    assert done["text"] == whole["text"] and done["spent"]["total"] <= 600
+    assert done["text"] == complete["text"] and done["spent"]["total"] <= 600
     grown = [data for name, data in events if name == "grown"]
     won = events[-2][1]["node"]
     assert next(data for data in grown if data["node"] == won)["text"] == done["text"]
@@ -204,8 +206,8 @@ def test_events_of_a_search(client: httpx.Client, own: Any):
 def test_a_prompt_or_messages(client: httpx.Client):
     for body in ({}, {"prompt": "a", "messages": ASKED}):
         assert client.post("/v1/think", json=body).status_code == 400
-    found = client.post("/v1/think", json={"prompt": "The tree", "max_tokens": 4}).json()
-    assert found["policy"] == "best-of" and found["budget"] == 1000
+    result = client.post("/v1/think", json={"prompt": "The tree", "max_tokens": 4}).json()
+    assert result["policy"] == "best-of" and result["budget"] == 1000
 
 
 @pytest.mark.parametrize("path", ["/v1/think", "/v1/chat/completions"])

@@ -33,8 +33,8 @@ def thinkers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         return ModelEntry(name, lambda: unspool.load(folder, memory=8 << 20), 1 << 20)
 
     kinds = {"tags": QWEN_OPEN, "harmony": HARMONY, "gemma": GEMMA}
-    with running([entry(name, template) for name, template in kinds.items()]) as found:
-        yield found
+    with running([entry(name, template) for name, template in kinds.items()]) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
@@ -46,25 +46,25 @@ def client(thinkers: Running) -> openai.OpenAI:
 def test_chats(client: openai.OpenAI, model: str) -> None:
     # The grammar has the model open and close its thought, whatever it would like to write.
     body = {**SEED, "model": model, "messages": ASKED, "max_tokens": 40}
-    more = {"extra_body": {"thinking_budget": 6, "regex": "(node|page)"}}
-    whole = client.chat.completions.create(**body, **more)
-    message = whole.choices[0].message
+    extra = {"extra_body": {"thinking_budget": 6, "regex": "(node|page)"}}
+    complete = client.chat.completions.create(**body, **extra)
+    message = complete.choices[0].message
     assert message.content in ("node", "page")
     assert message.reasoning_content and message.reasoning == message.reasoning_content
     assert "think" not in message.reasoning_content and "analysis" not in message.reasoning_content
-    assert whole.usage.completion_tokens_details.reasoning_tokens >= 6
-    thought, answer, first_answer, last_thought = "", "", None, 0
-    for number, chunk in enumerate(client.chat.completions.create(**body, **more, stream=True)):
+    assert complete.usage.completion_tokens_details.reasoning_tokens >= 6
+    reasoning, answer, first_answer, last_thought = "", "", None, 0
+    for number, chunk in enumerate(client.chat.completions.create(**body, **extra, stream=True)):
         delta = chunk.choices[0].delta
         if getattr(delta, "reasoning_content", None):
-            thought, last_thought = thought + delta.reasoning_content, number
+            reasoning, last_thought = reasoning + delta.reasoning_content, number
         if delta.content:
             answer, first_answer = answer + delta.content, first_answer or number
-    assert (thought, answer) == (message.reasoning_content, message.content)
+    assert (reasoning, answer) == (message.reasoning_content, message.content)
     assert last_thought < (first_answer or 0)
-    hidden = {"extra_body": {**more["extra_body"], "reasoning": {"exclude": True}}}
-    shown = client.chat.completions.create(**body, **hidden).choices[0].message
-    assert shown.content == message.content and not hasattr(shown, "reasoning_content")
+    hidden = {"extra_body": {**extra["extra_body"], "reasoning": {"exclude": True}}}
+    visible = client.chat.completions.create(**body, **hidden).choices[0].message
+    assert visible.content == message.content and not hasattr(visible, "reasoning_content")
 
 
 def test_thoughts_are_switched(client: openai.OpenAI, thinkers: Running) -> None:
@@ -109,8 +109,8 @@ def test_responses(client: openai.OpenAI) -> None:
     assert kinds.index("response.reasoning_text.delta") < kinds.index(
         "response.reasoning_text.done"
     )
-    told = "".join(e.delta for e in events if e.type == "response.reasoning_text.delta")
-    assert told == cut.output[0].content[0].text
+    reply = "".join(e.delta for e in events if e.type == "response.reasoning_text.delta")
+    assert reply == cut.output[0].content[0].text
     used = cut.usage.output_tokens_details.reasoning_tokens
     assert used == 40
     # A thought that is given back is taken, and the template decides.
@@ -125,60 +125,60 @@ def test_responses(client: openai.OpenAI) -> None:
 def test_messages(thinkers: Running) -> None:
     client = anthropic.Anthropic(base_url=thinkers.url, api_key="none", max_retries=0)
     # A text that must not end, and whose marks are the grammar's.
-    own = {"seed": 5, "end": False, "regex": "(node|page)", "top_k": 1}
+    local = {"seed": 5, "end": False, "regex": "(node|page)", "top_k": 1}
     body: dict[str, Any] = {"model": "tags", "messages": ASKED, "max_tokens": 40,
                             "thinking": {"type": "enabled", "budget_tokens": 3},
-                            "extra_body": {"unspool": own}}  # fmt: skip
-    whole = client.messages.create(**body)
-    assert [block.type for block in whole.content][-1] == "text"
+                            "extra_body": {"unspool": local}}  # fmt: skip
+    complete = client.messages.create(**body)
+    assert [block.type for block in complete.content][-1] == "text"
     with client.messages.stream(**body) as stream:
         final = stream.get_final_message()
-    assert final.model_dump()["content"] == whole.model_dump()["content"]
-    assert whole.content[-1].text in ("node", "page")
+    assert final.model_dump()["content"] == complete.model_dump()["content"]
+    assert complete.content[-1].text in ("node", "page")
     off = client.messages.create(**{**body, "thinking": {"type": "disabled"}})
     assert [block.type for block in off.content] == ["text"]
-    thought = {"type": "thinking", "thinking": "Hm.", "signature": ""}
-    said = {"role": "assistant", "content": [thought, {"type": "text", "text": "Yes."}]}
-    assert client.messages.create(**{**body, "messages": [*ASKED, said, *ASKED]}).content
+    reasoning = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+    message = {"role": "assistant", "content": [reasoning, {"type": "text", "text": "Yes."}]}
+    assert client.messages.create(**{**body, "messages": [*ASKED, message, *ASKED]}).content
 
 
 def test_ollama(thinkers: Running) -> None:
     body = {"model": "tags", "messages": ASKED, "options": {"num_predict": 20, "seed": 5}}
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
 
-    def ask(path: str = "chat", **more: Any) -> list[dict[str, Any]]:
-        answer = httpx.post(f"{thinkers.url}/api/{path}", json={**body, **more}, timeout=60)
+    def ask(path: str = "chat", **extra: Any) -> list[dict[str, Any]]:
+        answer = httpx.post(f"{thinkers.url}/api/{path}", json={**body, **extra}, timeout=60)
         return [json.loads(line) for line in answer.text.splitlines()]
 
     for model in ("gemma", "tags"):
         (off,) = ask(stream=False, think=False, model=model, format=nothing)
         assert "thinking" not in off["message"] and json.loads(off["message"]["content"]) == {}
-    (whole,) = ask(stream=False, think=True)
+    (complete,) = ask(stream=False, think=True)
     lines = ask(think=True)
     for field in ("thinking", "content"):
-        told = "".join(line["message"].get(field, "") for line in lines)
-        assert told == whole["message"].get(field, "")
-    assert whole["message"]["thinking"]
+        reply = "".join(line["message"].get(field, "") for line in lines)
+        assert reply == complete["message"].get(field, "")
+    assert complete["message"]["thinking"]
     del body["messages"]
-    (one,) = ask("generate", prompt="A node?", stream=False)
-    assert one["thinking"] == whole["message"]["thinking"]
-    (shown,) = ask("show")
-    assert "thinking" in shown["capabilities"]
+    (item,) = ask("generate", prompt="A node?", stream=False)
+    assert item["thinking"] == complete["message"]["thinking"]
+    (visible,) = ask("show")
+    assert "thinking" in visible["capabilities"]
 
 
 def test_the_tree(thinkers: Running) -> None:
     """Steps say whether they are thought, also when words are chosen and when a turn follows."""
     tree = Tree(thinkers.url)
-    asked = {"model": "tags", "messages": ASKED, "seed": 5, "max_tokens": 30, "end": False,
+    body = {"model": "tags", "messages": ASKED, "seed": 5, "max_tokens": 30, "end": False,
              "think_budget": 4, "logit_bias": NO_MARKS}  # fmt: skip
-    branch = tree.do("resume", tree.ask("POST", "", json=asked))
+    branch = tree.do("resume", tree.ask("POST", "", json=body))
     flags = [step.get("thought", False) for step in branch["steps"]]
     assert flags == [True] * 8 + [False] * 22 and branch["settings"]["think_budget"] == 4
-    chosen = tree.do("choose", branch, at=2, text="node")
-    assert all(step.get("thought") for step in chosen["steps"])
+    selected = tree.do("choose", branch, at=2, text="node")
+    assert all(step.get("thought") for step in selected["steps"])
     # A reply stands behind what was written, and another thought begins.
     turned = tree.do("append", branch, message={"role": "user", "content": "And?"})
-    kept = [step["token"] for step in turned["steps"][:30]]
-    assert kept == [step["token"] for step in branch["steps"]]
-    more = [step.get("thought", False) for step in turned["steps"][30:]]
-    assert not more[0] and more[-1]  # the template has opened it
+    stored = [step["token"] for step in turned["steps"][:30]]
+    assert stored == [step["token"] for step in branch["steps"]]
+    extra = [step.get("thought", False) for step in turned["steps"][30:]]
+    assert not extra[0] and extra[-1]  # the template has opened it

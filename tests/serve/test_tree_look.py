@@ -13,20 +13,20 @@ import pytest
 from tree_client import Tree, tokens
 
 from unspool.lens.look import look
-from unspool.serve.tree.look import FINEST, MAX_CELLS, _position_json, _vectors
+from unspool.serve.tree.look import MAX_CELL, MAX_CELLS, _position_json, _vectors
 
 
 @pytest.fixture(scope="module")
 def tree(server: Any) -> Iterator[Tree]:
-    found = Tree(server.url)
-    yield found
-    found.http.close()
+    result = Tree(server.url)
+    yield result
+    result.http.close()
 
 
 @pytest.fixture(scope="module")
 def branch(tree: Tree) -> dict[str, Any]:
-    found: dict[str, Any] = tree.do("resume", tree.new(max_tokens=4))
-    return found
+    result: dict[str, Any] = tree.do("resume", tree.new(max_tokens=4))
+    return result
 
 
 def whole(branch: dict[str, Any]) -> list[int]:
@@ -34,22 +34,22 @@ def whole(branch: dict[str, Any]) -> list[int]:
 
 
 def test_vectors_are_those_of_the_run(tree: Tree, branch: dict[str, Any], lm: Any):
-    found = tree.see(branch, "look", step=2, include="vectors", top=3)
-    seen = look(lm, whole(branch), found["position"])
-    vectors = found["vectors"]
+    result = tree.see(branch, "look", step=2, include="vectors", top=3)
+    observed = look(lm, whole(branch), result["position"])
+    vectors = result["vectors"]
     assert vectors["every"] == 1 and vectors["width"] == lm.config.width
     cells, scales = np.array(vectors["cells"]), np.array(vectors["scales"])
-    assert cells.shape == seen.residuals.shape and abs(cells).max() == FINEST
+    assert cells.shape == observed.residuals.shape and abs(cells).max() == MAX_CELL
     # Half a cell off at most, up to what the server's other arithmetic leaves.
-    apart = abs(cells * scales[:, None] - seen.residuals)
-    assert (apart <= scales[:, None] * 0.51 + abs(seen.residuals).max(1)[:, None] * 0.01).all()
-    assert len(str(vectors)) < 100_000 and "attention" not in found
+    apart = abs(cells * scales[:, None] - observed.residuals)
+    assert (apart <= scales[:, None] * 0.51 + abs(observed.residuals).max(1)[:, None] * 0.01).all()
+    assert len(str(vectors)) < 100_000 and "attention" not in result
 
 
 def test_the_head_ends_where_the_step_began(tree: Tree, branch: dict[str, Any]):
-    found = tree.see(branch, "look", step=2, include="vectors", top=3)
+    result = tree.see(branch, "look", step=2, include="vectors", top=3)
     step = branch["steps"][2]
-    head = found["head"]
+    head = result["head"]
     assert head["followed"]["id"] == step["token"] and head["followed"]["rank"] == step["rank"]
     chance = math.exp(step["logprob"])
     assert head["followed"]["probability"] == pytest.approx(chance, rel=1e-2)
@@ -74,11 +74,11 @@ def test_dials_tell_the_position(tree: Tree, branch: dict[str, Any]):
 
 
 def test_the_map_without_the_first_token(tree: Tree, branch: dict[str, Any]):
-    found = tree.see(branch, "look", step=1, include="attention", heads=True)["attention"]
-    told = found["map_without_first"]
-    places, weights = np.array(told["place"]), np.array(told["weight"])
+    result = tree.see(branch, "look", step=1, include="attention", heads=True)["attention"]
+    reply = result["map_without_first"]
+    places, weights = np.array(reply["place"]), np.array(reply["weight"])
     assert places.min() >= 1
-    others = np.array(found["by_head"])[..., 1:]
+    others = np.array(result["by_head"])[..., 1:]
     sums = others.sum(-1)
     clear = sums > 0.05  # of what is left elsewhere, too few digits are told to divide
     at_place = np.take_along_axis(others, places[..., None] - 1, -1)[..., 0]
@@ -89,13 +89,13 @@ def test_the_map_without_the_first_token(tree: Tree, branch: dict[str, Any]):
 
 
 def test_wide_vectors_are_told_by_their_furthest_numbers(lm: Any, branch: dict[str, Any]):
-    seen = look(lm, whole(branch), 3)
-    wide = replace(seen, residuals=np.tile(seen.residuals, (1, 9))[:, :5001])
-    told = _vectors(wide)
-    cells = np.array(told["cells"]) * np.array(told["scales"])[:, None]
-    assert told["every"] == 9 and cells.size <= MAX_CELLS and told["width"] == 5001
+    observed = look(lm, whole(branch), 3)
+    wide = replace(observed, residuals=np.tile(observed.residuals, (1, 9))[:, :5001])
+    reply = _vectors(wide)
+    cells = np.array(reply["cells"]) * np.array(reply["scales"])[:, None]
+    assert reply["every"] == 9 and cells.size <= MAX_CELLS and reply["width"] == 5001
     run = wide.residuals[7, 9:18]
-    assert cells[7, 1] == pytest.approx(run[abs(run).argmax()], abs=told["scales"][7])
+    assert cells[7, 1] == pytest.approx(run[abs(run).argmax()], abs=reply["scales"][7])
 
 
 def test_positions_that_are_no_angles(lm: Any):

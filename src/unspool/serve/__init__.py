@@ -1,1 +1,1 @@
-"""The server: OpenAI's API, Anthropic's messages, and the tree of tokens, over HTTP."""
+"""The HTTP server: the APIs of OpenAI, Anthropic, Ollama and llama.cpp, and the token tree."""

@@ -1,7 +1,7 @@
-"""`/v1/costs`: what writing one token at a time costs, measured with a model of this server.
+"""`/v1/costs`: measure what writing one token at a time costs, with a model of this server.
 
-Measuring takes minutes and all of the machine, so it needs what training needs (only programs on
-this machine reach the server, or a key), and there is one at a time. Reports are kept.
+A measurement takes minutes and the whole machine. It requires an API key, or a server that only
+programs on this machine can reach, and one runs at a time. Reports are stored.
 """
 
 from __future__ import annotations
@@ -24,27 +24,26 @@ from unspool.errors import UnspoolError
 from unspool.serve.core.schema import Seed, Strict
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.http.errors import ApiError
-from unspool.serve.http.events import EventStream, event, pouring
+from unspool.serve.http.events import EventStream, error_event, event, writer_from
 from unspool.serve.http.routes import JsonReply, new_router
 from unspool.serve.http.threads import in_thread
-from unspool.serve.tree.writing import error_event
 
 router = new_router("Costs", "/v1/costs")
-_one_at_a_time = Lock()
+_measuring = Lock()  # one measurement at a time
 
 
 class CostsRequest(Strict):
-    """Which model is measured, and how much of it."""
+    """Which model to measure, and which parts of the report."""
 
     model: str | None = None
-    quick: bool = Field(True, description="a look in under a minute, with wide intervals")
+    quick: bool = Field(True, description="under a minute, with wide intervals")
     parts: Annotated[list[str], Field(min_length=1)] | None = Field(
         None, description=f"only these of {', '.join(PARTS)}"
     )
     seed: Seed = 0
 
 
-@router.get("", summary="Reports that were kept, the newest first")
+@router.get("", summary="Stored reports, newest first")
 async def list_reports(request: Request) -> Response:
     refusal = state_of(request).settings.refusal("measures")
     return JsonReply(
@@ -58,28 +57,28 @@ async def list_reports(request: Request) -> Response:
     )
 
 
-@router.get("/{name}", summary="One of them, whole")
+@router.get("/{name}", summary="One report")
 async def get_report(name: str) -> Response:
-    return JsonReply(await in_thread(_known, stored.read, name))
+    return JsonReply(await in_thread(_find_report, stored.read, name))
 
 
-@router.delete("/{name}", summary="Forget one of them")
-async def forget_report(name: str, request: Request) -> Response:
+@router.delete("/{name}", summary="Delete a report")
+async def delete_report(name: str, request: Request) -> Response:
     _check_may_measure(request)
-    await in_thread(_known, stored.forget, name)
+    await in_thread(_find_report, stored.forget, name)
     return JsonReply({"name": name, "object": "costs.report", "deleted": True})
 
 
 @router.post("", summary="Measure a model, part by part")
 async def measure(body: CostsRequest, request: Request) -> Response:
-    """Events: `start` with the parts to come; `progress` with a part's name and how much of it is
-    done (0 to 1); `part` with each that was measured; and `done` with the name under which the
-    report is kept, and the report. Whoever hangs up ends the measuring, and nothing is kept."""
+    """Events: `start` lists the parts; `progress` has a part's name and the fraction done (0 to 1);
+    `part` has the result of one; `done` has the report and the name it is stored under.
+    Disconnecting stops the measurement, and nothing is stored."""
     _check_may_measure(request)
     names = chosen_parts(body.parts)
     call = await state_of(request).enter(request, body.model)
-    work = await call.hold(_Measuring(call, body, names))
-    return EventStream(pouring(work.events()), until=None, failed=error_event)
+    measurement = await call.hold(_Measurement(call, body, names))
+    return EventStream(writer_from(measurement.events()), until=None, failed=error_event)
 
 
 def _check_may_measure(request: Request) -> None:
@@ -88,7 +87,8 @@ def _check_may_measure(request: Request) -> None:
         raise ApiError(403, refusal, code="measuring_refused")
 
 
-def _known(work: Any, name: str) -> Any:
+def _find_report(work: Any, name: str) -> Any:
+    """Call `work(name)`; an unknown name is a 404."""
     try:
         return work(name)
     except UnspoolError as error:
@@ -96,25 +96,25 @@ def _known(work: Any, name: str) -> Any:
 
 
 class _StoppedError(Exception):
-    """Nobody waits for the report any more."""
+    """The client has disconnected."""
 
 
-class _Measuring:
-    """A report that is being measured on a thread, and what it tells meanwhile. A context: who
-    leaves it ends the work at the next thing that it tells, and waits for that."""
+class _Measurement:
+    """A measurement on a thread, and its events. A context manager: exiting it stops the work at
+    its next progress report, and waits for that."""
 
     def __init__(self, call: Call, body: CostsRequest, names: list[str]) -> None:
         self._lm: Any = call.served.lm
         self._body, self._names, self._run = body, names, call.run
         self._model = call.served.name
         self._loop = asyncio.get_running_loop()
-        self._told: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._events: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._stops = Event()
         self._work: asyncio.Future[Report] | None = None
 
     async def __aenter__(self) -> Self:
-        if not _one_at_a_time.acquire(blocking=False):
-            message = "another report is being measured; wait for it, or stop it"
+        if not _measuring.acquire(blocking=False):
+            message = "another report is being measured; wait until it is done, or stop it"
             raise ApiError(409, message, code="measuring_already")
         self._work = asyncio.ensure_future(self._run(self._measure))
         return self
@@ -122,16 +122,16 @@ class _Measuring:
     async def __aexit__(self, *error: object) -> None:
         self._stops.set()
         assert self._work is not None
-        with suppress(Exception):  # told to the client already, or nobody waits for it
+        with suppress(Exception):  # the client has received it, or has disconnected
             await asyncio.shield(self._work)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """What is told, until the report is there."""
+        """Yield events until the report is complete."""
         assert self._work is not None
-        asked = {"quick": self._body.quick, "seed": self._body.seed}
-        yield event({"model": self._model, "parts": self._names, **asked}, "start")
-        while (told := await self._told.get()) is not None:
-            yield told
+        options = {"quick": self._body.quick, "seed": self._body.seed}
+        yield event({"model": self._model, "parts": self._names, **options}, "start")
+        while (data := await self._events.get()) is not None:
+            yield data
         report = (await self._work).to_dict()
         name = await in_thread(stored.keep, report)
         yield event({"name": name, "report": report}, "done")
@@ -144,20 +144,20 @@ class _Measuring:
                 parts=self._names,
                 seed=self._body.seed,
                 progress=False,
-                watch=self._watch,
+                watch=self._on_progress,
             )
         finally:
-            _one_at_a_time.release()
-            self._tell(None)
+            _measuring.release()
+            self._send(None)
 
-    def _watch(self, name: str, share: float, part: Part | None) -> None:
+    def _on_progress(self, name: str, share: float, part: Part | None) -> None:
         if self._stops.is_set():
             raise _StoppedError
         if part is None:
-            self._tell(event({"part": name, "share": share}, "progress"))
+            self._send(event({"part": name, "share": share}, "progress"))
         else:
-            self._tell(event(part.to_dict(), "part"))
+            self._send(event(part.to_dict(), "part"))
 
-    def _tell(self, what: bytes | None) -> None:
+    def _send(self, data: bytes | None) -> None:
         with suppress(RuntimeError):  # the server has stopped
-            self._loop.call_soon_threadsafe(self._told.put_nowait, what)
+            self._loop.call_soon_threadsafe(self._events.put_nowait, data)

@@ -1,7 +1,7 @@
-"""`POST /v1/diffuse`: a text that is filled in any order, pass by pass.
+"""`POST /v1/diffuse`: masked diffusion, which fills a text in any order, step by step.
 
-The canvas begins with masked places, or with those tokens that somebody has put there (`given`): so
-a person may stop at a pass, set and clear places by hand, and go on from there.
+The canvas starts masked, or with the tokens of `given`: so a client may stop at a step, set and
+clear positions, and continue from there.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from unspool.decoding.passes import Pass, Place
 from unspool.serve.core.schema import Sampling, Seed, StopStrings, Tokens, stops
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.http.errors import bad_request
-from unspool.serve.http.events import event, pouring
+from unspool.serve.http.events import error_event, event, writer_from
 from unspool.serve.http.routes import new_router
 from unspool.serve.http.threads import Worker
 from unspool.serve.openai.chat_prompt import ToolUse, chat_prompt, template_message
 from unspool.serve.openai.chat_schema import Message
-from unspool.serve.tree.writing import error_event
 
 router = new_router("Diffusion")
 MAX_CANDIDATES = 20
@@ -36,64 +35,68 @@ Given = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)] | None], Field(ma
 
 
 class DiffuseRequest(Sampling):
-    """A prompt and how to fill the places behind it. The temperature is 0 unless it is given."""
+    """A prompt, and how to fill the positions after it. The default temperature is 0."""
 
     model: str | None = None
     prompt: str | Tokens | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     max_tokens: Count | None = Field(
-        None, description="how many places there are (the model's own number, or 128)"
+        None, description="number of positions (the model's default, or 128)"
     )
-    given: Given | None = Field(None, description="tokens that stand there already; null: masked")
-    block: Count | None = Field(None, description="places that are filled before the next ones")
-    steps: Count | None = Field(None, description="the most passes a block may take")
-    k: Count | None = Field(None, description="how many places a pass sets at least")
+    given: Given | None = Field(None, description="tokens on the canvas; null: masked")
+    block: Count | None = Field(
+        None, description="positions of a block; blocks are filled in order"
+    )
+    steps: Count | None = Field(None, description="most denoising steps of a block")
+    k: Count | None = Field(None, description="fewest positions that a step sets")
     order: Literal["threshold", "factor", "entropy", "left", "fixed", "margin", "random"] | None = (
         None
     )
-    threshold: Share | None = Field(None, description="how likely a token must be to be set (0.9)")
+    threshold: Share | None = Field(None, description="probability from which a token is set (0.9)")
     factor: float | None = Field(None, ge=0)
     entropy_bound: float | None = Field(None, ge=0)
-    remask: Share | None = Field(None, description="clear what became less likely than this")
-    edit: Share | None = Field(None, description="replace what another is likelier than this for")
+    remask: Share | None = Field(None, description="remask tokens less likely than this")
+    edit: Share | None = Field(
+        None, description="replace a token if another is more likely than this"
+    )
     edit_passes: int | None = Field(None, ge=0, le=1024)
     guidance: float | None = Field(None, ge=0)
     cache: Literal["none", "prefix", "dual"] | None = None
     end: bool | None = None
     stop: StopStrings | None = None
     seed: Seed | None = None
-    top: int = Field(5, ge=0, le=MAX_CANDIDATES, description="candidates told at each place")
+    top: int = Field(5, ge=0, le=MAX_CANDIDATES, description="candidates reported at each position")
     stream: bool = False
 
     def options(self) -> dict[str, Any]:
-        """As `lm.stream_diffusion` takes them."""
-        found = self.model_dump(exclude_none=True, exclude=_NOT_OPTIONS)
+        """Options of `lm.stream_diffusion`."""
+        options = self.model_dump(exclude_none=True, exclude=_NOT_OPTIONS)
         if self.given is not None:
-            found["given"] = self.given  # whose nulls mean something
+            options["given"] = self.given  # with its nulls
         if self.stages is not None:
-            found["stages"] = tuple(self.stages)
-        found["seed"] = secrets.randbits(32) if self.seed is None else self.seed
-        return {**found, "stop": stops(self.stop)}
+            options["stages"] = tuple(self.stages)
+        options["seed"] = secrets.randbits(32) if self.seed is None else self.seed
+        return {**options, "stop": stops(self.stop)}
 
 
-@router.post("/v1/diffuse", summary="Fill masked places in any order, pass by pass")
+@router.post("/v1/diffuse", summary="Fill masked positions in any order, step by step")
 async def diffuse(body: DiffuseRequest, request: Request) -> Response:
-    """With `stream` an event `start` tells the prompt and the canvas, each `pass` what every place
-    of its block would say, how sure the model is, and what was set or taken back; `done` tells the
-    text. Without it the answer has all of them."""
+    """With `stream`: event `start` has the prompt and the canvas; each `pass` has, for every
+    position of its block, the most likely token, its probability, and whether it was set or
+    remasked; `done` has the text. Without it the response has all of them."""
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     call = await state_of(request).enter(request, body.model)
-    prompt, stream = await call.thread(_begun, call, body)
+    prompt, stream = await call.thread(_open_stream, call, body)
     passes = await call.hold(Worker(stream, call.run))
     start = _start(call, body, prompt, stream)
     if body.stream:
-        return call.stream(pouring(_events(start, passes, stream)), error_event)
-    return await call.reply(_whole(start, passes, stream))
+        return call.stream(writer_from(_events(start, passes, stream)), error_event)
+    return await call.reply(_complete_reply(start, passes, stream))
 
 
-def _begun(call: Call, body: DiffuseRequest) -> tuple[list[int], DiffusionStream]:
-    """The diffusion, all its settings checked; nothing is computed yet."""
+def _open_stream(call: Call, body: DiffuseRequest) -> tuple[list[int], DiffusionStream]:
+    """Check the settings and open the stream; nothing is computed yet."""
     lm, options = call.served.lm, body.options()
     if body.messages is not None:
         messages = [template_message(message) for message in body.messages]
@@ -117,7 +120,7 @@ def _start(
     call: Call, body: DiffuseRequest, prompt: list[int], stream: DiffusionStream
 ) -> dict[str, Any]:
     lm = call.served.lm
-    given = [*(body.given or ())] + [None] * (stream.length - len(body.given or ()))
+    canvas = [*(body.given or ())] + [None] * (stream.length - len(body.given or ()))
     return {
         "object": "diffusion",
         "model": call.served.name,
@@ -125,7 +128,7 @@ def _start(
         "places": stream.length,
         "given": [
             None if token is None else {"token": token, "text": lm.readable(token)}
-            for token in given
+            for token in canvas
         ],
         "mask_id": lm.config.mask_id,
         "sight": lm.config.sight,
@@ -134,20 +137,20 @@ def _start(
     }
 
 
-def pass_json(one: Pass) -> dict[str, Any]:
+def pass_json(diffusion_pass: Pass) -> dict[str, Any]:
     return {
-        "number": one.number,
-        "kind": one.kind,
-        "tokens": list(one.tokens),
-        "places": [_place(place) for place in one.places],
-        "set": one.set,
-        "taken_back": one.taken_back,
-        "masked": one.masked,
-        "seconds": one.seconds,
+        "number": diffusion_pass.number,
+        "kind": diffusion_pass.kind,
+        "tokens": list(diffusion_pass.tokens),
+        "places": [_place_json(place) for place in diffusion_pass.places],
+        "set": diffusion_pass.set,
+        "taken_back": diffusion_pass.taken_back,
+        "masked": diffusion_pass.masked,
+        "seconds": diffusion_pass.seconds,
     }
 
 
-def _place(place: Place) -> dict[str, Any]:
+def _place_json(place: Place) -> dict[str, Any]:
     candidates = [
         {"token": c.token, "text": c.text, "probability": math.exp(c.logprob)}
         for c in place.candidates
@@ -166,13 +169,13 @@ async def _events(
     start: dict[str, Any], passes: Worker[Pass], stream: DiffusionStream
 ) -> AsyncGenerator[bytes, None]:
     yield event(start, "start")
-    async for one in passes:
-        yield event(pass_json(one), "pass")
+    async for diffusion_pass in passes:
+        yield event(pass_json(diffusion_pass), "pass")
     yield event(stream.result.to_dict(), "done")
 
 
-async def _whole(
+async def _complete_reply(
     start: dict[str, Any], passes: Worker[Pass], stream: DiffusionStream
 ) -> dict[str, Any]:
-    told = [pass_json(one) async for one in passes]
-    return {**start, **stream.result.to_dict(), "data": told}
+    data = [pass_json(diffusion_pass) async for diffusion_pass in passes]
+    return {**start, **stream.result.to_dict(), "data": data}

@@ -1,4 +1,4 @@
-"""`/v1/puzzles`: a new puzzle for the models that come with Unspool, and the judge of an answer."""
+"""`/v1/puzzles`: make puzzles for the models shipped with Unspool, and check answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Kind = Literal["sudoku", "countdown"]
 
 
 class PuzzleRequest(Strict):
-    """Which puzzle."""
+    """The kind of puzzle to make."""
 
     puzzle: Kind
     empty: Annotated[int, Field(ge=1, le=64)] | None = Field(
@@ -31,7 +31,7 @@ class PuzzleRequest(Strict):
 
 
 class AnswerRequest(Strict):
-    """A puzzle as it was made, and what somebody made of it."""
+    """A puzzle and a solution to check."""
 
     puzzle: Kind
     prompt: ShortText
@@ -40,12 +40,12 @@ class AnswerRequest(Strict):
 
 @router.post("", summary="A new puzzle, and the models that solve it")
 async def make(body: PuzzleRequest) -> Response:
-    """`models` tells who fills it in any order (`/v1/diffuse` with `places` tokens) and who writes
-    it from left to right."""
+    """`models` names one that fills it in any order (`/v1/diffuse` with `places` tokens) and one
+    that writes it from left to right."""
     if body.empty is not None and body.puzzle != "sudoku":
-        raise bad_request(f"a {body.puzzle} has no empty cells; leave empty out", "empty")
+        raise bad_request(f"empty is only for sudoku, got puzzle {body.puzzle!r}", "empty")
     puzzle = puzzle_named(body.puzzle if body.empty is None else f"{body.puzzle}:{body.empty}")
-    # The first boards of all are found by search, which takes a moment.
+    # The first boards are found by search, which takes a moment.
     prompts, _ = await in_thread(puzzle.made, 1, np.random.default_rng(body.seed))
     return JsonReply(
         {
@@ -58,10 +58,10 @@ async def make(body: PuzzleRequest) -> Response:
     )
 
 
-@router.post("/judge", summary="Whether an answer is right")
+@router.post("/judge", summary="Check an answer")
 async def judge(body: AnswerRequest) -> Response:
     try:
         solved = puzzle_named(body.puzzle).solved(body.prompt, body.answer)
     except ValueError:
-        raise bad_request(f"the prompt is no {body.puzzle}", "prompt") from None
+        raise bad_request(f"the prompt is not a {body.puzzle} puzzle", "prompt") from None
     return JsonReply({"object": "puzzle.judgement", "solved": solved})

@@ -1,6 +1,6 @@
 """`POST /v1/think`: a search for a better text, event by event.
 
-What the page draws: every text that is tried, its score, what is pruned, what it costs.
+The page draws these events: every text tried, its score, what is pruned, and the tokens spent.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ from unspool.decoding.think.think import most_tokens
 from unspool.serve.core.schema import Sampling, Seed, StopStrings, Think, Tokens, stops
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.core.thinking import (
-    Searching,
+    SearchWorker,
     begin_search,
     budget_of,
     check_think,
     places_of,
 )
 from unspool.serve.http.errors import bad_request
-from unspool.serve.http.events import event, pouring
+from unspool.serve.http.events import error_event, event, writer_from
 from unspool.serve.http.routes import new_router
 from unspool.serve.openai.chat_prompt import ToolUse, chat_prompt, template_message
 from unspool.serve.openai.chat_schema import Message
-from unspool.serve.tree.writing import error_event
 
 router = new_router("Thinking")
 _NOT_OPTIONS = {"model", "prompt", "messages", "think", "stream", "stop", "stages", "seed"}
 
 
 class ThinkRequest(Sampling):
-    """A prompt or a conversation, and how to search for what follows it."""
+    """A prompt or a conversation, and how to search for its continuation."""
 
     model: str | None = None
     prompt: str | Tokens | None = None
@@ -49,39 +48,39 @@ class ThinkRequest(Sampling):
     stream: bool = False
 
     def options(self) -> dict[str, Any]:
-        """As `lm.stream` takes them."""
-        found = self.model_dump(exclude_none=True, exclude=_NOT_OPTIONS)
+        """Options of `lm.stream`."""
+        options = self.model_dump(exclude_none=True, exclude=_NOT_OPTIONS)
         if self.stages is not None:
-            found["stages"] = tuple(self.stages)
-        found["seed"] = secrets.randbits(32) if self.seed is None else self.seed
-        return {**found, "stop": stops(self.stop)}
+            options["stages"] = tuple(self.stages)
+        options["seed"] = secrets.randbits(32) if self.seed is None else self.seed
+        return {**options, "stop": stops(self.stop)}
 
 
-@router.post("/v1/think", summary="Search for a better text, and tell of it")
+@router.post("/v1/think", summary="Search for a better text, with its events")
 async def think(body: ThinkRequest, request: Request) -> Response:
-    """With `stream`, an event `start` tells the prompt and what was asked for; then come `grown`,
-    `judged`, `pruned` and `spending` as they happen, `won`, and `done` with the winner and its
-    price. Without it the answer has all of them under `data`."""
+    """With `stream`: event `start` has the prompt and the parameters; then `grown`, `judged`,
+    `pruned` and `spending` as they happen, `won`, and `done` with the winner and the tokens spent.
+    Without it the response has all events under `data`."""
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     state = state_of(request)
     judge = check_think(body.think, state.settings)
     call = await state.enter(request, body.model, places_of(body.think))
     options = body.options()
-    ids, asked = await call.thread(_prompt, call, body, options)
-    most = most_tokens(body.think.policy, body.max_tokens)
-    options["max_tokens"] = call.token_limit(most, len(ids), budget_of(body.think, call.settings))
-    search = await begin_search(call, body.think, judge, ids, options, asked)
+    ids, messages = await call.thread(_prompt, call, body, options)
+    limit = most_tokens(body.think.policy, body.max_tokens)
+    options["max_tokens"] = call.token_limit(limit, len(ids), budget_of(body.think, call.settings))
+    search = await begin_search(call, body.think, judge, ids, options, messages)
     start = _start(call, body, ids, options["seed"])
     if body.stream:
-        return call.stream(pouring(_events(start, search)), error_event)
-    return await call.reply(_whole(start, search))
+        return call.stream(writer_from(_events(start, search)), error_event)
+    return await call.reply(_complete_reply(start, search))
 
 
 def _prompt(
     call: Call, body: ThinkRequest, options: dict[str, Any]
 ) -> tuple[list[int], list[dict[str, Any]] | None]:
-    """The prompt as ids, and the conversation, if it is one."""
+    """The prompt as token ids, and the messages of a conversation."""
     if body.messages is None:
         assert body.prompt is not None
         if isinstance(body.prompt, str):
@@ -105,14 +104,14 @@ def _start(call: Call, body: ThinkRequest, ids: list[int], seed: int) -> dict[st
     }
 
 
-async def _events(start: dict[str, Any], search: Searching) -> AsyncGenerator[bytes, None]:
+async def _events(start: dict[str, Any], search: SearchWorker) -> AsyncGenerator[bytes, None]:
     yield event(start, "start")
-    async for one in search:
-        told = one.to_dict()
-        yield event(told, told["event"])
+    async for search_event in search:
+        event_json = search_event.to_dict()
+        yield event(event_json, event_json["event"])
     yield event(search.stream.result.to_dict(), "done")
 
 
-async def _whole(start: dict[str, Any], search: Searching) -> dict[str, Any]:
-    told = [one.to_dict() async for one in search]
-    return {**start, **search.stream.result.to_dict(), "data": told}
+async def _complete_reply(start: dict[str, Any], search: SearchWorker) -> dict[str, Any]:
+    events = [search_event.to_dict() async for search_event in search]
+    return {**start, **search.stream.result.to_dict(), "data": events}

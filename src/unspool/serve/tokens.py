@@ -1,4 +1,4 @@
-"""Text and tokens: `/tokenize`, `/detokenize`, `/apply-template`, `/score`."""
+"""Tokenizing and scoring: `/tokenize`, `/detokenize`, `/apply-template`, `/score`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from unspool.text.tokenizer.tokenizer import Tokenizer
 
 router = new_router("Text and tokens")
 MAX_TOP = 100
-LONGEST_MERGED = 2_000
+MAX_MERGE_LENGTH = 2_000  # characters
 VocabularyName = Literal["gpt2", "cl100k", "o200k"]
 NAMES: tuple[VocabularyName, ...] = get_args(VocabularyName)
 
@@ -37,68 +37,68 @@ TokenId = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
 
 
 class TokenizeRequest(Strict):
-    """Text into tokens: `content` as llama.cpp reads it, or `prompt` as vLLM does."""
+    """Text to tokenize: `content` as in llama.cpp, or `prompt` as in vLLM."""
 
     model: str | None = None
     content: str | list[TokenId | str] | None = Field(
-        None, description="a text, or texts and token ids in a row"
+        None, description="a text, or a list of texts and token ids"
     )
     prompt: str | None = None
-    add_special_tokens: bool = Field(True, description="of `prompt`: begin with a start token")
-    add_special: bool = Field(False, description="begin as a prompt does, with a start token")
+    add_special_tokens: bool = Field(True, description="of `prompt`: add the BOS token")
+    add_special: bool = Field(False, description="of `content`: add the BOS token")
     parse_special: bool = Field(
-        True, description="control tokens that the text spells are control; false: text"
+        True, description="parse control tokens in the text; false: they are text"
     )
     with_pieces: bool = Field(
         False,
         description="tokens as {id, piece}, where a piece that is not UTF-8 is a list of bytes; "
         "and pieces, with each token's bytes and text",
     )
-    merges: bool = Field(False, description="tell how pieces join into tokens, one by one")
+    merges: bool = Field(False, description="report the merges of each token, one by one")
     vocabulary: VocabularyName | None = Field(
-        None, description="one of OpenAI's instead of the model's, where its ranks are here"
+        None, description="one of OpenAI's instead of the model's, if it is on this machine"
     )
 
 
 class DetokenizeRequest(Strict):
-    """Tokens into text."""
+    """Tokens to decode."""
 
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1_000_000)]
 
 
 class TemplateRequest(Strict):
-    """A conversation into the text that the model reads."""
+    """A conversation to render."""
 
     model: str | None = None
     messages: list[Message] = Field(min_length=1)
     tools: list[FunctionTool] | None = Field(None, max_length=128)
     add_generation_prompt: bool | None = Field(
-        None, description="whether the answer is opened at the end (true)"
+        None, description="whether to open the assistant's turn at the end (true)"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="for the model's chat template, as enable_thinking"
+        None, description="for the model's chat template, such as enable_thinking"
     )
 
 
 class ScoreRequest(Strict):
-    """A text to be judged, token by token."""
+    """A text to score, token by token."""
 
     model: str | None = None
     text: str | None = None
     tokens: Tokens | None = None
-    top: int = Field(0, ge=0, le=MAX_TOP, description="candidates told at each place")
+    top: int = Field(0, ge=0, le=MAX_TOP, description="candidates reported at each position")
 
 
-@router.post("/tokenize", summary="Text into tokens")
+@router.post("/tokenize", summary="Tokenize a text")
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     if (body.content is None) == (body.prompt is None):
         raise bad_request("give either content or prompt", "content")
     call = await state_of(request).enter(request, body.model, places=0)
-    return await call.reply(call.thread(_tokenized, call, body))
+    return await call.reply(call.thread(_tokenize, call, body))
 
 
-def _tokenized(call: Call, body: TokenizeRequest) -> dict[str, Any]:
+def _tokenize(call: Call, body: TokenizeRequest) -> dict[str, Any]:
     tokenizer = call.served.lm.tokenizer
     if body.vocabulary is not None:
         tokenizer = open_vocabulary(body.vocabulary)
@@ -114,23 +114,23 @@ def _tokenized(call: Call, body: TokenizeRequest) -> dict[str, Any]:
         else:
             start = add_start and number == 0
             ids += tokenizer.encode(part, specials=body.parse_special, bos=start)
-    found: dict[str, Any] = {"tokens": ids, "count": len(ids)}
-    found["max_model_len"] = call.served.lm.context
+    reply: dict[str, Any] = {"tokens": ids, "count": len(ids)}
+    reply["max_model_len"] = call.served.lm.context
     if body.with_pieces:
         pieces = list(map(tokenizer.token_bytes, ids))
-        found["tokens"] = [
+        reply["tokens"] = [
             {"id": token, "piece": _text_or_bytes(piece)}
             for token, piece in zip(ids, pieces, strict=True)
         ]
-        found["pieces"] = [
-            {"id": token, "text": shown, "bytes": list(piece)}
-            for token, piece, shown in zip(ids, pieces, readable_pieces(pieces), strict=True)
+        reply["pieces"] = [
+            {"id": token, "text": text, "bytes": list(piece)}
+            for token, piece, text in zip(ids, pieces, readable_pieces(pieces), strict=True)
         ]
     if body.merges:
         if not isinstance(content, str):
-            raise bad_request("merges are told of a single text; content must be one", "merges")
-        found["words"] = _merged(tokenizer, content)
-    return found
+            raise bad_request("merges needs content to be a single text", "merges")
+        reply["words"] = _merges_json(tokenizer, content)
+    return reply
 
 
 def _text_or_bytes(piece: bytes) -> str | list[int]:
@@ -140,15 +140,16 @@ def _text_or_bytes(piece: bytes) -> str | list[int]:
         return list(piece)
 
 
-def _merged(tokenizer: Tokenizer, text: str) -> list[dict[str, Any]]:
-    """Each word from its smallest pieces to its tokens. Plainly done, so only for short texts."""
-    if len(text) > LONGEST_MERGED:
-        raise bad_request(f"merges are told of at most {LONGEST_MERGED:,} characters", "merges")
+def _merges_json(tokenizer: Tokenizer, text: str) -> list[dict[str, Any]]:
+    """Each word from its smallest pieces to its tokens. Slow, so only for short texts."""
+    if len(text) > MAX_MERGE_LENGTH:
+        message = f"merges needs a text of at most {MAX_MERGE_LENGTH:,} characters"
+        raise bad_request(message, "merges")
     return [
         {
-            "start": list(map(_spelled, word.start)),
+            "start": list(map(_piece_text, word.start)),
             "merges": [
-                {"rank": m.rank, "position": m.position, "pieces": list(map(_spelled, m.pieces))}
+                {"rank": m.rank, "position": m.position, "pieces": list(map(_piece_text, m.pieces))}
                 for m in word.merges
             ],
             "ids": list(word.ids),
@@ -157,23 +158,23 @@ def _merged(tokenizer: Tokenizer, text: str) -> list[dict[str, Any]]:
     ]
 
 
-def _spelled(piece: bytes) -> str:
+def _piece_text(piece: bytes) -> str:
     return piece.decode("utf-8", "replace")
 
 
-@router.get("/vocabularies", summary="The vocabularies that /tokenize knows beside the model's")
+@router.get("/vocabularies", summary="Further vocabularies of /tokenize")
 async def vocabularies(request: Request) -> Response:
     call = await state_of(request).enter(request, None, places=0)
     return await call.reply(call.thread(lambda: {"data": [available(name) for name in NAMES]}))
 
 
-@router.post("/detokenize", summary="Tokens into text")
+@router.post("/detokenize", summary="Decode tokens")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     call = await state_of(request).enter(request, body.model, places=0)
-    return await call.reply(call.thread(_detokenized, call, body.tokens))
+    return await call.reply(call.thread(_detokenize, call, body.tokens))
 
 
-def _detokenized(call: Call, tokens: list[int]) -> dict[str, Any]:
+def _detokenize(call: Call, tokens: list[int]) -> dict[str, Any]:
     tokenizer = call.served.lm.tokenizer
     for token in tokens:
         check_token(tokenizer, token, "tokens")
@@ -183,18 +184,18 @@ def _detokenized(call: Call, tokens: list[int]) -> dict[str, Any]:
 
 def check_token(tokenizer: Tokenizer, token: int, field: str) -> None:
     if token >= len(tokenizer):
-        message = f"token {token} is not in the vocabulary, which ends at {len(tokenizer) - 1}"
+        message = f"token ids must be below {len(tokenizer)}, got {token}"
         raise bad_request(message, field)
 
 
-@router.get("/tokenizer_info", summary="The vocabulary's own tokens, and the chat template")
+@router.get("/tokenizer_info", summary="Special tokens and the chat template")
 async def tokenizer_info(request: Request, model: str | None = None) -> Response:
     call = await state_of(request).enter(request, model, places=0)
     return await call.reply(call.thread(_tokenizer_json, call))
 
 
 def _tokenizer_json(call: Call) -> dict[str, Any]:
-    """As vLLM tells it, which lm-eval asks for."""
+    """vLLM's fields, which lm-eval reads."""
     tokenizer = call.served.lm.tokenizer
 
     def text(token: int | None) -> str | None:
@@ -210,13 +211,13 @@ def _tokenizer_json(call: Call) -> dict[str, Any]:
     }
 
 
-@router.post("/apply-template", summary="A conversation as the model reads it")
+@router.post("/apply-template", summary="Render a conversation with the chat template")
 async def apply_template(body: TemplateRequest, request: Request) -> Response:
     call = await state_of(request).enter(request, body.model, places=0)
-    return await call.reply(call.thread(_applied, call, body))
+    return await call.reply(call.thread(_apply_template, call, body))
 
 
-def _applied(call: Call, body: TemplateRequest) -> dict[str, Any]:
+def _apply_template(call: Call, body: TemplateRequest) -> dict[str, Any]:
     messages = [template_message(message) for message in body.messages]
     call.check_text(*(str(message.get("content", "")) for message in messages))
     template = template_options(body)
@@ -233,23 +234,23 @@ def _applied(call: Call, body: TemplateRequest) -> dict[str, Any]:
     }
 
 
-@router.post("/score", summary="How well the model sees a text coming")
+@router.post("/score", summary="Log-probabilities of a text")
 async def score(body: ScoreRequest, request: Request) -> Response:
     if (body.text is None) == (body.tokens is None):
         raise bad_request("give either text or tokens", "text")
     call = await state_of(request).enter(request, body.model)
-    return await call.reply(call.thread(_scored, call, body))
+    return await call.reply(call.thread(_score, call, body))
 
 
-def _scored(call: Call, body: ScoreRequest) -> dict[str, Any]:
+def _score(call: Call, body: ScoreRequest) -> dict[str, Any]:
     if body.text is not None:
         call.check_text(body.text)
-    found = call.served.lm.score(
+    scored = call.served.lm.score(
         body.text if body.text is not None else body.tokens or [], top=body.top
     )
-    scores = found.to_dict()
-    if len(found.logprobs) < 2:
-        scores["perplexity"] = None  # of a single token nothing can be said
+    scores = scored.to_dict()
+    if len(scored.logprobs) < 2:
+        scores["perplexity"] = None  # undefined for a single token
     return {**scores, "model": call.served.name, "system_fingerprint": call.served.fingerprint}
 
 
@@ -258,12 +259,12 @@ def _scored(call: Call, body: ScoreRequest) -> dict[str, Any]:
 
 @lru_cache(maxsize=len(NAMES))
 def open_vocabulary(name: VocabularyName) -> Tokenizer:
-    """One of OpenAI's, to compare with the model's own; takes about a second the first time."""
+    """One of OpenAI's vocabularies, for comparison; takes about a second the first time."""
     return Tokenizer.from_tiktoken(name)
 
 
 def available(name: VocabularyName) -> dict[str, Any]:
-    """Whether it is here, and if not, what to do about it."""
+    """Whether the vocabulary is on this machine, and if not, how to get it."""
     try:
         return {"name": name, "available": True, "size": len(open_vocabulary(name))}
     except UnspoolError as error:

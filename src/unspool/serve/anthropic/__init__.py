@@ -1,1 +1,1 @@
-"""Anthropic's API: messages, by way of OpenAI's chats."""
+"""Anthropic's API: messages, translated to OpenAI's chats."""

@@ -1,7 +1,6 @@
-"""`POST /v1/messages`: answer a conversation, as Anthropic does; and count its tokens.
+"""`POST /v1/messages`: Anthropic's messages API, and token counting.
 
-An adapter: the request becomes a chat of OpenAI's and goes the same way, and what comes of it is
-put into Anthropic's words.
+An adapter: the request is translated to an OpenAI chat, and the result to Anthropic's format.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from unspool.serve.anthropic.messages_schema import (
+    AnthropicMessage,
     ContinuedThread,
     CountRequest,
-    Message,
     MessagesRequest,
     RedactedThinkingBlock,
     TextBlock,
@@ -30,14 +29,14 @@ from unspool.serve.anthropic.messages_schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from unspool.serve.core.blocks import Block, Change, Grown, Opened
-from unspool.serve.core.state import Call, new_id, state_of
+from unspool.serve.core.blocks import Block, BlockGrown, BlockOpened, Change
+from unspool.serve.core.state import Call, ServerState, state_of
 from unspool.serve.core.step_json import texts_json
-from unspool.serve.core.texts import Texts
+from unspool.serve.core.texts import RequestTexts
 from unspool.serve.http.errors import ApiError, bad_request, thread_not_found
 from unspool.serve.http.events import event
 from unspool.serve.http.notes import ignore
-from unspool.serve.http.routes import JsonReply, new_router, to_json
+from unspool.serve.http.routes import JsonReply, new_id, new_router, to_json
 from unspool.serve.http.wire import Wire
 from unspool.serve.openai.answers import BlockAnswer
 from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat, tool_call
@@ -52,44 +51,49 @@ _PING = event({"type": "ping"}, "ping")
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     state, user = state_of(request), request.state.user
     if isinstance(body.thread, ContinuedThread):
-        body = _continue_thread(state.threads, body, body.thread.previous_message_id, user)
+        body = _continue_thread(thread_store(state), body, body.thread.previous_message_id, user)
     call = await state.enter(request, body.model)
     ready = await call.thread(_prepare, call, body)
     texts = await call.write([ready.ids], ready.options)
-    store = None if body.thread is None else partial(_store_thread, state.threads, body, user)
-    answer = _Answer(call, body, texts, ready.use, store)
+    store = None if body.thread is None else partial(_store_thread, thread_store(state), body, user)
+    answer = _MessageAnswer(call, body, texts, ready.use, store)
     if body.stream:
         return call.stream(answer.write, lambda error: event(error.anthropic(), "error"))
     return await call.reply(answer.answer())
 
 
-@router.post("/v1/messages/count_tokens", summary="Count a conversation's tokens")
+@router.post("/v1/messages/count_tokens", summary="Count the tokens of a conversation")
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     state = state_of(request)
     async with state.call(request, body.model, places=0) as call:
         return JsonReply({"input_tokens": await call.thread(_count, call, body)})
 
 
-# -- threads: conversations that are stored here ------------------------------------------------
+# -- threads: stored conversations ---------------------------------------------
+
+
+def thread_store(state: ServerState) -> ResponseStore:
+    """The threads of a server: each reply with the conversation before it."""
+    return state.extension("threads", ResponseStore)
 
 
 def _continue_thread(
     threads: ResponseStore, body: MessagesRequest, previous: str, user: str
 ) -> MessagesRequest:
-    """The request with all that its thread holds before it."""
+    """The request with the stored messages of its thread before its own."""
     try:
         messages, fields = threads.conversation(previous, user), threads.response(previous, user)
     except ApiError:
         raise thread_not_found() from None
     for name in ("system", "tools"):
         if getattr(body, name) is not None:
-            message = f"{name} cannot change in a thread; leave it out, or create a new thread"
+            message = f"{name} cannot change in a thread; omit it, or create a new thread"
             raise bad_request(message, name)
-    kept = CountRequest.model_validate({"messages": messages, **fields["kept"]})
+    stored = CountRequest.model_validate({"messages": messages, **fields["kept"]})
     update = {
-        "messages": [*kept.messages, *body.messages],
-        "system": kept.system,
-        "tools": kept.tools,
+        "messages": [*stored.messages, *body.messages],
+        "system": stored.system,
+        "tools": stored.tools,
     }
     return body.model_copy(update=update)
 
@@ -98,11 +102,11 @@ def _store_thread(
     threads: ResponseStore, body: MessagesRequest, user: str, message: dict[str, Any]
 ) -> None:
     """Store the conversation up to this reply, under the reply's id."""
-    given = body.model_dump(include={"messages", "system", "tools"}, exclude_none=True)
+    conversation = body.model_dump(include={"messages", "system", "tools"}, exclude_none=True)
     reply = {"role": "assistant", "content": message["content"]}
-    kept = {name: given[name] for name in ("system", "tools") if name in given}
-    entry = {"id": message["id"], "kept": kept, "output": [reply]}
-    threads.add(entry, given["messages"], user)
+    fields = {name: conversation[name] for name in ("system", "tools") if name in conversation}
+    entry = {"id": message["id"], "kept": fields, "output": [reply]}
+    threads.add(entry, conversation["messages"], user)
 
 
 # -- the request, as a chat -------------------------------------------------------------------
@@ -113,14 +117,14 @@ def _prepare(call: Call, body: MessagesRequest) -> PreparedChat:
         if body.thinking.type != "disabled":
             ignore(call.request, "thinking")
         body = body.model_copy(update={"thinking": None})
-    wanted = None if body.output_config is None else body.output_config.format
+    output = None if body.output_config is None else body.output_config.format
     chat = _to_chat(
         body,
         stop=body.stop_sequences,
         temperature=body.temperature,
         top_p=body.top_p,
         max_tokens=body.max_tokens,
-        response_format=wanted and {"type": wanted.type, "json_schema": {"schema": wanted.schema_}},
+        response_format=output and {"type": output.type, "json_schema": {"schema": output.schema_}},
         unspool=body.unspool,
     )
     return prepare_chat(call, chat, top_k=body.top_k)
@@ -130,95 +134,95 @@ def _count(call: Call, body: CountRequest) -> int:
     return len(prepare_chat(call, _to_chat(body)).ids)
 
 
-def _to_chat(body: CountRequest, **more: Any) -> ChatRequest:
+def _to_chat(body: CountRequest, **extra: Any) -> ChatRequest:
     messages = []
     if body.system is not None:
-        messages.append({"role": "system", "content": _join(body.system)})
-    # Turns of one side in a row are one turn.
+        messages.append({"role": "system", "content": _join_text(body.system)})
+    # Consecutive messages of one role are one turn.
     for role, turns in groupby(body.messages, key=lambda message: message.role):
-        messages += _turn(role, [block for turn in turns for block in _blocks(turn)])
+        messages += _turn(role, [block for turn in turns for block in _input_blocks(turn)])
     functions = [
         {"name": t.name, "description": t.description, "parameters": t.input_schema,
          "strict": t.strict}
         for t in body.tools or ()
     ]  # fmt: skip
     tools = [{"type": "function", "function": function} for function in functions]
-    chat = {"messages": messages, "tools": tools, **_tool_choice(body.tool_choice), **more}
+    chat = {"messages": messages, "tools": tools, **_tool_choice(body.tool_choice), **extra}
     return ChatRequest.model_validate({**chat, **_thinking(body)})
 
 
 def _thinking(body: CountRequest) -> dict[str, Any]:
-    """Whether to think, and how much; without a word, as is usual for the model."""
+    """Whether and how much to reason; by default as the model does."""
     effort = None if body.output_config is None else body.output_config.effort
-    asked = body.thinking
-    if asked is None:
+    thinking = body.thinking
+    if thinking is None:
         return {"reasoning_effort": effort}
-    if asked.type == "disabled":
+    if thinking.type == "disabled":
         return {"reasoning_effort": "none"}
-    return {"reasoning": {"enabled": True, "effort": effort, "max_tokens": asked.budget_tokens}}
+    return {"reasoning": {"enabled": True, "effort": effort, "max_tokens": thinking.budget_tokens}}
 
 
 def _tool_choice(choice: ToolChoice | None) -> dict[str, Any]:
     if choice is None:
         return {}
     if (choice.type == "tool") != (choice.name is not None):
-        raise bad_request("tool_choice has a name if it is of type tool", "tool_choice.name")
-    found: dict[str, Any] = {"tool_choice": {"any": "required"}.get(choice.type, choice.type)}
+        raise bad_request("tool_choice needs a name if its type is tool", "tool_choice.name")
+    params: dict[str, Any] = {"tool_choice": {"any": "required"}.get(choice.type, choice.type)}
     if choice.type == "tool":
-        found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        params["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     if "disable_parallel_tool_use" in choice.model_fields_set:
-        found["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-    return found
+        params["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return params
 
 
-_Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+_InputBlock = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
 
 
-def _blocks(turn: Message) -> Sequence[_Block]:
+def _input_blocks(turn: AnthropicMessage) -> Sequence[_InputBlock]:
     if isinstance(turn.content, str):
         return [TextBlock(type="text", text=turn.content)]
     return turn.content
 
 
-def _turn(role: str, blocks: Sequence[_Block]) -> list[dict[str, Any]]:
-    """The messages that one turn comes to."""
+def _turn(role: str, blocks: Sequence[_InputBlock]) -> list[dict[str, Any]]:
+    """The OpenAI messages of one turn."""
     texts = [block.text for block in blocks if isinstance(block, TextBlock)]
     uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
-    results = [_result(block) for block in blocks if isinstance(block, ToolResultBlock)]
+    results = [_tool_result(block) for block in blocks if isinstance(block, ToolResultBlock)]
     if uses and role != "assistant":
         raise bad_request(f"a message of the {role} has a tool_use block", "messages")
     if results and role != "user":
         raise bad_request(f"a message of the {role} has a tool_result block", "messages")
     if role == "assistant":
         calls = [tool_call(use.id, use.name, json.dumps(use.input)) for use in uses]
-        thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-        told = {"reasoning_content": thought} if thought else {}
-        return [{"role": role, "content": "".join(texts), "tool_calls": calls or None, **told}]
-    words = [{"role": role, "content": "\n\n".join(texts)}] if texts or not results else []
-    return results + words  # results answer the calls of the turn before, so they come first
+        thinking = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+        reasoning = {"reasoning_content": thinking} if thinking else {}
+        return [{"role": role, "content": "".join(texts), "tool_calls": calls or None, **reasoning}]
+    messages = [{"role": role, "content": "\n\n".join(texts)}] if texts or not results else []
+    return results + messages  # results belong to the calls of the previous turn
 
 
-def _result(block: ToolResultBlock) -> dict[str, Any]:
-    text = "" if block.content is None else _join(block.content)
+def _tool_result(block: ToolResultBlock) -> dict[str, Any]:
+    text = "" if block.content is None else _join_text(block.content)
     content = f"Error: {text}" if block.is_error else text
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
-def _join(content: TextContent) -> str:
+def _join_text(content: TextContent) -> str:
     return content if isinstance(content, str) else "\n\n".join(block.text for block in content)
 
 
-# -- what is answered ------------------------------------------------------------------------
+# -- the message ---------------------------------------------------------------------
 
 
-class _Answer(BlockAnswer):
-    """A message, whole or in events."""
+class _MessageAnswer(BlockAnswer):
+    """A message, complete or in events."""
 
     def __init__(
         self,
         call: Call,
         body: MessagesRequest,
-        texts: Texts,
+        texts: RequestTexts,
         use: ToolUse,
         store: Callable[[dict[str, Any]], None] | None,
     ) -> None:
@@ -232,8 +236,8 @@ class _Answer(BlockAnswer):
         return self._finished() | self._extra()
 
     def _finished(self) -> dict[str, Any]:
-        """The whole message; stored, if it belongs to a thread."""
-        content = [_block(block, _input(block)) for block in self.blocks.all]
+        """The complete message; stored, if it belongs to a thread."""
+        content = [_block_json(block, _call_input(block)) for block in self.blocks.all]
         message = self._message(content, self._usage()) | self._end()
         if self.store is not None:
             self.store(message)
@@ -253,7 +257,7 @@ class _Answer(BlockAnswer):
         }
 
     def _end(self) -> dict[str, Any]:
-        """Why the text ended, as Anthropic says it."""
+        """The stop reason in Anthropic's terms."""
         text = self.texts.all[0]
         reason, by = text.generation.finish_reason, text.stream.stopped_by
         if reason == "context":
@@ -265,13 +269,13 @@ class _Answer(BlockAnswer):
         return {"stop_reason": "tool_use" if self.blocks.has_calls else "end_turn"}
 
     def _usage(self) -> dict[str, Any]:
-        used = self.texts.usage()
-        cached = used["prompt_tokens_details"]["cached_tokens"]
+        usage = self.texts.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
-            "input_tokens": used["prompt_tokens"] - cached,
+            "input_tokens": usage["prompt_tokens"] - cached,
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
-            "output_tokens": used["completion_tokens"],
+            "output_tokens": usage["completion_tokens"],
         }
 
     def _extra(self) -> dict[str, Any]:
@@ -281,7 +285,8 @@ class _Answer(BlockAnswer):
 
     async def write(self, wire: Wire) -> None:
         await self.deliver(
-            lambda changes: self._start() + b"".join(e for c in changes for e in _changed(c)), wire
+            lambda changes: self._start() + b"".join(e for c in changes for e in _change_events(c)),
+            wire,
         )
         end = {"stop_sequence": None, "stop_details": None} | self._end()
         self._finished()
@@ -290,7 +295,7 @@ class _Answer(BlockAnswer):
         wire.put(self._start() + stop)
 
     def _start(self) -> bytes:
-        """Once, and not before the first step: that shows how much of the prompt was cached."""
+        """The first event, sent once, with the first step: then the cached tokens are known."""
         if self.started:
             return b""
         self.started = True
@@ -298,42 +303,42 @@ class _Answer(BlockAnswer):
         return event({"type": "message_start", "message": message}, "message_start") + _PING
 
 
-def _changed(change: Change) -> list[bytes]:
+def _change_events(change: Change) -> list[bytes]:
     block = change.block
-    if isinstance(change, Opened):
-        empty = replace(block, parts=[])  # what it has by now follows
-        return [_told(block, "content_block_start", content_block=_block(empty, {}))]
-    if isinstance(change, Grown):
+    if isinstance(change, BlockOpened):
+        empty = replace(block, parts=[])  # its text follows
+        return [_block_event(block, "content_block_start", content_block=_block_json(empty, {}))]
+    if isinstance(change, BlockGrown):
         delta = {"type": "text_delta", "text": change.text}
         if block.is_thought:
             delta = {"type": "thinking_delta", "thinking": change.text}
         elif block.name is not None:
             delta = {"type": "input_json_delta", "partial_json": change.text}
-        return [_told(block, "content_block_delta", delta=delta)]
-    signed = {"type": "signature_delta", "signature": ""}
-    signature = [_told(block, "content_block_delta", delta=signed)] if block.is_thought else []
-    return [*signature, _told(block, "content_block_stop")]
+        return [_block_event(block, "content_block_delta", delta=delta)]
+    signature = {"type": "signature_delta", "signature": ""}
+    events = [_block_event(block, "content_block_delta", delta=signature)]
+    return [*(events if block.is_thought else ()), _block_event(block, "content_block_stop")]
 
 
-def _told(block: Block, kind: str, **fields: Any) -> bytes:
+def _block_event(block: Block, kind: str, **fields: Any) -> bytes:
     return event({"type": kind, "index": block.index, **fields}, kind)
 
 
-def _block(block: Block, given: dict[str, Any]) -> dict[str, Any]:
-    if block.is_thought:  # nobody but us wrote it, so it needs no signature
+def _block_json(block: Block, arguments: dict[str, Any]) -> dict[str, Any]:
+    if block.is_thought:  # signatures are not checked
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.name is None:
         return {"type": "text", "text": block.text}
-    return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": given}
+    return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": arguments}
 
 
-def _input(block: Block) -> dict[str, Any]:
-    """A call's arguments; of those that break off, what is complete, as clients read a stream."""
+def _call_input(block: Block) -> dict[str, Any]:
+    """Arguments of a call; if they are cut off, the complete part, as clients parse a stream."""
     if block.name is None:
         return {}
     try:
-        found = from_json(block.text, allow_partial=True)
-        to_json(found)  # no number may be too large to be told
+        arguments = from_json(block.text, allow_partial=True)
+        to_json(arguments)  # fails for numbers that JSON cannot represent
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}

@@ -1,4 +1,4 @@
-"""What `/v1/messages` takes: Anthropic's shape."""
+"""The request schema of `/v1/messages`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from unspool.serve.core.schema import (
 )
 
 _TOOLS = "only tools that the caller runs can be used"
-_CITATIONS = "sources are not told"
+_CITATIONS = "there are no citations"
 
 
 class CacheControl(Strict):
-    """Where a prefix ends that will come again: all are kept anyway, while there is room."""
+    """Marks a prefix to cache. All prefixes are cached anyway."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -34,7 +34,7 @@ class TextBlock(PartialApi):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
-    parsed_output: Any = None  # of an answer that is given back
+    parsed_output: Any = None  # of an answer that is sent back
 
 
 class _ToolBlock(PartialApi):
@@ -52,7 +52,7 @@ class ToolUseBlock(_ToolBlock):
 
 
 class ThinkingBlock(Strict):
-    """A thought of an earlier answer; the template decides whether it is told again."""
+    """Reasoning of an earlier answer; the chat template decides whether to include it."""
 
     type: Literal["thinking"]
     thinking: str
@@ -74,7 +74,7 @@ class ToolResultBlock(_ToolBlock):
     is_error: bool | None = None
 
 
-Block = Annotated[
+ContentBlock = Annotated[
     Annotated[TextBlock, Tag("Text")]
     | Annotated[ToolUseBlock, Tag("Use")]
     | Annotated[ToolResultBlock, Tag("Result")]
@@ -92,12 +92,12 @@ Block = Annotated[
 ]
 
 
-class Message(Strict):
+class AnthropicMessage(Strict):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[ContentBlock]
 
 
-class Tool(PartialApi):
+class AnthropicTool(PartialApi):
     unsupported_fields: ClassVar[Reasons] = {
         "allowed_callers": _TOOLS,
         "defer_loading": "all tools are given to the model at once",
@@ -111,7 +111,7 @@ class Tool(PartialApi):
     input_schema: dict[str, Any]
     cache_control: CacheControl | None = None
     strict: bool | None = None
-    eager_input_streaming: bool | None = None  # arguments are always sent as they come
+    eager_input_streaming: bool | None = None  # arguments are always streamed
 
 
 class ToolChoice(Strict):
@@ -129,42 +129,42 @@ class OutputConfig(PartialApi):
     unsupported_fields: ClassVar[Reasons] = {"task_budget": "max_tokens is the limit"}
 
     format: OutputFormat | None = None
-    effort: ShortText | None = Field(None, description="low, medium, high: how much to think")
+    effort: ShortText | None = Field(None, description="low, medium, high: how much to reason")
 
 
 class Metadata(Strict):
     user_id: ShortText | None = None
 
 
-class Thinking(Strict):
+class ThinkingConfig(Strict):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=0, lt=1 << 31)
     display: Literal["summarized", "omitted"] | None = None
 
 
 class CountRequest(PartialApi):
-    """A conversation whose tokens are to be counted."""
+    """A conversation whose tokens are counted."""
 
     unsupported_fields: ClassVar[Reasons] = {
-        "mcp_servers": "the server calls no others",
-        "container": "the server runs no code",
-        "context_management": "nothing is dropped or summed up",
+        "mcp_servers": "this server calls no other servers",
+        "container": "this server runs no code",
+        "context_management": "conversations are not summarized",
         "diagnostics": "there are none",
-        "fallbacks": "the model that is asked for answers",
+        "fallbacks": "only the requested model answers",
         "inference_geo": "everything is computed on this machine",
         "speed": "there is one speed",
         "user_profile_id": "there are no profiles",
         "workspace_id": "there are no workspaces",
-        "output_format": "it is output_config.format now",
+        "output_format": "use output_config.format",
     }
     noop_values: ClassVar[Values] = {"speed": ["standard"], "context_management": [{"edits": []}]}
 
     model: str | None = None
-    messages: list[Message] = Field(min_length=1, max_length=100_000)
+    messages: list[AnthropicMessage] = Field(min_length=1, max_length=100_000)
     system: TextContent | None = None
-    tools: list[Tool] | None = Field(None, max_length=128)
+    tools: list[AnthropicTool] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
 
@@ -179,7 +179,7 @@ class ContinuedThread(Strict):
 
 
 class MessagesRequest(CountRequest):
-    """A conversation to be answered; if its last message is the assistant's, to be continued."""
+    """A conversation to answer; if its last message is the assistant's, to continue."""
 
     max_tokens: int = Field(ge=1, lt=1 << 31)
     stream: bool | None = None
@@ -188,9 +188,9 @@ class MessagesRequest(CountRequest):
     top_k: int | None = Field(None, ge=0, lt=1 << 31)
     stop_sequences: list[str] | None = None
     thread: NewThread | ContinuedThread | None = Field(
-        None, description="keep the conversation here, to go on with by the message's id"
+        None, description="store the conversation, to continue it by the message's id"
     )
     unspool: ExtensionWithSeed | None = None
-    # Taken because they ask for nothing that changes the text.
+    # Accepted, but they have no effect on the text.
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None

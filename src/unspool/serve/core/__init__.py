@@ -1,1 +1,1 @@
-"""What all endpoints share: the server's state, its models, and the texts of a request."""
+"""Shared by all endpoints: the server's state, its models, and the texts of a request."""

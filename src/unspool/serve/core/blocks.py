@@ -1,13 +1,13 @@
-"""An answer as a row of blocks, each of thoughts, of words or of one call, as it is being written.
+"""Split an answer into blocks while it is generated: reasoning, text and tool calls.
 
     blocks = BlockParser(lambda start: use.reader(served, start))
     for step in steps:
-        for change in blocks.take(step):
-            ...                                   # Opened, Grown, Closed
+        for change in blocks.push(step):
+            ...                                   # BlockOpened, BlockGrown, BlockClosed
     blocks.all
 
-What `/v1/responses` calls items and `/v1/messages` content blocks. Whole answers are made by the
-same steps as streams, so that both are always the same.
+Blocks are the items of `/v1/responses` and the content blocks of `/v1/messages`. Complete answers
+and streams are parsed from the same steps, so that both are equal.
 """
 
 from __future__ import annotations
@@ -17,67 +17,67 @@ from dataclasses import dataclass, field
 
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
-from unspool.serve.core.state import new_id
+from unspool.serve.http.routes import new_id
 from unspool.text.thoughts.formats import Start
 from unspool.text.thoughts.pieces import AnswerPiece, ThoughtPiece
 from unspool.text.thoughts.reader import AnswerReader
 from unspool.text.tools.calls import CallArguments, CallBegun, CallEnded, TextPiece
 
-# Makes a reader for an answer that begins as its prompt says, or, if given, elsewhere.
+# Makes a reader for an answer; the start overrides that of the prompt (e.g. inside a thought).
 MakeReader = Callable[[Start | None], AnswerReader | None]
 
-_CUT = ("length", "context", "interrupted")  # reasons to stop before the model was done
+_CUT_REASONS = ("length", "context", "interrupted")
 
 
 def was_cut(reason: str) -> bool:
-    """Whether a text ended for want of room, not because it was finished."""
-    return reason in _CUT
+    """Whether a text was cut off before the model finished it."""
+    return reason in _CUT_REASONS
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Words, a thought, or a call."""
+    """A block of text, of reasoning, or one tool call."""
 
     index: int
-    name: str | None  # of the function; None: words or a thought
+    name: str | None  # of the function; None: text or reasoning
     is_thought: bool = False
     id: str = field(default_factory=lambda: new_id(""))
     parts: list[str] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)  # that wrote the words or the thought
+    steps: list[Step] = field(default_factory=list)  # that wrote the text or the reasoning
     is_complete: bool = False
 
     @property
-    def is_words(self) -> bool:
+    def is_text(self) -> bool:
         return self.name is None and not self.is_thought
 
     @property
     def text(self) -> str:
-        """The words, or the call's arguments in JSON."""
+        """The text, or the arguments of the call as JSON."""
         return "".join(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class BlockOpened:
     block: Block
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class BlockGrown:
     block: Block
     text: str
-    steps: list[Step]  # those of it that were not told yet
+    steps: list[Step]  # new in this change
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class BlockClosed:
     block: Block
 
 
-Change = Opened | Grown | Closed
+Change = BlockOpened | BlockGrown | BlockClosed
 
 
 class BlockParser:
-    """Takes steps, and tells what they change."""
+    """Takes steps, and yields the changes they make to the blocks."""
 
     def __init__(
         self, reader: MakeReader, *, one_call: bool = False, never_empty: bool = False
@@ -91,38 +91,38 @@ class BlockParser:
         self.all: list[Block] = []
         self._open: Block | None = None
         self._unsent: list[Step] = []
-        self._is_over = False  # the one call that is allowed has been made
+        self._is_over = False  # with `one_call`: the call is complete
 
     @property
     def has_calls(self) -> bool:
         return any(block.name is not None for block in self.all)
 
     def read(self, generation: Generation) -> list[Block]:
-        """A text that is finished."""
+        """Parse a finished text."""
         self._read_all(generation)
-        if self._reader is not None and self._reader.is_stray:  # it began inside of a thought
+        if self._reader is not None and self._reader.is_stray:  # it started inside of a thought
             self._begin(Start("inside"))
             self._read_all(generation)
         return self.all
 
     def _read_all(self, generation: Generation) -> None:
         for step in generation.steps:
-            for _ in self.take(step):
+            for _ in self.push(step):
                 pass
         for _ in self.end(generation.finish_reason):
             pass
 
-    def take(self, step: Step) -> Iterator[Change]:
-        """What one more step changes."""
+    def push(self, step: Step) -> Iterator[Change]:
+        """Yield the changes of one more step."""
         self._unsent.append(step)
         for piece in self._pieces(step):
             if not self._is_over:
-                yield from self._take_piece(piece)
+                yield from self._push_piece(piece)
         if step.finish_reason:
             yield from self.end(step.finish_reason)
 
     def end(self, reason: str) -> Iterator[Change]:
-        """The text is over; `take` says so itself, but for a text that has not a single step."""
+        """End the text. `push` does this at the last step; a text without steps needs this call."""
         if self._never_empty and not any(not block.is_thought for block in self.all):
             yield from self._close(not was_cut(reason))
             yield self._open_block(None)
@@ -133,17 +133,17 @@ class BlockParser:
     def _pieces(self, step: Step) -> Sequence[AnswerPiece]:
         if self._reader is None:
             return [TextPiece(step.text)] if step.text else []
-        found = self._reader.push(step.token, step.text)
-        return [*found, *self._reader.finish()] if step.finish_reason else found
+        pieces = self._reader.push(step.token, step.text)
+        return [*pieces, *self._reader.finish()] if step.finish_reason else pieces
 
-    def _take_piece(self, piece: AnswerPiece) -> Iterator[Change]:
+    def _push_piece(self, piece: AnswerPiece) -> Iterator[Change]:
         if isinstance(piece, TextPiece | ThoughtPiece):
             is_thought = isinstance(piece, ThoughtPiece)
             if self._open is not None and self._open.is_thought != is_thought:
                 yield from self._close(True)
             if self._open is None:
                 yield self._open_block(None, is_thought)
-            # What marks the thought's end wrote no words.
+            # The marker that ends a thought belongs to no text.
             steps = [step for step in self._unsent if is_thought or not step.thought]
             yield self._grow(piece.text, steps)
             self._unsent = []
@@ -156,21 +156,21 @@ class BlockParser:
             assert isinstance(piece, CallEnded) and self._reader is not None
             self._is_over = self._one_call
             yield from self._close(self._reader.calls[piece.index].is_complete)
-            self._unsent = []  # what wrote a call wrote no words
+            self._unsent = []  # steps of a call belong to no text
 
-    def _open_block(self, name: str | None, is_thought: bool = False) -> Opened:
+    def _open_block(self, name: str | None, is_thought: bool = False) -> BlockOpened:
         self._open = Block(len(self.all), name, is_thought)
         self.all.append(self._open)
-        return Opened(self._open)
+        return BlockOpened(self._open)
 
-    def _grow(self, text: str, steps: list[Step]) -> Grown:
+    def _grow(self, text: str, steps: list[Step]) -> BlockGrown:
         assert self._open is not None
         self._open.parts.append(text)
         self._open.steps += steps
-        return Grown(self._open, text, steps)
+        return BlockGrown(self._open, text, steps)
 
     def _close(self, is_complete: bool) -> Iterator[Change]:
         if self._open is not None:
             closed, self._open = self._open, None
             closed.is_complete = is_complete
-            yield Closed(closed)
+            yield BlockClosed(closed)

@@ -1,7 +1,7 @@
-"""Texts that stand in a gap, started and handed on as other texts are.
+"""Infill: texts between a prefix and a suffix.
 
-A model with FIM tokens writes the middle step by step. With any other, candidates are ranked first,
-and the steps of the best ones come all at once: choice number i is candidate number i.
+A model with FIM tokens generates the middle step by step. For other models candidates are ranked
+first, and choice i is candidate i, whose steps then arrive together.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from unspool.decoding.fill.gaps import LONGEST, Gap
 from unspool.decoding.fill.result import Filling
 from unspool.engine.generation import Generation
 from unspool.engine.stream import StepQueue, StepStream
-from unspool.serve.core.texts import Texts
+from unspool.serve.core.texts import RequestTexts
 from unspool.session import Session
 
 _CANDIDATES = 20
-_USUAL = 32  # tokens of a ranked gap, where nobody says how many
+_DEFAULT_GAP = 32  # tokens of a ranked gap without a limit
 
 
 @dataclass(frozen=True, slots=True)
-class Between:
-    """A gap between two texts; `others` are files that are read first, if this is one of many."""
+class InfillGap:
+    """A gap between two texts. `others`: further files that the model reads first."""
 
-    left: str
-    right: str
+    prefix: str
+    suffix: str
     others: tuple[OtherFile, ...] | None = None
 
     def prompt(self, lm: Session) -> list[int]:
-        """The tokens that the model reads before it writes."""
+        """The tokens of the prompt."""
         tokens = _fim(lm)
         if tokens is not None:
-            return fim_prompt(lm.tokenizer, tokens, self.left, self.right, self.others)
+            return fim_prompt(lm.tokenizer, tokens, self.prefix, self.suffix, self.others)
         return lm.prompt_ids(self.before or start_ids(lm))
 
     @property
     def before(self) -> str:
-        """All that stands before the gap, for a model that reads it as one text."""
-        return "".join(f"{other.text}\n\n" for other in self.others or ()) + self.left
+        """Everything before the gap as one text, for a model without FIM tokens."""
+        return "".join(f"{other.text}\n\n" for other in self.others or ()) + self.prefix
 
 
 def _fim(lm: Session) -> FimTokens | None:
@@ -50,10 +50,10 @@ def _fim(lm: Session) -> FimTokens | None:
 
 
 @dataclass(eq=False)
-class GapTexts(Texts):
-    """What one request wants to stand in gaps; each prompt has one."""
+class InfillTexts(RequestTexts):
+    """The texts of an infill request; each prompt has one gap."""
 
-    gaps: list[Between] = field(default_factory=list)
+    gaps: list[InfillGap] = field(default_factory=list)
     _ranked: dict[int, Filling] = field(default_factory=dict)
     _ranking: Lock = field(default_factory=Lock)
 
@@ -61,18 +61,18 @@ class GapTexts(Texts):
         lm, (prompt, sample) = self.served.lm, divmod(number, self.n)
         tokens = _fim(lm)
         if tokens is None:
-            return self._chosen(prompt, sample)
+            return self._ranked_candidate(prompt, sample)
         options = {**self.options, "sample": self.options.get("sample", 0) + sample}
         generation = fim_draft(lm, tokens, self.prompts[prompt], options)
         return generation, lm.engine.submit(generation.request)
 
-    def _chosen(self, prompt: int, sample: int) -> tuple[Generation, StepStream]:
-        """A candidate as if it had just been written."""
+    def _ranked_candidate(self, prompt: int, sample: int) -> tuple[Generation, StepStream]:
+        """A ranked candidate as a stream of steps."""
         with self._ranking:
             if prompt not in self._ranked:
                 self._ranked[prompt] = self._rank(prompt)
-        found = self._ranked[prompt].candidates
-        steps = list(found[min(sample, len(found) - 1)].gap_steps[0])
+        candidates = self._ranked[prompt].candidates
+        steps = list(candidates[min(sample, len(candidates) - 1)].gap_steps[0])
         queue = StepQueue()
         for number, step in enumerate(steps, 1):
             queue.put(replace(step, finish_reason="stop") if number == len(steps) else step)
@@ -82,10 +82,10 @@ class GapTexts(Texts):
         return Generation(request, empty_reason="stop", source=lm), StepStream(queue)
 
     def _rank(self, prompt: int) -> Filling:
-        lm, between, options = self.served.lm, self.gaps[prompt], dict[str, Any](self.options)
-        wanted = options.pop("max_tokens")
+        lm, infill, options = self.served.lm, self.gaps[prompt], dict[str, Any](self.options)
+        max_tokens = options.pop("max_tokens")
         room = max(1, lm.context - len(self.prompts[prompt]))
-        most = min(wanted, LONGEST) if wanted < room else _USUAL
-        gap = Gap(1, max(1, min(most, room)))
-        parts: list[str | Gap] = [between.before, gap, between.right]
+        gap_len = min(max_tokens, LONGEST) if max_tokens < room else _DEFAULT_GAP
+        gap = Gap(1, max(1, min(gap_len, room)))
+        parts: list[str | Gap] = [infill.before, gap, infill.suffix]
         return fill(lm, parts, candidates=max(_CANDIDATES, self.n), **options)

@@ -1,5 +1,5 @@
-"""Models that are in no list, but known by name: checkpoints of trainings, and those that came with
-Unspool. They are small, or looked at with short texts; the registry keeps few of them in memory.
+"""Ephemeral models: in no list, but requested by name, such as checkpoints of training runs and
+models shipped with Unspool. They run short texts; the registry keeps few of them in memory.
 """
 
 from __future__ import annotations
@@ -15,43 +15,44 @@ from unspool.model.shipped import shipped_models
 from unspool.serve.core.registry import ModelEntry
 from unspool.session import Session
 
-# For keys and values of each of them in memory: texts to look at are short.
-_KEYS_MEMORY = 256 << 20
+_KV_CACHE_BYTES = 256 << 20  # of each ephemeral model
 
 
-def passing_entry(name: str, folder: Path, source: str) -> ModelEntry:
-    """A model by its name and its folder."""
-    load = partial(_load, folder)
-    return ModelEntry(name, load, _size(folder), source=source, stamp=_file_stamps(folder))
+def ephemeral_entry(name: str, folder: Path, source: str) -> ModelEntry:
+    """An ephemeral model by its name and folder."""
+    load = partial(_load_ephemeral, folder)
+    return ModelEntry(name, load, _weights_bytes(folder), source=source, stamp=_file_stamps(folder))
 
 
 def shipped_entry(name: str) -> ModelEntry | None:
-    """A model that came with Unspool; nothing else is ever found here."""
+    """A model shipped with Unspool; None for any other name."""
     folder = shipped_models().get(name)
-    return None if folder is None else passing_entry(name, folder, "shipped")
+    return None if folder is None else ephemeral_entry(name, folder, "shipped")
 
 
 def _file_stamps(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """What changes when one of a model's files is rewritten, added or removed."""
+    """A value that changes when a file of the model is rewritten, added or removed."""
     stamps = []
     for file in sorted(folder.glob("*")):
-        with suppress(OSError):  # removed meanwhile
+        with suppress(OSError):  # just removed
             stat = file.stat()
             stamps.append((file.name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
     return tuple(stamps)
 
 
-def _size(model: Path) -> int:
-    """Bytes of weights; an adapter is loaded together with the model that it was tuned from."""
+def _weights_bytes(model: Path) -> int:
+    """Bytes of weights; those of an adapter include its base model."""
     files = [model] if model.is_file() else [*model.glob("*.safetensors"), *model.glob("*.gguf")]
     size = sum(file.stat().st_size for file in files)
     with suppress(OSError, ValueError, KeyError, TypeError, UnspoolError):
         config = json.loads((model / "adapter_config.json").read_text(encoding="utf-8"))
-        size += _size(find_model(config["base_model_name_or_path"], offline=True, progress=False))
+        size += _weights_bytes(
+            find_model(config["base_model_name_or_path"], offline=True, progress=False)
+        )
     return size
 
 
-def _load(folder: Path) -> Session:
-    import unspool
+def _load_ephemeral(folder: Path) -> Session:
+    from unspool.loading import load
 
-    return unspool.load(folder, memory=_KEYS_MEMORY, offline=True, progress=False)
+    return load(folder, memory=_KV_CACHE_BYTES, offline=True, progress=False)

@@ -9,21 +9,21 @@ A small state machine, all of it on the event loop; threads only load and close:
     absent -> loading -> loaded <-> draining -> closing -> absent
 
 Every request takes a ticket and is a user of its model from the moment the ticket is granted.
-Tickets are served in the order of asking. A ticket for a loaded model is granted at once. The first
-ticket whose model does not fit makes the least recently used models leave: idle ones are closed,
-busy ones drain (new requests for them queue up behind that ticket). A model held by a request that
-waits for a second one is never chosen: it would not become idle. Models are loaded one at a time,
-and a loaded model is granted to all who wait for it before anything else happens. So a model that
-is in use is never closed, and a steady stream of requests for one model starves no other.
+Tickets are served first come, first served. A ticket for a loaded model is granted immediately. The
+first ticket whose model does not fit evicts the least recently used models: idle ones are closed,
+busy ones drain (new requests for them queue after that ticket). A model held by a request that
+waits for a second one is never evicted: it would not become idle. Models are loaded one at a time,
+and a loaded model is granted to all its waiting tickets before any other decision. So a model in
+use is never closed, and a steady stream of requests for one model starves no other.
 
-`_advance` takes all these decisions, without waiting, whenever something has changed. Nothing is
-locked. A waiting request may be cancelled at any time.
+`_advance` makes all these decisions, without waiting, whenever something has changed. There are no
+locks. A waiting request may be cancelled at any time.
 
-A model whose files were rewritten gets a new version. The old one is retired: it answers those who
-use it already, and nobody else.
+A model whose files were rewritten gets a new version. The old one is retired: it serves its
+current users and no new ones.
 
-Beside the models that are listed there are ephemeral ones (`passing`), found by name (`find`):
-checkpoints of training runs, puzzle solvers. At most MAX_PASSING of these are in memory at once.
+Models that are not listed are ephemeral, found by name (`find`): checkpoints of training runs,
+puzzle solvers. At most MAX_EPHEMERAL of these are in memory at the same time.
 """
 
 from __future__ import annotations
@@ -75,26 +75,26 @@ class ServedModel:
     entry: ModelEntry
     version: int  # grows each time its files are rewritten
     users: int = 0  # requests that hold it
-    used: float = field(default_factory=time.monotonic)  # when its last user left
+    used: float = field(default_factory=time.monotonic)  # time of its last release
     adapted: dict[str, ServedModel] = field(default_factory=dict)  # views, by `model:adapter`
     adapting: dict[str, tuple[int, asyncio.Task[ServedModel]]] = field(default_factory=dict)
-    stamp: int = 0  # of an adapter: when its weights were written
+    stamp: int = 0  # of an adapter: modification time of its weights
     base: ServedModel | None = None  # of an adapter: the model itself
 
     @property
     def is_alive(self) -> bool:
-        """False once the engine was closed or its thread is gone: it takes no requests then."""
+        """False once the engine is closed or its thread has ended."""
         return self.lm.engine.loop.alive
 
     @property
     def due(self) -> float:
         """When to close it, by time.monotonic()."""
-        forever = self.users or self.keep_alive is None
-        return math.inf if forever else self.used + (self.keep_alive or 0.0)
+        is_kept = self.users or self.keep_alive is None
+        return math.inf if is_kept else self.used + (self.keep_alive or 0.0)
 
     @cached_property
     def longest_token(self) -> int:
-        """In bytes: a text of more than `context` times this cannot fit."""
+        """Bytes of the longest token: a text of more than `context` times this cannot fit."""
         tokenizer = self.lm.tokenizer
         return max(map(len, map(tokenizer.token_bytes, range(len(tokenizer)))))
 
@@ -106,7 +106,7 @@ class _Ticket:
     entry: ModelEntry
     version: int
     turn: asyncio.Future[ServedModel]
-    beside: ServedModel | None  # a model that the request holds already
+    held_model: ServedModel | None  # that the request already has
 
 
 @dataclass(eq=False, slots=True)
@@ -118,8 +118,8 @@ class _Loading:
     task: asyncio.Task[None] | None = None
 
 
-MAX_PASSING = 8  # as many as are compared side by side, and two more
-_THREADS = 8  # that load and close; a load must not wait for requests that fill other pools
+MAX_EPHEMERAL = 8  # the page compares up to six side by side
+_THREADS = 8  # that load and close models
 
 
 class ModelRegistry:
@@ -136,7 +136,7 @@ class ModelRegistry:
         names = [entry.name for entry in entries]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise UnspoolError(f"two models are called {twice!r}; name one: --model NAME=PATH")
+            raise UnspoolError(f"two models are named {twice!r}; rename one: --model NAME=PATH")
         self.entries = {entry.name: entry for entry in entries}
         self.first = names[0]
         self.room, self.idle = room, idle
@@ -144,48 +144,47 @@ class ModelRegistry:
         self.find: Callable[[str], ModelEntry | None] = lambda _: None
         self.loaded: dict[str, ServedModel] = {}
         self.created = int(time.time())
-        self._tickets: list[_Ticket] = []  # waiting; those of requests that hold a model first
+        self._tickets: list[_Ticket] = []  # those of requests that already hold a model first
         self._loading: _Loading | None = None
-        self._draining: set[ServedModel] = set()  # of `loaded`; decided anew by `_advance`
+        self._draining: set[ServedModel] = set()  # of `loaded`; recomputed by `_advance`
         self._retired: set[ServedModel] = set()  # in use, and replaced by a newer version
         self._closing: dict[ServedModel, asyncio.Task[None]] = {}
         self._versions = itertools.count(1)
-        self._released = asyncio.Event()  # a model became idle, or is to be unloaded
+        self._released = asyncio.Event()  # a model became idle, or should be unloaded
         self._is_stopped = False
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="unspool-models")
 
     def add(self, entries: Sequence[ModelEntry]) -> None:
-        """Add models that were found later, from any thread. A name that is taken keeps its
-        model."""
+        """Add models. Thread-safe. A name that exists keeps its model."""
         new = {entry.name: entry for entry in entries if entry.name not in self.entries}
         self.entries = {**self.entries, **new}
 
     # -- names ---------------------------------------------------------------------------------
 
     @property
-    def passing(self) -> dict[str, ModelEntry]:
+    def ephemeral(self) -> dict[str, ModelEntry]:
         """The ephemeral models in memory."""
         loaded = self.loaded.values()
-        return {each.name: each.entry for each in loaded if each.name not in self.entries}
+        return {served.name: served.entry for served in loaded if served.name not in self.entries}
 
     def is_loading(self, name: str) -> bool:
-        """Whether the model is being loaded, or waits for its turn."""
+        """Whether the model is being loaded, or queued for loading."""
         is_waiting = any(ticket.entry.name == name for ticket in self._tickets)
         return is_waiting or (self._loading is not None and self._loading.entry.name == name)
 
     def adapters(self) -> dict[str, AdapterEntry]:
-        """The adapters of the first model that are there now, by `model:adapter`."""
+        """The current adapters of the first model, by `model:adapter`."""
         return self._adapters.entries(self.first) if self._adapters is not None else {}
 
     def served(self, entry: ModelEntry | AdapterEntry) -> ServedModel | None:
-        """What is in memory of it."""
+        """The loaded model or adapter; None if it is not in memory."""
         if isinstance(entry, ModelEntry):
             return self.loaded.get(entry.name)
         base = self.loaded.get(entry.base)
         return base.adapted.get(entry.name) if base is not None else None
 
     def entry(self, name: str | None) -> ModelEntry | AdapterEntry:
-        """What a request means by a model's name; without one, the first model."""
+        """Resolve a model name of a request; None is the first model. Raises 404."""
         if name is None:
             return self.entries[self.first]
         if name in self.entries:
@@ -199,27 +198,30 @@ class ModelRegistry:
             return self.loaded[name].entry
         matches = self._match_models(name) or self._match_adapters(name, adapters)
         if len(matches) != 1:
-            known = ", ".join(matches or [*self.entries, *adapters])
-            wrong = "several models are" if matches else "there is no model"
-            message = f"{wrong} {name[:100]!r}; there is {known}"
+            available = ", ".join(matches or [*self.entries, *adapters])
+            problem = "ambiguous model" if matches else "no such model:"
+            message = f"{problem} {name[:100]!r}; available: {available}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return self.entries.get(matches[0]) or adapters[matches[0]]
 
     def _match_adapters(self, name: str, adapters: dict[str, AdapterEntry]) -> list[str]:
-        """Adapters of which the model's part is a shorter name: `smollm2:poet`."""
+        """Adapters whose model is named by a prefix: `smollm2:poet`."""
         model, _, short = name.lower().removesuffix(":latest").rpartition(":")
         bases = self._match_models(model) if model else []
-        entries = adapters.values()
-        return [each.name for each in entries if each.base in bases and each.short.lower() == short]
+        return [
+            adapter.name
+            for adapter in adapters.values()
+            if adapter.base in bases and adapter.short.lower() == short
+        ]
 
     def _match_models(self, name: str) -> list[str]:
-        """Models that a shorter name may mean, or one as Ollama writes it: `name:tag`."""
+        """Models that a prefix of their name may mean, or Ollama's spelling `name:tag`."""
         pattern = re.sub("[:.]", "-", name.lower().removesuffix(":latest"))
-        spellings = {known: re.sub("[:.]", "-", known.lower()) for known in self.entries}
-        same = [known for known, spelling in spellings.items() if spelling == pattern]
-        return same or [
-            known
-            for known, spelling in spellings.items()
+        spellings = {listed: re.sub("[:.]", "-", listed.lower()) for listed in self.entries}
+        exact_matches = [listed for listed, spelling in spellings.items() if spelling == pattern]
+        return exact_matches or [
+            listed
+            for listed, spelling in spellings.items()
             if re.match(re.escape(pattern) + "[^a-z0-9]", spelling)
         ]
 
@@ -233,9 +235,9 @@ class ModelRegistry:
 
         Args:
             name: The model, or `model:adapter`; None for the first model.
-            beside: The model that the request holds already. Such a request goes first, and fails
-                at once where waiting could not help: both do not fit together, or all that could
-                make room is held by requests that wait for room themselves.
+            beside: The model that the request already holds. Such a request goes first, and fails
+                immediately where waiting cannot help: both do not fit together, or everything that
+                could be evicted is held by requests that wait for memory too.
         """
         entry = self.entry(name)
         if isinstance(entry, AdapterEntry):
@@ -249,14 +251,14 @@ class ModelRegistry:
             self._release(served)
 
     async def _acquire(self, entry: ModelEntry, beside: ServedModel | None) -> ServedModel:
-        """Wait for a model, and count as its user."""
+        """Wait for a model, and become its user."""
         holding = None if beside is None else beside.base or beside
         turn: asyncio.Future[ServedModel] = asyncio.get_running_loop().create_future()
         ticket = _Ticket(entry, self._current_version(entry), turn, holding)
         if holding is None:
             self._tickets.append(ticket)
         else:
-            others = sum(other.beside is not None for other in self._tickets)
+            others = sum(other.held_model is not None for other in self._tickets)
             self._tickets.insert(others, ticket)
         self._advance()
         try:
@@ -264,21 +266,21 @@ class ModelRegistry:
         except BaseException:
             if ticket in self._tickets:
                 self._tickets.remove(ticket)
-                self._advance()  # what stood behind it may go on
+                self._advance()  # tickets after it may proceed
             elif turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._release(turn.result())  # it was granted just then
+                self._release(turn.result())  # it was granted just before the cancellation
             raise
 
     def _current_version(self, entry: ModelEntry) -> int:
         """The newest known version of a model; a new one if its files were rewritten since."""
-        known: list[_Ticket | _Loading | ServedModel] = [
+        versions: list[_Ticket | _Loading | ServedModel] = [
             ticket for ticket in self._tickets if ticket.entry.name == entry.name
         ]
         if self._loading is not None and self._loading.entry.name == entry.name:
-            known.append(self._loading)
+            versions.append(self._loading)
         if entry.name in self.loaded:
-            known.append(self.loaded[entry.name])
-        newest = max(known, key=lambda each: each.version, default=None)
+            versions.append(self.loaded[entry.name])
+        newest = max(versions, key=lambda item: item.version, default=None)
         is_same = newest is not None and newest.entry.stamp == entry.stamp
         return newest.version if newest is not None and is_same else next(self._versions)
 
@@ -295,7 +297,7 @@ class ModelRegistry:
     # -- decisions -----------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Grant, load and close whatever can be by now, in the order of the tickets."""
+        """Grant, load and close everything that is possible now, in the order of the tickets."""
         if self._is_stopped:
             self._fail(self._tickets, shutting_down())
             return
@@ -308,7 +310,7 @@ class ModelRegistry:
                 self._retire(served)
                 served = None
             if served is not None:
-                if served not in self._draining or ticket.beside is not None:
+                if served not in self._draining or ticket.held_model is not None:
                     self._grant(ticket, served)
             elif not is_blocked:
                 is_blocked = True
@@ -316,7 +318,7 @@ class ModelRegistry:
 
     def _grant(self, ticket: _Ticket, served: ServedModel) -> None:
         self._tickets.remove(ticket)
-        if not ticket.turn.done():  # done: cancelled, and not yet out of the list
+        if not ticket.turn.done():  # done: cancelled, and not yet removed
             served.users += 1
             ticket.turn.set_result(served)
 
@@ -327,54 +329,54 @@ class ModelRegistry:
                 ticket.turn.set_exception(error)
 
     def _retire(self, served: ServedModel) -> None:
-        """Take a model out of use: no new users, closed when the last one leaves."""
+        """Admit no new users to a model, and close it when the last one releases it."""
         del self.loaded[served.name]
         self._retired.add(served)
         if not served.users:
             self._begin_close(served)
 
     def _load_or_make_room(self, ticket: _Ticket) -> None:
-        """Begin to load a ticket's model, or have others leave until it fits."""
-        leaving = self._leaving_for(ticket.entry, self._able_to_leave())
-        assert leaving is not None  # or `_refuse_deadlocks` would have refused the ticket
-        # An instance of the same model that is being closed goes first: never two of them at once.
+        """Start to load a ticket's model, or evict others until it fits."""
+        leaving = self._choose_evicted(ticket.entry, self._able_to_leave())
+        assert leaving is not None  # else `_refuse_deadlocks` has failed the ticket
+        # Wait for an instance of the same model that is being closed: never two of them.
         leaving += [served for served in self._closing if served.name == ticket.entry.name]
         if not leaving:
-            same = [each for each in self._tickets if each.entry.name == ticket.entry.name]
-            newest = max(same, key=lambda each: each.version)
+            same_model = [other for other in self._tickets if other.entry.name == ticket.entry.name]
+            newest = max(same_model, key=lambda other: other.version)
             self._loading = _Loading(newest.entry, newest.version)
             self._loading.task = asyncio.ensure_future(self._load(self._loading))
         for served in leaving:
             if self.loaded.get(served.name) is not served:
-                continue  # on its way out already
+                continue  # already closing or retired
             if served.users:
                 self._draining.add(served)
             else:
                 self._begin_close(served)
 
     def _in_memory(self) -> list[ServedModel]:
-        """All models in memory, those first that should leave first."""
+        """All models in memory, in the order of eviction."""
         loaded = sorted(self.loaded.values(), key=lambda served: served.used)
         idle = [served for served in loaded if not served.users]
         busy = [served for served in loaded if served.users]
         return [*self._closing, *idle, *self._retired, *busy]
 
     def _able_to_leave(self) -> list[ServedModel]:
-        """The models in memory that are closed or idle sooner or later: not those of requests that
-        wait for room themselves."""
-        held = {ticket.beside for ticket in self._tickets}
-        return [served for served in self._in_memory() if served not in held]
+        """The models in memory that will become idle: not those held by requests that wait for
+        memory themselves."""
+        held_models = {ticket.held_model for ticket in self._tickets}
+        return [served for served in self._in_memory() if served not in held_models]
 
-    def _leaving_for(
+    def _choose_evicted(
         self, entry: ModelEntry, candidates: Sequence[ServedModel]
     ) -> list[ServedModel] | None:
-        """Choose which of the candidates must leave before a model fits; None: not even all of
-        them would do. A model larger than all the memory for models is loaded alone."""
+        """Choose which candidates to evict so that a model fits; None if all are not enough. A
+        model larger than the memory for all models is loaded alone."""
         staying = dict.fromkeys(self._in_memory())
 
         def is_crowded() -> bool:
             ephemeral = sum(served.name not in self.entries for served in staying)
-            return entry.name not in self.entries and ephemeral >= MAX_PASSING
+            return entry.name not in self.entries and ephemeral >= MAX_EPHEMERAL
 
         def is_full() -> bool:
             sizes = [served.entry.size for served in staying]
@@ -391,25 +393,27 @@ class ModelRegistry:
         return [served for served in self._in_memory() if served not in staying]
 
     def _refuse_deadlocks(self) -> None:
-        """Fail requests that hold a model and wait for room that cannot come: what they need is
-        held by requests that wait for room as well. The youngest goes first."""
-        for ticket in [each for each in reversed(self._tickets) if each.beside is not None]:
-            entry, holding, served = ticket.entry, ticket.beside, self.loaded.get(ticket.entry.name)
+        """Fail requests that hold a model and wait for memory that cannot be freed, because it is
+        held by requests that wait for memory as well. The youngest fails first."""
+        waiting = [ticket for ticket in reversed(self._tickets) if ticket.held_model is not None]
+        for ticket in waiting:
+            entry, holding = ticket.entry, ticket.held_model
+            served = self.loaded.get(entry.name)
             if holding is None or (served is not None and served.version >= ticket.version):
                 continue
             if self._loading is not None and self._loading.entry.name == entry.name:
                 continue
-            if self._leaving_for(entry, self._able_to_leave()) is not None:
+            if self._choose_evicted(entry, self._able_to_leave()) is not None:
                 continue
             sizes = f"{entry.name} has {entry.size:,} bytes of weights"
             if entry.size + holding.entry.size > self.room:
                 message = (
-                    f"there is no room for {entry.name} beside {holding.name}: {sizes}, "
+                    f"{entry.name} and {holding.name} do not fit together: {sizes}, "
                     f"{holding.name} {holding.entry.size:,}, and --model-memory is {self.room:,}"
                 )
                 error = ApiError(400, message, code="models_do_not_fit")
             else:
-                message = f"there is no room for {entry.name} now; {sizes}"
+                message = f"not enough memory for {entry.name} now; {sizes}"
                 error = ApiError(503, message, code="overloaded", retry_after=1)
             self._fail([ticket], error)
 
@@ -420,12 +424,12 @@ class ModelRegistry:
         result = self._threads.submit(_load_model, entry, loading.version, self.idle)
         try:
             outcome = await asyncio.wrap_future(result)
-        except asyncio.CancelledError:  # the server has stopped; close what comes all the same
+        except asyncio.CancelledError:  # the server has stopped; close the model once it is loaded
             result.add_done_callback(_close_result)
             raise
         finally:
             self._loading = None
-        # Whoever waits for this very version, or an older one.
+        # Tickets for this version, or an older one.
         waiting = [
             ticket
             for ticket in self._tickets
@@ -433,18 +437,18 @@ class ModelRegistry:
         ]
         if isinstance(outcome, ServedModel):
             self.loaded[entry.name] = outcome
-            for ticket in waiting:  # they count as users before anything else is decided
+            for ticket in waiting:  # they are users before any other decision
                 self._grant(ticket, outcome)
             if not outcome.users:
-                self._released.set()  # it may be due at once
+                self._released.set()  # its keep_alive may be 0
         else:
             self._fail(waiting, outcome)
         self._advance()
 
     def _begin_close(self, served: ServedModel) -> None:
-        """Close a model on a thread. Its memory counts until it is closed."""
+        """Close a model on a thread. Its memory counts as used until then."""
         self._retired.discard(served)
-        if self.loaded.get(served.name) is served:  # not one that was loaded under its name since
+        if self.loaded.get(served.name) is served:  # not a newer version of the same name
             del self.loaded[served.name]
         self._closing[served] = asyncio.ensure_future(self._close(served))
 
@@ -458,7 +462,7 @@ class ModelRegistry:
         self._advance()
 
     def unload(self, name: str) -> None:
-        """Have a model closed as soon as it is idle; of an adapter, the model it belongs to."""
+        """Close a model as soon as it is idle; for an adapter, its base model."""
         entry = self.entry(name)
         served = self.loaded.get(entry.base if isinstance(entry, AdapterEntry) else entry.name)
         if served is not None:
@@ -466,12 +470,14 @@ class ModelRegistry:
             self._released.set()
 
     async def close_idle(self) -> None:
-        """Close models that were idle for their `keep_alive`. Runs as long as the server does."""
+        """Close models that were idle for their `keep_alive`. Runs until it is cancelled."""
         while True:
             self._released.clear()
-            for due_now in [each for each in self.loaded.values() if each.due <= time.monotonic()]:
+            for due_now in [
+                served for served in self.loaded.values() if served.due <= time.monotonic()
+            ]:
                 self._begin_close(due_now)
-                del due_now  # or it would be held while this waits
+                del due_now  # else this frame keeps the model alive while it waits
             due = min((served.due for served in self.loaded.values()), default=math.inf)
             with suppress(TimeoutError):
                 remaining = None if due == math.inf else max(0.0, due - time.monotonic())
@@ -479,7 +485,7 @@ class ModelRegistry:
                     await self._released.wait()
 
     async def close_all(self) -> None:
-        """Close every model; requests that wait for one fail. The end of a registry."""
+        """Close every model for good; requests that wait for one fail."""
         self._is_stopped = True
         self._advance()
         if self._loading is not None and self._loading.task is not None:
@@ -491,14 +497,14 @@ class ModelRegistry:
     # -- adapters ------------------------------------------------------------------------------
 
     async def _adapt(self, base: ServedModel, entry: AdapterEntry) -> ServedModel:
-        """A view of the model with an adapter, which is loaded unless it is there unchanged.
+        """A view of the model with an adapter, which is loaded if it is new or has changed.
 
-        The versions of one adapter are loaded one after the other: the engine keeps the last.
+        Versions of one adapter are loaded one after the other: the engine keeps the last.
         """
         while True:
-            known = base.adapted.get(entry.name)
-            if known is not None and known.stamp == entry.stamp:
-                return known
+            adapted = base.adapted.get(entry.name)
+            if adapted is not None and adapted.stamp == entry.stamp:
+                return adapted
             if entry.name not in base.adapting:
                 task = asyncio.ensure_future(self._load_adapter(base, entry))
                 base.adapting[entry.name] = entry.stamp, task
@@ -524,11 +530,11 @@ class ModelRegistry:
 def _load_model(
     entry: ModelEntry, version: int, keep_alive: float | None
 ) -> ServedModel | Exception:
-    """Load a model; errors are returned, for not every one can pass through a future."""
+    """Load a model. Errors are returned: a future cannot carry every exception."""
     lm: Session | None = None
     try:
         lm = entry.load()
-        lm.engine  # noqa: B018  starts the engine, so that the first request need not wait for it
+        lm.engine  # noqa: B018  starts the engine before the first request
         source = lm.tokenizer.chat_template
         identity = f"{__version__} {lm.model.fingerprint()} {lm.model.precision} {lm.model.device}"
         return ServedModel(
@@ -566,8 +572,8 @@ def _load_adapter(base: ServedModel, entry: AdapterEntry) -> ServedModel | Excep
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """An error that a future may carry, neither StopIteration nor what ends the process; without
-    the values in its frames, which may be weights."""
+    """An error that a future may carry: not StopIteration, nor one that ends the process. Local
+    variables of its frames are cleared, as they may hold weights."""
     inner: BaseException | None = error
     while inner is not None:
         traceback.clear_frames(inner.__traceback__)

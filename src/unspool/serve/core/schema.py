@@ -1,11 +1,10 @@
-"""What the requests of several endpoints have in common.
+"""Request schemas that several endpoints share.
 
-Sampling settings stand beside the rest, or under one key, `unspool`, with what only Unspool has:
+Sampling settings are top-level parameters, or under the key `unspool` with Unspool-specific ones:
 {"model": ..., "messages": [...], "min_p": 0.1, "unspool": {"guard": ["loop"], "trace": true}}
 
-OpenAI's and Anthropic's APIs have more than is here. A parameter that they know and this server
-does not have is refused by its name and with the reason, unless its value asks for nothing. What
-other servers know is in `foreign.py`.
+A parameter of OpenAI's or Anthropic's API that this server lacks is rejected by name with the
+reason, unless its value has no effect. Parameters of other servers are translated first.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from pydantic import (
 )
 
 from unspool.sampling.settings import STAGE_SETTINGS, SamplingSettings
-from unspool.serve.core.foreign import UNUSED, in_our_words
+from unspool.serve.core.foreign import UNUSED, translate_names
 from unspool.serve.http.errors import bad_request, known_names, unsupported
 from unspool.text.chat.messages import ONLY_TEXT
 
@@ -37,27 +36,27 @@ LARGEST_SEED = (1 << 63) - 1
 
 
 class Strict(BaseModel):
-    """A request in which an unknown parameter is refused, never ignored."""
+    """A request whose unknown parameters are rejected, never ignored."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        known_names.update(cls.model_fields)  # to tell who mistyped one which was meant
+        known_names.update(cls.model_fields)  # for suggestions in error messages
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_bool_as_number(cls, given: Any) -> Any:
-        """True is 1 in Python and so to pydantic; in JSON it is no number."""
-        if isinstance(given, dict):
+    def _refuse_bool_as_number(cls, params: Any) -> Any:
+        """Reject booleans for numbers: pydantic accepts True as 1."""
+        if isinstance(params, dict):
             for name, field in cls.model_fields.items():
-                value = given.get(field.alias or name)
+                value = params.get(field.alias or name)
                 annotation: Any = field.annotation
                 if _holds_bool(value) and _takes_only_numbers(annotation):
                     kind = "a number" if isinstance(value, bool) else "numbers"
                     message = f"{name} must be {kind}, got a boolean"
                     raise bad_request(message, name, "invalid_value")
-        return given
+        return params
 
 
 def _holds_bool(value: Any) -> bool:
@@ -69,13 +68,13 @@ def _holds_bool(value: Any) -> bool:
 
 @cache
 def _takes_only_numbers(annotation: Hashable) -> bool:
-    """Whether a field's values have numbers in them, and nothing that may be a boolean."""
+    """Whether a field takes numbers, and nothing that may be a boolean."""
     types = set(_leaf_types(annotation))
     return bool(types & {int, float}) and types <= {int, float, str, type(None)}
 
 
 def _leaf_types(annotation: Any) -> Iterator[Any]:
-    """The types that an annotation is made of, without its containers."""
+    """The types in an annotation, without containers."""
     if get_origin(annotation) is Annotated:
         yield from _leaf_types(get_args(annotation)[0])
     elif get_origin(annotation) is Literal:
@@ -104,20 +103,20 @@ Prompts = (
 )
 
 
-def as_list(given: Prompts) -> list[str | list[int]]:
-    """One text or several, each as words or as token ids: always as a list."""
-    if isinstance(given, str) or isinstance(given[0], int):
-        return [given]
-    return [*given]
+def as_list(value: Prompts) -> list[str | list[int]]:
+    """One prompt or several, each as text or token ids, as a list."""
+    if isinstance(value, str) or isinstance(value[0], int):
+        return [value]
+    return [*value]
 
 
 class StreamOptions(Strict):
     include_usage: bool = False
-    include_obfuscation: bool = False  # we add none, so there is none to leave out
+    include_obfuscation: bool = False  # none is added
 
 
 class Prediction(Strict):
-    """A guess of what the answer will be: read as a draft, which makes it come faster."""
+    """The expected answer, used as a draft for speculative decoding."""
 
     type: Literal["content"]
     content: str | list[dict[str, Any]]
@@ -129,7 +128,7 @@ class Prediction(Strict):
 
 
 def join_parts(parts: list[dict[str, Any]], where: str) -> str:
-    """Content that comes in parts, as one text."""
+    """Join the text parts of a content."""
     for part in parts:
         if part.get("type") not in ("text", "input_text", "output_text"):
             raise unsupported(f"{where} of type {part.get('type')!r:.40}", ONLY_TEXT)
@@ -138,63 +137,65 @@ def join_parts(parts: list[dict[str, Any]], where: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def stops(given: StopStrings | None) -> tuple[str, ...]:
-    found = () if given is None else (given,) if isinstance(given, str) else tuple(given)
-    if len(found) > MAX_STOPS:
-        raise bad_request(f"stop has {len(found)} strings; at most {MAX_STOPS} are allowed", "stop")
-    if any(len(text) > 1000 for text in found):
+def stops(value: StopStrings | None) -> tuple[str, ...]:
+    strings = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    if len(strings) > MAX_STOPS:
+        raise bad_request(f"stop may have at most {MAX_STOPS} strings, got {len(strings)}", "stop")
+    if any(len(text) > 1000 for text in strings):
         raise bad_request("a stop string may have at most 1,000 characters", "stop")
-    return found
+    return strings
 
 
-def biases(given: Bias | None) -> dict[int, float]:
-    """Token ids come as texts in JSON."""
-    check_num_biases(given or ())
-    found: dict[int, float] = {}
-    for token, amount in (given or {}).items():
+def biases(value: Bias | None) -> dict[int, float]:
+    """Biases by token id; ids are strings in JSON."""
+    check_num_biases(value or ())
+    biases_by_token: dict[int, float] = {}
+    for token, amount in (value or {}).items():
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             raise bad_request(
-                f"logit_bias names token {token[:40]!r}; it may be a token id", "logit_bias"
+                f"logit_bias must name tokens by id, got {token[:40]!r}", "logit_bias"
             )
         if not -100 <= amount <= 100:
             raise bad_request(
-                f"logit_bias of {token} is {amount}; it may be from -100 to 100", "logit_bias"
+                f"logit_bias of {token} must be -100 to 100, got {amount}", "logit_bias"
             )
-        # As OpenAI says: 100 means only this one, -100 means never.
-        found[int(token)] = {100.0: float("inf"), -100.0: float("-inf")}.get(amount, amount)
-    return found
+        # As in OpenAI's API: 100 allows this token only, -100 forbids it.
+        biases_by_token[int(token)] = {100.0: float("inf"), -100.0: float("-inf")}.get(
+            amount, amount
+        )
+    return biases_by_token
 
 
 def text_biases(pairs: TextBias, encode: Callable[[str], list[int]]) -> dict[int, float]:
-    """Biases of llama.cpp by token id; a text stands for each of its tokens."""
+    """llama.cpp's biases by token id; a text means each of its tokens."""
     check_num_biases(pairs)
-    found: dict[int, float] = {}
+    biases_by_token: dict[int, float] = {}
     for token, amount in pairs:
         ids = [token] if isinstance(token, int) else encode(token)
-        found |= dict.fromkeys(ids, amount)
-    return found
+        biases_by_token |= dict.fromkeys(ids, amount)
+    return biases_by_token
 
 
-def check_num_biases(given: Collection[Any]) -> None:
-    if len(given) > MAX_BIASES:
+def check_num_biases(value: Collection[Any]) -> None:
+    if len(value) > MAX_BIASES:
         raise bad_request(
-            f"logit_bias may name at most {MAX_BIASES} tokens, got {len(given)}", "logit_bias"
+            f"logit_bias may name at most {MAX_BIASES} tokens, got {len(value)}", "logit_bias"
         )
 
 
-# -- Unspool's own ---------------------------------------------------------------------------
+# -- Unspool-specific ------------------------------------------------------------------------
 
 Number = float | None
 Whole = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None
 MAX_CANDIDATES = 100
-LONGEST_GUARD = 2_000  # characters
+MAX_GUARD_LENGTH = 2_000  # characters
 Breaker = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=32)]
-JudgeText = Annotated[str, Field(max_length=LONGEST_GUARD)]
-GuardText = Annotated[str, Field(max_length=LONGEST_GUARD)]
+JudgeText = Annotated[str, Field(max_length=MAX_GUARD_LENGTH)]
+GuardText = Annotated[str, Field(max_length=MAX_GUARD_LENGTH)]
 
 
 class Sampling(Strict):
-    """Sampling settings; those left out have Unspool's usual values."""
+    """Sampling settings; omitted ones have Unspool's defaults."""
 
     temperature: Number = None
     top_k: Whole = None
@@ -221,7 +222,7 @@ class Sampling(Strict):
     mirostat_tau: Number = None
     mirostat_eta: Number = None
     stages: list[str] | None = Field(
-        None, max_length=len(STAGE_SETTINGS), description="the stages in your own order"
+        None, max_length=len(STAGE_SETTINGS), description="order of the sampling stages"
     )
 
 
@@ -229,17 +230,19 @@ assert {*SamplingSettings.__dataclass_fields__} == {*Sampling.model_fields, "see
 
 
 class Constraints(Sampling):
-    """Sampling settings, and what the text may be."""
+    """Sampling settings, and constraints on the text."""
 
     regex: str | None = Field(None, description="the text must match this")
     grammar: str | None = Field(None, description="a Lark or GBNF grammar")
     choice: list[str] | None = Field(None, description="the text must be one of these")
-    json_schema: dict[str, Any] | None = Field(None, description="the text must be such JSON")
-    end: bool = Field(True, description="false: go on where the model would end")
+    json_schema: dict[str, Any] | None = Field(
+        None, description="the text must be JSON of this schema"
+    )
+    end: bool = Field(True, description="false: continue where the model would end")
 
 
 class Think(BaseModel):
-    """A search for a better answer. What else is given here are options of the policy."""
+    """A search for a better answer. Further fields are options of the policy."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -248,51 +251,53 @@ class Think(BaseModel):
         None, description="logprob, certainty, regex:PATTERN, ask, vote, vote+JUDGE, ..."
     )
     budget: int | None = Field(
-        None, ge=1, lt=1 << 31, description="tokens it may compute (2000, or what the server lets)"
+        None, ge=1, lt=1 << 31, description="tokens it may compute (2000, or the server's limit)"
     )
 
     def policy_options(self) -> dict[str, Any]:
-        """What the policy is told."""
+        """Options of the policy."""
         return dict(self.model_extra or {})
 
 
 class Extension(Constraints):
-    """Sampling stages and their order, guards, grammars, and how much of each step to tell."""
+    """Sampling stages and their order, guards, grammars, and how much of each step to report."""
 
     guard: GuardText | list[GuardText] | None = Field(
         None, description="loop, ban=WORD|WORD, pattern=REGEX, surprise=NATS; each also :stop"
     )
     speculate: Literal["lookup", "head"] | None = Field(
         None,
-        description="guess ahead: from what stands in the text already, or by a head that was "
-        "trained for the model",
+        description="speculative decoding: drafts by prompt lookup, or by a head trained for the "
+        "model",
     )
-    trace: bool = Field(False, description="tell every step: candidates, stages, draw")
-    top: int = Field(5, ge=0, le=MAX_CANDIDATES, description="candidates that a trace tells")
+    trace: bool = Field(False, description="report every step: candidates, stages, draw")
+    top: int = Field(5, ge=0, le=MAX_CANDIDATES, description="candidates in a trace")
     cache: bool = Field(
-        True, description="false: the whole text is read again for every token, to see the cost"
+        True, description="false: recompute the whole text for every token, to see the cost"
     )
     endless: StrictBool | Annotated[StrictInt, Field(ge=1, lt=1 << 31)] | None = Field(
         None,
-        description="go on beyond the context, forgetting the oldest tokens; a number: how many of "
-        "the first stay in view",
+        description="continue beyond the context, dropping the oldest tokens; a number: how many "
+        "of the first tokens stay visible",
     )
-    sample: int = Field(0, ge=0, lt=1 << 31, description="which of the seed's many texts")
+    sample: int = Field(0, ge=0, lt=1 << 31, description="index of the sample for this seed")
     priority: int = Field(0, ge=-100, le=100)
     think: Think | None = Field(None, description="search for the answer (/v1/chat/completions)")
 
     def options(self) -> dict[str, Any]:
-        """Those that were given, as `LanguageModel.stream` takes them."""
-        found = self.model_dump(exclude_none=True, exclude={"trace", "top"}, exclude_defaults=True)
+        """Options of `LanguageModel.stream` that the request sets."""
+        options = self.model_dump(
+            exclude_none=True, exclude={"trace", "top"}, exclude_defaults=True
+        )
         if isinstance(self.guard, list) and not 0 < len(self.guard) <= MAX_STOPS:
             raise bad_request(f"unspool.guard may name 1 to {MAX_STOPS} guards", "unspool.guard")
         if self.think is not None:
             raise bad_request("unspool.think is for /v1/chat/completions", "unspool.think")
-        if "stages" in found:
-            found["stages"] = tuple(found["stages"])
+        if "stages" in options:
+            options["stages"] = tuple(options["stages"])
         if self.trace:
-            found.update(explain=True, top=self.top)
-        return found
+            options.update(explain=True, top=self.top)
+        return options
 
 
 # -- forms -----------------------------------------------------------------------------------
@@ -303,35 +308,39 @@ Values = Mapping[str, Collection[Any]]
 
 
 class ExtensionWithSeed(Extension):
-    """For APIs that know no seed."""
+    """For APIs without a seed."""
 
     seed: Seed | None = Field(None, description="same seed, same text")
 
 
 class PartialApi(Strict):
-    """Something that has more parameters elsewhere than here."""
+    """A schema of which this server lacks some parameters."""
 
-    unsupported_fields: ClassVar[Reasons] = {}  # these, and why they are not here
-    noop_values: ClassVar[Values] = {}  # values of them that ask for nothing
+    unsupported_fields: ClassVar[Reasons] = {}  # and why
+    noop_values: ClassVar[Values] = {}  # values of them that have no effect
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_absent(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        for name, value in given.items():
+    def _refuse_absent(cls, params: Any) -> Any:
+        if not isinstance(params, dict):
+            return params
+        for name, value in params.items():
             default = (None, False, [], {}, *cls.noop_values.get(name, ()))
             if name in cls.unsupported_fields and value not in default:
                 raise unsupported(name, cls.unsupported_fields[name])
-        return {name: value for name, value in given.items() if name not in cls.unsupported_fields}
+        return {name: value for name, value in params.items() if name not in cls.unsupported_fields}
 
 
 def by_type(models: Mapping[str, str], default: str = "") -> Discriminator:
-    """Which model of a union is meant: found by `type`, before it is checked, so that an error is
-    about that one alone. `models` gives each type's tag; `default` is the type of what has none."""
+    """Select the member of a union by `type` before validation, so that errors are about it alone.
 
-    def tag_of(given: Any) -> str | None:
-        kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    Args:
+        models: The tag of each type.
+        default: The type of objects without one.
+    """
+
+    def tag_of(value: Any) -> str | None:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
         return models.get(default if kind is None else str(kind))
 
     expected = ", ".join(models)
@@ -339,46 +348,46 @@ def by_type(models: Mapping[str, str], default: str = "") -> Discriminator:
 
 
 class ForeignRequest(PartialApi):
-    """A request in which the words of other servers are understood."""
+    """A request that accepts parameters of other servers."""
 
     keep_alive: float | ShortText | None = Field(
-        None, description="how long the model stays when nobody uses it: seconds, or 5m; 0: unload"
+        None, description="how long the idle model stays loaded: seconds, or 5m; 0: unload"
     )
     _ignored: list[str] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="wrap")
     @classmethod
-    def _translate(cls, given: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
-        if not isinstance(given, dict):
-            return read(given)
-        ours, ignored = cls._translated(given)
-        unused = ours.pop(UNUSED, ())
-        found = read(ours)
-        for name in unused:  # settings of samplers that are not listed: checked, but not used
+    def _translate(cls, value: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(value, dict):
+            return read(value)
+        translated, ignored = cls._translated(value)
+        unused = translated.pop(UNUSED, ())
+        request = read(translated)
+        for name in unused:  # settings of samplers that are not listed: validated, but not used
             if name in cls.model_fields:
-                setattr(found, name, None)
-        found._ignored += ignored
-        return found
+                setattr(request, name, None)
+        request._ignored += ignored
+        return request
 
     @classmethod
-    def _translated(cls, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        return in_our_words(given, keep={*cls.model_fields, *cls.unsupported_fields})
+    def _translated(cls, params: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        return translate_names(params, keep={*cls.model_fields, *cls.unsupported_fields})
 
     @property
     def ignored(self) -> list[str]:
-        """What was asked for, and is of no meaning here."""
+        """Parameters that have no effect."""
         return self._ignored
 
 
 class LoraScale(Strict):
-    """How strongly an adapter of `/lora-adapters` is applied."""
+    """The scale of an adapter of `/lora-adapters`."""
 
     id: StrictInt
     scale: float
 
 
 class SamplingRequest(ForeignRequest, Constraints):
-    """What chats and completions have in common."""
+    """Parameters that chats and completions share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -392,7 +401,7 @@ class SamplingRequest(ForeignRequest, Constraints):
     # llama.cpp's
     timings_per_token: StrictBool | None = Field(None, description="timings in every chunk")
     return_progress: StrictBool | None = Field(
-        None, description="in a stream, chunks that say how much of the prompt is computed"
+        None, description="in a stream: chunks with the progress of the prompt"
     )
     verbose: StrictBool | None = Field(
         None, description="the prompt as text in the answer, under __verbose (not in streams)"

@@ -1,4 +1,4 @@
-"""What is told of a text beyond its words: steps, and under `unspool` how an answer came about."""
+"""Steps, timings and traces of texts as JSON: the parts under `unspool` and `timings`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 from unspool.engine.steps import Candidate, Step
 from unspool.sampling.records import StageReport
-from unspool.serve.core.texts import Text, Texts
+from unspool.serve.core.texts import RequestText, RequestTexts
 
-Readable = Callable[[int, bytes], str]  # a token, and what of a character stands before it
+Readable = Callable[[int, bytes], str]  # text of a token after an incomplete UTF-8 character
 
 
-def texts_json(texts: Texts, trace: bool) -> dict[str, Any]:
-    """Of each choice: the seed and the sample number that bring it back, and how it went."""
+def texts_json(texts: RequestTexts, trace: bool) -> dict[str, Any]:
+    """For each choice: the seed and sample that reproduce it, its log-probability and notes."""
     readable = texts.served.lm.readable
     return {"choices": [_choice(text, trace, readable) for text in texts.all]}
 
 
-def _choice(text: Text, trace: bool, readable: Readable) -> dict[str, Any]:
+def _choice(text: RequestText, trace: bool, readable: Readable) -> dict[str, Any]:
     generation = text.generation
-    found: dict[str, Any] = {
+    choice: dict[str, Any] = {
         "seed": generation.seed,
         "sample": generation.request.limits.sample,
         "logprob": finite(generation.logprob),
@@ -32,22 +32,22 @@ def _choice(text: Text, trace: bool, readable: Readable) -> dict[str, Any]:
     }
     if trace:
         prompt = len(generation.prompt)
-        found["steps"] = [step_json(step, prompt, readable) for step in generation.steps]
-    return found
+        choice["steps"] = [step_json(step, prompt, readable) for step in generation.steps]
+    return choice
 
 
 def step_json(step: Step, prompt: int, readable: Readable) -> dict[str, Any]:
-    """A step in full: what was weighed, what each stage did, where the draw fell.
+    """A full step: candidate tokens, what each sampling stage did, and which one was sampled.
 
-    As `Step.to_dict`, with its number behind the `prompt` tokens of the prompt, and with every
-    token readable. `piece` is the token alone; `text` what could be shown once it was there.
+    As `Step.to_dict`, with its index after the `prompt` tokens of the prompt, and with readable
+    tokens. `piece` is the token alone; `text` is the text that became complete with it.
     """
-    begun = step.begun
+    partial_utf8 = step.begun
     return {
         "index": step.position - prompt,
         "position": step.position,
         "token": step.token,
-        "piece": readable(step.token, begun),
+        "piece": readable(step.token, partial_utf8),
         "text": step.text,
         "bytes": list(step.bytes),
         "logprob": finite(step.logprob),
@@ -57,8 +57,10 @@ def step_json(step: Step, prompt: int, readable: Readable) -> dict[str, Any]:
         "draw": None
         if step.draw is None
         else {"u": step.draw.u, "low": step.draw.low, "high": step.draw.high},
-        "candidates": [_candidate(candidate, readable, begun) for candidate in step.candidates],
-        "stages": [_stage(stage, readable, begun) for stage in step.stages],
+        "candidates": [
+            _candidate(candidate, readable, partial_utf8) for candidate in step.candidates
+        ],
+        "stages": [_stage(stage, readable, partial_utf8) for stage in step.stages],
         "seconds": step.seconds,
         "finish_reason": step.finish_reason,
         "draft": step.draft,
@@ -68,30 +70,30 @@ def step_json(step: Step, prompt: int, readable: Readable) -> dict[str, Any]:
     }
 
 
-def _candidate(candidate: Candidate, readable: Readable, begun: bytes) -> dict[str, Any]:
+def _candidate(candidate: Candidate, readable: Readable, partial_utf8: bytes) -> dict[str, Any]:
     return {
         "token": candidate.token,
-        "text": readable(candidate.token, begun),
+        "text": readable(candidate.token, partial_utf8),
         "logprob": finite(candidate.logprob),
         "probability": candidate.probability,
     }
 
 
-def _stage(stage: StageReport, readable: Readable, begun: bytes) -> dict[str, Any]:
+def _stage(stage: StageReport, readable: Readable, partial_utf8: bytes) -> dict[str, Any]:
     return {
         "name": stage.name,
         "kept": stage.kept,
         "removed": stage.removed,
         "kept_mass": stage.kept_mass,
         "changed": stage.changed,
-        "top": [[token, chance, readable(token, begun)] for token, chance in stage.top],
+        "top": [[token, chance, readable(token, partial_utf8)] for token, chance in stage.top],
     }
 
 
-def timings_json(text: Text) -> dict[str, Any]:
-    """How fast a text is read and written, as llama.cpp reports it.
+def timings_json(text: RequestText) -> dict[str, Any]:
+    """Prompt and decode speed of a text, as llama.cpp reports them.
 
-    The first token comes with the prompt, so the rate of writing is that of the others.
+    The first token is part of the prompt's time, so the decode rate is that of the others.
     """
     num_read = len(text.generation.prompt) - text.reused
     num_written = len(text.generation.steps)
@@ -112,8 +114,8 @@ def timings_json(text: Text) -> dict[str, Any]:
     return timings
 
 
-def progress_json(text: Text, computed: int, *, timed: bool) -> dict[str, Any]:
-    """How much of a prompt is computed, as llama.cpp reports it; with timings if `timed`."""
+def progress_json(text: RequestText, computed: int, *, timed: bool) -> dict[str, Any]:
+    """Prompt progress, as llama.cpp reports it; with timings if `timed`."""
     seconds = 0.0 if computed <= text.reused else perf_counter() - text.progress_since
     progress: dict[str, Any] = {
         "prompt_progress": {
@@ -135,5 +137,5 @@ def progress_json(text: Text, computed: int, *, timed: bool) -> dict[str, Any]:
 
 
 def finite(number: float) -> float | None:
-    """JSON has no infinity: the logarithm of nothing is null."""
+    """The number, or None if it is infinite or NaN, which JSON has not."""
     return number if math.isfinite(number) else None

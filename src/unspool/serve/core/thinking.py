@@ -1,7 +1,6 @@
-"""A search for an answer on behalf of a request: what it may ask for, and how it is ended.
+"""Search for a better answer on behalf of a request: its limits, start and end.
 
-Whoever hangs up ends it: the texts that are being written stop at once, and everything that the
-search holds is given back.
+Disconnecting stops the search: running texts are cancelled, and its resources are released.
 """
 
 from __future__ import annotations
@@ -26,40 +25,40 @@ from unspool.engine.stream import StepQueue, StepStream
 from unspool.serve.core.registry import ServedModel
 from unspool.serve.core.schema import Think
 from unspool.serve.core.state import Call
-from unspool.serve.core.texts import Texts
+from unspool.serve.core.texts import RequestTexts
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.settings import ServeSettings
 from unspool.serve.http.threads import Runner, Worker
 
-# Options of policies that say how many texts are written side by side, one times the other.
+# Options of policies whose product is the number of parallel texts.
 _WIDTHS = ("n", "width", "keep", "k", "subtrees")
-_USUAL_BUDGET = 2000
+_DEFAULT_BUDGET = 2000
 Messages = Sequence[Mapping[str, Any]]
 
 
-def check_think(wanted: Think, settings: ServeSettings) -> JudgeName | None:
-    """Refuse what this server does not do, before a request waits for its turn."""
-    options = wanted.policy_options()
-    check_policy(wanted.policy, options)
-    if (wanted.budget or 0) > settings.max_think:
+def check_think(think: Think, settings: ServeSettings) -> JudgeName | None:
+    """Reject what this server does not allow, before the request queues."""
+    options = think.policy_options()
+    check_policy(think.policy, options)
+    if (think.budget or 0) > settings.max_think:
         raise bad_request(
-            f"budget is {wanted.budget:,}; this server lets a search compute at most "
-            f"{settings.max_think:,} tokens",
+            f"budget must be at most {settings.max_think:,} tokens on this server, got "
+            f"{think.budget:,}",
             "budget",
         )
-    if places_of(wanted) > settings.max_choices:
+    if places_of(think) > settings.max_choices:
         raise bad_request(
-            f"the policy would write {places_of(wanted)} texts at once "
-            f"({' times '.join(_widths(wanted))}); this server allows at most "
+            f"the policy would run {places_of(think)} texts in parallel "
+            f"({' times '.join(_widths(think))}); this server allows at most "
             f"{settings.max_choices}",
             "think",
         )
     if "extract" in options:
         raise bad_request("give the pattern of a vote as its judge: vote:PATTERN", "extract")
-    judge = None if wanted.judge is None else JudgeName.parse(wanted.judge)
+    judge = None if think.judge is None else JudgeName.parse(think.judge)
     if judge is not None and judge.runs_code:
         raise bad_request(
-            "judges that run files (python:, tests:) cannot be asked for over HTTP; use "
+            "judges that run files (python:, tests:) are not available over HTTP; use "
             "unspool think or lm.think on the machine itself",
             "judge",
             "judge_not_allowed",
@@ -67,24 +66,24 @@ def check_think(wanted: Think, settings: ServeSettings) -> JudgeName | None:
     return judge
 
 
-def budget_of(wanted: Think, settings: ServeSettings) -> int:
-    """How many tokens it may compute."""
-    return wanted.budget or min(_USUAL_BUDGET, settings.max_think)
+def budget_of(think: Think, settings: ServeSettings) -> int:
+    """The number of tokens it may compute."""
+    return think.budget or min(_DEFAULT_BUDGET, settings.max_think)
 
 
-def places_of(wanted: Think) -> int:
-    """How many texts it will write at once."""
-    return math.prod(max(1, width) for width in _widths(wanted).values())
+def places_of(think: Think) -> int:
+    """The number of texts it runs in parallel."""
+    return math.prod(max(1, width) for width in _widths(think).values())
 
 
-def _widths(wanted: Think) -> dict[str, int]:
-    """What was given, or is usual for the policy."""
-    known = {**policy_options(wanted.policy), **wanted.policy_options()}
-    return {name: known[name] for name in _WIDTHS if isinstance(known.get(name), int)}
+def _widths(think: Think) -> dict[str, int]:
+    """The widths of the request, or the defaults of the policy."""
+    options = {**policy_options(think.policy), **think.policy_options()}
+    return {name: options[name] for name in _WIDTHS if isinstance(options.get(name), int)}
 
 
-class Searching(Worker[Event]):
-    """The events of a search, made on a thread. Who leaves ends the search, and waits for that."""
+class SearchWorker(Worker[Event]):
+    """The events of a search that runs on threads. Exiting stops the search and waits for it."""
 
     def __init__(self, stream: ThoughtStream, run: Runner) -> None:
         super().__init__(stream, run)
@@ -97,55 +96,55 @@ class Searching(Worker[Event]):
 
 async def begin_search(
     call: Call,
-    wanted: Think,
+    think: Think,
     judge: JudgeName | None,
     ids: list[int],
     options: dict[str, Any],
-    asked: Messages | None,
-) -> Searching:
-    """The search, all of it checked; nothing is computed yet. Judges that are models are among
-    those that this server has."""
+    messages: Messages | None,
+) -> SearchWorker:
+    """Check the options and prepare the search; nothing is computed yet. A judge that is a model
+    must be one of this server."""
     call.check_prompt(len(ids))
     other: ServedModel | None = None
     if judge is not None and judge.model is not None:
         other = await call.hold_model(judge.model)
 
-    def begun() -> ThoughtStream:
+    def open_stream() -> ThoughtStream:
         lm = call.served.lm
-        found: Judge | None = None
+        verifier: Judge | None = None
         if judge is not None:
-            found = judge_named(
-                lm, judge, conversation=asked, load=lambda _: other.lm if other else lm
+            verifier = judge_named(
+                lm, judge, conversation=messages, load=lambda _: other.lm if other else lm
             )
         return stream_think(
             lm,
             ids,
-            policy=wanted.policy,
-            judge=found,
-            budget=budget_of(wanted, call.settings),
-            **wanted.policy_options(),
+            policy=think.policy,
+            judge=verifier,
+            budget=budget_of(think, call.settings),
+            **think.policy_options(),
             **options,
         )
 
-    return await call.hold(Searching(await call.thread(begun), call.run))
+    return await call.hold(SearchWorker(await call.thread(open_stream), call.run))
 
 
 @dataclass(eq=False)
-class ThoughtTexts(Texts):
-    """The winner of a search as a text like any other, written all at once when it is found."""
+class SearchTexts(RequestTexts):
+    """The winner of a search as a text whose steps are all available when it starts."""
 
     stream: ThoughtStream | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def thought(self) -> Thought | None:
+    def result(self) -> Thought | None:
         return self.stream.result if self.stream is not None and self.stream.is_over else None
 
     def _open_stream(self, number: int) -> tuple[Generation, StepStream]:
-        assert self.thought is not None
-        best, queue = self.thought.best, StepQueue()
+        assert self.result is not None
+        best, queue = self.result.best, StepQueue()
         for place, step in enumerate(best.steps, 1):
-            last = place == len(best.steps)  # one that the budget cut short has ended too
+            last = place == len(best.steps)  # also if the budget cut it off
             reason = (step.finish_reason or "length") if last else None
             queue.put(replace(step, finish_reason=reason))
         queue.end()
@@ -154,15 +153,15 @@ class ThoughtTexts(Texts):
         )
 
     def usage(self) -> dict[str, Any]:
-        """All that was computed is part of the answer; what is not in the winner is reasoning."""
-        found = super().usage()
+        """Counts all computed tokens; those that are not in the winner are reasoning tokens."""
+        usage = super().usage()
         if self.stream is None:
-            return found
-        spent, shown = self.stream.spent, found["completion_tokens"]
-        computed = max(shown, spent.written + spent.judged)
-        found["completion_tokens"] = computed
-        found["total_tokens"] = found["prompt_tokens"] + computed
-        found["completion_tokens_details"]["reasoning_tokens"] = computed - shown
-        cached = max(0, found["prompt_tokens"] - 1 - spent.prompt)
-        found["prompt_tokens_details"]["cached_tokens"] = cached
-        return found
+            return usage
+        spent, visible = self.stream.spent, usage["completion_tokens"]
+        computed = max(visible, spent.written + spent.judged)
+        usage["completion_tokens"] = computed
+        usage["total_tokens"] = usage["prompt_tokens"] + computed
+        usage["completion_tokens_details"]["reasoning_tokens"] = computed - visible
+        cached = max(0, usage["prompt_tokens"] - 1 - spent.prompt)
+        usage["prompt_tokens_details"]["cached_tokens"] = cached
+        return usage

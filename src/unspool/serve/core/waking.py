@@ -1,9 +1,9 @@
-"""The event loop woken from other threads: once for all that has happened since it last looked.
+"""Wake the event loop from other threads, once for all pending callbacks.
 
-A step brings a token to each of hundreds of texts. Waking the loop for every one of them would cost
-more than what is then done about it. And where a round of all that is to be done takes long, the
-next one waits twice as long: what comes meanwhile is sent in one piece, and whoever computes (the
-engine's thread, with which this one shares Python's lock) is not held up by its readers.
+A step brings a token to each of hundreds of texts; waking the loop for each would cost more than
+handling them. After a round of callbacks that takes long, the next one is delayed by twice that
+time: tokens that arrive meanwhile are sent in one piece, and the engine thread, which shares the
+GIL with the loop, is not slowed down.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from weakref import WeakKeyDictionary
 
-_SHORT = 0.001  # seconds: a round that does not count
-_LONGEST_PAUSE = 0.02  # seconds between rounds; nobody sees a text stutter at that
+_SHORT_ROUND_S = 0.001  # no delay after a round up to this long
+_MAX_PAUSE_S = 0.02  # between rounds; not visible as stutter
 
 
-class Waking:
-    """What is to be called on one event loop."""
+class LoopWaker:
+    """Callbacks to run on one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -27,41 +27,41 @@ class Waking:
         self._is_woken = False
 
     @classmethod
-    def here(cls) -> Waking:
-        """The one of the loop that runs on this thread."""
+    def for_running_loop(cls) -> LoopWaker:
+        """The waker of the event loop that runs on this thread."""
         loop = asyncio.get_running_loop()
-        if loop not in _known:
-            _known[loop] = cls(loop)
-        return _known[loop]
+        if loop not in _wakers:
+            _wakers[loop] = cls(loop)
+        return _wakers[loop]
 
-    def call(self, work: Callable[[], object]) -> None:
-        """From any thread: have this called on the loop, soon."""
-        self._calls.append(work)
+    def schedule(self, callback: Callable[[], object]) -> None:
+        """Call this soon on the loop. Thread-safe."""
+        self._calls.append(callback)
         if not self._is_woken:
             self._is_woken = True
-            with suppress(RuntimeError):  # the server has stopped meanwhile
-                self._loop.call_soon_threadsafe(self._carry_out)
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._run_callbacks)
 
-    def _carry_out(self) -> None:
+    def _run_callbacks(self) -> None:
         began, calls = self._loop.time(), self._calls
         for _ in range(len(calls)):
-            work = calls.popleft()
+            callback = calls.popleft()
             try:
-                work()
-            except Exception as error:  # one reader's, and no other's
-                said = {"message": "a reader's callback failed", "exception": error}
-                self._loop.call_exception_handler(said)
-        took = self._loop.time() - began
-        if took > _SHORT:
-            self._loop.call_later(min(2 * took, _LONGEST_PAUSE), self._go_on)
+                callback()
+            except Exception as error:  # must not affect other requests
+                context = {"message": "a callback failed", "exception": error}
+                self._loop.call_exception_handler(context)
+        round_s = self._loop.time() - began
+        if round_s > _SHORT_ROUND_S:
+            self._loop.call_later(min(2 * round_s, _MAX_PAUSE_S), self._next_round)
         else:
-            self._go_on()
+            self._next_round()
 
-    def _go_on(self) -> None:
-        self._is_woken = False  # before looking: what comes from now on wakes again
+    def _next_round(self) -> None:
+        self._is_woken = False  # first: callbacks scheduled from now on wake the loop again
         if self._calls:
             self._is_woken = True
-            self._loop.call_soon(self._carry_out)
+            self._loop.call_soon(self._run_callbacks)
 
 
-_known: WeakKeyDictionary[asyncio.AbstractEventLoop, Waking] = WeakKeyDictionary()
+_wakers: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = WeakKeyDictionary()

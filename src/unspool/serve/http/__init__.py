@@ -1,1 +1,1 @@
-"""HTTP itself: the application, who may ask, errors, events, logs and metrics."""
+"""HTTP transport: settings, sockets, middleware, errors, events and logs. Knows no models."""

@@ -1,4 +1,4 @@
-"""A client that hangs up ends the work that is done for it."""
+"""Cancel the work of a request when its client disconnects."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from starlette.types import Receive
 
 
 class CancelOnDisconnect:
-    """A context that is cancelled when the client hangs up, and raises ConnectionResetError then.
+    """Context manager that is cancelled when the client disconnects, and then raises
+    ConnectionResetError.
 
-    As `asyncio.timeout` does with a clock: the work runs in the task that entered, so that it is
-    interrupted at whatever it awaits, and every context inside is left in order.
+    Like `asyncio.timeout`: the body runs in the task that entered, is interrupted where it awaits,
+    and every inner context manager exits normally.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -41,9 +42,9 @@ class CancelOnDisconnect:
         self._watching.cancel()
         if not self._is_gone:
             return
-        with suppress(asyncio.CancelledError):  # ours, if it came too late to interrupt anything
+        with suppress(asyncio.CancelledError):  # this one, if the body ended first
             await asyncio.sleep(0)
-        if self._task.uncancel() > self._cancels_before:  # somebody else has cancelled the task
+        if self._task.uncancel() > self._cancels_before:  # the task was cancelled from outside too
             raise asyncio.CancelledError
         if kind is asyncio.CancelledError:
-            raise ConnectionResetError("the client has gone")
+            raise ConnectionResetError("the client has disconnected")

@@ -1,7 +1,7 @@
-"""`GET /docs`: a page that shows what the server can do, and lets people try it.
+"""`GET /docs`: a page that lists the endpoints and lets people try them.
 
-It is one file without anything from elsewhere, so that it works offline and tells nobody. What may
-run in it is said by the hashes of its own style and script.
+One self-contained file, so that it works offline and sends no request to other hosts. Its
+Content-Security-Policy allows its own style and script, by hash.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ async def docs() -> Response:
 def _page() -> tuple[str, str]:
     """The page, and its Content-Security-Policy."""
     text = PAGE.read_text(encoding="utf-8")
-    allowed = {
+    directives = {
         "default-src": "'none'",
         "style-src": _hashes("style", text),
         "script-src": _hashes("script", text),
@@ -46,11 +46,11 @@ def _page() -> tuple[str, str]:
         "form-action": "'none'",
         "frame-ancestors": "'none'",
     }
-    return text, "; ".join(f"{name} {value}" for name, value in allowed.items())
+    return text, "; ".join(f"{name} {value}" for name, value in directives.items())
 
 
 def _hashes(tag: str, text: str) -> str:
-    """What stands in these elements, as a policy names it."""
+    """Hashes of the content of these elements, as a policy lists them."""
     parts = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     digests = (hashlib.sha256(part.encode()).digest() for part in parts)
     return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)

@@ -1,8 +1,8 @@
-"""What a client is told when something is wrong: a status, and words in the shape it expects.
+"""Error responses: a status, and a body in the shape that each API's clients expect.
 
 OpenAI's clients expect `{"error": {"message", "type", "param", "code"}}`, Anthropic's
-`{"type": "error", "error": {"type", "message"}}`, Ollama's `{"error": message}`. Whatever is raised
-anywhere below ends here.
+`{"type": "error", "error": {"type", "message"}}`, Ollama's `{"error": message}`. Every exception
+that a request raises is converted here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOO_LONG = "context_length_exceeded"
 
 
 class ApiError(HTTPException):
-    """An answer that is an error. (FastAPI lets only its own kind through while it reads.)"""
+    """An error response. A subclass because FastAPI only lets HTTPException through its parsing."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ApiError(HTTPException):
         self.status, self.message, self.param, self.code = status, message, param, code
         lengths = {"n_prompt_tokens": num_prompt_tokens, "n_ctx": context}  # llama.cpp's names
         self.lengths = {name: number for name, number in lengths.items() if number is not None}
-        self.details = details  # what Anthropic's clients read to recover by themselves
+        self.details = details  # Anthropic's clients read them to recover
 
     @property
     def type(self) -> str:
@@ -94,7 +94,7 @@ class ApiError(HTTPException):
         return {"error": error}
 
     def body(self, path: str) -> dict[str, Any]:
-        """The shape that clients of this path expect."""
+        """The body that clients of this path expect."""
         if path.startswith("/v1/messages"):
             return self.anthropic()
         if path.startswith("/api/"):
@@ -103,28 +103,28 @@ class ApiError(HTTPException):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A request that cannot be carried out as it is."""
+    """An invalid request (400)."""
     return ApiError(400, message, param=param, code=code)
 
 
 def too_long(message: str, num_tokens: int | None, context: int | None) -> ApiError:
-    """A prompt that does not fit: how many tokens it has (at least), and how many fit."""
+    """A prompt that does not fit: its number of tokens (or a lower bound), and how many fit."""
     return ApiError(400, message, code=TOO_LONG, num_prompt_tokens=num_tokens, context=context)
 
 
 def unsupported(param: str, why: str) -> ApiError:
-    """A parameter that OpenAI knows and that is not there; it is named, never ignored."""
+    """A parameter of the API that this server lacks: rejected by name, never ignored."""
     return ApiError(400, f"{param} is not supported: {why}", param=param, code="unsupported_value")
 
 
 def thread_not_found() -> ApiError:
-    """A thread of `/v1/messages` that is not stored (any more): clients send all of it again."""
-    message = "no thread has the message previous_message_id; send all messages as a new thread"
+    """A thread of `/v1/messages` that is not stored: clients then send the whole conversation."""
+    message = "previous_message_id is in no stored thread; send all messages as a new thread"
     details = {"error_code": "thread_not_found"}
     return ApiError(404, message, param="thread", code="thread_not_found", details=details)
 
 
-STOPPING = "x-unspool-stopping"  # a header that tells a gateway to ask another replica
+STOPPING = "x-unspool-stopping"  # header: the gateway should try another replica
 
 
 def shutting_down() -> ApiError:
@@ -134,7 +134,7 @@ def shutting_down() -> ApiError:
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """Any error as an answer. What is not the caller's doing says nothing of the inside."""
+    """Convert any exception. The message of an internal error reveals no details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextError):
@@ -142,11 +142,11 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, BusyError):
         return ApiError(503, str(error), code="overloaded", retry_after=1)
     if isinstance(error, UnspoolError):
-        return bad_request(str(error), param=_named(str(error)))
+        return bad_request(str(error), param=_setting_name(str(error)))
     if isinstance(error, TimeoutError):
-        return ApiError(504, "the request's time was up before its text was finished")
+        return ApiError(504, "the request timed out before its text was finished")
     if isinstance(error, ConnectionResetError):
-        return ApiError(499, str(error))  # which nobody will read
+        return ApiError(499, str(error))  # only for the log
     if isinstance(error, RequestValidationError | ValidationError):
         return invalid(error.errors())
     if isinstance(error, AnyHTTPException):
@@ -154,26 +154,26 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, RecursionError):
         return bad_request("the request is nested too deep")
     if isinstance(error, MemoryError):
-        return ApiError(503, "there is not enough memory for this request now", retry_after=5)
-    return ApiError(500, "the server met an error of its own; its log has the details")
+        return ApiError(503, "not enough memory for this request", retry_after=5)
+    return ApiError(500, "internal server error; see the server's log")
 
 
 def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What validation found, in words: of several faults the first of those that lie deepest, as
-    where a value may have several forms, the one that fits furthest is the one that was meant."""
-    nothing = {"loc": (), "msg": "the request cannot be read", "type": ""}
-    first: Mapping[str, Any] = max(errors, key=lambda error: len(error["loc"]), default=nothing)
+    """The message for pydantic's errors: the first of the deepest ones. Where a value may have
+    several forms, the one that matches furthest is most likely the intended one."""
+    unreadable = {"loc": (), "msg": "the request cannot be parsed", "type": ""}
+    first: Mapping[str, Any] = max(errors, key=lambda error: len(error["loc"]), default=unreadable)
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-    place = [part for part in place if not _is_branch(part)]
+    place = [part for part in place if not _is_type_name(part)]
     name, kind = ".".join(place) or None, str(first["type"])
     if kind == "wrong_type" or (kind == "literal_error" and place[-1:] == ["type"]):
-        given = first["input"].get("type") if isinstance(first["input"], dict) else first["input"]
+        value = first["input"].get("type") if isinstance(first["input"], dict) else first["input"]
         words = [part for part in place if not part.isdigit() and part != "type"]
-        what = f"{words[-1] if words else 'a value'} of type {str(given)[:60]!r}"
+        what = f"{words[-1] if words else 'a value'} of type {str(value)[:60]!r}"
         expected = first["msg"] if kind == "wrong_type" else first["ctx"]["expected"]
-        return unsupported(what, f"it may be {expected}")
+        return unsupported(what, f"allowed: {expected}")
     if kind == "extra_forbidden":
-        return bad_request(_unknown(name or ""), name, "unknown_parameter")
+        return bad_request(_unknown_parameter(name or ""), name, "unknown_parameter")
     if kind == "missing":
         what = f"{name} is missing" if name else "the request has no body"
         return bad_request(f"{what}; it is required", name, "missing_required_parameter")
@@ -186,31 +186,31 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 known_names: set[str] = set()
-"""Every parameter that some request here has; the requests' classes put theirs in."""
+"""Names of all request parameters, filled by the request classes; for suggestions."""
 
 
-def _unknown(name: str) -> str:
+def _unknown_parameter(name: str) -> str:
     last = name.rpartition(".")[2]
     close = difflib.get_close_matches(last, sorted(known_names - {last}), n=1, cutoff=0.75)
-    meant = f"; did you mean {close[0]!r}?" if close else ""
-    return f"unknown or unsupported parameter {name[:100]!r}{meant}"
+    suggestion = f"; did you mean {close[0]!r}?" if close else ""
+    return f"unknown or unsupported parameter {name[:100]!r}{suggestion}"
 
 
-def _is_branch(part: str) -> bool:
-    """Whether pydantic names here which of several types it tried, which no client knows of."""
-    return bool(re.search(r"[\[\](){}'-]", part)) or part in _TRIED or part[:1].isupper()
+def _is_type_name(part: str) -> bool:
+    """Whether this part of pydantic's `loc` names a member of a union, not a field."""
+    return bool(re.search(r"[\[\](){}'-]", part)) or part in _TYPE_NAMES or part[:1].isupper()
 
 
-_TRIED = {"str", "int", "float", "bool", "list", "dict", "function-wrap", "function-after"}
+_TYPE_NAMES = {"str", "int", "float", "bool", "list", "dict", "function-wrap", "function-after"}
 
 
-def _named(message: str) -> str | None:
-    """Settings' errors begin with the name of the setting."""
-    found = re.match(r"([a-z][a-z_]*) (was|is|named|held) ", message)
-    return found[1] if found and ("_" in found[1] or found[1] in _SINGLE) else None
+def _setting_name(message: str) -> str | None:
+    """The setting that an error of settings names first."""
+    match = re.match(r"([a-z][a-z_]*) (was|is|named|held|must|may) ", message)
+    return match[1] if match and ("_" in match[1] or match[1] in _ONE_WORD_SETTINGS) else None
 
 
-_SINGLE = {"temperature", "seed", "stages", "eta", "speculate", "guard", "stop"}
+_ONE_WORD_SETTINGS = {"temperature", "seed", "stages", "eta", "speculate", "guard", "stop"}
 
 
 def _slug(text: str) -> str:

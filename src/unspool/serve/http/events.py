@@ -1,4 +1,4 @@
-"""Server-sent events: an answer that is sent while it is being written."""
+"""Server-sent events: a response that is sent while it is generated."""
 
 from __future__ import annotations
 
@@ -14,44 +14,50 @@ from unspool.serve.http.errors import ApiError, shutting_down, to_api_error
 from unspool.serve.http.routes import to_json
 from unspool.serve.http.wire import NAME, Relay, Wire
 
-_ERROR_SECONDS = 2.0  # seconds to get an error across when the time is up already
+_ERROR_SECONDS = 2.0  # to send an error after the deadline has passed
 HEARTBEAT_SECONDS = 5.0
-_COMMENT = b": still here\n\n"
+_HEARTBEAT = b": still here\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """One event; `name` where clients tell events apart by it."""
+    """One event, with a name where clients need it."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + to_json(data) + b"\n\n"
 
 
-class EventTemplate:
-    """Events that are always the same but for one text: made once for each choice, and filled for
-    every token. `made` gives the event of a choice's number and a text."""
+def error_event(error: ApiError) -> bytes:
+    """The last event of a stream that failed, named `error`."""
+    return event(error.openai(), "error")
 
-    _HERE = "\u0001"
+
+class EventTemplate:
+    """Events that differ in one text only: rendered once for each choice, and filled for every
+    token. `render` makes the event of a choice index and a text."""
+
+    _PLACEHOLDER = "\u0001"
 
     def __init__(self, render: Callable[[int, str], bytes]) -> None:
         self._render = render
-        self._known: dict[int, list[bytes]] = {}
+        self._parts: dict[int, list[bytes]] = {}
 
     def __call__(self, number: int, text: str) -> bytes:
-        if number not in self._known:
-            self._known[number] = self._render(number, self._HERE).split(to_json(self._HERE))
-        before, after = self._known[number]
+        if number not in self._parts:
+            rendered = self._render(number, self._PLACEHOLDER)
+            self._parts[number] = rendered.split(to_json(self._PLACEHOLDER))
+        before, after = self._parts[number]
         return before + to_json(text) + after
 
 
 Writer = Callable[[Wire], Awaitable[None]]
 
 
-def pouring(pieces: AsyncGenerator[bytes, None]) -> Writer:
-    """A writer of pieces that somebody else makes."""
+def writer_from(pieces: AsyncGenerator[bytes, None]) -> Writer:
+    """A writer that sends the pieces of a generator."""
 
     async def write(wire: Wire) -> None:
-        async with aclosing(pieces) as found:
-            async for piece in found:
+        async with aclosing(pieces):
+            async for piece in pieces:
                 if wire.is_full:
                     await wire.drain()
                 wire.put(piece)
@@ -60,12 +66,17 @@ def pouring(pieces: AsyncGenerator[bytes, None]) -> Writer:
 
 
 class EventStream(Response):
-    """Events as they come: `write` puts them on the wire, each at once.
+    """A response of server-sent events, or of JSON lines.
 
-    While nothing comes, a comment is sent every few seconds: proxies and people see that the
-    answer is still being worked on. `failed` makes the last event of an error, because the status
-    is sent long before. A server that stops cancels its streams, and says so in that event too.
-    Lines of JSON (`is_lines`) know no comments, so that there are none.
+    While there are no events, a comment is sent every few seconds, so that proxies keep the
+    connection open. JSON lines have no comments.
+
+    Args:
+        write: Puts events on the wire as they occur.
+        until: Deadline, in seconds of the event loop's clock.
+        failed: Makes the last event of a failed response, whose status is already sent. A server
+            that shuts down cancels its streams, and sends this event too.
+        is_lines: JSON lines instead of events.
     """
 
     def __init__(
@@ -92,13 +103,13 @@ class EventStream(Response):
         try:
             fault = await self._send_events(wire)
         except asyncio.CancelledError:
-            if not scope["app"].state.server.admission.refusing:  # then the client has gone
+            if not scope["state"]["admission"].refusing:  # the client has disconnected
                 wire.close()
                 raise
             fault = shutting_down()
         finally:
             heartbeat.cancel()
-        with suppress(TimeoutError):  # a client that does not read must not hold us for ever
+        with suppress(TimeoutError):  # the client may not be reading
             async with asyncio.timeout(_ERROR_SECONDS if fault else None):
                 await wire.drain()
                 if fault is not None:
@@ -108,7 +119,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_events(self, wire: Wire) -> Exception | None:
-        """Send all events; gives the error that ended them, if one did."""
+        """Send all events. Returns the error that ended them, if any."""
         try:
             async with asyncio.timeout_at(self._until):
                 await self._write(wire)
@@ -123,4 +134,4 @@ class EventStream(Response):
             if loop.time() >= wire.sent_at + HEARTBEAT_SECONDS:
                 if wire.is_full:
                     await wire.drain()
-                wire.put(_COMMENT)
+                wire.put(_HEARTBEAT)

@@ -1,4 +1,4 @@
-"""The socket a server listens on, bound before anything is loaded: a taken port is told at once."""
+"""The listening socket, bound before a model is loaded, so that a used port fails early."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from unspool.errors import UnspoolError
 from unspool.serve.http.settings import ServeSettings
 
-# Errors of the system when there is nothing left to accept a connection with.
+# Errors of accept() when the system has no descriptors or memory left.
 NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_PAUSE_SECONDS = 0.5  # less than asyncio waits before it tries again
+_PAUSE_SECONDS = 0.5  # shorter than asyncio's own wait before a retry
 
 
 class ListeningSocket(socket.socket):
-    """A socket that fails once, and then pauses, when the system has no file descriptors left.
+    """A socket whose accept() fails once and then pauses when file descriptors run out.
 
-    asyncio tries to accept `backlog` connections in a row and schedules a retry for every one that
-    fails: thousands of errors a second, and more each second.
+    asyncio accepts up to `backlog` connections in a row and schedules a retry for each failure:
+    thousands of errors a second, and growing.
     """
 
     _paused_until = 0.0
@@ -36,34 +36,34 @@ class ListeningSocket(socket.socket):
 
 
 def bound_socket(settings: ServeSettings) -> socket.socket:
-    """The socket, bound; or an error that names the host or the port, whichever is to blame."""
+    """Bind the socket. Raises UnspoolError that names the wrong host or port."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # Named as TCP: else asyncio does not know that it is, and leaves small answers waiting 40 ms.
-    found = ListeningSocket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # asyncio sets TCP_NODELAY only if the protocol is named; without it small answers wait 40 ms.
+    sock = ListeningSocket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((settings.host, settings.port))
-    except (OSError, UnicodeError, TypeError) as error:  # the last two for names that are none
-        found.close()
-        raise UnspoolError(_why(settings.host, settings.port, error)) from None
-    found.set_inheritable(True)
-    return found
+        sock.bind((settings.host, settings.port))
+    except (OSError, UnicodeError, TypeError) as error:  # the last two: invalid host names
+        sock.close()
+        raise UnspoolError(_bind_error(settings.host, settings.port, error)) from None
+    sock.set_inheritable(True)
+    return sock
 
 
-def _why(host: str, port: int, error: Exception) -> str:
+def _bind_error(host: str, port: int, error: Exception) -> str:
     number = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, socket.gaierror) or number is None or number in _OF_THE_HOST:
+    if isinstance(error, socket.gaierror) or number is None or number in _HOST_ERRORS:
         return (
-            f"cannot listen on host {host!r}, which is no address of this machine; --host may be "
-            "127.0.0.1 (for this machine only), 0.0.0.0 (for all) or one of its own"
+            f"cannot listen on host {host!r}, which is not an address of this machine; --host may "
+            "be 127.0.0.1 (this machine only), 0.0.0.0 (all interfaces) or one of its addresses"
         )
     if number == errno.EADDRINUSE:
-        why = f"port {port} of {host} is taken by another program"
+        reason = f"port {port} of {host} is already in use"
     elif number in (errno.EACCES, errno.EPERM):
-        why = f"port {port} needs rights that this program has not; those from 1024 up do not"
+        reason = f"no permission to listen on port {port}; ports from 1024 need none"
     else:
-        why = f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}"
-    return f"{why}; choose another with --port (0: any free one)"
+        reason = f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}"
+    return f"{reason}; choose another with --port (0: any free one)"
 
 
-_OF_THE_HOST = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)
+_HOST_ERRORS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL)

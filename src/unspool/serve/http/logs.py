@@ -1,8 +1,7 @@
-"""One line for every request, on stderr: what was asked, what came of it, how long it took.
+"""The server's log on stderr: one line for each request with its outcome and duration.
 
-In JSON for programs that read logs, in words for a person at a terminal.
-
-What people wrote is not in it, unless the server was told to log prompts.
+JSON lines for programs, or text for a terminal. Prompts and answers are logged only with
+`log_prompts`.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any
 log = logging.getLogger("unspool.serve")
 
 
-class _Lines(logging.Formatter):
-    """A record as a line of JSON, with the fields that came along."""
+class _JsonFormatter(logging.Formatter):
+    """A record and its fields as a line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -32,8 +31,8 @@ class _Lines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-class _Words(logging.Formatter):
-    """A record for a person at a terminal."""
+class _TextFormatter(logging.Formatter):
+    """A record as text for a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, Any] = dict(getattr(record, "fields", {}))
@@ -43,17 +42,17 @@ class _Words(logging.Formatter):
             words.append(f"{fields['seconds']:.2f} s")
             if "prompt_tokens" in fields:
                 words.append(
-                    f"· {fields['prompt_tokens']} tokens read ({fields['cached_tokens']} cached), "
-                    f"{fields['completion_tokens']} written"
+                    f"· {fields['prompt_tokens']} prompt tokens "
+                    f"({fields['cached_tokens']} cached), {fields['completion_tokens']} generated"
                 )
-            fields = {name: fields[name] for name in _ODD if name in fields}
+            fields = {name: fields[name] for name in _REQUEST_FIELDS if name in fields}
         words += [f"{name}={value}" for name, value in fields.items()]
         if record.exc_info:
             words.append("\n" + self.formatException(record.exc_info))
         return " ".join(words)
 
 
-_ODD = (
+_REQUEST_FIELDS = (  # shown in a text line if present
     "replica",
     "error",
     "gone",
@@ -61,13 +60,13 @@ _ODD = (
     "notes",
     "prompts",
     "texts",
-)  # of a request: said where they are there
+)
 
 
 def set_up(level: str, as_json: bool) -> None:
-    """Send the server's log, and uvicorn's warnings, to stderr."""
+    """Log to stderr: the server's events, and uvicorn's warnings."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Lines() if as_json else _Words())
+    handler.setFormatter(_JsonFormatter() if as_json else _TextFormatter())
     for name in ("unspool.serve", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]

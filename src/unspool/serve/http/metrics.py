@@ -1,4 +1,4 @@
-"""What the server counts, for Prometheus: `GET /metrics`."""
+"""Prometheus metrics of a server: `GET /metrics`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from prometheus_client.utils import floatToGoString
 from unspool.serve.core.registry import ServedModel
 
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-_SHORT = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 1.0)
+_TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 1.0)
 
 
 class Metrics:
-    """Counters of one server, in a registry of its own: two servers in a process do not mix."""
+    """Metrics of one server. Its own registry, so that two servers in a process do not mix."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
 
-        def metric(kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
-            return kind(f"unspool_{name}", text, labels, registry=self.registry, **more)
+        def metric(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
+            return kind(f"unspool_{name}", text, labels, registry=self.registry, **options)
 
         self.requests = metric(Counter, "requests", "Requests answered", "path", "status")
         self.seconds = metric(
@@ -64,7 +64,7 @@ class Metrics:
             Counter, "draft_tokens", "Tokens guessed ahead (speculation)", "model", "outcome"
         )
         self.cancelled = metric(Counter, "cancelled_requests", "Requests whose client left", "path")
-        metric(Gauge, "texts_running", "Texts being written").set_function(running)
+        metric(Gauge, "texts_running", "RequestTexts being written").set_function(running)
         metric(Gauge, "requests_queued", "Requests waiting for a place").set_function(queued)
         self.registry.register(_Engines(models))
 
@@ -72,41 +72,41 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class Times:
-    """How long the tokens of a model took. Counted for every token that is written, so it is done
-    in a fraction of the time that a `Histogram` takes; and only on the event loop."""
+class TokenHistogram:
+    """Seconds between tokens of one model. Much cheaper than a `Histogram`, as it is updated for
+    every token. Not thread-safe: used on the event loop only."""
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(_SHORT) + 1)  # the last: longer than all
+        self.counts = [0] * (len(_TOKEN_SECONDS) + 1)  # the last: above all bounds
         self.seconds = 0.0
 
     def add(self, seconds: float) -> None:
-        self.counts[bisect_left(_SHORT, seconds)] += 1
+        self.counts[bisect_left(_TOKEN_SECONDS, seconds)] += 1
         self.seconds += seconds
 
 
 class _TokenTimes(Collector):
-    """From one token to the next, by model."""
+    """Seconds between tokens, by model."""
 
     def __init__(self) -> None:
-        self._models: dict[str, Times] = {}
+        self._models: dict[str, TokenHistogram] = {}
 
-    def of(self, model: str) -> Times:
-        return self._models.setdefault(model, Times())
+    def for_model(self, model: str) -> TokenHistogram:
+        return self._models.setdefault(model, TokenHistogram())
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(
             "unspool_time_per_token_seconds", "From one token to the next", labels=("model",)
         )
-        limits = [*map(floatToGoString, _SHORT), "+Inf"]
+        bounds = [*map(floatToGoString, _TOKEN_SECONDS), "+Inf"]
         for model, times in self._models.items():
-            buckets = list(zip(limits, accumulate(times.counts), strict=True))
+            buckets = list(zip(bounds, accumulate(times.counts), strict=True))
             family.add_metric((model,), buckets, times.seconds)
         yield family
 
 
 class _Engines(Collector):
-    """Pages and batches, read from the engines when somebody asks."""
+    """Pages and steps, read from the engines when metrics are collected."""
 
     def __init__(self, models: Callable[[], Iterable[ServedModel]]) -> None:
         self._models = models
@@ -124,7 +124,7 @@ class _Engines(Collector):
         )
         batches = CounterMetricFamily("unspool_batches", "Runs of the model", labels=("model",))
         aside = CounterMetricFamily(
-            "unspool_put_aside", "Texts that had to make room for others", labels=("model",)
+            "unspool_put_aside", "RequestTexts that had to make room for others", labels=("model",)
         )
         for served in self._models():
             engine = served.lm.engine

@@ -1,7 +1,7 @@
-"""The gate: what every request passes before and after the work itself.
+"""Middleware around every request: access checks before, log and metrics after.
 
-Who may ask (key, host, origin), how much (size of the body, time to send it), and what is said of
-it afterwards (log, metrics). Plain ASGI, as it must not stand between a stream and its client.
+Checks the key, host, origin, size of the body and time to send it. Plain ASGI, so that streams
+pass through unbuffered.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from unspool.serve.http.notes import note_headers
 from unspool.serve.http.routes import error_reply
 from unspool.serve.http.settings import ServeSettings
 
-# No key needed: for those who watch over the server, and pages that ask for the key themselves.
+# No key needed: health checks, and pages that ask the user for the key.
 OPEN_PATHS = ("/health", "/v1/health", "/ready", "/docs", "/", "/favicon.ico")
-# Asked every few seconds: not worth a line.
+# Polled every few seconds.
 _UNLOGGED = ("/health", "/v1/health", "/ready", "/metrics")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # they change nothing
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
-ROUTE = "x-unspool-route"  # a header that tells a gateway which route has answered
+ROUTE = "x-unspool-route"  # header for the gateway: the route that has answered
 
 
-class Counted(Protocol):
-    """Counters of requests."""
+class RequestMetrics(Protocol):
+    """Metrics of requests."""
 
     requests: Any  # by path and status
     seconds: Any  # by path
     cancelled: Any  # by path
 
 
-class Gated(Protocol):
-    """What stands behind the gate: a server, or a gateway to several."""
+class MiddlewareState(Protocol):
+    """State that the middleware needs: of a server, or of a gateway to several."""
 
     @property
     def settings(self) -> ServeSettings: ...
     @property
     def admission(self) -> Admission: ...
     @property
-    def metrics(self) -> Counted: ...
+    def metrics(self) -> RequestMetrics: ...
 
 
 class Middleware:
     """Wraps the application."""
 
-    def __init__(self, app: ASGIApp, state: Gated) -> None:
+    def __init__(self, app: ASGIApp, state: MiddlewareState) -> None:
         self.app, self.state = app, state
         self.keys = [key.encode() for key in state.settings.api_keys]
 
@@ -66,10 +66,12 @@ class Middleware:
         began = perf_counter()
         identity = "req_" + secrets.token_hex(8)
         scope.setdefault("state", {})
-        scope["state"].update(arrived=began, log={}, id=identity, user="")
-        answer = _Answer(send, scope, names_route=bool(self.state.settings.replica))
+        scope["state"].update(
+            arrived=began, log={}, id=identity, user="", admission=self.state.admission
+        )
+        answer = _ResponseSender(send, scope, names_route=bool(self.state.settings.replica))
         try:
-            async with AsyncExitStack() as resources:  # whatever the request takes is released here
+            async with AsyncExitStack() as resources:  # released when the request ends
                 scope["state"]["resources"] = resources
                 self._check(scope)
                 await self.app(scope, self._bounded(scope, receive), answer.send)
@@ -78,7 +80,7 @@ class Middleware:
         except asyncio.CancelledError:
             if not self.state.admission.refusing:
                 raise
-            # The server stops, and cannot wait any longer.
+            # Shutting down, and the drain time has passed.
             await self._fail(scope, receive, answer, shutting_down())
         except Exception as error:
             await self._fail(scope, receive, answer, error)
@@ -86,16 +88,16 @@ class Middleware:
             self._account(scope, answer.status, perf_counter() - began)
 
     async def _fail(
-        self, scope: Scope, receive: Receive, answer: _Answer, error: Exception
+        self, scope: Scope, receive: Receive, answer: _ResponseSender, error: Exception
     ) -> None:
-        known = to_api_error(error)
-        if known.status >= 500 and known.status not in (503, 504):
+        api_error = to_api_error(error)
+        if api_error.status >= 500 and api_error.status not in (503, 504):
             log_event("error", logging.ERROR, exc_info=error, id=scope["state"]["id"])
         if answer.status is None:
-            if known.status == 408:  # the rest of the body will hardly come
-                known.headers = {**(known.headers or {}), "connection": "close"}
-            scope["state"]["log"]["error"] = known.message
-            await error_reply(known, scope["path"])(scope, receive, answer.send)
+            if api_error.status == 408:  # the rest of the body may never arrive
+                api_error.headers = {**(api_error.headers or {}), "connection": "close"}
+            scope["state"]["log"]["error"] = api_error.message
+            await error_reply(api_error, scope["path"])(scope, receive, answer.send)
 
     # -- before ------------------------------------------------------------------------------
 
@@ -111,8 +113,8 @@ class Middleware:
             raise self._too_large()
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
-        """A web page elsewhere can make its own name mean this machine, and so ask a server that
-        listens only here. Its requests still carry that name."""
+        """Reject DNS rebinding: a web page whose host name resolves to this machine could reach a
+        server that listens locally. Its requests still carry that name."""
         if not self.state.settings.is_local or self.keys:
             return
         host = headers.get(b"host", b"localhost").decode("latin-1").lower()
@@ -121,11 +123,10 @@ class Middleware:
             raise ApiError(403, f"this server answers to localhost, not to {name[:100]!r}")
 
     def _check_origin(self, headers: dict[bytes, bytes]) -> None:
-        """Refuse what a web page of another origin can send without being allowed to.
+        """Reject cross-site requests that browsers send without a CORS preflight.
 
-        Browsers let any page send forms, plain text and requests without a body anywhere, and name
-        the page's origin. JSON they send only where the server allows it (CORS). Programs other
-        than browsers name no origin.
+        Any page may send forms, plain text and empty bodies to any host; the browser names the
+        page's origin. JSON is only sent where the server allows it. Other programs send no origin.
         """
         origin = headers.get(b"origin")
         site = headers.get(b"sec-fetch-site", b"same-origin" if origin is None else b"")
@@ -135,8 +136,8 @@ class Middleware:
         host = headers.get(b"host", b"").decode("latin-1")
         if host and name.partition("://")[2].lower() == host.lower():
             return
-        allowed = self.state.settings.cors
-        if "*" in allowed or name in allowed:
+        origins = self.state.settings.cors
+        if "*" in origins or name in origins:
             return
         raise ApiError(
             403,
@@ -146,40 +147,40 @@ class Middleware:
         )
 
     def _check_key(self, headers: dict[bytes, bytes]) -> str:
-        """The user whose key it is: keys are users. What a user keeps here, no other sees."""
-        given = headers.get(b"x-api-key", b"")  # Anthropic's clients
+        """The user that the key belongs to. Stored objects are visible to their user only."""
+        key = headers.get(b"x-api-key", b"")  # Anthropic's clients
         kind, _, value = headers.get(b"authorization", b"").partition(b" ")
         if kind.lower() == b"bearer":
-            given = value.strip()
-        # Every key is compared, and each in the same time however much of it is right.
-        matches = [hmac.compare_digest(given, key) for key in self.keys]
+            key = value.strip()
+        # All keys are compared, each in constant time.
+        matches = [hmac.compare_digest(key, allowed_key) for allowed_key in self.keys]
         if not any(matches):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
         return f"key-{matches.index(True)}"
 
     def _too_large(self) -> ApiError:
         limit = self.state.settings.max_body
-        return ApiError(413, f"the request is larger than this server takes ({limit:,} bytes)")
+        return ApiError(413, f"the request body is larger than {limit:,} bytes")
 
     def _bounded(self, scope: Scope, receive: Receive) -> Receive:
-        """`receive` that counts the body, and does not wait for ever for the rest of it."""
+        """`receive` with limits on the size of the body and the time to send it."""
         settings = self.state.settings
-        received, whole = 0, False
+        received, is_complete = 0, False
         until = asyncio.get_running_loop().time() + settings.body_seconds
 
         async def bounded() -> Message:
-            nonlocal received, whole
-            if whole:
+            nonlocal received, is_complete
+            if is_complete:
                 return await receive()
             try:
-                # Not wait_for: in Python 3.11 it may swallow that the waiting is cancelled.
+                # Not wait_for: in Python 3.11 it may swallow a cancellation.
                 async with asyncio.timeout_at(until):
                     message = await receive()
             except TimeoutError:
-                raise ApiError(408, "the request's body did not come in time") from None
+                raise ApiError(408, "the request body did not arrive in time") from None
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
-                whole = not message.get("more_body", False)
+                is_complete = not message.get("more_body", False)
                 if received > settings.max_body:
                     raise self._too_large()
             return message
@@ -191,7 +192,7 @@ class Middleware:
     def _account(self, scope: Scope, status: int | None, seconds: float) -> None:
         log: dict[str, Any] = scope["state"]["log"]
         is_gone = bool(log.get("gone"))
-        path = _route_path(scope) or "other"  # a template: clients must not make up labels
+        path = _route_path(scope) or "other"  # a template: labels must be bounded
         metrics = self.state.metrics
         metrics.requests.labels(path, str(status or 499)).inc()
         metrics.seconds.labels(path).observe(seconds)
@@ -224,12 +225,12 @@ def _is_open(path: str) -> bool:
 
 
 def _route_path(scope: Scope) -> str | None:
-    """The template of the route that a request has come to, such as `/v1/tree/{identity}`."""
+    """The template of the matched route, such as `/v1/tree/{identity}`."""
     return getattr(scope.get("route"), "path", None)
 
 
-class _Answer:
-    """`send` that knows what was sent, and names the request in the answer."""
+class _ResponseSender:
+    """`send` that records the status, and adds the headers of the middleware."""
 
     def __init__(self, send: Send, scope: Scope, *, names_route: bool) -> None:
         self._send, self._scope, self._names_route = send, scope, names_route
@@ -239,8 +240,8 @@ class _Answer:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             state = self._scope["state"]
-            added = [(b"x-request-id", state["id"].encode()), *note_headers(state["log"])]
+            headers = [(b"x-request-id", state["id"].encode()), *note_headers(state["log"])]
             if self._names_route and (path := _route_path(self._scope)):
-                added.append((ROUTE.encode(), path.encode()))
-            message["headers"] = [*message["headers"], *added]
+                headers.append((ROUTE.encode(), path.encode()))
+            message["headers"] = [*message["headers"], *headers]
         await self._send(message)

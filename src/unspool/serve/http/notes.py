@@ -1,41 +1,43 @@
-"""What a client is told beside its answer, in headers: what was ignored, and what to know of it.
+"""Response headers that report ignored parameters and other notes on a request.
 
     x-unspool-ignored: store, verbosity
-    x-unspool-note: the JSON schema's 'not' cannot be kept to: check the answer for it
+    x-unspool-note: the JSON schema's 'not' cannot be enforced: check the answer for it
 
-The same stands in the request's line in the log.
+The log line of the request has both too.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from starlette.requests import Request
+from fastapi import Request
 
-_LONGEST = 1000  # characters of a header
+_MAX_HEADER = 1000  # characters
 
 
 def ignore(request: Request, *names: str) -> None:
-    """Say that these parameters mean nothing here."""
+    """Report that these parameters have no effect."""
     _add(request.state.log, "ignored", names)
 
 
 def note(request: Request, *notes: str) -> None:
-    """Say something about how the request was understood."""
+    """Report how the request was interpreted."""
     _add(request.state.log, "notes", notes)
 
 
 def _add(log: dict[str, Any], name: str, words: tuple[str, ...]) -> None:
-    known = log.setdefault(name, []) if words else []
-    known += [word for word in words if word not in known]
+    reported = log.setdefault(name, []) if words else []
+    reported += [word for word in words if word not in reported]
 
 
 def note_headers(log: dict[str, Any]) -> list[tuple[bytes, bytes]]:
-    """The headers of an answer whose request has this log."""
-    found = [
+    """The response headers for a request with this log."""
+    headers = [
         (b"x-unspool-ignored", ", ".join(log.get("ignored", ()))),
         (b"x-unspool-note", "; ".join(log.get("notes", ()))),
     ]
     return [
-        (name, text.encode("ascii", "backslashreplace")[:_LONGEST]) for name, text in found if text
+        (name, text.encode("ascii", "backslashreplace")[:_MAX_HEADER])
+        for name, text in headers
+        if text
     ]

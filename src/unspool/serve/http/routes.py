@@ -1,9 +1,10 @@
-"""JSON in and out: requests are read strictly (no NaN, no infinity, UTF-8 and nothing else)."""
+"""JSON requests and replies. Requests are parsed strictly: UTF-8, no NaN, no infinity."""
 
 from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,23 +18,23 @@ from unspool.serve.http.errors import ApiError, bad_request
 
 class _StrictRequest(Request):
     async def json(self) -> Any:
-        return parsed(await self.body())
+        return parse_json(await self.body())
 
 
 class _StrictRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Any]:
-        read = super().get_route_handler()
+        handle = super().get_route_handler()
 
         async def handler(request: Request) -> Any:
-            return await read(_StrictRequest(_as_json(request.scope), request.receive))
+            return await handle(_StrictRequest(_as_json(request.scope), request.receive))
 
         return handler
 
 
 def _as_json(scope: Scope) -> Scope:
-    """The same request with its body called JSON, as `curl -d` does not.
+    """Set the content type to JSON, which `curl -d` does not.
 
-    Pages of other origins, which may send forms and plain text, do not get here: see `Middleware`.
+    Safe because `Middleware` rejects forms and plain text from pages of other origins.
     """
     headers = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
     return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
@@ -43,10 +44,12 @@ def new_router(tag: str, prefix: str = "") -> APIRouter:
     return APIRouter(prefix=prefix, tags=[tag], route_class=_StrictRoute)
 
 
-def parsed(body: bytes) -> Any:
-    """JSON, or an error that says what is wrong with it."""
+def parse_json(body: bytes) -> Any:
+    """Parse a body. Raises 400 that says what is wrong with it."""
     try:
-        return json.loads(body.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
+        return json.loads(
+            body.decode("utf-8"), parse_constant=_reject_constant, parse_float=_finite_float
+        )
     except UnicodeDecodeError as error:
         raise bad_request(f"the body is not UTF-8 (byte {error.start})") from None
     except RecursionError:
@@ -55,28 +58,28 @@ def parsed(body: bytes) -> Any:
         raise bad_request(f"the body is not JSON: {str(error)[:200]}") from None
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+def _reject_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
 
 
-def _finite(text: str) -> float:
+def _finite_float(text: str) -> float:
     number = float(text)
     if math.isinf(number):
-        raise ValueError(f"{text[:40]} is too large a number")
+        raise ValueError(f"{text[:40]} is too large")
     return number
 
 
 def to_json(value: Any) -> bytes:
-    """JSON as bytes; half a character, which a client may have sent, becomes a question mark."""
+    """JSON as UTF-8. Lone surrogates, which a client may have sent, become question marks."""
     return _encode(value).encode("utf-8", "replace")
 
 
-# Made once: `json.dumps` would make one for every chunk of every stream.
+# Made once: `json.dumps` would make an encoder for every chunk of every stream.
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 class JsonReply(Response):
-    """An answer in JSON."""
+    """A JSON response."""
 
     media_type = "application/json"
 
@@ -84,6 +87,11 @@ class JsonReply(Response):
         self, content: Any, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(to_json(content), status, dict(headers or {}))
+
+
+def new_id(prefix: str, replica: str = "") -> str:
+    """An id like OpenAI's: chatcmpl-...; names the replica that stores the object, if one does."""
+    return f"{prefix}{replica}{'_' if replica else ''}{secrets.token_hex(12)}"
 
 
 def error_reply(error: ApiError, path: str) -> JsonReply:

@@ -1,13 +1,13 @@
-"""Blocking work goes to threads, in bounded pools by kind, so that one kind cannot starve another.
+"""Thread pools for blocking work. One bounded pool for each kind, so that none starves another.
 
 PREPARING   tokenizing, templates, JSON: short, and never waits for the engine
-a server's  engine work of requests that hold a place: as many threads as there are places, so that
-`compute`   a request that was admitted never waits for a thread
+a server's  engine work of admitted requests: as many threads as there are places, so that an
+`compute`   admitted request never waits for a thread
 
-Models are loaded on the registry's own threads, and routes are imported on one of the app's.
+Models are loaded on the registry's own threads, and routes are imported on a thread of the app.
 
-Work whose awaiting task is cancelled is cancelled too: it does not begin if it waits for a thread,
-and what it waits for in the engine ends with an error (`WorkScope`).
+Work is cancelled with the task that awaits it: it does not start if it is still queued, and its
+waits in the engine end with an error (`WorkScope`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ PREPARING = ThreadPoolExecutor(16, thread_name_prefix="unspool-prepare")
 
 
 def compute_pool(places: int) -> ThreadPoolExecutor:
-    """Threads for the engine work of a server with so many places."""
+    """Threads for the engine work of a server with this many places."""
     return ThreadPoolExecutor(places, thread_name_prefix="unspool-compute")
 
 
 async def in_thread(work: Callable[..., Result], *arguments: Any, **named: Any) -> Result:
-    """Run short work on a thread."""
+    """Run short work on a thread of `PREPARING`."""
     return await run_in(PREPARING, partial(work, *arguments, **named))
 
 
@@ -50,8 +50,8 @@ async def run_in(
     """Run work on a thread of a pool; cancelled with the task that awaits it.
 
     Args:
-        group: the request that it is done for, whose rows take turns with other requests' rows.
-        lease: places that stay taken until the thread has ended.
+        group: The request it belongs to; its rows take turns with rows of other requests.
+        lease: Places that stay occupied until the thread has ended.
     """
     scope, loop = WorkScope(group), asyncio.get_running_loop()
 
@@ -64,10 +64,10 @@ async def run_in(
         lease.retain()
 
         def release(_: object) -> None:
-            with suppress(RuntimeError):  # the server has stopped meanwhile
+            with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(lease.release)
 
-        future.add_done_callback(release)  # before the task hears of it
+        future.add_done_callback(release)  # before the task is woken
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
@@ -76,12 +76,14 @@ async def run_in(
 
 
 class Worker(Generic[Item]):
-    """An iterator whose items are made on threads, one when it is asked for. A context: leaving it
-    ends the work, and waits for that. An item that is being made is cancelled with the task that
-    waits for it."""
+    """Async iterator over an iterator that runs on threads, one item at a time.
+
+    A context manager: exiting closes the iterator and waits for that. An item that is being
+    computed is cancelled with the task that awaits it.
+    """
 
     def __init__(self, items: Iterator[Item], run: Runner = in_thread) -> None:
-        """`run`: runs the work on a thread, such as `Call.run`."""
+        """`run` runs a function on a thread, such as `Call.run`."""
         self._items: Iterator[Item] | None = items
         self._run = run
         self._busy = Lock()

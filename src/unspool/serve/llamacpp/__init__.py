@@ -1,1 +1,1 @@
-"""llama.cpp's own API, over the same core."""
+"""llama.cpp's own API."""

@@ -1,7 +1,4 @@
-"""llama.cpp's own endpoints: `POST /completion`, and `/props` and `/slots` to be read.
-
-An adapter over the same core as `/v1/completions`. The settings' defaults are llama.cpp's anyway.
-"""
+"""llama.cpp's own endpoints: `POST /completion`, `/props`, `/slots` and `/lora-adapters`."""
 
 from __future__ import annotations
 
@@ -18,25 +15,25 @@ from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.sampling.settings import SamplingSettings
 from unspool.serve.core.foreign import sampler_names
-from unspool.serve.core.options import check_choices, read_schema, sampling_options
+from unspool.serve.core.options import check_choices, compile_schema, sampling_options
 from unspool.serve.core.schema import LoraScale
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.core.step_json import progress_json, timings_json
-from unspool.serve.core.texts import Text, Texts
+from unspool.serve.core.texts import RequestText, RequestTexts
 from unspool.serve.http.errors import ApiError
 from unspool.serve.http.events import event
 from unspool.serve.http.routes import JsonReply, new_router
 from unspool.serve.http.wire import Wire
-from unspool.serve.llamacpp.schema import CompletionRequest
+from unspool.serve.llamacpp.schema import LlamaCompletionRequest
 from unspool.serve.openai.completions import start_ids
-from unspool.serve.openai.logprobs import LogprobFormat, finite
+from unspool.serve.openai.logprobs import LogprobFormat, clamp_logprob
 
 router = new_router("llama.cpp")
 
 
 @router.post("/completion", summary="Continue a text")
 @router.post("/completions", include_in_schema=False)
-async def completion(body: CompletionRequest, request: Request) -> Response:
+async def completion(body: LlamaCompletionRequest, request: Request) -> Response:
     state = state_of(request)
     n = body.n or 1
     check_choices(n, state.settings.max_choices)
@@ -47,15 +44,17 @@ async def completion(body: CompletionRequest, request: Request) -> Response:
     return await answer_completion(call, body, texts)
 
 
-async def answer_completion(call: Call, body: CompletionRequest, texts: Texts) -> Response:
+async def answer_completion(
+    call: Call, body: LlamaCompletionRequest, texts: RequestTexts
+) -> Response:
     answer = CompletionAnswer(call, body, texts)
     if body.stream:
         return call.stream(answer.write, lambda error: event(error.llamacpp()))
-    return await call.reply(answer.whole())
+    return await call.reply(answer.complete())
 
 
 def _prepare(
-    call: Call, body: CompletionRequest, prompts: list[list[int | str]]
+    call: Call, body: LlamaCompletionRequest, prompts: list[list[int | str]]
 ) -> tuple[list[list[int]], dict[str, Any]]:
     ids = [
         encode_mixed(call, prompt, longer=body.is_endless, parse_special=body.parse_special)
@@ -64,16 +63,18 @@ def _prepare(
     return ids, completion_options(call, body, max(map(len, ids)))
 
 
-def completion_options(call: Call, body: CompletionRequest, prompt_length: int) -> dict[str, Any]:
-    """The options of `LanguageModel.stream` that a request asks for."""
-    call.heed(body)
+def completion_options(
+    call: Call, body: LlamaCompletionRequest, prompt_length: int
+) -> dict[str, Any]:
+    """The options of `LanguageModel.stream` for a request."""
+    call.apply_hints(body)
     options = sampling_options(call.served.lm, body, top=body.n_probs)
     if body.n_probs and body.post_sampling_probs:
         options["explain"] = True
-    if not body.end:  # ignore_eos forbids end tokens, elsewhere they are written like any other
+    if not body.end:  # llama.cpp forbids end tokens; in other APIs they are ordinary tokens
         forbidden = dict.fromkeys(call.served.lm.end_ids, -math.inf)
         options["logit_bias"] = options.get("logit_bias", {}) | forbidden
-    read_schema(call, options)
+    compile_schema(options, call.note)
     options["max_tokens"] = call.token_limit(body.max_tokens, prompt_length)
     return options
 
@@ -81,7 +82,7 @@ def completion_options(call: Call, body: CompletionRequest, prompt_length: int) 
 def encode_mixed(
     call: Call, parts: Sequence[int | str], *, longer: bool = False, parse_special: bool = True
 ) -> list[int]:
-    """Words and ids in a row as ids; words at the beginning begin as every prompt does."""
+    """Tokenize a mix of texts and ids; a text at the beginning gets a BOS token if needed."""
     lm = call.served.lm
     call.check_text(*(part for part in parts if isinstance(part, str)), longer=longer)
     ids: list[int] = []
@@ -96,33 +97,33 @@ def encode_mixed(
 
 
 class CompletionAnswer:
-    """What is answered, whole or in chunks."""
+    """An answer of `/completion`, complete or in chunks."""
 
-    def __init__(self, call: Call, body: CompletionRequest, texts: Texts) -> None:
+    def __init__(self, call: Call, body: LlamaCompletionRequest, texts: RequestTexts) -> None:
         self.call, self.body, self.texts = call, body, texts
         self.tokens = LogprobFormat(call.served.lm.tokenizer)
 
-    async def whole(self) -> Any:
+    async def complete(self) -> Any:
         await self.texts.finish()
-        found = [self._final(number) for number in range(len(self.texts.all))]
-        return found[0] if len(found) == 1 else found
+        answers = [self._final(number) for number in range(len(self.texts.all))]
+        return answers[0] if len(answers) == 1 else answers
 
     async def write(self, wire: Wire) -> None:
         counts: Counter[int] = Counter()
         if self.body.return_progress:
             self.texts.watch_progress(lambda *news: wire.put(event(self._progress(*news))))
 
-        def take(steps: list[tuple[int, Step]]) -> None:
+        def send(steps: list[tuple[int, Step]]) -> None:
             chunks = []
             for number, step in steps:
                 counts[number] += 1
                 chunks.append(event(self._chunk(number, step, counts[number])))
             wire.put(b"".join(chunks))
 
-        await self.texts.deliver_final(take, wire)
+        await self.texts.deliver_final(send, wire)
         for number in range(len(self.texts.all)):
             last = self._final(number) | {"content": "", "tokens": []}
-            last.pop("completion_probabilities", None)  # each was told with its token
+            last.pop("completion_probabilities", None)  # each was sent with its token
             wire.put(event(last))
 
     def _chunk(self, number: int, step: Step, count: int) -> dict[str, Any]:
@@ -144,7 +145,7 @@ class CompletionAnswer:
     def _final(self, number: int) -> dict[str, Any]:
         text = self.texts.all[number]
         generation, lm = text.generation, self.call.served.lm
-        found = {
+        fields = {
             "index": number,
             "content": generation.text,
             "tokens": generation.tokens if self.body.return_tokens else [],
@@ -156,16 +157,16 @@ class CompletionAnswer:
             "generation_settings": self._settings(text),
             "prompt": lm.tokenizer.decode(generation.prompt),
             "has_new_line": "\n" in generation.text,
-            "truncated": generation.finish_reason == "context" or _has_forgotten(generation),
+            "truncated": generation.finish_reason == "context" or _has_dropped_tokens(generation),
             **_ending(text),
             "tokens_cached": text.reused,
             "timings": timings_json(text),
             **self._probabilities(generation.steps),
         }
-        return _chosen(found, self.body.response_fields)
+        return _select_fields(fields, self.body.response_fields)
 
-    def _settings(self, text: Text) -> dict[str, Any]:
-        """The settings of a text by llama.cpp's names; a request that has them is accepted."""
+    def _settings(self, text: RequestText) -> dict[str, Any]:
+        """The settings of a text by llama.cpp's names; valid as parameters of a request."""
         limits, body = text.generation.request.limits, self.body
         return {
             **settings_json(text.generation.settings),
@@ -193,13 +194,17 @@ class CompletionAnswer:
         return {"completion_probabilities": [self._probability(step) for step in steps]}
 
     def _probability(self, step: Step) -> dict[str, Any]:
-        """The model's own log-probabilities, or what was left when the token was drawn."""
+        """Log-probabilities of the model, or probabilities after the sampling stages."""
         best = step.candidates[: self.body.n_probs]
         if self.body.post_sampling_probs:
             top = [{**self._token(c.token), "prob": c.probability} for c in best if c.probability]
             return {**self._token(step.token), "prob": step.probability, "top_probs": top}
-        told = [{**self._token(c.token), "logprob": finite(c.logprob)} for c in best]
-        return {**self._token(step.token), "logprob": finite(step.logprob), "top_logprobs": told}
+        top = [{**self._token(c.token), "logprob": clamp_logprob(c.logprob)} for c in best]
+        return {
+            **self._token(step.token),
+            "logprob": clamp_logprob(step.logprob),
+            "top_logprobs": top,
+        }
 
     def _token(self, token: int) -> dict[str, Any]:
         return {
@@ -209,31 +214,31 @@ class CompletionAnswer:
         }
 
 
-def _ending(text: Text) -> dict[str, Any]:
+def _ending(text: RequestText) -> dict[str, Any]:
     by = text.stream.stopped_by
     reason = text.generation.finish_reason
     kind = "word" if by is not None else "eos" if reason == "stop" else "limit"
     return {"stop_type": kind, "stopping_word": by or ""}
 
 
-def _has_forgotten(generation: Generation) -> bool:
-    """Whether the text outgrew the context, and went on without its oldest tokens."""
+def _has_dropped_tokens(generation: Generation) -> bool:
+    """Whether the text exceeded the context, and its oldest tokens were dropped."""
     length = len(generation.prompt) + len(generation.steps)
     return generation.request.limits.forgotten(length) > 0
 
 
-def _chosen(found: dict[str, Any], fields: list[str] | None) -> dict[str, Any]:
-    """Only these fields, where a request names them; `a/b` is field b of a, under this name."""
+def _select_fields(answer: dict[str, Any], fields: list[str] | None) -> dict[str, Any]:
+    """The fields that a request names; all by default. `a/b` is field b of a."""
     if not fields:
-        return found
-    chosen = {}
+        return answer
+    selected = {}
     for field in fields:
-        value: Any = found
+        value: Any = answer
         for part in field.split("/"):
             value = value.get(part) if isinstance(value, dict) else None
         if value is not None:
-            chosen[field] = value
-    return chosen
+            selected[field] = value
+    return selected
 
 
 def settings_json(settings: SamplingSettings) -> dict[str, Any]:
@@ -256,10 +261,10 @@ def settings_json(settings: SamplingSettings) -> dict[str, Any]:
     }
 
 
-# -- to be read ------------------------------------------------------------------------------
+# -- information ---------------------------------------------------------------------------
 
 
-@router.get("/props", summary="The model, and the settings that hold unless told")
+@router.get("/props", summary="The model and its default settings")
 async def props(request: Request, model: str | None = None) -> Response:
     state = state_of(request)
     async with state.call(request, model, places=0) as call:
@@ -269,10 +274,10 @@ async def props(request: Request, model: str | None = None) -> Response:
             "" if token is None else tokenizer.token_text(token)
             for token in (tokenizer.bos_id, tokenizer.eos_id)
         )
-        usual = {**settings_json(SamplingSettings()), "n_predict": -1, "seed": -1}
+        defaults = {**settings_json(SamplingSettings()), "n_predict": -1, "seed": -1}
         slot = {"id": 0, "id_task": -1, "n_ctx": lm.context, "is_processing": False,
-                "speculative": False, "params": usual}  # fmt: skip
-        found = {
+                "speculative": False, "params": defaults}  # fmt: skip
+        reply = {
             "default_generation_settings": slot,
             "total_slots": state.settings.max_running,
             "model_alias": call.served.name,
@@ -284,22 +289,23 @@ async def props(request: Request, model: str | None = None) -> Response:
             "build_info": f"unspool-{__version__}",
             "is_sleeping": False,
         }
-    return JsonReply(found)
+    return JsonReply(reply)
 
 
-@router.get("/slots", summary="Places for texts, and which are taken")
+@router.get("/slots", summary="Places for texts, and which are in use")
 async def slots(request: Request, fail_on_no_slot: str | None = None) -> Response:
     state = state_of(request)
-    total, taken = state.settings.max_running, state.admission.running
-    if fail_on_no_slot and taken >= total:
+    total, running = state.settings.max_running, state.admission.running
+    if fail_on_no_slot and running >= total:
         raise ApiError(503, "no slot available", code="queue_full", retry_after=1)
     loaded = state.registry.loaded.get(state.registry.first)
     context = 0 if loaded is None else loaded.lm.context
-    found = [
-        {"id": i, "id_task": -1, "n_ctx": context, "speculative": False, "is_processing": i < taken}
+    listed = [
+        {"id": i, "id_task": -1, "n_ctx": context, "speculative": False,
+         "is_processing": i < running}
         for i in range(total)
-    ]
-    return JsonReply(found)
+    ]  # fmt: skip
+    return JsonReply(listed)
 
 
 @router.get("/lora-adapters", summary="Adapters that a request may name under `lora`")
@@ -315,7 +321,7 @@ async def lora_adapters(request: Request) -> Response:
 @router.post("/lora-adapters", include_in_schema=False)
 async def set_lora_adapters(body: list[LoraScale], request: Request) -> Response:
     if state_of(request).adapted_model(None, body) is not None:
-        message = "adapters cannot be set for all requests: name them in a request, under lora"
+        message = "adapters cannot be set for all requests: use `lora` in a request"
         raise ApiError(501, message, code="not_implemented")
     return JsonReply({"success": True})
 
@@ -323,5 +329,7 @@ async def set_lora_adapters(body: list[LoraScale], request: Request) -> Response
 @router.post("/props", include_in_schema=False)
 @router.post("/slots/{slot}", include_in_schema=False)
 async def read_only() -> Response:
-    message = "this can only be read: settings are given with each request, and prefixes are kept"
-    raise ApiError(501, f"{message} by themselves", code="not_implemented")
+    message = (
+        "this is read-only: settings are part of each request, prefixes are cached automatically"
+    )
+    raise ApiError(501, message, code="not_implemented")

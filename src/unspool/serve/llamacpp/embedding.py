@@ -14,16 +14,14 @@ from unspool.lens.embedding import embedding
 from unspool.serve.core.schema import ForeignRequest, Strict
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.http.errors import ApiError, bad_request
-from unspool.serve.http.routes import new_router
-from unspool.serve.llamacpp.completion import encode_mixed
+from unspool.serve.llamacpp.completion import encode_mixed, router
 from unspool.serve.llamacpp.schema import MixedPrompts, split_prompts
 
-router = new_router("llama.cpp")
-LARGEST = 32760.0  # of a number, where vectors are scaled to 16-bit integers
+_INT16_SCALE = 32760.0  # largest number of vectors that are scaled for 16-bit integers
 
 
-class EmbeddingRequest(ForeignRequest):
-    """Texts, token ids, or both in a row; `content` is an older name for `input`."""
+class LlamaEmbeddingRequest(ForeignRequest):
+    """Texts, token ids, or a mix; `content` is an older name for `input`."""
 
     model: str | None = None
     input: MixedPrompts | None = None
@@ -35,7 +33,7 @@ class EmbeddingRequest(ForeignRequest):
 
 
 class RerankRequest(Strict):
-    """Documents to be ordered by how well they answer a query (Jina's words, and TEI's)."""
+    """Documents to rank for a query, with the parameters of Jina's and TEI's APIs."""
 
     model: str | None = None
     query: str
@@ -46,19 +44,21 @@ class RerankRequest(Strict):
 
 
 @router.post("/embedding", include_in_schema=False)
-@router.post("/embeddings", summary="Texts as vectors (mean-pooled hidden states)")
-async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+@router.post("/embeddings", summary="Embed texts (mean-pooled hidden states)")
+async def llama_embeddings(body: LlamaEmbeddingRequest, request: Request) -> Response:
     if (body.input is None) == (body.content is None):
         raise bad_request("give either input or content", "input")
-    given = body.input if body.input is not None else body.content
-    assert given is not None
-    prompts = split_prompts(given, "input")
+    content = body.input if body.input is not None else body.content
+    assert content is not None
+    prompts = split_prompts(content, "input")
     call = await state_of(request).enter(request, body.model)
-    call.heed(body)
-    return await call.reply(_answer(call, prompts, body.embd_normalize))
+    call.apply_hints(body)
+    return await call.reply(_embed_prompts(call, prompts, body.embd_normalize))
 
 
-async def _answer(call: Call, prompts: list[list[int | str]], norm: int) -> list[dict[str, Any]]:
+async def _embed_prompts(
+    call: Call, prompts: list[list[int | str]], norm: int
+) -> list[dict[str, Any]]:
     ids = await call.thread(_encode, call, prompts)
     vectors = await call.threads(partial(embedding, call.served.lm), ids)
     return [
@@ -68,7 +68,7 @@ async def _answer(call: Call, prompts: list[list[int | str]], norm: int) -> list
 
 
 def _encode(call: Call, prompts: list[list[int | str]]) -> list[list[int]]:
-    # Texts to be embedded are contents, not prompts: control tokens in them are text.
+    # Texts to embed are content, not prompts: control tokens in them are text.
     ids = [encode_mixed(call, prompt, parse_special=False) for prompt in prompts]
     for row in ids:
         call.check_prompt(len(row))
@@ -76,11 +76,11 @@ def _encode(call: Call, prompts: list[list[int | str]]) -> list[list[int]]:
 
 
 def _scaled(vector: Any, norm: int) -> Any:
-    """A vector of Euclidean length one, scaled by another norm."""
+    """Scale a unit vector by another norm."""
     if norm == 2:
         return vector
     if norm == 0:
-        return vector * (LARGEST / max(float(np.abs(vector).max()), 1e-12))
+        return vector * (_INT16_SCALE / max(float(np.abs(vector).max()), 1e-12))
     return vector / max(float(np.linalg.norm(vector, norm)), 1e-12)
 
 

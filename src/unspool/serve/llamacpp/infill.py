@@ -1,4 +1,4 @@
-"""`POST /infill`: what stands between two texts, as llama.cpp's server writes it."""
+"""`POST /infill`: fill in the middle, as in llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -9,32 +9,29 @@ from pydantic import Field
 from starlette.responses import Response
 
 from unspool.decoding.fill.fim import OtherFile
-from unspool.serve.core.filling import Between
+from unspool.serve.core.filling import InfillGap
 from unspool.serve.core.options import check_choices
 from unspool.serve.core.schema import ShortText, Strict
 from unspool.serve.core.state import Call, state_of
-from unspool.serve.http.routes import new_router
-from unspool.serve.llamacpp.completion import answer_completion, completion_options
-from unspool.serve.llamacpp.schema import CompletionRequest
-
-router = new_router("llama.cpp")
+from unspool.serve.llamacpp.completion import answer_completion, completion_options, router
+from unspool.serve.llamacpp.schema import LlamaCompletionRequest
 
 
-class Chunk(Strict):
+class ExtraFile(Strict):
     """A further file, which the model reads first."""
 
     text: str
     filename: ShortText = "tmp"
-    time: Any = None  # when an editor took it: a number, or what Vim's reltime() gives
+    time: Any = None  # of the copy: a number, or the result of Vim's reltime()
 
 
-class InfillRequest(CompletionRequest):
+class InfillRequest(LlamaCompletionRequest):
     """A gap between two texts; settings as in `/completion`."""
 
-    prompt: str = Field("", description="further words behind input_prefix")
+    prompt: str = Field("", description="further text after input_prefix")
     input_prefix: str
     input_suffix: str
-    input_extra: Annotated[list[Chunk], Field(max_length=256)] | None = None
+    input_extra: Annotated[list[ExtraFile], Field(max_length=256)] | None = None
 
 
 @router.post("/infill", summary="Fill a gap between two texts")
@@ -43,17 +40,17 @@ async def infill(body: InfillRequest, request: Request) -> Response:
     n = body.n or 1
     check_choices(n, state.settings.max_choices)
     call = await state.enter(request, state.adapted_model(body.model, body.lora), n)
-    between, prompt, options = await call.thread(_prepare, call, body)
+    gap, prompt, options = await call.thread(_prepare_infill, call, body)
     warms = body.max_tokens == 0
-    texts = await call.write([prompt], options, n, gaps=[between], warms=warms)
+    texts = await call.write([prompt], options, n, gaps=[gap], warms=warms)
     return await answer_completion(call, body, texts)
 
 
-def _prepare(call: Call, body: InfillRequest) -> tuple[Between, list[int], dict[str, Any]]:
+def _prepare_infill(call: Call, body: InfillRequest) -> tuple[InfillGap, list[int], dict[str, Any]]:
     extra = body.input_extra or []
-    left = body.input_prefix + body.prompt
-    call.check_text(left, body.input_suffix, *(chunk.text for chunk in extra))
+    prefix = body.input_prefix + body.prompt
+    call.check_text(prefix, body.input_suffix, *(chunk.text for chunk in extra))
     others = tuple(OtherFile(chunk.filename, chunk.text) for chunk in extra)
-    between = Between(left, body.input_suffix, others)
-    prompt = between.prompt(call.served.lm)
-    return between, prompt, completion_options(call, body, len(prompt))
+    gap = InfillGap(prefix, body.input_suffix, others)
+    prompt = gap.prompt(call.served.lm)
+    return gap, prompt, completion_options(call, body, len(prompt))

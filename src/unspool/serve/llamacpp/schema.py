@@ -1,4 +1,4 @@
-"""What llama.cpp's `/completion` and `/infill` take, translated into our names."""
+"""Request schemas of llama.cpp's `/completion` and `/infill`, translated to Unspool's names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Mixed = Annotated[list[TokenId | str], Field(min_length=1)]
 
 
 class PromptObject(Strict):
-    """A prompt beside its images, of which there may be none here."""
+    """A prompt with images, which must be empty."""
 
     prompt_string: str
     multimodal_data: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -29,12 +29,12 @@ MixedPrompts = (
 )
 
 
-def split_prompts(given: MixedPrompts, name: str) -> list[list[int | str]]:
-    """Every text of a request as a row of words and ids.
+def split_prompts(value: MixedPrompts, name: str) -> list[list[int | str]]:
+    """Each prompt of a request as a list of texts and ids.
 
-    A list with a bare id in it is one text; any other list has one text per entry.
+    A list with a bare id is one prompt; any other list has one prompt per entry.
     """
-    prompts = given if isinstance(given, list) else [given]
+    prompts = value if isinstance(value, list) else [value]
     flat = [part for part in prompts if isinstance(part, int | str)]
     if len(flat) == len(prompts) and any(isinstance(part, int) for part in flat):
         return [flat]
@@ -49,47 +49,47 @@ def _row(part: int | str | list[int | str] | PromptObject) -> list[int | str]:
     return part if isinstance(part, list) else [part]
 
 
-class CompletionRequest(SamplingRequest):
-    """A text to be continued: words, token ids, or both in a row; a list of texts, each of them."""
+class LlamaCompletionRequest(SamplingRequest):
+    """A prompt to complete: text, token ids, or a mix; or a list of prompts."""
 
     prompt: MixedPrompts
     max_tokens: int | None = Field(None, ge=0, lt=1 << 31, description="also n_predict")
     n_probs: int = Field(
-        0, ge=0, le=MAX_PROBABILITIES, description="how many of the likeliest tokens are listed"
+        0, ge=0, le=MAX_PROBABILITIES, description="how many of the most likely tokens to list"
     )
-    post_sampling_probs: bool = Field(False, description="probabilities after sampling stages")
+    post_sampling_probs: bool = Field(False, description="probabilities after the sampling stages")
     return_tokens: bool = False
     response_fields: list[ShortText] | None = Field(None, max_length=64)
     parse_special: StrictBool = Field(
-        True, description="control tokens that the prompt spells are control; false: text"
+        True, description="parse control tokens in the prompt; false: they are text"
     )
 
     @property
     def prompts(self) -> list[list[int | str]]:
-        """Every text as a row of words and ids."""
+        """Each prompt as a list of texts and ids."""
         return split_prompts(self.prompt, "prompt")
 
     @classmethod
-    def _translated(cls, given: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        given = dict(given)
-        nested = given.pop("params", None)  # settings as /props shows them
+    def _translated(cls, params: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        params = dict(params)
+        nested = params.pop("params", None)  # settings as /props lists them
         if isinstance(nested, dict):
-            given = nested | given
-            given = {name: value for name, value in given.items() if name not in _SLOT_FIELDS}
-        found = llama_defaults(given)
-        for name, aliases in _ALIASES.items():  # llama.cpp reads the first that is there
-            values = [found.pop(each) for each in (name, *aliases) if each in found]
+            params = nested | params
+            params = {name: value for name, value in params.items() if name not in _SLOT_FIELDS}
+        translated = llama_defaults(params)
+        for name, aliases in _ALIASES.items():  # llama.cpp reads the first one present
+            values = [translated.pop(alias) for alias in (name, *aliases) if alias in translated]
             if values:
-                found[name] = values[0]
-        if isinstance(found.get("logit_bias"), list | dict):
-            found["logit_bias"] = read_logit_bias(found["logit_bias"])
-        if isinstance(found.get("stop"), list):
-            found["stop"] = [word for word in found["stop"] if word != ""]
-        if found.get("image_data"):
+                translated[name] = values[0]
+        if isinstance(translated.get("logit_bias"), list | dict):
+            translated["logit_bias"] = read_logit_bias(translated["logit_bias"])
+        if isinstance(translated.get("stop"), list):
+            translated["stop"] = [word for word in translated["stop"] if word != ""]
+        if translated.get("image_data"):
             raise unsupported("image_data", ONLY_TEXT)
-        if found.get("grammar") == "":
-            del found["grammar"]
-        return super()._translated(found)
+        if translated.get("grammar") == "":
+            del translated["grammar"]
+        return super()._translated(translated)
 
 
 _ALIASES = {
@@ -97,13 +97,13 @@ _ALIASES = {
     "n_probs": ("logprobs",),
     "n": ("n_cmpl",),
 }
-_SLOT_FIELDS = ("id", "id_task", "is_processing", "speculative")  # of a slot, beside its settings
+_SLOT_FIELDS = ("id", "id_task", "is_processing", "speculative")  # of a slot, not settings
 
 
 def read_logit_bias(value: list[Any] | dict[str, Any]) -> list[tuple[int | str, float]]:
-    """llama.cpp's forms of `logit_bias` as pairs of a token id or a text, and an amount.
+    """Convert llama.cpp's forms of `logit_bias` to pairs of a token id or text, and an amount.
 
-    Its forms: `[[5, -1.0], [" the", false]]`, `[{"token": 5, "bias": -1.0}]` as in
+    Forms: `[[5, -1.0], [" the", false]]`, `[{"token": 5, "bias": -1.0}]` as in
     `generation_settings`, and `{"5": -1.0, " the": false}`. False and null forbid a token.
     """
     if isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""Ollama's API, over the same core."""
+"""Ollama's API, translated to OpenAI's chats."""

@@ -1,4 +1,4 @@
-"""Ollama's `/api/embed`, and its older `/api/embeddings`: texts as vectors."""
+"""Ollama's `/api/embed`, and its older `/api/embeddings`."""
 
 from __future__ import annotations
 
@@ -11,32 +11,29 @@ from starlette.responses import Response
 
 from unspool.lens.embedding import embedding
 from unspool.serve.core.state import Call, state_of
-from unspool.serve.http.routes import new_router
 from unspool.serve.ollama.schema import EmbeddingsRequest, EmbedRequest
-from unspool.serve.ollama.writing import nanoseconds
+from unspool.serve.ollama.writing import nanoseconds, router
 from unspool.serve.openai.embeddings import check_dimensions
 
-router = new_router("Ollama")
 
-
-@router.post("/api/embed", summary="Texts as vectors")
+@router.post("/api/embed", summary="Embed texts")
 async def embed(body: EmbedRequest, request: Request) -> Response:
     call = await state_of(request).enter(request, body.model)
-    call.heed(body)
-    return await call.reply(_embedded(call, body, perf_counter()))
+    call.apply_hints(body)
+    return await call.reply(_embed_texts(call, body, perf_counter()))
 
 
-@router.post("/api/embeddings", summary="A text as a vector")
+@router.post("/api/embeddings", summary="Embed a text")
 async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
     call = await state_of(request).enter(request, body.model)
-    call.heed(body)
-    return await call.reply(_one(call, body.prompt))
+    call.apply_hints(body)
+    return await call.reply(_embed_prompt(call, body.prompt))
 
 
-async def _embedded(call: Call, body: EmbedRequest, entered: float) -> dict[str, Any]:
+async def _embed_texts(call: Call, body: EmbedRequest, entered: float) -> dict[str, Any]:
     check_dimensions(call, body.dimensions)
     texts = [body.input] if isinstance(body.input, str) else body.input
-    prompts = await call.thread(_ids, call, texts, body.truncate is not False)
+    prompts = await call.thread(_encode_texts, call, texts, body.truncate is not False)
     vectors = await call.threads(partial(embedding, call.served.lm), prompts)
     arrived = call.request.state.arrived
     return {
@@ -48,22 +45,22 @@ async def _embedded(call: Call, body: EmbedRequest, entered: float) -> dict[str,
     }
 
 
-async def _one(call: Call, prompt: str) -> dict[str, Any]:
-    (ids,) = await call.thread(_ids, call, [prompt], True)
+async def _embed_prompt(call: Call, prompt: str) -> dict[str, Any]:
+    (ids,) = await call.thread(_encode_texts, call, [prompt], True)
     (vector,) = await call.threads(partial(embedding, call.served.lm), [ids])
     return {"embedding": vector.tolist()}
 
 
-def _ids(call: Call, texts: list[str], truncates: bool) -> list[list[int]]:
-    """Each text in tokens; what is too long is cut, unless that is not wanted."""
+def _encode_texts(call: Call, texts: list[str], truncates: bool) -> list[list[int]]:
+    """Tokenize each text; truncate long ones, or reject them if `truncates` is false."""
     lm = call.served.lm
     if not truncates:
         for text in texts:
             call.check_text(text)
-        found = [lm.prompt_ids(text) for text in texts]
-        call.check_prompt(max(map(len, found)))
-        return found
-    most = min(lm.context, call.settings.max_prompt or lm.context)
-    longest = most * call.served.longest_token  # characters that may matter
-    found = [lm.tokenizer.encode_prompt(text[:longest])[:most] for text in texts]
-    return [lm.prompt_ids(ids) for ids in found]
+        prompts = [lm.prompt_ids(text) for text in texts]
+        call.check_prompt(max(map(len, prompts)))
+        return prompts
+    max_tokens = min(lm.context, call.settings.max_prompt or lm.context)
+    max_length = max_tokens * call.served.longest_token  # further characters cannot fit
+    prompts = [lm.tokenizer.encode_prompt(text[:max_length])[:max_tokens] for text in texts]
+    return [lm.prompt_ids(ids) for ids in prompts]

@@ -1,4 +1,4 @@
-"""What Ollama's endpoints take."""
+"""Request schemas of Ollama's endpoints."""
 
 from __future__ import annotations
 
@@ -28,67 +28,67 @@ class CalledFunction(Strict):
     description: str | None = None
 
 
-class ToolCall(Strict):
+class OllamaToolCall(Strict):
     function: CalledFunction
     id: ShortText | None = None
     type: Literal["function"] = "function"
 
 
-class Message(PartialApi):
+class OllamaMessage(PartialApi):
     unsupported_fields: ClassVar[Reasons] = {"images": ONLY_TEXT}
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[OllamaToolCall] | None = None
     tool_name: ShortText | None = None
     tool_call_id: ShortText | None = None
 
 
-class _Asking(ForeignRequest):
-    """What `/api/generate` and `/api/chat` have in common."""
+class _OllamaRequest(ForeignRequest):
+    """Parameters that `/api/generate` and `/api/chat` share."""
 
     model: ShortText | None = None
-    stream: bool | None = Field(None, description="false: the whole answer at once")
+    stream: bool | None = Field(None, description="false: the complete answer in one response")
     format: Format | None = Field(None, description="json, or a JSON schema")
     options: dict[str, Any] | None = Field(None, description="temperature, num_predict, seed, …")
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    truncate: bool | None = None  # here a prompt that is too long is refused, or shifted
+    truncate: bool | None = None  # has no effect: long prompts are rejected, or shifted
     shift: bool | None = Field(
-        None, description="true: go on beyond the context, forgetting the oldest tokens"
+        None, description="true: continue beyond the context, dropping the oldest tokens"
     )
 
 
-class ChatRequest(_Asking):
-    """A conversation to be answered; without messages, a model to be loaded."""
+class OllamaChatRequest(_OllamaRequest):
+    """A conversation to answer; without messages, a model to load."""
 
-    messages: list[Message] | None = None
+    messages: list[OllamaMessage] | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=128)
 
 
-class GenerateRequest(_Asking):
-    """A prompt to be answered; without one, a model to be loaded."""
+class GenerateRequest(_OllamaRequest):
+    """A prompt to answer; without one, a model to load."""
 
     unsupported_fields: ClassVar[Reasons] = {
         "images": ONLY_TEXT,
-        "template": "it would be a Go template; send the whole prompt with raw: true",
+        "template": "Go templates are not supported; send the complete prompt with raw: true",
     }
     noop_values: ClassVar[dict[str, list[Any]]] = {"template": [""]}
 
     prompt: str | None = None
-    suffix: str | None = Field(None, description="what stands behind the text to be written")
+    suffix: str | None = Field(None, description="text after the answer (infill)")
     system: str | None = None
-    context: Tokens | None = Field(None, description="what an earlier answer gave back")
-    raw: bool | None = Field(None, description="the prompt as it is, without the chat template")
+    context: Tokens | None = Field(None, description="`context` of an earlier answer")
+    raw: bool | None = Field(None, description="use the prompt without the chat template")
     parse_special: StrictBool = Field(
-        True, description="of a raw prompt: control tokens that it spells are control; false: text"
+        True, description="of a raw prompt: parse control tokens; false: they are text"
     )
 
 
 class EmbedRequest(ForeignRequest):
-    """Texts to be made vectors."""
+    """Texts to embed."""
 
     model: ShortText | None = None
     input: str | Annotated[list[str], Field(min_length=1, max_length=256)]
@@ -98,7 +98,7 @@ class EmbedRequest(ForeignRequest):
 
 
 class EmbeddingsRequest(ForeignRequest):
-    """One text, as Ollama's older endpoint takes it."""
+    """One text, for Ollama's older endpoint."""
 
     model: ShortText | None = None
     prompt: str
@@ -106,10 +106,10 @@ class EmbeddingsRequest(ForeignRequest):
 
 
 class ShowRequest(Strict):
-    """Which model is to be told of."""
+    """The model to describe."""
 
     model: ShortText | None = None
-    name: ShortText | None = Field(None, description="an older word for model")
+    name: ShortText | None = Field(None, description="an older name of `model`")
     verbose: bool | None = None
     system: str | None = None
     template: str | None = None

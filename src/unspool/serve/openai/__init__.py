@@ -1,1 +1,1 @@
-"""OpenAI's API: chats, completions, responses, embeddings, models."""
+"""The APIs of OpenAI, Anthropic, Ollama and llama.cpp, and Unspool's own endpoints."""

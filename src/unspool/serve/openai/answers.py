@@ -1,4 +1,4 @@
-"""What answers of several APIs have in common, whole or as a stream."""
+"""Answers that several APIs share, complete or streamed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.serve.core.blocks import Block, BlockParser, Change
 from unspool.serve.core.schema import Extension, StreamOptions
-from unspool.serve.core.state import Call, new_id
+from unspool.serve.core.state import Call
 from unspool.serve.core.step_json import progress_json, step_json, texts_json, timings_json
-from unspool.serve.core.texts import Texts
+from unspool.serve.core.texts import RequestTexts
 from unspool.serve.http.events import DONE, event
+from unspool.serve.http.routes import new_id
 from unspool.serve.http.wire import Wire
 from unspool.serve.openai.chat_prompt import ToolUse
 from unspool.serve.openai.logprobs import LogprobFormat
@@ -22,14 +23,14 @@ from unspool.serve.openai.logprobs import LogprobFormat
 class Answer:
     """The envelope around an answer's choices."""
 
-    kind: str  # of a whole answer
+    kind: str  # `object` of a complete answer
     chunk_kind: str
     prefix: str  # of its id
 
     def __init__(
         self,
         call: Call,
-        texts: Texts,
+        texts: RequestTexts,
         extension: Extension | None,
         stream_options: StreamOptions | None,
     ) -> None:
@@ -39,10 +40,10 @@ class Answer:
         self.has_extension = extension is not None
         self.trace = extension is not None and extension.trace
         self.wants_usage = stream_options is not None and stream_options.include_usage
-        self.verbose = False  # a whole answer holds the prompt as text
-        self.timed = False  # every chunk has timings, not only the last one of a choice
+        self.verbose = False  # a complete answer has the prompt as text
+        self.timed = False  # every chunk has timings, not only the last of a choice
 
-    def _whole_json(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _complete_json(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         answer = {**self._envelope(self.kind, choices), "usage": self.texts.usage()}
         if 0 in self.texts.texts:
             answer["timings"] = timings_json(self.texts.texts[0])
@@ -54,7 +55,7 @@ class Answer:
         return answer
 
     def _chunk(self, choice: dict[str, Any], step: Step | None = None) -> bytes:
-        """One choice's next piece; with `step`, all that is known of how it came about."""
+        """The next piece of one choice; with `step`, its full record under `unspool`."""
         chunk = self._envelope(self.chunk_kind, [choice])
         if self.wants_usage:  # null in every chunk but the last
             chunk["usage"] = None
@@ -69,7 +70,7 @@ class Answer:
         return event(chunk)
 
     def _watch_progress(self, wire: Wire) -> None:
-        """Have chunks without choices say how much of the prompt is computed."""
+        """Send chunks without choices that report the progress of the prompt."""
 
         def report(number: int, computed: int) -> None:
             progress = progress_json(self.texts.texts[number], computed, timed=self.timed)
@@ -88,7 +89,7 @@ class Answer:
         return (event(last) if self.wants_usage or self.has_extension else b"") + DONE
 
     def _extension_json(self, trace: bool) -> dict[str, Any]:
-        """What is told under `unspool`."""
+        """The value of `unspool`."""
         return texts_json(self.texts, trace)
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -103,10 +104,10 @@ class Answer:
 
 
 class BlockAnswer:
-    """An answer of one text, as a row of blocks: thoughts, words and calls."""
+    """An answer of one text, as a list of blocks: reasoning, text and tool calls."""
 
     def __init__(
-        self, call: Call, texts: Texts, use: ToolUse, *, never_empty: bool = False
+        self, call: Call, texts: RequestTexts, use: ToolUse, *, never_empty: bool = False
     ) -> None:
         self.texts, self.served = texts, call.served
         self.blocks = BlockParser(
@@ -120,14 +121,14 @@ class BlockAnswer:
         return self.texts.all[0].generation
 
     async def read(self) -> list[Block]:
-        """All blocks, once the text is written."""
+        """All blocks, once the text has ended."""
         await self.texts.finish()
         return self.blocks.read(self.generation)
 
     async def deliver(self, render: Callable[[list[Change]], bytes], wire: Wire) -> None:
-        """Put on the wire what steps change, as they come."""
+        """Render the changes of new steps, and send them."""
 
-        def take(steps: list[tuple[int, Step]]) -> None:
-            wire.put(render([change for _, step in steps for change in self.blocks.take(step)]))
+        def send(steps: list[tuple[int, Step]]) -> None:
+            wire.put(render([change for _, step in steps for change in self.blocks.push(step)]))
 
-        await self.texts.deliver_final(take, wire)
+        await self.texts.deliver_final(send, wire)

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: answer a conversation, as OpenAI does."""
+"""`POST /v1/chat/completions`: OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unspool.serve.http.routes import new_router
 from unspool.serve.openai.chat_answer import ChatAnswer
 from unspool.serve.openai.chat_prompt import PreparedChat, check_chat, prepare_chat
 from unspool.serve.openai.chat_schema import ChatRequest
-from unspool.serve.openai.thinking import think_longer
+from unspool.serve.openai.thinking import search_chat
 
 router = new_router("OpenAI")
 
@@ -23,7 +23,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     n = body.n or 1
     check_choices(n, state.settings.max_choices)
     if body.unspool is not None and body.unspool.think is not None:
-        return await think_longer(body, request)
+        return await search_chat(body, request)
     call = await state.enter(request, state.adapted_model(body.model, body.lora), n)
     ready = await call.thread(_prepare, call, body)
     warms = ready.options["max_tokens"] == 0

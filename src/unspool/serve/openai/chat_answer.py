@@ -1,4 +1,4 @@
-"""The answer to a conversation as OpenAI gives it, whole or in chunks."""
+"""Chat completions of OpenAI's API, complete or in chunks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from unspool.engine.steps import Step
 from unspool.serve.core.blocks import (
     Block,
+    BlockClosed,
+    BlockGrown,
+    BlockOpened,
     BlockParser,
     Change,
-    Closed,
-    Grown,
     MakeReader,
-    Opened,
 )
 from unspool.serve.core.options import finish_reason
 from unspool.serve.core.state import Call
-from unspool.serve.core.texts import Texts
+from unspool.serve.core.texts import RequestTexts
 from unspool.serve.http.events import EventTemplate
 from unspool.serve.http.wire import Wire
 from unspool.serve.openai.answers import Answer
@@ -26,41 +26,41 @@ from unspool.serve.openai.chat_schema import ChatRequest
 
 
 class _Choice:
-    """One answer as it grows."""
+    """One choice while it is generated."""
 
     def __init__(self, reader: MakeReader, one_call: bool) -> None:
         self.blocks = BlockParser(reader, one_call=one_call)
-        self.started = False  # the role was sent
-        self.sent_steps = 0  # of the open block, with their log-probabilities
+        self.started = False  # the role is sent
+        self.sent_steps = 0  # of the open block, with their logprobs
 
     @property
     def calls(self) -> list[Block]:
         return [block for block in self.blocks.all if block.name is not None]
 
     @property
-    def words(self) -> list[Block]:
-        return [block for block in self.blocks.all if block.is_words]
+    def text_blocks(self) -> list[Block]:
+        return [block for block in self.blocks.all if block.is_text]
 
     @property
-    def thought(self) -> str:
+    def reasoning(self) -> str:
         return "".join(block.text for block in self.blocks.all if block.is_thought)
 
 
 class ChatAnswer(Answer):
-    """A chat's answer, whole or in chunks."""
+    """A chat completion, complete or in chunks."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, call: Call, body: ChatRequest, texts: Texts, use: ToolUse) -> None:
+    def __init__(self, call: Call, body: ChatRequest, texts: RequestTexts, use: ToolUse) -> None:
         super().__init__(call, texts, body.unspool, body.stream_options)
         self.body, one_call = body, use.parallel is False
         self.choices = [
             _Choice(lambda start: use.reader(call.served, start), one_call) for _ in range(texts.n)
         ]
-        self.tells_thoughts = body.reasoning is None or not body.reasoning.exclude
+        self.sends_reasoning = body.reasoning is None or not body.reasoning.exclude
         self.is_live = streams_trace(body)
         self.timed, self.verbose = bool(body.timings_per_token), bool(body.verbose)
-        # Words and nothing else, which most answers are: known without a look at each.
+        # Most answers are text only, and need no parsing.
         self.is_plain = use.is_plain and not (body.logprobs or self.is_live or self.timed)
         self._words = EventTemplate(lambda number, text: self._delta(number, {"content": text}))
 
@@ -69,19 +69,21 @@ class ChatAnswer(Answer):
             return None
         return self.logprob_format.chat(steps, self.served.lm.end_ids, self.body.top_logprobs or 0)
 
-    # -- whole -------------------------------------------------------------------------------
+    # -- complete ----------------------------------------------------------------------------
 
     async def answer(self) -> dict[str, Any]:
         await self.texts.finish()
-        return self._whole_json([self._whole(number) for number in range(self.texts.n)])
+        return self._complete_json(
+            [self._complete_choice(number) for number in range(self.texts.n)]
+        )
 
-    def _whole(self, number: int) -> dict[str, Any]:
+    def _complete_choice(self, number: int) -> dict[str, Any]:
         generation, choice = self.texts.all[number].generation, self.choices[number]
         choice.blocks.read(generation)
-        content = "".join(block.text for block in choice.words)
+        content = "".join(block.text for block in choice.text_blocks)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if choice.thought and self.tells_thoughts:
-            message |= _thought(choice.thought)
+        if choice.reasoning and self.sends_reasoning:
+            message |= _reasoning_json(choice.reasoning)
         if choice.calls:
             message["content"] = content.strip() or None
             message["tool_calls"] = [
@@ -91,7 +93,9 @@ class ChatAnswer(Answer):
         return {
             "index": number,
             "message": message,
-            "logprobs": self._logprobs([step for block in choice.words for step in block.steps]),
+            "logprobs": self._logprobs(
+                [step for block in choice.text_blocks for step in block.steps]
+            ),
             "finish_reason": finish_reason(generation.finish_reason, choice.calls),
         }
 
@@ -101,12 +105,12 @@ class ChatAnswer(Answer):
         if self.body.return_progress:
             self._watch_progress(wire)
         await self.texts.deliver_final(
-            lambda steps: wire.put(b"".join([self._events(*each) for each in steps])),
+            lambda steps: wire.put(b"".join([self._events(*item) for item in steps])),
             wire,
             live=self.is_live,
         )
         for number, choice in enumerate(self.choices):
-            if not choice.started:  # a text without a single token has ended all the same
+            if not choice.started:  # a text without tokens
                 reason = finish_reason(self.texts.all[number].generation.finish_reason)
                 wire.put(self._start(number) + self._delta(number, {}, None, reason))
         wire.put(self._last_events())
@@ -122,15 +126,15 @@ class ChatAnswer(Answer):
             yield self._start(number)
         if self.is_live:
             yield self._delta(number, {"content": ""}, step=step)
-        rest: list[Step] = []
-        for change in choice.blocks.take(step):
+        unsent: list[Step] = []
+        for change in choice.blocks.push(step):
             delta = self._delta_of(choice, change)
-            if isinstance(change, Closed):
-                rest = change.block.steps[choice.sent_steps :] if change.block.is_words else []
+            if isinstance(change, BlockClosed):
+                unsent = change.block.steps[choice.sent_steps :] if change.block.is_text else []
                 choice.sent_steps = 0
             if delta is not None:
-                steps = change.steps if isinstance(change, Grown) else []
-                steps = steps if change.block.is_words else []
+                steps = change.steps if isinstance(change, BlockGrown) else []
+                steps = steps if change.block.is_text else []
                 choice.sent_steps += len(steps)
                 if "content" in delta and not (self.body.logprobs or self.timed):
                     yield self._words(number, delta["content"])
@@ -138,12 +142,12 @@ class ChatAnswer(Answer):
                     yield self._delta(number, delta, self._logprobs(steps))
         if step.finish_reason:
             reason = finish_reason(step.finish_reason, choice.calls)
-            yield self._delta(number, {}, self._logprobs(rest), reason)
+            yield self._delta(number, {}, self._logprobs(unsent), reason)
 
     def _delta_of(self, choice: _Choice, change: Change) -> dict[str, Any] | None:
-        if change.block.is_thought and not self.tells_thoughts:
+        if change.block.is_thought and not self.sends_reasoning:
             return None
-        return _changed(choice, change)
+        return _change_delta(choice, change)
 
     def _start(self, number: int) -> bytes:
         self.choices[number].started = True
@@ -162,23 +166,23 @@ class ChatAnswer(Answer):
         return self._chunk(choice, step)
 
 
-def _changed(choice: _Choice, change: Change) -> dict[str, Any] | None:
-    """What a change adds to the message; None: nothing that clients are told of."""
+def _change_delta(choice: _Choice, change: Change) -> dict[str, Any] | None:
+    """The delta of a change; None if it sends nothing."""
     block = change.block
     if block.name is None:
-        if not isinstance(change, Grown):
+        if not isinstance(change, BlockGrown):
             return None
-        return _thought(change.text) if block.is_thought else {"content": change.text}
+        return _reasoning_json(change.text) if block.is_thought else {"content": change.text}
     call: dict[str, Any] = {"index": choice.calls.index(block)}
-    if isinstance(change, Opened):
+    if isinstance(change, BlockOpened):
         call |= tool_call(f"call_{block.id}", block.name, "")
-    elif isinstance(change, Grown):
+    elif isinstance(change, BlockGrown):
         call["function"] = {"arguments": change.text}
     else:
         return None
     return {"tool_calls": [call]}
 
 
-def _thought(text: str) -> dict[str, Any]:
-    """A thought by the two names that clients know."""
+def _reasoning_json(text: str) -> dict[str, Any]:
+    """Reasoning under the two names that clients read."""
     return {"reasoning_content": text, "reasoning": text}

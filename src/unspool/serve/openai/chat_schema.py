@@ -1,4 +1,4 @@
-"""What `/v1/chat/completions` takes."""
+"""The request schema of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ToolCall(Strict):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = None  # some clients send back what they were streamed
+    index: int | None = None  # some clients send streamed calls back
 
 
 class Message(Strict):
@@ -68,7 +68,7 @@ class NamedTool(Strict):
 
 
 class AllowedTool(Strict):
-    """A tool by its name, as chats (`function.name`) or responses (`name`) spell it."""
+    """A tool by name, as in chats (`function.name`) or responses (`name`)."""
 
     type: Literal["function"]
     function: FunctionName | None = None
@@ -83,14 +83,14 @@ class AllowedTool(Strict):
 
 
 class AllowedTools(Strict):
-    """A part of the tools, and whether one of them must be called."""
+    """A subset of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: list[AllowedTool] = Field(min_length=1, max_length=128)
 
 
 class AllowedToolsChoice(Strict):
-    """`allowed_tools` as chats spell it, nested, or as responses do, flat."""
+    """`allowed_tools`, nested as in chats, or flat as in responses."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools | None = None
@@ -122,22 +122,22 @@ class ResponseFormat(Strict):
 
 
 class Reasoning(Strict):
-    """How much to think, in one place."""
+    """Whether and how much to reason."""
 
     effort: ShortText | None = None
     max_tokens: int | None = Field(None, ge=0, lt=1 << 31)
     enabled: bool | None = None
-    exclude: bool | None = Field(None, description="true: do not tell the thoughts")
+    exclude: bool | None = Field(None, description="true: do not send the reasoning")
 
 
 class ChatRequest(SamplingRequest):
-    """A conversation to be answered."""
+    """A conversation to answer."""
 
     unsupported_fields: ClassVar[Reasons] = {
-        "audio": "there is only text",
-        "functions": "give tools",
-        "function_call": "give tool_choice",
-        "web_search_options": "this server reaches no network",
+        "audio": "only text is supported",
+        "functions": "use tools",
+        "function_call": "use tool_choice",
+        "web_search_options": "this server does not access the network",
     }
     noop_values: ClassVar[Values] = {"function_call": ["none", "auto"]}
 
@@ -155,14 +155,14 @@ class ChatRequest(SamplingRequest):
     prediction: Prediction | None = None
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: ShortText | None = Field(
-        None, description="none, low, medium, high: whether and how much to think first"
+        None, description="none, low, medium, high: whether and how much to reason first"
     )
     reasoning: Reasoning | None = None
     thinking_budget: int | None = Field(
-        None, ge=0, lt=1 << 31, description="tokens of thought; then it is closed"
+        None, ge=0, lt=1 << 31, description="most tokens of reasoning"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="for the model's chat template, as enable_thinking"
+        None, description="for the model's chat template, such as enable_thinking"
     )
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

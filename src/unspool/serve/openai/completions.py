@@ -1,7 +1,7 @@
-"""`POST /v1/completions`: continue texts, as OpenAI's older endpoint does.
+"""`POST /v1/completions`: OpenAI's older completions endpoint.
 
-`echo` with `logprobs` tells the log-probabilities of the prompt too, which is how evaluation
-harnesses score given answers.
+`echo` with `logprobs` also returns the log-probabilities of the prompt; evaluation harnesses score
+answers with it.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from starlette.responses import Response
 from unspool.decoding.written import mean_logprob
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Score, Step
-from unspool.serve.core.filling import Between
+from unspool.serve.core.filling import InfillGap
 from unspool.serve.core.options import (
     check_choices,
     check_stream_options,
+    compile_schema,
     finish_reason,
-    read_schema,
     sampling_options,
 )
 from unspool.serve.core.schema import Prompts, SamplingRequest, as_list
 from unspool.serve.core.state import Call, state_of
-from unspool.serve.core.texts import Texts
+from unspool.serve.core.texts import RequestTexts
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.events import EventTemplate
 from unspool.serve.http.routes import new_router
 from unspool.serve.http.wire import Wire
 from unspool.serve.openai.answers import Answer
-from unspool.serve.openai.logprobs import joined
+from unspool.serve.openai.logprobs import join_logprobs
 
 router = new_router("OpenAI")
-DEFAULT_TOKENS = 16  # as OpenAI
+DEFAULT_TOKENS = 16  # as in OpenAI's API
 
 
 class CompletionRequest(SamplingRequest):
-    """Texts to be continued."""
+    """Prompts to complete."""
 
     prompt: Prompts
-    suffix: str | None = Field(None, description="what stands behind the text to be written")
+    suffix: str | None = Field(None, description="text after the completion (infill)")
     best_of: int | None = Field(None, ge=1)
     echo: bool | None = None
     max_tokens: int | None = Field(None, ge=0, lt=1 << 31)
     logprobs: int | None = Field(None, ge=0, le=20)
     parse_special: StrictBool = Field(
-        True, description="control tokens that the prompt spells are control; false: text"
+        True, description="parse control tokens in the prompt; false: they are text"
     )
 
 
@@ -55,80 +55,78 @@ class CompletionRequest(SamplingRequest):
 async def completions(body: CompletionRequest, request: Request) -> Response:
     state = state_of(request)
     n = body.n or 1
-    written = max(n, body.best_of or 0)
-    check_choices(written, state.settings.max_choices, "n" if n == written else "best_of")
+    num_texts = max(n, body.best_of or 0)
+    check_choices(num_texts, state.settings.max_choices, "n" if n == num_texts else "best_of")
     _check(body, n)
-    call = await state.enter(request, state.adapted_model(body.model, body.lora), written)
+    call = await state.enter(request, state.adapted_model(body.model, body.lora), num_texts)
     ids, gaps, options = await call.thread(_prepare, call, body)
-    texts = await call.write(ids, options, written, start=not _is_scored(body), gaps=gaps)
+    texts = await call.write(ids, options, num_texts, start=not _is_scored(body), gaps=gaps)
     answer = _Completion(call, body, texts, n)
     return call.stream(answer.write) if body.stream else await call.reply(answer.answer())
 
 
 def _check(body: CompletionRequest, n: int) -> None:
     if body.best_of is not None and body.best_of < n:
-        raise bad_request(f"best_of is {body.best_of}, and n is {n}: n cannot be larger", "best_of")
+        raise bad_request(f"best_of must be at least n, got {body.best_of} and n {n}", "best_of")
     if body.best_of is not None and body.best_of > n and body.stream:
-        raise bad_request("best_of cannot be streamed: which is best shows at the end", "best_of")
+        raise bad_request(
+            "best_of cannot be streamed: the best is known at the end only", "best_of"
+        )
     if body.suffix and body.echo:
-        raise bad_request("echo gives the prompt before the text: leave it or suffix out", "echo")
+        raise bad_request("echo and suffix cannot be combined; omit one", "echo")
     check_stream_options(body)
     if body.max_tokens == 0 and not body.echo:
-        raise bad_request(
-            "max_tokens is 0, and echo is not asked for: nothing to answer", "max_tokens"
-        )
+        raise bad_request("max_tokens is 0 without echo: there is nothing to return", "max_tokens")
 
 
 def _prepare(
     call: Call, body: CompletionRequest
-) -> tuple[list[list[int]], list[Between] | None, dict[str, Any]]:
-    lm, many = call.served.lm, as_list(body.prompt)
-    for text in many:
+) -> tuple[list[list[int]], list[InfillGap] | None, dict[str, Any]]:
+    lm, texts = call.served.lm, as_list(body.prompt)
+    for text in texts:
         words = text if isinstance(text, str) else ""
         call.check_text(words, body.suffix or "", longer=body.is_endless)
-    # A model that begins every text with a token of its own has that for an empty prompt.
+    # The empty prompt of a model with a BOS token is that token.
     prompts = [
         lm.prompt_ids(
             text or start_ids(call), longer=body.is_endless, parse_special=body.parse_special
         )
-        for text in many
+        for text in texts
     ]
     gaps = None
     if body.suffix:
-        before = [text if isinstance(text, str) else lm.tokenizer.decode(text) for text in many]
-        gaps = [Between(text, body.suffix) for text in before]
+        before = [text if isinstance(text, str) else lm.tokenizer.decode(text) for text in texts]
+        gaps = [InfillGap(text, body.suffix) for text in before]
         prompts = [gap.prompt(lm) for gap in gaps]
-    call.heed(body)
+    call.apply_hints(body)
     options = sampling_options(lm, body, top=body.logprobs or 0)
-    read_schema(call, options)
+    compile_schema(options, call.note)
     longest = max(map(len, prompts))
     options["max_tokens"] = call.token_limit(body.max_tokens, longest, default=DEFAULT_TOKENS)
     return prompts, gaps, options
 
 
 def start_ids(call: Call) -> list[int]:
-    """An empty prompt: the token that begins a text."""
+    """An empty prompt: the BOS token, or EOS."""
     tokenizer = call.served.lm.tokenizer
     first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
     if first is None:
-        raise bad_request(
-            "the prompt is empty; give the model at least one token to go on", "prompt"
-        )
+        raise bad_request("the prompt is empty; this model needs at least one token", "prompt")
     return [first]
 
 
 def _is_scored(body: CompletionRequest) -> bool:
-    """Whether the log-probabilities of the prompts are wanted too."""
+    """Whether the log-probabilities of the prompts are requested too."""
     return bool(body.echo) and body.logprobs is not None
 
 
 class _Completion(Answer):
-    """The answer, whole or in chunks."""
+    """A completion, complete or in chunks."""
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl-"
 
-    def __init__(self, call: Call, body: CompletionRequest, texts: Texts, n: int) -> None:
+    def __init__(self, call: Call, body: CompletionRequest, texts: RequestTexts, n: int) -> None:
         super().__init__(call, texts, body.unspool, body.stream_options)
         self.body, self.n, self.scores = body, n, list[Score]()
         self.timed, self.verbose = bool(body.timings_per_token), bool(body.verbose)
@@ -136,7 +134,7 @@ class _Completion(Answer):
         self._words = EventTemplate(lambda number, text: self._chunk(_choice(number, text)))
 
     async def _score(self) -> None:
-        """Have the prompts judged first, if that is wanted: the texts share what that computes."""
+        """Score the prompts first, if requested: the texts reuse their KV cache."""
         if _is_scored(self.body):
             score, top = self.served.lm.score, self.body.logprobs or 0
             self.scores = await self.call.threads(score, self.texts.prompts, top=top)
@@ -145,26 +143,26 @@ class _Completion(Answer):
     def _echo(self, prompt: int) -> str:
         return self.served.lm.tokenizer.decode(self.texts.prompts[prompt]) if self.body.echo else ""
 
-    # -- whole -------------------------------------------------------------------------------
+    # -- complete ----------------------------------------------------------------------------
 
     async def answer(self) -> dict[str, Any]:
         await self._score()
         await self.texts.finish()
         choices = []
         for prompt in range(len(self.texts.prompts)):
-            found = [self.texts.texts[prompt * self.texts.n + i] for i in range(self.texts.n)]
-            ranked = [text.generation for text in found]
+            texts = [self.texts.texts[prompt * self.texts.n + i] for i in range(self.texts.n)]
+            ranked = [text.generation for text in texts]
             if self.texts.n > self.n:
                 ranked = sorted(ranked, key=mean_logprob, reverse=True)[: self.n]
-            choices += [self._whole(prompt, generation) for generation in ranked]
-        return self._whole_json([{**choice, "index": i} for i, choice in enumerate(choices)])
+            choices += [self._complete_choice(prompt, generation) for generation in ranked]
+        return self._complete_json([{**choice, "index": i} for i, choice in enumerate(choices)])
 
-    def _whole(self, prompt: int, generation: Generation) -> dict[str, Any]:
+    def _complete_choice(self, prompt: int, generation: Generation) -> dict[str, Any]:
         logprobs = None
         if self.body.logprobs is not None:
             echoed, offset = self._echoed(prompt)
-            written = self.logprob_format.completion(generation.steps, self.body.logprobs, offset)
-            logprobs = joined(echoed, written) if echoed else written
+            generated = self.logprob_format.completion(generation.steps, self.body.logprobs, offset)
+            logprobs = join_logprobs(echoed, generated) if echoed else generated
         text, reason = self._echo(prompt) + generation.text, generation.finish_reason
         return _choice(0, text, logprobs, finish_reason(reason))
 
@@ -185,7 +183,7 @@ class _Completion(Answer):
                 self.offsets[number] = offset
                 wire.put(self._chunk(_choice(number, self._echo(number // self.texts.n), echoed)))
         await self.texts.deliver_final(
-            lambda steps: wire.put(b"".join([self._event(*each) for each in steps])),
+            lambda steps: wire.put(b"".join([self._event(*item) for item in steps])),
             wire,
             live=self.trace,
         )
@@ -202,10 +200,10 @@ class _Completion(Answer):
             logprobs = self.logprob_format.completion([step], self.body.logprobs, offset)
             self.offsets[number] = offset + len(step.text)
         reason = finish_reason(step.finish_reason) if step.finish_reason else None
-        step_shown = step if self.trace or step.retracts else None
-        if not (logprobs or reason or step_shown or (self.timed and step.text)):
+        traced_step = step if self.trace or step.retracts else None
+        if not (logprobs or reason or traced_step or (self.timed and step.text)):
             return self._words(number, step.text) if step.text else b""
-        return self._chunk(_choice(number, step.text, logprobs, reason), step_shown)
+        return self._chunk(_choice(number, step.text, logprobs, reason), traced_step)
 
 
 def _choice(

@@ -1,7 +1,7 @@
-"""`POST /v1/embeddings`: texts as vectors, by the mean of a language model's final vectors.
+"""`POST /v1/embeddings`: mean-pooled hidden states of a language model.
 
-The models here were trained to write, not to embed. What they give is the mean over all tokens of
-the vectors after the last layer and its norm, scaled to length one; the answer says so.
+The models are trained to generate, not to embed. An embedding is the mean over all tokens of the
+hidden states after the final norm, scaled to length one; the response says so.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class EmbeddingRequest(ForeignRequest):
     dimensions: int | None = Field(None, ge=1)
 
 
-@router.post("/v1/embeddings", summary="Texts as vectors (mean-pooled hidden states)")
+@router.post("/v1/embeddings", summary="Embed texts (mean-pooled hidden states)")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     state = state_of(request)
     call = await state.enter(request, body.model)
-    call.heed(body)
+    call.apply_hints(body)
     return await call.reply(_answer(call, body))
 
 
@@ -60,12 +60,10 @@ async def _answer(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
     }
 
 
-def check_dimensions(call: Call, wanted: int | None) -> None:
+def check_dimensions(call: Call, dimensions: int | None) -> None:
     width = call.served.lm.config.width
-    if wanted not in (None, width):
-        raise unsupported(
-            "dimensions", f"this model's vectors have {width}, and cannot be shortened"
-        )
+    if dimensions not in (None, width):
+        raise unsupported("dimensions", f"the vectors of this model have {width} dimensions")
 
 
 def _ids(call: Call, many: list[Any]) -> list[list[int]]:
@@ -79,5 +77,5 @@ def _ids(call: Call, many: list[Any]) -> list[list[int]]:
 
 
 def _packed(vector: Any) -> str:
-    """As OpenAI packs it: little-endian 32-bit floats in base64."""
+    """Little-endian 32-bit floats in base64, as in OpenAI's API."""
     return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode("ascii")

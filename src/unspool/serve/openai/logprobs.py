@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI writes them: one way for chats, another for completions."""
+"""Log-probabilities in OpenAI's two formats: for chats and for completions."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from unspool.engine.steps import Candidate, Score, Step
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
-LEAST = -9999.0  # OpenAI's word for "impossible": JSON has no infinity
+MIN_LOGPROB = -9999.0  # OpenAI's value for impossible tokens: JSON has no infinity
 
 
-def finite(logprob: float) -> float:
-    return max(LEAST, logprob)
+def clamp_logprob(logprob: float) -> float:
+    return max(MIN_LOGPROB, logprob)
 
 
-def spelled(piece: bytes) -> str:
-    """A token's bytes as text; where they are none, as OpenAI spells such bytes."""
+def token_text(piece: bytes) -> str:
+    """A token's bytes as text; as escaped bytes, like OpenAI's, if they are not UTF-8."""
     try:
         return piece.decode("utf-8")
     except UnicodeDecodeError:
@@ -24,7 +24,7 @@ def spelled(piece: bytes) -> str:
 
 
 class LogprobFormat:
-    """A model's tokens, spelled."""
+    """Formats log-probabilities of a model's tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._size = tokenizer, len(tokenizer)
@@ -33,7 +33,7 @@ class LogprobFormat:
         return self._tokenizer.token_bytes(token) if token < self._size else b""
 
     def text(self, token: int) -> str:
-        return spelled(self.bytes(token))
+        return token_text(self.bytes(token))
 
     # -- chats -------------------------------------------------------------------------------
 
@@ -43,53 +43,53 @@ class LogprobFormat:
 
     def _chat_token(self, step: Step, top: int) -> dict[str, Any]:
         return {
-            **self._weighed(step.token, step.logprob),
-            "top_logprobs": [self._weighed(c.token, c.logprob) for c in step.candidates[:top]],
+            **self._token_json(step.token, step.logprob),
+            "top_logprobs": [self._token_json(c.token, c.logprob) for c in step.candidates[:top]],
         }
 
-    def _weighed(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token_json(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self.bytes(token)
-        return {"token": spelled(piece), "logprob": finite(logprob), "bytes": list(piece)}
+        return {"token": token_text(piece), "logprob": clamp_logprob(logprob), "bytes": list(piece)}
 
     # -- completions -------------------------------------------------------------------------
 
     def completion(self, steps: Sequence[Step], top: int, offset: int) -> dict[str, Any]:
-        """Of what was written; `offset` characters stand before it."""
-        found = _empty()
+        """Of generated steps; `offset` characters precede them."""
+        logprobs = _empty()
         for step in steps:
-            self._add(found, step.token, step.logprob, step.candidates[:top], offset)
+            self._add(logprobs, step.token, step.logprob, step.candidates[:top], offset)
             offset += len(step.text)
-        return found
+        return logprobs
 
     def echoed(self, score: Score, top: int) -> tuple[dict[str, Any], int]:
-        """Of a prompt, and how many characters it has."""
-        found, offset = _empty(), 0
+        """Of a prompt, and its number of characters."""
+        logprobs, offset = _empty(), 0
         for position in score.positions:
-            self._add(found, position.token, position.logprob, position.candidates[:top], offset)
+            self._add(logprobs, position.token, position.logprob, position.candidates[:top], offset)
             offset += len(self.bytes(position.token).decode("utf-8", "replace"))
-        return found, offset
+        return logprobs, offset
 
     def _add(
         self,
-        found: dict[str, Any],
+        logprobs: dict[str, Any],
         token: int,
         logprob: float | None,
         candidates: Sequence[Candidate],
         offset: int,
     ) -> None:
         text = self.text(token)
-        found["tokens"].append(text)
-        found["token_logprobs"].append(None if logprob is None else finite(logprob))
-        found["text_offset"].append(offset)
-        best = {self.text(c.token): finite(c.logprob) for c in reversed(candidates)}
+        logprobs["tokens"].append(text)
+        logprobs["token_logprobs"].append(None if logprob is None else clamp_logprob(logprob))
+        logprobs["text_offset"].append(offset)
+        best = {self.text(c.token): clamp_logprob(c.logprob) for c in reversed(candidates)}
         if logprob is not None:
-            best.setdefault(text, finite(logprob))  # the token itself is always among them
-        found["top_logprobs"].append(None if logprob is None else best)
+            best.setdefault(text, clamp_logprob(logprob))  # always has the token itself
+        logprobs["top_logprobs"].append(None if logprob is None else best)
 
 
 def _empty() -> dict[str, Any]:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
-def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    return {name: one[name] + other[name] for name in one}
+def join_logprobs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    return {name: first[name] + second[name] for name in first}

@@ -1,4 +1,4 @@
-"""`GET /v1/models`: which models there are."""
+"""`GET /v1/models`: the models of the server."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ router = new_router("OpenAI")
 
 
 @router.get("/models", include_in_schema=False)
-@router.get("/v1/models", summary="The models this server has")
+@router.get("/v1/models", summary="The models of this server")
 async def list_models(request: Request) -> Response:
     state = state_of(request)
     registry = state.registry
     entries: list[ModelEntry | AdapterEntry] = [*registry.entries.values()]
     entries += registry.adapters().values()
-    found = [_model_json(state, entry) for entry in entries]
-    return JsonReply({"object": "list", "data": found})
+    return JsonReply({"object": "list", "data": [_model_json(state, entry) for entry in entries]})
 
 
 @router.get("/v1/models/{model:path}", summary="One model")
@@ -36,9 +35,9 @@ async def get_model(model: str, request: Request) -> Response:
     return JsonReply(_model_json(state, state.registry.entry(model)))
 
 
-@router.post("/v1/models/{model:path}/load", summary="Take a model into memory")
+@router.post("/v1/models/{model:path}/load", summary="Load a model into memory")
 async def load_model(model: str, request: Request) -> Response:
-    """Answers when it is there, as `GET` does; what keeps it from being loaded is said."""
+    """Responds as `GET` does, once it is loaded; else with the reason."""
     state = state_of(request)
     entry = state.registry.entry(model)
     try:
@@ -55,7 +54,7 @@ async def load_model(model: str, request: Request) -> Response:
 
 
 def _model_json(state: ServerState, entry: ModelEntry | AdapterEntry) -> dict[str, Any]:
-    """As OpenAI tells it, and under `unspool` what can be known without loading it."""
+    """OpenAI's fields, and under `unspool` what is known; more for a loaded model."""
     served = state.registry.served(entry)
     base = entry.base if isinstance(entry, AdapterEntry) else None
     details: dict[str, Any] = {

@@ -1,11 +1,11 @@
-"""The items of `/v1/responses`: what goes in, as it is kept and as templates know it."""
+"""Input items of `/v1/responses`: as they are stored, and as messages for chat templates."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from unspool.serve.core.state import new_id
+from unspool.serve.http.routes import new_id
 from unspool.serve.openai.chat_prompt import tool_call
 from unspool.serve.openai.responses_schema import (
     Content,
@@ -18,29 +18,29 @@ from unspool.serve.openai.responses_schema import (
 Items = Sequence[dict[str, Any]]
 
 
-def items_of(given: str | Sequence[Item] | None) -> list[dict[str, Any]]:
-    """What a request gives, as items with ids."""
-    if given is None:
+def items_of(value: str | Sequence[Item] | None) -> list[dict[str, Any]]:
+    """The input of a request as items with ids."""
+    if value is None:
         return []
-    if isinstance(given, str):
-        given = [MessageItem(role="user", content=given)]
-    return [_item(each) for each in given]
+    if isinstance(value, str):
+        value = [MessageItem(role="user", content=value)]
+    return [_item_json(item) for item in value]
 
 
-def _item(given: Item) -> dict[str, Any]:
-    if isinstance(given, MessageItem):
-        content = _parts(given.content, is_output=given.role == "assistant")
-        prefix, fields = "msg_", {"type": "message", "role": given.role, "content": content}
-    elif isinstance(given, FunctionCallItem):
-        named = {"type", "call_id", "name", "arguments"}
-        prefix, fields = "fc_", given.model_dump(include=named)
-    elif isinstance(given, ReasoningItem):
-        parts = [part.model_dump() for part in given.content or ()]
+def _item_json(item: Item) -> dict[str, Any]:
+    if isinstance(item, MessageItem):
+        content = _parts(item.content, is_output=item.role == "assistant")
+        prefix, fields = "msg_", {"type": "message", "role": item.role, "content": content}
+    elif isinstance(item, FunctionCallItem):
+        prefix = "fc_"
+        fields = item.model_dump(include={"type", "call_id", "name", "arguments"})
+    elif isinstance(item, ReasoningItem):
+        parts = [part.model_dump() for part in item.content or ()]
         prefix, fields = "rs_", {"type": "reasoning", "summary": [], "content": parts}
     else:
-        prefix, fields = "fco_", given.model_dump(include={"type", "call_id"})
-        fields["output"] = _join(given.output)
-    return {"id": given.id or new_id(prefix), "status": "completed", **fields}
+        prefix, fields = "fco_", item.model_dump(include={"type", "call_id"})
+        fields["output"] = _join_text(item.output)
+    return {"id": item.id or new_id(prefix), "status": "completed", **fields}
 
 
 def _parts(content: Content, *, is_output: bool) -> list[dict[str, Any]]:
@@ -50,12 +50,12 @@ def _parts(content: Content, *, is_output: bool) -> list[dict[str, Any]]:
     return [{"type": "input_text", "text": text} for text in texts]
 
 
-def _join(content: Content) -> str:
+def _join_text(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def drop_oldest(items: Items, count: int) -> list[dict[str, Any]]:
-    """The items without the first `count`. Instructions stay; the result of a call goes with it."""
+    """The items without the first `count`. Instructions stay; a call's result goes with it."""
     dropped = {item["call_id"] for item in items[:count] if item["type"] == "function_call"}
     first = [item for item in items[:count] if item.get("role") in ("system", "developer")]
     last = [
@@ -67,14 +67,14 @@ def drop_oldest(items: Items, count: int) -> list[dict[str, Any]]:
 
 
 def messages_of(instructions: str | None, items: Items) -> list[dict[str, Any]]:
-    """A conversation as templates know it."""
+    """A conversation as messages for chat templates."""
     messages: list[dict[str, Any]] = []
     if instructions is not None:
         messages.append({"role": "system", "content": instructions})
-    thought = ""  # of the assistant's message that comes next
+    reasoning = ""  # of the next assistant message
     for item in items:
         if item["type"] == "reasoning":
-            thought = "".join(part["text"] for part in item["content"])
+            reasoning = "".join(part["text"] for part in item["content"])
         elif item["type"] == "message":
             _add_message(messages, item)
         elif item["type"] == "function_call":
@@ -85,9 +85,9 @@ def messages_of(instructions: str | None, items: Items) -> list[dict[str, Any]]:
         else:
             result = {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
             messages.append(result)
-        is_told = item["type"] != "reasoning" and messages[-1]["role"] == "assistant"
-        if thought and is_told:
-            messages[-1]["reasoning_content"], thought = thought, ""
+        is_answer = item["type"] != "reasoning" and messages[-1]["role"] == "assistant"
+        if reasoning and is_answer:
+            messages[-1]["reasoning_content"], reasoning = reasoning, ""
     return messages
 
 
@@ -95,7 +95,7 @@ def _add_message(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
     role = "system" if item["role"] == "developer" else item["role"]
     content = "".join(part["text"] for part in item["content"])
     if role == "system" and len(messages) == 1 and messages[0]["role"] == "system":
-        # Many templates take one system message, at the beginning.
+        # Many templates take only one system message, at the beginning.
         messages[0]["content"] += "\n\n" + content
     else:
         messages.append({"role": role, "content": content})

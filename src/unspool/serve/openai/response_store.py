@@ -1,7 +1,6 @@
-"""Responses that are stored, so that the next request can go on with one by its id.
+"""Stored responses, so that the next request can continue one by its id.
 
-In memory, and bounded by their number and by their size. The oldest go first; a restart forgets
-all.
+In memory, bounded in number and bytes. The oldest are evicted first; a restart loses all.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ Items = tuple[dict[str, Any], ...]
 @dataclass(frozen=True, slots=True)
 class _Stored:
     response: bytes  # JSON: smaller than objects, and its size is known
-    items: Items  # the input, earlier turns included; shared with what they were stored for
+    items: Items  # the input, earlier turns included
     output: Items
     size: int
-    owner: str  # the user whose API key made it: no other can get at it
+    owner: str  # the only user who can access it
 
 
 class RunningResponse(Protocol):
-    """A response that is being written."""
+    """A response in progress."""
 
     def progress(self) -> dict[str, Any]: ...
     def cancel(self) -> dict[str, Any]: ...
@@ -44,13 +43,13 @@ class ResponseStore:
         self._limit, self._max_bytes = limit, max_bytes
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
         self._size = 0
-        self._running: dict[str, tuple[RunningResponse, str]] = {}  # and whose they are
+        self._running: dict[str, tuple[RunningResponse, str]] = {}  # with their owners
 
     @asynccontextmanager
     async def running(
         self, identity: str, response: RunningResponse, user: str
     ) -> AsyncIterator[None]:
-        """While it is open, the response can be found by its id and cancelled."""
+        """While open, the response can be found by its id and cancelled."""
         self._running[identity] = (response, user)
         try:
             yield
@@ -75,20 +74,20 @@ class ResponseStore:
             self._size -= self._stored.popitem(last=False)[1].size
 
     def response(self, identity: str, user: str = "") -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._find(identity, user).response)
-        return found
+        response: dict[str, Any] = json.loads(self._find(identity, user).response)
+        return response
 
     def items(self, identity: str, user: str = "") -> Items:
         return self._find(identity, user).items
 
     def conversation(self, identity: str, user: str = "") -> Items:
-        """The whole conversation, the response itself included: what the next one goes on with."""
+        """The conversation including the response itself: the start of the next one."""
         try:
-            found = self._find(identity, user)
+            stored = self._find(identity, user)
         except ApiError as error:
             error.param, error.code = "previous_response_id", "previous_response_not_found"
             raise
-        return found.items + found.output
+        return stored.items + stored.output
 
     def delete(self, identity: str, user: str = "") -> None:
         self._size -= self._find(identity, user).size
@@ -98,7 +97,7 @@ class ResponseStore:
         stored = self._stored.get(identity)
         if stored is None or stored.owner != user:
             message = (
-                f"Response with id {identity[:80]!r} not found: it is not kept here (any more)"
+                f"Response with id {identity[:80]!r} not found: it was never stored, or evicted"
             )
             raise ApiError(404, message, code="response_not_found")
         return stored

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: answer, and keep the answer for the next request to go on with."""
+"""`/v1/responses`: OpenAI's responses, stored so that the next request can continue them."""
 
 from __future__ import annotations
 
@@ -12,42 +12,54 @@ from fastapi import Query, Request
 from starlette.responses import Response
 
 from unspool.engine.steps import Step
-from unspool.serve.core.blocks import Block, Change, Grown, Opened, was_cut
+from unspool.serve.core.blocks import Block, BlockGrown, BlockOpened, Change, was_cut
 from unspool.serve.core.options import check_stream_options
 from unspool.serve.core.schema import Constraints
-from unspool.serve.core.state import Call, new_id, state_of
+from unspool.serve.core.state import Call, ServerState, state_of
 from unspool.serve.core.step_json import texts_json
-from unspool.serve.core.texts import Texts
+from unspool.serve.core.texts import RequestTexts
 from unspool.serve.http.errors import ApiError, bad_request, unsupported
 from unspool.serve.http.events import EventStream, event
 from unspool.serve.http.notes import ignore
-from unspool.serve.http.routes import JsonReply, new_router
+from unspool.serve.http.routes import JsonReply, new_id, new_router
 from unspool.serve.http.wire import Wire
 from unspool.serve.openai.answers import BlockAnswer
 from unspool.serve.openai.chat_prompt import PreparedChat, ToolUse, prepare_chat
 from unspool.serve.openai.chat_schema import AllowedToolsChoice, ChatRequest
 from unspool.serve.openai.logprobs import LogprobFormat
 from unspool.serve.openai.response_items import drop_oldest, items_of, messages_of
+from unspool.serve.openai.response_store import ResponseStore
 from unspool.serve.openai.responses_schema import ENCRYPTED, LOGPROBS, ResponseRequest, TextFormat
 
 router = new_router("OpenAI")
 
 
+def response_store(state: ServerState) -> ResponseStore:
+    """The responses that a server stores."""
+    return state.extension("responses", ResponseStore)
+
+
+def _conversation(body: ResponseRequest, stored: ResponseStore, user: str) -> list[dict[str, Any]]:
+    """The items of the previous response, if one is named, and those of this request."""
+    previous = body.previous_response_id
+    earlier = () if previous is None else stored.conversation(previous, user)
+    return [*earlier, *items_of(body.input)]
+
+
 @router.post("/responses", include_in_schema=False)
-@router.post("/v1/responses", summary="Answer, and keep the answer")
+@router.post("/v1/responses", summary="Create a response, and store it")
 async def create_response(body: ResponseRequest, request: Request) -> Response:
-    state = state_of(request)
-    before = body.previous_response_id
-    earlier = () if before is None else state.responses.conversation(before, request.state.user)
-    items = [*earlier, *items_of(body.input)]
+    state, user = state_of(request), request.state.user
+    stored = response_store(state)
+    items = _conversation(body, stored, user)
     call = await state.enter(request, body.model)
     ready = await call.thread(_prepare, call, body, items)
     texts = await call.write([ready.ids], ready.options)
     store = None
     if body.store is not False:
-        store = partial(state.responses.add, items=items, user=request.state.user)
-    answer = _Answer(call, body, texts, ready.use, store)
-    await call.hold(state.responses.running(answer.id, answer, request.state.user))
+        store = partial(stored.add, items=items, user=user)
+    answer = _ResponseAnswer(call, body, texts, ready.use, store)
+    await call.hold(stored.running(answer.id, answer, user))
     if body.stream:
         return call.stream(answer.write, answer.failed)
     return await call.reply(answer.answer())
@@ -56,17 +68,13 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
 @router.post("/v1/responses/input_tokens", summary="Count the tokens of a response's input")
 async def count_input_tokens(body: ResponseRequest, request: Request) -> Response:
     state = state_of(request)
-    before = body.previous_response_id
-    earlier = () if before is None else state.responses.conversation(before, request.state.user)
-    items = [*earlier, *items_of(body.input)]
+    items = _conversation(body, response_store(state), request.state.user)
     async with state.call(request, body.model) as call:
         ready: PreparedChat = await call.thread(_prepare, call, body, items)
     return JsonReply({"object": "response.input_tokens", "input_tokens": len(ready.ids)})
 
 
-@router.get(
-    "/v1/responses/{response_id}", summary="A response that was stored, or is being written"
-)
+@router.get("/v1/responses/{response_id}", summary="A stored response, or one in progress")
 async def get_response(
     response_id: str,
     request: Request,
@@ -74,19 +82,19 @@ async def get_response(
     starting_after: Annotated[int | None, Query(ge=0, lt=1 << 31)] = None,
     include_obfuscation: bool | None = None,
 ) -> Response:
-    """With `stream`, a finished response is told once more as events."""
+    """With `stream`, a finished response is sent again as events."""
     _check_query(request, "stream", "starting_after", "include_obfuscation")
-    store, user = state_of(request).responses, request.state.user
+    store, user = response_store(state_of(request)), request.state.user
     running = store.find_running(response_id, user)
     if not stream:
         return JsonReply(
             store.response(response_id, user) if running is None else running.progress()
         )
     if running is not None:
-        message = "this response is still being written; read it when it is finished"
+        message = "this response is still in progress; read it when it is finished"
         raise ApiError(409, message, param="stream", code="response_in_progress")
     response = store.response(response_id, user)
-    events = _replayed(response)[0 if starting_after is None else starting_after + 1 :]
+    events = _replay_events(response)[0 if starting_after is None else starting_after + 1 :]
 
     async def write(wire: Wire) -> None:
         wire.put(b"".join(events))
@@ -94,23 +102,23 @@ async def get_response(
     return EventStream(write, until=None, failed=lambda error: event(error.openai()))
 
 
-@router.post("/v1/responses/{response_id}/cancel", summary="Stop a response that is being written")
+@router.post("/v1/responses/{response_id}/cancel", summary="Cancel a response in progress")
 async def cancel_response(response_id: str, request: Request) -> Response:
-    """A response that is finished is returned as it is."""
-    store, user = state_of(request).responses, request.state.user
+    """A finished response is returned unchanged."""
+    store, user = response_store(state_of(request)), request.state.user
     running = store.find_running(response_id, user)
     if running is None:
         return JsonReply(store.response(response_id, user))
     return JsonReply(running.cancel())
 
 
-@router.delete("/v1/responses/{response_id}", summary="Forget a response")
+@router.delete("/v1/responses/{response_id}", summary="Delete a response")
 async def delete_response(response_id: str, request: Request) -> Response:
-    state_of(request).responses.delete(response_id, request.state.user)
+    response_store(state_of(request)).delete(response_id, request.state.user)
     return JsonReply({"id": response_id, "object": "response", "deleted": True})
 
 
-@router.get("/v1/responses/{response_id}/input_items", summary="What a response was given")
+@router.get("/v1/responses/{response_id}/input_items", summary="The input items of a response")
 async def input_items(
     response_id: str,
     request: Request,
@@ -119,39 +127,39 @@ async def input_items(
     after: str | None = None,
 ) -> Response:
     _check_query(request, "limit", "order", "after")
-    items = [*state_of(request).responses.items(response_id, request.state.user)]
+    items = [*response_store(state_of(request)).items(response_id, request.state.user)]
     if order == "desc":
         items.reverse()
     if after is not None:
         place = next((i for i, item in enumerate(items) if item["id"] == after), None)
         if place is None:
-            raise bad_request(f"there is no item {after[:80]!r}", "after")
+            raise bad_request(f"no such item: {after[:80]!r}", "after")
         items = items[place + 1 :]
     page = items[:limit]
-    found = {
+    reply = {
         "object": "list",
         "data": page,
         "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None,
         "has_more": len(items) > limit,
     }
-    return JsonReply(found)
+    return JsonReply(reply)
 
 
 def _check_query(request: Request, *names: str) -> None:
-    """Refuse parameters of the address that mean nothing here. What is stored is returned as it is,
-    so `include` may name what is there or was left out when the response was made."""
+    """Reject unknown query parameters. Stored responses are returned unchanged, so `include` only
+    has to be valid."""
     for name, value in request.query_params.multi_items():
         if name in ("include", "include[]"):
             _check_include([value])
         elif name not in names:
-            raise unsupported(name[:80], "what is stored is returned as it is")
+            raise unsupported(name[:80], "stored responses are returned unchanged")
 
 
 def _check_include(names: Iterable[str]) -> None:
     for name in names:
         if name not in (LOGPROBS, ENCRYPTED):
-            raise unsupported(f"include of {name[:60]!r}", f"there is only {LOGPROBS}")
+            raise unsupported(f"include of {name[:60]!r}", f"allowed: {LOGPROBS}")
 
 
 # -- the request, as a chat -------------------------------------------------------------------
@@ -161,14 +169,14 @@ _TOO_LONG = "context_length_exceeded"
 
 
 def _prepare(call: Call, body: ResponseRequest, items: list[dict[str, Any]]) -> PreparedChat:
-    """The request as a chat. With `truncation: auto`, the oldest items of a conversation that does
-    not fit are dropped: as few as leave room for the answer, and never the last one."""
+    """Translate the request to a chat. With `truncation: auto`, the oldest items of a conversation
+    that does not fit are dropped: as few as possible, and never the last one."""
     if body.truncation != "auto":
         return _prepare_items(call, body, items)
     context = call.served.lm.context
     room = min(body.max_output_tokens or context // 4, context // 2)
 
-    def prepared(count: int, limit: int) -> PreparedChat | None:
+    def prepare_without(count: int, limit: int) -> PreparedChat | None:
         """The chat without its first `count` items; None if it has more tokens than `limit`."""
         try:
             ready = _prepare_items(call, body, drop_oldest(items, count))
@@ -178,12 +186,13 @@ def _prepare(call: Call, body: ResponseRequest, items: list[dict[str, Any]]) -> 
             return None
         return ready if len(ready.ids) <= limit else None
 
-    if (ready := prepared(0, context - 1)) is not None:
+    if (ready := prepare_without(0, context - 1)) is not None:
         return ready
     low, high = 1, max(0, len(items) - 1)
     while low < high:  # the fewest that fit, or all but the last
         middle = (low + high) // 2
-        low, high = (low, middle) if prepared(middle, context - room) else (middle + 1, high)
+        fits = prepare_without(middle, context - room) is not None
+        low, high = (low, middle) if fits else (middle + 1, high)
     call.note(f"truncation: the first {high} of {len(items)} items were dropped")
     return _prepare_items(call, body, drop_oldest(items, high))
 
@@ -195,7 +204,8 @@ def _prepare_items(call: Call, body: ResponseRequest, items: list[dict[str, Any]
     check_stream_options(body)
     if not items:
         raise bad_request("input is missing; it is required", "input", "missing_required_parameter")
-    choice, wanted = _echoed(body.tool_choice), None if body.text is None else body.text.format
+    choice = _echoed(body.tool_choice)
+    text_format = None if body.text is None else body.text.format
     if isinstance(choice, dict) and choice["type"] == "function":
         choice = {"type": "function", "function": {"name": choice["name"]}}
     functions = [tool.model_dump(exclude={"type"}) for tool in body.tools or ()]
@@ -204,7 +214,7 @@ def _prepare_items(call: Call, body: ResponseRequest, items: list[dict[str, Any]
         "tools": [{"type": "function", "function": function} for function in functions],
         "tool_choice": choice,
         "parallel_tool_calls": body.parallel_tool_calls,
-        "response_format": None if wanted is None else _response_format(wanted),
+        "response_format": None if text_format is None else _response_format(text_format),
         "top_logprobs": body.top_logprobs,
         "max_tokens": body.max_output_tokens,
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
@@ -213,21 +223,22 @@ def _prepare_items(call: Call, body: ResponseRequest, items: list[dict[str, Any]
         "seed": body.seed,
         **body.model_dump(include={*Constraints.model_fields}),
     }
-    call.heed(body)
+    call.apply_hints(body)
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         ignore(call.request, "text.verbosity")
     return prepare_chat(call, ChatRequest.model_validate(chat))
 
 
-def _response_format(wanted: TextFormat) -> dict[str, Any]:
-    schema = {"schema": wanted.schema_, "strict": wanted.strict}
-    return {"type": wanted.type, "json_schema": None if wanted.schema_ is None else schema}
+def _response_format(text_format: TextFormat) -> dict[str, Any]:
+    schema = {"schema": text_format.schema_, "strict": text_format.strict}
+    is_free = text_format.schema_ is None
+    return {"type": text_format.type, "json_schema": None if is_free else schema}
 
 
-# -- what is answered ------------------------------------------------------------------------
+# -- the response ---------------------------------------------------------------------
 
 
-# What every response says, until something else is known; and what it repeats of its request.
+# Default values of a response; and the fields it repeats from the request.
 _FIXED = {
     "object": "response", "background": False, "completed_at": None, "error": None,
     "incomplete_details": None, "max_tool_calls": None, "usage": None,
@@ -239,14 +250,14 @@ _ECHOED = {
 }  # fmt: skip
 
 
-class _Answer(BlockAnswer):
-    """A response, whole or in events."""
+class _ResponseAnswer(BlockAnswer):
+    """A response, complete or in events."""
 
     def __init__(
         self,
         call: Call,
         body: ResponseRequest,
-        texts: Texts,
+        texts: RequestTexts,
         use: ToolUse,
         store: Callable[[dict[str, Any]], None] | None,
     ) -> None:
@@ -257,43 +268,43 @@ class _Answer(BlockAnswer):
         self.number = 0  # of the next event
         self.is_cancelled = False
 
-    # -- whole -------------------------------------------------------------------------------
+    # -- complete ----------------------------------------------------------------------------
 
     async def answer(self) -> dict[str, Any]:
         await self.read()
         return self._finished()
 
     def progress(self) -> dict[str, Any]:
-        """The response while it is being written."""
+        """The response so far."""
         return self._response("cancelled" if self.is_cancelled else "in_progress")
 
     def cancel(self) -> dict[str, Any]:
-        """Stop writing; what there is stays. The request that reads it ends as well."""
+        """Stop generation; the text so far stays. The request that reads it ends as well."""
         self.is_cancelled = True
         self.texts.close()
         return self.progress()
 
     def _finished(self) -> dict[str, Any]:
-        """All of it, stored for later; the blocks are complete."""
+        """The finished response; it is stored too."""
         is_cut = was_cut(self.generation.finish_reason)
-        found = self._response("incomplete" if is_cut else "completed")
+        response = self._response("incomplete" if is_cut else "completed")
         if self.is_cancelled:
-            found["status"] = "cancelled"
+            response["status"] = "cancelled"
         elif is_cut:
-            found["incomplete_details"] = {"reason": "max_output_tokens"}
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
-            found["completed_at"] = int(time.time())
-        found["usage"] = self._usage()
+            response["completed_at"] = int(time.time())
+        response["usage"] = self._usage()
         if self.store is not None:
-            self.store(found)
+            self.store(response)
         if self.body.unspool is not None:  # not stored: a trace is large
-            found = {**found, "unspool": texts_json(self.texts, self.body.unspool.trace)}
-        return found
+            response = {**response, "unspool": texts_json(self.texts, self.body.unspool.trace)}
+        return response
 
     def _response(self, status: str) -> dict[str, Any]:
-        """What is known so far."""
+        """The response so far, with this status."""
         body, settings = self.body, self.generation.settings
-        wanted = None if body.text is None else body.text.format
+        text_format = None if body.text is None else body.text.format
         return {
             "id": self.id,
             "created_at": self.created,
@@ -311,7 +322,7 @@ class _Answer(BlockAnswer):
             "store": body.store is not False,
             "truncation": body.truncation or "disabled",
             "temperature": settings.temperature,
-            "text": {"format": _echoed(wanted) or {"type": "text"}, "verbosity": "medium"},
+            "text": {"format": _echoed(text_format) or {"type": "text"}, "verbosity": "medium"},
             "tool_choice": _echoed(body.tool_choice) or "auto",
             "tools": [_echoed(tool) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
@@ -320,26 +331,26 @@ class _Answer(BlockAnswer):
         }
 
     def _usage(self) -> dict[str, Any]:
-        used = self.texts.usage()
+        usage = self.texts.usage()
         return {
-            "input_tokens": used["prompt_tokens"],
+            "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {
-                "cached_tokens": used["prompt_tokens_details"]["cached_tokens"],
+                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
                 "cache_write_tokens": 0,
             },
-            "output_tokens": used["completion_tokens"],
+            "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {
-                "reasoning_tokens": used["completion_tokens_details"]["reasoning_tokens"]
+                "reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]
             },
-            "total_tokens": used["total_tokens"],
+            "total_tokens": usage["total_tokens"],
         }
 
     def _logprobs(self, steps: list[Step]) -> list[dict[str, Any]]:
         if LOGPROBS not in (self.body.include or ()):
             return []
         end_ids, top = self.served.lm.end_ids, self.body.top_logprobs or 0
-        found: list[dict[str, Any]] = self.logprob_format.chat(steps, end_ids, top)["content"]
-        return found
+        content: list[dict[str, Any]] = self.logprob_format.chat(steps, end_ids, top)["content"]
+        return content
 
     def _item(self, block: Block, status: str | None = None) -> dict[str, Any]:
         status = status or ("completed" if block.is_complete else "incomplete")
@@ -383,29 +394,29 @@ class _Answer(BlockAnswer):
         created = self._event("response.created", response=started)
         wire.put(created + self._event("response.in_progress", response=started))
         await self.deliver(self._render, wire)
-        rest = self._render(self.blocks.end(self.generation.finish_reason))
+        last = self._render(self.blocks.end(self.generation.finish_reason))
         done = self._finished()
-        # Clients know no event of a cancelled response: to a stream, it is incomplete.
+        # There is no event for a cancelled response: in a stream, it is incomplete.
         kind = "incomplete" if self.is_cancelled else done["status"]
-        wire.put(rest + self._event(f"response.{kind}", response=done))
+        wire.put(last + self._event(f"response.{kind}", response=done))
 
     def _render(self, changes: Iterable[Change]) -> bytes:
-        return b"".join(e for change in changes for e in self._changed(change))
+        return b"".join(e for change in changes for e in self._change_events(change))
 
-    def _changed(self, change: Change) -> list[bytes]:
+    def _change_events(self, change: Change) -> list[bytes]:
         block = change.block
         item = {"output_index": block.index, "item_id": _item_id(block)}
         part = {**item, "content_index": 0}
-        if isinstance(change, Opened):
+        if isinstance(change, BlockOpened):
             started = self._item(block, "in_progress")
-            found = [
+            events = [
                 self._event("response.output_item.added", output_index=block.index, item=started)
             ]
             if block.name is None:
-                empty = self._part(replace(block, parts=[], steps=[]))  # what it has follows
-                found.append(self._event("response.content_part.added", **part, part=empty))
-            return found
-        if isinstance(change, Grown):
+                empty = self._part(replace(block, parts=[], steps=[]))  # its text follows
+                events.append(self._event("response.content_part.added", **part, part=empty))
+            return events
+        if isinstance(change, BlockGrown):
             if block.name is not None:
                 kind = "response.function_call_arguments.delta"
                 return [self._event(kind, **item, delta=change.text)]
@@ -415,25 +426,25 @@ class _Answer(BlockAnswer):
             kind = "response.output_text.delta"
             return [self._event(kind, **part, delta=change.text, logprobs=logprobs)]
         if block.is_thought:
-            found = [
+            events = [
                 self._event("response.reasoning_text.done", **part, text=block.text),
                 self._event("response.content_part.done", **part, part=self._part(block)),
             ]
         elif block.name is None:
-            whole = self._part(block)
-            text = {"text": whole["text"], "logprobs": whole["logprobs"]}
-            found = [
+            complete = self._part(block)
+            text = {"text": complete["text"], "logprobs": complete["logprobs"]}
+            events = [
                 self._event("response.output_text.done", **part, **text),
-                self._event("response.content_part.done", **part, part=whole),
+                self._event("response.content_part.done", **part, part=complete),
             ]
         else:
             kind = "response.function_call_arguments.done"
-            found = [self._event(kind, **item, name=block.name, arguments=block.text)]
+            events = [self._event(kind, **item, name=block.name, arguments=block.text)]
         ends = {"output_index": block.index, "item": self._item(block)}
-        return [*found, self._event("response.output_item.done", **ends)]
+        return [*events, self._event("response.output_item.done", **ends)]
 
     def failed(self, error: ApiError) -> bytes:
-        """The last event when something went wrong on the way."""
+        """The last event of a response that failed."""
         if not self.number:
             code = error.code or error.type
             return self._event("error", code=code, message=error.message, param=error.param)
@@ -447,8 +458,8 @@ class _Answer(BlockAnswer):
         return event({"type": kind, "sequence_number": number, **fields}, kind)
 
 
-def _replayed(response: dict[str, Any]) -> list[bytes]:
-    """A finished response as the events that tell of it, each text in one piece."""
+def _replay_events(response: dict[str, Any]) -> list[bytes]:
+    """The events of a finished response, each text in one piece."""
     events: list[bytes] = []
 
     def tell(kind: str, **fields: Any) -> None:
@@ -471,12 +482,12 @@ def _replayed(response: dict[str, Any]) -> list[bytes]:
             tell(f"{kind}.done", **place, name=item["name"], arguments=text)
         for number, part in enumerate(item.get("content", ())):
             where = {**place, "content_index": number}
-            is_words = part["type"] == "output_text"
-            told = {"logprobs": part["logprobs"]} if is_words else {}
-            blank: dict[str, Any] = {"logprobs": []} if is_words else {}
+            is_text = part["type"] == "output_text"
+            logprobs = {"logprobs": part["logprobs"]} if is_text else {}
+            blank: dict[str, Any] = {"logprobs": []} if is_text else {}
             tell("response.content_part.added", **where, part={**part, "text": "", **blank})
-            tell(f"response.{part['type']}.delta", **where, delta=part["text"], **told)
-            tell(f"response.{part['type']}.done", **where, text=part["text"], **told)
+            tell(f"response.{part['type']}.delta", **where, delta=part["text"], **logprobs)
+            tell(f"response.{part['type']}.done", **where, text=part["text"], **logprobs)
             tell("response.content_part.done", **where, part=part)
         tell("response.output_item.done", output_index=index, item=item)
     status = "completed" if response["status"] == "completed" else "incomplete"
@@ -488,8 +499,8 @@ def _item_id(block: Block) -> str:
     return f"{'rs' if block.is_thought else 'msg' if block.name is None else 'fc'}_{block.id}"
 
 
-def _echoed(given: Any) -> Any:
-    """A part of the request, as it was given."""
-    if given is None or isinstance(given, str):
-        return given
-    return given.model_dump(by_alias=True, exclude_none=isinstance(given, AllowedToolsChoice))
+def _echoed(value: Any) -> Any:
+    """A field of the request as JSON."""
+    if value is None or isinstance(value, str):
+        return value
+    return value.model_dump(by_alias=True, exclude_none=isinstance(value, AllowedToolsChoice))

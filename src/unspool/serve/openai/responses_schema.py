@@ -1,4 +1,4 @@
-"""What `/v1/responses` takes."""
+"""The request schema of `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from unspool.serve.openai.chat_schema import MAX_TOP_LOGPROBS, AllowedToolsChoic
 from unspool.text.chat.messages import ONLY_TEXT
 
 LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED = "reasoning.encrypted_content"  # ours are open: there is nothing to decipher
-_ONE_SITTING = "a response is written while its request waits for it"
+ENCRYPTED = "reasoning.encrypted_content"  # accepted, but reasoning is never encrypted
+_FOREGROUND = "a response is generated while its request is open"
 _FUNCTIONS = "only functions, which the caller runs, can be called"
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -32,7 +32,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 class TextPart(Strict):
     type: Literal["input_text", "output_text", "text"]
     text: str
-    # Those of an output that is given back as input; they say nothing to the model.
+    # Of an output that is sent back as input; not for the model.
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
     parsed: Any = None
@@ -54,7 +54,7 @@ class FunctionCallItem(PartialApi):
     unsupported_fields: ClassVar[Reasons] = {
         "namespace": _FUNCTIONS,
         "caller": _FUNCTIONS,
-        "async": _ONE_SITTING,
+        "async": _FOREGROUND,
     }
     noop_values: ClassVar[Values] = {"caller": [{"type": "direct"}]}
 
@@ -79,18 +79,18 @@ class FunctionCallOutputItem(PartialApi):
     status: Status | None = None
 
 
-class ThoughtPart(Strict):
+class ReasoningPart(Strict):
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class ReasoningItem(Strict):
-    """A thought of an earlier answer; the template decides whether it is told again."""
+    """Reasoning of an earlier answer; the chat template decides whether to include it."""
 
     type: Literal["reasoning"]
     id: ShortText | None = None
-    summary: list[ThoughtPart] | None = None
-    content: list[ThoughtPart] | None = None
+    summary: list[ReasoningPart] | None = None
+    content: list[ReasoningPart] | None = None
     encrypted_content: None = None
     status: Status | None = None
 
@@ -112,11 +112,11 @@ Item = Annotated[
 ]
 
 
-class FunctionTool(PartialApi):
+class ResponseFunctionTool(PartialApi):
     unsupported_fields: ClassVar[Reasons] = {
         "defer_loading": "all tools are given to the model at once",
         "allowed_callers": _FUNCTIONS,
-        "output_schema": "the model is not told of it",
+        "output_schema": "it is not in the prompt",
     }
     noop_values: ClassVar[Values] = {"allowed_callers": [["direct"]]}
 
@@ -142,31 +142,31 @@ class TextFormat(Strict):
 
 class TextConfig(Strict):
     format: TextFormat | None = None
-    verbosity: ShortText | None = None  # the model knows no such setting
+    verbosity: ShortText | None = None  # has no effect
 
 
-class Reasoning(Strict):
+class ResponseReasoning(Strict):
     effort: ShortText | None = Field(None, description="none, low, medium, high")
     summary: ShortText | None = None
     generate_summary: ShortText | None = None
 
 
-class StreamOptions(Strict):
-    include_obfuscation: bool | None = None  # we add none, so there is none to leave out
+class ResponseStreamOptions(Strict):
+    include_obfuscation: bool | None = None  # none is added
 
 
 class ResponseRequest(ForeignRequest, Constraints):
-    """Something to be answered."""
+    """Input to answer."""
 
     unsupported_fields: ClassVar[Reasons] = {
-        "background": _ONE_SITTING,
-        "context_management": "nothing is dropped or summed up",
-        "conversation": "go on with previous_response_id",
+        "background": _FOREGROUND,
+        "context_management": "conversations are not summarized",
+        "conversation": "use previous_response_id",
         "image": ONLY_TEXT,
         "max_tool_calls": "there are no built-in tools",
-        "moderation": "there is none",
-        "prompt": "prompt templates are not kept here; send the input itself",
-        "prompt_cache_options": "prefixes are kept by themselves, as long as there is room",
+        "moderation": "there is no moderation",
+        "prompt": "prompt templates are not stored; send the input itself",
+        "prompt_cache_options": "prefixes are cached automatically",
         "access_programs": "there are none",
     }
 
@@ -174,23 +174,23 @@ class ResponseRequest(ForeignRequest, Constraints):
     input: str | Annotated[list[Item], Field(max_length=10_000)] | None = None
     instructions: str | None = None
     previous_response_id: ShortText | None = None
-    store: bool | None = Field(None, description="false: keep nothing")
+    store: bool | None = Field(None, description="false: do not store the response")
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     seed: Seed | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ResponseReasoning | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include: list[str] | None = Field(None, description=f"{LOGPROBS}, or nothing")
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     text: TextConfig | None = None
-    tools: list[FunctionTool] | None = Field(None, max_length=128)
+    tools: list[ResponseFunctionTool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedToolsChoice | None = (
         None
     )
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="auto: drop the oldest items of a conversation that is too long"
+        None, description="auto: drop the oldest items if the conversation is too long"
     )
     metadata: (
         Annotated[
@@ -203,7 +203,7 @@ class ResponseRequest(ForeignRequest, Constraints):
         | None
     ) = None
     unspool: ExtensionWithSeed | None = None
-    # Taken because they ask for nothing that changes the text.
+    # Accepted, but they have no effect on the text.
     user: ShortText | None = None
     safety_identifier: ShortText | None = None
     prompt_cache_key: ShortText | None = None

@@ -1,7 +1,7 @@
-"""`unspool.think` in `/v1/chat/completions`: an answer that was searched for.
+"""`unspool.think` in `/v1/chat/completions`: an answer found by search.
 
-The winner is streamed as any answer is, once it is found. With `unspool.trace` the search is told
-meanwhile: each event comes in a chunk without words, under `unspool.think`.
+The winner is streamed like any answer, once it is found. With `unspool.trace` the events of the
+search are sent before, each in a chunk without text, under `unspool.think`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.core.thinking import (
-    Searching,
-    ThoughtTexts,
+    SearchTexts,
+    SearchWorker,
     begin_search,
     check_think,
     places_of,
@@ -27,24 +27,23 @@ from unspool.serve.openai.chat_prompt import ToolUse, check_chat, prepare_chat, 
 from unspool.serve.openai.chat_schema import ChatRequest
 
 
-async def think_longer(body: ChatRequest, request: Request) -> Response:
+async def search_chat(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation with the best text that a search finds."""
-    own = body.unspool
-    assert own is not None and own.think is not None
+    extension = body.unspool
+    assert extension is not None and extension.think is not None
     check_chat(body)
     if (body.n or 1) > 1:
-        raise bad_request("a search gives one answer; leave n out, or unspool.think", "n")
+        raise bad_request("a search gives one answer; omit n, or unspool.think", "n")
     state = state_of(request)
-    judge = check_think(own.think, state.settings)
-    call = await state.enter(request, body.model, places_of(own.think))
-    # A trace tells of the search here, and not of every step of the winner.
-    plain = body.model_copy(
-        update={"unspool": own.model_copy(update={"think": None, "trace": False})}
-    )
+    judge = check_think(extension.think, state.settings)
+    call = await state.enter(request, body.model, places_of(extension.think))
+    # A trace here reports the search, and not every step of the winner.
+    without_trace = extension.model_copy(update={"think": None, "trace": False})
+    plain = body.model_copy(update={"unspool": without_trace})
     ready = await call.thread(prepare_chat, call, plain)
-    asked = [template_message(message) for message in body.messages]
-    search = await begin_search(call, own.think, judge, ready.ids, ready.options, asked)
-    texts = ThoughtTexts(
+    messages = [template_message(message) for message in body.messages]
+    search = await begin_search(call, extension.think, judge, ready.ids, ready.options, messages)
+    texts = SearchTexts(
         call.served,
         state.metrics,
         request.state.arrived,
@@ -54,60 +53,60 @@ async def think_longer(body: ChatRequest, request: Request) -> Response:
         stream=search.stream,
     )
     call.hold_texts(texts)
-    chat = _ThoughtAnswer(call, plain, texts, ready.use, search, tells=own.trace)
+    chat = _SearchAnswer(call, plain, texts, ready.use, search, trace=extension.trace)
     return call.stream(chat.write) if body.stream else await call.reply(chat.answer())
 
 
-class _ThoughtAnswer(ChatAnswer):
-    """A chat's answer whose text is searched for first."""
+class _SearchAnswer(ChatAnswer):
+    """The answer to a chat, found by search."""
 
     def __init__(
         self,
         call: Call,
         body: ChatRequest,
-        texts: ThoughtTexts,
+        texts: SearchTexts,
         use: ToolUse,
-        search: Searching,
+        search: SearchWorker,
         *,
-        tells: bool,
+        trace: bool,
     ) -> None:
         super().__init__(call, body, texts, use)
-        self._search, self._tells, self._thought_texts = search, tells, texts
+        self._search, self._trace_search, self._search_texts = search, trace, texts
 
     async def answer(self) -> dict[str, Any]:
-        async for found in self._search:
-            if self._tells:
-                self._thought_texts.events.append(found.to_dict())
+        async for search_event in self._search:
+            if self._trace_search:
+                self._search_texts.events.append(search_event.to_dict())
         await self.texts.start()
         return await super().answer()
 
     async def write(self, wire: Wire) -> None:
-        if self._tells:
+        if self._trace_search:
             wire.put(self._start(0))
-        async for found in self._search:
-            if self._tells:
+        async for search_event in self._search:
+            if self._trace_search:
                 if wire.is_full:
                     await wire.drain()
-                wire.put(self._told(found.to_dict()))
+                wire.put(self._search_chunk(search_event.to_dict()))
         await self.texts.start()
         await super().write(wire)
 
-    def _told(self, told: dict[str, Any]) -> bytes:
+    def _search_chunk(self, event_json: dict[str, Any]) -> bytes:
         choice = {"index": 0, "delta": {"content": ""}, "logprobs": None, "finish_reason": None}
         chunk = self._envelope(self.chunk_kind, [choice])
-        return event({**chunk, "unspool": {"think": told}})
+        return event({**chunk, "unspool": {"think": event_json}})
 
     def _extension_json(self, trace: bool) -> dict[str, Any]:
-        found = super()._extension_json(trace)
-        thought = self._thought_texts.thought
-        assert thought is not None
-        found["think"] = thought_json(thought.to_dict())
-        if self._thought_texts.events:
-            found["think"]["events"] = self._thought_texts.events
-        return found
+        extension = super()._extension_json(trace)
+        result = self._search_texts.result
+        assert result is not None
+        extension["think"] = search_json(result.to_dict())
+        if self._search_texts.events:
+            extension["think"]["events"] = self._search_texts.events
+        return extension
 
 
-def thought_json(thought: dict[str, Any]) -> dict[str, Any]:
-    """What a search came to, without the text itself, which the answer has."""
+def search_json(result: dict[str, Any]) -> dict[str, Any]:
+    """The result of a search without the text, which the answer has."""
     names = ("policy", "score", "why", "budget", "spent", "answers", "seconds")
-    return {name: thought[name] for name in names if name in thought}
+    return {name: result[name] for name in names if name in result}

@@ -1,1 +1,1 @@
-"""`/v1/runs`: trainings that can be watched, looked back at, started, paused and stopped."""
+"""`/v1/runs`: training runs that can be watched, started, paused and stopped."""

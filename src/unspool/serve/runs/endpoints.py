@@ -1,7 +1,7 @@
-"""`/v1/runs`: the trainings below one folder, as they go and afterwards.
+"""`/v1/runs`: the training runs of one folder, while they run and afterwards.
 
-Reading is open to whoever may ask this server. Starting, pausing and stopping use up the machine,
-and so need one of two things: that only programs on this machine reach the server, or a key.
+Any client of the server may read them. Starting, pausing and stopping a run requires an API key,
+or a server that only programs on this machine can reach.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from unspool.serve.core.schema import Seed, Strict
 from unspool.serve.core.state import ServerState, state_of
 from unspool.serve.http.disconnect import CancelOnDisconnect
 from unspool.serve.http.errors import ApiError, bad_request
-from unspool.serve.http.events import EventStream, pouring
+from unspool.serve.http.events import EventStream, error_event, writer_from
 from unspool.serve.http.routes import JsonReply, new_router
 from unspool.serve.http.threads import in_thread
-from unspool.serve.runs.library import is_there
-from unspool.serve.runs.run_json import drawable, run_json, summary
-from unspool.serve.runs.trainer import GOING
-from unspool.serve.runs.watching import Watcher, find_run, run_error, watch
+from unspool.serve.runs.library import path_exists
+from unspool.serve.runs.run_json import downsample, run_json, summary
+from unspool.serve.runs.trainer import ACTIVE, server_trainer
+from unspool.serve.runs.watching import Watcher, find_run, watch
 from unspool.train.running.runs import KINDS, Run
 
 router = new_router("Training", "/v1/runs")
 
 Since = Annotated[int, Query(ge=0, lt=1 << 31)]
-_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 _PATH_LIKE = re.compile(r"^[/~.]|[*?\[\\]|\.\.")
 
 
 class StartRequest(Strict):
-    """A small training: all else follows from the depth, as on the command line."""
+    """A small training run: everything else follows from the depth, as on the command line."""
 
     source: Annotated[str, StringConstraints(min_length=1, max_length=1000)] = Field(
         "sotu", description="a data set's name, or a path on the server's machine"
@@ -50,105 +50,107 @@ class StartRequest(Strict):
 
 
 class ControlRequest(Strict):
-    """What is wanted of a run."""
+    """A command to a run."""
 
     want: Literal["pause", "go", "stop"]
 
 
-@router.get("", summary="All training runs, the newest first")
+@router.get("", summary="All training runs, newest first")
 async def list_runs(request: Request) -> Response:
     state = state_of(request)
+    trainer, refusal = server_trainer(state), state.settings.refusal("trains")
 
-    def found() -> list[dict[str, Any]]:
-        return [summary(run, state.trainer.fault(run.name)) for run in state.runs.all()]
+    def summaries() -> list[dict[str, Any]]:
+        return [summary(run, trainer.fault(run.name)) for run in trainer.runs.all()]
 
-    refusal = state.settings.refusal("trains")
     return JsonReply(
         {
             "object": "list",
-            "folder": str(state.runs.root),
-            "data": await in_thread(found),
+            "folder": str(trainer.runs.root),
+            "data": await in_thread(summaries),
             "may_start": refusal is None,
             "why_not": refusal,
-            "starting": state.trainer.name if state.trainer.trains(state.trainer.name) else None,
+            "starting": trainer.name if trainer.trains(trainer.name) else None,
         }
     )
 
 
-@router.post("", summary="Start a small training")
+@router.post("", summary="Start a small training run")
 async def start(body: StartRequest, request: Request) -> Response:
-    """Answers with its name once the data is there; `events` then tells how it goes, or why it
-    could not begin."""
+    """Responds with the name once the data is found; `events` reports progress or the failure."""
     state = state_of(request)
+    trainer = server_trainer(state)
     _check_may_start(state)
     if not body.source.isprintable():
-        raise bad_request("source has characters that no name has", "source")
+        raise bad_request("source must have printable characters only", "source")
     if not state.settings.is_local and _is_path(body.source):
-        raise ApiError(403, "a path can be trained on only from the server's own machine")
-    if body.name is not None and not _PLAIN.fullmatch(body.name):
+        raise ApiError(403, "only clients on the server's own machine may train on a path")
+    if body.name is not None and not _RUN_NAME.fullmatch(body.name):
         raise bad_request("name may have letters, digits, '.', '_' and '-'", "name")
-    name = Run.free_folder(body.name or _name_of(body), state.runs.root).name
+    name = Run.free_folder(body.name or _default_name(body), trainer.runs.root).name
     options = ["new", "--depth", str(body.depth), "--minutes", f"{body.minutes:g}"]
     options += ["--seed", str(body.seed), "--name", name, "--", body.source]
-    await in_thread(state.trainer.check_free)
+    await in_thread(trainer.check_free)
     async with CancelOnDisconnect(request.receive), asyncio.timeout(state.settings.deadline):
         try:
-            await in_thread(state.trainer.check_source, body.source)
+            await in_thread(trainer.check_source, body.source)
         except UnspoolError as error:
             raise bad_request(str(error), "source", "data_not_found") from None
-    await in_thread(state.trainer.start, name, options)
+    await in_thread(trainer.start, name, options)
     return JsonReply(_starting_json(name))
 
 
-@router.get("/{name}", summary="One run: its settings, its checkpoints, its log")
+@router.get("/{name}", summary="One run: its settings, checkpoints and log")
 async def get_run(name: str, request: Request, since: Since = 0) -> Response:
-    state = state_of(request)
-    run = await in_thread(find_run, name, state.trainer)
+    trainer = server_trainer(state_of(request))
+    run = await in_thread(find_run, name, trainer)
     if run is None:
         return JsonReply(_starting_json(name))
 
-    def found() -> JsonReply:
+    def reply() -> JsonReply:
         log = run.log(since)
-        lines = {"log": drawable(log), "next": since + len(log), "samples": run.samples()}
-        return JsonReply({**run_json(run, state.trainer.fault(name)), **lines})
+        lines = {"log": downsample(log), "next": since + len(log), "samples": run.samples()}
+        return JsonReply({**run_json(run, trainer.fault(name)), **lines})
 
-    return await in_thread(found)
+    return await in_thread(reply)
 
 
-@router.post("/{name}/control", summary="Have a run paused, gone on with, or stopped")
+@router.post("/{name}/control", summary="Pause, resume or stop a run")
 async def control(name: str, body: ControlRequest, request: Request) -> Response:
-    """A run whose process has ended is gone on with from its last checkpoint by a new one."""
+    """A run whose process has ended is resumed from its last checkpoint, by a new process."""
     state = state_of(request)
+    trainer = server_trainer(state)
     _check_may_start(state)
-    run = state.runs.get(name)
+    run = trainer.runs.get(name)
     kind = run.facts.get("kind")
-    if run.state in GOING:
+    if run.state in ACTIVE:
         run.ask(body.want)
     elif body.want != "go":
-        raise bad_request(f"{name} is {run.state} already", "want")
+        raise bad_request(f"{name} is already {run.state}", "want")
     elif run.state == "done" or run.resumable() is None or kind not in KINDS:
-        raise bad_request(f"{name} is {run.state}: there is nothing to go on with", "want")
+        raise bad_request(f"{name} is {run.state} and cannot be resumed", "want")
     else:
-        await in_thread(state.trainer.start, name, [kind, "--resume", str(run.folder)])
+        await in_thread(trainer.start, name, [kind, "--resume", str(run.folder)])
     return JsonReply({"name": name, "object": "training.run", "want": body.want})
 
 
-@router.get("/{name}/events", summary="What happens to a run, as it happens")
+@router.get("/{name}/events", summary="Events of a run, as they happen")
 async def events(name: str, request: Request, since: Since = 0, samples: Since = 0) -> Response:
     """Events `run`, `log` and `samples`, and `done` when it is over."""
     state = state_of(request)
-    if state.trainer.name != name:
-        state.runs.get(name)
+    trainer = server_trainer(state)
+    if trainer.name != name:
+        trainer.runs.get(name)
     resources: AsyncExitStack = request.state.resources
     await resources.enter_async_context(CancelOnDisconnect(request.receive))
-    resources.enter_context(state.branches.watcher())
+    resources.enter_context(state.watcher())
 
-    pieces = watch(name, state.trainer, Watcher(since, samples), lambda: state.admission.refusing)
-    return EventStream(pouring(pieces), until=None, failed=run_error)
+    pieces = watch(name, trainer, Watcher(since, samples), lambda: state.admission.refusing)
+    return EventStream(writer_from(pieces), until=None, failed=error_event)
 
 
 def _starting_json(name: str) -> dict[str, Any]:
-    """A run whose process has begun, and has written nothing yet."""
+    """A run whose process was started, but has written nothing yet."""
     return {"name": name, "object": "training.run", "state": "starting"}
 
 
@@ -159,10 +161,10 @@ def _check_may_start(state: ServerState) -> None:
 
 
 def _is_path(source: str) -> bool:
-    return bool(_PATH_LIKE.search(source)) or is_there(Path(source))
+    return bool(_PATH_LIKE.search(source)) or path_exists(Path(source))
 
 
-def _name_of(body: StartRequest) -> str:
-    """From the source and the depth: speeches-d4."""
+def _default_name(body: StartRequest) -> str:
+    """Made of the source and the depth: speeches-d4."""
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(body.source).stem).strip("-") or "run"
     return f"{stem[:40]}-d{body.depth}"

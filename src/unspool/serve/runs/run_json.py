@@ -1,4 +1,4 @@
-"""Runs as JSON: what they are, how far they have come, and which checkpoints there are."""
+"""Training runs as JSON: settings, progress and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from unspool.train.running.runs import Run, film_steps
 
-MOST_LINES = 4000  # of a log in one piece: more points than there are pixels
-_TAIL = 1 << 14  # bytes in which the last line of a log surely stands
+MAX_LINES = 4000  # of a log in one response: more points than there are pixels
+_TAIL_BYTES = 1 << 14  # always holds the last line of a log
 _HIDDEN = ("pid", "pid_started")
 
 
 def summary(run: Run, fault: str | None = None) -> dict[str, Any]:
-    """What a list of runs needs; `fault`: why its process has ended, if that is known here."""
+    """A run in a list. `fault`: why its process failed, if this server started it."""
     facts = run.facts
     return {
         "name": run.name,
@@ -30,7 +30,7 @@ def summary(run: Run, fault: str | None = None) -> dict[str, Any]:
 
 
 def run_json(run: Run, fault: str | None = None) -> dict[str, Any]:
-    """All that its folder says of a run, but for the log and the samples."""
+    """A run without its log and samples."""
     facts = {name: value for name, value in run.facts.items() if name not in _HIDDEN}
     steps = run.steps
     film = film_steps(steps)
@@ -45,34 +45,38 @@ def run_json(run: Run, fault: str | None = None) -> dict[str, Any]:
         for saved in run.checkpoints()
     ]
     can_resume = run.resumable() is not None
-    head = summary(run, fault)
-    return {**head, "facts": facts, "checkpoints": checkpoints, "can_resume": can_resume}
+    return {
+        **summary(run, fault),
+        "facts": facts,
+        "checkpoints": checkpoints,
+        "can_resume": can_resume,
+    }
 
 
 def last_line(path: Path) -> dict[str, Any] | None:
-    """What is logged of the newest step, without reading all of the log."""
-    found: list[dict[str, Any]] = []
+    """The newest step of a log, without reading all of it."""
+    lines: list[dict[str, Any]] = []
     with suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, file.seek(0, 2) - _TAIL))
+        file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
         for line in file.read().rpartition(b"\n")[0].split(b"\n"):
-            with suppress(ValueError):  # the first may be cut
-                found.append(dict(json.loads(line)))
-    return joined(found)[-1] if found else None
+            with suppress(ValueError):  # the first may be incomplete
+                lines.append(dict(json.loads(line)))
+    return merge_by_step(lines)[-1] if lines else None
 
 
-def joined(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One line a step: what was judged of it is logged apart."""
-    found: dict[Any, dict[str, Any]] = {}
+def merge_by_step(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One line for each step; its evaluation is logged in a separate line."""
+    by_step: dict[Any, dict[str, Any]] = {}
     for line in lines:
-        found.setdefault(line.get("step"), {}).update(line)
-    return list(found.values())
+        by_step.setdefault(line.get("step"), {}).update(line)
+    return list(by_step.values())
 
 
-def drawable(lines: list[dict[str, Any]], most: int = MOST_LINES) -> list[dict[str, Any]]:
-    """One line a step, and no more than can be drawn; those with a held-out loss, and the last,
-    always stay."""
-    lines = joined(lines)
-    every = -(-len(lines) // most) if lines else 1
+def downsample(lines: list[dict[str, Any]], max_lines: int = MAX_LINES) -> list[dict[str, Any]]:
+    """One line for each step, and at most about `max_lines` of them: every n-th, those with a
+    held-out loss, and the last."""
+    lines = merge_by_step(lines)
+    every = -(-len(lines) // max_lines) if lines else 1
     last = len(lines) - 1
     return [
         line

@@ -1,8 +1,7 @@
-"""The training that this server starts: `unspool train` as a process of its own, one at a time.
+"""Training started by this server: `unspool train` as a child process, one at a time.
 
-It does not end with the server, nor by Ctrl-C in the server's terminal: it has a session of its
-own, and all that is known of it is in its run folder. A server that is started later finds it
-there, shows it, and can pause and stop it as well. So nothing is left behind unseen.
+The process has its own session: it survives the server and Ctrl-C in the server's terminal. All
+its state is in its run folder, so a server that is started later lists it and can pause or stop it.
 """
 
 from __future__ import annotations
@@ -16,22 +15,28 @@ from threading import Lock, Thread
 from typing import IO
 
 from unspool.errors import DataError, UnspoolError
+from unspool.serve.core.state import ServerState
 from unspool.serve.http.errors import ApiError
-from unspool.serve.runs.library import RunLibrary
+from unspool.serve.runs.library import RunLibrary, run_library
 
-GOING = ("running", "paused")
-_TOLD = 2000  # bytes of what a process has said at last
+ACTIVE = ("running", "paused")
+_OUTPUT_BYTES = 2000  # of a failed process that are read for its message
+
+
+def server_trainer(state: ServerState) -> Trainer:
+    """The trainer of a server."""
+    return state.extension("trainer", lambda: Trainer(run_library(state)))
 
 
 class Trainer:
-    """The process, from its start until its run can be read from the disk."""
+    """Starts training processes, and knows the last one."""
 
     def __init__(self, runs: RunLibrary) -> None:
         self.runs = runs
-        self.name: str | None = None  # of the run that was started last
+        self.name: str | None = None  # of the last run started
         self._starting = Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._said: IO[bytes] | None = None
+        self._output: IO[bytes] | None = None
 
     @property
     def command(self) -> list[str]:
@@ -39,16 +44,16 @@ class Trainer:
 
     def trains(self, name: str | None) -> bool:
         """Whether the process for this run was started here and has not ended."""
-        is_going = self._process is not None and self._process.poll() is None
-        return is_going and name == self.name
+        is_alive = self._process is not None and self._process.poll() is None
+        return is_alive and name == self.name
 
     def check_free(self) -> None:
-        """Trainings share the cores: a second one would only make both slow."""
-        going = [run.name for run in self.runs.all() if run.state in GOING]
+        """Raise 409 if a run is active: two would share the cores and both be slow."""
+        active = [run.name for run in self.runs.all() if run.state in ACTIVE]
         if self.name is not None and self.trains(self.name):
-            going.append(self.name)
-        if going:
-            message = f"{going[0]} is being trained; stop it, or wait until it is done"
+            active.append(self.name)
+        if active:
+            message = f"{active[0]} is being trained; stop it, or wait until it is done"
             raise ApiError(409, message, code="training_busy")
 
     @staticmethod
@@ -66,39 +71,39 @@ class Trainer:
                 source_files(source)
 
     def start(self, name: str, options: Sequence[str]) -> None:
-        """Start a run of this name, or go on with it."""
+        """Start or resume the run of this name."""
         with self._starting:
             self.check_free()
             try:
                 self._start(name, options)
             except OSError as error:
-                raise ApiError(500, f"the training cannot be started: {error}") from None
+                raise ApiError(500, f"cannot start the training process: {error}") from None
 
     def _start(self, name: str, options: Sequence[str]) -> None:
         self.runs.root.mkdir(parents=True, exist_ok=True)
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  read when it has ended
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  read when the process has ended
         self._process = subprocess.Popen(
             [*self.command, *options],
             stdin=subprocess.DEVNULL,
-            stdout=self._said,
+            stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env={**os.environ, "UNSPOOL_RUNS": str(self.runs.root)},
         )
         self.name = name
-        # Somebody must ask how it ended, or it would stay in the list of processes.
+        # Reap the process when it ends; else it stays a zombie.
         Thread(target=self._process.wait, daemon=True).start()
 
     def fault(self, name: str) -> str | None:
-        """Why the process that was started for a run has failed, if it has."""
+        """Why the process of this run failed; None if it did not."""
         if name != self.name or self._process is None or not self._process.poll():
             return None
-        lines = [line for line in self._words().splitlines() if line.strip()]
-        last = lines[-1].strip().removeprefix("unspool: ") if lines else "it said nothing"
+        lines = [line for line in self._read_output().splitlines() if line.strip()]
+        last = lines[-1].strip().removeprefix("unspool: ") if lines else "no output"
         return f"the training ended with status {self._process.returncode}: {last}"
 
-    def _words(self) -> str:
-        assert self._said is not None
-        size = self._said.seek(0, 2)
-        self._said.seek(max(0, size - _TOLD))
-        return self._said.read().decode("utf-8", "replace")
+    def _read_output(self) -> str:
+        assert self._output is not None
+        size = self._output.seek(0, 2)
+        self._output.seek(max(0, size - _OUTPUT_BYTES))
+        return self._output.read().decode("utf-8", "replace")

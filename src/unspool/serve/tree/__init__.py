@@ -1,1 +1,1 @@
-"""`/v1/tree`: texts as branches that can be taken back, changed and gone on with."""
+"""`/v1/tree`: texts as branches that can be rewound, edited, forked and resumed."""

@@ -1,4 +1,4 @@
-"""Branches and their steps as JSON, and the router that all answers of `/v1/tree` go through."""
+"""Branches and their steps as JSON, and the router of `/v1/tree`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from starlette.responses import Response
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.sampling import SamplingSettings
-from unspool.serve.core.state import state_of
+from unspool.serve.core.state import ServerState, state_of
 from unspool.serve.core.step_json import finite, step_json
 from unspool.serve.http.routes import JsonReply, new_router
 from unspool.serve.http.threads import in_thread
-from unspool.serve.tree.branches import MessageSpan, TreeBranch, TreePrompt, UserBranches
+from unspool.serve.tree.branches import Branches, MessageSpan, TreeBranch, TreePrompt, UserBranches
 from unspool.serve.tree.schema import DEFAULT_TOKENS
 
 _PREVIEW = 80  # characters
 
 
 def summary(branch: TreeBranch) -> dict[str, Any]:
-    """What a map of the tree needs; quick, however long the branch."""
+    """A branch in a list. Fast for branches of any length."""
     return {
         "id": branch.id,
         "object": "tree.branch",
@@ -66,9 +66,9 @@ def branch_with_steps(
     *,
     prompt: bool = False,
 ) -> dict[str, Any]:
-    """A branch with these steps, of which the first has the number `since`; also with its prompt.
+    """A branch with these steps, whose first has the index `since`; optionally with its prompt.
 
-    Takes time when there are many, and touches nothing that changes: to be called on a thread.
+    Slow for many steps; reads nothing that changes, so it can run on a thread.
     """
     if prompt:
         branch["prompt"] = prompt_json(prompt_of)
@@ -101,10 +101,10 @@ def _span(span: MessageSpan) -> dict[str, Any]:
 
 
 def settings_json(branch: TreeBranch) -> dict[str, Any]:
-    """All that decides how the branch goes on."""
+    """All settings of the branch."""
     request, settings = branch.generation.request, branch.generation.settings
-    found: dict[str, Any] = sampling(settings)
-    found.update(
+    values: dict[str, Any] = sampling_json(settings)
+    values.update(
         stop=list(request.limits.stop),
         sample=request.limits.sample,
         top=request.limits.top,
@@ -112,33 +112,33 @@ def settings_json(branch: TreeBranch) -> dict[str, Any]:
         max_tokens=DEFAULT_TOKENS if branch.max_tokens is None else branch.max_tokens,
         priority=request.priority,
     )
-    return {**found, **branch.extra_settings.values}
+    return {**values, **branch.extra_settings.values}
 
 
-def sampling(settings: SamplingSettings) -> dict[str, Any]:
-    """Sampling settings; a ban is -100 and the only one allowed 100, as in a request."""
-    found = {f.name: getattr(settings, f.name) for f in fields(settings)}
-    found["stages"] = list(settings.stages)
-    found["dry_breakers"] = [list(run) for run in settings.dry_breakers]
-    found["logit_bias"] = {
+def sampling_json(settings: SamplingSettings) -> dict[str, Any]:
+    """Sampling settings; infinite biases are -100 (forbidden) and 100 (forced), as in requests."""
+    values = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    values["stages"] = list(settings.stages)
+    values["dry_breakers"] = [list(run) for run in settings.dry_breakers]
+    values["logit_bias"] = {
         str(token): amount if math.isfinite(amount) else math.copysign(100.0, amount)
         for token, amount in settings.logit_bias.items()
     }
-    return found
+    return values
 
 
 def _preview(branch: TreeBranch) -> str:
-    """The first words that are this branch's own."""
+    """The first text after the fork."""
     return preview(branch.generation, branch.forked_at or 0)
 
 
 def preview(generation: Generation, start: int) -> str:
-    shown = ""
+    text = ""
     for step in generation.steps[start : start + _PREVIEW]:
-        shown += step.piece if "\ufffd" in step.text else step.text
-        if len(shown) >= _PREVIEW:
+        text += step.piece if "\ufffd" in step.text else step.text
+        if len(text) >= _PREVIEW:
             break
-    return shown[:_PREVIEW]
+    return text[:_PREVIEW]
 
 
 # -- answers ---------------------------------------------------------------------------------
@@ -146,15 +146,21 @@ def preview(generation: Generation, start: int) -> str:
 router = new_router("The tree of tokens", "/v1/tree")
 
 
+def branch_store(state: ServerState) -> Branches:
+    """All branches of a server."""
+    settings = state.settings
+    return state.extension("tree", lambda: Branches(settings.max_branches, settings.replica))
+
+
 def branches_of(request: Request) -> UserBranches:
     """The branches of the user who sends the request."""
-    return state_of(request).branches.of(request.state.user)
+    return branch_store(state_of(request)).of_user(request.state.user)
 
 
 async def reply(branch: TreeBranch, since: int | None, *, prompt: bool = False) -> Response:
-    """A branch as it stands now, with its steps from `since` on; None: without steps.
+    """The current branch with its steps from `since` on; None: without steps.
 
-    A verb answers with the steps that are new, because those before it can be many.
+    Verbs reply with new steps only, because there may be many before them.
     """
     steps = None if since is None else branch.steps[since:]
     work = partial(

@@ -1,11 +1,10 @@
-"""The tree of tokens as people hold it: named branches, each a prompt and the steps behind it.
+"""The tree of tokens for users: named branches, each a prompt and the steps after it.
 
-A branch is only a list of tokens with what was seen at each; it holds no pages. What two branches
-share is found again in the engine's tree when one of them goes on.
+A branch is a list of steps; it holds no pages. What two branches share is found again in the
+engine's prefix tree when one of them is resumed.
 
-Whoever watches a branch keeps a place in it (`Cursor`), and is only woken: what is new follows from
-the place. So a watcher that reads slowly costs nothing, and one that comes back is told just what
-it missed.
+A watcher of a branch keeps a position in it (`Cursor`) and is only woken: new events follow from
+the position. So a slow watcher costs nothing, and one that reconnects receives what it missed.
 """
 
 from __future__ import annotations
@@ -26,50 +25,49 @@ from unspool.session import Session
 from unspool.text.tokenizer.stream import TextStream
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
-STALE_SECONDS = 6 * 3600.0  # untouched for so long, a branch makes room for others
-MAX_WATCHERS = 512
-MAX_WEIGHT = 10_000_000  # memory of all branches together, in units of about 100 bytes
+STALE_SECONDS = 6 * 3600.0  # after this long without use, a branch may be evicted
+MAX_WEIGHT = 10_000_000  # memory of all branches, in units of about 100 bytes
 _UNIT_BYTES = 100
 _PER_BRANCH, _PER_STEP, _PER_STAGE = 10, 5, 10
 
 
 @dataclass(frozen=True, slots=True)
 class MessageSpan:
-    """The prompt's tokens of one message, and which of them are its own words."""
+    """The tokens of one message in the prompt, and which of them are its content."""
 
     role: str
     start: int
     end: int
-    content: tuple[int, int] | None  # None: not found, or the model's turn that is asked for
+    content: tuple[int, int] | None  # None: not found, or the opened turn of the model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreePrompt:
-    """What a branch begins with; its forks share it."""
+    """The prompt of a branch, shared with its forks."""
 
     ids: tuple[int, ...]
     text: str
-    tokenizer: Tokenizer  # and not the model, which may be unloaded meanwhile
-    added: frozenset[int]  # places whose tokens nobody wrote: the template's, a start token
+    tokenizer: Tokenizer  # not the model, which may be unloaded
+    added: frozenset[int]  # positions of tokens added by the template, or of a BOS token
     messages: list[dict[str, Any]] | None = None
     spans: tuple[MessageSpan, ...] = ()
-    stops: tuple[str, ...] = ()  # that the chat format needs, whatever else is asked for
+    stops: tuple[str, ...] = ()  # of the chat format, added to those of requests
 
-    def readable(self, token: int, begun: bytes = b"") -> str:
-        """A token as text, for people, behind what a text ends with (`begun`)."""
-        return self.tokenizer.token_text(token, begun) if token < len(self.tokenizer) else ""
+    def readable(self, token: int, partial_utf8: bytes = b"") -> str:
+        """A token as readable text, after an incomplete UTF-8 character."""
+        return self.tokenizer.token_text(token, partial_utf8) if token < len(self.tokenizer) else ""
 
     def pieces(self) -> Iterator[tuple[str, str]]:
-        """Of each token: itself for people to read, and what can be shown of the text with it."""
+        """For each token: its readable text, and the text that became complete with it."""
         stream = TextStream()
         for token in self.ids:
-            begun = stream.half
+            partial_utf8 = stream.half
             data = self.tokenizer.token_bytes(token) if token < len(self.tokenizer) else b""
-            yield self.readable(token, begun), stream.push(data)
+            yield self.readable(token, partial_utf8), stream.push(data)
 
     @property
     def weight(self) -> int:
-        """Its memory, in units of about 100 bytes."""
+        """Memory, in units of about 100 bytes."""
         return len(self.ids) + 2 * len(self.text) // _UNIT_BYTES
 
 
@@ -114,7 +112,7 @@ class StepMemory:
 
 @dataclass(slots=True)
 class Cursor:
-    """How much of a branch somebody has been told."""
+    """How much of a branch a watcher has received."""
 
     count: int = 0  # steps
     cuts: int = 0
@@ -122,8 +120,8 @@ class Cursor:
     ends: int = 0
 
 
-class Writer(Protocol):
-    """Who writes a branch now (`writing.py`)."""
+class BranchWriter(Protocol):
+    """Generates a branch now; implemented by `BranchWriting`."""
 
     def stop(self, *branches: TreeBranch) -> None: ...
     async def stopped(self, branch: TreeBranch) -> None: ...
@@ -132,14 +130,14 @@ class Writer(Protocol):
 
 @dataclass(eq=False)
 class TreeBranch:
-    """One branch. All of it changes on the event loop alone."""
+    """One branch. Owned by the event loop."""
 
     model: str
     prompt: TreePrompt
-    generation: Generation  # without its source: a branch keeps no model in memory
-    extra_settings: ExtraSettings  # what is not in `generation.settings`
-    max_tokens: int | None  # tokens that one resume writes
-    owner: str = ""  # the user whose API key made it
+    generation: Generation  # without a source: a branch holds no model
+    extra_settings: ExtraSettings  # not in `generation.settings`
+    max_tokens: int | None  # of one resume
+    owner: str = ""  # the user who created it
     name: str | None = None
     parent_branch: TreeBranch | None = None
     forked_at: int | None = None
@@ -147,20 +145,20 @@ class TreeBranch:
     created: float = field(default_factory=time.time)
     touched: float = field(default_factory=time.monotonic)
     finish_reason: str | None = None
-    fault: ApiError | None = None  # what ended the last writing
-    last: dict[str, Any] | None = None  # what the last writing took
-    writing: Writer | None = None
+    fault: ApiError | None = None  # error that ended the last resume
+    last: dict[str, Any] | None = None  # statistics of the last resume
+    writing: BranchWriter | None = None
     deleted: bool = False
-    cuts: list[tuple[int, str]] = field(default_factory=list)  # (steps that stayed, by which verb)
+    cuts: list[tuple[int, str]] = field(default_factory=list)  # (steps that stayed, verb)
     state: int = 0  # grows when anything but the steps changes
-    ends: int = 0  # writings that ended
-    memory: StepMemory | None = None  # that its steps are counted in; None: not stored
+    ends: int = 0  # finished resumes
+    memory: StepMemory | None = None  # counts its steps; None: not stored
     _locked: bool = False
     _watchers: set[asyncio.Event] = field(default_factory=set)
 
     @property
     def parent(self) -> str | None:
-        """The id of the branch that it was forked from."""
+        """The id of the branch it was forked from."""
         return None if self.parent_branch is None else self.parent_branch.id
 
     @property
@@ -169,25 +167,27 @@ class TreeBranch:
 
     @property
     def tokens(self) -> list[int]:
-        """The whole text, prompt included."""
+        """All tokens, prompt included."""
         return [*self.prompt.ids, *self.generation.tokens]
 
     @property
     def weight(self) -> int:
-        """Memory of its own, without steps, prompt and settings, which forks share."""
+        """Memory without steps, prompt and settings, which forks share."""
         return _PER_BRANCH + len(self.steps) // 8 + len(self.cuts)
 
-    def place(self, at: int | None, name: str) -> int:
-        """A place among the steps; negative ones count from behind, None is the end."""
+    def step_index(self, at: int | None, name: str) -> int:
+        """An index of a step; negative ones count from the end, None is the end."""
         length = len(self.steps)
         if at is None:
             return length
         if not -length <= at <= length:
-            raise bad_request(f"{name} is {at}, and the branch has {length} steps", name)
+            raise bad_request(
+                f"{name} must be within the {length} steps of the branch, got {at}", name
+            )
         return at if at >= 0 else length + at
 
     def to_generation(self, lm: Session, length: int | None = None) -> Generation:
-        """What stands here now, as a generation that the model can go on with."""
+        """The current text as a generation that the model can resume."""
         common = self.generation.rewind(len(self.steps) if length is None else length)
         return replace(common, source=lm)
 
@@ -195,8 +195,8 @@ class TreeBranch:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the branch: other requests that change it are refused (409) meanwhile. It may still
-        be deleted, so check that it is there before you change it."""
+        """Lock the branch: other requests that change it get 409 meanwhile. It may still be
+        deleted, so call `check_exists` before you change it."""
         self.check_free()
         self._locked = True
         try:
@@ -205,25 +205,25 @@ class TreeBranch:
             self._locked = False
 
     def check_exists(self) -> None:
-        """Raise 404 if the branch was deleted meanwhile."""
+        """Raise 404 if the branch was deleted."""
         if self.deleted:
             raise _unknown(self.id)
 
     def check_free(self) -> None:
         self.check_exists()
         if self._locked or self.writing is not None:
-            doing = "being written" if self.writing is not None else "being changed"
+            reason = "running" if self.writing is not None else "being changed"
             raise ApiError(
                 409,
-                f"the branch is {doing}; wait, stop it first, or fork it",
+                f"the branch is {reason}; wait, stop it first, or fork it",
                 code="branch_busy",
             )
 
     def replace_text(self, generation: Generation, common: int, verb: str) -> None:
-        """Put another text in place of this one; the first `common` steps are the same."""
+        """Replace the text; the first `common` steps are the same."""
         if common < len(self.steps):
             self.cuts.append((common, verb))
-        request = replace(generation.request, written=())  # which would keep old steps alive
+        request = replace(generation.request, written=())  # it would keep old steps alive
         if self.memory is not None:
             pairs = zip(self.steps, generation.steps, strict=False)
             num_same = next((i for i, (old, new) in enumerate(pairs) if old is not new), None)
@@ -235,17 +235,17 @@ class TreeBranch:
         self.finish_reason = self.fault = None
         self.changed()
 
-    def put_text(self, generation: Generation, verb: str) -> int:
-        """Put a changed text in place of this one; returns the first step that differs. Raises 404
-        if the branch was deleted while the text was computed."""
+    def set_text(self, generation: Generation, verb: str) -> int:
+        """Replace the text, and return the index of the first step that differs. Raises 404 if the
+        branch was deleted while the text was computed."""
         self.check_exists()
         pairs = zip(self.steps, generation.steps, strict=False)
-        same = [old.token == new.token and old.text == new.text for old, new in pairs]
-        common = same.index(False) if False in same else len(same)
+        is_same = [old.token == new.token and old.text == new.text for old, new in pairs]
+        common = is_same.index(False) if False in is_same else len(is_same)
         self.replace_text(generation, common, verb)
         return common
 
-    def take(self, step: Step) -> None:
+    def add_step(self, step: Step) -> None:
         num_left = len(self.steps) - step.retracts
         if step.retracts:
             self.cuts.append((num_left, "retract"))
@@ -255,13 +255,13 @@ class TreeBranch:
         self.generation.take(step)
 
     def changed(self) -> None:
-        """Something but the steps is new."""
+        """Notify watchers of a change other than new steps."""
         self.state += 1
         self.touched = time.monotonic()
         self.wake()
 
     def ended(self, reason: str, fault: ApiError | None) -> None:
-        """The writing is over."""
+        """Record the end of a resume."""
         self.writing, self.finish_reason, self.fault = None, reason, fault
         self.ends += 1
         self.touched = time.monotonic()
@@ -275,7 +275,7 @@ class TreeBranch:
 
     @contextmanager
     def watched(self, news: asyncio.Event) -> Iterator[None]:
-        """`news` is set whenever something happens here."""
+        """Set `news` at every event of the branch."""
         self._watchers.add(news)
         try:
             yield
@@ -284,32 +284,19 @@ class TreeBranch:
 
 
 class Branches:
-    """All branches of one server, of all users."""
+    """All branches of one server."""
 
     def __init__(self, limit: int, replica: str = "") -> None:
         self.limit, self.replica = limit, replica
         self.all: dict[str, TreeBranch] = {}
-        self.watchers = 0
         self.memory = StepMemory()
 
-    def of(self, user: str) -> UserBranches:
-        """The branches of one user."""
+    def of_user(self, user: str) -> UserBranches:
         return UserBranches(self, user)
-
-    @contextmanager
-    def watcher(self) -> Iterator[None]:
-        """One who watches branches; so many may."""
-        if self.watchers >= MAX_WATCHERS:
-            raise ApiError(429, f"{MAX_WATCHERS} watch already, as many as may", retry_after=5)
-        self.watchers += 1
-        try:
-            yield
-        finally:
-            self.watchers -= 1
 
     @property
     def weight(self) -> int:
-        """Memory of all branches, in units of about 100 bytes; what branches share counts once."""
+        """Memory of all branches, in units of about 100 bytes; shared parts count once."""
         shared: dict[int, TreePrompt | ExtraSettings] = {}
         for branch in self.all.values():
             shared[id(branch.prompt)] = branch.prompt
@@ -318,8 +305,8 @@ class Branches:
         return weight + self.memory.weight + sum(part.weight for part in shared.values())
 
     def make_room(self, count: int = 1) -> None:
-        """Make room for `count` more branches, or raise 429. Branches that nobody has touched for
-        `STALE_SECONDS` are deleted if need be, whosever they are."""
+        """Make room for `count` more branches, or raise 429. Evicts branches of any user that
+        were not used for `STALE_SECONDS`."""
         if self._fits(count):
             return
         now = time.monotonic()
@@ -332,8 +319,8 @@ class Branches:
                 return
         raise ApiError(
             429,
-            f"no room for {count} more: the server holds {len(self.all)} branches (at most "
-            f"{self.limit}) of {self.weight:,} units of memory (at most {MAX_WEIGHT:,}); delete "
+            f"no room for {count} more: the server stores {len(self.all)} branches (at most "
+            f"{self.limit}) with {self.weight:,} units of memory (at most {MAX_WEIGHT:,}); delete "
             "some of yours",
             code="branches_full",
         )
@@ -342,10 +329,10 @@ class Branches:
         return len(self.all) + count <= self.limit and self.weight < MAX_WEIGHT
 
     def add(self, *branches: TreeBranch) -> None:
-        """Store branches: all of them, or none (429)."""
+        """Store all of these branches, or none (429)."""
         self.make_room(len(branches))
         for branch in branches:
-            if self.replica:  # the id says whom to ask for the branch
+            if self.replica:  # the id names the replica that stores the branch
                 branch.id = branch.id.replace("-", f"-{self.replica}-", 1)
             self._repair_parent(branch)
             self.all[branch.id] = branch
@@ -353,13 +340,13 @@ class Branches:
             self.memory.add(branch.steps)
 
     def _repair_parent(self, branch: TreeBranch) -> None:
-        """A parent may have been deleted before its fork is stored: then its own parent counts."""
+        """Replace a parent that was deleted before its fork was stored by its own parent."""
         while (parent := branch.parent_branch) is not None and parent.id not in self.all:
             branch.parent_branch = parent.parent_branch
             branch.forked_at = _nearest_fork(parent.forked_at, branch.forked_at)
 
     def delete(self, branch: TreeBranch) -> None:
-        """Its children become those of its parent, with which they share what it shared."""
+        """Delete a branch; its children become those of its parent."""
         if self.all.pop(branch.id, None) is None:
             return
         branch.deleted, branch.memory = True, None
@@ -374,14 +361,14 @@ class Branches:
 
 
 class UserBranches:
-    """The branches of one user: those of others do not exist here."""
+    """The branches of one user."""
 
     def __init__(self, store: Branches, user: str) -> None:
         self.store, self.user = store, user
-        self.make_room, self.watcher, self.delete = store.make_room, store.watcher, store.delete
+        self.make_room, self.delete = store.make_room, store.delete
 
     def all(self) -> list[TreeBranch]:
-        """In the order in which they were made."""
+        """In the order of creation."""
         return [branch for branch in self.store.all.values() if branch.owner == self.user]
 
     def get(self, identity: str) -> TreeBranch:
@@ -400,7 +387,7 @@ class UserBranches:
 def fork_branch(
     branch: TreeBranch, generation: Generation, at: int, name: str | None = None
 ) -> TreeBranch:
-    """A new branch that shares the first `at` steps with this one; not stored yet."""
+    """A new branch that shares the first `at` steps; not stored yet."""
     return TreeBranch(
         branch.model,
         branch.prompt,
@@ -414,9 +401,9 @@ def fork_branch(
 
 
 def _nearest_fork(parent_at: int | None, at: int | None) -> int | None:
-    """Steps that a branch shares with its grandparent, once its parent is gone."""
+    """Steps that a branch shares with its grandparent, once its parent is deleted."""
     return min(parent_at, at) if parent_at is not None and at is not None else parent_at
 
 
 def _unknown(identity: str) -> ApiError:
-    return ApiError(404, f"there is no branch {identity[:60]!r}", code="branch_not_found")
+    return ApiError(404, f"no such branch: {identity[:60]!r}", code="branch_not_found")

@@ -1,12 +1,9 @@
-"""`/v1/tree`: texts as branches of a tree that can be taken back, changed and gone on with.
+"""`/v1/tree`: texts as branches of a tree that can be rewound, edited, forked and resumed.
 
-A branch is a prompt and the steps behind it, and stays until it is deleted. Places are counted in
-steps: step 0 is the first token behind the prompt. Only `look` counts positions in the whole text,
-prompt included. Whoever changes a branch that is being written is told so (409); reading one,
-forking it and choosing into a fork are always possible.
-
-The verbs are here; `resume` and whoever watches in `tree_resume.py`, looking inside in
-`tree_look.py`.
+A branch is a prompt and the steps after it, and is stored until it is deleted. Indices count
+steps: step 0 is the first token after the prompt. Only `look` counts positions in the whole text,
+prompt included. Changing a branch that is running fails with 409; reading it, forking it and
+choosing into a fork are always possible.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from unspool.serve.core.state import Call, state_of
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.routes import JsonReply
 from unspool.serve.openai.chat_prompt import template_message
-from unspool.serve.tree import (  # noqa: F401  they put their routes in
+from unspool.serve.tree import (  # noqa: F401  they add their routes to `router`
     look,
     parts,
     resume,
@@ -31,7 +28,7 @@ from unspool.serve.tree import (  # noqa: F401  they put their routes in
 )
 from unspool.serve.tree.branch_json import branches_of, reply, router, summary
 from unspool.serve.tree.branches import TreeBranch, fork_branch
-from unspool.serve.tree.prompt import new_branch, turn
+from unspool.serve.tree.prompt import encode_turn, new_branch
 from unspool.serve.tree.schema import (
     AppendRequest,
     BranchUpdate,
@@ -43,7 +40,7 @@ from unspool.serve.tree.schema import (
 from unspool.session import Session
 
 __all__ = ["router"]
-_JUDGED_AT_ONCE = 64  # tokens: each needs a row of logits over the whole vocabulary
+_SCORED_TOKENS = 64  # in one call: each needs a row of logits
 
 
 # -- branches ------------------------------------------------------------------------------------
@@ -59,13 +56,13 @@ async def create(body: CreateRequest, request: Request) -> Response:
     return await reply(branch, 0, prompt=True)
 
 
-@router.get("", summary="Your branches, the newest first, with whom they were forked from")
+@router.get("", summary="Your branches, newest first, with their parents")
 async def list_branches(request: Request) -> Response:
-    found = [summary(branch) for branch in reversed(branches_of(request).all())]
-    return JsonReply({"object": "list", "data": found})
+    summaries = [summary(branch) for branch in reversed(branches_of(request).all())]
+    return JsonReply({"object": "list", "data": summaries})
 
 
-@router.get("/{identity}", summary="One branch: its prompt, its steps, how it went")
+@router.get("/{identity}", summary="One branch: its prompt, steps and statistics")
 async def get(
     identity: str,
     request: Request,
@@ -77,7 +74,7 @@ async def get(
     return await reply(branch, since if steps else None, prompt=prompt)
 
 
-@router.patch("/{identity}", summary="Give it a name, or its writing another pace")
+@router.patch("/{identity}", summary="Rename a branch, or change the pace of its resume")
 async def rename(identity: str, body: BranchUpdate, request: Request) -> Response:
     branch = branches_of(request).get(identity)
     if "name" in body.model_fields_set:
@@ -88,7 +85,7 @@ async def rename(identity: str, body: BranchUpdate, request: Request) -> Respons
     return await reply(branch, None)
 
 
-@router.delete("/{identity}", summary="Let a branch go; its children stay")
+@router.delete("/{identity}", summary="Delete a branch; its children stay")
 async def delete(identity: str, request: Request) -> Response:
     branches = branches_of(request)
     branches.delete(branches.get(identity))
@@ -98,7 +95,7 @@ async def delete(identity: str, request: Request) -> Response:
 # -- the verbs -----------------------------------------------------------------------------------
 
 
-@router.post("/{identity}/append", summary="Put a person's own words at the end")
+@router.post("/{identity}/append", summary="Append text, tokens or a message")
 async def append(identity: str, body: AppendRequest, request: Request) -> Response:
     branches = branches_of(request)
     branch = branches.get(identity)
@@ -109,64 +106,66 @@ async def append(identity: str, body: AppendRequest, request: Request) -> Respon
             draft, tokens = branch.to_generation(call.served.lm), body.tokens
             if body.message is not None:
                 if tokens is not None:
-                    raise bad_request("give either a message or the ids of tokens", "message")
-                tokens = await call.thread(turn, call, branch, template_message(body.message))
-            changed = await call.thread(_chosen, call, draft, body.text, tokens)
-        since = min(since, branch.put_text(changed, "append"))
+                    raise bad_request("give either message or tokens", "message")
+                tokens = await call.thread(
+                    encode_turn, call, branch, template_message(body.message)
+                )
+            changed = await call.thread(_append_scored, call, draft, body.text, tokens)
+        since = min(since, branch.set_text(changed, "append"))
     return await reply(branch, since)
 
 
-@router.post("/{identity}/fork", summary="A new branch that shares the first steps")
+@router.post("/{identity}/fork", summary="Fork a branch at a step")
 async def fork(identity: str, body: ForkRequest, request: Request) -> Response:
     branches = branches_of(request)
     branch = branches.get(identity)
-    at = branch.place(body.at, "at")
+    at = branch.step_index(body.at, "at")
     forked = fork_branch(branch, branch.generation.rewind(at), at, body.name)
     branches.add(forked)
     return await reply(forked, at)
 
 
-@router.post("/{identity}/rewind", summary="Take steps back")
+@router.post("/{identity}/rewind", summary="Rewind to a step")
 async def rewind(identity: str, body: RewindRequest, request: Request) -> Response:
     branch = branches_of(request).get(identity)
     branch.check_free()
-    to = branch.place(body.to, "to")
+    to = branch.step_index(body.to, "to")
     branch.replace_text(branch.generation.rewind(to), to, "rewind")
     return await reply(branch, to)
 
 
-@router.post("/{identity}/choose", summary="Put another token, or other words, at one place")
+@router.post("/{identity}/choose", summary="Replace the token at a step")
 async def choose(identity: str, body: ChooseRequest, request: Request) -> Response:
     branches = branches_of(request)
     branch = branches.get(identity)
-    at = branch.place(body.at, "at")
+    at = branch.step_index(body.at, "at")
     branches.make_room(1 if body.fork else 0)
     with nullcontext() if body.fork else branch.locked():
         tokens = None if body.token is None else [body.token]
-        draft = branch.generation.rewind(at)  # as it stands now: others may go on writing it
+        draft = branch.generation.rewind(at)  # a copy: the branch may be running
         async with state_of(request).call(request, branch.model) as call:
             draft.source = call.served.lm
-            changed = await call.thread(_chosen, call, draft, body.text, tokens)
+            changed = await call.thread(_append_scored, call, draft, body.text, tokens)
         if body.fork:
             branch = fork_branch(branch, changed, at, body.name)
             branches.add(branch)
         else:
-            at = min(at, branch.put_text(changed, "choose"))
+            at = min(at, branch.set_text(changed, "choose"))
     return await reply(branch, at)
 
 
-def _chosen(
+def _append_scored(
     call: Call, draft: Generation, text: str | None, tokens: list[int] | None
 ) -> Generation:
-    """The draft with these words at its end, as the model judges them."""
+    """Append text or tokens to a draft, with the model's scores."""
     if (text is None) == (tokens is None):
-        raise bad_request("give either text or the ids of tokens", "text")
+        raise bad_request("give either text or tokens", "text")
     lm: Session = call.served.lm
     if text is not None:
         call.check_text(text)
         tokens = lm.tokenizer.encode(text)
     assert tokens is not None
     lm.prompt_ids([*draft.prompt, *draft.tokens, *tokens])
-    for start in range(0, len(tokens), _JUDGED_AT_ONCE):
-        draft = draft.choose(tokens[start : start + _JUDGED_AT_ONCE])
+    for start in range(0, len(tokens), _SCORED_TOKENS):
+        draft = draft.choose(tokens[start : start + _SCORED_TOKENS])
     return draft

@@ -1,5 +1,4 @@
-"""`fill` and `replace` of `/v1/tree`: what else could stand in a part of a text, and putting it
-there while the rest stays."""
+"""`fill` and `replace` of `/v1/tree`: propose other words for a part of a text, and replace it."""
 
 from __future__ import annotations
 
@@ -27,25 +26,30 @@ from unspool.serve.tree.schema import Name, Place
 
 MAX_CANDIDATES = 32
 MAX_CHANGES = 256
-_JUDGED_AT_ONCE = 64
-_LONGER = 2  # tokens that a candidate may have more than what it replaces
-_LONGEST = 24
+_SCORED_IN_A_CALL = 64  # tokens
+_EXTRA_TOKENS = 2  # that a candidate may have more than the part it replaces
+_MAX_CANDIDATE_TOKENS = 24
 
 
 class FillRequest(Strict):
-    """A part of a branch, as steps, for which others are wanted."""
+    """A range of steps to propose replacements for."""
 
     first: Place
-    last: Place = Field(description="the step behind the part")
+    last: Place = Field(description="the step after the part")
     candidates: int = Field(8, ge=1, le=MAX_CANDIDATES)
-    least: int = Field(1, ge=1, le=_LONGEST, description="tokens of a candidate, at least ...")
+    least: int = Field(
+        1, ge=1, le=_MAX_CANDIDATE_TOKENS, description="fewest tokens of a candidate"
+    )
     most: int | None = Field(
-        None, ge=1, le=_LONGEST, description=f"... and at most (the part's, and {_LONGER} more)"
+        None,
+        ge=1,
+        le=_MAX_CANDIDATE_TOKENS,
+        description=f"most tokens of a candidate (those of the part, and {_EXTRA_TOKENS} more)",
     )
 
 
 class Replacement(Strict):
-    """Other words for a part."""
+    """A new text for a range of steps."""
 
     first: Place
     last: Place
@@ -53,26 +57,26 @@ class Replacement(Strict):
 
 
 class ReplaceRequest(Strict):
-    """Changes to a branch. What stands behind each stays, and is judged anew."""
+    """Changes to a branch. The text after each stays, and is scored again."""
 
     changes: Annotated[list[Replacement], Field(min_length=1, max_length=MAX_CHANGES)]
-    fork: bool = Field(True, description="into a new branch, so that nothing is lost")
+    fork: bool = Field(True, description="into a new branch; the old one stays")
     name: Name | None = None
 
 
-@router.post("/{identity}/fill", summary="What else could stand in a part, ranked with both sides")
+@router.post("/{identity}/fill", summary="Propose replacements for a part, ranked by both sides")
 async def fill_part(identity: str, body: FillRequest, request: Request) -> Response:
-    """By FIM tokens or masks where the model has them, else by drafts from the left that are ranked
-    by how likely they make what follows. What stands there now is among them. Nothing changes."""
+    """With FIM tokens or masks where the model has them, else with drafts from the left that are
+    ranked by how likely they make the following text. Includes the current text."""
     branch = branches_of(request).get(identity)
     first, last = checked_range(branch, body.first, body.last)
-    plain = PlainText.of(branch)
+    plain = PlainText.from_branch(branch)
     async with state_of(request).call(request, branch.model) as call:
-        found: dict[str, Any] = await call.thread(_filled, call, plain, first, last, body)
-    return JsonReply({"object": "tree.fill", "branch": identity, **found})
+        filled: dict[str, Any] = await call.thread(_propose, call, plain, first, last, body)
+    return JsonReply({"object": "tree.fill", "branch": identity, **filled})
 
 
-def _filled(
+def _propose(
     call: Call, plain: PlainText, first: int, last: int, body: FillRequest
 ) -> dict[str, Any]:
     lm = call.served.lm
@@ -80,68 +84,77 @@ def _filled(
     part = plain.written[start:end]
     core = part.strip()
     if not core:
-        raise bad_request("the part has no words; choose some", "first")
+        raise bad_request("the part has no words", "first")
     start += part.index(core)
     end = start + len(core)
-    left, right = plain.before + plain.written[:start], plain.written[end:]
-    call.check_text(left, core, right)
-    most = body.most if body.most is not None else min(last - first + _LONGER, _LONGEST)
-    parts = (left, Gap(min(body.least, most), most), right)
-    made = fill(lm, parts, candidates=body.candidates)
-    scores = {one.texts[0]: one.score for one in made.candidates if one.texts[0].strip("_ \n")}
-    if made.by == "ranking" and core not in scores:
+    prefix, suffix = plain.before + plain.written[:start], plain.written[end:]
+    call.check_text(prefix, core, suffix)
+    most = body.most
+    if most is None:
+        most = min(last - first + _EXTRA_TOKENS, _MAX_CANDIDATE_TOKENS)
+    parts = (prefix, Gap(min(body.least, most), most), suffix)
+    filling = fill(lm, parts, candidates=body.candidates)
+    candidates = [(filled.texts[0], filled.score) for filled in filling.candidates]
+    scores = {text: score for text, score in candidates if text.strip("_ \n")}
+    if filling.by == "ranking" and core not in scores:
         now = fill(lm, parts, choices=[core], by="ranking").candidates[0]
         scores[core] = now.score
     best = max(scores.values(), default=0.0)
     total = math.fsum(math.exp(score - best) for score in scores.values()) or 1.0
-    ranked = sorted(scores.items(), key=lambda each: -each[1])
-    told = [
+    ranked = sorted(scores.items(), key=lambda item: -item[1])
+    proposals = [
         {
-            **_change(plain, start, end, words),
+            **_change_json(plain, start, end, words),
             "score": finite(score),
             "probability": math.exp(score - best) / total,
             "now": words == core,
         }
         for words, score in ranked
     ]
-    return {"by": made.by, "old": core, "candidates": told}
+    return {"by": filling.by, "old": core, "candidates": proposals}
 
 
-def _change(plain: PlainText, start: int, end: int, words: str) -> dict[str, Any]:
-    """A change as `replace` takes it, and its words alone."""
-    first, last, text = plain.instead(start, end, words)
+def _change_json(plain: PlainText, start: int, end: int, words: str) -> dict[str, Any]:
+    """A change for `replace`, and its new words."""
+    first, last, text = plain.replacement(start, end, words)
     return {"new": words, "first": first, "last": last, "text": text}
 
 
-@router.post("/{identity}/replace", summary="Other words for parts of the text; the rest stays")
+@router.post("/{identity}/replace", summary="Replace parts of the text; the rest stays")
 async def replace_parts(identity: str, body: ReplaceRequest, request: Request) -> Response:
     branches = branches_of(request)
     branch = branches.get(identity)
-    changes = _in_order(branch, body.changes)
+    changes = _sort_changes(branch, body.changes)
     at = changes[0][0]
     branches.make_room(1 if body.fork else 0)
     with nullcontext() if body.fork else branch.locked():
-        draft = branch.generation.fork()  # as it stands now: others may go on writing it
+        draft = branch.generation.fork()  # a copy: the branch may be running
         async with state_of(request).call(request, branch.model) as call:
             draft.source = call.served.lm
-            changed: Generation = await call.thread(_replaced, call, draft, changes)
+            changed: Generation = await call.thread(_replace_parts, call, draft, changes)
         if body.fork:
             branch = fork_branch(branch, changed, at, body.name)
             branches.add(branch)
         else:
-            at = min(at, branch.put_text(changed, "replace"))
+            at = min(at, branch.set_text(changed, "replace"))
     return await reply(branch, at)
 
 
-def _in_order(branch: TreeBranch, given: list[Replacement]) -> list[tuple[int, int, str]]:
-    found = sorted((*checked_range(branch, one.first, one.last), one.text) for one in given)
-    for (_, end, _), (start, _, _) in pairwise(found):
+def _sort_changes(
+    branch: TreeBranch, replacements: list[Replacement]
+) -> list[tuple[int, int, str]]:
+    changes = sorted(
+        (*checked_range(branch, change.first, change.last), change.text) for change in replacements
+    )
+    for (_, end, _), (start, _, _) in pairwise(changes):
         if start < end:
-            raise bad_request("two of the changes are about the same steps", "changes")
-    return found
+            raise bad_request("changes must not overlap", "changes")
+    return changes
 
 
-def _replaced(call: Call, draft: Generation, changes: list[tuple[int, int, str]]) -> Generation:
+def _replace_parts(
+    call: Call, draft: Generation, changes: list[tuple[int, int, str]]
+) -> Generation:
     lm, old = call.served.lm, draft.tokens
     call.check_text(*(text for _, _, text in changes))
     tokens, at = list[int](), changes[0][0]
@@ -149,8 +162,8 @@ def _replaced(call: Call, draft: Generation, changes: list[tuple[int, int, str]]
         tokens += [*old[at:first], *lm.tokenizer.encode(text)]
         at = last
     tokens += old[at:]
-    made = draft.rewind(changes[0][0])
-    lm.prompt_ids([*made.prompt, *made.tokens, *tokens])
-    for start in range(0, len(tokens), _JUDGED_AT_ONCE):
-        made = made.choose(tokens[start : start + _JUDGED_AT_ONCE])
-    return made
+    changed = draft.rewind(changes[0][0])
+    lm.prompt_ids([*changed.prompt, *changed.tokens, *tokens])
+    for start in range(0, len(tokens), _SCORED_IN_A_CALL):
+        changed = changed.choose(tokens[start : start + _SCORED_IN_A_CALL])
+    return changed

@@ -1,4 +1,4 @@
-"""A branch as the plain text that filling and revising work on, and which steps its words are."""
+"""A branch as plain text for infill and revision, and the steps of each part of it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from unspool.serve.tree.branches import TreeBranch, TreePrompt
 
 @dataclass(frozen=True)
 class PlainText:
-    """What was written, and the words before it. A chat's template is left out: gaps are filled in
-    texts, which know no control tokens."""
+    """The generated text, and the text before it. Without the chat template: infill works on plain
+    text without control tokens."""
 
     before: str
     steps: Sequence[Step]
 
     @classmethod
-    def of(cls, branch: TreeBranch) -> PlainText:
-        return cls(_words(branch.prompt), list(branch.steps))
+    def from_branch(cls, branch: TreeBranch) -> PlainText:
+        return cls(_prompt_text(branch.prompt), list(branch.steps))
 
     @cached_property
     def written(self) -> str:
@@ -35,7 +35,7 @@ class PlainText:
 
     @cached_property
     def ends(self) -> list[int]:
-        """Where each step ends, in characters of what was written."""
+        """Where each step ends, in characters of the generated text."""
         return list(accumulate(len(step.text) for step in self.steps))
 
     def span(self, first: int, last: int) -> tuple[int, int]:
@@ -43,33 +43,32 @@ class PlainText:
         return (self.ends[first - 1] if first else 0), (self.ends[last - 1] if last else 0)
 
     def steps_of(self, start: int, end: int) -> tuple[int, int]:
-        """The steps that have a part in these characters of what was written."""
+        """The steps that these characters of the generated text belong to."""
         first = bisect_right(self.ends, start)
         while 0 < first < len(self.steps) and self.steps[first].begun:
-            first -= 1  # a character of several tokens goes as a whole
+            first -= 1  # keep a character of several tokens together
         last = first
         while last < len(self.steps) and (self.ends[last - 1] if last else 0) < end:
             last += 1
         return first, last
 
-    def instead(self, start: int, end: int, words: str) -> tuple[int, int, str]:
-        """Other words for these characters: which steps they replace, and by what text."""
+    def replacement(self, start: int, end: int, words: str) -> tuple[int, int, str]:
+        """Replace these characters: the steps to replace, and their new text."""
         first, last = self.steps_of(start, end)
         begin, stop = self.span(first, last)
         return first, last, self.written[begin:start] + words + self.written[end:stop]
 
 
-def _words(prompt: TreePrompt) -> str:
+def _prompt_text(prompt: TreePrompt) -> str:
     if prompt.messages is None:
         return prompt.text
-    said = [str(message.get("content") or "") for message in prompt.messages]
-    return "".join(f"{words}\n\n" for words in said if words)
+    contents = [str(message.get("content") or "") for message in prompt.messages]
+    return "".join(f"{text}\n\n" for text in contents if text)
 
 
 def checked_range(branch: TreeBranch, first: int, last: int) -> tuple[int, int]:
-    """A part of the steps, at least one."""
-    first, last = branch.place(first, "first"), branch.place(last, "last")
+    """A non-empty range of steps. Raises 400."""
+    first, last = branch.step_index(first, "first"), branch.step_index(last, "last")
     if first >= last:
-        raise bad_request(f"first is {first} and last is {last}: that is no part of the text",
-                          "last")  # fmt: skip
+        raise bad_request(f"last must be after first, got {first} and {last}", "last")
     return first, last

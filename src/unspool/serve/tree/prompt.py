@@ -1,4 +1,4 @@
-"""How a branch begins: a prompt read into tokens, and what in it nobody wrote."""
+"""The prompt of a new branch: its tokens, and which of them the template added."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from unspool.serve.tree.schema import DEFAULT_TOKENS, GRAMMARS, CreateRequest, W
 from unspool.text.chat.template import ChatPrompt
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
-# Every step of a branch is told in full, unless somebody says otherwise.
-TOLD = {"explain": True, "top": WriteOptions.model_fields["top"].default}
+# Steps of a branch are traced by default.
+_TRACE = {"explain": True, "top": WriteOptions.model_fields["top"].default}
 
 _EXTRA_SETTINGS = ("guard", *GRAMMARS, "speculate", "end", "cache", "think_budget")
 
 
 def new_branch(call: Call, body: CreateRequest) -> TreeBranch:
-    """A branch without steps, all its settings checked; on a thread, since it takes its time."""
+    """Make a branch without steps, and check its settings. Slow: run it on a thread."""
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     lm = call.served.lm
@@ -34,60 +34,59 @@ def new_branch(call: Call, body: CreateRequest) -> TreeBranch:
     return TreeBranch(
         call.served.name,
         prompt,
-        replace(lm.draft(prompt.ids, **{**TOLD, **options}), source=None),
+        replace(lm.draft(prompt.ids, **{**_TRACE, **options}), source=None),
         merged_settings(body),
         body.max_tokens,
         name=body.name,
     )
 
 
-def turn(call: Call, branch: TreeBranch, message: dict[str, Any]) -> list[int]:
-    """What the template puts behind an answer when this message follows it.
+def encode_turn(call: Call, branch: TreeBranch, message: dict[str, Any]) -> list[int]:
+    """The tokens that the chat template adds after an answer for this next message.
 
-    What was written stays as it is, token by token: only what comes behind it is encoded.
+    The generated tokens stay unchanged: only the text after them is encoded.
     """
     if branch.prompt.messages is None:
-        raise bad_request("the branch did not begin with messages; give text", "message")
+        raise bad_request("the branch has no messages; append text instead", "message")
     call.check_text(str(message.get("content", "")))
-    said = branch.generation.answer.strip() or branch.generation.text.strip()
-    messages = [*branch.prompt.messages, {"role": "assistant", "content": said}, message]
+    answer = branch.generation.answer.strip() or branch.generation.text.strip()
+    messages = [*branch.prompt.messages, {"role": "assistant", "content": answer}, message]
     template = call.served.lm.chat_template
-    # A template that would leave the thought out from now on is not asked: all that was written
-    # stays, its thought too.
-    behind = template.encode_behind if said else template.encode_after
-    ids = behind(messages, len(messages) - 2)
+    # Templates drop the reasoning of earlier turns; here all generated tokens stay.
+    encode = template.encode_behind if answer else template.encode_after
+    ids = encode(messages, len(messages) - 2)
     if ids is None:
-        raise bad_request("this chat template leaves the answer out when more follows", "message")
-    # The answer may have ended with the very token that the template writes after it.
+        raise bad_request("this chat template drops the answer when a message follows", "message")
+    # The answer may already end with the token that the template adds after it.
     ends = call.served.lm.end_ids
     ended = bool(branch.steps) and branch.steps[-1].token in ends
     return ids[1:] if ended and ids and ids[0] in ends else ids
 
 
 def merged_settings(body: WriteOptions, before: ExtraSettings | None = None) -> ExtraSettings:
-    """The settings that no sampling stage reads, as they came; a new grammar replaces the old."""
-    given = body.given
-    if before is not None and not given & {*_EXTRA_SETTINGS}:
+    """The settings that no sampling stage reads; a new grammar replaces the old one."""
+    names = body.setting_names
+    if before is not None and not names & {*_EXTRA_SETTINGS}:
         return before
     defaults = dict.fromkeys(_EXTRA_SETTINGS) | {"end": True, "cache": True}
-    found = defaults if before is None else dict(before.values)
-    if given & {*GRAMMARS}:
-        found.update(dict.fromkeys(GRAMMARS))
-    found.update({name: getattr(body, name) for name in _EXTRA_SETTINGS if name in given})
-    return ExtraSettings(found)
+    values = defaults if before is None else dict(before.values)
+    if names & {*GRAMMARS}:
+        values.update(dict.fromkeys(GRAMMARS))
+    values.update({name: getattr(body, name) for name in _EXTRA_SETTINGS if name in names})
+    return ExtraSettings(values)
 
 
-def _from_text(call: Call, given: str | list[int]) -> TreePrompt:
+def _from_text(call: Call, prompt: str | list[int]) -> TreePrompt:
     lm = call.served.lm
-    if isinstance(given, str):
-        call.check_text(given)
-    ids = tuple(lm.prompt_ids(given))
-    started = isinstance(given, str) and lm.tokenizer.add_bos
+    if isinstance(prompt, str):
+        call.check_text(prompt)
+    ids = tuple(lm.prompt_ids(prompt))
+    has_bos = isinstance(prompt, str) and lm.tokenizer.add_bos
     return TreePrompt(
         ids,
-        given if isinstance(given, str) else lm.tokenizer.decode(ids),
+        prompt if isinstance(prompt, str) else lm.tokenizer.decode(ids),
         lm.tokenizer,
-        frozenset({0}) if started else frozenset(),
+        frozenset({0}) if has_bos else frozenset(),
     )
 
 
@@ -98,14 +97,14 @@ def _from_chat(call: Call, body: CreateRequest) -> TreePrompt:
     chat = chat_prompt(call.served, messages, ToolUse(), {})
     tokenizer = call.served.lm.tokenizer
     spans = _spans(tokenizer, chat, messages)
-    written = {
-        place for span in spans if span.content is not None for place in range(*span.content)
+    content = {
+        position for span in spans if span.content is not None for position in range(*span.content)
     }
     return TreePrompt(
         tuple(chat.ids),
         chat.text,
         tokenizer,
-        frozenset(range(len(chat.ids))) - written,
+        frozenset(range(len(chat.ids))) - content,
         messages,
         spans,
         call.served.lm.chat_template.stops,
@@ -116,9 +115,9 @@ def _spans(
     tokenizer: Tokenizer, chat: ChatPrompt, messages: Sequence[dict[str, Any]]
 ) -> tuple[MessageSpan, ...]:
     contents: list[str | None] = [message.get("content") for message in messages]
-    if len(contents) != len(chat.spans):  # the format has put some messages together
+    if len(contents) != len(chat.spans):  # the format has merged messages
         contents = [None] * len(chat.spans)
-    found = [
+    message_spans = [
         MessageSpan(
             span.role,
             span.start,
@@ -127,26 +126,26 @@ def _spans(
         )
         for span, words in zip(chat.spans, contents, strict=True)
     ]
-    asks = chat.generation
-    if asks is not None:
-        found.append(MessageSpan(asks.role, asks.start, asks.end, None))
-    return tuple(found)
+    opened = chat.generation
+    if opened is not None:
+        message_spans.append(MessageSpan(opened.role, opened.start, opened.end, None))
+    return tuple(message_spans)
 
 
 def _content(
     tokenizer: Tokenizer, ids: Sequence[int], start: int, end: int, words: str
 ) -> tuple[int, int] | None:
-    """The tokens in which a message's own words stand; templates may trim these."""
-    wanted = words.strip().encode("utf-8", "replace")
+    """The tokens of a message's content, which templates may trim."""
+    content = words.strip().encode("utf-8", "replace")
     pieces = [tokenizer.token_bytes(token) for token in ids[start:end]]
-    # The last place: a template may say the same words before, of its own accord.
-    place = b"".join(pieces).rfind(wanted) if wanted else -1
+    # The last occurrence: the template may have the same words before it.
+    place = b"".join(pieces).rfind(content) if content else -1
     if place < 0:
         return None
     first = last = None
     at = 0
     for number, piece in enumerate(pieces, start):
-        if at < place + len(wanted) and at + len(piece) > place:
+        if at < place + len(content) and at + len(piece) > place:
             first = number if first is None else first
             last = number + 1
         at += len(piece)

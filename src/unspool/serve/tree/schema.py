@@ -1,7 +1,4 @@
-"""What `/v1/tree` takes.
-
-Settings stand beside the rest here, not under a key of their own: nothing of this API is OpenAI's.
-"""
+"""Request schemas of `/v1/tree`. All settings are top-level parameters."""
 
 from __future__ import annotations
 
@@ -30,34 +27,34 @@ Place = Annotated[int, Field(gt=-(1 << 31), lt=1 << 31)]
 Pace = Annotated[float, Field(gt=0, le=1e6)]
 
 GRAMMARS = ("regex", "grammar", "choice", "json_schema")
-DEFAULT_TOKENS = 256  # that one resume writes at most
+DEFAULT_TOKENS = 256  # most tokens of one resume
 
 
 class WriteOptions(Extension):
-    """How a branch is to be written. Every step is told in full unless `trace` is false."""
+    """Settings of a branch. Every step is traced unless `trace` is false."""
 
-    seed: Seed | None = Field(None, description="null: a new one by chance")
+    seed: Seed | None = Field(None, description="null: a new random one")
     stop: StopStrings | None = None
     logit_bias: Bias | None = None
     max_tokens: int | None = Field(
         None,
         ge=1,
         lt=1 << 31,
-        description=f"how many more tokens a resume writes at most ({DEFAULT_TOKENS})",
+        description=f"most tokens of one resume ({DEFAULT_TOKENS})",
     )
     think_budget: int | None = Field(
-        None, ge=0, lt=1 << 31, description="close a thought after so many tokens"
+        None, ge=0, lt=1 << 31, description="end the reasoning after this many tokens"
     )
-    trace: bool = Field(True, description="each step tells what every sampling stage did")
+    trace: bool = Field(True, description="each step has the record of every sampling stage")
 
     @property
-    def given(self) -> set[str]:
+    def setting_names(self) -> set[str]:
         """The settings that this request names."""
         return self.model_fields_set & (WriteOptions.model_fields.keys() - {"max_tokens"})
 
     def settings(self) -> dict[str, Any]:
-        """What was given, as `LanguageModel.stream` takes it; null means the usual value."""
-        return {_NAMES.get(name, name): self._setting(name) for name in sorted(self.given)}
+        """Options of `LanguageModel.stream` that the request sets; null means the default."""
+        return {_NAMES.get(name, name): self._setting(name) for name in sorted(self.setting_names)}
 
     def _setting(self, name: str) -> Any:
         value = getattr(self, name)
@@ -72,11 +69,11 @@ class WriteOptions(Extension):
         return tuple(value) if name == "stages" and value is not None else value
 
 
-_NAMES = {"trace": "explain"}  # what it is called below
+_NAMES = {"trace": "explain"}  # the name in `LanguageModel.stream`
 
 
 class CreateRequest(WriteOptions):
-    """A prompt to begin with: text, token ids, or a conversation."""
+    """A prompt: text, token ids, or a conversation."""
 
     model: str | None = None
     name: Name | None = None
@@ -85,48 +82,48 @@ class CreateRequest(WriteOptions):
 
 
 class BranchUpdate(Strict):
-    """A new name, or a new pace for the writing that goes on now."""
+    """A new name, or a new pace for the running resume."""
 
     name: Name | None = None
-    pace: Pace | None = Field(None, description="tokens a second at most; null: as fast as may be")
+    pace: Pace | None = Field(None, description="most tokens a second; null: no limit")
 
 
 class AppendRequest(Strict):
-    """Words of a person's own, to stand at the end: as they are, or as a turn of a conversation."""
+    """Text or tokens to append, or the next message of a conversation."""
 
     text: Words | None = None
     tokens: Tokens | None = None
     message: Message | None = Field(
-        None, description="put in as the chat template does, up to where the model's turn begins"
+        None, description="rendered by the chat template, up to the start of the model's turn"
     )
 
 
 class ForkRequest(Strict):
-    """Where a new branch leaves this one."""
+    """Where to fork a branch."""
 
-    at: Place | None = Field(None, description="steps it begins with; negative: from behind")
+    at: Place | None = Field(None, description="steps to share; negative: from the end")
     name: Name | None = None
 
 
 class RewindRequest(Strict):
-    """How many steps stay."""
+    """How many steps to keep."""
 
-    to: Place = Field(description="negative: so many are taken back")
+    to: Place = Field(description="negative: from the end")
 
 
 class ChooseRequest(Strict):
-    """Another token, or other words, for one place; what stood behind it is let go."""
+    """Another token or text at a step; the steps after it are removed."""
 
-    at: Place | None = Field(None, description="the step to replace; by default, behind the last")
+    at: Place | None = Field(None, description="the step to replace; by default, after the last")
     token: int | None = Field(None, ge=0, lt=1 << 31)
     text: Words | None = None
-    fork: bool = Field(True, description="into a new branch, so that nothing is lost")
+    fork: bool = Field(True, description="into a new branch; the old one stays")
     name: Name | None = None
 
 
 class ResumeRequest(WriteOptions):
-    """How to go on; settings named here hold from now on."""
+    """How to resume; these settings become those of the branch."""
 
-    n: int = Field(1, ge=1, lt=1 << 31, description="1: in place; more: so many new branches")
+    n: int = Field(1, ge=1, lt=1 << 31, description="1: in place; more: this many new branches")
     stream: bool = False
-    pace: Pace | None = Field(None, description="tokens a second at most")
+    pace: Pace | None = Field(None, description="most tokens a second")

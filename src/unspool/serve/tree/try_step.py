@@ -1,4 +1,4 @@
-"""`try` of `/v1/tree`: what other settings would have made of one step. Nothing is changed."""
+"""`try` of `/v1/tree`: one step with other settings. Changes nothing."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from unspool.serve.tree.schema import Place, WriteOptions
 
 
 class TryRequest(WriteOptions):
-    """A step of the branch, and settings to try on it; those not named are the branch's own."""
+    """A step of the branch, and settings to try; others are those of the branch."""
 
-    at: Place | None = Field(None, description="the step; by default, the one behind the last")
+    at: Place | None = Field(None, description="the step; by default, the one after the last")
 
 
-@router.post("/{identity}/try", summary="One step with other settings; the branch stays as it is")
+@router.post(
+    "/{identity}/try", summary="Try one step with other settings; the branch stays unchanged"
+)
 async def try_step(identity: str, body: TryRequest, request: Request) -> Response:
-    """The real chain on the real numbers of this place, with the branch's seed: what each stage
-    kept, and what would have been picked. `max_tokens` and what only matters to longer texts
-    (stop strings, guards, drafts) have no effect."""
+    """Run the sampling chain on the logits of this step, with the branch's seed: what each stage
+    kept, and which token is sampled. `max_tokens`, stop strings, guards and drafts have no
+    effect."""
     branch = branches_of(request).get(identity)
-    at = branch.place(body.at, "at")
-    draft = branch.generation.rewind(at)  # as it stands now: others may go on writing it
+    at = branch.step_index(body.at, "at")
+    draft = branch.generation.rewind(at)  # a copy: the branch may be running
     one_step = {"max_tokens": 1, "stop": (), "guard": None, "speculate": None, "explain": True}
     async with state_of(request).call(request, branch.model) as call:
         draft.source = call.served.lm
-        made: Generation = await call.thread(draft.resume, **{**body.settings(), **one_step})
-    step = made.steps[at] if len(made.steps) > at else None  # None: the context is full
-    found: dict[str, Any] = {"object": "tree.try", "branch": identity, "at": at}
-    found["step"] = step and step_json(step, len(branch.prompt.ids), branch.prompt.readable)
-    return JsonReply(found)
+        generation: Generation = await call.thread(draft.resume, **{**body.settings(), **one_step})
+    step = generation.steps[at] if len(generation.steps) > at else None  # None: the context is full
+    reply: dict[str, Any] = {"object": "tree.try", "branch": identity, "at": at}
+    reply["step"] = step and step_json(step, len(branch.prompt.ids), branch.prompt.readable)
+    return JsonReply(reply)

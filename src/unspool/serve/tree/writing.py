@@ -1,11 +1,11 @@
-"""Going on with branches, and telling whoever watches what happens to them.
+"""Resume branches, and send their events to watchers.
 
     async with BranchWriting(texts, branches, pace) as writing:
         await writing.over()                         # or: async for piece in watch(...): send it
 
-Steps come from the engine as fast as it can; with a pace they are put into the branch one by one,
-and what the engine wrote ahead is dropped when the writing is stopped. Nothing is lost by that:
-the same seed writes it again.
+The engine generates at full speed; with a pace, steps are added to the branch one by one, and
+steps that the engine generated ahead are dropped when the resume is stopped. Nothing is lost: the
+same seed generates them again.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from unspool.engine.steps import Step
 from unspool.engine.stream import StepStream
 from unspool.errors import UnspoolError
 from unspool.serve.core.step_json import step_json
-from unspool.serve.core.texts import Texts
-from unspool.serve.http.errors import ApiError, to_api_error
+from unspool.serve.core.texts import RequestTexts
+from unspool.serve.http.errors import to_api_error
 from unspool.serve.http.events import event
 from unspool.serve.tree.branch_json import branch_json
 from unspool.serve.tree.branches import Cursor, TreeBranch
 
-_LOOK_AROUND_SECONDS = 1.0  # how soon an idle watcher notices that the server stops
-_STEPS_AT_ONCE = 32  # in one piece of an answer
+_POLL_SECONDS = 1.0  # how soon an idle watcher notices that the server stops
+_STEPS_PER_PIECE = 32  # of a response
 
 
 @dataclass(eq=False)
-class BranchTexts(Texts):
-    """Texts that go on with what is there, instead of beginning with a prompt.
+class BranchTexts(RequestTexts):
+    """Texts that continue branches instead of starting from a prompt.
 
-    `options` are what changes; `drafts` what stands there already, one for each text.
+    `options` are the changed settings; `drafts` are the current texts, one for each branch.
     """
 
     drafts: list[Generation] = field(default_factory=list)
-    max_tokens: int = 0  # tokens that each may have more
+    max_tokens: int = 0  # further tokens of each text
     started: Callable[[int, Generation], None] = lambda number, generation: None
 
     def _open_stream(self, number: int) -> tuple[Generation, StepStream]:
@@ -59,7 +59,7 @@ class BranchTexts(Texts):
 
 
 class BranchWriting:
-    """The writing of one resume: one branch in place, or several at once."""
+    """One resume: of one branch in place, or of several forks."""
 
     def __init__(
         self, texts: BranchTexts, branches: Sequence[TreeBranch], pace: float | None
@@ -67,8 +67,8 @@ class BranchWriting:
         self.texts, self.branches, self.pace = texts, list(branches), pace
         self.fault: BaseException | None = None
         self.results: dict[int, tuple[dict[str, Any], list[Step], list[tuple[int, str]]]] = {}
-        """Of each branch when its writing ended: as JSON, its steps, its cuts. Read these and not
-        the branch, which others may have changed by the time a waiter wakes up."""
+        """For each branch at the end of the resume: its JSON, steps and cuts. The branch itself
+        may have changed again by the time a waiter wakes up."""
         self._began = perf_counter()
         self._first: dict[int, float] = {}  # seconds until a branch's first token
         self._before = [len(branch.tokens) for branch in branches]
@@ -80,7 +80,7 @@ class BranchWriting:
         texts.started = self._started
 
     async def __aenter__(self) -> BranchWriting:
-        """Start; raises what makes it impossible, and then nothing has changed."""
+        """Start. If this raises, nothing has changed."""
         await self.texts.start()
         for branch in self.branches:
             branch.writing = self
@@ -89,9 +89,9 @@ class BranchWriting:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Stop, and wait until it has."""
+        """Stop, and wait for the end."""
         self.stop()
-        with contextlib.suppress(Exception):  # whoever reads has been told
+        with contextlib.suppress(Exception):  # the client has received it
             await self.over()
 
     def set_pace(self, pace: float | None) -> None:
@@ -99,21 +99,21 @@ class BranchWriting:
         self._news.set()
 
     def stop(self, *branches: TreeBranch) -> None:
-        """Stop these, or all; what they have stays."""
+        """Stop these branches, or all; their text stays."""
         for number in list(self._open):
             if not branches or self.branches[number] in branches:
                 self._stopped.add(number)
         self._news.set()
 
     async def over(self) -> None:
-        """Wait for the end; raises what went wrong."""
+        """Wait for the end. Raises the error that caused it."""
         assert self._task is not None
         await asyncio.shield(self._task)
         if self.fault is not None:
             raise self.fault
 
     async def stopped(self, branch: TreeBranch) -> None:
-        """Wait until this branch is no longer written."""
+        """Wait until this branch is not running."""
         news = asyncio.Event()
         with branch.watched(news):
             while branch.writing is self:
@@ -123,15 +123,16 @@ class BranchWriting:
     # -- inside ------------------------------------------------------------------------------
 
     def _started(self, number: int, generation: Generation) -> None:
-        """The engine has taken a text on, which may have changed what is certain of its end."""
+        """Called when the engine has accepted a text, which may change the end of its text."""
         branch = self.branches[number]
-        same = 0
+        num_same = 0
         for old, new in zip(branch.steps, generation.steps, strict=True):
             if old.text != new.text:
                 break
-            same += 1
-        # A list of its own: the engine's steps go into the other one as soon as they come.
-        branch.replace_text(replace(generation, steps=list(generation.steps)), same, "rewind")
+            num_same += 1
+        # A copy of the list: new steps of the engine are appended to the other one.
+        copy = replace(generation, steps=list(generation.steps))
+        branch.replace_text(copy, num_same, "rewind")
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -142,7 +143,7 @@ class BranchWriting:
             while self._open:
                 self._news.clear()
                 self._end_stopped()
-                handed = self._hand_out(feeding.done())
+                handed = self._distribute(feeding.done())
                 if not self._open:
                     break
                 if handed and self.pace is not None:
@@ -154,25 +155,25 @@ class BranchWriting:
             feeding.cancel()
             await asyncio.gather(feeding, return_exceptions=True)
             self.texts.close()
-            for number in list(self._open):  # only if this very loop has failed
+            for number in list(self._open):  # only if this loop has failed
                 self._end(number, "interrupted")
 
     async def _feed(self) -> None:
         try:
-            await self.texts.deliver(self._take)
+            await self.texts.deliver(self._add_pending)
         except Exception as error:
             self.fault = error
 
-    def _take(self, steps: list[tuple[int, Step]]) -> None:
+    def _add_pending(self, steps: list[tuple[int, Step]]) -> None:
         for number, step in steps:
             if number in self._open:
                 self._pending[number].append(step)
         self._news.set()
 
     async def _pause(self, until: float) -> None:
-        """Until the next step is due, the pace is changed or somebody stops."""
+        """Sleep until the next step is due, the pace changes, or a branch is stopped."""
         pace, stopped = self.pace, len(self._stopped)
-        await asyncio.sleep(0)  # at the highest paces nothing else would let others run
+        await asyncio.sleep(0)  # lets other tasks run, also at the highest pace
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 while self.pace == pace and len(self._stopped) == stopped:
@@ -186,11 +187,11 @@ class BranchWriting:
                 with contextlib.suppress(UnspoolError):
                     text.stream.close()
             self._pending[number].clear()
-            # Its last step may be in the branch already, and only the stream's end still to come.
+            # Its last step may already be in the branch, before the end of the stream.
             self._end(number, _last_reason(self.branches[number]) or "interrupted")
 
-    def _hand_out(self, fed: bool) -> bool:
-        """Put steps into their branches: all there are, or with a pace one each."""
+    def _distribute(self, fed: bool) -> bool:
+        """Add pending steps to their branches: all, or with a pace one each."""
         handed = False
         for number in sorted(self._open):
             branch, pending = self.branches[number], self._pending[number]
@@ -198,7 +199,7 @@ class BranchWriting:
             while pending:
                 step = pending.popleft()
                 self._first.setdefault(number, perf_counter() - self._began)
-                branch.take(step)
+                branch.add_step(step)
                 if self.pace is not None:
                     break
             text = self.texts.texts.get(number)
@@ -240,53 +241,48 @@ class BranchWriting:
 
 
 def _last_reason(branch: TreeBranch) -> str | None:
-    """Why its last step ended the text; None: it did not. Steps of earlier writings have no reason
-    any more, see `Generation.rewind`."""
+    """The finish reason of the last step, or None. Earlier resumes leave none, see
+    `Generation.rewind`."""
     return branch.steps[-1].finish_reason if branch.steps else None
 
 
-# -- telling ---------------------------------------------------------------------------------
+# -- events ------------------------------------------------------------------------------
 
 
 def branch_event(name: str, branch: TreeBranch, data: dict[str, Any], cursor: Cursor) -> bytes:
-    """One event; its id says how much of the branch is known to whoever has read it."""
+    """One event; its id says how much of the branch its reader has received."""
     mark = f"id: {cursor.cuts}-{cursor.count}\n".encode()
     return mark + event({"branch": branch.id, **data}, name)
 
 
-def error_event(error: ApiError) -> bytes:
-    """The last event of an answer that could not be finished."""
-    return event(error.openai(), "error")
-
-
 def pending_events(branch: TreeBranch, cursor: Cursor) -> bytes:
-    """What somebody who has seen so much does not know yet; a part of it, if it is long."""
-    found: list[bytes] = []
+    """The next events for a cursor; only the first ones if there are many."""
+    events: list[bytes] = []
     if cursor.state != branch.state:
         cursor.state = branch.state
-        found.append(branch_event("branch", branch, {"data": branch_json(branch)}, cursor))
+        events.append(branch_event("branch", branch, {"data": branch_json(branch)}, cursor))
     if cursor.cuts < len(branch.cuts):
         common, verb = min(branch.cuts[cursor.cuts :])
         cursor.cuts = len(branch.cuts)
         if common < cursor.count:
-            taken, cursor.count = cursor.count - common, common
-            found.append(branch_event(verb, branch, {"to": common, "taken": taken}, cursor))
-    for step in branch.steps[cursor.count : cursor.count + _STEPS_AT_ONCE]:
+            num_removed, cursor.count = cursor.count - common, common
+            events.append(branch_event(verb, branch, {"to": common, "taken": num_removed}, cursor))
+    for step in branch.steps[cursor.count : cursor.count + _STEPS_PER_PIECE]:
         json = step_json(step, len(branch.prompt.ids), branch.prompt.readable)
         cursor.count += 1
-        found.append(branch_event("step", branch, json, cursor))
+        events.append(branch_event("step", branch, json, cursor))
     if cursor.ends != branch.ends and cursor.count == len(branch.steps):
         cursor.ends = branch.ends
         if branch.fault is not None:
-            found.append(branch_event("error", branch, branch.fault.openai(), cursor))
-        found.append(branch_event("done", branch, {"data": branch_json(branch)}, cursor))
-    return b"".join(found)
+            events.append(branch_event("error", branch, branch.fault.openai(), cursor))
+        events.append(branch_event("done", branch, {"data": branch_json(branch)}, cursor))
+    return b"".join(events)
 
 
 async def watch(
     branches: Sequence[tuple[TreeBranch, Cursor]], is_over: Callable[[], bool]
 ) -> AsyncGenerator[bytes, None]:
-    """What happens to the branches from now on, until it is over and all of it is told."""
+    """Yield the events of branches until `is_over` and all of them are sent."""
     news = asyncio.Event()
     with contextlib.ExitStack() as watching:
         for branch, _ in branches:
@@ -301,5 +297,5 @@ async def watch(
                 return
             else:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_AROUND_SECONDS):
+                    async with asyncio.timeout(_POLL_SECONDS):
                         await news.wait()
