@@ -25,7 +25,7 @@ from unspool.engine.branch import Branch
 from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
 from unspool.engine.request import DraftTree, Request
-from unspool.engine.state_policy import most_again
+from unspool.engine.state_policy import max_recomputed
 from unspool.sampling import SamplingSettings
 
 END = 1
@@ -176,7 +176,7 @@ class StatesMachine(RuleBasedStateMachine):
         states = self.engine.tree.states
         assert states is not None
         if self.roomy and forgotten == 0:
-            most = most_again(self.longest - length, self.backend.page_size)
+            most = max_recomputed(self.longest - length, self.backend.page_size)
             assert again <= most, "a text is not read again from further back than is promised"
 
     @rule(branch=branches, part=st.floats(0, 0.99))
@@ -243,8 +243,9 @@ class StatesMachine(RuleBasedStateMachine):
                 assert branch.state is not None and not branch.state.running
                 tip = branch.state.tip
                 assert branch.computed == (0 if tip is None else tip.length)
-                assert not branch.state.kept or max(branch.state.kept) <= branch.computed
-            assert self.engine.tree.states is not None and self.engine.tree.states.texts == 0
+                kept = branch.state.kept_states
+                assert not kept or max(kept) <= branch.computed
+            assert self.engine.tree.states is not None and self.engine.tree.states.num_running == 0
 
         self.engine.call(check)
 

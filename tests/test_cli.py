@@ -225,7 +225,7 @@ def test_chat(unspool, tmp_path):
     assert content["ids"]
     code, _, err = unspool("chat", stdin="/undo\n/system Be kind.\n/save\n/help\n")
     assert code == 0
-    assert "nothing to take back" in err and "a new conversation" in err
+    assert "nothing to undo" in err and "a new conversation" in err
     assert "say where" in err and "/retry" in err
 
 

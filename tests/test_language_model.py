@@ -28,7 +28,6 @@ def test_every_strategy_is_a_method(tiny_lm: Any):
     assert tiny_lm.best_of(PROMPT, 3, **options).best.tokens in [text.tokens for text in texts]
     assert tiny_lm.vote(PROMPT, 3, extract=lambda text: 1, **options).counts == {1: 3}
     assert len(tiny_lm.beam(PROMPT, beams=3, results=2, max_tokens=4).generations) == 2
-    assert len(tiny_lm.contrastive(PROMPT, k=2, max_tokens=3, end=False).tokens) == 3
     assert tiny_lm.search(PROMPT, width=2, tokens=2, keep=1, depth=2, seed=1).best.tokens
 
 
@@ -96,11 +95,11 @@ def test_names_from_elsewhere_are_answered_with_ours(
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        (None, r"the prompt is None; it may be text, token ids"),
-        (123, r"the prompt is 123; it may be text"),
-        (b"Once", r"the prompt is b'Once'; make it text: prompt.decode\(\)"),
+        (None, r"prompt must be text, token ids.*got None"),
+        (123, r"prompt must be text.*got 123"),
+        (b"Once", r"got bytes b.Once.; use prompt.decode"),
         ([{"role": "user", "content": "Hi"}], r"write lm.chat\(messages\)"),
-        ([1.5, 2.5], "prompt 0: the prompt is 1.5"),
+        ([1.5, 2.5], "prompt 0: prompt must be text.*got 1.5"),
         ([], "the prompt is empty"),
     ],
 )
@@ -112,7 +111,7 @@ def test_what_is_no_prompt_is_told_so(tiny_lm: Any, prompt: Any, words: str):
 @pytest.mark.real
 @pytest.mark.parametrize("messages", [None, 5, b"Hi", [5], [["Hi"]], [{"role": "user"}, 5]])
 def test_what_is_no_conversation_is_told_so(lm: Any, messages: Any):
-    with pytest.raises(SettingsError, match=r"the messages are .*; they may be a question, or a"):
+    with pytest.raises(SettingsError, match=r"messages must be a question, or a"):
         lm.chat(messages)
 
 
@@ -142,7 +141,7 @@ def test_a_conversation_can_be_streamed(chat_lm: Any):
     formal = chat_lm.chat("Is it strong?", system="Be formal.", **WRITE)
     streamed = chat_lm.stream("Is it strong?", system="Be formal.", **WRITE)
     assert [step.token for step in streamed] == formal.tokens
-    with pytest.raises(SettingsError, match="the messages are"):
+    with pytest.raises(SettingsError, match="messages must be"):
         chat_lm.stream([*talk, 5], **WRITE)
 
 
@@ -167,7 +166,7 @@ def test_texts_are_awaited_without_blocking_the_event_loop(chat_lm: Any):
 
     async def ask() -> list[Any]:
         release = threading.Event()
-        chat_lm.engine.loop.tell(lambda: release.wait(10), at_rest=False)
+        chat_lm.engine.loop.post(lambda: release.wait(10), at_rest=False)
         asked = [
             chat_lm.agenerate("The state", **WRITE),
             chat_lm.achat("Is it?", system="Be formal.", **WRITE),
@@ -258,7 +257,6 @@ def test_arguments_of_the_wrong_type_are_named(chat_lm: Any):
                              lambda: text.choose(["a"]), lambda: text.choose(True)],
         "diversity_penalty": [lambda: lm.beam(prompt, diversity_penalty="x")],
         "length_penalty": [lambda: lm.beam(prompt, length_penalty=float("nan"))],
-        "alpha": [lambda: lm.contrastive(prompt, alpha="x"), lambda: lm.contrastive("A", alpha=2)],
         "threshold": [lambda: lm.edit("A.", threshold="x"), lambda: lm.edit("A.", threshold=2)],
         "trust": [lambda: lm.edit("The cat.", trust="x"), lambda: lm.edit("The cat.", trust=-1)],
         "twin": [lambda: lm.edit("The cat.", twin=5), lambda: lm.fill("The ___.", twin="x")],
@@ -371,7 +369,7 @@ def test_a_list_of_prompts_is_one_batch(tiny_lm: Any):
 
 
 def test_more_prompts_than_may_wait(tiny_lm: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("unspool.decoding.together._AT_ONCE", 4)
+    monkeypatch.setattr("unspool.decoding.together._MAX_SUBMITTED", 4)
     prompts = [[5, n] for n in range(40)]
     texts = tiny_lm.generate(prompts, max_tokens=3, seed=1)
     assert [list(text.prompt) for text in texts] == prompts

@@ -14,7 +14,7 @@ import pytest
 from unspool import LanguageModel, SettingsError
 from unspool.cli.main import _exit_code
 from unspool.engine.ending import Limits
-from unspool.engine.endless import forgotten, in_view, kept_tokens, told
+from unspool.engine.endless import num_truncated, parse_endless, truncation_note, visible_tokens
 from unspool.engine.engine import Engine
 from unspool.engine.request import DraftTree, Request
 from unspool.errors import ContextError
@@ -41,7 +41,7 @@ def expected(asked: Request) -> list[int]:
     """The text as a plain loop writes it that gives the model nothing but what is in view."""
     tokens, chain = list(asked.prompt), Chain([asked.settings])
     for _ in range(asked.limits.max_tokens):
-        logits = null_model.logits_after(in_view(tokens, CONTEXT, KEPT), 40)
+        logits = null_model.logits_after(visible_tokens(tokens, CONTEXT, KEPT), 40)
         row = RowInput(np.array(tokens), len(asked.prompt), asked.limits.sample)
         tokens.append(chain.pick(logits[None], [row])[0].token)
     return tokens[len(asked.prompt) :]
@@ -54,11 +54,11 @@ def engine(**options: Any) -> Engine:
 
 def test_what_is_forgotten_follows_from_the_length_alone():
     lengths = range(1, 300)
-    gone = [forgotten(n, CONTEXT, KEPT) for n in lengths]
+    gone = [num_truncated(n, CONTEXT, KEPT) for n in lengths]
     assert all(g == 0 for n, g in zip(lengths, gone, strict=True) if n <= CONTEXT)
     assert all(b - a in (0, (CONTEXT - KEPT) // 2) for a, b in itertools.pairwise(gone))
     for length in lengths:
-        seen = in_view(list(range(length)), CONTEXT, KEPT)
+        seen = visible_tokens(list(range(length)), CONTEXT, KEPT)
         assert len(seen) <= CONTEXT and seen[:KEPT] == list(range(min(KEPT, length)))
         assert seen[-1] == length - 1 and len(seen) > min(length, CONTEXT) // 2 - 1
 
@@ -72,7 +72,7 @@ def test_an_endless_text_is_the_one_that_its_view_gives(overlaps: bool):
         assert [step.token for step in steps] == expected(request(sample=number))
         assert [step.position for step in steps] == list(range(5, 5 + COUNT))
         assert steps[-1].finish_reason == "length"
-        assert stream.notes == [told(5 + COUNT, CONTEXT, KEPT)]
+        assert stream.notes == [truncation_note(5 + COUNT, CONTEXT, KEPT)]
     running.call(running.tree.index.clear)
     assert running.tree.pool.used == 0, "what was forgotten is given back"
 
@@ -109,7 +109,7 @@ def test_drafts_and_guards_change_nothing(echoes: bool):
     assert len(kept) == COUNT and [step.token for step in kept][:at] == plain[:at]
     tokens = [*PROMPT, *(step.token for step in kept)]
     for number in range(len(PROMPT), len(tokens)):  # every token is likely by its own view
-        logits = null_model.logits_after(in_view(tokens[:number], CONTEXT, KEPT), 40)
+        logits = null_model.logits_after(visible_tokens(tokens[:number], CONTEXT, KEPT), 40)
         logprob = logits[tokens[number]] - np.logaddexp.reduce(logits.astype(np.float64))
         assert kept[number - len(PROMPT)].logprob == pytest.approx(logprob, abs=1e-4)
 
@@ -157,20 +157,20 @@ def test_a_head_cannot_follow():
 
 
 def test_what_may_be_asked():
-    assert kept_tokens(None, 5, 100) is kept_tokens(False, 5, 100) is None
-    assert kept_tokens(True, 25, 100) == 25, "a short prompt stays"
-    assert kept_tokens(True, 26, 100) == 4
-    assert kept_tokens(50, 5, 100) == 50
+    assert parse_endless(None, 5, 100) is parse_endless(False, 5, 100) is None
+    assert parse_endless(True, 25, 100) == 25, "a short prompt stays"
+    assert parse_endless(True, 26, 100) == 4
+    assert parse_endless(50, 5, 100) == 50
     for wrong in (0, -1, 1.5, "yes", 51):
         with pytest.raises(SettingsError, match="endless"):
-            kept_tokens(wrong, 5, 100)
+            parse_endless(wrong, 5, 100)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--keep", "4"), "add --endless"),
-        (("--endless", "--keep", "0"), "endless is 0"),
+        (("--endless", "--keep", "0"), "endless must be"),
         (("--endless", "--beam", "2"), "--endless has no meaning for --beam"),
         (("--endless", "--diffuse"), "--endless has no meaning for --diffuse"),
     ],

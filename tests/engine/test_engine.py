@@ -176,7 +176,7 @@ def test_a_long_prompt_does_not_freeze_the_others():
     engine = new_engine(pages=1200, context=5000)
     backend: Any = engine.backend
     both = threading.Event()
-    engine.loop.tell(lambda: both.wait(30))  # so that neither is done before the other is there
+    engine.loop.post(lambda: both.wait(30))  # so that neither is done before the other is there
     short = engine.submit(request([1, 2, 3], count=60))
     long = engine.submit(request([5] * 4000, count=2))
     both.set()
@@ -192,7 +192,7 @@ def test_the_backend_says_how_much_it_takes_in_a_step():
     engine = new_engine(pages=400, limits=limits)
     backend: Any = engine.backend
     both = threading.Event()
-    engine.loop.tell(lambda: both.wait(30))
+    engine.loop.post(lambda: both.wait(30))
     streams = [engine.submit(request([n] * 50, count=12)) for n in range(7)]
     both.set()
     assert all(len(list(stream)) == 12 for stream in streams)

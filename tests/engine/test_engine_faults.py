@@ -72,7 +72,7 @@ def is_idle(engine: Engine) -> bool:
 
 @pytest.mark.parametrize("priority", ["x", float("nan"), 1.5, True])
 def test_a_priority_that_is_no_number(tiny_lm: Any, priority: Any):
-    with pytest.raises(SettingsError, match=r"priority is .*; it may be a whole number"):
+    with pytest.raises(SettingsError, match=r"priority must be an integer"):
         tiny_lm.generate([1, 2], max_tokens=2, priority=priority)
     made = tiny_lm.generate([1, 2], max_tokens=2, end=False)
     with pytest.raises(SettingsError, match="priority"):
@@ -138,7 +138,7 @@ def test_a_thread_that_is_gone_is_an_error_and_never_a_wait(monkeypatch: pytest.
 
     monkeypatch.setattr(engine.loop, "fail_everyone", lambda error: dies())
     stream = engine.submit(request([1, 2], 10))
-    engine.loop.tell(dies)
+    engine.loop.post(dies)
     with pytest.raises(UnspoolError, match=r"thread has ended|closed"):
         within(60, lambda: list(stream) and list(engine.submit(request([1, 2], 10))))
     with pytest.raises(UnspoolError, match=r"thread has ended|closed"):
@@ -186,7 +186,7 @@ def test_two_callers_cannot_compute_one_branch_at_once():
     engine = new_engine()
     branch = engine.open([1, 2, 3])
     gate, errors = threading.Event(), list[str]()
-    engine.loop.tell(lambda: gate.wait(30))
+    engine.loop.post(lambda: gate.wait(30))
 
     def extend() -> None:
         try:

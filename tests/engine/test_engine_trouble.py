@@ -62,7 +62,7 @@ def test_the_queue_is_bounded():
     engine = new_engine(pages=3)
     engine.max_waiting = 2
     blocker = threading.Event()
-    engine.loop.tell(lambda: blocker.wait(10) and None)
+    engine.loop.post(lambda: blocker.wait(10) and None)
     streams = [engine.submit(request([1, 2], count=2)) for _ in range(2)]
     with pytest.raises(UnspoolError, match="2 requests are waiting already"):
         engine.submit(request([1, 2], count=2))

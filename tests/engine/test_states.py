@@ -18,7 +18,7 @@ from states_machine import END, Guesses, StatesMachine, request
 from unspool.backends.memory import pages_and_states
 from unspool.engine.canvas import CanvasKind, open_canvas
 from unspool.engine.engine import Engine
-from unspool.engine.state_policy import DENSE, is_kept, message_ends, most_again
+from unspool.engine.state_policy import DENSE, is_kept, max_recomputed, message_ends
 from unspool.engine.states import StatePool
 from unspool.errors import SettingsError, UnspoolError
 
@@ -55,11 +55,11 @@ def write(engine: Engine, prompt: list[int], count: int, drafter: Any = None) ->
 
 @given(st.integers(0, 4000), st.integers(0, 4000))
 def test_kept_borders_are_never_further_apart_than_promised(tip: int, back: int):
-    """Taken back some tokens, the nearest state lies as near as `most_again` says."""
+    """Taken back some tokens, the nearest state lies as near as `max_recomputed` says."""
     place = max(0, tip * SIZE - back)
     kept = [border for border in range(1, tip + 1) if is_kept(border, tip)]
     nearest = max((b * SIZE for b in kept if b * SIZE <= place), default=0)
-    assert place - nearest <= most_again(back, SIZE)
+    assert place - nearest <= max_recomputed(back, SIZE)
     assert len(kept) <= DENSE + (DENSE // 2 + 1) * max(1, math.log2(tip + 1))
 
 
@@ -97,7 +97,7 @@ def test_a_rewind_computes_little_again(back: int):
     place = 4000 - back
     branch.rewind(place)
     again = read_by(backend, lambda: branch.append([7]))
-    assert again <= 1 + most_again(back, SIZE)
+    assert again <= 1 + max_recomputed(back, SIZE)
     branch.rewind(place)
     assert read_by(backend, lambda: branch.append([8])) <= SIZE, "the second time it is known"
     expected = logits_after([*text[:place], 9], 40)
@@ -179,7 +179,7 @@ def test_wrong_guesses_cost_at_most_what_was_guessed_right(cheap: bool, tree: bo
     assert rounds < len(written), "some guesses were right"
     per_round = (1 + 4) + (2 * (1 + 4 + 2) if tree else 0)  # its own row, and side rows beside it
     assert tokens <= len(prompt) + rounds * (per_round + (0 if cheap else 5 * (2 if tree else 1)))
-    assert states.texts == 0
+    assert states.num_running == 0
 
 
 # -- little room -----------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_many_texts_in_few_slots_are_all_written():
         for step in stream:
             assert step.token == np.argmax(logits_after(text, 40))
             text.append(step.token)
-    assert states.texts == 0 and states.used <= 3
+    assert states.num_running == 0 and states.used <= 3
 
 
 def test_branches_that_wait_give_their_states_up_and_are_computed_again():

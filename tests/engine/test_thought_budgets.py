@@ -137,7 +137,7 @@ def test_a_conversation_leaves_earlier_thoughts_out(thinkers: dict[str, Any]) ->
 def test_models_without_thoughts_say_so(lm: Any) -> None:
     assert lm.thought_format is None
     for asked in ({"think": True}, {"think": "high"}, {"think_budget": 5}):
-        with pytest.raises(SettingsError, match="does not think before it answers"):
+        with pytest.raises(SettingsError, match="does not reason before it answers"):
             lm.chat("Hi", max_tokens=1, **asked)
     answer = lm.chat("Hi", max_tokens=3, think=False, temperature=0)
     assert answer.answer == answer.text and answer.reasoning == ""

@@ -60,11 +60,11 @@ class TreeMachine(RuleBasedStateMachine):
             return
         for source, target in self.tree.take_copies():
             self.memory[target] = self.memory[source]
-        slot, column = self.tree.slot_of(branch), branch.tabled
+        slot, column = self.tree.slot_of(branch), branch.num_table_pages
         for page in branch.pages_from(column):
             self.table[slot, column] = page
             column += 1
-        branch.tabled = column
+        branch.num_table_pages = column
         shared = {node.page for node in nodes(self.tree.index)}
         for position in range(branch.computed, length):
             page = self.table[slot, position // SIZE]
@@ -166,7 +166,7 @@ class TreeMachine(RuleBasedStateMachine):
         if not hasattr(self, "tree"):
             return
         stands = Counter(branch.node for branch in self.texts)
-        stands.update(branch.borrowed for branch in self.texts if branch.borrowed is not None)
+        stands.update(branch.shared_tail for branch in self.texts if branch.shared_tail is not None)
         live = 0
         for node in nodes(self.tree.index):
             assert node.live == stands[node] + sum(c.live > 0 for c in node.all_children())
@@ -183,14 +183,16 @@ class TreeMachine(RuleBasedStateMachine):
         for branch, text in self.texts.items():
             assert branch.tokens == text and branch.length == len(text)
             pages = branch.pages_from(0)
-            if branch.borrowed is not None:
+            if branch.shared_tail is not None:
                 assert not branch.pages
-                pages.append(branch.borrowed.page)
+                pages.append(branch.shared_tail.page)
             stored = self.memory[pages].reshape(-1)[: branch.computed]
             # What was computed with another adapter would be other numbers.
             assert stored.tolist() == [t + 10 * branch.adapter for t in text[: branch.computed]]
-            known = [self.table[branch.slot, c] for c in range(branch.tabled)]
-            assert known == pages[: branch.tabled], "the block table is right as far as it is said"
+            known = [self.table[branch.slot, c] for c in range(branch.num_table_pages)]
+            assert known == pages[: branch.num_table_pages], (
+                "the block table is right as far as it is said"
+            )
             if branch.provisional is not None:
                 assert branch.start <= branch.provisional, "what may change is found by nobody"
         for node in nodes(self.tree.index):
@@ -220,11 +222,11 @@ def test_what_an_adapter_computed_is_forgotten_and_its_pages_come_back():
     branch = tree.open([1] * 2 * SIZE, adapter=1)
     tree.reserve(branch, branch.length)
     tree.advance(branch, branch.length)
-    assert not tree.index.forget(1)  # a branch needs it
+    assert not tree.index.drop_adapter(1)  # a branch needs it
     tree.close(branch)
     assert tree.open([1] * 2 * SIZE).reused == 0
     assert tree.open([1] * 2 * SIZE, adapter=2).reused == 0
-    assert tree.index.forget(1)
+    assert tree.index.drop_adapter(1)
     assert tree.open([1] * 2 * SIZE, adapter=1).reused == 0
     tree.index.clear()
     assert tree.pool.used == 0
@@ -332,8 +334,8 @@ def test_a_chain_of_copies_reads_its_first_page():
     tree = Tree(32, SIZE)
     trunk = computed(tree, [1, 2, 3, 4, 5, 6])
     fork = tree.fork(trunk)
-    assert fork.borrowed is not None
-    lender = fork.borrowed.page
+    assert fork.shared_tail is not None
+    lender = fork.shared_tail.page
     tree.append(fork, [7])
     tree.reserve(fork, fork.length)
     side = tree.twin(fork, [8], 1)

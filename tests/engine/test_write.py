@@ -161,7 +161,7 @@ def test_a_grammar_with_drafts_guards_and_going_on_gives_the_same_text(lm: Any):
         ({"regex": "(("}, "regex|expression"),
         ({"regex": "a", "choice": ["b"]}, "only one"),
         ({"choice": []}, "choice"),
-        ({"grammar": 7}, "grammar was 7"),
+        ({"grammar": 7}, "grammar must be"),
         ({"guard": "lop"}, "did you mean 'loop'"),
         ({"speculate": "magic"}, "speculat"),
         ({"logit_bias": {9_000_000: 1.0}}, "token 9000000"),
@@ -273,7 +273,7 @@ def test_releasing_a_branch_that_somebody_waits_for_leaks_nothing():
     engine = Engine(null_model.NullModel(pages=50))
     branch = engine.open([1] * 40)
     blocker, failed = threading.Event(), list[BaseException]()
-    engine.loop.tell(lambda: blocker.wait(30))
+    engine.loop.post(lambda: blocker.wait(30))
 
     def wait() -> None:
         try:
