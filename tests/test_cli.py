@@ -165,7 +165,7 @@ def test_grammars_guards_and_drafts(unspool, lm, tmp_path):
     words = ("A colour:", "--raw", "--regex", "red|blue", *bias)
     assert unspool(*words, "-q")[1].strip() == "red"
     code, out, err = unspool(*words, "--guard", "ban=red")
-    assert code == 0 and out.strip() == "blue" and "took" in err
+    assert code == 0 and out.strip() == "blue" and "rewound" in err
 
 
 def test_trace_and_replay(unspool, tmp_path):

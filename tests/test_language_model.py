@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -317,12 +317,11 @@ def test_the_options_are_listed_once_and_completely(tiny_lm: Any):
         "cache": True,
     }  # fmt: skip (and no grammar: the tiny model has no vocabulary)
     tiny_lm.draft(PROMPT, **{name: given.get(name, fields.get(name)) for name in NAMES})
-    for name, words in (
-        (n, Options.__annotations__[n].__metadata__[0]) for n in fields if n != "seed"
-    ):
-        told = re.search(r"\(([^()]+)\)$", words)
-        if told:  # the usual value that help tells
-            assert float(told[1].replace("True", "1")) == fields[name], name
+    hints = get_type_hints(Options, include_extras=True)
+    for name in fields.keys() - {"seed"}:
+        default = re.search(r"\(([^()]+)\)$", hints[name].__metadata__[0])  # as help states it
+        if default:
+            assert float(default[1].replace("True", "1")) == fields[name], name
 
 
 def test_help_tells_the_options():

@@ -16,7 +16,7 @@ import torch
 import canvas_support as support
 from canvas_support import MASK
 from deep_null import MASK as NULL_MASK
-from deep_null import VOCAB, engine_with, fresh, said
+from deep_null import VOCAB, engine_with, expected_logits, fresh
 from unspool import native
 from unspool.engine.canvas import CanvasKind, open_canvas, run_passes
 from unspool.engine.ending import Limits
@@ -139,7 +139,7 @@ def test_canvases_and_texts_run_in_the_same_steps():
     for token in range(4):
         found = run_passes([(canvas, None) for canvas in canvases])
         for number, (canvas, logits) in enumerate(zip(canvases, found, strict=True)):
-            assert np.array_equal(logits, said([1, 2, number], canvas.tokens, WHOLE))
+            assert np.array_equal(logits, expected_logits([1, 2, number], canvas.tokens, WHOLE))
             canvas.set(token, token)
     assert any(len(rows) > 1 and 1 in rows and max(rows) > 6 for rows in engine.backend.runs)
     tokens = [1, 2, 0]
@@ -155,7 +155,9 @@ def test_a_long_canvas_is_never_cut():
     """Its tokens see each other, so they are computed in one step, however many a step may have."""
     engine = engine_with()
     with open_canvas(engine, list(range(30)), 40, WHOLE) as canvas:
-        assert np.array_equal(canvas.logits(), said(list(range(30)), [NULL_MASK] * 40, WHOLE))
+        assert np.array_equal(
+            canvas.logits(), expected_logits(list(range(30)), [NULL_MASK] * 40, WHOLE)
+        )
     assert [70] in engine.backend.runs
     engine.close()
 
@@ -196,14 +198,14 @@ def test_what_was_committed_since_the_last_whole_pass_stays():
     other = canvas.fork()  # it has to see the last whole pass again
     assert np.array_equal(other.logits(1, 3), canvas.logits(1, 3))
     assert engine.call(lambda: other.branch.tokens)[:3] == [1, 2, 5]
-    expected = said([1, 2, 5], [NULL_MASK] * 5, WHOLE)
+    expected = expected_logits([1, 2, 5], [NULL_MASK] * 5, WHOLE)
     assert np.array_equal(other.logits(), expected)
     other.set(2, 7)
     engine.backend.fail_next = True
     with pytest.raises(RuntimeError, match="gone"):
         other.logits(1, 3)
     places = [NULL_MASK, NULL_MASK, 7, NULL_MASK, NULL_MASK]
-    assert np.array_equal(other.logits(), said([1, 2, 5], places, WHOLE))
+    assert np.array_equal(other.logits(), expected_logits([1, 2, 5], places, WHOLE))
     engine.close()
 
 
@@ -261,7 +263,7 @@ def test_a_failed_step_costs_only_that_pass():
     engine.backend.fail_next = True
     with pytest.raises(RuntimeError, match="gone"):
         canvas.logits()
-    assert np.array_equal(canvas.logits(), said([1, 2, 0], [NULL_MASK] * 4, WHOLE))
+    assert np.array_equal(canvas.logits(), expected_logits([1, 2, 0], [NULL_MASK] * 4, WHOLE))
     canvas.close()
     assert used(engine) == 0
     engine.close()
@@ -301,16 +303,16 @@ def _error(work: Any) -> Any:
 @pytest.mark.parametrize(
     ("work", "error", "words"),
     [
-        (lambda c: c.set(9, 1), SettingsError, "no place 9"),
+        (lambda c: c.set(9, 1), SettingsError, "place must be from 0 to 3, got 9"),
         (lambda c: c.set(0, 999), SettingsError, "not in the vocabulary"),
         (lambda c: c.commit(2), SettingsError, "place 0 is still masked"),
         (lambda c: c.commit(9), SettingsError, "cannot commit"),
         (lambda c: c.append(600), ContextError, "context"),
-        (lambda c: c.logits(3, 2), SettingsError, "no places"),
+        (lambda c: c.logits(3, 2), SettingsError, "places must satisfy"),
         (lambda c: open_canvas(c.engine, [], 0, WHOLE), SettingsError, "empty"),
         (lambda c: open_canvas(c.engine, [1], 600, WHOLE), ContextError, "holds 512"),
         (lambda c: open_canvas(c.engine, [1], 4, CanvasKind(mask_id=1, sight="block")),
-         SettingsError, "holds nothing"),
+         SettingsError, "block must be >= 1"),
         (lambda c: open_canvas(c.engine, [1], 4, CanvasKind(mask_id=1, twin="x")),
          SettingsError, "no adapter 'x'"),
         (lambda c: open_canvas(c.engine, [1], 4, CAUSAL).logits(0, 2), SettingsError, "the whole"),
@@ -321,5 +323,5 @@ def test_mistakes_are_told(work: Any, error: type[Exception], words: str):
     canvas = open_canvas(engine, [1, 2, 0], 4, WHOLE)
     with pytest.raises(error, match=words):
         work(canvas)
-    assert np.array_equal(canvas.logits(), said([1, 2, 0], [NULL_MASK] * 4, WHOLE))
+    assert np.array_equal(canvas.logits(), expected_logits([1, 2, 0], [NULL_MASK] * 4, WHOLE))
     engine.close()

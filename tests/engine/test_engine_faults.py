@@ -136,7 +136,7 @@ def test_a_thread_that_is_gone_is_an_error_and_never_a_wait(monkeypatch: pytest.
     def dies() -> None:
         raise SystemExit
 
-    monkeypatch.setattr(engine.loop, "fail_everyone", lambda error: dies())
+    monkeypatch.setattr(engine.loop, "fail_all", lambda error: dies())
     stream = engine.submit(request([1, 2], 10))
     engine.loop.post(dies)
     with pytest.raises(UnspoolError, match=r"thread has ended|closed"):
@@ -204,7 +204,7 @@ def test_two_callers_cannot_compute_one_branch_at_once():
         thread.join(30)
     assert len(errors) == 1 and "computed for another caller" in errors[0]
     assert branch.tokens == [1, 2, 3, 4], "the one that was refused changed nothing"
-    with pytest.raises(UnspoolError, match="named twice"):
+    with pytest.raises(UnspoolError, match="given twice"):
         engine.extend_all([(branch, [5]), (branch, [6])])
     assert branch.tokens == [1, 2, 3, 4]
     engine.release(branch)

@@ -81,7 +81,7 @@ def test_memory_is_shared_between_pages_and_states():
     assert pages_and_states(500, 10, 100) == (10, 4), "at least enough to run"
     with pytest.raises(SettingsError, match="4 recurrent states take 400"):
         pages_and_states(400, 10, 100)
-    with pytest.raises(UnspoolError, match="too few"):
+    with pytest.raises(UnspoolError, match="at least 2 slots"):
         StatePool(1, SIZE)
 
 

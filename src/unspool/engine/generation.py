@@ -106,7 +106,7 @@ class Generation:
         forked = self.fork()
         forked.steps = _redecode(forked.steps + steps, TextStream(), is_complete=True)
         if self.request.thinking is not None:
-            forked.steps = self.request.thinking.mark_steps(forked.steps)
+            forked.steps = self.request.thinking.marked(forked.steps)
         return forked
 
     def resume(self, **options: Unpack[Options]) -> Generation:

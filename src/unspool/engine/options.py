@@ -5,10 +5,12 @@ This is the only list. Type checkers and editors read it where a function takes
 rejects names that are not in it. None means the default everywhere.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
-from typing import Annotated, Any, TypedDict, TypeVar
+from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 
 from unspool.engine.request import Drafter, DraftMaker
 from unspool.sampling import GrammarSpec
@@ -130,4 +132,5 @@ def tells_options(function: _Function) -> _Function:
     return function
 
 
-_LIST = "\n".join(f"{n:<20} {Options.__annotations__[n].__metadata__[0]}" for n in NAMES)
+_HINTS = get_type_hints(Options, include_extras=True)
+_LIST = "\n".join(f"{name:<20} {_HINTS[name].__metadata__[0]}" for name in NAMES)

@@ -125,7 +125,7 @@ _MutableStep = make_dataclass(
 
 def plain_step(
     token: int, piece: _Bytes, text: str, logprob: float, position: int, seconds: float,
-    finish_reason: str | None, draft: str | None, begun: _Bytes, thought: bool = False,
+    finish_reason: str | None, draft: str | None, partial: _Bytes, is_reasoning: bool = False,
 ) -> Step:  # fmt: skip
     """Create a step without details of the sampling. Called for every token of every text.
 
@@ -134,8 +134,8 @@ def plain_step(
     slow core), of the 25 µs that a token may cost.
     """
     step: Any = _MutableStep(
-        token, piece, text, logprob, position, seconds, finish_reason, draft=draft, begun=begun,
-        thought=thought,
+        token, piece, text, logprob, position, seconds, finish_reason, draft=draft, begun=partial,
+        thought=is_reasoning,
     )  # fmt: skip
     step.__class__ = Step
     return cast(Step, step)

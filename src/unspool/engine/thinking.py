@@ -48,7 +48,7 @@ class Thinking:
             return parts
         return replace(self, start=Start("inside")).split(steps)
 
-    def mark_steps(self, steps: Sequence[Step]) -> list[Step]:
+    def marked(self, steps: Sequence[Step]) -> list[Step]:
         """Set `thought` of each step, also of those that a person wrote."""
         state = ThinkingState(self, None, lambda token: b"", 0)
         marked: list[Step] = []
