@@ -43,7 +43,7 @@ class DeepNull(null_model.NullModel):
             for place in range(batch.starts[row], batch.starts[row + 1])
         ]
         tokens = batch.tokens.copy()
-        self._known(tokens)
+        self._resolve_placeholders(tokens)
         for place, pages, _ in rows:
             self.slots[self._at(pages, int(batch.positions[place]))] = tokens[place]
         for place, pages, adapter in rows:

@@ -32,11 +32,11 @@ def test_every_strategy_is_a_method(tiny_lm: Any):
 
 
 def test_every_lens_is_a_method(tiny_lm: Any):
-    seen = tiny_lm.look(PROMPT, 2)
-    assert seen.position == 2 and seen.picked == PROMPT[3]
-    lens, again = tiny_lm.logit_lens(seen), tiny_lm.logit_lens(PROMPT, 2)
+    look = tiny_lm.look(PROMPT, 2)
+    assert look.position == 2 and look.picked == PROMPT[3]
+    lens, again = tiny_lm.logit_lens(look), tiny_lm.logit_lens(PROMPT, 2)
     assert lens.token == again.token == PROMPT[3]
-    assert tiny_lm.attribution(seen).token == tiny_lm.attribution(PROMPT, 2).token == PROMPT[3]
+    assert tiny_lm.attribution(look).token == tiny_lm.attribution(PROMPT, 2).token == PROMPT[3]
     assert len(tiny_lm.neighbours(7, 3)) == 3
     assert np.linalg.norm(tiny_lm.embed(PROMPT)) == pytest.approx(1, abs=1e-5)
 
@@ -160,20 +160,20 @@ def test_a_chat_takes_a_system_message(chat_lm: Any):
 
 
 def test_texts_are_awaited_without_blocking_the_event_loop(chat_lm: Any):
-    """The engine's thread cannot go on before the event loop has run."""
+    """The engine's thread waits until the event loop has run."""
     import asyncio
     import threading
 
     async def ask() -> list[Any]:
         release = threading.Event()
         chat_lm.engine.loop.post(lambda: release.wait(10), at_rest=False)
-        asked = [
+        requests = [
             chat_lm.agenerate("The state", **WRITE),
             chat_lm.achat("Is it?", system="Be formal.", **WRITE),
             chat_lm.agenerate(["The state", [5, 6]], **WRITE),
         ]
         asyncio.get_running_loop().call_later(0.05, release.set)
-        return await asyncio.wait_for(asyncio.gather(*asked), 60)
+        return await asyncio.wait_for(asyncio.gather(*requests), 60)
 
     text, answer, texts = asyncio.run(ask())
     assert text.tokens == texts[0].tokens == chat_lm.generate("The state", **WRITE).tokens
@@ -229,9 +229,12 @@ def test_a_list_of_texts_is_embedded_row_by_row(chat_lm: Any):
 
 def test_lenses_name_tokens_by_text(chat_lm: Any):
     token = chat_lm.single_token(" st")
-    found = chat_lm.attribution("The", token=" st", against="ate")
-    assert (found.token, found.against) == (token, chat_lm.single_token("ate"))
-    assert found.logit == chat_lm.attribution("The", token=token, against=found.against).logit
+    attribution = chat_lm.attribution("The", token=" st", against="ate")
+    assert (attribution.token, attribution.against) == (token, chat_lm.single_token("ate"))
+    assert (
+        attribution.logit
+        == chat_lm.attribution("The", token=token, against=attribution.against).logit
+    )
     assert chat_lm.attribution("The", token=token, against="mean").against == "mean"
     assert chat_lm.logit_lens("The", token=" st").token == token
     with pytest.raises(SettingsError, match=r"'xyzzy' is \d tokens"):
@@ -296,7 +299,7 @@ def test_the_options_are_listed_once_and_completely(tiny_lm: Any):
 
     fields = {field.name: field.default for field in dataclasses.fields(SamplingSettings)}
     assert {*SamplingOptions.__annotations__} == {*fields} - {"seed"}
-    given = {
+    values = {
         "json": None,
         "json_schema": None,
         "regex": None,
@@ -316,7 +319,7 @@ def test_the_options_are_listed_once_and_completely(tiny_lm: Any):
         "priority": 1,
         "cache": True,
     }  # fmt: skip (and no grammar: the tiny model has no vocabulary)
-    tiny_lm.draft(PROMPT, **{name: given.get(name, fields.get(name)) for name in NAMES})
+    tiny_lm.draft(PROMPT, **{name: values.get(name, fields.get(name)) for name in NAMES})
     hints = get_type_hints(Options, include_extras=True)
     for name in fields.keys() - {"seed"}:
         default = re.search(r"\(([^()]+)\)$", hints[name].__metadata__[0])  # as help states it
@@ -339,13 +342,13 @@ def test_help_tells_the_options():
         "search",
     ):
         function = getattr(unspool.LanguageModel, method)
-        told = pydoc.render_doc(function, renderer=pydoc.plaintext)
+        output = pydoc.render_doc(function, renderer=pydoc.plaintext)
         for words in ("temperature=None", "temperature          how freely", "max_tokens     "):
-            assert words in told
+            assert words in output
     assert "temperature" in inspect.signature(unspool.LanguageModel.generate).parameters
 
 
-# -- many at once --------------------------------------------------------------------------------
+# -- many texts --------------------------------------------------------------------------------
 
 
 def test_a_list_of_prompts_is_one_batch(tiny_lm: Any):
@@ -355,7 +358,7 @@ def test_a_list_of_prompts_is_one_batch(tiny_lm: Any):
     tiny_lm.engine.call(tiny_lm.engine.tree.index.clear)
     before = tiny_lm.engine.steps
     texts = tiny_lm.generate(prompts, **options)
-    # What all share, their prompts, twelve tokens; a few more where not all were handed in at once.
+    # What all share, their prompts, twelve tokens; a few more where not all were batched.
     assert tiny_lm.engine.steps - before <= 14 + 6 < 6 * 12
     assert isinstance(texts, list)
     assert [text.tokens for text in texts] == alone
@@ -448,15 +451,15 @@ print("done")
 """
 
 
-@pytest.mark.parametrize(("arguments", "shown"), [(["0.06"], True), (["0.06", "hide"], False)])
-def test_a_terminal_shows_a_bar_after_a_second(arguments: list[str], shown: bool):
+@pytest.mark.parametrize(("arguments", "is_shown"), [(["0.06"], True), (["0.06", "hide"], False)])
+def test_a_terminal_shows_a_bar_after_a_second(arguments: list[str], is_shown: bool):
     import pty
 
     master, slave = pty.openpty()
     command = [sys.executable, "-c", _SLOW_BATCH, *arguments]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=slave, text=True)
     os.close(slave)
-    told = b""
+    output = b""
     while True:
         try:
             piece = os.read(master, 65536)
@@ -464,10 +467,10 @@ def test_a_terminal_shows_a_bar_after_a_second(arguments: list[str], shown: bool
             break
         if not piece:
             break
-        told += piece
+        output += piece
     os.close(master)
     assert child.communicate()[0] == "done\n"
-    assert (b"writing" in told) == shown and (b"/30" in told) == shown
+    assert (b"writing" in output) == is_shown and (b"/30" in output) == is_shown
 
 
 def test_no_bar_for_a_moment_nor_in_a_file():
