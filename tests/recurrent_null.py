@@ -2,7 +2,7 @@
 
 Its logits follow from the pages, as the null model's do, and it is stricter: the state that a row
 is given must be the one that its pages say, so a state of another text or position, or one
-that was never written fails the step. It also holds the engine to the contract of `StepBatch.states`.
+that was never written fails the step. It also checks the contract of `StepBatch.states`.
 """
 
 from __future__ import annotations
