@@ -65,7 +65,7 @@ def test_a_text_is_saved_and_written_again(tiny_lm: Any, tmp_path: Path):
         ("n", 3, r"lm\.samples\(prompt, 3\)"),
         ("num_beams", 4, r"lm\.beam\(prompt, beams=4\)"),
         ("repeat_penalty", 1.1, r"write repetition_penalty=1\.1"),
-        ("return_full_text", True, "the new text alone"),
+        ("return_full_text", True, "only the new text"),
         ("eos_token_id", 2, "end=False"),
         ("pad_token_id", 0, "leave it out"),
         ("stop_sequences", ["x"], r"write stop=\['x'\]"),
@@ -98,7 +98,7 @@ def test_names_from_elsewhere_are_answered_with_ours(
         (None, r"prompt must be text, token ids.*got None"),
         (123, r"prompt must be text.*got 123"),
         (b"Once", r"got bytes b.Once.; use prompt.decode"),
-        ([{"role": "user", "content": "Hi"}], r"write lm.chat\(messages\)"),
+        ([{"role": "user", "content": "Hi"}], r"use lm.chat\(messages\)"),
         ([1.5, 2.5], "prompt 0: prompt must be text.*got 1.5"),
         ([], "the prompt is empty"),
     ],
@@ -153,7 +153,7 @@ def test_a_chat_takes_a_system_message(chat_lm: Any):
     assert chat_lm.chat([question], system="Be formal.", **WRITE).prompt == prompt
     several = chat_lm.chat(["Is it strong?", "Is it?"], system="Be formal.", **WRITE)
     assert several[0].prompt == prompt and several[1].prompt != prompt
-    with pytest.raises(SettingsError, match="messages begin with a system message"):
+    with pytest.raises(SettingsError, match="messages start with a system message"):
         chat_lm.chat([system, question], system="Be brief.")
     with pytest.raises(SettingsError, match="system must be text, got 5"):
         chat_lm.chat("Is it?", system=5)
@@ -237,7 +237,7 @@ def test_lenses_name_tokens_by_text(chat_lm: Any):
     )
     assert chat_lm.attribution("The", token=token, against="mean").against == "mean"
     assert chat_lm.logit_lens("The", token=" st").token == token
-    with pytest.raises(SettingsError, match=r"'xyzzy' is \d tokens"):
+    with pytest.raises(SettingsError, match=r"'xyzzy' must be one token, got \d tokens"):
         chat_lm.attribution("The", token="xyzzy")
 
 
@@ -273,7 +273,7 @@ def test_arguments_of_the_wrong_type_are_named(chat_lm: Any):
             assert "got " in str(caught.value), (name, number)
     with pytest.raises(SettingsError, match="choices are 5"):
         lm.fill("The ___.", choices=5)
-    with pytest.raises(SettingsError, match="nothing was chosen"):
+    with pytest.raises(SettingsError, match="at least one word"):
         text.choose("")
 
 
@@ -343,7 +343,7 @@ def test_help_tells_the_options():
     ):
         function = getattr(unspool.LanguageModel, method)
         output = pydoc.render_doc(function, renderer=pydoc.plaintext)
-        for words in ("temperature=None", "temperature          how freely", "max_tokens     "):
+        for words in ("temperature=None", "temperature          randomness", "max_tokens     "):
             assert words in output
     assert "temperature" in inspect.signature(unspool.LanguageModel.generate).parameters
 
@@ -515,9 +515,11 @@ def test_a_bias_names_tokens_by_text(lm: Any):
     assert by_text.tokens == lm.generate("The sky is", logit_bias={token: 100}, **options).tokens
     free = by_text.rewind(0).resume(logit_bias={" Berlin": float("-inf")})
     assert token not in free.tokens
-    with pytest.raises(SettingsError, match=r"' Berlinish' is \d tokens: ' Berlin' \(\d+\), "):
+    with pytest.raises(
+        SettingsError, match=r"' Berlinish' must be one token, got \d tokens: ' Berlin'"
+    ):
         lm.generate("x", logit_bias={" Berlinish": 1})
     with pytest.raises(SettingsError, match=f"names token {token} twice"):
         lm.generate("x", logit_bias={" Berlin": 1, token: 2})
-    with pytest.raises(SettingsError, match="is 0 tokens"):
+    with pytest.raises(SettingsError, match="got 0 tokens"):
         lm.generate("x", logit_bias={"": 1})
