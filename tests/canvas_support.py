@@ -40,13 +40,13 @@ def with_vocabulary(folder: Path, **config: Any) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     names = ("<|begin|>", "<|end|>", "<|mask|>")
-    made.add_special_tokens([AddedToken(name, special=True) for name in names])
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
     folder.mkdir(exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     lm = seeing(folder, **config)
     lm.end_ids = frozenset([257])
     return lm
@@ -68,6 +68,6 @@ def all_logits(tokens: list[int], sees: Any) -> Any:
     length = len(tokens)
     hidden = np.arange(length)[None, :] >= np.asarray(sees)[:, None]
     mask = torch.zeros(1, 1, length, length).masked_fill(torch.from_numpy(hidden), -1e30)
-    found = oracle()(torch.tensor([tokens]), attention_mask=mask).logits[0].double()
-    found[:, MASK] = -torch.inf
-    return found
+    logits = oracle()(torch.tensor([tokens]), attention_mask=mask).logits[0].double()
+    logits[:, MASK] = -torch.inf
+    return logits

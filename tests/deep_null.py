@@ -1,4 +1,4 @@
-"""A backend whose logits are right only if every token before was computed as it should be."""
+"""A null backend whose logits are right only if every earlier token was computed correctly."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ FEW = StepLimits(max_rows=8, prefill_tokens=5, prefill_beside_decode=3)
 
 
 class DeepNull(null_model.NullModel):
-    """A null model of two layers: a page holds of each token what it saw when it was computed, and
-    with which adapter. So logits are right only if every token before was computed as it should."""
+    """A null model of two layers: a page stores, for each token, what the token attended to when it
+    was computed, and with which adapter. So logits depend on how every earlier token was computed.
+    """
 
     def set_adapter(self, number: int, adapter: Any) -> None:
         pass
 
     def _compute(self, batch: Any) -> Any:
-        if not hasattr(self, "seen"):
-            self.seen = np.full(self.slots.shape, -1, np.int64)
+        if not hasattr(self, "attended"):
+            self.attended = np.full(self.slots.shape, -1, np.int64)
         self.table.apply(batch.updates)
-        self._copy_pages(batch.copies, self.slots, self.seen)
+        self._copy_pages(batch.copies, self.slots, self.attended)
         rows = [
             (place, self.table.pages[batch.slots[row]], int(numbers))
             for row, numbers in enumerate(
@@ -41,37 +42,40 @@ class DeepNull(null_model.NullModel):
             )
             for place in range(batch.starts[row], batch.starts[row + 1])
         ]
+        tokens = batch.tokens.copy()
+        self._resolve_placeholders(tokens)
         for place, pages, _ in rows:
-            self.slots[self._at(pages, int(batch.positions[place]))] = batch.tokens[place]
+            self.slots[self._at(pages, int(batch.positions[place]))] = tokens[place]
         for place, pages, adapter in rows:
             past = [self.slots[self._at(pages, n)] for n in range(batch.visible_end[place])]
-            self.seen[self._at(pages, int(batch.positions[place]))] = mixed(past, adapter)
-        wanted = np.concatenate((batch.sampled, batch.logits)).tolist()
-        logits = np.zeros((len(wanted), self.vocab_size), np.float32)
-        for number, place in enumerate(wanted):
+            self.attended[self._at(pages, int(batch.positions[place]))] = mixed(past, adapter)
+        outputs = np.concatenate((batch.sampled, batch.logits)).tolist()
+        logits = np.zeros((len(outputs), self.vocab_size), np.float32)
+        for number, place in enumerate(outputs):
             _, pages, adapter = rows[place]
-            past = [self.seen[self._at(pages, n)] for n in range(batch.visible_end[place])]
+            past = [self.attended[self._at(pages, n)] for n in range(batch.visible_end[place])]
             assert min(past) >= 0, "a token of the past was never computed"
             logits[number] = null_model.logits_after([mixed(past, adapter)], self.vocab_size)
         count = len(batch.sampled)
         if batch.pick is None:
             return StepResult(np.empty(0, np.int64), np.empty(0), logits)
-        found = pick(logits[:count], batch.pick)
-        return StepResult(found.tokens, found.logprobs, logits[count:], None, found.failures)
+        picks = pick(logits[:count], batch.pick)
+        self._picked = picks.tokens
+        return StepResult(picks.tokens, picks.logprobs, logits[count:], None, picks.failures)
 
     def _at(self, pages: Any, position: int) -> tuple[int, int]:
         return int(pages[position // self.page_size]), position % self.page_size
 
 
 def mixed(numbers: list[int], adapter: int) -> int:
-    """A number that tells whether any of these is another."""
+    """Return a hash of these numbers and the adapter."""
     return zlib.crc32(np.array([*numbers, adapter], np.int64).tobytes()) & 0x7FFFFFFF
 
 
 def fresh(tokens: list[int], sees: Any, adapters: Any, position: int) -> Any:
-    """What the model says at a position when everything is computed from the beginning."""
-    seen = [mixed(tokens[: sees[n]], adapters[n]) for n in range(len(tokens))]
-    return null_model.logits_after([mixed(seen[: sees[position]], adapters[position])], VOCAB)
+    """Return the logits at a position when everything is computed from the start."""
+    attended = [mixed(tokens[: sees[n]], adapters[n]) for n in range(len(tokens))]
+    return null_model.logits_after([mixed(attended[: sees[position]], adapters[position])], VOCAB)
 
 
 def engine_with(pages: int = 400, **options: Any) -> Engine:
@@ -80,8 +84,8 @@ def engine_with(pages: int = 400, **options: Any) -> Engine:
     return engine
 
 
-def said(text: list[int], places: list[int], kind: CanvasKind) -> Any:
-    """What is to be said of each place."""
+def expected_logits(text: list[int], places: list[int], kind: CanvasKind) -> Any:
+    """Return the expected logits of each place."""
     tokens = [*text, *places]
     sees = support.ends(len(tokens), kind.sight, kind.block, len(text))
     twin = np.arange(len(tokens)) >= len(text) if kind.twin else np.zeros(len(tokens))

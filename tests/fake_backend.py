@@ -1,7 +1,7 @@
 """A backend without a model: the logits are those of a table, chosen by the last two tokens.
 
-The pages hold the tokens themselves, and the token before is read from there: whoever mixes up
-pages, positions or rewinds gets other logits, not just a slower run.
+The pages hold the tokens themselves, and the token before is read from there: an engine that
+mixes up pages, positions or rewinds gets other logits, not just a slower run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FakeBackend:
 
     def launch(self, batch: StepBatch) -> Done:
         self.table.apply(batch.updates)
-        self.stored[batch.copies[:, 1]] = self.stored[batch.copies[:, 0]]  # all at once
+        self.stored[batch.copies[:, 1]] = self.stored[batch.copies[:, 0]]  # reads before it writes
         size, places = self.page_size, batch.positions
         rows = np.repeat(batch.slots, np.diff(batch.starts))
         self.stored[self.table.pages[rows, places // size], places % size] = batch.tokens
@@ -51,8 +51,8 @@ class FakeBackend:
         assert (previous >= 0).all(), "a page was read that nobody had written"
         self.runs.append(len(batch.tokens))
         logits = self.logits[previous, batch.tokens]
-        asked = logits[batch.logits]
+        returned = logits[batch.logits]
         if batch.pick is None:
-            return Done(StepResult(np.empty(0, np.int64), np.empty(0), asked))
-        found = pick(np.ascontiguousarray(logits[batch.sampled]), batch.pick)
-        return Done(StepResult(found.tokens, found.logprobs, asked, None, found.failures))
+            return Done(StepResult(np.empty(0, np.int64), np.empty(0), returned))
+        picks = pick(np.ascontiguousarray(logits[batch.sampled]), batch.pick)
+        return Done(StepResult(picks.tokens, picks.logprobs, returned, None, picks.failures))

@@ -1,4 +1,4 @@
-"""A backend without a model: its logits are a pure function of the tokens that lie in the pages.
+"""A backend without a model: its logits are a pure function of the tokens in the pages.
 
 If the engine ever gave a branch a wrong or overwritten page, the logits would come out different
 from `logits_after(tokens)`, so texts written on it prove that the pages are right. It also costs
@@ -21,14 +21,14 @@ PAGE_SIZE = 4
 
 
 def logits_after(tokens: Sequence[int], vocab_size: int) -> np.ndarray[Any, Any]:
-    """What the null model says comes after these tokens."""
+    """Return the null model's logits after these tokens."""
     seed = zlib.crc32(np.asarray(tokens, np.int32).tobytes())
     return np.random.default_rng(seed).standard_normal(vocab_size).astype(np.float32) * 3
 
 
 class NullModel:
-    """With `overlaps`, a step is computed when its result is asked for, after the next one was
-    launched: what a device does."""
+    """With `overlaps`, a step is computed when its result is read, after the next one was
+    launched, as on a device."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class NullModel:
         self._copy_pages(batch.copies, self.slots)
         tokens = batch.tokens.copy()
         self.ahead += int((tokens < 0).sum())
-        self._known(tokens)
-        wanted = np.concatenate((batch.sampled, batch.logits)).tolist()
-        place_of = {token: row for row, token in enumerate(wanted)}
-        logits = np.zeros((len(wanted), self.vocab_size), np.float32)
+        self._resolve_placeholders(tokens)
+        outputs = np.concatenate((batch.sampled, batch.logits)).tolist()
+        place_of = {token: row for row, token in enumerate(outputs)}
+        logits = np.zeros((len(outputs), self.vocab_size), np.float32)
         rows = range(len(batch.starts) - 1)
         for row in rows:
             for place in range(batch.starts[row], batch.starts[row + 1]):
@@ -96,10 +96,10 @@ class NullModel:
         count = len(batch.sampled)
         if batch.pick is None:
             return StepResult(np.empty(0, np.int64), np.empty(0), logits, inside)
-        self._known(batch.pick.history)
-        found = pick(logits[:count], batch.pick)
-        self._picked = found.tokens
-        return StepResult(found.tokens, found.logprobs, logits[count:], inside, found.failures)
+        self._resolve_placeholders(batch.pick.history)
+        picks = pick(logits[:count], batch.pick)
+        self._picked = picks.tokens
+        return StepResult(picks.tokens, picks.logprobs, logits[count:], inside, picks.failures)
 
     def _copy_pages(self, copies: Ints, *stores: np.ndarray[Any, Any]) -> None:
         """Copy pages as a GPU may: read every source, then write every target."""
@@ -110,16 +110,16 @@ class NullModel:
             store[copies[:, 1]] = store[copies[:, 0]]
 
     def _inside(self, batch: StepBatch, tokens: Ints) -> Inside:
-        """Vectors that say whose they are: the layer, the position, the token."""
+        """Return vectors of (layer, position, token)."""
         look = batch.look
         assert look is not None
         layers = range(3) if look.layers is None else look.layers
-        seen = look.residuals
-        told = [[(n, batch.positions[t], tokens[t]) for t in seen.tolist()] for n in layers]
-        return Inside(np.array(told, np.float32))
+        observed = look.residuals
+        vectors = [[(n, batch.positions[t], tokens[t]) for t in observed.tolist()] for n in layers]
+        return Inside(np.array(vectors, np.float32))
 
-    def _known(self, tokens: Ints) -> None:
-        """Put the picks of the step before where they are meant."""
+    def _resolve_placeholders(self, tokens: Ints) -> None:
+        """Replace placeholders by the tokens picked in the step before."""
         tokens[tokens < 0] = np.maximum(0, self._picked[-1 - tokens[tokens < 0]])
 
     def _place(self, batch: StepBatch, row: int, position: int) -> tuple[int, int]:
@@ -129,7 +129,7 @@ class NullModel:
 
 
 class _Later:
-    """A step that is computed when somebody asks, those launched before it first."""
+    """A step that is computed when its result is read, after those launched before it."""
 
     def __init__(self, compute: Callable[[], StepResult], queue: list[_Later]) -> None:
         self._compute, self._queue = compute, queue

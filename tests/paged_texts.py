@@ -49,12 +49,12 @@ def random_blocks(kind: str, rows: int, columns: int, rng: np.random.Generator) 
     halves[1:] *= -1 if kind.endswith("_1") else 1  # a minimum, to bring the mean near zero
     halves[1:] *= 8 if kind.endswith("_1") or kind == "Q4_K" else 1
 
-    def put(scale: float) -> Stored:
+    def stored_as(scale: float) -> Stored:
         put_halves(kind, data, halves * np.float32(scale))
         return Stored(kind, data.reshape(rows, -1), (rows, columns))
 
-    spread = float(unpacked(kind, put(2**-6).data).std()) * 2**6
-    return put(1 / (spread * columns**0.5))
+    spread = float(unpacked(kind, stored_as(2**-6).data).std()) * 2**6
+    return stored_as(1 / (spread * columns**0.5))
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Library:
 
 
 def batch_of(parts: Sequence[tuple[Text, int]], look: Look | None = None) -> StepBatch:
-    """The next so many tokens of each text; logits of all are wanted."""
+    """Return a batch with the next tokens of each text, and logits of all of them."""
     counts = [count for _, count in parts]
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
     spans = [(text, text.read, text.read + count) for text, count in parts]
@@ -169,7 +169,7 @@ def host(logits: Logits) -> Floats:
 
 def read_whole(backend: Backend, text: Text, chunk: int) -> Floats:
     """All logits of a text that is read in chunks, alone."""
-    found = []
+    rows = []
     while text.read < len(text.tokens):
-        found += read(backend, [(text, min(chunk, len(text.tokens) - text.read))])
-    return np.concatenate(found)
+        rows += read(backend, [(text, min(chunk, len(text.tokens) - text.read))])
+    return np.concatenate(rows)

@@ -1,8 +1,8 @@
 """The null model with a recurrent state: a number that every token changes.
 
 Its logits follow from the pages, as the null model's do, and it is stricter: the state that a row
-is given must be the one that its pages say, so a state of another text, of another place or one
-that nobody wrote fails the step. It also holds the engine to the contract of `StepBatch.states`.
+is given must be the one that its pages say, so a state of another text or position, or one
+that was never written fails the step. It also checks the contract of `StepBatch.states`.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from unspool.backends.step import StepBatch, StepResult
 
 
 def after(state: int, token: int) -> int:
-    """The state behind one more token."""
+    """Return the state after one more token."""
     return zlib.crc32(b"%d %d" % (state, token))
 
 
 class RecurrentNull(NullModel):
-    """So many slots; each holds a number, and how many tokens made it."""
+    """Each of `states` slots holds a number, and how many tokens it has read."""
 
     def __init__(self, states: int = 32, state_bytes: int = 1000, **shape: Any) -> None:
         super().__init__(echoes=False, **shape)
         self.state_bytes, self.state_count = state_bytes, states
-        self.held: dict[int, tuple[int, int]] = {}  # slot: number, length
+        self.slot_states: dict[int, tuple[int, int]] = {}  # slot: number, length
         self.captured = 0
 
     def _compute(self, batch: StepBatch) -> StepResult:
         self._check(batch)
         tokens = batch.tokens.copy()
-        self._known(tokens)
+        self._resolve_placeholders(tokens)
         captures = {int(token): int(slot) for token, slot in batch.captures}
         self.captured += len(captures)
         written: dict[int, tuple[int, int]] = {}
         for row, (source, target) in enumerate(batch.states.tolist()):
             begin, end = int(batch.starts[row]), int(batch.starts[row + 1])
             first = int(batch.positions[begin])
-            state, length = (0, 0) if source < 0 else self.held[source]
+            state, length = (0, 0) if source < 0 else self.slot_states[source]
             assert length == first, f"the state has read {length} tokens, and not {first}"
             for place in range(begin, end):
                 state = after(state, int(tokens[place]))
                 if place in captures:
                     written[captures[place]] = state, first + place - begin + 1
             written[target] = state, first + end - begin
-        self.held.update(written)
+        self.slot_states.update(written)
         result = super()._compute(batch)
         for row, (_, target) in enumerate(batch.states.tolist()):
-            self._compare(batch, row, *self.held[target])
+            self._compare(batch, row, *self.slot_states[target])
         return result
 
     def _check(self, batch: StepBatch) -> None:
@@ -60,7 +60,7 @@ class RecurrentNull(NullModel):
         writes = [*batch.states[:, 1].tolist(), *batch.captures[:, 1].tolist()]
         assert len(set(writes)) == len(writes), "a slot is written once"
         for row, (source, target) in enumerate(batch.states.tolist()):
-            assert source in self.held or source == -1, "nobody has written this slot"
+            assert source in self.slot_states or source == -1, "nobody has written this slot"
             others = reads[:row] + reads[row + 1 :]
             assert target not in others, "nobody reads what another row writes"
         assert not set(reads) & set(batch.captures[:, 1].tolist()), "nor what is kept on the way"

@@ -102,8 +102,8 @@ class Shelf:
         self.slots = np.random.default_rng(seed).permutation(backend.state_count).tolist()
 
     def text(self, tokens: Sequence[int]) -> Kept:
-        found = self.library.again(tokens)
-        return Kept(found.tokens, found.pages)
+        rows = self.library.again(tokens)
+        return Kept(rows.tokens, rows.pages)
 
     def read(
         self,
@@ -113,7 +113,7 @@ class Shelf:
         captures: Sequence[tuple[int, int]] = (),
         in_place: bool = False,
     ) -> tuple[list[Floats], Inside | None]:
-        """The next so many tokens of each text; each text's logits."""
+        """Compute the next tokens of each text; return each text's logits."""
         writes = [
             text.slot if in_place and text.slot >= 0 else self.slots.pop() for text, _ in parts
         ]
@@ -131,10 +131,10 @@ class Shelf:
 
     def whole(self, tokens: Sequence[int], chunk: int) -> Floats:
         """All logits of a text that is read in chunks, alone."""
-        text, found = self.text(tokens), []
+        text, rows = self.text(tokens), []
         while text.read < len(text.tokens):
-            found += self.read([(text, min(chunk, len(text.tokens) - text.read))])[0]
-        return np.concatenate(found)
+            rows += self.read([(text, min(chunk, len(text.tokens) - text.read))])[0]
+        return np.concatenate(rows)
 
 
 def some_tokens(count: int, seed: int = 3) -> list[int]:

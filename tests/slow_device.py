@@ -1,5 +1,5 @@
-"""The null model as a device: steps are computed in their order by a thread of its own, after
-random delays, while the engine goes on. Some launches and some results fail, if asked to."""
+"""The null model as a device: a separate thread computes the steps in order, after random delays,
+while the engine continues. With `faults`, some launches and some results fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unspool.backends.step import StepBatch, StepResult
 
 
 class SlowDevice(NullModel):
-    """`delay` seconds a step at the most; every `faults`-th one fails, at random."""
+    """Each step takes at most `delay` seconds; one in `faults` fails, at random."""
 
     def __init__(self, *, delay: float = 0.002, faults: int = 0, seed: int = 0, **shape: Any):
         super().__init__(overlaps=True, **shape)

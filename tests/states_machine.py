@@ -25,7 +25,7 @@ from unspool.engine.branch import Branch
 from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
 from unspool.engine.request import DraftTree, Request
-from unspool.engine.state_policy import most_again
+from unspool.engine.state_policy import max_recomputed
 from unspool.sampling import SamplingSettings
 
 END = 1
@@ -49,7 +49,7 @@ class Guesses:
         if not self.tree:
             return guess
         side = spread(list(tokens), 2)
-        if self.rounds % 2:  # what is right stands in the second run
+        if self.rounds % 2:  # the second run has the right value
             return DraftTree([*side, *guess], [-1, 0, -1, *range(2, 1 + len(guess))])
         return DraftTree([*guess, *side], [*range(-1, len(guess) - 1), -1, len(guess)])
 
@@ -134,26 +134,26 @@ class StatesMachine(RuleBasedStateMachine):
         self.check(branch, self.engine.extend(branch))
         return branch
 
-    @rule(branch=branches, tokens=TOKENS, wanted=st.integers(1, 6))
-    def append(self, branch: Branch, tokens: list[int], wanted: int) -> None:
+    @rule(branch=branches, tokens=TOKENS, num_logits=st.integers(1, 6))
+    def append(self, branch: Branch, tokens: list[int], num_logits: int) -> None:
         if branch.length + len(tokens) > 110:
             return
         self.texts[branch] += tokens
         text = self.texts[branch]
-        wanted = min(wanted, len(text))
-        logits = np.asarray(self.engine.extend(branch, tokens, wanted=wanted))
-        for row in range(wanted):
-            self.compare(logits[row], text[: len(text) - wanted + row + 1])
+        num_logits = min(num_logits, len(text))
+        logits = np.asarray(self.engine.extend(branch, tokens, wanted=num_logits))
+        for row in range(num_logits):
+            self.compare(logits[row], text[: len(text) - num_logits + row + 1])
 
     @rule(branch=branches, others=st.lists(branches, max_size=3), tokens=TOKENS)
     def append_together(self, branch: Branch, others: list[Branch], tokens: list[int]) -> None:
-        chosen = [b for b in dict.fromkeys([branch, *others]) if b.length < 96]
-        for one in chosen:
-            self.texts[one] += tokens
-        if chosen:
-            found = self.engine.extend_all([(one, tokens) for one in chosen])
-            for one, logits in zip(chosen, found, strict=True):
-                self.check(one, logits)
+        selected = [b for b in dict.fromkeys([branch, *others]) if b.length < 96]
+        for member in selected:
+            self.texts[member] += tokens
+        if selected:
+            results = self.engine.extend_all([(member, tokens) for member in selected])
+            for member, logits in zip(selected, results, strict=True):
+                self.check(member, logits)
 
     @rule(target=branches, branch=branches)
     def fork(self, branch: Branch) -> Any:
@@ -176,15 +176,15 @@ class StatesMachine(RuleBasedStateMachine):
         states = self.engine.tree.states
         assert states is not None
         if self.roomy and forgotten == 0:
-            most = most_again(self.longest - length, self.backend.page_size)
+            most = max_recomputed(self.longest - length, self.backend.page_size)
             assert again <= most, "a text is not read again from further back than is promised"
 
     @rule(branch=branches, part=st.floats(0, 0.99))
     def look(self, branch: Branch, part: float) -> None:
         position = int(branch.length * part)
-        seen = self.engine.look(branch, at=frozenset({position}), deep=False)
-        self.check(branch, seen.logits)
-        assert [inside.first for inside in seen.inside] == [position]
+        observed = self.engine.look(branch, at=frozenset({position}), deep=False)
+        self.check(branch, observed.logits)
+        assert [inside.first for inside in observed.inside] == [position]
 
     @rule(
         prompts=st.lists(TOKENS, min_size=1, max_size=4),
@@ -207,15 +207,15 @@ class StatesMachine(RuleBasedStateMachine):
             assert len(written) == count or written[-1] == END
             self.longest = max(self.longest, len(prompt) + count + 4)
 
-    @rule(prompt=TOKENS, taken=st.integers(0, 5), drafts=st.booleans())
-    def cancel(self, prompt: list[int], taken: int, drafts: bool) -> None:
+    @rule(prompt=TOKENS, num_steps=st.integers(0, 5), drafts=st.booleans())
+    def cancel(self, prompt: list[int], num_steps: int, drafts: bool) -> None:
         drafter = Guesses(self.next_token, True, 2) if drafts else None
         stream = self.engine.submit(request(prompt, 40, drafter))
-        seen = [step.token for step, _ in zip(stream, range(taken), strict=False)]
+        observed = [step.token for step, _ in zip(stream, range(num_steps), strict=False)]
         stream.close()
-        self.check_written(prompt, seen)
+        self.check_written(prompt, observed)
         text = list(prompt)
-        for _ in range(taken + 1):  # about as far as it was computed
+        for _ in range(num_steps + 1):  # about as far as it was computed
             text.append(self.next_token(text))
         other = self.engine.open([*text, 2, 2])
         self.texts[other] = [*text, 2, 2]
@@ -243,8 +243,9 @@ class StatesMachine(RuleBasedStateMachine):
                 assert branch.state is not None and not branch.state.running
                 tip = branch.state.tip
                 assert branch.computed == (0 if tip is None else tip.length)
-                assert not branch.state.kept or max(branch.state.kept) <= branch.computed
-            assert self.engine.tree.states is not None and self.engine.tree.states.texts == 0
+                states = branch.state.kept_states
+                assert not states or max(states) <= branch.computed
+            assert self.engine.tree.states is not None and self.engine.tree.states.num_running == 0
 
         self.engine.call(check)
 

@@ -165,7 +165,7 @@ def test_grammars_guards_and_drafts(unspool, lm, tmp_path):
     words = ("A colour:", "--raw", "--regex", "red|blue", *bias)
     assert unspool(*words, "-q")[1].strip() == "red"
     code, out, err = unspool(*words, "--guard", "ban=red")
-    assert code == 0 and out.strip() == "blue" and "took" in err
+    assert code == 0 and out.strip() == "blue" and "rewound" in err
 
 
 def test_trace_and_replay(unspool, tmp_path):
@@ -225,7 +225,7 @@ def test_chat(unspool, tmp_path):
     assert content["ids"]
     code, _, err = unspool("chat", stdin="/undo\n/system Be kind.\n/save\n/help\n")
     assert code == 0
-    assert "nothing to take back" in err and "a new conversation" in err
+    assert "nothing to undo" in err and "a new conversation" in err
     assert "say where" in err and "/retry" in err
 
 

@@ -226,7 +226,7 @@ BAD = [
     (["--trace", "/no/folder/x.json"], "there is no folder /no/folder"),
     (["--trace", "/"], "/ is a folder"),
     (["--quantize", "3"], "quantize is 3"),
-    (["--context", "0"], "context is 0"),
+    (["--context", "0"], "context must be"),
     (["--json-schema", "person.json"], "there is no file 'person.json' in "),
     (["--json-schema", "/no/person.json"], "there is no file '/no/person.json'"),
     (["--grammar", "json.lark"], "there is no file 'json.lark'"),

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -32,11 +32,11 @@ def test_every_strategy_is_a_method(tiny_lm: Any):
 
 
 def test_every_lens_is_a_method(tiny_lm: Any):
-    seen = tiny_lm.look(PROMPT, 2)
-    assert seen.position == 2 and seen.picked == PROMPT[3]
-    lens, again = tiny_lm.logit_lens(seen), tiny_lm.logit_lens(PROMPT, 2)
+    look = tiny_lm.look(PROMPT, 2)
+    assert look.position == 2 and look.picked == PROMPT[3]
+    lens, again = tiny_lm.logit_lens(look), tiny_lm.logit_lens(PROMPT, 2)
     assert lens.token == again.token == PROMPT[3]
-    assert tiny_lm.attribution(seen).token == tiny_lm.attribution(PROMPT, 2).token == PROMPT[3]
+    assert tiny_lm.attribution(look).token == tiny_lm.attribution(PROMPT, 2).token == PROMPT[3]
     assert len(tiny_lm.neighbours(7, 3)) == 3
     assert np.linalg.norm(tiny_lm.embed(PROMPT)) == pytest.approx(1, abs=1e-5)
 
@@ -65,7 +65,7 @@ def test_a_text_is_saved_and_written_again(tiny_lm: Any, tmp_path: Path):
         ("n", 3, r"lm\.samples\(prompt, 3\)"),
         ("num_beams", 4, r"lm\.beam\(prompt, beams=4\)"),
         ("repeat_penalty", 1.1, r"write repetition_penalty=1\.1"),
-        ("return_full_text", True, "the new text alone"),
+        ("return_full_text", True, "only the new text"),
         ("eos_token_id", 2, "end=False"),
         ("pad_token_id", 0, "leave it out"),
         ("stop_sequences", ["x"], r"write stop=\['x'\]"),
@@ -95,11 +95,11 @@ def test_names_from_elsewhere_are_answered_with_ours(
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        (None, r"the prompt is None; it may be text, token ids"),
-        (123, r"the prompt is 123; it may be text"),
-        (b"Once", r"the prompt is b'Once'; make it text: prompt.decode\(\)"),
-        ([{"role": "user", "content": "Hi"}], r"write lm.chat\(messages\)"),
-        ([1.5, 2.5], "prompt 0: the prompt is 1.5"),
+        (None, r"prompt must be text, token ids.*got None"),
+        (123, r"prompt must be text.*got 123"),
+        (b"Once", r"got bytes b.Once.; use prompt.decode"),
+        ([{"role": "user", "content": "Hi"}], r"use lm.chat\(messages\)"),
+        ([1.5, 2.5], "prompt 0: prompt must be text.*got 1.5"),
         ([], "the prompt is empty"),
     ],
 )
@@ -111,7 +111,7 @@ def test_what_is_no_prompt_is_told_so(tiny_lm: Any, prompt: Any, words: str):
 @pytest.mark.real
 @pytest.mark.parametrize("messages", [None, 5, b"Hi", [5], [["Hi"]], [{"role": "user"}, 5]])
 def test_what_is_no_conversation_is_told_so(lm: Any, messages: Any):
-    with pytest.raises(SettingsError, match=r"the messages are .*; they may be a question, or a"):
+    with pytest.raises(SettingsError, match=r"messages must be a question, or a"):
         lm.chat(messages)
 
 
@@ -141,7 +141,7 @@ def test_a_conversation_can_be_streamed(chat_lm: Any):
     formal = chat_lm.chat("Is it strong?", system="Be formal.", **WRITE)
     streamed = chat_lm.stream("Is it strong?", system="Be formal.", **WRITE)
     assert [step.token for step in streamed] == formal.tokens
-    with pytest.raises(SettingsError, match="the messages are"):
+    with pytest.raises(SettingsError, match="messages must be"):
         chat_lm.stream([*talk, 5], **WRITE)
 
 
@@ -153,27 +153,27 @@ def test_a_chat_takes_a_system_message(chat_lm: Any):
     assert chat_lm.chat([question], system="Be formal.", **WRITE).prompt == prompt
     several = chat_lm.chat(["Is it strong?", "Is it?"], system="Be formal.", **WRITE)
     assert several[0].prompt == prompt and several[1].prompt != prompt
-    with pytest.raises(SettingsError, match="messages begin with a system message"):
+    with pytest.raises(SettingsError, match="messages start with a system message"):
         chat_lm.chat([system, question], system="Be brief.")
     with pytest.raises(SettingsError, match="system must be text, got 5"):
         chat_lm.chat("Is it?", system=5)
 
 
 def test_texts_are_awaited_without_blocking_the_event_loop(chat_lm: Any):
-    """The engine's thread cannot go on before the event loop has run."""
+    """The engine's thread waits until the event loop has run."""
     import asyncio
     import threading
 
     async def ask() -> list[Any]:
         release = threading.Event()
-        chat_lm.engine.loop.tell(lambda: release.wait(10), at_rest=False)
-        asked = [
+        chat_lm.engine.loop.post(lambda: release.wait(10), at_rest=False)
+        requests = [
             chat_lm.agenerate("The state", **WRITE),
             chat_lm.achat("Is it?", system="Be formal.", **WRITE),
             chat_lm.agenerate(["The state", [5, 6]], **WRITE),
         ]
         asyncio.get_running_loop().call_later(0.05, release.set)
-        return await asyncio.wait_for(asyncio.gather(*asked), 60)
+        return await asyncio.wait_for(asyncio.gather(*requests), 60)
 
     text, answer, texts = asyncio.run(ask())
     assert text.tokens == texts[0].tokens == chat_lm.generate("The state", **WRITE).tokens
@@ -229,12 +229,15 @@ def test_a_list_of_texts_is_embedded_row_by_row(chat_lm: Any):
 
 def test_lenses_name_tokens_by_text(chat_lm: Any):
     token = chat_lm.single_token(" st")
-    found = chat_lm.attribution("The", token=" st", against="ate")
-    assert (found.token, found.against) == (token, chat_lm.single_token("ate"))
-    assert found.logit == chat_lm.attribution("The", token=token, against=found.against).logit
+    attribution = chat_lm.attribution("The", token=" st", against="ate")
+    assert (attribution.token, attribution.against) == (token, chat_lm.single_token("ate"))
+    assert (
+        attribution.logit
+        == chat_lm.attribution("The", token=token, against=attribution.against).logit
+    )
     assert chat_lm.attribution("The", token=token, against="mean").against == "mean"
     assert chat_lm.logit_lens("The", token=" st").token == token
-    with pytest.raises(SettingsError, match=r"'xyzzy' is \d tokens"):
+    with pytest.raises(SettingsError, match=r"'xyzzy' must be one token, got \d tokens"):
         chat_lm.attribution("The", token="xyzzy")
 
 
@@ -270,7 +273,7 @@ def test_arguments_of_the_wrong_type_are_named(chat_lm: Any):
             assert "got " in str(caught.value), (name, number)
     with pytest.raises(SettingsError, match="choices are 5"):
         lm.fill("The ___.", choices=5)
-    with pytest.raises(SettingsError, match="nothing was chosen"):
+    with pytest.raises(SettingsError, match="at least one word"):
         text.choose("")
 
 
@@ -296,7 +299,7 @@ def test_the_options_are_listed_once_and_completely(tiny_lm: Any):
 
     fields = {field.name: field.default for field in dataclasses.fields(SamplingSettings)}
     assert {*SamplingOptions.__annotations__} == {*fields} - {"seed"}
-    given = {
+    values = {
         "json": None,
         "json_schema": None,
         "regex": None,
@@ -316,13 +319,12 @@ def test_the_options_are_listed_once_and_completely(tiny_lm: Any):
         "priority": 1,
         "cache": True,
     }  # fmt: skip (and no grammar: the tiny model has no vocabulary)
-    tiny_lm.draft(PROMPT, **{name: given.get(name, fields.get(name)) for name in NAMES})
-    for name, words in (
-        (n, Options.__annotations__[n].__metadata__[0]) for n in fields if n != "seed"
-    ):
-        told = re.search(r"\(([^()]+)\)$", words)
-        if told:  # the usual value that help tells
-            assert float(told[1].replace("True", "1")) == fields[name], name
+    tiny_lm.draft(PROMPT, **{name: values.get(name, fields.get(name)) for name in NAMES})
+    hints = get_type_hints(Options, include_extras=True)
+    for name in fields.keys() - {"seed"}:
+        default = re.search(r"\(([^()]+)\)$", hints[name].__metadata__[0])  # as help states it
+        if default:
+            assert float(default[1].replace("True", "1")) == fields[name], name
 
 
 def test_help_tells_the_options():
@@ -340,13 +342,13 @@ def test_help_tells_the_options():
         "search",
     ):
         function = getattr(unspool.LanguageModel, method)
-        told = pydoc.render_doc(function, renderer=pydoc.plaintext)
-        for words in ("temperature=None", "temperature          how freely", "max_tokens     "):
-            assert words in told
+        output = pydoc.render_doc(function, renderer=pydoc.plaintext)
+        for words in ("temperature=None", "temperature          randomness", "max_tokens     "):
+            assert words in output
     assert "temperature" in inspect.signature(unspool.LanguageModel.generate).parameters
 
 
-# -- many at once --------------------------------------------------------------------------------
+# -- many texts --------------------------------------------------------------------------------
 
 
 def test_a_list_of_prompts_is_one_batch(tiny_lm: Any):
@@ -356,7 +358,7 @@ def test_a_list_of_prompts_is_one_batch(tiny_lm: Any):
     tiny_lm.engine.call(tiny_lm.engine.tree.index.clear)
     before = tiny_lm.engine.steps
     texts = tiny_lm.generate(prompts, **options)
-    # What all share, their prompts, twelve tokens; a few more where not all were handed in at once.
+    # What all share, their prompts, twelve tokens; a few more where not all were batched.
     assert tiny_lm.engine.steps - before <= 14 + 6 < 6 * 12
     assert isinstance(texts, list)
     assert [text.tokens for text in texts] == alone
@@ -449,15 +451,15 @@ print("done")
 """
 
 
-@pytest.mark.parametrize(("arguments", "shown"), [(["0.06"], True), (["0.06", "hide"], False)])
-def test_a_terminal_shows_a_bar_after_a_second(arguments: list[str], shown: bool):
+@pytest.mark.parametrize(("arguments", "is_shown"), [(["0.06"], True), (["0.06", "hide"], False)])
+def test_a_terminal_shows_a_bar_after_a_second(arguments: list[str], is_shown: bool):
     import pty
 
     master, slave = pty.openpty()
     command = [sys.executable, "-c", _SLOW_BATCH, *arguments]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=slave, text=True)
     os.close(slave)
-    told = b""
+    output = b""
     while True:
         try:
             piece = os.read(master, 65536)
@@ -465,10 +467,10 @@ def test_a_terminal_shows_a_bar_after_a_second(arguments: list[str], shown: bool
             break
         if not piece:
             break
-        told += piece
+        output += piece
     os.close(master)
     assert child.communicate()[0] == "done\n"
-    assert (b"writing" in told) == shown and (b"/30" in told) == shown
+    assert (b"writing" in output) == is_shown and (b"/30" in output) == is_shown
 
 
 def test_no_bar_for_a_moment_nor_in_a_file():
@@ -513,9 +515,11 @@ def test_a_bias_names_tokens_by_text(lm: Any):
     assert by_text.tokens == lm.generate("The sky is", logit_bias={token: 100}, **options).tokens
     free = by_text.rewind(0).resume(logit_bias={" Berlin": float("-inf")})
     assert token not in free.tokens
-    with pytest.raises(SettingsError, match=r"' Berlinish' is \d tokens: ' Berlin' \(\d+\), "):
+    with pytest.raises(
+        SettingsError, match=r"' Berlinish' must be one token, got \d tokens: ' Berlin'"
+    ):
         lm.generate("x", logit_bias={" Berlinish": 1})
     with pytest.raises(SettingsError, match=f"names token {token} twice"):
         lm.generate("x", logit_bias={" Berlin": 1, token: 2})
-    with pytest.raises(SettingsError, match="is 0 tokens"):
+    with pytest.raises(SettingsError, match="got 0 tokens"):
         lm.generate("x", logit_bias={"": 1})

@@ -54,11 +54,11 @@ def check_greedy(lm: Any, model: Any, prompt: str, count: int) -> None:
     """Each token is the likeliest to transformers too. Two may be equally likely, as far as the
     rounding of one processor or another goes."""
     ids = lm.tokenizer.encode(prompt)
-    ours = lm.generate(ids, max_tokens=count, temperature=0, end=False).tokens
-    assert len(ours) == count
+    tokens = lm.generate(ids, max_tokens=count, temperature=0, end=False).tokens
+    assert len(tokens) == count
     with torch.no_grad():
-        logits = model(torch.tensor([ids + ours])).logits[0, len(ids) - 1 : -1]
-    picked = logits.gather(1, torch.tensor(ours)[:, None])[:, 0]
+        logits = model(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
+    picked = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     assert (logits.max(1).values - picked).max() < 1e-3
 
 
@@ -108,26 +108,29 @@ def test_score_is_that_of_transformers(torch_lm: Any, in_transformers: Any):
     assert scored.total == pytest.approx(sum(expected), abs=1e-2)
     assert scored.perplexity == pytest.approx(math.exp(-sum(expected) / len(expected)), rel=1e-4)
     for row, position in enumerate(scored.positions[1:]):
-        said = [c.logprob for c in position.candidates]
-        assert said == pytest.approx(logits[row].topk(3).values.tolist(), abs=2e-4)
-        theirs = logits[row, [c.token for c in position.candidates]]
-        assert said == pytest.approx(theirs.tolist(), abs=2e-4)
-        own = logits[row, position.token]  # as likely as others, as far as rounding goes
-        above, equal = (logits[row] > own + 1e-3).sum(), (logits[row] > own - 1e-3).sum()
+        logprobs = [c.logprob for c in position.candidates]
+        assert logprobs == pytest.approx(logits[row].topk(3).values.tolist(), abs=2e-4)
+        reference = logits[row, [c.token for c in position.candidates]]
+        assert logprobs == pytest.approx(reference.tolist(), abs=2e-4)
+        token_logit = logits[row, position.token]  # as likely as others, as far as rounding goes
+        above, equal = (
+            (logits[row] > token_logit + 1e-3).sum(),
+            (logits[row] > token_logit - 1e-3).sum(),
+        )
         assert int(above) <= position.rank <= int(equal)
 
 
 @pytest.mark.real
 def test_a_generation_tells_everything(lm: Any):
-    asked = {"max_tokens": 12, "temperature": 0.9, "seed": 5, "top": 4, "explain": True}
-    made = lm.generate("The sky is", end=False, **asked)
-    assert made.finish_reason == "length"
-    assert len(made.steps) == len(made.tokens) == 12
-    assert made.text == "".join(step.text for step in made.steps)
-    assert made.text == lm.tokenizer.decode(made.tokens)
-    assert made.usage.prompt_tokens == 3 and made.usage.completion_tokens == 12
-    judged = lm.score([*made.prompt, *made.tokens])
-    for step, position in zip(made.steps, judged.positions[3:], strict=True):
+    options = {"max_tokens": 12, "temperature": 0.9, "seed": 5, "top": 4, "explain": True}
+    generation = lm.generate("The sky is", end=False, **options)
+    assert generation.finish_reason == "length"
+    assert len(generation.steps) == len(generation.tokens) == 12
+    assert generation.text == "".join(step.text for step in generation.steps)
+    assert generation.text == lm.tokenizer.decode(generation.tokens)
+    assert generation.usage.prompt_tokens == 3 and generation.usage.completion_tokens == 12
+    judged = lm.score([*generation.prompt, *generation.tokens])
+    for step, position in zip(generation.steps, judged.positions[3:], strict=True):
         assert step.bytes == lm.tokenizer.token_bytes(step.token)
         assert step.logprob == pytest.approx(position.logprob, abs=1e-3)
         assert step.rank == position.rank
@@ -136,38 +139,38 @@ def test_a_generation_tells_everything(lm: Any):
         assert step.draw is not None and step.draw.low <= step.draw.u < step.draw.high
         assert [stage.name for stage in step.stages] == ["top_k", "top_p", "min_p", "temperature"]
         assert step.stages[0].kept == 40 and step.stages[0].removed == lm.config.vocab_size - 40
-    assert made.logprob == pytest.approx(sum(s.logprob for s in made.steps))
+    assert generation.logprob == pytest.approx(sum(s.logprob for s in generation.steps))
 
 
 @pytest.mark.real
 def test_same_seed_same_text_and_looking_changes_nothing(lm: Any):
     options = {"max_tokens": 16, "temperature": 1.2}
-    one = lm.generate("My favourite", seed=3, **options)
-    assert lm.generate("My favourite", seed=3, top=0, explain=False, **options).text == one.text
-    assert lm.generate("My favourite", seed=4, **options).text != one.text
-    assert lm.generate("My favourite", seed=3, sample=1, **options).text != one.text
+    first = lm.generate("My favourite", seed=3, **options)
+    assert lm.generate("My favourite", seed=3, top=0, explain=False, **options).text == first.text
+    assert lm.generate("My favourite", seed=4, **options).text != first.text
+    assert lm.generate("My favourite", seed=3, sample=1, **options).text != first.text
     again = lm.generate("My favourite", **options)
     assert lm.generate("My favourite", seed=again.seed, **options).text == again.text
     streamed = "".join(step.text for step in lm.stream("My favourite", seed=3, **options))
-    assert streamed == one.text
+    assert streamed == first.text
 
 
 @pytest.mark.real
 def test_stop_strings_end_the_text_before_themselves(lm: Any):
-    whole = lm.generate("Count: one, two, three,", max_tokens=24, temperature=0).text
-    cut = whole[len(whole) // 2 : len(whole) // 2 + 5]
+    full_text = lm.generate("Count: one, two, three,", max_tokens=24, temperature=0).text
+    cut = full_text[len(full_text) // 2 : len(full_text) // 2 + 5]
     stopped = lm.generate("Count: one, two, three,", max_tokens=24, temperature=0, stop=cut)
     assert stopped.finish_reason == "stop"
-    assert stopped.text == whole[: whole.index(cut)]
+    assert stopped.text == full_text[: full_text.index(cut)]
 
 
 @pytest.mark.real
 def test_a_chat_ends_its_turn(lm: Any):
     end = lm.tokenizer.special_tokens["<|im_end|>"]
-    made = lm.chat("Say hello.", max_tokens=100, logit_bias={end: 100})
-    assert made.finish_reason == "stop"
-    assert made.tokens[-1] in lm.end_ids
-    assert "<|im_end|>" not in made.text
+    generation = lm.chat("Say hello.", max_tokens=100, logit_bias={end: 100})
+    assert generation.finish_reason == "stop"
+    assert generation.tokens[-1] in lm.end_ids
+    assert "<|im_end|>" not in generation.text
 
 
 @pytest.mark.real
@@ -187,10 +190,10 @@ def test_a_half_written_answer_is_continued(lm: Any):
         {"role": "user", "content": "What is the capital of Germany?"},
         {"role": "assistant", "content": "The capital of Germany is"},
     ]
-    begun = lm.tokenizer.encode("The capital of Germany is")
-    made = lm.chat(messages, temperature=0, max_tokens=4)
-    assert list(made.prompt)[-len(begun) :] == begun
-    assert made.tokens == lm.generate(made.prompt, temperature=0, max_tokens=4).tokens
+    prefix = lm.tokenizer.encode("The capital of Germany is")
+    generation = lm.chat(messages, temperature=0, max_tokens=4)
+    assert list(generation.prompt)[-len(prefix) :] == prefix
+    assert generation.tokens == lm.generate(generation.prompt, temperature=0, max_tokens=4).tokens
 
 
 @pytest.mark.real
@@ -215,8 +218,8 @@ def test_history_stays_ids(lm: Any):
 
 
 def test_ids_work_without_a_vocabulary(tiny_lm: Any):
-    made = tiny_lm.generate([5, 6, 7], max_tokens=8, temperature=0, end=False)
-    assert len(made.tokens) == 8 and made.text == ""
+    generation = tiny_lm.generate([5, 6, 7], max_tokens=8, temperature=0, end=False)
+    assert len(generation.tokens) == 8 and generation.text == ""
     with pytest.raises(UnspoolError, match="no vocabulary"):
         tiny_lm.generate("text")
 

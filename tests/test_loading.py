@@ -109,9 +109,9 @@ def test_what_is_in_the_way_of_our_kernels(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("no_native", "no_gpu")
 def test_torch_stands_in_with_one_warning(tiny_lm: Any):
-    with pytest.warns(UnspoolWarning, match=WHY) as told:
+    with pytest.warns(UnspoolWarning, match=WHY) as caught:
         assert unspool.load(tiny_lm.path, memory=8 << 20).transformer
-    assert [each.category for each in told].count(UnspoolWarning) == 1
+    assert [warning.category for warning in caught].count(UnspoolWarning) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # asked for: nothing to say
         assert unspool.load(tiny_lm.path, backend="torch", memory=8 << 20).transformer
@@ -171,13 +171,13 @@ def test_impossible_wishes_are_told_before_anything_is_read(options: dict[str, A
 def test_what_the_native_backend_is_asked_for(
     options: dict[str, Any], store: str | None, monkeypatch: pytest.MonkeyPatch
 ):
-    asked = {}
+    recorded = {}
     module = ModuleType("unspool.backends.cpu.loaded")
-    module.load_cpu = lambda checkpoint, **given: asked.update(given)  # type: ignore[attr-defined]
+    module.load_cpu = lambda checkpoint, **options: recorded.update(options)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "unspool.backends.cpu.loaded", module)
     load_weights(SimpleNamespace(), Placement(**options), Choice("native", "cpu"))  # type: ignore[arg-type]
     bits = options.get("kv_bits", 32 if store == "float32" else 16)
-    assert asked == {"store": store, "threads": options.get("threads"), "kv_bits": bits}
+    assert recorded == {"store": store, "threads": options.get("threads"), "kv_bits": bits}
 
 
 def test_a_native_model_has_no_transformer_but_can_be_saved(tiny_lm: Any, tmp_path: Path):
@@ -199,8 +199,8 @@ def test_saving_a_native_model_needs_torch(tiny_lm: Any, tmp_path: Path):
 
 
 def test_another_model_comes_the_same_way(tiny_lm: Any, monkeypatch: pytest.MonkeyPatch):
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr("unspool.loading.load", lambda name, **options: asked.append(options))
+    recorded: list[dict[str, Any]] = []
+    monkeypatch.setattr("unspool.loading.load", lambda name, **options: recorded.append(options))
     monkeypatch.setattr(
         "unspool.decoding.speculative.make_drafter", lambda speculate, lm, load: load(speculate)
     )
@@ -209,7 +209,7 @@ def test_another_model_comes_the_same_way(tiny_lm: Any, monkeypatch: pytest.Monk
     unspool.LanguageModel(fake, None, make_drafter=make_drafter_for).drafter("x")  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="without drafters"):
         unspool.LanguageModel(fake, None).drafter("x")  # type: ignore[arg-type]
-    assert asked == [
+    assert recorded == [
         {"backend": "torch", "device": "cpu"},
         {"backend": "native", "device": "cpu"},
     ]
@@ -226,9 +226,9 @@ def test_a_long_text_is_scored_in_pieces_and_not_from_what_is_stored(tmp_path: P
         logprobs = lm.transformer(torch.tensor([ids]))[0].log_softmax(-1)
     expected = [float(logprobs[place, ids[place + 1]]) for place in range(len(ids) - 1)]
     for _ in range(2):
-        found = lm.score(ids)
-        assert found.tokens == ids and found.logprobs[0] is None
-        assert found.logprobs[1:] == pytest.approx(expected, abs=1e-3)
+        score = lm.score(ids)
+        assert score.tokens == ids and score.logprobs[0] is None
+        assert score.logprobs[1:] == pytest.approx(expected, abs=1e-3)
     assert lm.score(ids[:1]).logprobs == [None]
 
 

@@ -25,8 +25,8 @@ WRITE: dict[str, Any] = {"max_tokens": 6, "seed": 3, "end": False}
 def results(tiny_lm: Any) -> dict[str, Any]:
     """One of everything that the model's methods give."""
     text = tiny_lm.generate(PROMPT, **WRITE, top=3, explain=True, guard="loop")
-    seen = tiny_lm.look(PROMPT)
-    found = {
+    look = tiny_lm.look(PROMPT)
+    results = {
         "generation": text,
         "batch": tiny_lm.generate([PROMPT, PROMPT[:2]], **WRITE),
         "step": text.steps[1],
@@ -43,17 +43,17 @@ def results(tiny_lm: Any) -> dict[str, Any]:
         "vote": tiny_lm.vote(PROMPT, 3, extract=lambda g: g.tokens[0], **WRITE),
         "tree": tiny_lm.search(PROMPT, width=2, tokens=2, keep=1, depth=2, seed=1),
         "node": tiny_lm.search(PROMPT, width=2, tokens=2, keep=1, depth=2, seed=1).leaf,
-        "look": seen,
-        "lens": tiny_lm.logit_lens(seen, whole=True),
-        "layer": tiny_lm.logit_lens(seen).layers[1],
-        "attribution": tiny_lm.attribution(seen),
-        "part": tiny_lm.attribution(seen).parts[0],
+        "look": look,
+        "lens": tiny_lm.logit_lens(look, whole=True),
+        "layer": tiny_lm.logit_lens(look).layers[1],
+        "attribution": tiny_lm.attribution(look),
+        "part": tiny_lm.attribution(look).parts[0],
         "neighbours": tiny_lm.neighbours(7, 3),
         "trace": tiny_lm.trace(text),
         "fingerprint": tiny_lm.trace(text).model,
         "replay": tiny_lm.replay(tiny_lm.trace(text)),
     }
-    return found
+    return results
 
 
 def plain(value: Any) -> Any:
@@ -143,8 +143,8 @@ def test_another_process_reads_it(results: dict[str, Any]):
 
 def test_every_result_is_one_short_line(results: dict[str, Any], tiny_lm: Any):
     for name, result in {**results, "model": tiny_lm}.items():
-        for one in result if isinstance(result, tuple) else [result]:
-            line = repr(one)
+        for item in result if isinstance(result, tuple) else [result]:
+            line = repr(item)
             assert "\n" not in line and len(line) < 200, (name, line)
     assert repr(results["settings"]) == "SamplingSettings(seed=3)"
 
@@ -159,17 +159,19 @@ def test_reprs_read_well(lm: Any):
     assert repr(lm.chat_prompt("Hi")).startswith("<ChatPrompt of ")
 
 
-# -- everything public is told -------------------------------------------------------------------
+# -- everything public is documented ---------------------------------------
 
 
 def public_classes(results: dict[str, Any]) -> list[type]:
     named = [getattr(unspool, name) for name in unspool.__all__]
-    found = {one for one in named if inspect.isclass(one)}
+    public = {item for item in named if inspect.isclass(item)}
     for result in results.values():
-        for one in result if isinstance(result, list | tuple) else [result]:
-            found.add(type(one))
-    ours = {base for one in found for base in one.__mro__ if base.__module__.startswith("unspool")}
-    return sorted(ours, key=lambda one: one.__name__)
+        for item in result if isinstance(result, list | tuple) else [result]:
+            public.add(type(item))
+    classes = {
+        base for item in public for base in item.__mro__ if base.__module__.startswith("unspool")
+    }
+    return sorted(classes, key=lambda item: item.__name__)
 
 
 def test_everything_public_has_a_docstring(results: dict[str, Any]):
@@ -181,9 +183,9 @@ def test_everything_public_has_a_docstring(results: dict[str, Any]):
         if not (kind.__doc__ or "").strip() or kind.__doc__.startswith(f"{kind.__name__}("):
             missing.append(kind.__name__)
         for name, member in vars(kind).items():
-            told = isinstance(member, property | classmethod | staticmethod) or inspect.isfunction(
-                member
-            )
-            if told and not name.startswith("_") and not inspect.getdoc(member):
+            is_documented = isinstance(
+                member, property | classmethod | staticmethod
+            ) or inspect.isfunction(member)
+            if is_documented and not name.startswith("_") and not inspect.getdoc(member):
                 missing.append(f"{kind.__name__}.{name}")
     assert not missing

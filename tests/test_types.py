@@ -79,10 +79,10 @@ def test_a_type_checker_accepts_what_is_right_and_refuses_what_is_not(tmp_path: 
          str(tmp_path / "good.py"), str(tmp_path / "bad.py")],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
-    told = done.stdout.splitlines()
-    assert not [line for line in told if "good.py" in line], done.stdout + done.stderr
+    reported = done.stdout.splitlines()
+    assert not [line for line in reported if "good.py" in line], done.stdout + done.stderr
     for number, (code, words) in enumerate(BAD.items(), start=3):
-        assert any(f"bad.py:{number}: error" in line and words in line for line in told), (
+        assert any(f"bad.py:{number}: error" in line and words in line for line in reported), (
             code,
-            [line for line in told if f"bad.py:{number}:" in line] or done.stderr,
+            [line for line in reported if f"bad.py:{number}:" in line] or done.stderr,
         )

@@ -29,7 +29,7 @@ class Writing(Task):
         super().__init__(tree.open(request.prompt))
         self.request, self.tree = request, tree
         self.written = 0
-        request.cached = min(self.branch.reused, self.first_needed)
+        request.cached = min(self.branch.reused, self.first_needed())
 
     def run_ahead(self) -> bool:
         self.tree.append(self.branch, self.request.answer[self.written : self.written + 1])

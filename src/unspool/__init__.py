@@ -1,20 +1,19 @@
-"""Unspool: text unspools from a language model one token at a time, every step visible.
+"""Unspool: an LLM inference engine in which every step of generation is visible.
 
     import unspool
     lm = unspool.load()
     print(lm.generate("Once upon a time"))
 
-Importing this package is quick: nothing heavy is loaded before a model is.
+Importing this package is fast: heavy modules are imported when a model is loaded.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from unspool.errors import BatchError, ContextError, ModelFileError, SettingsError, UnspoolError
 
-TYPE_CHECKING = False  # as type checkers know it; importing `typing` takes longer than all the rest
 if TYPE_CHECKING:
-    from typing import Any
-
     from unspool.costing.measuring import costs
     from unspool.decoding.fill.gaps import gap
     from unspool.engine.generation import Generation, Generations
@@ -45,7 +44,7 @@ __all__ = [
     "load",
 ]
 
-_HOME_OF = {
+_MODULES = {  # of names that are imported when they are first used
     "costs": "unspool.costing.measuring",
     "gap": "unspool.decoding.fill.gaps",
     "load": "unspool.loading",
@@ -60,11 +59,11 @@ _HOME_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULES:
         raise AttributeError(f"module 'unspool' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOME_OF[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

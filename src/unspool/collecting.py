@@ -1,4 +1,4 @@
-"""Python's garbage collection, paused while a program starts: what is made then stays anyway."""
+"""Pausing Python's garbage collector while many long-lived objects are created."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def collecting_later() -> Iterator[None]:
-    """No collection in here. A vocabulary alone is a hundred thousand objects to look through."""
-    was_on = gc.isenabled()
+    """Disable garbage collection inside the context: a vocabulary alone has 100,000 objects."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
+        if was_enabled:
             gc.enable()

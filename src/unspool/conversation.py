@@ -1,8 +1,8 @@
-"""A conversation whose history stays token ids.
+"""A conversation whose history is kept as token ids.
 
-Turning an answer into text and back can give other tokens than the model wrote. So what was said
-is kept as ids, and each turn only appends what the template writes between one answer and the
-next. The model reads only what it has not read before.
+Decoding an answer to text and encoding it again can give other tokens than the model wrote. So the
+history stays token ids, and each turn only appends what the template writes between one answer and
+the next. The model computes only the new tokens.
 """
 
 from __future__ import annotations
@@ -22,83 +22,85 @@ from unspool.session import Session
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """One question and its answer, and where the ids stood before and after the question."""
+    """One question and its answer."""
 
     question: str
-    before: int
-    asked: int
+    start: int  # number of ids before the question
     answer: str
     reasoning: str
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Questions and answers with one model; exchanges can be taken back."""
+    """Questions to one model and its answers; exchanges can be undone."""
 
     lm: Session
     system: str | None = None
-    think: bool | str | None = None  # whether to think before an answer, or with how much effort
+    think: bool | str | None = None  # whether to reason before an answer, or the effort
     ids: list[int] = field(default_factory=list)
-    reused: int = 0  # tokens of the last prompt that were not computed again
+    reused: int = 0  # cached tokens of the last prompt
     _exchanges: list[_Exchange] = field(default_factory=list)
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """What was said. Thoughts stand beside answers; the template decides which are told."""
-        found = [{"role": "system", "content": self.system}] if self.system is not None else []
+        """All messages. Reasoning is a field of its answer; the template decides what it shows."""
+        messages = [{"role": "system", "content": self.system}] if self.system is not None else []
         for exchange in self._exchanges:
-            found.append({"role": "user", "content": exchange.question})
-            thought = {"reasoning_content": exchange.reasoning} if exchange.reasoning else {}
-            found.append({"role": "assistant", "content": exchange.answer, **thought})
-        return found
+            messages.append({"role": "user", "content": exchange.question})
+            reasoning = {"reasoning_content": exchange.reasoning} if exchange.reasoning else {}
+            messages.append({"role": "assistant", "content": exchange.answer, **reasoning})
+        return messages
 
     def ask(self, question: str, **options: Unpack[Options]) -> tuple[Generation, Iterator[Step]]:
-        """Ask, and get the answer's steps as they come; options as in `LanguageModel.stream`."""
-        before = len(self.ids)
+        """Ask a question; return the answer and its steps as they arrive."""
+        start = len(self.ids)
         prompt = self._prompt(question, self.lm.think_options(self.think, options))
         options["stop"] = strings(options.get("stop")) + self.lm.chat_template.stops
         generation, steps = self.lm.begin(prompt, **options)
-        return generation, self._listen(question, before, prompt, generation, steps)
+        return generation, self._record(question, start, prompt, generation, steps)
 
-    def _listen(
+    def _record(
         self,
         question: str,
-        before: int,
+        start: int,
         prompt: list[int],
         generation: Generation,
         steps: StepStream,
     ) -> Iterator[Step]:
         try:
             yield from generation.extend(steps)
-        finally:  # also when interrupted: what was said so far is part of the conversation
+        finally:  # also when interrupted: the partial answer is part of the conversation
             self.reused = generation.reused
             self.ids = [*prompt, *generation.tokens]
-            said = generation.answer, generation.reasoning
-            self._exchanges.append(_Exchange(question, before, len(prompt), *said))
+            self._exchanges.append(
+                _Exchange(question, start, generation.answer, generation.reasoning)
+            )
 
     def undo(self) -> str:
-        """Take the last question and its answer back; gives the question."""
+        """Drop the last question and its answer; return the question."""
         if not self._exchanges:
-            raise UnspoolError("there is nothing to take back yet")
+            raise UnspoolError("there is nothing to undo yet")
         last = self._exchanges.pop()
-        del self.ids[last.before :]
+        del self.ids[last.start :]
         return last.question
 
     def restart(self, system: str | None) -> None:
-        """Begin anew with another system message."""
+        """Start over with another system message."""
         self.system = system
         self.ids.clear()
         self._exchanges.clear()
 
-    def _prompt(self, question: str, told: dict[str, Any]) -> list[int]:
-        """What was said so far, and what the template writes from there to the answer's start."""
+    def _prompt(self, question: str, template_options: dict[str, Any]) -> list[int]:
+        """Return the history, and what the template writes from there to the answer's start."""
         template = self.lm.chat_template
         messages = [*self.messages, {"role": "user", "content": question}]
         last = len(messages) - 2
-        rest = template.encode_after(messages, last, **told) if self._exchanges else None
-        if rest is None:  # the first question, or a template that rewrites what was said
-            return template.encode(messages, **told).ids
+        new_ids = None
+        if self._exchanges:
+            new_ids = template.encode_after(messages, last, **template_options)
+        if new_ids is None:  # the first question, or a template that rewrites the history
+            return template.encode(messages, **template_options).ids
         # The answer may have ended with the very token that the template writes after it.
-        if self.ids[-1] in self.lm.end_ids and rest and rest[0] in self.lm.end_ids:
-            rest = rest[1:]
-        return [*self.ids, *rest]
+        if self.ids[-1] in self.lm.end_ids and new_ids and new_ids[0] in self.lm.end_ids:
+            new_ids = new_ids[1:]
+        return [*self.ids, *new_ids]

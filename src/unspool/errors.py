@@ -1,8 +1,8 @@
-"""The errors a user can cause, each with words that say what to do.
+"""Errors that a user can cause; each message says what is wrong and what to do.
 
-Everything a person can get wrong (a missing file, an impossible setting, a prompt that does not
-fit) raises an `UnspoolError`. The command line prints its text on one line and exits with 2; a
-Python caller can catch it, or `ValueError`, which it also is. Any other exception is a bug.
+A missing file, an invalid setting or a prompt that does not fit raises an `UnspoolError`. The
+command line prints its message on one line and exits with 2; a Python caller can catch it, or
+`ValueError`, its base class. Any other exception is a bug.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from collections.abc import Mapping, Sequence
 
 
 def count(number: int, noun: str) -> str:
-    """A number with its noun, for messages: "1 token", "2,000 tokens"."""
+    """Return a number with its noun, for messages: "1 token", "2,000 tokens"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 class UnspoolError(ValueError):
-    """Something the caller can put right; the message says what was wrong and what to do."""
+    """An error that the caller can fix; the message says what is wrong and what to do."""
 
 
 class ModelFileError(UnspoolError):
-    """A checkpoint, tokenizer or template that cannot be used as it is."""
+    """A checkpoint, tokenizer or template that cannot be used."""
 
 
 class SettingsError(UnspoolError):
-    """An option that is unknown, or outside what it may be."""
+    """An option that is unknown or out of range."""
 
 
 class DataError(UnspoolError):
-    """Text to learn from that cannot be used as it is."""
+    """Training data that cannot be used."""
 
 
 class ContextError(UnspoolError):
-    """More tokens than the model's context can hold; how many, and how many fit, where known."""
+    """More tokens than the model's context holds; with both numbers, where known."""
 
     def __init__(
         self, message: str, *, num_tokens: int | None = None, context: int | None = None
@@ -44,7 +44,7 @@ class ContextError(UnspoolError):
 
 
 class BusyError(UnspoolError):
-    """There is no room for this now; the same request may succeed later."""
+    """There is no capacity now; the same request may succeed later."""
 
 
 class WorkCancelledError(UnspoolError):
@@ -52,10 +52,10 @@ class WorkCancelledError(UnspoolError):
 
 
 class BatchError(UnspoolError):
-    """Of many texts some went wrong; the others are written, and here.
+    """Some texts of a batch failed; the others are complete.
 
-    `generations` holds every text in its place, those that failed as far as they came; `errors`
-    says by number what happened to these.
+    `generations` has every text in order, failed ones as far as they were generated; `errors` has
+    the errors by index.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class BatchError(UnspoolError):
 
 
 class UnspoolWarning(UserWarning):
-    """Something works, but not as well as it could; the message says why."""
+    """Something works less well than it could; the message says why."""
 
 
 # -- arguments of the wrong type or out of range ---------------------------------------------------
 
 
 def check_int(name: str, value: object, least: int | None = 0, most: int | None = None) -> int:
-    """The value as an int within its bounds; SettingsError names the argument otherwise."""
+    """Return the value as an int within its bounds, or raise SettingsError."""
     is_int = hasattr(type(value), "__index__") and not isinstance(value, bool)
     number = operator.index(value) if is_int else 0  # type: ignore[arg-type]
     too_small = least is not None and number < least
@@ -88,7 +88,7 @@ def check_int(name: str, value: object, least: int | None = 0, most: int | None 
 def check_number(
     name: str, value: object, least: float | None = None, most: float | None = None
 ) -> float:
-    """The value as a float within its bounds; SettingsError names the argument otherwise."""
+    """Return the value as a float within its bounds, or raise SettingsError."""
     is_number = hasattr(type(value), "__float__") and not isinstance(value, bool | str)
     number = float(value) if is_number else math.nan  # type: ignore[arg-type]
     too_small = least is not None and number < least
@@ -98,7 +98,7 @@ def check_number(
 
 
 def check_bool(name: str, value: object) -> bool:
-    """The value as a bool; SettingsError names the argument otherwise."""
+    """Return the value as a bool, or raise SettingsError."""
     if type(value).__name__ not in ("bool", "bool_"):  # numpy's too
         raise SettingsError(f"{name} must be True or False, got {value!r}")
     return bool(value)

@@ -1,9 +1,9 @@
-"""Load a model: find it, choose the backend that keeps its weights, and open its vocabulary.
+"""Load a model: find its files, choose a backend, load the weights, open the tokenizer.
 
-On a CPU the native backend runs the model, on an NVIDIA GPU our own kernels (`cuda`); plain torch
-is for other devices, and for where either cannot be used. None is imported before it is chosen. The
-native backend repacks weights in the background, so what is not needed for that (the engine, the
-vocabulary) is imported and opened only when it has begun.
+The native backend runs a model on a CPU, our own kernels (`cuda`) on an NVIDIA GPU; plain torch is
+for other devices, and where neither can be used. A backend is imported only when it is chosen. The
+native backend repacks weights in the background, so the engine and the tokenizer are imported and
+opened after it has started.
 """
 
 from __future__ import annotations
@@ -52,34 +52,36 @@ def load(
     offline: bool = False,
     progress: bool = True,
 ) -> LanguageModel:
-    """A model, ready to write.
+    """Load a model.
 
     model      a path (a folder with safetensors, a GGUF file, or a LoRA adapter that names its
                model), a short name (`qwen3-0.6b`), a repo id (`org/name`), or nothing for the
                default model; docs/models.md has the rest.
-    device     cpu, cuda, ...; by default a GPU if there is one that torch can use.
-    backend    native (on a CPU), cuda (on an NVIDIA GPU) or torch (anywhere); by default the first
-               that can be used here.
-    dtype      float32, bfloat16 or float16. By default quantized weights keep the file's own
-               numbers, others too on a CPU; on a GPU they are bfloat16. Torch has float32 on a CPU.
-    context    limits, or extends, how many tokens a text may have. A LongRoPE model (Phi-3-128k,
-               Phi-4-mini) has its original context by default, 4,096 tokens; with a longer one
-               all texts are read with the rotary factors for long texts.
-    memory     bytes that keys and values of all texts, and recurrent states, may take; by default a
-               share of what is free.
-    quantize   4 or 8: pack the weights into so many bits while loading (native and cuda).
+    device     cpu, cuda, ...; by default a GPU if torch can use one.
+    backend    native (CPU), cuda (NVIDIA GPU) or torch (any device); by default the first of these
+               that works here.
+    dtype      float32, bfloat16 or float16. By default quantized weights, and all weights on a CPU,
+               keep the file's precision; on a GPU they are bfloat16. Torch on a CPU uses float32.
+    context    maximum tokens of a text; may extend the model's default. A LongRoPE model
+               (Phi-3-128k, Phi-4-mini) has its original context of 4,096 tokens by default; with a
+               longer one it uses the rotary factors for long texts.
+    memory     bytes for the KV cache of all texts and recurrent states; by default a share of the
+               free memory.
+    quantize   4 or 8: quantize the weights to this many bits while loading (native and cuda).
     kv_bits    bits of a number in the KV cache: 32, 16 or 8 (native backend). By default 16, and 32
                with dtype float32. On other backends the KV cache has the precision of dtype.
-    threads    how many work; by default one for each core (native backend).
-    exact      on a GPU: sums in one order whatever the batch, so that a text is the same alone and
-               among others, to the last bit. The native backend always does that.
-    tensor_parallel  split a model that does not fit one GPU over so many processes, one a GPU
-               (torch backend); they are started here, and end with the model or this process. In a
-               script that torchrun has started: its processes, of which only the first goes on.
+    threads    number of threads; by default one for each core (native backend).
+    exact      on a GPU: sum in an order that does not depend on the batch, so that a text is the
+               same alone and in a batch, bit for bit. The native backend always does that.
+    tensor_parallel  split a model that does not fit one GPU over this many processes, one for each
+               GPU (torch backend); they are started here, and end with the model or this process.
+               In a script that torchrun has started: use its processes; only the first continues.
     devices    put the layers onto these devices in order, "cuda:0,cuda:1" or "auto" for all GPUs
                (torch backend); with tensor_parallel, one for each process.
+    offline    do not download; use local files only.
+    progress   show progress bars.
     """
-    wanted = check_load_options(
+    placement = check_load_options(
         context,
         backend=backend,
         device=device,
@@ -91,11 +93,11 @@ def load(
         tensor_parallel=tensor_parallel,
         devices=devices,
     )
-    choice = wanted.chosen()
-    if wanted.ranks > 1:
+    choice = placement.chosen()
+    if placement.ranks > 1:
         torchrun.work_unless_first()
     path = find_model(model, offline=offline, progress=progress)
-    if is_adapter(path):  # its model, writing with it
+    if is_adapter(path):  # load its base model with the adapter
         name = base_of(path)
         base = load(
             name or None, backend=backend, dtype=dtype, device=device, context=context,
@@ -109,9 +111,9 @@ def load(
     with collecting_later():
         checkpoint = open_checkpoint(path)
         if context is not None and checkpoint.config.positions == "learned":
-            context = min(context, checkpoint.config.context)  # there is no table for more
+            context = min(context, checkpoint.config.context)  # the table has no more positions
         name = "" if model is None else str(model)
-        weights = load_weights(checkpoint, wanted, choice, progress=progress, name=name)
+        weights = load_weights(checkpoint, placement, choice, progress=progress, name=name)
         from unspool.language_model import LanguageModel
 
         return LanguageModel(
@@ -126,14 +128,14 @@ def load(
 
 
 def make_drafter_for(lm: Session, speculate: Speculate) -> Drafter | DraftMaker | None:
-    """Who guesses ahead for a model; another model that drafts is loaded the same way."""
+    """Return the drafter for an option `speculate`; a draft model is loaded like `lm`."""
     from unspool.decoding.speculative import make_drafter
 
     return make_drafter(speculate, lm, lambda name: load_beside(lm, name))
 
 
 def load_beside(lm: Session, name: str) -> LanguageModel:
-    """Another model, on the backend and the device that this one has."""
+    """Load another model on the backend and device of this one."""
     backend = "native" if lm.model.device == "cpu" else "auto"
     if hasattr(lm.model, "transformer"):
         backend = "torch"
@@ -141,93 +143,98 @@ def load_beside(lm: Session, name: str) -> LanguageModel:
 
 
 def check_load_options(context: int | None = None, **placement: Any) -> Placement:
-    """The options of `load` that can be wrong before there is a model."""
+    """Check the options of `load` that do not depend on the model."""
     if context is not None and (type(context) is not int or context < 1):
-        raise SettingsError(f"context is {context!r}; it must be a number of tokens, at least 1")
+        raise SettingsError(f"context must be a number of tokens >= 1, got {context!r}")
     return Placement(**placement)
 
 
 def load_weights(
     checkpoint: Checkpoint,
-    wanted: Placement,
+    placement: Placement,
     choice: Choice,
     *,
     progress: bool = False,
     name: str = "",
 ) -> Loaded:
-    """The checkpoint's weights in memory, on the backend and device that were chosen. `name` is
-    what the model is called where its files lie elsewhere."""
+    """Load a checkpoint's weights onto the chosen backend and device.
+
+    `name` is the model's name, for other machines, where its path differs.
+    """
     if choice.backend == "native":
         from unspool.backends.cpu.loaded import load_cpu
 
-        store = None if wanted.dtype == "auto" else wanted.dtype
-        if wanted.quantize is not None:
-            store = str(wanted.quantize)
+        store = None if placement.dtype == "auto" else placement.dtype
+        if placement.quantize is not None:
+            store = str(placement.quantize)
         return load_cpu(
-            checkpoint, store=store, threads=wanted.threads, kv_bits=wanted.native_kv_bits
+            checkpoint, store=store, threads=placement.threads, kv_bits=placement.native_kv_bits
         )
-    dtype = wanted.plain_dtype(choice.device)
+    dtype = placement.plain_dtype(choice.device)
     loaded: Loaded
-    if choice.backend == "cuda" and _fits_kernels(checkpoint, wanted):
-        loaded = _on_gpu(checkpoint, wanted, choice.device, dtype, progress)
+    if choice.backend == "cuda" and _fits_kernels(checkpoint, placement):
+        loaded = _on_gpu(checkpoint, placement, choice.device, dtype, progress)
     elif choice.devices:
         from unspool.backends.torch.several import load_on_several
 
-        loaded = load_on_several(checkpoint, choice.devices, wanted.ranks, dtype, name)
+        loaded = load_on_several(checkpoint, choice.devices, placement.ranks, dtype, name)
     else:
         from unspool.backends.torch.loaded import TorchModel
 
         loaded = TorchModel(load_transformer(checkpoint, dtype=dtype, device=choice.device))
-    if checkpoint.losses:  # the native backend says it itself, when it has read the weights
+    if checkpoint.losses:  # the native backend warns itself, after it has read the weights
         warnings.warn(checkpoint.losses, UnspoolWarning, stacklevel=2)
     return loaded
 
 
-def _fits_kernels(checkpoint: Checkpoint, wanted: Placement) -> bool:
-    """Whether our kernels for GPUs can run this model; plain torch does where they were not asked
-    for by name, nor what only they can do."""
+def _fits_kernels(checkpoint: Checkpoint, placement: Placement) -> bool:
+    """Return whether our GPU kernels support a model; if not, plain torch is used instead.
+
+    Raises:
+        UnspoolError: They do not, and an option needs them.
+    """
     from unspool.backends.cuda.available import lacking
 
     reason = lacking(checkpoint.config)
     if reason is None:
         return True
-    asked = {
-        "backend": wanted.backend == "cuda",
-        "exact": wanted.exact,
-        "quantize": wanted.quantize is not None,
+    requirements = {
+        "backend": placement.backend == "cuda",
+        "exact": placement.exact,
+        "quantize": placement.quantize is not None,
     }
-    for name in (name for name, given in asked.items() if given):
+    for name in (name for name, is_required in requirements.items() if is_required):
         raise UnspoolError(
-            f"the kernels for GPUs cannot run this model, because {reason}; leave {name} out, and "
-            "plain torch runs it"
+            f"the GPU kernels do not support this model: {reason}; leave {name} out to run it on "
+            "plain torch"
         )
-    remark = f"running on plain torch, which is slower: {reason}, which our kernels cannot do"
+    remark = f"running on plain torch, which is slower: {reason}, which our kernels do not support"
     warnings.warn(remark, UnspoolWarning, stacklevel=3)
     return False
 
 
 def _on_gpu(
-    checkpoint: Checkpoint, wanted: Placement, device: str, dtype: str, progress: bool
+    checkpoint: Checkpoint, placement: Placement, device: str, dtype: str, progress: bool
 ) -> Loaded:
     import torch
 
-    from unspool.backends.cuda.load import load_weights as bring
+    from unspool.backends.cuda.load import load_weights as load_cuda_weights
     from unspool.backends.cuda.loaded import CudaModel
     from unspool.model.fingerprint import fingerprint
 
-    weights = bring(
+    weights = load_cuda_weights(
         checkpoint,
         dtype=getattr(torch, dtype),
         device=torch.device(device),
-        keep=wanted.dtype == "auto",
-        bits=wanted.quantize,
+        keep=placement.dtype == "auto",
+        bits=placement.quantize,
         progress=progress,
     )
-    return CudaModel(weights, partial(fingerprint, checkpoint), exact=wanted.exact)
+    return CudaModel(weights, partial(fingerprint, checkpoint), exact=placement.exact)
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
-    """The vocabulary that came with a checkpoint; None if there is none (token ids still work)."""
+    """Return a checkpoint's tokenizer; None if it has none (token ids still work)."""
     from unspool.text.tokenizer.tokenizer import Tokenizer
 
     if isinstance(checkpoint, GGUFCheckpoint):

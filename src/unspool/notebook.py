@@ -1,9 +1,8 @@
-"""Results as HTML, for notebooks: tokens tinted by how likely they were, hover for the rest.
+"""Results as HTML for notebooks: tokens tinted by probability, with details on hover.
 
-Each picture stands alone: its style is with it, and it needs no script. Tints are half transparent
-and text has the notebook's own colour, so that it can be read on a light page and on a dark one.
-What hovering tells is in a table too, for those who read without a mouse. Everything is escaped: a
-model may write `<script>`.
+Each output is self-contained: it has its own style and needs no script. Tints are half transparent
+and text has the notebook's own colour, so that it is readable on light and dark pages. The details
+are in a table too, for readers without a mouse. Everything is escaped: models may write `<script>`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# From "saw it coming" to "a surprise": the least probability, and the tint.
+# From likely to surprising: the least probability, and the tint.
 _SCALE = (
     (0.9, "60 160 90 / 0.10"),
     (0.6, "110 170 60 / 0.22"),
@@ -39,84 +38,84 @@ border-bottom:1px solid rgb(128 128 128 / 0.3);vertical-align:top}
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A token as it is shown."""
+    """A token as a notebook shows it."""
 
     text: str
-    probability: float | None  # None: nothing was before it, so nobody could say
-    facts: Sequence[str] = ()  # what hovering tells, and the table
-    shown: str | None = None  # in its place in the text, if that is not `text`
+    probability: float | None  # None: no token before it
+    facts: Sequence[str] = ()  # shown on hover and in the table
+    shown: str | None = None  # shown in the text instead of `text`
 
 
 def escape(text: str) -> str:
-    """A text as it may stand in HTML, also within quotes."""
+    """Escape a text for HTML, also inside quotes."""
     for plain, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
         text = text.replace(plain, safe)
     return text
 
 
 def picture(*parts: str) -> str:
-    """One output of a notebook."""
+    """Wrap the parts of one notebook output."""
     return f'<div class="unspool"><style>{_STYLE}</style>{"".join(parts)}</div>'
 
 
 def text_html(pieces: Iterable[Piece], before: str = "") -> str:
-    """Tokens in a row, tinted, each with a title that tells its facts."""
+    """Return tokens as tinted spans, each with its facts as the title."""
     spans = []
     for piece in pieces:
         title = escape("\n".join([repr(piece.text), *piece.facts]))
-        shown = escape(piece.text if piece.shown is None else piece.shown)
-        spans.append(f'<span style="{_tint(piece.probability)}" title="{title}">{shown}</span>')
+        text = escape(piece.text if piece.shown is None else piece.shown)
+        spans.append(f'<span style="{_tint(piece.probability)}" title="{title}">{text}</span>')
     return f'<div class="text">{escape(before)}{"".join(spans)}</div>'
 
 
 def steps_table(pieces: Sequence[Piece]) -> str:
-    """The same facts as a table, folded away."""
+    """Return the facts of all tokens as a collapsed table."""
     rows = "".join(
         f"<tr><td>{number}</td><td>{escape(repr(piece.text))}</td>"
         f"<td>{escape('; '.join(piece.facts))}</td></tr>"
         for number, piece in enumerate(pieces)
     )
-    head = "<tr><th>number</th><th>token</th><th>how it came about</th></tr>"
+    head = "<tr><th>number</th><th>token</th><th>details</th></tr>"
     count = f"{len(pieces)} tokens, one by one"
     return f"<details><summary>{count}</summary><table>{head}{rows}</table></details>"
 
 
 def legend() -> str:
-    """What the tints mean."""
-    words = [f"≥ {least:.0%}" for least, _ in _SCALE[:-1]] + [f"< {_SCALE[-2][0]:.0%}"]
+    """Return the legend of the tints."""
+    labels = [f"≥ {least:.0%}" for least, _ in _SCALE[:-1]] + [f"< {_SCALE[-2][0]:.0%}"]
     scale = "".join(
-        f'<span style="{_tint(least)}">{escape(said)}</span>'
-        for (least, _), said in zip(_SCALE, words, strict=True)
+        f'<span style="{_tint(least)}">{escape(label)}</span>'
+        for (least, _), label in zip(_SCALE, labels, strict=True)
     )
     return f'<div class="note">probability{scale}</div>'
 
 
 def note(text: str) -> str:
-    """A line of small print."""
+    """Return a line of small text."""
     return f'<div class="note">{escape(text)}</div>'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of cells that are HTML already."""
+    """Return a table; its cells are HTML already."""
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{top}</tr>{body}</table>"
 
 
 def bar(value: float, largest: float) -> str:
-    """A number as the length of a bar; below zero in another colour."""
+    """Return a bar whose length is a number; negative ones have another colour."""
     width = 12 * abs(value) / largest if largest > 0 else 0.0
     kind = "bar less" if value < 0 else "bar"
     return f'<span class="{kind}" style="width:{width:.2f}em"></span>'
 
 
 def tinted(text: str, probability: float) -> str:
-    """A word on its tint."""
+    """Return a text on the tint of a probability."""
     return f'<span style="{_tint(probability)}">{escape(text)}</span>'
 
 
 def percent(probability: float) -> str:
-    """A probability for people."""
+    """Format a probability."""
     return f"{probability:.1%}" if probability >= 0.001 else f"{probability:.2g}"
 
 

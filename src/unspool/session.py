@@ -1,6 +1,6 @@
-"""A model with its vocabulary and its engine: what decoding, lenses and the server stand on.
+"""A model with its tokenizer and its engine: the base of decoding, lenses and the server.
 
-People hold a `LanguageModel` (`language_model.py`), which is a session with a face.
+The public class is `LanguageModel` (`language_model.py`), a session with all methods for users.
 
 generation, steps = session.begin("Once upon a time", temperature=0.7, seed=7)
 for step in generation.extend(steps):
@@ -57,11 +57,11 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int]
 Messages = str | Sequence[Mapping[str, Any]]
 Drafts = Drafter | DraftMaker | None
-Speculate = Any  # what a caller may give as `speculate`: see `decoding/speculative.py`
+Speculate = Any  # the option `speculate`: see `decoding/speculative.py`
 
 
 class Session:
-    """A model, its vocabulary, and the engine that computes its texts."""
+    """A model, its tokenizer, and the engine that computes its texts. Thread-safe."""
 
     def __init__(
         self,
@@ -76,16 +76,16 @@ class Session:
     ) -> None:
         self._shared = _Shared(model)
         self.path = path
-        self.adapter: str | None = None  # what texts are written with that name none
+        self.adapter: str | None = None  # the default LoRA adapter
         self.context = context or model.config.default_context
         self._tokenizer = tokenizer
         self._token_bytes = partial(_token_bytes, tokenizer)
-        known = tokenizer.end_ids if tokenizer else frozenset()
-        self.end_ids: frozenset[int] = known | frozenset(model.config.end_ids)
+        end_ids = tokenizer.end_ids if tokenizer else frozenset()
+        self.end_ids: frozenset[int] = end_ids | frozenset(model.config.end_ids)
         self._template: ChatTemplate | None = None
         self._memory = memory
         self._make_drafter, self._load_beside = make_drafter, load_beside
-        self.seen_of: Session | None = None  # the one that this is a view of; see `adapted`
+        self.seen_of: Session | None = None  # the session that this is a view of; see `adapted`
 
     def __repr__(self) -> str:
         name = self.path.name if self.path else self.config.family
@@ -93,62 +93,62 @@ class Session:
 
     @property
     def model(self) -> Loaded:
-        """The weights, on their backend; of a closed session, something that refuses all use."""
+        """The weights on their backend; any use of a closed session's model raises."""
         return self._shared.model
 
     @property
     def config(self) -> ModelConfig:
-        """What the model is: layers, widths, vocabulary."""
+        """The model's architecture: layers, widths, vocabulary."""
         return self.model.config
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens the model has a logit for."""
+        """Number of tokens the model has a logit for."""
         return self.model.config.vocab_size
 
     @property
     def transformer(self) -> Transformer:
-        """The torch module below, where there is one."""
-        found: Transformer | None = getattr(self.model, "transformer", None)
-        if found is None:
+        """The torch module; only the torch backend has one."""
+        transformer: Transformer | None = getattr(self.model, "transformer", None)
+        if transformer is None:
             raise UnspoolError(
-                "this needs the whole model as a torch transformer, in one process; load it with "
+                "this needs the model as a torch module, in one process; load it with "
                 "backend='torch'"
             )
-        return found
+        return transformer
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's vocabulary: text to token ids, and back."""
+        """Converts text to token ids, and back."""
         if self._tokenizer is None:
             raise ModelFileError(
-                f"{self.path}: has no vocabulary (tokenizer.json); give prompts as token ids, "
-                "or put the model's tokenizer.json beside its weights"
+                f"{self.path}: has no tokenizer (tokenizer.json); give prompts as token ids, "
+                "or put the model's tokenizer.json next to its weights"
             )
         return self._tokenizer
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """How a conversation is written for this model."""
+        """Formats conversations for this model."""
         if self._template is None:
             self._template = ChatTemplate(self.tokenizer.chat_template, self.tokenizer)
         return self._template
 
     @cached_property
     def grammar_vocabulary(self) -> GrammarVocabulary:
-        """The vocabulary as grammars see it; made once, when the first grammar is used."""
+        """The vocabulary in the form grammars need; built for the first grammar."""
         return GrammarVocabulary.of(self.tokenizer)
 
     def drafter(self, speculate: Speculate) -> Drafts:
-        """Who guesses ahead, from what a caller gave as `speculate`."""
+        """Return the drafter for an option `speculate`."""
         if self._make_drafter is None:
-            raise SettingsError("this model was made without drafters; leave speculate out")
+            raise SettingsError("this model has no drafters; leave speculate out")
         return self._make_drafter(self, speculate)
 
     def beside(self, name: str) -> Session:
-        """Another model by its name, loaded to run where this one does."""
+        """Load another model by name, on the same backend and device."""
         if self._load_beside is None:
-            raise SettingsError("this model was made without a way to load others; give a model")
+            raise SettingsError("this model cannot load others by name; pass a loaded model")
         return self._load_beside(self, name)
 
     @property
@@ -166,90 +166,90 @@ class Session:
 
     @cached_property
     def thought_format(self) -> ThoughtFormat | None:
-        """How the model sets its thoughts apart; None: it does not think before it answers."""
+        """How the model marks its reasoning; None: it does not reason before it answers."""
         if self._tokenizer is None:
             return None
         return thought_format(self._tokenizer.chat_template, self._tokenizer)
 
     @property
     def is_instruct(self) -> bool:
-        """Whether the model came with a chat template."""
+        """Whether the model has a chat template."""
         return self._tokenizer is not None and self._tokenizer.chat_template is not None
 
     @property
     def is_default(self) -> bool:
-        """Whether this is the small model that is loaded where none is named."""
+        """Whether this is the small model that `load()` uses by default."""
         from unspool.model.default_model import DEFAULT
 
         return self.path is not None and self.path.name == DEFAULT.file_name
 
-    # -- writing ----------------------------------------------------------------------------
+    # -- generation -------------------------------------------------------------------------
 
     def chat_prompt(
         self, messages: Messages, *, system: str | None = None, **options: Any
     ) -> ChatPrompt:
-        """A conversation as token ids, ready for `begin`; `system` is put before its messages."""
-        asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        if not isinstance(asked, Sequence) or not all(isinstance(one, Mapping) for one in asked):
+        """Return a conversation as token ids, for `begin`; `system` is put before its messages."""
+        chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        if not isinstance(chat, Sequence) or not all(isinstance(m, Mapping) for m in chat):
             raise SettingsError(
-                f"the messages are {reprlib.repr(messages)}; they may be a question, or a list of "
-                "{'role': 'user', 'content': '...'}"
+                "messages must be a question, or a list of {'role': 'user', 'content': '...'}, got "
+                f"{reprlib.repr(messages)}"
             )
         if system is not None:
             if not isinstance(system, str):
                 raise SettingsError(f"system must be text, got {reprlib.repr(system)}")
-            if asked and asked[0].get("role") in ("system", "developer"):
+            if chat and chat[0].get("role") in ("system", "developer"):
                 raise SettingsError(
-                    "system= is given and the messages begin with a system message; give one"
+                    "system= is given and the messages start with a system message; give only one"
                 )
-            asked = [{"role": "system", "content": system}, *asked]
-        unfinished = bool(asked) and asked[-1].get("role") == "assistant"
+            chat = [{"role": "system", "content": system}, *chat]
+        is_unfinished = bool(chat) and chat[-1].get("role") == "assistant"
         return self.chat_template.encode(
-            asked,
-            continue_final_message=options.pop("continue_final_message", unfinished),
+            chat,
+            continue_final_message=options.pop("continue_final_message", is_unfinished),
             **options,
         )
 
     def thinking(self, prompt: Sequence[int]) -> Thinking | None:
-        """What is known of the thoughts in an answer to a prompt; None: there will be none."""
+        """Return how the answer to a prompt contains reasoning; None: it has none."""
         format = self.thought_format
         if format is None:
             return None
         return thinking_of(format, prompt, self.tokenizer.token_text, self.end_ids)
 
     def think_options(self, think: bool | str | None, options: Any) -> dict[str, Any]:
-        """What a chat template is told of thinking; puts what the text needs into its options.
+        """Return the chat template's options for reasoning, and add the text's own to `options`.
 
-        `think`: whether to, or with how much effort; None: as is usual for the model.
+        `think` is whether to reason, or the effort; None: the model's default.
         """
         return think_options(self.thought_format, think, options)
 
     def begin(self, prompt: Prompt, **options: Unpack[Options]) -> tuple[Generation, StepStream]:
-        """A generation without steps yet, and the steps to come; options as in `stream`."""
+        """Start a generation; return it, still empty, and the stream of its steps."""
         generation = self.draft(prompt, **options)
         return generation, self.engine.submit(generation.request)
 
     def draft(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
-        """A generation of which nothing is computed until it is resumed; options as in `stream`."""
+        """Return a generation that starts when it is resumed; options as in `stream`."""
         request = self.request(prompt, dict(options))
         self.config.check_left_to_right()
         self.config.check_head()
         return Generation(request, empty_reason=why_full(request, 0), source=self)
 
     def request(self, prompt: Prompt, options: dict[str, Any]) -> Request:
-        """What a caller asks for, checked; options as in `stream`."""
+        """Check a caller's options and return the request; options as in `stream`."""
         longer = bool(options.get("endless"))
         return build_request(self._facts, self.prompt_ids(prompt, longer=longer), options)
 
-    # -- going on with what was written (see `engine/generation.py`) ---------------------------
+    # -- continuing a text (see `engine/generation.py`) ------------------------------------------
 
     def write_on(self, generation: Generation, **options: Unpack[Options]) -> StepStream:
-        """The steps that follow what a generation holds; options as in `stream`."""
+        """Continue a generation; return the stream of new steps. Options as in `stream`."""
         generation.request = continued_request(self._facts, generation, dict(options))
         return self.engine.submit(generation.request)
 
     def attach(self, generation: Generation) -> Generation:
-        """A generation that came from elsewhere (a pickle, another process), to go on with here."""
+        """Attach this model to a generation from a pickle or another process, to continue it."""
         check_generation(generation)
         request = generation.request
         longer = request.limits.endless is not None
@@ -262,15 +262,15 @@ class Session:
     def choices(
         self, tokens: Sequence[int], top: int, adapter: str | None = None
     ) -> tuple[Candidate, ...]:
-        """The likeliest tokens behind these."""
+        """Return the most likely tokens after these."""
         with self.opened(tokens, adapter) as branch:
             logits = self.engine.extend(branch)
-        found = score_logits(logits[-1:], [0], top)
-        best = zip(found.top_tokens[0], found.top_logprobs[0], strict=True)
-        begun = self.begun(tokens)
+        scores = score_logits(logits[-1:], [0], top)
+        best = zip(scores.top_tokens[0], scores.top_logprobs[0], strict=True)
+        partial = self.begun(tokens)
         return tuple(
             Candidate(
-                int(token), self.readable(int(token), begun), float(logprob), math.exp(logprob)
+                int(token), self.readable(int(token), partial), float(logprob), math.exp(logprob)
             )
             for token, logprob in best
         )
@@ -281,7 +281,7 @@ class Session:
         chosen: str | int | Sequence[int],
         adapter: str | None = None,
     ) -> list[Step]:
-        """Steps for tokens that a person puts behind these, as the model judges them."""
+        """Return steps for tokens that a person appends to these, with the model's scores."""
         added = self._chosen_ids(chosen)
         self.prompt_ids([*tokens, *added])
         with self.opened([*tokens, *added[:-1]], adapter) as branch:
@@ -289,7 +289,7 @@ class Session:
         return chosen_steps(logits, added, len(tokens), self._token_bytes)
 
     def _chosen_ids(self, chosen: str | int | Sequence[int]) -> list[int]:
-        """The token ids of what a person chose: words, a token id, or several ids."""
+        """Return token ids from text, a token id, or several ids."""
         if isinstance(chosen, str):
             ids = self.tokenizer.encode(chosen)
         elif isinstance(chosen, Sequence):
@@ -297,15 +297,15 @@ class Session:
         else:
             ids = [check_int("the chosen token", chosen)]
         if not ids:
-            raise SettingsError(f"nothing was chosen: give words or token ids, got {chosen!r}")
+            raise SettingsError(f"give at least one word or token id, got {chosen!r}")
         return ids
 
     def explain(self, generation: Generation, top: int) -> list[Step]:
-        """The steps of a generation with all that can be said of how they were picked."""
+        """Return the steps of a generation with all details of the sampling."""
         if generation.request.limits.forgotten(len(generation.prompt) + len(generation.steps)):
             raise ContextError(
-                "the text outgrew the context, and how it was picked can be told only while it is "
-                "written; write it with explain=True"
+                "the text outgrew the context, so it cannot be explained afterwards; generate it "
+                "with explain=True"
             )
         with self.opened(generation.prompt, generation.request.adapter) as branch:
             return explain(self.engine, branch, generation.request, generation.steps, top)
@@ -313,30 +313,30 @@ class Session:
     # -- adapters (see `model/adapters.py`) ------------------------------------------------------
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
-        """Have the LoRA adapter in a folder (PEFT's format) for texts that ask for it by name.
+        """Load a LoRA adapter from a folder (PEFT's format) under a name.
 
         lm.load_adapter("poet", "adapters/poet")
         print(lm.generate("The sea", adapter="poet"))
 
-        Texts with different adapters and without any are written in one batch. A name that is
-        loaded already stands for the new adapter from now on.
+        Texts with different adapters and without any run in one batch. A name that is loaded
+        already refers to the new adapter from now on.
         """
         if not name:
-            raise SettingsError("the adapter has no name; give it one to ask for it by")
+            raise SettingsError("the adapter needs a name")
         from unspool.model.adapters import read_adapter
 
         self.engine.adapters.load(name, read_adapter(Path(folder), self.config))
 
     def adapted(self, name: str) -> Self:
-        """The same model and engine, with this adapter in everything that is asked of it."""
-        self.engine.adapters.number(name)  # it must be there
+        """Return a view of the same model and engine that uses this adapter by default."""
+        self.engine.adapters.number(name)  # raises if it is not loaded
         view = copy.copy(self)
         view.adapter = name
-        view.seen_of = self  # whoever holds the view keeps the model
+        view.seen_of = self  # the view keeps the model alive
         return view
 
     def unload_adapter(self, name: str) -> None:
-        """Let an adapter go; texts that are being written with it are finished."""
+        """Unload an adapter; running texts with it are finished."""
         self.engine.adapters.unload(name)
 
     @property
@@ -344,11 +344,11 @@ class Session:
         """The names of the adapters that are loaded."""
         return self.engine.adapters.names
 
-    # -- the engine below ----------------------------------------------------------------------
+    # -- the engine ----------------------------------------------------------------------------
 
     @property
     def engine(self) -> Engine:
-        """Computes the model's texts; made when the first one comes, and only once."""
+        """Computes the model's texts; created for the first one."""
         shared = self._shared
         engine = shared.engine
         if engine is None:
@@ -360,7 +360,7 @@ class Session:
                     shared.engine = Engine(
                         backend, self._token_bytes, check_head=self.config.check_head
                     )
-                    # The engine's thread holds no session, so that both can go together.
+                    # The engine's thread has no reference to the session, which can be collected.
                     owner = self.seen_of or self
                     shared.finalizer = weakref.finalize(owner, shared.engine.loop.close)
                 engine = shared.engine
@@ -368,7 +368,7 @@ class Session:
 
     @contextmanager
     def opened(self, tokens: Sequence[int], adapter: str | None = None) -> Iterator[Branch]:
-        """A branch with these tokens, read from left to right, and released again afterwards."""
+        """Open a branch with these tokens, read left to right; it is released at the end."""
         self.config.check_left_to_right()
         if adapter is not None and not isinstance(adapter, str):
             raise SettingsError(f"adapter must be the name of a loaded adapter, got {adapter!r}")
@@ -381,8 +381,8 @@ class Session:
     def close(self) -> None:
         """Stop the engine and free the weights and the KV cache, also of all views.
 
-        What is being written ends, and nothing more can be. Safe to call twice. Memory that another
-        thread is still reading is freed when that thread is done.
+        Running generations end. Safe to call twice. Memory that another thread is still reading is
+        freed when that thread is done.
         """
         shared = self._shared
         with shared.lock:
@@ -396,8 +396,8 @@ class Session:
         if engine is not None:
             engine.close()
         if finalizer is not None:
-            finalizer.detach()  # it holds the engine
-        getattr(shared.model, "close", lambda: None)()  # other processes may hold parts of it
+            finalizer.detach()  # it has a reference to the engine
+        getattr(shared.model, "close", lambda: None)()  # other processes may have parts of it
         shared.model = cast(Loaded, _ClosedModel(shared.model))
 
     def __enter__(self) -> Self:
@@ -409,70 +409,76 @@ class Session:
     def prompt_ids(
         self, prompt: Prompt, *, longer: bool = False, parse_special: bool = False
     ) -> list[int]:
-        """A prompt as token ids, checked: not empty, in the vocabulary, within the context (unless
-        it may be longer). With `parse_special`, control tokens that a text spells are control."""
+        """Return a prompt as token ids, checked: not empty, in the vocabulary, within the context.
+
+        Args:
+            prompt: Text or token ids.
+            longer: The prompt may be longer than the context.
+            parse_special: Encode control tokens that the text spells out as control tokens.
+        """
         if isinstance(prompt, str):
             ids = self.tokenizer.encode_prompt(prompt, specials=parse_special)
         else:
             ids = given_ids(prompt)
-            known = range(self.config.vocab_size)
-            strange = [token for token in ids if token not in known]
-            if strange:
+            vocabulary = range(self.config.vocab_size)
+            invalid = [token for token in ids if token not in vocabulary]
+            if invalid:
                 raise UnspoolError(
-                    f"token {strange[0]} is not in the vocabulary, which goes from 0 to {known[-1]}"
+                    f"token {invalid[0]} is not in the vocabulary, which goes from 0 to "
+                    f"{vocabulary[-1]}"
                 )
         if not ids:
-            raise UnspoolError("the prompt is empty; give the model at least one token to go on")
+            raise UnspoolError("the prompt is empty; give at least one token")
         if not longer:
             check_fits(len(ids), self.context, self.config.context)
         return ids
 
-    # -- judging ----------------------------------------------------------------------------
+    # -- scoring ----------------------------------------------------------------------------
 
     def score(self, text: Prompt, *, top: int = 0, adapter: str | None = None) -> Score:
-        """Log-probability of each token of a text given those before it.
+        """Return the log-probability of each token of a text given those before it.
 
-        With `top`, also the likeliest candidates at each position.
+        With `top`, also the most likely candidates at each position.
         """
         check_int("top", top)
         ids = self.prompt_ids(text)
-        # A start token that the model wants before every text is read but not judged.
+        # The start token that the tokenizer adds is read but not scored.
         lead = isinstance(text, str) and self.tokenizer.add_bos
         with self.opened(ids[:1], adapter) as branch:
             return judge(self.engine, branch, ids, top=top, lead=int(lead), readable=self.readable)
 
     def readable(self, token: int, begun: bytes = b"") -> str:
-        """A token as text, for people, behind what a text ends with (`begun`)."""
+        """Return a token as readable text; `begun` is an incomplete character before it."""
         if self._tokenizer is None or token >= len(self._tokenizer):
             return ""
         return self._tokenizer.token_text(token, begun)
 
     def readable_all(self, tokens: Sequence[int]) -> list[str]:
-        """The tokens of one text, each as text: a character stands at the last of its tokens."""
+        """Return the tokens of one text as readable pieces; a character is at its last token."""
         if self._tokenizer is None:
             return [""] * len(tokens)
-        known, size = self._tokenizer.token_bytes, len(self._tokenizer)
-        return readable_pieces(known(token) if token < size else b"" for token in tokens)
+        token_bytes, size = self._tokenizer.token_bytes, len(self._tokenizer)
+        return readable_pieces(token_bytes(token) if token < size else b"" for token in tokens)
 
     def begun(self, tokens: Sequence[int]) -> bytes:
-        """The bytes of a character that is not whole yet at the end of these tokens."""
+        """Return the bytes of an incomplete UTF-8 character at the end of these tokens."""
         return unfinished(b"".join(map(self._token_bytes, tokens[-4:])))
 
     def single_token(self, text: str) -> int:
-        """The id of a text that is one token; most words are one with a space before them."""
+        """Return the id of a text that is one token; most words are, with a space before them."""
         ids = self.tokenizer.encode(text)
         if len(ids) != 1:
             pieces = ", ".join(f"{self.readable(i)!r} ({i})" for i in ids[:8]) or "none"
             raise SettingsError(
-                f"{text!r} is {count(len(ids), 'token')}: {pieces}; name one of them"
+                f"{text!r} must be one token, got {count(len(ids), 'token')}: {pieces}"
             )
         return ids[0]
 
     def save(self, folder: str | Path) -> None:
-        """Write a folder that transformers (and `load`) can read; needs torch."""
+        """Save the model to a folder that transformers (and `load`) can read; needs torch."""
         if self.adapter is not None:
             raise SettingsError(
-                "this model writes with an adapter, which is no part of its weights; merge it: "
+                "this model uses an adapter, which is not part of its weights; merge it first: "
                 "unspool train merge ADAPTER FOLDER"
             )
         save_checkpoint(self._transformer_to_save(), folder)
@@ -480,11 +486,11 @@ class Session:
             self._tokenizer.save(folder)
 
     def _transformer_to_save(self) -> Transformer:
-        """The model's own transformer; a native model is read again from its file."""
+        """Return the torch module; a native model is read again from its file."""
         if hasattr(self.model, "transformer"):
             return self.transformer
         if self.path is None:
-            raise UnspoolError("this model came from no file, so it cannot be saved")
+            raise UnspoolError("this model was not loaded from a file, so it cannot be saved")
         check_torch()
         return load_transformer(open_checkpoint(self.path))
 
@@ -493,18 +499,18 @@ _CLOSED = "this model was closed; load it again: unspool.load()"
 
 
 class _Shared:
-    """What a session and its views have in common, and lose when one of them is closed."""
+    """What a session and its views share, until one of them is closed."""
 
     def __init__(self, model: Loaded) -> None:
         self.model = model
         self.engine: Engine | None = None  # started by the first request
         self.finalizer: weakref.finalize[Any, Any] | None = None
         self.is_closed = False
-        self.lock = threading.Lock()  # of starting and closing
+        self.lock = threading.Lock()  # held while the engine starts or closes
 
 
 class _ClosedModel:
-    """In the place of a model whose memory was freed: what it was, and no more."""
+    """Replaces a model whose memory was freed: any use of it raises."""
 
     def __init__(self, model: Loaded) -> None:
         self.config, self.device = model.config, model.device
@@ -515,8 +521,8 @@ class _ClosedModel:
         raise UnspoolError(_CLOSED)
 
 
-def _token_bytes(vocabulary: Tokenizer | None, token: int) -> bytes:
-    """A token's bytes in a text; control tokens and numbers without a piece have none."""
-    if vocabulary is None or token >= len(vocabulary) or token in vocabulary.special_ids:
+def _token_bytes(tokenizer: Tokenizer | None, token: int) -> bytes:
+    """Return a token's bytes in a text; control tokens and unused ids have none."""
+    if tokenizer is None or token >= len(tokenizer) or token in tokenizer.special_ids:
         return b""
-    return vocabulary.token_bytes(token)
+    return tokenizer.token_bytes(token)

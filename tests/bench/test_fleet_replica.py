@@ -48,7 +48,7 @@ def written(engine: Engine, asked: list[list[int]], counts: list[int], together:
     all are there, otherwise each is written before the next one comes."""
     gate = threading.Event()
     if together:
-        engine.loop.tell(lambda: gate.wait(60))
+        engine.loop.post(lambda: gate.wait(60))
     streams, tokens = [], []
     for number, (prompt, count) in enumerate(zip(asked, counts, strict=True)):
         request = EngineRequest(

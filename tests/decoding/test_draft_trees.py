@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from null_model import NullModel, logits_after
 
-from unspool.engine.drafts import Guesses, Run, as_runs, shortened
+from unspool.engine.drafts import DraftChain, PendingDraft, split_into_chains, truncate_chains
 from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
 from unspool.engine.request import DraftTree, Request
@@ -253,19 +253,19 @@ def test_a_drafter_that_fails_when_shown_something(engine: Engine):
 
 def test_runs_of_a_tree():
     tree = DraftTree([1, 2, 3, 4, 5, 6], [-1, 0, -1, 1, 0, 2])
-    runs = as_runs(tree)
-    assert [(run.before(), run.tokens) for run in runs] == [
+    chains = split_into_chains(tree)
+    assert [(chain.tokens_before(), chain.tokens) for chain in chains] == [
         ([], [1, 2, 4]), ([], [3, 6]), ([1], [5]),
     ]  # fmt: skip
-    remaining = shortened(runs, [0, 2, 1])
-    assert [run.tokens for run in remaining] == [[], [3, 6]], (
+    remaining = truncate_chains(chains, [0, 2, 1])
+    assert [chain.tokens for chain in remaining] == [[], [3, 6]], (
         "what stood behind a dropped token is gone"
     )
-    for run in remaining:
-        run.row = object()  # type: ignore[assignment]
-    guesses = Guesses(remaining)
-    assert guesses.follow(3) and guesses.checked == 1
-    assert not guesses.follow(9) and guesses.follow(6)
-    assert guesses.checked == 2 and not guesses.guessed()
-    assert [run.tokens for run in as_runs([7, 8])] == [[7, 8]]
-    assert as_runs([])[0].tokens == [] and Run().before() == []
+    for chain in remaining:
+        chain.row = object()  # type: ignore[assignment]
+    draft = PendingDraft(remaining)
+    assert draft.accept(3) and draft.num_accepted == 1
+    assert not draft.accept(9) and draft.accept(6)
+    assert draft.num_accepted == 2 and not draft.has_candidate()
+    assert [chain.tokens for chain in split_into_chains([7, 8])] == [[7, 8]]
+    assert split_into_chains([])[0].tokens == [] and DraftChain().tokens_before() == []

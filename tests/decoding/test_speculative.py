@@ -170,10 +170,11 @@ def take_every_possible_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     accept = WrittenText.accept
 
     def lenient(self: Any, token: int, logprob: float, pick: Any) -> bool:
-        if self.guesses.checked < len(self.guesses.first):
+        draft = self.drafting.draft
+        if draft.num_accepted < len(draft.main_tokens):
             likely = {c.token for c in pick.candidates if c.probability > 0}
-            if self.guesses.first[self.guesses.checked] in likely:
-                token = self.guesses.first[self.guesses.checked]
+            if draft.main_tokens[draft.num_accepted] in likely:
+                token = draft.main_tokens[draft.num_accepted]
                 pick = replace(pick, token=token)
         return accept(self, token, logprob, pick)
 
@@ -186,7 +187,7 @@ def one_draw_for_a_whole_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         WrittenText,
         "row_input",
-        lambda self: replace(row(self), position=self.length - self.guesses.checked),
+        lambda self: replace(row(self), position=self.length - self.drafting.draft.num_accepted),
     )
 
 
@@ -196,9 +197,10 @@ def the_draw_after_a_rejection_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def stale(self: Any) -> Any:
         written = row(self)
-        if self.guesses.checked == 0 and before.get(id(self)) == self.length - 1:
+        draft = self.drafting.draft
+        if draft.num_accepted == 0 and before.get(id(self)) == self.length - 1:
             written = replace(written, position=self.length - 1)
-        if self.guesses.first:
+        if draft.main_tokens:
             before[id(self)] = self.length
         return written
 

@@ -18,15 +18,20 @@ def new_engine(**shape: Any) -> Engine:
     return Engine(null_model.NullModel(**shape), lambda token: b"%d " % token)
 
 
-def request(prompt: list[int], seed: int = 0, count: int = 20, **more: Any) -> Request:
+def request(
+    prompt: list[int], seed: int = 0, count: int = 20, **options_of_request: Any
+) -> Request:
     options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": seed}
     limits = Limits(max_tokens=count, context=5000)
     return Request(
-        prompt=tuple(prompt), settings=SamplingSettings(**options), limits=limits, **more
+        prompt=tuple(prompt),
+        settings=SamplingSettings(**options),
+        limits=limits,
+        **options_of_request,
     )
 
 
-def expected(asked: Request, vocab_size: int = 40) -> list[int]:
+def expected(submitted: Request, vocab_size: int = 40) -> list[int]:
     """What the plain loop writes: no engine, no pages, no batch."""
 
     class Text:
@@ -37,7 +42,9 @@ def expected(asked: Request, vocab_size: int = 40) -> list[int]:
             self.tokens += list(tokens)
             return null_model.logits_after(self.tokens, vocab_size)
 
-    steps = write(Text(), asked.prompt, asked.settings, asked.limits, lambda token: b"x")
+    steps = write(
+        Text(), submitted.prompt, submitted.settings, submitted.limits, lambda token: b"x"
+    )
     return [step.token for step in steps]
 
 

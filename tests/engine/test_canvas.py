@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from deep_null import MASK, SIGHTS, engine_with, fresh, said
+from deep_null import MASK, SIGHTS, engine_with, expected_logits, fresh
 from unspool.engine.canvas import Canvas, CanvasKind, open_canvas, run_passes
 from unspool.engine.ending import Limits
 from unspool.engine.request import Request
@@ -25,23 +25,25 @@ from unspool.sampling import SamplingSettings
 
 
 class CanvasMachine(RuleBasedStateMachine):
-    """Open, set, clear, commit, append, fork, snapshot, restore and close, in any order, while the
-    memory is so small that tasks are preempted."""
+    """Open, set, clear, commit, append, fork, snapshot, restore and close, in any order, with so
+    little memory that tasks are preempted, with and without steps in flight."""
 
     canvases = Bundle("canvases")
 
     @initialize(
         sight=st.sampled_from(SIGHTS), shifted=st.booleans(), twin=st.booleans(),
-        pages=st.integers(60, 120),
+        pages=st.integers(60, 120), overlaps=st.booleans(),
     )  # fmt: skip
-    def begin(self, sight: tuple[str, int], shifted: bool, twin: bool, pages: int) -> None:
-        self.engine = engine_with(pages)
+    def begin(
+        self, sight: tuple[str, int], shifted: bool, twin: bool, pages: int, overlaps: bool
+    ) -> None:
+        self.engine = engine_with(pages, overlaps=overlaps)
         name = "twin" if twin and sight[0] == "causal" else None
         self.kind = CanvasKind(
             mask_id=MASK, sight=sight[0], block=sight[1], shifted=shifted, twin=name
         )
         self.texts: dict[Canvas, tuple[list[int], list[int]]] = {}
-        self.kept: list[tuple[Any, list[int], list[int]]] = []
+        self.snapshots: list[tuple[Any, list[int], list[int]]] = []
 
     @rule(target=canvases, text=st.lists(st.integers(0, 2), min_size=1, max_size=14),
           length=st.integers(1, 9))  # fmt: skip
@@ -94,12 +96,12 @@ class CanvasMachine(RuleBasedStateMachine):
     @rule(canvas=canvases)
     def snapshot(self, canvas: Canvas) -> None:
         text, places = self.texts[canvas]
-        self.kept.append((canvas.snapshot(), text.copy(), places.copy()))
+        self.snapshots.append((canvas.snapshot(), text.copy(), places.copy()))
 
     @rule(canvas=canvases, part=st.floats(0, 0.99))
     def restore(self, canvas: Canvas, part: float) -> None:
-        if self.kept:
-            snapshot, text, places = self.kept[int(part * len(self.kept))]
+        if self.snapshots:
+            snapshot, text, places = self.snapshots[int(part * len(self.snapshots))]
             canvas.restore(snapshot)
             self.texts[canvas] = (text.copy(), places.copy())
 
@@ -112,26 +114,27 @@ class CanvasMachine(RuleBasedStateMachine):
         try:
             self._check(list(self.texts))
         except UnspoolError as error:  # together they may hold more than there is
-            assert "memory for keys and values is full" in str(error)
+            assert "KV cache is full" in str(error)
 
-    @rule(canvas=canvases, more=st.integers(1, 6))
-    def write_beside(self, canvas: Canvas, more: int) -> None:
-        """An ordinary text in the same steps."""
+    @rule(canvas=canvases, count=st.integers(1, 6))
+    def write_beside(self, canvas: Canvas, count: int) -> None:
+        """Generate an ordinary text in the same steps."""
         text = self.texts[canvas][0]
-        limits = Limits(max_tokens=more, context=512)
+        limits = Limits(max_tokens=count, context=512)
         request = Request(
             prompt=tuple(text), settings=SamplingSettings(temperature=0), limits=limits
         )
         stream = self.engine.submit(request)
+        canvas.fork().close()  # while a step may be in flight
         try:
             self._check([canvas])
         except UnspoolError as error:
             assert "full" in str(error)
         tokens = text.copy()
         for step in stream:
-            sees = np.arange(len(tokens)) + 1
-            expected = fresh(tokens, sees, sees * 0, len(tokens) - 1)
-            assert step.token == int(expected.argmax())
+            ends = np.arange(len(tokens)) + 1
+            logits = fresh(tokens, ends, ends * 0, len(tokens) - 1)
+            assert step.token == int(logits.argmax())
             tokens.append(step.token)
 
     @rule(canvas=consumes(canvases))
@@ -140,27 +143,27 @@ class CanvasMachine(RuleBasedStateMachine):
         del self.texts[canvas]
 
     @invariant()
-    def it_says_what_stands_there(self) -> None:
+    def tokens_are_as_set(self) -> None:
         for canvas, (text, places) in getattr(self, "texts", {}).items():
             assert canvas.tokens == places and canvas.start == len(text)
             assert canvas.masked == [n for n, t in enumerate(places) if t == MASK]
 
     def _check(self, canvases: list[Canvas]) -> None:
-        asked = [canvas for canvas in canvases if self.texts[canvas][1]]
-        found = run_passes([(canvas, None) for canvas in asked])
-        for canvas, logits in zip(asked, found, strict=True):
+        not_empty = [canvas for canvas in canvases if self.texts[canvas][1]]
+        all_logits = run_passes([(canvas, None) for canvas in not_empty])
+        for canvas, logits in zip(not_empty, all_logits, strict=True):
             text, places = self.texts[canvas]
-            assert np.array_equal(logits, said(text, places, self.kind))
-            ahead = canvas.next_logits()
-            if ahead is not None:
-                assert np.array_equal(ahead[0], logits[0])
+            assert np.array_equal(logits, expected_logits(text, places, self.kind))
+            first = canvas.next_logits()
+            if first is not None:
+                assert np.array_equal(first[0], logits[0])
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):
             for canvas in self.texts:
                 canvas.close()
             self.engine.call(self.engine.tree.index.clear)
-            assert self.engine.tree.pool.used == 0, "all pages come back"
+            assert self.engine.tree.pool.used == 0, "pages leaked"
             self.engine.close()
 
 

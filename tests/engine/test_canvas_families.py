@@ -23,8 +23,8 @@ def test_a_canvas_is_computed_as_its_family_does(tmp_path: Path, name: str):
     with lm.canvas(TEXT, 14) as canvas:
         canvas.set(2, 17)
         tokens = [*TEXT, *canvas.tokens]
-        found = np.array(canvas.logits())
+        logits = np.array(canvas.logits())
     expected = oracle(torch.tensor([tokens]))[0].detach().numpy()
     behind = len(TEXT) - lm.config.shifted
-    np.testing.assert_allclose(found, expected[behind : behind + 14], atol=2e-4)
+    np.testing.assert_allclose(logits, expected[behind : behind + 14], atol=2e-4)
     assert len(lm.diffuse(TEXT, max_tokens=8, threshold=0.1, end=False).tokens) == 8

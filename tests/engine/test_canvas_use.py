@@ -16,7 +16,7 @@ import torch
 import canvas_support as support
 from canvas_support import MASK
 from deep_null import MASK as NULL_MASK
-from deep_null import VOCAB, engine_with, fresh, said
+from deep_null import VOCAB, engine_with, expected_logits, fresh
 from unspool import native
 from unspool.engine.canvas import CanvasKind, open_canvas, run_passes
 from unspool.engine.ending import Limits
@@ -31,7 +31,7 @@ CAUSAL = CanvasKind(mask_id=NULL_MASK, sight="causal")
 
 
 def used(engine: Any) -> int:
-    """Pages that somebody holds once nothing is kept for later."""
+    """Return how many pages are in use after the prefix cache is cleared."""
     engine.call(engine.tree.index.clear)
     return int(engine.call(lambda: engine.tree.pool.used))
 
@@ -60,10 +60,10 @@ def test_logits_are_those_of_transformers(
             sees = support.ends(len(tokens), sight, block, len(TEXT))
             expected = support.all_logits(tokens, sees).numpy()
             expected = expected[len(TEXT) - shifted : len(tokens) - shifted]
-            found = np.array(canvas.logits())
-            found[:, MASK] = -np.inf
+            results = np.array(canvas.logits())
+            results[:, MASK] = -np.inf
             # The native backend keeps keys and values in 16 bits.
-            np.testing.assert_allclose(found, expected, atol=2e-4 if backend == "torch" else 3e-2)
+            np.testing.assert_allclose(results, expected, atol=2e-4 if backend == "torch" else 3e-2)
 
 
 def test_a_twin_fills_the_canvas_behind_the_text_of_the_model_itself(tmp_path: Path):
@@ -88,9 +88,9 @@ def test_a_twin_fills_the_canvas_behind_the_text_of_the_model_itself(tmp_path: P
     with open_canvas(lm.engine, TEXT, 5, kind) as canvas:
         canvas.set(1, 17)
         canvas.set(4, 9)
-        found = np.array(canvas.logits())
+        results = np.array(canvas.logits())
         expected = by_two_models(parts, TEXT, places)
-        np.testing.assert_allclose(found, expected, atol=2e-4)
+        np.testing.assert_allclose(results, expected, atol=2e-4)
         for number, token in enumerate((5, 6, 7, 8, 9)):
             canvas.set(number, token)
         canvas.commit(5)
@@ -115,7 +115,7 @@ def by_two_models(parts: Any, text: list[int], places: list[int]) -> Any:
             module.weight += delta
         mask = torch.zeros(1, 1, len(places), len(text) + len(places))
         positions = torch.arange(len(text), len(text) + len(places))[None]
-        found = base(
+        results = base(
             torch.tensor([places]),
             past_key_values=past,
             attention_mask=mask,
@@ -124,7 +124,7 @@ def by_two_models(parts: Any, text: list[int], places: list[int]) -> Any:
     finally:
         for module, delta in added.items():
             module.weight -= delta
-    return found.logits[0].numpy()
+    return results.logits[0].numpy()
 
 
 # -- together ---------------------------------------------------------------------------------
@@ -137,9 +137,9 @@ def test_canvases_and_texts_run_in_the_same_steps():
     stream = engine.submit(request)
     canvases = [open_canvas(engine, [1, 2, n], 4 + n, WHOLE) for n in range(3)]
     for token in range(4):
-        found = run_passes([(canvas, None) for canvas in canvases])
-        for number, (canvas, logits) in enumerate(zip(canvases, found, strict=True)):
-            assert np.array_equal(logits, said([1, 2, number], canvas.tokens, WHOLE))
+        results = run_passes([(canvas, None) for canvas in canvases])
+        for number, (canvas, logits) in enumerate(zip(canvases, results, strict=True)):
+            assert np.array_equal(logits, expected_logits([1, 2, number], canvas.tokens, WHOLE))
             canvas.set(token, token)
     assert any(len(rows) > 1 and 1 in rows and max(rows) > 6 for rows in engine.backend.runs)
     tokens = [1, 2, 0]
@@ -155,7 +155,9 @@ def test_a_long_canvas_is_never_cut():
     """Its tokens see each other, so they are computed in one step, however many a step may have."""
     engine = engine_with()
     with open_canvas(engine, list(range(30)), 40, WHOLE) as canvas:
-        assert np.array_equal(canvas.logits(), said(list(range(30)), [NULL_MASK] * 40, WHOLE))
+        assert np.array_equal(
+            canvas.logits(), expected_logits(list(range(30)), [NULL_MASK] * 40, WHOLE)
+        )
     assert [70] in engine.backend.runs
     engine.close()
 
@@ -165,25 +167,25 @@ def test_passes_over_some_places_are_the_same_when_their_pages_were_lost(lost: b
     """Approximate, but a function of what was seen: memory and forks change nothing."""
     engine = engine_with()
     canvas = open_canvas(engine, [1, 2, 0, 1, 1], 8, WHOLE)
-    tokens, found = [1, 2, 0, 1, 1, *[NULL_MASK] * 8], []
+    tokens, results = [1, 2, 0, 1, 1, *[NULL_MASK] * 8], []
     canvas.logits()
-    seen, adapters = np.full(13, 13), np.zeros(13, int)
+    visible_ends, adapters = np.full(13, 13), np.zeros(13, int)
     for place in (2, 3):
         canvas.set(place, place)
         if lost and place == 2:
             canvas = canvas.fork()
         elif lost:
             engine.call(partial(engine.tree.preempt, canvas.branch))
-        found.append(canvas.logits(2, 5))
-    assert [len(part) for part in found] == [3, 3]
+        results.append(canvas.logits(2, 5))
+    assert [len(part) for part in results] == [3, 3]
     now = tokens.copy()
     for number, place in enumerate((2, 3)):
         now[5 + place] = place
         expected = approximate(tokens, now, range(7, 10))
-        assert np.array_equal(found[number], expected)
-    whole = canvas.logits()
-    expected = [fresh(now, seen, adapters, position) for position in range(5, 13)]
-    assert np.array_equal(whole, expected), "a whole pass is exact again"
+        assert np.array_equal(results[number], expected)
+    full_pass = canvas.logits()
+    expected = [fresh(now, visible_ends, adapters, position) for position in range(5, 13)]
+    assert np.array_equal(full_pass, expected), "a whole pass is exact again"
     engine.close()
 
 
@@ -196,14 +198,14 @@ def test_what_was_committed_since_the_last_whole_pass_stays():
     other = canvas.fork()  # it has to see the last whole pass again
     assert np.array_equal(other.logits(1, 3), canvas.logits(1, 3))
     assert engine.call(lambda: other.branch.tokens)[:3] == [1, 2, 5]
-    expected = said([1, 2, 5], [NULL_MASK] * 5, WHOLE)
+    expected = expected_logits([1, 2, 5], [NULL_MASK] * 5, WHOLE)
     assert np.array_equal(other.logits(), expected)
     other.set(2, 7)
     engine.backend.fail_next = True
     with pytest.raises(RuntimeError, match="gone"):
         other.logits(1, 3)
     places = [NULL_MASK, NULL_MASK, 7, NULL_MASK, NULL_MASK]
-    assert np.array_equal(other.logits(), said([1, 2, 5], places, WHOLE))
+    assert np.array_equal(other.logits(), expected_logits([1, 2, 5], places, WHOLE))
     engine.close()
 
 
@@ -213,10 +215,10 @@ def approximate(old: list[int], new: list[int], window: range) -> Any:
 
     from deep_null import mixed
 
-    kept = [mixed(old, 0)] * len(old)
+    old_states = [mixed(old, 0)] * len(old)
     for position in window:
-        kept[position] = mixed(new, 0)
-    row = null_model.logits_after([mixed(kept, 0)], VOCAB)
+        old_states[position] = mixed(new, 0)
+    row = null_model.logits_after([mixed(old_states, 0)], VOCAB)
     return np.array([row] * len(window))
 
 
@@ -261,7 +263,7 @@ def test_a_failed_step_costs_only_that_pass():
     engine.backend.fail_next = True
     with pytest.raises(RuntimeError, match="gone"):
         canvas.logits()
-    assert np.array_equal(canvas.logits(), said([1, 2, 0], [NULL_MASK] * 4, WHOLE))
+    assert np.array_equal(canvas.logits(), expected_logits([1, 2, 0], [NULL_MASK] * 4, WHOLE))
     canvas.close()
     assert used(engine) == 0
     engine.close()
@@ -270,7 +272,7 @@ def test_a_failed_step_costs_only_that_pass():
 def test_two_callers_cannot_use_one_canvas_at_once():
     engine = engine_with()
     canvas = open_canvas(engine, [1, 2, 0], 4, WHOLE)
-    hold, found = threading.Event(), list[Any]()
+    hold, results = threading.Event(), list[Any]()
     launch = engine.backend.launch
 
     def slowly(batch: Any) -> Any:
@@ -278,16 +280,16 @@ def test_two_callers_cannot_use_one_canvas_at_once():
         return launch(batch)
 
     engine.backend.launch = slowly  # type: ignore[method-assign]
-    first = threading.Thread(target=lambda: found.append(canvas.logits()))
+    first = threading.Thread(target=lambda: results.append(canvas.logits()))
     first.start()
     while not engine.loop.scheduler.tasks():
         pass
-    second = threading.Thread(target=lambda: found.append(_error(canvas.fork)))
+    second = threading.Thread(target=lambda: results.append(_error(canvas.fork)))
     second.start()
     hold.set()
     first.join(10)
     second.join(10)
-    assert len(found) == 2
+    assert len(results) == 2
     engine.close()
 
 
@@ -301,16 +303,16 @@ def _error(work: Any) -> Any:
 @pytest.mark.parametrize(
     ("work", "error", "words"),
     [
-        (lambda c: c.set(9, 1), SettingsError, "no place 9"),
+        (lambda c: c.set(9, 1), SettingsError, "place must be from 0 to 3, got 9"),
         (lambda c: c.set(0, 999), SettingsError, "not in the vocabulary"),
         (lambda c: c.commit(2), SettingsError, "place 0 is still masked"),
         (lambda c: c.commit(9), SettingsError, "cannot commit"),
         (lambda c: c.append(600), ContextError, "context"),
-        (lambda c: c.logits(3, 2), SettingsError, "no places"),
+        (lambda c: c.logits(3, 2), SettingsError, "places must satisfy"),
         (lambda c: open_canvas(c.engine, [], 0, WHOLE), SettingsError, "empty"),
         (lambda c: open_canvas(c.engine, [1], 600, WHOLE), ContextError, "holds 512"),
         (lambda c: open_canvas(c.engine, [1], 4, CanvasKind(mask_id=1, sight="block")),
-         SettingsError, "holds nothing"),
+         SettingsError, "block must be >= 1"),
         (lambda c: open_canvas(c.engine, [1], 4, CanvasKind(mask_id=1, twin="x")),
          SettingsError, "no adapter 'x'"),
         (lambda c: open_canvas(c.engine, [1], 4, CAUSAL).logits(0, 2), SettingsError, "the whole"),
@@ -321,5 +323,5 @@ def test_mistakes_are_told(work: Any, error: type[Exception], words: str):
     canvas = open_canvas(engine, [1, 2, 0], 4, WHOLE)
     with pytest.raises(error, match=words):
         work(canvas)
-    assert np.array_equal(canvas.logits(), said([1, 2, 0], [NULL_MASK] * 4, WHOLE))
+    assert np.array_equal(canvas.logits(), expected_logits([1, 2, 0], [NULL_MASK] * 4, WHOLE))
     engine.close()

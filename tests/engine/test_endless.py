@@ -14,7 +14,7 @@ import pytest
 from unspool import LanguageModel, SettingsError
 from unspool.cli.main import _exit_code
 from unspool.engine.ending import Limits
-from unspool.engine.endless import forgotten, in_view, kept_tokens, told
+from unspool.engine.endless import num_truncated, parse_endless, truncation_note, visible_tokens
 from unspool.engine.engine import Engine
 from unspool.engine.request import DraftTree, Request
 from unspool.errors import ContextError
@@ -31,20 +31,22 @@ def letter(token: int) -> bytes:
     return b"%c" % (97 + token % 26)
 
 
-def request(**more: Any) -> Request:
+def request(**overrides: Any) -> Request:
     settings = SamplingSettings(seed=3, temperature=1.0, repetition_penalty=1.1)
-    limits = Limits(max_tokens=COUNT, context=CONTEXT, endless=KEPT, sample=more.pop("sample", 0))
-    return Request(**{"prompt": PROMPT, "settings": settings, "limits": limits, **more})
+    limits = Limits(
+        max_tokens=COUNT, context=CONTEXT, endless=KEPT, sample=overrides.pop("sample", 0)
+    )
+    return Request(**{"prompt": PROMPT, "settings": settings, "limits": limits, **overrides})
 
 
-def expected(asked: Request) -> list[int]:
+def expected(submitted: Request) -> list[int]:
     """The text as a plain loop writes it that gives the model nothing but what is in view."""
-    tokens, chain = list(asked.prompt), Chain([asked.settings])
-    for _ in range(asked.limits.max_tokens):
-        logits = null_model.logits_after(in_view(tokens, CONTEXT, KEPT), 40)
-        row = RowInput(np.array(tokens), len(asked.prompt), asked.limits.sample)
+    tokens, chain = list(submitted.prompt), Chain([submitted.settings])
+    for _ in range(submitted.limits.max_tokens):
+        logits = null_model.logits_after(visible_tokens(tokens, CONTEXT, KEPT), 40)
+        row = RowInput(np.array(tokens), len(submitted.prompt), submitted.limits.sample)
         tokens.append(chain.pick(logits[None], [row])[0].token)
-    return tokens[len(asked.prompt) :]
+    return tokens[len(submitted.prompt) :]
 
 
 def engine(**options: Any) -> Engine:
@@ -54,13 +56,13 @@ def engine(**options: Any) -> Engine:
 
 def test_what_is_forgotten_follows_from_the_length_alone():
     lengths = range(1, 300)
-    gone = [forgotten(n, CONTEXT, KEPT) for n in lengths]
-    assert all(g == 0 for n, g in zip(lengths, gone, strict=True) if n <= CONTEXT)
-    assert all(b - a in (0, (CONTEXT - KEPT) // 2) for a, b in itertools.pairwise(gone))
+    dropped = [num_truncated(n, CONTEXT, KEPT) for n in lengths]
+    assert all(g == 0 for n, g in zip(lengths, dropped, strict=True) if n <= CONTEXT)
+    assert all(b - a in (0, (CONTEXT - KEPT) // 2) for a, b in itertools.pairwise(dropped))
     for length in lengths:
-        seen = in_view(list(range(length)), CONTEXT, KEPT)
-        assert len(seen) <= CONTEXT and seen[:KEPT] == list(range(min(KEPT, length)))
-        assert seen[-1] == length - 1 and len(seen) > min(length, CONTEXT) // 2 - 1
+        visible = visible_tokens(list(range(length)), CONTEXT, KEPT)
+        assert len(visible) <= CONTEXT and visible[:KEPT] == list(range(min(KEPT, length)))
+        assert visible[-1] == length - 1 and len(visible) > min(length, CONTEXT) // 2 - 1
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -72,7 +74,7 @@ def test_an_endless_text_is_the_one_that_its_view_gives(overlaps: bool):
         assert [step.token for step in steps] == expected(request(sample=number))
         assert [step.position for step in steps] == list(range(5, 5 + COUNT))
         assert steps[-1].finish_reason == "length"
-        assert stream.notes == [told(5 + COUNT, CONTEXT, KEPT)]
+        assert stream.notes == [truncation_note(5 + COUNT, CONTEXT, KEPT)]
     running.call(running.tree.index.clear)
     assert running.tree.pool.used == 0, "what was forgotten is given back"
 
@@ -102,32 +104,32 @@ def test_drafts_and_guards_change_nothing(echoes: bool):
     text = "".join(letter(token).decode() for token in plain)
     at = next(n for n in range(19, 40) if text.index(text[n : n + 2]) == n)
     policy = GuardPolicy((BannedGuard(words=(text[at : at + 2],), whole_words=False),), retries=50)
-    kept: list[Any] = []
+    seen_rows: list[Any] = []
     for step in engine().submit(request(guards=policy)):
-        del kept[len(kept) - (step.retracts or 0) :]
-        kept.append(step)
-    assert len(kept) == COUNT and [step.token for step in kept][:at] == plain[:at]
-    tokens = [*PROMPT, *(step.token for step in kept)]
+        del seen_rows[len(seen_rows) - (step.retracts or 0) :]
+        seen_rows.append(step)
+    assert len(seen_rows) == COUNT and [step.token for step in seen_rows][:at] == plain[:at]
+    tokens = [*PROMPT, *(step.token for step in seen_rows)]
     for number in range(len(PROMPT), len(tokens)):  # every token is likely by its own view
-        logits = null_model.logits_after(in_view(tokens[:number], CONTEXT, KEPT), 40)
+        logits = null_model.logits_after(visible_tokens(tokens[:number], CONTEXT, KEPT), 40)
         logprob = logits[tokens[number]] - np.logaddexp.reduce(logits.astype(np.float64))
-        assert kept[number - len(PROMPT)].logprob == pytest.approx(logprob, abs=1e-4)
+        assert seen_rows[number - len(PROMPT)].logprob == pytest.approx(logprob, abs=1e-4)
 
 
 def test_going_on_and_long_prompts(tiny_lm: LanguageModel):
     lm = tiny_lm
     context = lm.context
     options: dict[str, Any] = {"seed": 5, "end": False, "endless": 6}
-    whole = lm.generate([1, 2, 3, 4, 5, 6, 7, 8], max_tokens=context + 30, **options)
+    full_text = lm.generate([1, 2, 3, 4, 5, 6, 7, 8], max_tokens=context + 30, **options)
     half = lm.generate([1, 2, 3, 4, 5, 6, 7, 8], max_tokens=context + 12, **options)
-    assert half.resume(max_tokens=18).tokens == whole.tokens
-    prompt = [*whole.prompt, *whole.tokens[: context + 10]]
+    assert half.resume(max_tokens=18).tokens == full_text.tokens
+    prompt = [*full_text.prompt, *full_text.tokens[: context + 10]]
     again = lm.generate(prompt, max_tokens=16, **options)
-    assert again.tokens == whole.tokens[context + 10 : context + 26]
+    assert again.tokens == full_text.tokens[context + 10 : context + 26]
     with pytest.raises(SettingsError, match="more than half"):
         lm.generate([1], endless=context)
     with pytest.raises(ContextError, match="explain=True"):
-        whole.explained()
+        full_text.explained()
 
 
 def test_a_trace_of_it_is_written_again(tmp_path: Path, tiny_lm: LanguageModel):
@@ -157,24 +159,24 @@ def test_a_head_cannot_follow():
 
 
 def test_what_may_be_asked():
-    assert kept_tokens(None, 5, 100) is kept_tokens(False, 5, 100) is None
-    assert kept_tokens(True, 25, 100) == 25, "a short prompt stays"
-    assert kept_tokens(True, 26, 100) == 4
-    assert kept_tokens(50, 5, 100) == 50
+    assert parse_endless(None, 5, 100) is parse_endless(False, 5, 100) is None
+    assert parse_endless(True, 25, 100) == 25, "a short prompt stays"
+    assert parse_endless(True, 26, 100) == 4
+    assert parse_endless(50, 5, 100) == 50
     for wrong in (0, -1, 1.5, "yes", 51):
         with pytest.raises(SettingsError, match="endless"):
-            kept_tokens(wrong, 5, 100)
+            parse_endless(wrong, 5, 100)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--keep", "4"), "add --endless"),
-        (("--endless", "--keep", "0"), "endless is 0"),
+        (("--endless", "--keep", "0"), "endless must be"),
         (("--endless", "--beam", "2"), "--endless has no meaning for --beam"),
         (("--endless", "--diffuse"), "--endless has no meaning for --diffuse"),
     ],
 )
-def test_the_command_refuses_what_cannot_be(words: tuple[str, ...], said: str, capfd: Any):
+def test_the_command_refuses_what_cannot_be(words: tuple[str, ...], message: str, capfd: Any):
     assert _exit_code(["run", "Hi", *words]) == 2
-    assert said in capfd.readouterr().err
+    assert message in capfd.readouterr().err

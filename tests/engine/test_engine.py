@@ -1,4 +1,4 @@
-"""The three promises of the engine, and many texts at once."""
+"""The guarantees of the engine, and many concurrent texts."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from unspool.engine.request import Request
 def test_same_text_alone_and_among_others(pages: int):
     """Also with so little memory that texts are put aside and computed again."""
     engine = new_engine(pages=pages)
-    asked = [request(p, seed=s, count=5 + s) for s, p in enumerate(some_prompts(32))]
-    streams = [engine.submit(r) for r in asked]
-    found = [[step.token for step in stream] for stream in streams]
-    assert found == [expected(r) for r in asked]
+    submitted = [request(p, seed=s, count=5 + s) for s, p in enumerate(some_prompts(32))]
+    streams = [engine.submit(r) for r in submitted]
+    results = [[step.token for step in stream] for stream in streams]
+    assert results == [expected(r) for r in submitted]
     if pages == 30:
         assert engine.scheduler.preemptions > 0, "the memory was meant to be too small"
     nothing_leaks(engine)
@@ -39,13 +39,13 @@ def test_same_text_alone_and_among_others(pages: int):
 
 def test_same_text_from_a_cached_prefix_and_after_forgetting():
     engine = new_engine()
-    asked = request(list(range(20)), count=30)
-    first = [step.token for step in engine.submit(asked)]
-    again = engine.submit(asked)
-    assert [step.token for step in again] == first == expected(asked)
+    submitted = request(list(range(20)), count=30)
+    first = [step.token for step in engine.submit(submitted)]
+    again = engine.submit(submitted)
+    assert [step.token for step in again] == first == expected(submitted)
     assert again.prompt_reused == 19
     engine.call(engine.tree.index.clear)
-    third = engine.submit(asked)
+    third = engine.submit(submitted)
     assert [step.token for step in third] == first
     assert third.prompt_reused == 0
 
@@ -57,18 +57,18 @@ def test_any_mix_of_requests_and_cancellations(seed: int):
     engine = new_engine(pages=chance.choice([24, 60, 300]))
     running = []
     for number, prompt in enumerate(some_prompts(chance.randint(3, 20), seed)):
-        asked = request(
+        submitted = request(
             prompt, seed=number, count=chance.randint(0, 25), priority=chance.randint(0, 2)
         )
-        running.append((asked, engine.submit(asked)))
-    for asked, stream in running:
+        running.append((submitted, engine.submit(submitted)))
+    for submitted, stream in running:
         if chance.random() < 0.3:
             for _ in range(chance.randint(0, 3)):
                 next(stream, None)
             stream.close()
             list(stream)
         else:
-            assert [step.token for step in stream] == expected(asked)
+            assert [step.token for step in stream] == expected(submitted)
     nothing_leaks(engine)
     engine.close()
 
@@ -79,19 +79,25 @@ def test_same_text_on_the_default_model(lm: Any):
     from unspool.backends.one_text import OneText
 
     prompts = ["Once upon a time", "Why do leaves change color", "def add(a, b):", "The moon"]
-    asked = [
+    submitted = [
         lm.begin(f"{prompts[n % 4]}{' and' * (n // 8)}", max_tokens=10 + n % 3, seed=n,
                  temperature=0.9, top=0, explain=False, end=False)
         for n in range(32)
     ]  # fmt: skip
     together = []
-    for generation, steps in asked:
+    for generation, steps in submitted:
         list(generation.extend(steps))
         together.append(generation)
     for generation in together[::5]:
-        made = generation.request
+        first_request = generation.request
         text = OneText(lm.model, 64)
-        plain = write(text, made.prompt, made.settings, made.limits, lambda token: b"")
+        plain = write(
+            text,
+            first_request.prompt,
+            first_request.settings,
+            first_request.limits,
+            lambda token: b"",
+        )
         assert [step.token for step in plain] == generation.tokens
         assert generation.rewind(4).resume().tokens == generation.tokens
 
@@ -151,35 +157,37 @@ def test_looking_changes_nothing(tiny_lm: Any):
         plain = tiny_lm.engine.extend(branch, wanted=3)
     tiny_lm.engine.call(tiny_lm.engine.tree.index.clear)
     with tiny_lm.opened(ids) as branch:
-        seen = tiny_lm.engine.look(branch, wanted=3, at=frozenset([3, 20, 39]))
-    looked, inside = seen.logits, seen.inside
+        observed = tiny_lm.engine.look(branch, wanted=3, at=frozenset([3, 20, 39]))
+    looked, inside = observed.logits, observed.inside
     np.testing.assert_allclose(plain, looked, atol=1e-5)
     config = tiny_lm.config
     assert sum(part.residuals.shape[1] for part in inside) == 3
-    found = [row for part in inside for row in part.attention]
-    assert [row.shape for row in found] == [(config.layers, config.heads, n) for n in (4, 21, 40)]
-    for row in found:
+    results = [row for part in inside for row in part.attention]
+    assert [row.shape for row in results] == [(config.layers, config.heads, n) for n in (4, 21, 40)]
+    for row in results:
         np.testing.assert_allclose(row.sum(-1), 1, atol=1e-5)
     residuals = np.concatenate([part.residuals for part in inside], axis=1)
     parts = np.concatenate([part.parts for part in inside], axis=2)
     np.testing.assert_allclose(residuals[0] + parts.sum((0, 1)), residuals[-1], atol=1e-4)
-    told = tiny_lm.generate(ids, max_tokens=8, seed=1, top=5, explain=True)
+    explained = tiny_lm.generate(ids, max_tokens=8, seed=1, top=5, explain=True)
     silent = tiny_lm.generate(ids, max_tokens=8, seed=1, top=0, explain=False)
-    assert told.tokens == silent.tokens
-    assert told.steps[0].stages and not silent.steps[0].stages
+    assert explained.tokens == silent.tokens
+    assert explained.steps[0].stages and not silent.steps[0].stages
 
 
-# -- many at once -----------------------------------------------------------------------------
+# -- many texts -----------------------------------------------------------------------------
 
 
 def test_a_long_prompt_does_not_freeze_the_others():
     engine = new_engine(pages=1200, context=5000)
     backend: Any = engine.backend
-    both = threading.Event()
-    engine.loop.tell(lambda: both.wait(30))  # so that neither is done before the other is there
+    both_submitted = threading.Event()
+    engine.loop.post(
+        lambda: both_submitted.wait(30)
+    )  # so that neither is done before the other is there
     short = engine.submit(request([1, 2, 3], count=60))
     long = engine.submit(request([5] * 4000, count=2))
-    both.set()
+    both_submitted.set()
     list(short)
     mixed = [run for run in backend.runs if max(run) > 1 and 1 in run]
     assert len(mixed) > 5, "chunks of the prompt ran beside next tokens"
@@ -191,10 +199,10 @@ def test_the_backend_says_how_much_it_takes_in_a_step():
     limits = StepLimits(max_rows=3, prefill_tokens=40, prefill_beside_decode=20)
     engine = new_engine(pages=400, limits=limits)
     backend: Any = engine.backend
-    both = threading.Event()
-    engine.loop.tell(lambda: both.wait(30))
+    both_submitted = threading.Event()
+    engine.loop.post(lambda: both_submitted.wait(30))
     streams = [engine.submit(request([n] * 50, count=12)) for n in range(7)]
-    both.set()
+    both_submitted.set()
     assert all(len(list(stream)) == 12 for stream in streams)
     assert max(map(len, backend.runs)) == 3
     assert max(map(sum, backend.runs)) == 40
@@ -202,14 +210,14 @@ def test_the_backend_says_how_much_it_takes_in_a_step():
     assert 10 < max(beside) <= 20
 
 
-def finishing_order(engine: Engine, asked: dict[str, Request]) -> list[str]:
+def finishing_order(engine: Engine, submitted: dict[str, Request]) -> list[str]:
     """Submit all at one moment, and say in which order they end."""
     order: list[str] = []
     streams = []
 
     def submit() -> None:
-        for name, one in asked.items():
-            stream = engine.submit(one)
+        for name, single in submitted.items():
+            stream = engine.submit(single)
             end = stream._queue.end
 
             def ended(error: Any = None, name: str = name, end: Any = end) -> None:
@@ -227,23 +235,23 @@ def finishing_order(engine: Engine, asked: dict[str, Request]) -> list[str]:
 
 def test_prompts_share_the_batch_fairly():
     engine = new_engine(pages=1200, context=5000)
-    asked = {"big": request([5] * 3000, count=1), "small": request([6] * 40, count=1)}
-    assert finishing_order(engine, asked) == ["small", "big"]
+    submitted = {"big": request([5] * 3000, count=1), "small": request([6] * 40, count=1)}
+    assert finishing_order(engine, submitted) == ["small", "big"]
 
 
 def test_higher_priority_first():
     engine = new_engine(pages=12)
-    asked = {str(n): request([n] * 30, count=3, priority=n) for n in range(3)}
-    assert finishing_order(engine, asked) == ["2", "1", "0"], "memory for one at a time"
+    submitted = {str(n): request([n] * 30, count=3, priority=n) for n in range(3)}
+    assert finishing_order(engine, submitted) == ["2", "1", "0"], "memory for one at a time"
 
 
 def test_thousands_of_tiny_requests():
     engine = new_engine(pages=400)
     engine.max_waiting = 5000
-    asked = [request([n % 40, n % 7], seed=n, count=2) for n in range(2000)]
-    streams = [engine.submit(r) for r in asked]
-    found = [[step.token for step in stream] for stream in streams]
-    assert found[::97] == [expected(r) for r in asked[::97]]
+    submitted = [request([n % 40, n % 7], seed=n, count=2) for n in range(2000)]
+    streams = [engine.submit(r) for r in submitted]
+    results = [[step.token for step in stream] for stream in streams]
+    assert results[::97] == [expected(r) for r in submitted[::97]]
     nothing_leaks(engine)
 
 
@@ -257,29 +265,29 @@ def test_a_reader_that_stops_reading_holds_up_nobody():
 
 def test_from_many_threads():
     engine = new_engine(pages=200)
-    asked = [request(p, seed=n) for n, p in enumerate(some_prompts(24, seed=3))]
-    found: dict[int, list[int]] = {}
+    submitted = [request(p, seed=n) for n, p in enumerate(some_prompts(24, seed=3))]
+    results: dict[int, list[int]] = {}
 
     def work(first: int) -> None:
         for number in range(first, 24, 6):
-            found[number] = [step.token for step in engine.submit(asked[number])]
+            results[number] = [step.token for step in engine.submit(submitted[number])]
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [found[n] for n in range(24)] == [expected(r) for r in asked]
+    assert [results[n] for n in range(24)] == [expected(r) for r in submitted]
 
 
 def test_async_iteration():
     engine = new_engine()
-    asked = [request([n, n + 1], seed=n, count=12) for n in range(5)]
+    submitted = [request([n, n + 1], seed=n, count=12) for n in range(5)]
 
-    async def read(one: Request) -> list[int]:
-        return [step.token async for step in engine.submit(one)]
+    async def read(single: Request) -> list[int]:
+        return [step.token async for step in engine.submit(single)]
 
     async def all_of_them() -> list[list[int]]:
-        return await asyncio.gather(*(read(one) for one in asked))
+        return await asyncio.gather(*(read(single) for single in submitted))
 
-    assert asyncio.run(all_of_them()) == [expected(r) for r in asked]
+    assert asyncio.run(all_of_them()) == [expected(r) for r in submitted]

@@ -1,4 +1,4 @@
-"""The engine's thread cannot die, nobody waits for ever, and what is taken is given back."""
+"""The engine's thread cannot die, no caller waits for ever, and everything is released."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from unspool.sampling import SamplingSettings
 from unspool.sampling.guards import GuardError, GuardPolicy, PredicateGuard
 
 
-def request(prompt: list[int], count: int = 20, **more: Any) -> Request:
-    options = more.pop("settings", SamplingSettings(seed=1))
-    limits = Limits(max_tokens=count, context=5000, **more.pop("limits", {}))
-    return Request(prompt=tuple(prompt), settings=options, limits=limits, **more)
+def request(prompt: list[int], count: int = 20, **overrides: Any) -> Request:
+    options = overrides.pop("settings", SamplingSettings(seed=1))
+    limits = Limits(max_tokens=count, context=5000, **overrides.pop("limits", {}))
+    return Request(prompt=tuple(prompt), settings=options, limits=limits, **overrides)
 
 
 def new_engine(**shape: Any) -> Engine:
@@ -41,21 +41,21 @@ def new_engine(**shape: Any) -> Engine:
 
 def within(seconds: float, work: Any) -> Any:
     """What a call gives; an error, rather than a test that hangs, if it never comes back."""
-    found: list[Any] = []
+    results: list[Any] = []
 
     def run() -> None:
         try:
-            found.append(work())
+            results.append(work())
         except BaseException as error:
-            found.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    assert found, "it never came back"
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
+    assert results, "it never came back"
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
 
 
 def is_idle(engine: Engine) -> bool:
@@ -72,11 +72,11 @@ def is_idle(engine: Engine) -> bool:
 
 @pytest.mark.parametrize("priority", ["x", float("nan"), 1.5, True])
 def test_a_priority_that_is_no_number(tiny_lm: Any, priority: Any):
-    with pytest.raises(SettingsError, match=r"priority is .*; it may be a whole number"):
+    with pytest.raises(SettingsError, match=r"priority must be an integer"):
         tiny_lm.generate([1, 2], max_tokens=2, priority=priority)
-    made = tiny_lm.generate([1, 2], max_tokens=2, end=False)
+    created = tiny_lm.generate([1, 2], max_tokens=2, end=False)
     with pytest.raises(SettingsError, match="priority"):
-        made.resume(priority=priority)
+        created.resume(priority=priority)
     assert len(within(60, lambda: tiny_lm.generate([1, 2], max_tokens=2, end=False)).tokens) == 2
 
 
@@ -93,7 +93,7 @@ def test_one_stop_string_is_one_stop_string_in_a_conversation(lm: Any):
     assert generation.request.limits.stop[0] == "END"
 
 
-# -- the loop goes on -------------------------------------------------------------------------
+# -- the loop continues -------------------------------------------------------------------------
 
 
 def test_an_error_anywhere_in_the_loop_fails_who_is_in_flight_and_nobody_later(
@@ -136,9 +136,9 @@ def test_a_thread_that_is_gone_is_an_error_and_never_a_wait(monkeypatch: pytest.
     def dies() -> None:
         raise SystemExit
 
-    monkeypatch.setattr(engine.loop, "fail_everyone", lambda error: dies())
+    monkeypatch.setattr(engine.loop, "fail_all", lambda error: dies())
     stream = engine.submit(request([1, 2], 10))
-    engine.loop.tell(dies)
+    engine.loop.post(dies)
     with pytest.raises(UnspoolError, match=r"thread has ended|closed"):
         within(60, lambda: list(stream) and list(engine.submit(request([1, 2], 10))))
     with pytest.raises(UnspoolError, match=r"thread has ended|closed"):
@@ -147,18 +147,18 @@ def test_a_thread_that_is_gone_is_an_error_and_never_a_wait(monkeypatch: pytest.
 
 
 def test_an_engine_whose_thread_is_just_starting_is_alive(monkeypatch: pytest.MonkeyPatch):
-    """On a busy machine somebody may ask between the making of the thread and its start."""
+    """On a busy machine a caller may check between the creation of the thread and its start."""
     engine = new_engine()
-    starts, asked = threading.Thread.start, list[bool]()
+    starts, submitted = threading.Thread.start, list[bool]()
 
     def start(thread: threading.Thread) -> None:
         if thread.name == "unspool-engine":
-            asked.append(engine.loop.alive)
+            submitted.append(engine.loop.alive)
         starts(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
     assert len(list(engine.submit(request([1, 2], 5)))) == 5
-    assert asked == [True]
+    assert submitted == [True]
 
 
 def test_a_drafter_a_listener_and_a_predicate_that_raise_harm_nobody():
@@ -171,14 +171,14 @@ def test_a_drafter_a_listener_and_a_predicate_that_raise_harm_nobody():
     engine = new_engine()
     plain = [step.token for step in engine.submit(request([1, 2], 20))]
     drafted = engine.submit(request([1, 2], 20, drafter=Bad()))
-    heard = engine.submit(request([1, 2], 20))
+    reader = engine.submit(request([1, 2], 20))
 
     def listener() -> None:
         raise RuntimeError("Event loop is closed")
 
-    heard._queue.listeners.append(listener)
+    reader._queue.listeners.append(listener)
     assert [step.token for step in within(30, lambda: list(drafted))] == plain
-    assert [step.token for step in within(30, lambda: list(heard))] == plain
+    assert [step.token for step in within(30, lambda: list(reader))] == plain
     assert "drafting stopped" in drafted.notes[0]
 
 
@@ -186,7 +186,7 @@ def test_two_callers_cannot_compute_one_branch_at_once():
     engine = new_engine()
     branch = engine.open([1, 2, 3])
     gate, errors = threading.Event(), list[str]()
-    engine.loop.tell(lambda: gate.wait(30))
+    engine.loop.post(lambda: gate.wait(30))
 
     def extend() -> None:
         try:
@@ -204,7 +204,7 @@ def test_two_callers_cannot_compute_one_branch_at_once():
         thread.join(30)
     assert len(errors) == 1 and "computed for another caller" in errors[0]
     assert branch.tokens == [1, 2, 3, 4], "the one that was refused changed nothing"
-    with pytest.raises(UnspoolError, match="named twice"):
+    with pytest.raises(UnspoolError, match="given twice"):
         engine.extend_all([(branch, [5]), (branch, [6])])
     assert branch.tokens == [1, 2, 3, 4]
     engine.release(branch)
@@ -217,7 +217,7 @@ def test_eight_first_callers_make_one_engine(tmp_path: Any):
 
     tiny.save("llama", tmp_path)
     lm = unspool.load(tmp_path, backend="torch", memory=8 << 20)
-    made: list[Any] = []
+    created: list[Any] = []
     usual, gate = lm.model.backend, threading.Barrier(8)
 
     def slow(**options: Any) -> Any:
@@ -228,14 +228,14 @@ def test_eight_first_callers_make_one_engine(tmp_path: Any):
 
     def first() -> None:
         gate.wait()
-        made.append(lm.engine)
+        created.append(lm.engine)
 
     threads = [threading.Thread(target=first) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set(map(id, made))) == 1
+    assert len(set(map(id, created))) == 1
 
 
 # -- leaving is cancelling --------------------------------------------------------------------
@@ -359,12 +359,12 @@ def test_reading_a_stream_on_the_thread_that_writes_it():
 
 
 def test_what_the_garbage_collector_ends_on_the_engines_thread_is_released():
-    """A strategy's generator that is let go of there cannot wait, and gives its branches back."""
+    """A generator collected on the engine's thread releases its branches without waiting."""
     engine = new_engine()
 
     def strategy() -> Any:
-        with Branches(engine) as held:
-            engine.extend(held.open([1, 2, 3, 4, 5]))
+        with Branches(engine) as branches:
+            engine.extend(branches.open([1, 2, 3, 4, 5]))
             yield
 
     running = [strategy()]
@@ -381,7 +381,7 @@ def test_what_the_garbage_collector_ends_on_the_engines_thread_is_released():
 
 
 def test_ctrl_c_in_generate_cancels(tmp_path: Any):
-    """In a process of its own, which is sent the real signal."""
+    """In a child process, which receives the real signal."""
     import tiny
 
     tiny.save("llama", tmp_path)
@@ -417,16 +417,16 @@ def test_an_asynchronous_reader_gets_an_error_that_comes_right_behind_a_step(tin
     queue = StepQueue()
 
     async def read() -> list[Any]:
-        found: list[Any] = []
+        results: list[Any] = []
         try:
-            async for one in StepStream(queue):
-                found.append(one)
-                if len(found) == 1:  # both come while it is busy with the first
+            async for item in StepStream(queue):
+                results.append(item)
+                if len(results) == 1:  # both come while it is busy with the first
                     queue.put(step)
                     queue.end(UnspoolError("it broke"))
         except UnspoolError as error:
-            found.append(str(error))
-        return found
+            results.append(str(error))
+        return results
 
     queue.put(step)
     assert within(30, lambda: asyncio.run(read())) == [step, step, "it broke"]
@@ -479,17 +479,17 @@ def test_nobody_is_let_in_only_to_be_preempted():
 @pytest.mark.parametrize("pages", [400, 60])
 def test_steps_that_overlap_give_the_same_texts(pages: int):
     """A device that is asked for a step only after the next one was launched."""
-    asked = [
+    submitted = [
         request([n, n + 1, n + 2], 10 + n, settings=SamplingSettings(seed=n, temperature=1.0))
         for n in range(14)
     ]
-    asked.append(request([3, 4], 20, limits={"end_ids": frozenset(range(8))}))
-    asked.append(request([3, 5], 20, settings=SamplingSettings(frequency_penalty=0.5, seed=3)))
-    asked.append(request([3, 6], 20, limits={"explain": True}))
+    submitted.append(request([3, 4], 20, limits={"end_ids": frozenset(range(8))}))
+    submitted.append(request([3, 5], 20, settings=SamplingSettings(frequency_penalty=0.5, seed=3)))
+    submitted.append(request([3, 6], 20, limits={"explain": True}))
     texts = []
     for overlaps in (False, True):
         engine = new_engine(pages=pages, overlaps=overlaps)
-        streams = [engine.submit(one) for one in asked]
+        streams = [engine.submit(item) for item in submitted]
         texts.append([[step.token for step in within(60, lambda s=s: list(s))] for s in streams])
         backend: Any = engine.backend
         assert (backend.ahead > 20) == overlaps

@@ -1,4 +1,4 @@
-"""What happens when memory, callers or models misbehave; and everything at once, at random."""
+"""Full memory, bad callers and failing models; and all of it together, at random."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_memory_held_by_open_branches_is_a_clear_error():
     keeper = engine.open([1] * 14)
     engine.extend(keeper)
     other = engine.open([2] * 12)
-    with pytest.raises(UnspoolError, match="held by branches that are still open"):
+    with pytest.raises(UnspoolError, match="held by open branches"):
         engine.extend(other)
     engine.release(keeper)
     assert engine.extend(other).shape == (1, 40)
@@ -62,9 +62,9 @@ def test_the_queue_is_bounded():
     engine = new_engine(pages=3)
     engine.max_waiting = 2
     blocker = threading.Event()
-    engine.loop.tell(lambda: blocker.wait(10) and None)
+    engine.loop.post(lambda: blocker.wait(10) and None)
     streams = [engine.submit(request([1, 2], count=2)) for _ in range(2)]
-    with pytest.raises(UnspoolError, match="2 requests are waiting already"):
+    with pytest.raises(UnspoolError, match="2 requests are waiting"):
         engine.submit(request([1, 2], count=2))
     blocker.set()
     assert [len(list(stream)) for stream in streams] == [2, 2]
@@ -77,8 +77,8 @@ def test_a_failing_backend_fails_its_batch_and_not_the_engine():
     backend.fail_next = True
     with pytest.raises(RuntimeError, match="device is gone"):
         list(engine.submit(request([1, 2])))
-    asked = request([1, 2])
-    assert [step.token for step in engine.submit(asked)] == expected(asked)
+    submitted = request([1, 2])
+    assert [step.token for step in engine.submit(submitted)] == expected(submitted)
     nothing_leaks(engine)
 
 
@@ -90,11 +90,11 @@ def test_a_row_without_candidates_fails_alone():
         settings=SamplingSettings(logit_bias=everything),
         limits=Limits(max_tokens=5, context=512),
     )
-    asked = request([3, 4])
-    bad, good = engine.submit(impossible), engine.submit(asked)
+    submitted = request([3, 4])
+    bad, good = engine.submit(impossible), engine.submit(submitted)
     with pytest.raises(UnspoolError, match="leave no token"):
         list(bad)
-    assert [step.token for step in good] == expected(asked)
+    assert [step.token for step in good] == expected(submitted)
     nothing_leaks(engine)
 
 
@@ -107,10 +107,10 @@ def test_a_model_that_nobody_uses_any_more_goes_with_its_engine(tmp_path: Any):
     tiny.save("llama", tmp_path)
     lm = unspool.load(tmp_path, backend="torch", memory=8 << 20)
     lm.generate([5, 6, 7], max_tokens=3)
-    thread, gone = lm.engine.loop._thread, weakref.ref(lm)
+    thread, reference = lm.engine.loop._thread, weakref.ref(lm)
     del lm
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     assert thread is not None
     thread.join(10)
     assert not thread.is_alive()
@@ -138,8 +138,8 @@ def stress(seconds: float, seed: int) -> None:
         move = chance.random()
         if move < 0.5:
             prompt = some_prompts(1, chance.randrange(50))[0]
-            asked = request(prompt, chance.randrange(99), chance.randint(1, 40))
-            running.append((asked, engine.submit(asked)))
+            submitted = request(prompt, chance.randrange(99), chance.randint(1, 40))
+            running.append((submitted, engine.submit(submitted)))
         elif move < 0.6 and running:
             running.pop(chance.randrange(len(running)))[1].close()
         elif move < 0.7 and len(branches) < 3:
@@ -154,12 +154,12 @@ def stress(seconds: float, seed: int) -> None:
         elif move < 0.87:
             engine.call(lambda: engine.tree.index.evict(10))
         while len(running) > 24:
-            asked, stream = running.pop(0)
-            assert [step.token for step in stream] == expected(asked)
+            submitted, stream = running.pop(0)
+            assert [step.token for step in stream] == expected(submitted)
     for branch in branches:
         engine.release(branch)
-    for asked, stream in running:
-        assert [step.token for step in stream] == expected(asked)
+    for submitted, stream in running:
+        assert [step.token for step in stream] == expected(submitted)
     nothing_leaks(engine)
     engine.close()
 

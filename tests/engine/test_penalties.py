@@ -31,13 +31,13 @@ class Knowing:
 def write(overlaps: bool = False, drafter: Any = None) -> tuple[list[int], int]:
     """A text, and how many of its tokens were guessed."""
     engine = Engine(null_model.NullModel(pages=200, overlaps=overlaps), lambda token: b"x")
-    asked = Request(
+    submitted = Request(
         prompt=(1, 2, 3),
         settings=SamplingSettings(temperature=0, frequency_penalty=3.0, penalty_window=5),
         limits=Limits(max_tokens=40, context=500),
         drafter=drafter,
     )
-    stream = engine.submit(asked)
+    stream = engine.submit(submitted)
     tokens = [step.token for step in stream]
     engine.close()
     return tokens, stream.accepted
@@ -45,7 +45,7 @@ def write(overlaps: bool = False, drafter: Any = None) -> tuple[list[int], int]:
 
 @pytest.fixture(autouse=True)
 def same_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was written: what is picked depends on the penalties alone."""
+    """For any text, the sampled token depends on the penalties alone."""
     logits = np.linspace(5, 0, 40, dtype=np.float32)
     monkeypatch.setattr(null_model, "logits_after", lambda tokens, size: logits)
 

@@ -18,7 +18,7 @@ from states_machine import END, Guesses, StatesMachine, request
 from unspool.backends.memory import pages_and_states
 from unspool.engine.canvas import CanvasKind, open_canvas
 from unspool.engine.engine import Engine
-from unspool.engine.state_policy import DENSE, is_kept, message_ends, most_again
+from unspool.engine.state_policy import DENSE, is_kept, max_recomputed, message_ends
 from unspool.engine.states import StatePool
 from unspool.errors import SettingsError, UnspoolError
 
@@ -55,12 +55,12 @@ def write(engine: Engine, prompt: list[int], count: int, drafter: Any = None) ->
 
 @given(st.integers(0, 4000), st.integers(0, 4000))
 def test_kept_borders_are_never_further_apart_than_promised(tip: int, back: int):
-    """Taken back some tokens, the nearest state lies as near as `most_again` says."""
+    """After a rewind, at most `max_recomputed` tokens lie after the nearest state."""
     place = max(0, tip * SIZE - back)
-    kept = [border for border in range(1, tip + 1) if is_kept(border, tip)]
-    nearest = max((b * SIZE for b in kept if b * SIZE <= place), default=0)
-    assert place - nearest <= most_again(back, SIZE)
-    assert len(kept) <= DENSE + (DENSE // 2 + 1) * max(1, math.log2(tip + 1))
+    positions = [border for border in range(1, tip + 1) if is_kept(border, tip)]
+    nearest = max((b * SIZE for b in positions if b * SIZE <= place), default=0)
+    assert place - nearest <= max_recomputed(back, SIZE)
+    assert len(positions) <= DENSE + (DENSE // 2 + 1) * max(1, math.log2(tip + 1))
 
 
 @given(st.integers(1, 400))
@@ -81,7 +81,7 @@ def test_memory_is_shared_between_pages_and_states():
     assert pages_and_states(500, 10, 100) == (10, 4), "at least enough to run"
     with pytest.raises(SettingsError, match="4 recurrent states take 400"):
         pages_and_states(400, 10, 100)
-    with pytest.raises(UnspoolError, match="too few"):
+    with pytest.raises(UnspoolError, match="at least 2 slots"):
         StatePool(1, SIZE)
 
 
@@ -97,7 +97,7 @@ def test_a_rewind_computes_little_again(back: int):
     place = 4000 - back
     branch.rewind(place)
     again = read_by(backend, lambda: branch.append([7]))
-    assert again <= 1 + most_again(back, SIZE)
+    assert again <= 1 + max_recomputed(back, SIZE)
     branch.rewind(place)
     assert read_by(backend, lambda: branch.append([8])) <= SIZE, "the second time it is known"
     expected = logits_after([*text[:place], 9], 40)
@@ -158,8 +158,8 @@ def test_a_fork_shares_the_state_until_both_go_on():
     used = states.used
     other = branch.fork()
     assert states.used == used
-    both = [(branch, [3]), (other, [4])]
-    assert read_by(backend, lambda: engine.extend_all(both)) == 2, "nothing is read again"
+    additions = [(branch, [3]), (other, [4])]
+    assert read_by(backend, lambda: engine.extend_all(additions)) == 2, "nothing is read again"
     assert states.used == used + 2, "two new ones, and the one where they part"
 
 
@@ -179,7 +179,7 @@ def test_wrong_guesses_cost_at_most_what_was_guessed_right(cheap: bool, tree: bo
     assert rounds < len(written), "some guesses were right"
     per_round = (1 + 4) + (2 * (1 + 4 + 2) if tree else 0)  # its own row, and side rows beside it
     assert tokens <= len(prompt) + rounds * (per_round + (0 if cheap else 5 * (2 if tree else 1)))
-    assert states.texts == 0
+    assert states.num_running == 0
 
 
 # -- little room -----------------------------------------------------------------------------------
@@ -194,15 +194,15 @@ def test_many_texts_in_few_slots_are_all_written():
         for step in stream:
             assert step.token == np.argmax(logits_after(text, 40))
             text.append(step.token)
-    assert states.texts == 0 and states.used <= 3
+    assert states.num_running == 0 and states.used <= 3
 
 
 def test_branches_that_wait_give_their_states_up_and_are_computed_again():
     engine, _, states = engine_of(states=4)
     branches = [engine.open(text_of(30, seed)) for seed in range(10)]
     for _ in range(2):
-        found = engine.extend_all([(branch, [3]) for branch in branches])
-        for branch, logits in zip(branches, found, strict=True):
+        results = engine.extend_all([(branch, [3]) for branch in branches])
+        for branch, logits in zip(branches, results, strict=True):
             assert np.array_equal(np.asarray(logits)[0], logits_after(branch.tokens, 40))
     assert states.forgotten > 0
     for branch in branches:
@@ -229,11 +229,11 @@ def test_states_that_go_together_leave_no_large_gap():
     engine.extend(branch)
     assert states.used > 60
     engine.call(lambda: states.evict(30))
-    kept, node = list[int](), branch.node
+    positions, node = list[int](), branch.node
     while node.parent is not None:
-        kept += node.states
+        positions += node.states
         node = node.parent
-    places = [0, *sorted(kept), 60 * SIZE]
+    places = [0, *sorted(positions), 60 * SIZE]
     assert max(b - a for a, b in pairwise(places)) <= 6 * SIZE
 
 
@@ -243,7 +243,7 @@ def test_faults_lose_no_slot():
 
     device = Device(delay=0.0005, faults=12, seed=3, states=12, pages=400, context=400)
     engine = Engine(device, lambda token: b"x")
-    whole = 0
+    num_full = 0
     for round_ in range(4):
         prompts = [text_of(20, seed + 10 * round_) for seed in range(6)]
         streams = [engine.submit(request(prompt, 15)) for prompt in prompts]
@@ -253,11 +253,11 @@ def test_faults_lose_no_slot():
                 for step in stream:
                     assert step.token == np.argmax(logits_after(text, 40))
                     text.append(step.token)
-                whole += 1
+                num_full += 1
             except (RuntimeError, UnspoolError):
                 pass
     engine.call(engine.tree.index.clear)
-    assert whole and engine.tree.states is not None and engine.tree.states.used == 0
+    assert num_full and engine.tree.states is not None and engine.tree.states.used == 0
     assert engine.tree.pool.used == 0
 
 
@@ -272,8 +272,8 @@ def test_a_canvas_behind_a_recurrent_text_begins_at_its_state():
     for place in range(6):
         canvas.set(place, 5)
         assert read_by(backend, canvas.logits) == 6, "the text before it is not read again"
-        seen = [*text, *canvas.tokens]
-        assert np.array_equal(np.asarray(canvas.logits())[0], logits_after(seen, 40))
+        tokens = [*text, *canvas.tokens]
+        assert np.array_equal(np.asarray(canvas.logits())[0], logits_after(tokens, 40))
     canvas.commit(6)
     canvas.close()
     engine.call(engine.tree.index.clear)

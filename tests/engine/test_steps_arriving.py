@@ -11,48 +11,50 @@ from unspool.engine.stream import StepQueue, StepStream
 from unspool.errors import UnspoolError
 
 
-def told(stream: StepStream, count: int) -> list[int]:
+def read_steps(stream: StepStream, count: int) -> list[int]:
     """Tokens, as a listener learns of them."""
-    news, found, ended = threading.Event(), list[int](), False
+    news, tokens, ended = threading.Event(), list[int](), False
     stream.listen(news.set)
-    while not ended and len(found) < count:
+    while not ended and len(tokens) < count:
         assert news.wait(30)
         news.clear()
         steps, ended = stream.waiting()
-        found += [step.token for step in steps]
-    return found
+        tokens += [step.token for step in steps]
+    return tokens
 
 
 def test_a_listener_is_told_of_everything(tiny_lm):
     options = {"max_tokens": 20, "temperature": 0, "end": False}
-    wanted = tiny_lm.generate([1, 2, 3], **options).tokens
-    assert told(tiny_lm.stream([1, 2, 3], **options), 20) == wanted
+    expected = tiny_lm.generate([1, 2, 3], **options).tokens
+    assert read_steps(tiny_lm.stream([1, 2, 3], **options), 20) == expected
     finished = tiny_lm.stream([1, 2, 3], **options)
     for step in finished:
         first = step.token
         break
-    assert first == wanted[0]
+    assert first == expected[0]
     steps, _ = finished.waiting()
-    assert [first, *(step.token for step in steps)] == wanted[: len(steps) + 1]
+    assert [first, *(step.token for step in steps)] == expected[: len(steps) + 1]
 
 
 def test_an_error_comes_behind_the_steps():
     queue = StepQueue()
     stream = StepStream(queue)
-    heard: list[int] = []
+    calls: list[int] = []
     queue.end(UnspoolError("it broke"))
-    stream.listen(lambda: heard.append(1))  # told at once: there is something already
-    assert heard
+    stream.listen(lambda: calls.append(1))  # called immediately: a step is there already
+    assert calls
     with pytest.raises(UnspoolError, match="it broke"):
         stream.waiting()
     assert stream.waiting() == ([], True)
 
 
 def test_which_stop_string_it_was(lm):
-    whole = lm.generate("Once upon a time", temperature=0, max_tokens=24).text
-    stream = lm.stream("Once upon a time", temperature=0, max_tokens=24, stop=["zzz", whole[20:24]])
+    full_text = lm.generate("Once upon a time", temperature=0, max_tokens=24).text
+    stream = lm.stream(
+        "Once upon a time", temperature=0, max_tokens=24, stop=["zzz", full_text[20:24]]
+    )
     list(stream)
-    assert stream.stopped_by == whole[20:24]
+    assert stream.stopped_by == full_text[20:24]
     unstopped = lm.stream("Once upon a time", temperature=0, max_tokens=4, stop=["zzz"])
     list(unstopped)
     assert unstopped.stopped_by is None
@@ -101,14 +103,14 @@ def test_without_the_cache_every_token_reads_the_whole_text(tiny_lm, monkeypatch
 def test_going_on_step_by_step(lm):
     draft = lm.draft("The capital of Germany is", temperature=0, max_tokens=6)
     assert not draft.steps and draft.prompt
-    more, steps = draft.going_on()
-    assert [step.token for step in more.extend(steps)] == lm.generate(
+    continued, steps = draft.going_on()
+    assert [step.token for step in continued.extend(steps)] == lm.generate(
         "The capital of Germany is", temperature=0, max_tokens=6
     ).tokens
     ids = lm.tokenizer.encode(" 🙂!")
-    chosen = more.rewind(2).choose(ids)
-    assert chosen.text.endswith(" 🙂!") and chosen.tokens[2:] == ids
-    hot = chosen.resume(temperature=1.3, top_k=0, seed=4)
+    edited = continued.rewind(2).choose(ids)
+    assert edited.text.endswith(" 🙂!") and edited.tokens[2:] == ids
+    hot = edited.resume(temperature=1.3, top_k=0, seed=4)
     cold = hot.resume(temperature=0, top_k=None, seed=None)
     assert cold.settings.top_k == 40 and cold.settings.temperature == 0
     assert cold.tokens[: len(hot.tokens)] == hot.tokens

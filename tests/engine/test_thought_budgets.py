@@ -1,4 +1,4 @@
-"""Thoughts while they are written: budgets, grammars behind them, what a text is made of."""
+"""Reasoning during generation: budgets, grammars after it, and how texts are split."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def thinkers(folders: dict[str, Path]) -> Iterator[dict[str, Any]]:
-    found = {name: unspool.load(folder, memory=8 << 20) for name, folder in folders.items()}
-    yield found
-    for lm in found.values():
+    models = {name: unspool.load(folder, memory=8 << 20) for name, folder in folders.items()}
+    yield models
+    for lm in models.values():
         lm.close()
 
 
@@ -75,16 +75,16 @@ def test_only_what_closes_a_thought_is_picked_by_hand(thinkers: dict[str, Any]) 
 
     backend.launch = counted
     try:
-        for seed in range(100):  # until none of its own words is a mark
+        for seed in range(100):  # until no generated word is a tag
             by_hand = picked = 0
             answer = lm.chat("A node?", think_budget=7, seed=seed, max_tokens=14)
-            own = answer.tokens[:7] + answer.tokens[7 + len(ends) :]
-            if len(answer.tokens) == 14 and min(own) >= len(NO_MARKS):
+            own_tokens = answer.tokens[:7] + answer.tokens[7 + len(ends) :]
+            if len(answer.tokens) == 14 and min(own_tokens) >= len(NO_MARKS):
                 break
     finally:
         del backend.launch
     assert answer.tokens[7 : 7 + len(ends)] == ends
-    assert by_hand == len(ends) + 1  # and the token behind them, from the same step
+    assert by_hand == len(ends) + 1  # and the token after them, from the same step
     assert picked == 14 - by_hand
 
 
@@ -92,12 +92,12 @@ def test_only_what_closes_a_thought_is_picked_by_hand(thinkers: dict[str, Any]) 
 def test_a_grammar_is_about_the_answer(thinkers: dict[str, Any], name: str) -> None:
     lm = thinkers[name]
     for think in (True, False):
-        wanted = {"think": think, "think_budget": 5, "regex": "(node|page)"}
-        answer = lm.chat("Which?", **wanted, **USUAL)
+        options = {"think": think, "think_budget": 5, "regex": "(node|page)"}
+        answer = lm.chat("Which?", **options, **USUAL)
         assert answer.answer in ("node", "page") and answer.finish_reason == "stop"
         assert bool(answer.reasoning) == think or name == "gemma"  # which need not think
         assert think or not answer.reasoning
-        guessed = lm.chat("Which?", speculate="lookup", **wanted, **USUAL)
+        guessed = lm.chat("Which?", speculate="lookup", **options, **USUAL)
         assert guessed.tokens == answer.tokens
 
 
@@ -136,9 +136,9 @@ def test_a_conversation_leaves_earlier_thoughts_out(thinkers: dict[str, Any]) ->
 
 def test_models_without_thoughts_say_so(lm: Any) -> None:
     assert lm.thought_format is None
-    for asked in ({"think": True}, {"think": "high"}, {"think_budget": 5}):
-        with pytest.raises(SettingsError, match="does not think before it answers"):
-            lm.chat("Hi", max_tokens=1, **asked)
+    for arguments in ({"think": True}, {"think": "high"}, {"think_budget": 5}):
+        with pytest.raises(SettingsError, match="does not reason before it answers"):
+            lm.chat("Hi", max_tokens=1, **arguments)
     answer = lm.chat("Hi", max_tokens=3, think=False, temperature=0)
     assert answer.answer == answer.text and answer.reasoning == ""
 
@@ -148,24 +148,24 @@ def test_the_command_line(folders: dict[str, Path], capsys: Any, monkeypatch: An
 
     from unspool.cli.main import _exit_code
 
-    asked = ["run", "A node?", "-m", str(folders["tags"]), "-n", "30", "--seed", "3",
+    arguments = ["run", "A node?", "-m", str(folders["tags"]), "-n", "30", "--seed", "3",
              *[f"--logit-bias={token}=-50" for token in range(9)]]  # fmt: skip
-    assert _exit_code([*asked, "--think-budget", "6", "--regex", "(node|page)"]) == 0
-    told = capsys.readouterr()
-    assert told.out.strip() in ("node", "page") and "of thought" in told.err
-    assert _exit_code([*asked, "-q", "--json", "--think-budget", "6"]) == 0
+    assert _exit_code([*arguments, "--think-budget", "6", "--regex", "(node|page)"]) == 0
+    output = capsys.readouterr()
+    assert output.out.strip() in ("node", "page") and "of thought" in output.err
+    assert _exit_code([*arguments, "-q", "--json", "--think-budget", "6"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line.get("thought", False) for line in lines[:8]] == [True] * 8
     assert lines[-1]["generation"]["reasoning"] and lines[-1]["generation"]["answer"]
-    assert _exit_code(asked) == 0
-    told = capsys.readouterr()
-    assert told.out == "\n" and "before the model was done thinking" in told.err
-    assert _exit_code([*asked, "--no-think", "--effort", "low"]) != 0
+    assert _exit_code(arguments) == 0
+    output = capsys.readouterr()
+    assert output.out == "\n" and "before the model was done thinking" in output.err
+    assert _exit_code([*arguments, "--no-think", "--effort", "low"]) != 0
     assert "contradict" in capsys.readouterr().err
-    assert _exit_code([*asked, "--raw", "--think"]) != 0
+    assert _exit_code([*arguments, "--raw", "--think"]) != 0
     assert "leave --raw out" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    assert _exit_code([*asked, "--think-budget", "6", "--regex", "(node|page)"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("\x1b[2m") and "[thought: 10 tokens" in shown
-    assert shown.split("\x1b[0m")[1].strip() in ("node", "page")
+    assert _exit_code([*arguments, "--think-budget", "6", "--regex", "(node|page)"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("\x1b[2m") and "[thought: 10 tokens" in printed
+    assert printed.split("\x1b[0m")[1].strip() in ("node", "page")

@@ -60,11 +60,11 @@ class TreeMachine(RuleBasedStateMachine):
             return
         for source, target in self.tree.take_copies():
             self.memory[target] = self.memory[source]
-        slot, column = self.tree.slot_of(branch), branch.tabled
+        slot, column = self.tree.slot_of(branch), branch.num_table_pages
         for page in branch.pages_from(column):
             self.table[slot, column] = page
             column += 1
-        branch.tabled = column
+        branch.num_table_pages = column
         shared = {node.page for node in nodes(self.tree.index)}
         for position in range(branch.computed, length):
             page = self.table[slot, position // SIZE]
@@ -84,8 +84,8 @@ class TreeMachine(RuleBasedStateMachine):
     def extend(self, branch: Branch, tokens: list[int], part: float, provisional: bool) -> None:
         self.tree.append(branch, tokens, provisional=provisional)
         self.texts[branch] += tokens
-        left = branch.length - branch.computed
-        self._compute(branch, branch.computed + int(left * part))
+        remaining = branch.length - branch.computed
+        self._compute(branch, branch.computed + int(remaining * part))
 
     @rule(branch=branches)
     def finish(self, branch: Branch) -> None:
@@ -155,10 +155,10 @@ class TreeMachine(RuleBasedStateMachine):
         if not hasattr(self, "tree"):
             return
         tree = self.tree
-        held = [page for branch in self.texts for page in branch.pages]
-        held += [node.page for node in nodes(tree.index)]
-        assert len(held) == len(set(held))
-        assert tree.pool.free == tree.pool.count - len(held)
+        held_pages = [page for branch in self.texts for page in branch.pages]
+        held_pages += [node.page for node in nodes(tree.index)]
+        assert len(held_pages) == len(set(held_pages))
+        assert tree.pool.free == tree.pool.count - len(held_pages)
         assert tree.index.pages == sum(1 for _ in nodes(tree.index))
 
     @invariant()
@@ -166,7 +166,7 @@ class TreeMachine(RuleBasedStateMachine):
         if not hasattr(self, "tree"):
             return
         stands = Counter(branch.node for branch in self.texts)
-        stands.update(branch.borrowed for branch in self.texts if branch.borrowed is not None)
+        stands.update(branch.shared_tail for branch in self.texts if branch.shared_tail is not None)
         live = 0
         for node in nodes(self.tree.index):
             assert node.live == stands[node] + sum(c.live > 0 for c in node.all_children())
@@ -183,14 +183,16 @@ class TreeMachine(RuleBasedStateMachine):
         for branch, text in self.texts.items():
             assert branch.tokens == text and branch.length == len(text)
             pages = branch.pages_from(0)
-            if branch.borrowed is not None:
+            if branch.shared_tail is not None:
                 assert not branch.pages
-                pages.append(branch.borrowed.page)
+                pages.append(branch.shared_tail.page)
             stored = self.memory[pages].reshape(-1)[: branch.computed]
             # What was computed with another adapter would be other numbers.
             assert stored.tolist() == [t + 10 * branch.adapter for t in text[: branch.computed]]
-            known = [self.table[branch.slot, c] for c in range(branch.tabled)]
-            assert known == pages[: branch.tabled], "the block table is right as far as it is said"
+            table_pages = [self.table[branch.slot, c] for c in range(branch.num_table_pages)]
+            assert table_pages == pages[: branch.num_table_pages], (
+                "the block table is right as far as it is said"
+            )
             if branch.provisional is not None:
                 assert branch.start <= branch.provisional, "what may change is found by nobody"
         for node in nodes(self.tree.index):
@@ -220,11 +222,11 @@ def test_what_an_adapter_computed_is_forgotten_and_its_pages_come_back():
     branch = tree.open([1] * 2 * SIZE, adapter=1)
     tree.reserve(branch, branch.length)
     tree.advance(branch, branch.length)
-    assert not tree.index.forget(1)  # a branch needs it
+    assert not tree.index.drop_adapter(1)  # a branch needs it
     tree.close(branch)
     assert tree.open([1] * 2 * SIZE).reused == 0
     assert tree.open([1] * 2 * SIZE, adapter=2).reused == 0
-    assert tree.index.forget(1)
+    assert tree.index.drop_adapter(1)
     assert tree.open([1] * 2 * SIZE, adapter=1).reused == 0
     tree.index.clear()
     assert tree.pool.used == 0
@@ -238,8 +240,8 @@ def test_the_longest_prefix_is_found_to_the_token():
     assert tree.open([1, 2, 3, 4, 5, 6, 0, 7, 7]).reused == 7
     assert tree.open([1, 2, 9]).reused == 2
     assert tree.open([7, 1]).reused == 0
-    whole = tree.open([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
-    assert whole.reused == 9, "the last token is always computed"
+    long_branch = tree.open([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+    assert long_branch.reused == 9, "the last token is always computed"
     assert tree.open([1, 2, 3, 4, 0, 0, 0, 0]).reused == 4
 
 
@@ -251,11 +253,11 @@ def test_running_texts_share_whole_pages_before_they_end():
 
 def test_texts_that_turn_out_the_same_share_their_pages():
     tree = Tree(32, SIZE)
-    one, other = tree.open([1, 2, 3, 4, 5]), tree.open([1, 2, 3, 4, 5])
-    for branch in (one, other):
+    first, other = tree.open([1, 2, 3, 4, 5]), tree.open([1, 2, 3, 4, 5])
+    for branch in (first, other):
         tree.reserve(branch, 5)
         tree.advance(branch, 5)
-    assert one.node is other.node and tree.pool.used == 3
+    assert first.node is other.node and tree.pool.used == 3
 
 
 def test_the_least_recently_used_goes_first():
@@ -273,7 +275,7 @@ def test_a_full_pool_says_so():
     pool.allocate()
     with pytest.raises(OutOfPagesError):
         pool.allocate()
-    with pytest.raises(UnspoolError, match="too few"):
+    with pytest.raises(UnspoolError, match="at least 1 page"):
         PagePool(0)
 
 
@@ -291,7 +293,7 @@ def test_what_is_provisional_is_found_by_nobody_until_it_is_committed():
     assert tree.open([1, 2, 3, 4, 9, 7, 7, 9, 9, 9, 9, 9, 5]).reused == 12
 
 
-def lines_run(work: Any, *given: Any) -> tuple[int, Any]:
+def lines_run(work: Any, *arguments: Any) -> tuple[int, Any]:
     """How many lines of Python a call runs, and what it gives."""
     lines = 0
 
@@ -303,11 +305,11 @@ def lines_run(work: Any, *given: Any) -> tuple[int, Any]:
     gc.disable()  # what others left behind would be counted too
     sys.settrace(count)
     try:
-        found = work(*given)
+        result = work(*arguments)
     finally:
         sys.settrace(None)
         gc.enable()
-    return lines, found
+    return lines, result
 
 
 def test_fork_and_rewind_cost_the_same_however_long_the_text():
@@ -332,11 +334,11 @@ def test_a_chain_of_copies_reads_its_first_page():
     tree = Tree(32, SIZE)
     trunk = computed(tree, [1, 2, 3, 4, 5, 6])
     fork = tree.fork(trunk)
-    assert fork.borrowed is not None
-    lender = fork.borrowed.page
+    assert fork.shared_tail is not None
+    lender = fork.shared_tail.page
     tree.append(fork, [7])
     tree.reserve(fork, fork.length)
-    side = tree.twin(fork, [8], 1)
+    side = tree.draft_fork(fork, [8], 1)
     assert side is not None
     copies = tree.take_copies()
     assert sorted(copies) == sorted([(lender, fork.pages[0]), (lender, side.pages[0])])
@@ -353,7 +355,7 @@ def test_no_copy_goes_to_a_page_that_another_one_reads():
     assert all(branch.computed == 2 for branch in (*ones, *twos))
     tree.reserve(ones[0], 3)
     tree.close(ones[1])  # now nothing but the pending copy needs the page of the ones
-    held = [tree.pool.allocate() for _ in range(tree.pool.free)]
+    held_pages = [tree.pool.allocate() for _ in range(tree.pool.free)]
     tree.reserve(twos[0], 3)
     copies = tree.take_copies()
     sources, targets = zip(*copies, strict=True)
@@ -361,6 +363,6 @@ def test_no_copy_goes_to_a_page_that_another_one_reads():
     assert twos[0].computed == 0, "without a page for the copy its tokens are computed again"
     for branch in (ones[0], *twos):
         tree.close(branch)
-    tree.pool.release(held)
+    tree.pool.release(held_pages)
     tree.index.clear()
     assert tree.pool.used == 0

@@ -113,12 +113,12 @@ def test_cancelled_work_is_not_computed(overlaps: bool):
         work = [threads.submit(read, engine, [n] * 300, scope) for n in range(3)]
         gate.wait()
         scope.cancel()
-        held = len(gate.steps)
+        num_steps = len(gate.steps)
         gate.open()
         for job in work:
             with pytest.raises(WorkCancelledError):
                 job.result(30)
-    assert len(gate.steps) <= held + overlaps
+    assert len(gate.steps) <= num_steps + overlaps
     with scope.active(), pytest.raises(WorkCancelledError):
         engine.open([1])
     with scope.active(), pytest.raises(WorkCancelledError):

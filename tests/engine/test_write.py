@@ -1,4 +1,4 @@
-"""Guards, grammars and edits on the engine: texts that are taken back and written anew."""
+"""Guards, grammars and edits: texts that are rewound and continued differently."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_is_banned_is_taken_back_and_written_differently():
     assert changed[:at] == text[:at], "what stood before is left alone"
     assert "".join(step.text for step in guarded) == changed
     assert len(guarded) == len(plain) == 60
-    assert any("took" in note and "back" in note for note in stream.notes)
+    assert any("rewound" in note for note in stream.notes)
 
 
 def test_a_guard_can_stop_a_text():
@@ -108,7 +108,7 @@ def test_the_guard_takes_back_a_loop_of_the_default_model(lm: Any):
     guarded = lm.generate(prompt, guard="loop", **options)
     first = next(n for n, (a, b) in enumerate(zip(looping.tokens, guarded.tokens, strict=False))
                  if a != b)  # fmt: skip
-    assert any(note.startswith("took") for note in guarded.notes)
+    assert any(note.startswith("rewound") for note in guarded.notes)
     assert first >= 1, "the beginning is untouched"
     assert set(guarded.tokens) <= set(only) and guarded.text.split() == [
         lm.readable(token).strip() for token in guarded.tokens
@@ -126,11 +126,11 @@ PERSON = {
 @pytest.mark.real
 def test_grammars_hold(lm: Any):
     options = {"max_tokens": 80, "seed": 3, "temperature": 1.0, "explain": True}
-    made = lm.chat("Invent a person.", json_schema=PERSON, **options)
-    assert made.finish_reason == "stop"
-    person = json.loads(made.text)
+    generation = lm.chat("Invent a person.", json_schema=PERSON, **options)
+    assert generation.finish_reason == "stop"
+    person = json.loads(generation.text)
     assert set(person) == {"name", "age"} and isinstance(person["age"], int)
-    assert made.steps[0].stages[0].name == "grammar"
+    assert generation.steps[0].stages[0].name == "grammar"
     dated = lm.generate("Date:", regex=r" [0-9]{4}-[0-9]{2}-[0-9]{2}", max_tokens=30, seed=1)
     assert re.fullmatch(r" [0-9]{4}-[0-9]{2}-[0-9]{2}", dated.text)
     picked = lm.generate("The sky is", choice=[" blue", " green"], temperature=0)
@@ -161,7 +161,7 @@ def test_a_grammar_with_drafts_guards_and_going_on_gives_the_same_text(lm: Any):
         ({"regex": "(("}, "regex|expression"),
         ({"regex": "a", "choice": ["b"]}, "only one"),
         ({"choice": []}, "choice"),
-        ({"grammar": 7}, "grammar was 7"),
+        ({"grammar": 7}, "grammar must be"),
         ({"guard": "lop"}, "did you mean 'loop'"),
         ({"speculate": "magic"}, "speculat"),
         ({"logit_bias": {9_000_000: 1.0}}, "token 9000000"),
@@ -191,8 +191,8 @@ def test_rewind_choose_resume(tiny_lm: Any):
     judged = tiny_lm.score([*first.prompt, *other.tokens]).logprobs
     assert [s.logprob for s in other.steps] == pytest.approx(judged[3:], abs=1e-4)
     assert first.tokens[8] != 42 and len(first.tokens) == 20, "the old text is as it was"
-    more = first.resume(max_tokens=10)
-    assert more.tokens[:20] == first.tokens and len(more.tokens) == 30
+    continued = first.resume(max_tokens=10)
+    assert continued.tokens[:20] == first.tokens and len(continued.tokens) == 30
     hot = first.rewind(2).resume(temperature=0)
     cold = first.rewind(2).resume(temperature=0)
     assert hot.tokens == cold.tokens
@@ -213,29 +213,31 @@ def test_max_tokens_of_resume_counts_new_tokens(tiny_lm: Any):
     assert six.rewind(2).finish_reason == "interrupted"
     full = tiny_lm.generate([5] * 120, max_tokens=500, **options)
     assert (len(full.tokens), full.finish_reason) == (8, "context")
-    more = full.resume(max_tokens=4)
-    assert (more.tokens, more.finish_reason) == (full.tokens, "context")
+    continued = full.resume(max_tokens=4)
+    assert (continued.tokens, continued.finish_reason) == (full.tokens, "context")
 
 
 def test_alternatives(tiny_lm: Any):
-    made = tiny_lm.generate([5, 6, 7], max_tokens=6, seed=1, end=False, top=4)
+    generation = tiny_lm.generate([5, 6, 7], max_tokens=6, seed=1, end=False, top=4)
     for index in (0, 3):
-        options = made.alternatives(index, top=4)
-        told = made.steps[index].candidates
-        assert [c.token for c in options] == [c.token for c in told]
-        assert [c.logprob for c in options] == pytest.approx([c.logprob for c in told], abs=1e-4)
-    with pytest.raises(SettingsError, match="no token 9"):
-        made.alternatives(9)
+        options = generation.alternatives(index, top=4)
+        explained = generation.steps[index].candidates
+        assert [c.token for c in options] == [c.token for c in explained]
+        assert [c.logprob for c in options] == pytest.approx(
+            [c.logprob for c in explained], abs=1e-4
+        )
+    with pytest.raises(SettingsError, match="index must be from 0"):
+        generation.alternatives(9)
     with pytest.raises(SettingsError, match="cannot rewind to 7"):
-        made.rewind(7)
+        generation.rewind(7)
     with pytest.raises(UnspoolError, match="token 999"):
-        made.choose(999)
+        generation.choose(999)
 
 
 def test_mirostat_goes_on_as_if_it_had_never_stopped(tiny_lm: Any):
     options = {"max_tokens": 24, "seed": 3, "end": False, "mirostat_tau": 4.0, "temperature": 1.0}
-    whole = tiny_lm.generate([5, 6, 7], **options)
-    assert whole.rewind(11).resume().tokens == whole.tokens
+    full_text = tiny_lm.generate([5, 6, 7], **options)
+    assert full_text.rewind(11).resume().tokens == full_text.tokens
 
 
 def test_going_on_shows_every_character_once():
@@ -262,18 +264,18 @@ def test_going_on_shows_every_character_once():
             settings=SamplingSettings(seed=cut, temperature=1.0),
             limits=Limits(max_tokens=cut, context=512, stop=("🌿 x",)),
         )
-        made = Generation(request, source=Source())
-        list(made.extend(engine.submit(request)))
-        more = made.resume(max_tokens=24)
-        whole = b"".join(step.bytes for step in more.steps).decode("utf-8", "replace")
-        assert more.text == whole
+        started = Generation(request, source=Source())
+        list(started.extend(engine.submit(request)))
+        continued = started.resume(max_tokens=24)
+        full_text = b"".join(step.bytes for step in continued.steps).decode("utf-8", "replace")
+        assert continued.text == full_text
 
 
 def test_releasing_a_branch_that_somebody_waits_for_leaks_nothing():
     engine = Engine(null_model.NullModel(pages=50))
     branch = engine.open([1] * 40)
     blocker, failed = threading.Event(), list[BaseException]()
-    engine.loop.tell(lambda: blocker.wait(30))
+    engine.loop.post(lambda: blocker.wait(30))
 
     def wait() -> None:
         try:
@@ -308,33 +310,33 @@ def test_words_of_ones_own(lm: Any):
 
 @pytest.mark.real
 def test_half_a_character_survives_going_on(lm: Any):
-    """An emoji is several tokens: cut between them, and go on."""
+    """An emoji is several tokens: rewind between them, and continue."""
     pieces = lm.tokenizer.encode(" 🌿")
     assert len(pieces) > 1
-    made = lm.generate("A leaf:", max_tokens=1, temperature=0)
-    begun = made.rewind(0).choose(pieces[0])
+    generation = lm.generate("A leaf:", max_tokens=1, temperature=0)
+    partial = generation.rewind(0).choose(pieces[0])
     for piece in pieces[1:]:
-        begun = begun.choose(piece)
-    assert begun.rewind(len(pieces)).text.endswith("�") or "🌿" in begun.text
-    assert lm.tokenizer.decode(begun.resume(max_tokens=8).tokens).startswith(" 🌿")
+        partial = partial.choose(piece)
+    assert partial.rewind(len(pieces)).text.endswith("�") or "🌿" in partial.text
+    assert lm.tokenizer.decode(partial.resume(max_tokens=8).tokens).startswith(" 🌿")
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"frequency_penalty": 0.4}], ids=str)
 def test_steps_can_be_explained_afterwards(tiny_lm: Any, options: dict[str, Any]):
-    asked = {"max_tokens": 12, "seed": 3, "end": False, **options}
-    silent = tiny_lm.generate([5, 6, 7], **asked)
-    told = tiny_lm.generate([5, 6, 7], explain=True, top=4, **asked)
-    assert silent.tokens == told.tokens
+    sampling = {"max_tokens": 12, "seed": 3, "end": False, **options}
+    silent = tiny_lm.generate([5, 6, 7], **sampling)
+    explained = tiny_lm.generate([5, 6, 7], explain=True, top=4, **sampling)
+    assert silent.tokens == explained.tokens
     assert not any(step.explained or step.stages for step in silent.steps)
     later = silent.explained(top=4)
-    for one, other, plain in zip(later.steps, told.steps, silent.steps, strict=True):
-        assert (one.token, one.rank, one.text) == (other.token, other.rank, other.text)
+    for after, other, plain in zip(later.steps, explained.steps, silent.steps, strict=True):
+        assert (after.token, after.rank, after.text) == (other.token, other.rank, other.text)
         assert plain.logprob == pytest.approx(other.logprob, abs=1e-5)
-        assert one.entropy == pytest.approx(other.entropy, abs=1e-4)
-        assert one.probability == pytest.approx(other.probability, abs=1e-4)
-        assert [s.name for s in one.stages] == [s.name for s in other.stages]
-        assert [c.token for c in one.candidates] == [c.token for c in other.candidates]
-        assert (one.draw is None) == (other.draw is None)
+        assert after.entropy == pytest.approx(other.entropy, abs=1e-4)
+        assert after.probability == pytest.approx(other.probability, abs=1e-4)
+        assert [s.name for s in after.stages] == [s.name for s in other.stages]
+        assert [c.token for c in after.candidates] == [c.token for c in other.candidates]
+        assert (after.draw is None) == (other.draw is None)
     changed = silent.rewind(4).choose(42).resume().explained()
     assert changed.steps[4].token == 42 and changed.steps[4].chosen
     assert all(step.explained for step in changed.steps)

@@ -1,8 +1,8 @@
-"""The adapters of one engine: loaded and let go while texts are written, each under a name.
+"""The LoRA adapters of one engine: loaded and unloaded by name while texts are generated.
 
-A name stands for a number, which the rows of a step carry to the backend. A number is never used
-twice, so that what was computed with an old adapter is not taken for what a new one of the same
-name would give. The old one's matrices are kept until the last text with it has ended.
+A name maps to a number, which the rows of a step carry to the backend. A number is never used
+twice, so that pages computed with an old adapter are not reused for a new one of the same name. The
+old adapter's matrices are kept until the last text with it has ended.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ if TYPE_CHECKING:
 
 
 class EngineAdapters:
-    """What `Engine` knows of adapters."""
+    """Loads, numbers and frees the adapters of an engine."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._numbers: dict[str, int] = {}
         self._twins: dict[str, Twin] = {}
-        self._retired: set[int] = set()  # let go, and perhaps still in use
+        self._retired: set[int] = set()  # unloaded, and perhaps still in use
         self._count = 0
-        loop.tree.adapter_unused = self._free_unused
+        loop.tree.on_adapter_unused = self._free_unused
 
     @property
     def names(self) -> list[str]:
         return list(self._numbers)
 
     def number(self, name: str | None) -> int:
-        """What the rows of a text with this adapter carry; 0: without one."""
+        """Return the number of an adapter; 0 for None. Raises SettingsError if it is not loaded."""
         if name is None:
             return 0
         number = self._numbers.get(name)
         if number is None:
-            known = ", ".join(self._numbers) or "none"
+            loaded = ", ".join(self._numbers) or "none"
             raise SettingsError(
-                f"there is no adapter {name[:100]!r} (loaded: {known}); load it with "
+                f"there is no adapter {name[:100]!r} (loaded: {loaded}); load it with "
                 "lm.load_adapter(name, folder)"
             )
         return number
 
     def twin(self, name: str | None) -> Twin | None:
-        """How this adapter fills a canvas, if it says so."""
+        """Return the adapter's settings for filling a canvas; None if it has none."""
         self.number(name)
         return None if name is None else self._twins.get(name)
 
     def load(self, name: str, adapter: Adapter) -> None:
-        """Have an adapter under this name from now on, also where there was another."""
+        """Load an adapter under a name, and replace an earlier one of that name."""
 
-        def put() -> None:
+        def load() -> None:
             self._loop.backend.set_adapter(self._count + 1, adapter)
             self._count += 1
             self._retire(name)
@@ -61,10 +61,10 @@ class EngineAdapters:
             if adapter.twin is not None:
                 self._twins[name] = adapter.twin
 
-        self._loop.call(put)
+        self._loop.call(load)
 
     def unload(self, name: str) -> None:
-        """Texts that are being written with it go on; new ones find it no more."""
+        """Unload an adapter; running texts with it are finished."""
         self.number(name)
         self._loop.call(lambda: self._retire(name))
 
@@ -75,13 +75,13 @@ class EngineAdapters:
         self._free_retired()
 
     def _free_unused(self, number: int) -> None:
-        """The last text with an adapter has ended: free it between two steps, if it is retired."""
+        """Free an adapter whose last text has ended, between two steps, if it was unloaded."""
         if number in self._retired:
             with contextlib.suppress(UnspoolError):  # the engine is being closed
-                self._loop.tell(self._free_retired)
+                self._loop.post(self._free_retired)
 
     def _free_retired(self) -> None:
         for number in sorted(self._retired):
-            if self._loop.tree.index.forget(number):
+            if self._loop.tree.index.drop_adapter(number):
                 self._loop.backend.set_adapter(number, None)
                 self._retired.discard(number)

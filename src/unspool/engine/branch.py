@@ -1,4 +1,4 @@
-"""A branch: one way through the tree of tokens, and what is computed of it."""
+"""A branch: one path through the tree of tokens, and its pages in the KV cache."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from unspool.backends.step import Logits
-from unspool.engine.prefixes import Node
-from unspool.engine.standing import Standing
+from unspool.engine.prefixes import PageNode
+from unspool.engine.standing import StateCursor
 
 
-class Owner(Protocol):
-    """Who computes branches: the engine."""
+class BranchOwner(Protocol):
+    """What computes branches: the engine."""
 
     def extend(self, branch: Branch, tokens: Sequence[int] = ()) -> Logits: ...
 
@@ -23,35 +23,37 @@ class Owner(Protocol):
 
 
 class Branch:
-    """A text: its tokens, and the pages that hold what is computed of them."""
+    """A text: its tokens, and the pages with their keys and values."""
 
     __slots__ = (
-        "adapter", "block", "borrowed", "closed", "computed", "length", "node", "owner", "pages",
-        "private", "provisional", "reused", "slot", "start", "state", "tabled", "tail", "twin",
+        "adapter", "block", "canvas_adapter", "closed", "computed", "length", "node",
+        "num_table_pages", "owner", "pages", "private_id", "provisional", "reused", "shared_tail",
+        "slot", "start", "state", "tail",
     )  # fmt: skip
 
     def __init__(
-        self, root: Node, adapter: int = 0, block: int = 0, *, stateful: bool = False
+        self, root: PageNode, adapter: int = 0, block: int = 0, *, stateful: bool = False
     ) -> None:
-        self.node = root  # the last whole page
-        self.adapter = adapter  # the number of the one it is computed with; 0: none
-        self.twin: int | None = None  # ... and of that of its provisional end, if it is another
-        self.block = block  # each token sees to the end of its block of so many; 0: only back
-        self.start = 0  # how many tokens the whole pages hold
-        self.tail: list[int] = []  # the tokens behind them
+        self.node = root  # the last full page, in the prefix cache
+        self.adapter = adapter  # number of its LoRA adapter; 0: none
+        self.canvas_adapter: int | None = None  # ... of its provisional end, if that has another
+        self.block = block  # tokens attend to the end of their block of this size; 0: causal
+        self.start = 0  # tokens in full pages
+        self.tail: list[int] = []  # the tokens after them
         self.length = 0  # tokens in all
-        self.computed = 0  # tokens whose keys and values are in the pages
+        self.computed = 0  # tokens whose keys and values are in pages
         self.pages: list[int] = []  # the branch's own, from position `start` on
-        self.borrowed: Node | None = None  # whose page holds tail[:computed - start] instead
-        self.provisional: int | None = None  # from which position on tokens may still change
-        self.reused = 0  # tokens that were found computed when the branch was opened
+        # The cache node whose page holds tail[:computed - start], while the branch has no own page.
+        self.shared_tail: PageNode | None = None
+        self.provisional: int | None = None  # position from which on tokens may still change
+        self.reused = 0  # cached tokens when the branch was opened
         self.closed = False
-        # A number of its own if hooks changed what it computed, so that nobody finds it; else 0.
-        self.private = 0
-        self.slot = -1  # its line of the block table
-        self.tabled = 0  # how many pages that line has right
-        self.state = Standing(self) if stateful else None  # where its recurrent state is
-        self.owner: Owner | None = None
+        # Not 0 if hooks changed its activations: then its pages are not shared.
+        self.private_id = 0
+        self.slot = -1  # its row of the block table
+        self.num_table_pages = 0  # pages that are up to date in that row
+        self.state = StateCursor(self) if stateful else None  # its recurrent state
+        self.owner: BranchOwner | None = None
 
     def __len__(self) -> int:
         return self.length
@@ -65,14 +67,15 @@ class Branch:
         return [token for part in reversed(parts) for token in part]
 
     def whole_blocks(self, length: int) -> int:
-        """Of so many tokens, those whose keys and values do not change with what follows."""
+        """Return how many of the first `length` tokens are in complete blocks: what follows does
+        not change their keys and values."""
         return length // self.block * self.block if self.block else length
 
     def step_end(self, first: int, until: int) -> int:
-        """Up to where one step can compute from `first` on, about to `until`: tokens that see each
+        """Return where a step from `first` to about `until` must end: tokens that attend to each
         other are computed together."""
         begin = self.length if self.provisional is None else self.provisional
-        if self.twin is not None and first < begin:
+        if self.canvas_adapter is not None and first < begin:
             until = min(until, begin)
         if until >= self.length or (first < until <= begin and not self.block):
             return until
@@ -82,23 +85,23 @@ class Branch:
         return begin if first < begin else self.length
 
     def pages_from(self, column: int) -> list[int]:
-        """The pages of the block table from a column on."""
+        """Return the branch's pages from a column of the block table on."""
         if column >= self.node.depth:
             return self.pages[column - self.node.depth :]
-        found, node = [], self.node
+        pages, node = [], self.node
         while node.parent is not None and node.depth > column:
-            found.append(node.page)
+            pages.append(node.page)
             node = node.parent
-        return found[::-1] + self.pages
+        return pages[::-1] + self.pages
 
-    # -- the verbs, for whoever holds a branch ------------------------------------------------
+    # -- for callers outside the engine -------------------------------------------------------
 
     def append(self, tokens: Sequence[int] = ()) -> Logits:
-        """Put tokens at the end and compute them: the logits of what comes next, [1, V]."""
+        """Append tokens and compute them; return the logits of the next token, [1, V]."""
         return self._owner().extend(self, tokens)
 
     def fork(self) -> Branch:
-        """Another branch with the same past; nothing is copied."""
+        """Return another branch with the same past; nothing is copied."""
         return self._owner().fork(self)
 
     def rewind(self, length: int) -> None:
@@ -106,9 +109,9 @@ class Branch:
         self._owner().rewind(self, length)
 
     def release(self) -> None:
-        """Not needed any more."""
+        """Close the branch; its pages may serve others."""
         self._owner().release(self)
 
-    def _owner(self) -> Owner:
-        assert self.owner is not None, "a branch that no engine opened"
+    def _owner(self) -> BranchOwner:
+        assert self.owner is not None, "the branch was not opened by an engine"
         return self.owner

@@ -1,4 +1,4 @@
-"""A pass over a canvas: its places computed in the engine's steps, beside ordinary texts."""
+"""A pass over a canvas: its places are computed in the engine's steps, beside ordinary texts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from unspool.engine.picking import joined
 from unspool.engine.scheduler import Scheduler
 
 
-class Pass(AwaitedTask[Logits]):
-    """A canvas that is computed from one position on, or from one to another.
+class CanvasPass(AwaitedTask[Logits]):
+    """Computes a canvas from one position to its end, or to another position.
 
-    seen   all tokens as they were in the last whole pass, where only a span is computed: the others
-           keep the keys and values of that pass.
-    intact whether those are still there; otherwise that pass is computed again first.
+    Where only a span is computed, all other tokens keep the keys and values of the last full pass.
+    If these are lost (by preemption, say), that full pass is computed again first.
     """
 
-    __slots__ = ("engine", "seen", "span", "tokens")
+    __slots__ = ("engine", "full_pass_tokens", "span", "tokens_to_restore")
 
     def __init__(
         self,
@@ -26,43 +25,53 @@ class Pass(AwaitedTask[Logits]):
         first: int,
         stop: int | None = None,
         *,
-        seen: tuple[int, ...] | None = None,
-        intact: bool = True,
+        full_pass_tokens: tuple[int, ...] | None = None,
+        is_intact: bool = True,
     ) -> None:
+        """Plan a pass from `first` to `stop`.
+
+        Args:
+            engine: Runs the pass.
+            branch: The branch of the canvas.
+            first: The first position to compute.
+            stop: Where to end; None: at the end of the canvas.
+            full_pass_tokens: All tokens at the last full pass, if only a span is computed.
+            is_intact: Whether the keys and values of that pass are still there.
+        """
         super().__init__(branch, branch.length - first)
-        self.engine, self.seen, self.stop = engine, seen, stop
+        self.engine, self.full_pass_tokens, self.stop = engine, full_pass_tokens, stop
         self.decoding = True
-        self.span = None if seen is None or stop is None else (first, stop)
-        self.tokens: list[int] | None = None  # to go on with, once `seen` is computed again
-        if not intact:
-            self._see_again()
+        self.span = None if full_pass_tokens is None or stop is None else (first, stop)
+        # The canvas's current tokens, while the last full pass is computed again.
+        self.tokens_to_restore: list[int] | None = None
+        if not is_intact:
+            self._repeat_full_pass()
 
     def begin(self, scheduler: Scheduler) -> None:
-        if self.span is not None and self.tokens is None:
+        if self.span is not None and self.tokens_to_restore is None:
             self.branch.computed = self.span[0]
         super().begin(scheduler)
 
     def preempted(self) -> None:
         if self.span is not None:
-            self._see_again()
+            self._repeat_full_pass()
 
-    def _see_again(self) -> None:
-        """First the last whole pass, as it was; then what is wanted."""
-        assert self.seen is not None
-        if self.tokens is None:
-            self.tokens = self.branch.tail.copy()
+    def _repeat_full_pass(self) -> None:
+        """Compute the tokens of the last full pass first."""
+        assert self.full_pass_tokens is not None
+        if self.tokens_to_restore is None:
+            self.tokens_to_restore = self.branch.tail.copy()
         self.stop, self.wanted = None, 1
-        self.branch.tail[:] = self.seen
+        self.branch.tail[:] = self.full_pass_tokens
         self.branch.computed = 0
 
-    def _go_on(self) -> None:
-        """With the tokens that the canvas has now."""
-        assert self.tokens is not None
-        self.branch.tail[:], self.tokens = self.tokens, None
+    def _restore_tokens(self) -> None:
+        assert self.tokens_to_restore is not None
+        self.branch.tail[:], self.tokens_to_restore = self.tokens_to_restore, None
 
     def complete(self) -> None:
-        if self.tokens is not None and self.span is not None:
-            self._go_on()
+        if self.tokens_to_restore is not None and self.span is not None:
+            self._restore_tokens()
             self.branch.computed, self.stop = self.span
             self.wanted = self.branch.length - self.span[0]
             self.logits.clear()
@@ -73,7 +82,7 @@ class Pass(AwaitedTask[Logits]):
         self.future.set_result(joined(self.logits))
 
     def fail(self, error: BaseException) -> None:
-        if self.tokens is not None:
-            self._go_on()
+        if self.tokens_to_restore is not None:
+            self._restore_tokens()
             self.branch.computed = 0
         super().fail(error)

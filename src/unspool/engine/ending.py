@@ -1,10 +1,10 @@
-"""The one place that says what a token shows of its text, and whether the text ends with it."""
+"""When a text ends, and which part of it can be shown already."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from unspool.engine.endless import forgotten, in_view
+from unspool.engine.endless import num_truncated, visible_tokens
 from unspool.errors import ContextError
 from unspool.text.tokenizer.stream import TextStream
 
@@ -17,56 +17,60 @@ class Limits:
     context: int
     end_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
-    # Strings behind which a text pauses, and which stay in it; only what is new is looked at. A
-    # search sets them for one piece of a text: no trace saves them.
+    # Strings after which a text pauses, and which stay in it; only new text is searched. A search
+    # sets them for one part of a text: traces do not save them.
     pauses: tuple[str, ...] = field(default=(), compare=False)
-    sample: int = 0  # which of several samples with one seed
+    sample: int = 0  # index among several samples with one seed
     top: int = 0  # candidates to record at each step
     explain: bool = False  # record what each sampling stage did
-    # Go on beyond the context, with so many first tokens kept in view; None: end there.
+    # Continue beyond the context with this many first tokens kept visible; None: end there.
     endless: int | None = None
 
     def room(self, prompt_length: int) -> int:
-        """How many tokens may follow a prompt."""
+        """Return how many tokens may follow a prompt."""
         if self.endless is not None:
             return self.max_tokens
         return max(0, min(self.max_tokens, self.context - prompt_length))
 
     def forgotten(self, length: int) -> int:
-        """How many tokens of a text of so many are out of view."""
-        return 0 if self.endless is None else forgotten(length, self.context, self.endless)
+        """Return how many of a text's `length` tokens the model no longer sees."""
+        return 0 if self.endless is None else num_truncated(length, self.context, self.endless)
 
-    def in_view(self, tokens: list[int]) -> list[int]:
-        """Those tokens of a text that the model sees when it writes the next one."""
-        return tokens if self.endless is None else in_view(tokens, self.context, self.endless)
+    def visible_tokens(self, tokens: list[int]) -> list[int]:
+        """Return the tokens that the model sees when it writes the next one."""
+        if self.endless is None:
+            return tokens
+        return visible_tokens(tokens, self.context, self.endless)
 
 
-def check_fits(length: int, context: int, longest: int = 0) -> None:
-    """Refuse a prompt that is longer than the context; `longest`: what the model can be loaded
-    with."""
+def check_fits(length: int, context: int, max_context: int = 0) -> None:
+    """Raise ContextError for a prompt longer than the context.
+
+    `max_context` is the longest context that the model can be loaded with.
+    """
     if length > context:
-        longer = f", or load the model with context={longest}" if longest > context else ""
+        advice = f", or load the model with context={max_context}" if max_context > context else ""
         raise ContextError(
             f"the prompt has {length:,} tokens and the model's context holds {context:,}; "
-            f"shorten the prompt{longer}",
+            f"shorten the prompt{advice}",
             num_tokens=length,
             context=context,
         )
 
 
 class Ending:
-    """A text as it grows: what can be shown of it, and why it ends."""
+    """Incremental detokenizer and stop conditions of one text."""
 
-    __slots__ = ("_limits", "_new", "_prompt", "text")
+    __slots__ = ("_limits", "_pause_window", "_prompt_length", "text")
 
     def __init__(self, limits: Limits, prompt_length: int, text: TextStream | None = None) -> None:
-        self._limits, self._prompt = limits, prompt_length
+        self._limits, self._prompt_length = limits, prompt_length
         self.text = TextStream(limits.stop) if text is None else text
-        self._new = b""  # what was pushed, where a pause is looked for in it
+        self._pause_window = b""  # the last bytes, in which a pause string may have started
 
     def copy(self) -> Ending:
-        other = Ending(self._limits, self._prompt, self.text.copy())
-        other._new = self._new
+        other = Ending(self._limits, self._prompt_length, self.text.copy())
+        other._pause_window = self._pause_window
         return other
 
     @property
@@ -77,37 +81,39 @@ class Ending:
     def push(
         self, token: int, piece: bytes, length: int, must_end: bool = False
     ) -> tuple[str, str | None]:
-        """What can be shown once this token is there, and why the text ends with it, if it does.
+        """Take the next token; return the text that can be shown now, and the finish reason if any.
 
-        `length` is that of the whole text, this token included; `must_end` says that a grammar
-        allows nothing more. The end token itself is never shown.
+        Args:
+            token: The token's id. An end token itself is never shown.
+            piece: The token's bytes.
+            length: Tokens of prompt and text, this one included.
+            must_end: A grammar allows nothing more.
         """
         limits = self._limits
         if token in limits.end_ids:
             return self.text.push(b""), "stop"
-        shown = self.text.push(piece)
+        text = self.text.push(piece)
         if self.text.stopped is not None or must_end:
-            return shown, "stop"
-        if length - self._prompt >= limits.max_tokens:
-            return shown, "length"
+            return text, "stop"
+        if length - self._prompt_length >= limits.max_tokens:
+            return text, "length"
         if length >= limits.context and limits.endless is None:
-            return shown, "context"
+            return text, "context"
         if limits.pauses and self._pauses(piece):
-            return shown, "pause"
-        return shown, None
+            return text, "pause"
+        return text, None
 
     def _pauses(self, piece: bytes) -> bool:
-        """Whether one of the strings is complete with this piece. Space before the first word is
-        no piece of text that anybody would pause behind."""
+        """Return whether this piece completes a pause string. Leading spaces do not count."""
         pauses = [pause.encode() for pause in self._limits.pauses]
-        fresh = self._new + piece
-        if not self._new:
-            fresh = fresh.lstrip()
-        complete = any(pause in fresh for pause in pauses)
-        # Only so much is kept that a pause can be found which begins in it, but never nothing.
-        self._new = fresh[-max(map(len, pauses)) :]
-        return complete
+        recent = self._pause_window + piece
+        if not self._pause_window:
+            recent = recent.lstrip()
+        is_complete = any(pause in recent for pause in pauses)
+        # The longest pause string bounds how far back a match can start.
+        self._pause_window = recent[-max(map(len, pauses)) :]
+        return is_complete
 
     def finish(self) -> str:
-        """What was held back until it was certain that the text ends here."""
+        """Return the text that was held back as a possible start of a stop string."""
         return self.text.finish()

@@ -1,18 +1,17 @@
-"""Texts longer than the context: what of them is in view.
+"""Context truncation: texts that grow longer than the model's context (the option `endless`).
 
-A model reads at most `context` tokens. A text that may grow beyond that keeps its first tokens in
-view (the task, and the attention sinks without which models lose their footing: Xiao et al. 2023)
-and forgets the oldest of the others, half of them at a time. What is left moves up and is read
-again, as if it were a text of its own: the model sees first tokens and last tokens side by side,
-with nothing to tell it that something stood between.
+A model reads at most `context` tokens. A text that may outgrow it keeps its first tokens visible
+(the task, and the attention sinks that models need: Xiao et al. 2023, StreamingLLM) and drops the
+oldest of the others, half of the free context at a time. The remaining tokens are read again as a
+text without a gap.
 
-Reading again makes it exact. Keys and values that were computed with the forgotten tokens in view
-still know of them, and turned to other positions they are what no run of the model would give; read
-again, they are those of a fresh run. As half of the room is free after each jump, every written
-token is read about once more, which costs far less than writing it.
+Reading them again makes the result exact: keys and values computed while the dropped tokens were
+visible still depend on them, and no rotation to other positions changes that. As half of the
+context is free after each truncation, every written token is read about once more, which costs far
+less than writing it.
 
-How much is forgotten follows from the length alone. So a text that is rewound, gone on with or
-replayed has the same view at the same place, and the same seed writes the same text.
+The number of dropped tokens follows from the length alone. So a text that is rewound, resumed or
+replayed sees the same tokens at the same position, and the same seed writes the same text.
 """
 
 from __future__ import annotations
@@ -22,46 +21,46 @@ from typing import Any
 
 from unspool.errors import SettingsError
 
-SINKS = 4  # first tokens that hold the attention that nothing else wants
+SINKS = 4  # first tokens that attract the attention nothing else needs (attention sinks)
 
 
-def forgotten(length: int, context: int, kept: int) -> int:
-    """How many tokens behind the first `kept` are out of view in a text of so many tokens."""
+def num_truncated(length: int, context: int, num_kept: int) -> int:
+    """Return how many tokens after the first `num_kept` are dropped from a text of `length`."""
     if length <= context:
         return 0
-    jump = max(1, (context - kept) // 2)
-    return -(-(length - context) // jump) * jump
+    block = max(1, (context - num_kept) // 2)
+    return -(-(length - context) // block) * block
 
 
-def in_view(tokens: Sequence[int], context: int, kept: int) -> list[int]:
-    """Those tokens of a text that the model sees when it writes the next one."""
-    first_seen = kept + forgotten(len(tokens), context, kept)
-    return [*tokens[:kept], *tokens[first_seen:]]
+def visible_tokens(tokens: Sequence[int], context: int, num_kept: int) -> list[int]:
+    """Return the tokens that the model sees when it writes the next one."""
+    first_recent = num_kept + num_truncated(len(tokens), context, num_kept)
+    return [*tokens[:num_kept], *tokens[first_recent:]]
 
 
-def told(length: int, context: int, kept: int) -> str:
-    """What the model no longer saw at the end of a text, for people."""
-    gone = forgotten(length, context, kept)
+def truncation_note(length: int, context: int, num_kept: int) -> str:
+    """Describe which tokens the model saw at the end of a text of `length` tokens."""
+    num_dropped = num_truncated(length, context, num_kept)
     return (
         f"the text outgrew the context of {context:,} tokens: at its end the model saw the first "
-        f"{kept:,} and the last {length - kept - gone:,} tokens, and none of the {gone:,} between"
+        f"{num_kept:,} and the last {length - num_kept - num_dropped:,} tokens, and none of the "
+        f"{num_dropped:,} between"
     )
 
 
-def kept_tokens(asked: Any, prompt_length: int, context: int) -> int | None:
-    """How many first tokens stay in view, from what a caller gave as `endless`: None if the text
-    ends with the context."""
-    if asked is None or asked is False:
+def parse_endless(value: Any, prompt_length: int, context: int) -> int | None:
+    """Return how many first tokens stay visible; None if the text ends with the context."""
+    if value is None or value is False:
         return None
-    if asked is True:  # a short prompt is the task: it stays
+    if value is True:  # a short prompt is the task: it stays
         return prompt_length if prompt_length <= context // 4 else min(SINKS, context // 2)
-    if not isinstance(asked, int) or asked < 1:
+    if not isinstance(value, int) or value < 1:
         raise SettingsError(
-            f"endless is {asked!r}; it may be True, or how many of the first tokens stay in view"
+            f"endless must be True, or the number of first tokens to keep visible, got {value!r}"
         )
-    if asked > context // 2:
+    if value > context // 2:
         raise SettingsError(
-            f"endless keeps {asked:,} tokens in view, more than half of the context of "
+            f"endless keeps {value:,} tokens visible, more than half of the context of "
             f"{context:,}; keep fewer"
         )
-    return asked
+    return value

@@ -5,10 +5,11 @@
     logits = branch.append([token])                # append, compute, and get the logits
     other = branch.fork()                          # shares the whole past
     branch.rewind(12)                              # drop every token from the 12th on
-    for step in engine.submit(request): ...        # a text that writes by itself
+    for step in engine.submit(request): ...        # generate a text
 
-Any thread may call it. Each call becomes a command that the engine's thread (`loop.py`) carries
-out between two steps.
+Any thread may call it. Each call becomes a command that the engine's thread (`loop.py`) runs
+between two steps. Commands on idle branches do not wait for the step in flight: the device computes
+steps in order, and only settled steps change what a branch has computed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from unspool.engine.loop import Loop
 from unspool.engine.picking import joined
 from unspool.engine.request import ReadingDrafter, Request
 from unspool.engine.scheduler import Scheduler, Task
-from unspool.engine.sequence import Sequence as WrittenText
+from unspool.engine.sequence import Sequence as RunningSequence
 from unspool.engine.stream import StepQueue, StepStream
 from unspool.engine.tree import Tree
 from unspool.engine.work_scope import current_scope
@@ -45,10 +46,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Logits of a branch's last tokens, and what was looked at inside."""
+    """Logits of a branch's last tokens, and the activations that were observed."""
 
     logits: Logits  # [wanted, vocabulary]
-    inside: list[Inside] = field(default_factory=list)  # of each chunk that was looked at
+    inside: list[Inside] = field(default_factory=list)  # one for each chunk
 
 
 class AwaitedTask(Task, Generic[Result]):
@@ -61,7 +62,7 @@ class AwaitedTask(Task, Generic[Result]):
         self.future: Future[Result] = Future()
 
     def begin(self, scheduler: Scheduler) -> None:
-        """Have it computed; on the engine's thread."""
+        """Queue the task. Called on the engine's thread."""
         scheduler.add(self)
 
     def fail(self, error: BaseException) -> None:
@@ -69,7 +70,7 @@ class AwaitedTask(Task, Generic[Result]):
 
 
 class _Computation(AwaitedTask[Computed]):
-    """A branch that a caller waits for."""
+    """A branch whose logits and activations a caller waits for."""
 
     __slots__ = ("loop",)
 
@@ -93,10 +94,17 @@ class Engine:
         max_waiting: int = 1024,
         check_head: Callable[[], None] = lambda: None,
     ) -> None:
-        """`check_head` raises if the model has no output head, so that its logits mean nothing."""
+        """Start an engine on a backend.
+
+        Args:
+            backend: Computes the steps.
+            token_bytes: The text of a token, as bytes.
+            max_waiting: Requests without a token yet that are accepted.
+            check_head: Raises if the model has no output head: then its logits mean nothing.
+        """
         self.backend, self.token_bytes = backend, token_bytes
         self.check_head = check_head
-        self.max_waiting = max_waiting  # requests without a token yet
+        self.max_waiting = max_waiting
         self.loop = Loop(backend)
         self.adapters = EngineAdapters(self.loop)
         self._waiting: set[StepQueue] = set()
@@ -111,22 +119,24 @@ class Engine:
 
     @property
     def steps(self) -> int:
-        """How many steps were run so far."""
+        """Steps settled so far."""
         return self.loop.steps
 
     # -- branches ----------------------------------------------------------------------------
 
     def open(self, tokens: Sequence[int], adapter: str | None = None) -> Branch:
-        """A new branch; what was computed of its tokens before is used again."""
+        """Open a branch; cached pages of its tokens are used."""
         self._check_length(len(tokens))
         current_scope().check()
         number = self.adapters.number
-        branch = self.call(lambda: self.tree.open(tokens, adapter=number(adapter)))
+        branch = self.loop.call(
+            lambda: self.tree.open(tokens, adapter=number(adapter)), at_rest=False
+        )
         branch.owner = self
         return branch
 
     def extend(self, branch: Branch, tokens: Sequence[int] = (), *, wanted: int = 1) -> Logits:
-        """Append tokens, compute all that is not computed yet, and give the last logits."""
+        """Append tokens, compute the branch to its end, and return the last `wanted` logits."""
         return self.extend_all([(branch, tokens)], wanted=wanted)[0]
 
     def extend_all(
@@ -135,10 +145,12 @@ class Engine:
         *,
         wanted: int | Sequence[int] = 1,
     ) -> list[Logits]:
-        """`extend` for several branches, computed in the same steps; of each, as many logits as
-        wanted, or as `wanted` says of it."""
+        """`extend` for several branches, computed in the same steps.
+
+        `wanted` is the number of logits of every branch, or one number for each.
+        """
         self.check_head()
-        return [seen.logits for seen in self._compute(additions, wanted, frozenset(), False)]
+        return [result.logits for result in self._compute(additions, wanted, frozenset(), False)]
 
     def look(
         self,
@@ -149,8 +161,10 @@ class Engine:
         wanted: int = 1,
         deep: bool = True,
     ) -> Computed:
-        """`extend`, looking inside at some positions: at the vectors, and, if `deep`, at attention
-        and what each layer added."""
+        """`extend`, with the activations at some positions.
+
+        Returns residuals and, if `deep`, attention weights and each layer's contribution.
+        """
         return self._compute([(branch, tokens)], wanted, at, deep)[0]
 
     def look_all(
@@ -159,21 +173,25 @@ class Engine:
         *,
         at: frozenset[int] | Sequence[frozenset[int]],
     ) -> list[Computed]:
-        """`look` at the vectors of several branches, computed in the same steps: at the same
-        positions of all, or of each at its own."""
+        """`look` at the residuals of several branches, computed in the same steps.
+
+        `at` is one set of positions for all branches, or one set for each.
+        """
         return self._compute(additions, 1, at, False)
 
     def _compute(
         self,
         additions: Sequence[tuple[Branch, Sequence[int]]],
         wanted: int | Sequence[int],
-        look: frozenset[int] | Sequence[frozenset[int]],
+        positions: frozenset[int] | Sequence[frozenset[int]],
         deep: bool,
     ) -> list[Computed]:
         for branch, tokens in additions:
             self._check_length(branch.length + len(tokens))
         counts = [wanted] * len(additions) if isinstance(wanted, int) else wanted
-        looks = [look] * len(additions) if isinstance(look, frozenset) else look
+        if isinstance(positions, frozenset):
+            positions = [positions] * len(additions)
+        observed = positions
         tasks = [
             _Computation(self.loop, branch, count)
             for (branch, _), count in zip(additions, counts, strict=True)
@@ -181,21 +199,23 @@ class Engine:
 
         def add() -> list[_Computation]:
             if len({branch for branch, _ in additions}) < len(additions):
-                raise UnspoolError("a branch was named twice; fork it, and name the fork")
+                raise UnspoolError("a branch was given twice; fork it, and give the fork")
             for branch, _ in additions:  # before anything is changed
                 self.scheduler.check_idle(branch)
-            for task, own, (branch, tokens) in zip(tasks, looks, additions, strict=True):
-                task.look, task.deep = own, deep
+            for task, observed_positions, (branch, tokens) in zip(
+                tasks, observed, additions, strict=True
+            ):
+                task.observed_positions, task.observe_attention = observed_positions, deep
                 self.tree.append(branch, tokens)
             return tasks
 
         return self.run_tasks(add)
 
     def run_tasks(self, plan: Callable[[], Sequence[AwaitedTask[Result]]]) -> list[Result]:
-        """Compute the tasks that `plan` makes on the engine's thread, and wait for all of them.
+        """Compute the tasks that `plan` creates on the engine's thread, and wait for all of them.
 
-        They share one turn in the scheduler with the other work of their caller's scope, and are
-        given up as soon as that is cancelled.
+        `plan` may change idle branches only: it runs while a step is in flight. The tasks share
+        one turn in the scheduler with the rest of their caller's scope, and are cancelled with it.
         """
         scope, tasks = current_scope(), list[AwaitedTask[Result]]()
 
@@ -206,102 +226,111 @@ class Engine:
                 task.group = scope.group
                 task.begin(self.scheduler)
 
-        def give_up() -> None:
+        def fail_tasks() -> None:
             for task in tasks:
                 self.loop.fail(task, WorkCancelledError("the work was cancelled"))
 
         def cancel() -> None:
             with suppress(UnspoolError):  # a closed engine fails its tasks itself
-                self.loop.tell(give_up, at_rest=False)
+                self.loop.post(fail_tasks, at_rest=False)
 
-        self.call(add)
+        self.loop.call(add, at_rest=False)
         with scope.on_cancel(cancel):
             return [self.loop.wait_for(task.future) for task in tasks]
 
     def fork(self, branch: Branch) -> Branch:
+        """Return another branch with the same past; the branch may be in use."""
         return self.call(lambda: self.tree.fork(branch))
 
     def rewind(self, branch: Branch, length: int) -> None:
-        def go_back() -> None:
+        """Drop every token of an idle branch from `length` on."""
+
+        def rewind() -> None:
             self.scheduler.check_idle(branch)
             self.tree.rewind(branch, length)
 
-        self.call(go_back)
+        self.loop.call(rewind, at_rest=False)
 
     def release(self, branch: Branch) -> None:
-        """The branch is done with; its pages may serve others."""
+        """Close a branch; its pages stay in the prefix cache. A task that computes it fails."""
 
         def close() -> None:
             task = self.scheduler.task_of(branch)
-            if task is not None:  # somebody was interrupted while waiting
+            if task is not None:  # its caller was interrupted while waiting
                 self.loop.fail(task, UnspoolError("the branch was released"))
             self.tree.close(branch)
 
-        self.loop.clean_up(close)
+        self.loop.clean_up(close, at_rest=False)
 
-    # -- texts that write by themselves --------------------------------------------------------
+    # -- generation ----------------------------------------------------------------------------
 
     def submit(self, request: Request) -> StepStream:
-        """Start writing; steps come as they are made."""
+        """Start generating a text; return the stream of its steps.
+
+        Raises:
+            BusyError: Too many requests are waiting.
+            UnspoolError: The request does not fit the KV cache, or names an unknown adapter.
+        """
         self.check_head()
-        self.loop.check_caller(allow_commands=True)  # the steps would never come
+        self.loop.check_caller(allow_commands=True)  # the reader of the steps would wait for itself
         limits = request.limits
         length = len(request.prompt)
         scope = current_scope()
         scope.check()
         self.scheduler.check_fits(min(length + limits.room(length), limits.context))
-        self.adapters.number(request.adapter)  # a name that means nothing is refused at once
+        self.adapters.number(request.adapter)  # raises for an unknown name
         if len(self._waiting) >= self.max_waiting:
             raise BusyError(
-                f"{len(self._waiting)} requests are waiting already, as many as may; try later"
+                f"{len(self._waiting)} requests are waiting, which is the limit; try again later"
             )
-        TextStream(limits.stop)  # checked and built here: the engine's thread finds it in a cache
-        made = request.drafter
-        drafter = made(request) if callable(made) else made
+        TextStream(limits.stop)  # compiled here: the engine's thread finds it in a cache
+        drafter = request.drafter
+        if callable(drafter):
+            drafter = drafter(request)
         if limits.endless is not None and isinstance(drafter, ReadingDrafter):
             raise SettingsError(
                 "a drafting head cannot follow a text beyond the context; leave endless out, or "
-                "guess ahead in another way: speculate='lookup'"
+                "use another drafter: speculate='lookup'"
             )
-        queue, loop, written = StepQueue(), self.loop, list[WrittenText]()
+        queue, loop, sequences = StepQueue(), self.loop, list[RunningSequence]()
 
         def begin() -> None:
             try:
-                sequence = WrittenText(
+                sequence = RunningSequence(
                     self.scheduler, self.backend.vocab_size, self.token_bytes, request, queue,
                     drafter, self.adapters.number(request.adapter),
                 )  # fmt: skip
-                written.append(sequence)
+                sequences.append(sequence)
                 sequence.group = scope.group
                 sequence.begin()
             except BaseException as error:
-                if written:
-                    written[0].end(error)
+                if sequences:
+                    sequences[0].end(error)
                 queue.end(error)
 
         def cancel() -> None:
-            for sequence in written:
+            for sequence in sequences:
                 sequence.end(None)
 
         self._waiting.add(queue)
         queue.on_start = lambda: self._waiting.discard(queue)
         try:
-            loop.tell(begin, at_rest=False)
-        except UnspoolError:  # it is closed
+            loop.post(begin, at_rest=False)
+        except UnspoolError:  # the engine is closed
             self._waiting.discard(queue)
             raise
         return StepStream(
-            queue, lambda: loop.tell(cancel, at_rest=False), loop.check_alive, loop.check_caller
+            queue, lambda: loop.post(cancel, at_rest=False), loop.check_alive, loop.check_caller
         )
 
-    # -- the thread below ----------------------------------------------------------------------
+    # -- the engine's thread -------------------------------------------------------------------
 
     def call(self, command: Callable[[], Result]) -> Result:
-        """Have a command carried out on the engine's thread, and wait for what it gives."""
+        """Run a command on the engine's thread, with no step in flight, and return its result."""
         return self.loop.call(command)
 
     def close(self) -> None:
-        """Stop the thread. What runs is told that the engine is closed."""
+        """Stop the thread. Running requests fail with "the engine was closed"."""
         self.loop.check_caller()
         self.loop.close()
 

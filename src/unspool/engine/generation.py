@@ -1,11 +1,11 @@
-"""A piece of writing that can be taken back, changed and gone on with.
+"""A generated text that can be rewound, edited and resumed.
 
     draft = lm.generate("The capital of Germany is", max_tokens=20)
-    draft.alternatives(0)                          # what else could have come first
+    draft.alternatives(0)                          # which tokens could have come first
     fixed = draft.rewind(0).choose(" Bonn").resume()
 
-Each verb gives a new `Generation` and leaves the old one as it was, so every version stays. What
-two versions share is computed once: the engine finds it in its tree of tokens.
+Each method returns a new `Generation` and does not change the old one, so every version stays. The
+tokens that two versions share are computed once: the engine finds them in its prefix cache.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from unspool.text.tokenizer.stream import TextStream
 
 
 class Source(Protocol):
-    """Who wrote a generation, and can go on with it: a language model."""
+    """The model that wrote a generation and can continue it."""
 
     def write_on(self, generation: Generation, **options: Unpack[Options]) -> StepStream:
-        """The steps that follow what the generation holds."""
+        """Continue a generation; return the stream of new steps."""
 
     def choices(
         self, tokens: Sequence[int], top: int, adapter: str | None = None
     ) -> tuple[Candidate, ...]:
-        """The likeliest tokens behind these."""
+        """Return the most likely tokens after these."""
 
     def chosen_steps(
         self,
@@ -42,25 +42,25 @@ class Source(Protocol):
         chosen: str | int | Sequence[int],
         adapter: str | None = None,
     ) -> list[Step]:
-        """Steps for tokens that a person puts behind these."""
+        """Return steps for tokens that a person appends to these."""
 
     def explain(self, generation: Generation, top: int) -> list[Step]:
-        """The steps of a generation, told in full."""
+        """Return the steps of a generation with all details of the sampling."""
 
 
 @dataclass(slots=True, repr=False)
 class Generation:
-    """A finished (or interrupted) piece of writing."""
+    """A generated text, complete or interrupted."""
 
-    request: Request = field(repr=False)  # how it was asked for, to go on in that way
+    request: Request = field(repr=False)  # as submitted; `resume` continues with it
     steps: list[Step] = field(default_factory=list)
-    empty_reason: str | None = None  # why its request wrote no token
+    empty_reason: str | None = None  # finish reason of a request that allows no token
     source: Source | None = field(default=None, repr=False)
-    notes: list[str] = field(default_factory=list)  # what the engine had to say
-    reused: int = 0  # tokens of the prompt that were computed before
+    notes: list[str] = field(default_factory=list)  # remarks of the engine
+    reused: int = 0  # tokens of the prompt that were cached
 
     def extend(self, steps: StepStream) -> Iterator[Step]:
-        """Take steps in as they come; those that a guard took back are taken out again."""
+        """Append steps as they arrive, and yield them; steps that a guard retracts are removed."""
         for step in steps:
             self.reused = steps.prompt_reused
             self.take(step)
@@ -68,43 +68,43 @@ class Generation:
         self.notes = list(steps.notes)
 
     async def extend_async(self, steps: StepStream) -> None:
-        """Take in all steps without blocking the event loop; cancellation cancels the request."""
+        """Append all steps without blocking the event loop; cancelling it cancels the request."""
         async for step in steps:
             self.take(step)
         self.reused, self.notes = steps.prompt_reused, list(steps.notes)
 
     def take(self, step: Step) -> None:
-        """Put one more step at the end, and take out those that it takes back."""
+        """Append a step, and remove those that it retracts."""
         if step.retracts:
             del self.steps[len(self.steps) - step.retracts :]
         self.steps.append(step)
 
-    # -- taking words back -------------------------------------------------------------------
+    # -- rewinding and continuing ------------------------------------------------------------
 
     def rewind(self, length: int) -> Generation:
-        """The first `length` of the new tokens; negative: without so many of the last."""
+        """Keep the first `length` of the new tokens; a negative number drops that many."""
         check_int("length", length, least=None)
         if not -len(self.steps) <= length <= len(self.steps):
             raise SettingsError(
                 f"cannot rewind to {length}: {count(len(self.steps), 'token')} written"
             )
-        kept = [
+        steps = [
             step if step.finish_reason is None else replace(step, finish_reason=None)
             for step in self.steps[:length]
         ]
-        return replace(self, steps=kept, notes=[], empty_reason=None)
+        return replace(self, steps=steps, notes=[], empty_reason=None)
 
     def fork(self) -> Generation:
-        """The same text once more, to be gone on with in another way."""
+        """Return a copy of the text, to continue it in another way."""
         return self.rewind(len(self.steps))
 
     def choose(self, token: str | int | Sequence[int]) -> Generation:
-        """Put a token (an id), several, or words of one's own at the end."""
+        """Append a token id, several, or text of your own."""
         steps = self._writer().chosen_steps(
             [*self.prompt, *self.tokens], token, self.request.adapter
         )
         forked = self.fork()
-        forked.steps = _retold(forked.steps + steps, TextStream(), ended=True)
+        forked.steps = _redecode(forked.steps + steps, TextStream(), is_complete=True)
         if self.request.thinking is not None:
             forked.steps = self.request.thinking.marked(forked.steps)
         return forked
@@ -116,52 +116,52 @@ class Generation:
         may grow to the length that was allowed before, so `text.rewind(3).resume()` writes it
         again; a text that has that length gets as many new tokens as the last call allowed.
         """
-        more, steps = self.going_on(**options)
-        for _ in more.extend(steps):
+        continued, steps = self.going_on(**options)
+        for _ in continued.extend(steps):
             pass
-        return more
+        return continued
 
     def going_on(self, **options: Unpack[Options]) -> tuple[Generation, StepStream]:
-        """`resume`, with its steps still to come."""
-        more = self.fork()
-        steps = self._writer().write_on(more, **options)
-        more.empty_reason = why_full(more.request, len(more.steps))
-        # What was shown only because the text ended is held again.
-        more.steps = _retold(more.steps, TextStream(more.request.limits.stop), ended=False)
-        return more, steps
+        """Start `resume`; return the generation and the stream of its new steps."""
+        continued = self.fork()
+        steps = self._writer().write_on(continued, **options)
+        continued.empty_reason = why_full(continued.request, len(continued.steps))
+        # Text that was shown only because the generation ended is held back again.
+        stream = TextStream(continued.request.limits.stop)
+        continued.steps = _redecode(continued.steps, stream, is_complete=False)
+        return continued, steps
 
     def alternatives(self, index: int, top: int = 10) -> tuple[Candidate, ...]:
-        """The likeliest tokens at one place: what could have stood there."""
+        """Return the most likely tokens at the position of a new token."""
         check_int("index", index, least=None)
         check_int("top", top)
         if not 0 <= index <= len(self.steps):
-            raise SettingsError(f"there is no token {index}: {len(self.steps)} were written")
+            raise SettingsError(f"index must be from 0 to {len(self.steps)}, got {index}")
         tokens = [*self.prompt, *self.tokens[:index]]
         return self._writer().choices(tokens, top, self.request.adapter)
 
     def _writer(self) -> Source:
         if self.source is None:
             raise UnspoolError(
-                "this generation has no model at hand, as after a pickle; give it one: "
+                "this generation has no model, as after unpickling; attach one: "
                 "lm.attach(generation)"
             )
         return self.source
 
     def explained(self, top: int = 5) -> Generation:
-        """The same text with every step told in full, as `explain=True` would have: computed now,
-        from the tree."""
+        """Return the same text with all details of the sampling, as from `explain=True`."""
         return replace(self, steps=self._writer().explain(self, top))
 
-    # -- what it is --------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """The tokens that were there before."""
+        """The tokens of the prompt."""
         return self.request.prompt
 
     @property
     def settings(self) -> SamplingSettings:
-        """How its tokens were picked."""
+        """The sampling settings."""
         return self.request.settings
 
     @property
@@ -171,15 +171,15 @@ class Generation:
 
     @property
     def reasoning(self) -> str:
-        """What the model said to itself before it answered; in chats with models that do."""
+        """The reasoning before the answer, without tags; empty if the model does not reason."""
         thinking = self.request.thinking
-        return "" if thinking is None else thinking.told_apart(self.steps)[0]
+        return "" if thinking is None else thinking.split(self.steps)[0]
 
     @property
     def answer(self) -> str:
-        """The new text without thoughts and their marks."""
+        """The new text without the reasoning."""
         thinking = self.request.thinking
-        return self.text if thinking is None else thinking.told_apart(self.steps)[1]
+        return self.text if thinking is None else thinking.split(self.steps)[1]
 
     @property
     def tokens(self) -> list[int]:
@@ -195,17 +195,17 @@ class Generation:
 
     @property
     def logprob(self) -> float:
-        """Log-probability of the new text by the model itself: the chain rule."""
+        """Log-probability of the new text by the model itself, before any sampling stage."""
         return math.fsum(step.logprob for step in self.steps)
 
     @property
     def seed(self) -> int:
-        """What its draws follow from; the same seed writes it again."""
+        """The seed of its random numbers; the same seed writes the same text."""
         return self.settings.seed
 
     @property
     def usage(self) -> Usage:
-        """Tokens and time that it took."""
+        """Tokens and time."""
         return Usage(
             prompt_tokens=len(self.prompt),
             completion_tokens=len(self.steps),
@@ -217,7 +217,7 @@ class Generation:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: everything but the single steps."""
+        """Return everything but the single steps, for JSON."""
         return {
             "text": self.text,
             **({"answer": self.answer, "reasoning": self.reasoning} if self.reasoning else {}),
@@ -232,8 +232,8 @@ class Generation:
         return self.answer
 
     def __repr__(self) -> str:
-        said = brief(self.answer) if self.text else reprlib.repr(self.tokens)
-        return f"<Generation {said}, {count(len(self.steps), 'token')}, {self.finish_reason}>"
+        text = brief(self.answer) if self.text else reprlib.repr(self.tokens)
+        return f"<Generation {text}, {count(len(self.steps), 'token')}, {self.finish_reason}>"
 
     def _repr_html_(self) -> str:
         from unspool.notebook import legend, note, picture, steps_table, text_html
@@ -250,16 +250,16 @@ class Generation:
         return replace(self, steps=list(self.steps), notes=list(self.notes))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Generation:
-        return self.__copy__()  # all else never changes, and the model is no part of the text
+        return self.__copy__()  # everything else is immutable, and the model is shared
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle holds the text and how it was asked for; not the model, nor who drafted."""
+        """Pickle the text and its request, without the model and the drafter."""
         request = replace(self.request, drafter=None)
         return Generation, (request, self.steps, self.empty_reason, None, self.notes, self.reused)
 
 
 class Generations(list[Generation]):
-    """Several texts; a list that a notebook shows one below the other."""
+    """A list of generations, with a notebook view."""
 
     def __repr__(self) -> str:
         return f"<{len(self)} texts: {', '.join(brief(text.text, 24) for text in self)}>"
@@ -269,36 +269,39 @@ class Generations(list[Generation]):
 
 
 def texts_html(texts: Sequence[Generation], labels: Sequence[str]) -> str:
-    """Several texts for a notebook, each below its label."""
+    """Return several texts as HTML for a notebook, each below its label."""
     from unspool.notebook import legend, note, picture, text_html
 
-    shown: list[str] = []
+    parts: list[str] = []
     for text, label in zip(texts, labels, strict=True):
-        shown += [note(label), text_html([step.as_piece() for step in text.steps])]
-    return picture(*shown, legend())
+        parts += [note(label), text_html([step.as_piece() for step in text.steps])]
+    return picture(*parts, legend())
 
 
 def check_generation(value: object) -> None:
     """Raise SettingsError unless the value is a `Generation`."""
     if not isinstance(value, Generation):
         raise SettingsError(
-            f"generation must be what generate, chat or resume gave, got {reprlib.repr(value)}"
+            f"generation must be a result of generate, chat or resume, got {reprlib.repr(value)}"
         )
 
 
 def why_full(request: Request, num_written: int) -> str | None:
-    """The finish reason of a request that allows no token behind `num_written` new ones."""
+    """Return the finish reason if a request allows no token after `num_written`; else None."""
     if num_written < request.limits.room(len(request.prompt)):
         return None
     return "length" if num_written >= request.limits.max_tokens else "context"
 
 
-def _retold(steps: list[Step], stream: TextStream, *, ended: bool) -> list[Step]:
-    """Steps with the text that each makes certain, when so much is known of what may follow."""
-    told = [(stream.half, stream.push(step.bytes)) for step in steps]
-    if ended and told:
-        told[-1] = (told[-1][0], told[-1][1] + stream.finish())
+def _redecode(steps: list[Step], stream: TextStream, *, is_complete: bool) -> list[Step]:
+    """Decode the bytes of the steps again, with the stop strings of another stream."""
+    decoded = [(stream.half, stream.push(step.bytes)) for step in steps]
+    if is_complete and decoded:
+        partial, text = decoded[-1]
+        decoded[-1] = (partial, text + stream.finish())
     return [
-        step if (step.begun, step.text) == (begun, text) else replace(step, begun=begun, text=text)
-        for step, (begun, text) in zip(steps, told, strict=True)
+        step
+        if (step.begun, step.text) == (partial, text)
+        else replace(step, begun=partial, text=text)
+        for step, (partial, text) in zip(steps, decoded, strict=True)
     ]

@@ -1,5 +1,4 @@
-"""What a model thinks of tokens that are given: how well it saw them coming, and how steps that
-were written without an explanation came about."""
+"""Scoring given tokens: log-probabilities of a text, and the sampling details of earlier steps."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from unspool.sampling import Chain, RowInput
 from unspool.sampling import score as score_logits
 from unspool.text.tokenizer.characters import unfinished
 
-_AT_ONCE = 256  # rows of logits: bounds the memory that a long text needs
+_CHUNK = 256  # rows of logits computed together: bounds the memory for a long text
 
 
 def judge(
@@ -28,53 +27,61 @@ def judge(
     lead: int,
     readable: Callable[[int, bytes], str],
 ) -> Score:
-    """Score every token but the first `lead` ones, which are only read.
+    """Score every token after the first `lead` ones, which are only read.
 
-    The branch has the first token, and gets the others as they are read.
+    Args:
+        engine: Computes the branch.
+        branch: Has the first token; the others are appended here.
+        ids: The tokens of the text.
+        top: How many candidates to record at each position.
+        lead: First tokens without a score, such as a start token.
+        readable: The text of a token, given an incomplete UTF-8 character before it.
     """
     positions: list[TokenScore] = []
     if not lead:
         positions.append(TokenScore(ids[0], readable(ids[0], b""), None, None, None))
-    begun = unfinished(engine.token_bytes(ids[0]))
-    for start in range(0, len(ids) - 1, _AT_ONCE):
-        end = min(start + _AT_ONCE, len(ids) - 1)
+    partial = unfinished(engine.token_bytes(ids[0]))
+    for start in range(0, len(ids) - 1, _CHUNK):
+        end = min(start + _CHUNK, len(ids) - 1)
         targets = ids[start + 1 : end + 1]
         logits = engine.extend(branch, ids[max(start, 1) : end], wanted=end - start)
-        found = score_logits(logits, targets, top)
+        scores = score_logits(logits, targets, top)
         for row, token in enumerate(targets):
-            best = zip(found.top_tokens[row], found.top_logprobs[row], strict=True)
+            best = zip(scores.top_tokens[row], scores.top_logprobs[row], strict=True)
             positions.append(
                 TokenScore(
                     token=token,
-                    text=readable(token, begun),
-                    logprob=float(found.logprobs[row]),
-                    rank=int(found.ranks[row]),
-                    entropy=float(found.entropies[row]),
+                    text=readable(token, partial),
+                    logprob=float(scores.logprobs[row]),
+                    rank=int(scores.ranks[row]),
+                    entropy=float(scores.entropies[row]),
                     candidates=tuple(
-                        Candidate(int(t), readable(int(t), begun), float(p), math.exp(p))
+                        Candidate(int(t), readable(int(t), partial), float(p), math.exp(p))
                         for t, p in best
                     ),
                 )
             )
-            begun = unfinished(begun + engine.token_bytes(token))
+            partial = unfinished(partial + engine.token_bytes(token))
     return Score(positions)
 
 
 def chosen_steps(
     logits: Logits, tokens: Sequence[int], position: int, token_bytes: Callable[[int], bytes]
 ) -> list[Step]:
-    """Steps for tokens that the model did not pick itself, from this position on, as it judges
-    them. Their texts are those of the single tokens."""
-    found = score_logits(logits, tokens)
+    """Return steps for tokens that a person chose, with the model's scores.
+
+    The first token is at `position`. The text of each step is that of its single token.
+    """
+    scores = score_logits(logits, tokens)
     return [
         Step(
             token=token,
             bytes=token_bytes(token),
             text=token_bytes(token).decode("utf-8", "replace"),
-            logprob=float(found.logprobs[row]),
+            logprob=float(scores.logprobs[row]),
             position=position + row,
-            rank=int(found.ranks[row]),
-            entropy=float(found.entropies[row]),
+            rank=int(scores.ranks[row]),
+            entropy=float(scores.entropies[row]),
             probability=1.0,
             chosen=True,
         )
@@ -85,35 +92,35 @@ def chosen_steps(
 def explain(
     engine: Engine, branch: Branch, request: Request, steps: Sequence[Step], top: int
 ) -> list[Step]:
-    """The steps with all that sampling can say of how they were picked.
+    """Return the steps with all details of the sampling.
 
-    The branch has the prompt. Each pick is made again, with the same draw; where the step has
-    another token (a person chose it, or a guard had a part in it), only what the model itself
-    thought of that token is told.
+    The branch has the prompt. Each token is sampled again with the same random number. Where the
+    step has another token (chosen by a person, or after a guard), only the model's own scores of
+    that token are added.
     """
     chain, state = Chain([request.settings]), None
     history, explained = list(request.prompt), list[Step]()
-    for start in range(0, len(steps), _AT_ONCE):
-        part = steps[start : start + _AT_ONCE]
-        read = [step.token for step in steps[max(0, start - 1) : start + len(part) - 1]]
-        logits = engine.extend(branch, read, wanted=len(part))
-        found = score_logits(logits, [step.token for step in part])
+    for start in range(0, len(steps), _CHUNK):
+        part = steps[start : start + _CHUNK]
+        tokens = [step.token for step in steps[max(0, start - 1) : start + len(part) - 1]]
+        logits = engine.extend(branch, tokens, wanted=len(part))
+        scores = score_logits(logits, [step.token for step in part])
         for row, step in enumerate(part):
-            given = RowInput(history, len(request.prompt), request.limits.sample, state=state)
-            pick = chain.pick(logits[row : row + 1], [given], top=top, explain=True)[0]
+            row_input = RowInput(history, len(request.prompt), request.limits.sample, state=state)
+            pick = chain.pick(logits[row : row + 1], [row_input], top=top, explain=True)[0]
             state = pick.state
             history.append(step.token)
-            made = explained_step(
+            detailed = explained_step(
                 pick, step.position, step.text, engine.token_bytes, step.seconds,
                 step.finish_reason, step.draft, step.retracts, begun=step.begun,
             )  # fmt: skip
             if pick.token != step.token:
-                made = replace(
+                detailed = replace(
                     step,
-                    rank=int(found.ranks[row]),
-                    entropy=max(0.0, float(found.entropies[row])),
+                    rank=int(scores.ranks[row]),
+                    entropy=max(0.0, float(scores.entropies[row])),
                     probability=1.0 if step.chosen else step.probability,
-                    candidates=made.candidates,
+                    candidates=detailed.candidates,
                 )
-            explained.append(made)
+            explained.append(detailed)
     return explained

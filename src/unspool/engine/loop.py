@@ -1,12 +1,12 @@
-"""The engine's own thread: plan a step, launch it, settle what came of it, and round again.
+"""The engine loop: plan a step, launch it, settle its result, repeat.
 
-While a device computes step n, step n+1 is planned and launched, and only then is n settled, if the
-backend can overlap them. Texts that the chain picks for sit out that step: their tokens are picked
-while it runs, a few texts at a time, so that they do not hold up the others. What others want of
-the tree comes in as commands (`thread.py`).
+While a device computes step n, step n+1 is planned and launched, and only then step n is settled,
+if the backend can overlap them. Sequences that are sampled on the host sit out that step: they are
+sampled while it runs, a few at a time, so that they do not delay the others. Other threads use the
+tree through commands (`thread.py`).
 
-An exception fails the rows that it concerns, in words, and the loop goes on. One that concerns
-nobody in particular fails everyone in flight, and the loop goes on.
+An exception fails the rows it concerns; one that concerns no row in particular fails every task in
+flight. The loop continues in both cases.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from unspool.backends.base import Backend
 from unspool.backends.step import Handle
-from unspool.engine.batch import BatchBuilder, Share, share_out
+from unspool.engine.batch import BatchBuilder, RowSlice, scatter_results
 from unspool.engine.picking import ChainPicker
 from unspool.engine.scheduler import Scheduler, Task
 from unspool.engine.sequence import Sequence
@@ -25,16 +25,16 @@ from unspool.engine.thread import SupervisedThread
 from unspool.engine.tree import Tree
 from unspool.errors import BusyError
 
-_PICKED_TOGETHER = 16  # texts, by the chain, before somebody looks whether the device has to wait
+_PICKED_TOGETHER = 16  # sequences sampled on the host before checking whether the device is idle
 
 
 @dataclass(slots=True)
-class Flight:
-    """A step that is launched and not settled yet."""
+class StepInFlight:
+    """A step that is launched and not settled."""
 
-    shares: list[Share]
+    slices: list[RowSlice]
     handle: Handle
-    layers: tuple[int, ...] | None = None  # whose vectors are seen; None: those of all
+    layers: tuple[int, ...] | None = None  # whose hidden states are returned; None: all
 
 
 class Loop(SupervisedThread):
@@ -43,7 +43,7 @@ class Loop(SupervisedThread):
     def __init__(self, backend: Backend) -> None:
         super().__init__()
         self.backend = backend
-        states = StatePool.of(
+        states = StatePool.for_backend(
             backend.state_count, backend.state_bytes, backend.page_bytes, backend.page_size
         )
         self.tree = Tree(backend.page_count, backend.page_size, states)
@@ -53,64 +53,64 @@ class Loop(SupervisedThread):
         self.steps = 0  # settled so far
         self._batches = BatchBuilder(self.tree)
         self._picker = ChainPicker()
-        self._flight: Flight | None = None
-        self._unpicked: list[Sequence] = []  # those with logits to pick from
+        self._in_flight: StepInFlight | None = None
+        self._unpicked: list[Sequence] = []  # have logits, to be sampled on the host
 
     def has_work(self) -> bool:
-        return len(self.scheduler) > 0 or self._flight is not None
+        return len(self.scheduler) > 0 or self._in_flight is not None
 
-    def pause(self) -> None:
-        if self._flight is not None:  # nobody changes what is being computed
+    def finish_in_flight(self) -> None:
+        if self._in_flight is not None:
             self._settle()
 
     def work(self) -> None:
-        """One round: plan, launch, settle."""
-        waited_for = len(self.scheduler) > 0
-        if not (waited_for or self._flight):
+        """Run one round: plan, launch, settle."""
+        has_tasks = len(self.scheduler) > 0
+        if not (has_tasks or self._in_flight):
             return
-        rows = self.scheduler.plan() if waited_for else []
-        if not (rows or self._flight or self._unpicked):
-            self._nothing_fits()
+        rows = self.scheduler.plan() if has_tasks else []
+        if not (rows or self._in_flight or self._unpicked):
+            self._fail_oldest()
             return
         launched = self._launch(rows) if rows else None
-        if self._flight is not None:
+        if self._in_flight is not None:
             self._settle()
-        self._flight = launched
+        self._in_flight = launched
         if not self.backend.overlaps and launched is not None:
             self._settle()
         self._pick()
 
-    def _launch(self, rows: list[Task]) -> Flight | None:
+    def _launch(self, rows: list[Task]) -> StepInFlight | None:
         try:
-            batch, shares = self._batches.build(rows)
+            batch, slices = self._batches.build(rows)
             layers = batch.look.layers if batch.look else None
-            hooked = self.tree.is_hooked()
-            flight = Flight(shares, self.backend.launch(batch), layers)
-            if hooked or self.tree.is_hooked():  # or set by another thread meanwhile
-                for share in shares:
-                    self.tree.make_private(share.task.branch)
-            return flight
-        except BaseException as error:  # those in this step fail, and nobody else
+            was_hooked = self.tree.is_hooked()
+            step = StepInFlight(slices, self.backend.launch(batch), layers)
+            if was_hooked or self.tree.is_hooked():  # another thread may set hooks meanwhile
+                for row in slices:
+                    self.tree.make_private(row.task.branch)
+            return step
+        except BaseException as error:  # only the rows of this step fail
             self._lose(rows, error)
             return None
 
     def _settle(self) -> None:
-        """Give every row of the step that was launched what came of it."""
-        flight, self._flight = self._flight, None
-        assert flight is not None
+        """Wait for the step in flight and give every row its result."""
+        step, self._in_flight = self._in_flight, None
+        assert step is not None
         try:
-            result = flight.handle.result()
-            complete = share_out(self.tree, flight.shares, result, flight.layers)
+            result = step.handle.result()
+            complete = scatter_results(self.tree, step.slices, result, step.layers)
         except BaseException as error:
-            self._lose([share.task for share in flight.shares], error)
+            self._lose([row.task for row in step.slices], error)
             return
         self.steps += 1
         for task, failure in complete:
             try:
                 if failure is not None:
                     raise failure
-                if isinstance(task, Sequence) and task.by_hand:
-                    task.flights += 1  # it sits out until it is picked for
+                if isinstance(task, Sequence) and task.samples_on_host:
+                    task.flights += 1  # keeps it out of the next steps until it is sampled
                     self._unpicked.append(task)
                 else:
                     task.complete()
@@ -118,53 +118,57 @@ class Loop(SupervisedThread):
                 self.fail(task, error)
 
     def _pick(self) -> None:
-        """Let the chain pick for texts that the backend did not pick for: all of them, or, while a
-        device computes, as many as there is time for."""
-        together = _PICKED_TOGETHER if self.backend.overlaps else len(self._unpicked)
+        """Sample on the host: all sequences that need it, or, while a device computes, as many as
+        there is time for."""
+        batch_size = _PICKED_TOGETHER if self.backend.overlaps else len(self._unpicked)
         while self._unpicked:
-            some, self._unpicked = self._unpicked[:together], self._unpicked[together:]
-            for sequence in some:
+            batch, self._unpicked = self._unpicked[:batch_size], self._unpicked[batch_size:]
+            for sequence in batch:
                 sequence.flights -= 1
-            ready = [sequence for sequence in some if sequence.queued]
+            ready = [sequence for sequence in batch if sequence.queued]
             for sequence, error in self._picker.pick(ready):
                 self.fail(sequence, error)
             for sequence in ready:
                 try:
-                    sequence.go_on()
+                    sequence.schedule_next()
                 except BaseException as error:
                     self.fail(sequence, error)
-            if self._flight is None or self._flight.handle.ready():
+            if self._in_flight is None or self._in_flight.handle.ready():
                 return
 
-    def _nothing_fits(self) -> None:
-        """Nothing can run and nobody can be preempted: others hold the memory."""
-        first = min(self.scheduler.tasks(), key=lambda task: task.order)
+    def _fail_oldest(self) -> None:
+        """Fail the oldest task: no row fits and no sequence can be preempted."""
+        oldest = min(self.scheduler.tasks(), key=lambda task: task.order)
         pool = self.tree.pool
         self.fail(
-            first,
+            oldest,
             BusyError(
-                f"the memory for keys and values is full: {pool.used} of {pool.count} pages are "
-                "held by branches that are still open; release some, or allow more memory"
+                f"the KV cache is full: {pool.used} of {pool.count} pages are held by open "
+                "branches; release some, or allow more memory"
             ),
         )
 
     def _lose(self, tasks: list[Task], error: BaseException) -> None:
-        """A step came to nothing. What it was to change in the block table and in the pages of
-        branches that stay open may be undone: they are computed anew."""
+        """Fail the tasks of a step that failed, and compute their branches anew.
+
+        The step's block-table updates and page copies may be missing. A task may have been
+        cancelled while its step was in flight: then the error fails the next task on its branch.
+        """
         for task in tasks:
-            if task.queued:
-                self.fail(task, error)
-                if not task.branch.closed:
-                    self.tree.preempt(task.branch)
+            current = self.scheduler.task_of(task.branch)
+            if current is not None:
+                self.fail(current, error)
+            if not task.branch.closed:
+                self.tree.preempt(task.branch)
 
     def fail(self, task: Task, error: BaseException) -> None:
-        """This task ends with an error, and nobody else's."""
+        """End one task with an error."""
         if task.queued:
             self.scheduler.remove(task)
             task.fail(error)
 
-    def fail_everyone(self, error: BaseException) -> None:
-        self._flight = None
+    def fail_all(self, error: BaseException) -> None:
+        self._in_flight = None
         self._unpicked.clear()
         for task in self.scheduler.tasks():
             with contextlib.suppress(BaseException):

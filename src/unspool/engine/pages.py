@@ -1,8 +1,8 @@
-"""The pool of pages: which are free.
+"""The pool of KV-cache pages.
 
-A page has room for the keys and values of a few tokens. It belongs to one place at a time: to a
-node of the prefix index, where any number of texts may read it, or to the end of one branch, which
-alone writes into it. What the pages contain is the backend's business.
+A page holds the keys and values of `page_size` tokens. It belongs to one owner at a time: a node of
+the prefix cache, where any number of branches may read it, or the end of one branch, which alone
+writes to it. The backend knows the contents; the pool only knows which pages are free.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from unspool.errors import UnspoolError
 
 
 class OutOfPagesError(Exception):
-    """No page is free and none can be evicted; the scheduler must preempt somebody."""
+    """No page is free and none can be evicted; the scheduler must preempt a task."""
 
 
 class PagePool:
@@ -21,7 +21,9 @@ class PagePool:
 
     def __init__(self, count: int) -> None:
         if count < 1:
-            raise UnspoolError(f"{count} pages are too few to hold anything; allow more memory")
+            raise UnspoolError(
+                f"the KV cache needs at least 1 page, got {count}; allow more memory"
+            )
         self.count = count
         self._free = list(range(count - 1, -1, -1))
 

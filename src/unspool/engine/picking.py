@@ -1,60 +1,63 @@
-"""Tokens for the texts whose picks the chain of sampling stages makes, all in one pass.
+"""Sampling on the host: tokens for many sequences, by the chain of sampling stages, in one pass.
 
-These are the texts that want their steps explained, or have a grammar, a guard or an unusual stage.
+Used for sequences with explained steps, a grammar, a guard or an unusual sampling stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as AbstractSequence
 
 import numpy as np
 
 from unspool.backends.step import Logits
-from unspool.engine.sequence import Sequence as WrittenText
+from unspool.engine.sequence import Sequence
 from unspool.sampling import Chain, Pick, RowInput, SamplingSettings
 from unspool.sampling.faults import ROW_FAULTS
 
 
 class ChainPicker:
-    """Picks for many texts, and remembers the chains of those that come together again."""
+    """Samples for many sequences, and caches the chains of groups that recur."""
 
     def __init__(self) -> None:
         self._chains: dict[tuple[int, ...], Chain] = {}
 
-    def pick(self, ready: list[WrittenText]) -> list[tuple[WrittenText, BaseException]]:
-        """One token for every text; with drafts, as many as they got right. Those that cannot
-        have one are given back, with the reason."""
-        failed: list[tuple[WrittenText, BaseException]] = []
-        going = [(sequence, sequence.next_logits()) for sequence in ready]
-        while going:
-            further = []
-            for sequence, pick in self._picks(going, failed):
+    def pick(self, ready: list[Sequence]) -> list[tuple[Sequence, BaseException]]:
+        """Sample one token for every sequence; with drafts, as many as match.
+
+        Returns:
+            The sequences that failed, with the reason.
+        """
+        failed: list[tuple[Sequence, BaseException]] = []
+        pending = [(sequence, sequence.next_logits()) for sequence in ready]
+        while pending:
+            matched = []
+            for sequence, pick in self._picks(pending, failed):
                 try:
-                    again = sequence.accept(pick.token, pick.logprob, pick)
-                except BaseException as error:  # a caller's predicate, say
+                    is_match = sequence.accept(pick.token, pick.logprob, pick)
+                except BaseException as error:  # from a caller's predicate, for example
                     failed.append((sequence, error))
                     continue
-                if again:
-                    further.append((sequence, sequence.next_logits()))
-            going = further
+                if is_match:
+                    matched.append((sequence, sequence.next_logits()))
+            pending = matched
         return failed
 
     def _picks(
         self,
-        going: list[tuple[WrittenText, Logits]],
-        failed: list[tuple[WrittenText, BaseException]],
-    ) -> list[tuple[WrittenText, Pick]]:
-        """A pick for each text; a text that cannot have one fails alone."""
-        groups: dict[tuple[int, bool], list[tuple[WrittenText, Logits, RowInput]]] = {}
-        for sequence, logits in going:
+        pending: list[tuple[Sequence, Logits]],
+        failed: list[tuple[Sequence, BaseException]],
+    ) -> list[tuple[Sequence, Pick]]:
+        """Sample one token for each sequence; those that cannot be sampled join `failed`."""
+        groups: dict[tuple[int, bool], list[tuple[Sequence, Logits, RowInput]]] = {}
+        for sequence, logits in pending:
             limits = sequence.request.limits
             try:
                 row = sequence.row_input()
-            except Exception as error:  # a grammar that grew beyond its limits, say
+            except Exception as error:  # from a grammar that outgrew its limits, for example
                 failed.append((sequence, error))
                 continue
             groups.setdefault((limits.top, limits.explain), []).append((sequence, logits, row))
-        found: list[tuple[WrittenText, Pick]] = []
+        picked: list[tuple[Sequence, Pick]] = []
         for (top, explain), members in groups.items():
             while members:
                 chain = self._chain([sequence.request.settings for sequence, _, _ in members])
@@ -66,12 +69,12 @@ class ChainPicker:
                     failed += [(members[number][0], error) for number in error.rows]
                     members = [m for n, m in enumerate(members) if n not in error.rows]
                     continue
-                except Exception as error:  # a fault without a name: nobody here can go on
+                except Exception as error:  # it names no row: all of them fail
                     failed += [(sequence, error) for sequence, _, _ in members]
                     break
-                found += [(s, p) for (s, _, _), p in zip(members, picks, strict=True)]
+                picked += [(s, p) for (s, _, _), p in zip(members, picks, strict=True)]
                 break
-        return found
+        return picked
 
     def _chain(self, settings: list[SamplingSettings]) -> Chain:
         key = tuple(map(id, settings))
@@ -82,8 +85,8 @@ class ChainPicker:
         return self._chains[key]
 
 
-def joined(parts: Sequence[Logits]) -> Logits:
-    """Rows of logits in one array, of the kind that they are; on the host, if any of them is."""
+def joined(parts: AbstractSequence[Logits]) -> Logits:
+    """Concatenate rows of logits: as a tensor if all parts are tensors, else as a numpy array."""
     if len(parts) == 1:
         return parts[0]
     if not parts:

@@ -1,6 +1,6 @@
-"""The plain loop: prefill, pick, append, and round again, one text at a time.
+"""The reference loop: prefill, sample, append, repeat, one text at a time.
 
-This is the whole of text generation, and the reference for every faster way of doing it.
+This is all of text generation, and what the engine's faster ways of doing it are tested against.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from unspool.engine.steps import Step, explained_step
 from unspool.sampling import Chain, RowInput, SamplingSettings
 
 
-class RunningText(Protocol):
-    """The model's side: append tokens, get the logits of what comes next."""
+class ReferenceModel(Protocol):
+    """The model: takes tokens, returns the logits of the next token, [V]."""
 
     def append(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]: ...
 
 
 def write(
-    text: RunningText,
+    model: ReferenceModel,
     prompt: Sequence[int],
     settings: SamplingSettings,
     limits: Limits,
     token_bytes: Callable[[int], bytes],
 ) -> Iterator[Step]:
-    """Steps, one a token, until an end token, a stop string, the length or the context's end."""
-    chain, ending = Chain([settings]), Ending(limits, len(prompt))
+    """Yield a step for each token, until an end token, a stop string or a limit."""
+    chain, stop_checker = Chain([settings]), Ending(limits, len(prompt))
     history, state, started = list(prompt), None, perf_counter()
     tokens: Sequence[int] = prompt  # what the model has not read yet
     for _ in range(limits.room(len(prompt))):
-        logits = text.append(tokens)
+        logits = model.append(tokens)
         row = RowInput(history, len(prompt), limits.sample, state=state)
         pick = chain.pick(logits[None], [row], top=limits.top, explain=limits.explain)[0]
         tokens, state = [pick.token], pick.state
         history.append(pick.token)
-        begun = ending.text.half
-        shown, finish = ending.push(pick.token, token_bytes(pick.token), len(history))
+        partial = stop_checker.text.half
+        text_piece, finish = stop_checker.push(pick.token, token_bytes(pick.token), len(history))
         if finish:
-            shown += ending.finish()
+            text_piece += stop_checker.finish()
         now = perf_counter()
         yield explained_step(
-            pick, len(history) - 1, shown, token_bytes, now - started, finish, begun=begun
+            pick, len(history) - 1, text_piece, token_bytes, now - started, finish, begun=partial
         )
         if finish:
             return

@@ -1,4 +1,4 @@
-"""What is asked of the engine: one text to be written, and what may help to write it."""
+"""A request to the engine, and the interface of drafters for speculative decoding."""
 
 from __future__ import annotations
 
@@ -17,68 +17,70 @@ from unspool.sampling.guards import GuardPolicy
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
-    """Several guesses that begin alike: node n has a token, and stands behind node parents[n]
-    (-1: behind the text itself), which comes before it. Of those behind one node, the likeliest
-    comes first."""
+    """A tree of draft tokens.
+
+    Node n has a token and a parent with a smaller index (-1: the text itself). Of the children of
+    one node, the most likely comes first.
+    """
 
     tokens: Sequence[int]
     parents: Sequence[int]
 
 
 class Drafter(Protocol):
-    """Guesses what comes next in one text, on the engine's thread; see `decoding/speculative.py`.
+    """Proposes the next tokens of one text, on the engine's thread; see `decoding/speculative.py`.
 
-    A wrong guess costs time and changes nothing, so one that raises is only asked no more.
+    A rejected draft costs time and changes nothing. A drafter that raises is not called again.
     """
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int] | DraftTree:
-        """A guess at what follows these tokens (not to be changed), at most so many one behind the
-        other; or none."""
+        """Return draft tokens that follow `tokens`, a chain of at most `most` or a tree of at most
+        that depth; or none. `tokens` must not be changed."""
 
     def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
-        """How the round went that began with `propose`; a note if there is something to say.
+        """Learn from the round that started with `propose`; return a note for the user, if any.
 
-        Told of every round, also of one without a guess (`proposed` is 0), so that the seconds
-        from asking to picking can be compared.
+        Called after every round, also after one without a draft (`proposed` is 0), so that the
+        seconds from proposing to sampling can be compared.
         """
 
 
 @runtime_checkable
 class ReadingDrafter(Protocol):
-    """A drafter that is also shown the model's inner vectors, from the runs that computed them."""
+    """A drafter that also reads the model's hidden states, from the steps that computed them."""
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """Which vectors it wants to see of the next run: n is the one before layer n."""
+        """The hidden states to return from the next step: n is the one before layer n."""
 
     def needs(self, tokens: Sequence[int]) -> int:
-        """From which position of a text on it wants to be shown vectors; those before it need not
-        be computed again, if they are there already."""
+        """Return the first position of a text whose hidden states are needed; tokens before it may
+        come from the KV cache."""
 
     def see(self, first: int, vectors: Floats) -> None:
-        """The vectors [of those it reads, tokens, width] of the text from position `first` on;
-        what it was shown from there on before is outdated."""
+        """Take the hidden states [layers read, tokens, width] of the text from position `first` on;
+        earlier ones from there on are outdated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One text to be written."""
+    """One text to generate, with all options checked."""
 
     prompt: tuple[int, ...]
     settings: SamplingSettings
     limits: Limits
-    written: tuple[Step, ...] = ()  # what stands behind the prompt already, when going on
+    written: tuple[Step, ...] = ()  # steps after the prompt already, when a text is resumed
     priority: int = 0
-    drafter: Drafter | DraftMaker | None = None  # or what makes a fresh one
-    guards: GuardPolicy | None = None  # what to watch for, and what to do about it
-    grammar: Grammar | None = None  # what the text may be, behind its thoughts
-    thinking: Thinking | None = None  # where its thoughts are; None: nobody asked
-    adapter: str | None = None  # the name of the one that it is written with
-    cached: bool = True  # False: the whole text is read again for every token
+    drafter: Drafter | DraftMaker | None = None
+    guards: GuardPolicy | None = None
+    grammar: Grammar | None = None  # of the answer, after the reasoning
+    thinking: Thinking | None = None  # how the text contains reasoning; None: it does not
+    adapter: str | None = None  # name of the LoRA adapter
+    cached: bool = True  # False: the whole text is computed again for every token
 
     def __repr__(self) -> str:
         return f"<Request {count(len(self.prompt), 'token')}, {self.settings!r}>"
 
 
 DraftMaker = Callable[[Request], Drafter]
-"""Makes the drafter of one request; what it took to get ready is shared by all of them."""
+"""Creates the drafter of one request; requests share what is expensive to prepare."""

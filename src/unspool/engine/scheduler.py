@@ -1,15 +1,15 @@
-"""Which texts run in the next step.
+"""The scheduler: continuous batching with chunked prefill and preemption.
 
-A task is a branch with tokens to compute. Those that run are in `running`, the others wait. Next
-tokens go first (with their drafts), so that texts keep flowing; beside them prompts are read, in
-chunks, shared among those that have some left. When memory runs out, the task that came last is
-preempted and computed again later: slower, never different. One that waits is let in only when all
-of it fits and every running text has a page to grow into (the watermark), so that nobody is let in
-only to be preempted again.
+A task is a branch with tokens to compute; it is running or waiting. Decode rows (next tokens with
+their drafts) are planned first, so that running texts keep flowing. Prompts are prefilled beside
+them in chunks, within a token budget. When memory runs out, the task that arrived last is preempted
+and computed again later: slower, never different. A waiting task is admitted only when all of it
+fits and every running task has a page to grow into (the watermark), so that no task is admitted
+only to be preempted.
 
-Requests take turns, not rows: of the rows that one request brings (`Task.group`), one at a time
-waits in the queue, and the next one goes to its end. So a request of 128 texts delays another
-request by one text, and not by 128.
+Requests take turns, not rows: of the rows of one request (`Task.group`), one at a time waits in the
+queue, and the next one joins at its end. So a request of 128 texts delays another request by one
+text, and not by 128.
 """
 
 from __future__ import annotations
@@ -27,110 +27,116 @@ from unspool.engine.tree import Tree
 from unspool.errors import UnspoolError
 from unspool.sampling.picker import Ints
 
-SMALLEST_CHUNK = 16  # of a prompt that does not end with it
-_LOOKED_AT = 64  # of those that wait, at one step
+SMALLEST_CHUNK = 16  # tokens, of a prompt that does not end with the chunk
+_MAX_ADMITTED_PER_STEP = 64
 
 
 class Task:
-    """A branch to be computed, and what is wanted of it. Subclasses say what becomes of it."""
+    """A branch to be computed, and which outputs are needed. Subclasses take the outputs."""
 
     __slots__ = (
-        "admitted", "ahead", "backlogged", "branch", "cached", "decoding", "deep", "first",
-        "flights", "group", "inside", "landmarks", "logits", "look", "number", "pick_floats",
-        "pick_ints", "pick_number", "picked", "priority", "queued", "sees_history", "splits",
-        "stop", "until", "wanted", "watch",
+        "admitted", "ahead", "arrival", "backlogged", "branch", "cached", "decoding", "first",
+        "flights", "group", "has_side_rows", "hidden_layers", "inside", "logits",
+        "observe_attention", "observed_positions", "pick_floats", "pick_ints", "pick_number",
+        "picked", "priority", "queued", "sees_history", "state_marks", "stop", "until", "wanted",
     )  # fmt: skip
 
     def __init__(self, branch: Branch, wanted: int = 1, priority: int = 0) -> None:
         self.branch = branch
-        self.wanted = wanted  # the outcome is wanted of so many of the last tokens:
-        self.pick_floats: list[float] | None = None  # a pick, if there are these numbers for it,
+        self.wanted = wanted  # outputs are needed for this many of the last tokens
+        # Numbers for sampling on the backend; None: the backend returns logits instead.
+        self.pick_floats: list[float] | None = None
         self.pick_ints: list[int] = []
-        self.sees_history = False  # whether penalties have a part in it
-        self.picked: list[tuple[int, float]] = []  # so far, with log-probabilities,
-        self.logits: list[Logits] = []  # or the logits
+        self.sees_history = False  # whether penalties apply
+        self.picked: list[tuple[int, float]] = []  # sampled tokens and their log-probabilities
+        self.logits: list[Logits] = []  # or the logits, one array a chunk
         self.inside: list[Inside] = []
-        self.look: frozenset[int] = frozenset()  # positions to look inside at
-        self.deep = True  # at attention and the layers' parts too, not only at the vectors
-        self.watch: tuple[int, ...] = ()  # vectors to be seen of whatever is computed
-        self.splits = False  # whether some guesses want rows of their own
-        self.landmarks: Collection[int] = ()  # places to which it may be of use to come back
+        self.observed_positions: frozenset[int] = frozenset()  # return activations of these
+        self.observe_attention = True  # also attention and each layer's parts, not only residuals
+        self.hidden_layers: tuple[int, ...] = ()  # hidden states to return for all tokens computed
+        self.has_side_rows = False  # whether a draft tree has chains in rows of their own
+        self.state_marks: Collection[int] = ()  # positions where recurrent states are worth keeping
         self.priority = priority  # higher first
-        self.number = 0  # in order of arrival; within a group, of its turns
-        self.group: object = None  # the request that it shares its turns with; None: with no other
-        self.cached = True  # whether what others computed may be used
-        self.decoding = False  # its prompt is read: what is left are next tokens
-        self.stop: int | None = None  # computed up to here, and not to the branch's end
+        self.arrival = 0  # order of arrival; within a group, the order of turns
+        self.group: object = None  # the request that it shares its turns with; None: no other task
+        self.cached = True  # whether the prefix cache may be used
+        self.decoding = False  # the prompt is computed: only next tokens remain
+        self.stop: int | None = None  # compute up to here instead of the branch's end
         self.first = 0  # the next step computes the positions from here ...
-        self.until = 0  # ... to here
-        self.flights = 0  # steps with it that are launched and not settled yet
-        self.pick_number = 0  # of its first pick in the last of them
-        self.ahead = False  # whether its last token is not known yet
+        self.until = 0  # ... up to here
+        self.flights = 0  # steps with it that are launched and not settled
+        self.pick_number = 0  # index of its first sampled token in the last of these steps
+        self.ahead = False  # the last token of the branch is a placeholder, not sampled yet
         self.queued = False  # whether the scheduler has it
-        self.admitted = False  # whether it is among the running ones
-        self.backlogged = False  # whether it waits behind another one of its group
+        self.admitted = False  # whether it is running
+        self.backlogged = False  # whether it waits for another task of its group
 
     @property
-    def by_hand(self) -> bool:
-        """Whether the backend gives logits, and does not pick itself."""
+    def samples_on_host(self) -> bool:
+        """Whether the backend returns logits instead of sampling itself."""
         return self.pick_floats is None
 
-    # -- what a subclass does -----------------------------------------------------------------
+    # -- implemented by subclasses ------------------------------------------------------------
 
     def complete(self) -> None:
-        """Everything is computed: `self.picked`, or `self.logits`, are there."""
+        """Take the outputs, `self.picked` or `self.logits`: everything is computed."""
         raise NotImplementedError
 
     def report_progress(self) -> None:
-        """A step computed a part of the branch, not all of it."""
+        """Called after a step that computed a part of the branch."""
 
     def fail(self, error: BaseException) -> None:
-        """It cannot be computed; the task is out of the scheduler already."""
+        """End with an error. The scheduler has removed the task already."""
         raise NotImplementedError
 
     def preempted(self) -> None:
-        """What was computed of it is lost, and is computed again later."""
+        """Called when the computed part of the branch was dropped, to be computed again later."""
 
     def run_ahead(self) -> bool:
-        """Asked while the task's step is running: whether the next one can be launched with the
-        token that will be picked. If so, the branch has a placeholder for it afterwards."""
+        """Append a placeholder for the token being sampled, so that its step can be launched.
+
+        Called while the task's step is in flight. Returns False if the next step must wait for the
+        sampled token.
+        """
         return False
 
-    def side_rows(self, room: int) -> Sequence[Task]:
-        """Asked if it `splits`: rows that are computed in the same step, with pages for them, at
-        most so many."""
+    def side_rows(self, max_rows: int) -> Sequence[Task]:
+        """Return rows to compute in the same step, with their pages. Called if `has_side_rows`."""
         return ()
 
-    def penalized(self, count: int) -> tuple[Ints, list[tuple[int, int]]]:
-        """The text that penalties see, and which part of it at each of the next so many picks."""
+    def penalty_ranges(self, count: int) -> tuple[Ints, list[tuple[int, int]]]:
+        """Return the tokens that penalties see, and the range for each of the next picks."""
         raise NotImplementedError
 
-    def find_landmarks(self, page_size: int) -> Collection[int]:
-        """Where a recurrent state is worth keeping: before what is computed whenever the same is
-        asked for again."""
-        return {self.branch.length - max(1, self.wanted)} if self.left >= page_size else ()
+    def find_state_marks(self, page_size: int) -> Collection[int]:
+        """Return the positions where a recurrent state is worth keeping.
 
-    # -- what everybody asks ------------------------------------------------------------------
+        That is the position before the part that is computed again if the same text is requested.
+        """
+        is_long = self.num_remaining >= page_size
+        return {self.branch.length - max(1, self.wanted)} if is_long else ()
+
+    def first_needed(self) -> int:
+        """Return the first position that must be computed: outputs come from running a token."""
+        first = self.branch.length - max(1, self.wanted)
+        observed = self.observed_positions
+        return max(0, min([first, *observed]) if observed else first)
+
+    # -- for the scheduler --------------------------------------------------------------------
 
     @property
     def order(self) -> tuple[int, int]:
-        return -self.priority, self.number
+        return -self.priority, self.arrival
 
     @property
     def goal(self) -> int:
-        """Up to where it is computed."""
+        """The position up to which the branch is to be computed."""
         return self.branch.length if self.stop is None else self.stop
 
     @property
-    def left(self) -> int:
-        """Tokens still to compute."""
+    def num_remaining(self) -> int:
+        """Tokens that are still to be computed."""
         return self.goal - self.branch.computed
-
-    @property
-    def first_needed(self) -> int:
-        """From which token on they must be run: logits and looks come from running a token."""
-        first = self.branch.length - max(1, self.wanted)
-        return max(0, min([first, *self.look]) if self.look else first)
 
 
 def _order(task: Task) -> tuple[int, int]:
@@ -141,79 +147,81 @@ def _group(task: Task) -> object:
     return task if task.group is None else task.group
 
 
-def _shares(prompts: list[Task], budget: int) -> list[tuple[Task, int]]:
-    """How many tokens of each prompt run next; the prompts come in the order of their turn.
+def _split_budget(prompts: list[Task], budget: int) -> list[tuple[Task, int]]:
+    """Return how many tokens of each prompt to prefill; `prompts` are in the order of their turn.
 
-    Half goes to the one that waits longest, so that nobody waits for ever; the other half to those
-    that need least, so that a short question is not held up by a long document. The second row of
-    a request comes after the first row of every other one.
+    Half of the budget goes to the prompt that waits longest, so that none starves; the other half
+    to those with the fewest tokens, so that a short question does not wait for a long document. The
+    second row of a request comes after the first row of every other request.
     """
     if not prompts:
         return []
     first = prompts[0]
-    kept = min(first.left, max(SMALLEST_CHUNK, budget // 2))
-    room, others = budget - kept, list[tuple[Task, int]]()
+    reserved = min(first.num_remaining, max(SMALLEST_CHUNK, budget // 2))
+    room, others = budget - reserved, list[tuple[Task, int]]()
     ranks = Counter([_group(first)])  # rows of each request so far
     ranked = list[tuple[int, int, int, int, Task]]()
-    for task in sorted(prompts[1:], key=lambda task: (task.left, task.number)):
-        ranked.append((-task.priority, ranks[_group(task)], task.left, task.number, task))
+    for task in sorted(prompts[1:], key=lambda task: (task.num_remaining, task.arrival)):
+        rank = ranks[_group(task)]
+        ranked.append((-task.priority, rank, task.num_remaining, task.arrival, task))
         ranks[_group(task)] += 1
     for *_, task in sorted(ranked, key=lambda row: row[:4]):
-        count = min(task.left, room)
-        if count < min(task.left, SMALLEST_CHUNK):
+        count = min(task.num_remaining, room)
+        if count < min(task.num_remaining, SMALLEST_CHUNK):
             break
         others.append((task, count))
         room -= count
-    return [(first, min(first.left, kept + room)), *others]
+    return [(first, min(first.num_remaining, reserved + room)), *others]
 
 
 class Scheduler:
-    """The tasks, and the choice of what runs next."""
+    """Running and waiting tasks, and the plan of each step. Used by the engine thread only."""
 
     def __init__(self, tree: Tree, limits: StepLimits, *, echoes: bool = True) -> None:
         self.tree, self.limits = tree, limits
-        self.echoes = echoes  # whether the backend writes a token into several rows
+        self.echoes = echoes  # whether the backend can write a token into the pages of several rows
         self.running: list[Task] = []
         self.waiting: list[Task] = []
-        self._heads: dict[object, Task] = {}  # of each group, the one that waits for its turn
-        self._backlog: dict[object, deque[Task]] = {}  # of each group, those behind that one
-        self._of: dict[Branch, Task] = {}
-        self.preemptions = 0  # how often memory made a task wait and start over
-        # A text whose guesses were wrong goes back to its last state: it may be so far behind and
-        # still be writing.
-        self._behind = SMALLEST_CHUNK if tree.states is not None else 0
-        self._count = 0
+        self._heads: dict[object, Task] = {}  # of each group, the task in the queue
+        self._backlog: dict[object, deque[Task]] = {}  # of each group, the tasks after that one
+        self._tasks: dict[Branch, Task] = {}
+        self.preemptions = 0
+        # After rejected drafts a recurrent text restarts from its last kept state: a decoding row
+        # may have this many tokens to compute again.
+        self._max_recomputed = SMALLEST_CHUNK if tree.states is not None else 0
+        self._num_arrived = 0
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._tasks)
 
     def tasks(self) -> list[Task]:
         backlog = [task for tasks in self._backlog.values() for task in tasks]
         return [*self.running, *self.waiting, *backlog]
 
     def task_of(self, branch: Branch) -> Task | None:
-        """The task that computes a branch at the moment."""
-        return self._of.get(branch)
+        """Return the task that computes a branch; None if it is idle."""
+        return self._tasks.get(branch)
 
     def check_idle(self, branch: Branch) -> None:
-        """Two callers cannot change one branch at once."""
+        """Raise UnspoolError if a branch is released, or is being computed."""
         if branch.closed:
             raise UnspoolError("the branch was released")
-        if branch in self._of:
+        if branch in self._tasks:
             raise UnspoolError(
                 "this branch is being computed for another caller; wait for that, or fork it"
             )
 
     def add(self, task: Task) -> None:
+        """Queue a task; its branch must be idle."""
         branch = task.branch
         self.check_fits(branch.length)
         self.check_idle(branch)
-        self.tree.recompute(branch, task.first_needed)
-        self._count += 1
-        task.number = self._count
-        self._of[branch], task.queued = task, True
+        self.tree.recompute(branch, task.first_needed())
+        self._num_arrived += 1
+        task.arrival = self._num_arrived
+        self._tasks[branch], task.queued = task, True
         if self.tree.states is not None:
-            task.landmarks = task.find_landmarks(self.tree.page_size)
+            task.state_marks = task.find_state_marks(self.tree.page_size)
         group = _group(task)
         if group in self._heads:
             self._backlog.setdefault(group, deque()).append(task)
@@ -223,9 +231,10 @@ class Scheduler:
             insort(self.waiting, task, key=_order)
 
     def remove(self, task: Task) -> None:
+        """Forget a task, wherever it is. Safe to call twice."""
         if task.queued:
             task.queued = False
-            del self._of[task.branch]
+            del self._tasks[task.branch]
             if task.admitted:
                 self.running.remove(task)
             else:
@@ -233,7 +242,7 @@ class Scheduler:
             self._set_running(task, False)
 
     def _leave_queue(self, task: Task) -> None:
-        """Take out a task that waits; the next one of its group goes to the queue's end."""
+        """Remove a waiting task; the next one of its group joins the end of the queue."""
         group = _group(task)
         backlog = self._backlog.get(group)
         if task.backlogged:
@@ -242,105 +251,113 @@ class Scheduler:
             task.backlogged = False
         else:
             self.waiting.remove(task)
-            if self._heads.get(group) is task:  # and not one that ran before, and was preempted
+            if self._heads.get(group) is task:  # not a preempted task, which waits besides the head
                 del self._heads[group]
                 if backlog:
-                    self._heads[group] = following = backlog.popleft()
-                    self._count += 1
-                    following.number, following.backlogged = self._count, False
-                    insort(self.waiting, following, key=_order)
+                    self._heads[group] = next_task = backlog.popleft()
+                    self._num_arrived += 1
+                    next_task.arrival, next_task.backlogged = self._num_arrived, False
+                    insort(self.waiting, next_task, key=_order)
         if backlog is not None and not backlog:
             del self._backlog[group]
 
     def change_branch(self, task: Task, branch: Branch) -> None:
-        """Let a task go on with another branch; the one it had is not needed any more."""
-        del self._of[task.branch]
+        """Let a task continue on another branch, and close the one it had."""
+        del self._tasks[task.branch]
         self.tree.close(task.branch, store=False)
         task.branch = branch
-        self._of[branch] = task
+        self._tasks[branch] = task
         self._set_running(task, task.admitted)
 
     def check_fits(self, length: int) -> None:
-        """A text that could not even run alone is refused at once."""
-        room = self.tree.pool.count * self.tree.page_size
-        if length > room:
+        """Raise UnspoolError for a text that would not fit the KV cache even alone."""
+        capacity = self.tree.pool.count * self.tree.page_size
+        if length > capacity:
             raise UnspoolError(
-                f"a text of {length:,} tokens does not fit the memory for keys and values, which "
-                f"holds {room:,}; allow more memory, or make the text shorter"
+                f"a text of {length:,} tokens does not fit the KV cache, which holds "
+                f"{capacity:,}; allow more memory, or make the text shorter"
             )
 
     def plan(self) -> list[Task]:
-        """The rows of the next step, with pages for what each computes. Empty: nothing can run."""
+        """Return the rows of the next step, with their pages reserved. Empty: nothing can run."""
         if self.waiting:
             self._admit()
         limits = self.limits
         rows: list[Task] = []
         prompts: list[Task] = []
-        splitting: list[Task] = []
+        drafted: list[Task] = []
         for task in self.running.copy():
             branch = task.branch
             if not task.admitted or len(rows) == limits.max_rows:
-                continue  # preempted for somebody before it
+                continue  # preempted for a row planned before it
             if task.flights:
                 if not self._runs_ahead(task):
                     continue
-            elif not task.decoding or branch.length - branch.computed > task.wanted + self._behind:
+            elif (
+                not task.decoding
+                or branch.length - branch.computed > task.wanted + self._max_recomputed
+            ):
                 prompts.append(task)
                 continue
-            # Most often the page at hand has room: no need to ask for more.
-            launched, end = task.until, task.goal
-            room = branch.start + len(branch.pages) * self.tree.page_size
-            if end <= room or self._reserve(task, end, rows):
-                task.first = launched if task.flights else branch.computed
-                task.until = end if branch.twin is None else branch.step_end(task.first, end)
-                if branch.state is not None and not self._slots(task, rows):
+            launched_end, end = task.until, task.goal
+            # Most often the last page has room, and nothing needs to be reserved.
+            reserved = branch.start + len(branch.pages) * self.tree.page_size
+            if end <= reserved or self._reserve(task, end, rows):
+                task.first = launched_end if task.flights else branch.computed
+                has_adapter = branch.canvas_adapter is not None
+                task.until = branch.step_end(task.first, end) if has_adapter else end
+                if branch.state is not None and not self._reserve_states(task, rows):
                     continue
                 rows.append(task)
-                if task.splits:
-                    splitting.append(task)
+                if task.has_side_rows:
+                    drafted.append(task)
         if prompts:
             budget = limits.prefill_beside_decode if rows else limits.prefill_tokens
-            for task, count in _shares(prompts, budget)[: limits.max_rows - len(rows)]:
+            for task, count in _split_budget(prompts, budget)[: limits.max_rows - len(rows)]:
                 end = self._chunk_end(task, count)
-                if task.admitted and self._reserve(task, end, rows) and self._slots(task, rows):
+                if not task.admitted:
+                    continue  # preempted for a row planned before it
+                if self._reserve(task, end, rows) and self._reserve_states(task, rows):
                     rows.append(task)
-        for task in splitting:  # when everybody else has what they need
+        for task in drafted:  # last: draft rows use only what the other rows leave free
             rows += task.side_rows(limits.max_rows - max(len(rows), len(self.running)))
-        return rows or self._last_resort()
+        return rows or self._plan_oldest_alone()
 
     def _chunk_end(self, task: Task, count: int) -> int:
-        """Up to where about so many tokens of a prompt reach, nothing cut that belongs together."""
+        """Return the end of a chunk of about `count` tokens; tokens that see each other stay
+        together."""
         first = task.branch.computed
         return min(task.goal, task.branch.step_end(first, first + count))
 
     def _runs_ahead(self, task: Task) -> bool:
-        """Whether a task's next step can be launched before the last one is settled."""
+        """Return whether a task's next step can be launched before the last one is settled."""
         if not task.ahead:
             task.ahead = task.until == task.branch.length and task.run_ahead()
         return task.ahead and task.until < task.branch.length
 
     def _admit(self) -> None:
-        """Let those in that fit, in the order of their turn."""
-        # What the running ones still need for their prompts, and a page for each to grow into.
+        """Admit waiting tasks that fit, in the order of their turn."""
+        # Pages that running prompts still need, and one for each running task to grow into.
         states = self.tree.states
-        promised = sum(1 + (0 if t.decoding else self._pages(t)) for t in self.running)
-        for _ in range(_LOOKED_AT):
+        promised = sum(1 + (0 if t.decoding else self._missing_pages(t)) for t in self.running)
+        for _ in range(_MAX_ADMITTED_PER_STEP):
             if not self.waiting or len(self.running) >= self.limits.max_rows:
                 return
             task = self.waiting[0]
-            # Since it came, or since it ran; a canvas may have pages of which nothing holds.
+            # More may be cached since it arrived or was preempted. (A canvas may have pages
+            # although nothing is computed.)
             if task.cached and task.branch.computed == 0 and not task.branch.pages:
                 self.tree.adopt(task.branch)
-                self.tree.recompute(task.branch, task.first_needed)
-            pages = self._pages(task)
+                self.tree.recompute(task.branch, task.first_needed())
+            pages = self._missing_pages(task)
             if self.running and pages + promised > self.tree.available:
                 return
             if states is not None and 2 * len(self.running) >= states.count:
-                return  # each reads one state and may have to write another
+                return  # each task reads one state slot and may write another
             promised += 1 + pages
-            self._enter(task)
+            self._start_running(task)
 
-    def _enter(self, task: Task) -> None:
+    def _start_running(self, task: Task) -> None:
         self._leave_queue(task)
         insort(self.running, task, key=_order)
         self._set_running(task, True)
@@ -348,14 +365,14 @@ class Scheduler:
     def _set_running(self, task: Task, running: bool) -> None:
         task.admitted = running
         if self.tree.states is not None and not task.branch.closed:
-            self.tree.states.run(task.branch, running)
+            self.tree.states.set_running(task.branch, running)
 
-    def _pages(self, task: Task) -> int:
+    def _missing_pages(self, task: Task) -> int:
         branch, size = task.branch, self.tree.page_size
         return -(-branch.length // size) - branch.node.depth - len(branch.pages)
 
     def _reserve(self, task: Task, until: int, rows: list[Task]) -> bool:
-        """Get pages for a row, preempting others if need be; False if it has to wait."""
+        """Get pages for a row, preempting other tasks if needed; False if it has to wait."""
         while True:
             try:
                 self.tree.reserve(task.branch, until)
@@ -363,21 +380,23 @@ class Scheduler:
                 if not self._preempt_last(task, rows):
                     return False
             else:
-                # A borrowed page may have been lost, and more is to be computed then than was said.
+                # A shared page may have been lost: then more has to be computed than planned.
                 first = task.branch.computed
                 task.first, task.until = first, min(task.goal, task.branch.step_end(first, until))
                 return True
 
-    def _slots(self, task: Task, rows: list[Task]) -> bool:
+    def _reserve_states(self, task: Task, rows: list[Task]) -> bool:
         """Get slots for a row's recurrent states, the same way."""
         states, branch = self.tree.states, task.branch
         if states is None:
             return True
-        drafted = task.decoding and branch.provisional is None
-        guessed = min(task.wanted, task.until - task.first) - 1 if drafted else 0
+        has_draft = task.decoding and branch.provisional is None
+        num_draft = min(task.wanted, task.until - task.first) - 1 if has_draft else 0
         while True:
             try:
-                states.plan(branch, task.until, task.landmarks, guessed, split=task.splits)
+                states.plan(
+                    branch, task.until, task.state_marks, num_draft, has_forks=task.has_side_rows
+                )
             except OutOfStatesError:
                 if not self._preempt_last(task, rows):
                     return False
@@ -385,12 +404,13 @@ class Scheduler:
                 return True
 
     def _preempt_last(self, task: Task, rows: list[Task]) -> bool:
-        """Of those behind this one in their turn, preempt the last that is not in this step."""
-        chosen = set(rows)
+        """Preempt the last task, in the order of turns, that comes after this one and is not in
+        this step; False if there is none."""
+        planned = set(rows)
         for victim in sorted(self.tasks(), key=_order, reverse=True):
             if victim is task:
                 return False
-            if victim not in chosen and not victim.flights and self._holds_pages(victim):
+            if victim not in planned and not victim.flights and self._holds_pages(victim):
                 self.preempt(victim)
                 return True
         return False
@@ -399,6 +419,7 @@ class Scheduler:
         return task.branch.computed > 0 or bool(task.branch.pages)
 
     def preempt(self, task: Task) -> None:
+        """Take the pages of a task; it waits, and is computed again later."""
         if task.admitted:
             self.running.remove(task)
             insort(self.waiting, task, key=_order)
@@ -410,16 +431,16 @@ class Scheduler:
         task.inside.clear()
         task.preempted()
 
-    def _last_resort(self) -> list[Task]:
-        """Nobody can go on: the first one may preempt all others, whether it ran before or not."""
+    def _plan_oldest_alone(self) -> list[Task]:
+        """Preempt every other task, so that the first one can run."""
         if any(task.flights for task in self.running):
-            return []  # when that is settled, there will be something to do
+            return []  # settling the step in flight makes progress
         first = min(self.tasks(), key=_order)
         for task in self.tasks():
             if task is not first and self._holds_pages(task):
                 self.preempt(task)
         if not first.admitted:
-            self._enter(first)
-        count = min(first.left, max(SMALLEST_CHUNK, first.wanted))
-        fits = self._reserve(first, self._chunk_end(first, count), []) and self._slots(first, [])
-        return [first] if fits else []
+            self._start_running(first)
+        count = min(first.num_remaining, max(SMALLEST_CHUNK, first.wanted))
+        fits = self._reserve(first, self._chunk_end(first, count), [])
+        return [first] if fits and self._reserve_states(first, []) else []

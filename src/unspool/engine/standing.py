@@ -1,63 +1,69 @@
-"""Recurrent states as the tree knows them: where each is, and who needs it."""
+"""Recurrent states in the tree: where each one is, and which branches need it."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from unspool.engine.state_policy import GUESS
+from unspool.engine.state_policy import DRAFT
 
 
 class State:
-    """What a model knows of a text at one place, and who needs it."""
+    """A recurrent state after some number of tokens, and who needs it."""
 
-    __slots__ = ("keepers", "length", "node", "pins", "slot", "tips", "used", "why")
+    __slots__ = ("cursors", "keepers", "last_used", "length", "node", "num_pins", "reason", "slot")
 
     def __init__(self, slot: int, length: int) -> None:
         self.slot = slot
-        self.length = length  # tokens that it has read
-        self.why = GUESS
-        self.node: Page | None = None  # in whose page that is, if the page is in the index
-        self.tips: list[Standing] = []  # of branches that stand here
-        self.keepers: list[Standing] = []  # of branches that hold it for their unfinished page
-        self.pins = 0  # it is read or written by the step that is being made
-        self.used = 0  # when, by the pool's clock
+        self.length = length  # tokens read
+        self.reason = DRAFT
+        self.node: StateNode | None = None  # the prefix-cache page that holds it, if any
+        self.cursors: list[StateCursor] = []  # of branches whose current state this is
+        self.keepers: list[StateCursor] = []  # of branches that keep it for their unfinished page
+        self.num_pins = 0  # uses by the step that is being built
+        self.last_used = 0  # by the pool's clock
 
     @property
-    def running(self) -> bool:
-        """Whether a text that runs stands here, or may have to go back to here at once."""
-        if any(tip.running for tip in self.tips):
+    def is_needed_now(self) -> bool:
+        """Whether a running branch is at this state, or may have to return to it in this step."""
+        if any(cursor.running for cursor in self.cursors):
             return True
-        return self.why == GUESS and any(keeper.running for keeper in self.keepers)
+        return self.reason == DRAFT and any(keeper.running for keeper in self.keepers)
+
+    def has_single_owner(self) -> bool:
+        """Return whether only one branch needs the state, so that it may be overwritten."""
+        is_kept = self.node is not None or self.keepers or self.num_pins
+        return not is_kept and len(self.cursors) == 1
 
 
-class Standing:
-    """Where a branch stands: its state, and others on its way that no node of the index holds."""
+class StateCursor:
+    """A branch's current state, and earlier ones that no prefix-cache node holds."""
 
-    __slots__ = ("branch", "captures", "junction", "kept", "running", "source", "tip")
+    __slots__ = ("branch", "captures", "junction", "kept_states", "running", "source", "tip")
 
-    def __init__(self, branch: Text) -> None:
+    def __init__(self, branch: StateBranch) -> None:
         self.branch = branch
-        self.tip: State | None = None  # None: nothing is read yet. While a step runs, behind that
-        self.kept: dict[int, State] = {}  # by their lengths
-        self.junction = -1  # a place that texts part at, to be marked when it is passed
+        # The current state; None: nothing is read. While a step is in flight: its result.
+        self.tip: State | None = None
+        self.kept_states: dict[int, State] = {}  # by length
+        self.junction = -1  # a position where texts part, to be marked when it is passed
         self.running = False
-        self.source: State | None = None  # what the step reads that was planned last
-        self.captures: list[State] = []  # ... and what it is to write on the way
+        self.source: State | None = None  # what the last planned step reads ...
+        self.captures: list[State] = []  # ... and the intermediate states it writes
 
 
-class Page(Protocol):
-    """What is asked of a node of the prefix index."""
+class StateNode(Protocol):
+    """A node of the prefix cache, as the state pool sees it."""
 
     states: dict[int, State]
     depth: int
     live: int
 
     @property
-    def parent(self) -> Page | None: ...
+    def parent(self) -> StateNode | None: ...
 
 
-class Text(Protocol):
-    """What is asked of a branch."""
+class StateBranch(Protocol):
+    """A branch, as the state pool sees it."""
 
     start: int
     computed: int
@@ -65,32 +71,30 @@ class Text(Protocol):
     provisional: int | None
 
     @property
-    def node(self) -> Page: ...
+    def node(self) -> StateNode: ...
 
     @property
-    def borrowed(self) -> Page | None: ...
+    def shared_tail(self) -> StateNode | None: ...
 
     @property
-    def state(self) -> Standing | None: ...
+    def state(self) -> StateCursor | None: ...
 
 
-def standing_of(branch: Text) -> Standing:
-    assert branch.state is not None, "a branch of a model without states"
+def cursor_of(branch: StateBranch) -> StateCursor:
+    assert branch.state is not None, "the model has no recurrent states"
     return branch.state
 
 
-def is_alone(state: State) -> bool:
-    """Whether only one branch needs it, which may overwrite it."""
-    return state.node is None and len(state.tips) == 1 and not (state.keepers or state.pins)
+def last_state_before(node: StateNode, length: int, max_pages: int | None = None) -> State | None:
+    """Return the last state shorter than `length` that a node or its ancestors hold.
 
-
-def state_before(node: Page, length: int, pages: int | None = None) -> State | None:
-    """The last state before `length` that a node or those before it hold; gone up so many pages."""
-    place: Page | None = node
-    while place is not None and pages != 0:
-        found = [state for at, state in place.states.items() if at < length]
-        if found:
-            return max(found, key=lambda state: state.length)
-        place = place.parent
-        pages = None if pages is None else pages - 1
+    At most `max_pages` nodes are searched; None: up to the root.
+    """
+    current: StateNode | None = node
+    while current is not None and max_pages != 0:
+        earlier = [state for state in current.states.values() if state.length < length]
+        if earlier:
+            return max(earlier, key=lambda state: state.length)
+        current = current.parent
+        max_pages = None if max_pages is None else max_pages - 1
     return None

@@ -1,15 +1,16 @@
-"""The slots for recurrent states: who holds which, and what goes when room is needed.
+"""Slots for recurrent states: which state is in which slot, and what is evicted.
 
-A model with recurrent layers knows all it has read of a text as one state, which every token
-changes. A branch stands where its state is (its tip). A step reads a branch's state from one slot
-and writes the next one into the same, or, where the old one is to be kept, into another. States on
-the way are held by the nodes of the prefix index, at any place within their pages, so whoever comes
-along finds them; those in a branch's unfinished page are held by the branch until its page is full.
+A model with recurrent layers keeps all it has read of a text as one state, which every token
+changes. A branch has a current state (its cursor's tip). A step reads a branch's state from one
+slot and writes the next one into the same slot, or into another one where the old state is to be
+kept. Earlier states are held by the nodes of the prefix cache, at any position within their pages,
+so that other branches find them; those in a branch's unfinished page are held by the branch until
+the page is full.
 
-When no slot is free, the states that are worth least are forgotten: those that few tokens bring
-back, and that nobody used for long. That includes where branches stand that do not run: they fall
-back to an earlier state and are computed again, should they be needed. Running texts keep theirs;
-if that is too many, the scheduler preempts one.
+When no slot is free, the states that are worth least are evicted: those that few tokens restore,
+and that were not used for long. That includes the states of idle branches, which fall back to an
+earlier state and are computed again when needed. Running branches keep theirs; if these are too
+many, the scheduler preempts one.
 """
 
 from __future__ import annotations
@@ -20,33 +21,33 @@ from typing import Any
 import numpy as np
 
 from unspool.backends.step import Ints
-from unspool.engine.pages import OutOfPagesError
 from unspool.engine.standing import (
-    Page,
-    Standing,
     State,
-    Text,
-    is_alone,
-    standing_of,
-    state_before,
+    StateBranch,
+    StateCursor,
+    StateNode,
+    cursor_of,
+    last_state_before,
 )
 from unspool.engine.state_policy import (
-    GUESS,
+    DRAFT,
     MARK,
     PAGE,
+    find_captures,
     furthest_thinned,
     is_kept,
-    on_the_way,
 )
 from unspool.errors import UnspoolError
 
-_FEW_PAGES = 4  # a state not larger than so many is cheap: it is kept at every border and guess
-_SEEN_BACK = 256  # pages that are gone up in search of an earlier state, when states are compared
-_WORTH = {GUESS: 1.0, PAGE: 1.0, MARK: 4.0}
+_CHEAP_PAGES = (
+    4  # a state of at most this many pages' bytes is kept at every border and draft token
+)
+_MAX_SEARCHED_PAGES = 256  # ancestors searched for an earlier state when states are compared
+_WORTH = {DRAFT: 1.0, PAGE: 1.0, MARK: 4.0}
 
 
-class OutOfStatesError(OutOfPagesError):
-    """No slot is free and no state can be forgotten; the scheduler must preempt somebody."""
+class OutOfStatesError(Exception):
+    """No slot is free and no state can be evicted; the scheduler must preempt a task."""
 
 
 class StatePool:
@@ -55,23 +56,26 @@ class StatePool:
     def __init__(self, count: int, page_size: int, *, cheap: bool = False) -> None:
         if count < 2:
             raise UnspoolError(
-                f"{count} recurrent states are too few to run a text; allow more memory"
+                f"at least 2 slots for recurrent states are needed, got {count}; allow more memory"
             )
         self.count, self.cheap, self._size = count, cheap, page_size
-        self.texts = 0  # that run
+        self.num_running = 0  # branches
         self.clock = 0  # tokens computed so far
-        self.forgotten = 0  # states that had to make room
-        self.lost: Callable[[Any], None] = lambda branch: None  # told that its tip is gone
+        self.forgotten = 0  # states evicted so far
+        # Called with a branch whose current state was evicted.
+        self.on_state_lost: Callable[[Any], None] = lambda branch: None
         self._free = list(range(count - 1, -1, -1))
         self._states: set[State] = set()
         self._pinned: list[State] = []
 
     @staticmethod
-    def of(count: int, state_bytes: int, page_bytes: int, page_size: int) -> StatePool | None:
-        """The pool for a backend; None if its model has no states."""
+    def for_backend(
+        count: int, state_bytes: int, page_bytes: int, page_size: int
+    ) -> StatePool | None:
+        """Return the pool for a backend; None if its model has no recurrent states."""
         if not state_bytes:
             return None
-        return StatePool(count, page_size, cheap=state_bytes <= _FEW_PAGES * page_bytes)
+        return StatePool(count, page_size, cheap=state_bytes <= _CHEAP_PAGES * page_bytes)
 
     @property
     def used(self) -> int:
@@ -79,173 +83,186 @@ class StatePool:
 
     @property
     def spare(self) -> int:
-        """Slots that running texts do not need, even if each writes another than it reads."""
-        return max(0, self.count - 2 * self.texts)
+        """Slots that running branches do not need, even if each writes to a second one."""
+        return max(0, self.count - 2 * self.num_running)
 
     # -- the next step ---------------------------------------------------------------------------
 
     def plan(
         self,
-        branch: Text,
+        branch: StateBranch,
         until: int,
         marks: Collection[int] = (),
-        guessed: int = 0,
+        num_draft: int = 0,
         *,
-        split: bool = False,
+        has_forks: bool = False,
     ) -> None:
-        """Slots for a row that computes a branch up to `until`, the last tokens of it guesses.
+        """Choose slots for a row that computes a branch up to `until`.
 
-        It reads where the branch stands. If others need that too, or guesses may turn out wrong, or
-        it is worth keeping, the row writes into another slot. Without room nothing is changed.
+        The row reads the branch's current state. It writes to another slot if others need that
+        state too, if draft tokens may be rejected, or if the state is worth keeping.
+
+        Args:
+            branch: The row's branch.
+            until: The step computes up to this position.
+            marks: Positions whose states are worth keeping.
+            num_draft: How many of the last tokens are draft tokens.
+            has_forks: Draft branches will start from the same state.
+
+        Raises:
+            OutOfStatesError: No slot is free. Nothing is changed then.
         """
-        standing = standing_of(branch)
-        self._drop_guesses(standing)
-        source, places = standing.tip, {*marks, standing.junction}
+        cursor = cursor_of(branch)
+        self._drop_draft_states(cursor)
+        source, positions = cursor.tip, {*marks, cursor.junction}
         if branch.provisional is not None:
-            places.add(branch.provisional)
+            positions.add(branch.provisional)
         first = 0 if source is None else source.length
-        why = self._reason(first, branch.length, places)
-        if source is None or why or guessed or split or not is_alone(source):
+        reason = self._reason(first, branch.length, positions)
+        keeps_source = bool(reason or num_draft or has_forks)
+        if source is None or keeps_source or not source.has_single_owner():
             target = self._allocate(until)
-            self._move_on(standing, target, why, kept=bool(why or guessed or split))
+            self._move_tip(cursor, target, reason, keeps_source=keeps_source)
         else:
             target = source
         self.clock += until - first
-        target.length, target.used, standing.source = until, self.clock, source
-        standing.captures = []
+        target.length, target.last_used, cursor.source = until, self.clock, source
+        cursor.captures = []
         if until - first > 1:
-            wanted = list(on_the_way(first, until, branch.length, self._size, self.cheap, places))
-            if guessed and self.cheap:
-                known = {place for place, _ in wanted}
-                guesses = set(range(until - guessed, until)) - known
-                wanted += [(place, GUESS) for place in sorted(guesses)]
-            standing.captures = self._capture(standing, wanted)
+            captures = list(
+                find_captures(first, until, branch.length, self._size, self.cheap, positions)
+            )
+            if num_draft and self.cheap:
+                captured = {position for position, _ in captures}
+                drafted = set(range(until - num_draft, until)) - captured
+                captures += [(position, DRAFT) for position in sorted(drafted)]
+            cursor.captures = self._capture(cursor, captures)
 
     def rows(
-        self, branches: Sequence[Text], firsts: Sequence[int], starts: Sequence[int]
+        self, branches: Sequence[StateBranch], firsts: Sequence[int], starts: Sequence[int]
     ) -> tuple[Ints, Ints]:
-        """`StepBatch.states` and `StepBatch.captures` of rows that were planned."""
+        """Return `StepBatch.states` and `StepBatch.captures` of rows that were planned."""
         pairs: list[tuple[int, int]] = []
         captures: list[tuple[int, int]] = []
         for branch, first, start in zip(branches, firsts, starts, strict=False):
-            standing = standing_of(branch)
-            source, tip = standing.source, standing.tip
+            cursor = cursor_of(branch)
+            source, tip = cursor.source, cursor.tip
             assert tip is not None
             pairs.append((-1 if source is None else source.slot, tip.slot))
-            for state in standing.captures:
+            for state in cursor.captures:
                 captures.append((start + state.length - 1 - first, state.slot))
         pinned, self._pinned = self._pinned, []
-        for state in pinned:  # the next step comes after this one
-            state.pins -= 1
+        for state in pinned:  # later steps run after this one
+            state.num_pins -= 1
             self._free_if_unused(state)
         return np.array(pairs), np.array(sorted(captures)).reshape(-1, 2)
 
-    def run(self, branch: Text, running: bool) -> None:
-        """Whether a branch runs: then its state cannot be taken from it."""
-        standing = standing_of(branch)
-        self.texts += running - standing.running
-        standing.running = running
+    def set_running(self, branch: StateBranch, running: bool) -> None:
+        """Set whether a branch runs: the current state of a running branch is not evicted."""
+        cursor = cursor_of(branch)
+        self.num_running += running - cursor.running
+        cursor.running = running
 
-    # -- where branches stand --------------------------------------------------------------------
+    # -- cursors ---------------------------------------------------------------------------------
 
-    def nearest(self, branch: Text, length: int) -> State | None:
-        """The last state on a branch's way that has read at most so many tokens."""
-        standing = standing_of(branch)
-        best = standing.tip
+    def nearest(self, branch: StateBranch, length: int) -> State | None:
+        """Return the last kept state of a branch that has read at most `length` tokens."""
+        cursor = cursor_of(branch)
+        best = cursor.tip
         if best is not None and best.length > length:
             best = None
-        own = list(standing.kept.values())
-        if branch.borrowed is not None:
-            own += branch.borrowed.states.values()
-        for state in own:
+        for state in self._states_of_tail(cursor):
             if state.length <= length and (best is None or state.length > best.length):
                 best = state
         if best is not None and best.length > branch.start:
             return best
-        found = state_before(branch.node, length + 1)
-        return found if best is None or (found and found.length > best.length) else best
+        cached = last_state_before(branch.node, length + 1)
+        return cached if best is None or (cached and cached.length > best.length) else best
 
-    def stand(self, branch: Text, state: State | None) -> None:
-        """Let a branch stand at a state; what it held behind that is not needed any more."""
-        standing, length = standing_of(branch), 0 if state is None else state.length
+    def seek(self, branch: StateBranch, state: State | None) -> None:
+        """Make a state the branch's current one, and drop the branch's states after it."""
+        cursor, length = cursor_of(branch), 0 if state is None else state.length
         if state is not None:
-            state.tips.append(standing)
-            state.used = self.clock
-        old, standing.tip = standing.tip, state
-        if old is not None:
-            old.tips.remove(standing)
-            self._free_if_unused(old)
-        for place in [place for place in standing.kept if place > length]:
-            self._give_up(standing, place)
+            state.cursors.append(cursor)
+            state.last_used = self.clock
+        previous, cursor.tip = cursor.tip, state
+        if previous is not None:
+            previous.cursors.remove(cursor)
+            self._free_if_unused(previous)
+        for position in [position for position in cursor.kept_states if position > length]:
+            self._drop_kept(cursor, position)
 
-    def stand_beside(self, branch: Text, other: Text) -> None:
-        """Let a branch begin where the step that is being made begins with another."""
-        self.stand(branch, standing_of(other).source)
-        self.run(branch, True)
+    def fork_cursor(self, branch: StateBranch, other: StateBranch) -> None:
+        """Start a branch at the state that the step being built reads for another branch."""
+        self.seek(branch, cursor_of(other).source)
+        self.set_running(branch, True)
 
-    def hold(self, branch: Text, why: int = MARK) -> None:
-        """Keep where a branch stands for others: texts part here, or one ends."""
-        tip = standing_of(branch).tip
-        place = branch.node if branch.computed == branch.start else branch.borrowed
-        if tip is not None and tip.length == branch.computed and place is not None:
-            self._place(place, tip, why)
+    def publish_tip(self, branch: StateBranch, reason: int = MARK) -> None:
+        """Put a branch's current state into the prefix cache: texts part here, or one ends."""
+        tip = cursor_of(branch).tip
+        node = branch.node if branch.computed == branch.start else branch.shared_tail
+        if tip is not None and tip.length == branch.computed and node is not None:
+            self._attach(node, tip, reason)
 
-    # -- pages come into the index and leave it ----------------------------------------------------
+    # -- pages that enter and leave the prefix cache -----------------------------------------------
 
-    def hand_over(self, branch: Text, node: Page, end: int) -> None:
-        """A page of the branch, filled up to `end`, is in the index now, and so are its states."""
-        standing, begin = standing_of(branch), (node.depth - 1) * self._size
-        for place, state in list(standing.kept.items()):
-            if begin < place <= end and state.why:
-                self._place(node, state, state.why)
-                self._give_up(standing, place)
+    def hand_over(self, branch: StateBranch, node: StateNode, end: int) -> None:
+        """Move the states of a page, filled up to `end`, from its branch to its cache node."""
+        cursor, begin = cursor_of(branch), (node.depth - 1) * self._size
+        for position, state in list(cursor.kept_states.items()):
+            if begin < position <= end and state.reason:
+                self._attach(node, state, state.reason)
+                self._drop_kept(cursor, position)
 
-    def take_over(self, branch: Text, node: Page) -> None:
-        """A page of the index becomes the branch's own again, and so do its states."""
-        standing = standing_of(branch)
-        for place, state in list(node.states.items()):
-            if place not in standing.kept:
-                standing.kept[place] = state
-                state.keepers.append(standing)
-            self._take_down(state)
+    def take_over(self, branch: StateBranch, node: StateNode) -> None:
+        """Move the states of a page from its cache node to the branch that owns it again."""
+        cursor = cursor_of(branch)
+        for position, state in list(node.states.items()):
+            if position not in cursor.kept_states:
+                cursor.kept_states[position] = state
+                state.keepers.append(cursor)
+            self._detach(state)
 
-    def leave_page(self, node: Page) -> None:
-        """The page is evicted."""
+    def drop_page(self, node: StateNode) -> None:
+        """Drop the states of a page that is evicted."""
         for state in list(node.states.values()):
-            self._take_down(state)
+            self._detach(state)
 
-    def thin(self, branch: Text, added: int) -> None:
-        """The branch has so many more pages in the index: of those before, fewer states are kept.
-        Those that lie on the way of others stay."""
+    def thin(self, branch: StateBranch, num_added: int) -> None:
+        """Keep fewer states of earlier pages, now that the branch has more pages in the cache.
+
+        States that other branches pass stay.
+        """
         if self.cheap:
             return
-        node, tip = branch.node, branch.node.depth
-        reach = furthest_thinned(tip) if added == 1 else tip
-        while node.parent is not None and tip - node.depth <= reach and node.live == 1:
+        node, num_pages = branch.node, branch.node.depth
+        reach = furthest_thinned(num_pages) if num_added == 1 else num_pages
+        while node.parent is not None and num_pages - node.depth <= reach and node.live == 1:
             state = node.states.get(node.depth * self._size)
-            if state is not None and state.why == PAGE and not is_kept(node.depth, tip):
-                self._take_down(state)
+            if state is not None and state.reason == PAGE and not is_kept(node.depth, num_pages):
+                self._detach(state)
             node = node.parent
 
-    # -- room ------------------------------------------------------------------------------------
+    # -- eviction ----------------------------------------------------------------------------------
 
-    def evict(self, wanted: int) -> None:
-        """Forget the states worth least until so many slots are free, if that can be."""
-        going = True
-        while going and len(self._free) < wanted:
-            going = False
-            candidates = [state for state in self._states if not (state.pins or state.running)]
+    def evict(self, num_slots: int) -> None:
+        """Evict the states worth least until `num_slots` are free, or nothing can be evicted."""
+        is_progressing = True
+        while is_progressing and len(self._free) < num_slots:
+            is_progressing = False
+            candidates = [s for s in self._states if not (s.num_pins or s.is_needed_now)]
             earlier = {state: self._earlier(state) for state in candidates}
             candidates.sort(key=lambda state: (self._worth(state, earlier[state]), state.slot))
-            neighbours: set[State] = set()  # of those forgotten: worth more than was said
+            # The neighbours of an evicted state become worth more: the next pass decides.
+            neighbours: set[State] = set()
             for state in candidates:
-                if len(self._free) >= wanted:
+                if len(self._free) >= num_slots:
                     return
                 before = earlier[state]
                 if state in self._states and state not in neighbours and before not in neighbours:
                     neighbours |= {state} if before is None else {state, before}
-                    self._forget(state)
-                    going = True
+                    self._evict_state(state)
+                    is_progressing = True
 
     def _allocate(self, length: int) -> State:
         if not self._free:
@@ -253,126 +270,131 @@ class StatePool:
             if not self._free:
                 raise OutOfStatesError
         state = State(self._free.pop(), length)
-        state.used = self.clock
+        state.last_used = self.clock
         self._states.add(state)
         return state
 
-    def _capture(self, standing: Standing, wanted: list[tuple[int, int]]) -> list[State]:
-        """States on the way, as many as there is room for beside what running texts need next."""
-        needed = self.texts + len(wanted)
+    def _capture(self, cursor: StateCursor, captures: list[tuple[int, int]]) -> list[State]:
+        """Allocate slots for intermediate states, as far as running branches leave them free."""
+        needed = self.num_running + len(captures)
         if len(self._free) < needed:
             self.evict(min(self.count, needed + self.count // 16))
-        found: list[State] = []
-        for place, why in wanted:
-            if len(self._free) <= self.texts:
+        states: list[State] = []
+        for position, reason in captures:
+            if len(self._free) <= self.num_running:
                 break
-            state = self._allocate(place)
-            state.why = why
-            standing.kept[place] = state
-            state.keepers.append(standing)
+            state = self._allocate(position)
+            state.reason = reason
+            cursor.kept_states[position] = state
+            state.keepers.append(cursor)
             self._pin(state)
-            found.append(state)
-        return found
+            states.append(state)
+        return states
 
     def _worth(self, state: State, earlier: State | None) -> float:
-        """Tokens that would have to be computed again without it, against how long it was not
-        used."""
+        """Return the tokens to compute again without the state, by the time since its last use."""
         gap = state.length - (0 if earlier is None else earlier.length)
-        kind = _WORTH[MARK if state.tips else state.why]
-        return kind * gap / (1 + self.clock - state.used)
+        weight = _WORTH[MARK if state.cursors else state.reason]
+        return weight * gap / (1 + self.clock - state.last_used)
 
     def _earlier(self, state: State) -> State | None:
-        """The state before this one on its way."""
+        """Return the state before this one in the same text."""
         if state.node is not None:
-            return state_before(state.node, state.length, _SEEN_BACK)
-        holders = state.keepers or state.tips
+            return last_state_before(state.node, state.length, _MAX_SEARCHED_PAGES)
+        holders = state.keepers or state.cursors
         if not holders:
             return None
-        branch, best = holders[0].branch, None
-        own = list(holders[0].kept.values())
-        if branch.borrowed is not None:
-            own += branch.borrowed.states.values()
-        for other in own:
+        best: State | None = None
+        for other in self._states_of_tail(holders[0]):
             if other.length < state.length and (best is None or other.length > best.length):
                 best = other
-        return best or state_before(branch.node, state.length, _SEEN_BACK)
+        return best or last_state_before(holders[0].branch.node, state.length, _MAX_SEARCHED_PAGES)
 
-    def _forget(self, state: State) -> None:
+    def _states_of_tail(self, cursor: StateCursor) -> list[State]:
+        """Return the states in a branch's unfinished page."""
+        states = list(cursor.kept_states.values())
+        if cursor.branch.shared_tail is not None:
+            states += cursor.branch.shared_tail.states.values()
+        return states
+
+    def _evict_state(self, state: State) -> None:
         self.forgotten += 1
         if state.node is not None:
-            self._take_down(state)
+            self._detach(state)
         for keeper in state.keepers.copy():
-            self._give_up(keeper, state.length)
-        for tip in state.tips.copy():
-            tip.tip = None
-            state.tips.remove(tip)
+            self._drop_kept(keeper, state.length)
+        for cursor in state.cursors.copy():
+            cursor.tip = None
+            state.cursors.remove(cursor)
             self._free_if_unused(state)
-            self.lost(tip.branch)
+            self.on_state_lost(cursor.branch)
 
     # -- who holds what --------------------------------------------------------------------------
 
-    def _reason(self, place: int, length: int, marks: Collection[int]) -> int:
-        """Why the state at a place is kept; 0: it is not."""
-        if place in marks:
+    def _reason(self, position: int, length: int, marks: Collection[int]) -> int:
+        """Return why the state at a position is kept; DRAFT (0): it is not."""
+        if position in marks:
             return MARK
-        border, inside = divmod(place, self._size)
-        if inside or not border:
-            return GUESS
-        return PAGE if self.cheap or is_kept(border, length // self._size) else GUESS
+        border, offset = divmod(position, self._size)
+        if offset or not border:
+            return DRAFT
+        return PAGE if self.cheap or is_kept(border, length // self._size) else DRAFT
 
-    def _move_on(self, standing: Standing, target: State, why: int, *, kept: bool) -> None:
-        """Let a branch stand at the state that the step will write, beside the one it reads."""
-        source, standing.tip = standing.tip, target
-        target.tips.append(standing)
+    def _move_tip(
+        self, cursor: StateCursor, target: State, reason: int, *, keeps_source: bool
+    ) -> None:
+        """Make the state that the step will write the current one, besides the one it reads."""
+        source, cursor.tip = cursor.tip, target
+        target.cursors.append(cursor)
         if source is not None:
-            if kept:
-                self._keep(standing, source, why)
-            source.tips.remove(standing)
+            if keeps_source:
+                self._keep(cursor, source, reason)
+            source.cursors.remove(cursor)
             self._pin(source)
 
-    def _keep(self, standing: Standing, state: State, why: int) -> None:
+    def _keep(self, cursor: StateCursor, state: State, reason: int) -> None:
         """Hold the state that a branch moves on from."""
-        branch = standing.branch
-        if why and state.length == branch.start and branch.node.depth:
-            self._place(branch.node, state, why)
+        branch = cursor.branch
+        if reason and state.length == branch.start and branch.node.depth:
+            self._attach(branch.node, state, reason)
         else:
-            state.why = max(state.why, why)
-        if state.node is None and state.length not in standing.kept:
-            standing.kept[state.length] = state
-            state.keepers.append(standing)
+            state.reason = max(state.reason, reason)
+        if state.node is None and state.length not in cursor.kept_states:
+            cursor.kept_states[state.length] = state
+            state.keepers.append(cursor)
 
-    def _place(self, node: Page, state: State, why: int) -> None:
-        """Put a state into a node, unless that has one for the same place."""
-        known = node.states.get(state.length)
-        if known is None and state.node is None:
+    def _attach(self, node: StateNode, state: State, reason: int) -> None:
+        """Let a cache node hold a state, unless it has one for the same position."""
+        existing = node.states.get(state.length)
+        if existing is None and state.node is None:
             node.states[state.length], state.node = state, node
-            known = state
-        if known is not None:
-            known.why = max(known.why, why)
+            existing = state
+        if existing is not None:
+            existing.reason = max(existing.reason, reason)
 
-    def _take_down(self, state: State) -> None:
+    def _detach(self, state: State) -> None:
         assert state.node is not None
         del state.node.states[state.length]
         state.node = None
         self._free_if_unused(state)
 
-    def _give_up(self, standing: Standing, place: int) -> None:
-        state = standing.kept.pop(place)
-        state.keepers.remove(standing)
+    def _drop_kept(self, cursor: StateCursor, position: int) -> None:
+        state = cursor.kept_states.pop(position)
+        state.keepers.remove(cursor)
         self._free_if_unused(state)
 
-    def _drop_guesses(self, standing: Standing) -> None:
-        """What was kept for guesses that are checked by now."""
-        if standing.kept:
-            for place in [p for p, state in standing.kept.items() if not state.why]:
-                self._give_up(standing, place)
+    def _drop_draft_states(self, cursor: StateCursor) -> None:
+        """Drop the states kept for draft tokens that are verified by now."""
+        if cursor.kept_states:
+            for position in [p for p, state in cursor.kept_states.items() if not state.reason]:
+                self._drop_kept(cursor, position)
 
     def _pin(self, state: State) -> None:
-        state.pins += 1
+        state.num_pins += 1
         self._pinned.append(state)
 
     def _free_if_unused(self, state: State) -> None:
-        needed = state.node or state.tips or state.keepers or state.pins
-        if not needed and state in self._states:
+        is_needed = state.node or state.cursors or state.keepers or state.num_pins
+        if not is_needed and state in self._states:
             self._states.remove(state)
             self._free.append(state.slot)

@@ -1,8 +1,7 @@
-"""The steps of a running generation, on their way from the engine's thread to whoever reads them.
+"""The stream of steps from the engine's thread to the reader of a generation.
 
-Steps wait in a queue of their own, so a reader that stops reading holds up nobody. Closing the
-stream, leaving its loop, an interrupt, or just letting go of it cancels the generation and gives
-its pages back.
+Each generation has its own queue, so a slow reader delays no other. Closing the stream, leaving its
+loop, an interrupt, or dropping the last reference cancels the generation and releases its pages.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from unspool.engine.steps import Step
 from unspool.engine.work_scope import current_scope
 from unspool.errors import UnspoolError
 
-_LOOK_UP = 1.0  # seconds after which a reader asks whether the engine is still there
+_ALIVE_CHECK_S = 1.0  # how often a waiting reader checks that the engine is alive
 
 
 class StepQueue:
-    """The engine's end of a stream: steps go in, and what there is to say about the text."""
+    """The engine's end of a stream: takes steps, progress, notes and the end."""
 
     def __init__(self) -> None:
         self.steps: deque[Step] = deque()
         self.changed = threading.Condition()
-        self.readers = 0  # that wait for a change
+        self.readers = 0  # waiting for a change
         self.ended = False
         self.error: BaseException | None = None
         self.listeners: list[Callable[[], object]] = []
-        self.prompt_reused = 0  # tokens of the prompt that were computed before
-        self.prompt_computed: int | None = None  # tokens of it that are computed; None: not begun
-        self.watches_prompt = False  # listeners are called as the prompt is computed, too
-        self.notes: list[str] = []  # what the engine has to say, such as that drafting was stopped
+        self.prompt_reused = 0  # tokens of the prompt that were cached
+        self.prompt_computed: int | None = None  # tokens of it that are computed; None: not started
+        self.watches_prompt = False  # whether listeners are called for prompt progress too
+        self.notes: list[str] = []  # remarks of the engine, such as that drafting was stopped
         self.stopped_by: str | None = None  # the stop string that ended the text
-        self.drafted = self.accepted = 0  # tokens guessed ahead, and those of them that were right
+        self.drafted = self.accepted = 0  # draft tokens proposed, and accepted
         self.on_start: Callable[[], object] | None = None  # called at the first step, or the end
 
     def put(self, step: Step) -> None:
@@ -45,18 +44,20 @@ class StepQueue:
     def end(self, error: BaseException | None = None) -> None:
         if not self.ended:
             self.error = error
-            self.ended = True  # last: who sees it finds all the rest
+            self.ended = True  # set last: a reader that sees it finds everything else
             self._notify()
 
     def report_prompt(self, computed: int) -> None:
-        """Say how many tokens of the prompt are computed."""
+        """Report how many tokens of the prompt are computed."""
         self.prompt_computed = computed
         if self.watches_prompt:
             self._call_listeners()
 
     def _notify(self) -> None:
-        """Most often nobody has to be told, and no lock is taken: who is about to wait, or to
-        listen, says so first and then looks whether something has come."""
+        """Wake readers and listeners.
+
+        Without any, no lock is taken: a reader registers first, and then checks for new steps.
+        """
         if self.readers or self.on_start is not None:
             with self.changed:
                 if self.on_start is not None:
@@ -69,8 +70,8 @@ class StepQueue:
         for listener in tuple(self.listeners):
             try:
                 listener()
-            except Exception:  # its event loop is closed, say: nobody listens there any more
-                with self.changed, contextlib.suppress(ValueError):  # it may have left by itself
+            except Exception:  # its event loop may be closed: remove the listener
+                with self.changed, contextlib.suppress(ValueError):  # it may be removed already
                     self.listeners.remove(listener)
 
 
@@ -85,25 +86,25 @@ class StepStream(Iterator[Step]):
         check_caller: Callable[[], object] = lambda: None,
     ) -> None:
         self._queue, self._cancel, self._check_alive = queue, cancel, check_alive
-        self._check_caller = check_caller  # raises where waiting would wait for itself
+        self._check_caller = check_caller  # raises on the engine's thread, which must not wait
 
     @property
     def prompt_reused(self) -> int:
-        """Tokens of the prompt that were computed before."""
+        """Tokens of the prompt that were cached."""
         return self._queue.prompt_reused
 
     @property
     def prompt_computed(self) -> int | None:
-        """Tokens of the prompt that are computed so far; None: it has not begun."""
+        """Tokens of the prompt that are computed so far; None: it has not started."""
         return self._queue.prompt_computed
 
     def watch_prompt(self) -> None:
-        """Call listeners also when a part of the prompt was computed."""
+        """Call listeners for progress on the prompt too."""
         self._queue.watches_prompt = True
 
     @property
     def notes(self) -> list[str]:
-        """What the engine has to say, such as that drafting was stopped."""
+        """Remarks of the engine, such as that drafting was stopped."""
         return self._queue.notes
 
     @property
@@ -113,23 +114,23 @@ class StepStream(Iterator[Step]):
 
     @property
     def drafted(self) -> int:
-        """Tokens that were guessed ahead."""
+        """Draft tokens that were proposed."""
         return self._queue.drafted
 
     @property
     def accepted(self) -> int:
-        """Tokens that were guessed right."""
+        """Draft tokens that were accepted."""
         return self._queue.accepted
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more comes than what waits to be read."""
+        """Whether no more steps will arrive than those not read yet."""
         return self._queue.ended
 
-    # -- reading, one by one -----------------------------------------------------------------
+    # -- reading step by step ----------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Step]:
-        """A loop over the steps; leaving it, in whatever way, cancels what is still to come."""
+        """Iterate over the steps; leaving the loop cancels the generation."""
         try:
             while True:
                 try:
@@ -154,7 +155,7 @@ class StepStream(Iterator[Step]):
         raise StopIteration
 
     def _wait(self) -> None:
-        """Until there is something to read."""
+        """Wait until there is something to read."""
         self._check_caller()
         queue, scope = self._queue, current_scope()
 
@@ -167,7 +168,7 @@ class StepStream(Iterator[Step]):
             try:
                 while not queue.steps and not queue.ended:
                     scope.check()
-                    if not queue.changed.wait(_LOOK_UP):
+                    if not queue.changed.wait(_ALIVE_CHECK_S):
                         self._check_alive()
             finally:
                 queue.readers -= 1
@@ -176,7 +177,7 @@ class StepStream(Iterator[Step]):
         return self._async_steps()
 
     async def _async_steps(self) -> AsyncIterator[Step]:
-        import asyncio  # only who awaits needs it, and it is large
+        import asyncio  # large, and needed by asynchronous readers only
 
         self._check_caller()
         loop, news = asyncio.get_running_loop(), asyncio.Event()
@@ -194,9 +195,9 @@ class StepStream(Iterator[Step]):
                 if ended:
                     return
                 if steps:
-                    continue  # an error may have come right behind them
+                    continue  # an error may have arrived right after them
                 try:
-                    async with asyncio.timeout(_LOOK_UP):
+                    async with asyncio.timeout(_ALIVE_CHECK_S):
                         await news.wait()
                 except TimeoutError:
                     self._check_alive()
@@ -204,28 +205,28 @@ class StepStream(Iterator[Step]):
             self.unlisten(wake)
             self.close()
 
-    # -- reading what is there, without waiting ----------------------------------------------
+    # -- reading without waiting -------------------------------------------------------------
 
     def listen(self, listener: Callable[[], object]) -> None:
-        """Call this, on the engine's thread, whenever there is something new; now too, if so."""
+        """Call `listener` on the engine's thread for every news; also now, if there is any."""
         with self._queue.changed:
             self._queue.listeners.append(listener)
             if self._queue.steps or self._queue.ended:
                 listener()
 
     def unlisten(self, listener: Callable[[], object]) -> None:
-        """Call this no more."""
+        """Stop calling `listener`."""
         with self._queue.changed, contextlib.suppress(ValueError):
             self._queue.listeners.remove(listener)
 
     def waiting(self) -> tuple[list[Step], bool]:
-        """The steps that have come since, without waiting, and whether these were the last ones.
+        """Return the steps that arrived since the last call, and whether they were the last ones.
 
-        Raises what ended the text, if that was an error, once its steps have been taken.
+        If the text ended with an error, that is raised once its steps have been read.
         """
         queue = self._queue
         steps: list[Step] = []
-        ended = queue.ended  # asked first: what comes while we look is for the next time
+        ended = queue.ended  # read first: steps may arrive meanwhile
         while queue.steps:
             steps.append(queue.steps.popleft())
         if ended and queue.error is not None:
@@ -235,12 +236,12 @@ class StepStream(Iterator[Step]):
             raise error
         return steps, ended
 
-    # -- leaving -----------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop the generation, if it still runs; its pages are free at the next step."""
+        """Cancel the generation if it still runs; its pages are free at the next step."""
         if not self._queue.ended:
-            with contextlib.suppress(UnspoolError):  # the engine may be gone before us
+            with contextlib.suppress(UnspoolError):  # the engine may be closed already
                 self._cancel()
 
     def __enter__(self) -> StepStream:

@@ -1,7 +1,7 @@
-"""A thread that owns something, carries out what others want of it, and cannot die unnoticed.
+"""A supervised thread that owns some state and runs commands on it for other threads.
 
-Other threads hand it commands, which it carries out between two rounds of its own work, so nobody
-ever sees what it owns half changed. If it is gone all the same, callers get an error, never a wait.
+Commands run between two rounds of the thread's own work, so no other thread ever sees its state
+half changed. If the thread has died, callers get an error instead of waiting for ever.
 """
 
 from __future__ import annotations
@@ -17,43 +17,48 @@ from typing import TypeVar
 from unspool.errors import UnspoolError
 
 Result = TypeVar("Result")
-_LOOK_UP = 1.0  # seconds after which who waits asks whether the thread is still there
+_ALIVE_CHECK_S = 1.0  # how often a waiting caller checks that the thread is alive
 
 
 class SupervisedThread:
-    """Started by the first command; what it does all day is said by a subclass."""
+    """A thread that starts with the first command. Subclasses implement its work."""
 
     def __init__(self) -> None:
-        self._commands: deque[tuple[Callable[[], object], bool]] = deque()  # (what, at rest?)
+        self._commands: deque[tuple[Callable[[], object], bool]] = deque()  # (command, at rest?)
         self._wake = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._process = os.getpid()  # that the thread lives in
-        self._calling = False  # whether the thread carries out a command of `call`
+        self._process = os.getpid()  # the process that the thread lives in
+        self._calling = False  # whether the thread runs a command of `call`
 
-    # -- what a subclass does -----------------------------------------------------------------
+    # -- implemented by subclasses ------------------------------------------------------------
 
     def has_work(self) -> bool:
         raise NotImplementedError
 
     def work(self) -> None:
-        """One round."""
+        """Run one round."""
         raise NotImplementedError
 
-    def pause(self) -> None:
-        """Called before a command that wants it: afterwards nothing may be on its way."""
+    def finish_in_flight(self) -> None:
+        """Wait for what is in flight. Called before a command that runs at rest."""
         raise NotImplementedError
 
-    def fail_everyone(self, error: BaseException) -> None:
-        """An error that concerns nobody in particular."""
+    def fail_all(self, error: BaseException) -> None:
+        """Fail all tasks: the error concerns none of them in particular."""
         raise NotImplementedError
 
     # -- from any thread ---------------------------------------------------------------------
 
-    def call(self, command: Callable[[], Result]) -> Result:
-        """Have a command carried out between two steps, and wait for what it gives.
+    def call(self, command: Callable[[], Result], *, at_rest: bool = True) -> Result:
+        """Run a command on the thread between two rounds, and return its result.
 
-        A command may call others, which are carried out at once.
+        A command may call others, which run immediately.
+
+        Args:
+            command: What to run.
+            at_rest: Wait until nothing is in flight. This stalls the pipeline for all tasks, so
+                pass False for a command that changes nothing which a step in flight uses.
 
         Raises:
             UnspoolError: Called on the engine's thread, but not by a command.
@@ -63,7 +68,7 @@ class SupervisedThread:
         self.check_caller()
         future: Future[Result] = Future()
 
-        def carry_out() -> None:
+        def run() -> None:
             self._calling = True
             try:
                 future.set_result(command())
@@ -72,49 +77,48 @@ class SupervisedThread:
             finally:
                 self._calling = False
 
-        self.tell(carry_out)
+        self.post(run, at_rest=at_rest)
         return self.wait_for(future)
 
     def wait_for(self, future: Future[Result]) -> Result:
-        """A future's result; an error if the thread that was to give it is gone."""
+        """Return a future's result; raise UnspoolError if the thread is no longer alive."""
         self.check_caller()
         while True:
             try:
-                return future.result(_LOOK_UP)
+                return future.result(_ALIVE_CHECK_S)
             except TimeoutError:
                 if future.done():
                     return future.result()
                 self.check_alive()
 
-    def tell(self, command: Callable[[], object], *, at_rest: bool = True) -> None:
-        """Have a command carried out between two rounds; do not wait. If not `at_rest`, what is on
-        its way stays so: for commands that change nothing which that could concern."""
+    def post(self, command: Callable[[], object], *, at_rest: bool = True) -> None:
+        """Run a command on the thread between two rounds, without waiting for it; see `call`."""
         self._check_process()
         with self._wake:
             if self._closed:
                 raise UnspoolError("the engine is closed")
             if self._thread is None:
                 self._process = os.getpid()
-                thread = threading.Thread(target=self._work, name="unspool-engine", daemon=True)
-                thread.start()  # before others see it: one that has not started looks dead
+                thread = threading.Thread(target=self._run, name="unspool-engine", daemon=True)
+                thread.start()  # before others see it: a thread that has not started looks dead
                 self._thread = thread
-                # A thread that is in the middle of a step must not meet the end of the process.
+                # The process must not end while the thread is in the middle of a step.
                 atexit.register(self.close)
             self._commands.append((command, at_rest))
             self._wake.notify()
 
-    def clean_up(self, command: Callable[[], object]) -> None:
-        """Carry out a command that releases something, and wait for it.
+    def clean_up(self, command: Callable[[], object], *, at_rest: bool = True) -> None:
+        """Run a command that releases something, and wait for it.
 
         On the engine's own thread, where the garbage collector may end a generator, it is queued.
         """
         if self._is_own_thread() and not self._calling:  # never waits
-            self.tell(command)
+            self.post(command, at_rest=at_rest)
         else:
-            self.call(command)
+            self.call(command, at_rest=at_rest)
 
     def check_caller(self, *, allow_commands: bool = False) -> None:
-        """Refuse to wait on the engine's own thread, which would wait for itself.
+        """Refuse to wait on the engine's own thread: it would wait for itself.
 
         Raises:
             UnspoolError: Called on the engine's thread, and not by a command that is allowed to.
@@ -127,7 +131,7 @@ class SupervisedThread:
             )
 
     def check_alive(self) -> None:
-        """An error if nothing that was asked for can come any more."""
+        """Raise UnspoolError if the thread has died."""
         self._check_process()
         thread = self._thread
         if thread is not None and not thread.is_alive():
@@ -139,8 +143,8 @@ class SupervisedThread:
         return not self._closed and (self._thread is None or self._thread.is_alive())
 
     def close(self) -> None:
-        """Stop the thread. What runs is told that the engine is closed."""
-        if self._left_behind():
+        """Stop the thread. Running tasks fail with "the engine was closed"."""
+        if self._is_forked_copy():
             return
         with self._wake:
             self._closed = True
@@ -152,33 +156,36 @@ class SupervisedThread:
     def _is_own_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
-    def _left_behind(self) -> bool:
-        """Whether the thread is in another process, which has forked this one. Nothing here may be
-        touched then: that thread may have held any lock, and will never give it back."""
+    def _is_forked_copy(self) -> bool:
+        """Return whether this process was forked from the one that has the thread.
+
+        Nothing here may be touched then: the thread may have held any lock, and no thread here
+        will release it.
+        """
         return self._thread is not None and self._process != os.getpid()
 
     def _check_process(self) -> None:
-        if self._left_behind():
+        if self._is_forked_copy():
             raise UnspoolError(
                 "this model was in use before the process was forked; load it in the child process"
             )
 
-    # -- the thread --------------------------------------------------------------------------
+    # -- on the thread -----------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
             while self._wait_for_work():
                 try:
-                    self._carry_out_commands()
+                    self._run_commands()
                     if not self._closed:
                         self.work()
-                except BaseException as error:  # it concerns nobody in particular
-                    self.fail_everyone(error)
+                except BaseException as error:  # it concerns no task in particular
+                    self.fail_all(error)
         finally:
             with self._wake:
                 self._closed = True
-            self._carry_out_commands()
-            self.fail_everyone(UnspoolError("the engine was closed"))
+            self._run_commands()
+            self.fail_all(UnspoolError("the engine was closed"))
 
     def _wait_for_work(self) -> bool:
         with self._wake:
@@ -186,9 +193,9 @@ class SupervisedThread:
                 self._wake.wait()
             return not self._closed
 
-    def _carry_out_commands(self) -> None:
+    def _run_commands(self) -> None:
         while self._commands:
             command, at_rest = self._commands.popleft()
             if at_rest:
-                self.pause()
+                self.finish_in_flight()
             command()

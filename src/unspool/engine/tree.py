@@ -1,16 +1,16 @@
 """The tree of tokens: branches that share their computed past.
 
-A `Branch` is one way through the tree, from the first token of a prompt to its last. Its whole
-pages are nodes of the prefix index, which all branches with the same beginning share; what follows
-the last whole page is its own. So appending, forking and rewinding cost the same however long the
-text is. Computing what was appended is the engine's work; `computed` says how far it is.
+A `Branch` is one path through the tree, from the first token of a prompt to the last. Its full
+pages are nodes of the prefix cache, which all branches with the same prefix share; the tokens after
+the last full page are its own. So appending, forking and rewinding take constant time, however long
+the text is. The engine computes what was appended; `Branch.computed` says how far it is.
 
-Tokens may be provisional: they can be computed and replaced as often as one likes, and become part
-of what others can find only when they are committed. The tokens of a branch may also see to the end
-of their block: then what is computed of a token holds only as long as its block stays as it is.
+Tokens may be provisional: they can be replaced and computed any number of times, and enter the
+prefix cache only when they are committed. The tokens of a branch may also attend to the end of
+their block: then the keys and values of a token are valid only until its block changes.
 
-Of a model with recurrent layers a branch stands where a state of it is kept (`states.py`): whatever
-takes it back takes it to the last state before that place, and the rest is computed again.
+With recurrent layers, a branch can only be rewound to a position whose state is kept (`states.py`):
+it falls back to the last such position, and the tokens after it are computed again.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from itertools import count
 
 from unspool.engine.branch import Branch
 from unspool.engine.pages import OutOfPagesError, PagePool
-from unspool.engine.prefixes import Node, PrefixIndex
+from unspool.engine.prefixes import PageNode, PrefixIndex
 from unspool.engine.state_policy import PAGE
-from unspool.engine.states import StatePool
+from unspool.engine.states import OutOfStatesError, StatePool
 
 
 class Tree:
-    """All branches of one engine, and the pages below them."""
+    """All branches of one engine, and their pages. Used by the engine thread only."""
 
     def __init__(self, page_count: int, page_size: int, states: StatePool | None = None) -> None:
         self.page_size = page_size
         self.pool, self.states = PagePool(page_count), states
         self.index = PrefixIndex(self.pool, page_size, states)
         if states is not None:
-            states.lost = self._fall_back
-        # Pages to copy before the next step is run, source by target. A source holds its content
-        # before the step: no source is a target, so the copies may be made in any order.
+            states.on_state_lost = self._fall_back
+        # Page copies for the start of the next step, source by target. No source is a target, so
+        # they may be made in any order.
         self.copies: dict[int, int] = {}
-        # Whether hooks change what the model computes, so that it is of use only to them.
+        # Whether hooks change the model's activations: then its pages must not be shared.
         self.is_hooked: Callable[[], bool] = lambda: False
-        self._owners = count(1)
+        self._private_ids = count(1)
         # Called with an adapter's number when the last branch with it is closed.
-        self.adapter_unused: Callable[[int], None] = lambda adapter: None
-        self._slots: list[int] = []  # lines of the block table that were given back
+        self.on_adapter_unused: Callable[[int], None] = lambda adapter: None
+        self._free_slots: list[int] = []  # rows of the block table
         self._slot_count = 0
 
     @property
     def available(self) -> int:
-        """Pages that are free or can be made free."""
+        """Pages that are free or can be evicted."""
         return self.pool.free + self.index.evictable
 
     def open(
         self, tokens: Sequence[int], cached: bool = True, adapter: int = 0, block: int = 0
     ) -> Branch:
-        """A branch with these tokens; what was computed of them before is taken over."""
+        """Open a branch with these tokens; cached pages are used unless `cached` is False."""
         branch = self._new(self.index.root(adapter, block), adapter, block)
         self.index.attach(branch.node)
         branch.tail, branch.length = list(tokens), len(tokens)
@@ -65,93 +65,102 @@ class Tree:
         return branch
 
     def make_private(self, branch: Branch) -> None:
-        """Let what is computed of the branch from now on be found by nobody, and let it use nothing
-        that others compute. It stays so: its past may be changed. What it shares is unchanged."""
-        branch.private = branch.private or next(self._owners)
+        """Cut the branch off from the prefix cache: it neither shares new pages nor finds any.
+
+        This is permanent, as its activations may have been changed by hooks. Pages that it shares
+        already are unchanged.
+        """
+        branch.private_id = branch.private_id or next(self._private_ids)
 
     def adopt(self, branch: Branch) -> None:
-        """Take over stored pages for a branch of which nothing is computed."""
+        """Find cached pages for a branch of which nothing is computed."""
         assert branch.computed == 0 and not branch.pages
-        if branch.private or self.is_hooked():
+        if branch.private_id or self.is_hooked():
             return
-        # The last token is always computed: somebody wants to know what follows it. So are those
-        # that may still change, as they see each other.
-        known = branch.length - 1
+        # The last token is always computed, for its logits; so are provisional tokens, which
+        # attend to each other.
+        max_reused = branch.length - 1
         if branch.provisional is not None:
-            known = min(known, branch.provisional)
+            max_reused = min(max_reused, branch.provisional)
         root, block = self.index.root(branch.adapter, branch.block), branch.block
         node, partial, length = self.index.match(
-            branch.tail[: max(0, branch.whole_blocks(known))], root, block
+            branch.tail[: max(0, branch.whole_blocks(max_reused))], root, block
         )
         self._move(branch, node)
         del branch.tail[: branch.start]
         length = max(branch.start, branch.whole_blocks(length))
         if partial is not None and length > branch.start:
-            self._borrow(branch, partial)
+            self._share_tail(branch, partial)
         branch.computed = length
         self._fall_back(branch)
 
     def append(self, branch: Branch, tokens: Sequence[int], *, provisional: bool = False) -> None:
-        """Put tokens behind the branch; they are computed when the engine runs next."""
+        """Append tokens; the engine computes them later."""
         if provisional and branch.provisional is None:
             branch.provisional = branch.length
         if branch.block:
             branch.computed = min(branch.computed, branch.whole_blocks(branch.length))
-        if branch.provisional is not None:  # what is provisional sees what comes behind it
+        if branch.provisional is not None:  # provisional tokens attend to those after them
             branch.computed = min(branch.computed, branch.provisional)
             self._fall_back(branch, store=False)
         branch.tail.extend(tokens)
         branch.length += len(tokens)
 
     def replace(self, branch: Branch, position: int, tokens: Sequence[int]) -> None:
-        """Other tokens in the place of provisional ones, which are computed again from the first
-        provisional position on (all of them may see each other)."""
+        """Replace provisional tokens; all provisional tokens are computed again, as they may
+        attend to each other."""
         first = branch.provisional
         if first is None or position < first or position + len(tokens) > branch.length:
             raise ValueError("only provisional tokens can be replaced")
-        at = position - branch.start
-        branch.tail[at : at + len(tokens)] = tokens
+        offset = position - branch.start
+        branch.tail[offset : offset + len(tokens)] = tokens
         branch.computed = min(branch.computed, first)
         self._fall_back(branch, store=False)
 
     def commit(self, branch: Branch, length: int | None = None) -> None:
-        """What is provisional, or what of it lies before `length`, stays as it is, and can be found
-        by others."""
+        """Make provisional tokens final (those before `length`, if given) and share their pages."""
         branch.provisional = None if length is None or length >= branch.length else length
         self.advance(branch, branch.computed)
 
     def fork(self, branch: Branch) -> Branch:
-        """Another branch with the same past. Nothing is copied but the unfinished page's tokens;
-        what is computed of provisional tokens is lost to both."""
+        """Return another branch with the same past.
+
+        Only the tokens of the unfinished page are copied. Both branches compute their provisional
+        tokens again.
+        """
         self._store_tail(branch)
         if branch.provisional is not None:
             branch.computed = min(branch.computed, branch.provisional)
         if self.states is not None:
             self._fall_back(branch)
-            self.states.hold(branch)
+            self.states.publish_tip(branch)
         other = self._new(branch.node, branch.adapter, branch.block)
         self.index.attach(other.node)
         other.start, other.length = branch.start, branch.length
         other.tail = branch.tail.copy()
-        other.provisional, other.twin = branch.provisional, branch.twin
-        if branch.private:
+        other.provisional = branch.provisional
+        other.canvas_adapter = branch.canvas_adapter
+        if branch.private_id:
             self.make_private(other)
-        known = branch.start if branch.borrowed is None else branch.computed
-        other.computed = other.reused = min(branch.computed, known)
+        num_shared = branch.start if branch.shared_tail is None else branch.computed
+        other.computed = other.reused = min(branch.computed, num_shared)
         other.owner = branch.owner
-        if branch.borrowed is not None:
-            self._borrow(other, branch.borrowed)
+        if branch.shared_tail is not None:
+            self._share_tail(other, branch.shared_tail)
         self._fall_back(other)
         return other
 
-    def twin(self, branch: Branch, tokens: Sequence[int], guessed: int) -> Branch | None:
-        """A branch with what is computed of another, then these tokens, the last of them guesses,
-        and pages of its own for them; found by nobody. None if there is no room. The other one must
-        have its own pages already, and a slot that it writes its state into."""
+    def draft_fork(self, branch: Branch, tokens: Sequence[int], num_draft: int) -> Branch | None:
+        """Return a branch for a side chain of a draft; None if there is no room for it.
+
+        It has the computed tokens of `branch`, then these tokens, the last `num_draft` of which are
+        draft tokens, with own pages; the prefix cache does not know it. The step of `branch`
+        must be planned already: its pages and state slots are reserved.
+        """
         other = self._new(branch.node, branch.adapter)
         self.index.attach(other.node)
         other.start, other.computed = branch.start, branch.computed
-        if branch.private:
+        if branch.private_id:
             self.make_private(other)
         other.tail = [*branch.tail[: branch.computed - branch.start], *tokens]
         other.length = branch.computed + len(tokens)
@@ -160,19 +169,18 @@ class Tree:
                 other.pages.append(self._copy_page(branch.pages[0]))
             self.reserve(other, other.length)
             if self.states is not None:
-                self.states.stand_beside(other, branch)
-                self.states.plan(other, other.length, guessed=guessed)
-        except OutOfPagesError:
+                self.states.fork_cursor(other, branch)
+                self.states.plan(other, other.length, num_draft=num_draft)
+        except (OutOfPagesError, OutOfStatesError):
             self.close(other, store=False)
             return None
         return other
 
     def rewind(self, branch: Branch, length: int, *, store: bool = True) -> None:
-        """Drop every token from `length` on; what is computed of them stays findable, if it is
-        worth storing."""
+        """Drop every token from `length` on; with `store`, their pages stay in the prefix cache."""
         if not 0 <= length <= branch.length:
             raise ValueError(f"cannot rewind {branch.length} tokens to {length}")
-        if branch.provisional is not None:  # what is left of these saw what is dropped
+        if branch.provisional is not None:  # the remaining ones attended to what is dropped
             branch.computed = min(branch.computed, branch.provisional)
             if branch.provisional >= length:
                 branch.provisional = None
@@ -180,29 +188,28 @@ class Tree:
             self.recompute(branch, branch.whole_blocks(length))
         self._fall_back(branch, length, store=store)
         if length < branch.start:
-            self._step_back(branch, length, store)
+            self._leave_pages(branch, length, store)
             del branch.tail[length - branch.start :]
         else:
-            kept = length - branch.start
             if branch.computed > length:
                 if store:
                     self._store_tail(branch)
                 branch.computed = min(branch.computed, length)
-            del branch.tail[kept:]
+            del branch.tail[length - branch.start :]
             self._trim(branch)
         branch.length = length
 
     def recompute(self, branch: Branch, first: int) -> None:
-        """Keep the tokens, but have those from `first` on computed again."""
+        """Keep the tokens, but compute those from `first` on again."""
         if branch.computed <= first:
             return
         if self.states is not None:
             self._fall_back(branch, first)
         else:
-            self._go_back(branch, first, True)
+            self._discard_computed(branch, first, True)
 
     def close(self, branch: Branch, *, store: bool = True) -> None:
-        """The branch is not needed any more; what it computed stays in the index for others."""
+        """Release a branch; with `store`, its pages stay in the prefix cache. Idempotent."""
         if branch.closed:
             return
         branch.closed = True
@@ -210,48 +217,52 @@ class Tree:
             self._store_tail(branch)
         if self.states is not None:
             if store:
-                self.states.hold(branch)
-            self.states.stand(branch, None)
-            self.states.run(branch, False)
-        self._drop_own(branch)
+                self.states.publish_tip(branch)
+            self.states.seek(branch, None)
+            self.states.set_running(branch, False)
+        self._drop_tail(branch)
         self.index.detach(branch.node)
         if branch.slot >= 0:
-            self._slots.append(branch.slot)
+            self._free_slots.append(branch.slot)
             branch.slot = -1
-        if branch.adapter and not self.index.needs(branch.adapter):
-            self.adapter_unused(branch.adapter)
+        if branch.adapter and not self.index.uses_adapter(branch.adapter):
+            self.on_adapter_unused(branch.adapter)
 
     def slot_of(self, branch: Branch) -> int:
-        """The branch's line of the block table; it gets one when it first runs."""
+        """Return the branch's row of the block table; it gets one when it first runs."""
         if branch.slot < 0:
-            if self._slots:
-                branch.slot = self._slots.pop()
+            if self._free_slots:
+                branch.slot = self._free_slots.pop()
             else:
                 branch.slot, self._slot_count = self._slot_count, self._slot_count + 1
-            branch.tabled = 0
+            branch.num_table_pages = 0
         return branch.slot
 
     def preempt(self, branch: Branch) -> None:
-        """Take all pages from a branch; it keeps its tokens, and is computed again later. Its
-        whole pages stay in the index as long as nobody needs their room."""
+        """Take all pages from a branch; it keeps its tokens, and is computed again later.
+
+        Its full pages stay in the prefix cache until they are evicted.
+        """
         tokens = branch.tokens
         if self.states is not None:
-            self.states.stand(branch, None)
-        self._drop_own(branch)
+            self.states.seek(branch, None)
+        self._drop_tail(branch)
         self._move(branch, self.index.root(branch.adapter, branch.block))
         branch.tail, branch.computed = tokens, 0
 
     def reserve(self, branch: Branch, length: int) -> None:
-        """Make sure that the branch has pages of its own to write up to `length` tokens.
+        """Give the branch own pages to write up to `length` tokens.
 
-        Where pages are lacking, none is taken. A page that is borrowed is copied by the next step,
-        unless nobody else needs it; without room for a copy its tokens are computed again, so look
-        at `computed` afterwards.
+        A shared tail page is copied by the next step, unless no other branch needs it. Without room
+        for a copy its tokens are computed again: check `branch.computed` afterwards.
+
+        Raises:
+            OutOfPagesError: Too few pages are free or evictable. None is taken then.
         """
         needed = -(-(length - branch.start) // self.page_size) - len(branch.pages)
         if needed <= 0:
             return
-        lender, takes_over = branch.borrowed, False
+        lender, takes_over = branch.shared_tail, False
         if lender is not None:
             filled = branch.computed - branch.start
             takes_over = lender.live == 1 and not lender.children and len(lender.tokens) <= filled
@@ -264,48 +275,50 @@ class Tree:
         except OutOfPagesError:
             if lender is None:
                 raise
-            self._drop_own(branch)  # the few tokens of the borrowed page are computed again
+            self._drop_tail(branch)  # the few tokens of the shared page are computed again
             self._fall_back(branch, store=False)
             self.reserve(branch, length)
             return
         if lender is not None:
-            branch.borrowed = None
+            branch.shared_tail = None
             self.index.detach(lender)
             if takes_over:
                 if self.states is not None:
                     self.states.take_over(branch, lender)
-                branch.pages.append(self.index.take_out(lender))
+                branch.pages.append(self.index.remove(lender))
             needed -= 1
         branch.pages += [self.pool.allocate() for _ in range(needed)]
 
     def advance(self, branch: Branch, computed: int) -> None:
-        """The branch is computed so far; whole pages are shared from now on."""
+        """Note that the branch is computed up to here; its full pages enter the prefix cache."""
         branch.computed = computed
         size, final = self.page_size, computed
         if branch.provisional is not None and branch.provisional < final:
             final = branch.provisional
-        whole, block = (final - branch.start) // size, branch.block
+        num_full, block = (final - branch.start) // size, branch.block
         while (
-            block and whole and self.index.reach(branch.start + (whole - 1) * size, block) > final
+            block
+            and num_full
+            and self.index.visible_end(branch.start + (num_full - 1) * size, block) > final
         ):
-            whole -= 1  # its last block is not whole
-        if whole <= 0:
+            num_full -= 1  # its last block is not complete
+        if num_full <= 0:
             return
         first = branch.start
-        for number in range(whole):
+        for number in range(num_full):
             page = branch.pages[number]
             chunk = tuple(branch.tail[number * size : (number + 1) * size])
-            seen = self.index.reach(first + number * size, block) - first
-            ahead = tuple(branch.tail[(number + 1) * size : seen])
-            node = self.index.insert(branch.node, chunk, page, ahead, branch.private)
-            if node.page != page:  # somebody else had computed the same
-                branch.tabled = min(branch.tabled, branch.node.depth)
+            visible_end = self.index.visible_end(first + number * size, block) - first
+            lookahead = tuple(branch.tail[(number + 1) * size : visible_end])
+            node = self.index.insert(branch.node, chunk, page, lookahead, branch.private_id)
+            if node.page != page:  # another branch had computed the same tokens
+                branch.num_table_pages = min(branch.num_table_pages, branch.node.depth)
             self._move(branch, node)
             if self.states is not None:
                 self.states.hand_over(branch, node, branch.start)
         if self.states is not None:
-            self.states.thin(branch, whole)
-        del branch.pages[:whole], branch.tail[: whole * size]
+            self.states.thin(branch, num_full)
+        del branch.pages[:num_full], branch.tail[: num_full * size]
 
     def take_copies(self) -> list[tuple[int, int]]:
         """Return the pending page copies as (source, target) and clear them."""
@@ -313,13 +326,13 @@ class Tree:
         self.copies.clear()
         return copies
 
-    # -- below -------------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------
 
     def _copy_page(self, source: int) -> int:
         """Allocate a page that the next step fills with a copy of `source`.
 
-        The source of a chain of copies is its first page. The target is no page that another
-        pending copy reads, though that one may be free already.
+        A copy of a page that is itself a pending copy reads the original. The target is never the
+        source of another pending copy, although that page may be free already.
 
         Raises:
             OutOfPagesError: No such page is free, and none can be evicted.
@@ -334,12 +347,14 @@ class Tree:
                 self.copies[target] = self.copies.get(source, source)
                 return target
 
-    def _new(self, node: Node, adapter: int, block: int = 0) -> Branch:
+    def _new(self, node: PageNode, adapter: int, block: int = 0) -> Branch:
         return Branch(node, adapter, block, stateful=self.states is not None)
 
     def _fall_back(self, branch: Branch, first: int | None = None, *, store: bool = True) -> None:
-        """Let a branch be computed as far as the last state that is kept of it, and not beyond
-        `first`. If it is worth storing, so is where it stood, and where it was to go."""
+        """Go back to the last kept recurrent state, at most at `first`; the rest is computed again.
+
+        With `store`, the branch's current state and the position it returns to stay cached.
+        """
         if self.states is None or branch.state is None:
             return
         limit = branch.computed if first is None else min(first, branch.computed)
@@ -348,20 +363,20 @@ class Tree:
             return
         if store:
             self._store_tail(branch)
-            self.states.hold(branch, PAGE)
+            self.states.publish_tip(branch, PAGE)
         state = self.states.nearest(branch, limit)
-        known = 0 if state is None else state.length
-        if store and limit - known >= self.page_size:
+        length = 0 if state is None else state.length
+        if store and limit - length >= self.page_size:
             branch.state.junction = limit
-        self._go_back(branch, known, False)
-        self.states.stand(branch, state)
+        self._discard_computed(branch, length, False)
+        self.states.seek(branch, state)
 
-    def _go_back(self, branch: Branch, first: int, store: bool) -> None:
-        """Keep the tokens, but nothing of what is computed from `first` on."""
+    def _discard_computed(self, branch: Branch, first: int, store: bool) -> None:
+        """Keep the tokens, but nothing that is computed from `first` on."""
         if first < branch.start:
-            dropped, length = branch.tokens[first:], branch.length
-            self._step_back(branch, first, store)
-            branch.tail[first - branch.start :] = dropped
+            tokens, length = branch.tokens[first:], branch.length
+            self._leave_pages(branch, first, store)
+            branch.tail[first - branch.start :] = tokens
             branch.length = length
         else:
             if store:
@@ -369,45 +384,45 @@ class Tree:
             branch.computed = min(branch.computed, first)
             self._trim(branch)
 
-    def _move(self, branch: Branch, node: Node) -> None:
-        """Let the branch stand at another node."""
+    def _move(self, branch: Branch, node: PageNode) -> None:
+        """Attach the branch to another node."""
         self.index.attach(node)
         self.index.detach(branch.node)
         branch.node, branch.start = node, node.depth * self.page_size
-        branch.tabled = min(branch.tabled, node.depth)
+        branch.num_table_pages = min(branch.num_table_pages, node.depth)
 
-    def _borrow(self, branch: Branch, node: Node) -> None:
+    def _share_tail(self, branch: Branch, node: PageNode) -> None:
         self.index.attach(node)
-        branch.borrowed = node
+        branch.shared_tail = node
 
-    def _step_back(self, branch: Branch, length: int, store: bool) -> None:
-        """Stand before position `length`, which lies in one of the whole pages."""
+    def _leave_pages(self, branch: Branch, length: int, store: bool) -> None:
+        """Go back to position `length`, which is inside one of the full pages."""
         if store:
             self._store_tail(branch)
-        self._drop_own(branch)
-        node, behind = branch.node, branch.node
+        self._drop_tail(branch)
+        node, next_node = branch.node, branch.node
         while node.depth * self.page_size > length:
             assert node.parent is not None
-            node, behind = node.parent, node
+            node, next_node = node.parent, node
         if length > node.depth * self.page_size:
-            self._borrow(branch, behind)  # first: it keeps the page from being evicted
+            self._share_tail(branch, next_node)  # first: it keeps the page from being evicted
         self._move(branch, node)
-        branch.tail = list(behind.tokens) if branch.borrowed is not None else []
+        branch.tail = list(next_node.tokens) if branch.shared_tail is not None else []
         branch.computed = length
 
     def _trim(self, branch: Branch) -> None:
-        """Give back the pages behind what is computed."""
+        """Release the pages after the computed tokens."""
         needed = -(-(branch.computed - branch.start) // self.page_size)
         if needed < len(branch.pages):
             self.pool.release(branch.pages[needed:])
             del branch.pages[needed:]
-            branch.tabled = min(branch.tabled, branch.node.depth + needed)
-        if needed == 0 and branch.borrowed is not None:
-            self.index.detach(branch.borrowed)
-            branch.borrowed = None
+            branch.num_table_pages = min(branch.num_table_pages, branch.node.depth + needed)
+        if needed == 0 and branch.shared_tail is not None:
+            self.index.detach(branch.shared_tail)
+            branch.shared_tail = None
 
     def _store_tail(self, branch: Branch) -> None:
-        """Put the computed part of the unfinished page into the index, and borrow it from there."""
+        """Move the computed part of the unfinished page into the prefix cache, and share it."""
         filled = branch.computed - branch.start
         if branch.provisional is not None:
             filled = min(filled, branch.provisional - branch.start)
@@ -415,21 +430,21 @@ class Tree:
         if filled <= 0 or not branch.pages or (branch.block and self.page_size % branch.block):
             return
         chunk = tuple(branch.tail[: min(filled, self.page_size)])
-        node = self.index.insert(branch.node, chunk, branch.pages[0], owner=branch.private)
-        self._borrow(branch, node)
+        node = self.index.insert(branch.node, chunk, branch.pages[0], owner=branch.private_id)
+        self._share_tail(branch, node)
         if self.states is not None:
             self.states.hand_over(branch, node, branch.start + len(chunk))
         self.pool.release(branch.pages[1:])
         branch.pages.clear()
-        branch.tabled = min(branch.tabled, branch.node.depth)
+        branch.num_table_pages = min(branch.num_table_pages, branch.node.depth)
         branch.computed = branch.start + len(chunk)
 
-    def _drop_own(self, branch: Branch) -> None:
-        """Give back what is not a whole page."""
+    def _drop_tail(self, branch: Branch) -> None:
+        """Release everything after the full pages."""
         self.pool.release(branch.pages)
         branch.pages.clear()
-        branch.tabled = min(branch.tabled, branch.node.depth)
+        branch.num_table_pages = min(branch.num_table_pages, branch.node.depth)
         branch.computed = min(branch.computed, branch.start)
-        if branch.borrowed is not None:
-            self.index.detach(branch.borrowed)
-            branch.borrowed = None
+        if branch.shared_tail is not None:
+            self.index.detach(branch.shared_tail)
+            branch.shared_tail = None

@@ -1,11 +1,11 @@
-"""Whose work a thread does: groups the engine's rows by request, and cancels blocking calls.
+"""Work scopes: group the engine's rows by request, and cancel blocking calls of a thread.
 
     scope = WorkScope()
     with scope.active():          # on a thread
         lm.score(text)            # raises WorkCancelledError soon after `scope.cancel()`
 
 A scope is ambient, like a context variable: functions between the caller and the engine need not
-know of it. Without one, a call cannot be cancelled, and each call is a request of its own.
+know of it. Without one, a call cannot be cancelled, and each call counts as a separate request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class WorkScope:
         self._lock = threading.Lock()
 
     def cancel(self) -> None:
-        """End what the thread waits for, and refuse what it asks of the engine from now on."""
+        """End what the thread waits for; later calls to the engine raise."""
         with self._lock:
             self._cancelled = True
             callbacks, self._callbacks = self._callbacks, []
@@ -39,21 +39,23 @@ class WorkScope:
     def check(self) -> None:
         """Raise if the work was cancelled."""
         if self._cancelled:
-            raise WorkCancelledError("the work was cancelled: its client left or its time was up")
+            raise WorkCancelledError(
+                "the work was cancelled: its client disconnected, or it timed out"
+            )
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make this the scope of whatever the thread does meanwhile."""
-        before = _current.set(self)
+        """Make this the scope of the thread's work inside the context."""
+        token = _current.set(self)
         try:
             yield
         finally:
-            _current.reset(before)
+            _current.reset(token)
 
     @contextmanager
     def on_cancel(self, callback: Callable[[], object]) -> Iterator[None]:
-        """Call back once when the work is cancelled while the context lasts, on the thread that
-        cancels; at once if it was cancelled before."""
+        """Call back once if the work is cancelled inside the context, on the thread that cancels;
+        immediately if it was cancelled before."""
         with self._lock:
             is_late = self._cancelled
             if not is_late:
@@ -72,5 +74,5 @@ _current: ContextVar[WorkScope | None] = ContextVar("unspool_work_scope", defaul
 
 
 def current_scope() -> WorkScope:
-    """The scope of this thread's work; a new one, which nobody cancels, if there is none."""
+    """Return the scope of this thread's work; a new one, never cancelled, if there is none."""
     return _current.get() or WorkScope()

@@ -331,7 +331,7 @@ def test_more_than_there_is(tmp_path: Path):
     lm = unspool.load(path, backend="native", memory=3 * 1024 * 2, context=64)
     pages = lm.engine.backend.page_count
     assert pages * 16 < 60
-    with pytest.raises(UnspoolError, match=rf"does not fit the memory.*holds {pages * 16}; allow"):
+    with pytest.raises(UnspoolError, match=rf"not fit the KV cache.*holds {pages * 16}; allow"):
         lm.generate([1] * 50, max_tokens=10)
     assert len(lm.generate([1, 2], max_tokens=3, temperature=0).tokens) == 3
     with pytest.raises(SettingsError, match="memory is 10 bytes, and a single page"):

@@ -183,7 +183,7 @@ def test_what_was_asked_for_just_before_the_end_is_told(lm: Any):
         busy.set()
         go_on.wait(20)
 
-    lm.engine.loop.tell(keep_busy)
+    lm.engine.loop.post(keep_busy)
     assert busy.wait(20)
     _, steps = lm.begin([1, 2, 3], max_tokens=5)
     closing = threading.Thread(target=lm.engine.close)
@@ -312,7 +312,7 @@ def test_a_library_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_library_of_another_version(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native, "VERSION", 999)
     words = reason(native.path(), monkeypatch)
-    assert re.search(r"are of version \d+ and this Unspool needs 999; install it again", words)
+    assert re.search(r"have version \d+ and this Unspool needs 999; install it again", words)
 
 
 @needs_native
