@@ -1,4 +1,4 @@
-"""The gateway: what a server does, two servers do behind it; and what happens when one is lost."""
+"""The gateway: what a server does, two servers do after it; and what happens when one is lost."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_published_templates(name: str) -> None:
     text = chat.render(messages, tools=given)
     assert "weather" in text and "Ulm" in text and "wet" in text and "And now?" in text
     assert "An old thought." not in text and "A late thought." not in text
-    messages, given = tools.prepared(CALLED, [WEATHER])  # its thought goes on behind the result
+    messages, given = tools.prepared(CALLED, [WEATHER])  # its thought goes on after the result
     told = chat.render(messages, tools=given)
     keeps = name.startswith(("Qwen-", "Qwen3.5", "google", "openai", "LFM2.5", "NVIDIA"))
     assert ("An old thought." in told) == keeps

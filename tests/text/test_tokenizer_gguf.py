@@ -77,7 +77,7 @@ def test_every_text_survives_the_round_trip(name: str) -> None:
         if not missing.isdisjoint(text.encode()):
             return
         if name == "phi-3" and any(token in text for token in ("</s>", *coded.special_tokens)):
-            return  # its tokens swallow the blanks behind them
+            return  # its tokens swallow the blanks after them
         ids = coded.encode(text)
         # SentencePiece writes a space as ▁, so a ▁ in the text comes back as a space.
         expected = text.replace("▁", " ") if "Sentence" in coded.kind else text

@@ -22,7 +22,7 @@ from unspool.text.tokenizer.pieces import byte_characters
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 FAMILIES = "llama2 llama3 gemma mistral deepseek qwen cl100k o200k bert t5".split()  # noqa: SIM905
-# Tests of one family run behind each other (`scope="module"`): reading one takes seconds.
+# Tests of one family run after each other (`scope="module"`): reading one takes seconds.
 KINDS = {"bert": "WordPiece", "t5": "Unigram"} | dict.fromkeys(
     ["gemma", "llama2", "mistral"], "SentencePiece BPE"
 )
@@ -107,7 +107,7 @@ def test_the_prompt_begins_as_transformers_begins_it(family: str) -> None:
 
 
 def test_control_tokens_are_found_as_written() -> None:
-    """llama2's file wants them found behind a space only; a chat needs them wherever they are."""
+    """llama2's file wants them found after a space only; a chat needs them wherever they are."""
     llama = ours("llama2")
     assert llama.encode("</s><s>[INST]", specials=True)[:2] == [llama.eos_id, llama.bos_id]
     assert llama.eos_id not in theirs("llama2").encode("a</s>", add_special_tokens=False).ids

@@ -179,13 +179,13 @@ def test_the_scanner_knows_json(value: Any, indent: int | None, ascii: bool, dat
     text = json.dumps({"value": value}, indent=indent, ensure_ascii=ascii)
     scan = JsonScan()
     for place, character in enumerate(text, start=1):
-        assert scan.take(character)
+        assert scan.push(character)
         assert scan.is_done == (place == len(text))
     place = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.sampled_from('{}[],:"\\01.-+eEtfnu x'))
     changed = text[:place] + other + text[place + 1 :]
     scan = JsonScan()
-    accepted = all(scan.take(character) for character in changed) and scan.is_done
+    accepted = all(scan.push(character) for character in changed) and scan.is_done
     try:
         json.loads(changed)
         is_json = True

@@ -8,7 +8,7 @@ Beside OUTPUT lies the folder OUTPUT.unfinished while the work goes on:
 When all is done, OUTPUT.job.json says what was asked for, so that the same command does nothing.
 
 A line is there whole or not at all: one that was cut off (a kill, a full disk, a lost machine) is
-dropped with all behind it when the work goes on, and its row is written once more. So every row
+dropped with all after it when the work goes on, and its row is written once more. So every row
 that has a line is done, every other is not, and it does not matter when the last run ended.
 """
 

@@ -2,7 +2,7 @@
 
 Ray says which replicas there are and keeps them alive; the bytes go by plain HTTP from here to the
 replica's own server. (Through Ray's proxy every piece of a stream costs a millisecond of computing;
-here it is some forty microseconds.) So whatever a server does, it does behind a gateway too.
+here it is some forty microseconds.) So whatever a server does, it does after a gateway too.
 
 A replica may be lost at any time. A request of which the client has seen nothing yet is sent to
 another one, once; a stream ends with an error that says to ask again; what only the lost replica
@@ -223,7 +223,7 @@ class Gateway:
 
 
 def create_gateway(settings: ServeSettings, pool: Pool) -> tuple[ASGIApp, Gateway]:
-    """The application, behind the same gate as a server's own; and what it counts and knows."""
+    """The application, after the same gate as a server's own; and what it counts and knows."""
     gateway = Gateway(settings, pool)
     wrapped: ASGIApp = Middleware(gateway, gateway)
     if settings.cors:
