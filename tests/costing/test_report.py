@@ -99,20 +99,20 @@ def test_the_terminal_has_every_figure(report: Report):
 
 def test_two_models_stand_side_by_side(report: Report):
     other = replace(report, model="another <model>")
-    both = Comparison([report, other])
-    page = both.html()
+    comparison = Comparison([report, other])
+    page = comparison.html()
     checked(page)
     assert "another &lt;model&gt;" in page and "another <model>" not in page
     assert page.count("<svg") == 2 * report.html().count("<svg")
-    assert "[2] another <model>" in str(both)
-    assert len(both.to_dict()["reports"]) == 2
+    assert "[2] another <model>" in str(comparison)
+    assert len(comparison.to_dict()["reports"]) == 2
 
 
 def test_models_may_have_been_measured_in_different_parts(report: Report):
     other = replace(report, model="other", parts=report.parts[:1])
-    both = Comparison([report, other])
-    checked(both.html())
-    assert report.parts[-1].title in str(both)
+    comparison = Comparison([report, other])
+    checked(comparison.html())
+    assert report.parts[-1].title in str(comparison)
 
 
 def test_the_better_model_is_the_one_whose_interval_lies_beyond():
@@ -174,7 +174,7 @@ def test_on_torch_too(small_folder: Path, texts: list[str]):
     checked(report.html())
 
 
-# -- building blocks -----------------------------------------------------------------------------------
+# -- building blocks ------------------------------------------------------------------------------
 
 
 def test_a_plot_is_a_picture():

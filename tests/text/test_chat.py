@@ -151,7 +151,7 @@ def test_continuing_a_half_written_turn(built: Any) -> None:
         ChatTemplate(CHATML, built[0]).encode(
             messages, continue_final_message=True, add_generation_prompt=True
         )
-    with pytest.raises(UnspoolError, match="leaves the last message out"):
+    with pytest.raises(UnspoolError, match="omits the last message"):
         ChatTemplate("{{ messages[0].content }}", built[0]).encode(
             messages, continue_final_message=True
         )
@@ -201,7 +201,7 @@ def test_text_parts(built: Any) -> None:
     reads = "{% for m in messages %}{% for p in m.content %}{{ p.text }}+{% endfor %}{% endfor %}"
     assert ChatTemplate(reads, built[0]).render(parts) == "one+two+"
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
-    with pytest.raises(UnspoolError, match="only text is read"):
+    with pytest.raises(UnspoolError, match="only text is supported"):
         ChatTemplate(CHATML, built[0]).render(picture)
 
 

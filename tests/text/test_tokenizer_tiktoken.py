@@ -100,7 +100,7 @@ def test_missing_and_damaged_rank_files(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     with pytest.raises(ModelFileError, match="TIKTOKEN_CACHE_DIR"):
         Tokenizer.from_tiktoken("o200k")
-    with pytest.raises(SettingsError, match="no encoding 'cl99'"):
+    with pytest.raises(SettingsError, match="unknown encoding 'cl99'"):
         Tokenizer.from_tiktoken("cl99")
     with pytest.raises(ModelFileError, match="cannot read"):
         Tokenizer.from_tiktoken(tmp_path / "gpt2.tiktoken")

@@ -143,9 +143,9 @@ BAD = {
         {"id": "1", "function": {"name": "f", "arguments": "[1]"}}]}],
     "a function with a name": [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
     "must be a list": [{"role": "assistant", "tool_calls": {"id": "1"}}],
-    "which no message before it makes": [{"role": "user", "content": "x"},
+    "which is in no message before it": [{"role": "user", "content": "x"},
                                          {"role": "tool", "tool_call_id": "9", "content": "x"}],
-    "answers the call None": [{"role": "tool", "content": "x"}],
+    "answers the tool call None": [{"role": "tool", "content": "x"}],
 }  # fmt: skip
 
 
@@ -191,7 +191,7 @@ def test_grammars_take_calls_and_nothing_else(lm: Any, name: str, control: bool)
     assert fits(lm, several, both, spelled) and not fits(lm, single, both, spelled)
     for text in (wrong, "Hello", "", two.replace("Ulm", "much too long"), one + "x"):
         assert not fits(lm, several, text, spelled)
-    with pytest.raises(UnspoolError, match="no tool to call"):
+    with pytest.raises(UnspoolError, match="there are no tools"):
         format.grammar([], parallel=False)
 
 
