@@ -60,7 +60,7 @@ def asking(url: str) -> Iterator[Asking]:
 class Writing:
     """A branch that is being generated, with a reader."""
 
-    def __init__(self, client: httpx.Client, pace: float = 40) -> None:
+    def __init__(self, client: httpx.Client, pace: float = 80) -> None:
         branch = client.post("/v1/tree", json={"prompt": f"page {time.monotonic()}"})
         self.id = branch.json()["id"]
         self.replica = self.id.split("-")[1]

@@ -21,7 +21,7 @@ from unspool.errors import ModelFileError, UnspoolError
 from unspool.text.tokenizer.pieces import byte_characters
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
-FAMILIES = "llama2 llama3 gemma mistral deepseek qwen cl100k o200k bert t5".split()  # noqa: SIM905
+FAMILIES = "llama2 llama3 gemma mistral deepseek qwen cl100k bert t5".split()  # noqa: SIM905
 # Tests of one family run after each other (`scope="module"`): reading one takes seconds.
 KINDS = {"bert": "WordPiece", "t5": "Unigram"} | dict.fromkeys(
     ["gemma", "llama2", "mistral"], "SentencePiece BPE"
@@ -64,7 +64,7 @@ def test_equal_to_the_library(family: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("family", FAMILIES[:8], scope="module")
+@pytest.mark.parametrize("family", FAMILIES[:7], scope="module")
 def test_every_text_survives_the_round_trip(family: str) -> None:
     coded = ours(family)
 

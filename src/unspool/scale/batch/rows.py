@@ -148,8 +148,8 @@ def _without_nulls(value: Any) -> Any:
 
 def _row(number: int, data: Any) -> Row:
     if not isinstance(data, dict):
-        fault = 'the row is not a JSON object; write {"prompt": "..."}'
-        return Row(number, number, data, fault=fault)
+        reason = 'the row is not a JSON object; write {"prompt": "..."}'
+        return Row(number, number, data, fault=reason)
     is_openai = "custom_id" in data or "body" in data
     row_id = data.get("custom_id" if is_openai else "id")
     if row_id is None:
