@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from sample_texts import SAME_EVERY_RUN, TEXTS
 from test_tokenizer_gguf import tokenizer as from_gguf
-from test_tokenizer_json import ours as from_json
-from test_tokenizer_tiktoken import ours as from_tiktoken
+from test_tokenizer_json import load_tokenizer as from_json
+from test_tokenizer_tiktoken import load_tokenizer as from_tiktoken
 
 from unspool.errors import UnspoolError
 from unspool.text.tokenizer.merges import Merge, merge_steps, merge_word

@@ -87,13 +87,13 @@ def test_calls_in_a_text_however_it_is_cut(
     name: str, text: str, expected: list[Any] | None, data: st.DataObject
 ) -> None:
     format = format_of(name)
-    whole = ToolCallReader(format)
-    pieces = read(whole, text)
+    reader = ToolCallReader(format)
+    pieces = read(reader, text)
     assert summary(pieces) == ([text] if expected is None else expected)
-    assert [(call.name, call.arguments) for call in whole.calls] == [
-        each for each in summary(pieces) if isinstance(each, tuple)
+    assert [(call.name, call.arguments) for call in reader.calls] == [
+        item for item in summary(pieces) if isinstance(item, tuple)
     ]
-    for call in whole.calls:
+    for call in reader.calls:
         assert not call.is_complete or isinstance(json.loads(call.arguments), dict)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
     edges = [0, *sorted(cuts), len(text)]
