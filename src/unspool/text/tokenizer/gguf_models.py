@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Library
 
 from unspool.errors import ModelFileError
 from unspool.text.tokenizer import pieces
-from unspool.text.tokenizer.pretokenizers import Pretokenizer
+from unspool.text.tokenizer.pretokenizers import Pretokenizer, byte_level_splits
 from unspool.text.tokenizer.score_merges import merges_by_rank
 
 
@@ -75,18 +75,15 @@ def build_bpe(table: Table, merges: Sequence[str], pretokenizer: Pretokenizer) -
             ignore_merges=pretokenizer.whole_words,
         )
     )
-    splits: list[Any] = [
-        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pretokenizer.patterns
-    ]
     if pretokenizer.byte_level:
-        splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    else:
-        library.normalizer = normalizers.Replace(" ", pieces.SPACE_MARK)
-    library.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    if pretokenizer.byte_level:
+        library.pre_tokenizer = byte_level_splits(pretokenizer.patterns)
         return BuiltTokenizer(
             "byte-level BPE", library, pieces.byte_level_bytes, pieces.byte_level_text_piece
         )
+    library.normalizer = normalizers.Replace(" ", pieces.SPACE_MARK)
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pretokenizer.patterns]
+    )
     return BuiltTokenizer(
         "SentencePiece BPE", library, pieces.byte_fallback_bytes, pieces.space_marked_text_piece
     )

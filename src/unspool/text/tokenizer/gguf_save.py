@@ -12,14 +12,13 @@ import re
 from functools import cache
 from typing import Any
 
-from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from unspool.errors import ModelFileError
 from unspool.text.tokenizer.encoders import AddedTokenEncoder
 from unspool.text.tokenizer.gguf_models import TokenType
 from unspool.text.tokenizer.pieces import SPACE_MARK
-from unspool.text.tokenizer.pretokenizers import PRETOKENIZERS, Pretokenizer
+from unspool.text.tokenizer.pretokenizers import PRETOKENIZERS, Pretokenizer, byte_level_splits
 from unspool.text.tokenizer.vocabulary import Vocabulary
 
 # Blanks, digits, contractions, capitals, scripts, punctuation: every known pre-tokenizer splits
@@ -118,7 +117,7 @@ def _pretokenizer_name(library: Library, whole_words: bool) -> str:
     for name, pretokenizer in _pretokenizers_by_preference():
         if (
             pretokenizer.whole_words == whole_words
-            and _split_probe(_pre_tokenizer(pretokenizer)) == pieces
+            and _split_probe(byte_level_splits(pretokenizer.patterns)) == pieces
         ):
             return name
     raise ModelFileError(
@@ -136,9 +135,3 @@ def _pretokenizers_by_preference() -> list[tuple[str, Pretokenizer]]:
 
 def _split_probe(pre_tokenizer: Any) -> list[str]:
     return [piece for piece, _ in pre_tokenizer.pre_tokenize_str(_PROBE_TEXT)]
-
-
-def _pre_tokenizer(pretokenizer: Pretokenizer) -> Any:
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pretokenizer.patterns]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([*splits, byte_level])

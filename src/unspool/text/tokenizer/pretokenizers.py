@@ -9,7 +9,10 @@ pre-tokenizers of the supported model families and all names that share one of t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+
+from tokenizers import Regex, pre_tokenizers
 
 from unspool.errors import ModelFileError
 
@@ -100,6 +103,13 @@ _BY_NAMES: dict[str, Pretokenizer] = {
 PRETOKENIZERS: dict[str, Pretokenizer] = {
     name: pretokenizer for names, pretokenizer in _BY_NAMES.items() for name in names.split()
 }
+
+
+def byte_level_splits(patterns: Iterable[str]) -> pre_tokenizers.Sequence:
+    """Return the library's pre-tokenizer: split by each pattern, then write bytes as characters."""
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*splits, last])
 
 
 def pretokenizer_named(name: str | None) -> Pretokenizer:

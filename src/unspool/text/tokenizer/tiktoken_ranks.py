@@ -13,14 +13,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
+from tokenizers import models
 
 from unspool.errors import ModelFileError, SettingsError
 from unspool.text.tokenizer import pieces
 from unspool.text.tokenizer.encoders import SplittingEncoder
 from unspool.text.tokenizer.end_tokens import end_ids
-from unspool.text.tokenizer.pretokenizers import CL100K, GPT2, O200K
+from unspool.text.tokenizer.pretokenizers import CL100K, GPT2, O200K, byte_level_splits
 from unspool.text.tokenizer.score_merges import merges_by_rank
 from unspool.text.tokenizer.vocabulary import Vocabulary
 
@@ -132,12 +132,7 @@ def _vocabulary(ranks: dict[bytes, int], encoding: _Encoding) -> Vocabulary:
     vocab = {pieces.byte_level_piece(data): rank for data, rank in ranks.items()}
     best_first = sorted(vocab, key=vocab.__getitem__)
     library = Library(models.BPE(vocab, merges_by_rank(best_first, vocab), ignore_merges=True))
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(encoding.pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    library.pre_tokenizer = byte_level_splits([encoding.pattern])
     by_id = {rank: piece for piece, rank in vocab.items()}
     by_id |= {n: text for text, n in control.items()}
     ids = vocab | control

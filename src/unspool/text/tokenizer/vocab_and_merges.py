@@ -10,11 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, normalizers
 
 from unspool.errors import ModelFileError
-from unspool.text.tokenizer.pretokenizers import GPT2, QWEN2
+from unspool.text.tokenizer.pretokenizers import GPT2, QWEN2, byte_level_splits
 
 _PATTERNS = {"Qwen2Tokenizer": QWEN2, "DreamTokenizer": QWEN2, "GPT2Tokenizer": GPT2}
 FILES = ("vocab.json", "merges.txt")
@@ -46,12 +46,7 @@ def read_vocab_and_merges(folder: Path) -> Library:
         ) from None
     if pattern is QWEN2:
         library.normalizer = normalizers.NFC()
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    library.pre_tokenizer = byte_level_splits([pattern])
     library.decoder = decoders.ByteLevel()
     return library
 
