@@ -87,16 +87,16 @@ class Marked(Letters):
         return {**self.special_tokens, **self.words}
 
     def encode(self, text: str, *, specials: bool = False, bos: bool = False) -> list[int]:
-        known = self._known if specials else self.words
-        pattern = "|".join(map(re.escape, sorted(known, key=len, reverse=True))) or "(?!)"
-        found: list[int] = []
+        vocabulary = self._known if specials else self.words
+        pattern = "|".join(map(re.escape, sorted(vocabulary, key=len, reverse=True))) or "(?!)"
+        ids: list[int] = []
         for part in re.split(f"({pattern})", text):
-            found += [known[part]] if part in known else [ord(letter) for letter in part]
-        return found
+            ids += [vocabulary[part]] if part in vocabulary else [ord(letter) for letter in part]
+        return ids
 
     def token_text(self, token: int) -> str:
-        named = {number: text for text, number in self._known.items()}
-        return named[token] if token in named else chr(token)
+        text_by_id = {number: text for text, number in self._known.items()}
+        return text_by_id[token] if token in text_by_id else chr(token)
 
     def token_bytes(self, token: int) -> bytes:
         return self.token_text(token).encode()

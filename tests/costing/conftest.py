@@ -41,13 +41,13 @@ def small(small_folder: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def small_trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The models of the Markov source are hardly trained, on the side, and write little."""
+    """Train the models of the Markov source for a few steps, and let them write little."""
     from unspool.costing import markov
     from unspool.costing.parts import exposure
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(markov, "STEPS", 12)
-        patch.setattr(markov, "cache_folder", lambda: made)
+        patch.setattr(markov, "cache_folder", lambda: folder)
         patch.setattr(exposure, "TEXTS", (24, 24))
-        made = tmp_path_factory.mktemp("markov")
+        folder = tmp_path_factory.mktemp("markov")
         yield

@@ -1,4 +1,4 @@
-"""Snowball, the fading context and exposure bias: what they compute, worked out by hand."""
+"""Error propagation, long context and exposure bias, checked against values computed by hand."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from unspool.costing.writing import excerpts
 
 
 def by_score(lm: Any, text: list[int], last: int) -> list[float]:
-    return [-one.logprob for one in lm.score(text).positions[-last:]]
+    return [-position.logprob for position in lm.score(text).positions[-last:]]
 
 
 def test_surprises_are_what_scoring_says(small: Any, texts: list[str]):
     some = excerpts(small, texts, 9, 40)
-    found = surprises(small, [text[: 20 + n] for n, text in enumerate(some)], 7)
+    result = surprises(small, [text[: 20 + n] for n, text in enumerate(some)], 7)
     for number, text in enumerate(some):
-        assert found[number] == pytest.approx(by_score(small, text[: 20 + number], 7), abs=2e-3)
+        assert result[number] == pytest.approx(by_score(small, text[: 20 + number], 7), abs=2e-3)
 
 
 # -- snowball -------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ def test_a_slip_is_the_likeliest_other_token(small: Any, texts: list[str]):
         order = np.argsort(-np.asarray(logits[0]))
         assert slip.wrong == next(int(token) for token in order if token != text[slip.place])
     costs = snowball.excess(small, snowball.find_slips(small, some, 64))
-    clean, slipped = (by_score(small, one, 64) for one in slip.texts())
+    clean, slipped = (by_score(small, variant, 64) for variant in slip.texts())
     assert costs[-1] == pytest.approx(np.subtract(slipped, clean), abs=4e-3)
 
 
@@ -52,11 +52,11 @@ def test_a_short_context_is_enough(small_folder: Path, texts: list[str]):
     with unspool.load(small_folder, memory=32 << 20, context=80) as lm:
         plan = Plan(True, 0, texts)
         part = snowball.measure(lm, plan)
-        assert "31 that follow" in part.figure("area").why
+        assert "for the next 31" in part.figure("area").why
         assert fading.measure(lm, plan).figure("effective length").value is not None
 
 
-def test_half_life_is_where_half_is_paid():
+def test_half_life_is_where_half_of_the_area_is_reached():
     decay = np.exp(-math.log(2) / 5 * np.arange(200))[None]  # it halves every five tokens
     assert snowball.half_life(decay) == 5
     assert snowball.half_life(np.array([[4.0, 0, 0], [2, 1, 1]])) == 1
@@ -77,7 +77,7 @@ def test_views_by_hand():
     text = [*range(20)]
     assert last_of(text, 3, 4) == [13, 14, 15, 16, 17, 18, 19]
     assert last_of(text, 3, 17) == last_of(text, 3, 99) == text
-    assert last_of(text, 3, 5, kept=2) == [0, 1, 14, 15, 16, 17, 18, 19]
+    assert last_of(text, 3, 5, num_sinks=2) == [0, 1, 14, 15, 16, 17, 18, 19]
     assert sinks_and_last(text, 3, 6) == [0, 1, 2, 14, 15, 16, 17, 18, 19]
 
 
@@ -90,25 +90,25 @@ def test_a_model_with_a_window_is_that_model(small: Any, texts: list[str], tmp_p
     some = excerpts(small, texts, 2, 60)
     narrow = with_window(small, 9)
     assert not isinstance(narrow, str)
-    with narrow, unspool.load(folder, memory=32 << 20) as known:
-        found = surprises(narrow, some, 30)
-        assert found == pytest.approx(surprises(known, some, 30), abs=2e-3)
-        assert np.abs(found - surprises(small, some, 30)).max() > 0.01, "it does look less far"
+    with narrow, unspool.load(folder, memory=32 << 20) as mistral:
+        result = surprises(narrow, some, 30)
+        assert result == pytest.approx(surprises(mistral, some, 30), abs=2e-3)
+        assert np.abs(result - surprises(small, some, 30)).max() > 0.01, "the window has no effect"
         assert surprises(narrow, [some[0][:9]], 4) == pytest.approx(
             surprises(small, [some[0][:9]], 4), abs=2e-3
         )
 
 
-def test_a_needle_lies_where_it_should(small: Any, texts: list[str]):
+def test_a_needle_is_at_its_depth(small: Any, texts: list[str]):
     (straw,) = excerpts(small, texts, 1, 300)
     for depth in (0.0, 0.5, 1.0):
         text, answer = fading.needle(small, straw, 200, depth, "Oslo", " 4711")
         assert 190 <= len(text) <= 200 and text[-len(answer) :] == answer
         assert text[0] == straw[0]
-        whole = small.tokenizer.decode(text)
-        assert whole.endswith("\n\nThe secret number of Oslo is 4711")
-        assert whole.count("The secret number of Oslo is 4711") == 2
-        at = whole.index("The secret number") / len(whole)
+        decoded = small.tokenizer.decode(text)
+        assert decoded.endswith("\n\nThe secret number of Oslo is 4711")
+        assert decoded.count("The secret number of Oslo is 4711") == 2
+        at = decoded.index("The secret number") / len(decoded)
         assert abs(at - 0.8 * depth) < 0.2
 
 
@@ -129,10 +129,10 @@ def test_the_source_draws_what_its_table_says():
     assert 0 < (texts >= 8).mean() < 0.05, "it hardly ever turns to the other half"
     pair = (texts[:, 2] * 16 + texts[:, 3]).tolist()
     common = max(set(pair), key=pair.count)
-    chosen = texts[np.array(pair) == common, 4]
-    drawn = np.bincount(chosen, minlength=16) / len(chosen)
-    error = np.abs(drawn - source.chances[common // 16, common % 16]).max()
-    assert error < 5 / math.sqrt(len(chosen))
+    letters = texts[np.array(pair) == common, 4]
+    shares = np.bincount(letters, minlength=16) / len(letters)
+    error = np.abs(shares - source.chances[common // 16, common % 16]).max()
+    assert error < 5 / math.sqrt(len(letters))
 
 
 def test_the_errors_are_divergences_from_the_true_chances():
@@ -148,11 +148,11 @@ def test_the_errors_are_divergences_from_the_true_chances():
 
 def test_excess_accumulated_error_is_the_formula():
     random = np.random.default_rng(0)
-    behind_source, behind_model = random.random((6, 9)), 1.5 * random.random((6, 9))
-    errors = exposure.Errors(behind_source, behind_model, np.zeros((6, 11), np.int64))
+    after_source, after_model = random.random((6, 9)), 1.5 * random.random((6, 9))
+    errors = exposure.Errors(after_source, after_model, np.zeros((6, 11), np.int64))
     for length in (1, 4, 9):
-        epsilon = behind_source[:, :length].sum() / 6 / length
-        regret = behind_model[:, :length].sum() / 6
+        epsilon = after_source[:, :length].sum() / 6 / length
+        regret = after_model[:, :length].sum() / 6
         expected = (regret - length * epsilon) / (length * epsilon)
         assert errors.excess()[length - 1] == pytest.approx(expected)
     low, high = errors.interval()
@@ -167,12 +167,12 @@ def test_small_models_are_trained_once_and_measured_exactly(small: Any):
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     with unspool.load(folder, memory=32 << 20) as lm:
         errors = exposure.errors_of(lm, source, 6, temperature=1.0)
-        assert errors.behind_model.shape == errors.behind_source.shape == (6, LENGTH - 2)
-        text = errors.own[3].tolist()
+        assert errors.after_model.shape == errors.after_source.shape == (6, LENGTH - 2)
+        text = errors.model_texts[3].tolist()
         scored = lm.score(text, top=len(LETTERS)).positions[20]
-        model = {one.token: one.logprob for one in scored.candidates}
+        model = {candidate.token: candidate.logprob for candidate in scored.candidates}
         true = source.chances[text[18], text[19]]
         by_hand = sum(p * (math.log(p) - model[token]) for token, p in enumerate(true))
-        assert errors.behind_model[3, 18] == pytest.approx(by_hand, abs=1e-3)
+        assert errors.after_model[3, 18] == pytest.approx(by_hand, abs=1e-3)
     part = exposure.measure(small, Plan(False, 0, ()))
     assert len(part.figures) == 3 * len(exposure.TRAININGS)

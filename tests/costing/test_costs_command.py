@@ -1,4 +1,4 @@
-"""`unspool costs`: the page, the figures beside it, two models, and mistakes told in a line."""
+"""`unspool costs`: the page, the JSON file, two models, and error messages."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ def test_a_report_of_two_models(small_folder: Path, sample: str, tmp_path: Path,
     arguments = ["costs", str(small_folder), str(small_folder), "--quick", "--parts"]
     arguments += ["confidence", "--texts", sample, "--out", str(page), "--threads", "1"]
     assert _exit_code(arguments) == 0
-    said = capsys.readouterr()
-    assert "items answered right" in said.out and "[2]" in said.out
-    assert "both.html" in said.err and "both.json" in said.err
+    output = capsys.readouterr()
+    assert "items answered right" in output.out and "[2]" in output.out
+    assert "both.html" in output.err and "both.json" in output.err
     assert page.read_text().startswith("<!doctype html>")
-    found = json.loads((tmp_path / "both.json").read_text())
-    first, second = found["reports"]
+    first, second = json.loads((tmp_path / "both.json").read_text())["reports"]
     assert first["parts"][0]["figures"] == second["parts"][0]["figures"]
     assert first["machine"]["texts"] == sample
 
@@ -52,7 +51,7 @@ def test_a_checkpoint_of_a_run_is_named_after_its_run(tmp_path: Path, small: Any
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["a", "b", "c"], "3 models were named"),
         (["a", "-m", "b"], "name the models once"),
@@ -60,6 +59,6 @@ def test_a_checkpoint_of_a_run_is_named_after_its_run(tmp_path: Path, small: Any
         (["--out", "/nowhere/at/all.html", "--parts", "loops"], "does not exist"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_loaded(arguments: list[str], said: str, capsys: Any):
+def test_errors_come_before_loading(arguments: list[str], message: str, capsys: Any):
     assert _exit_code(["costs", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What the parts compute, worked out by hand."""
+"""The computations of the parts, against values computed by hand."""
 
 from __future__ import annotations
 
@@ -67,33 +67,33 @@ def test_brier_by_hand():
 
 
 def test_belief_in_answers_is_what_scoring_says(small: Any):
-    asked = items()[:2]
-    found = confidence.item_probabilities(small, asked)
-    assert found.shape == (2, 4) and found.sum(1) == pytest.approx([1, 1])
-    context = encoded(small, f"Question: {asked[1].question}\nAnswer:")
+    questions = items()[:2]
+    table = confidence.item_probabilities(small, questions)
+    assert table.shape == (2, 4) and table.sum(1) == pytest.approx([1, 1])
+    context = encoded(small, f"Question: {questions[1].question}\nAnswer:")
     totals = []
-    for answer in asked[1].answers:
+    for answer in questions[1].answers:
         ids = [*context, *small.tokenizer.encode(f" {answer}")]
         score = small.score(ids)
-        totals.append(sum(one.logprob for one in score.positions[len(context) :]))
+        totals.append(sum(position.logprob for position in score.positions[len(context) :]))
     expected = np.exp(totals - np.max(totals))
-    assert found[1] == pytest.approx(expected / expected.sum(), abs=1e-3)
+    assert table[1] == pytest.approx(expected / expected.sum(), abs=1e-3)
 
 
 def test_items_are_what_they_say():
     every = items()
-    assert len(every) == len({one.question for one in every}) >= 60
-    assert all(len(one.answers) == len(set(one.answers)) == 4 for one in every)
+    assert len(every) == len({item.question for item in every}) >= 60
+    assert all(len(item.answers) == len(set(item.answers)) == 4 for item in every)
 
 
 def test_swaps_change_two_sentences_and_nothing_else(texts: list[str]):
-    found = whole.swaps(texts, 12, (1, 2), seed=0)
-    assert len(found) == 12 and {one.distance for one in found} == {1, 2}
-    for one in found:
-        assert one.original != one.swapped and sorted(one.sentences) == sorted(one.order())
-        assert one.order()[0] == one.sentences[0] and one.order()[-1] == one.sentences[-1]
-        assert sum(a != b for a, b in zip(one.order(), one.sentences, strict=True)) == 2
-    assert found == whole.swaps(texts, 12, (1, 2), seed=0)
+    swaps = whole.swaps(texts, 12, (1, 2), seed=0)
+    assert len(swaps) == 12 and {swap.distance for swap in swaps} == {1, 2}
+    for swap in swaps:
+        assert swap.original != swap.swapped and sorted(swap.sentences) == sorted(swap.order())
+        assert swap.order()[0] == swap.sentences[0] and swap.order()[-1] == swap.sentences[-1]
+        assert sum(a != b for a, b in zip(swap.order(), swap.sentences, strict=True)) == 2
+    assert swaps == whole.swaps(texts, 12, (1, 2), seed=0)
 
 
 def test_swap_figures_by_hand():
@@ -106,7 +106,7 @@ def test_swap_figures_by_hand():
 
 
 class _Masked:
-    """A masked model with the same guess at a place whatever stands around it."""
+    """A masked model whose prediction depends on the position only."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.mask_id, self.rows = tokenizer, 511, list[list[int]]()
@@ -119,67 +119,67 @@ class _Masked:
 def test_a_masked_twin_hides_every_token_once(small: Any):
     twin = _Masked(small.tokenizer)
     text = "The scheduler plans rows, and the batch builder makes a step of them."
-    (found,) = whole.masked_likelihoods(twin, [text], lambda done: None)
+    (logprobs,) = whole.masked_likelihoods(twin, [text], lambda done: None)
     ids = small.tokenizer.encode(text)
     hidden = [at for row in twin.rows for at, token in enumerate(row) if token == 511]
     assert sorted(hidden) == list(range(len(ids))) and len(twin.rows) == 8
     logits = twin.logits(ids).astype(np.float64)
     logits[:, [511, *small.tokenizer.special_ids]] = -np.inf
     expected = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    assert found == pytest.approx(expected[np.arange(len(ids)), ids], abs=1e-4)
+    assert logprobs == pytest.approx(expected[np.arange(len(ids)), ids], abs=1e-4)
 
 
 def test_with_a_twin_there_are_its_figures(small: Any, texts: list[str]):
     from unspool.costing.plan import Plan
 
     part = whole.measure(small, Plan(True, 0, texts, twin=_Masked(small.tokenizer)))
-    assert part.figure("swap noticed by the masked twin").n == 4
-    assert part.figure("AUC of the masked twin").value is not None
+    assert part.figure("swap noticed by the masked model").n == 4
+    assert part.figure("AUC of the masked model").value is not None
 
 
 def test_every_story_can_be_checked():
     every = stories(0)
     assert len(every) == 48
     for story in every:
-        assert story.told in story.values and f" {story.told}" in story.beginning
+        assert story.answer in story.values and f" {story.answer}" in story.beginning
         assert len(set(story.values)) == 4
-        others = [value for value in story.values if value != story.told]
+        others = [value for value in story.values if value != story.answer]
         assert not any(f" {value} " in story.beginning for value in others)
-    told = [story.told for story in every]
-    assert {told.count(value) for value in every[0].values} == {2}  # each equally often
+    answers = [story.answer for story in every]
+    assert {answers.count(value) for value in every[0].values} == {2}  # each equally often
 
 
 def test_a_story_contradicted(small: Any, monkeypatch: pytest.MonkeyPatch):
     from unspool.train.judging.likelihood import Likelihood
 
-    told = stories(0)[:3]
+    selected = stories(0)[:3]
 
     def always_the_first(lm: Any, pairs: Any) -> list[Likelihood]:
         return [Likelihood((0.0 if number % 4 == 0 else -9.0,), True) for number in range(12)]
 
     monkeypatch.setattr(whole, "likelihoods", always_the_first)
-    begun = [encoded(small, story.beginning) for story in told]
-    wrong = whole.contradictions(small, told, begun)
-    assert wrong == [story.told != story.values[0] for story in told]
+    started = [encoded(small, story.beginning) for story in selected]
+    wrong = whole.contradictions(small, selected, started)
+    assert wrong == [story.answer != story.values[0] for story in selected]
 
 
 def test_excerpts_are_human_text_and_no_two_alike(small: Any, texts: list[str]):
-    found = excerpts(small, texts, 8, 40)
-    assert len(found) == 8 and all(len(ids) == 40 for ids in found)
-    assert len({tuple(ids) for ids in found}) == 8
-    written = small.tokenizer.decode(found[0], specials=False)
+    result = excerpts(small, texts, 8, 40)
+    assert len(result) == 8 and all(len(ids) == 40 for ids in result)
+    assert len({tuple(ids) for ids in result}) == 8
+    written = small.tokenizer.decode(result[0], specials=False)
     assert texts[0].startswith(written.strip("�"))
 
 
-def test_texts_too_short_are_refused_in_words(small: Any):
-    with pytest.raises(ValueError, match="give longer ones"):
+def test_texts_too_short_are_refused(small: Any):
+    with pytest.raises(ValueError, match="give longer texts"):
         excerpts(small, ["short"], 2, 300)
 
 
-def test_writing_counts_what_a_guard_took_back(small: Any, texts: list[str]):
+def test_writing_counts_tokens_that_a_guard_removed(small: Any, texts: list[str]):
     prompts = excerpts(small, texts, 2, 24)
     plain = write(small, prompts, max_tokens=40, temperature=0.0, end=False)
-    assert plain.computed == plain.kept == 80
+    assert plain.computed == plain.num_kept == 80
     assert plain.mean_logprobs()[0] == pytest.approx(
         np.mean([step.logprob for step in plain.texts[0].steps])
     )
@@ -187,7 +187,7 @@ def test_writing_counts_what_a_guard_took_back(small: Any, texts: list[str]):
     guarded = write(
         small, prompts, max_tokens=40, temperature=0.0, end=False, guard=[f"ban={banned}"]
     )
-    assert guarded.computed >= guarded.kept
+    assert guarded.computed >= guarded.num_kept
 
 
 def test_bytes_of_a_token(small: Any):
@@ -216,40 +216,39 @@ def test_a_split_adds_up():
 
 
 def test_sums_are_right():
-    asked = sums(20)
-    assert len(set(asked)) == 20
-    one = Sum(4, 5)
-    assert one.prompt().endswith("Q: What is 4 + 5?\nA: 4 + 5 =")
-    assert one.prompt(thinking=True).endswith("Q: What is 4 + 5?\nA:")
+    assert len(set(sums(20))) == 20
+    problem = Sum(4, 5)
+    assert problem.prompt().endswith("Q: What is 4 + 5?\nA: 4 + 5 =")
+    assert problem.prompt(thinking=True).endswith("Q: What is 4 + 5?\nA:")
     for text in (" 9", " 9\n\nQ: What is 1 + 1?", "<think>\nit is 8</think> 4 + 5 = 9", "it is 9."):
-        assert one.is_right(text), text
+        assert problem.is_right(text), text
     for text in ("", "9</think>", " 90", "four", "9</think> 4 + 5 = 8\n9"):
-        assert not one.is_right(text), text
+        assert not problem.is_right(text), text
 
 
 @pytest.mark.parametrize("name", WAYS)
 def test_each_way_of_answering_is_counted(small: Any, name: str):
-    found = answered(small, name, sums(2), seed=1)
+    result = answered(small, name, sums(2), seed=1)
     texts = WAYS[name].get("n", 1)
-    assert found.asked == 2 and found.tokens >= 2 * texts and found.seconds > 0
-    if "judge" not in WAYS[name]:  # thinking that is taken back was computed as well
-        assert found.tokens <= 2 * texts * 2 * WAYS[name].get("max_tokens", 6)
+    assert result.count == 2 and result.tokens >= 2 * texts and result.seconds > 0
+    if "judge" not in WAYS[name]:  # removed reasoning was computed too
+        assert result.tokens <= 2 * texts * 2 * WAYS[name].get("max_tokens", 6)
 
 
-def test_the_price_of_an_answer_by_hand():
+def test_the_cost_of_an_answer_by_hand():
     usual = Answered("one sample", 1, 4, 24, 2.0)
     voted = Answered("vote of 5", 3, 4, 120, 5.0).figure(usual)
     assert voted.value == 0.75 and voted.n == 4
-    assert voted.why.startswith("30 tokens and 1.25 s a sum: 5.0× and 2.5× those of one sample")
+    assert voted.why.startswith("30 tokens and 1.25 s per sum: 5.0× and 2.5× those of one sample")
 
 
 def test_searches_count_what_they_computed(small: Any, texts: list[str]):
     job = remedies._Job(small, excerpts(small, texts, 2, 24), 8, 0, None, 1, 1)
     options = remedies._options(job, quick=False)
-    found = {name: options[name](name) for name in ("restarts", "step-wise beam", "DVTS")}
-    assert all(one.drawn and one.kept == 16 for one in found.values())
-    assert found["restarts"].computed == 2 * (4 * 2 + 6), "four openings of two, one goes on"
-    assert found["step-wise beam"].computed == found["DVTS"].computed == 2 * 4 * 8
+    results = {name: options[name](name) for name in ("restarts", "step-wise beam", "DVTS")}
+    assert all(result.is_sampled and result.num_kept == 16 for result in results.values())
+    assert results["restarts"].computed == 2 * (4 * 2 + 6), "four starts of two, one continues"
+    assert results["step-wise beam"].computed == results["DVTS"].computed == 2 * 4 * 8
 
 
 def test_a_remedy_beside_greedy_by_hand():
@@ -274,13 +273,14 @@ def test_what_a_remedy_costs_in_likelihood(small: Any, texts: list[str]):
 
 def test_drafts_write_the_same_text(small: Any, texts: list[str]):
     ids = excerpts(small, texts, 1, 65)[0]
-    found = drafted(small, ids, rounds=1, tokens=32)
-    assert [one.name for one in found] == ["lookup drafts, free text", "lookup drafts, copying"]
-    for one in found:
-        plain = small.generate(one.text.prompt, max_tokens=32, temperature=0.0, end=False)
-        assert one.text.tokens == plain.tokens
-        guessed = sum(step.draft == "accepted" for step in one.text.steps)
-        assert one.accepted == guessed / 32 and one.savings[0] > 0
+    results = drafted(small, ids, rounds=1, tokens=32)
+    names = [result.name for result in results]
+    assert names == ["lookup drafts, free text", "lookup drafts, copying"]
+    for result in results:
+        plain = small.generate(result.text.prompt, max_tokens=32, temperature=0.0, end=False)
+        assert result.text.tokens == plain.tokens
+        accepted = sum(step.draft == "accepted" for step in result.text.steps)
+        assert result.accepted == accepted / 32 and result.savings[0] > 0
 
 
 def test_memory_is_read_at_some_speed(small: Any):

@@ -1,4 +1,4 @@
-"""The report as a whole on a tiny model: every part, the page, JSON, the terminal, two models."""
+"""The full report on a tiny model: every part, the page, JSON, text, two models."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class _Tags(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.seen: list[str] = []
+        self.tags: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
+        self.tags.append(tag)
         assert not any(name in ("src", "onload") for name, _ in attrs)
         assert all(value and value.startswith("#") for name, value in attrs if name == "href")
         if tag not in ("meta", "path", "circle", "rect", "br"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
+        self.tags.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
         if tag not in ("circle", "rect"):
@@ -53,7 +53,7 @@ class _Tags(HTMLParser):
 def checked(page: str) -> _Tags:
     tags = _Tags()
     tags.feed(page)
-    assert not tags.open and "script" not in tags.seen and "link" not in tags.seen
+    assert not tags.open and "script" not in tags.tags and "link" not in tags.tags
     return tags
 
 
@@ -74,8 +74,8 @@ def test_every_part_has_what_a_reader_needs(report: Report):
 def test_the_page_is_whole_and_stands_alone(report: Report):
     page = report.html()
     tags = checked(page)
-    assert tags.seen.count("section") == len(report.parts)
-    assert tags.seen.count("svg") >= 5 and "blockquote" in tags.seen
+    assert tags.tags.count("section") == len(report.parts)
+    assert tags.tags.count("svg") >= 5 and "blockquote" in tags.tags
     assert report._repr_html_().startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     assert repr(report).startswith(f"<Report {report.model}: waiting, ")
     assert "prefers-color-scheme:dark" in page and "nan" not in page.replace("nant", "")
@@ -83,49 +83,49 @@ def test_the_page_is_whole_and_stands_alone(report: Report):
 
 def test_json_can_be_read_by_anybody(report: Report):
     text = json.dumps(report.to_dict(), allow_nan=False)
-    found = json.loads(text)
-    assert found["version"] == 1 and found["quick"] is True
-    assert [part["name"] for part in found["parts"]] == list(PARTS)
-    figure = found["parts"][0]["figures"][0]
+    parsed = json.loads(text)
+    assert parsed["version"] == 1 and parsed["quick"] is True
+    assert [part["name"] for part in parsed["parts"]] == list(PARTS)
+    figure = parsed["parts"][0]["figures"][0]
     assert {"name", "value", "unit", "low", "high", "n", "why"} <= figure.keys()
 
 
 def test_the_terminal_has_every_figure(report: Report):
-    said = str(report)
+    text = str(report)
     for part in report.parts:
-        assert part.title in said
-        assert all(figure.name in said for figure in part.figures)
+        assert part.title in text
+        assert all(figure.name in text for figure in part.figures)
 
 
 def test_two_models_stand_side_by_side(report: Report):
     other = replace(report, model="another <model>")
-    both = Comparison([report, other])
-    page = both.html()
+    comparison = Comparison([report, other])
+    page = comparison.html()
     checked(page)
     assert "another &lt;model&gt;" in page and "another <model>" not in page
     assert page.count("<svg") == 2 * report.html().count("<svg")
-    assert "[2] another <model>" in str(both)
-    assert len(both.to_dict()["reports"]) == 2
+    assert "[2] another <model>" in str(comparison)
+    assert len(comparison.to_dict()["reports"]) == 2
 
 
 def test_models_may_have_been_measured_in_different_parts(report: Report):
     other = replace(report, model="other", parts=report.parts[:1])
-    both = Comparison([report, other])
-    checked(both.html())
-    assert report.parts[-1].title in str(both)
+    comparison = Comparison([report, other])
+    checked(comparison.html())
+    assert report.parts[-1].title in str(comparison)
 
 
 def test_the_better_model_is_the_one_whose_interval_lies_beyond():
-    def told(low: float, high: float, better: Any = "lower") -> Figure:
+    def figure(low: float, high: float, better: Any = "lower") -> Figure:
         return Figure("x", (low + high) / 2, "", low, high, better=better)
 
-    assert winner([told(1, 2), told(3, 4)]) == 0
-    assert winner([told(1, 2, "higher"), told(3, 4, "higher")]) == 1
-    assert winner([told(1, 3), told(2, 4)]) is None  # they overlap
-    assert winner([told(1, 2, ""), told(3, 4, "")]) is None  # neither way is better
-    assert winner([told(1, 2), Figure("x", None)]) is None
-    assert winner([told(1, 2)]) is None
-    nats = [Figure("x", 1.5, "nats a token", n, n + 0.5, better="lower") for n in (1, 3)]
+    assert winner([figure(1, 2), figure(3, 4)]) == 0
+    assert winner([figure(1, 2, "higher"), figure(3, 4, "higher")]) == 1
+    assert winner([figure(1, 3), figure(2, 4)]) is None  # they overlap
+    assert winner([figure(1, 2, ""), figure(3, 4, "")]) is None  # neither way is better
+    assert winner([figure(1, 2), Figure("x", None)]) is None
+    assert winner([figure(1, 2)]) is None
+    nats = [Figure("x", 1.5, "nats/token", n, n + 0.5, better="lower") for n in (1, 3)]
     assert winner(nats) == 0 and winner(nats, same_tokens=False) is None
 
 
@@ -140,7 +140,7 @@ def test_the_same_seed_measures_the_same(small: Any, texts: list[str]):
 def test_parts_by_name_and_a_wrong_name(small: Any, texts: list[str]):
     with pytest.raises(ValueError, match="did you mean loops"):
         unspool.costs(small, parts=["lops"], texts=texts)
-    with pytest.raises(ValueError, match="no part was named"):
+    with pytest.raises(ValueError, match="parts is empty"):
         unspool.costs(small, parts=[], texts=texts)
 
 
@@ -149,32 +149,32 @@ def test_progress_goes_from_nothing_to_all(small: Any, texts: list[str]):
     from unspool.costing.plan import Plan
 
     for name in ("confidence", "whole"):
-        heard: list[float] = []
-        measured(small, name, Plan(True, 0, texts, heard.append))
-        assert heard == sorted(heard) and heard[-1] == pytest.approx(1)
+        shares: list[float] = []
+        measured(small, name, Plan(True, 0, texts, shares.append))
+        assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
 
 
 def test_what_cannot_be_measured_is_said_in_its_place(small_folder: Path, texts: list[str]):
     with unspool.load(small_folder, context=64, memory=8 << 20, threads=1) as lm:
-        found = unspool.costs(lm, quick=True, parts=["whole", "confidence"], texts=texts,
-                              progress=False)  # fmt: skip
-        assert found.part("confidence").figures and not found.part("whole").figures
-        assert "Could not be measured: the prompt has" in str(found)
-        checked(found.html())
+        report = unspool.costs(lm, quick=True, parts=["whole", "confidence"], texts=texts,
+                               progress=False)  # fmt: skip
+        assert report.part("confidence").figures and not report.part("whole").figures
+        assert "Could not be measured: the prompt has" in str(report)
+        checked(report.html())
         with pytest.raises(ValueError, match="no part could be measured; whole"):
             unspool.costs(lm, quick=True, parts=["whole"], texts=texts, progress=False)
 
 
 def test_on_torch_too(small_folder: Path, texts: list[str]):
     with unspool.load(small_folder, backend="torch", memory=64 << 20) as lm:
-        found = unspool.costs(lm, quick=True, parts=["waiting"], texts=texts, progress=False)
-    part = found.part("waiting")
-    weights = next(one for one in part.figures if one.name.startswith("reading weights"))
+        report = unspool.costs(lm, quick=True, parts=["waiting"], texts=texts, progress=False)
+    part = report.part("waiting")
+    weights = next(item for item in part.figures if item.name.startswith("reading weights"))
     assert weights.value is None and "everything else" in weights.why
-    checked(found.html())
+    checked(report.html())
 
 
-# -- its pieces -----------------------------------------------------------------------------------
+# -- building blocks ------------------------------------------------------------------------------
 
 
 def test_a_plot_is_a_picture():
@@ -188,7 +188,7 @@ def test_a_plot_is_a_picture():
     bars = [Series(name, [64, 512], [1.0, 2.0], kind="bars") for name in ("weights", "rest")]
     rectangles = ElementTree.fromstring(plot(bars)).findall("rect")
     assert len(rectangles) == 4
-    heights = [float(one.attrib["height"]) for one in rectangles]
+    heights = [float(rectangle.attrib["height"]) for rectangle in rectangles]
     assert heights[2] == pytest.approx(2 * heights[0], abs=0.2)  # in scale, on top of each other
     first, second = rectangles[:2]
     bottom = float(second.attrib["y"]) + float(second.attrib["height"])
@@ -223,17 +223,17 @@ def test_what_a_model_writes_is_escaped():
 
 
 @pytest.mark.parametrize(
-    ("value", "unit", "said"),
+    ("value", "unit", "text"),
     [(0.256, "%", "25.6 %"), (1.0, "%", "100 %"), (12.345, "ms", "12.3 ms"), (None, "ms", "–"),
      (1234.5, "ms", "1,234 ms"), (3, "", "3"), (math.inf, "", "∞"), (math.nan, "", "–")],
 )  # fmt: skip
-def test_numbers_for_people(value: float | None, unit: str, said: str):
-    assert number(value, unit) == said
+def test_numbers_are_formatted(value: float | None, unit: str, text: str):
+    assert number(value, unit) == text
 
 
-def test_the_sample_that_lies_here_is_enough_to_measure_on():
-    found = shipped()
-    assert len(found.texts) >= 8 and all(len(text) > 1500 for text in found.texts)
+def test_the_packaged_sample_is_enough_to_measure_on():
+    sample = shipped()
+    assert len(sample.texts) >= 8 and all(len(text) > 1500 for text in sample.texts)
 
 
 def test_without_the_addresses_the_sample_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

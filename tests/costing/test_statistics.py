@@ -40,8 +40,8 @@ def test_bootstrap_means_of_columns_are_those_of_each_column():
     rows = np.random.default_rng(1).normal(size=(30, 3))
     low, high = s.bootstrap_means(rows, seed=5)
     for column in range(3):
-        own = s.bootstrap(rows[:, column], lambda drawn: float(drawn.mean()), seed=5)
-        assert (low[column], high[column]) == pytest.approx(own)
+        expected = s.bootstrap(rows[:, column], lambda sample: float(sample.mean()), seed=5)
+        assert (low[column], high[column]) == pytest.approx(expected)
 
 
 def test_bootstrap_means_leave_gaps_out():
@@ -69,8 +69,8 @@ def test_figures_say_what_they_are():
     assert median.value == 2.0
     single = s.mean_figure("ms", [4.0])
     assert (single.value, single.low, single.high) == (4.0, None, None)
-    nothing = s.mean_figure("ms", [])
-    assert nothing.value is None and nothing.told() == "–"
+    empty = s.mean_figure("ms", [])
+    assert empty.value is None and empty.formatted() == "–"
 
 
 def test_series_of_shares_and_means():

@@ -1,10 +1,9 @@
-"""Small batches for tests: a tiny model that answers, files of rows, and what comes of them."""
+"""Helpers for batch tests: input files, the command in this process or in a child process."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ def read_lines(path: Path) -> list[Any]:
 
 
 def some_rows(count: int) -> list[dict[str, Any]]:
-    """Prompts and chats, with ids and without, some with settings of their own."""
+    """Prompts and chats, with and without ids, some with their own settings."""
     rows: list[dict[str, Any]] = []
     for number in range(count):
         text = f"A branch of {number} nodes has"
@@ -38,61 +37,57 @@ def some_rows(count: int) -> list[dict[str, Any]]:
     return rows
 
 
-def command(model: Path, rows: Path, output: Path, *more: str) -> list[str]:
-    return ["batch", str(rows), str(output), "-m", str(model), *SETTINGS, *more]
+def command(model: Path, rows: Path, output: Path, *options: str) -> list[str]:
+    return ["batch", str(rows), str(output), "-m", str(model), *SETTINGS, *options]
 
 
-def batch(model: Path, rows: Path, output: Path, *more: str) -> int:
-    """The command, in this process; its exit code."""
+def batch(model: Path, rows: Path, output: Path, *options: str) -> int:
+    """Run the command in this process and return its exit code."""
     from unspool.cli.main import _exit_code
 
-    return _exit_code(command(model, rows, output, *more))
+    return _exit_code(command(model, rows, output, *options))
 
 
-def started(model: Path, rows: Path, output: Path, *more: str) -> subprocess.Popen[str]:
-    """The command, in a process of its own."""
+def started(model: Path, rows: Path, output: Path, *options: str) -> subprocess.Popen[str]:
+    """Start the command in a child process."""
     return subprocess.Popen(
-        [sys.executable, "-m", "unspool", *command(model, rows, output, *more)],
+        [sys.executable, "-m", "unspool", *command(model, rows, output, *options)],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
 def done_rows(output: Path) -> int:
-    """How many rows the journal has."""
+    """Count the rows in the journal."""
     journal = output.with_name(f"{output.name}.unfinished") / "answers.jsonl"
     return journal.read_bytes().count(b"\n") if journal.exists() else 0
 
 
 def wait_until(ready: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
-    until = time.monotonic() + 120
+    deadline = time.monotonic() + 120
     while not ready():
-        assert time.monotonic() < until, "it never came to that"
+        assert time.monotonic() < deadline, "timeout"
         assert process is None or process.poll() is None, process and process.communicate()
         time.sleep(0.01)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """The exit code, and what was said on stderr."""
+    """Return the exit code and stderr."""
     try:
-        _, told = process.communicate(timeout=120)
-        return process.returncode, told
+        _, stderr = process.communicate(timeout=120)
+        return process.returncode, stderr
     finally:
         process.kill()
 
 
 def processes_below(root: int, title: str = "") -> list[int]:
-    """Processes that a process has started, and those that they have, by what they are called."""
+    """Return the descendants of a process whose command line contains `title`."""
     listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True)
     lines = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
-    below: Sequence[int] = [root]
-    found: list[tuple[int, str]] = []
-    while below:
-        children = [(int(pid), name) for pid, parent, name in lines if int(parent) in below]
-        found += children
-        below = [pid for pid, _ in children]
-    return [pid for pid, name in found if title in name]
-
-
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
+    parents: Sequence[int] = [root]
+    descendants: list[tuple[int, str]] = []
+    while parents:
+        children = [(int(pid), name) for pid, parent, name in lines if int(parent) in parents]
+        descendants += children
+        parents = [pid for pid, _ in children]
+    return [pid for pid, name in descendants if title in name]

@@ -1,4 +1,4 @@
-"""Shared by the tests of scale: a tiny model that chats, and one Ray on this machine."""
+"""Fixtures for tests of scale: a tiny chat model, and one local Ray for all Ray tests."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def ray_here() -> Iterator[None]:
-    """Ray with two processors, on this machine, for all tests that one process runs."""
+def ray_here() -> Iterator[str]:
+    """One local Ray for all tests of a worker process; its address."""
     ray = pytest.importorskip("ray")
     ray.init(
         num_cpus=2,
@@ -31,5 +31,5 @@ def ray_here() -> Iterator[None]:
         logging_level="error",
         object_store_memory=80 << 20,
     )
-    yield
+    yield ray.get_runtime_context().gcs_address
     ray.shutdown()

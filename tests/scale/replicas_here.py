@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 from running_server import Running, running
 
-from unspool.scale.replicas.asking import Asked
+from unspool.scale.replicas.asking import RouteHints
 from unspool.scale.replicas.gateway import Gateway, create_gateway
 from unspool.scale.replicas.listening import ServerThread
-from unspool.scale.replicas.pool import Pool, Target
+from unspool.scale.replicas.pool import ReplicaPool, Target
 from unspool.scale.replicas.request_router import PolicyRouter
 from unspool.serve.core.registry import ModelEntry
 from unspool.serve.http.settings import ServeSettings
@@ -25,23 +25,23 @@ from unspool.serve.http.settings import ServeSettings
 
 @dataclass
 class Chooser:
-    """Knows replicas as Ray does, and decides with the same policy."""
+    """Chooses with Ray's routing policy, without Ray."""
 
     addresses: dict[str, str]
     policy: PolicyRouter = field(default_factory=PolicyRouter)
 
-    async def choose(self, asked: Asked) -> Target:
-        while not self.addresses:  # as Ray's router waits for the first
+    async def choose(self, hints: RouteHints) -> Target:
+        while not self.addresses:  # Ray's router waits for the first replica too
             await asyncio.sleep(0.01)
         self.policy.update(self.addresses)
-        asked.replicas = dict(self.addresses)
-        name = self.policy.choose(asked)
+        hints.replicas = dict(self.addresses)
+        name = self.policy.choose(hints)
         return Target(name, self.addresses[name])
 
 
 @dataclass
 class Front:
-    """A gateway that listens."""
+    """A running gateway."""
 
     url: str
     gateway: Gateway
@@ -53,11 +53,11 @@ class Front:
 
 @contextlib.contextmanager
 def front(addresses: dict[str, str], wait: float = 5.0, **settings: Any) -> Iterator[Front]:
-    """A gateway in a thread, in front of these."""
+    """Run a gateway in a thread."""
     chooser = Chooser(dict(addresses))
-    wanted = ServeSettings(port=0, drain=2.0, **settings)
-    app, gateway = create_gateway(wanted, Pool(chooser, wait))
-    server = ServerThread(app, wanted, "127.0.0.1", lambda: None)
+    serve_settings = ServeSettings(port=0, drain=2.0, **settings)
+    app, gateway = create_gateway(serve_settings, ReplicaPool(chooser, wait))
+    server = ServerThread(app, serve_settings, "127.0.0.1", lambda: None)
     try:
         yield Front(f"http://{server.address}", gateway, chooser)
     finally:
@@ -66,12 +66,12 @@ def front(addresses: dict[str, str], wait: float = 5.0, **settings: Any) -> Iter
 
 @contextlib.contextmanager
 def replica(model: Path, name: str, **settings: Any) -> Iterator[Running]:
-    """A server that is called a replica."""
+    """Run a server as a replica in this process."""
     import unspool
 
     entry = ModelEntry("tiny", lambda: unspool.load(model, memory=8 << 20, threads=1), 1 << 20)
-    with running([entry], replica=name, **settings) as found:
-        yield found
+    with running([entry], replica=name, **settings) as server:
+        yield server
 
 
 def address(server: Running) -> str:
@@ -80,7 +80,7 @@ def address(server: Running) -> str:
 
 @contextlib.contextmanager
 def broken_replica(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Reads a request, says what `answer` sends, and hangs up: a replica that dies just then."""
+    """Run a replica that reads a request, sends what `answer` sends, and disconnects."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:

@@ -1,4 +1,4 @@
-"""`unspool batch` on this machine: what goes in, what comes out, and what is set aside."""
+"""`unspool batch` on this machine: input, output and failed rows."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 def test_each_row_is_the_text_that_it_is_alone(files: tuple[Path, Path], chatty: Path):
     rows, output = files
-    given = some_rows(9)
-    write_rows(rows, given)
+    inputs = some_rows(9)
+    write_rows(rows, inputs)
     assert batch(chatty, rows, output, "--raw", "--carry", "prompt") == 0
     answers = read_lines(output)
     lm = unspool.load(chatty)
     assert len(answers) == 9
-    for number, (row, answer) in enumerate(zip(given, answers, strict=True), 1):
-        own = row.get("id", number)
+    for number, (row, answer) in enumerate(zip(inputs, answers, strict=True), 1):
+        row_id = row.get("id", number)
         options = {"max_tokens": 12} | {
             n: row[n] for n in row if n in ("max_tokens", "temperature")
         }
-        options["seed"] = row_seed(7, json.dumps(own))
-        asked: Any = row.get("prompt")
-        alone = lm.generate(asked, **options) if asked else lm.chat(row["messages"], **options)
-        assert answer["id"] == own
+        options["seed"] = row_seed(7, json.dumps(row_id))
+        prompt: Any = row.get("prompt")
+        alone = lm.generate(prompt, **options) if prompt else lm.chat(row["messages"], **options)
+        assert answer["id"] == row_id
         assert answer["text"] == alone.answer
         assert answer["completion_tokens"] == len(alone.tokens)
         assert answer["finish_reason"] == alone.finish_reason
         assert answer["seed"] == options["seed"]
-        assert answer.get("prompt") == asked
+        assert answer.get("prompt") == prompt
     lm.close()
 
 
@@ -51,8 +51,8 @@ def test_prompts_are_questions_where_the_model_answers(files: tuple[Path, Path],
     rows, output = files
     question = {"role": "user", "content": "What is a node?"}
     messages = [{"role": "system", "content": "Be brief."}, question]
-    asked = [{"prompt": "What is a node?", "id": "a"}, {"messages": messages, "id": "b"}]
-    write_rows(rows, [{**row, "seed": 3} for row in asked])
+    inputs = [{"prompt": "What is a node?", "id": "a"}, {"messages": messages, "id": "b"}]
+    write_rows(rows, [{**row, "seed": 3} for row in inputs])
     assert batch(chatty, rows, output, "--system", "Be brief.") == 0
     first, second = read_lines(output)
     assert first["text"] == second["text"] and first["prompt_tokens"] == second["prompt_tokens"]
@@ -62,14 +62,14 @@ def test_the_order_and_the_company_of_rows_do_not_matter(
     files: tuple[Path, Path], chatty: Path, monkeypatch: pytest.MonkeyPatch
 ):
     rows, output = files
-    given = [{**row, "id": f"row {number}"} for number, row in enumerate(some_rows(8))]
-    write_rows(rows, given)
+    inputs = [{**row, "id": f"row {number}"} for number, row in enumerate(some_rows(8))]
+    write_rows(rows, inputs)
     assert batch(chatty, rows, output) == 0
-    there = read_lines(output)
-    write_rows(rows, reversed(given))
-    monkeypatch.setattr("unspool.scale.batch.job.AT_ONCE", 2)
+    first = read_lines(output)
+    write_rows(rows, reversed(inputs))
+    monkeypatch.setattr("unspool.scale.batch.job.MAX_ROWS", 2)
     assert batch(chatty, rows, output, "--restart", "--threads", "1") == 0
-    assert read_lines(output) == there[::-1]
+    assert read_lines(output) == first[::-1]
 
 
 def test_bad_rows_are_set_aside(
@@ -77,7 +77,7 @@ def test_bad_rows_are_set_aside(
 ):
     rows, output = files
     bad = {
-        "no object": [1, 2],
+        "not a JSON object": [1, 2],
         "neither prompt nor messages": {"id": "empty"},
         "both prompt and messages": {"prompt": "a", "messages": []},
         "did you mean 'temperature'": {"prompt": "a", "temprature": 1},
@@ -85,9 +85,9 @@ def test_bad_rows_are_set_aside(
         "temperature": {"prompt": "a", "temperature": -1},
         "context holds": {"prompt": "a " * 2000},
         "prompt is empty": {"prompt": []},
-        "may be a question, or a list": {"messages": [1]},
-        "whole number": {"prompt": "a", "id": 1.5},
-        "another row's already": {"prompt": "again", "id": "good"},
+        "must be a string, or a list": {"messages": [1]},
+        "must be a string or an integer": {"prompt": "a", "id": 1.5},
+        "is not unique": {"prompt": "again", "id": "good"},
     }
     write_rows(rows, [{"prompt": "A node", "id": "good"}, *bad.values()])
     with rows.open("a") as file:
@@ -95,11 +95,11 @@ def test_bad_rows_are_set_aside(
     assert batch(chatty, rows, output, "--raw") == 1
     (answer,) = read_lines(output)
     assert answer["id"] == "good"
-    aside = read_lines(output.with_name("out.errors.jsonl"))
-    assert [one["row"] for one in aside] == [*range(2, 13), 14]
-    for (told, given), one in zip(bad.items(), aside, strict=False):
-        assert told in one["error"] and one["given"] == given, one
-    assert "not JSON" in aside[-1]["error"] and aside[-1]["given"] == '{"prompt": "cut o'
+    failed = read_lines(output.with_name("out.errors.jsonl"))
+    assert [line["row"] for line in failed] == [*range(2, 13), 14]
+    for (message, row), line in zip(bad.items(), failed, strict=False):
+        assert message in line["error"] and line["given"] == row, line
+    assert "not JSON" in failed[-1]["error"] and failed[-1]["given"] == '{"prompt": "cut o'
     assert "1 of 13 rows answered, 12 failed" in capsys.readouterr().err
 
 
@@ -125,7 +125,7 @@ def test_a_finished_batch_run_again_does_nothing(
     assert "temperature None (now 0.3)" in capsys.readouterr().err
     write_rows(rows, some_rows(4))
     assert batch(chatty, rows, output) == 2
-    assert "an input of another content" in capsys.readouterr().err
+    assert "different input content" in capsys.readouterr().err
     assert batch(chatty, rows, output, "--restart") == 0
     assert len(read_lines(output)) == 4
     output.write_text("mine")
@@ -136,21 +136,21 @@ def test_parquet_in_and_out(tmp_path: Path, chatty: Path):
     import pyarrow
     from pyarrow import parquet
 
-    given = [
+    inputs = [
         {**row, "id": 10 + number, "topic": "trees", "parts": [number]}
         for number, row in enumerate(some_rows(6))
     ]
-    names = {name: None for row in given for name in row}
-    columns = {name: [row.get(name) for row in given] for name in names}
+    names = {name: None for row in inputs for name in row}
+    columns = {name: [row.get(name) for row in inputs] for name in names}
     parquet.write_table(pyarrow.table(columns), tmp_path / "in.parquet")
     carried = ("--carry", "topic", "--carry", "parts")
     assert batch(chatty, tmp_path / "in.parquet", tmp_path / "out.parquet", *carried) == 0
-    write_rows(tmp_path / "in.jsonl", given)
+    write_rows(tmp_path / "in.jsonl", inputs)
     assert batch(chatty, tmp_path / "in.jsonl", tmp_path / "out.jsonl", *carried) == 0
     table = parquet.read_table(tmp_path / "out.parquet")
     assert str(table.schema.field("id").type) == "int64"
-    there = [{**row, "parts": json.loads(row["parts"])} for row in table.to_pylist()]
-    assert there == read_lines(tmp_path / "out.jsonl")
+    lines = [{**row, "parts": json.loads(row["parts"])} for row in table.to_pylist()]
+    assert lines == read_lines(tmp_path / "out.jsonl")
 
 
 def test_columns_of_mixed_types_become_json(tmp_path: Path, chatty: Path):
@@ -169,16 +169,16 @@ def test_what_is_refused_at_once(tmp_path: Path, chatty: Path, capsys: pytest.Ca
     output = tmp_path / "out.jsonl"
     (tmp_path / "there.jsonl").write_text("mine")
     (tmp_path / "none.jsonl").write_text("\n\n")
-    for told, given in {
-        "may end in .jsonl or .parquet": (rows, tmp_path / "out.csv"),
-        "there is no file": (tmp_path / "nowhere.jsonl", output),
+    for message, files in {
+        "must end in .jsonl or .parquet": (rows, tmp_path / "out.csv"),
+        "no such file": (tmp_path / "nowhere.jsonl", output),
         "has no rows": (tmp_path / "none.jsonl", output),
         "is there already": (rows, tmp_path / "there.jsonl"),
         "both INPUT and OUTPUT": (rows, rows),
         "there is no folder": (rows, tmp_path / "no" / "out.jsonl"),
     }.items():
-        assert batch(chatty, *given) == 2
-        assert told in capsys.readouterr().err
+        assert batch(chatty, *files) == 2
+        assert message in capsys.readouterr().err
     assert batch(chatty, rows, output, "--workers", "2") == 2
     assert "add --ray" in capsys.readouterr().err
     assert batch(chatty, rows, output, "--temperature", "-1") == 2
@@ -203,12 +203,12 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]):
     from unspool.cli.main import _exit_code
 
     assert _exit_code(["batch", "--help"]) == 0
-    told = capsys.readouterr().out
-    assert "unspool batch prompts.jsonl answers.jsonl" in told and "--restart" in told
+    text = capsys.readouterr().out
+    assert "unspool batch prompts.jsonl answers.jsonl" in text and "--restart" in text
 
 
 def test_the_guide(tmp_path: Path, chatty: Path, monkeypatch: pytest.MonkeyPatch):
-    """Its rows are answered by its commands; those for a cluster are ones that there are."""
+    """Run the commands of docs/scale.md; those for a cluster have only valid options."""
     import typer.main
 
     from unspool.cli.main import _exit_code, app_with
@@ -222,10 +222,10 @@ def test_the_guide(tmp_path: Path, chatty: Path, monkeypatch: pytest.MonkeyPatch
     for line in here.splitlines():
         assert _exit_code([*shlex.split(line)[1:], "-m", str(chatty)]) == 0
     assert [row["id"] for row in read_lines(Path("answers.jsonl"))] == ["a", "b", 3]
-    known = {
+    options = {
         name
         for option in typer.main.get_command(app_with(["batch"])).commands["batch"].params  # type: ignore[attr-defined]
         for name in option.opts
     }
     for line in cluster.splitlines():
-        assert {word for word in shlex.split(line) if word.startswith("--")} <= known
+        assert {word for word in shlex.split(line) if word.startswith("--")} <= options

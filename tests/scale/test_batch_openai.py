@@ -43,11 +43,11 @@ def test_requests_are_answered_as_the_server_does(tmp_path: Path, chatty: Path):
     bodies = {name: line["response"]["body"] for name, line in lines.items()}
     lm = unspool.load(chatty)
     seed = row_seed(7, json.dumps("plain"))
-    wanted = lm.chat(MESSAGES, seed=seed, max_tokens=12)
-    assert bodies["plain"]["choices"][0]["message"]["content"] == wanted.text
-    assert bodies["plain"]["usage"]["completion_tokens"] == len(wanted.tokens)
-    wanted = lm.chat(MESSAGES, seed=9, max_tokens=3, temperature=0)
-    assert bodies["own"]["choices"][0]["message"]["content"] == wanted.text
+    expected = lm.chat(MESSAGES, seed=seed, max_tokens=12)
+    assert bodies["plain"]["choices"][0]["message"]["content"] == expected.text
+    assert bodies["plain"]["usage"]["completion_tokens"] == len(expected.tokens)
+    expected = lm.chat(MESSAGES, seed=9, max_tokens=3, temperature=0)
+    assert bodies["own"]["choices"][0]["message"]["content"] == expected.text
     seed = row_seed(7, json.dumps("text"))
     for number, choice in enumerate(bodies["text"]["choices"]):
         alone = lm.generate("A node", seed=seed, sample=number, max_tokens=5)
@@ -71,19 +71,19 @@ def test_requests_that_cannot_be_answered(
         ({**request("body"), "body": None}, wrong),
         (request("stream", stream=True), wrong),
     ]
-    given = [*(row for row, _ in bad), request("good"), request("good")]
-    rows = write_rows(tmp_path / "in.jsonl", [*given, {**request("x"), "custom_id": None}, 7])
+    inputs = [*(row for row, _ in bad), request("good"), request("good")]
+    rows = write_rows(tmp_path / "in.jsonl", [*inputs, {**request("x"), "custom_id": None}, 7])
     output = tmp_path / "out.jsonl"
     assert batch(chatty, rows, output) == 1
     assert [line["custom_id"] for line in read_lines(output)] == ["good"]
-    aside = read_lines(tmp_path / "out.errors.jsonl")
-    for (row, code), line in zip(bad, aside, strict=False):
+    failed = read_lines(tmp_path / "out.errors.jsonl")
+    for (row, code), line in zip(bad, failed, strict=False):
         response = line["response"]
         assert line["custom_id"] == row["custom_id"] and line["error"]["code"] == code, line
         assert response["status_code"] == (404 if code == "model_not_found" else 400), line
         assert response["body"]["error"]["message"] in line["error"]["message"]
-    assert [line["custom_id"] for line in aside[len(bad) :]] == ["good", None, None]
-    for line in aside[-3:]:
+    assert [line["custom_id"] for line in failed[len(bad) :]] == ["good", None, None]
+    for line in failed[-3:]:
         assert line["response"] is None and line["error"]["code"] == "invalid_row"
     assert "--any-model" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Batches on Ray: workers and drivers that die, rows that kill workers, the same answers always."""
+"""Batches on Ray: workers and drivers that die, rows that kill workers, always the same answers."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from unspool.scale.batch.ray_pool import RayPool, WorkerActor, _shape
 from unspool.scale.batch.rows import Row
 from unspool.scale.batch.worker import Outcome
 
-# -- which rows go out again, with a stand-in for Ray ------------------------------------------
+# -- retries, with a fake Ray ------------------------------------------------------------------
 
 
 class DiedError(Exception):
-    """As Ray says of an actor that is gone."""
+    """Ray's exception for a dead actor."""
 
 
 class FakeRay:
-    """Actors that are called at once, and die when they are given a certain row."""
+    """Actors that are called synchronously, and die when they get certain rows."""
 
     __spec__ = "of a module"
 
     exceptions = SimpleNamespace(RayError=DiedError)
 
     def __init__(self, deadly: set[int]) -> None:
-        self.deadly, self.hired = deadly, 0
+        self.deadly, self.num_actors = deadly, 0
 
     def is_initialized(self) -> bool:
         return True
@@ -54,7 +54,7 @@ class FakeRay:
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._actor))
 
     def _actor(self, *_: object) -> Any:
-        self.hired += 1
+        self.num_actors += 1
         actor = FakeActor(self)
         return SimpleNamespace(load=_Method(actor.load), exchange=_Method(actor.exchange))
 
@@ -72,37 +72,37 @@ class _Method:
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
 
-    def remote(self, *given: Any) -> Callable[[], Any]:
-        return lambda: self.call(*given)
+    def remote(self, *arguments: Any) -> Callable[[], Any]:
+        return lambda: self.call(*arguments)
 
 
 class FakeActor:
-    """Answers one row each time that it is asked."""
+    """Answers up to 40 rows per call."""
 
     def __init__(self, ray: FakeRay) -> None:
-        self.ray, self.held = ray, list[Row]()
+        self.ray, self.rows = ray, list[Row]()
 
     def load(self) -> dict[str, str]:
         return {"fingerprint": "same"}
 
     def exchange(self, rows: list[Row]) -> list[Outcome]:
-        self.held += rows
-        if self.ray.deadly & {row.number for row in self.held}:
+        self.rows += rows
+        if self.ray.deadly & {row.number for row in self.rows}:
             raise DiedError
-        found, self.held = self.held[:40], self.held[40:]
-        return [{"row": row.number, "answer": {}} for row in found]
+        finished, self.rows = self.rows[:40], self.rows[40:]
+        return [{"row": row.number, "answer": {}} for row in finished]
 
 
 def all_turns(pool: Any, rows: list[Row]) -> list[Outcome]:
     waiting, outcomes = list(rows), list[Outcome]()
 
-    def give(count: int) -> list[Row]:
-        given = waiting[:count]
+    def take_rows(count: int) -> list[Row]:
+        block = waiting[:count]
         del waiting[:count]
-        return given
+        return block
 
-    while waiting or pool.held:
-        outcomes += pool.turn(give, lambda fingerprint: None)
+    while waiting or pool.num_running:
+        outcomes += pool.turn(take_rows, lambda fingerprint: None)
     return outcomes
 
 
@@ -114,17 +114,17 @@ def test_a_row_that_kills_workers_is_found(deadly: set[int], monkeypatch: pytest
     rows = [Row(number, number, {"prompt": "a"}) for number in range(1, 1501)]
     outcomes = all_turns(pool, rows)
     assert sorted(outcome["row"] for outcome in outcomes) == list(range(1, 1501))
-    aside = {outcome["row"]: outcome["error"] for outcome in outcomes if "error" in outcome}
-    assert set(aside) == deadly
-    assert all("the worker died" in error["error"] for error in aside.values())
-    assert fake.hired <= 2 + 4 * len(deadly)
+    failed = {outcome["row"]: outcome["error"] for outcome in outcomes if "error" in outcome}
+    assert set(failed) == deadly
+    assert all("the worker died" in error["error"] for error in failed.values())
+    assert fake.num_actors <= 2 + 4 * len(deadly)
 
 
 def test_workers_that_only_die_end_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", FakeRay(set(range(100))))
     pool = RayPool(SimpleNamespace(), workers=2)  # type: ignore[arg-type]
     rows = [Row(number, number, {"prompt": "a"}) for number in range(1, 100)]
-    with pytest.raises(ValueError, match="workers died one after the other"):
+    with pytest.raises(ValueError, match="workers died in a row"):
         all_turns(pool, rows)
 
 
@@ -142,12 +142,12 @@ def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch):
     fake = FakeRay(set())
 
     def init(**_: object) -> None:
-        raise Exception("nobody\nlistens")
+        raise Exception("connection\nrefused")
 
     monkeypatch.setattr(fake, "is_initialized", lambda: False)
     monkeypatch.setattr(fake, "init", init, raising=False)
     monkeypatch.setitem(sys.modules, "ray", fake)
-    with pytest.raises(UnspoolError, match=r"no Ray cluster at 10.0.0.1:6379 \(nobody listens\)"):
+    with pytest.raises(UnspoolError, match=r"no Ray cluster at 10.0.0.1:6379 \(connection refused\)"):
         RayPool(SimpleNamespace(), address="10.0.0.1:6379")  # type: ignore[arg-type]
     with pytest.raises(UnspoolError, match="cannot be started here"):
         RayPool(SimpleNamespace())  # type: ignore[arg-type]
@@ -166,25 +166,25 @@ def test_without_ray_it_is_told(
 
 
 @pytest.mark.xdist_group("ray")
-def test_a_worker_and_then_the_driver_are_killed(tmp_path: Path, chatty: Path):
-    """Nothing is lost, nothing is twice, nothing runs on, and the answers are the same."""
-    given = [{"prompt": f"Node {n}", "max_tokens": 4 * n, "end": False} for n in range(1, 121)]
-    rows = write_rows(tmp_path / "in.jsonl", [*given, {"prompt": []}])
+def test_a_worker_and_then_the_driver_are_killed(tmp_path: Path, chatty: Path, ray_here: str):
+    """No row is lost or duplicated, no worker remains, and the answers are the same."""
+    inputs = [{"prompt": f"Node {n}", "max_tokens": 4 * n, "end": False} for n in range(1, 121)]
+    rows = write_rows(tmp_path / "in.jsonl", [*inputs, {"prompt": []}])
     output, undisturbed = tmp_path / "out.jsonl", tmp_path / "undisturbed.jsonl"
     assert batch(chatty, rows, undisturbed) == 1
-    driver = started(chatty, rows, output, "--address", "local", "--workers", "1")
+    driver = started(chatty, rows, output, "--address", ray_here, "--workers", "1")
+    title = f"ray::{WorkerActor.__name__}"
     try:
         wait_until(lambda: done_rows(output) > 10, driver)
-        (worker,) = processes_below(driver.pid, f"ray::{WorkerActor.__name__}")
+        (worker,) = processes_below(os.getpid(), title)
         os.kill(worker, signal.SIGKILL)
         before = done_rows(output)
         wait_until(lambda: done_rows(output) > before + 5, driver)
     finally:
-        below = processes_below(driver.pid)
         driver.kill()
     assert ended(driver)[0] == -signal.SIGKILL
     assert 15 < done_rows(output) < 121
-    wait_until(lambda: not any(map(is_running, below)))
+    wait_until(lambda: not processes_below(os.getpid(), title))
     assert batch(chatty, rows, output) == 1
     assert output.read_bytes() == undisturbed.read_bytes()
     assert len(read_lines(output)) == 120
@@ -193,22 +193,14 @@ def test_a_worker_and_then_the_driver_are_killed(tmp_path: Path, chatty: Path):
     ).read_bytes()
 
 
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_a_node_is_lost(tmp_path: Path, chatty: Path):
-    """Of two machines one goes in the midst of it; the other ends the work alone."""
+    """One of two nodes is lost during the job; the other one completes it."""
     from ray.cluster_utils import Cluster
 
-    given = [{"prompt": f"Node {n}", "max_tokens": 4 * n, "end": False} for n in range(1, 121)]
-    rows = write_rows(tmp_path / "in.jsonl", given)
+    inputs = [{"prompt": f"Node {n}", "max_tokens": 4 * n, "end": False} for n in range(1, 121)]
+    rows = write_rows(tmp_path / "in.jsonl", inputs)
     output, undisturbed = tmp_path / "out.jsonl", tmp_path / "undisturbed.jsonl"
     assert batch(chatty, rows, undisturbed) == 0
     small = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
@@ -218,8 +210,8 @@ def test_a_node_is_lost(tmp_path: Path, chatty: Path):
         driver = started(chatty, rows, output, "--address", cluster.address)
         wait_until(lambda: done_rows(output) > 10, driver)
         cluster.remove_node(node, allow_graceful=False)
-        code, told = ended(driver)
-        assert code == 0, told
+        code, stderr = ended(driver)
+        assert code == 0, stderr
     finally:
         cluster.shutdown()
     assert output.read_bytes() == undisturbed.read_bytes()

@@ -1,4 +1,4 @@
-"""A batch that was stopped: no row lost, none twice, and the same file as without the stop."""
+"""Interrupted batches: no row is lost or duplicated, and the output is the same."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ROWS = 40
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    given = [*some_rows(ROWS - 1), {"prompt": "a", "temperature": -1}]
-    return write_rows(tmp_path_factory.mktemp("batch-rows") / "in.jsonl", given)
+    inputs = [*some_rows(ROWS - 1), {"prompt": "a", "temperature": -1}]
+    return write_rows(tmp_path_factory.mktemp("batch-rows") / "in.jsonl", inputs)
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +40,14 @@ def undisturbed(rows: Path, chatty: Path) -> tuple[bytes, bytes]:
     return output.read_bytes(), output.with_name("undisturbed.errors.jsonl").read_bytes()
 
 
-def left(output: Path) -> tuple[bytes, bytes]:
+def read_outputs(output: Path) -> tuple[bytes, bytes]:
     assert not output.with_name(f"{output.name}.unfinished").exists()
     return output.read_bytes(), output.with_name(f"{output.stem}.errors.jsonl").read_bytes()
 
 
 @pytest.fixture(scope="module")
 def whole_journal(rows: Path, chatty: Path) -> Path:
-    """The folder as it is at the last moment before the output is written."""
+    """The folder of a job right before its output is written."""
     output = rows.with_name("halted.jsonl")
     folder = output.with_name("halted.jsonl.unfinished")
     with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +66,7 @@ def test_cut_off_anywhere(
     case: int, whole_journal: Path, rows: Path, chatty: Path, tmp_path: Path,
     undisturbed: tuple[bytes, bytes],
 ):  # fmt: skip
-    """Whatever the journal was when all went dark, what comes of it is the same."""
+    """The output does not depend on where the journal was truncated."""
     output = tmp_path / "out.jsonl"
     folder = shutil.copytree(whole_journal, tmp_path / "out.jsonl.unfinished")
     journal = folder / "answers.jsonl"
@@ -77,46 +77,46 @@ def test_cut_off_anywhere(
         content = content[: cut // 2] + bytes(40) + content[cut // 2 + 40 :]
     journal.write_bytes(content)
     assert batch(chatty, rows, output) == 1
-    assert left(output) == undisturbed
+    assert read_outputs(output) == undisturbed
 
 
 def test_what_is_done_needs_no_model(
     whole_journal: Path, rows: Path, tmp_path: Path, undisturbed: tuple[bytes, bytes],
     monkeypatch: pytest.MonkeyPatch, chatty: Path,
 ):  # fmt: skip
-    """Killed while the output was written: it is written once more, from the journal alone."""
+    """After a kill during the output, it is written again from the journal alone."""
     output = tmp_path / "out.jsonl"
     shutil.copytree(whole_journal, tmp_path / "out.jsonl.unfinished")
-    output.write_text("of which a part is there")
+    output.write_text("partial output")
     monkeypatch.setattr("unspool.scale.batch.plan.load", None)
     assert batch(chatty, rows, output) == 1
-    assert left(output) == undisturbed
+    assert read_outputs(output) == undisturbed
 
 
 def test_killed_interrupted_and_gone_on_with(
     tmp_path: Path, chatty: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Real processes: SIGKILL, Ctrl-C, SIGTERM, each in the midst of it; then to the end."""
-    given = [{"prompt": f"Node {n}", "max_tokens": 4 * n, "end": False} for n in range(1, 121)]
-    rows, output = write_rows(tmp_path / "in.jsonl", given), tmp_path / "out.jsonl"
+    """Child processes are stopped by SIGKILL, Ctrl-C and SIGTERM; then the job is completed."""
+    inputs = [{"prompt": f"Node {n}", "max_tokens": 4 * n, "end": False} for n in range(1, 121)]
+    rows, output = write_rows(tmp_path / "in.jsonl", inputs), tmp_path / "out.jsonl"
     before = 0
     for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
         process = started(chatty, rows, output, "--threads", "1")
         wait_until(lambda: done_rows(output) > before, process)  # noqa: B023
         os.kill(process.pid, number)
-        code, told = ended(process)
+        code, stderr = ended(process)
         before = done_rows(output)
         assert 0 < before < 120
         if number == signal.SIGKILL:
             assert code == -number
         else:
             assert code == 128 + number
-            assert f"stopped: {before} of 120 rows are done" in told
-            assert told.count("the same command goes on") == 1 and "Traceback" not in told
+            assert f"stopped: {before} of 120 rows are done" in stderr
+            assert stderr.count("the same command") == 1 and "Traceback" not in stderr
     folder = tmp_path / "out.jsonl.unfinished"
     lines = read_lines(folder / "answers.jsonl")
     assert len({line["row"] for line in lines}) == before
-    # The rest is written with the journal as it is.
+    # Complete the job from the journal.
     assert batch(chatty, rows, output) == 0
     assert "resuming" in capsys.readouterr().err
     answers = read_lines(output)
@@ -131,15 +131,15 @@ def test_another_command_is_refused(
     output = tmp_path / "out.jsonl"
     folder = shutil.copytree(whole_journal, tmp_path / "out.jsonl.unfinished")
     other = write_rows(tmp_path / "other.jsonl", some_rows(3))
-    for told, given in {
+    for message, arguments in {
         "temperature None (now 0.3)": (rows, "--temperature", "0.3"),
         "seed 7 (now 8)": (rows, "--seed", "8"),
-        "an input of another content": (other,),
+        "different input content": (other,),
         "kv_bits None (now 8)": (rows, "--kv-bits", "8"),
     }.items():
-        assert batch(chatty, given[0], output, *map(str, given[1:])) == 2
-        said = capsys.readouterr().err
-        assert told in said and "--restart" in said
+        assert batch(chatty, arguments[0], output, *map(str, arguments[1:])) == 2
+        stderr = capsys.readouterr().err
+        assert message in stderr and "--restart" in stderr
         assert done_rows(output) == ROWS
     job = json.loads((folder / "job.json").read_text())
     (folder / "job.json").write_text(json.dumps({**job, "model": "another"}))
@@ -147,11 +147,11 @@ def test_another_command_is_refused(
     assert batch(chatty, rows, output) == 2
     assert "other weights" in capsys.readouterr().err
     assert batch(chatty, rows, output, "--restart") == 1
-    assert left(output) == undisturbed
+    assert read_outputs(output) == undisturbed
 
 
 def test_a_random_seed_is_kept(tmp_path: Path, chatty: Path):
-    """A command without a seed goes on with the one that was drawn when it began."""
+    """A command without a seed resumes with the seed of the first run."""
     from unspool.cli.main import _exit_code
 
     rows, output = write_rows(tmp_path / "in.jsonl", some_rows(4)), tmp_path / "out.jsonl"
@@ -160,10 +160,10 @@ def test_a_random_seed_is_kept(tmp_path: Path, chatty: Path):
         patch.setattr("unspool.scale.batch.job.write_output", lambda journal: None)
         assert _exit_code(command) == 0
     journal = tmp_path / "out.jsonl.unfinished" / "answers.jsonl"
-    whole = journal.read_bytes()
-    journal.write_bytes(whole.splitlines(keepends=True)[0])
+    content = journal.read_bytes()
+    journal.write_bytes(content.splitlines(keepends=True)[0])
     assert _exit_code(command) == 0
-    texts = {line["row"]: line["answer"] for line in map(json.loads, whole.splitlines())}
+    texts = {line["row"]: line["answer"] for line in map(json.loads, content.splitlines())}
     assert read_lines(output) == [texts[number] for number in sorted(texts)]
 
 
@@ -187,6 +187,6 @@ def test_a_full_disk_is_told(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Journal, "record", full)
         assert batch(chatty, rows, output) == 2
-    said = capsys.readouterr().err
-    assert "No space left" in said and "the same command goes on" in said
+    stderr = capsys.readouterr().err
+    assert "No space left" in stderr and "the same command" in stderr
     assert batch(chatty, rows, output) == 0

@@ -1,4 +1,4 @@
-"""The files in deploy/: Ray and KubeRay would take them, and what they say can be built."""
+"""The files in deploy/ are valid for Ray and KubeRay, and their applications can be built."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ RAY_SERVICE = strict(
 
 
 def read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = yaml.safe_load((DEPLOY / name).read_text(encoding="utf-8"))
+    return content
 
 
 def test_kuberay_would_take_the_manifest():
@@ -96,10 +96,10 @@ def test_kuberay_would_take_the_manifest():
         jsonschema.validate(wrong, RAY_SERVICE)
     (worker,) = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     serving = yaml.safe_load(manifest["spec"]["serveConfigV2"])
-    args, before = (each["args"] for each in serving["applications"])
+    args, gateway = (application["args"] for application in serving["applications"])
     pod = worker["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] > args["settings"]["drain"]
-    assert pod["containers"][0]["ports"][0]["containerPort"] == before["settings"]["port"]
+    assert pod["containers"][0]["ports"][0]["containerPort"] == gateway["settings"]["port"]
     assert args["max_replicas"] <= worker["maxReplicas"]
 
 
@@ -109,25 +109,25 @@ def test_ray_serve_would_take_the_applications(name: str, tmp_path: Path):
 
     from unspool.scale.replicas.application import build_gateway, build_replicas
 
-    found = read(name)
+    config_file = read(name)
     if name == "kuberay.yaml":
-        found = yaml.safe_load(found["spec"]["serveConfigV2"])
-    checked = ServeDeploySchema.model_validate(found)
-    assert str(checked.proxy_location.value) == "Disabled"
-    applications = {each.name: each for each in checked.applications}
+        config_file = yaml.safe_load(config_file["spec"]["serveConfigV2"])
+    schema = ServeDeploySchema.model_validate(config_file)
+    assert str(schema.proxy_location.value) == "Disabled"
+    applications = {application.name: application for application in schema.applications}
     builders = {"replicas": build_replicas, "gateway": build_gateway}
     keys = tmp_path / "keys"
     keys.write_text("a-key-for-tests\nand-another\n")
     built = {}
-    for each, build in builders.items():
-        application = applications.pop(each)
+    for key, build in builders.items():
+        application = applications.pop(key)
         assert application.import_path == f"{build.__module__}:{build.__name__}"
         has_keys = "api_key_file" in application.args
         args = {**application.args, **({"api_key_file": str(keys)} if has_keys else {})}
-        built[each] = build(args)._bound_deployment
+        built[key] = build(args)._bound_deployment
         (deployment,) = application.deployments
-        assert deployment.name == built[each].name
-        if each == "replicas":
+        assert deployment.name == built[key].name
+        if key == "replicas":
             config = config_from(args)
             assert deployment.ray_actor_options.num_cpus == config.cores
         else:
@@ -141,16 +141,17 @@ def test_ray_serve_would_take_the_applications(name: str, tmp_path: Path):
     assert (scaling.min_replicas, scaling.max_replicas) == (2, 8) == (config.replicas, config.most)
 
 
-def test_as_many_replicas_as_texts_run_and_wait_for():
+def test_autoscaling_by_queue_length():
     from types import SimpleNamespace
 
     from unspool.scale.replicas.application import by_queue_length
 
-    def wanted(*in_flight: float) -> int:
+    def replicas(*in_flight: float) -> int:
         context: Any = SimpleNamespace(
             aggregated_metrics={"in_flight": dict(enumerate(in_flight))},
             config=SimpleNamespace(target_ongoing_requests=16),
         )
         return by_queue_length(context)[0]
 
-    assert (wanted(), wanted(0, 0), wanted(16), wanted(17), wanted(40, 30)) == (1, 1, 1, 2, 5)
+    loads = [(), (0, 0), (16,), (17,), (40, 30)]
+    assert [replicas(*load) for load in loads] == [1, 1, 1, 2, 5]

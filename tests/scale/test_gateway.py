@@ -1,4 +1,4 @@
-"""The gateway: what a server does, two servers do behind it; and what happens when one is lost."""
+"""The gateway in front of two servers, and the loss of a replica."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("aiohttp")  # comes with Ray
+pytest.importorskip("aiohttp")
 
 from running_server import Running, settled
 
@@ -26,18 +26,18 @@ KEY = "a-key-for-tests"
 
 @pytest.fixture(scope="module")
 def two(chatty: Path) -> Iterator[tuple[Running, Running]]:
-    with replica(chatty, "one") as one, replica(chatty, "two") as other:
-        yield one, other
+    with replica(chatty, "one") as first, replica(chatty, "two") as second:
+        yield first, second
 
 
 @pytest.fixture(scope="module")
 def here(two: tuple[Running, Running]) -> Iterator[Front]:
-    with front({"one": address(two[0]), "two": address(two[1])}) as found:
-        yield found
+    with front({"one": address(two[0]), "two": address(two[1])}) as running_front:
+        yield running_front
 
 
-def written(client: httpx.Client | Any, **given: Any) -> str:
-    answer = client.post("/v1/completions", json={**PROMPT, **NO_END, **given})
+def written(client: httpx.Client | Any, **fields: Any) -> str:
+    answer = client.post("/v1/completions", json={**PROMPT, **NO_END, **fields})
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["text"])
 
@@ -57,7 +57,7 @@ def test_the_same_text_as_without_a_gateway(here: Front, two: tuple[Running, Run
         streamed = client.post("/v1/completions", json=body)
         assert streamed.headers["content-type"].startswith("text/event-stream")
         assert streamed.text.rstrip().endswith("data: [DONE]")
-        pieces = [each["text"] for event in events(streamed) for each in event["choices"]]
+        pieces = [choice["text"] for event in events(streamed) for choice in event["choices"]]
         assert "".join(pieces) == plain and len(pieces) > 5
 
 
@@ -85,36 +85,34 @@ def test_other_apis_pass_too(here: Front):
 
 def test_branches_and_responses_stay_with_their_replica(here: Front):
     with here.client() as client:
-        made = [client.post("/v1/tree", json={"prompt": f"{n} pages"}).json() for n in range(6)]
-        assert {branch["id"].split("-")[1] for branch in made} == {"one", "two"}
-        for branch in made:
+        branches = [client.post("/v1/tree", json={"prompt": f"{n} pages"}).json() for n in range(6)]
+        assert {branch["id"].split("-")[1] for branch in branches} == {"one", "two"}
+        for branch in branches:
             path = f"/v1/tree/{branch['id']}"
-            more = client.post(f"{path}/resume", json={"max_tokens": 3})
-            assert more.status_code == 200, more.text
+            resumed = client.post(f"{path}/resume", json={"max_tokens": 3})
+            assert resumed.status_code == 200, resumed.text
             forked = client.post(f"{path}/fork", json={}).json()
             assert forked["id"].split("-")[1] == branch["id"].split("-")[1]
             assert forked["parent"] == branch["id"]
         listed = [branch["id"] for branch in client.get("/v1/tree").json()["data"]]
-        assert {branch["id"] for branch in made} < set(listed)
+        assert {branch["id"] for branch in branches} < set(listed)
         for n in range(4):
-            asked = {"input": f"{n} of them", "max_output_tokens": 4}
-            first = client.post("/v1/responses", json=asked).json()
-            again = client.post(
-                "/v1/responses", json={**asked, "previous_response_id": first["id"]}
-            )
+            body = {"input": f"{n} of them", "max_output_tokens": 4}
+            first = client.post("/v1/responses", json=body).json()
+            again = client.post("/v1/responses", json={**body, "previous_response_id": first["id"]})
             assert again.status_code == 200, again.text
             assert again.json()["id"].split("_")[1] == first["id"].split("_")[1]
             assert client.get(f"/v1/responses/{first['id']}").json()["id"] == first["id"]
 
 
-def test_what_a_lost_replica_kept_is_gone(here: Front):
+def test_objects_of_a_lost_replica_are_gone(here: Front):
     with here.client() as client:
         branch = client.post("/v1/tree", json={"prompt": "a"}).json()["id"]
         lost = branch.replace(branch.split("-")[1], "lost")
         answer = client.post(f"/v1/tree/{lost}/resume", json={})
         assert answer.status_code == 410
         assert answer.json()["error"]["code"] == "replica_gone"
-        assert "begin a new one" in answer.json()["error"]["message"]
+        assert "start a new one" in answer.json()["error"]["message"]
         identity = "resp_lost_0123456789abcdef01234567"
         for answer in (
             client.get(f"/v1/responses/{identity}"),
@@ -163,8 +161,8 @@ def test_a_client_that_hangs_up_ends_the_text(here: Front, two: tuple[Running, R
         client.stream("POST", "/v1/completions", json=body) as answer,
     ):
         next(answer.iter_lines())
-    until = time.monotonic() + 30
-    while here.gateway.pool.in_flight and time.monotonic() < until:
+    deadline = time.monotonic() + 30
+    while here.gateway.pool.in_flight and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not here.gateway.pool.in_flight
     for server in two:
@@ -175,26 +173,26 @@ def test_the_gate_is_at_the_gateway(chatty: Path):
     keys = (KEY, "key-of-another-user")
     options: dict[str, Any] = {"api_keys": keys, "cors": ("http://page.example",)}
     with (
-        replica(chatty, "one", api_keys=keys) as one,
-        front({"one": address(one)}, max_body=1000, **options) as here,
+        replica(chatty, "one", api_keys=keys) as server,
+        front({"one": address(server)}, max_body=1000, **options) as here,
         here.client() as client,
     ):
         assert client.get("/v1/models").status_code == 401
-        known = {"authorization": f"Bearer {KEY}", "origin": "http://page.example"}
-        answer = client.get("/v1/models", headers=known)
+        headers = {"authorization": f"Bearer {KEY}", "origin": "http://page.example"}
+        answer = client.get("/v1/models", headers=headers)
         assert answer.status_code == 200
         assert answer.headers.get_list("access-control-allow-origin") == ["http://page.example"]
         assert len(answer.headers.get_list("x-request-id")) == 1
-        large = client.post("/v1/completions", json={"prompt": "a" * 2000}, headers=known)
+        large = client.post("/v1/completions", json={"prompt": "a" * 2000}, headers=headers)
         assert large.status_code == 413
         assert client.get("/health").status_code == 200
         assert client.get("/-/healthz").text == "success"
         other = {"x-api-key": keys[1]}
-        made = client.post("/v1/tree", json={"prompt": "a"}, headers=other).json()
-        assert client.get("/v1/tree", headers=known).json()["data"] == []  # another user's
+        branch = client.post("/v1/tree", json={"prompt": "a"}, headers=other).json()
+        assert client.get("/v1/tree", headers=headers).json()["data"] == []  # another user's
         listed = client.get("/v1/tree", headers=other).json()["data"]
-        assert [branch["id"] for branch in listed] == [made["id"]]
-        assert 'replica="one"' in client.get("/metrics", headers=known).text
+        assert [item["id"] for item in listed] == [branch["id"]]
+        assert 'replica="one"' in client.get("/metrics", headers=headers).text
     with front({}) as here, here.client() as client:
         answer = client.get("/v1/models", headers={"host": "elsewhere.example"})
         assert answer.status_code == 403
@@ -276,15 +274,15 @@ def test_a_replica_that_dies_in_the_middle(path: str, kind: str, end: str):
 
 def test_a_replica_that_drains_finishes_and_takes_nothing_new(chatty: Path):
     with (
-        replica(chatty, "one", drain=30.0) as one,
-        replica(chatty, "two") as two,
-        front({"one": address(one), "two": address(two)}) as here,
+        replica(chatty, "one", drain=30.0) as first,
+        replica(chatty, "two") as second,
+        front({"one": address(first), "two": address(second)}) as here,
         here.client() as client,
     ):
-        made = [client.post("/v1/tree", json={"prompt": "a"}).json()["id"] for _ in range(2)]
-        kept = {branch.split("-")[1]: branch for branch in made}
+        ids = [client.post("/v1/tree", json={"prompt": "a"}).json()["id"] for _ in range(2)]
+        branches = {branch.split("-")[1]: branch for branch in ids}
         body = {**PROMPT, **NO_END, "max_tokens": 200, "stream": True}
-        replicas = {"one": one, "two": two}
+        replicas = {"one": first, "two": second}
         with client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
@@ -293,7 +291,7 @@ def test_a_replica_that_drains_finishes_and_takes_nothing_new(chatty: Path):
             with here.client() as other:
                 for n in range(3):
                     written(other, prompt=f"{n} other pages")
-                assert other.post(f"/v1/tree/{kept[busy]}/resume", json={}).status_code == 410
-            rest = "".join(lines)
-        assert rest.endswith("[DONE]") and "error" not in rest
+                assert other.post(f"/v1/tree/{branches[busy]}/resume", json={}).status_code == 410
+            remaining = "".join(lines)
+        assert remaining.endswith("[DONE]") and "error" not in remaining
         assert "unspool_gateway_broken_streams_total 0.0" in client.get("/metrics").text

@@ -1,4 +1,4 @@
-"""Replicas under Ray: one is killed, all are updated, and in the end nothing is left."""
+"""Replicas under Ray: one is killed, all are updated, and no process remains."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ LONG = {"max_tokens": 200, "stream": True, "end": False}
 
 
 class Asking:
-    """A client that asks all the time, and what it was told."""
+    """A client that sends requests all the time, and its responses."""
 
     def __init__(self, url: str) -> None:
-        self.url, self.told, self.stopped = url, list[httpx.Response](), threading.Event()
+        self.url, self.responses, self.stopped = url, list[httpx.Response](), threading.Event()
         self.thread = threading.Thread(target=self._ask)
         self.thread.start()
 
@@ -40,43 +40,43 @@ class Asking:
             while not self.stopped.is_set():
                 number += 1
                 body = {**BODY, "prompt": f"{number} pages", "max_tokens": 4}
-                self.told.append(client.post("/v1/completions", json=body))
+                self.responses.append(client.post("/v1/completions", json=body))
 
     def end(self) -> list[httpx.Response]:
         self.stopped.set()
         self.thread.join()
-        return self.told
+        return self.responses
 
 
 @contextmanager
 def asking(url: str) -> Iterator[Asking]:
-    found = Asking(url)
+    client = Asking(url)
     try:
-        yield found
+        yield client
     finally:
-        found.end()
+        client.end()
 
 
 class Writing:
-    """A branch that is being written, with a reader."""
+    """A branch that is being generated, with a reader."""
 
-    def __init__(self, client: httpx.Client, pace: float = 40) -> None:
-        made = client.post("/v1/tree", json={"prompt": f"page {time.monotonic()}"})
-        self.id = made.json()["id"]
+    def __init__(self, client: httpx.Client, pace: float = 80) -> None:
+        branch = client.post("/v1/tree", json={"prompt": f"page {time.monotonic()}"})
+        self.id = branch.json()["id"]
         self.replica = self.id.split("-")[1]
         self.client, self.pace = client, pace
-        self.text, self.begun = "", threading.Event()
+        self.text, self.started = "", threading.Event()
         self.thread = threading.Thread(target=self._read)
         self.thread.start()
-        assert self.begun.wait(60)
+        assert self.started.wait(60)
 
     def _read(self) -> None:
         path = f"/v1/tree/{self.id}/resume"
         with self.client.stream("POST", path, json={**LONG, "pace": self.pace}) as answer:
             for piece in answer.iter_text():
                 self.text += piece
-                self.begun.set()
-        self.begun.set()
+                self.started.set()
+        self.started.set()
 
     def end(self) -> str:
         self.thread.join(60)
@@ -87,10 +87,10 @@ def until(happened: Callable[[], Any], seconds: float = 90.0) -> Any:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with suppress(httpx.HTTPError):
-            if found := happened():
-                return found
+            if result := happened():
+                return result
         time.sleep(0.1)
-    raise AssertionError("it did not happen in time")
+    raise AssertionError("timeout")
 
 
 def names(client: httpx.Client) -> set[str]:
@@ -99,7 +99,7 @@ def names(client: httpx.Client) -> set[str]:
 
 
 def descendants(process: int) -> dict[int, str]:
-    """Of a process: all that it began, and what these began, by what they are called."""
+    """Return the descendants of a process with their titles."""
     parents, titles = dict[int, int](), dict[int, str]()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -108,10 +108,10 @@ def descendants(process: int) -> dict[int, str]:
                 if after[0] != "Z":
                     parents[int(folder.name)] = int(after[1])
                     titles[int(folder.name)] = (folder / "cmdline").read_text().split("\0")[0]
-    found, new = dict[int, str](), {process}
-    while new := {child for child, parent in parents.items() if parent in new} - found.keys():
-        found |= {child: titles[child] for child in new}
-    return found
+    result, new = dict[int, str](), {process}
+    while new := {child for child, parent in parents.items() if parent in new} - result.keys():
+        result |= {child: titles[child] for child in new}
+    return result
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
@@ -126,10 +126,10 @@ def test_a_server_of_two_replicas_of_which_one_is_killed(chatty: Path, tmp_path:
         url = json.loads(line)["address"]
         with httpx.Client(base_url=url, timeout=60) as client:
             _ask_and_kill(url, client, chatty, process.pid)
-        every = descendants(process.pid)
+        processes = descendants(process.pid)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
-        until(lambda: not [pid for pid in every if Path(f"/proc/{pid}").exists()], 30)
+        until(lambda: not [pid for pid in processes if Path(f"/proc/{pid}").exists()], 30)
         assert "Traceback" not in log.read_text() and "raylet" not in log.read_text()
     finally:
         process.kill()
@@ -137,8 +137,8 @@ def test_a_server_of_two_replicas_of_which_one_is_killed(chatty: Path, tmp_path:
 
 
 def _ask_and_kill(url: str, client: httpx.Client, chatty: Path, process: int) -> None:
-    both = names(client)
-    assert len(both) == 2
+    replicas = names(client)
+    assert len(replicas) == 2
     with replica(chatty, "") as bare:
         plain = httpx.post(f"{bare.url}/v1/completions", json=BODY, timeout=60).json()
     for session in range(4):
@@ -147,30 +147,30 @@ def _ask_and_kill(url: str, client: httpx.Client, chatty: Path, process: int) ->
         )
         assert answer.json()["choices"][0]["text"] == plain["choices"][0]["text"]
     writing = [Writing(client) for _ in range(4)]
-    assert {each.replica for each in writing} == both
-    with asking(url) as asked:
+    assert {branch.replica for branch in writing} == replicas
+    with asking(url) as requests:
         time.sleep(0.3)
         killed = next(pid for pid, title in descendants(process).items() if "Replica" in title)
         subprocess.run(["kill", "-9", str(killed)], check=True)
-        texts = {each.id: each.end() for each in writing}
-        broken = {each.replica for each in writing if "replica_lost" in texts[each.id]}
+        texts = {branch.id: branch.end() for branch in writing}
+        broken = {branch.replica for branch in writing if "replica_lost" in texts[branch.id]}
         assert len(broken) == 1, texts
         (lost,) = broken
-        for each in writing:
-            is_lost = each.replica == lost
-            assert ("send the request again" in texts[each.id]) == is_lost
-            answer = client.get(f"/v1/tree/{each.id}")
+        for branch in writing:
+            is_lost = branch.replica == lost
+            assert ("send the request again" in texts[branch.id]) == is_lost
+            answer = client.get(f"/v1/tree/{branch.id}")
             assert answer.status_code == (410 if is_lost else 200)
         until(lambda: len(names(client) - {lost}) == 2)  # Ray has started another one
-    assert {answer.status_code for answer in asked.end()} == {200}
+    assert {answer.status_code for answer in requests.end()} == {200}
     text = client.get("/metrics").text
     assert f'replica="{lost}"' not in text
     assert text.count("unspool_texts_running{replica=") == 2
 
 
 @pytest.mark.slow  # a second Ray: half a minute
-def test_an_update_lets_what_runs_finish(chatty: Path, ray_here: None):
-    """As a serve.yaml deploys them, the gateway a deployment too; and deployed once more."""
+def test_an_update_lets_what_runs_finish(chatty: Path, ray_here: str):
+    """Deploy replicas and gateway as a serve.yaml does, then deploy an update."""
     from ray import serve
 
     from unspool.scale.replicas.application import build_gateway, build_replicas
@@ -190,7 +190,7 @@ def test_an_update_lets_what_runs_finish(chatty: Path, ray_here: None):
         with httpx.Client(base_url=url, timeout=60) as client:
             (before,) = until(lambda: names(client))
             writing = Writing(client, pace=20)  # so that it outlasts the start of another replica
-            with asking(url) as asked:
+            with asking(url) as requests:
                 changed = {**args, "settings": {**args["settings"], "max_running": 32}}
                 serve.run(build_replicas(changed), name="replicas", route_prefix=None)
                 (after,) = until(lambda: names(client) - {before} and names(client))
@@ -198,9 +198,8 @@ def test_an_update_lets_what_runs_finish(chatty: Path, ray_here: None):
             assert after != before
             assert '"finish_reason":"length"' in end
             assert "event: error" not in end and "replica_lost" not in end
-            statuses = {answer.status_code for answer in asked.end()}
-            assert statuses == {200}, [a.text for a in asked.told if a.status_code != 200]
-            gone = client.get(f"/v1/tree/{writing.id}")
-            assert gone.status_code == 410
+            statuses = {answer.status_code for answer in requests.end()}
+            assert statuses == {200}, [a.text for a in requests.responses if a.status_code != 200]
+            assert client.get(f"/v1/tree/{writing.id}").status_code == 410
     finally:
         serve.shutdown()

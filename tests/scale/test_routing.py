@@ -41,7 +41,7 @@ def test_the_longest_prefix_wins():
     router.record("a", page_hashes(SYSTEM[:32]))
     router.record("b", page_hashes(SYSTEM[:64]))
     assert router.choose(page_hashes(SYSTEM), {}) == "b"
-    assert router.held(page_hashes(SYSTEM)) == {"a": 2, "b": 4}
+    assert router.cached_pages(page_hashes(SYSTEM)) == {"a": 2, "b": 4}
     assert router.choose(page_hashes([*SYSTEM[:32], *range(500, 532)]), {"b": 1}) == "a"
 
 
@@ -74,7 +74,7 @@ def test_without_a_prefix_the_least_loaded_and_then_the_emptiest():
 
 
 def test_new_conversations_spread_and_stay():
-    """Sixteen chats over four replicas, one turn after the other: each goes on where it began."""
+    """Sixteen chats over four replicas, one turn after the other: each stays where it started."""
     router = PrefixRouter(map(str, range(4)))
     where: dict[int, set[str]] = {}
     for turn in range(1, 6):
@@ -107,20 +107,18 @@ def test_forgetting_begins_at_the_ends():
     first, second = page_hashes(range(64)), page_hashes(range(100, 132))
     router.record("a", first)
     router.record("a", second)
-    assert router.held(first) == {"a": 2}
-    assert router.held(second) == {"a": 2}
+    assert router.cached_pages(first) == {"a": 2}
+    assert router.cached_pages(second) == {"a": 2}
     router.record("a", page_hashes(range(160)))  # longer than all that is remembered
-    assert router.held(page_hashes(range(160))) == {"a": 4}
+    assert router.cached_pages(page_hashes(range(160))) == {"a": 4}
 
 
 def test_what_was_used_last_is_forgotten_last():
     router = PrefixRouter(["a"], capacity_pages=2)
-    one, two, three = ([page] for page in (1, 2, 3))
-    router.record("a", one)
-    router.record("a", two)
-    router.record("a", one)
-    router.record("a", three)
-    assert router.held(one) == {"a": 1} and router.held(two) == {}
+    first, second, third = ([page] for page in (1, 2, 3))
+    for pages in (first, second, first, third):
+        router.record("a", pages)
+    assert router.cached_pages(first) == {"a": 1} and router.cached_pages(second) == {}
 
 
 def test_a_lost_replica_is_never_chosen_and_knows_nothing_when_it_comes_back():
@@ -132,7 +130,7 @@ def test_a_lost_replica_is_never_chosen_and_knows_nothing_when_it_comes_back():
     router.record("a", prompt)
     assert router.choose(prompt, {"b": 99}) == "b"
     router.add("a")
-    assert router.held(prompt) == {}
+    assert router.cached_pages(prompt) == {}
     router.remove("a")
     router.remove("b")
     with pytest.raises(NoReplicaError):
@@ -140,7 +138,7 @@ def test_a_lost_replica_is_never_chosen_and_knows_nothing_when_it_comes_back():
 
 
 def test_the_books_agree_after_many_changes():
-    """Held pages as counted by a plain model: sets per replica, nothing forgotten wrongly."""
+    """Pages by replica and replicas by page agree after random changes."""
     draw = random.Random(1)
     router = PrefixRouter(["a", "b", "c"], capacity_pages=50)
     for _ in range(2000):
@@ -155,9 +153,9 @@ def test_the_books_agree_after_many_changes():
                 length = draw.randrange(1, 12)
                 router.record(replica, page_hashes([family] * (16 * length)))
     pages, holders = router._pages, router._holders
-    assert all(len(held) <= 50 for held in pages.values())
-    assert {(r, p) for r, held in pages.items() for p in held} == {
-        (r, p) for p, held in holders.items() for r in held
+    assert all(len(cached) <= 50 for cached in pages.values())
+    assert {(r, p) for r, cached in pages.items() for p in cached} == {
+        (r, p) for p, replicas in holders.items() for r in replicas
     }
 
 

@@ -1,4 +1,4 @@
-"""Where Ray is not installed everything else works, and a sentence says what to install."""
+"""Without Ray everything else works, and an error message says what to install."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from unspool.scale.needs_ray import RayMissingError, require_ray
 
 
-def test_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("unspool.scale.needs_ray.find_spec", lambda name: None)
     with pytest.raises(
         RayMissingError, match=r"--replicas needs Ray.*pip install 'unspool\[ray\]'"
@@ -24,7 +24,7 @@ def test_with_ray_nothing_is_said():
     require_ray()
 
 
-def test_nobody_loads_ray_before_it_is_asked_for():
+def test_ray_is_not_imported_before_use():
     code = (
         "import sys, unspool; from unspool.cli.main import _exit_code; _exit_code(['--help']); "
         "sys.exit('ray' in sys.modules or 'unspool.scale.replicas' in sys.modules)"

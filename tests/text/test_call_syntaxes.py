@@ -39,21 +39,21 @@ WANTED: dict[str, Any] = {
 
 
 def calls(name: str, *parts: str | int, tools: tuple[Tool, ...] = (TRIP, WEATHER, CLOCK)) -> Any:
-    found = summary(read(ToolCallReader(format_of(name), tools=tools), *parts))
-    return [one if isinstance(one, str) else (one[0], json.loads(one[1])) for one in found]
+    result = summary(read(ToolCallReader(format_of(name), tools=tools), *parts))
+    return [item if isinstance(item, str) else (item[0], json.loads(item[1])) for item in result]
 
 
 @pytest.mark.parametrize("name", ["xml", "gemma", "lfm2"])
 def test_what_is_written_is_read(name: str) -> None:
     format = format_of(name)
     text = format.written([{"name": "trip", "arguments": WANTED}])
-    whole = [("trip", WANTED)]
-    assert calls(name, f"I look.\n{text}") == ["I look.\n", *whole]
-    assert calls(name, *f"I look.\n{text}") == ["I look.\n", *whole]  # letter by letter
+    expected = [("trip", WANTED)]
+    assert calls(name, f"I look.\n{text}") == ["I look.\n", *expected]
+    assert calls(name, *f"I look.\n{text}") == ["I look.\n", *expected]  # letter by letter
     two = format.written(
         [{"name": "clock", "arguments": {}}, {"name": "trip", "arguments": WANTED}]
     )
-    assert calls(name, two) == [("clock", {}), *whole]
+    assert calls(name, two) == [("clock", {}), *expected]
 
 
 @pytest.mark.parametrize("name", ["xml", "gemma", "lfm2"])
@@ -64,8 +64,8 @@ def test_arguments_pass_as_they_come(name: str) -> None:
     place = text.index("javik")
     early = [piece for letter in text[:place] for piece in reader.push(-1, letter)]
     assert CallBegun(0, "weather") in early
-    told = "".join(piece.text for piece in early if isinstance(piece, CallArguments))
-    assert told == '{"city": "Reyk'
+    arguments = "".join(piece.text for piece in early if isinstance(piece, CallArguments))
+    assert arguments == '{"city": "Reyk'
     cut = reader.finish()
     assert cut and not reader.calls[0].is_complete
 
@@ -83,8 +83,8 @@ def test_gemma_quotes_are_one_token() -> None:
         format.controls[mark] for mark in ("<|tool_call>", "<tool_call|>", '<|"|>')
     )
     reader = ToolCallReader(format, tools=[WEATHER])
-    found = read(reader, begin, "call:weather{city:", quote, 'a"b', quote, "}", end)
-    assert summary(found) == [("weather", '{"city": "a\\"b"}')]
+    result = read(reader, begin, "call:weather{city:", quote, 'a"b', quote, "}", end)
+    assert summary(result) == [("weather", '{"city": "a\\"b"}')]
 
 
 def test_tags_without_a_schema_are_texts() -> None:

@@ -27,7 +27,7 @@ def test_a_character_is_shown_by_the_token_that_completes_it():
     assert readable(LEAF[2:], LEAF[:2]) == "🍁"
     assert readable(LEAF[3:] + b"s", LEAF[:3]) == "🍁s"
     assert readable(LEAF[2:3], LEAF[:2]) == "⟨8D⟩"  # not complete yet: its own share
-    assert readable(b" the", LEAF[:2]) == " the"  # what was begun is not its own
+    assert readable(b" the", LEAF[:2]) == " the"  # not a continuation of the partial character
     assert readable(b"\xff\xfea" + LEAF + LEAF[:3]) == "⟨FF FE⟩a🍁⟨F0 9F 8D⟩"
     assert readable(b"") == readable(b"", LEAF[:2]) == ""
 
@@ -36,15 +36,15 @@ def test_a_character_is_shown_by_the_token_that_completes_it():
 def test_nothing_is_ever_shown_as_a_question_mark(data: bytes, cuts: list[int]):
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     pieces = [data[a:b] for a, b in pairwise(edges)]
-    shown = readable_pieces(pieces)
-    assert "\ufffd" not in "".join(shown)
-    for piece, text in zip(pieces, shown, strict=True):
+    output = readable_pieces(pieces)
+    assert "\ufffd" not in "".join(output)
+    for piece, text in zip(pieces, output, strict=True):
         assert bool(piece) == bool(text)
 
 
 @given(st.text(max_size=6), st.integers(0, 3))
-def test_what_a_text_leaves_unfinished(text: str, more: int):
-    assert unfinished(text.encode() + LEAF[:more]) == LEAF[:more]
+def test_what_a_text_leaves_unfinished(text: str, count: int):
+    assert unfinished(text.encode() + LEAF[:count]) == LEAF[:count]
 
 
 def test_bytes_stay_as_they_are_where_spaces_are_made_visible():
@@ -53,21 +53,23 @@ def test_bytes_stay_as_they_are_where_spaces_are_made_visible():
 
 @pytest.mark.real
 def test_candidates_are_whole_characters_wherever_a_step_is_told(lm: Any):
-    """A grammar makes the model write emoji, whatever it would have liked."""
-    made = lm.generate("Leaves:", regex="🍁🦜", top=8, explain=True)
-    assert made.text == "🍁🦜"
-    assert "".join(step.piece for step in made.steps if step.text) == "🍁🦜"
-    texts = [c.text for step in made.steps for c in step.candidates]
+    """A grammar makes the model write emoji, independent of its weights."""
+    generation = lm.generate("Leaves:", regex="🍁🦜", top=8, explain=True)
+    assert generation.text == "🍁🦜"
+    assert "".join(step.piece for step in generation.steps if step.text) == "🍁🦜"
+    texts = [c.text for step in generation.steps for c in step.candidates]
     assert not any("\ufffd" in text for text in texts)
-    whole = next(step for step in made.steps if step.text == "🍁")
-    assert whole.begun == LEAF[: len(whole.begun)] != b""
-    for c in whole.candidates:
-        assert c.text == readable(lm.tokenizer.token_bytes(c.token), whole.begun)
-    at = made.steps.index(whole)
-    assert [c.text for c in made.alternatives(at, 8)] == [c.text for c in whole.candidates]
+    last_step = next(step for step in generation.steps if step.text == "🍁")
+    assert last_step.begun == LEAF[: len(last_step.begun)] != b""
+    for c in last_step.candidates:
+        assert c.text == readable(lm.tokenizer.token_bytes(c.token), last_step.begun)
+    at = generation.steps.index(last_step)
+    assert [c.text for c in generation.alternatives(at, 8)] == [
+        c.text for c in last_step.candidates
+    ]
     again = lm.generate("Leaves:", regex="🍁🦜").explained(8)
     assert [[c.text for c in step.candidates] for step in again.steps] == [
-        [c.text for c in step.candidates] for step in made.steps
+        [c.text for c in step.candidates] for step in generation.steps
     ]
     scored = lm.score("Leaves: 🍁", top=4)
     assert scored.positions[-1].text == "🍁"
@@ -81,17 +83,17 @@ def test_the_explorer_shows_them(lm: Any):
     explorer = Explorer(lm, [start.choose("🍁")], cursor=2)
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(view(explorer, "Leaves:", 80, 24))
-    shown = console.export_text()
-    assert "🍁" in shown and "\ufffd" not in shown
+    output = console.export_text()
+    assert "🍁" in output and "\ufffd" not in output
 
 
 @pytest.mark.real
 def test_the_terminal_shows_them(default_model: Any):
     command = [sys.executable, "-m", "unspool", "Leaves:", "--raw", "--model", str(default_model)]
-    shown = subprocess.run(
+    output = subprocess.run(
         [*command, "--regex", "🍁🦜", "--top", "5"], capture_output=True, text=True, check=True
     ).stdout
-    assert "🍁" in shown and "⟨F0 9F⟩" in shown and "\ufffd" not in shown
+    assert "🍁" in output and "⟨F0 9F⟩" in output and "\ufffd" not in output
     cut = [sys.executable, "-m", "unspool", "tokenize", "🍁", "--json"]
     rows = json.loads(subprocess.run(cut, capture_output=True, text=True, check=True).stdout)
     assert rows[-1]["text"] == "🍁" and "⟨" in rows[0]["text"]

@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from test_tokenizer_json import ours as from_json
+from test_tokenizer_json import load_tokenizer as from_json
 from transformers import PreTrainedTokenizerFast
 
 from unspool.errors import SettingsError, UnspoolError
@@ -43,8 +43,8 @@ def test_ids_equal_transformers(built: Any, name: str, system: bool) -> None:
         with pytest.raises(UnspoolError, match="System role not supported"):
             chat.render_as_is(SYSTEM)
         joined = "\n\n".join(message["content"] for message in SYSTEM[:2])
-        told = [{"role": "user", "content": joined}, *SYSTEM[2:]]
-        assert chat.encode(SYSTEM) == chat.encode(told)
+        merged = [{"role": "user", "content": joined}, *SYSTEM[2:]]
+        assert chat.encode(SYSTEM) == chat.encode(merged)
         return
     messages = SYSTEM if system else HELLO
     for options in ({}, {"add_generation_prompt": False}):
@@ -69,8 +69,8 @@ def test_real_vocabularies_equal_transformers(family: str) -> None:
     names = {key: value for key, value in names.items() if value}
     oracle = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **names)
     tokenizer = from_json(family)
-    own = {"llama3": LLAMA3, "gemma": GEMMA}
-    template = config.get("chat_template") or own[family]
+    templates = {"llama3": LLAMA3, "gemma": GEMMA}
+    template = config.get("chat_template") or templates[family]
     for messages in (HELLO, SYSTEM):
         if family == "gemma" and messages is SYSTEM:
             continue
@@ -99,9 +99,9 @@ def test_tools_thinking_and_reasoning(built: Any) -> None:
     check_same(*built, QWEN_THINK, messages, tools=TOOLS)
     check_same(*built, QWEN_THINK, messages, tools=TOOLS, enable_thinking=False)
     # The template takes the thinking out of the content itself, although the tags are tokens.
-    thought = [HELLO[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."}]
-    check_same(*built, QWEN_THINK, thought)
-    check_same(*built, QWEN_THINK, [*thought, HELLO[2]])
+    with_reasoning = [HELLO[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."}]
+    check_same(*built, QWEN_THINK, with_reasoning)
+    check_same(*built, QWEN_THINK, [*with_reasoning, HELLO[2]])
 
 
 METHODS = [
@@ -134,8 +134,8 @@ def _compiled(source: str) -> tuple[SandboxedTemplate, Template]:
 @given(st.text(alphabet="<t> a\n1", max_size=10))
 def test_templates_do_not_notice_origins(content: str) -> None:
     for source in METHODS:
-        ours, plain = _compiled(source)
-        text = ours.render({"c": with_origin(content, UNKNOWN)})
+        compiled, plain = _compiled(source)
+        text = compiled.render({"c": with_origin(content, UNKNOWN)})
         assert text == plain.render({"c": content}), source
         assert len(origin_of(text)) == len(text), source
 
@@ -151,7 +151,7 @@ def test_continuing_a_half_written_turn(built: Any) -> None:
         ChatTemplate(CHATML, built[0]).encode(
             messages, continue_final_message=True, add_generation_prompt=True
         )
-    with pytest.raises(UnspoolError, match="leaves the last message out"):
+    with pytest.raises(UnspoolError, match="omits the last message"):
         ChatTemplate("{{ messages[0].content }}", built[0]).encode(
             messages, continue_final_message=True
         )
@@ -173,11 +173,11 @@ def test_messages_are_found_wherever_the_template_puts_them(built: Any) -> None:
         "{% set ns.t = ns.t ~ '<|im_start|>' ~ m.role ~ ':' ~ m.content ~ '<|im_end|>' %}"
         "{% endfor %}{{ ns.t }}{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
-    same = [{"role": role, "content": "same"} for role in ("system", "user", "assistant", "user")]
-    prompt = ChatTemplate(collected, built[0]).encode(same)
-    assert words_of(built[0], prompt) == [f"<|im_start|>{m['role']}:same<|im_end|>" for m in same]
+    turns = [{"role": role, "content": "same"} for role in ("system", "user", "assistant", "user")]
+    prompt = ChatTemplate(collected, built[0]).encode(turns)
+    assert words_of(built[0], prompt) == [f"<|im_start|>{m['role']}:same<|im_end|>" for m in turns]
     assert prompt.generation is not None and prompt.generation.start == len(prompt.ids) - 1
-    inside = ChatTemplate(MISTRAL, built[0]).encode(same[:3])
+    inside = ChatTemplate(MISTRAL, built[0]).encode(turns[:3])
     assert words_of(built[0], inside) == ["<s>[INST] same", "\n\nsame [/INST]", " same</s>"]
 
 
@@ -201,7 +201,7 @@ def test_text_parts(built: Any) -> None:
     reads = "{% for m in messages %}{% for p in m.content %}{{ p.text }}+{% endfor %}{% endfor %}"
     assert ChatTemplate(reads, built[0]).render(parts) == "one+two+"
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
-    with pytest.raises(UnspoolError, match="only text is read"):
+    with pytest.raises(UnspoolError, match="only text is supported"):
         ChatTemplate(CHATML, built[0]).render(picture)
 
 
@@ -250,7 +250,7 @@ def test_text_modules_stay_low() -> None:
     for path in Path(unspool.text.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for name in names:
                 assert not name.startswith(("torch", "unspool.model", "unspool.sampling")), path
 

@@ -115,7 +115,7 @@ def test_templates_may_write_control_tokens_in_any_way(built: Any, template: str
 
 
 class OrdinaryControls:
-    """A vocabulary that writes its control tokens as ordinary pieces, whatever is asked."""
+    """A vocabulary that writes its control tokens as ordinary pieces in any case."""
 
     special_tokens: ClassVar[dict[str, int]] = {"<|end|>": 1, "end|>": 2, "</s>": 3}
     bos_id = eos_id = None
@@ -123,8 +123,8 @@ class OrdinaryControls:
     chat_template = None
 
     def encode(self, text: str, *, specials: bool = False, bos: bool = False) -> list[int]:
-        found = re.findall(r"<\|end\|>|end\|>|</s>|.", text, flags=re.DOTALL)
-        return [self.special_tokens.get(piece) or 10 + ord(piece) for piece in found]
+        pieces = re.findall(r"<\|end\|>|end\|>|</s>|.", text, flags=re.DOTALL)
+        return [self.special_tokens.get(piece) or 10 + ord(piece) for piece in pieces]
 
     def token_text(self, token: int) -> str:
         names = {number: text for text, number in self.special_tokens.items()}

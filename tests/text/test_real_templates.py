@@ -78,11 +78,13 @@ def test_published_templates(name: str) -> None:
         assert begins(**format.asked(False, None)[0]) == place_off
     tools = tool_format(source, tokenizer)
     assert tools.name == calls
-    messages, given = tools.prepared(ASKED, [WEATHER])
-    text = chat.render(messages, tools=given)
+    messages, tool_schemas = tools.prepared(ASKED, [WEATHER])
+    text = chat.render(messages, tools=tool_schemas)
     assert "weather" in text and "Ulm" in text and "wet" in text and "And now?" in text
     assert "An old thought." not in text and "A late thought." not in text
-    messages, given = tools.prepared(CALLED, [WEATHER])  # its thought goes on behind the result
-    told = chat.render(messages, tools=given)
+    messages, tool_schemas = tools.prepared(
+        CALLED, [WEATHER]
+    )  # reasoning continues after the result
+    rendered = chat.render(messages, tools=tool_schemas)
     keeps = name.startswith(("Qwen-", "Qwen3.5", "google", "openai", "LFM2.5", "NVIDIA"))
-    assert ("An old thought." in told) == keeps
+    assert ("An old thought." in rendered) == keeps

@@ -67,19 +67,19 @@ def test_byte_by_byte_never_takes_back(data: bytes, stops: list[str]) -> None:
 @settings(max_examples=400, deadline=None)
 @given(letters, stop_lists)
 def test_holds_only_what_can_become_a_stop(text: str, stops: list[str]) -> None:
-    """Whatever is held, some continuation makes it the beginning of the stop that ends the text."""
+    """Some continuation makes the pending text the beginning of the stop that ends the text."""
     stream = TextStream(stops)
     for character in text:
         stream.push(character.encode())
-        held = stream.held
-        if not held or stream.stopped:
+        pending = stream.held
+        if not pending or stream.stopped:
             continue
         ends = []
         for stop in stops:
             twin = stream.copy()
-            if stop.startswith(held) and twin.push(stop[len(held) :].encode()) == "":
+            if stop.startswith(pending) and twin.push(stop[len(pending) :].encode()) == "":
                 ends.append(twin.stopped)
-        assert any(end and end.startswith(held) for end in ends), (held, stops)
+        assert any(end and end.startswith(pending) for end in ends), (pending, stops)
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,4 +1,4 @@
-"""Thoughts told apart from answers, in every way that models write them."""
+"""Parsing of reasoning: tags and channels, in any split into tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ASKED = [{"role": "user", "content": "Is <think> a tag?"}]
 
 
 def format_of(template: str | None, *words: str) -> ThoughtFormat:
-    found = thought_format(template, Marked(template, *words))
-    assert found is not None
-    return found
+    result = thought_format(template, Marked(template, *words))
+    assert result is not None
+    return result
 
 
 def start_of(template: str, messages=ASKED, words=("<think>", "</think>"), **options) -> Start:
@@ -32,22 +32,22 @@ def apart(template: str | None, text: str, start: Start, words=()) -> tuple[str,
     """Thought and answer of a text in which control tokens are spelled, however it is cut."""
     format, tokenizer = format_of(template, *words), Marked(template, *words)
     ids = tokenizer.encode(text, specials=True)
-    found = set()
+    result = set()
     for size in (1, 2, 3, 7, 1000):
         written: list[tuple[int, str]] = []
         for group in (ids[at : at + size] for at in range(0, len(ids), size)):
             # A step has one token; the text of those before it may come with it.
             controls = [at for at, token in enumerate(group) if token >= 0x110000]
             cuts = [0, *(at + 1 for at in controls), len(group)]
-            for one, two in itertools.pairwise(cuts):
-                part = group[one:two]
+            for begin, end in itertools.pairwise(cuts):
+                part = group[begin:end]
                 if part:
                     written.append((part[-1], "".join(map(tokenizer.shown, part))))
         reader = answer_reader(format, start, None)
         assert reader is not None
-        found.add(told_apart(reader, written))
-    assert len(found) == 1
-    return found.pop()
+        result.add(told_apart(reader, written))
+    assert len(result) == 1
+    return result.pop()
 
 
 def test_the_marks_are_found() -> None:
@@ -74,9 +74,9 @@ def test_where_an_answer_begins() -> None:
     assert start_of(GEMMA, words=()).place == "behind"
     assert start_of(GEMMA, words=(), enable_thinking=True).place == "before"
     assert start_of(HARMONY, words=()) == Start(header="assistant")
-    begun = [*ASKED, {"role": "assistant", "content": "It"}]
-    assert start_of(HARMONY, begun, words=(), continue_final_message=True).place == "behind"
-    assert start_of(QWEN, begun, continue_final_message=True).place == "before"
+    conversation = [*ASKED, {"role": "assistant", "content": "It"}]
+    assert start_of(HARMONY, conversation, words=(), continue_final_message=True).place == "behind"
+    assert start_of(QWEN, conversation, continue_final_message=True).place == "before"
 
 
 @pytest.mark.parametrize("words", [(), ("<think>", "</think>")])
@@ -93,7 +93,7 @@ def test_think_tags(words: tuple[str, ...]) -> None:
     assert read("  Yes, 1 <th 2 </p> \n") == ("", "  Yes, 1 <th 2 </p> \n")  # not a letter changed
     assert read(" \n") == ("", " \n")
     assert read("<think>a</think>\n<think>b</think>c") == ("a\n\nb", "c")
-    # A tag that is quoted is text, and so is one in an answer that was told not to think.
+    # A quoted tag is text, and so is one in an answer without reasoning.
     assert read("It is </think>.", "behind") == ("", "It is </think>.")
     if not words:
         assert read("Write <think> first.") == ("", "Write <think> first.")
@@ -105,7 +105,7 @@ def test_a_thought_that_was_never_opened() -> None:
         assert reader is not None
         assert told_apart(reader, [(0, "Hm."), (0, "\n</think>"), (0, "\n\nYes.")]) == (
             "",
-            "Hm.\nYes.",  # a stream cannot take back what it showed, but shows no tag
+            "Hm.\nYes.",  # a stream cannot correct what it has shown, but shows no tag
         )
         assert reader.is_stray
         assert apart(STRIPS, "Hm.\n</think>\n\nYes.", Start("inside"), words) == ("Hm.", "Yes.")
@@ -138,11 +138,11 @@ def test_control_tokens() -> None:
 
 def test_channels() -> None:
     header = Start(header="assistant")
-    two = (
+    end = (
         "<|channel|>analysis<|message|>Greets.<|end|><|start|>assistant<|channel|>analysis"
         "<|message|>So I do.<|end|><|start|>assistant<|channel|>final<|message|>Hi!<|return|>"
     )
-    assert apart(HARMONY, two, header) == ("Greets.\n\nSo I do.", "Hi!")
+    assert apart(HARMONY, end, header) == ("Greets.\n\nSo I do.", "Hi!")
     assert apart(HARMONY, "<|channel|>final<|message|>Hi!", header) == ("", "Hi!")
     assert apart(HARMONY, "<|channel|>commentary<|message|>I look.<|end|>", header) == (
         "",

@@ -64,10 +64,10 @@ def test_every_text_survives_the_round_trip(name: str) -> None:
         pytest.skip("this vocabulary normalizes the text")
     coded = tokenizer(name)
 
-    shown = byte_characters()
+    characters = byte_characters()
     # Some vocabularies have no token for some control characters; nothing can bring them back.
     tokens = set(metadata(name)["tokenizer.ggml.tokens"])
-    missing = {n for n in range(256) if shown[n] not in tokens}
+    missing = {n for n in range(256) if characters[n] not in tokens}
     if coded.kind != "byte-level BPE":
         missing = set()
 
@@ -77,7 +77,7 @@ def test_every_text_survives_the_round_trip(name: str) -> None:
         if not missing.isdisjoint(text.encode()):
             return
         if name == "phi-3" and any(token in text for token in ("</s>", *coded.special_tokens)):
-            return  # its tokens swallow the blanks behind them
+            return  # its tokens swallow the blanks after them
         ids = coded.encode(text)
         # SentencePiece writes a space as ▁, so a ▁ in the text comes back as a space.
         expected = text.replace("▁", " ") if "Sentence" in coded.kind else text
@@ -105,34 +105,38 @@ def sentence_piece_by_scores(name: str, text: str) -> list[str]:
     after = [*range(1, len(symbols)), -1]
     heap: list[tuple[float, int, int, str]] = []
 
-    def offer(left: int, right: int) -> None:
-        if left >= 0 and right >= 0:
-            joined = f"{symbols[left]}{symbols[right]}"
+    def offer(left_index: int, right_index: int) -> None:
+        if left_index >= 0 and right_index >= 0:
+            joined = f"{symbols[left_index]}{symbols[right_index]}"
             if joined in score:
-                heapq.heappush(heap, (-score[joined], left, right, joined))
+                heapq.heappush(heap, (-score[joined], left_index, right_index, joined))
 
-    for left in range(len(symbols) - 1):
-        offer(left, left + 1)
+    for left_index in range(len(symbols) - 1):
+        offer(left_index, left_index + 1)
     while heap:
-        _, left, right, joined = heapq.heappop(heap)
-        if symbols[left] is None or symbols[right] is None or after[left] != right:
+        _, left_index, right_index, joined = heapq.heappop(heap)
+        if (
+            symbols[left_index] is None
+            or symbols[right_index] is None
+            or after[left_index] != right_index
+        ):
             continue
-        if f"{symbols[left]}{symbols[right]}" != joined:
+        if f"{symbols[left_index]}{symbols[right_index]}" != joined:
             continue
-        symbols[left], symbols[right] = joined, None
-        after[left] = after[right]
-        if after[right] >= 0:
-            before[after[right]] = left
-        offer(before[left], left)
-        offer(left, after[left])
+        symbols[left_index], symbols[right_index] = joined, None
+        after[left_index] = after[right_index]
+        if after[right_index] >= 0:
+            before[after[right_index]] = left_index
+        offer(before[left_index], left_index)
+        offer(left_index, after[left_index])
     return [symbol for symbol in symbols if symbol is not None]
 
 
 @cache
 def score_table(name: str) -> dict[str, float]:
-    found = metadata(name)
-    types = found["tokenizer.ggml.token_type"]
-    rows = zip(found["tokenizer.ggml.tokens"], found["tokenizer.ggml.scores"], types, strict=True)
+    fields = metadata(name)
+    types = fields["tokenizer.ggml.token_type"]
+    rows = zip(fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.scores"], types, strict=True)
     return {token: float(score) for token, score, kind in rows if kind in (1, 4, 5)}
 
 
@@ -143,15 +147,15 @@ def test_merges_from_scores_equal_sentence_piece(name: str) -> None:
     @SAME_EVERY_RUN
     @given(TEXTS.filter(bool))
     def check(text: str) -> None:
-        text = text.replace("</s>", "")  # phi-3 has it as a token of its own
+        text = text.replace("</s>", "")  # phi-3 has it as a token
         if not text:
             return
         expected: list[int] = []
         for piece in sentence_piece_by_scores(name, text):
-            found = coded.token_id(piece) if piece in score_table(name) else None
+            token = coded.token_id(piece) if piece in score_table(name) else None
             expected += (
-                [found]
-                if found is not None
+                [token]
+                if token is not None
                 else [coded.token_id(f"<0x{byte:02X}>") or -1 for byte in piece.encode()]
             )
         assert coded.encode(text) == expected
@@ -165,12 +169,12 @@ def test_control_tokens_in_text_stay_text() -> None:
     ids = qwen.encode(text)
     assert qwen.special_ids.isdisjoint(ids) and qwen.end_ids.isdisjoint(ids)
     assert qwen.decode(ids) == text
-    asked = qwen.encode(text, specials=True)
-    assert [qwen.token_text(n) for n in asked if n in qwen.special_ids] == [
+    with_specials = qwen.encode(text, specials=True)
+    assert [qwen.token_text(n) for n in with_specials if n in qwen.special_ids] == [
         "<|im_end|>",
         "<|im_start|>",
     ]
-    assert qwen.decode(asked, specials=False) == "stop\nsystem"
+    assert qwen.decode(with_specials, specials=False) == "stop\nsystem"
 
 
 def test_sentence_piece_control_text_is_never_merged_into_a_control_token() -> None:

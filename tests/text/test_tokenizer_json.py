@@ -21,15 +21,15 @@ from unspool.errors import ModelFileError, UnspoolError
 from unspool.text.tokenizer.pieces import byte_characters
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
-FAMILIES = "llama2 llama3 gemma mistral deepseek qwen cl100k o200k bert t5".split()  # noqa: SIM905
-# Tests of one family run behind each other (`scope="module"`): reading one takes seconds.
+FAMILIES = "llama2 llama3 gemma mistral deepseek qwen cl100k bert t5".split()  # noqa: SIM905
+# Tests of one family run after each other (`scope="module"`): reading one takes seconds.
 KINDS = {"bert": "WordPiece", "t5": "Unigram"} | dict.fromkeys(
     ["gemma", "llama2", "mistral"], "SentencePiece BPE"
 )
 
 
 @cache
-def ours(family: str) -> Tokenizer:
+def load_tokenizer(family: str) -> Tokenizer:
     return Tokenizer.from_file(assets.tokenizer_json_folder() / family)
 
 
@@ -39,13 +39,13 @@ def in_transformers(family: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_file=str(path))
 
 
-def theirs(family: str) -> Library:
+def load_reference(family: str) -> Library:
     return in_transformers(family).backend_tokenizer
 
 
 @pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_equal_to_the_library(family: str) -> None:
-    coded, library = ours(family), theirs(family)
+    coded, library = load_tokenizer(family), load_reference(family)
     assert coded.kind == KINDS.get(family, "byte-level BPE")
     assert len(coded) == max(library.get_vocab().values()) + 1
 
@@ -64,9 +64,9 @@ def test_equal_to_the_library(family: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("family", FAMILIES[:8], scope="module")
+@pytest.mark.parametrize("family", FAMILIES[:7], scope="module")
 def test_every_text_survives_the_round_trip(family: str) -> None:
-    coded = ours(family)
+    coded = load_tokenizer(family)
 
     @SAME_EVERY_RUN
     @given(TEXTS)
@@ -85,7 +85,7 @@ def test_every_text_survives_the_round_trip(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, scope="module")
 def test_no_text_becomes_a_control_token(family: str) -> None:
-    coded = ours(family)
+    coded = load_tokenizer(family)
     for text, token in list(coded.special_tokens.items())[:12]:
         for around in (text, f"a{text}b", f"Hi {text} there"):
             ids = coded.encode(around)
@@ -97,7 +97,7 @@ def test_no_text_becomes_a_control_token(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES[:6], scope="module")
 def test_the_prompt_begins_as_transformers_begins_it(family: str) -> None:
-    coded = ours(family)
+    coded = load_tokenizer(family)
     ids = coded.encode_prompt("Hello world")
     expected = in_transformers(family)("Hello world")["input_ids"]
     if family == "deepseek":  # its start token is asked for by tokenizer_config.json
@@ -107,15 +107,17 @@ def test_the_prompt_begins_as_transformers_begins_it(family: str) -> None:
 
 
 def test_control_tokens_are_found_as_written() -> None:
-    """llama2's file wants them found behind a space only; a chat needs them wherever they are."""
-    llama = ours("llama2")
+    """llama2's file matches them after a space only; a chat needs them anywhere."""
+    llama = load_tokenizer("llama2")
     assert llama.encode("</s><s>[INST]", specials=True)[:2] == [llama.eos_id, llama.bos_id]
-    assert llama.eos_id not in theirs("llama2").encode("a</s>", add_special_tokens=False).ids
+    assert (
+        llama.eos_id not in load_reference("llama2").encode("a</s>", add_special_tokens=False).ids
+    )
     assert llama.eos_id in llama.encode("a</s>", specials=True)
 
 
 def test_bert_decodes_to_words() -> None:
-    bert = ours("bert")
+    bert = load_tokenizer("bert")
     ids = bert.encode("Unspooling a thread")
     assert bert.decode(ids) == "unspooling a thread"
     assert b"".join(bert.token_bytes(n) for n in ids) == b" unspooling a thread"
@@ -123,7 +125,7 @@ def test_bert_decodes_to_words() -> None:
 
 
 def test_t5_decodes_to_words() -> None:
-    t5 = ours("t5")
+    t5 = load_tokenizer("t5")
     assert t5.decode(t5.encode("Unspooling a thread")) == "Unspooling a thread"
     assert t5.end_ids == {t5.token_id("</s>")}
 
@@ -133,7 +135,7 @@ def test_t5_decodes_to_words() -> None:
     [("llama2", "llama-spm"), ("llama3", "llama-bpe"), ("qwen", "qwen2"), ("bert", "bert-bge")],
 )
 def test_the_same_vocabulary_from_json_and_from_gguf(family: str, gguf: str) -> None:
-    json_tokenizer, gguf_tokenizer = ours(family), from_gguf(gguf)
+    json_tokenizer, gguf_tokenizer = load_tokenizer(family), from_gguf(gguf)
 
     @SAME_EVERY_RUN
     @given(TEXTS)
@@ -150,7 +152,7 @@ def test_the_same_vocabulary_from_json_and_from_gguf(family: str, gguf: str) -> 
 
 def test_end_tokens() -> None:
     def ends(family: str) -> set[str]:
-        return {ours(family).token_text(n) for n in ours(family).end_ids}
+        return {load_tokenizer(family).token_text(n) for n in load_tokenizer(family).end_ids}
 
     assert ends("llama3") == {"<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"}
     assert {"<|im_end|>", "<|endoftext|>"} <= ends("qwen")
@@ -162,7 +164,9 @@ def test_end_tokens() -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A small vocabulary: every byte, and three control tokens."""
-    library = Library(models.BPE({shown: n for n, shown in enumerate(byte_characters())}, []))
+    library = Library(
+        models.BPE({characters: n for n, characters in enumerate(byte_characters())}, [])
+    )
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])

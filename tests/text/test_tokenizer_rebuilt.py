@@ -14,7 +14,7 @@ import assets
 import numpy as np
 from hypothesis import given
 from sample_texts import SAME_EVERY_RUN, TEXTS
-from test_tokenizer_json import ours as from_json
+from test_tokenizer_json import load_tokenizer as from_json
 
 from unspool.text.tokenizer.tokenizer import Tokenizer
 

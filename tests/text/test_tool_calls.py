@@ -87,13 +87,13 @@ def test_calls_in_a_text_however_it_is_cut(
     name: str, text: str, expected: list[Any] | None, data: st.DataObject
 ) -> None:
     format = format_of(name)
-    whole = ToolCallReader(format)
-    pieces = read(whole, text)
+    reader = ToolCallReader(format)
+    pieces = read(reader, text)
     assert summary(pieces) == ([text] if expected is None else expected)
-    assert [(call.name, call.arguments) for call in whole.calls] == [
-        each for each in summary(pieces) if isinstance(each, tuple)
+    assert [(call.name, call.arguments) for call in reader.calls] == [
+        item for item in summary(pieces) if isinstance(item, tuple)
     ]
-    for call in whole.calls:
+    for call in reader.calls:
         assert not call.is_complete or isinstance(json.loads(call.arguments), dict)
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
     edges = [0, *sorted(cuts), len(text)]
@@ -179,13 +179,13 @@ def test_the_scanner_knows_json(value: Any, indent: int | None, ascii: bool, dat
     text = json.dumps({"value": value}, indent=indent, ensure_ascii=ascii)
     scan = JsonScan()
     for place, character in enumerate(text, start=1):
-        assert scan.take(character)
+        assert scan.push(character)
         assert scan.is_done == (place == len(text))
     place = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.sampled_from('{}[],:"\\01.-+eEtfnu x'))
     changed = text[:place] + other + text[place + 1 :]
     scan = JsonScan()
-    accepted = all(scan.take(character) for character in changed) and scan.is_done
+    accepted = all(scan.push(character) for character in changed) and scan.is_done
     try:
         json.loads(changed)
         is_json = True

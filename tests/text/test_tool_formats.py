@@ -60,10 +60,10 @@ def test_templates_without_tools_get_words() -> None:
     reader = ToolCallReader(format)
     assert len(summary(read(reader, messages[2]["content"]))) == 2  # it reads what it writes
     ChatTemplate(CHATML, Letters()).encode(messages, tools=tools)
-    asked = [{"role": "system", "content": "Be brief."}, CONVERSATION[0]]
-    system = format.prepared(asked, [CLOCK])[0][0]["content"]
+    conversation = [{"role": "system", "content": "Be brief."}, CONVERSATION[0]]
+    system = format.prepared(conversation, [CLOCK])[0][0]["content"]
     assert system.startswith("Be brief.\n\n") and system.endswith("answer in plain words.")
-    assert format.prepared(asked, []) == (asked, None)
+    assert format.prepared(conversation, []) == (conversation, None)
     no_system = CHATML.replace("{{'<", "{% if message.role == 'system' %}"
                                "{{ raise_exception('no') }}{% endif %}{{'<", 1)  # fmt: skip
     refuses = tool_format(no_system, Letters())
@@ -143,9 +143,9 @@ BAD = {
         {"id": "1", "function": {"name": "f", "arguments": "[1]"}}]}],
     "a function with a name": [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
     "must be a list": [{"role": "assistant", "tool_calls": {"id": "1"}}],
-    "which no message before it makes": [{"role": "user", "content": "x"},
+    "which is in no message before it": [{"role": "user", "content": "x"},
                                          {"role": "tool", "tool_call_id": "9", "content": "x"}],
-    "answers the call None": [{"role": "tool", "content": "x"}],
+    "answers the tool call None": [{"role": "tool", "content": "x"}],
 }  # fmt: skip
 
 
@@ -177,21 +177,25 @@ def test_grammars_take_calls_and_nothing_else(lm: Any, name: str, control: bool)
         format = replace(format, controls={mark: 5 + i for i, mark in enumerate(marks)})
     spelled = format.controls if format.in_template else {}
     if format.named:
-        one, two = "[TOOL_CALLS]clock[ARGS]{}", '[TOOL_CALLS]weather[ARGS]{"city": "Ulm"}'
-        both, wrong = one + two, "[TOOL_CALLS]watch[ARGS]{}"
+        first, second = "[TOOL_CALLS]clock[ARGS]{}", '[TOOL_CALLS]weather[ARGS]{"city": "Ulm"}'
+        first_and_second, wrong = first + second, "[TOOL_CALLS]watch[ARGS]{}"
     else:
         call = {"name": "clock", "arguments": {}}
         other = {"name": "weather", "arguments": {"city": "Ulm"}}
-        one, two, both = (format.written(each) for each in ([call], [other], [call, other]))
+        first, second, first_and_second = (
+            format.written(calls) for calls in ([call], [other], [call, other])
+        )
         wrong = format.written([{**call, "name": "watch"}])
     single = format.grammar([CLOCK, WEATHER], parallel=False)
     several = format.grammar([CLOCK, WEATHER], parallel=True)
-    for text in (one, two):
+    for text in (first, second):
         assert fits(lm, single, text, spelled) and fits(lm, several, text, spelled)
-    assert fits(lm, several, both, spelled) and not fits(lm, single, both, spelled)
-    for text in (wrong, "Hello", "", two.replace("Ulm", "much too long"), one + "x"):
+    assert fits(lm, several, first_and_second, spelled) and not fits(
+        lm, single, first_and_second, spelled
+    )
+    for text in (wrong, "Hello", "", second.replace("Ulm", "much too long"), first + "x"):
         assert not fits(lm, several, text, spelled)
-    with pytest.raises(UnspoolError, match="no tool to call"):
+    with pytest.raises(UnspoolError, match="there are no tools"):
         format.grammar([], parallel=False)
 
 
@@ -201,11 +205,11 @@ def test_the_default_model_calls_when_it_must(lm: Any) -> None:
     unit = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 10},
             "unit": {"enum": ["C", "F"]}}, "required": ["city", "unit"]}  # fmt: skip
     tools = [Tool("weather", "The weather of a city", unit), CLOCK]
-    messages, given = format.prepared(
+    messages, tool_schemas = format.prepared(
         [{"role": "user", "content": "Is it raining in Paris?"}], tools
     )
     answer = lm.chat(
-        messages, tools=given, grammar=format.grammar(tools, parallel=False), temperature=0
+        messages, tools=tool_schemas, grammar=format.grammar(tools, parallel=False), temperature=0
     )
     assert answer.finish_reason != "length"
     reader = ToolCallReader(format, required=True)

@@ -1,1 +1,1 @@
-"""What writing one token at a time costs, measured: `unspool.costs(lm)`."""
+"""Measure the costs of autoregressive decoding: `unspool.costs(lm)`."""

@@ -1,4 +1,4 @@
-"""What drafts save: the same text with and without guessing ahead."""
+"""The speedup of speculative decoding: the same text with and without drafts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from unspool.language_model import LanguageModel
 
 @dataclass(frozen=True)
 class Drafted:
-    """One way of guessing on one kind of text."""
+    """One drafter on one kind of text."""
 
     name: str
-    savings: list[float]  # seconds without / with, a round each
+    savings: list[float]  # per round: seconds without / with drafts
     text: Generation
 
     @property
     def accepted(self) -> float:
-        """The share of tokens that a draft had guessed."""
+        """The share of tokens that came from a draft."""
         steps = self.text.steps
         return sum(step.draft == "accepted" for step in steps) / max(1, len(steps))
 
@@ -32,27 +32,27 @@ class Drafted:
         return [
             median_figure(f"speed with {self.name}", self.savings, "×", better="higher",
                           why="seconds without / with, the same text"),
-            Figure(f"guessed by {self.name}", self.accepted, "%", n=count, why="of the tokens"),
+            Figure(f"accepted from {self.name}", self.accepted, "%", n=count, why="of the tokens"),
         ]  # fmt: skip
 
 
 def drafted(lm: LanguageModel, ids: Sequence[int], rounds: int, tokens: int) -> list[Drafted]:
-    """Drafts on free text and where the text is to be copied; heads where the model has one."""
+    """Measure drafters on free text and on text to copy; a draft head if the model has one."""
     half = len(ids) // 2
-    copying = [*ids[:half], *ids[:half], *ids[: half // 2]]  # the third time it is known
-    found = []
-    for who, spec in (("lookup drafts", "lookup"), ("a drafting head", "head")):
+    copying = [*ids[:half], *ids[:half], *ids[: half // 2]]  # the third copy can be looked up
+    results = []
+    for drafter, spec in (("lookup drafts", "lookup"), ("a draft head", "head")):
         with suppress(UnspoolError):  # a model without a head, or that cannot be rewound
-            found.append(_timed(lm, f"{who}, free text", ids, spec, rounds, tokens))
-            found.append(_timed(lm, f"{who}, copying", copying, spec, rounds, tokens))
-    return found
+            results.append(_timed(lm, f"{drafter}, free text", ids, spec, rounds, tokens))
+            results.append(_timed(lm, f"{drafter}, copying", copying, spec, rounds, tokens))
+    return results
 
 
 def _timed(
     lm: LanguageModel, name: str, ids: Sequence[int], spec: str, rounds: int, tokens: int
 ) -> Drafted:
     savings = []
-    lm.generate(ids, max_tokens=1)  # the prompt is read before either
+    lm.generate(ids, max_tokens=1)  # prefill before both
     for _ in range(rounds):
         plain = lm.generate(ids, max_tokens=tokens, temperature=0.0, end=False)
         text = lm.generate(ids, max_tokens=tokens, temperature=0.0, end=False, speculate=spec)

@@ -1,7 +1,7 @@
-"""Questions with four answers of which one is right: what confidence is measured on.
+"""Multiple-choice questions with four answers, for measuring confidence.
 
-General knowledge that a small model can have, and some that it will not. The right answer stands
-first; an answer is scored as text behind the question, so their order plays no part.
+General knowledge, easy and hard for a small model. The correct answer is the first; answers are
+scored as text after the question, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Item:
-    """A question, and its answers: the right one first."""
+    """A question and its answers, the correct one first."""
 
     question: str
     answers: tuple[str, ...]
@@ -86,10 +86,10 @@ What is frozen water called? | ice | steam | fog | dew
 
 
 def items() -> list[Item]:
-    """All of them, in an order that mixes the subjects: the first n are a fair part."""
+    """Return all questions, with subjects mixed: the first n are a fair sample."""
     every = []
     for line in _ITEMS.strip().splitlines():
         question, *answers = (cell.strip() for cell in line.split("|"))
         every.append(Item(question, tuple(answers)))
-    step = 27  # shares no factor with their number, so each comes once
+    step = 27  # coprime with their number, so each comes once
     return [every[number * step % len(every)] for number in range(len(every))]

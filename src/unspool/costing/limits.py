@@ -1,7 +1,7 @@
-"""What a perfect machine would take for a token: the bytes that must be read, over the bandwidth.
+"""The lower bound of the time per token: bytes to read divided by memory bandwidth.
 
-bytes_per_token(lm, past=512)      # weights once, keys and values of the past
-bandwidth(lm)                      # bytes a second, measured where the weights lie
+bytes_per_token(lm, past=512)      # weights once, KV cache of 512 tokens
+bandwidth(lm)                      # bytes per second, measured on the model's device
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from unspool.session import Session
 if TYPE_CHECKING:
     from unspool.backends.cpu.loaded import CpuModel
 
-_BLOCK = 128_000_000  # bytes: more than caches hold
+_BLOCK = 128_000_000  # bytes: larger than processor caches
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
 def bytes_per_token(lm: Session, past: int) -> int:
-    """What writing one token must read behind a past of so many tokens."""
+    """Return the bytes to read for one token after `past` tokens."""
     backend = lm.engine.backend
     return weight_bytes(lm) + past * backend.page_bytes // backend.page_size
 
 
 def weight_bytes(lm: Session) -> int:
-    """Of the weights: every matrix that a token is multiplied with, of experts the chosen ones.
+    """Return the bytes of the weights read per token: all matrices, of experts the active ones.
 
-    Of the embedding a token reads a single row, unless it is the head as well.
+    Of the embedding only one row is read, unless it is also the output head.
     """
     if is_native(lm):
         return _packed_bytes(lm.model)  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def weight_bytes(lm: Session) -> int:
 
 
 def is_native(lm: Session) -> bool:
-    """Whether the compiled library computes, which can be asked how long each operation took."""
+    """Return whether the native CPU backend runs the model; it can profile each operation."""
     return hasattr(lm.model, "plan") and hasattr(lm.engine.backend, "profile")
 
 
@@ -61,27 +61,27 @@ def _packed_bytes(model: CpuModel) -> int:
     total = 0.0
     for operation in model.plan.operations:
         if operation.kind in ("linear", "route", "experts"):
-            own = sum(model.packed[name].nbytes for name in operation.matrices)
-            total += own * (operation.chosen / operation.experts if operation.experts else 1)
+            nbytes = sum(model.packed[name].nbytes for name in operation.matrices)
+            total += nbytes * (operation.chosen / operation.experts if operation.experts else 1)
     return round(total)
 
 
 def bandwidth(lm: Session, repeat: int = 7) -> list[float]:
-    """Bytes a second, each time that a block larger than any cache was read where weights lie."""
+    """Measure memory bandwidth in bytes per second, by reading a block larger than any cache."""
     read = _native_reader(lm) if is_native(lm) else _torch_reader(lm)
     read()
-    found = []
+    speeds = []
     for _ in range(repeat):
         started = perf_counter()
         read()
-        found.append(_BLOCK / (perf_counter() - started))
-    return found
+        speeds.append(_BLOCK / (perf_counter() - started))
+    return speeds
 
 
 def _native_reader(lm: Session) -> Callable[[], object]:
     from unspool.backends.cpu.structures import address, functions
 
-    block = np.ones(_BLOCK, np.uint8)  # written: memory that never was is one page of zeros
+    block = np.ones(_BLOCK, np.uint8)  # written, as untouched memory is one page of zeros
     threads = int(getattr(lm.model, "threads", 1))
     return lambda: functions().unspool_read_memory(address(block), block.nbytes, threads, 1)
 
@@ -92,6 +92,6 @@ def _torch_reader(lm: Session) -> Callable[[], object]:
     block = torch.ones(_BLOCK // 4, device=lm.model.device)
 
     def read() -> Any:
-        return block.sum().item()  # the number is asked for, so it waits for the device
+        return block.sum().item()  # item() waits for the device
 
     return read

@@ -1,4 +1,4 @@
-"""What was measured, and where: the head of a report."""
+"""Facts about model and machine for the head of a report."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from unspool.costing.part import VOCABULARY
+
 if TYPE_CHECKING:
     from unspool.language_model import LanguageModel
 
 
-VOCABULARY = "vocabulary"  # nats a token are compared only where it is the same
-
-
 def model_name(lm: LanguageModel) -> str:
-    """What people call the model: its file, folder or run, or its family if it came from none."""
+    """Return a model's display name: its file, folder or run, else its family."""
     if lm.path is None:
         return lm.config.family
     path = Path(lm.path).resolve()
@@ -25,7 +24,7 @@ def model_name(lm: LanguageModel) -> str:
 
 
 def machine_facts(lm: LanguageModel) -> dict[str, str]:
-    """The machine, and how the model runs on it."""
+    """Return facts about the machine and how the model runs on it, by name."""
     from unspool.model.weights import parameter_count
 
     return {
@@ -35,12 +34,12 @@ def machine_facts(lm: LanguageModel) -> dict[str, str]:
         VOCABULARY: f"{lm.config.vocab_size:,} tokens",
         "device": _device(lm.model.device),
         "processor": f"{processor_name()}, {os.cpu_count()} cores",
-        "threads": str(getattr(lm.model, "threads", "")) or "as many as torch takes",
+        "threads": str(getattr(lm.model, "threads", "")) or "torch default",
     }
 
 
 def processor_name() -> str:
-    """The processor as the system calls it, or its architecture."""
+    """Return the processor's name from the system, or its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -53,7 +52,7 @@ def processor_name() -> str:
 
 
 def _device(name: str) -> str:
-    """A device, and what it is called by its maker where it is no processor."""
+    """Return a device with its product name if it is a GPU."""
     if not name.startswith("cuda"):
         return name
     import torch

@@ -1,11 +1,10 @@
-"""A source of text whose true distribution is known, and small models trained on it.
+"""A text source with a known distribution, and small models trained on it.
 
-The source is a Markov chain of order 2 over 16 letters: what comes next depends on the last two.
-Nearly always it stays among eight lower-case letters. Once in thousands of letters it turns to the
-eight upper-case ones, and lingers there: a region that training hardly shows. A model that errs
-comes there more often than the source does, and errs more once it is there, as writers do who have
-left what they know. For any two letters the true chances of the next are a line of a table, so the
-error of a model is known exactly, behind the source's own letters and behind the model's.
+The source is a Markov chain of order 2 over 16 letters. It stays among eight lower-case letters
+nearly always. Once in thousands of letters it enters the eight upper-case ones and stays there for
+a while: a region that training hardly covers. A model with errors enters it more often than the
+source, and makes more errors there. The true distribution of each next letter is a row of a table,
+so the error of a model is known exactly, after the source's letters and after the model's.
 """
 
 from __future__ import annotations
@@ -25,57 +24,57 @@ if TYPE_CHECKING:
     from unspool.train.data.batches import Batch
 
 LETTERS = "abcdefghABCDEFGH"
-LENGTH = 64  # letters of a text, two of them given
+LENGTH = 64  # letters of a text, the first two given
 _HALF = len(LETTERS) // 2
-_TURN, _STAY = 0.0002, 0.95  # the chance of an upper-case letter behind a lower- and an upper-case
-_FEW = (
-    0.3  # of the Dirichlet distribution that the table's lines are drawn from: few likely letters
-)
-_FLOOR = 1e-5  # nothing is impossible, so that every error is a finite number
-STEPS = 200  # of the training, each of so many texts:
-_ROWS = 16
+_ENTER, _STAY = 0.0002, 0.95  # probability of upper case after lower case and after upper case
+_CONCENTRATION = 0.3  # of the Dirichlet distribution of the table's rows: few likely letters
+_FLOOR = 1e-5  # minimum probability, so that every error is finite
+STEPS = 200  # of training
+_ROWS = 16  # texts per step
 _VERSION = 1  # of the models in the cache
 
 
 @dataclass(frozen=True)
 class MarkovSource:
-    """The table of true chances, drawn by a seed."""
+    """The table of true probabilities, drawn by a seed."""
 
     seed: int = 0
 
     @cached_property
     def chances(self) -> NDArray[np.float64]:
-        """[last but one, last, next]"""
+        """Probabilities [second to last, last, next letter]."""
         random, count = np.random.default_rng(self.seed), len(LETTERS)
-        lower, upper = random.dirichlet([_FEW] * _HALF, (2, count, count))
-        behind_upper = np.arange(count) >= _HALF
-        turns = np.where(behind_upper, _STAY, _TURN)[None, :, None]
-        table = np.concatenate((lower * (1 - turns), upper * turns), axis=2)
+        lower, upper = random.dirichlet([_CONCENTRATION] * _HALF, (2, count, count))
+        is_upper = np.arange(count) >= _HALF
+        to_upper = np.where(is_upper, _STAY, _ENTER)[None, :, None]
+        table = np.concatenate((lower * (1 - to_upper), upper * to_upper), axis=2)
         return (1 - _FLOOR) * table + _FLOOR / count
 
     def texts(self, count: int, random: np.random.Generator) -> NDArray[np.int64]:
-        """So many texts of LENGTH letters, each begun with two lower-case ones."""
-        found = np.empty((count, LENGTH), np.int64)
-        found[:, :2] = random.integers(0, _HALF, (count, 2))
-        reached = self.chances.cumsum(2)
+        """Draw `count` texts of LENGTH letters, each starting with two lower-case letters."""
+        texts = np.empty((count, LENGTH), np.int64)
+        texts[:, :2] = random.integers(0, _HALF, (count, 2))
+        cumulative = self.chances.cumsum(2)
         for at in range(2, LENGTH):
-            behind = reached[found[:, at - 2], found[:, at - 1]]
-            drawn = (random.random((count, 1)) > behind).sum(1)
-            found[:, at] = np.minimum(drawn, len(LETTERS) - 1)
-        return found
+            thresholds = cumulative[texts[:, at - 2], texts[:, at - 1]]
+            letters = (random.random((count, 1)) > thresholds).sum(1)
+            texts[:, at] = np.minimum(letters, len(LETTERS) - 1)
+        return texts
 
     def errors(
         self, texts: NDArray[np.int64], logprobs: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """KL(source || model) of each letter but the first two, behind the letters before it:
-        `logprobs` [texts, LENGTH - 2, letters] are the model's."""
+        """Return KL(source || model) at each letter but the first two.
+
+        `logprobs` [texts, LENGTH - 2, letters] are the model's.
+        """
         true = self.chances[texts[:, :-2], texts[:, 1:-1]]
         divergence: NDArray[np.float64] = (true * (np.log(true) - logprobs)).sum(2)
         return divergence
 
 
 class _Texts:
-    """Fresh texts of the source at every step."""
+    """New texts of the source at every training step."""
 
     def __init__(self, source: MarkovSource) -> None:
         self.source = source
@@ -95,11 +94,14 @@ def trained_model(
     unlikelihood: float = 0.0,
     tell: Callable[[float], object] = lambda share: None,
 ) -> Path:
-    """The folder of a small model that was trained on the source, now or earlier; needs torch."""
+    """Return the folder of a small model trained on the source, from the cache if possible.
+
+    Training needs torch.
+    """
     from unspool.train.data.made_once import made_once
 
-    dials = f"{source.seed}-{scheduled_sampling:g}-{unlikelihood:g}-{STEPS}"
-    target = cache_folder() / "costs" / f"markov-v{_VERSION}-{dials}"
+    key = f"{source.seed}-{scheduled_sampling:g}-{unlikelihood:g}-{STEPS}"
+    target = cache_folder() / "costs" / f"markov-v{_VERSION}-{key}"
 
     def make(folder: Path) -> None:
         _train(source, scheduled_sampling, unlikelihood, tell, folder)
@@ -136,6 +138,6 @@ def _train(
     def listen(event: Any) -> None:
         tell(getattr(event, "step", 0) / STEPS)
 
-    if trainer.run(listen).state != "done":  # Ctrl-C ends a training after the step at hand
+    if trainer.run(listen).state != "done":  # Ctrl-C ends training after the current step
         raise KeyboardInterrupt
     save_weights(config, model.state_dict(), folder)

@@ -1,12 +1,12 @@
-"""`unspool.costs(lm)`: which parts there are, and measuring them one after the other.
+"""`unspool.costs(lm)`: measure all parts of a report, one after the other.
 
     report = unspool.costs(lm, quick=True)
-    print(report)                                      # for a terminal
+    print(report)                                      # as text
     Path("costs.html").write_text(report.html())       # with plots
     report.to_dict()                                   # for JSON
 
-A part is a file in `parts/` with `measure(lm, plan) -> Part`; the table below names them in the
-order in which they are measured and shown. They are imported when they are measured.
+A part is a file in `parts/` with `measure(lm, plan) -> Part`. PARTS lists them in the order in
+which they are measured and shown. They are imported when measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from unspool.errors import SettingsError, UnspoolError
 if TYPE_CHECKING:
     from unspool.language_model import LanguageModel
 
-# Each part, and about how many parts of the whole its measuring takes: the bar goes by it.
+# Part names with their relative duration, for the progress bar.
 PARTS: dict[str, int] = {
     "waiting": 4,
     "snowball": 3,
@@ -40,11 +40,11 @@ PARTS: dict[str, int] = {
     "confidence": 2,
     "remedies": 4,
 }
-# Hears of each part how much of it is done (0 to 1), and in the end the part itself. What it raises
-# ends the measuring.
+# Called with a part's name, its progress (0 to 1), and at the end the part. An exception from it
+# ends the measurement.
 Watch = Callable[[str, float, Part | None], object]
-_PACKAGE = "unspool.costing.parts"
-_STEPS = 100  # of the bar for one of them
+_PACKAGE = f"{__package__}.parts"
+_STEPS = 100  # of the progress bar per unit of duration
 
 
 def costs(
@@ -58,64 +58,66 @@ def costs(
     progress: bool = True,
     watch: Watch | None = None,
 ) -> Report:
-    """What writing one token at a time costs with this model: one report of all parts.
+    """Measure the costs of autoregressive decoding with this model.
 
-    quick   under a minute, with wide intervals.
-    parts   only these, of `PARTS`.
-    texts   texts that people wrote, to measure on; by default addresses of presidents.
-    twin    a masked model (`unspool.load`), to be asked about whole texts as well.
-    watch   a function that hears of each part how much is done, and the part when it is.
+    Args:
+        lm: The model.
+        quick: Take less than a minute, with wide intervals.
+        parts: Measure only these, of `PARTS`.
+        texts: Human-written texts to measure on; by default State of the Union addresses.
+        seed: Of all random draws.
+        twin: A masked model (`unspool.load`) that also scores complete texts.
+        progress: Show a progress bar.
+        watch: Called with each part's progress, and with the part when it is complete.
     """
     names = chosen_parts(parts)
     lm.config.check_left_to_right()
     sample = texts if isinstance(texts, SampleTexts) else sample_texts(texts)
     plan = Plan(quick, seed, sample.texts, twin=twin)
     started = perf_counter()
-    found: list[Part] = []
+    results: list[Part] = []
     total = sum(PARTS[name] for name in names)
-    with progress_bar("measuring", _STEPS * total, show=progress) as told:
+    with progress_bar("measuring", _STEPS * total, show=progress) as update_bar:
         done = 0
         for name in names:
-            tell = _teller(told, done, name, watch)
-            tell(0.0)
-            found.append(measured(lm, name, replace(plan, tell=tell)))
+            report_progress = _progress_callback(update_bar, done, name, watch)
+            report_progress(0.0)
+            results.append(measured(lm, name, replace(plan, tell=report_progress)))
             done += PARTS[name]
-            told(_STEPS * done)
+            update_bar(_STEPS * done)
             if watch is not None:
-                watch(name, 1.0, found[-1])
-    if not any(part.figures for part in found):
-        raise UnspoolError(f"no part could be measured; {found[0].name}: {found[0].notes[0]}")
+                watch(name, 1.0, results[-1])
+    if not any(part.figures for part in results):
+        raise UnspoolError(f"no part could be measured; {results[0].name}: {results[0].notes[0]}")
     return Report(
         model=model_name(lm),
         machine={**machine_facts(lm), "texts": sample.source},
-        parts=tuple(found),
+        parts=tuple(results),
         seconds=perf_counter() - started,
         quick=quick,
         seed=seed,
     )
 
 
-def chosen_parts(given: Sequence[str] | None) -> list[str]:
-    """The parts asked for, in the table's order; all where none are."""
-    if given is None:
+def chosen_parts(requested: Sequence[str] | None) -> list[str]:
+    """Return the requested parts in the order of PARTS; all if None."""
+    if requested is None:
         return list(PARTS)
-    for name in given:
+    for name in requested:
         if name not in PARTS:
             near = difflib.get_close_matches(name, PARTS, 1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise SettingsError(
-                f"there is no part {name!r} of the costs; {hint}there are {', '.join(PARTS)}"
-            )
-    if not given:
-        raise SettingsError(f"no part was named; there are {', '.join(PARTS)}")
-    return [name for name in PARTS if name in given]
+            raise SettingsError(f"unknown part {name!r}; {hint}choose from {', '.join(PARTS)}")
+    if not requested:
+        raise SettingsError(f"parts is empty; choose from {', '.join(PARTS)}")
+    return [name for name in PARTS if name in requested]
 
 
 def measured(lm: LanguageModel, name: str, plan: Plan) -> Part:
-    """One part, with the seconds it took.
+    """Measure one part and its duration.
 
-    What cannot be measured with this model is said in the part's place: minutes of measuring the
-    others are not lost for it.
+    If the part cannot be measured with this model, return a part with the reason, so that the
+    results of the other parts are not lost.
     """
     started = perf_counter()
     try:
@@ -125,15 +127,15 @@ def measured(lm: LanguageModel, name: str, plan: Plan) -> Part:
     return replace(part, seconds=perf_counter() - started)
 
 
-def _teller(
-    told: Callable[[int], object], done: int, name: str, watch: Watch | None
+def _progress_callback(
+    update_bar: Callable[[int], object], done: int, name: str, watch: Watch | None
 ) -> Callable[[float], object]:
-    """Hears how much of a part is done, for the bar and for whoever watches."""
+    """Return a function that passes a part's progress to the bar and to `watch`."""
 
-    def tell(share: float) -> None:
+    def report_progress(share: float) -> None:
         share = min(1.0, share)
-        told(_STEPS * done + round(_STEPS * PARTS[name] * share))
+        update_bar(_STEPS * done + round(_STEPS * PARTS[name] * share))
         if watch is not None:
             watch(name, share, None)
 
-    return tell
+    return report_progress

@@ -1,6 +1,6 @@
-"""A report as one HTML file: figures, plots, examples; no script, nothing fetched.
+"""Render a report as one HTML file: figures, plots, examples; no scripts or external resources.
 
-One model or several side by side: the same parts, the same plots with the same axes.
+One model or several side by side, with the same parts and the same axes.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from unspool.costing.machine import VOCABULARY
 from unspool.costing.part import (
+    VOCABULARY,
     Example,
     Figure,
     Part,
     Series,
     figure_names,
-    found_figure,
-    side_by_side,
+    figure_or_empty,
+    group_parts,
 )
 from unspool.costing.style import PAGE, STYLE
 from unspool.costing.svg import colour, plot, rise
@@ -25,7 +25,7 @@ from unspool.notebook import escape
 
 @dataclass(frozen=True)
 class Column:
-    """One model of the page."""
+    """One model in the report."""
 
     model: str
     machine: Mapping[str, str]
@@ -33,13 +33,13 @@ class Column:
 
 
 def page(columns: Sequence[Column], subtitle: str) -> str:
-    """The whole file."""
-    rows = side_by_side([column.parts for column in columns])
+    """Return the HTML file."""
+    rows = group_parts([column.parts for column in columns])
     models = " · ".join(column.model for column in columns)
     return PAGE.format(
         title=escape(f"Costs of {models}"),
         style=STYLE,
-        head=f"<h1>What writing one token at a time costs</h1><p class='sub'>{escape(models)}</p>"
+        head=f"<h1>Costs of autoregressive decoding</h1><p class='sub'>{escape(models)}</p>"
         f"<p class='dim'>{escape(subtitle)}</p>",
         facts="".join(_facts(column) for column in columns),
         cards="".join(_card(parts) for parts in rows),
@@ -56,11 +56,11 @@ def _facts(column: Column) -> str:
 
 
 def _card(parts: Sequence[Part]) -> str:
-    """A part's first figure, of each model, and the way to the part."""
+    """Return a link to a part with its first figure for each model."""
     name, inside = parts[0].name, ""
     if names := figure_names(parts)[:1]:
-        told = " · ".join(found_figure(part, names[0]).told() for part in parts)
-        inside = f"<b>{escape(told)}</b><span>{escape(names[0])}</span>"
+        values = " · ".join(figure_or_empty(part, names[0]).formatted() for part in parts)
+        inside = f"<b>{escape(values)}</b><span>{escape(names[0])}</span>"
     return f'<a class="card" href="#{name}"><em>{escape(name)}</em>{inside}</a>'
 
 
@@ -71,8 +71,8 @@ def _part(parts: Sequence[Part], columns: Sequence[Column]) -> str:
         f"<p class='formula'>{escape(part.formula)}</p>",
         _figures(parts, columns),
         _plots(parts, columns),
-        *(_table(one, column) for one, column in zip(parts, columns, strict=True)),
-        *(_example(one, column, columns) for one, column in zip(parts, columns, strict=True)),
+        *(_table(item, column) for item, column in zip(parts, columns, strict=True)),
+        *(_example(item, column, columns) for item, column in zip(parts, columns, strict=True)),
         _notes(part),
     ]
     return f'<section id="{part.name}">{"".join(inside)}</section>'
@@ -88,8 +88,8 @@ def _figures(parts: Sequence[Part], columns: Sequence[Column]) -> str:
     heads = "".join(
         f"<th>{escape(column.model)}</th><th>95 % interval</th>" for column in columns
     ) if several else "<th>value</th><th>95 % interval</th><th>n</th>"  # fmt: skip
-    same = len({column.machine.get(VOCABULARY) for column in columns}) == 1
-    rows = "".join(_row(name, parts, several, same) for name in figure_names(parts))
+    same_vocabulary = len({column.machine.get(VOCABULARY) for column in columns}) == 1
+    rows = "".join(_row(name, parts, several, same_vocabulary) for name in figure_names(parts))
     return (
         f'<div class="wide"><table class="figures"><thead><tr><th>measured</th>{heads}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
@@ -97,22 +97,25 @@ def _figures(parts: Sequence[Part], columns: Sequence[Column]) -> str:
 
 
 def _row(name: str, parts: Sequence[Part], several: bool, same_tokens: bool) -> str:
-    own = [found_figure(part, name) for part in parts]
-    best = winner(own, same_tokens)
-    why = next((figure.why for figure in own if figure.why), "")
+    figures = [figure_or_empty(part, name) for part in parts]
+    best = winner(figures, same_tokens)
+    why = next((figure.why for figure in figures if figure.why), "")
     small = f"<small>{escape(why)}</small>" if why else ""
     cells = f"<td>{escape(name)}{small}</td>"
-    for number, figure in enumerate(own):
+    for number, figure in enumerate(figures):
         kind = ' class="best"' if number == best else ""
-        cells += f"<td{kind}>{escape(figure.told())}</td><td>{escape(figure.interval())}</td>"
+        cells += f"<td{kind}>{escape(figure.formatted())}</td><td>{escape(figure.interval())}</td>"
     if not several:
-        cells += f"<td>{'' if own[0].n is None else f'{own[0].n:,}'}</td>"
+        cells += f"<td>{'' if figures[0].n is None else f'{figures[0].n:,}'}</td>"
     return f"<tr>{cells}</tr>"
 
 
 def winner(figures: Sequence[Figure], same_tokens: bool = True) -> int | None:
-    """Which of several models is surely better: its interval lies beyond all others. Nats say that
-    only of models with the same tokens."""
+    """Return the index of the model that is significantly better, None if there is none.
+
+    Its interval must not overlap with any other. Nats are comparable only between models with the
+    same vocabulary.
+    """
     better = figures[0].better
     if len(figures) < 2 or not better or (figures[0].unit.startswith("nats") and not same_tokens):
         return None
@@ -140,29 +143,31 @@ def _plots(parts: Sequence[Part], columns: Sequence[Column]) -> str:
 
 
 def _pictures(title: str, parts: Sequence[Part], columns: Sequence[Column]) -> str:
-    """One plot of every model, with the same height of the axis."""
-    own = [[one for one in part.series if one.plot == title and len(one.x)] for part in parts]
-    ranges = [rise(series) for series in own if series]
+    """Return one plot per model, with the same y axis."""
+    by_model = [
+        [line for line in part.series if line.plot == title and len(line.x)] for part in parts
+    ]
+    ranges = [rise(series) for series in by_model if series]
     if not ranges:
         return ""
     up = min(low for low, _ in ranges), max(high for _, high in ranges)
-    found = ""
-    for series, column in zip(own, columns, strict=True):
+    html = ""
+    for series, column in zip(by_model, columns, strict=True):
         if series:
-            whose = f" · {column.model}" if len(columns) > 1 else ""
+            model = f" · {column.model}" if len(columns) > 1 else ""
             picture = plot(series, up) + _legend(series)
-            found += f"<figure><figcaption>{escape(title + whose)}</figcaption>{picture}</figure>"
-    return found
+            html += f"<figure><figcaption>{escape(title + model)}</figcaption>{picture}</figure>"
+    return html
 
 
 def _legend(series: Sequence[Series]) -> str:
     if len(series) == 1:
         return ""
     items = ""
-    for number, one in enumerate(series):
-        style = "border-top:2px dashed var(--dim)" if one.kind == "reference" else ""
+    for number, line in enumerate(series):
+        style = "border-top:2px dashed var(--dim)" if line.kind == "reference" else ""
         style = style or f"background:{colour(number)}"
-        items += f'<li><i style="{style}"></i>{escape(one.name)}</li>'
+        items += f'<li><i style="{style}"></i>{escape(line.name)}</li>'
     return f"<ul class='legend'>{items}</ul>"
 
 
@@ -202,14 +207,14 @@ def _example(part: Part, column: Column, columns: Sequence[Column]) -> str:
 
 
 def _marked(example: Example, kinds: Sequence[str]) -> str:
-    found = ""
+    html = ""
     for text, mark in example.pieces():
         if mark is None:
-            found += escape(text)
+            html += escape(text)
             continue
         title = f' title="{escape(mark.title)}"' if mark.title else ""
-        found += f'<mark class="m{kinds.index(mark.kind) % 4}"{title}>{escape(text)}</mark>'
-    return found
+        html += f'<mark class="m{kinds.index(mark.kind) % 4}"{title}>{escape(text)}</mark>'
+    return html
 
 
 def _notes(part: Part) -> str:

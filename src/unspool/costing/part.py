@@ -1,7 +1,7 @@
-"""What a part of the report consists of: figures, series to plot, an example, notes.
+"""The building blocks of a report part: figures, plotted series, an example, notes.
 
-Every part is made of these, whatever it measures, so that the page, the terminal and a comparison
-of two models know only them. All of them become JSON by `to_dict()`.
+All parts consist of these, so that page, terminal and comparison handle every part alike. Each has
+`to_dict()` for JSON.
 """
 
 from __future__ import annotations
@@ -11,25 +11,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast
 
+VOCABULARY = "vocabulary"  # key of a machine fact; nats per token need the same vocabulary
 
-class _Told:
-    """A dataclass that becomes JSON."""
+
+class _JsonSerializable:
+    """Base of dataclasses that are written as JSON."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: plain numbers, texts and lists."""
-        return {one.name: _plain(getattr(self, one.name)) for one in fields(cast(Any, self))}
+        """Return plain numbers, strings, lists and dicts."""
+        return {item.name: _plain(getattr(self, item.name)) for item in fields(cast(Any, self))}
 
 
 @dataclass(frozen=True)
-class Figure(_Told):
-    """One number with its 95 % interval, where there is one.
+class Figure(_JsonSerializable):
+    """One number with an optional 95 % interval.
 
-    name     what was measured, in words; two reports are compared by it.
-    value    None: it could not be measured here, and `why` tells the reason.
-    unit     "ms", "%", "nats", "" ...; a share is given as such (0.25) with the unit "%".
-    n        how many things were measured.
-    why      how the number and its interval came about, or how to read it.
-    better   which way is better, where one is: it colours comparisons.
+    Attributes:
+        name: What was measured; reports are compared by it.
+        value: None if it could not be measured; `why` has the reason.
+        unit: "ms", "%", "nats", "" ...; a share is a fraction (0.25) with the unit "%".
+        n: Number of measurements.
+        why: How the number and its interval were computed, or how to read it.
+        better: Which direction is better, for comparisons.
     """
 
     name: str
@@ -41,12 +44,12 @@ class Figure(_Told):
     why: str = ""
     better: Literal["lower", "higher", ""] = ""
 
-    def told(self) -> str:
-        """The value with its unit, for people."""
+    def formatted(self) -> str:
+        """Return the value with its unit."""
         return number(self.value, self.unit)
 
     def interval(self) -> str:
-        """The interval for people; empty where there is none."""
+        """Return the interval as text, empty if there is none."""
         if self.low is None or self.high is None:
             return ""
         low = number(self.low, self.unit).removesuffix(self.unit).rstrip()
@@ -54,8 +57,8 @@ class Figure(_Told):
 
 
 @dataclass(frozen=True)
-class Series(_Told):
-    """One line of a plot; series of a part with the same `plot` share one picture."""
+class Series(_JsonSerializable):
+    """One line of a plot; series of a part with the same `plot` share one plot."""
 
     name: str
     x: Sequence[float]
@@ -64,12 +67,13 @@ class Series(_Told):
     high: Sequence[float] | None = None
     x_label: str = ""
     y_label: str = ""
-    plot: str = ""  # the picture's title
+    plot: str = ""  # title of the plot
     log_x: bool = False
     kind: Literal["line", "bars", "reference"] = "line"  # reference: drawn thin and dashed
 
     def __post_init__(self) -> None:
-        sizes = {len(one) for one in (self.x, self.y, self.low, self.high) if one is not None}
+        columns = (self.x, self.y, self.low, self.high)
+        sizes = {len(column) for column in columns if column is not None}
         if len(sizes) != 1:
             raise ValueError(f"the series {self.name!r} has columns of different lengths")
         if self.log_x and min(self.x, default=1) <= 0:
@@ -77,47 +81,48 @@ class Series(_Told):
 
 
 @dataclass(frozen=True)
-class Mark(_Told):
-    """A stretch of an example's text, by characters, and what it shows."""
+class Mark(_JsonSerializable):
+    """A marked range of characters in an example."""
 
     start: int
     end: int
-    kind: str  # a word: equal kinds have one colour, and stand in the legend
-    title: str = ""  # what hovering tells
+    kind: str  # shown in the legend; equal kinds share a colour
+    title: str = ""  # tooltip
 
 
 @dataclass(frozen=True)
-class Example(_Told):
-    """A text in which a reader sees what the figures say. Marks do not overlap."""
+class Example(_JsonSerializable):
+    """A text that illustrates the figures. Marks do not overlap."""
 
     text: str
     marks: Sequence[Mark] = ()
     caption: str = ""
 
     def pieces(self) -> list[tuple[str, Mark | None]]:
-        """The text in pieces, marked and unmarked in turn."""
-        found: list[tuple[str, Mark | None]] = []
+        """Split the text into marked and unmarked pieces."""
+        pieces: list[tuple[str, Mark | None]] = []
         at = 0
         for mark in sorted(self.marks, key=lambda mark: mark.start):
             start, end = max(mark.start, at), min(mark.end, len(self.text))
             if start >= end:
                 continue
             if start > at:
-                found.append((self.text[at:start], None))
-            found.append((self.text[start:end], mark))
+                pieces.append((self.text[at:start], None))
+            pieces.append((self.text[start:end], mark))
             at = end
-        return found + ([(self.text[at:], None)] if at < len(self.text) else [])
+        return pieces + ([(self.text[at:], None)] if at < len(self.text) else [])
 
 
 @dataclass(frozen=True)
-class Part(_Told):
-    """One cost, measured.
+class Part(_JsonSerializable):
+    """One measured cost.
 
-    name      as in `--parts`: waiting, loops, ...
-    title     a sentence's worth of what it is.
-    formula   what is computed, as one reads it aloud or in plain notation.
-    notes     what a reader must know to trust it: limits, choices, what was left out.
-    table     rows that belong side by side (remedies and their prices); the first is the head.
+    Attributes:
+        name: As in `--parts`: waiting, loops, ...
+        title: One sentence about the cost.
+        formula: What is computed, in plain notation.
+        notes: Limits and choices of the measurement.
+        table: Rows of a table (remedies and their costs); the first is the header.
     """
 
     name: str
@@ -128,36 +133,36 @@ class Part(_Told):
     example: Example | None = None
     notes: Sequence[str] = ()
     table: Sequence[Sequence[str]] = ()
-    seconds: float = field(default=0.0, compare=False)  # that measuring took
+    seconds: float = field(default=0.0, compare=False)  # duration of the measurement
 
     def figure(self, name: str) -> Figure:
-        """The figure of this name."""
-        return next(one for one in self.figures if one.name == name)
+        """Return the figure with this name."""
+        return next(figure for figure in self.figures if figure.name == name)
 
 
-def side_by_side(reports: Sequence[Sequence[Part]]) -> list[list[Part]]:
-    """Parts of the same name together, one of each report; an empty one where it was left out."""
+def group_parts(reports: Sequence[Sequence[Part]]) -> list[list[Part]]:
+    """Group parts by name, one per report; an empty one where a report does not have it."""
     names = dict.fromkeys(part.name for parts in reports for part in parts)
-    found = []
+    grouped = []
     for name in names:
-        own = [next((part for part in parts if part.name == name), None) for parts in reports]
-        known = next(part for part in own if part is not None)
-        found.append([part or Part(name, known.title, known.formula) for part in own])
-    return found
+        group = [next((part for part in parts if part.name == name), None) for parts in reports]
+        template = next(part for part in group if part is not None)
+        grouped.append([part or Part(name, template.title, template.formula) for part in group])
+    return grouped
 
 
 def figure_names(parts: Sequence[Part]) -> list[str]:
-    """The figures of all models, each once, in order."""
+    """Return the distinct figure names of all parts, in order."""
     return list(dict.fromkeys(figure.name for part in parts for figure in part.figures))
 
 
-def found_figure(part: Part, name: str) -> Figure:
-    """A part's figure of this name, or one without a value."""
-    return next((one for one in part.figures if one.name == name), Figure(name, None))
+def figure_or_empty(part: Part, name: str) -> Figure:
+    """Return a part's figure with this name, or one without a value."""
+    return next((figure for figure in part.figures if figure.name == name), Figure(name, None))
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """A number for people: three digits, shares as percent."""
+    """Format a number: three digits, shares as percent."""
     if value is None:
         return "–"
     if unit == "%":
@@ -172,15 +177,15 @@ def number(value: float | None, unit: str = "") -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON knows it: also numpy's numbers; a number that is none (nan) becomes null."""
-    if isinstance(value, _Told):
+    """Return a value as plain JSON types: numpy numbers too; nan becomes None."""
+    if isinstance(value, _JsonSerializable):
         return value.to_dict()
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, str) or value is None or isinstance(value, bool | int):
         return value
     if hasattr(value, "tolist"):
         return _plain(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return [_plain(one) for one in value]
+    return [_plain(item) for item in value]

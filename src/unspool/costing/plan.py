@@ -1,4 +1,4 @@
-"""How much is measured: what every part is given beside the model."""
+"""The measurement plan that every part gets, next to the model."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 
-def _nobody(share: float) -> object:
+def _ignore_progress(share: float) -> object:
     return None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure with.
+    """Settings of a measurement.
 
-    quick    a look in well under a minute for all parts together, with wide intervals.
-    seed     of everything that is drawn: the same seed measures the same texts.
-    texts    texts that people wrote, each a few thousand characters.
-    tell     hears how much of a part is done: 0 to 1.
-    twin     a masked model that reads both ways, where there is one.
+    Attributes:
+        quick: Less than a minute for all parts together, with wide intervals.
+        seed: Of all random draws: the same seed measures the same texts.
+        texts: Human-written texts, each of a few thousand characters.
+        tell: Called with the progress of a part, 0 to 1.
+        twin: A masked (bidirectional) model, if there is one.
     """
 
     quick: bool
     seed: int
     texts: Sequence[str]
-    tell: Callable[[float], object] = _nobody
+    tell: Callable[[float], object] = _ignore_progress
     twin: object | None = None
 
-    def pick(self, quick: _T, whole: _T) -> _T:
-        """One of two amounts."""
-        return quick if self.quick else whole
+    def pick(self, quick: _T, full: _T) -> _T:
+        """Return the amount for a quick or for a complete measurement."""
+        return quick if self.quick else full

@@ -1,4 +1,4 @@
-"""A report: one model's parts, or those of several models side by side.
+"""Reports: the parts of one model, or of several models side by side.
 
 report.html(), report.to_dict(), print(report)
 Comparison([first, second]).html()
@@ -19,7 +19,7 @@ VERSION = 1  # of the JSON
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What one model's writing costs."""
+    """The measured costs of one model."""
 
     model: str
     machine: Mapping[str, str]
@@ -33,8 +33,8 @@ class Report:
         return f"<Report {self.model}: {names}, {self.seconds:.0f} s>"
 
     def part(self, name: str) -> Part:
-        """The part of this name."""
-        return next(one for one in self.parts if one.name == name)
+        """Return the part with this name."""
+        return next(part for part in self.parts if part.name == name)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -49,11 +49,11 @@ class Report:
         }
 
     def html(self) -> str:
-        """One file with plots: nothing is fetched, and there is no script."""
+        """Return one HTML file with plots, without scripts or external resources."""
         return Comparison([self]).html()
 
     def _repr_html_(self) -> str:
-        """In a notebook the page stands in a frame of its own, with its own style."""
+        """Show the page in an iframe in notebooks, as it has its own style."""
         from unspool.notebook import escape
 
         return f'<iframe srcdoc="{escape(self.html())}" width="100%" height="700"></iframe>'
@@ -64,7 +64,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Reports of several models, measured in the same way on the same machine."""
+    """Reports of several models, measured with the same settings on the same machine."""
 
     reports: Sequence[Report]
 
@@ -73,11 +73,11 @@ class Comparison:
         return {"version": VERSION, "reports": [report.to_dict() for report in self.reports]}
 
     def html(self) -> str:
-        """One file: figures in columns, plots side by side with the same axes."""
-        columns = [Column(one.model, one.machine, one.parts) for one in self.reports]
+        """Return one HTML file: figures in columns, plots side by side with the same axes."""
+        columns = [Column(report.model, report.machine, report.parts) for report in self.reports]
         seconds = sum(report.seconds for report in self.reports)
         first = self.reports[0]
-        kind = "a quick look, with wide intervals" if first.quick else "the whole measurement"
+        kind = "quick measurement, wide intervals" if first.quick else "complete measurement"
         return page(columns, f"{kind}, seed {first.seed}, {seconds:.0f} s")
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""Texts that people wrote, to measure on: one's own, or addresses of presidents.
+"""Human-written texts to measure on: the user's, or State of the Union addresses.
 
-The addresses come with the default data of training (fetched once); where they cannot be had, a few
-pages of them that lie here serve.
+The addresses are the default training data (downloaded once); if they are not available, a few
+pages in this package are used.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from pathlib import Path
 
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
 
-_HERE = Path(__file__).parent / "sample.txt"
-_BETWEEN = "\n\n* * *\n\n"  # two texts of it
-_FIRST = 100  # of the addresses by year: from about 1890 on they are in today's language
+_SAMPLE_FILE = Path(__file__).parent / "sample.txt"
+_SEPARATOR = "\n\n* * *\n\n"  # between texts in the file
+_FIRST = 100  # index of the first address to use: from about 1890 on, in modern language
 _COUNT = 48
-_SHORTEST = 2000  # characters: what parts cut from one text must be in it
+_MIN_CHARS = 2000  # of a text: parts take long excerpts from single texts
 
 
 @dataclass(frozen=True)
 class SampleTexts:
-    """Texts, and where they come from, in words."""
+    """Texts with a description of their source."""
 
     texts: tuple[str, ...]
     source: str
 
 
-def sample_texts(given: Sequence[str] | str | Path | None = None) -> SampleTexts:
-    """Texts that were given, those of a source (a file, a folder, ... as for training), or ours."""
-    if given is None:
+def sample_texts(source: Sequence[str] | str | Path | None = None) -> SampleTexts:
+    """Return the given texts, those of a source (file, folder, as for training), or the default."""
+    if source is None:
         return _addresses()
-    if isinstance(given, str | Path):
+    if isinstance(source, str | Path):
         from unspool.train.judging.judged_text import texts_of
 
-        return _checked(list(texts_of([str(given)], limit=_COUNT)), str(given))
-    return _checked(list(given), f"{len(given)} texts that were given")
+        return _checked(list(texts_of([str(source)], limit=_COUNT)), str(source))
+    return _checked(list(source), f"{len(source)} texts of the caller")
 
 
 def _checked(texts: list[str], source: str) -> SampleTexts:
-    long = tuple(text for text in texts if len(text) >= _SHORTEST)
+    long = tuple(text for text in texts if len(text) >= _MIN_CHARS)
     if not long:
         raise SettingsError(
-            f"{source}: no text of {_SHORTEST:,} characters or more to measure on; give longer ones"
+            f"{source}: no text has {_MIN_CHARS:,} characters or more; give longer texts"
         )
     return SampleTexts(long, source)
 
@@ -56,7 +56,7 @@ def _addresses() -> SampleTexts:
         every = list(texts_of([DEFAULT_SOURCE]))[_FIRST:]
     except (UnspoolError, OSError) as error:
         warnings.warn(
-            f"a short sample of text serves instead of the addresses: {error}",
+            f"measuring on a short sample text instead of the default texts: {error}",
             UnspoolWarning,
             stacklevel=2,
         )
@@ -66,6 +66,6 @@ def _addresses() -> SampleTexts:
 
 
 def shipped() -> SampleTexts:
-    """The few pages that lie here."""
-    texts = _HERE.read_text(encoding="utf-8").split(_BETWEEN)
+    """Return the pages in this package."""
+    texts = _SAMPLE_FILE.read_text(encoding="utf-8").split(_SEPARATOR)
     return _checked(texts, "a few pages of State of the Union addresses")

@@ -1,7 +1,7 @@
-"""Where the time of a token goes: weights, attention, sampling, everything else.
+"""The time per token by operation: weights, attention, sampling, everything else.
 
-The native backend times every operation. Elsewhere what grows with the past is attention, and the
-rest cannot be told apart.
+The native backend profiles every operation. For other backends the time that grows with the context
+is attention, and weights are not separated from everything else.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from unspool.costing.limits import is_native
 from unspool.language_model import LanguageModel
 from unspool.sampling.picker import PickRows, pick, row_numbers
 
-_MS = 1000.0
+_MS_PER_S = 1000.0
 _WEIGHTS = ("linear", "embed", "route", "experts", "combine")
 _ATTENTION = ("attend", "place")
-_PICKS = 15  # times that picking is timed alone
+_PICKS = 15  # repetitions of the sampling measurement
 
 
 @dataclass(frozen=True)
 class Split:
-    """Milliseconds of a token behind so many others; None: cannot be told here."""
+    """Milliseconds per token after `past` tokens, by operation; None if not measurable."""
 
     past: int
     total: float
@@ -36,23 +36,23 @@ class Split:
     profiled: bool
 
     def rows(self) -> list[tuple[str, float | None, str]]:
-        """Name, milliseconds, and how they were found out."""
+        """Return name, milliseconds and method of each operation."""
         how = "each operation was timed" if self.profiled else "what grows with the context"
-        rest = self.total - self.attention - (self.weights or 0.0) - (self.sampling or 0.0)
-        hidden = "not timed apart here: in everything else"
-        alone = "picking timed alone, on this model's logits"
+        remainder = self.total - self.attention - (self.weights or 0.0) - (self.sampling or 0.0)
+        hidden = "not measured separately: in everything else"
+        alone = "sampling timed alone, on this model's logits"
         return [
             ("reading weights", self.weights, how if self.profiled else hidden),
             ("attention", self.attention, how),
             ("sampling", self.sampling, hidden if self.sampling is None else alone),
-            ("everything else", max(0.0, rest), "norms, Python, and what is between"),
+            ("everything else", max(0.0, remainder), "norms, Python, scheduling"),
         ]
 
 
 def split_at(lm: LanguageModel, ids: Sequence[int], tokens: int) -> Split:
-    """The split of a token behind these."""
+    """Measure the time per token after these tokens, by operation."""
     options: Any = {"max_tokens": tokens, "temperature": 0.8, "seed": 0, "end": False}
-    lm.generate(ids, **{**options, "max_tokens": 1})  # read, and kept in the cache
+    lm.generate(ids, **{**options, "max_tokens": 1})  # fills the prefix cache
     if is_native(lm):
         return _profiled(lm, ids, options)
     short = _mean(lm, ids[: max(1, len(ids) // 4)], options)
@@ -65,27 +65,29 @@ def split_at(lm: LanguageModel, ids: Sequence[int], tokens: int) -> Split:
 def _profiled(lm: LanguageModel, ids: Sequence[int], options: Any) -> Split:
     backend: Any = lm.engine.backend
     plan: Any = getattr(lm.model, "plan")  # noqa: B009 (the native model's)
-    backend.profile()  # what was before does not count
+    backend.profile()  # reset
     total = _mean(lm, ids, options)
     seconds = backend.profile()
     kinds = [operation.kind for operation in plan.operations]
     steps = int(options["max_tokens"])
 
-    def of(wanted: Sequence[str]) -> float:
-        own = [s for s, kind in zip(seconds, kinds, strict=True) if kind in wanted]
-        return _MS * float(sum(own)) / steps
+    def ms_of(selected: Sequence[str]) -> float:
+        times = [s for s, kind in zip(seconds, kinds, strict=True) if kind in selected]
+        return _MS_PER_S * float(sum(times)) / steps
 
-    return Split(len(ids), total, of(_WEIGHTS), of(_ATTENTION), _sampling_ms(lm, ids), steps, True)
+    return Split(
+        len(ids), total, ms_of(_WEIGHTS), ms_of(_ATTENTION), _sampling_ms(lm, ids), steps, True
+    )
 
 
 def _mean(lm: LanguageModel, ids: Sequence[int], options: Any) -> float:
-    """Milliseconds between two tokens; the first waits for the prompt as well."""
+    """Return the mean milliseconds between two tokens, without the prefill."""
     text = lm.generate(ids, **options)
-    return _MS * float(np.mean([step.seconds for step in text.steps[1:]] or [0.0]))
+    return _MS_PER_S * float(np.mean([step.seconds for step in text.steps[1:]] or [0.0]))
 
 
 def _sampling_ms(lm: LanguageModel, ids: Sequence[int]) -> float:
-    """Picking one token from this model's logits with the usual settings."""
+    """Return the milliseconds to sample one token from this model's logits, default settings."""
     settings = lm.draft(ids, seed=0).request.settings
     with lm.opened(ids[-16:]) as branch:
         logits: Any = lm.engine.extend(branch)
@@ -96,4 +98,4 @@ def _sampling_ms(lm: LanguageModel, ids: Sequence[int]) -> float:
         started = perf_counter()
         pick(logits, rows, int(getattr(lm.model, "threads", 1)))
         times.append(perf_counter() - started)
-    return _MS * float(np.median(times))
+    return _MS_PER_S * float(np.median(times))

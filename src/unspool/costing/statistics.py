@@ -1,8 +1,8 @@
-"""Intervals: how sure a figure is. Each takes plain numbers, and says in words what it did.
+"""Figures with confidence intervals.
 
 mean_figure("NLL", values, "nats")            # bootstrap over the values
 share_figure("texts that loop", 3, 20)        # Wilson
-bootstrap(pairs, lambda rows: ...)            # any statistic of rows drawn again
+bootstrap(pairs, lambda rows: ...)            # any statistic of resampled rows
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from unspool.costing.part import Figure
 
 _DRAWS = 2000
-_Z = 1.959963984540054  # of the normal distribution: 95 % lie within
+_Z = 1.959963984540054  # of the normal distribution: 95 % are within
 
 Better = Literal["lower", "higher", ""]
 
@@ -30,25 +30,27 @@ def bootstrap(
     draws: int = _DRAWS,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """The 95 % percentile interval of a statistic, its rows drawn again with replacement.
+    """Return the 95 % percentile bootstrap interval of a statistic.
 
-    A row is what was drawn independently: a text, not a token of it.
+    Rows must be independent: texts, not tokens.
     """
     data = np.asarray(rows)
     if len(data) < 2:
         return math.nan, math.nan
     random = np.random.default_rng(seed)
-    drawn = random.integers(0, len(data), (draws, len(data)))
-    found = [statistic(data[numbers]) for numbers in drawn]
-    low, high = np.nanpercentile(found, [2.5, 97.5])
+    samples = random.integers(0, len(data), (draws, len(data)))
+    values = [statistic(data[indices]) for indices in samples]
+    low, high = np.nanpercentile(values, [2.5, 97.5])
     return float(low), float(high)
 
 
 def interval_around(
     value: float, rows: ArrayLike, statistic: Callable[[NDArray[Any]], float]
 ) -> tuple[float, float]:
-    """The same, stretched to the value itself: of few rows, a statistic that jumps (a count of
-    tokens, a place) can lie beside what is drawn again."""
+    """Return the bootstrap interval, extended to include the value.
+
+    With few rows, a discrete statistic (a token count, a position) can be outside of the interval.
+    """
     low, high = bootstrap(rows, statistic)
     return min(low, value), max(high, value)
 
@@ -56,22 +58,22 @@ def interval_around(
 def bootstrap_means(
     rows: ArrayLike, *, draws: int = _DRAWS, seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The same for the mean of every column at once: rows are texts, columns places; gaps nan."""
+    """Return bootstrap intervals of the column means; rows are texts, nan marks gaps."""
     data = np.asarray(rows, np.float64)
     random = np.random.default_rng(seed)
-    drawn = random.integers(0, len(data), (draws, len(data)))
-    known = ~np.isnan(data)
-    filled = np.where(known, data, 0.0)
-    weights = np.stack([np.bincount(numbers, minlength=len(data)) for numbers in drawn])
+    samples = random.integers(0, len(data), (draws, len(data)))
+    is_known = ~np.isnan(data)
+    filled = np.where(is_known, data, 0.0)
+    weights = np.stack([np.bincount(indices, minlength=len(data)) for indices in samples])
     with np.errstate(invalid="ignore", divide="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a place that no text has stays nan
-        found = (weights @ filled) / (weights @ known)
-        low, high = np.nanpercentile(found, [2.5, 97.5], axis=0)
+        warnings.simplefilter("ignore", RuntimeWarning)  # a column without values stays nan
+        means = (weights @ filled) / (weights @ is_known)
+        low, high = np.nanpercentile(means, [2.5, 97.5], axis=0)
     return low, high
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share: right also for few, and for none."""
+    """Return Wilson's 95 % interval of a share, valid for small counts too."""
     if n == 0:
         return 0.0, 1.0
     share, z2 = successes / n, _Z**2
@@ -89,14 +91,14 @@ def mean_figure(
     better: Better = "",
     seed: int = 0,
 ) -> Figure:
-    """A mean with its bootstrap interval."""
+    """Return a mean with its bootstrap interval."""
     return _figure(name, values, unit, np.mean, "bootstrap", why, better, seed=seed)
 
 
 def median_figure(
     name: str, values: Sequence[float], unit: str = "", *, why: str = "", better: Better = ""
 ) -> Figure:
-    """A median with its bootstrap interval: for times, of which a few are always slow."""
+    """Return a median with its bootstrap interval; for times, which have outliers."""
     return _figure(name, values, unit, np.median, "median, bootstrap", why, better, draws=500)
 
 
@@ -115,48 +117,48 @@ def _figure(
     low, high = bootstrap(values, lambda rows: float(statistic(rows)), **drawing)
     if math.isnan(low):
         return Figure(name, float(statistic(values)), unit, n=len(values), why=why, better=better)
-    told = said(why, how)
-    return Figure(name, float(statistic(values)), unit, low, high, len(values), told, better)
+    note = join_notes(why, how)
+    return Figure(name, float(statistic(values)), unit, low, high, len(values), note, better)
 
 
 def share_figure(
     name: str, successes: int, n: int, *, why: str = "", better: Better = ""
 ) -> Figure:
-    """A share with Wilson's interval."""
+    """Return a share with Wilson's interval."""
     if n == 0:
         return Figure(name, None, "%", n=0, why=why or "nothing could be measured", better=better)
     low, high = wilson(successes, n)
-    return Figure(name, successes / n, "%", low, high, n, said(why, "Wilson"), better)
+    return Figure(name, successes / n, "%", low, high, n, join_notes(why, "Wilson"), better)
 
 
 Bounds = tuple[list[float], list[float], list[float]]  # of a series: y, low, high
 
 
 def share_bounds(successes: Sequence[int], n: int) -> Bounds:
-    """Shares of n, with Wilson's intervals."""
+    """Return shares of n with Wilson's intervals."""
     ends = [wilson(count, n) for count in successes]
     return [count / n for count in successes], [end[0] for end in ends], [end[1] for end in ends]
 
 
 def mean_bounds(values: Sequence[Sequence[float]]) -> Bounds:
-    """The mean of each set of values, with bootstrap intervals; of a single value, itself."""
+    """Return the mean of each set of values with bootstrap intervals; a single value has none."""
     means, lows, highs = [], [], []
-    for own in values:
-        mean = float(np.mean(own)) if len(own) else math.nan
-        low, high = bootstrap(own, lambda rows: float(rows.mean()), draws=1000)
+    for group in values:
+        mean = float(np.mean(group)) if len(group) else math.nan
+        low, high = bootstrap(group, lambda rows: float(rows.mean()), draws=1000)
         means.append(mean)
         lows.append(mean if math.isnan(low) else low)
         highs.append(mean if math.isnan(high) else high)
     return means, lows, highs
 
 
-def said(why: str, how: str) -> str:
-    """What a figure means, and by what its interval was made."""
+def join_notes(why: str, how: str) -> str:
+    """Join the meaning of a figure and the method of its interval."""
     return f"{why}; {how}" if why else how
 
 
 def auc(positives: ArrayLike, negatives: ArrayLike) -> float:
-    """How often one of the first exceeds one of the second; equals count half (Mann-Whitney)."""
+    """Return the area under the ROC curve: P(positive > negative), ties count half."""
     first, second = np.asarray(positives, np.float64), np.asarray(negatives, np.float64)
     if not first.size or not second.size:
         return math.nan

@@ -1,4 +1,4 @@
-"""Stories of which one fact can be checked at the end: made from templates, every value in turn."""
+"""Stories with one fact that is asked for at the end: templates with all values in turn."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Story:
-    """A beginning that tells a fact, and a question that asks for it.
-
-    values   what could be answered, `told` among them; all of one kind.
-    """
+    """A beginning that states a fact, and a question that asks for it."""
 
     beginning: str
     question: str
-    values: tuple[str, ...]
-    told: str
+    values: tuple[str, ...]  # possible answers, all of one kind
+    answer: str  # the correct one of `values`
 
 
-# The kinds of fact: values of one kind are about equally common words.
+# Values by kind of fact; values of one kind are about equally common words.
 _COLOURS = ("red", "blue", "green", "yellow")
 _PLACES = ("kitchen", "garden", "garage", "attic")
 _ANIMALS = ("dog", "cat", "horse", "rabbit")
@@ -27,7 +24,7 @@ _DRINKS = ("tea", "coffee", "milk", "water")
 _NUMBERS = ("two", "three", "four", "five")
 _TOWNS = ("London", "Paris", "Rome", "Berlin")
 
-# Beginning, question, values. {} is the value that is told.
+# Beginning, question, values. {} is the correct value.
 _TEMPLATES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "{name} had a {} bicycle. Every morning {name} rode it to school, and all the other "
@@ -106,19 +103,19 @@ _NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry")
 
 
 def stories(seed: int) -> list[Story]:
-    """Every template with every value, in an order that mixes them: the first n are a fair part."""
+    """Return every template with every value, mixed: the first n are a fair sample."""
     draw = random.Random(seed)
-    found = []
+    result = []
     for turn in range(4):
         for number, (beginning, question, values) in enumerate(_TEMPLATES):
-            told = values[(number + turn) % len(values)]
+            answer = values[(number + turn) % len(values)]
             name = draw.choice(_NAMES)
-            found.append(
+            result.append(
                 Story(
-                    beginning.format(told, name=name),
+                    beginning.format(answer, name=name),
                     " " + question.format(name=name),
                     values,
-                    told,
+                    answer,
                 )
             )
-    return found
+    return result

@@ -1,8 +1,8 @@
-"""How the report's page looks: light and dark, wide and narrow."""
+"""The style sheets and the HTML frame of a report page."""
 
 from __future__ import annotations
 
-# Of the page, and of a plot that stands alone.
+# Of the page, and of a standalone plot.
 COLOURS = """
 :root{color-scheme:light dark;--ink:#1d1f21;--paper:#fff;--raised:#f5f6f7;--line:#dfe2e5;
 --dim:#5d646b;--good:#1a7f4b;

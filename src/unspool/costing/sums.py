@@ -1,4 +1,4 @@
-"""Small sums, whose answers can be checked: what thinking longer about them buys, and its price."""
+"""Small sums with checkable answers: accuracy and cost of test-time compute."""
 
 from __future__ import annotations
 
@@ -14,112 +14,117 @@ from unspool.costing.writing import encoded
 from unspool.errors import UnspoolError
 from unspool.language_model import LanguageModel
 
-_MANY = 5  # texts, where there are several
-_TOKENS = 6  # of an answer
-_THOUGHT = 24  # tokens that budget forcing thinks at most ...
-_TAGS = 12  # ... and those of the tags around it, in models to which they are plain text
+_SAMPLES = 5
+_ANSWER_TOKENS = 6
+_MAX_REASONING = 24  # tokens of reasoning with budget forcing ...
+_TAGS = 12  # ... and of the tags, if they are plain text for the model
 _CLOSE = "</think>"
-_SHOWN = "Q: What is 4 + 3?\nA: 4 + 3 = 7\n\nQ: What is 6 + 8?\nA: 6 + 8 = 14\n\n"
+_EXAMPLES = "Q: What is 4 + 3?\nA: 4 + 3 = 7\n\nQ: What is 6 + 8?\nA: 6 + 8 = 14\n\n"
 _FORCED = "budget forcing"
 
 
 def number_in(text: str) -> str:
-    """The answer of a text, by its first line: the number behind the first =, or the first number;
-    empty if there is none. What was thought before does not count."""
+    """Return the answer in a text, "" if there is none; reasoning is ignored.
+
+    It is the number after the first = of the first line, or else the first number.
+    """
     line = text.rpartition(_CLOSE)[2].strip().partition("\n")[0]
-    found = re.search(r"=\s*(\d+)", line) or re.search(r"(\d+)", line)
-    return "" if found is None else found[1]
+    match = re.search(r"=\s*(\d+)", line) or re.search(r"(\d+)", line)
+    return "" if match is None else match[1]
 
 
 WAYS: dict[str, dict[str, Any]] = {
     "one sample": {"policy": "best-of", "n": 1},
-    f"vote of {_MANY}": {
+    f"vote of {_SAMPLES}": {
         "policy": "vote",
-        "n": _MANY,
+        "n": _SAMPLES,
         "extract": lambda text: number_in(text.text),
     },
-    f"best of {_MANY}, the likeliest": {"policy": "best-of", "n": _MANY},
-    f"best of {_MANY}, asked yes or no": {"policy": "best-of", "n": _MANY, "judge": "ask"},
-    _FORCED: {"policy": "think", "max_thinking": _THOUGHT, "max_tokens": _THOUGHT + _TAGS + 12},
+    f"best of {_SAMPLES}, the likeliest": {"policy": "best-of", "n": _SAMPLES},
+    f"best of {_SAMPLES}, asked yes or no": {"policy": "best-of", "n": _SAMPLES, "judge": "ask"},
+    _FORCED: {
+        "policy": "think",
+        "max_thinking": _MAX_REASONING,
+        "max_tokens": _MAX_REASONING + _TAGS + 12,
+    },
 }
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A question, and what it comes to."""
+    """A sum of two numbers."""
 
     a: int
     b: int
 
     def prompt(self, thinking: bool = False) -> str:
-        """Behind two that are answered; where the model shall think first, only asked."""
-        begun = "" if thinking else f" {self.a} + {self.b} ="
-        return f"{_SHOWN}Q: What is {self.a} + {self.b}?\nA:{begun}"
+        """Return the prompt, after two examples; with `thinking`, without a started answer."""
+        start = "" if thinking else f" {self.a} + {self.b} ="
+        return f"{_EXAMPLES}Q: What is {self.a} + {self.b}?\nA:{start}"
 
     def is_right(self, text: str) -> bool:
-        """Whether a text gives the right answer."""
+        """Return whether a text gives the correct answer."""
         return number_in(text) == str(self.a + self.b)
 
 
 @dataclass(frozen=True)
 class Answered:
-    """One way of answering, and what it took."""
+    """Accuracy and cost of one decoding policy."""
 
     name: str
     right: int
-    asked: int
-    tokens: int  # that were computed
+    count: int
+    tokens: int  # computed
     seconds: float
 
-    def figure(self, usual: Answered) -> Figure:
-        """Its share of right answers, with its price beside that of `usual`."""
-        tokens = self.tokens / self.asked
-        why = f"{tokens:.0f} tokens and {self.seconds / self.asked:.2f} s a sum"
-        if self is not usual:
-            more = tokens * usual.asked / usual.tokens
-            longer = self.seconds / self.asked * usual.asked / usual.seconds
-            why += f": {more:.1f}× and {longer:.1f}× those of {usual.name}"
+    def figure(self, baseline: Answered) -> Figure:
+        """Return the share of correct answers, with the cost relative to `baseline`."""
+        tokens = self.tokens / self.count
+        why = f"{tokens:.0f} tokens and {self.seconds / self.count:.2f} s per sum"
+        if self is not baseline:
+            token_ratio = tokens * baseline.count / baseline.tokens
+            time_ratio = self.seconds / self.count * baseline.count / baseline.seconds
+            why += f": {token_ratio:.1f}× and {time_ratio:.1f}× those of {baseline.name}"
         return share_figure(
-            f"sums right, {self.name}", self.right, self.asked, better="higher", why=why
+            f"sums right, {self.name}", self.right, self.count, better="higher", why=why
         )
 
 
 def sums(count: int) -> list[Sum]:
-    """So many of them, small and all different."""
+    """Return `count` different small sums."""
     return [Sum(2 + number * 7 % 9, 1 + number * 5 % 8) for number in range(count)]
 
 
 def sum_figures(
     lm: LanguageModel,
-    asked: Sequence[Sum],
+    problems: Sequence[Sum],
     ways: Sequence[str],
     seed: int,
     tell: Callable[[float], object],
 ) -> tuple[list[Figure], list[str]]:
-    """The same sums in each way; and why one could not be taken, in words."""
-    found: list[Answered] = []
+    """Return a figure for each policy, and error messages of those that failed."""
+    results: list[Answered] = []
     failed: list[str] = []
     for number, name in enumerate(ways):
         try:
-            found.append(answered(lm, name, asked, seed))
+            results.append(answered(lm, name, problems, seed))
         except UnspoolError as error:  # a context that is too short, a model without a template
             failed.append(f"{name}: {error}")
         tell((number + 1) / len(ways))
-    return [one.figure(found[0]) for one in found], failed
+    return [result.figure(results[0]) for result in results], failed
 
 
-def answered(lm: LanguageModel, name: str, asked: Sequence[Sum], seed: int) -> Answered:
-    """All sums in one way. The questions are read before: nobody pays for that."""
+def answered(lm: LanguageModel, name: str, problems: Sequence[Sum], seed: int) -> Answered:
+    """Answer all sums with one policy. Prefill is not measured."""
     right = tokens = 0
     seconds = 0.0
-    for one in asked:
-        prompt = encoded(lm, one.prompt(thinking=name == _FORCED))
+    for problem in problems:
+        prompt = encoded(lm, problem.prompt(thinking=name == _FORCED))
         lm.generate(prompt, max_tokens=1)
         started = perf_counter()
-        thought = lm.think(
-            prompt, budget=None, seed=seed, progress=False, **{"max_tokens": _TOKENS, **WAYS[name]}
-        )
+        options = {"max_tokens": _ANSWER_TOKENS, **WAYS[name]}
+        result = lm.think(prompt, budget=None, seed=seed, progress=False, **options)
         seconds += perf_counter() - started
-        right += one.is_right(thought.text)
-        tokens += thought.spent.written + thought.spent.judged
-    return Answered(name, right, len(asked), tokens, seconds)
+        right += problem.is_right(result.text)
+        tokens += result.spent.written + result.spent.judged
+    return Answered(name, right, len(problems), tokens, seconds)

@@ -1,7 +1,7 @@
-"""A plot as SVG: lines with their intervals, stacked bars, dashed references.
+"""SVG plots: lines with intervals, stacked bars, dashed reference lines.
 
-Colours are the page's (`--c0` to `--c7`, `--ink`, `--dim`, `--line`), so that a plot is readable in
-light and dark. The legend belongs to the page, which can wrap it.
+Colours are CSS variables of the page (`--c0` to `--c7`, `--ink`, `--dim`, `--line`), for light and
+dark mode. The legend is part of the page, which can wrap it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from unspool.train.scaling.plot import decades, nice, short
 WIDTH, HEIGHT = 440, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 14, 46
 _COLOURS = 8
-_BANDS = 3  # around lines: more hide each other
+_MAX_BANDS = 3  # interval bands in a plot; more would hide each other
 
 Range = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where numbers lie on the paper."""
+    """Maps values to SVG coordinates."""
 
     across: Range
     up: Range
@@ -43,19 +43,19 @@ class _Frame:
 
 
 def plot(series: Sequence[Series], up: Range | None = None) -> str:
-    """A picture of series that share their axes; `up` where several pictures share theirs."""
+    """Return a plot of series with common axes; `up` is the y range if plots share it."""
     first = series[0]
-    bars = any(one.kind == "bars" for one in series)
+    bars = any(line.kind == "bars" for line in series)
     frame = _Frame(_across(series, bars), up or rise(series), first.log_x and not bars)
     parts = [_axes(frame, first, _bar_names(series) if bars else None)]
     parts += _stacks(frame, series) if bars else []
-    crowded = sum(one.low is not None for one in series) > _BANDS
-    for number, one in enumerate(series):
-        if one.kind != "bars":
-            parts.append(_interval(frame, one, colour(number), crowded))
-    for number, one in enumerate(series):
-        if one.kind != "bars":
-            parts.append(_line(frame, one, colour(number)))
+    crowded = sum(line.low is not None for line in series) > _MAX_BANDS
+    for number, line in enumerate(series):
+        if line.kind != "bars":
+            parts.append(_interval(frame, line, colour(number), crowded))
+    for number, line in enumerate(series):
+        if line.kind != "bars":
+            parts.append(_line(frame, line, colour(number)))
     label = escape(f"{first.plot or first.y_label}, by {first.x_label}")
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
@@ -65,19 +65,19 @@ def plot(series: Sequence[Series], up: Range | None = None) -> str:
 
 
 def colour(number: int) -> str:
-    """The page's colour of the series of this number."""
+    """Return the colour of series `number`."""
     return f"var(--c{number % _COLOURS})"
 
 
 def rise(series: Sequence[Series]) -> Range:
-    """The range of all y, intervals included; from 0 where nothing is below."""
-    if any(one.kind == "bars" for one in series):
-        stacked = [sum(column) for column in zip(*(one.y for one in series), strict=True)]
+    """Return the range of all y values and intervals; it starts at 0 if none is negative."""
+    if any(line.kind == "bars" for line in series):
+        stacked = [sum(column) for column in zip(*(line.y for line in series), strict=True)]
         return 0.0, (max(stacked) or 1.0) * 1.05
     every = [
         value
-        for one in series
-        for column in (one.y, one.low or (), one.high or ())
+        for line in series
+        for column in (line.y, line.low or (), line.high or ())
         for value in column
         if math.isfinite(value)
     ]
@@ -89,7 +89,7 @@ def rise(series: Sequence[Series]) -> Range:
 def _across(series: Sequence[Series], bars: bool) -> Range:
     if bars:
         return -0.5, len(series[0].x) - 0.5
-    every = [x for one in series for x in one.x]
+    every = [x for line in series for x in line.x]
     low, high = min(every), max(every)
     if low == high:
         return (low / 2, high * 2) if series[0].log_x else (low - 1, high + 1)
@@ -102,22 +102,22 @@ def _bar_names(series: Sequence[Series]) -> list[str]:
 
 def _axes(frame: _Frame, first: Series, names: list[str] | None) -> str:
     bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
-    found = [f'<path class="axis" d="M{_LEFT},{_TOP}V{bottom}H{right}"/>']
+    parts = [f'<path class="axis" d="M{_LEFT},{_TOP}V{bottom}H{right}"/>']
     for value in nice(frame.up):
         y = frame.y(value)
-        found.append(f'<path class="grid" d="M{_LEFT},{y:.1f}H{right}"/>')
-        found.append(f'<text class="end" x="{_LEFT - 7}" y="{y + 4:.1f}">{short(value)}</text>')
+        parts.append(f'<path class="grid" d="M{_LEFT},{y:.1f}H{right}"/>')
+        parts.append(f'<text class="end" x="{_LEFT - 7}" y="{y + 4:.1f}">{short(value)}</text>')
     for value, name in _across_names(frame, names):
         x = frame.x(value)
-        found.append(f'<text class="mid" x="{x:.1f}" y="{bottom + 17}">{name}</text>')
+        parts.append(f'<text class="mid" x="{x:.1f}" y="{bottom + 17}">{name}</text>')
     middle = (_LEFT + right) / 2
-    found.append(f'<text class="mid" x="{middle}" y="{HEIGHT - 8}">{escape(first.x_label)}</text>')
+    parts.append(f'<text class="mid" x="{middle}" y="{HEIGHT - 8}">{escape(first.x_label)}</text>')
     y = (_TOP + bottom) / 2
-    found.append(
+    parts.append(
         f'<text class="mid" x="13" y="{y}" transform="rotate(-90 13 {y})">'
         f"{escape(first.y_label)}</text>"
     )
-    return "".join(found)
+    return "".join(parts)
 
 
 def _across_names(frame: _Frame, names: list[str] | None) -> Iterable[tuple[float, str]]:
@@ -128,29 +128,29 @@ def _across_names(frame: _Frame, names: list[str] | None) -> Iterable[tuple[floa
     return [(value, short(value)) for value in ticks]
 
 
-def _line(frame: _Frame, one: Series, stroke: str) -> str:
-    known = [n for n, y in enumerate(one.y) if math.isfinite(y)]
-    points = [(frame.x(one.x[n]), frame.y(one.y[n])) for n in known]
+def _line(frame: _Frame, line: Series, stroke: str) -> str:
+    finite = [n for n, y in enumerate(line.y) if math.isfinite(y)]
+    points = [(frame.x(line.x[n]), frame.y(line.y[n])) for n in finite]
     path = "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    if one.kind == "reference":
+    if line.kind == "reference":
         return f'<path class="reference" d="{path}"/>'
-    found = f'<path class="line" style="stroke:{stroke}" d="{path}"/>'
-    for n, (x, y) in zip(known, points, strict=True):
-        title = escape(f"{one.name}: {one.y[n]:.4g} at {one.x[n]:g}")
-        found += (
+    svg = f'<path class="line" style="stroke:{stroke}" d="{path}"/>'
+    for n, (x, y) in zip(finite, points, strict=True):
+        title = escape(f"{line.name}: {line.y[n]:.4g} at {line.x[n]:g}")
+        svg += (
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill:{stroke}">'
             f"<title>{title}</title></circle>"
         )
-    return found
+    return svg
 
 
-def _interval(frame: _Frame, one: Series, stroke: str, crowded: bool) -> str:
-    """A band around the line; many would hide each other, so then a bar at each point."""
-    if one.low is None or one.high is None:
+def _interval(frame: _Frame, line: Series, stroke: str, crowded: bool) -> str:
+    """Return a band around the line, or an error bar at each point if the plot is crowded."""
+    if line.low is None or line.high is None:
         return ""
     ends = [
         (frame.x(x), frame.y(low), frame.y(high))
-        for x, low, high in zip(one.x, one.low, one.high, strict=True)
+        for x, low, high in zip(line.x, line.low, line.high, strict=True)
         if math.isfinite(low) and math.isfinite(high)
     ]
     if crowded or len(ends) < 2:
@@ -162,19 +162,19 @@ def _interval(frame: _Frame, one: Series, stroke: str, crowded: bool) -> str:
 
 
 def _stacks(frame: _Frame, series: Sequence[Series]) -> list[str]:
-    """At each x the series on top of each other."""
+    """Return stacked bars."""
     room = (frame.x(1) - frame.x(0)) * 0.55
-    found = []
-    for place, x in enumerate(series[0].x):
+    bars = []
+    for index, x in enumerate(series[0].x):
         below = 0.0
-        for number, one in enumerate(series):
-            value = one.y[place]
+        for number, line in enumerate(series):
+            value = line.y[index]
             top, bottom = frame.y(below + value), frame.y(below)
-            title = escape(f"{one.name}: {value:.3g} at {x:g}")
-            found.append(
-                f'<rect x="{frame.x(place) - room / 2:.1f}" y="{top:.1f}" width="{room:.1f}" '
+            title = escape(f"{line.name}: {value:.3g} at {x:g}")
+            bars.append(
+                f'<rect x="{frame.x(index) - room / 2:.1f}" y="{top:.1f}" width="{room:.1f}" '
                 f'height="{max(0.0, bottom - top):.1f}" style="fill:{colour(number)}">'
                 f"<title>{title}</title></rect>"
             )
             below += value
-    return found
+    return bars

@@ -1,18 +1,18 @@
-"""A report for a terminal: every figure on a line, its interval beside it."""
+"""Render a report as text: one line per figure, with its interval."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unspool.costing.part import Part, figure_names, found_figure, side_by_side
+from unspool.costing.part import Part, figure_names, figure_or_empty, group_parts
 
 
 def summary(models: Sequence[str], reports: Sequence[Sequence[Part]]) -> str:
-    """The figures of one model, or of several in columns."""
+    """Return the figures of one model, or of several in columns."""
     lines: list[str] = []
     if len(models) > 1:
         lines.append("  ".join(f"[{number}] {name}" for number, name in enumerate(models, 1)))
-    for parts in side_by_side(reports):
+    for parts in group_parts(reports):
         lines += ["", f"{parts[0].title}  ({parts[0].name})", *_rows(parts)]
         lines += [f"  {note}" for part in parts if not part.figures for note in part.notes]
         for number, part in enumerate(parts, 1):
@@ -23,12 +23,12 @@ def summary(models: Sequence[str], reports: Sequence[Sequence[Part]]) -> str:
 
 
 def _rows(parts: Sequence[Part]) -> list[str]:
-    """A line for each figure, in the columns of all parts."""
+    """Return a line per figure, with columns for all parts."""
     heads = [cell for number in range(len(parts)) for cell in (f"[{number + 1}]", "")]
     rows = [["", *heads]] if len(parts) > 1 else []
     for name in figure_names(parts):
-        same = [found_figure(part, name) for part in parts]
-        cells = [cell for one in same for cell in (one.told(), one.interval())]
+        figures = [figure_or_empty(part, name) for part in parts]
+        cells = [cell for figure in figures for cell in (figure.formatted(), figure.interval())]
         rows.append([f"  {name}", *cells])
     return _aligned(rows)
 

@@ -1,9 +1,9 @@
-"""Less than the whole context: what the model is given of a text, and a model that looks less far.
+"""Limited context: truncated texts, and a model with sliding-window attention.
 
-A view is what is read before the tokens that are judged: all of the text, its last tokens, or its
-first and last ones (what `endless` keeps in view). Each is read as a text of its own, so these are
-exact. A model with windowed attention keeps the keys and values it has and only looks no further
-back than its window: what a cache does that drops its oldest entries.
+Truncated are the tokens before those that are scored: to the last tokens, or to the first and last
+ones (as `endless` does). Each is read as a new text, so the results are exact. A model with
+sliding-window attention keeps its KV cache and attends only to the window, like a cache that drops
+its oldest entries.
 """
 
 from __future__ import annotations
@@ -14,40 +14,44 @@ from dataclasses import replace
 from unspool.engine.endless import SINKS
 from unspool.language_model import LanguageModel
 
-_LARGEST = 2 << 30  # bytes of weights that are loaded a second time
+_MAX_WEIGHT_BYTES = 2 << 30  # of a model to load a second time
 
 
-def last_of(tokens: Sequence[int], judged: int, width: int, kept: int = 0) -> list[int]:
-    """The judged tokens at the end of a text, behind `width` tokens of it: its first `kept`, and
-    for the rest those right before."""
+def last_of(tokens: Sequence[int], judged: int, width: int, num_sinks: int = 0) -> list[int]:
+    """Return the last `judged` tokens of a text after `width` tokens of context.
+
+    The context is the first `kept` tokens, and the ones directly before.
+    """
     before, end = list(tokens[: len(tokens) - judged]), list(tokens[len(tokens) - judged :])
     if len(before) <= width:
         return [*before, *end]
-    return [*before[:kept], *before[len(before) - (width - kept) :], *end]
+    return [*before[:num_sinks], *before[len(before) - (width - num_sinks) :], *end]
 
 
 def sinks_and_last(tokens: Sequence[int], judged: int, width: int) -> list[int]:
-    """... its first four, and those right before."""
+    """As `last_of`, with the attention sinks (the first four tokens) in the context."""
     return last_of(tokens, judged, width, min(SINKS, width // 2))
 
 
 def with_window(lm: LanguageModel, width: int) -> LanguageModel | str:
-    """The same model, looking no further back than so many tokens in every layer; or, in words,
-    why that cannot be had. It is loaded a second time, and is the caller's to close."""
+    """Load the model again with sliding-window attention of `width` tokens in every layer.
+
+    Returns the reason as text if that is not possible. The caller closes the model.
+    """
     from unspool.loading import check_load_options, load_weights
     from unspool.model.checkpoint import open_checkpoint
 
     if lm.path is None or lm.adapter is not None:
-        return "the model came from no file, so that it cannot be loaded a second time"
+        return "the model was not loaded from a file, so it cannot be loaded again"
     if any(lm.config.windows):
-        return "the model has windows of its own"
+        return "the model already has sliding-window attention"
     checkpoint = open_checkpoint(lm.path)
     size = lm.path.stat().st_size if lm.path.is_file() else _folder_size(lm)
-    if size > _LARGEST:
-        return "the model is too large to be loaded a second time just for this"
+    if size > _MAX_WEIGHT_BYTES:
+        return "the model is too large to be loaded again for this"
     checkpoint.config = replace(checkpoint.config, windows=(width,) * checkpoint.config.layers)
-    wanted = check_load_options(device=lm.model.device)
-    weights = load_weights(checkpoint, wanted, wanted.chosen())
+    load_options = check_load_options(device=lm.model.device)
+    weights = load_weights(checkpoint, load_options, load_options.chosen())
     return LanguageModel(weights, lm.tokenizer, path=lm.path, context=lm.context, memory=256 << 20)
 
 

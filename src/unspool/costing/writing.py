@@ -1,4 +1,4 @@
-"""Reading and writing for the parts: excerpts of texts as tokens, and batches that are counted."""
+"""Excerpts of texts as tokens, and measured batch generation."""
 
 from __future__ import annotations
 
@@ -18,39 +18,38 @@ from unspool.train.judging.judge import first_token
 
 
 def encoded(lm: Session, text: str) -> list[int]:
-    """A text's tokens, behind the token with which texts begin where the model has one."""
+    """Return a text's tokens, after the model's start token if it has one."""
     lead = first_token(lm)
     return [*([] if lead is None else [lead]), *lm.tokenizer.encode(text)]
 
 
 def excerpts(lm: Session, texts: Sequence[str], count: int, tokens: int) -> list[list[int]]:
-    """So many stretches of so many tokens, no two alike: one of each text, then a second, ...
+    """Return up to `count` different excerpts of `tokens` tokens, at least one.
 
-    They begin where a paragraph does. Fewer are given where the texts hold no more, none is
-    shorter, and there is at least one.
+    One of each text, then a second one of each, and so on. They begin at paragraphs.
     """
-    found: list[list[int]] = []
+    results: list[list[int]] = []
     waiting = [_stretches(lm, text, tokens) for text in texts]
-    while waiting and len(found) < count:
-        going = []
+    while waiting and len(results) < count:
+        remaining = []
         for stretches in waiting:
-            one = next(stretches, None)
-            if one is not None:
-                found += [one] if one not in found else []
-                going.append(stretches)
-        waiting = going
-    if not found:
+            excerpt = next(stretches, None)
+            if excerpt is not None:
+                results += [excerpt] if excerpt not in results else []
+                remaining.append(stretches)
+        waiting = remaining
+    if not results:
         raise SettingsError(
-            f"none of the texts has {tokens} tokens, which this measurement needs; give longer ones"
+            f"no text has {tokens} tokens, which this measurement needs; give longer texts"
         )
-    return found[:count]
+    return results[:count]
 
 
 def _stretches(lm: Session, text: str, tokens: int) -> Iterator[list[int]]:
-    """One text's, each from the first paragraph behind the one before."""
+    """Yield excerpts of one text, each from the first paragraph after the previous one."""
     start = 0
     while start < len(text):
-        # A token is seldom longer than eight characters: more need not be encoded.
+        # Tokens are rarely longer than eight characters, so this prefix is usually enough.
         ids = encoded(lm, text[start : start + 8 * tokens + 64])
         if len(ids) < tokens:
             ids = encoded(lm, text[start:])
@@ -64,10 +63,12 @@ def _stretches(lm: Session, text: str, tokens: int) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Written:
-    """Texts that were written as one batch, and what that took.
+    """Texts generated as one batch.
 
-    computed   tokens that were written, those included that a guard took back.
-    seconds    of the whole batch, its prompts included.
+    Attributes:
+        texts: The texts.
+        computed: Generated tokens, including those that a guard removed.
+        seconds: Of the batch, including prefill.
     """
 
     texts: tuple[Generation, ...]
@@ -75,20 +76,23 @@ class Written:
     seconds: float
 
     @property
-    def kept(self) -> int:
+    def num_kept(self) -> int:
         return sum(len(text.steps) for text in self.texts)
 
     def mean_logprobs(self) -> list[float]:
-        """Of each text that has tokens: how likely the model itself finds them, a token."""
+        """Return the mean logprob per token of each text that has tokens."""
         return [mean_logprob(text) for text in self.texts if text.steps]
 
 
 def write(lm: Session, prompts: Sequence[Sequence[int]], **options: Unpack[Options]) -> Written:
-    """A text behind each prompt, all in one batch, every token counted."""
+    """Generate a text after each prompt, all in one batch."""
     started = perf_counter()
-    # Each its own sample number: with one for all, the same draws would fall in every text.
+    # Different sample numbers: otherwise all texts would use the same random draws.
     samples: list[Options] = [{"sample": number, **options} for number in range(len(prompts))]
-    texts = [lm.draft(prompt, **one) for prompt, one in zip(prompts, samples, strict=True)]
+    texts = [
+        lm.draft(prompt, **sample_options)
+        for prompt, sample_options in zip(prompts, samples, strict=True)
+    ]
     streams: list[StepStream] = []
     computed = 0
     try:
@@ -102,6 +106,6 @@ def write(lm: Session, prompts: Sequence[Sequence[int]], **options: Unpack[Optio
 
 
 def distinct(texts: Sequence[Sequence[int]], n: int = 2) -> float:
-    """Variety: of all runs of n tokens in all texts, the share that is different (distinct-n)."""
+    """Return distinct-n: the share of different n-grams of tokens in all texts."""
     runs = [tuple(text[at : at + n]) for text in texts for at in range(len(text) - n + 1)]
     return len(set(runs)) / len(runs) if runs else math.nan

@@ -1,1 +1,1 @@
-"""When one machine is not enough: replicas and batches on Ray, models and training on torch."""
+"""Scaling beyond one machine: server replicas and batch jobs on Ray."""

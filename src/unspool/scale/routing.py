@@ -1,10 +1,9 @@
-"""Which replica gets a prompt: the one that holds the longest part of it, unless it is loaded.
+"""Prefix-aware routing: a prompt goes to the replica that has the longest prefix of it cached.
 
-A replica keeps what it computed of earlier prompts. A prompt that begins like one of these costs
-less there, so a router remembers which beginnings it has sent where. It runs where no model is
-loaded, so it has no tokenizer; and it needs none, since prompts whose bytes begin alike have tokens
-that begin alike. It cuts the request's own bytes into chunks (`text_hashes`), or tokens into pages
-where somebody has them (`page_hashes`), and compares hashes of these.
+Replicas have prefix caches. A prompt with a cached prefix costs less there, so the router remembers
+which prefixes it has sent to which replica, and balances this with the load. It has no tokenizer
+and needs none: prompts with common bytes have common tokens. It hashes the request's bytes in
+chunks (`text_hashes`), or tokens in pages where they are known (`page_hashes`).
 """
 
 from __future__ import annotations
@@ -16,11 +15,13 @@ from hashlib import blake2b
 
 from unspool.errors import UnspoolError
 
-PAGE = 16  # tokens of a page, as in the engine's cache
-CHUNK = 64  # bytes of a chunk: about a page of English text
-CAPACITY = 1 << 16  # pages remembered of a replica: about a million tokens
-SLACK = 1.0  # how much busier than the average, once more, may be who holds a whole prompt
-WARM = 64  # requests after which a replica holds about what the others hold
+PAGE = 16  # tokens per page, as in the engine's KV cache
+CHUNK = 64  # bytes per chunk: about a page of English text
+CAPACITY = 1 << 16  # pages remembered per replica: about a million tokens
+SLACK = (
+    1.0  # load above the average that is tolerated for a fully cached prompt, see tolerated_load
+)
+WARM = 64  # requests after which the cache of a new replica is about as full as the others
 
 
 class NoReplicaError(UnspoolError):
@@ -28,15 +29,15 @@ class NoReplicaError(UnspoolError):
 
 
 def page_hashes(tokens: Sequence[int], page: int = PAGE) -> list[int]:
-    """A number of 64 bits for each whole page, made of it and of all pages before it.
+    """Return a 64-bit hash for each full page, of the page and all pages before it.
 
-    The same in every process and on every machine, unlike Python's own `hash`.
+    The same in every process and on every machine, unlike Python's `hash`.
     """
     return _chained(array("q", tokens).tobytes(), page * 8)
 
 
 def text_hashes(text: str | bytes, chunk: int = CHUNK) -> list[int]:
-    """As `page_hashes`, of the text's bytes."""
+    """Return hashes as in `page_hashes`, of the text's bytes."""
     return _chained(text.encode("utf-8", "replace") if isinstance(text, str) else text, chunk)
 
 
@@ -48,23 +49,28 @@ def _chained(data: bytes, size: int) -> list[int]:
     return hashes
 
 
-def tolerated(slack: float, load: Mapping[str, int], replicas: Collection[str]) -> float:
-    """By how many requests in flight a replica that holds a whole prompt may be busier than others:
-    `slack` times as many as each has on average, and one. Among idle ones that is a single request,
-    among busy ones enough that chance does not send every prompt somewhere else."""
+def tolerated_load(slack: float, load: Mapping[str, int], replicas: Collection[str]) -> float:
+    """Return how many more requests in flight a replica with a fully cached prompt may have.
+
+    It is `slack` times (1 + the average load): one request if all are idle, and enough for random
+    fluctuations if all are busy.
+    """
     mean = sum(load.get(replica, 0) for replica in replicas) / max(1, len(replicas))
     return slack * (1 + mean)
 
 
 def _allowed(replicas: Collection[str], avoid: Collection[str]) -> list[str]:
     if not replicas:
-        raise NoReplicaError("there is no replica that could take a request")
+        raise NoReplicaError("there is no replica for this request")
     return [replica for replica in replicas if replica not in avoid] or list(replicas)
 
 
 def session_replica(session: str, replicas: Iterable[str]) -> str:
-    """The replica of a session: the same for everyone who knows the same replicas, without having
-    to be remembered. When one comes or goes, only its own sessions move (rendezvous hashing)."""
+    """Return the replica of a session by rendezvous hashing.
+
+    It is the same in every gateway, without stored state. When a replica is added or removed, only
+    its sessions move.
+    """
 
     def weight(replica: str) -> bytes:
         return blake2b(f"{session}\n{replica}".encode("utf-8", "replace"), digest_size=8).digest()
@@ -73,16 +79,15 @@ def session_replica(session: str, replicas: Iterable[str]) -> str:
 
 
 class PrefixRouter:
-    """Remembers which beginnings of prompts each replica has seen, and chooses by them.
+    """Remembers which prompt prefixes each replica has cached, and routes by them.
 
-    Each replica costs its requests in flight, less what is `tolerated` times the share of the
-    prompt that it holds; the cheapest is chosen. So the longest prefix wins among replicas that are
-    about equally busy, a busy replica loses to an idle one, and a few words in common pull nothing
-    together.
+    The cost of a replica is its requests in flight, minus `tolerated_load` times the cached share
+    of the prompt; the cheapest is chosen. So the longest prefix wins among equally busy replicas, a
+    busy replica loses to an idle one, and a short common prefix has little effect.
 
-    A replica that has just come is idle and holds nothing: were it sent all that comes until it is
-    as busy as the others, it would have to read all of that at once, whole. So each request that it
-    has in flight counts for several at first (slow start).
+    A new replica is idle and has an empty cache: if it got all requests until it is as busy as the
+    others, it would have to prefill all of them. So each of its requests in flight counts as
+    several at first (slow start).
     """
 
     def __init__(
@@ -93,12 +98,12 @@ class PrefixRouter:
         slack: float = SLACK,
     ) -> None:
         self.capacity_pages, self.slack = capacity_pages, slack
-        # Of each replica its pages, the one that is forgotten next at the front.
+        # Pages by replica, in LRU order.
         self._pages: dict[str, OrderedDict[int, None]] = {}
-        self._holders: dict[int, set[str]] = {}  # of each page the replicas that hold it
-        self._chosen: dict[str, int] = {}  # of each replica, which choice was the last for it
-        self._sent: dict[str, int] = {}  # to each replica, how many requests
-        self._behind: dict[str, int] = {}  # how many fewer than another, when it came
+        self._holders: dict[int, set[str]] = {}  # replicas by page
+        self._last_choice: dict[str, int] = {}  # number of the last choice by replica
+        self._num_sent: dict[str, int] = {}  # requests by replica
+        self._deficit: dict[str, int] = {}  # requests fewer than another when it was added
         self._choices = 0
         for replica in replicas:
             self.add(replica)
@@ -109,60 +114,63 @@ class PrefixRouter:
 
     def add(self, replica: str) -> None:
         if replica not in self._pages:
-            self._behind[replica] = min(WARM, max(self._sent.values(), default=0))
-            self._pages[replica], self._sent[replica] = OrderedDict(), 0
+            self._deficit[replica] = min(WARM, max(self._num_sent.values(), default=0))
+            self._pages[replica], self._num_sent[replica] = OrderedDict(), 0
 
     def remove(self, replica: str) -> None:
-        """It is lost or drained: what it held is forgotten."""
-        self._chosen.pop(replica, None)
-        self._sent.pop(replica, None)
-        self._behind.pop(replica, None)
+        """Forget a replica and its pages."""
+        self._last_choice.pop(replica, None)
+        self._num_sent.pop(replica, None)
+        self._deficit.pop(replica, None)
         for page in self._pages.pop(replica, ()):
             self._forget(replica, page)
 
-    def held(self, hashes: Sequence[int]) -> dict[str, int]:
-        """How many of these pages, from the first on, each replica holds; none: not named."""
-        found: dict[str, int] = {}
-        still: set[str] = set(self._pages)
+    def cached_pages(self, hashes: Sequence[int]) -> dict[str, int]:
+        """Return the length of the cached prefix in pages, by replica that has any."""
+        lengths: dict[str, int] = {}
+        holders: set[str] = set(self._pages)
         for count, page in enumerate(hashes, start=1):
-            still = still & self._holders.get(page, set())
-            if not still:
+            holders = holders & self._holders.get(page, set())
+            if not holders:
                 break
-            found.update(dict.fromkeys(still, count))
-        return found
+            lengths.update(dict.fromkeys(holders, count))
+        return lengths
 
     def choose(
         self, hashes: Sequence[int], load: Mapping[str, int], avoid: Collection[str] = ()
     ) -> str:
-        """The replica for this prompt; `load` says how many requests each has in flight, `avoid`
-        who is only chosen if there is no other."""
+        """Return the replica for a prompt.
+
+        `load` is the number of requests in flight by replica; replicas in `avoid` are chosen only
+        if there is no other.
+        """
         allowed = _allowed(self._pages, avoid)
-        held, worth = self.held(hashes), tolerated(self.slack, load, allowed)
+        cached, worth = self.cached_pages(hashes), tolerated_load(self.slack, load, allowed)
 
         def cost(replica: str) -> tuple[float, float, int, int]:
-            share = held.get(replica, 0) / max(1, len(hashes))
+            share = cached.get(replica, 0) / max(1, len(hashes))
             busy = load.get(replica, 0) * self._weight(replica)
-            # Of equals, the one with less in flight, then the one that remembers least, then the
-            # one that was not chosen for longest: new prompts spread over all.
-            remembers, last = len(self._pages[replica]), self._chosen.get(replica, 0)
+            # Ties go to the lower load, then to the fewest pages, then to the least recently
+            # chosen: new prompts spread over all replicas.
+            remembers, last = len(self._pages[replica]), self._last_choice.get(replica, 0)
             return busy - worth * share, busy, remembers, last
 
-        chosen = min(allowed, key=cost)
+        replica = min(allowed, key=cost)
         self._choices += 1
-        self._chosen[chosen] = self._choices
-        self._sent[chosen] += 1
-        return chosen
+        self._last_choice[replica] = self._choices
+        self._num_sent[replica] += 1
+        return replica
 
     def _weight(self, replica: str) -> float:
-        """For how many a request in flight counts: one, unless the replica has just come."""
-        return max(1.0, self._behind[replica] / (1 + self._sent[replica]))
+        """Return the weight of a request in flight: 1, more if the replica is new."""
+        return max(1.0, self._deficit[replica] / (1 + self._num_sent[replica]))
 
     def record(self, replica: str, hashes: Sequence[int]) -> None:
-        """The replica was sent a prompt of these pages, and holds them now."""
+        """Record that a replica got a prompt of these pages, and has them cached."""
         if (pages := self._pages.get(replica)) is None:
-            return  # lost meanwhile
-        # From the last page to the first: a page's followers are forgotten before it, as the
-        # engine's own cache gives back the ends of prompts before their beginnings.
+            return  # removed meanwhile
+        # From the last page to the first: like the engine's prefix cache, evict the ends of prompts
+        # before their beginnings.
         for page in reversed(hashes[: self.capacity_pages]):
             pages[page] = None
             pages.move_to_end(page)
@@ -178,7 +186,7 @@ class PrefixRouter:
 
 
 class RoundRobin:
-    """One after the other, whatever they hold: what a prefix router is compared with."""
+    """Round-robin routing, the baseline of prefix routing."""
 
     def __init__(self, replicas: Iterable[str] = ()) -> None:
         self.replicas = list(replicas)
@@ -196,9 +204,9 @@ class RoundRobin:
         self, hashes: Sequence[int], load: Mapping[str, int], avoid: Collection[str] = ()
     ) -> str:
         allowed = _allowed(self.replicas, avoid)
-        chosen = allowed[self._next % len(allowed)]
+        replica = allowed[self._next % len(allowed)]
         self._next += 1
-        return chosen
+        return replica
 
     def record(self, replica: str, hashes: Sequence[int]) -> None:
-        """Nothing is remembered."""
+        """Do nothing."""

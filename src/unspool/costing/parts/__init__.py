@@ -1,1 +1,1 @@
-"""The parts of the report, one a file: each has `measure(lm, plan)` and gives a `Part`."""
+"""The parts of the report, one per file: each has `measure(lm, plan)` and returns a `Part`."""

@@ -1,4 +1,4 @@
-"""Confidence: is a model as often right as it is sure? And where along a text is it unsure?"""
+"""Calibration: does confidence match accuracy? And where in a text is the model uncertain?"""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from unspool.costing.plan import Plan
 from unspool.costing.statistics import (
     bootstrap,
     bootstrap_means,
+    join_notes,
     mean_bounds,
     mean_figure,
-    said,
     share_figure,
 )
 from unspool.costing.writing import encoded, excerpts
@@ -26,7 +26,7 @@ from unspool.language_model import LanguageModel
 from unspool.train.judging.likelihood import likelihoods
 
 BINS = 10
-_UNSURE = 4.0  # nats of entropy: as if some fifty tokens were equally likely
+_UNSURE = 4.0  # nats of entropy: about fifty equally likely tokens
 _SURE = 0.8
 _FORMULA = (
     "Items: P(answer a) = p(a | question) / Σ p(a' | question) over the four answers, confidence "
@@ -38,7 +38,7 @@ _FORMULA = (
 
 
 def expected_calibration_error(confidence: ArrayLike, right: ArrayLike, bins: int = BINS) -> float:
-    """How far confidence and accuracy lie apart, a bin of equal width after the other."""
+    """Return the expected calibration error (ECE) over bins of equal width."""
     sure, hits = np.asarray(confidence, np.float64), np.asarray(right, np.float64)
     if not len(sure):
         return float("nan")
@@ -48,42 +48,42 @@ def expected_calibration_error(confidence: ArrayLike, right: ArrayLike, bins: in
 
 
 def brier(probabilities: ArrayLike, right: ArrayLike) -> NDArray[np.float64]:
-    """Brier's score of each item: 0 sure and right, 2 sure and wrong."""
+    """Return the Brier score of each item: 0 is sure and right, 2 is sure and wrong."""
     table = np.asarray(probabilities, np.float64)
     target = np.eye(table.shape[1])[np.asarray(right, int)]
-    found: NDArray[np.float64] = ((table - target) ** 2).sum(1)
-    return found
+    scores: NDArray[np.float64] = ((table - target) ** 2).sum(1)
+    return scores
 
 
 def reliability(
     confidence: ArrayLike, right: ArrayLike, bins: int = BINS
 ) -> tuple[list[float], list[list[float]]]:
-    """Of each bin that has any: the mean confidence, and which were right."""
+    """Return the mean confidence and the correctness of each non-empty bin."""
     sure, hits = np.asarray(confidence, np.float64), np.asarray(right, np.float64)
     number = np.minimum((sure * bins).astype(int), bins - 1)
-    used = [one for one in range(bins) if (number == one).any()]
+    used = [index for index in range(bins) if (number == index).any()]
     return (
-        [float(sure[number == one].mean()) for one in used],
-        [hits[number == one].tolist() for one in used],
+        [float(sure[number == index].mean()) for index in used],
+        [hits[number == index].tolist() for index in used],
     )
 
 
-def item_probabilities(lm: LanguageModel, asked: Sequence[Item]) -> NDArray[np.float64]:
-    """How the model divides its belief between the answers of each item: [items, answers]."""
+def item_probabilities(lm: LanguageModel, questions: Sequence[Item]) -> NDArray[np.float64]:
+    """Return the model's probabilities of the answers: [items, answers]."""
     pairs = []
-    for item in asked:
+    for item in questions:
         context = encoded(lm, f"Question: {item.question}\nAnswer:")
         pairs += [(context, lm.tokenizer.encode(f" {answer}")) for answer in item.answers]
-    totals = np.array([one.total for one in likelihoods(lm, pairs)])
-    table = totals.reshape(len(asked), -1)
+    totals = np.array([likelihood.total for likelihood in likelihoods(lm, pairs)])
+    table = totals.reshape(len(questions), -1)
     odds = np.exp(table - table.max(1, keepdims=True))
-    found: NDArray[np.float64] = odds / odds.sum(1, keepdims=True)
-    return found
+    probabilities: NDArray[np.float64] = odds / odds.sum(1, keepdims=True)
+    return probabilities
 
 
 def measure(lm: LanguageModel, plan: Plan) -> Part:
-    asked = items()[: plan.pick(16, 64)]
-    belief = item_probabilities(lm, asked)
+    questions = items()[: plan.pick(16, 64)]
+    belief = item_probabilities(lm, questions)
     plan.tell(0.4)
     length = min(plan.pick(96, 320), lm.context)
     windows = excerpts(lm, plan.texts, plan.pick(5, 16), length)
@@ -94,16 +94,16 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
     sure, hits, entropy = _tokens(scores)
     return Part(
         "confidence",
-        "Confidence: is it as often right as it is sure?",
+        "Confidence: is the model calibrated?",
         _FORMULA,
         [*_item_figures(belief), *_token_figures(sure, hits, entropy)],
         [*_reliability_series(belief, sure, hits), _along(entropy)],
         _example(scores[0]),
         [
-            f"{len(asked)} questions of general knowledge that come with Unspool, each with four "
-            "answers, scored as text.",
-            f"Next tokens: {len(windows)} stretches of {length} tokens of human text; intervals "
-            "draw whole stretches again.",
+            f"{len(questions)} general knowledge questions, each with four answers, scored as "
+            "text.",
+            f"Next tokens: {len(windows)} excerpts of {length} tokens of human text; intervals "
+            "resample whole excerpts.",
         ],
     )
 
@@ -111,7 +111,9 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
 def _item_figures(belief: NDArray[np.float64]) -> list[Figure]:
     sure, right = belief.max(1), belief.argmax(1) == 0
     rows = np.stack([sure, right], 1)
-    low, high = bootstrap(rows, lambda drawn: expected_calibration_error(drawn[:, 0], drawn[:, 1]))
+    low, high = bootstrap(
+        rows, lambda sample: expected_calibration_error(sample[:, 0], sample[:, 1])
+    )
     count = len(belief)
     gap = (sure - right).tolist()
     return [
@@ -120,7 +122,7 @@ def _item_figures(belief: NDArray[np.float64]) -> list[Figure]:
         mean_figure("confidence in them", sure.tolist(), "%"),
         mean_figure("overconfidence", gap, "%", why="confidence less accuracy"),
         Figure("ECE, items", expected_calibration_error(sure, right), "%", low, high, count,
-               said("0: calibrated", "bootstrap over items; few items raise it"), "lower"),
+               join_notes("0: calibrated", "bootstrap over items; few items raise it"), "lower"),
         mean_figure("Brier score, items", brier(belief, np.zeros(count, int)).tolist(), "",
                     why="0: sure and right, 0.75: no idea, 2: sure and wrong", better="lower"),
     ]  # fmt: skip
@@ -129,13 +131,13 @@ def _item_figures(belief: NDArray[np.float64]) -> list[Figure]:
 def _tokens(
     scores: Sequence[Score],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Of each text and place: p of the likeliest token, whether it came, entropy: [texts, n]."""
+    """Return p of the likeliest token, whether it followed, and entropy: each [texts, n]."""
     sure, hits, entropy = [], [], []
     for score in scores:
-        known = [one for one in score.positions if one.logprob is not None]
-        sure.append([one.candidates[0].probability for one in known])
-        hits.append([float(one.rank == 0) for one in known])
-        entropy.append([float(one.entropy or 0.0) for one in known])
+        scored = [position for position in score.positions if position.logprob is not None]
+        sure.append([position.candidates[0].probability for position in scored])
+        hits.append([float(position.rank == 0) for position in scored])
+        entropy.append([float(position.entropy or 0.0) for position in scored])
     return np.array(sure), np.array(hits), np.array(entropy)
 
 
@@ -147,15 +149,16 @@ def _token_figures(
 
     rows = np.stack([sure, hits], 1)  # [texts, 2, places]
     low, high = bootstrap(rows, error, draws=300)
-    known = len(sure) > 1
+    has_interval = len(sure) > 1
     return [
-        mean_figure("next token foreseen", hits.mean(1).tolist(), "%",
-                    why="the likeliest is the one that follows", better="higher"),
-        Figure("ECE, next token", error(rows), "%", low if known else None, high if known else None,
-               sure.size, said("0: calibrated", "bootstrap over texts"), "lower"),
+        mean_figure("next token predicted", hits.mean(1).tolist(), "%",
+                    why="the likeliest token is the one that follows", better="higher"),
+        Figure("ECE, next token", error(rows), "%", low if has_interval else None,
+               high if has_interval else None, sure.size,
+               join_notes("0: calibrated", "bootstrap over texts"), "lower"),
         mean_figure("entropy of the next token", entropy.mean(1).tolist(), "nats"),
-        share_figure("places with entropy above 4 nats", int((entropy > _UNSURE).sum()),
-                     entropy.size, why="some fifty tokens equally likely"),
+        share_figure("positions with entropy above 4 nats", int((entropy > _UNSURE).sum()),
+                     entropy.size, why="about fifty equally likely tokens"),
     ]  # fmt: skip
 
 
@@ -173,7 +176,7 @@ def _reliability_series(
 
 
 def _along(entropy: NDArray[np.float64]) -> Series:
-    """Mean entropy along the text, in steps that widen."""
+    """Return the mean entropy by position, in widening bins."""
     length = entropy.shape[1]
     edges = sorted({*(min(length, round(2**power)) for power in np.arange(1, 12, 0.5)), 0, length})
     starts, ends = edges[:-1], edges[1:]
@@ -185,7 +188,7 @@ def _along(entropy: NDArray[np.float64]) -> Series:
         table.mean(0).tolist(),
         low.tolist(),
         high.tolist(),
-        x_label="tokens read before",
+        x_label="position, tokens",
         y_label="entropy, nats",
         plot="Entropy along a text",
         log_x=True,
@@ -193,19 +196,21 @@ def _along(entropy: NDArray[np.float64]) -> Series:
 
 
 def _example(score: Score) -> Example:
-    """A human text: where the model was unsure, and where it was sure and wrong."""
+    """Return a human text with marks where the model was unsure, or sure and wrong."""
     text, marks = "", []
-    for place in score.positions[1:120]:  # the first is what stands before every text
+    for position in score.positions[1:120]:  # without the start token
         start = len(text)
-        text += place.text
-        if place.logprob is None or place.entropy is None or not place.candidates:
+        text += position.text
+        if position.logprob is None or position.entropy is None or not position.candidates:
             continue
-        best = place.candidates[0]
-        if place.entropy > _UNSURE:
-            marks.append(Mark(start, len(text), "unsure", f"entropy {place.entropy:.1f} nats"))
-        elif place.rank and best.probability > _SURE:
-            told = f"{best.probability:.0%} sure of {best.text!r}"
-            marks.append(Mark(start, len(text), "sure and wrong", told))
-    caption = "A text that people wrote, as the model reads it: where it could not know, and where "
-    caption += "it was sure of another word."
+        best = position.candidates[0]
+        if position.entropy > _UNSURE:
+            marks.append(Mark(start, len(text), "unsure", f"entropy {position.entropy:.1f} nats"))
+        elif position.rank and best.probability > _SURE:
+            title = f"{best.probability:.0%} sure of {best.text!r}"
+            marks.append(Mark(start, len(text), "sure and wrong", title))
+    caption = (
+        "A human text as the model reads it: where it was uncertain, and where it was sure of "
+    )
+    caption += "another token."
     return Example(text, marks, caption)

@@ -1,8 +1,8 @@
-"""The fading context: how much of what stands far back still counts.
+"""Long context: how much of the distant context a model uses.
 
-Three looks: a fact hidden in a long text and asked for at its end (a needle); the surprise at a
-text's tokens by their position, and by how much of the text before them is shown; and what is left
-of that when only a window is kept, with and without the first tokens (attention sinks).
+Three measurements: a needle in a haystack, a fact hidden in a long text and asked for at its end;
+the NLL of tokens by position and by the amount of context; and the NLL when only a window of the
+context is kept, with and without the first tokens (attention sinks).
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from unspool.language_model import LanguageModel
 
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _PLACES = ("Lisbon", "Cairo", "Oslo", "Lima", "Seoul", "Quito", "Tunis", "Delhi")
-_JUDGED = 32  # tokens at the end of a text whose surprise is measured
-_NEAR = 0.05  # nats: as good as the whole context
-_TITLE = "The fading context"
+_JUDGED = 32  # tokens at the end of a text whose NLL is measured
+_NEAR = 0.05  # nats: as good as the full context
+_TITLE = "Long context: how much of it is used"
 _FORMULA = (
-    "Needle: “The secret number of CITY is NNNN.” stands at a depth of a text of so many tokens; "
-    "found = every token of NNNN is the likeliest behind the same words at the end. NLL(c) = mean "
-    f"−log p of the last {_JUDGED} tokens of a text behind its last c tokens alone; effective "
+    "Needle: “The secret number of CITY is NNNN.” is inserted at a depth of a long text; found = "
+    "every token of NNNN is the likeliest after the same words at the end. NLL(c) = mean −log p "
+    f"of the last {_JUDGED} tokens of a text after only the c tokens before them; effective "
     f"length = the smallest c with NLL(c) ≤ NLL(all) + {_NEAR} nats. Windows: NLL of the same "
-    "tokens when w of those before them are kept."
+    "tokens when w tokens of context are kept."
 )
-_FORGOTTEN = (
-    "`--endless` keeps the first tokens and the last ones and reads them again as one text: "
-    "that is the curve “first 4 + last, read again”. What lies between is gone, not summarized. "
-    "“Windowed cache” is what a cache does that drops its oldest entries while everything else "
-    "stays as computed: without the first tokens, on which models rest attention that nothing else "
-    "wants, it can break down altogether (Xiao et al. 2023)."
+_NOTE = (
+    "`--endless` keeps the first and the last tokens and reads them again as one text: that is the "
+    "curve “first 4 + last, read again”. The tokens in between are dropped, not summarized. "
+    "“Windowed cache” is a cache that drops its oldest entries without computing the others again: "
+    "without the first tokens, which serve as attention sinks, the model can break down completely "
+    "(Xiao et al. 2023)."
 )
 
 
 def measure(lm: LanguageModel, plan: Plan) -> Part:
-    """All three looks."""
+    """Run all three measurements."""
     room = lm.context - 2 * _JUDGED
     lengths = [length for length in plan.pick((64, 192), (128, 512, 1024, 2048)) if length <= room]
     lengths = lengths or [max(64, room // 2)]
@@ -61,17 +61,19 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
     widths = [*[width for width in steps if width < far], far]
     positions = np.array([[-(value or 0.0) for value in lm.score(text).logprobs] for text in texts])
     plan.tell(0.6)
-    shown = _by_shown(lm, texts, positions, widths, lambda share: plan.tell(0.6 + 0.2 * share))
-    kept = [width for width in plan.pick((64,), (128, 512)) if width < far]
-    windows = _windows(lm, texts, dict(zip(widths, shown.T, strict=True)), kept or widths[-2:-1])
+    losses = _by_shown(lm, texts, positions, widths, lambda share: plan.tell(0.6 + 0.2 * share))
+    window_sizes = [width for width in plan.pick((64,), (128, 512)) if width < far]
+    windows = _windows(
+        lm, texts, dict(zip(widths, losses.T, strict=True)), window_sizes or widths[-2:-1]
+    )
     plan.tell(1.0)
-    figures = [_effective(shown, widths), *_needle_figures(needles), *windows.figures]
+    figures = [_effective(losses, widths), *_needle_figures(needles), *windows.figures]
     series = [
-        *_needle_series(needles), _shown_series(shown, widths), _by_position(positions),
+        *_needle_series(needles), _shown_series(losses, widths), _by_position(positions),
         *windows.series,
     ]  # fmt: skip
     return Part(
-        "fading", _TITLE, _FORMULA, figures, series, needles.example, [_FORGOTTEN, *windows.notes]
+        "fading", _TITLE, _FORMULA, figures, series, needles.example, [_NOTE, *windows.notes]
     )
 
 
@@ -80,88 +82,86 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
 
 @dataclass(frozen=True)
 class Needles:
-    """Whether each needle was found: [length, depth, try]."""
+    """Results of the needle test: `hits` is [length, depth, try]."""
 
     lengths: Sequence[int]
-    found: NDArray[np.bool_]
+    hits: NDArray[np.bool_]
     example: Example
 
 
 def find_needles(lm: LanguageModel, plan: Plan, lengths: Sequence[int]) -> Needles:
-    """Hide a number at each depth of a text of each length, and ask for it."""
+    """Insert a number at each depth of a text of each length, and ask for it."""
     tries = plan.pick(1, 2)
     hay = excerpts(lm, plan.texts, tries, max(lengths))
     random = np.random.default_rng(plan.seed)
-    asked: list[tuple[list[int], list[int]]] = []  # what is read, and the number's tokens
+    cases: list[tuple[list[int], list[int]]] = []  # the text, and the number's tokens
     for length in lengths:
         for depth in _DEPTHS:
             for straw in hay:
                 place, number = random.choice(_PLACES), f" {random.integers(1000, 10000)}"
-                asked.append(needle(lm, straw, length, depth, str(place), number))
-    found: list[bool] = []
-    for done, (text, answer) in enumerate(asked, start=1):
+                cases.append(needle(lm, straw, length, depth, str(place), number))
+    hits: list[bool] = []
+    for done, (text, answer) in enumerate(cases, start=1):
         (logits,) = last_logits(lm, [text], len(answer))
-        found.append([int(row.argmax()) for row in logits] == answer)
-        plan.tell(0.5 * done / len(asked))
+        hits.append([int(row.argmax()) for row in logits] == answer)
+        plan.tell(0.5 * done / len(cases))
     middle = len(_DEPTHS) // 2 * tries
     shape = (len(lengths), len(_DEPTHS), tries)
-    return Needles(lengths, np.array(found).reshape(shape), _example(lm, *asked[middle]))
+    return Needles(lengths, np.array(hits).reshape(shape), _example(lm, *cases[middle]))
 
 
 def needle(
     lm: LanguageModel, straw: list[int], length: int, depth: float, place: str, number: str
 ) -> tuple[list[int], list[int]]:
-    """A text of so many tokens with the number at a depth, asked for at its end and answered; and
-    the answer's tokens."""
+    """Return a text of `length` tokens with the number at a depth, and question and answer at its
+    end; and the answer's tokens."""
     words = f" The secret number of {place} is"
-    said = lm.tokenizer.encode(f"{words}{number}.")
+    statement = lm.tokenizer.encode(f"{words}{number}.")
     answer = lm.tokenizer.encode(number)
     question = lm.tokenizer.encode(f"\n\n{words.strip()}")
-    room = max(8, length - len(said) - len(question) - len(answer))
-    at = 1 + round(depth * (room - 1))  # the first token of a text stays its first
-    body = [*straw[:at], *said, *straw[at:room]]
+    room = max(8, length - len(statement) - len(question) - len(answer))
+    at = 1 + round(depth * (room - 1))  # after the start token
+    body = [*straw[:at], *statement, *straw[at:room]]
     return [*body, *question, *answer], answer
 
 
 def _needle_figures(needles: Needles) -> list[Figure]:
-    whole = needles.found
-    shares = whole.reshape(len(needles.lengths), -1)
-    figures = [
+    shares = needles.hits.reshape(len(needles.lengths), -1)
+    return [
         share_figure(
             f"needle found in {length:,} tokens", int(row.sum()), row.size, better="higher",
             why="at five depths",
         )
         for length, row in zip(needles.lengths, shares, strict=True)
     ]  # fmt: skip
-    return figures
 
 
 def _needle_series(needles: Needles) -> list[Series]:
-    plot = "A needle by depth: share found"
+    plot = "Needle in a haystack: share found by depth"
     series = []
-    for length, rows in zip(needles.lengths, needles.found, strict=True):
+    for length, rows in zip(needles.lengths, needles.hits, strict=True):
         bounds = [wilson(int(row.sum()), row.size) for row in rows]
         series.append(
             Series(
                 f"{length:,} tokens", list(_DEPTHS), rows.mean(1).tolist(),
                 [low for low, _ in bounds], [high for _, high in bounds],
-                "depth: 0 at the beginning, 1 right before the question", "found", plot,
+                "depth: 0 at the beginning, 1 directly before the question", "found", plot,
             )
         )  # fmt: skip
     return series
 
 
 def _example(lm: LanguageModel, text: list[int], answer: list[int]) -> Example:
-    """A text with its needle marked, and the answer that was asked for."""
-    whole = lm.tokenizer.decode(text, specials=False)
+    """Return a text with marks at the needle and at the answer."""
+    decoded = lm.tokenizer.decode(text, specials=False)
     number = lm.tokenizer.decode(answer).strip()
-    first, last = whole.find(number), whole.rfind(number)
+    first, last = decoded.find(number), decoded.rfind(number)
     marks = [Mark(first, first + len(number), "needle", "hidden here")]
-    marks.append(Mark(last, last + len(number), "asked for", "to be found again"))
-    return Example(whole, marks, "A number hidden in a text, and asked for at its end")
+    marks.append(Mark(last, last + len(number), "asked for", "to be retrieved"))
+    return Example(decoded, marks, "A number hidden in a text, and asked for at its end")
 
 
-# -- how much of what came before counts ----------------------------------------------------
+# -- effective context length ---------------------------------------------------------------
 
 
 def _by_shown(
@@ -171,9 +171,9 @@ def _by_shown(
     widths: Sequence[int],
     tell: Callable[[float], object],
 ) -> NDArray[np.float64]:
-    """The mean surprise at each text's end behind its last so many tokens: [text, width].
+    """Return the mean NLL at the end of each text by the width of the context: [text, width].
 
-    The last width is everything, which was read for the surprise by position.
+    The last width is the full context, which `positions` already has.
     """
     columns = []
     for number, width in enumerate(widths[:-1]):
@@ -184,31 +184,31 @@ def _by_shown(
 
 
 def effective_length(losses: NDArray[np.float64], widths: Sequence[int]) -> float:
-    """The fewest tokens behind which the mean text is as good as behind all of them."""
+    """Return the smallest width whose mean NLL is as good as with the full context."""
     means = losses.mean(0)
     return float(widths[int(np.flatnonzero(means <= means[-1] + _NEAR)[0])])
 
 
 def _effective(losses: NDArray[np.float64], widths: Sequence[int]) -> Figure:
-    found = effective_length(losses, widths)
-    low, high = interval_around(found, losses, lambda rows: effective_length(rows, widths))
-    more = ": it may be more" if found == widths[-1] else ""
+    length = effective_length(losses, widths)
+    low, high = interval_around(length, losses, lambda rows: effective_length(rows, widths))
+    bound = ": it may be longer" if length == widths[-1] else ""
     return Figure(
-        "effective length", found, "tokens", low, high, len(losses),
-        f"of {widths[-1]:,} that were shown{more}; bootstrap over texts", "higher",
+        "effective length", length, "tokens", low, high, len(losses),
+        f"of {widths[-1]:,} tokens of context{bound}; bootstrap over texts", "higher",
     )  # fmt: skip
 
 
 def _shown_series(losses: NDArray[np.float64], widths: Sequence[int]) -> Series:
     low, high = bootstrap_means(losses)
     return Series(
-        "last c tokens shown", list(widths), losses.mean(0).tolist(), low.tolist(), high.tolist(),
-        "tokens shown, c", "NLL, nats", "How much of what came before counts", log_x=True,
+        "last c tokens", list(widths), losses.mean(0).tolist(), low.tolist(), high.tolist(),
+        "tokens of context, c", "NLL, nats", "NLL by context length", log_x=True,
     )  # fmt: skip
 
 
 def _by_position(positions: NDArray[np.float64]) -> Series:
-    """The mean surprise by where a token stands, in steps that double."""
+    """Return the mean NLL by position, in doubling bins."""
     length = positions.shape[1]
     edges = [1, *[edge for edge in (8, 16, 32, 64, 128, 256, 512, 1024) if edge < length], length]
     pairs = list(itertools.pairwise(edges))
@@ -216,7 +216,7 @@ def _by_position(positions: NDArray[np.float64]) -> Series:
     low, high = bootstrap_means(rows)
     middle = [(a + b) / 2 for a, b in pairs]
     return Series(
-        "all before it shown", middle, rows.mean(0).tolist(), low.tolist(), high.tolist(),
+        "full context", middle, rows.mean(0).tolist(), low.tolist(), high.tolist(),
         "position", "NLL, nats", "NLL by position", log_x=True,
     )  # fmt: skip
 
@@ -234,15 +234,18 @@ class _Windows:
 def _windows(
     lm: LanguageModel,
     texts: Sequence[list[int]],
-    shown: Mapping[int, NDArray[np.float64]],
+    losses_by_width: Mapping[int, NDArray[np.float64]],
     widths: Sequence[int],
 ) -> _Windows:
-    """The same ends of the same texts behind a few kept tokens; `shown` has the surprise there
-    behind the last so many, and behind all of them."""
-    whole = shown[max(shown)]
+    """Measure the NLL at the ends of the texts after a window of context.
+
+    `shown` is the NLL after the last tokens by width, the full context included.
+    """
+    full = losses_by_width[max(losses_by_width)]
     rows: dict[str, list[NDArray[np.float64]]] = {
-        "last, read again": [shown[width] for width in widths], "first 4 + last, read again": [],
-    }  # fmt: skip
+        "last, read again": [losses_by_width[width] for width in widths],
+        "first 4 + last, read again": [],
+    }
     notes: list[str] = []
     for width in widths:
         views = [sinks_and_last(text, _JUDGED, width) for text in texts]
@@ -253,23 +256,24 @@ def _windows(
             continue
         with narrow:
             losses = surprises(narrow, texts, _JUDGED).mean(1)
-        rows.setdefault("windowed cache, first ones lost", []).append(losses)
+        rows.setdefault("windowed cache, first tokens lost", []).append(losses)
     figures, series = [], []
-    plot = "NLL behind w kept tokens"
+    plot = "NLL after w tokens of context"
     for name, columns in rows.items():
         figures.append(
             mean_figure(
-                f"lost: {name}", (columns[-1] - whole).tolist(), "nats a token", better="lower",
-                why=f"behind {widths[-1]} tokens, less behind all {len(texts[0]) - _JUDGED:,}",
+                f"lost: {name}", (columns[-1] - full).tolist(), "nats/token", better="lower",
+                why=f"after {widths[-1]} tokens, minus after all {len(texts[0]) - _JUDGED:,}",
             )
         )  # fmt: skip
         low, high = bootstrap_means(np.array(columns).T)
         series.append(
             Series(
-                name, widths, [float(one.mean()) for one in columns], low.tolist(), high.tolist(),
+                name, widths, [float(column.mean()) for column in columns], low.tolist(),
+                high.tolist(),
                 "tokens kept, w", "NLL, nats", plot, log_x=True,
             )
         )  # fmt: skip
-    everything = [float(whole.mean())] * len(widths)
-    series.append(Series("everything", widths, everything, plot=plot, log_x=True, kind="reference"))
+    flat = [float(full.mean())] * len(widths)
+    series.append(Series("full context", widths, flat, plot=plot, log_x=True, kind="reference"))
     return _Windows(figures, series, notes)

@@ -1,4 +1,4 @@
-"""Loops: how often a text ends in going round, by temperature and length, and what helps."""
+"""Repetition loops: how often texts end in one, by temperature and length, and remedies."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from unspool.language_model import LanguageModel
 from unspool.sampling.loops import repetition_rate
 
 LONGEST = 16  # tokens of a period
-_LEAST = 12  # tokens that must go round
+_MIN_REPEATED = 12  # tokens that equal the one a period before
 _TEMPERATURES = (0.0, 0.6, 1.0)
-# What is set against loops, on texts that always take the likeliest token: they loop the most.
+# Remedies, measured with greedy decoding, which loops the most.
 REMEDIES: dict[str, dict[str, Any]] = {
     "loop guard": {"guard": "loop"},
     "DRY 0.8": {"dry_multiplier": 0.8},
@@ -28,31 +28,33 @@ REMEDIES: dict[str, dict[str, Any]] = {
     "frequency penalty 0.5": {"frequency_penalty": 0.5},
 }
 _FORMULA = (
-    f"A text loops if its last max(3p, {_LEAST} + p) tokens have a period p ≤ {LONGEST}: "
-    "t[i] = t[i − p], at least three rounds. Repeated n-grams = 1 − different / all runs of "
+    f"A text loops if its last max(3p, {_MIN_REPEATED} + p) tokens have a period p ≤ {LONGEST}: "
+    "t[i] = t[i − p], at least three repetitions. Repeated n-grams = 1 − different / all runs of "
     "4 tokens. Likelihood cost = mean log p(greedy) − mean log p(with the remedy), nats a token, "
-    "by the bare model. Variety = different / all pairs of tokens in all texts (distinct-2)."
+    "without penalties. Variety = different / all pairs of tokens in all texts (distinct-2)."
 )
 
 
 def period(tokens: Sequence[int], longest: int = LONGEST) -> int | None:
-    """The period that a text ends in: at least three rounds and a dozen tokens; None: it does not.
+    """Return the period of the loop that a text ends in, None if it does not loop.
+
+    A loop has at least three repetitions and a dozen repeated tokens.
 
     >>> period([5, 1, 2, 3] + [1, 2, 3] * 5)
     3
     """
     for size in range(1, longest + 1):
-        same = max(2 * size, _LEAST)  # tokens that equal the one a period before
-        if len(tokens) < same + size:
+        repeated = max(2 * size, _MIN_REPEATED)
+        if len(tokens) < repeated + size:
             continue
-        tail = tokens[-same - size :]
+        tail = tokens[-repeated - size :]
         if all(tail[at] == tail[at - size] for at in range(size, len(tail))):
             return size
     return None
 
 
 def loop_start(tokens: Sequence[int], size: int) -> int:
-    """Where the rounds at the end of a text begin."""
+    """Return where the loop at the end of a text begins."""
     start = len(tokens) - size
     while start > 0 and tokens[start - 1] == tokens[start - 1 + size]:
         start -= 1
@@ -61,7 +63,7 @@ def loop_start(tokens: Sequence[int], size: int) -> int:
 
 @dataclass(frozen=True)
 class _Run:
-    """Texts written with one setting."""
+    """Texts generated with one setting."""
 
     name: str
     written: Written
@@ -70,7 +72,7 @@ class _Run:
         return [text.tokens for text in self.written.texts]
 
     def looping(self, length: int | None = None) -> int:
-        """How many texts have ended in a loop by this length; one that ended before has not."""
+        """Count the texts that loop at this length; shorter ones do not."""
         return sum(
             period(text[:length]) is not None
             for text in self.tokens()
@@ -102,38 +104,40 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
     lengths = [size for size in (32, 64, 128, 192) if size <= length]
     return Part(
         "loops",
-        "Loops: texts that go round and round",
+        "Loops: texts that repeat themselves",
         _FORMULA,
         [*_figures(by_heat), *_remedy_figures(greedy, helped)],
         [*_by_temperature(temperatures, by_heat), *_by_length([*by_heat, *helped], lengths)],
         _example(runs),
         [
             f"{len(prompts)} openings of human text, each continued by up to {length} tokens with "
-            "the usual sampling and only the temperature changed; a text that ended by itself does "
-            "not loop.",
-            "The guard takes a loop back and forbids what led there: the tokens it took back are "
-            "in its price.",
+            "default sampling except for the temperature; a text that ended by itself does not "
+            "loop.",
+            "The guard rewinds a loop and forbids the token that led to it: the removed tokens are "
+            "part of its cost.",
         ],
         _table(greedy, helped),
     )
 
 
 def _figures(by_heat: Sequence[_Run]) -> list[Figure]:
-    found: list[Figure] = []
+    figures: list[Figure] = []
     for run in by_heat:
         texts = run.tokens()
-        found.append(share_figure(f"loops, {run.name}", run.looping(), len(texts), better="lower"))
-        found.append(
+        figures.append(
+            share_figure(f"loops, {run.name}", run.looping(), len(texts), better="lower")
+        )
+        figures.append(
             mean_figure(f"repeated 4-grams, {run.name}", run.repeated(), "%", better="lower")
         )
-    return found
+    return figures
 
 
 def _remedy_figures(greedy: _Run, helped: Sequence[_Run]) -> list[Figure]:
-    found: list[Figure] = []
+    figures: list[Figure] = []
     for run in helped:
         texts = run.tokens()
-        found.append(
+        figures.append(
             share_figure(
                 f"loops, {run.name}",
                 run.looping(),
@@ -142,12 +146,12 @@ def _remedy_figures(greedy: _Run, helped: Sequence[_Run]) -> list[Figure]:
                 better="lower",
             )
         )
-        found.append(_likelihood_cost(greedy, run))
-    return found
+        figures.append(_likelihood_cost(greedy, run))
+    return figures
 
 
 def _likelihood_cost(greedy: _Run, run: _Run) -> Figure:
-    """Nats a token that a remedy costs, text by text."""
+    """Return the nats per token that a remedy costs, paired by text."""
     pairs = [
         mean_logprob(before) - mean_logprob(after)
         for before, after in zip(greedy.written.texts, run.written.texts, strict=True)
@@ -162,14 +166,14 @@ def _table(greedy: _Run, helped: Sequence[_Run]) -> list[list[str]]:
             "greedy with",
             "loops",
             "repeated 4-grams",
-            "log p a token",
+            "log p per token",
             "variety",
             "tokens computed / kept",
         ]
     ]
     for run in (greedy, *helped):
         count = len(run.written.texts)
-        price = run.written.computed / max(1, run.written.kept)
+        price = run.written.computed / max(1, run.written.num_kept)
         rows.append(
             [
                 "nothing" if run is greedy else run.name,
@@ -208,7 +212,7 @@ def _by_length(runs: Sequence[_Run], lengths: Sequence[int]) -> list[Series]:
 
 
 def _example(runs: Sequence[_Run]) -> Example | None:
-    """The text that goes round the longest; failing one, that which repeats the most."""
+    """Return the text with the most repetition, of those that loop if any does."""
     every = [(run, text) for run in runs for text in run.written.texts if text.steps]
     if not every:
         return None
@@ -219,12 +223,12 @@ def _example(runs: Sequence[_Run]) -> Example | None:
         caption = f"No text looped; the one that repeats the most ({run.name})."
         return Example(text.text, (), caption)
     start = loop_start(text.tokens, size)
-    shown = [step.text for step in text.steps]
+    pieces = [step.text for step in text.steps]
     marks = []
-    at = len("".join(shown[:start]))
-    for first in range(start, len(shown), size):
-        end = at + len("".join(shown[first : first + size]))
-        kind = "round" if (first - start) // size % 2 == 0 else "round again"
+    at = len("".join(pieces[:start]))
+    for first in range(start, len(pieces), size):
+        end = at + len("".join(pieces[first : first + size]))
+        kind = "repetition" if (first - start) // size % 2 == 0 else "next repetition"
         marks.append(Mark(at, end, kind, f"tokens {first} to {first + size - 1}"))
         at = end
     caption = f"{run.name}: from token {start} on the text repeats {size} tokens."

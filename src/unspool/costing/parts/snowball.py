@@ -1,8 +1,8 @@
-"""Snowball: what one wrong token does to what follows, and what one's own words do to the next.
+"""Error propagation: the effect of one wrong token, and of the model's own output as context.
 
-First, one token of a text is replaced by one that the model itself finds likely there, and the true
-continuation is read behind it: what the slip costs, and how soon it is forgotten. Then the model
-writes on behind its own words and behind a person's, as many of each, and both are compared.
+First, one token of a text is replaced by one that the model finds likely there, and the true
+continuation is scored after it: what the error costs, and how fast its effect decays. Then the
+model continues its own output and human text of the same length, and both are compared.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from unspool.engine.generation import Generation
 from unspool.language_model import LanguageModel
 from unspool.sampling import score
 
-_REACH = 64  # tokens before the places that are looked at for an error, and behind the error
-_LOOKED_AT = 16  # places of each text: the most plausible error among them is made
-_START, _NEXT = 32, 32  # tokens that a person's text begins with, and that are written on
-_TITLE = "Snowball: one wrong token, and what it does to the rest"
+_REACH = 64  # tokens before the candidate positions, and after the error
+_LOOKED_AT = 16  # candidate positions of each text: the most plausible error is used
+_START, _NEXT = 32, 32  # tokens of human text at the start, and tokens generated after the context
+_TITLE = "Snowball: the effect of one wrong token on the rest"
 _FORMULA = (
     "excess(d) = mean NLL(x_{p+d} | x_<p, wrong, …) − NLL(x_{p+d} | x_<p, x_p, …), in nats, the "
     "wrong token being the model's likeliest other one at p. Area = Σ_d excess(d); half-life = the "
-    "distance by which half of the area is paid. Own words: new 4-grams and surprise of "
-    f"{_NEXT} tokens written behind l of the model's own tokens, less those behind l human ones."
+    "distance at which half of the area is reached. Own output: new 4-grams and NLL of "
+    f"{_NEXT} tokens generated after l of the model's own tokens, minus those after l human tokens."
 )
 
 
 @dataclass(frozen=True)
 class Slip:
-    """One text with a wrong token in it."""
+    """A text and the wrong token to put into it."""
 
-    tokens: list[int]  # as it was written
+    tokens: list[int]  # the original text
     place: int
     wrong: int
     likely: float  # the wrong token's probability
-    reach: int  # how many tokens behind it are looked at
+    reach: int  # tokens to score after it
 
     def texts(self) -> tuple[list[int], list[int]]:
-        """The text up to the last token that is looked at, right and wrong."""
+        """Return the text up to the last scored token, with the right and the wrong token."""
         right = self.tokens[: self.place + 1 + self.reach]
         return right, [*right[: self.place], self.wrong, *right[self.place + 1 :]]
 
 
 def measure(lm: LanguageModel, plan: Plan) -> Part:
-    """Both measurements."""
+    """Run both measurements."""
     reach = min(_REACH, (lm.context - _LOOKED_AT - 1) // 2)
     texts = excerpts(lm, plan.texts, plan.pick(6, 48), 2 * reach + _LOOKED_AT + 1)
     slips = find_slips(lm, texts, reach)
@@ -67,9 +67,9 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
         [*_series(costs), *gaps.series],
         _example(lm, slips, costs),
         [
-            "The wrong token is what the model would most likely have written in that place had it "
-            "not been the right one: at the place, of 16 in a row, where that is likeliest.",
-            "Excess below zero is possible: a wrong word may make a later one easier to guess.",
+            "The wrong token is the model's likeliest token other than the right one, at the "
+            "position, of 16 in a row, where its probability is highest.",
+            "Excess below zero is possible: a wrong token may make a later one easier to predict.",
             *gaps.notes,
         ],
     )
@@ -79,20 +79,20 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
 
 
 def find_slips(lm: LanguageModel, texts: Sequence[list[int]], reach: int) -> list[Slip]:
-    """In each text the place with the likeliest wrong token, and that token."""
+    """Find the position with the likeliest wrong token in each text."""
     upto = [text[: reach + _LOOKED_AT] for text in texts]
-    found: list[Slip] = []
+    results: list[Slip] = []
     for text, logits in zip(texts, last_logits(lm, upto, _LOOKED_AT), strict=True):
-        said = score(logits, text[reach : reach + _LOOKED_AT], 2)
+        scores = score(logits, text[reach : reach + _LOOKED_AT], 2)
         slips = []
         for row in range(_LOOKED_AT):
             place = reach + row
-            first, second = (int(token) for token in said.top_tokens[row])
+            first, second = (int(token) for token in scores.top_tokens[row])
             other = int(first == text[place])
-            likely = float(np.exp(float(said.top_logprobs[row][other])))
+            likely = float(np.exp(float(scores.top_logprobs[row][other])))
             slips.append(Slip(text, place, second if other else first, likely, reach))
-        found.append(max(slips, key=lambda slip: slip.likely))
-    return found
+        results.append(max(slips, key=lambda slip: slip.likely))
+    return results
 
 
 def excess(
@@ -100,7 +100,7 @@ def excess(
     slips: Sequence[Slip],
     tell: Callable[[float], object] = lambda share: None,
 ) -> NDArray[np.float64]:
-    """NLL of the true continuation behind the wrong token, less that behind the right one."""
+    """Return the NLL of the true continuation after the wrong token, minus after the right one."""
     texts = [text for slip in slips for text in slip.texts()]
     losses = surprises(lm, texts, slips[0].reach, tell)
     difference: NDArray[np.float64] = losses[1::2] - losses[::2]
@@ -108,31 +108,31 @@ def excess(
 
 
 def half_life(costs: NDArray[np.float64]) -> float:
-    """The distance by which half of what the mean text pays is paid; nan if it pays nothing."""
-    paid = costs.mean(0).cumsum()
-    if paid[-1] <= 0:
+    """Return the distance at which half of the mean area is reached; nan if it is not positive."""
+    area = costs.mean(0).cumsum()
+    if area[-1] <= 0:
         return float("nan")
-    return float(np.flatnonzero(paid >= paid[-1] / 2)[0] + 1)
+    return float(np.flatnonzero(area >= area[-1] / 2)[0] + 1)
 
 
 def _figures(slips: Sequence[Slip], costs: NDArray[np.float64]) -> list[Figure]:
-    found = half_life(costs)
-    known = not np.isnan(found)
-    low, high = interval_around(found, costs, half_life)
+    distance = half_life(costs)
+    is_finite = not np.isnan(distance)
+    low, high = interval_around(distance, costs, half_life)
     return [
         mean_figure(
             "area", costs.sum(1).tolist(), "nats", better="lower",
-            why=f"all that one wrong token costs the {costs.shape[1]} that follow it",
+            why=f"total cost of one wrong token for the next {costs.shape[1]}",
         ),
         mean_figure("excess of the next token", costs[:, 0].tolist(), "nats", better="lower"),
         mean_figure(
-            "excess at the end", costs[:, -16:].mean(1).tolist(), "nats a token", better="lower",
+            "excess at the end", costs[:, -16:].mean(1).tolist(), "nats/token", better="lower",
             why=f"the last 16 of the {costs.shape[1]} tokens",
         ),
         Figure(
-            "half-life", found if known else None, "tokens",
-            low if known else None, high if known else None, len(costs),
-            "by then half of the area is paid; bootstrap over texts" if known
+            "half-life", distance if is_finite else None, "tokens",
+            low if is_finite else None, high if is_finite else None, len(costs),
+            "half of the area is reached; bootstrap over texts" if is_finite
             else "the wrong token cost nothing", "lower",
         ),
         mean_figure(
@@ -143,7 +143,7 @@ def _figures(slips: Sequence[Slip], costs: NDArray[np.float64]) -> list[Figure]:
 
 
 def _series(costs: NDArray[np.float64]) -> list[Series]:
-    """In steps that grow with the distance, so that single tokens do not hide the course."""
+    """Return the excess by distance, in growing bins to reduce noise."""
     reach = costs.shape[1]
     steps = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
     edges = [*[edge for edge in steps if edge < reach], reach]
@@ -151,7 +151,7 @@ def _series(costs: NDArray[np.float64]) -> list[Series]:
     binned = np.array([[row[a:b].mean() for a, b in pairs] for row in costs])
     low, high = bootstrap_means(binned)
     distance = [(a + 1 + b) / 2 for a, b in pairs]
-    plot = "What a wrong token costs the true ones behind it"
+    plot = "Cost of a wrong token by distance"
     return [
         Series(
             "excess", distance, binned.mean(0).tolist(), low.tolist(), high.tolist(),
@@ -162,7 +162,7 @@ def _series(costs: NDArray[np.float64]) -> list[Series]:
 
 
 def _example(lm: LanguageModel, slips: Sequence[Slip], costs: NDArray[np.float64]) -> Example:
-    """The text of middling cost, with the tokens marked that the wrong one made harder."""
+    """Return the text of median cost, with marks at tokens that the wrong one made harder."""
     middle = int(np.argsort(costs.sum(1))[len(costs) // 2])
     slip, row = slips[middle], costs[middle]
     tokens, hidden = slip.texts()[1], lm.tokenizer.special_ids
@@ -171,18 +171,18 @@ def _example(lm: LanguageModel, slips: Sequence[Slip], costs: NDArray[np.float64
     text, marks = "".join(pieces[: slip.place]), list[Mark]()
     start, right = len(text), lm.readable(slip.tokens[slip.place])
     text += pieces[slip.place]
-    marks.append(Mark(start, len(text), "wrong", f"it said {right!r}"))
+    marks.append(Mark(start, len(text), "wrong", f"originally {right!r}"))
     for piece, cost in zip(pieces[slip.place + 1 :], row, strict=True):
         if cost > 0.5:
-            title = f"{cost:.2f} nats more than behind {right!r}"
+            title = f"{cost:.2f} nats more than after {right!r}"
             marks.append(Mark(len(text), len(text) + len(piece), "harder", title))
         text += piece
     return Example(
-        text, marks, "One token is wrong; those that became harder to guess by more than half a nat"
+        text, marks, "One wrong token, and tokens that became harder to predict by over half a nat"
     )
 
 
-# -- one's own words ------------------------------------------------------------------------
+# -- the model's own output as context ------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -193,38 +193,38 @@ class _Gaps:
 
 
 def _own_words(lm: LanguageModel, plan: Plan) -> _Gaps:
-    """What is written behind so many of the model's own tokens and behind as many human ones."""
+    """Compare generation after the model's own tokens and after as many human ones."""
     room = lm.context - _START - _NEXT
-    lengths = [each for each in plan.pick((32, 64), (32, 96, 160, 224)) if each <= room] or [room]
+    lengths = [size for size in plan.pick((32, 64), (32, 96, 160, 224)) if size <= room] or [room]
     humans = excerpts(lm, plan.texts, plan.pick(5, 24), _START + lengths[-1])
-    # One text of its own is enough for all lengths: what stands behind its first l tokens is what
-    # the model writes behind l tokens of its own.
-    own = _drawn(lm, [text[:_START] for text in humans], lengths[-1] + _NEXT, plan.seed)
+    # One generated text serves for all lengths: its tokens after the first l are what the model
+    # generates after l of the same tokens.
+    model_texts = _sample(lm, [text[:_START] for text in humans], lengths[-1] + _NEXT, plan.seed)
     plan.tell(0.75)
     fresh = np.zeros((2, len(lengths), len(humans)))  # [own or human, length, text]
     surprise = np.zeros_like(fresh)
     for number, length in enumerate(lengths):
         prompts = [text[: _START + length] for text in humans]
-        more = _drawn(lm, prompts, _NEXT, plan.seed + 1)
-        for side, (texts, start) in enumerate(((own, length), (more, 0))):
+        after_human = _sample(lm, prompts, _NEXT, plan.seed + 1)
+        for side, (texts, start) in enumerate(((model_texts, length), (after_human, 0))):
             ends = [_stretch(text, start) for text in texts]
             fresh[side, number] = [new_runs(tokens, _NEXT) for tokens, _ in ends]
-            surprise[side, number] = [surprised for _, surprised in ends]
+            surprise[side, number] = [nll for _, nll in ends]
         plan.tell(0.75 + 0.25 * (number + 1) / len(lengths))
-    return _told(lengths, fresh, surprise)
+    return _gaps(lengths, fresh, surprise)
 
 
 def _stretch(text: Generation, start: int) -> tuple[list[int], float]:
-    """A text up to the end of the stretch that starts there, and the mean surprise at that."""
+    """Return a text up to `_NEXT` tokens after `start`, and the mean NLL of these tokens."""
     steps = text.steps[start : start + _NEXT]
-    surprised = -float(np.mean([step.logprob for step in steps]))
-    return [*text.prompt, *text.tokens[: start + _NEXT]], surprised
+    nll = -float(np.mean([step.logprob for step in steps]))
+    return [*text.prompt, *text.tokens[: start + _NEXT]], nll
 
 
-def _drawn(
+def _sample(
     lm: LanguageModel, prompts: Sequence[list[int]], tokens: int, seed: int
 ) -> Sequence[Generation]:
-    """Pure sampling: what a stage cuts off would be the stage's merit, and not the model's."""
+    """Generate with pure sampling: truncation stages would hide the model's errors."""
     return write(
         lm, prompts, max_tokens=tokens, seed=seed, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0,
         end=False,
@@ -232,44 +232,44 @@ def _drawn(
 
 
 def new_runs(tokens: Sequence[int], last: int, size: int = 4) -> float:
-    """Of the runs of tokens that end in the last so many, the share that is new to the text."""
+    """Return the share of n-grams ending in the last `last` tokens that are new to the text."""
     runs = [tuple(tokens[at : at + size]) for at in range(len(tokens) - size + 1)]
-    seen, new = set(runs[: len(runs) - last]), 0
+    previous, new = set(runs[: len(runs) - last]), 0
     for run in runs[len(runs) - last :]:
-        new += run not in seen
-        seen.add(run)
+        new += run not in previous
+        previous.add(run)
     return new / last
 
 
-def _told(
+def _gaps(
     lengths: Sequence[int], fresh: NDArray[np.float64], surprise: NDArray[np.float64]
 ) -> _Gaps:
-    """`fresh` and `surprise` are [own or human, length, text]."""
+    """Return figures and series; `fresh` and `surprise` are [own or human, length, text]."""
     figures, series = list[Figure](), list[Series]()
     last = lengths[-1]
     kinds: list[tuple[NDArray[np.float64], str, str, Better]] = [
         (fresh, "new 4-grams", "%", "higher"),
-        (surprise, "surprise", "nats a token", ""),
+        (surprise, "NLL", "nats/token", ""),
     ]
     for values, name, unit, better in kinds:
         gap = mean_figure(
-            f"own words: {name}, gap", (values[0, -1] - values[1, -1]).tolist(), unit,
-            why=f"behind {last} tokens of its own, less behind {last} human ones, pure sampling",
+            f"own output: {name}, gap", (values[0, -1] - values[1, -1]).tolist(), unit,
+            why=f"after {last} tokens of its own, minus after {last} human ones, pure sampling",
             better=better,
         )  # fmt: skip
         figures.append(gap)
-        for side, whose in enumerate(("its own", "human")):
+        for side, author in enumerate(("its own", "human")):
             low, high = bootstrap_means(values[side].T)
             series.append(
                 Series(
-                    f"behind {whose} words", list(lengths), values[side].mean(1).tolist(),
+                    f"after {author} text", list(lengths), values[side].mean(1).tolist(),
                     low.tolist(), high.tolist(), "tokens before, l", name,
-                    f"What it writes behind its own words: {name}",
+                    f"Generation after its own output: {name}",
                 )
             )  # fmt: skip
     note = (
-        "Own words are drawn at temperature 1 with no stage cutting anything off. Surprise is the "
-        "model's own of what it writes: a model that stays as sure behind its own words as behind "
-        "a person's has a gap of 0; below 0 it narrows down, above 0 it drifts off."
+        "Own output is sampled at temperature 1 without truncation. NLL is that of the generated "
+        "tokens: a model that is as certain after its own output as after human text has a gap of "
+        "0; below 0 it narrows down, above 0 it drifts."
     )
     return _Gaps(figures, series, [note])

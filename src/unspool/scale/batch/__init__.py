@@ -1,1 +1,1 @@
-"""Many prompts from a file, answered on this machine or on a Ray cluster."""
+"""Batch inference: prompts from a file, answered on this machine or on a Ray cluster."""

@@ -1,4 +1,4 @@
-"""The way of a batch: rows from the input to workers, what becomes of them into the journal.
+"""Run a batch job: rows from the input to workers, their outcomes into the journal.
 
 with Journal(output) as journal:
     journal.open(job_facts(survey(path), plan))
@@ -16,25 +16,25 @@ from unspool.scale.batch.journal import Journal
 from unspool.scale.batch.output import write_output
 from unspool.scale.batch.plan import WorkerPlan
 from unspool.scale.batch.rows import InputFacts, Row, read_rows
-from unspool.scale.batch.worker import AT_ONCE, Outcome, Worker, failed
+from unspool.scale.batch.worker import MAX_ROWS, Outcome, Worker, failed
 
-_BLOCK = 8  # rows: the smallest block that is worth handing out
-Give = Callable[[int], list[Row]]  # so many more rows at the most; none: there are no more
+_MIN_BLOCK = 8  # rows of the smallest block
+TakeRows = Callable[[int], list[Row]]  # returns up to n rows; none if there are no more
 
 
 class Pool(Protocol):
-    """Workers that rows are handed to."""
+    """Workers that process rows."""
 
     @property
     def workers(self) -> int:
-        """Among how many the rows are divided."""
+        """Number of workers."""
 
     @property
-    def held(self) -> int:
-        """Rows that are with workers."""
+    def num_running(self) -> int:
+        """Number of rows that workers process now."""
 
-    def turn(self, give: Give, check_model: Callable[[str], None]) -> list[Outcome]:
-        """Hand out rows where there is room, and wait a moment for what is finished."""
+    def turn(self, take_rows: TakeRows, check_model: Callable[[str], None]) -> list[Outcome]:
+        """Give rows to workers with capacity, and wait briefly for finished rows."""
 
     def close(self) -> None: ...
 
@@ -49,14 +49,14 @@ class LocalPool:
         self._is_checked = False
 
     @property
-    def held(self) -> int:
+    def num_running(self) -> int:
         return len(self._worker)
 
-    def turn(self, give: Give, check_model: Callable[[str], None]) -> list[Outcome]:
+    def turn(self, take_rows: TakeRows, check_model: Callable[[str], None]) -> list[Outcome]:
         if not self._is_checked:
             check_model(self._worker.fingerprint())
             self._is_checked = True
-        return self._worker.exchange(give(AT_ONCE - self.held))
+        return self._worker.exchange(take_rows(MAX_ROWS - self.num_running))
 
     def close(self) -> None:
         self._worker.close()
@@ -64,18 +64,20 @@ class LocalPool:
 
 @dataclass(slots=True)
 class BatchProgress:
-    """How far a batch is."""
+    """Progress of a batch."""
 
-    rows: int  # in all
-    done: int  # in all
-    bad: int  # of those
-    tokens: int = 0  # written in this run
+    rows: int  # total
+    done: int  # including earlier runs
+    bad: int  # failed, of those
+    tokens: int = 0  # generated in this run
     workers: int = 1
 
 
 def job_facts(facts: InputFacts, plan: WorkerPlan) -> dict[str, Any]:
-    """What must be the same for a batch to be gone on with. How many work on it need not be, and
-    of the model the weights are compared when they are there."""
+    """Return the settings that must be the same to resume a batch.
+
+    The number of workers may differ, and the weights are compared when they are loaded.
+    """
     neutral = ("threads", "offline", "exact")
     load = {name: value for name, value in plan.options.items() if name not in neutral}
     settings = {**plan.settings.to_dict(), "load": load, "adapter": plan.adapter}
@@ -84,61 +86,66 @@ def job_facts(facts: InputFacts, plan: WorkerPlan) -> dict[str, Any]:
 
 
 def run(
-    path: Path, journal: Journal, hire: Callable[[], Pool], tell: Callable[[BatchProgress], None]
+    path: Path,
+    journal: Journal,
+    make_pool: Callable[[], Pool],
+    on_progress: Callable[[BatchProgress], None],
 ) -> BatchProgress:
-    """Have every row answered that is not yet, and make the output of them."""
+    """Process all rows that are not done yet, and write the output."""
     state = BatchProgress(journal.job["rows"], journal.done, journal.bad)
     if state.done < state.rows:
-        pool = hire()
+        pool = make_pool()
         try:
-            rows = _Rows(path, journal, pool)
-            while not rows.ended or pool.held:
-                outcomes = pool.turn(rows.give, journal.check_model)
+            rows = _PendingRows(path, journal, pool)
+            while not rows.ended or pool.num_running:
+                outcomes = pool.turn(rows.take_rows, journal.check_model)
                 journal.record([*rows.faulty(), *outcomes])
                 state.tokens += sum(_tokens(outcome) for outcome in outcomes)
                 state.done, state.bad = journal.done, journal.bad
                 state.workers = pool.workers
-                tell(state)
+                on_progress(state)
         finally:
             pool.close()
     write_output(journal)
     return state
 
 
-class _Rows:
-    """The rows that are still to be answered, in blocks that become smaller towards the end, so
-    that all workers end at about the same time."""
+class _PendingRows:
+    """The rows that are not done, in blocks that shrink towards the end.
+
+    So all workers finish at about the same time.
+    """
 
     def __init__(self, path: Path, journal: Journal, pool: Pool) -> None:
-        self._pool, self._left = pool, journal.job["rows"] - journal.done
-        self._rows = self._to_do(path, journal)
+        self._pool, self._num_left = pool, journal.job["rows"] - journal.done
+        self._rows = self._pending(path, journal)
         self._faulty: list[Outcome] = []
         self.ended = False
 
-    def _to_do(self, path: Path, journal: Journal) -> Iterator[Row]:
+    def _pending(self, path: Path, journal: Journal) -> Iterator[Row]:
         for row in read_rows(path):
             if not journal.is_done(row.number):
                 yield row
         self.ended = True
 
-    def give(self, count: int) -> list[Row]:
+    def take_rows(self, count: int) -> list[Row]:
         if self._pool.workers > 1:
-            count = min(count, max(_BLOCK, self._left // (2 * self._pool.workers)))
-        given: list[Row] = []
-        while len(given) + len(self._faulty) < count:
+            count = min(count, max(_MIN_BLOCK, self._num_left // (2 * self._pool.workers)))
+        rows: list[Row] = []
+        while len(rows) + len(self._faulty) < count:
             if (row := next(self._rows, None)) is None:
                 break
-            self._left -= 1
+            self._num_left -= 1
             if row.fault is None:
-                given.append(row)
+                rows.append(row)
             else:
                 self._faulty.append(failed(row, row.fault))
-        return given
+        return rows
 
     def faulty(self) -> list[Outcome]:
-        """Those that need nobody's work, since they were asked for the last time."""
-        found, self._faulty = self._faulty, []
-        return found
+        """Return the invalid rows since the last call."""
+        faulty, self._faulty = self._faulty, []
+        return faulty
 
 
 def _tokens(outcome: Outcome) -> int:

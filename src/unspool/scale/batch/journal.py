@@ -1,15 +1,15 @@
-"""What a batch has done so far, kept so that nothing is lost and nothing is done twice.
+"""The journal of a batch job: resume after any interruption, without loss or duplicates.
 
-Beside OUTPUT lies the folder OUTPUT.unfinished while the work goes on:
+While the job is unfinished, the folder OUTPUT.unfinished contains:
 
-    job.json       what was asked for: the input's digest, the settings, the model
-    answers.jsonl  a line for each row that is done, in the order in which they were
+    job.json       the request: digest of the input, settings, model
+    answers.jsonl  a line for each row that is done, in the order of completion
 
-When all is done, OUTPUT.job.json says what was asked for, so that the same command does nothing.
+After the job, OUTPUT.job.json contains the request, so that the same command does nothing.
 
-A line is there whole or not at all: one that was cut off (a kill, a full disk, a lost machine) is
-dropped with all behind it when the work goes on, and its row is written once more. So every row
-that has a line is done, every other is not, and it does not matter when the last run ended.
+A truncated line (kill, full disk, lost machine) is dropped with all lines after it on resume, and
+its row is processed again. So every row with a line is done and every other row is not, no matter
+when the last run ended.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from filelock import FileLock, Timeout
 from unspool.errors import UnspoolError
 from unspool.scale.batch.worker import Outcome
 
-_SYNC = 5.0  # seconds after which answers are on the disk, should the machine lose its power
+_SYNC_S = 5.0  # between fsyncs, for power failures
 _VERSION = 1
 _JOB, _ANSWERS = "job.json", "answers.jsonl"
 
 
 def unfinished_folder(output: Path) -> Path:
-    """Where the work on an output is kept while it goes on."""
+    """Return the folder of an output's unfinished job."""
     return output.with_name(f"{output.name}.unfinished")
 
 
 def is_unfinished(output: Path) -> bool:
-    """Whether there is something to go on with."""
+    """Return whether there is an unfinished job to resume."""
     return (unfinished_folder(output) / _JOB).exists()
 
 
 def finished_job(output: Path) -> dict[str, Any] | None:
-    """The record of the batch that wrote an output; None if it is not what a batch left there."""
+    """Return the record of the job that wrote an output, None if no job wrote it."""
     try:
         record: dict[str, Any] = json.loads(_record_file(output).read_text(encoding="utf-8"))
         return record if record["output_bytes"] == output.stat().st_size else None
@@ -56,18 +56,18 @@ def _record_file(output: Path) -> Path:
     return output.with_name(f"{output.name}.job.json")
 
 
-def _write_whole(file: Path, content: dict[str, Any]) -> None:
+def _write_atomically(file: Path, content: dict[str, Any]) -> None:
     part = file.with_suffix(".part")
     part.write_text(json.dumps(content, indent=1), encoding="utf-8")
     part.replace(file)
 
 
 class JobChangedError(UnspoolError):
-    """What is asked for is not what was begun."""
+    """The request differs from that of the unfinished job."""
 
 
 class Journal:
-    """The journal of one batch; hold it as a context, as nobody else may meanwhile."""
+    """The journal of one job; a context manager that holds the job's lock."""
 
     def __init__(self, output: Path) -> None:
         self.output = output
@@ -75,7 +75,7 @@ class Journal:
         self.done = self.bad = 0
         self.job: dict[str, Any] = {}
         self._file: BinaryIO | None = None
-        self._places = array("q")  # by row number: where its line begins; -1: it has none
+        self._offsets = array("q")  # by row number: file offset of its line, -1 if it has none
         self._synced = time.monotonic()
         self._lock = FileLock(self.folder / "lock")
 
@@ -85,8 +85,7 @@ class Journal:
             self._lock.acquire(timeout=0)
         except Timeout:
             raise UnspoolError(
-                f"another unspool batch is writing {self.output} now; wait for it, or give "
-                "another name"
+                f"another unspool batch is writing {self.output}; wait for it, or give another name"
             ) from None
         except OSError as error:
             raise UnspoolError(f"{self.output} cannot be written: {error}") from None
@@ -96,150 +95,150 @@ class Journal:
         if self._file is not None:
             self._file.close()
         self._lock.release()
-        if not (self.folder / _JOB).exists():  # nothing was begun, or all is done
+        if not (self.folder / _JOB).exists():  # not started, or complete
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    # -- beginning, and going on ---------------------------------------------------------------
+    # -- start and resume ----------------------------------------------------------------------
 
     def open(self, job: dict[str, Any], *, restart: bool = False) -> None:
-        """Begin, or go on with what the same command began; JobChangedError if it is another."""
+        """Start a job, or resume the unfinished one; raise JobChangedError if it differs."""
         file, answers = self.folder / _JOB, self.folder / _ANSWERS
         if restart:
             file.unlink(missing_ok=True)
             answers.unlink(missing_ok=True)
-        wanted = {"version": _VERSION, **job}
-        begun = _read_job(file)
-        if begun is None:
+        request = {"version": _VERSION, **job}
+        unfinished = _read_job(file)
+        if unfinished is None:
             answers.unlink(missing_ok=True)
-            self._keep(wanted)
+            self._save_job(request)
         else:
-            self.job = begun
-            if changed := changes(begun, wanted):
+            self.job = unfinished
+            if changed := changes(unfinished, request):
                 raise JobChangedError(
-                    f"{self.folder} was begun with {changed}; give the command as it was then, "
-                    "or begin anew with --restart"
+                    f"{self.folder} was started with {changed}; give the same command again, or "
+                    "start over with --restart"
                 )
         self._file = answers.open("ab+")
         self._read_back()
 
     def begun_seed(self) -> int | None:
-        """The seed of what lies there unfinished, for a command that names none."""
-        begun = _read_job(self.folder / _JOB)
-        return None if begun is None else begun["settings"]["seed"]
+        """Return the seed of the unfinished job, for a command without a seed."""
+        unfinished = _read_job(self.folder / _JOB)
+        return None if unfinished is None else unfinished["settings"]["seed"]
 
     def check_model(self, fingerprint: str) -> None:
-        """Every model that answers must be the one that the first answers came from."""
-        known = self.job.get("model")
-        if known is None:
-            self._keep({**self.job, "model": fingerprint})
-        elif known != fingerprint:
+        """Raise JobChangedError if the weights differ from those of the first answers."""
+        recorded = self.job.get("model")
+        if recorded is None:
+            self._save_job({**self.job, "model": fingerprint})
+        elif recorded != fingerprint:
             raise JobChangedError(
-                f"{self.folder} was begun with other weights than this model has; give that one, "
-                "or begin anew with --restart"
+                f"{self.folder} was started with other weights than this model's; give that model, "
+                "or start over with --restart"
             )
 
-    def _keep(self, job: dict[str, Any]) -> None:
+    def _save_job(self, job: dict[str, Any]) -> None:
         self.job = job
-        _write_whole(self.folder / _JOB, job)
+        _write_atomically(self.folder / _JOB, job)
 
     def _read_back(self) -> None:
-        """Find the rows that are done; cut off what is not whole."""
+        """Read the rows that are done; truncate the file after the last complete line."""
         assert self._file is not None
         self._file.seek(0)
-        place = 0
+        offset = 0
         for line in self._file:
-            outcome = _whole(line)
+            outcome = _parse_line(line)
             if outcome is None:
                 break
-            self._note(outcome, place)
-            place += len(line)
-        self._file.truncate(place)
-        self._file.seek(place)
+            self._note(outcome, offset)
+            offset += len(line)
+        self._file.truncate(offset)
+        self._file.seek(offset)
 
     # -- writing -------------------------------------------------------------------------------
 
     def is_done(self, row: int) -> bool:
-        return row < len(self._places) and self._places[row] >= 0
+        return row < len(self._offsets) and self._offsets[row] >= 0
 
     def record(self, outcomes: Iterable[Outcome]) -> None:
-        """Keep what became of rows; a row that is done already stays as it was."""
+        """Append outcomes; rows that are already done are ignored."""
         assert self._file is not None
-        lines, place = [], self._file.tell()
+        lines, offset = [], self._file.tell()
         for outcome in outcomes:
             if self.is_done(outcome["row"]):
                 continue
             line = json.dumps(outcome, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
-            self._note(outcome, place)
+            self._note(outcome, offset)
             lines.append(line)
-            place += len(line)
+            offset += len(line)
         if lines:
             self._file.write(b"".join(lines))
-            self._file.flush()  # from here on a kill of this process loses nothing
-        if time.monotonic() > self._synced + _SYNC:
+            self._file.flush()  # from here on a kill loses nothing
+        if time.monotonic() > self._synced + _SYNC_S:
             os.fsync(self._file.fileno())
             self._synced = time.monotonic()
 
-    def _note(self, outcome: Outcome, place: int) -> None:
+    def _note(self, outcome: Outcome, offset: int) -> None:
         row = outcome["row"]
-        if row >= len(self._places):
-            self._places.extend([-1] * (row + 1 - len(self._places)))
-        self._places[row] = place
+        if row >= len(self._offsets):
+            self._offsets.extend([-1] * (row + 1 - len(self._offsets)))
+        self._offsets[row] = offset
         self.done += 1
         self.bad += "error" in outcome
 
     # -- reading -------------------------------------------------------------------------------
 
     def outcomes(self) -> Iterator[Outcome]:
-        """All that is done, in the order of the rows."""
+        """Yield all outcomes, in the order of the rows."""
         with (self.folder / _ANSWERS).open("rb") as file:
-            for place in self._places:
-                if place >= 0:
-                    file.seek(place)
+            for offset in self._offsets:
+                if offset >= 0:
+                    file.seek(offset)
                     yield json.loads(file.readline())
 
     def finish(self) -> None:
-        """Record that the output is complete, and drop what a resumed run would need."""
+        """Record that the output is complete, and delete the job file."""
         record = {**self.job, "failed": self.bad, "output_bytes": self.output.stat().st_size}
-        _write_whole(_record_file(self.output), record)
+        _write_atomically(_record_file(self.output), record)
         (self.folder / _JOB).unlink()
 
 
-def _whole(line: bytes) -> Outcome | None:
+def _parse_line(line: bytes) -> Outcome | None:
+    """Return the outcome in a complete line, None if it is truncated or damaged."""
     if not line.endswith(b"\n"):
         return None
     try:
-        found = json.loads(line)
+        outcome = json.loads(line)
     except ValueError:
         return None
-    is_one = isinstance(found, dict) and isinstance(found.get("row"), int)
-    return found if is_one and ("answer" in found or "error" in found) else None
+    has_row = isinstance(outcome, dict) and isinstance(outcome.get("row"), int)
+    return outcome if has_row and ("answer" in outcome or "error" in outcome) else None
 
 
 def _read_job(file: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        job: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UnspoolError(f"{file} cannot be read ({error}); begin anew with --restart") from None
-    return found
+        raise UnspoolError(f"{file} cannot be read ({error}); start over with --restart") from None
+    return job
 
 
-def changes(begun: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """In words, what was different then; nothing: it is the same."""
-    if begun.get("version") != _VERSION:
+def changes(before: dict[str, Any], request: dict[str, Any]) -> str:
+    """Describe how an earlier job differs from a request; empty if it does not."""
+    if before.get("version") != _VERSION:
         return "another version of Unspool"
-    if begun.get("input") != wanted["input"]:
-        return "an input of another content"
-    before, now = _flat(begun["settings"]), _flat(wanted["settings"])
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    told = [f"{name} {before.get(name)!r} (now {now.get(name)!r})" for name in names]
-    return " and ".join(told)
+    if before.get("input") != request["input"]:
+        return "different input content"
+    then, now = _flat(before["settings"]), _flat(request["settings"])
+    names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    return " and ".join(f"{name} {then.get(name)!r} (now {now.get(name)!r})" for name in names)
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings by their names alone, as they are when they come back from JSON."""
-    found: dict[str, Any] = {}
+    """Return nested settings as one level, with the types of JSON."""
+    flat: dict[str, Any] = {}
     for name, value in json.loads(json.dumps(settings)).items():
-        found |= _flat(value) if name in ("options", "load") else {name: value}
-    return found
+        flat |= _flat(value) if name in ("options", "load") else {name: value}
+    return flat

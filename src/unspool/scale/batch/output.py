@@ -1,7 +1,7 @@
-"""The files that a batch leaves: the answers, and the rows that were set aside with their reason.
+"""Write the output files of a batch: the answers, and the failed rows with their errors.
 
-Each is written under another name and then renamed, so that a file is there whole or not at all.
-Rows stand in the order of the input, whoever has written them when.
+Each is written to a temporary file and renamed, so that it is complete or missing. Rows are in the
+order of the input.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from typing import Any
 from unspool.scale.batch.journal import Journal
 from unspool.scale.batch.rows import parquet_library
 
-_GROUP = 8192  # rows of a parquet file that are written together
+_ROW_GROUP = 8192  # rows per parquet row group
 
 
 def errors_file(output: Path) -> Path:
-    """Where the rows are that could not be answered."""
+    """Return the file of the failed rows."""
     return output.with_name(f"{output.stem}.errors.jsonl")
 
 
 def write_output(journal: Journal) -> None:
-    """Make one file of all answers, and one of all that were set aside, if there are any."""
+    """Write the answers, and the failed rows if there are any."""
     output, errors = journal.output, errors_file(journal.output)
     part = journal.folder / "output.part"
     if journal.bad:
-        _write_json(part, (one["error"] for one in journal.outcomes() if "error" in one))
+        outcomes = journal.outcomes()
+        _write_json(part, (outcome["error"] for outcome in outcomes if "error" in outcome))
         part.replace(errors)
     else:
         errors.unlink(missing_ok=True)  # of an earlier run
@@ -42,7 +43,7 @@ def write_output(journal: Journal) -> None:
 
 
 def _answers(journal: Journal) -> Iterator[dict[str, Any]]:
-    return (one["answer"] for one in journal.outcomes() if "answer" in one)
+    return (outcome["answer"] for outcome in journal.outcomes() if "answer" in outcome)
 
 
 def _write_json(path: Path, lines: Iterable[Any]) -> None:
@@ -54,8 +55,10 @@ def _write_json(path: Path, lines: Iterable[Any]) -> None:
 
 
 def _write_parquet(path: Path, journal: Journal) -> None:
-    """Single values as they are, everything else as JSON; so is a column whose values are not of
-    one type. Which these are is known only when all were seen: the answers are read twice."""
+    """Write scalar columns as they are; nested values and columns of mixed types become JSON.
+
+    The answers are read twice, as the types are known only after the last row.
+    """
     parquet = parquet_library()
     import pyarrow
 
@@ -63,10 +66,10 @@ def _write_parquet(path: Path, journal: Journal) -> None:
     for answer in _answers(journal):
         for name, value in answer.items():
             kinds.setdefault(name, set()).add(_kind(value))
-    schema = pyarrow.schema([(name, _type(pyarrow, found)) for name, found in kinds.items()])
+    schema = pyarrow.schema([(name, _type(pyarrow, types)) for name, types in kinds.items()])
     answers = _answers(journal)
     with parquet.ParquetWriter(path, schema) as writer:
-        while group := list(islice(answers, _GROUP)):
+        while group := list(islice(answers, _ROW_GROUP)):
             columns = [
                 pyarrow.array([_cell(row.get(field.name), field.type) for row in group], field.type)
                 for field in schema
@@ -75,17 +78,17 @@ def _write_parquet(path: Path, journal: Journal) -> None:
 
 
 def _kind(value: Any) -> type:
-    """A whole number that no column of them can hold goes the way of everything else."""
+    """Return the type of a value; integers over 64 bits are written as strings."""
     return str if type(value) is int and value.bit_length() > 63 else type(value)
 
 
 def _type(pyarrow: Any, kinds: set[type]) -> Any:
-    found = kinds - {type(None)}
-    if found == {bool}:
+    types = kinds - {type(None)}
+    if types == {bool}:
         return pyarrow.bool_()
-    if found == {int}:
+    if types == {int}:
         return pyarrow.int64()
-    return pyarrow.float64() if found == {float} or found == {int, float} else pyarrow.string()
+    return pyarrow.float64() if types in ({float}, {int, float}) else pyarrow.string()
 
 
 def _cell(value: Any, kind: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a worker needs to know to begin, wherever it is."""
+"""The plan of a worker: all it needs to start, on any machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unspool.scale.batch.worker import Worker
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """A model, how it is loaded, and how it is to write."""
+    """A model, its load options and its generation settings."""
 
     model: str | None
     options: dict[str, Any]  # of `unspool.load`
@@ -22,18 +22,18 @@ class WorkerPlan:
     adapter: str | None = None
 
     def worker(self, cpus: int | None = None) -> Worker:
-        """The worker with its model loaded here; on so many cores, or all."""
+        """Load the model in this process and return the worker; on `cpus` cores, or all."""
         placement = {name: value for name, value in self.options.items() if name != "offline"}
         backend = check_load_options(**placement).chosen().backend
         options = dict(self.options)
         if backend == "native" and options.get("threads") is None:
             options["threads"] = cpus
-        try:  # a text shall not depend on what else is written with it
+        try:  # texts must not depend on the batch composition
             lm = load(self.model, **{**options, "exact": options["exact"] or backend == "cuda"})
         except UnspoolError:
             if options["exact"] or backend != "cuda":
                 raise
-            lm = load(self.model, **options)  # our kernels do not know it, and plain torch is not
+            lm = load(self.model, **options)  # no CUDA kernels for it, and plain torch is not exact
         name = display_name(self.model or "", lm.path) if lm.path is not None else "model"
         if self.adapter is not None:
             lm.load_adapter("adapter", self.adapter)

@@ -1,11 +1,11 @@
-"""The rows of a batch's input: jsonl or parquet, read from the beginning each time, in order.
+"""Read the rows of a batch's input, jsonl or parquet, in order.
 
     {"id": "a", "prompt": "Once upon a time", "max_tokens": 20}
     {"id": "b", "messages": [{"role": "user", "content": "Hi"}]}
     {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 
-A row is known by its number (the line of a jsonl file, the row of a parquet file, from 1), and by
-its id if it has one. What cannot be read as a row is one with a fault.
+A row is identified by its number (the line of a jsonl file, the row of a parquet file, from 1), and
+by its id if it has one. Invalid input becomes a row with a fault.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ KINDS = (".jsonl", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row as it was given."""
+    """One row of the input."""
 
     number: int
-    id: Any  # the row's own, or its number
-    given: Any
+    id: Any  # from the row, or its number
+    data: Any
     is_openai: bool = False
-    fault: str | None = None  # why it is none
+    fault: str | None = None  # why it is invalid
 
     @property
     def key(self) -> str:
-        """What tells it from all others, and decides its seed."""
+        """A unique key, which determines the row's seed."""
         return json.dumps(self.id, sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
 class InputFacts:
-    """What must be known of an input before work begins."""
+    """Content digest and number of rows of an input."""
 
-    digest: str  # of its content
+    digest: str
     rows: int
 
 
 def parquet_library() -> Any:
-    """pyarrow's parquet, or a sentence that says what to install."""
+    """Return pyarrow.parquet; raise DataError if it is not installed."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -58,17 +58,17 @@ def parquet_library() -> Any:
 
 
 def check_kind(path: Path, what: str) -> None:
-    """Refuse a file that is neither jsonl nor parquet by its name."""
+    """Raise DataError if a file name is neither jsonl nor parquet."""
     if path.suffix not in KINDS:
-        raise DataError(f"{what} is {path}; its name may end in {' or '.join(KINDS)}")
+        raise DataError(f"{what} must end in {' or '.join(KINDS)}, got {path}")
     if path.suffix == ".parquet":
         parquet_library()
 
 
 def survey(path: Path) -> InputFacts:
-    """Read a file once: its digest, and how many rows it has."""
+    """Read a file once and return its digest and number of rows."""
     if not path.is_file():
-        raise DataError(f"there is no file {path} in {Path.cwd()}")
+        raise DataError(f"no such file: {path} in {Path.cwd()}")
     digest, count = hashlib.sha256(), 0
     with path.open("rb") as file:
         if path.suffix == ".parquet":
@@ -86,17 +86,17 @@ def survey(path: Path) -> InputFacts:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """All rows, in order; an id that was there before is a fault."""
-    seen: set[str] = set()
+    """Yield all rows, in order; a duplicate id is a fault."""
+    keys: set[str] = set()
     is_openai = False
     for row in _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path):
-        if row.fault is None and row.key in seen:
-            fault = f"the id {str(row.id)[:80]!r} was another row's already"
+        if row.fault is None and row.key in keys:
+            fault = f"the id {str(row.id)[:80]!r} is not unique"
             row = replace(row, id=row.number, fault=fault)
         if row.fault is None:
-            seen.add(row.key)
+            keys.add(row.key)
             is_openai = row.is_openai
-        elif is_openai:  # what cannot be read is taken for one of its neighbours' kind
+        elif is_openai:  # an unreadable row has the format of the row before it
             row = replace(row, is_openai=True)
         yield row
 
@@ -107,21 +107,21 @@ def _json_rows(path: Path) -> Iterator[Row]:
             if line.isspace():
                 continue
             try:
-                given = json.loads(line)
+                data = json.loads(line)
             except (ValueError, RecursionError) as error:
                 text = line.decode("utf-8", "replace").rstrip("\n")
                 yield Row(number, number, text, fault=f"the line is not JSON: {str(error)[:200]}")
                 continue
-            yield _row(number, given)
+            yield _row(number, data)
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
     number = 0
     try:
         for batch in _opened(path).iter_batches(batch_size=256):
-            for given in batch.to_pylist():
+            for data in batch.to_pylist():
                 number += 1
-                yield _row(number, _without_nulls(given))
+                yield _row(number, _without_nulls(data))
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
         raise _unreadable(path, error) from None
 
@@ -140,20 +140,21 @@ def _unreadable(path: Path, error: Exception) -> DataError:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A column that a row does not have is null there."""
+    """Remove nulls: parquet has one for each column that a row does not have."""
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _row(number: int, given: Any) -> Row:
-    if not isinstance(given, dict):
-        return Row(number, number, given, fault='the row is no object; write {"prompt": "..."}')
-    is_openai = "custom_id" in given or "body" in given
-    own = given.get("custom_id" if is_openai else "id")
-    if own is None:
+def _row(number: int, data: Any) -> Row:
+    if not isinstance(data, dict):
+        reason = 'the row is not a JSON object; write {"prompt": "..."}'
+        return Row(number, number, data, fault=reason)
+    is_openai = "custom_id" in data or "body" in data
+    row_id = data.get("custom_id" if is_openai else "id")
+    if row_id is None:
         fault = "custom_id is missing" if is_openai else None
-        return Row(number, number, given, is_openai, fault)
-    if isinstance(own, bool | float | dict | list):
-        return Row(number, number, given, is_openai, "the id may be a text or a whole number")
-    return Row(number, own, given, is_openai)
+        return Row(number, number, data, is_openai, fault)
+    if isinstance(row_id, bool | float | dict | list):
+        return Row(number, number, data, is_openai, "the id must be a string or an integer")
+    return Row(number, row_id, data, is_openai)

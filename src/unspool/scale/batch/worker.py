@@ -1,8 +1,8 @@
-"""One model and the rows that it is writing: rows go in, what is finished comes out.
+"""A batch worker: one model and its running rows.
 
-`exchange` is all that is ever asked of a worker, on this machine or on another: take these rows
-as well, and give what has been finished since. Rows are begun as soon as they come and written
-side by side; one that ends makes room for the next, and nobody waits for the slowest.
+`exchange` is the only call of a worker, local or remote: it adds rows and returns those that are
+finished. Rows start immediately and run in one continuous batch; each finished row makes room for
+the next, so that none waits for the slowest.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from unspool.engine.stream import StepStream
     from unspool.scale.batch.openai import Api, Reply
 
-AT_ONCE = 512  # rows that a worker holds: more than fit a step, so that none runs dry
-_LOOK_UP = 0.02  # seconds from one look at what is finished to the next
-_PATIENCE = 0.5  # ... until it is said that nothing is
+MAX_ROWS = 512  # per worker: more than fit into a step, so that the batch stays full
+_POLL_INTERVAL_S = 0.02  # between checks for finished rows
+_EXCHANGE_TIMEOUT_S = 0.5
 
-# What became of a row, as the journal keeps it: its number, and `answer` or `error`.
+# The outcome of a row as a journal line: its number `row`, and `answer` or `error`.
 Outcome = dict[str, Any]
 
 
-class _Begun(Protocol):
-    """A row that is being written."""
+class _RunningRow(Protocol):
+    """A row in progress."""
 
     @property
     def ended(self) -> bool: ...
@@ -43,8 +43,8 @@ class _Begun(Protocol):
     def outcome(self) -> Outcome: ...
 
 
-class _Text:
-    """A plain row on its way through the engine."""
+class _PlainRow:
+    """A plain row in the engine."""
 
     def __init__(self, row: Row, text: Generation, steps: StepStream, carry: tuple[str, ...]):
         self.row, self.text, self.steps, self.carry = row, text, steps, carry
@@ -57,13 +57,13 @@ class _Text:
         try:
             for _ in self.text.extend(self.steps):
                 pass
-        except Exception as error:  # it fails this text alone
+        except Exception as error:  # fails this row only
             return failed(self.row, error)
         return {"row": self.row.number, "answer": answer_of(self.row, self.text, self.carry)}
 
 
-class _Request:
-    """A row in OpenAI's format on its way through the application."""
+class _OpenAIRow:
+    """A row in OpenAI's format in the ASGI application."""
 
     def __init__(self, row: Row, reply: Future[Reply]) -> None:
         self.row, self.reply = row, reply
@@ -84,55 +84,56 @@ class _Request:
 
 
 class Worker:
-    """A model, and the rows that it holds."""
+    """A model and its running rows."""
 
     def __init__(self, lm: Session, settings: BatchSettings, name: str) -> None:
         self.lm, self.settings, self.name = lm, settings, name
-        self._begun: dict[int, _Begun] = {}
+        self._running: dict[int, _RunningRow] = {}
         self._refused: list[Outcome] = []
         self._is_first = True
 
     def __len__(self) -> int:
-        return len(self._begun)
+        return len(self._running)
 
     def fingerprint(self) -> str:
-        """Of the weights and the adapter: another model's rows must not be mixed with these."""
+        """Return a fingerprint of weights and adapter, to avoid mixing answers of two models."""
         model = self.lm.model
         return f"{model.fingerprint()} {model.precision} {self.lm.adapter or ''}".strip()
 
-    def exchange(self, rows: Iterable[Row], look_up: float = _LOOK_UP) -> list[Outcome]:
-        """Begin these rows; what has ended since the last time, looked at every so many seconds,
-        or nothing if nothing does."""
-        self._begin(list(rows))
-        until = time.monotonic() + _PATIENCE
+    def exchange(
+        self, rows: Iterable[Row], poll_interval_s: float = _POLL_INTERVAL_S
+    ) -> list[Outcome]:
+        """Start rows; wait until any row is finished or a timeout, and return finished rows."""
+        self._start(list(rows))
+        deadline = time.monotonic() + _EXCHANGE_TIMEOUT_S
         ended: list[int] = []
-        while self._begun and not ended and not self._refused and time.monotonic() < until:
-            time.sleep(look_up)
+        while self._running and not ended and not self._refused and time.monotonic() < deadline:
+            time.sleep(poll_interval_s)
             if not self.lm.engine.loop.alive:
-                raise UnspoolError("the model's engine has stopped; the same command goes on")
-            ended = [number for number, one in self._begun.items() if one.ended]
+                raise UnspoolError("the engine has stopped; rerun the same command to resume")
+            ended = [number for number, row in self._running.items() if row.ended]
         refused, self._refused = self._refused, []
-        return refused + [self._begun.pop(number).outcome() for number in ended]
+        return refused + [self._running.pop(number).outcome() for number in ended]
 
     def close(self) -> None:
-        """Stop whatever is still being written."""
-        self._begun.clear()
+        """Stop all running rows and close the model."""
+        self._running.clear()
         if "_api" in self.__dict__:
             self._api.close()
         self.lm.close()
 
-    def _begin(self, rows: list[Row]) -> None:
+    def _start(self, rows: list[Row]) -> None:
         drafts: list[tuple[Row, Generation]] = []
         for row in rows:
             try:
                 if row.is_openai:
                     reply = self._api.start(row, self.settings)
-                    self._begun[row.number] = _Request(row, reply)
+                    self._running[row.number] = _OpenAIRow(row, reply)
                 else:
                     drafts.append((row, draft_of(self.lm, row, self.settings)))
             except Exception as error:
                 self._refused.append(failed(row, error))
-        if self._is_first and len(drafts) > 1:  # later rows find it in the tree
+        if self._is_first and len(drafts) > 1:  # later rows find it in the prefix cache
             read_what_all_share(self.lm, [text for _, text in drafts])
             self._is_first = False
         for row, text in drafts:
@@ -141,21 +142,21 @@ class Worker:
             except UnspoolError as error:
                 self._refused.append(failed(row, error))
             else:
-                self._begun[row.number] = _Text(row, text, steps, self.settings.carry)
+                self._running[row.number] = _PlainRow(row, text, steps, self.settings.carry)
 
     @cached_property
     def _api(self) -> Api:
         from unspool.scale.batch.openai import Api
 
-        return Api(self.lm, self.name, AT_ONCE)
+        return Api(self.lm, self.name, MAX_ROWS)
 
 
 def failed(row: Row, error: Exception | str) -> Outcome:
-    """The outcome of a row that cannot be written."""
+    """Return the outcome of a row that failed."""
     if row.is_openai:
         from unspool.scale.batch.openai import fault_line
 
         return {"row": row.number, "error": fault_line(row, error)}
     reason = str(error) or type(error).__name__
-    told = {"row": row.number, "id": row.id, "error": reason, "given": row.given}
-    return {"row": row.number, "error": told}
+    line = {"row": row.number, "id": row.id, "error": reason, "given": row.data}
+    return {"row": row.number, "error": line}

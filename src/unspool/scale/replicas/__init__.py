@@ -1,1 +1,1 @@
-"""Several servers as one: replicas under Ray Serve, and the gateway in front of them."""
+"""Replicated servers: replicas under Ray Serve, and the gateway in front of them."""

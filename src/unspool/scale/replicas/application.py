@@ -1,10 +1,10 @@
-"""The applications that Ray Serve deploys on a cluster: replicas, and the gateway before them.
+"""The applications that Ray Serve deploys on a cluster: replicas and gateway.
 
     serve deploy deploy/serve.yaml
 
-They are two, because Ray restarts all of an application when a part of it is told something new:
-so replicas are updated while the gateways stay. A gateway listens on its own port on each node it
-is on; Ray's own proxies are not used (`proxy_location: Disabled`).
+They are two applications, because Ray restarts a complete application when a part of it changes:
+this way replicas are updated while gateways keep running. Each gateway listens on its own port;
+Ray's proxies are not used (`proxy_location: Disabled`).
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from unspool.scale.replicas.config import ReplicasConfig, config_from, gateway_config_from
 from unspool.scale.replicas.gateway import create_gateway
 from unspool.scale.replicas.listening import ServerThread
-from unspool.scale.replicas.pool import Pool, RayChooser
+from unspool.scale.replicas.pool import RayChooser, ReplicaPool
 from unspool.scale.replicas.replica import Replica
 from unspool.serve.http.logs import set_up
 from unspool.serve.http.settings import ServeSettings
 
 _HEALTH_SECONDS = 5.0
-_GRACE_SECONDS = 15.0  # beside those for what runs
-_UNCOUNTED = 1_000_000  # Ray sends no requests itself; the server has limits of its own
+_GRACE_SECONDS = 15.0  # in addition to the drain time
+_UNLIMITED = 1_000_000  # Ray sends no requests itself; the server has its own limits
 
 
 class GatewayServer:
-    """The gateway as a deployment: on its own port, on each node that has one."""
+    """The gateway as a Ray Serve deployment, at most one per node."""
 
     def __init__(self, settings: ServeSettings, application: str, log: tuple[str, bool]) -> None:
         set_up(*log)
-        # Which is there, or will be: the order of deploying does not matter.
+        # The replicas may be deployed later: the order does not matter.
         handle = serve.get_deployment_handle("Replica", application, _check_exists=False)
-        app, self._gateway = create_gateway(settings, Pool(RayChooser(handle)))
+        app, self._gateway = create_gateway(settings, ReplicaPool(RayChooser(handle)))
         self._server = ServerThread(app, settings, settings.host, self._stopping, settings.port)
 
     def _stopping(self) -> None:
@@ -51,7 +51,10 @@ class GatewayServer:
 
 
 def build_gateway(args: dict[str, Any]) -> serve.Application:
-    """What `import_path` in a `serve.yaml` names: `args` are those of `GatewayConfig`."""
+    """Build the gateway application for the `import_path` of a `serve.yaml`.
+
+    `args` are the fields of `GatewayConfig`.
+    """
     config = gateway_config_from(args)
     return (
         serve.deployment(GatewayServer, name="Gateway")
@@ -59,19 +62,19 @@ def build_gateway(args: dict[str, Any]) -> serve.Application:
             max_replicas_per_node=1,
             health_check_period_s=_HEALTH_SECONDS,
             graceful_shutdown_timeout_s=config.settings.drain + _GRACE_SECONDS,
-            ray_actor_options={"num_cpus": 0.1},  # so not on a head that is to have no work
+            ray_actor_options={"num_cpus": 0.1},  # not on a head node without CPUs
         )
         .bind(config.settings, config.application, config.log)
     )
 
 
 def build_replicas(args: dict[str, Any]) -> serve.Application:
-    """The same for the replicas: `args` are those of `ReplicasConfig`."""
+    """Build the replicas application; `args` are the fields of `ReplicasConfig`."""
     return replicas(config_from(args))
 
 
 def replicas(config: ReplicasConfig, **actor: Any) -> serve.Application:
-    """The replicas alone. `actor`: what Ray should give each (`num_cpus`, `num_gpus`)."""
+    """Build the replicas application; `actor` are Ray resources per replica (`num_cpus`, ...)."""
     number: dict[str, Any] = {"num_replicas": config.replicas}
     if config.most > config.replicas:
         number = {
@@ -89,7 +92,7 @@ def replicas(config: ReplicasConfig, **actor: Any) -> serve.Application:
         serve.deployment(Replica, name="Replica")
         .options(
             **number,
-            max_ongoing_requests=_UNCOUNTED,
+            max_ongoing_requests=_UNLIMITED,
             health_check_period_s=_HEALTH_SECONDS,
             graceful_shutdown_wait_loop_s=0.2,
             graceful_shutdown_timeout_s=config.settings.drain + _GRACE_SECONDS,
@@ -105,8 +108,10 @@ def replicas(config: ReplicasConfig, **actor: Any) -> serve.Application:
 
 
 def by_queue_length(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """How many replicas the texts that run and wait need. Ray keeps this between the least and the
-    most, and lets it change only once it has held for a while."""
+    """Autoscaling policy: the number of replicas for the running and queued requests.
+
+    Ray limits it to the minimum and maximum, and delays changes.
+    """
     counts = (context.aggregated_metrics or {}).get("in_flight", {})
     target = context.config.target_ongoing_requests
     return max(1, math.ceil(sum(counts.values()) / target)), {}

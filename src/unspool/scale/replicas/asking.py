@@ -1,13 +1,12 @@
-"""What a request says about where it should go, found without a tokenizer or a model.
+"""Routing hints of a request, read without a tokenizer or a model.
 
-- *kept*: it names something that one replica keeps (a branch, a stored response, a thread). The
-  replica's name is a part of such ids, so every gateway knows it, also one that has just been
-  started.
-- *session*: it names its session (`x-session-id`, or `prompt_cache_key` as OpenAI has it). The
-  replica follows from the name.
-- *prompt*: it has a prompt, whose beginning some replica may hold already.
-- *shared*: it asks about something on the machine itself (training runs, reports of costs), which
-  one replica, always the same, looks after.
+- *kept*: it names an object that one replica stores (a branch, a stored response, a thread). Such
+  ids contain the replica's name, so every gateway knows it, even right after its start.
+- *session*: it names its session (`x-session-id`, or OpenAI's `prompt_cache_key`). The name
+  determines the replica.
+- *prompt*: it has a prompt, whose prefix a replica may have cached.
+- *shared*: it is about the machine itself (training runs, cost reports); always the same replica
+  answers these.
 """
 
 from __future__ import annotations
@@ -23,71 +22,73 @@ from unspool.scale.routing import text_hashes
 Kind = Literal["kept", "session", "prompt", "shared", "any"]
 
 _KEPT = re.compile(r"^(?:branch-([a-z0-9]+)-|(?:resp|msg)_([a-z0-9]+)_)[0-9a-f]{24}$")
-_KEEPERS = ("/v1/tree/", "/v1/responses/")
+_KEPT_PATHS = ("/v1/tree/", "/v1/responses/")
 _SHARED = ("/v1/runs", "/v1/costs")
-# In the order in which they stand in a rendered prompt: what comes first is shared by most.
+# In the order of a rendered prompt: the first fields are shared by the most requests.
 _PROMPT = ("model", "tools", "system", "instructions", "context", "messages", "prompt", "input")
 
 
 @dataclass(slots=True)
-class Asked:
-    """Where one request should go; the router fills in whom there is to ask."""
+class RouteHints:
+    """Routing hints of one request; the router fills in `replicas`."""
 
     kind: Kind = "any"
-    replica: str = ""  # of `kept`: the only one that can answer
+    replica: str = ""  # for `kept`: the only one that can answer
     session: str = ""
     hashes: list[int] = field(default_factory=list)
-    avoid: set[str] = field(default_factory=set)  # replicas that were tried, or seem to be lost
-    load: Mapping[str, int] = field(default_factory=dict)  # requests in flight at each
-    replicas: dict[str, str] = field(default_factory=dict)  # all there are: name -> address
+    avoid: set[str] = field(default_factory=set)  # replicas that failed or seem to be lost
+    load: Mapping[str, int] = field(default_factory=dict)  # requests in flight by replica
+    replicas: dict[str, str] = field(default_factory=dict)  # all replicas: name -> address
 
 
-def asked_by(method: str, path: str, headers: Mapping[bytes, bytes], body: bytes) -> Asked:
-    """Read a request. What cannot be read goes anywhere: the replica says what is wrong with it."""
-    for beginning in _KEEPERS:
-        identity = path.removeprefix(beginning).partition("/")[0]
-        if path.startswith(beginning) and (replica := replica_of(identity)):
-            return Asked("kept", replica)
+def read_hints(method: str, path: str, headers: Mapping[bytes, bytes], body: bytes) -> RouteHints:
+    """Return the routing hints of a request; an invalid one goes to any replica."""
+    for prefix in _KEPT_PATHS:
+        identity = path.removeprefix(prefix).partition("/")[0]
+        if path.startswith(prefix) and (replica := replica_of(identity)):
+            return RouteHints("kept", replica)
     if path.startswith(_SHARED):
-        return Asked("shared", session="shared")
+        return RouteHints("shared", session="shared")
     fields = _json(body) if method == "POST" else {}
     thread = fields.get("thread")  # of Anthropic's messages
-    before = fields.get("previous_response_id")
-    before = thread.get("previous_message_id") if isinstance(thread, dict) else before
-    if isinstance(before, str) and (replica := replica_of(before)):
-        return Asked("kept", replica)
+    previous = fields.get("previous_response_id")
+    previous = thread.get("previous_message_id") if isinstance(thread, dict) else previous
+    if isinstance(previous, str) and (replica := replica_of(previous)):
+        return RouteHints("kept", replica)
     hashes = text_hashes(_prompt(fields)) if fields else []
     session = headers.get(b"x-session-id", b"").decode("latin-1")
     key = fields.get("prompt_cache_key")
     if session := session or (key if isinstance(key, str) else ""):
-        return Asked("session", session=session, hashes=hashes)
-    return Asked("prompt" if hashes else "any", hashes=hashes)
+        return RouteHints("session", session=session, hashes=hashes)
+    return RouteHints("prompt" if hashes else "any", hashes=hashes)
 
 
 def replica_of(identity: str) -> str:
-    """The replica that gave out an id; empty if none did."""
-    found = _KEPT.match(identity)
-    return (found[1] or found[2]) if found else ""
+    """Return the replica that issued an id, "" if it names none."""
+    match = _KEPT.match(identity)
+    return (match[1] or match[2]) if match else ""
 
 
 def _json(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body)
+        fields = json.loads(body)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _prompt(fields: Mapping[str, Any]) -> str:
-    """What a request gives the model to read, so that texts which begin alike have bytes that begin
-    alike, in whatever order its fields came and whatever else it asks for."""
+    """Return the prompt of a request as text, independent of field order and other fields.
+
+    Prompts with a common prefix return texts with a common prefix.
+    """
     parts = []
     for name in _PROMPT:
         value = fields.get(name)
         if isinstance(value, str):
             parts.append(value)
         elif isinstance(value, list):
-            parts += [json.dumps(each, ensure_ascii=False, sort_keys=True) for each in value]
+            parts += [json.dumps(item, ensure_ascii=False, sort_keys=True) for item in value]
         elif value is not None:
             parts.append(json.dumps(value, ensure_ascii=False, sort_keys=True))
     return "\n".join(parts)

@@ -1,5 +1,4 @@
-"""What replicas are told: which models, how they serve, how many of them. As plain values, because
-it is written in `serve.yaml` and sent to other machines."""
+"""Configuration of replicas and gateway, as plain values for `serve.yaml` and for pickling."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ POLICIES = ("prefix", "round-robin")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A model as `unspool.load` takes it."""
+    """A model and its load options."""
 
     model: str | None = None  # NAME=PATH, a path or a repo id; None: the default model
     options: dict[str, Any] = field(default_factory=dict)  # of `unspool.load`
@@ -25,18 +24,16 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicasConfig:
-    """One server made of several."""
+    """A replicated server."""
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
-    settings: ServeSettings = field(
-        default_factory=ServeSettings
-    )  # of each; the port: the gateway's
+    settings: ServeSettings = field(default_factory=ServeSettings)  # `port` is the gateway's
     replicas: int = 1
-    max_replicas: int | None = None  # None: as many as `replicas`, always
-    target_in_flight: int = 16  # texts running and waiting at a replica; more start another one
+    max_replicas: int | None = None  # None: no autoscaling
+    target_in_flight: int = 16  # running and queued requests per replica, for autoscaling
     routing: str = "prefix"
     slack: float = SLACK
-    cores: int | None = None  # that a replica is kept to, on its machine; None: all
+    cores: int | None = None  # CPU affinity of a replica; None: all cores
     adapters: str | None = None
     model_memory: int | None = None
     unload_after: float | None = None
@@ -44,18 +41,15 @@ class ReplicasConfig:
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
-            raise SettingsError(f"replicas is {self.replicas}; it must be at least 1")
+            raise SettingsError(f"replicas must be >= 1, got {self.replicas}")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise SettingsError(
-                f"max_replicas is {self.max_replicas}, and replicas {self.replicas}; it may not be "
-                "less"
+                f"max_replicas must be >= replicas ({self.replicas}), got {self.max_replicas}"
             )
         if self.target_in_flight < 1:
-            raise SettingsError(
-                f"target_in_flight is {self.target_in_flight}; it must be at least 1"
-            )
+            raise SettingsError(f"target_in_flight must be >= 1, got {self.target_in_flight}")
         if self.routing not in POLICIES:
-            raise SettingsError(f"routing is {self.routing!r}; it may be {' or '.join(POLICIES)}")
+            raise SettingsError(f"routing must be {' or '.join(POLICIES)}, got {self.routing!r}")
 
     @property
     def most(self) -> int:
@@ -64,36 +58,36 @@ class ReplicasConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayConfig:
-    """What stands before them."""
+    """The gateway in front of the replicas."""
 
-    application: str = "replicas"  # the name of the application that they are
+    application: str = "replicas"  # name of the replicas' application
     settings: ServeSettings = field(default_factory=ServeSettings)
     log: tuple[str, bool] = ("info", True)
 
 
 def config_from(args: Mapping[str, Any]) -> ReplicasConfig:
-    """The `args` of replicas in a `serve.yaml`."""
+    """Return the configuration from the `args` of replicas in a `serve.yaml`."""
     values = dict(args)
-    models = [_made(ModelConfig, each, "models") for each in values.pop("models", [{}])]
+    models = [_construct(ModelConfig, model, "models") for model in values.pop("models", [{}])]
     values = {**_with_settings(values), "models": tuple(models)}
-    found: ReplicasConfig = _made(ReplicasConfig, values, "args")
-    return found
+    config: ReplicasConfig = _construct(ReplicasConfig, values, "args")
+    return config
 
 
 def gateway_config_from(args: Mapping[str, Any]) -> GatewayConfig:
-    """The `args` of a gateway."""
-    found: GatewayConfig = _made(GatewayConfig, _with_settings(args), "args")
-    return found
+    """Return the configuration from the `args` of a gateway."""
+    config: GatewayConfig = _construct(GatewayConfig, _with_settings(args), "args")
+    return config
 
 
 def _with_settings(args: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` as they are meant, with the keys of `api_key_file`."""
+    """Replace `settings` by ServeSettings, with the keys of `api_key_file`."""
     values = dict(args)
-    told = values.pop("settings", {})
+    server_settings = values.pop("settings", {})
     for name in ("api_keys", "cors"):
-        if name in told:
-            told = {**told, name: tuple(told[name])}
-    settings = _made(ServeSettings, told, "settings")
+        if name in server_settings:
+            server_settings = {**server_settings, name: tuple(server_settings[name])}
+    settings = _construct(ServeSettings, server_settings, "settings")
     key_file = values.pop("api_key_file", None)
     if key_file is not None:
         keys = _keys_in(Path(key_file))
@@ -105,14 +99,17 @@ def _keys_in(file: Path) -> list[str]:
     try:
         return file.read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{file}: cannot be read as a file of keys ({error})") from None
+        raise SettingsError(f"{file} cannot be read as a file of API keys ({error})") from None
 
 
-def _made(kind: Any, given: Any, where: str) -> Any:
-    if not isinstance(given, Mapping):
-        raise SettingsError(f"{where} holds {given!r}; it must be a mapping of names to values")
-    known = [each.name for each in fields(kind)]
-    for name in given:
-        if name not in known:
-            raise SettingsError(f"{where} has {name!r}, which is none of {', '.join(known)}")
-    return kind(**given)
+def _construct(cls: Any, values: Any, where: str) -> Any:
+    """Return `cls(**values)`; raise SettingsError for unknown names."""
+    if not isinstance(values, Mapping):
+        raise SettingsError(f"{where} must be a mapping of names to values, got {values!r}")
+    names = [field.name for field in fields(cls)]
+    for name in values:
+        if name not in names:
+            raise SettingsError(
+                f"{where} has unknown name {name!r}; choose from {', '.join(names)}"
+            )
+    return cls(**values)

@@ -1,4 +1,4 @@
-"""What a client is told when a replica is gone."""
+"""Errors for clients when a replica is lost."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ _NAMED_EVENTS = ("/v1/tree", "/v1/think", "/v1/diffuse", "/v1/costs", "/v1/runs"
 
 
 class ReplicaLostError(Exception):
-    """A replica that alone could answer is not there (any more)."""
+    """The only replica that could answer does not exist (any more)."""
 
 
-def gone(path: str) -> ApiError:
-    """Of something that only a lost replica had."""
-    what = "response was stored" if path.startswith("/v1/responses") else "branch was kept"
+def replica_gone(path: str) -> ApiError:
+    """Return the error for an object that only a lost replica had."""
+    what = "response" if path.startswith("/v1/responses") else "branch"
     if path.startswith("/v1/messages"):
         return thread_not_found()
     return ApiError(
         410,
-        f"the replica with which this {what} is gone, and the {what.split()[0]} with it; "
-        "begin a new one",
+        f"the replica that stored this {what} is gone, and the {what} with it; start a new one",
         code="replica_gone",
     )
 
 
-def lost() -> ApiError:
-    """Of a request whose replica went away; the same request can succeed on another one."""
+def replica_lost() -> ApiError:
+    """Return the error for a request whose replica was lost; a retry can succeed."""
     return ApiError(
         503,
-        "the replica that worked on this request was lost; send the request again",
+        "the replica that processed this request was lost; send the request again",
         code="replica_lost",
         retry_after=1,
     )
@@ -41,14 +40,14 @@ def no_replica() -> ApiError:
 
 
 def last_event(path: str, error: ApiError, *, is_lines: bool) -> bytes:
-    """The end of a stream that a lost replica leaves: in the shape that its client expects."""
+    """Return the last event of a stream whose replica was lost, in the format of the client."""
     if is_lines:
         return to_json(error.ollama()) + b"\n"
     if path.startswith("/v1/messages"):
         return event(error.anthropic(), "error")
     if path.startswith("/v1/responses"):
-        told = {"type": "error", "code": error.code, "message": error.message, "param": None}
-        return event(told, "error")
+        payload = {"type": "error", "code": error.code, "message": error.message, "param": None}
+        return event(payload, "error")
     if path.startswith(_NAMED_EVENTS):
         return event(error.openai(), "error")
     return event(error.llamacpp() if path in LLAMACPP_PATHS else error.openai())

@@ -1,12 +1,12 @@
-"""The one address that clients know: reads a request, chooses a replica, and passes both ways on.
+"""The gateway: reads a request, chooses a replica, and forwards request and response.
 
-Ray says which replicas there are and keeps them alive; the bytes go by plain HTTP from here to the
-replica's own server. (Through Ray's proxy every piece of a stream costs a millisecond of computing;
-here it is some forty microseconds.) So whatever a server does, it does behind a gateway too.
+Ray supervises the replicas; the bytes go by plain HTTP from here to the replica's server. (Ray's
+proxy takes a millisecond of CPU time per chunk of a stream, the gateway about 40 µs.) So everything
+that a server supports also works through a gateway.
 
-A replica may be lost at any time. A request of which the client has seen nothing yet is sent to
-another one, once; a stream ends with an error that says to ask again; what only the lost replica
-had is gone (410).
+A replica may be lost at any time. A request without a response yet is retried once on another
+replica; a stream ends with an error that says to retry; an object that only the lost replica had is
+gone (410).
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from yarl import URL
 
-from unspool.scale.replicas.asking import Asked, asked_by
-from unspool.scale.replicas.errors import ReplicaLostError, gone, last_event, lost, no_replica
+from unspool.scale.replicas.asking import RouteHints, read_hints
+from unspool.scale.replicas.errors import (
+    ReplicaLostError,
+    last_event,
+    no_replica,
+    replica_gone,
+    replica_lost,
+)
 from unspool.scale.replicas.gateway_metrics import GatewayMetrics
-from unspool.scale.replicas.gathering import joined_branches, joined_metrics
-from unspool.scale.replicas.pool import Pool, Target
+from unspool.scale.replicas.gathering import merge_branches, merge_metrics
+from unspool.scale.replicas.pool import ReplicaPool, Target
 from unspool.serve.http.admission import Admission
 from unspool.serve.http.app import with_cors
 from unspool.serve.http.disconnect import CancelOnDisconnect
@@ -35,15 +41,15 @@ from unspool.serve.http.routes import JsonReply
 from unspool.serve.http.settings import ServeSettings
 from unspool.serve.http.wire import NAME, Relay, Wire
 
-Outcome = Literal["answered", "stopping", "broken"]
+ForwardResult = Literal["answered", "stopping", "broken"]
 
 _ATTEMPTS = 2
 _CONNECT_SECONDS = 5.0
-# Of the connection, not of the message; and what the gateway says itself.
-_OWN_HEADERS = {
+# Headers of the connection, and headers that the gateway sets itself: not forwarded.
+_HOP_HEADERS = {
     "connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "x-request-id",
     "content-length", "date", "server", "expect", ROUTE,
-    "origin", "sec-fetch-site",  # the gateway has checked them, and knows whom CORS allows
+    "origin", "sec-fetch-site",  # the gateway has already checked these for CORS
 }  # fmt: skip
 _STREAMS = ("text/event-stream", "application/x-ndjson")
 _BROKEN = (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError)
@@ -52,9 +58,9 @@ _BROKEN = (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError)
 class Gateway:
     """An ASGI application in front of replicas."""
 
-    def __init__(self, settings: ServeSettings, pool: Pool) -> None:
+    def __init__(self, settings: ServeSettings, pool: ReplicaPool) -> None:
         self.settings, self.pool = settings, pool
-        self.admission = Admission(1, 0)  # only whether the gateway is about to stop: `refusing`
+        self.admission = Admission(1, 0)  # only `refusing` is used, for shutdown
         self.metrics = GatewayMetrics(lambda: pool.in_flight)
         self._session: aiohttp.ClientSession | None = None
 
@@ -62,16 +68,16 @@ class Gateway:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
             return
-        if own := self._own(scope["method"], scope["path"]):
+        if handler := self._local_handler(scope["method"], scope["path"]):
             scope["route"] = _Route(scope["path"])
-            await (await own(scope))(scope, receive, send)
+            await (await handler(scope))(scope, receive, send)
         else:
             await self._forward(scope, receive, send)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         assert (await receive())["type"] == "lifespan.startup"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
-        # A connection is dropped here before the replica's server does so, after 30 seconds.
+        # Close idle connections before the replica's server does so, after 30 seconds.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=10)
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False
@@ -80,9 +86,9 @@ class Gateway:
             assert (await receive())["type"] == "lifespan.shutdown"
         await send({"type": "lifespan.shutdown.complete"})
 
-    # -- what the gateway answers itself ---------------------------------------------------------
+    # -- answered by the gateway -----------------------------------------------------------------
 
-    def _own(self, method: str, path: str) -> Callable[[Scope], Any] | None:
+    def _local_handler(self, method: str, path: str) -> Callable[[Scope], Any] | None:
         if method == "GET":
             return {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}.get(
                 path
@@ -100,15 +106,17 @@ class Gateway:
 
     async def _metrics(self, scope: Scope) -> Response:
         texts = await self._from_all("/metrics", scope)
-        content = self.metrics.text() + joined_metrics(texts)
+        content = self.metrics.text() + merge_metrics(texts)
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _branches(self, scope: Scope) -> Response:
-        return JsonReply(joined_branches(list((await self._from_all("/v1/tree", scope)).values())))
+        return JsonReply(merge_branches(list((await self._from_all("/v1/tree", scope)).values())))
 
     async def _from_all(self, path: str, scope: Scope) -> dict[str, bytes]:
-        """What every replica answers to a GET with the client's own key; those that do not answer
-        are left out."""
+        """Return the responses of all replicas to a GET with the client's key.
+
+        Replicas that do not answer are left out.
+        """
         assert self._session is not None
         session = self._session
         headers = [
@@ -126,40 +134,42 @@ class Gateway:
                 return None
 
         replicas = await self.pool.all()
-        found = await asyncio.gather(*map(ask, replicas.values()))
-        return {name: text for name, text in zip(replicas, found, strict=True) if text is not None}
+        texts = await asyncio.gather(*map(ask, replicas.values()))
+        return {name: text for name, text in zip(replicas, texts, strict=True) if text is not None}
 
-    # -- what it passes on -----------------------------------------------------------------------
+    # -- forwarded to a replica ------------------------------------------------------------------
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _body(receive)
-        asked = asked_by(scope["method"], scope["path"], dict(scope["headers"]), body)
-        async with CancelOnDisconnect(receive):  # whose end hangs up on the replica too
+        hints = read_hints(scope["method"], scope["path"], dict(scope["headers"]), body)
+        async with CancelOnDisconnect(receive):  # also closes the connection to the replica
             for attempt in range(_ATTEMPTS):
-                target = await self._choose(scope, asked)
+                target = await self._choose(scope, hints)
                 scope["state"]["log"]["replica"] = target.name
-                self.metrics.routed.labels(asked.kind).inc()
+                self.metrics.routed.labels(hints.kind).inc()
                 with self.pool.counted(target):
-                    outcome = await self._passed(scope, target, body, send)
-                if outcome == "answered":
+                    result = await self._send_to(scope, target, body, send)
+                if result == "answered":
                     return
                 self.pool.suspect(target)
-                asked.avoid.add(target.name)
-                if asked.kind == "kept":
-                    is_gone = outcome == "stopping" or not await _listens(target)
-                    raise gone(scope["path"]) if is_gone else lost()
+                hints.avoid.add(target.name)
+                if hints.kind == "kept":
+                    is_gone = result == "stopping" or not await _listens(target)
+                    raise replica_gone(scope["path"]) if is_gone else replica_lost()
                 if attempt + 1 < _ATTEMPTS:
                     self.metrics.retries.inc()
-            raise lost()
+            raise replica_lost()
 
-    async def _choose(self, scope: Scope, asked: Asked) -> Target:
+    async def _choose(self, scope: Scope, hints: RouteHints) -> Target:
         try:
-            return await self.pool.choose(asked)
+            return await self.pool.choose(hints)
         except ReplicaLostError:
-            raise gone(scope["path"]) from None
+            raise replica_gone(scope["path"]) from None
 
-    async def _passed(self, scope: Scope, target: Target, body: bytes, send: Send) -> Outcome:
-        """What came of it. Unless the replica has answered, the client was told nothing yet."""
+    async def _send_to(
+        self, scope: Scope, target: Target, body: bytes, send: Send
+    ) -> ForwardResult:
+        """Send a request to a replica; if it is not "answered", the client received nothing yet."""
         assert self._session is not None
         query = f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else ""
         path = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
@@ -167,7 +177,7 @@ class Gateway:
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in scope["headers"]
-            if name.decode("latin-1") not in _OWN_HEADERS
+            if name.decode("latin-1") not in _HOP_HEADERS
         ]
         try:
             async with self._session.request(
@@ -195,7 +205,7 @@ class Gateway:
     async def _stream(
         self, scope: Scope, reply: aiohttp.ClientResponse, first: bytes, send: Send
     ) -> None:
-        """The pieces of an answer, each as it comes."""
+        """Forward the chunks of a stream as they arrive."""
         wire: Wire = scope.get("extensions", {}).get(NAME, Relay)(send)
         piece, last = first, b""
         try:
@@ -206,33 +216,33 @@ class Gateway:
                 piece = await reply.content.readany()
         except _BROKEN:
             self.metrics.broken.inc()
-            last = self._last(scope, reply, lost())
+            last = self._last_event(scope, reply, replica_lost())
         except asyncio.CancelledError:
-            if not self.admission.refusing:  # then the client has gone
+            if not self.admission.refusing:  # the client has disconnected
                 wire.close()
                 raise
-            last = self._last(scope, reply, shutting_down())
+            last = self._last_event(scope, reply, shutting_down())
         await wire.drain()
         if last:
             await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _last(self, scope: Scope, reply: aiohttp.ClientResponse, error: ApiError) -> bytes:
+    def _last_event(self, scope: Scope, reply: aiohttp.ClientResponse, error: ApiError) -> bytes:
         scope["state"]["log"]["error"] = error.message
         return last_event(scope["path"], error, is_lines=reply.content_type == _STREAMS[1])
 
 
-def create_gateway(settings: ServeSettings, pool: Pool) -> tuple[ASGIApp, Gateway]:
-    """The application, behind the same gate as a server's own; and what it counts and knows."""
+def create_gateway(settings: ServeSettings, pool: ReplicaPool) -> tuple[ASGIApp, Gateway]:
+    """Return the ASGI application, with the middleware of a server, and the gateway in it."""
     gateway = Gateway(settings, pool)
     wrapped: ASGIApp = Middleware(gateway, gateway)
     if settings.cors:
         wrapped = with_cors(wrapped, settings.cors)
-    return _Probed(wrapped), gateway
+    return _HealthProbe(wrapped), gateway
 
 
-class _Probed:
-    """Answers the probes of Kubernetes that Ray's own proxy would answer, key or no key."""
+class _HealthProbe:
+    """Middleware that answers Kubernetes' health probe like Ray's proxy, without an API key."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -245,7 +255,7 @@ class _Probed:
 
 
 async def _listens(target: Target) -> bool:
-    """Whether a replica that hung up is still there."""
+    """Return whether a replica still accepts connections."""
     host, _, port = target.address.rpartition(":")
     try:
         async with asyncio.timeout(_CONNECT_SECONDS):
@@ -258,19 +268,21 @@ async def _listens(target: Target) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """The route of a request, as the counters call it. Only a replica knows the template of a path;
-    what none has answered has no route, and is counted as "other"."""
+    """The route of a request, as a metrics label.
+
+    Only a replica knows the template of a path; requests without an answer count as "other".
+    """
 
     path: str
 
 
 async def _body(receive: Receive) -> bytes:
-    """The whole of it; the gate counts its bytes and its seconds."""
+    """Return the request body; the middleware limits its size and duration."""
     pieces = []
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ConnectionResetError("the client has gone")
+            raise ConnectionResetError("the client has disconnected")
         pieces.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(pieces)
@@ -281,10 +293,10 @@ def _is_stream(reply: aiohttp.ClientResponse) -> bool:
 
 
 def _start(reply: aiohttp.ClientResponse, target: Target) -> dict[str, Any]:
-    own = {name.encode() for name in _OWN_HEADERS - {"content-length"}}
+    dropped = {name.encode() for name in _HOP_HEADERS - {"content-length"}}
     if _is_stream(reply):
-        own.add(b"content-length")
+        dropped.add(b"content-length")
     headers = [(name.lower(), value) for name, value in reply.raw_headers]
-    kept = [(name, value) for name, value in headers if name not in own]
-    kept.append((b"x-unspool-replica", target.name.encode()))
-    return {"type": "http.response.start", "status": reply.status, "headers": kept}
+    headers = [(name, value) for name, value in headers if name not in dropped]
+    headers.append((b"x-unspool-replica", target.name.encode()))
+    return {"type": "http.response.start", "status": reply.status, "headers": headers}

@@ -1,4 +1,4 @@
-"""What a gateway counts, beside what the replicas do."""
+"""Prometheus metrics of a gateway."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 6
 
 
 class GatewayMetrics:
-    """Counters of one gateway, in a registry of its own."""
+    """Metrics of one gateway, in a separate registry."""
 
     def __init__(self, in_flight: Callable[[], Mapping[str, int]]) -> None:
         self.registry = CollectorRegistry()
 
-        def metric(kind: Any, name: str, text: str, *labels: str, **more: Any) -> Any:
-            return kind(f"unspool_gateway_{name}", text, labels, registry=self.registry, **more)
+        def metric(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
+            return kind(f"unspool_gateway_{name}", text, labels, registry=self.registry, **options)
 
         self.requests = metric(Counter, "requests", "Requests answered", "path", "status")
         self.seconds = metric(
             Histogram, "request_seconds", "Time for a request", "path", buckets=_SECONDS
         )
-        self.cancelled = metric(Counter, "cancelled_requests", "Requests whose client left", "path")
-        self.routed = metric(Counter, "routed", "Requests sent to a replica, by what said to", "by")
+        self.cancelled = metric(
+            Counter, "cancelled_requests", "Requests cancelled by the client", "path"
+        )
+        self.routed = metric(Counter, "routed", "Requests sent to a replica, by reason", "by")
         self.retries = metric(Counter, "retries", "Requests sent to a second replica")
-        self.broken = metric(Counter, "broken_streams", "Streams that a lost replica cut off")
+        self.broken = metric(Counter, "broken_streams", "Streams broken by a lost replica")
         self.registry.register(_InFlight(in_flight))
 
     def text(self) -> bytes:
@@ -41,7 +43,7 @@ class _InFlight(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         family = GaugeMetricFamily(
-            "unspool_gateway_in_flight", "Requests that a replica works on", labels=("replica",)
+            "unspool_gateway_in_flight", "Requests in flight by replica", labels=("replica",)
         )
         for replica, count in self._in_flight().items():
             family.add_metric((replica,), count)

@@ -1,4 +1,4 @@
-"""Answers of several replicas made into one: counters, and lists of branches."""
+"""Merge responses of several replicas: metrics and branch lists."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 _SAMPLE = re.compile(rb"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.*)$")
 
 
-def joined_metrics(texts: Mapping[str, bytes]) -> bytes:
-    """The counters of all, each labelled with its replica; `texts` are what Prometheus reads.
+def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
+    """Merge Prometheus texts by replica, with a label for the replica.
 
-    A family's lines have to stand together, so they are gathered by family.
+    The lines of a metric family must be consecutive, so they are grouped by family.
     """
     heads: dict[bytes, list[bytes]] = {}
     samples: dict[bytes, list[bytes]] = {}
@@ -25,18 +25,18 @@ def joined_metrics(texts: Mapping[str, bytes]) -> bytes:
                 kind, name = line.split(b" ", 3)[1:3]
                 family = name
                 head = heads.setdefault(family, [])
-                if not any(known.split(b" ", 3)[1] == kind for known in head):
+                if not any(previous.split(b" ", 3)[1] == kind for previous in head):
                     head.append(line)
-            elif found := _SAMPLE.match(line):
-                name, labels, value = found.groups()
-                every = b",".join(part for part in (label, labels) if part)
-                samples.setdefault(family, []).append(b"%b{%b} %b" % (name, every, value))
+            elif sample := _SAMPLE.match(line):
+                name, labels, value = sample.groups()
+                all_labels = b",".join(part for part in (label, labels) if part)
+                samples.setdefault(family, []).append(b"%b{%b} %b" % (name, all_labels, value))
     blocks = [[*lines, *samples.get(family, [])] for family, lines in heads.items()]
     return b"".join(line + b"\n" for block in blocks for line in block)
 
 
-def joined_branches(lists: list[bytes]) -> dict[str, Any]:
-    """The branches of all replicas, the newest first."""
-    found = [branch for text in lists for branch in json.loads(text)["data"]]
-    found.sort(key=lambda branch: branch["created"], reverse=True)
-    return {"object": "list", "data": found}
+def merge_branches(lists: list[bytes]) -> dict[str, Any]:
+    """Merge the branch lists of all replicas, the newest first."""
+    branches = [branch for text in lists for branch in json.loads(text)["data"]]
+    branches.sort(key=lambda branch: branch["created"], reverse=True)
+    return {"object": "list", "data": branches}

@@ -1,4 +1,4 @@
-"""A server on a thread of its own: in a process that belongs to Ray."""
+"""A server on a thread, for processes that Ray owns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unspool.serve.http.settings import ServeSettings
 
 
 class ServerThread:
-    """Serves from the moment it is made, until `stop`; on any free port unless it is given one."""
+    """A running server, until `stop`; on any free port by default."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class ServerThread:
 
         self._thread = threading.Thread(target=serve, name="server", daemon=True)
         self._thread.start()
-        ready.wait()  # until the first model is loaded, or could not be
+        ready.wait()  # until the first model is loaded, or has failed to load
 
     def check(self) -> None:
         if not self._thread.is_alive():
             raise RuntimeError("the server's thread has ended")
 
     def stop(self) -> None:
-        """Take nothing new, finish what runs, end."""
+        """Refuse new requests, finish running ones, and stop."""
         self._server.stop()
         self._thread.join(self._drain + 5.0)

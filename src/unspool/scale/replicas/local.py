@@ -1,7 +1,7 @@
-"""`unspool serve --replicas N`: Ray, the replicas and the gateway, all on this machine.
+"""`unspool serve --replicas N`: Ray, replicas and gateway on this machine.
 
-The gateway runs in this process, so that it ends as a server does: Ctrl-C and SIGTERM let what runs
-finish, then the replicas, and Ray with all its processes.
+The gateway runs in this process, so that it stops like a server: on Ctrl-C and SIGTERM running
+requests finish, then the replicas stop, and Ray with all its processes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from unspool.errors import UnspoolError
 from unspool.scale.needs_ray import require_ray
 from unspool.scale.replicas.config import ReplicasConfig
 
-_STORE_BYTES = 80 << 20  # Ray's object store, which nothing here uses: the least it takes
+_STORE_BYTES = 80 << 20  # of Ray's object store, which is not used: the minimum
 _APPLICATION = "unspool"
 
-# Ray is made for many machines that somebody watches. On one, whose cores are all busy writing, its
-# own processes would cost several percent: they wake hundreds of times a second, and each time an
-# engine's thread stands still while the others wait for it. Whoever sets one of these keeps it.
+# Defaults for one machine whose cores are all busy with inference: Ray's processes would cost
+# several percent, as they wake up hundreds of times per second and interrupt an engine thread while
+# the others wait for it. Variables that are already set are kept.
 _ENVIRONMENT = {
     "RAY_worker_niceness": "0",  # replicas are not less urgent than Ray's own processes
     "RAY_enable_metrics_collection": "0",  # of Ray itself; ours are those of the server
@@ -42,8 +42,11 @@ def serve_replicas(
     *,
     gpus: float = 0.0,
 ) -> None:
-    """Serve until asked to stop; `started` is called with the address and what serves there.
-    `gpus`: how many each replica has, or how much of one."""
+    """Serve until stopped by a signal.
+
+    `started` is called with the address and a description; `gpus` is the number (or fraction) of
+    GPUs per replica.
+    """
     require_ray("--replicas")
     with _ray(config.most), _replicas(config, gpus) as handle:
         _serve_gateway(config, bound, handle, started)
@@ -57,13 +60,13 @@ def _ray(most: int) -> Iterator[None]:
 
     with _terminated_as_interrupted():
         ray.init(
-            num_cpus=most + 1,  # one more, so that an update need not stop a replica first
+            num_cpus=most + 1,  # one more, so that an update can start before stopping a replica
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
             object_store_memory=_STORE_BYTES,
         )
-    with _terminated_as_interrupted():  # again: Ray has put its own in its place
+    with _terminated_as_interrupted():  # again, as Ray has replaced the handler
         try:
             yield
         finally:
@@ -73,7 +76,7 @@ def _ray(most: int) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Ray tells of processes that it ends itself as if they had failed; nobody need read that."""
+    """Hide Ray's messages about processes that it stops itself."""
     with redirect_stderr(io.StringIO()):
         yield
 
@@ -99,12 +102,13 @@ def _replicas(config: ReplicasConfig, gpus: float) -> Iterator[Any]:
 
 
 def _why_not_started(error: RuntimeError) -> str:
-    """What a replica said that could not be started: the last line of its trace."""
+    """Return why a replica could not be started: the last line of its traceback."""
     from ray import serve
 
     application = serve.status().applications.get(_APPLICATION)
-    told = [each.message for each in application.deployments.values()] if application else []
-    errors = re.findall(r"^(?:unspool\.[\w.]+|\w*Error): (.+)$", "\n".join(told), re.MULTILINE)
+    deployments = application.deployments.values() if application else []
+    messages = "\n".join(deployment.message for deployment in deployments)
+    errors = re.findall(r"^(?:unspool\.[\w.]+|\w*Error): (.+)$", messages, re.MULTILINE)
     return errors[-1] if errors else f"the replicas could not be started: {error}"
 
 
@@ -115,11 +119,11 @@ def _serve_gateway(
     started: Callable[[str, list[str]], None],
 ) -> None:
     from unspool.scale.replicas.gateway import create_gateway
-    from unspool.scale.replicas.pool import Pool, RayChooser
+    from unspool.scale.replicas.pool import RayChooser, ReplicaPool
     from unspool.serve.http import server
     from unspool.serve.http.logs import log_event
 
-    app, gateway = create_gateway(config.settings, Pool(RayChooser(handle)))
+    app, gateway = create_gateway(config.settings, ReplicaPool(RayChooser(handle)))
 
     def on_started(address: str) -> bool:
         log_event("started", address=address, replicas=config.replicas)
@@ -135,7 +139,7 @@ def _serve_gateway(
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM while Ray starts or stops ends it in order too, as Ctrl-C does."""
+    """Handle SIGTERM like Ctrl-C, for a clean stop while Ray starts or stops."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt

@@ -1,20 +1,20 @@
-"""The replicas as a gateway sees them: who there is, how busy each is, and whom to ask."""
+"""A gateway's view of the replicas: which exist, their load, and which one to use."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import collections
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Protocol
 
-from unspool.scale.replicas.asking import Asked
+from unspool.scale.replicas.asking import RouteHints
 from unspool.scale.replicas.errors import no_replica
 
-_WAIT_SECONDS = 30.0  # for a replica, where there is none: one is being started, probably
-_SUSPECT_SECONDS = 5.0  # that a replica which hung up is not asked: Ray finds out meanwhile
+_WAIT_SECONDS = 30.0  # if there is no replica: one is probably starting
+_SUSPECT_SECONDS = 5.0  # to avoid a replica after a broken connection, until Ray notices
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,57 +25,59 @@ class Target:
     address: str  # host:port
 
 
-class Chooser(Protocol):
-    """Who knows the replicas: Ray, or a test."""
+class ReplicaChooser(Protocol):
+    """Chooses among the known replicas: Ray, or a test."""
 
-    async def choose(self, asked: Asked) -> Target:
-        """The replica for a request; raises `ReplicaLostError` if the only one is not there.
-        Waits while there is none at all. Fills in `asked.replicas`."""
+    async def choose(self, hints: RouteHints) -> Target:
+        """Return the replica for a request and set `hints.replicas`.
+
+        Waits while there is none. Raises ReplicaLostError if the only possible one is gone.
+        """
 
 
 class RayChooser:
-    """Asks Ray Serve, whose request router is ours (`request_router.py`)."""
+    """Chooses with Ray Serve and the request router in `request_router.py`."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    async def choose(self, asked: Asked) -> Target:
-        # Without a reservation nothing is sent: the router in this process only says who it is. Ray
-        # does the same where HAProxy forwards its requests.
-        async with self._handle.choose_replica(asked, _reserve=False) as selection:
+    async def choose(self, hints: RouteHints) -> Target:
+        # Without a reservation nothing is sent: the router in this process only returns the name.
+        # Ray does the same where HAProxy forwards its requests.
+        async with self._handle.choose_replica(hints, _reserve=False) as selection:
             name = selection.replica_id
-        return Target(name, asked.replicas[name])
+        return Target(name, hints.replicas[name])
 
 
-class Pool:
-    """Chooses replicas, and counts what each has in flight."""
+class ReplicaPool:
+    """Chooses replicas and counts the requests in flight of each."""
 
-    def __init__(self, chooser: Chooser, wait: float = _WAIT_SECONDS) -> None:
+    def __init__(self, chooser: ReplicaChooser, wait: float = _WAIT_SECONDS) -> None:
         self._chooser, self._wait = chooser, wait
-        self.in_flight: Counter[str] = Counter()
-        self._suspects: dict[str, float] = {}  # until when
+        self.in_flight: collections.Counter[str] = collections.Counter()
+        self._suspects: dict[str, float] = {}  # replicas to avoid, until a monotonic time
 
-    async def choose(self, asked: Asked) -> Target:
-        asked.load = dict(self.in_flight)
+    async def choose(self, hints: RouteHints) -> Target:
+        hints.load = dict(self.in_flight)
         now = monotonic()
         self._suspects = {name: until for name, until in self._suspects.items() if until > now}
-        if asked.kind != "kept":
-            asked.avoid |= self._suspects.keys()
+        if hints.kind != "kept":
+            hints.avoid |= self._suspects.keys()
         try:
             async with asyncio.timeout(self._wait):
-                return await self._chooser.choose(asked)
+                return await self._chooser.choose(hints)
         except TimeoutError:
             raise no_replica() from None
 
     async def all(self, wait: float = 1.0) -> dict[str, str]:
-        """Every replica there is: name -> address."""
-        asked = Asked()
+        """Return all replicas: name -> address."""
+        hints = RouteHints()
         try:
             async with asyncio.timeout(wait):
-                await self._chooser.choose(asked)
+                await self._chooser.choose(hints)
         except TimeoutError:
             return {}
-        return asked.replicas
+        return hints.replicas
 
     @contextmanager
     def counted(self, target: Target) -> Iterator[None]:
@@ -88,5 +90,5 @@ class Pool:
                 del self.in_flight[target.name]
 
     def suspect(self, target: Target) -> None:
-        """It hung up: it is probably lost, and not asked for a while."""
+        """Avoid a replica for a while after a broken connection."""
         self._suspects[target.name] = monotonic() + _SUSPECT_SECONDS

@@ -1,8 +1,8 @@
-"""A replica: our server, with an engine of its own, in a process that Ray looks after.
+"""A replica: a server with its engine, in a process that Ray supervises.
 
-It listens on a port of its own, to which gateways send requests. Ray asks it whether it is well
-(`check_health`), where it is (`record_replica_metadata`) and how busy (`record_autoscaling_stats`),
-and lets it finish before it goes (`__del__`).
+It listens on its own port, to which gateways send requests. Ray calls `check_health`,
+`record_replica_metadata` (the address) and `record_autoscaling_stats` (the load), and `__del__` for
+a graceful shutdown.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from unspool.session import Session
 
 
 class Replica:
-    """What Ray Serve deploys, several times."""
+    """The class of the Ray Serve deployment."""
 
     def __init__(self, config: ReplicasConfig) -> None:
         from ray import serve, util
 
         context = serve.get_replica_context()
         if config.cores is not None:
-            keep_to_cores(config.cores, context.rank.local_rank)
+            pin_to_cores(config.cores, context.rank.local_rank)
         set_up(*config.log)
-        is_here = config.settings.is_local  # whom only this machine asks has its replicas here too
+        is_here = config.settings.is_local  # a local gateway has local replicas
         settings = replace(config.settings, cors=(), replica=context.replica_id.unique_id)
         registry = _registry(config)
         app, self.state = create_app(settings, registry)
@@ -53,28 +53,30 @@ class Replica:
         return {"in_flight": float(self.state.admission.running + self.state.admission.queued)}
 
     def check_health(self) -> None:
-        """Raises if the replica is of no use any more; Ray starts another one then."""
+        """Raise if the replica is broken; Ray then replaces it."""
         self.server.check()
         for served in self.state.registry.loaded.values():
             if not served.is_alive:
                 raise RuntimeError(f"the engine of {served.name} has stopped")
 
     async def __del__(self) -> None:
-        """Take nothing new, and finish what runs. Ray waits for it, and sends nobody here now."""
-        if hasattr(self, "server"):  # not if it could not be started
+        """Refuse new requests and finish running ones. Ray waits for this."""
+        if hasattr(self, "server"):  # False if the start failed
             await asyncio.to_thread(self.server.stop)
 
 
-def keep_to_cores(count: int, place: int) -> None:
-    """Let this thread, and all that it starts, run on its own cores only: those of the `place`-th
-    replica on this machine. Where there are not so many, all of them."""
+def pin_to_cores(count: int, rank: int) -> None:
+    """Pin this thread and its children to `count` cores: those of the `rank`-th local replica.
+
+    Does nothing if there are not enough cores.
+    """
     if not hasattr(os, "sched_setaffinity"):
         return
-    every = sorted(os.sched_getaffinity(0))
-    own = every[place * count : (place + 1) * count]
-    if len(own) == count:
-        os.sched_setaffinity(0, own)
-    os.environ["OMP_NUM_THREADS"] = str(count)  # which Ray sets to the processors it counts
+    available = sorted(os.sched_getaffinity(0))
+    cores = available[rank * count : (rank + 1) * count]
+    if len(cores) == count:
+        os.sched_setaffinity(0, cores)
+    os.environ["OMP_NUM_THREADS"] = str(count)  # Ray sets it to num_cpus
 
 
 def _registry(config: ReplicasConfig) -> ModelRegistry:
@@ -89,13 +91,13 @@ def _registry(config: ReplicasConfig) -> ModelRegistry:
 
 
 def _entry(model: ModelConfig) -> ModelEntry:
-    found = locate(model.model, offline=bool(model.options.get("offline")))
+    located = locate(model.model, offline=bool(model.options.get("offline")))
 
     def load() -> Session:
         from unspool.loading import load
 
-        lm = load(found.path, **model.options)
-        lm.engine  # noqa: B018  which starts the engine
+        lm = load(located.path, **model.options)
+        lm.engine  # noqa: B018  starts the engine
         return lm
 
-    return ModelEntry(found.name, load, found.size)
+    return ModelEntry(located.name, load, located.size)

@@ -1,4 +1,4 @@
-"""Ray Serve's request router, with our policy: see `scale/routing.py`."""
+"""Ray Serve's request router with prefix routing: see `scale/routing.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from unspool.scale.replicas.asking import Asked
+from unspool.scale.replicas.asking import RouteHints
 from unspool.scale.replicas.errors import ReplicaLostError
 from unspool.scale.routing import (
     CAPACITY,
@@ -15,12 +15,12 @@ from unspool.scale.routing import (
     PrefixRouter,
     RoundRobin,
     session_replica,
-    tolerated,
+    tolerated_load,
 )
 
 
 class PolicyRouter:
-    """The decision itself, without Ray: whom of those that are there a request goes to."""
+    """The routing policy, without Ray."""
 
     def __init__(
         self, policy: str = "prefix", slack: float = SLACK, capacity_pages: int = CAPACITY
@@ -31,32 +31,32 @@ class PolicyRouter:
             self.router = PrefixRouter(slack=slack, capacity_pages=capacity_pages)
 
     def update(self, replicas: Collection[str]) -> None:
-        """These are there now, and no others."""
+        """Set the replicas that exist now."""
         for name in set(self.router.replicas) - set(replicas):
             self.router.remove(name)
         for name in replicas:
             self.router.add(name)
 
-    def choose(self, asked: Asked) -> str:
-        known = self.router.replicas
-        if asked.kind == "kept":
-            if asked.replica not in known:
-                raise ReplicaLostError(asked.replica)
-            return asked.replica
-        allowed = [name for name in known if name not in asked.avoid] or known
-        if asked.session:
-            favourite = session_replica(asked.session, allowed)
-            least = min(asked.load.get(name, 0) for name in allowed)
-            busier = asked.load.get(favourite, 0) - least
-            if busier <= tolerated(self.slack, asked.load, allowed) or asked.kind == "shared":
-                return favourite
-        chosen = self.router.choose(asked.hashes, asked.load, asked.avoid)
-        self.router.record(chosen, asked.hashes)
-        return chosen
+    def choose(self, hints: RouteHints) -> str:
+        replicas = self.router.replicas
+        if hints.kind == "kept":
+            if hints.replica not in replicas:
+                raise ReplicaLostError(hints.replica)
+            return hints.replica
+        allowed = [name for name in replicas if name not in hints.avoid] or replicas
+        if hints.session:
+            preferred = session_replica(hints.session, allowed)
+            min_load = min(hints.load.get(name, 0) for name in allowed)
+            excess = hints.load.get(preferred, 0) - min_load
+            if excess <= tolerated_load(self.slack, hints.load, allowed) or hints.kind == "shared":
+                return preferred
+        replica = self.router.choose(hints.hashes, hints.load, hints.avoid)
+        self.router.record(replica, hints.hashes)
+        return replica
 
 
-class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray's types are not looked at
-    """In every process that has a handle to the replicas: in each gateway."""
+class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
+    """Runs in every process with a handle to the replicas: in each gateway."""
 
     def initialize_state(self, **options: Any) -> None:
         self._policy = PolicyRouter(**options)
@@ -74,12 +74,12 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray's types a
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        asked = pending_request.args[0] if pending_request and pending_request.args else None
-        if not isinstance(asked, Asked):
+        hints = pending_request.args[0] if pending_request and pending_request.args else None
+        if not isinstance(hints, RouteHints):
             return [candidate_replicas]
-        found = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        asked.replicas = {
-            name: replica.replica_metadata["address"] for name, replica in found.items()
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        hints.replicas = {
+            name: replica.replica_metadata["address"] for name, replica in by_name.items()
         }
-        self._policy.update(found.keys())
-        return [[found[self._policy.choose(asked)]]]
+        self._policy.update(by_name.keys())
+        return [[by_name[self._policy.choose(hints)]]]

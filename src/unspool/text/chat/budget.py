@@ -1,11 +1,10 @@
-"""What a chat template may spend: operations, characters handled, the largest value it makes.
+"""Limits on a chat template: operations, characters processed, size of the largest value.
 
-One number goes down. A turn of a loop or an operation costs one, and a little more for long texts
-and lists. The budget grows with what the caller put in, so that a long conversation is never
-refused, and a template that multiplies its input without end always is. The values themselves are
-weighed as well, shared parts as often as they occur, and none may be larger than a limit. Steps are
-counted, so that the same template always ends in the same way; a clock stands behind the counter
-for what it does not see.
+An operation or a loop iteration costs one step, long texts and lists a little more. The budget
+grows with the input, so that a long conversation is never refused and a template that multiplies
+its input without end always is. Values are measured too, shared parts as often as they occur, and
+none may exceed a limit. Counting steps makes the result deterministic; a time limit covers
+operations that the counter does not see.
 """
 
 from __future__ import annotations
@@ -17,57 +16,57 @@ from contextvars import ContextVar
 from typing import Any, NoReturn
 
 _STEPS = 1_000_000
-_LARGEST = 4_000_000  # characters and items of one value, more than the input has
-_LARGEST_BITS = 4_096  # of a whole number
-_SECONDS = 10.0
-_CLOCK_INTERVAL = 10_000  # steps between two looks at the clock
+_MAX_SIZE = 4_000_000  # characters and items of one value, in addition to the input's
+_MAX_INTEGER_BITS = 4_096
+_TIMEOUT_S = 10.0
+_CLOCK_INTERVAL = 10_000  # steps between two reads of the clock
 
 
 class TemplateLimitError(Exception):
-    """The template went over a limit; the text completes "the chat template ..."."""
+    """The template exceeded a limit; the message continues "the chat template ..."."""
 
 
 class Budget:
     def __init__(self, variables: Any = None) -> None:
-        self._left = self._largest = 1 << 60  # the input itself is weighed without limit
+        self._remaining = self._max_size = 1 << 60  # measure the input without limit
         self._deadline = float("inf")
         self._next_clock = 0
-        self._weights: dict[int, tuple[Any, int]] = {}  # id -> value, which is so kept, and weight
+        self._sizes: dict[int, tuple[Any, int]] = {}  # by id: value (kept alive) and size
         size = self.weigh(variables)
-        self._left = _STEPS + 16 * size
-        self._largest = _LARGEST + 8 * size
-        self._next_clock = self._left - _CLOCK_INTERVAL
-        self._deadline = time.monotonic() + _SECONDS
+        self._remaining = _STEPS + 16 * size
+        self._max_size = _MAX_SIZE + 8 * size
+        self._next_clock = self._remaining - _CLOCK_INTERVAL
+        self._deadline = time.monotonic() + _TIMEOUT_S
 
     def refuse(self, reason: str) -> NoReturn:
         raise TemplateLimitError(reason)
 
     def spend(self, steps: int = 1) -> None:
-        self._left -= steps
-        if self._left < 0:
-            self.refuse("does not come to an end")
-        if self._left < self._next_clock:
-            self._next_clock = self._left - _CLOCK_INTERVAL
+        self._remaining -= steps
+        if self._remaining < 0:
+            self.refuse("does not end")
+        if self._remaining < self._next_clock:
+            self._next_clock = self._remaining - _CLOCK_INTERVAL
             if time.monotonic() > self._deadline:
-                self.refuse(f"takes more than {_SECONDS:.0f} seconds")
+                self.refuse(f"takes more than {_TIMEOUT_S:.0f} seconds")
 
     def check(self, size: int) -> None:
-        """Refuse a text or a value that is too large."""
-        if size > self._largest:
-            shown = f"{size:,}" if size.bit_length() < 200 else "more than can be counted"
-            self.refuse(f"makes a value of {shown} characters and items")
+        """Raise if a value is too large."""
+        if size > self._max_size:
+            size_text = f"{size:,}" if size.bit_length() < 200 else "too many"
+            self.refuse(f"builds a value of {size_text} characters and items")
 
     def text(self, length: int) -> None:
-        """Pay for a text of this length, before it is made where that can be known."""
+        """Charge for a text of this length, before it is built where possible."""
         self.check(length)
         self.spend(1 + length // 512)
 
     def widths(self, layout: str) -> None:
-        """Pay for the widths in a layout such as `%20s`."""
+        """Charge for the field widths in a format such as `%20s`."""
         self.text(sum(int(digits[:12]) for digits in re.findall(r"\d+", layout)))
 
     def weigh(self, value: Any) -> int:
-        """Pay for an operation on a value; gives the value's size with all that is inside it."""
+        """Charge for an operation on a value; return its size, nested values included."""
         self.spend()
         size = self._size(value)
         self.check(size)
@@ -82,26 +81,30 @@ class Budget:
         self.spend(1 + len(value) // 16)
         if isinstance(value, range):
             return 1 + len(value)
-        # Lists and mappings cannot be changed by a template, so each is gone through only once.
-        known = self._weights.get(id(value))
-        if known is None:
+        # A template cannot modify lists and mappings, so each is measured only once.
+        measured = self._sizes.get(id(value))
+        if measured is None:
             self.spend(len(value) // 4)
             items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-            known = value, 1 + sum(map(self._size, items))
-            self._weights[id(value)] = known
-        return known[1]
+            measured = value, 1 + sum(map(self._size, items))
+            self._sizes[id(value)] = measured
+        return measured[1]
 
-    def product(self, sign: str, left: Any, right: Any) -> None:
+    def product(self, sign: str, left_value: Any, right_value: Any) -> None:
         """Check `left * right` or `left ** right` before it is computed."""
-        if isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length()
-            bits = bits * right if sign == "**" else bits + right.bit_length()
-            if bits > _LARGEST_BITS:
-                self.refuse("makes an absurdly large number")
+        if isinstance(left_value, int) and isinstance(right_value, int):
+            bits = left_value.bit_length()
+            bits = bits * right_value if sign == "**" else bits + right_value.bit_length()
+            if bits > _MAX_INTEGER_BITS:
+                self.refuse("computes an excessively large number")
         elif sign == "*":
-            times, series = (left, right) if isinstance(left, int) else (right, left)
-            if isinstance(times, int) and isinstance(series, str | list | tuple):
-                self.text(len(series) * times)
+            repeats, series = (
+                (left_value, right_value)
+                if isinstance(left_value, int)
+                else (right_value, left_value)
+            )
+            if isinstance(repeats, int) and isinstance(series, str | list | tuple):
+                self.text(len(series) * repeats)
 
 
 _CONTAINERS = (list, tuple, dict, set, range, KeysView, ValuesView, ItemsView)
@@ -109,5 +112,5 @@ current_budget: ContextVar[Budget | None] = ContextVar("unspool_template_budget"
 
 
 def active_budget() -> Budget:
-    """The budget of the rendering that is under way, or a fresh one."""
+    """Return the budget of the current rendering, or a new one."""
     return current_budget.get() or Budget()

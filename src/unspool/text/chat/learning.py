@@ -1,9 +1,9 @@
-"""Which tokens of a conversation a model is to learn: those that the assistant writes.
+"""The loss mask of a conversation: which tokens the model is trained on.
 
-A template may say so itself, with `{% generation %}` tags, as transformers reads them. Else the
-message's own span is taken (`spans.py`), without the words that ask for the turn, which the model
-is given, and up to the token that ends it, which the model must write. Whatever stands between
-them counts, be it words, thoughts or calls of tools.
+These are the assistant's tokens. A template may mark them with `{% generation %}` tags, as in
+transformers. Otherwise the span of each assistant message is used, without the generation prompt,
+which the model is given, and up to the end token, which the model must write. Text, reasoning and
+tool calls in between all count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unspool.text.chat.template import ChatTemplate
 
 @dataclass(frozen=True)
 class Lesson:
-    """A conversation as ids, and which of them the assistant wrote."""
+    """A conversation as token ids with its loss mask."""
 
     ids: list[int]
     counted: list[bool]
@@ -36,40 +36,40 @@ def counted_tokens(
     tools: Sequence[Mapping[str, Any]] | None = None,
     end_ids: Collection[int] = (),
 ) -> Lesson:
-    """The conversation as a lesson. A message with `weight: 0` does not count."""
+    """Return the ids and loss mask of a conversation; a message with `weight: 0` is masked."""
 
     def lesson(turns: Sequence[Message]) -> Lesson:
-        shown = [{key: turn[key] for key in turn if key != "weight"} for turn in turns]
-        marked = chat.render_marked(shown, tools=tools, add_generation_prompt=False)
+        unweighted = [{key: turn[key] for key in turn if key != "weight"} for turn in turns]
+        marked = chat.render_marked(unweighted, tools=tools, add_generation_prompt=False)
         text, blocks = _without_edges(marked)
-        cuts = chat.cuts(text)
-        ids = [token for cut in cuts for token in cut.ids]
-        counted = [False] * len(ids)
+        parts = chat.cuts(text)
+        ids = [token for cut in parts for token in cut.ids]
+        mask = [False] * len(ids)
         starts = [*message_starts(origin_of(text), len(turns)), len(text)]
         for turn, span in zip(turns, pairwise(starts), strict=True):
             if turn["role"] != "assistant" or turn.get("weight") == 0:
                 continue
-            for begin, end in _stretches(chat, text, span, blocks, cuts, end_ids):
-                counted[begin:end] = [True] * (end - begin)
-        return Lesson(ids, counted, str.__str__(text))
+            for begin, end in _stretches(chat, text, span, blocks, parts, end_ids):
+                mask[begin:end] = [True] * (end - begin)
+        return Lesson(ids, mask, str.__str__(text))
 
     return chat.in_turns(lesson, messages, {})
 
 
 def _without_edges(marked: Text) -> tuple[Text, list[tuple[int, int]]]:
-    """The text without its marks, and the places of what stood between them."""
+    """Return the text without generation marks, and the spans between the marks."""
     origin = origin_of(marked)
     edges = [
-        found.start()
-        for found in re.finditer(GENERATION_EDGE, marked)
-        if is_template(origin[found.start()])
+        match.start()
+        for match in re.finditer(GENERATION_EDGE, marked)
+        if is_template(origin[match.start()])
     ]
     bounds = [-1, *edges, len(marked)]
     pieces = [(a + 1, b) for a, b in pairwise(bounds)]
     plain = str.__str__(marked)
     text = Text("".join(plain[a:b] for a, b in pieces), "".join(origin[a:b] for a, b in pieces))
-    places = [edge - number for number, edge in enumerate(edges)]
-    return text, list(zip(places[::2], places[1::2], strict=True))
+    positions = [edge - number for number, edge in enumerate(edges)]
+    return text, list(zip(positions[::2], positions[1::2], strict=True))
 
 
 def _stretches(
@@ -77,28 +77,28 @@ def _stretches(
     text: Text,
     span: tuple[int, int],
     blocks: Sequence[tuple[int, int]],
-    cuts: Sequence[Cut],
+    parts: Sequence[Cut],
     end_ids: Collection[int],
 ) -> list[tuple[int, int]]:
-    """The tokens of one assistant message that count, as (begin, end)."""
+    """Return the token spans of one assistant message to train on, as (begin, end)."""
     token_bytes = chat.tokenizer.token_bytes
     if chat.marks_generation:
         inside = [(begin, end) for begin, end in blocks if span[0] <= begin < span[1]]
-        return [tokens_within(cuts, begin, end, token_bytes) for begin, end in inside]
-    begin, end = tokens_within(cuts, _behind_prompt(chat, text, *span), span[1], token_bytes)
-    ids = [token for cut in cuts for token in cut.ids]
-    ends = [place for place in range(begin, end) if ids[place] in end_ids]
+        return [tokens_within(parts, begin, end, token_bytes) for begin, end in inside]
+    begin, end = tokens_within(parts, _behind_prompt(chat, text, *span), span[1], token_bytes)
+    ids = [token for cut in parts for token in cut.ids]
+    ends = [position for position in range(begin, end) if ids[position] in end_ids]
     return [(begin, ends[-1] + 1 if ends else end)]
 
 
 def _behind_prompt(chat: ChatTemplate, text: Text, begin: int, end: int) -> int:
-    """Where the model begins to write: behind what asks it for its turn."""
+    """Return where the model begins to write: after the generation prompt."""
     prompt = chat.generation_prompt
-    found = text.find(prompt.rstrip(), begin, end) if prompt.strip() else -1
-    own = next((n for n in range(begin, end) if not is_template(origin_of(text)[n])), end)
-    if begin <= found <= own:
-        begin = found
-    most, same = min(end - begin, len(prompt)), 0
-    while same < most and text[begin + same] == prompt[same]:
-        same += 1
-    return begin + same
+    prompt_pos = text.find(prompt.rstrip(), begin, end) if prompt.strip() else -1
+    content_pos = next((n for n in range(begin, end) if not is_template(origin_of(text)[n])), end)
+    if begin <= prompt_pos <= content_pos:
+        begin = prompt_pos
+    max_length, matching = min(end - begin, len(prompt)), 0
+    while matching < max_length and text[begin + matching] == prompt[matching]:
+        matching += 1
+    return begin + matching

@@ -1,8 +1,8 @@
-"""The messages of a conversation, checked: what a chat template may rely on.
+"""Validate the messages of a conversation for a chat template.
 
 A message is a mapping with a `role` and a `content`; content is text, a list of
-`{"type": "text", "text": ...}` parts, or nothing where there are `tool_calls`. Other keys go to the
-template as they are, made of plain JSON values, so that it gets no object with methods of its own.
+`{"type": "text", "text": ...}` parts, or missing where there are `tool_calls`. Other keys are
+passed to the template as plain JSON values, so that it gets no object with methods.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from unspool.errors import UnspoolError
 
 Message = Mapping[str, Any]
 
-ONLY_TEXT = "only text is read; of a model that sees pictures, the part that writes is run"
-# One thing under several names; templates read one or the other.
+ONLY_TEXT = "only text is supported; of a multimodal model, only the language model runs"
+# Names of the same field; templates use one or the other.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Fresh copies of the messages, fit for a template; an `UnspoolError` says what is wrong."""
+    """Return validated copies of the messages; raise UnspoolError if one is invalid."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise UnspoolError(
             f"messages must be a list of {{'role', 'content'}}, not {type(messages).__name__}"
         )
     if not messages:
-        raise UnspoolError("there is no message: give at least one")
+        raise UnspoolError("messages is empty: give at least one")
     return [_checked(message, number) for number, message in enumerate(messages, start=1)]
 
 
 def _checked(message: Message, number: int) -> dict[str, Any]:
     where = f"message {number}"
     if not isinstance(message, Mapping):
-        raise UnspoolError(f"{where} must have a role and content, not be {message!r:.80}")
+        raise UnspoolError(f"{where} must have a role and content, got {message!r:.80}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise UnspoolError(f"{where} has no role: give 'system', 'user', 'assistant' or 'tool'")
@@ -62,28 +62,28 @@ def _check_parts(parts: list[Any], where: str) -> None:
 
 
 def joined_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its text parts as one text, for templates that know only texts."""
+    """Return the message with its text parts joined, for templates that expect a string."""
     if not isinstance(message.get("content"), list):
         return message
     return {**message, "content": "\n".join(part["text"] for part in message["content"])}
 
 
 def plain_json(value: Any, where: str) -> Any:
-    """A copy made of nothing but dict, list, str, int, float, bool and None."""
+    """Return a copy of dict, list, str, int, float, bool and None only."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=_as_dict)
         text.encode("utf-8")
         return json.loads(text)
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        raise UnspoolError(f"{where} has half a character (U+{code:04X}): remove it") from None
+        raise UnspoolError(f"{where} has a lone surrogate (U+{code:04X}): remove it") from None
     except TypeError as error:
         raise UnspoolError(
-            f"{where}: {error}, so it cannot be given to a chat template;"
-            " use texts, numbers, lists and mappings (a tool is its JSON schema)"
+            f"{where}: {error}, so it cannot be passed to a chat template;"
+            " use strings, numbers, lists and mappings (a tool is its JSON schema)"
         ) from None
     except (RecursionError, ValueError):
-        raise UnspoolError(f"{where}: nested too deeply, or within itself") from None
+        raise UnspoolError(f"{where}: nested too deeply or circular") from None
 
 
 def _as_dict(value: Any) -> dict[Any, Any]:

@@ -1,11 +1,11 @@
-"""Text that knows where each of its characters came from.
+"""Strings that record the origin of each character.
 
-A chat template writes control tokens (`<|im_end|>`) and the caller's words into one text. If the
-caller's words contain `<|im_end|>`, that is text and must not end the turn. So every string that a
-template handles is a `Text`: a `str` with an origin for each character, which says who owns it (a
-message, or none) and whether the template wrote it. Joining, slicing, splitting, stripping and
-replacing carry the origins along. An operation that is not known here gives an ordinary `str`,
-whose characters count as the caller's: that can only lose a control token, never make one.
+A chat template writes control tokens (`<|im_end|>`) and the caller's text into one string. If the
+caller's text contains `<|im_end|>`, that is text and must not end the turn. So every string in a
+template is a `Text`: a `str` with an origin for each character, which says to which message it
+belongs (or to none) and whether the template wrote it. Joining, slicing, splitting, stripping and
+replacing keep the origins. Any other operation returns an ordinary `str`, whose characters count as
+the caller's: that can only lose a control token, never create one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from markupsafe import escape
 from unspool.errors import UnspoolError
 from unspool.text.chat.budget import active_budget
 
-_DEEPEST = 100
+_MAX_DEPTH = 100
 
 
 def origin_mark(owner: int, *, template: bool) -> str:
-    """The origin of one character. Owner 0 is nobody, owner n is message n, counted from 1."""
+    """Return the origin of one character. Owner n is message n, counted from 1; 0 means none."""
     return chr(2 * owner + template)
 
 
@@ -32,18 +32,18 @@ TEMPLATE = origin_mark(0, template=True)
 
 
 def is_template(origin: str) -> bool:
-    """Whether the template wrote all of these characters."""
+    """Return whether the template wrote all of these characters."""
     return all(ord(mark) & 1 for mark in set(origin))
 
 
 class Text(str):
-    """A string, and as many origin marks as it has characters."""
+    """A string with an origin mark for each character."""
 
     __slots__ = ("_origin",)
     _origin: str
 
     def __new__(cls, text: str, origin: str = UNKNOWN) -> Text:
-        """`origin` is one mark for each character, or a single one for all of them."""
+        """`origin` is one mark per character, or a single one for all."""
         self = super().__new__(cls, text)
         self._origin = origin * len(text) if len(origin) == 1 else origin
         return self
@@ -57,16 +57,16 @@ class Text(str):
     def __radd__(self, other: str) -> Text:
         return concat((other, self))
 
-    def __mul__(self, times: SupportsIndex) -> Text:
-        return Text(super().__mul__(times), self._origin * times)
+    def __mul__(self, count: SupportsIndex) -> Text:
+        return Text(super().__mul__(count), self._origin * count)
 
     __rmul__ = __mul__
 
     def __mod__(self, values: Any) -> Text:
         return _percent(self, values)
 
-    def __getitem__(self, where: SupportsIndex | slice) -> Text:
-        return Text(super().__getitem__(where), self._origin[where])
+    def __getitem__(self, index: SupportsIndex | slice) -> Text:
+        return Text(super().__getitem__(index), self._origin[index])
 
     def lstrip(self, chars: str | None = None, /) -> Text:
         return self[len(self) - len(super().lstrip(chars)) :]
@@ -84,14 +84,14 @@ class Text(str):
         return self[: -len(suffix)] if suffix and self.endswith(suffix) else self
 
     def _located(self, parts: Collection[str], gap: int | None) -> list[Text]:
-        """`parts` of this text, in order and `gap` characters apart (None: only spaces apart)."""
-        active_budget().check(16 * len(parts))  # each is an object of its own
-        found, at = [], 0
+        """Return `parts` as `Text`; they are in order, `gap` characters apart (None: blanks)."""
+        active_budget().check(16 * len(parts))  # each is a new object
+        located, at = [], 0
         for part in parts:
             at = at if gap is not None else self.index(part, at)
-            found.append(self[at : at + len(part)])
+            located.append(self[at : at + len(part)])
             at += len(part) + (gap or 0)
-        return found
+        return located
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[Text]:  # type: ignore[override]
         return self._located(super().split(sep, maxsplit), len(sep) if sep else None)
@@ -105,12 +105,12 @@ class Text(str):
         return [line[: len(end)] for line, end in zip(lines, ends, strict=True)]
 
     def partition(self, sep: str, /) -> tuple[Text, Text, Text]:
-        before, found, after = self._located(super().partition(sep), 0)
-        return before, found, after
+        before, separator, after = self._located(super().partition(sep), 0)
+        return before, separator, after
 
     def rpartition(self, sep: str, /) -> tuple[Text, Text, Text]:
-        before, found, after = self._located(super().rpartition(sep), 0)
-        return before, found, after
+        before, separator, after = self._located(super().rpartition(sep), 0)
+        return before, separator, after
 
     def join(self, items: Iterable[str], /) -> Text:
         pieces: list[str] = []
@@ -121,7 +121,7 @@ class Text(str):
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> Text:
         if old:
             return Text(new, origin_of(new)).join(self.split(old, count))
-        concat([new] * (len(self) + 1))  # only to see whether so much text may be made
+        concat([new] * (len(self) + 1))  # charge for the result
         return Text(super().replace(old, new, count))
 
     def _same_length(self, changed: str) -> Text:
@@ -141,7 +141,7 @@ class Text(str):
 
 
 class SafeText(Text):
-    """What the filters `safe` and `escape` give: as in Jinja, `+` escapes what it is joined to."""
+    """Result of the filters `safe` and `escape`: as in Jinja, `+` escapes the other operand."""
 
     __slots__ = ()
 
@@ -155,7 +155,7 @@ class SafeText(Text):
 
 
 def escaped(text: str) -> Text:
-    """With &lt; for < and so on."""
+    """Escape HTML: &lt; for < and so on."""
     if isinstance(text, SafeText):
         return text
     return Text(text, origin_of(text))._same_length(str(escape(str.__str__(text))))
@@ -176,11 +176,11 @@ def concat(pieces: Iterable[str]) -> Text:
 
 
 def with_origin(value: Any, origin: str, depth: int = 0) -> Any:
-    """The same JSON-like value with a `Text` of this origin in place of each string."""
+    """Return the JSON-like value with each string as a `Text` of this origin."""
     if isinstance(value, str):
         return Text(value, origin)
-    if depth > _DEEPEST:
-        raise UnspoolError(f"a value nested more than {_DEEPEST} deep, which no template needs")
+    if depth > _MAX_DEPTH:
+        raise UnspoolError(f"values may be nested at most {_MAX_DEPTH} levels deep")
     if isinstance(value, dict):
         return {key: with_origin(item, origin, depth + 1) for key, item in value.items()}
     if isinstance(value, list):
@@ -194,11 +194,11 @@ _FIELD = re.compile(r"%(\([^)]*\))?[-#0 +]*(\d*)(?:\.(\d*))?[hlL]?([a-zA-Z%])")
 def _percent(layout: Text, values: Any) -> Text:
     """`layout % values`."""
     if re.search(r"%[^a-zA-Z%]*\*", layout):
-        active_budget().refuse("asks for a width that is itself computed")
+        active_budget().refuse("uses a computed field width")
     active_budget().widths(layout)
     active_budget().check((1 + layout.count("%(")) * active_budget().weigh(values))
     plain = str.__mod__(layout, values)
-    rest = iter(values if isinstance(values, tuple) else (values,))
+    arguments = iter(values if isinstance(values, tuple) else (values,))
     pieces: list[str] = []
     at = 0
     for field in _FIELD.finditer(layout):
@@ -207,8 +207,8 @@ def _percent(layout: Text, values: Any) -> Text:
         if field[4] == "%":
             pieces.append("%")
             continue
-        value = values[field[1][1:-1]] if field[1] else next(rest, None)
+        value = values[field[1][1:-1]] if field[1] else next(arguments, None)
         spec = field[0].replace(field[1] or "", "", 1)
-        whole = spec == "%s" and isinstance(value, str)
-        pieces.append(str(value) if whole else str.__mod__(spec, (value,)))
+        is_plain_string = spec == "%s" and isinstance(value, str)
+        pieces.append(str(value) if is_plain_string else str.__mod__(spec, (value,)))
     return result if (result := concat([*pieces, layout[at:]])) == plain else Text(plain)

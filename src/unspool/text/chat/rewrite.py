@@ -1,10 +1,9 @@
-"""Turn what a template does by syntax alone into calls.
+"""Rewrite a template's syntax tree so that every operation is charged to the budget.
 
-Jinja lets an environment step in when a template calls a function, a filter or an operator, but not
-when it loops, compares, slices, joins with `~` or spells a string. In the syntax tree these become
-calls to the functions here before it is compiled, so that they are paid for and strings that the
-template spells become `Text`. What belongs to one rendering travels in context variables, because
-the compiled template is shared between renderings and threads.
+A Jinja environment can intercept function calls, filters and operators, but not loops,
+comparisons, slices, `~` or string literals. Before compilation these become calls to the hooks in
+this file, so that they are charged, and string literals become `Text`. The state of a rendering is
+in context variables, because renderings and threads share the compiled template.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ from jinja2.visitor import NodeTransformer
 from unspool.text.chat.budget import active_budget
 from unspool.text.chat.origin import TEMPLATE, Text, concat, origin_mark
 
-GENERATION_EDGE = "\ufdd1"  # Unicode sets this character aside, so no text has it
+GENERATION_EDGE = "\ufdd1"  # a Unicode noncharacter, so no text has it
 
 
 class Run:
-    """What belongs to one rendering beside its budget: its clock, and the message in turn."""
+    """State of one rendering: its time, and the message whose loop iteration runs."""
 
     def __init__(
         self, messages: Iterable[Any], now: datetime, mark_generation: bool = False
     ) -> None:
         self.now = now
         self.mark_generation = mark_generation
-        self.origin = TEMPLATE  # of what the template spells now
+        self.origin = TEMPLATE  # of literals now
         self._numbers = {id(message): n for n, message in enumerate(messages, start=1)}
-        self._loop = 0  # the one that goes through the messages
+        self._loop = 0  # id of the loop over the messages
 
     def enter(self, loop: int, targets: Iterable[Any]) -> None:
         for number in filter(None, (self._numbers.get(id(target)) for target in targets)):
@@ -48,11 +47,11 @@ class Run:
 current_run: ContextVar[Run] = ContextVar("unspool_template_run")
 
 
-# What the rewritten template calls. ----------------------------------------------------------
+# Hooks that the rewritten template calls. -----------------------------------------------------
 
 
 def enter_loop(loop: int, *targets: Any) -> None:
-    """At each turn of a loop: what the template spells from here on belongs to this message."""
+    """Run at each loop iteration: literals from here on belong to this message."""
     active_budget().spend()
     current_run.get().enter(loop, targets)
 
@@ -62,19 +61,19 @@ def leave_loop(loop: int) -> None:
 
 
 def enter_body() -> bool:
-    """At each call of a macro or block, and for each item that a filtered loop looks at."""
+    """Run at each call of a macro or block, and for each item of a filtered loop."""
     active_budget().spend()
     return True
 
 
 def literal(text: str) -> Text:
-    """A string that the template spells."""
+    """Return a string literal of the template."""
     active_budget().text(len(text))
     return Text(text, current_run.get().origin)
 
 
 def generation_edge() -> Text:
-    """Where a stretch that the model wrote begins or ends, for who asks for it (`learning.py`)."""
+    """Return the mark at the edges of a generation block, if marks were requested."""
     return Text(GENERATION_EDGE if current_run.get().mark_generation else "", TEMPLATE)
 
 
@@ -89,14 +88,14 @@ def join_texts(*values: Any) -> Text:
 
 
 def show(value: Any) -> str:
-    """A value as text; each `{{ ... }}` passes here on its way out."""
+    """Return a value as text; each `{{ ... }}` is output through this function."""
     active_budget().weigh(value)
     if value is None or isinstance(value, bool | int | float):
         return Text(str(value), current_run.get().origin)
     return str(value)
 
 
-HOOKS = {each.__name__: each for each in
+HOOKS = {hook.__name__: hook for hook in
          (enter_loop, leave_loop, enter_body, literal, generation_edge, weighed,
           join_texts)}  # fmt: skip
 

@@ -1,10 +1,10 @@
-"""Run a chat template that nobody has read: the Jinja dialect of transformers, in a sandbox.
+"""Render an untrusted chat template in a sandbox, in the Jinja dialect of transformers.
 
 A chat template is a program that came with a download. Jinja's sandbox keeps it away from files and
-from Python's insides; what it does not stop is a template that never ends or fills the memory. So
-everything that a template does is paid for from one budget (`budget.py`): here the calls, filters,
-tests and operators, in `rewrite.py` the rest. All strings are `Text`, which knows what the template
-spelled itself and what came from the caller (`origin.py`).
+Python internals, but does not stop a template that never ends or fills the memory. So every
+operation is charged to one budget: calls, filters, tests and operators here, all others by the
+rewritten syntax tree. All strings are `Text`, which records what the template wrote itself and what
+came from the caller.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from unspool.text.chat.rewrite import (
     weighed,
 )
 
-LONGEST_SOURCE = 131_072  # characters; the longest templates in use have about 20,000
+MAX_SOURCE_CHARS = 131_072  # the longest templates in use have about 20,000
 
 
 class TemplateRefusalError(TemplateError):
-    """The template itself said no, by raise_exception."""
+    """The template called raise_exception."""
 
 
 class MessagesRefusedError(UnspoolError):
-    """A template does not take these messages; the text says what it said."""
+    """A template refuses the messages; the text is the template's."""
 
 
 class _Generation(Extension):
-    """`{% generation %}...{% endgeneration %}` stands around what the model wrote."""
+    """The tags `{% generation %}...{% endgeneration %}` around text that the model wrote."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -84,7 +84,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_Generation, loopcontrols],
-            optimized=False,  # nothing may be computed while compiling, outside the budget
+            optimized=False,  # no constant folding: it would not be charged to the budget
             finalize=_finalize,
         )
         vars(self).update(HOOKS)
@@ -124,13 +124,13 @@ class _Environment(ImmutableSandboxedEnvironment):
                     budget.text(args[0] * (1 + owner.count("\t")))
         return weighed(super().call(context, function, *args, **kwargs))
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left_value: Any, right_value: Any) -> Any:
         budget = active_budget()
-        budget.weigh(left)
-        budget.weigh(right)
+        budget.weigh(left_value)
+        budget.weigh(right_value)
         if operator in ("*", "**"):
-            budget.product(operator, left, right)
-        return weighed(super().call_binop(context, operator, _as_text(left), right))
+            budget.product(operator, left_value, right_value)
+        return weighed(super().call_binop(context, operator, _as_text(left_value), right_value))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         owner = getattr(value, "__self__", None)
@@ -162,15 +162,15 @@ class _Formatter(SandboxedFormatter):
             return plain
         pieces: list[str] = []
         number = 0
-        for spelled, field, spec, conversion in self.parse(format_string):
-            pieces.append(Text(spelled, *marks))
+        for literal_text, field, spec, conversion in self.parse(format_string):
+            pieces.append(Text(literal_text, *marks))
             if field is None:
                 continue
             if field[:1] in ("", ".", "["):
                 field, number = f"{number}{field}", number + 1
             value = self.convert_field(self.get_field(field, args, kwargs)[0], conversion)
-            known = isinstance(value, str) and not spec
-            pieces.append(value if known else self.format_field(value, str(spec or "")))
+            is_plain_string = isinstance(value, str) and not spec
+            pieces.append(value if is_plain_string else self.format_field(value, str(spec or "")))
         return result if (result := concat(pieces)) == plain else plain
 
     def format_field(self, value: Any, format_spec: str) -> Any:
@@ -181,9 +181,9 @@ class _Formatter(SandboxedFormatter):
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace without names that begin with an underscore.
+    """Jinja's namespace, without names that begin with an underscore.
 
-    It alone can change, so it does not show what it holds: nobody knows how much that will be.
+    As the only mutable value it has no contents in its repr: their size is not limited in advance.
     """
 
     def __repr__(self) -> str:
@@ -208,7 +208,7 @@ def _range(*args: int) -> range:
     try:
         return safe_range(*args)
     except OverflowError:
-        raise TemplateLimitError("counts over a range of more than 100,000") from None
+        raise TemplateLimitError("uses a range of more than 100,000") from None
 
 
 def _raise_exception(message: Any = "") -> None:
@@ -217,14 +217,14 @@ def _raise_exception(message: Any = "") -> None:
 
 def _strftime_now(layout: str) -> str:
     if len(layout) > 200 or re.search(r"%[^a-zA-Z%]*\d", layout):
-        raise TemplateLimitError("asks for a date of absurd width")
+        raise TemplateLimitError("uses an excessive width in a date")
     return current_run.get().now.strftime(layout)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
              separators: Any = None, sort_keys: bool = False) -> str:  # fmt: skip
     if any((len(x) if isinstance(x, str) else x or 0) > 100 for x in (indent, *(separators or ()))):
-        raise TemplateLimitError("asks for JSON with more than 100 characters between values")
+        raise TemplateLimitError("uses JSON with more than 100 characters between values")
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -258,16 +258,16 @@ def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         budget = active_budget()
         budget.spend(4)
         values = (*args[offset:], *kwargs.values())
-        sizes = [budget.weigh(each) for each in values]
+        sizes = [budget.weigh(value) for value in values]
         if name in ("center", "indent", "batch", "slice"):  # a width or an indent for each line
             lines = values[0].count("\n") + 1 if isinstance(values[0], str) else sizes[0]
-            widths = [each if isinstance(each, int) else size
-                      for each, size in zip(values[1:], sizes[1:], strict=True)]  # fmt: skip
+            widths = [value if isinstance(value, int) else size
+                      for value, size in zip(values[1:], sizes[1:], strict=True)]  # fmt: skip
             budget.text(lines * max(widths, default=0))
         elif name == "list" and isinstance(values[0], str):
             budget.check(16 * sizes[0])
-        elif name == "sum" and any(isinstance(each, list | tuple) for each in values[1:]):
-            budget.refuse("adds up lists, which takes the square of their length")
+        elif name == "sum" and any(isinstance(value, list | tuple) for value in values[1:]):
+            budget.refuse("sums lists, which takes quadratic time")
         return weighed(function(*args[:offset], *map(_as_text, args[offset:]), **kwargs))
 
     return guard
@@ -276,31 +276,31 @@ def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 def _guarded_test(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def guard(*args: Any, **kwargs: Any) -> Any:
-        for each in args:
-            active_budget().weigh(each)
+        for value in args:
+            active_budget().weigh(value)
         return function(*args, **kwargs)
 
     return guard
 
 
 class SandboxedTemplate:
-    """A chat template, compiled; `render` runs it in the sandbox."""
+    """A compiled chat template; `render` runs it in the sandbox."""
 
     def __init__(self, source: str) -> None:
-        if len(source) > LONGEST_SOURCE:
+        if len(source) > MAX_SOURCE_CHARS:
             raise ModelFileError(
-                f"the chat template has {len(source):,} characters, more than the"
-                f" {LONGEST_SOURCE:,} that are accepted: give another template"
+                f"the chat template has {len(source):,} characters, the limit is"
+                f" {MAX_SOURCE_CHARS:,}: give another template"
             )
         environment = _Environment()
         try:
             tree = environment.parse(source)
-            #: all that the template can spell by itself
+            #: all string literals of the template
             self.literals = "\0".join(
                 [data.data for data in tree.find_all(nodes.TemplateData)]
-                + [each.value for each in tree.find_all(nodes.Const) if isinstance(each.value, str)]
+                + [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
             )
-            #: whether it says itself what the model wrote
+            #: whether it has generation tags
             self.marks_generation = "endgeneration" in source
             tree = Rewriter().visit(tree)
             tree.set_environment(environment)
@@ -321,19 +321,21 @@ class SandboxedTemplate:
         now: datetime | None = None,
         mark_generation: bool = False,
     ) -> Text:
-        """The text that the template writes. The variables must be plain JSON-like values. With
-        `mark_generation`, what stands between generation tags has a mark before and behind it."""
+        """Return the rendered text. The variables must be plain JSON-like values.
+
+        With `mark_generation`, GENERATION_EDGE marks both edges of generation blocks.
+        """
         run = Run(variables.get("messages", ()), now or datetime.now(), mark_generation)
-        before = current_budget.set(Budget(variables)), current_run.set(run)
+        tokens = current_budget.set(Budget(variables)), current_run.set(run)
         try:
             return concat(
                 self._template.root_render_func(self._template.new_context(dict(variables)))
             )
-        except Exception as error:  # a template can run into any error that Python has
+        except Exception as error:  # a template can raise any exception
             raise _explained(error) from None
         finally:
-            current_budget.reset(before[0])
-            current_run.reset(before[1])
+            current_budget.reset(tokens[0])
+            current_run.reset(tokens[1])
 
 
 def _explained(error: Exception) -> UnspoolError:
@@ -341,13 +343,13 @@ def _explained(error: Exception) -> UnspoolError:
     if isinstance(error, TemplateRefusalError):
         return MessagesRefusedError(f"the chat template refuses these messages: {message}")
     if isinstance(error, SecurityError):
-        return ModelFileError(f"the chat template does what it may not: {message}")
+        return ModelFileError(f"the chat template does something that is not allowed: {message}")
     limits = (TemplateLimitError, MemoryError, OverflowError, RecursionError)
     if not isinstance(error, limits):
         return ModelFileError(f"the chat template failed: {message}")
     if not isinstance(error, TemplateLimitError):
         recursion = isinstance(error, RecursionError)
-        message = "calls itself without end" if recursion else "needs too much memory"
+        message = "recurses without end" if recursion else "needs too much memory"
     return ModelFileError(f"the chat template {message}: it is broken or hostile, give another one")
 
 

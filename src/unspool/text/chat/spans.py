@@ -1,9 +1,9 @@
-"""Which tokens belong to which message.
+"""The token spans of messages in a rendered conversation.
 
-Each character of the rendered text says which message it belongs to (`origin.py`): the caller's
-words to the message they stand in, the template's to the message that its loop has in turn. A
-message that no loop takes, such as a system prompt that the template pulls to the front or into the
-first user turn, is found by its words alone.
+The origin of each character (`origin.py`) names its message: the caller's text belongs to the
+message that contains it, the template's text to the message whose loop iteration wrote it. A
+message outside of any loop, such as a system prompt that the template moves to the front or into
+the first user turn, is located by its text alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens `ids[start:end]` of one message, the template's words around it included."""
+    """The tokens `ids[start:end]` of one message, with the template's text around it."""
 
     role: str
     start: int
@@ -26,17 +26,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Cut:
-    """A stretch of text and the ids it became; cuts follow each other without gaps."""
+    """A part of the text and its ids; parts follow each other without gaps."""
 
     text: str
     ids: list[int]
 
 
 def message_starts(origin: str, count: int) -> list[int]:
-    """Where each of `count` messages begins in a text with these origins, one a character."""
-    runs = [(ord(found[1]), *found.span()) for found in re.finditer(r"(?s)(.)\1*", origin)]
+    """Return where each of `count` messages begins in a text with these origins."""
+    runs = [(ord(run[1]), *run.span()) for run in re.finditer(r"(?s)(.)\1*", origin)]
     begins = [begin for _, begin, _ in runs]
-    words: dict[int, list[tuple[int, int]]] = {}  # message -> where its own words stand
+    words: dict[int, list[tuple[int, int]]] = {}  # by message: spans of its text
     for mark, begin, end in runs:
         if not mark & 1:
             words.setdefault(mark >> 1, []).append((begin, end))
@@ -51,57 +51,62 @@ def message_starts(origin: str, count: int) -> list[int]:
 
 
 def token_spans(
-    cuts: Sequence[Cut], starts: Sequence[int], token_bytes: Callable[[int], bytes]
+    parts: Sequence[Cut], starts: Sequence[int], token_bytes: Callable[[int], bytes]
 ) -> list[tuple[int, int]]:
-    """From places in the text to places in the ids: (start, end) of each, without gaps."""
+    """Convert starts in the text to spans in the ids: (start, end) of each, without gaps."""
     edges, chars, tokens = [0], 0, 0
-    for cut in cuts:
-        behind = chars + len(cut.text)
-        while len(edges) < len(starts) and starts[len(edges)] < behind:
-            place = max(0, starts[len(edges)] - chars)
-            edges.append(tokens + _token_at(cut, place, token_bytes))
-        chars, tokens = behind, tokens + len(cut.ids)
+    for part in parts:
+        end = chars + len(part.text)
+        while len(edges) < len(starts) and starts[len(edges)] < end:
+            position = max(0, starts[len(edges)] - chars)
+            edges.append(tokens + _token_at(part, position, token_bytes))
+        chars, tokens = end, tokens + len(part.ids)
     edges += [tokens] * (len(starts) + 1 - len(edges))
     return [(a, max(a, b)) for a, b in pairwise(edges)]
 
 
-def _token_at(cut: Cut, place: int, token_bytes: Callable[[int], bytes]) -> int:
-    """The first token of a cut that begins at this place of its text or behind it."""
-    if place == 0:
+def _token_at(part: Cut, position: int, token_bytes: Callable[[int], bytes]) -> int:
+    """Return the index of the first token that begins at or after this position of the text."""
+    if position == 0:
         return 0
-    # Counted from the end, because an encoder may put a space before the text.
-    rest = len(cut.text[place:].encode("utf-8", "replace"))
-    inside = len(cut.ids)
-    while inside and (rest := rest - len(token_bytes(cut.ids[inside - 1]))) >= 0:
-        inside -= 1
-    return inside
+    # Count from the end, because an encoder may put a space before the text.
+    remaining_bytes = len(part.text[position:].encode("utf-8", "replace"))
+    index = len(part.ids)
+    while (
+        index and (remaining_bytes := remaining_bytes - len(token_bytes(part.ids[index - 1]))) >= 0
+    ):
+        index -= 1
+    return index
 
 
 def tokens_within(
-    cuts: Sequence[Cut], begin: int, end: int, token_bytes: Callable[[int], bytes]
+    parts: Sequence[Cut], begin: int, end: int, token_bytes: Callable[[int], bytes]
 ) -> tuple[int, int]:
-    """The tokens that hold any of the characters from `begin` to `end`: (first, behind the last)"""
+    """Return the span of the tokens that contain characters from `begin` to `end`."""
     if begin >= end:
         return 0, 0
     first = last = chars = tokens = 0
-    for cut in cuts:
-        behind = chars + len(cut.text)
-        if chars <= begin < behind:
-            first = tokens + _edge(cut, begin - chars, token_bytes, before=True)
-        if chars < end <= behind:
-            last = tokens + _edge(cut, end - chars, token_bytes, before=False)
-        chars, tokens = behind, tokens + len(cut.ids)
+    for part in parts:
+        part_end = chars + len(part.text)
+        if chars <= begin < part_end:
+            first = tokens + _edge(part, begin - chars, token_bytes, before=True)
+        if chars < end <= part_end:
+            last = tokens + _edge(part, end - chars, token_bytes, before=False)
+        chars, tokens = part_end, tokens + len(part.ids)
     return first, last
 
 
-def _edge(cut: Cut, place: int, token_bytes: Callable[[int], bytes], *, before: bool) -> int:
-    """The token of a cut that begins at this place of its text; the one before or behind it, if
-    none does. Counted from the end, because an encoder may put a space before the text."""
-    rest = len(cut.text[place:].encode("utf-8", "replace"))
-    inside, length = len(cut.ids), 0
-    while inside:
-        further = length + len(token_bytes(cut.ids[inside - 1]))
-        if length >= rest if before else further > rest:
+def _edge(part: Cut, position: int, token_bytes: Callable[[int], bytes], *, before: bool) -> int:
+    """Return the index of the token that begins at this position of the text.
+
+    If none does, return the one before or after it. Counts from the end, because an encoder may
+    put a space before the text.
+    """
+    remaining_bytes = len(part.text[position:].encode("utf-8", "replace"))
+    index, length = len(part.ids), 0
+    while index:
+        extended = length + len(token_bytes(part.ids[index - 1]))
+        if length >= remaining_bytes if before else extended > remaining_bytes:
             break
-        inside, length = inside - 1, further
-    return inside
+        index, length = index - 1, extended
+    return index

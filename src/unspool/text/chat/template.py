@@ -1,16 +1,15 @@
-"""Messages to token ids, by the checkpoint's own chat template.
+"""Chat templates: messages to token ids, by the checkpoint's template.
 
     chat = ChatTemplate(tokenizer.chat_template, tokenizer)
     prompt = chat.encode([{"role": "user", "content": "Why do leaves change color in fall?"}])
     prompt.ids, prompt.text, prompt.spans
 
-The text is what transformers renders from the same template, and the ids are what it makes of that
-text, with one difference: a control token spelled in a message, a tool or any other string of the
-caller is text. Only the template writes control tokens (see `origin.py` for how they are told
-apart). As in transformers no start token is put before the text: a template that wants one
-writes it.
+Text and ids are those of transformers with the same template, with one difference: a control token
+written in a message, a tool or any other string of the caller is encoded as text. Only the template
+writes control tokens (see `origin.py`). As in transformers, no start token is added: templates
+write it themselves.
 
-A model without a template gets plain lines, one per message, and the start token if it wants one:
+A model without a template gets plain lines, one per message, after the start token if it uses one:
 
     System: You are a poet.
     User: Why do leaves change color in fall?
@@ -52,12 +51,12 @@ PLAIN_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}Assistant:{% endif %}"""
 
-# A model that knows nothing of turns goes on to write the other side too: stop it there.
+# A base model continues with the user's turn: stop it there.
 PLAIN_STOPS = ("\nUser:", "\nSystem:", "\nTool:")
 
 
 class TokenizerLike(Protocol):
-    """What a chat template needs of a tokenizer."""
+    """The part of a tokenizer that chat templates use."""
 
     special_tokens: Mapping[str, int]
     bos_id: int | None
@@ -76,7 +75,7 @@ class ChatPrompt:
 
     ids: list[int]
     spans: tuple[Span, ...]  # one per message, in order, without gaps
-    generation: Span | None  # what asks the model for its turn, behind the last message
+    generation: Span | None  # the generation prompt, after the last message
     text: str
 
     def __repr__(self) -> str:
@@ -85,16 +84,16 @@ class ChatPrompt:
         )
 
 
-# Templates build control tokens from these on purpose: '<|' + message.role + '|>'.
-_USUAL_ROLES = {"system", "user", "assistant", "tool", "developer", "function", "ipython", "model",
+# Templates build control tokens from these roles: '<|' + message.role + '|>'.
+_KNOWN_ROLES = {"system", "user", "assistant", "tool", "developer", "function", "ipython", "model",
                 "environment"}  # fmt: skip
 
-# The origins of the words that a continued message ends with, and of what stands for none.
+# Origin marks of a continued message's text, and of the placeholder for empty text.
 _OPEN, _BLANK = "\U0010fffe", "\U0010fffc"
 
 
 class ChatTemplate:
-    """One chat template and the tokenizer that it writes for."""
+    """A chat template and its tokenizer."""
 
     def __init__(self, source: str | None, tokenizer: TokenizerLike) -> None:
         self.is_plain = source is None
@@ -103,22 +102,22 @@ class ChatTemplate:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings that a chat in this format needs, beside the model's end tokens."""
+        """Stop strings that a chat in this format needs, in addition to the end tokens."""
         return PLAIN_STOPS if self.is_plain else ()
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """The text of a conversation.
+        """Return the text of a conversation.
 
-        `add_generation_prompt` (the default) ends it with what asks for the assistant's turn;
-        `continue_final_message` ends it right behind the last message's content instead, so that
-        the model goes on writing that message. `tools` are descriptions of functions. Other
-        options go to the template: `documents`, `enable_thinking` and whatever else it knows.
-        Messages that it refuses are put into other turns, if it takes them then (`turns.py`).
+        `add_generation_prompt` (the default) ends it with the generation prompt;
+        `continue_final_message` ends it after the last message's content instead, so that the
+        model continues that message. `tools` are function descriptions. Other options are passed
+        to the template: `documents`, `enable_thinking` and others. If the template refuses the
+        messages, equivalent turns are tried (`turns.py`).
         """
         return self.in_turns(self.render_as_is, messages, options)
 
     def encode(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:
-        """The conversation as token ids, with the tokens of each message; options as in `render`"""
+        """Return the ids and message spans of a conversation; options as in `render`."""
         return self.in_turns(self._prompt, messages, options)
 
     def in_turns(
@@ -127,7 +126,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         options: Mapping[str, Any],
     ) -> Result:
-        """`make(messages)`; if the template refuses these messages, the same in other turns."""
+        """Return `make(messages)`; if the template refuses the messages, try equivalent turns."""
         try:
             return make(messages, **options)
         except MessagesRefusedError:
@@ -137,51 +136,50 @@ class ChatTemplate:
             raise
 
     def render_as_is(self, messages: Sequence[Message], **options: Any) -> str:
-        """`render`, but for messages that the template takes in just these turns."""
+        """Render without trying equivalent turns."""
         return str.__str__(self._render(self._variables(messages, **options)))
 
     def render_marked(self, messages: Sequence[Message], **options: Any) -> Text:
-        """`render_as_is`, where each character knows where it came from; a mark stands before and
-        behind what the template itself says that the model wrote."""
+        """Render with the origin of each character, and with marks at generation blocks."""
         return self._template.render(self._variables(messages, **options), mark_generation=True)
 
     @cached_property
     def generation_prompt(self) -> str:
-        """What the template usually writes to ask for the assistant's turn."""
+        """The text with which the template starts the assistant's turn."""
         probe = [{"role": "user", "content": "probe"}]
         try:
-            asked = self.render_as_is(probe, add_generation_prompt=True)
+            with_prompt = self.render_as_is(probe, add_generation_prompt=True)
             plain = self.render_as_is(probe, add_generation_prompt=False)
-        except UnspoolError:  # a template that wants other messages
+        except UnspoolError:  # the template requires other messages
             return ""
-        return asked[len(plain) :] if asked.startswith(plain) else ""
+        return with_prompt[len(plain) :] if with_prompt.startswith(plain) else ""
 
     @property
     def marks_generation(self) -> bool:
-        """Whether the template says itself what the model wrote."""
+        """Whether the template has generation tags."""
         return self._template.marks_generation
 
     def _prompt(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:
         variables, now = self._variables(messages, **options), datetime.now()
         text = self._render(variables, now)
-        cuts = self.cuts(text)
+        parts = self.cuts(text)
         starts = message_starts(origin_of(text), len(messages))
-        asks = variables["add_generation_prompt"]
-        if asks:
+        has_prompt = variables["add_generation_prompt"]
+        if has_prompt:
             end = self._end_of_messages(text, variables, now)
             starts = [*(min(start, end) for start in starts), end]
         roles = [str.__str__(message["role"]) for message in variables["messages"]]
         spans = [
             Span(role, start, end)
             for role, (start, end) in zip(
-                [*roles, *["assistant"] * asks],
-                token_spans(cuts, starts, self.tokenizer.token_bytes),
+                [*roles, *["assistant"] * has_prompt],
+                token_spans(parts, starts, self.tokenizer.token_bytes),
                 strict=True,
             )
         ]
         return ChatPrompt(
-            ids=[token for cut in cuts for token in cut.ids],
-            generation=spans.pop() if asks else None,
+            ids=[token for part in parts for token in part.ids],
+            generation=spans.pop() if has_prompt else None,
             spans=tuple(spans),
             text=str.__str__(text),
         )
@@ -189,30 +187,30 @@ class ChatTemplate:
     def encode_after(
         self, messages: Sequence[Message], index: int, **options: Any
     ) -> list[int] | None:
-        """The ids of what the template writes behind the content of message `index`.
+        """Return the ids of the text that follows the content of message `index`.
 
-        A conversation that is kept as ids goes on with these, so that what the model wrote is not
-        encoded again. None if the template changes that message once others follow it.
+        They extend a conversation that is stored as ids, so that the model's tokens are not
+        encoded again. None if the template changes that message when others follow it.
         """
-        whole = self._render(self._variables(messages, **options))
+        text = self._render(self._variables(messages, **options))
         prefix = self.render(messages[: index + 1], continue_final_message=True, **options)
-        return self._behind(whole, len(prefix)) if whole.startswith(prefix) else None
+        return self._behind(text, len(prefix)) if text.startswith(prefix) else None
 
     def encode_behind(self, messages: Sequence[Message], index: int) -> list[int] | None:
-        """`encode_after`, whatever the template does to that message; None: it leaves it out."""
-        whole = self._render(self._variables(messages))
-        end = origin_of(whole).rfind(origin_mark(index + 1, template=False)) + 1
-        return self._behind(whole, end) if end else None
+        """As `encode_after`, even if the template changes the message; None if it is omitted."""
+        text = self._render(self._variables(messages))
+        end = origin_of(text).rfind(origin_mark(index + 1, template=False)) + 1
+        return self._behind(text, end) if end else None
 
-    def _behind(self, whole: Text, left: int) -> list[int]:
-        """The ids of a text without its first `left` characters."""
+    def _behind(self, text: Text, skip: int) -> list[int]:
+        """Return the ids of a text without its first `left` characters."""
         ids: list[int] = []
-        for cut in self.cuts(whole):
-            if left <= 0:
-                ids += cut.ids
-            elif left < len(cut.text):
-                ids += self._encode_inside(cut.text[left:], at_start=False)
-            left -= len(cut.text)
+        for part in self.cuts(text):
+            if skip <= 0:
+                ids += part.ids
+            elif skip < len(part.text):
+                ids += self._encode_inside(part.text[skip:], at_start=False)
+            skip -= len(part.text)
         return ids
 
     # Rendering.
@@ -226,31 +224,31 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **extra: Any,
     ) -> dict[str, Any]:
-        """What the template gets; each string says where it came from."""
+        """Return the template's variables, with an origin for each string."""
         if continue_final_message and add_generation_prompt:
             raise SettingsError(
-                "continue_final_message goes on with the last message and add_generation_prompt"
-                " begins a new one: give only one of them"
+                "continue_final_message continues the last message and add_generation_prompt begins"
+                " a new one: give only one of them"
             )
         checked = checked_messages(messages)
         if not self._reads_parts:
             checked = [joined_parts(message) for message in checked]
-        given = []
+        marked = []
         for number, message in enumerate(checked, start=1):
-            usual = message["role"] in _USUAL_ROLES
-            words = with_origin(message, origin_mark(number, template=False))
-            given.append(
-                {**words, "role": Text(message["role"], origin_mark(number, template=usual))}
+            is_known = message["role"] in _KNOWN_ROLES
+            fields = with_origin(message, origin_mark(number, template=False))
+            marked.append(
+                {**fields, "role": Text(message["role"], origin_mark(number, template=is_known))}
             )
         if continue_final_message:
-            _leave_open(given[-1])
+            _leave_open(marked[-1])
         options = plain_json(dict(extra), "template options")
         return {
             **self._token_names,
             "documents": None,
             **{name: with_origin(value, TEMPLATE if name.endswith("_token") else UNKNOWN)
                for name, value in options.items()},
-            "messages": given,
+            "messages": marked,
             "tools": with_origin(plain_json(tools, "tools"), UNKNOWN),
             "add_generation_prompt": not continue_final_message
             if add_generation_prompt is None
@@ -266,17 +264,17 @@ class ChatTemplate:
         end = origin_of(text).rfind(mark)
         if end < 0:
             raise UnspoolError(
-                "the chat template leaves the last message out, so it cannot be continued: end"
+                "the chat template omits the last message, so it cannot be continued: end"
                 " with an assistant message"
             )
         text = text[: end + (mark == _OPEN)]
         return Text(text, origin_of(text).replace(_OPEN, origin_mark(number, template=False)))
 
     def _end_of_messages(self, text: Text, variables: dict[str, Any], now: datetime) -> int:
-        """Where the generation prompt begins."""
+        """Return where the generation prompt begins."""
         try:
             messages = self._render({**variables, "add_generation_prompt": False}, now)
-        except UnspoolError:  # a template that insists on the generation prompt
+        except UnspoolError:  # some templates require the generation prompt
             messages = Text("")
         if messages and text.startswith(messages):
             return len(messages)
@@ -284,22 +282,22 @@ class ChatTemplate:
 
     @cached_property
     def _token_names(self) -> dict[str, Text]:
-        """`bos_token` and its like, as far as the model has them."""
+        """`bos_token` and the like, those that the model has."""
         names = {}
         for name in ("bos", "eos", "unk", "pad"):
             token = getattr(self.tokenizer, f"{name}_id", None)
             if token is not None:
                 names[f"{name}_token"] = Text(self.tokenizer.token_text(token), TEMPLATE)
         if self.tokenizer.add_bos and "bos_token" in names:
-            names["start_token"] = names["bos_token"]  # for the plain template
+            names["start_token"] = names["bos_token"]  # for PLAIN_TEMPLATE
         return names
 
     @cached_property
     def _controls(self) -> dict[str, int]:
-        """The tokens that only the template may write.
+        """Tokens that only the template may write.
 
-        Those that the tokenizer calls special; and those like `<tool_call>` that it does not call
-        so, but that the template spells and that are one token.
+        The tokenizer's special tokens, and others such as `<tool_call>` that are in the template's
+        literals and are one token.
         """
         controls = {
             text: token for text, token in self.tokenizer.special_tokens.items() if text.strip()
@@ -315,7 +313,7 @@ class ChatTemplate:
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """Whether the template itself goes through content that is a list of parts."""
+        """Whether the template itself handles content that is a list of parts."""
         probe = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
         variables = {**self._token_names, "messages": probe, "add_generation_prompt": True}
         try:
@@ -332,75 +330,75 @@ class ChatTemplate:
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def _pieces(self, text: Text) -> list[tuple[Text, bool]]:
-        """The text cut into (piece, is a control token that the template wrote)."""
+        """Split the text into (piece, whether it is a control token written by the template)."""
         pieces: list[tuple[Text, bool]] = []
-        done = at = 0
-        while found := self._control_pattern.search(text, at):
-            start, end = found.span()
+        end_pos = at = 0
+        while match := self._control_pattern.search(text, at):
+            start, end = match.span()
             at = start + 1
             if is_template(origin_of(text)[start:end]):
-                pieces += [(text[done:start], False), (text[start:end], True)]
-                done = at = end
-        return [each for each in (*pieces, (text[done:], False)) if each[0]]
+                pieces += [(text[end_pos:start], False), (text[start:end], True)]
+                end_pos = at = end
+        return [piece for piece in (*pieces, (text[end_pos:], False)) if piece[0]]
 
     def cuts(self, text: Text) -> list[Cut]:
-        """The rendered text as runs of ids; each run also knows the text it stands for.
+        """Encode the rendered text as parts with their ids.
 
-        As much as possible is encoded in one go, because some vocabularies treat the start of a
-        text differently. Only a piece in which the caller spelled a control token goes alone.
+        As much as possible is encoded together, because some vocabularies treat the start of a
+        text differently. Only a piece in which the caller wrote a control token is encoded alone.
         """
-        together: list[tuple[Text, bool]] = []
-        cuts: list[Cut] = []
+        run: list[tuple[Text, bool]] = []
+        parts: list[Cut] = []
         for piece, is_control in self._pieces(text):
             if is_control or not self._control_pattern.search(piece):
-                together.append((piece, is_control))
+                run.append((piece, is_control))
                 continue
-            cuts += self._encode_together(together, at_start=not cuts)
-            cuts += self._encode_apart([(piece, False)], at_start=not cuts)
-            together = []
-        return cuts + self._encode_together(together, at_start=not cuts)
+            parts += self._encode_together(run, at_start=not parts)
+            parts += self._encode_apart([(piece, False)], at_start=not parts)
+            run = []
+        return parts + self._encode_together(run, at_start=not parts)
 
     def _encode_together(self, run: list[tuple[Text, bool]], at_start: bool) -> list[Cut]:
         text = "".join(piece for piece, _ in run)
         ids = self.tokenizer.encode(text, specials=True)
-        wanted = [self._controls[piece] for piece, is_control in run if is_control]
+        expected = [self._controls[piece] for piece, is_control in run if is_control]
         texts = {token: piece for piece, token in self._controls.items()}
-        places = [i for i, token in enumerate(ids) if token in texts and texts[token] in text]
-        if [ids[place] for place in places] != wanted:
+        positions = [i for i, token in enumerate(ids) if token in texts and texts[token] in text]
+        if [ids[position] for position in positions] != expected:
             return self._encode_apart(run, at_start)
-        cuts, done, left = [], 0, list(reversed(places))
+        parts, start, remaining = [], 0, list(reversed(positions))
         for piece, is_control in run:
-            end = done + 1 if is_control else (left[-1] if left else len(ids))
-            cuts.append(Cut(piece, ids[done:end]))
-            done = end
+            end = start + 1 if is_control else (remaining[-1] if remaining else len(ids))
+            parts.append(Cut(piece, ids[start:end]))
+            start = end
             if is_control:
-                left.pop()
-        return cuts
+                remaining.pop()
+        return parts
 
     def _encode_apart(self, run: list[tuple[Text, bool]], at_start: bool) -> list[Cut]:
-        cuts: list[Cut] = []
+        parts: list[Cut] = []
         for piece, is_control in run:
             ids = [self._controls[piece]] if is_control else None
-            cuts.append(Cut(piece, ids or self._encode_text(piece, at_start and not cuts)))
-        return cuts
+            parts.append(Cut(piece, ids or self._encode_text(piece, at_start and not parts)))
+        return parts
 
     def _encode_text(self, text: str, at_start: bool) -> list[int]:
-        """The caller's text, in which no control token may come about."""
+        """Encode the caller's text, without control tokens."""
         ids = self._encode_inside(text, at_start)
-        spelled = [control for control in self._controls if len(control) > 1 and control in text]
-        if all(self._controls[control] not in ids for control in spelled):
+        written = [control for control in self._controls if len(control) > 1 and control in text]
+        if all(self._controls[control] not in ids for control in written):
             return ids
-        # The vocabulary has the control token as an ordinary piece too: break each in two.
+        # The vocabulary has the control token as an ordinary piece too: split its text in two.
         ids, at = [], 0
-        while found := self._control_pattern.search(text, at):
-            ids += self._encode_inside(text[at : found.start() + 1], at_start and at == 0)
-            at = found.start() + 1
+        while match := self._control_pattern.search(text, at):
+            ids += self._encode_inside(text[at : match.start() + 1], at_start and at == 0)
+            at = match.start() + 1
         return ids + self._encode_inside(text[at:], at_start and at == 0)
 
     def _encode_inside(self, text: str, at_start: bool) -> list[int]:
         if at_start or not self._start_differs:
             return self.tokenizer.encode(text)
-        # Behind a line break the text is not at a start any more; then take the line break off.
+        # Encode after a line break, so that the text is not at a start, and remove the line break.
         lead = self.tokenizer.encode("\n")
         ids = self.tokenizer.encode("\n" + text)
         if ids[: len(lead)] == lead:
@@ -409,7 +407,7 @@ class ChatTemplate:
 
     @cached_property
     def _start_differs(self) -> bool:
-        """Whether text at the very start is encoded unlike text behind a control token."""
+        """Whether text at the start is encoded differently from text after a control token."""
         encode = self.tokenizer.encode
         return any(
             encode(control + "a", specials=True)[1:] != encode("a")
@@ -418,24 +416,24 @@ class ChatTemplate:
 
 
 def _last_text(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Where the text is that the message ends with, as a mapping and a key."""
+    """Return where the last text of a message is, as a mapping and a key."""
     content = message.get("content")
     return (content[-1], "text") if isinstance(content, list) and content else (message, "content")
 
 
 def _leave_open(message: dict[str, Any]) -> None:
-    """Give the end of the message's content an origin of its own.
+    """Mark the message's content with the origin `_OPEN`.
 
-    A message without words gets one character, so that its place can be seen.
+    Empty content gets one character, so that its position can be located.
     """
-    place, key = _last_text(message)
-    if not isinstance(place.get(key), str):
+    holder, key = _last_text(message)
+    if not isinstance(holder.get(key), str):
         raise UnspoolError("the last message has no text to continue: give it content")
-    blank = not place[key].strip()
-    place[key] = Text(place[key], _OPEN) + Text("." * blank, _BLANK)
+    blank = not holder[key].strip()
+    holder[key] = Text(holder[key], _OPEN) + Text("." * blank, _BLANK)
 
 
 def _open_mark(message: dict[str, Any]) -> str | None:
-    place, key = _last_text(message)
-    mark = origin_of(place.get(key) or "")[-1:]
+    holder, key = _last_text(message)
+    mark = origin_of(holder.get(key) or "")[-1:]
     return mark if mark in (_OPEN, _BLANK) else None

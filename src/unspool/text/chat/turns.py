@@ -1,7 +1,7 @@
-"""Conversations that a template refuses as they are, put so that it may take them.
+"""Rewrite a conversation that a template refuses into equivalent turns.
 
-Some templates insist that user and assistant take turns, and that a system message comes first or
-not at all. Clients send two messages of one side in a row, and instructions in the middle.
+Some templates require that user and assistant alternate, and that a system message comes first or
+not at all. Clients send consecutive messages of one role, and instructions in the middle.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from unspool.text.chat.messages import Message, checked_messages, joined_parts
 
-_BETWEEN = "\n\n"  # messages that become one
+_SEPARATOR = "\n\n"  # between joined messages
 
 
 def other_ways(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]:
-    """The same conversation in other turns; each way changes more than the one before."""
+    """Yield equivalent conversations; each changes more than the one before."""
     plain = [joined_parts(message) for message in checked_messages(messages)]
     joined = _joined(plain)
     if joined != plain:
@@ -32,16 +32,16 @@ def _as_user(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _joined(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of one side in a row as one; calls and their results stay apart."""
-    found: list[dict[str, Any]] = []
+    """Join consecutive messages of one role, except tool calls and their results."""
+    joined: list[dict[str, Any]] = []
     for message in messages:
-        before = found[-1] if found else None
-        if before is not None and before["role"] == message["role"] and _is_words(before, message):
-            content = _BETWEEN.join(filter(None, (before["content"], message["content"])))
-            found[-1] = {**before, **message, "content": content}
+        last = joined[-1] if joined else None
+        if last is not None and last["role"] == message["role"] and _is_words(last, message):
+            content = _SEPARATOR.join(filter(None, (last["content"], message["content"])))
+            joined[-1] = {**last, **message, "content": content}
         else:
-            found.append(message)
-    return found
+            joined.append(message)
+    return joined
 
 
 def _is_words(*messages: dict[str, Any]) -> bool:

@@ -1,12 +1,12 @@
-"""Messages in channels (OpenAI's harmony), read as they arrive.
+"""Incremental parser for OpenAI's harmony format: messages in channels.
 
     <|channel|>analysis<|message|>The user greets.<|end|>
     <|start|>assistant<|channel|>final<|message|>Hello!<|return|>
 
-A header says in which channel a message is and whom it goes to; `<|message|>` ends the header, and
-`<|end|>`, `<|call|>` or `<|return|>` the message. `analysis` is thought; `final` is for the reader,
-and so is `commentary`, unless it goes to a function: `to=functions.weather` is a call, and the
-message holds its arguments in JSON.
+A header names the channel and the recipient of a message; `<|message|>` ends the header, and
+`<|end|>`, `<|call|>` or `<|return|>` ends the message. `analysis` is reasoning; `final` and
+`commentary` are text for the user, unless the recipient is a function: `to=functions.weather` is a
+tool call, and the message contains its arguments in JSON.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ _RECIPIENT = re.compile(r"\bto=\S")
 
 
 class ChannelReader:
-    """Reads one text. `calls_count` says whether a message to a function is a call; else it is
-    for the reader, as it stands."""
+    """Parses one text. With `calls_count`, a message to a function is a tool call, else text."""
 
     is_stray = False
 
     def __init__(self, format: ThoughtFormat, start: Start, *, calls_count: bool) -> None:
         self.calls: list[ToolCall] = []
         self._marks = {token: mark for mark, token in format.ids.items()}
-        self._calls_count = calls_count
+        self._parse_calls = calls_count
         self._header: str | None = start.header if start.place == "before" else None
         self._kind = "thought" if start.place == "inside" else "words"
-        self._name = ""  # of the function that the message goes to
+        self._name = ""  # function that the message calls
         self._call: CallObject | None = None
         self._arguments: list[str] = []
-        self._is_begun = False  # the message has words
-        self._told: set[str] = set()  # kinds of messages that came before
+        self._has_text = False  # of the current message
+        self._previous_kinds: set[str] = set()
 
     @property
     def in_thought(self) -> bool:
@@ -46,15 +45,15 @@ class ChannelReader:
 
     @property
     def is_inside(self) -> bool:
-        """Whether what comes next is no part of the answer: thoughts, and headers."""
+        """Whether the next token is not part of the answer: reasoning or a header."""
         return self._header is not None or self._kind == "thought"
 
-    is_aside = is_inside  # and so was what came last
+    is_aside = is_inside  # the same for the last token
 
     def push(self, token: int, text: str) -> list[AnswerPiece]:
-        """Take a token's id and the text that became certain with it."""
+        """Parse a token's id and the text that became certain with it."""
         mark = self._marks.get(token)
-        if mark is not None and text.endswith(mark):  # a vocabulary in which marks have a text
+        if mark is not None and text.endswith(mark):  # in some vocabularies marks have a text
             text = text[: -len(mark)]
         pieces: list[AnswerPiece] = self._read(text) if text else []
         if mark == MESSAGE:
@@ -63,32 +62,32 @@ class ChannelReader:
             pieces += self._end()
             self._header = ""
         elif mark == CHANNEL:
-            if self._header is None:  # a header of a message that was not begun by a mark
+            if self._header is None:  # a header without <|start|>
                 pieces += self._end()
             self._header = (self._header or "") + CHANNEL
         return pieces
 
     def end_turn(self) -> None:
-        """Another turn follows in the same text; its header says what it is."""
+        """Do nothing: the header of the next turn says what it is."""
 
     def finish(self) -> list[AnswerPiece]:
-        """No more will come; the mark that ends a call ends the text, too."""
+        """End the text, and a tool call with it."""
         return self._end() if self._header is None else []
 
     def _begin(self) -> list[AnswerPiece]:
-        """The header is over: what follows is said in its channel."""
-        header, self._header, self._is_begun = self._header or "", None, False
+        """Begin a message after its header."""
+        header, self._header, self._has_text = self._header or "", None, False
         function = _FUNCTION.search(header)
-        if function is not None and self._calls_count:
+        if function is not None and self._parse_calls:
             self._kind, self._name, self._arguments = "call", function[1], []
             self._call = CallObject(self._name)
             return [CallBegun(len(self.calls), self._name)]
         channel = header.rpartition(CHANNEL)[2].strip()
-        # What goes to a tool of the model's own (to=python) is no answer.
-        aside = channel.startswith("analysis") or (
+        # A message to a built-in tool (to=python) is not part of the answer.
+        is_reasoning = channel.startswith("analysis") or (
             _RECIPIENT.search(header) is not None and function is None
         )
-        self._kind = "thought" if aside else "words"
+        self._kind = "thought" if is_reasoning else "words"
         return []
 
     def _read(self, text: str) -> list[AnswerPiece]:
@@ -97,22 +96,22 @@ class ChannelReader:
             return []
         if self._kind == "call":
             return self._read_call(text)
-        if not self._is_begun:
+        if not self._has_text:
             text = text.lstrip()
             if not text:
                 return []
-            if self._kind in self._told:  # two messages of a kind are two paragraphs
+            if self._kind in self._previous_kinds:  # two messages of a kind are two paragraphs
                 text = f"\n\n{text}"
-            self._is_begun = True
-            self._told.add(self._kind)
+            self._has_text = True
+            self._previous_kinds.add(self._kind)
         return [ThoughtPiece(text) if self._kind == "thought" else TextPiece(text)]
 
     def _read_call(self, text: str) -> list[AnswerPiece]:
         call = self._call
         if call is None:
-            return []  # behind what is no JSON any more
+            return []  # after invalid JSON
         for character in text:
-            if call.is_done or not call.take(character):
+            if call.is_done or not call.push(character):
                 self._call = call if call.is_done else None
                 break
         fresh, call.fresh = "".join(call.fresh), []
@@ -120,7 +119,7 @@ class ChannelReader:
         return [CallArguments(len(self.calls), fresh)] if fresh else []
 
     def _end(self) -> list[AnswerPiece]:
-        """The message is over."""
+        """End the message."""
         if self._header is not None or self._kind != "call":
             return []
         is_complete = self._call is not None and self._call.is_done

@@ -1,4 +1,4 @@
-"""What an answer is read into: the pieces of `tools/calls.py`, and those of thoughts."""
+"""Pieces of a parsed output: text, tool calls (`tools/calls.py`) and reasoning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unspool.text.tools.calls import Piece
 
 @dataclass(frozen=True)
 class ThoughtPiece:
-    """What the model says to itself."""
+    """Reasoning text."""
 
     text: str
 

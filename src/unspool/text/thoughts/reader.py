@@ -1,4 +1,4 @@
-"""An answer as it arrives: thoughts, words for the reader, and calls of functions.
+"""Parse an output as it arrives into reasoning, text and tool calls.
 
     reader = answer_reader(format, start, ToolCallReader(tools))
     for step in steps:
@@ -6,8 +6,8 @@
             ...                            # ThoughtPiece, TextPiece, CallBegun, CallArguments, ...
     pieces = reader.finish()
 
-The one reader that Python, the command line and the server share. Calls are looked for outside of
-thoughts only.
+Python API, command line and server share this parser. Tool calls are recognized outside of
+reasoning only.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from unspool.text.tools.calls import TextPiece, ToolCall, ToolCallReader
 
 
 class AnswerReader(Protocol):
-    """Takes what arrives, gives what it is."""
+    """Incremental parser of a model's output."""
 
     @property
     def calls(self) -> list[ToolCall]: ...
 
     @property
     def is_stray(self) -> bool:
-        """Whether a thought was closed that was never opened: all before it was one."""
+        """Whether a close mark came without an open one: all text before it was reasoning."""
 
     def push(self, token: int, text: str) -> Sequence[AnswerPiece]: ...
     def finish(self) -> Sequence[AnswerPiece]: ...
 
 
 class _Tagged:
-    """Thoughts between marks; the words outside go on to who looks for calls."""
+    """Parses reasoning between marks and passes other text to the tool call parser."""
 
     def __init__(self, thoughts: TagReader, inner: ToolCallReader | None) -> None:
         self._thoughts, self._inner = thoughts, inner
@@ -52,29 +52,29 @@ class _Tagged:
 
     def push(self, token: int, text: str) -> list[AnswerPiece]:
         was_thought = self._thoughts.in_thought
-        found = self._outside(self._thoughts.push(token, text))
+        pieces = self._outside(self._thoughts.push(token, text))
         if self._inner is not None and not (was_thought or self._thoughts.in_thought):
-            found += self._inner.push(token, "")
-        return found
+            pieces += self._inner.push(token, "")
+        return pieces
 
     def finish(self) -> list[AnswerPiece]:
-        found = self._outside(self._thoughts.finish())
-        return [*found, *(self._inner.finish() if self._inner is not None else ())]
+        pieces = self._outside(self._thoughts.finish())
+        return [*pieces, *(self._inner.finish() if self._inner is not None else ())]
 
     def _outside(self, pieces: Iterable[ThoughtPiece | TextPiece]) -> list[AnswerPiece]:
-        found: list[AnswerPiece] = []
+        parsed: list[AnswerPiece] = []
         for piece in pieces:
             if self._inner is None or isinstance(piece, ThoughtPiece):
-                found.append(piece)
+                parsed.append(piece)
             else:
-                found += self._inner.push(-1, piece.text)
-        return found
+                parsed += self._inner.push(-1, piece.text)
+        return parsed
 
 
 def answer_reader(
     format: ThoughtFormat | None, start: Start, calls: ToolCallReader | None
 ) -> AnswerReader | None:
-    """What reads an answer; None where it can only be words."""
+    """Return the parser for an output, None if it can only be text."""
     if format is not None and format.channels:
         return ChannelReader(format, start, calls_count=calls is not None)
     if format is not None:
@@ -82,10 +82,10 @@ def answer_reader(
     return calls
 
 
-def told_apart(reader: AnswerReader, written: Iterable[tuple[int, str]]) -> tuple[str, str]:
-    """A text that is there already: the thought and the answer in it."""
-    pieces = [piece for token, text in written for piece in reader.push(token, text)]
+def told_apart(reader: AnswerReader, output: Iterable[tuple[int, str]]) -> tuple[str, str]:
+    """Split a complete output of (token, text) pairs into reasoning and answer."""
+    pieces = [piece for token, text in output for piece in reader.push(token, text)]
     pieces += reader.finish()
-    thought = [piece.text for piece in pieces if isinstance(piece, ThoughtPiece)]
+    reasoning = [piece.text for piece in pieces if isinstance(piece, ThoughtPiece)]
     answer = [piece.text for piece in pieces if isinstance(piece, TextPiece)]
-    return "".join(thought), "".join(answer)
+    return "".join(reasoning), "".join(answer)

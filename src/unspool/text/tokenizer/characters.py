@@ -1,9 +1,9 @@
-"""Tokens for people to read: a character of several tokens is shown where its last byte comes.
+"""Token bytes as readable text. A character split over several tokens appears with its last byte.
 
 >>> leaf = "🍁".encode()
 >>> readable(leaf[:2])  # no character yet: its bytes
 '⟨F0 9F⟩'
->>> readable(leaf[2:], begun=leaf[:2])
+>>> readable(leaf[2:], partial_utf8=leaf[:2])
 '🍁'
 """
 
@@ -13,44 +13,47 @@ import codecs
 import re
 from collections.abc import Iterable
 
-_LONGEST = 4  # bytes of a character in UTF-8
-_BROKEN = re.compile("[\udc80-\udcff]+")  # how `surrogateescape` decodes what is no character
+_MAX_UTF8_BYTES = 4
+_INVALID_BYTES = re.compile("[\udc80-\udcff]+")  # how `surrogateescape` decodes invalid UTF-8
 
 
-def readable(piece: bytes, begun: bytes = b"") -> str:
-    """A token's bytes as text. With `begun`, the bytes of a character that the text before ends
-    with, a token that completes it shows it whole. Bytes that are no character stand in ⟨⟩."""
-    if not begun:
+def readable(piece: bytes, partial_utf8: bytes = b"") -> str:
+    """Return a token's bytes as text, invalid UTF-8 as hex in ⟨⟩.
+
+    `partial_utf8` holds the bytes of an incomplete character at the end of the previous text; a
+    token that completes the character returns all of it.
+    """
+    if not partial_utf8:
         try:
             return piece.decode()
         except UnicodeDecodeError:
             pass
-    elif piece and _is_text(begun + piece[: _needed(begun)]):
-        cut = _needed(begun)
-        return (begun + piece[:cut]).decode() + readable(piece[cut:])
-    return _BROKEN.sub(_hex, piece.decode("utf-8", "surrogateescape"))
+    elif piece and _is_text(partial_utf8 + piece[: _needed(partial_utf8)]):
+        split = _needed(partial_utf8)
+        return (partial_utf8 + piece[:split]).decode() + readable(piece[split:])
+    return _INVALID_BYTES.sub(_hex, piece.decode("utf-8", "surrogateescape"))
 
 
 def readable_pieces(pieces: Iterable[bytes]) -> list[str]:
-    """`readable` for the tokens of one text, each behind those before it."""
-    found, begun = [], b""
+    """Return `readable` text for the consecutive tokens of one text."""
+    texts, partial_utf8 = [], b""
     for piece in pieces:
-        found.append(readable(piece, begun))
-        begun = unfinished(begun + piece)
-    return found
+        texts.append(readable(piece, partial_utf8))
+        partial_utf8 = unfinished(partial_utf8 + piece)
+    return texts
 
 
 def unfinished(text: bytes) -> bytes:
-    """The bytes at the end of a text that begin a character and do not finish it."""
+    """Return the bytes of an incomplete UTF-8 character at the end of a text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    decoder.decode(text[-_LONGEST:])
+    decoder.decode(text[-_MAX_UTF8_BYTES:])
     return decoder.getstate()[0]
 
 
-def _needed(begun: bytes) -> int:
-    """How many bytes a character lacks, by its first byte."""
-    first = begun[0]
-    return (4 if first >= 0xF0 else 3 if first >= 0xE0 else 2) - len(begun)
+def _needed(partial_utf8: bytes) -> int:
+    """Return the number of bytes missing from an incomplete character."""
+    first_byte = partial_utf8[0]
+    return (4 if first_byte >= 0xF0 else 3 if first_byte >= 0xE0 else 2) - len(partial_utf8)
 
 
 def _is_text(data: bytes) -> bool:
@@ -61,5 +64,5 @@ def _is_text(data: bytes) -> bool:
     return True
 
 
-def _hex(bytes_of_none: re.Match[str]) -> str:
-    return f"⟨{bytes_of_none[0].encode('utf-8', 'surrogateescape').hex(' ').upper()}⟩"
+def _hex(match: re.Match[str]) -> str:
+    return f"⟨{match[0].encode('utf-8', 'surrogateescape').hex(' ').upper()}⟩"

@@ -1,8 +1,9 @@
-"""Text to ids, with one promise: without `specials`, no text becomes a control token.
+"""Encode text to token ids. Without `specials`, no text becomes a control token.
 
-Two kinds. `SplittingEncoder` cuts the known tokens out of the text itself; the library then sees
-only plain text, and its model does not even hold the control tokens. `AddedTokenEncoder` leaves
-the cutting to a tokenizer.json, whose rules (stripping, normalizing) the library knows.
+There are two encoders. `SplittingEncoder` splits the text at known tokens itself: the `tokenizers`
+library sees plain text only, and its model does not contain the control tokens.
+`AddedTokenEncoder` leaves the splitting to the library, which follows the rules of a
+tokenizer.json (stripping, normalizing).
 """
 
 from __future__ import annotations
@@ -17,36 +18,37 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as Library
 from tokenizers import models
 
-from unspool.text.tokenizer.pieces import byte_characters
+from unspool.text.tokenizer.pieces import SPACE_MARK, byte_characters
 
-SPACE_MARK = "▁"  # stands for a space in SentencePiece vocabularies
 _BLANKS = " \t\n\v\f\r"
-_LONG = 4_000  # characters, from which on a text is worth the way through a batch
+_BATCH_MIN_CHARS = 4_000  # texts at least this long go through the library's batch call
 
 
 class Encoder(Protocol):
-    """What turns text into ids."""
+    """Turns text into token ids."""
 
     def encode(self, text: str, *, specials: bool) -> list[int]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` without `specials` for many texts, on all cores."""
+        """Encode many texts on all cores, without `specials`."""
 
     def parts(self, text: str, *, specials: bool = False) -> Iterator[str | int]:
-        """Plain text and the ids of user-defined tokens in it, in order; with `specials` also those
-        of control tokens."""
+        """Split a text into plain text and the ids of user-defined tokens, in order.
+
+        With `specials`, control tokens are split off too.
+        """
 
     @property
     def library(self) -> Library:
-        """The library's tokenizer for text of any kind."""
+        """The library's tokenizer, control tokens included."""
 
     @property
     def plain(self) -> Library:
-        """The library's tokenizer for text that holds no control tokens."""
+        """The library's tokenizer without control tokens."""
 
 
 def token_pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds any of the tokens; of those that begin at one place, the longest."""
+    """Return a pattern that finds any of the tokens, the longest one at each position."""
     tree: dict[str, Any] = {}
     for token in tokens:
         node = tree
@@ -57,13 +59,13 @@ def token_pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
 
 
 def _tree_pattern(tree: dict[str, Any]) -> str:
-    """A regular expression that shares common beginnings: thousands of tokens stay quick."""
+    """Return a regular expression that shares common prefixes: fast with thousands of tokens."""
     single: list[str] = []
     longer: list[str] = []
     for character, below in tree.items():
         if character == "":
             continue
-        # A chain without branches is written in one go, so that long tokens do not nest deeply.
+        # Join a chain without branches into one string, so that long tokens do not nest deeply.
         text = re.escape(character)
         while len(below) == 1 and "" not in below:
             ((character, below),) = below.items()
@@ -79,7 +81,7 @@ def _tree_pattern(tree: dict[str, Any]) -> str:
 
 
 class SplittingEncoder:
-    """For vocabularies that come as plain tables: GGUF files and tiktoken ranks."""
+    """Encoder for vocabularies that are plain tables: GGUF files and tiktoken ranks."""
 
     def __init__(
         self,
@@ -87,13 +89,13 @@ class SplittingEncoder:
         user_defined: Mapping[str, int],
         control: Mapping[str, int],
         *,
-        blanks_before: frozenset[int] = frozenset(),
-        blanks_after: frozenset[int] = frozenset(),
+        absorbs_before: frozenset[int] = frozenset(),
+        absorbs_after: frozenset[int] = frozenset(),
     ) -> None:
-        """`blanks_before` and `blanks_after` are tokens that swallow the blanks beside them."""
+        """`absorbs_before` and `absorbs_after` are tokens that absorb whitespace on that side."""
         self._plain = plain
-        self._blanks_before = blanks_before
-        self._blanks_after = blanks_after
+        self._blanks_before = absorbs_before
+        self._absorbs_after = absorbs_after
         self._user_defined = dict(user_defined)
         self._all = {**control, **user_defined}
 
@@ -104,8 +106,8 @@ class SplittingEncoder:
     library = plain
 
     @property
-    def cut_out(self) -> Mapping[str, int]:
-        """The tokens that are cut out of the text before the library sees it."""
+    def split_tokens(self) -> Mapping[str, int]:
+        """Tokens that are split off before the library encodes the text."""
         return self._all
 
     @cached_property
@@ -121,7 +123,7 @@ class SplittingEncoder:
         if pattern is None:
             return self._encode_plain(text)
         ids: list[int] = []
-        for part in self._cut(text, pattern):
+        for part in self._split(text, pattern):
             if isinstance(part, int):
                 ids.append(part)
             else:
@@ -136,31 +138,31 @@ class SplittingEncoder:
     def parts(self, text: str, *, specials: bool = False) -> Iterator[str | int]:
         pattern = self._all_pattern if specials else self._user_defined_pattern
         if pattern is not None:
-            yield from self._cut(text, pattern)
+            yield from self._split(text, pattern)
         elif text:
             yield text
 
-    def _cut(self, text: str, pattern: re.Pattern[str]) -> Iterator[str | int]:
-        done, after = 0, False
+    def _split(self, text: str, pattern: re.Pattern[str]) -> Iterator[str | int]:
+        end, strip_left = 0, False
         for match in pattern.finditer(text):
             token = self._all[match.group()]
-            before = text[done : match.start()]
-            before = before.lstrip(_BLANKS) if after else before
+            before = text[end : match.start()]
+            before = before.lstrip(_BLANKS) if strip_left else before
             before = before.rstrip(_BLANKS) if token in self._blanks_before else before
             if before:
                 yield before
             yield token
-            done, after = match.end(), token in self._blanks_after
-        rest = text[done:].lstrip(_BLANKS) if after else text[done:]
-        if rest:
-            yield rest
+            end, strip_left = match.end(), token in self._absorbs_after
+        remainder = text[end:].lstrip(_BLANKS) if strip_left else text[end:]
+        if remainder:
+            yield remainder
 
     def _encode_plain(self, text: str) -> list[int]:
         return _ids(self._plain, text)
 
 
 class AddedTokenEncoder:
-    """For a tokenizer.json: the library finds the added tokens, by the file's own rules."""
+    """Encoder for a tokenizer.json: the library finds the added tokens by the file's rules."""
 
     def __init__(self, library: Library, control: Collection[int]) -> None:
         self._library = library
@@ -170,12 +172,11 @@ class AddedTokenEncoder:
 
     @property
     def library(self) -> Library:
-        """The file as it was."""
         return self._library
 
     @property
     def plain(self) -> Library:
-        # Built only when a text really holds a control token's text: most never do.
+        # BuiltTokenizer only when a text contains the text of a control token, which is rare.
         with self._lock:
             if self._without_control is None:
                 self._without_control = without_tokens(self._library, self._control)
@@ -209,24 +210,26 @@ class AddedTokenEncoder:
 
 
 def hidden_name(number: int) -> str:
-    """A name for a piece that no text may reach: words never hold a space when they are looked up,
-    and the second character is one that Unicode sets aside."""
+    """Return a piece name that no text can match.
+
+    Words contain no space when they are looked up, and U+FDD0 is not a Unicode character.
+    """
     return f" \ufdd0{number}"
 
 
 def without_tokens(library: Library, ids: Collection[int]) -> Library:
-    """A copy that cannot write the tokens `ids`, whatever the text."""
-    described = json.loads(library.to_str())
-    added = described["added_tokens"]
-    gone = {token["content"] for token in added if token["id"] in ids}
-    gone |= {piece for token in ids if (piece := library.id_to_token(token)) is not None}
-    described["added_tokens"] = [token for token in added if token["content"] not in gone]
-    described["post_processor"] = None  # it may name the tokens that are gone
-    model = described["model"]
-    # A piece keeps its id under a name that no word can have. The one for the unknown keeps its
-    # name, by which the model finds it; without the merges to it no text leads there.
-    renamed = sorted(gone - {model.get("unk_token")})
-    hidden = {piece: hidden_name(number) for number, piece in enumerate(renamed)}
+    """Return a copy of the tokenizer that never encodes a text to one of the tokens `ids`."""
+    config = json.loads(library.to_str())
+    added = config["added_tokens"]
+    removed = {token["content"] for token in added if token["id"] in ids}
+    removed |= {piece for token in ids if (piece := library.id_to_token(token)) is not None}
+    config["added_tokens"] = [token for token in added if token["content"] not in removed]
+    config["post_processor"] = None  # it may refer to removed tokens
+    model = config["model"]
+    # A removed piece keeps its id under a name that no word can have. The unknown token keeps its
+    # name, by which the model finds it; without merges no text leads to it.
+    hidden_pieces = sorted(removed - {model.get("unk_token")})
+    hidden = {piece: hidden_name(number) for number, piece in enumerate(hidden_pieces)}
     if isinstance(model["vocab"], dict):
         model["vocab"] = {hidden.get(piece, piece): n for piece, n in model["vocab"].items()}
     else:
@@ -235,15 +238,18 @@ def without_tokens(library: Library, ids: Collection[int]) -> Library:
         model["merges"] = [
             pair
             for pair in model["merges"]
-            if not (pair[0] in gone or pair[1] in gone or pair[0] + pair[1] in gone)
+            if not (pair[0] in removed or pair[1] in removed or pair[0] + pair[1] in removed)
         ]
-    return Library.from_str(json.dumps(described))
+    return Library.from_str(json.dumps(config))
 
 
 def _ids(library: Library, text: str) -> list[int]:
-    """What the library makes of a text. Only its batches let other threads run meanwhile, and a
-    megabyte takes most of a second; a short text is quicker without."""
-    if len(text) < _LONG:
+    """Encode a text with the library.
+
+    Only the batch call releases the GIL, and a megabyte takes most of a second; for a short text
+    the plain call is faster.
+    """
+    if len(text) < _BATCH_MIN_CHARS:
         ids: list[int] = library.encode(text, add_special_tokens=False).ids
     else:
         ids = library.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -251,34 +257,36 @@ def _ids(library: Library, text: str) -> list[int]:
 
 
 def _batch_ids(library: Library, texts: Sequence[str]) -> list[list[int]]:
-    return [each.ids for each in library.encode_batch_fast(texts, add_special_tokens=False)]
+    return [encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def drops_characters(library: Library) -> bool:
-    """Whether the library leaves out characters that have no piece, without a word: its BPE does,
-    where neither an unknown token nor all bytes are in the vocabulary."""
-    model, known = library.model, library.token_to_id
+    """Return whether the library silently drops characters that have no piece.
+
+    Its BPE does so if the vocabulary has neither an unknown token nor all 256 bytes.
+    """
+    model, token_id = library.model, library.token_to_id
     if not isinstance(model, models.BPE) or model.unk_token is not None:
         return False
     if model.byte_fallback:
-        return any(known(f"<0x{byte:02X}>") is None for byte in range(256))
-    return any(known(character) is None for character in byte_characters())
+        return any(token_id(f"<0x{byte:02X}>") is None for byte in range(256))
+    return any(token_id(character) is None for character in byte_characters())
 
 
 def has_character(library: Library, character: str) -> bool:
-    """Whether a BPE vocabulary has pieces for all of a character."""
-    model, known = library.model, library.token_to_id
+    """Return whether a BPE vocabulary can encode a character completely."""
+    model, token_id = library.model, library.token_to_id
     text = library.normalizer.normalize_str(character) if library.normalizer else character
     words = [text]
     if library.pre_tokenizer:
         words = [word for word, _ in library.pre_tokenizer.pre_tokenize_str(text)]
-    before, behind = model.continuing_subword_prefix or "", model.end_of_word_suffix or ""
+    prefix, suffix = model.continuing_subword_prefix or "", model.end_of_word_suffix or ""
     for symbol in "".join(words):
         if symbol == SPACE_MARK and character not in (" ", SPACE_MARK):
-            continue  # put before the text
-        forms = (symbol, before + symbol, symbol + behind)
-        in_bytes = [known(f"<0x{byte:02X}>") for byte in symbol.encode()]
-        if all(known(form) is None for form in forms) and not (
+            continue  # the normalizer put it before the text
+        forms = (symbol, prefix + symbol, symbol + suffix)
+        in_bytes = [token_id(f"<0x{byte:02X}>") for byte in symbol.encode()]
+        if all(token_id(form) is None for form in forms) and not (
             model.byte_fallback and None not in in_bytes
         ):
             return False

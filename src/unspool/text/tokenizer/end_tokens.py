@@ -1,15 +1,15 @@
-"""Which tokens end a text or a turn.
+"""End-of-generation tokens (EOG): which tokens end a text or a turn.
 
-A checkpoint names one end token, but a chat model writes others too: the end of a turn, of a
-message to a tool, of a file. Their texts are few and known, so they are looked up by name.
+A checkpoint names one end token, but a chat model writes others too: end of turn, end of a message
+to a tool, end of a file. Their texts are few and known, so they are looked up by text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-# No vocabulary uses these as ordinary text, whatever kind of token the file says they are.
-CLEAR_END_TEXTS = frozenset(
+# No vocabulary uses these as ordinary text, so the token type in the file does not matter.
+UNAMBIGUOUS_END_TEXTS = frozenset(
     [
         "<|eot_id|>",
         "<|eom_id|>",
@@ -27,7 +27,7 @@ CLEAR_END_TEXTS = frozenset(
         "<end_of_utterance>",
         "<turn|>",
         "<｜end▁of▁sentence｜>",
-        # what stands between the files of a code model's training text
+        # separators between files in the training text of code models
         "<|fim_pad|>",
         "<|fim_repo|>",
         "<|repo_name|>",
@@ -43,12 +43,12 @@ CONTROL_END_TEXTS = frozenset(
 
 
 def end_ids(tokens: Mapping[str, int], control: Collection[int]) -> set[int]:
-    """The ids among `tokens` (text to id) that end a text; `control` says which are control."""
-    ends = {tokens[text] for text in CLEAR_END_TEXTS if text in tokens}
+    """Return the ids in `tokens` (text to id) that end a text; `control` are the control tokens."""
+    ends = {tokens[text] for text in UNAMBIGUOUS_END_TEXTS if text in tokens}
     ends |= {
         tokens[text] for text in CONTROL_END_TEXTS if text in tokens and tokens[text] in control
     }
-    # In these two dialects <|end|> closes a part of an answer, and more of it follows.
+    # In these two formats <|end|> ends one message of an answer, and another may follow.
     harmony = {"<|return|>", "<|call|>"} <= tokens.keys()
     solar = {"<|calls|>", "<|flush|>"} <= tokens.keys()
     if harmony or solar:

@@ -1,7 +1,7 @@
-"""Builds the library's tokenizer for each kind of GGUF vocabulary.
+"""Build the library's tokenizer for each type of GGUF vocabulary.
 
-What is built here sees plain text only: control and unknown tokens are left out of it, so that no
-text can become one. Ids are those of the file.
+These tokenizers encode plain text only: control and unknown tokens are left out, so that no text
+can become one. Ids are those of the file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Library
 
 from unspool.errors import ModelFileError
 from unspool.text.tokenizer import pieces
-from unspool.text.tokenizer.pretokenizers import Pretokenizer
+from unspool.text.tokenizer.pretokenizers import Pretokenizer, byte_level_splits
 from unspool.text.tokenizer.score_merges import merges_by_rank
 
 
@@ -35,7 +35,7 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True)
 class Table:
-    """The tokens of a GGUF vocabulary: for each id its piece, its type, its score."""
+    """The tokens of a GGUF vocabulary: piece, type and score by id."""
 
     tokens: Sequence[str]
     types: np.ndarray[Any, np.dtype[np.int64]]
@@ -43,11 +43,11 @@ class Table:
     unk_id: int | None
 
     def of_types(self, *types: TokenType) -> list[int]:
-        found: list[int] = np.flatnonzero(np.isin(self.types, types)).tolist()
-        return found
+        ids: list[int] = np.flatnonzero(np.isin(self.types, types)).tolist()
+        return ids
 
     def pieces_in_text(self) -> dict[str, int]:
-        """The pieces that text may become; the later of two equal ones, as in llama.cpp."""
+        """Return the pieces that text can become; of two equal ones the later, as in llama.cpp."""
         vocab = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
         for hidden in self.of_types(TokenType.UNKNOWN, TokenType.CONTROL):
             if vocab.get(self.tokens[hidden]) == hidden:
@@ -56,8 +56,8 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Built:
-    """The library's tokenizer, and how its pieces are written."""
+class BuiltTokenizer:
+    """A library tokenizer and the conversions between its pieces and their text."""
 
     kind: str
     library: Library
@@ -65,59 +65,56 @@ class Built:
     text_piece: Callable[[str], str]
 
 
-def byte_pair(table: Table, merges: Sequence[str], cut: Pretokenizer) -> Built:
-    """Byte-pair encoding with a list of merges, over bytes or (gemma4) over characters."""
+def build_bpe(table: Table, merges: Sequence[str], pretokenizer: Pretokenizer) -> BuiltTokenizer:
+    """Build BPE from a list of merges, over bytes or (gemma4) over characters."""
     library = Library(
-        _from_merges(
+        _bpe_model(
             table.pieces_in_text(),
             merges,
-            byte_fallback=not cut.byte_level,
-            ignore_merges=cut.whole_words,
+            byte_fallback=not pretokenizer.byte_level,
+            ignore_merges=pretokenizer.whole_words,
         )
     )
-    splits: list[Any] = [
-        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in cut.patterns
-    ]
-    if cut.byte_level:
-        splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    else:
-        library.normalizer = normalizers.Replace(" ", pieces.SPACE_MARK)
-    library.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    if cut.byte_level:
-        return Built(
+    if pretokenizer.byte_level:
+        library.pre_tokenizer = byte_level_splits(pretokenizer.patterns)
+        return BuiltTokenizer(
             "byte-level BPE", library, pieces.byte_level_bytes, pieces.byte_level_text_piece
         )
-    return Built(
+    library.normalizer = normalizers.Replace(" ", pieces.SPACE_MARK)
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pretokenizer.patterns]
+    )
+    return BuiltTokenizer(
         "SentencePiece BPE", library, pieces.byte_fallback_bytes, pieces.space_marked_text_piece
     )
 
 
-def _from_merges(vocab: dict[str, int], merges: Sequence[str], **settings: Any) -> models.BPE:
-    """The model with the file's merges; each is two pieces with a space between them."""
+def _bpe_model(vocab: dict[str, int], merges: Sequence[str], **settings: Any) -> models.BPE:
+    """Build the BPE model from merges, each written as two pieces with a space between them."""
     try:
-        # Nearly every file passes like this: one space in each. The library looks them up anyway.
+        # Fast path for nearly every file: one space in each merge. The library checks the pieces.
         flat = " ".join(merges).split(" ")
         return models.BPE(vocab, list(zip(flat[::2], flat[1::2], strict=True)), **settings)
-    except Exception:  # a piece that is no token; the library raises bare exceptions
+    except Exception:  # a piece that is not a token; the library raises bare exceptions
         return models.BPE(vocab, list(_checked_pairs(vocab, merges)), **settings)
 
 
 def _checked_pairs(vocab: dict[str, int], merges: Sequence[str]) -> Iterator[tuple[str, str]]:
     for merge in merges:
-        # The first piece may itself begin with a space, so the search starts behind it.
-        cut = merge.find(" ", 1)
-        if cut < 0 or cut == len(merge) - 1:
+        # The first piece may itself begin with a space, so the search starts after it.
+        space = merge.find(" ", 1)
+        if space < 0 or space == len(merge) - 1:
             raise ModelFileError(
                 f"a merge of the vocabulary is not two pieces: {merge!r}; the file is damaged"
             )
-        left, right = merge[:cut], merge[cut + 1 :]
-        # llama.cpp lets merges be that lead to no token: they only cost time.
-        if left in vocab and right in vocab and left + right in vocab:
-            yield left, right
+        left_piece, right_piece = merge[:space], merge[space + 1 :]
+        # llama.cpp ignores merges that lead to no token.
+        if left_piece in vocab and right_piece in vocab and left_piece + right_piece in vocab:
+            yield left_piece, right_piece
 
 
-def sentence_piece(table: Table, *, space_prefix: bool) -> Built:
-    """SentencePiece's byte-pair encoding: merges by score, bytes for what has no piece."""
+def build_sentencepiece(table: Table, *, space_prefix: bool) -> BuiltTokenizer:
+    """Build SentencePiece BPE: merges ordered by score, byte fallback for missing characters."""
     vocab = table.pieces_in_text()
     usable_ids = table.of_types(
         TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED, TokenType.UNDEFINED
@@ -139,13 +136,13 @@ def sentence_piece(table: Table, *, space_prefix: bool) -> Built:
         if space_prefix
         else spaces
     )
-    return Built(
+    return BuiltTokenizer(
         "SentencePiece BPE", library, pieces.byte_fallback_bytes, pieces.space_marked_text_piece
     )
 
 
-def word_piece(table: Table, *, lowercase: bool, strip_accents: bool) -> Built:
-    """BERT's WordPiece. GGUF marks the pieces that begin a word; the library the others."""
+def build_wordpiece(table: Table, *, lowercase: bool, strip_accents: bool) -> BuiltTokenizer:
+    """Build BERT's WordPiece. GGUF marks pieces that begin a word; the library marks the others."""
     vocab: dict[str, int] = {}
     for piece, n in table.pieces_in_text().items():
         begins = piece.startswith(pieces.SPACE_MARK)
@@ -162,4 +159,6 @@ def word_piece(table: Table, *, lowercase: bool, strip_accents: bool) -> Built:
         lowercase=lowercase,
     )
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    return Built("WordPiece", library, pieces.space_marked_bytes, pieces.space_marked_text_piece)
+    return BuiltTokenizer(
+        "WordPiece", library, pieces.space_marked_bytes, pieces.space_marked_text_piece
+    )

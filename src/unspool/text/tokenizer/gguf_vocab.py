@@ -1,7 +1,6 @@
-"""Reads the vocabulary out of a GGUF file's metadata.
+"""Read the vocabulary from a GGUF file's metadata.
 
-The keys begin with `tokenizer.ggml.`; what they mean, and what holds where one is missing,
-follows llama.cpp, which writes and reads these files.
+The keys begin with `tokenizer.ggml.`; their meaning and defaults follow llama.cpp.
 """
 
 from __future__ import annotations
@@ -12,16 +11,22 @@ from typing import Any
 import numpy as np
 
 from unspool.errors import ModelFileError
-from unspool.text.tokenizer import gguf_models as models
 from unspool.text.tokenizer.encoders import SplittingEncoder
-from unspool.text.tokenizer.end_tokens import CLEAR_END_TEXTS, end_ids
-from unspool.text.tokenizer.gguf_models import Built, Table, TokenType
+from unspool.text.tokenizer.end_tokens import UNAMBIGUOUS_END_TEXTS, end_ids
+from unspool.text.tokenizer.gguf_models import (
+    BuiltTokenizer,
+    Table,
+    TokenType,
+    build_bpe,
+    build_sentencepiece,
+    build_wordpiece,
+)
 from unspool.text.tokenizer.pretokenizers import Pretokenizer, pretokenizer_named
 from unspool.text.tokenizer.vocabulary import Vocabulary
 
 _PREFIX = "tokenizer.ggml."
-# bos, eos, unknown and padding where the file does not say.
-_USUAL_IDS: dict[str, dict[str, int]] = {
+# Special tokens where the file does not name them. "seperator" is llama.cpp's spelling.
+_DEFAULT_IDS: dict[str, dict[str, int]] = {
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
     "bert": {"bos": 101, "unknown": 100, "seperator": 102, "padding": 0},
     "gpt2": {"bos": 11, "eos": 11},
@@ -30,7 +35,7 @@ _KINDS = ("gpt2", "llama", "bert", "gemma4")
 
 
 def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
-    """The vocabulary that a GGUF file holds."""
+    """Read the vocabulary of a GGUF file."""
     model = _text(metadata, "model")
     if model is None:
         raise ModelFileError(
@@ -46,7 +51,7 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
 
 
 class _Reader:
-    """One vocabulary on its way from metadata to `Vocabulary`."""
+    """Builds a `Vocabulary` from metadata."""
 
     def __init__(self, metadata: Mapping[str, Any], model: str) -> None:
         self.metadata = metadata
@@ -60,7 +65,7 @@ class _Reader:
         self.eos_id = self._special("eos")
         self.unk_id = self._special("unknown")
         self.pad_id = self._special("padding", lenient=True)
-        self.cut = self._cut()
+        self.pretokenizer = self._find_pretokenizer()
         self.ends = self._mark_control()
 
     def vocabulary(self) -> Vocabulary:
@@ -75,7 +80,7 @@ class _Reader:
             raise ModelFileError(f"the GGUF vocabulary cannot be used: {reason}") from None
         control = self._texts(table, TokenType.CONTROL, TokenType.UNKNOWN)
         user_defined = self._texts(table, TokenType.USER_DEFINED)
-        cut_out = {*control.values(), *user_defined.values()}
+        split_tokens = {*control.values(), *user_defined.values()}
         leading_space = built.kind == "WordPiece" or (
             built.kind != "byte-level BPE" and space_prefix
         )
@@ -86,17 +91,17 @@ class _Reader:
                 built.library,
                 user_defined,
                 control,
-                blanks_before=self._mask_tokens(),
-                blanks_after=self._blanks_after(cut_out),
+                absorbs_before=self._absorbs_before(),
+                absorbs_after=self._absorbs_after(split_tokens),
             ),
             piece=lambda n: self.tokens[n],
             id_of=self.ids.get,
             piece_bytes=built.piece_bytes,
             text_piece=built.text_piece,
             plain_text_ids=frozenset(
-                cut_out if built.kind == "byte-level BPE" else control.values()
+                split_tokens if built.kind == "byte-level BPE" else control.values()
             ),
-            cut_out_ids=frozenset(cut_out),
+            split_token_ids=frozenset(split_tokens),
             control=control,
             end_ids=self.ends,
             bos_id=self.bos_id,
@@ -110,30 +115,30 @@ class _Reader:
             space_after_added=leading_space,
         )
 
-    def _build(self, table: Table, space_prefix: bool) -> Built:
+    def _build(self, table: Table, space_prefix: bool) -> BuiltTokenizer:
         if self.model == "llama":
-            return models.sentence_piece(table, space_prefix=space_prefix)
+            return build_sentencepiece(table, space_prefix=space_prefix)
         if self.model == "bert":
             lowercase = self._flag("normalizer.lowercase", True)
             accents = self._flag("normalizer.strip_accents", lowercase)
-            return models.word_piece(table, lowercase=lowercase, strip_accents=accents)
+            return build_wordpiece(table, lowercase=lowercase, strip_accents=accents)
         merges = _strings(self.metadata.get(_PREFIX + "merges"), "merges")
         if merges is None:
             raise ModelFileError(
                 "the vocabulary has no merges (tokenizer.ggml.merges); the file is not complete"
             )
-        return models.byte_pair(table, merges, self.cut)
+        return build_bpe(table, merges, self.pretokenizer)
 
-    def _cut(self) -> Pretokenizer:
+    def _find_pretokenizer(self) -> Pretokenizer:
         if self.model == "gpt2":
             return pretokenizer_named(_text(self.metadata, "pre"))
         return pretokenizer_named("gemma4" if self.model == "gemma4" else None)
 
     def _add_bos(self) -> bool:
-        usual = self.model in ("llama", "bert") or self.cut.add_bos
+        default = self.model in ("llama", "bert") or self.pretokenizer.add_bos
         if self.model == "gemma4":
-            return True  # files from before this was known say false
-        return self._flag("add_bos_token", usual)
+            return True  # older files wrongly say false
+        return self._flag("add_bos_token", default)
 
     def _tokens(self) -> list[str]:
         tokens = _strings(self.metadata.get(_PREFIX + "tokens"), "tokens")
@@ -155,8 +160,8 @@ class _Reader:
             numbers = np.asarray([], dtype=object)
         if numbers.ndim != 1 or numbers.dtype.kind not in kinds or len(numbers) != len(self.tokens):
             raise ModelFileError(
-                f"tokenizer.ggml.{name} should hold {len(self.tokens)} numbers, one for each "
-                f"token, and does not; the file is damaged"
+                f"tokenizer.ggml.{name} must hold {len(self.tokens)} numbers, one for each token;"
+                " the file is damaged"
             )
         return numbers
 
@@ -176,11 +181,11 @@ class _Reader:
             )
         return np.zeros(len(self.tokens))
 
-    def _flag(self, name: str, usual: bool) -> bool:
-        value = self.metadata.get(_PREFIX + name, usual)
+    def _flag(self, name: str, default: bool) -> bool:
+        value = self.metadata.get(_PREFIX + name, default)
         if not isinstance(value, bool | int | np.bool_ | np.integer):
             raise ModelFileError(
-                f"tokenizer.ggml.{name} should be true or false and is a {type(value).__name__}"
+                f"tokenizer.ggml.{name} must be true or false, got a {type(value).__name__}"
             )
         return bool(value)
 
@@ -188,17 +193,17 @@ class _Reader:
         key = f"{_PREFIX}{name}_token_id"
         value = self.metadata.get(key)
         if value is None:
-            usual = _USUAL_IDS.get(self.model, {}).get(name)
-            # The usual id holds only where that token looks like one: gpt2's is Falcon's.
-            if usual is None or usual >= len(self.tokens):
+            default = _DEFAULT_IDS.get(self.model, {}).get(name)
+            # Use the default id only if that token is not an ordinary one: gpt2's is Falcon's.
+            if default is None or default >= len(self.tokens):
                 return None
-            plain = self.types[usual] == TokenType.NORMAL
-            return None if plain and (self.model == "gpt2" or name == "padding") else usual
+            plain = self.types[default] == TokenType.NORMAL
+            return None if plain and (self.model == "gpt2" or name == "padding") else default
         if not isinstance(value, int | np.integer):
-            raise ModelFileError(f"{key} should be a token id and is a {type(value).__name__}")
+            raise ModelFileError(f"{key} must be a token id, got a {type(value).__name__}")
         if not 0 <= value < len(self.tokens):
             if lenient:
-                return None  # converters write numbers here that mean 'none'
+                return None  # some converters write an invalid id for 'none'
             raise ModelFileError(
                 f"{key} is {value}, but the vocabulary has {len(self.tokens)} tokens; "
                 "the file is damaged"
@@ -206,45 +211,45 @@ class _Reader:
         return int(value)
 
     def _mark_control(self) -> frozenset[int]:
-        """Finds the end tokens, and makes control tokens of all that must never come from text."""
+        """Mark tokens that must never come from text as control tokens; return the end tokens."""
         ids = self.ids
         named = [self.bos_id, self.eos_id, self._special("eot"), self._special("eom")]
-        more = self._end_list()
-        ends = {n for n in named[1:] if n is not None} | set(more)
-        control = {n for n in [*named, *more] if n is not None}
-        control |= {ids[text] for text in CLEAR_END_TEXTS if text in ids}
+        listed_ends = self._end_list()
+        ends = {n for n in named[1:] if n is not None} | set(listed_ends)
+        control = {n for n in [*named, *listed_ends] if n is not None}
+        control |= {ids[text] for text in UNAMBIGUOUS_END_TEXTS if text in ids}
         if self.unk_id is not None and self.types[self.unk_id] == TokenType.NORMAL:
             control.add(self.unk_id)
         self.types = self.types.copy()
         for n in control:
             if self.types[n] != TokenType.UNKNOWN:
                 self.types[n] = TokenType.CONTROL
-        marked = set(np.flatnonzero(self.types == TokenType.CONTROL).tolist())
-        return frozenset(ends | end_ids(ids, marked))
+        control_ids = set(np.flatnonzero(self.types == TokenType.CONTROL).tolist())
+        return frozenset(ends | end_ids(ids, control_ids))
 
     def _end_list(self) -> list[int]:
-        several = self.metadata.get(_PREFIX + "eos_token_ids")
-        if several is None:
+        ids = self.metadata.get(_PREFIX + "eos_token_ids")
+        if ids is None:
             return []
-        numbers = np.asarray(several).reshape(-1)
+        numbers = np.asarray(ids).reshape(-1)
         in_range = numbers.dtype.kind in "iu" and all(0 <= n < len(self.tokens) for n in numbers)
         if not in_range:
             raise ModelFileError(
-                f"tokenizer.ggml.eos_token_ids are not all ids of the {len(self.tokens)} tokens; "
+                f"tokenizer.ggml.eos_token_ids has ids outside the {len(self.tokens)} tokens; "
                 "the file is damaged"
             )
         return [int(n) for n in numbers]
 
-    def _blanks_after(self, cut_out: set[int]) -> frozenset[int]:
-        """Phi-3's tokens swallow the blanks behind them. No key says so; the model's name does."""
+    def _absorbs_after(self, split_tokens: set[int]) -> frozenset[int]:
+        """Phi-3's tokens absorb the whitespace after them. Only the model's name shows this."""
         name = str(self.metadata.get("general.name", "")).lower()
         if "phi-3" not in name and "phi3" not in name:
             return frozenset()
-        not_these = {self.ids.get(text) for text in ("<unk>", "<s>", "<|endoftext|>")}
-        return frozenset(cut_out - not_these)
+        excluded = {self.ids.get(text) for text in ("<unk>", "<s>", "<|endoftext|>")}
+        return frozenset(split_tokens - excluded)
 
-    def _mask_tokens(self) -> frozenset[int]:
-        """ModernBERT's mask token swallows the blanks before it; again only the name tells."""
+    def _absorbs_before(self) -> frozenset[int]:
+        """ModernBERT's mask token absorbs the whitespace before it. Only the name shows this."""
         is_modern = "modern-bert" in str(self.metadata.get("general.name", "")).lower()
         return frozenset({self.ids["[MASK]"]} if is_modern and "[MASK]" in self.ids else ())
 
@@ -260,14 +265,14 @@ def _text(metadata: Mapping[str, Any], name: str) -> str | None:
     value = metadata.get(_PREFIX + name)
     if value is None or isinstance(value, str):
         return value
-    raise ModelFileError(f"tokenizer.ggml.{name} should be a text and is a {type(value).__name__}")
+    raise ModelFileError(f"tokenizer.ggml.{name} must be a string, got a {type(value).__name__}")
 
 
 def _strings(values: Any, name: str) -> Sequence[str] | None:
     if values is None:
         return None
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise ModelFileError(f"tokenizer.ggml.{name} is not a list of texts; the file is damaged")
+        raise ModelFileError(f"tokenizer.ggml.{name} is not a list of strings; the file is damaged")
     if not set(map(type, values)) <= {str}:
-        raise ModelFileError(f"tokenizer.ggml.{name} holds something that is not a text")
+        raise ModelFileError(f"tokenizer.ggml.{name} contains a value that is not a string")
     return values

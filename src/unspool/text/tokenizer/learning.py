@@ -1,8 +1,8 @@
-"""How byte-pair encoding learns its merges, written plainly.
+"""BPE training, a plain implementation.
 
-Every word of the text begins as single bytes. The pair of neighbours that occurs most often in all
-words becomes one piece, a new token; then the next, until there are as many as wanted. The library
-does the same much faster; this is here to learn from, to show, and to check the library against.
+Each word starts as single bytes. The most frequent pair of neighbours becomes one piece, a new
+token; then the next, until the requested number is reached. The library does the same much faster;
+this version is for learning, for display, and to check the library against.
 
     for merge in learn_merges({b"hug": 10, b"pug": 5, b"hugs": 5}, 1000):
         print(merge.number, merge.pair, merge.count)
@@ -23,35 +23,35 @@ Ids = tuple[int, int]
 
 @dataclass(frozen=True)
 class LearnedMerge:
-    """Two neighbours that are one token from now on."""
+    """A pair of neighbours that becomes one token."""
 
-    number: int  # the how manieth merge, from 0
+    number: int  # from 0
     pair: tuple[bytes, bytes]
-    count: int  # how often the two stood beside each other
+    count: int  # occurrences of the pair when it was merged
 
     @property
     def piece(self) -> bytes:
         return self.pair[0] + self.pair[1]
 
 
-def learn_merges(words: Mapping[bytes, int], most: int) -> Iterator[LearnedMerge]:
-    """The merges that these words (each with how often it occurs) give, at most `most` of them.
+def learn_merges(words: Mapping[bytes, int], max_merges: int) -> Iterator[LearnedMerge]:
+    """Yield up to `max_merges` merges learned from words and their counts.
 
-    Of pairs that are equally frequent the one of older tokens comes first. The single bytes are as
-    old as the characters that stand for them in a vocabulary: that is the library's order.
+    Ties go to the pair of older tokens. The single bytes are ordered by the characters that
+    represent them in a vocabulary, which is the library's order.
     """
     corpus = _Corpus(words)
-    for number in range(most):
-        found = corpus.most_frequent()
-        if found is None:
+    for number in range(max_merges):
+        best = corpus.most_frequent()
+        if best is None:
             return
-        pair, count = found
+        pair, count = best
         yield LearnedMerge(number, (corpus.pieces[pair[0]], corpus.pieces[pair[1]]), count)
         corpus.merge(pair)
 
 
 class _Corpus:
-    """All words as pieces, and how often each pair of neighbours occurs in them."""
+    """All words as pieces, with counts of neighbouring pairs."""
 
     def __init__(self, words: Mapping[bytes, int]) -> None:
         order = sorted(range(256), key=lambda byte: byte_characters()[byte])
@@ -63,38 +63,38 @@ class _Corpus:
         self.where: dict[Ids, set[int]] = {}  # the words that a pair occurs in
         for number in range(len(self.words)):
             self._count(number, +1)
-        # Counts change while the heap stands; each is looked at again when it comes to the top.
+        # Counts in the heap may be outdated; each is checked again when it reaches the top.
         self.heap = [(-count, pair) for pair, count in self.counts.items()]
         heapq.heapify(self.heap)
 
     def most_frequent(self) -> tuple[Ids, int] | None:
         while self.heap:
             count, pair = heapq.heappop(self.heap)
-            now = self.counts[pair]
-            if now == -count:
-                return (pair, now) if now > 0 else None
-            if now > 0:
-                heapq.heappush(self.heap, (-now, pair))
+            current = self.counts[pair]
+            if current == -count:
+                return (pair, current) if current > 0 else None
+            if current > 0:
+                heapq.heappush(self.heap, (-current, pair))
         return None
 
     def merge(self, pair: Ids) -> None:
-        """Join the pair wherever it occurs, from the left."""
+        """Merge the pair in all words, from left to right."""
         piece = self.pieces[pair[0]] + self.pieces[pair[1]]
-        if piece not in self.ids:  # two ways may lead to one piece
+        if piece not in self.ids:  # different pairs may form the same piece
             self.ids[piece] = len(self.pieces)
             self.pieces.append(piece)
-        joined = self.ids[piece]
+        merged = self.ids[piece]
         changed: set[Ids] = set()
         for number in sorted(self.where.pop(pair)):
             self._count(number, -1)
-            self.words[number] = list(_joined(self.words[number], pair, joined))
+            self.words[number] = list(_joined(self.words[number], pair, merged))
             changed |= self._count(number, +1)
-        for each in changed:
-            if joined in each:
-                heapq.heappush(self.heap, (-self.counts[each], each))
+        for changed_pair in changed:
+            if merged in changed_pair:
+                heapq.heappush(self.heap, (-self.counts[changed_pair], changed_pair))
 
     def _count(self, number: int, sign: int) -> set[Ids]:
-        """Count the pairs of a word, or take them back."""
+        """Add (+1) or subtract (-1) the pairs of a word; return the pairs."""
         pairs = list(pairwise(self.words[number]))
         for pair in pairs:
             self.counts[pair] += sign * self.weights[number]
@@ -105,12 +105,12 @@ class _Corpus:
         return set(pairs)
 
 
-def _joined(word: list[int], pair: Ids, joined: int) -> Iterator[int]:
-    place = 0
-    while place < len(word):
-        if tuple(word[place : place + 2]) == pair:
-            yield joined
-            place += 2
+def _joined(word: list[int], pair: Ids, merged: int) -> Iterator[int]:
+    position = 0
+    while position < len(word):
+        if tuple(word[position : position + 2]) == pair:
+            yield merged
+            position += 2
         else:
-            yield word[place]
-            place += 1
+            yield word[position]
+            position += 1

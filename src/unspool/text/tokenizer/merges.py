@@ -1,9 +1,9 @@
-"""Byte-pair encoding written plainly, one merge at a time.
+"""BPE encoding, a plain implementation that shows each merge.
 
-The text is cut into words, each word into its smallest pieces. Then, again and again, the two
-neighbours that rank best become one piece, until no two neighbours can be joined. What is left are
-the tokens. The library does the same much faster; this is here to learn from, to show, and to
-check the library against.
+The text is split into words, each word into its smallest pieces. Then the pair of neighbours with
+the best rank becomes one piece, until no pair can be merged. The pieces are the tokens. The library
+does the same much faster; this version is for learning, for display, and to check the library
+against.
 
     for word in merge_steps(tokenizer, "unspooling"):
         for merge in word.merges:
@@ -31,17 +31,17 @@ Pair = tuple[bytes, bytes]
 
 @dataclass(frozen=True)
 class Merge:
-    """Two neighbours become one."""
+    """One merge step."""
 
     pair: Pair
-    rank: int  # the lower, the earlier it is joined
-    position: int  # which piece of the word the left one was
-    pieces: tuple[bytes, ...]  # the word after it
+    rank: int  # lower ranks merge first
+    position: int  # index of the left piece in the word
+    pieces: tuple[bytes, ...]  # the word after the merge
 
 
 @dataclass(frozen=True)
 class WordMerges:
-    """One word on its way to tokens."""
+    """The merges that turn one word into tokens."""
 
     start: tuple[bytes, ...]
     merges: tuple[Merge, ...]
@@ -49,67 +49,69 @@ class WordMerges:
 
     @property
     def pieces(self) -> tuple[bytes, ...]:
-        """What the word has become."""
+        """The word after the last merge."""
         return self.merges[-1].pieces if self.merges else self.start
 
 
 def merge_word(pieces: Sequence[bytes], ranks: Mapping[Pair, int]) -> Iterator[Merge]:
-    """Join the neighbours that rank best, the leftmost of equals, until none are left to join."""
-    now = list(pieces)
+    """Merge the pair with the best rank, leftmost first, until no pair can be merged."""
+    current = list(pieces)
     while True:
         best: tuple[int, int] | None = None
-        for position, pair in enumerate(pairwise(now)):
+        for position, pair in enumerate(pairwise(current)):
             rank = ranks.get(pair)
             if rank is not None and (best is None or rank < best[0]):
                 best = (rank, position)
         if best is None:
             return
         rank, position = best
-        left, right = now[position : position + 2]
-        now[position : position + 2] = [left + right]
-        yield Merge((left, right), rank, position, tuple(now))
+        left_piece, right_piece = current[position : position + 2]
+        current[position : position + 2] = [left_piece + right_piece]
+        yield Merge((left_piece, right_piece), rank, position, tuple(current))
 
 
 def merge_steps(tokenizer: Tokenizer, text: str) -> list[WordMerges]:
-    """How this tokenizer's merges turn a text into the ids that its `encode` gives."""
+    """Return the merges by which the tokenizer encodes a text, word by word."""
     if "BPE" not in tokenizer.kind:
         raise UnspoolError(
-            f"this vocabulary is {tokenizer.kind} and has no merges; only byte-pair encoding does"
+            f"this vocabulary is {tokenizer.kind} and has no merges; only BPE vocabularies do"
         )
-    tokenizer.encode(text)  # refuses what cannot be encoded, in the same words
+    tokenizer.encode(text)  # raises if the text cannot be encoded
     words: list[WordMerges] = []
-    rules = _rules_of(tokenizer.encoder.plain)
-    first = True
+    rules = _rules(tokenizer.encoder.plain)
+    at_start = True
     for part in tokenizer.encoder.parts(text):
         if isinstance(part, int):
             words.append(WordMerges((tokenizer.token_bytes(part),), (), (part,)))
         else:
-            words += [rules.word(word) for word in rules.words(part, first=first)]
-        first = False
+            words += [rules.word(word) for word in rules.words(part, at_start=at_start)]
+        at_start = False
     return words
 
 
 @lru_cache(maxsize=2)
-def _rules_of(library: Library) -> _Rules:
+def _rules(library: Library) -> _Rules:
     return _Rules(library)
 
 
 class _Rules:
-    """The tables of one vocabulary, in bytes: which pairs join, which pieces are which token."""
+    """The tables of one vocabulary, as bytes: merge ranks of pairs and ids of pieces."""
 
     def __init__(self, library: Library) -> None:
-        described: dict[str, Any] = json.loads(library.to_str())
-        model = described["model"]
+        config: dict[str, Any] = json.loads(library.to_str())
+        model = config["model"]
         self.library = library
-        self.byte_level = "ByteLevel" in json.dumps(described["pre_tokenizer"])
-        self.whole_words: bool = bool(model.get("ignore_merges"))
+        self.byte_level = "ByteLevel" in json.dumps(config["pre_tokenizer"])
+        self.ignore_merges: bool = bool(model.get("ignore_merges"))
         self.fuse_unknown: bool = bool(model.get("fuse_unk"))
         vocab: dict[str, int] = model["vocab"]
         self.unknown: int | None = vocab.get(model.get("unk_token") or "")
         self.suffix: str = model.get("end_of_word_suffix") or ""
         self.prefix: str = model.get("continuing_subword_prefix") or ""
         if self.suffix or self.prefix:
-            raise UnspoolError("this vocabulary marks the parts of words; its merges are not shown")
+            raise UnspoolError(
+                "merges of vocabularies with word prefixes or suffixes are not shown"
+            )
         self.bytes_of = byte_level_bytes if self.byte_level else space_marked_bytes
         self.ids: dict[bytes, int] = {}
         single_bytes: dict[bytes, int] = {}
@@ -119,40 +121,42 @@ class _Rules:
                 single_bytes[bytes([byte])] = number
             elif number != self.unknown:
                 self.ids[self.bytes_of(piece)] = number
-        self.whole = dict(self.ids)
-        # A byte token such as <0x0A> stands in only where no ordinary piece has that byte.
+        self.pieces = dict(self.ids)  # without byte tokens
+        # A byte token such as <0x0A> is used only where no ordinary piece is that byte.
         self.ids = single_bytes | self.ids
         self.ranks: dict[Pair, int] = {}
-        for rank, (left, right) in enumerate(model["merges"]):
-            self.ranks[self.bytes_of(left), self.bytes_of(right)] = rank
+        for rank, (left_piece, right_piece) in enumerate(model["merges"]):
+            self.ranks[self.bytes_of(left_piece), self.bytes_of(right_piece)] = rank
 
-    def words(self, text: str, *, first: bool) -> list[str]:
-        """The words of a text, as the vocabulary writes them."""
+    def words(self, text: str, *, at_start: bool) -> list[str]:
+        """Split a text into words, as the vocabulary writes them."""
         library = self.library
         if library.normalizer is not None:
             text = library.normalizer.normalize_str(text)
-        cut = library.pre_tokenizer
-        if cut is None:
+        pre_tokenizer = library.pre_tokenizer
+        if pre_tokenizer is None:
             return [text]
         if (
-            not first
-            and isinstance(cut, pre_tokenizers.Metaspace)
-            and cut.prepend_scheme == "first"
+            not at_start
+            and isinstance(pre_tokenizer, pre_tokenizers.Metaspace)
+            and pre_tokenizer.prepend_scheme == "first"
         ):
-            cut = pre_tokenizers.Metaspace(cut.replacement, "never", split=cut.split)
-        return [word for word, _ in cut.pre_tokenize_str(text)]
+            pre_tokenizer = pre_tokenizers.Metaspace(
+                pre_tokenizer.replacement, "never", split=pre_tokenizer.split
+            )
+        return [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
 
     def word(self, word: str) -> WordMerges:
-        whole = self.bytes_of(word)
-        if self.whole_words and whole in self.whole:
-            return WordMerges((whole,), (), (self.whole[whole],))
+        word_bytes = self.bytes_of(word)
+        if self.ignore_merges and word_bytes in self.pieces:
+            return WordMerges((word_bytes,), (), (self.pieces[word_bytes],))
         start: list[bytes] = []
         for character in word:
             piece = self.bytes_of(character)
-            alone = [bytes([byte]) for byte in piece]
-            # A character without a piece is written byte by byte, if the vocabulary can.
-            known = piece in self.ids or not all(byte in self.ids for byte in alone)
-            start += [piece] if known else alone
+            single_bytes = [bytes([byte]) for byte in piece]
+            # A character without a piece is written byte by byte, if all its bytes are tokens.
+            is_piece = piece in self.ids or not all(byte in self.ids for byte in single_bytes)
+            start += [piece] if is_piece else single_bytes
         merges = tuple(merge_word(start, self.ranks))
         end = merges[-1].pieces if merges else tuple(start)
         return WordMerges(tuple(start), merges, tuple(self._ids(end)))

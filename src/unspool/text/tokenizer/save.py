@@ -1,4 +1,4 @@
-"""A vocabulary as the files that transformers reads: tokenizer.json and tokenizer_config.json."""
+"""Write a vocabulary as tokenizer.json and tokenizer_config.json, for transformers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def save_vocabulary(vocabulary: Vocabulary, folder: str | Path) -> None:
     """Write the two files into `folder`."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    described = _described(vocabulary)
+    tokenizer_json = _tokenizer_json_of(vocabulary)
     (folder / "tokenizer.json").write_text(
-        json.dumps(described, ensure_ascii=False), encoding="utf-8"
+        json.dumps(tokenizer_json, ensure_ascii=False), encoding="utf-8"
     )
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -42,16 +42,16 @@ def save_vocabulary(vocabulary: Vocabulary, folder: str | Path) -> None:
     )
 
 
-def _described(vocabulary: Vocabulary) -> dict[str, Any]:
-    """The library's own description, with the tokens that we cut out ourselves added to it."""
+def _tokenizer_json_of(vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return the library's JSON, with the tokens of a `SplittingEncoder` as added tokens."""
     encoder = vocabulary.encoder
     if isinstance(encoder, AddedTokenEncoder):
-        whole: dict[str, Any] = json.loads(encoder.library.to_str())
-        return whole
+        tokenizer_json: dict[str, Any] = json.loads(encoder.library.to_str())
+        return tokenizer_json
     assert isinstance(encoder, SplittingEncoder)
     described: dict[str, Any] = json.loads(encoder.plain.to_str())
     controls = set(vocabulary.control.values())
-    for text, token in sorted(encoder.cut_out.items(), key=lambda item: item[1]):
+    for text, token in sorted(encoder.split_tokens.items(), key=lambda item: item[1]):
         if isinstance(described["model"]["vocab"], dict):
             described["model"]["vocab"].setdefault(text, token)
         described["added_tokens"].append(
@@ -73,7 +73,7 @@ def _described(vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _decoder(vocabulary: Vocabulary) -> dict[str, Any] | None:
-    """How transformers gets from pieces to text."""
+    """Return the decoder with which transformers turns pieces into text."""
     if vocabulary.kind == "byte-level BPE":
         return _BYTE_LEVEL
     if "SentencePiece" not in vocabulary.kind:
@@ -89,7 +89,7 @@ def _decoder(vocabulary: Vocabulary) -> dict[str, Any] | None:
 
 
 def _start_token(vocabulary: Vocabulary) -> dict[str, Any]:
-    """The rule by which transformers puts the start token before a text."""
+    """Return the post-processor with which transformers adds the start token."""
     assert vocabulary.bos_id is not None
     text = vocabulary.piece(vocabulary.bos_id)
     start = {"SpecialToken": {"id": text, "type_id": 0}}

@@ -1,7 +1,7 @@
-"""OpenAI's vocabularies: a rank for every byte string, a pattern that cuts, a few control tokens.
+"""OpenAI's vocabularies (tiktoken): ranks of byte strings, a split pattern, a few control tokens.
 
-A rank file has one line for each token: its bytes in base64, a space, its rank. The rank is the id,
-and of two possible merges the one whose result has the lower rank comes first.
+A rank file has one line per token: its bytes in base64, a space, its rank. The rank is the id, and
+the merge whose result has the lowest rank comes first.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
+from tokenizers import models
 
 from unspool.errors import ModelFileError, SettingsError
 from unspool.text.tokenizer import pieces
 from unspool.text.tokenizer.encoders import SplittingEncoder
 from unspool.text.tokenizer.end_tokens import end_ids
-from unspool.text.tokenizer.pretokenizers import CL100K, GPT2, O200K
+from unspool.text.tokenizer.pretokenizers import CL100K, GPT2, O200K, byte_level_splits
 from unspool.text.tokenizer.score_merges import merges_by_rank
 from unspool.text.tokenizer.vocabulary import Vocabulary
 
@@ -29,7 +29,7 @@ _URL = "https://openaipublic.blob.core.windows.net/encodings/{}.tiktoken"
 
 @dataclass(frozen=True)
 class _Encoding:
-    file: str  # the name of the rank file, without its ending
+    file: str  # name of the rank file, without extension
     pattern: str
     control: dict[str, int]
 
@@ -59,7 +59,7 @@ _ENCODINGS = {
 
 
 def read_tiktoken_vocabulary(name_or_path: str | Path, kind: str | None = None) -> Vocabulary:
-    """The vocabulary of an encoding by its name, or of a rank file."""
+    """Read the vocabulary of a named encoding or of a rank file."""
     path = Path(name_or_path)
     if path.suffix == ".tiktoken" or path.exists():
         encoding = _encoding(kind if kind is not None else path.stem, of_file=path)
@@ -70,19 +70,19 @@ def read_tiktoken_vocabulary(name_or_path: str | Path, kind: str | None = None) 
 
 
 def _encoding(name: str, of_file: Path | None = None) -> _Encoding:
-    for known in (name, f"{name}_base"):
-        if known in _ENCODINGS:
-            return _ENCODINGS[known]
+    for full_name in (name, f"{name}_base"):
+        if full_name in _ENCODINGS:
+            return _ENCODINGS[full_name]
     names = ", ".join(_ENCODINGS)
     if of_file is not None:
         raise SettingsError(
-            f"the name of {of_file} does not tell its encoding; give kind, one of {names}"
+            f"the encoding of {of_file} is not clear from its name; give kind, one of {names}"
         )
-    raise SettingsError(f"there is no encoding {name!r}; the known ones are {names}")
+    raise SettingsError(f"unknown encoding {name!r}; choose from {names}")
 
 
 def _cached(file: str) -> Path:
-    """The rank file where tiktoken keeps it (named by the hash of its address), or by its name."""
+    """Return the rank file in tiktoken's cache (named by the hash of its URL), or by its name."""
     url = _URL.format(file)
     folder = os.environ.get("TIKTOKEN_CACHE_DIR")
     if folder:
@@ -92,8 +92,8 @@ def _cached(file: str) -> Path:
         if file == "r50k_base" and (Path(folder) / "gpt2.tiktoken").is_file():
             return Path(folder) / "gpt2.tiktoken"
     raise ModelFileError(
-        f"the ranks of {file} are not here; download {url} "
-        "and give the file's path, or put it into the folder that TIKTOKEN_CACHE_DIR names"
+        f"the ranks of {file} are not cached; download {url} and give the file's path, or put it "
+        "into the folder named by TIKTOKEN_CACHE_DIR"
     )
 
 
@@ -112,7 +112,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
         except (ValueError, binascii.Error):
             raise ModelFileError(
                 f"line {number} of {path} is not a token in base64 and a rank; "
-                "the file is damaged or no rank file"
+                "the file is damaged or not a rank file"
             ) from None
     if len(set(ranks.values())) != len(ranks) or any(bytes([n]) not in ranks for n in range(256)):
         raise ModelFileError(f"{path} lacks tokens or has a rank twice; download it again")
@@ -126,18 +126,13 @@ def _vocabulary(ranks: dict[bytes, int], encoding: _Encoding) -> Vocabulary:
     clash = set(control.values()) & set(ranks.values())
     if clash:
         raise ModelFileError(
-            f"the rank file gives the id {min(clash)} of a control token to another; "
+            f"the rank file uses the id {min(clash)} of a control token for another token; "
             "it belongs to a different encoding"
         )
     vocab = {pieces.byte_level_piece(data): rank for data, rank in ranks.items()}
     best_first = sorted(vocab, key=vocab.__getitem__)
     library = Library(models.BPE(vocab, merges_by_rank(best_first, vocab), ignore_merges=True))
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(encoding.pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    library.pre_tokenizer = byte_level_splits([encoding.pattern])
     by_id = {rank: piece for piece, rank in vocab.items()}
     by_id |= {n: text for text, n in control.items()}
     ids = vocab | control
@@ -151,7 +146,7 @@ def _vocabulary(ranks: dict[bytes, int], encoding: _Encoding) -> Vocabulary:
         piece_bytes=pieces.byte_level_bytes,
         text_piece=pieces.byte_level_text_piece,
         plain_text_ids=frozenset(control.values()),
-        cut_out_ids=frozenset(control.values()),
+        split_token_ids=frozenset(control.values()),
         control=control,
         end_ids=frozenset(ends),
         eos_id=control[_END],

@@ -7,7 +7,7 @@
     tokenizer.decode(ids)
 
 Every token has exact bytes, and a text is those bytes joined. Control tokens written in a text
-(`<|im_end|>`) are text unless `specials=True` asks for them.
+(`<|im_end|>`) are encoded as text unless `specials=True`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from unspool.text.tokenizer.tiktoken_ranks import read_tiktoken_vocabulary
 from unspool.text.tokenizer.tokenizer_json import read_tokenizer_json
 from unspool.text.tokenizer.vocabulary import Vocabulary
 
-_MOST_LISTED = 100  # characters that a message names
+_MAX_LISTED_CHARACTERS = 100  # in an error message
 
 
 class Tokenizer:
-    """Turns text into token ids and ids into exact bytes. Safe to share between threads."""
+    """Turns text into token ids and ids into exact bytes. Thread-safe."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -54,19 +54,19 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:
-        """From a tokenizer.json, or a folder that holds one, with the files beside it."""
+        """Load a tokenizer.json, or a folder with one and its companion files."""
         return cls(read_tokenizer_json(Path(path)))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """From the metadata of a GGUF file."""
+        """Build from the metadata of a GGUF file."""
         return cls(read_gguf_vocabulary(metadata))
 
     @classmethod
     def from_tiktoken(cls, name_or_path: str | Path, *, kind: str | None = None) -> Tokenizer:
-        """From OpenAI's ranks: 'cl100k', 'o200k', 'gpt2', or the path of a .tiktoken file.
+        """Load OpenAI's ranks: 'cl100k', 'o200k', 'gpt2', or the path of a .tiktoken file.
 
-        `kind` names the encoding of a file whose own name does not tell it.
+        `kind` names the encoding if the file's name does not.
         """
         return cls(read_tiktoken_vocabulary(name_or_path, kind))
 
@@ -78,14 +78,14 @@ class Tokenizer:
 
     @property
     def encoder(self) -> Encoder:
-        """What cuts and encodes the text; for looking at the steps (see `merges`)."""
+        """The encoder, for inspecting its steps (see `merges`)."""
         return self._vocabulary.encoder
 
     def encode(self, text: str, *, specials: bool = False, bos: bool = False) -> list[int]:
-        """The ids of a text.
+        """Return the ids of a text.
 
         With `specials`, control tokens written in the text become control tokens. With `bos`, the
-        checkpoint's start token comes first, if it wants one and the text does not begin with it.
+        start token comes first, if the checkpoint uses one and the text does not begin with it.
         """
         start = [self.bos_id] if bos and self.add_bos and self.bos_id is not None else []
         if not text:
@@ -96,23 +96,25 @@ class Tokenizer:
         return ids if specials and ids[:1] == start else start + ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of many texts, encoded on all cores; control tokens in them are text."""
+        """Return the ids of many texts, encoded on all cores; control tokens in them are text."""
         for text in texts:
             _check_text(text)
             self._check_characters(text, False)
         return self._vocabulary.encoder.encode_batch(texts)
 
     def missing_character(self, text: str, *, specials: bool = False) -> str | None:
-        """The first character of a text that the vocabulary has no token for, and that would be
-        left out; None: there is none, or an unknown token stands for it."""
+        """Return the first character that encoding would drop, None if there is none.
+
+        Characters are dropped if the vocabulary has neither a token for them nor an unknown token.
+        """
         if not self._drops_characters:
             return None
-        encoder, known = self._vocabulary.encoder, self._known_characters
+        encoder, has_token = self._vocabulary.encoder, self._known_characters
         for part in encoder.parts(text, specials=specials):
             for character in part if isinstance(part, str) else ():
-                if character not in known:
-                    known[character] = has_character(encoder.library, character)
-                if not known[character]:
+                if character not in has_token:
+                    has_token[character] = has_character(encoder.library, character)
+                if not has_token[character]:
                     return character
         return None
 
@@ -126,35 +128,39 @@ class Tokenizer:
             return
         single = {self.token_text(n) for n in range(self.vocab_size) if n not in self.special_ids}
         listed = sorted(piece for piece in single if len(piece) == 1)
-        shown = " ".join(repr(piece)[1:-1] if piece != " " else "' '" for piece in listed)
+        listing = " ".join(repr(piece)[1:-1] if piece != " " else "' '" for piece in listed)
         allowed = (
-            f"allowed are: {shown}" if len(listed) <= _MOST_LISTED else "leave it out of the text"
+            f"allowed are: {listing}"
+            if len(listed) <= _MAX_LISTED_CHARACTERS
+            else "leave it out of the text"
         )
         raise UnspoolError(
-            f"the character {missing!r} is not in the model's vocabulary, and it has no token for "
-            f"unknown ones; {allowed}"
+            f"the character {missing!r} is not in the model's vocabulary, which has no unknown "
+            f"token; {allowed}"
         )
 
     def encode_prompt(self, text: str, *, specials: bool = False) -> list[int]:
-        """The ids of a prompt: with the start token before it, if the checkpoint wants one."""
+        """Return the ids of a prompt, with the start token if the checkpoint uses one."""
         return self.encode(text, specials=specials, bos=True)
 
     def decode(self, ids: Iterable[int], *, specials: bool = True) -> str:
-        """The text of these ids; broken characters show as �. Without `specials`, control
-        tokens are left out."""
+        """Return the text of the ids; invalid UTF-8 shows as �.
+
+        Without `specials`, control tokens are left out.
+        """
         return self.decode_bytes(ids, specials=specials).decode("utf-8", "replace")
 
     def decode_bytes(self, ids: Iterable[int], *, specials: bool = True) -> bytes:
-        """The exact bytes of these ids, as one whole text."""
+        """Return the exact bytes of the ids."""
         vocabulary = self._vocabulary
         pieces: list[bytes] = []
         at_start = vocabulary.leading_space
         for token in ids:
             data = self.token_bytes(token)
-            if token in vocabulary.cut_out_ids:
+            if token in vocabulary.split_token_ids:
                 if specials or token not in self.special_ids:
                     pieces.append(data)
-                # A start token is no text: the space that encoding adds comes behind it.
+                # The space that encoding adds comes after the start token.
                 control = token in self.special_ids
                 at_start = vocabulary.space_after_added or (at_start and control)
                 continue
@@ -163,36 +169,35 @@ class Tokenizer:
         return b"".join(pieces)
 
     def token_bytes(self, token: int) -> bytes:
-        """The exact bytes that this token adds when it continues a text."""
+        """Return the exact bytes that a token adds to a text."""
         data = self._bytes.get(token)
         if data is None:
-            data = self._bytes[token] = self._find_bytes(token)
+            data = self._bytes[token] = self._compute_bytes(token)
         return data
 
-    def token_text(self, token: int, begun: bytes = b"") -> str:
-        """This token for people to read, behind a text that ends with the bytes of a character
-        that is not whole yet; bytes that are no character stand in ⟨⟩."""
-        return readable(self.token_bytes(token), begun)
+    def token_text(self, token: int, partial_utf8: bytes = b"") -> str:
+        """Return a token as readable text; see `readable` for `partial_utf8` and invalid bytes."""
+        return readable(self.token_bytes(token), partial_utf8)
 
     def token_id(self, text_or_piece: str) -> int | None:
-        """The token written like this in the vocabulary, or the one whose text this is."""
+        """Return the token with this piece in the vocabulary, or with this text."""
         vocabulary = self._vocabulary
-        found = vocabulary.id_of(text_or_piece)
-        return vocabulary.id_of(vocabulary.text_piece(text_or_piece)) if found is None else found
+        token = vocabulary.id_of(text_or_piece)
+        return vocabulary.id_of(vocabulary.text_piece(text_or_piece)) if token is None else token
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, for transformers and `from_file`."""
         save_vocabulary(self._vocabulary, folder)
 
     def gguf_metadata(self, size: int) -> dict[str, Any]:
-        """The vocabulary in the words of a GGUF file, for a model with `size` logits."""
+        """Return the `tokenizer.*` metadata of a GGUF file for a model with `size` logits."""
         return gguf_vocabulary(self._vocabulary, size)
 
-    def _find_bytes(self, token: int) -> bytes:
+    def _compute_bytes(self, token: int) -> bytes:
         self._check(token)
         piece = self._vocabulary.piece(token)
         if piece is None:
-            return b""  # a number between the tokens that the vocabulary leaves out
+            return b""  # an unused id
         if token in self._vocabulary.plain_text_ids:
             return text_bytes(piece)
         return self._vocabulary.piece_bytes(piece)
@@ -210,5 +215,5 @@ def _check_text(text: str) -> None:
     except UnicodeEncodeError as error:
         raise UnspoolError(
             f"the text has a lone surrogate (U+{ord(text[error.start]):04X}) at position "
-            f"{error.start}, which is half a character: repair or remove it"
+            f"{error.start}: repair or remove it"
         ) from None

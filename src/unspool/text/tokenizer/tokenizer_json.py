@@ -1,8 +1,8 @@
-"""Reads a Hugging Face tokenizer.json and the files beside it.
+"""Read a Hugging Face tokenizer.json and its companion files.
 
-The library reads tokenizer.json itself. Beside it lie tokenizer_config.json and
-special_tokens_map.json (which token is the start, the end, ...), generation_config.json and
-config.json (which tokens end a text) and chat_template.jinja; each may be missing.
+The library reads tokenizer.json itself. The same folder may hold tokenizer_config.json and
+special_tokens_map.json (special tokens by role), generation_config.json and config.json (end
+tokens) and chat_template.jinja.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Library
 from unspool.errors import ModelFileError
 from unspool.text.tokenizer import pieces
 from unspool.text.tokenizer.encoders import AddedTokenEncoder
-from unspool.text.tokenizer.end_tokens import CLEAR_END_TEXTS, end_ids
+from unspool.text.tokenizer.end_tokens import UNAMBIGUOUS_END_TEXTS, end_ids
 from unspool.text.tokenizer.vocab_and_merges import (
     has_vocab_and_merges,
     read_vocab_and_merges,
@@ -27,7 +27,7 @@ from unspool.text.tokenizer.vocabulary import Vocabulary
 
 
 def read_tokenizer_json(path: Path) -> Vocabulary:
-    """The vocabulary of a tokenizer.json, or of the folder that holds it."""
+    """Read the vocabulary of a tokenizer.json, or of a folder with one."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file() and has_vocab_and_merges(path):
         return _Folder(path, read_vocab_and_merges(path)).vocabulary()
@@ -38,14 +38,14 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
     except Exception as error:  # the library raises bare exceptions
         reason = " ".join(str(error).split())[:200]
         raise ModelFileError(f"{file} cannot be read as a tokenizer: {reason}") from None
-    # Training settings that a file may carry along; a prompt is neither cut nor filled up.
+    # Training settings in the file; a prompt is neither truncated nor padded.
     library.no_truncation()
     library.no_padding()
     return _Folder(file.parent, library).vocabulary()
 
 
 class _Folder:
-    """What the files beside a tokenizer.json say about it."""
+    """Builds a `Vocabulary` from a library tokenizer and its companion files."""
 
     def __init__(self, folder: Path, library: Library) -> None:
         self.folder = folder
@@ -70,7 +70,7 @@ class _Folder:
         eos_id = after[0] if eos_id is None and len(after) == 1 else eos_id
         texts = {token.content: n for n, token in added.items()}
         control = {token.content: n for n, token in added.items() if token.special}
-        control |= {text: texts[text] for text in CLEAR_END_TEXTS if text in texts}
+        control |= {text: texts[text] for text in UNAMBIGUOUS_END_TEXTS if text in texts}
         for n in (bos_id, eos_id):
             if n is not None:
                 control[self._piece(n) or ""] = n
@@ -80,7 +80,7 @@ class _Folder:
             ends.add(after[-1])
         elif eos_id is not None:
             ends.add(eos_id)
-        kind, piece_bytes, text_piece = self._style()
+        kind, piece_bytes, text_piece = self._notation()
         marks_spaces = text_piece is pieces.space_marked_text_piece
         prefix = self._space_prefix()
         if kind == "byte-level BPE" and prefix != "always":
@@ -93,9 +93,9 @@ class _Folder:
             id_of=library.token_to_id,
             piece_bytes=piece_bytes,
             text_piece=text_piece,
-            # Where ▁ is a space it is one in added tokens too: gemma's '▁▁' is two spaces.
+            # If ▁ is a space, it is one in added tokens too: gemma's '▁▁' is two spaces.
             plain_text_ids=frozenset(control.values() if marks_spaces else added),
-            cut_out_ids=frozenset(added),
+            split_token_ids=frozenset(added),
             control=control,
             end_ids=frozenset(ends),
             bos_id=bos_id,
@@ -114,19 +114,19 @@ class _Folder:
         if not file.is_file():
             return {}
         try:
-            read = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ModelFileError(f"{file} cannot be read: {error}") from None
-        if not isinstance(read, dict):
-            raise ModelFileError(f"{file} should hold a JSON object")
-        return read
+        if not isinstance(content, dict):
+            raise ModelFileError(f"{file} must contain a JSON object")
+        return content
 
     def _add_missing_tokens(self) -> None:
-        """tokenizer_config.json may name tokens that tokenizer.json does not have yet."""
+        """Add tokens that only tokenizer_config.json names."""
         listed = self.config.get("added_tokens_decoder")
         if not isinstance(listed, Mapping):
             return
-        known = {token.content for token in self.library.get_added_tokens_decoder().values()}
+        present = {token.content for token in self.library.get_added_tokens_decoder().values()}
         missing = [
             AddedToken(
                 token["content"],
@@ -138,14 +138,17 @@ class _Folder:
             for _, token in sorted(listed.items(), key=lambda item: _number(item[0]))
             if isinstance(token, Mapping)
             and isinstance(token.get("content"), str)
-            and token["content"] not in known
+            and token["content"] not in present
         ]
         if missing:
             self.library.add_tokens(missing)
 
     def _match_control_tokens_as_written(self) -> None:
-        """Some files want control tokens found in the normalized text, where a mark for a space
-        is put before them: then `a</s>` would not hold the token that it plainly holds."""
+        """Match control tokens in the text as written.
+
+        Some files match them in the normalized text, which has a ▁ before them: then `a</s>` would
+        not contain the token.
+        """
         normalized = [
             AddedToken(
                 token.content,
@@ -174,35 +177,35 @@ class _Folder:
             raise self._wrong_type("tokenizer_config.json", name, "a string", value)
         return self.library.token_to_id(value) if isinstance(value, str) and value else None
 
-    def _flag(self, name: str, usual: bool) -> bool:
+    def _flag(self, name: str, default: bool) -> bool:
         value = self.config.get(name)
         if not isinstance(value, bool | None):
             raise self._wrong_type("tokenizer_config.json", name, "true or false", value)
-        return usual if value is None else value
+        return default if value is None else value
 
     def _wrong_type(self, file: str, key: str, type_: str, value: object) -> ModelFileError:
         return ModelFileError(f"{self.folder / file}: {key} must be {type_}, got {value!r:.60}")
 
     def _template_ends(self) -> tuple[list[int], list[int]]:
-        """The tokens that the file's own template puts before and behind a text."""
+        """Return the tokens that the file's post-processor puts before and after a text."""
         if self.library.post_processor is None:
             return [], []
         with_text = self.library.encode("a", add_special_tokens=True)
-        text = [n for n, mask in enumerate(with_text.special_tokens_mask) if not mask]
-        if not text:
+        text_positions = [n for n, mask in enumerate(with_text.special_tokens_mask) if not mask]
+        if not text_positions:
             return [], []
-        return with_text.ids[: text[0]], with_text.ids[text[-1] + 1 :]
+        return with_text.ids[: text_positions[0]], with_text.ids[text_positions[-1] + 1 :]
 
     def _end_ids(self, size: int) -> set[int]:
-        found: set[int] = set()
+        ids: set[int] = set()
         for name in ("generation_config.json", "config.json"):
             value = self._json(name).get("eos_token_id")
-            several = value if isinstance(value, list) else [value]
-            if any(isinstance(n, bool) or not isinstance(n, int | None) for n in several):
-                type_ = "a whole number or a list of them"
+            values = value if isinstance(value, list) else [value]
+            if any(isinstance(n, bool) or not isinstance(n, int | None) for n in values):
+                type_ = "an integer or a list of integers"
                 raise self._wrong_type(name, "eos_token_id", type_, value)
-            found.update(n for n in several if n is not None and 0 <= n < size)
-        return found
+            ids.update(n for n in values if n is not None and 0 <= n < size)
+        return ids
 
     def _chat_template(self) -> str | None:
         file = self.folder / "chat_template.jinja"
@@ -223,8 +226,8 @@ class _Folder:
             raise self._wrong_type("tokenizer_config.json", "chat_template", "a string", template)
         return template
 
-    def _style(self) -> tuple[str, pieces.PieceToBytes, Any]:
-        """The kind of vocabulary, and how its pieces are written."""
+    def _notation(self) -> tuple[str, pieces.PieceToBytes, Any]:
+        """Return the kind of vocabulary and the conversions of its pieces."""
         model = self.library.model
         parts = _parts(self.library.decoder) + _parts(self.library.pre_tokenizer)
         types = {part["type"] for part in parts}
@@ -232,7 +235,7 @@ class _Folder:
             mark = model.continuing_subword_prefix
             return "WordPiece", pieces.word_piece_bytes(mark), str
         if isinstance(model, models.Unigram):
-            # Whether bytes stand in for what has no piece is seen from the decoder.
+            # Only the decoder shows whether there is byte fallback.
             fallback = "ByteFallback" in types
             to_bytes = pieces.byte_fallback_bytes if fallback else pieces.space_marked_bytes
             return "Unigram", to_bytes, pieces.space_marked_text_piece
@@ -248,8 +251,8 @@ class _Folder:
         return "BPE", pieces.suffixed_bytes(model.end_of_word_suffix or ""), str
 
     def _space_prefix(self) -> str:
-        """Whether encoding puts a space before the text: never, first, or always (also behind
-        each added token)."""
+        """Return where encoding adds a space: "never", "first" (at the start) or "always" (also
+        after each added token)."""
         if isinstance(self.library.model, models.WordPiece):
             return "always"
         if any(part["type"] == "Prepend" for part in _parts(self.library.normalizer)):
@@ -268,11 +271,11 @@ def _number(text: Any) -> int:
 
 
 def _parts(component: Any) -> list[dict[str, Any]]:
-    """The settings of a normalizer, pre-tokenizer or decoder; of each part, if it is a sequence."""
+    """Return the settings of a normalizer, pre-tokenizer or decoder, as a list of its parts."""
     if component is None:
         return []
-    described = json.loads(component.__getstate__())
-    for several in ("normalizers", "pretokenizers", "decoders"):
-        if several in described:
-            return list(described[several])
-    return [described]
+    settings = json.loads(component.__getstate__())
+    for key in ("normalizers", "pretokenizers", "decoders"):
+        if key in settings:
+            return list(settings[key])
+    return [settings]

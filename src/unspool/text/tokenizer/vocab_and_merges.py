@@ -1,7 +1,7 @@
-"""Builds the library's tokenizer from the two files that came before tokenizer.json: vocab.json has
-the pieces and merges.txt their merges. Some checkpoints (Dream, SDAR) still have only those.
+"""Build the library's tokenizer from vocab.json and merges.txt, the predecessors of tokenizer.json.
 
-How text is cut into words is in neither of them: the class that tokenizer_config.json names tells.
+Some checkpoints (Dream, SDAR) have only these. The pre-tokenizer is in neither file; it follows
+from the class that tokenizer_config.json names.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, normalizers
 
 from unspool.errors import ModelFileError
-from unspool.text.tokenizer.pretokenizers import GPT2, QWEN2
+from unspool.text.tokenizer.pretokenizers import GPT2, QWEN2, byte_level_splits
 
-_CUTS = {"Qwen2Tokenizer": QWEN2, "DreamTokenizer": QWEN2, "GPT2Tokenizer": GPT2}
+_PATTERNS = {"Qwen2Tokenizer": QWEN2, "DreamTokenizer": QWEN2, "GPT2Tokenizer": GPT2}
 FILES = ("vocab.json", "merges.txt")
 
 
@@ -25,18 +25,18 @@ def has_vocab_and_merges(folder: Path) -> bool:
 
 
 def read_vocab_and_merges(folder: Path) -> Library:
-    """The tokenizer of a folder; what is added to its vocabulary is named by the files beside."""
-    named = str(_json(folder / "tokenizer_config.json").get("tokenizer_class"))
-    cut = _CUTS.get(named.removesuffix("Fast"))
-    if cut is None:
-        known = ", ".join(_CUTS)
+    """Read the tokenizer of a folder, without its added tokens."""
+    class_name = str(_json(folder / "tokenizer_config.json").get("tokenizer_class"))
+    pattern = _PATTERNS.get(class_name.removesuffix("Fast"))
+    if pattern is None:
+        supported = ", ".join(_PATTERNS)
         raise ModelFileError(
-            f"{folder}: has no tokenizer.json, and how a {named} cuts text is not known; without "
-            f"one these can be read: {known}"
+            f"{folder} has no tokenizer.json, and the class {class_name} is not supported without "
+            f"one; supported: {supported}"
         )
     lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
     merges = [line.partition(" ") for line in lines if line and not line.startswith("#version")]
-    pairs = [(left, right) for left, _, right in merges]
+    pairs = [(left_piece, right_piece) for left_piece, _, right_piece in merges]
     try:
         library = Library(models.BPE(_json(folder / "vocab.json"), pairs))
     except Exception as error:  # the library raises bare exceptions
@@ -44,21 +44,16 @@ def read_vocab_and_merges(folder: Path) -> Library:
         raise ModelFileError(
             f"{folder}: vocab.json and merges.txt cannot be used: {reason}"
         ) from None
-    if cut is QWEN2:
+    if pattern is QWEN2:
         library.normalizer = normalizers.NFC()
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(cut), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    library.pre_tokenizer = byte_level_splits([pattern])
     library.decoder = decoders.ByteLevel()
     return library
 
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        read: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{file} cannot be read: {error}") from None
-    return read
+    return content

@@ -1,4 +1,4 @@
-"""What every loader hands to `Tokenizer`: one vocabulary, wherever it came from."""
+"""The common form of a vocabulary that all loaders return and `Tokenizer` uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unspool.text.tokenizer.pieces import PieceToBytes
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """A vocabulary, read and checked."""
+    """A validated vocabulary."""
 
     kind: str
     size: int
@@ -19,9 +19,9 @@ class Vocabulary:
     piece: Callable[[int], str | None]
     id_of: Callable[[str], int | None]
     piece_bytes: PieceToBytes
-    text_piece: Callable[[str], str]  # how the vocabulary would write a token with this text
+    text_piece: Callable[[str], str]  # the piece of a token with this text
     plain_text_ids: frozenset[int] = frozenset()  # tokens whose piece is their text, unescaped
-    cut_out_ids: frozenset[int] = frozenset()  # tokens that are found in the text as they are
+    split_token_ids: frozenset[int] = frozenset()  # tokens split off before encoding
     control: Mapping[str, int] = field(default_factory=dict)
     end_ids: frozenset[int] = frozenset()
     bos_id: int | None = None
@@ -31,7 +31,7 @@ class Vocabulary:
     add_bos: bool = False
     add_eos: bool = False
     chat_template: str | None = None
-    # Encoding puts a space before the text, so decoding takes it off again: at the start, and
-    # where `space_after_added` also behind each token that was cut out of the text.
+    # Encoding adds a space before the text and decoding removes it: at the start, and with
+    # `space_after_added` also after each token that was split off.
     leading_space: bool = False
     space_after_added: bool = False

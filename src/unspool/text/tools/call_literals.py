@@ -1,10 +1,9 @@
-"""Calls whose arguments are written as literals of a language, made JSON as they arrive.
+"""Incremental parser for tool calls with arguments as literals; converts them to JSON.
 
     gemma    call:weather{city:<|"|>Ulm<|"|>,days:[1,2],metric:true}
     python   weather(city='Ulm', days=[1, 2], metric=True)
 
-One character at a time, like `CallObject`, and with the same attributes: `fresh` is the JSON that
-became certain.
+It takes one character at a time and has the attributes of `CallObject`.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ from dataclasses import dataclass, field
 
 from unspool.text.tools.json_scan import BLANK
 
-QUOTE = '<|"|>'  # of Gemma: one control token, or its letters
+QUOTE = '<|"|>'  # Gemma's: a control token, or its characters
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
-_LONGEST_BARE = 128  # characters of a number or a word
+_MAX_BARE_CHARS = 128  # of a number or a word
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one language writes a call."""
+    """The syntax of a call in one language."""
 
     opener: str
     closer: str
-    key_end: str  # behind the name of an argument
+    key_end: str  # after the name of an argument
     quotes: tuple[str, ...]
     prefix: str = ""  # of the function's name
     words: Mapping[str, str] = field(default_factory=dict)
-    escapes: bool = False  # a backslash means something
+    escapes: bool = False  # a backslash is an escape
 
 
 GEMMA = Dialect("{", "}", ":", (QUOTE,), prefix="call:")
@@ -44,19 +43,19 @@ PYTHON = Dialect(
 
 
 class LiteralCall:
-    """One call as it is being written."""
+    """Parser of one call."""
 
     def __init__(self, dialect: Dialect) -> None:
         self.name: str | None = None
         self.fresh: list[str] = []
         self._dialect = dialect
         self._state = self._read_name
-        self._word = ""  # a name, a key, a number; in a string: what may end it
+        self._word = ""  # a name, a key, a number; in a string: a possible end of it
         self._closers: list[str] = []
         self._needs_comma = False
-        self._quote = ""  # that ends the string
-        self._is_key = False  # the string is one
-        self._escape = ""  # begun by a backslash
+        self._quote = ""  # ends the current string
+        self._is_key = False  # whether the current string is a key
+        self._escape = ""  # a backslash and the characters after it
 
     @property
     def is_done(self) -> bool:
@@ -64,19 +63,19 @@ class LiteralCall:
 
     @property
     def has_arguments(self) -> bool:
-        """Whether all of them are there."""
+        """Whether the arguments are complete."""
         return self.is_done
 
     @property
     def is_certain(self) -> bool:
-        """Whether this is a call: its arguments have begun."""
+        """Whether this is certainly a call: its arguments have started."""
         return self.name is not None
 
-    def take(self, character: str) -> bool:
-        """Take one more character; False where it cannot stand here."""
+    def push(self, character: str) -> bool:
+        """Parse one character; return False if it is not valid here."""
         return self._state(character)
 
-    # -- what may come, and what it becomes ----------------------------------------------------
+    # -- values --------------------------------------------------------------------------------
 
     def _read_name(self, character: str) -> bool:
         dialect = self._dialect
@@ -92,15 +91,15 @@ class LiteralCall:
         self._word += character
         return len(self._word) < 140 and (character in BLANK or bool(_NAME.fullmatch(character)))
 
-    def _enter(self, closer: str, shown: str) -> bool:
-        self._add(shown)
+    def _enter(self, closer: str, json_text: str) -> bool:
+        self._add(json_text)
         self._closers.append(closer)
         self._needs_comma = False
         self._state = self._read_value if closer == "]" else self._read_key
         return True
 
     def _add(self, text: str) -> None:
-        """JSON text that begins an element, with the comma before it."""
+        """Emit JSON text that begins an element, with a comma if needed."""
         self.fresh.append(f", {text}" if self._needs_comma else text)
 
     def _close(self, character: str) -> bool:
@@ -109,7 +108,7 @@ class LiteralCall:
         self._closers.pop()
         self.fresh.append("]" if character == "]" else "}")
         self._needs_comma = True
-        self._state = self._read_behind
+        self._state = self._read_after_value
         return True
 
     def _read_key(self, character: str) -> bool:
@@ -127,7 +126,7 @@ class LiteralCall:
             self._state = self._read_value
             return bool(key)
         self._word += character
-        return character not in ",{}[]()\n" and len(self._word) < _LONGEST_BARE
+        return character not in ",{}[]()\n" and len(self._word) < _MAX_BARE_CHARS
 
     @property
     def _key_end(self) -> str:
@@ -148,15 +147,15 @@ class LiteralCall:
     def _read_bare(self, character: str) -> bool:
         if character not in BLANK and character not in ",)]}":
             self._word += character
-            return len(self._word) < _LONGEST_BARE
+            return len(self._word) < _MAX_BARE_CHARS
         word, self._word = self._word, ""
         word = self._dialect.words.get(word, word)
         is_json = word in ("true", "false", "null") or _NUMBER.fullmatch(word)
         self._add(word if is_json else json.dumps(word, ensure_ascii=False))
-        self._needs_comma, self._state = True, self._read_behind
-        return self._read_behind(character)
+        self._needs_comma, self._state = True, self._read_after_value
+        return self._read_after_value(character)
 
-    def _read_behind(self, character: str) -> bool:
+    def _read_after_value(self, character: str) -> bool:
         if character in BLANK:
             return True
         if character == ",":
@@ -177,7 +176,7 @@ class LiteralCall:
         return self._state == self._read_quote or self._open_string()
 
     def _read_quote(self, character: str) -> bool:
-        """The rest of a quote that is several letters."""
+        """Read a quote of several characters."""
         self._word += character
         if not self._quote.startswith(self._word):
             return False
@@ -220,7 +219,7 @@ class LiteralCall:
 
     def _end_string(self) -> None:
         self.fresh.append('"')
-        self._needs_comma, self._state = True, self._read_behind
+        self._needs_comma, self._state = True, self._read_after_value
         if self._is_key:
             self._needs_comma, self._state = False, self._read_colon
 
@@ -233,5 +232,5 @@ class LiteralCall:
 
 
 def _inside(text: str) -> str:
-    """Characters as they stand inside of a JSON string."""
+    """Escape characters for the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,4 +1,4 @@
-"""Calls that are written as tags (Qwen's newer way), made JSON as they arrive.
+"""Incremental parser for tool calls written as tags (Qwen3-Coder); converts them to JSON.
 
     <function=weather>
     <parameter=city>
@@ -6,8 +6,8 @@
     </parameter>
     </function>
 
-A value stands as it is; whether it is a text or JSON is said by the function's schema. Texts pass
-as they come, anything else when it is whole. The attributes are those of `CallObject`.
+Values are written without quotes; the function's schema says whether a value is a string or JSON.
+Strings pass as they arrive, other values when complete. The attributes are those of `CallObject`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from unspool.text.tools.json_scan import BLANK
 
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _VALUE_END, _CALL_END = "</parameter>", "</function>"
-_LONGEST_NAME = 128
+_MAX_NAME_CHARS = 128
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 
-Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments, by the function's name
+Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments, by function name
 
 
 class TaggedCall:
-    """One call as it is being written."""
+    """Parser of one call."""
 
     def __init__(self, schemas: Schemas) -> None:
         self.name: str | None = None
@@ -35,9 +35,9 @@ class TaggedCall:
         self.is_done = False
         self._schemas = schemas
         self._state = self._read_head
-        self._word = ""  # a tag, or in a text what may end it
-        self._value: list[str] | None = None  # one that is no text, so far
-        self._is_first = True  # of the arguments; of a text: its first character
+        self._word = ""  # a tag; in a string: a possible end of it
+        self._value: list[str] | None = None  # the current value if it is not a string
+        self._is_first = True  # the next argument, or the next character of a value, is the first
 
     @property
     def has_arguments(self) -> bool:
@@ -47,8 +47,8 @@ class TaggedCall:
     def is_certain(self) -> bool:
         return self.name is not None
 
-    def take(self, character: str) -> bool:
-        """Take one more character; False where it cannot stand here."""
+    def push(self, character: str) -> bool:
+        """Parse one character; return False if it is not valid here."""
         return self._state(character)
 
     def _read_head(self, character: str) -> bool:
@@ -59,7 +59,7 @@ class TaggedCall:
         return name is not None
 
     def _read_between(self, character: str) -> bool:
-        """A parameter, or the end."""
+        """Read a parameter tag or the end tag."""
         if not self._word and character in BLANK:
             return True
         if _CALL_END.startswith(self._word + character):
@@ -79,29 +79,29 @@ class TaggedCall:
         return key is not None
 
     def _tag(self, character: str, begin: str) -> str | None:
-        """The name in a tag once it is closed; "" before that; None: this is no such tag."""
+        """Return the name in a tag once it is closed, "" before, None if it is another tag."""
         self._word += character
         if len(self._word) <= len(begin):
             return "" if begin.startswith(self._word) else None
         if character != ">":
-            is_open = len(self._word) < len(begin) + _LONGEST_NAME and character not in "<\n"
+            is_open = len(self._word) < len(begin) + _MAX_NAME_CHARS and character not in "<\n"
             return "" if is_open else None
         name, self._word = self._word[len(begin) : -1].strip(), ""
         return name or None
 
     def _is_text(self, key: str) -> bool:
         schema = self._schemas.get(self.name or "")
-        known = (schema or {}).get("properties", {}).get(key) if schema else None
-        if not isinstance(known, Mapping):
+        property_schema = (schema or {}).get("properties", {}).get(key) if schema else None
+        if not isinstance(property_schema, Mapping):
             return True
-        kinds = known.get("type")
-        if kinds is None:
-            choices = known.get("enum")
-            return isinstance(choices, list) and all(isinstance(one, str) for one in choices)
-        return bool(kinds == "string")
+        kind = property_schema.get("type")
+        if kind is None:
+            choices = property_schema.get("enum")
+            return isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
+        return bool(kind == "string")
 
     def _read_value(self, character: str) -> bool:
-        """What stands between the tags, without the line breaks beside these."""
+        """Read the text between the tags, without the line breaks next to them."""
         self._word += character
         if self._is_first and self._word == "\n":
             self._word = ""
@@ -109,12 +109,14 @@ class TaggedCall:
             return True
         self._is_first = False
         if self._word.endswith(_VALUE_END):
-            rest, self._word = self._word[: -len(_VALUE_END)], ""
-            self._add(rest.removesuffix("\n"))
+            value, self._word = self._word[: -len(_VALUE_END)], ""
+            self._add(value.removesuffix("\n"))
             self._end_value()
             return True
-        held = f"\n{_VALUE_END}"
-        while self._word and not (held.startswith(self._word) or _VALUE_END.startswith(self._word)):
+        end_mark = f"\n{_VALUE_END}"
+        while self._word and not (
+            end_mark.startswith(self._word) or _VALUE_END.startswith(self._word)
+        ):
             self._add(self._word[0])
             self._word = self._word[1:]
         return True
@@ -134,7 +136,7 @@ class TaggedCall:
 
 
 def _as_json(text: str) -> str:
-    """A value that is to be JSON; a text where it is none."""
+    """Return the value if it is JSON, else as a JSON string."""
     word = text.strip()
     word = _WORDS.get(word, word)
     try:

@@ -1,4 +1,4 @@
-"""A model's text as it arrives, in two kinds of pieces: words for the reader, calls of functions.
+"""Incremental parser of tool calls: splits a model's output into text and calls as it arrives.
 
     reader = ToolCallReader(format)                   # a ToolFormat of formats.py
     for step in steps:
@@ -6,13 +6,12 @@
             ...                                       # TextPiece, CallBegun, CallArguments, ...
     pieces, calls = reader.finish(), reader.calls
 
-Words pass at once; only what may begin a call is held back. A call is reported as soon as it is
-certain, that is when its name is known and its arguments begin; from then on the arguments pass as
-they come. What looked like a call and is none becomes text again, every character of it.
+Text passes immediately; only a possible beginning of a call is held back. A call is reported as
+soon as it is certain, when its name is known and its arguments start; from then on the arguments
+pass as they arrive. Text that looked like a call and is not one is returned unchanged.
 
-How the text was cut into tokens does not matter. Each character is looked at once: text that was
-given back is not searched again for calls inside it (one may only begin where the wrong one ended),
-so that no text takes more than linear time.
+The split into tokens does not matter. Each character is read once: returned text is not searched
+again for calls inside it, so that parsing takes linear time.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Words for the reader."""
+    """Text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallBegun:
-    """A call of this function; its arguments follow."""
+    """Start of a tool call; its arguments follow."""
 
     index: int
     name: str
@@ -56,7 +55,7 @@ class CallBegun:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """More of a call's arguments: JSON text."""
+    """Next part of a call's arguments, as JSON text."""
 
     index: int
     text: str
@@ -64,7 +63,7 @@ class CallArguments:
 
 @dataclass(frozen=True)
 class CallEnded:
-    """There is no more of this call."""
+    """End of a tool call."""
 
     index: int
 
@@ -74,26 +73,27 @@ Piece = TextPiece | CallBegun | CallArguments | CallEnded
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model wrote it."""
+    """A tool call as the model wrote it."""
 
     name: str
     arguments: str  # JSON text
-    is_complete: bool = True  # False where the text ended, or broke, inside the arguments
+    is_complete: bool = True  # False if the text ended or became invalid inside the arguments
 
 
 _HEAD = re.compile(r"\s*+([\w.:/-]{1,128})\s*+(\[CALL_ID\][\w-]*+)?\s*+(\[ARGS\])?\s*+")
-_LONGEST_HEAD = 256
-_CHUNK = 1024  # characters read at a time, so that copying the rest of a long text costs little
+_MAX_HEAD_CHARS = 256
+_CHUNK = 1024  # characters read at a time, to limit the copying of long texts
 
 
 class ToolCallReader:
-    """Reads one text. `names`, where given, are the only functions whose calls count; `tools` say
-    what is a text among arguments that are written without quotes.
+    """Parses one text.
 
-    `required` says that the text obeys the format's grammar: blanks beside calls are no text.
+    If `names` is given, only calls of these functions are recognized. `tools` provide the schemas
+    for formats that write arguments without quotes. `required` means that the text follows the
+    format's grammar: blanks next to calls are not text.
     """
 
-    is_stray = False  # that is for texts with thoughts: see `thoughts/reader.py`
+    is_stray = False  # only texts with reasoning can be, see `AnswerReader`
 
     def __init__(
         self,
@@ -109,27 +109,27 @@ class ToolCallReader:
         self._names = names
         self._schemas = {tool.name: tool.parameters for tool in tools}
         self._controls = {token: mark for mark, token in format.controls.items()}
-        # A mark that is a control token has no text: the same letters in the text are just letters.
-        # Only a model that got its instructions in words (generic) may write the letters.
+        # A mark that is a control token has no text: the same characters in the text are ordinary.
+        # Only with the generic format, which is described in the prompt, they count as the mark.
         is_control = format.begin in format.controls and format.in_template
         self._begin = "" if is_control else format.begin
         self._pieces: list[Piece] = []
-        self._out: list[str] = []  # the next piece: words, or arguments of the call being read
-        self._blanks: list[str] = []  # at an edge: text if words follow
-        self._at_edge = True  # nothing but blanks since the start or the last call
-        self._partial_mark = ""  # words that may begin a mark
-        self._raw: list[str] = []  # all of what may turn out to be a call
-        self._head = ""  # a name before its arguments, as in Mistral's newer way
+        self._out: list[str] = []  # the next piece: text, or arguments of the current call
+        self._blanks: list[str] = []  # at an edge: part of the text if more text follows
+        self._at_edge = True  # only blanks since the start or the last call
+        self._partial_mark = ""  # text that may begin a mark
+        self._raw: list[str] = []  # all text of a possible call
+        self._head = ""  # a name before its arguments, in Mistral's newer format
         self._call: CallObject | TaggedCall | LiteralCall = CallObject()
         self._arguments: list[str] = []  # of that call
         self._in_call = False  # a call was reported and has not ended
         self._is_strict = False  # the call has no mark
         self._in_list = False
-        self._tail = ""  # of the mark that ends a call
-        self._state: Callable[[str], None] | None = None  # None: words
+        self._tail = ""  # part of the end mark
+        self._state: Callable[[str], None] | None = None  # None: in text
 
     def push(self, token: int, text: str) -> list[Piece]:
-        """Take what became certain with a token: its id, for control tokens, and the text."""
+        """Parse a token's id, for control tokens, and the text that became certain with it."""
         for start in range(0, len(text), _CHUNK):
             self._read(text[start : start + _CHUNK])
         if token in self._controls:
@@ -137,18 +137,18 @@ class ToolCallReader:
         return self._take_pieces()
 
     def finish(self) -> list[Piece]:
-        """No more will come: give what was held; a call that is not complete ends here."""
+        """End the text: return the pieces held back; an incomplete call ends here."""
         if self._in_call:
             self._end_call(is_complete=False)
         elif self._raw:
-            self._give_back()
+            self._emit_as_text()
         if self._state is None:
             self._add_partial_mark()
             if not (self._required or self.calls):
                 self._add_blanks()
         return self._take_pieces()
 
-    # What goes out. Pieces of a kind that follow each other are one.
+    # Output. Consecutive pieces of one kind are joined.
 
     def _take_pieces(self) -> list[Piece]:
         self._end_piece()
@@ -164,7 +164,7 @@ class ToolCallReader:
             self._pieces.append(TextPiece(text))
 
     def _add_text(self, words: str) -> None:
-        """Words, with the blanks that were held back before them."""
+        """Emit text, after the blanks held back before it."""
         if words:
             self._add_blanks()
             self._out.append(words)
@@ -178,26 +178,26 @@ class ToolCallReader:
         words, self._partial_mark = self._partial_mark, ""
         self._add_text(words)
 
-    def _give_back(self) -> None:
-        """It was no call: all of it is text."""
+    def _emit_as_text(self) -> None:
+        """Emit the text of what turned out not to be a call."""
         raw, self._raw = "".join(self._raw), []
         self._add_text(raw)
         self._in_list = False
         self._state = None
 
-    # Words.
+    # Text.
 
     def _read(self, text: str) -> None:
-        place = 0
-        while place < len(text):
+        position = 0
+        while position < len(text):
             if self._state is None:
-                place = len(text) - len(self._read_words(text[place:]))
+                position = len(text) - len(self._read_words(text[position:]))
             else:
-                self._state(text[place])
-                place += 1
+                self._state(text[position])
+                position += 1
 
     def _read_words(self, text: str) -> str:
-        """Give out words up to where a call may begin; what is left behind that."""
+        """Emit text up to a possible call; return the remaining text."""
         if self._at_edge and not self._partial_mark:
             # Llama writes semicolons between calls.
             edge = BLANK + ";" if self._format.bare and self.calls else BLANK
@@ -209,16 +209,16 @@ class ToolCallReader:
                 self._open("", strict=True)
                 return words
             text = words
-        known = self._partial_mark + text
-        found = known.find(self._begin) if self._begin else -1
-        if found >= 0:
+        pending = self._partial_mark + text
+        mark_pos = pending.find(self._begin) if self._begin else -1
+        if mark_pos >= 0:
             self._partial_mark = ""
-            self._add_text(known[:found])
+            self._add_text(pending[:mark_pos])
             self._open(self._begin)
-            return known[found + len(self._begin) :]
-        certain = len(known) - overlap(known, self._begin)
-        self._partial_mark = known[certain:]
-        self._add_text(known[:certain])
+            return pending[mark_pos + len(self._begin) :]
+        certain = len(pending) - overlap(pending, self._begin)
+        self._partial_mark = pending[certain:]
+        self._add_text(pending[:certain])
         return ""
 
     def _read_control(self, mark: str) -> None:
@@ -227,7 +227,7 @@ class ToolCallReader:
                 self._end_call(is_complete=False)
                 self._leave()
             elif self._raw:
-                self._give_back()
+                self._emit_as_text()
             elif self._state is None:
                 self._add_partial_mark()
             else:
@@ -239,7 +239,7 @@ class ToolCallReader:
         elif self._state == self._read_call and mark == QUOTE:
             self._read(mark)
 
-    # A call: its mark, its JSON, what is behind it. Each of these takes one character.
+    # A call: its mark, its JSON, the text after it. Each method takes one character.
 
     def _open(self, mark: str, *, strict: bool = False) -> None:
         self._raw = [mark]
@@ -248,26 +248,26 @@ class ToolCallReader:
         self._state = self._read_opened
 
     def _read_opened(self, character: str) -> None:
-        """Behind the mark, or behind a comma in a list of calls."""
+        """Read after the mark, or after a comma in a list of calls."""
         if character in BLANK:
             self._raw.append(character)
-        elif (begun := self._new_call(character)) is not None:
-            self._call = begun
+        elif (call := self._new_call(character)) is not None:
+            self._call = call
             self._state = self._read_call
             self._read_call(character)
         elif character == "[" and not self._in_list:
             self._in_list = True
             self._raw.append(character)
         elif self._format.begin == "[TOOL_CALLS]" and not self._in_list:
-            self._head = ""  # both of Mistral's ways are read, whichever its template has
+            self._head = ""  # parse both of Mistral's formats, independent of the template
             self._state = self._read_head
             self._read_head(character)
         else:
-            self._give_back()
+            self._emit_as_text()
             self._read(character)
 
     def _new_call(self, character: str) -> CallObject | TaggedCall | LiteralCall | None:
-        """What reads a call that begins so; None: none does."""
+        """Return the parser for a call that begins with this, None if no call does."""
         syntax, is_name = self._format.syntax, character.isalpha() or character == "_"
         if syntax == "tags" and character == "<":
             return TaggedCall(self._schemas)
@@ -278,30 +278,30 @@ class ToolCallReader:
         return CallObject(strict=self._is_strict) if character == "{" else None
 
     def _read_head(self, character: str) -> None:
-        """A name that stands before its arguments, not in their JSON."""
-        found = _HEAD.fullmatch(self._head) if character == "{" else None
-        if found is not None:
-            self._call = CallObject(found[1])
+        """Read a name that is written before the JSON of its arguments."""
+        match = _HEAD.fullmatch(self._head) if character == "{" else None
+        if match is not None:
+            self._call = CallObject(match[1])
             self._state = self._read_call
             self._read_call(character)
-        elif len(self._head) < _LONGEST_HEAD and (
+        elif len(self._head) < _MAX_HEAD_CHARS and (
             character.isalnum() or character in "_.:/-[]" or character in BLANK
         ):
             self._head += character
             self._raw.append(character)
         else:
-            self._give_back()
+            self._emit_as_text()
             self._read(character)
 
     def _read_call(self, character: str) -> None:
         call = self._call
         is_reported = call.has_arguments and call.name is not None
-        if not call.take(character) or not self._is_allowed(call.name):
+        if not call.push(character) or not self._is_allowed(call.name):
             self._break(is_reported)
             self._read(character)
             return
         if is_reported:
-            pass  # what else the object holds is nobody's
+            pass  # ignore other keys of the object
         elif call.is_certain:
             if not self._in_call:
                 self._begin_call(call.name or "")
@@ -317,10 +317,10 @@ class ToolCallReader:
                 self._arguments, self._out = ["{}"], ["{}"]
                 self._end_call(is_complete=True)
             elif call.is_done:
-                self._give_back()
+                self._emit_as_text()
                 return
         if call.is_done:
-            self._state = self._read_behind
+            self._state = self._read_after_call
 
     def _is_allowed(self, name: str | None) -> bool:
         return name is None or (name != "" and (self._names is None or name in self._names))
@@ -340,18 +340,18 @@ class ToolCallReader:
         self.calls.append(ToolCall(self._call.name or "", arguments, is_complete))
 
     def _break(self, is_reported: bool) -> None:
-        """What comes does not belong to the call: it is text, or is behind the call."""
+        """Leave the call at an unexpected character: it is text, or follows the call."""
         if is_reported:  # only the object around the arguments is not closed
-            self._state = self._read_behind
+            self._state = self._read_after_call
         elif self._in_call:
             self._end_call(is_complete=False)
             self._state = None
             self._at_edge = False
         else:
-            self._give_back()
+            self._emit_as_text()
 
-    def _read_behind(self, character: str) -> None:
-        """Behind a call: the mark that ends it, the next one of a list, or blanks."""
+    def _read_after_call(self, character: str) -> None:
+        """Read after a call: the end mark, the next call of a list, or blanks."""
         end = self._format.end
         if self._tail or (end and character == end[0]):
             self._tail += character
@@ -368,18 +368,18 @@ class ToolCallReader:
             self._state = self._read_opened
         elif character == "]" and self._in_list:
             self._in_list = False
-        elif character != "}":  # one too many is a common slip
+        elif character != "}":  # one too many is a common mistake of models
             self._state, self._at_edge = None, True
             self._read(character)
 
     def _leave(self) -> None:
-        """The call and its mark are over."""
+        """Return to text after a call and its end mark."""
         self._tail = ""
         self._blanks = []
         self._state, self._at_edge = None, True
 
 
 def overlap(text: str, mark: str) -> int:
-    """How many characters at the end of the text begin the mark."""
+    """Return how many characters at the end of the text are a prefix of the mark."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,16 +1,16 @@
-"""How models are told of the functions they may call, and how they write a call.
+"""Tool calling formats: how tools are described to a model, and how it writes a call.
 
     format = tool_format(tokenizer.chat_template, tokenizer)
     messages, tools = format.prepared(messages, [Tool("weather", "Weather of a city", schema)])
     prompt = ChatTemplate(tokenizer.chat_template, tokenizer).encode(messages, tools=tools)
-    format.grammar(tools, parallel=False)     # what a text obeys that must be a call
+    format.grammar(tools, parallel=False)     # for an output that must be a call
 
-Each family has its own way, which its chat template spells. So the family is known by the marks in
-the template's source, and what the template does with tools, calls and system messages by rendering
-a small conversation. A template that writes no tools, or writes them for a syntax that is not read
-here, gets the generic way: the tools and the syntax are told in the system message, and calls and
-results of earlier turns are plain text. (`calls.py` reads the calls, and `thoughts/channels.py`
-those of harmony.)
+Each model family has its own format, which its chat template shows. The family is recognized by the
+marks in the template's source; rendering a small conversation shows what the template does with
+tools, calls and system messages. A template that writes no tools, or uses an unsupported syntax,
+gets the generic format: tools and syntax are described in the system message, and calls and results
+of earlier turns are plain text. `ToolCallReader` parses the calls, `ChannelReader` those of
+harmony.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from unspool.text.tools.syntaxes import call_rules, written_call
 
 @dataclass(frozen=True)
 class Tool:
-    """One function that the model may call."""
+    """A function that the model may call."""
 
     name: str
     description: str = ""
     parameters: dict[str, Any] = field(default_factory=dict)  # JSON schema of its arguments
 
     def as_openai(self) -> dict[str, Any]:
-        """The tool as templates expect it."""
+        """Return the tool as chat templates expect it."""
         parameters = self.parameters or {"type": "object", "properties": {}}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
@@ -53,10 +53,10 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How one family of models writes calls; the defaults are Hermes's way.
+    """How one model family writes calls; the defaults are the Hermes format.
 
     hermes   <tool_call>{"name": "f", "arguments": {}}</tool_call>
-    llama3   {"name": "f", "parameters": {}}              the whole answer, or behind <|python_tag|>
+    llama3   {"name": "f", "parameters": {}}              the whole answer, or after <|python_tag|>
     mistral  [TOOL_CALLS][{"name": "f", "arguments": {}}]
     mistral-args  [TOOL_CALLS]f[ARGS]{}
     granite  <|tool_call|>[{"name": "f", "arguments": {}}]
@@ -69,49 +69,51 @@ class ToolFormat:
     """
 
     name: str
-    in_template: bool = True  # whether the chat template itself writes the tools it is given
-    syntax: str = "json"  # of what stands between the marks; or tags, gemma, python, channels
+    in_template: bool = True  # the chat template itself writes the tools
+    syntax: str = "json"  # of the text between the marks: json, tags, gemma, python, channels
     begin: str = "<tool_call>"
-    end: str = "</tool_call>"  # '' where nothing ends a call
+    end: str = "</tool_call>"  # '' if there is no end mark
     key: str = "arguments"
-    space: str = ""  # between the marks and what they enclose
+    space: str = ""  # between the marks and the call
     listed: bool = False  # the calls are one JSON list
-    named: bool = False  # the name stands outside of the JSON
+    named: bool = False  # the name is outside of the JSON
     bare: bool = False  # a text that begins with the JSON object is a call, without a mark
-    between: str = "\n"  # one call and the next
-    one_each: bool = False  # the template knows one call a message
-    short_ids: bool = False  # the template wants ids of nine letters and digits
-    call_id: bool = False  # [CALL_ID] stands between name and arguments
+    between: str = "\n"  # separator of calls
+    one_each: bool = False  # the template supports one call per message
+    short_ids: bool = False  # the template requires ids of nine letters and digits
+    call_id: bool = False  # [CALL_ID] comes between name and arguments
     writes_calls: bool = True  # the template writes the calls of earlier turns
-    takes_system: bool = True  # the template takes a system message
+    takes_system: bool = True  # the template supports a system message
     controls: Mapping[str, int] = field(default_factory=dict)  # marks that are control tokens
 
     def prepared(
         self, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Messages of OpenAI's form, and tools, as `ChatTemplate.encode` is to have them.
+        """Convert OpenAI messages and tools to the arguments of `ChatTemplate.encode`.
 
-        UnspoolError where a call or a result in the messages is not as it should be.
+        Raises UnspoolError if a call or a result in the messages is invalid.
         """
-        given = checked_calls(messages)
+        converted = checked_calls(messages)
         if self.one_each:
-            given = one_call_each(given)
+            converted = one_call_each(converted)
         if self.syntax in ("channels", "gemma"):
-            given = words_as_thoughts(given)
+            converted = words_as_thoughts(converted)
         if self.short_ids:
-            given = call_ids_shortened(given)
+            converted = call_ids_shortened(converted)
         if not self.writes_calls:
-            given = calls_as_text(given, self.written)
-        listed = [tool.as_openai() for tool in tools]
+            converted = calls_as_text(converted, self.written)
+        tool_schemas = [tool.as_openai() for tool in tools]
         if self.in_template:
-            return given, listed or None
-        given = results_as_text(given)
-        if listed:
-            given = with_instructions(given, self._instructions(listed), self.takes_system)
-        return given, None
+            return converted, tool_schemas or None
+        converted = results_as_text(converted)
+        if tool_schemas:
+            converted = with_instructions(
+                converted, self._instructions(tool_schemas), self.takes_system
+            )
+        return converted, None
 
     def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """Calls (name and arguments) as the model would write them."""
+        """Return calls (name and arguments) as the model would write them."""
         if self.syntax not in ("json", "channels"):
             texts = [written_call(self.syntax, c["name"], c["arguments"]) for c in calls]
         else:
@@ -125,27 +127,27 @@ class ToolFormat:
         )
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """What a text obeys that must be a call of one of these tools: a Lark grammar.
+        """Return the Lark grammar of an output that must be a call of one of these tools.
 
-        With `parallel`, one call or more.
+        With `parallel`, of one or more calls.
         """
         if not tools:
-            raise UnspoolError("a call is required, but there is no tool to call: give tools")
+            raise UnspoolError("a tool call is required, but there are no tools: give tools")
         begin, end = self._mark(self.begin), self._mark(self.end)
-        more = _quoted(", " if self.listed else self.between)
+        separator = _quoted(", " if self.listed else self.between)
         if self.syntax == "channels":
-            parallel = False  # the mark that ends a call ends the text
+            parallel = False  # the end mark of a call ends the text
         if self.listed:
-            start = f'{begin} " "? "[" call{f" ({more} call)*" if parallel else ""} "]" {end}'
-        elif self.named:  # each call has its own mark, and nothing between them
+            start = f'{begin} " "? "[" call{f" ({separator} call)*" if parallel else ""} "]" {end}'
+        elif self.named:  # each call has its mark, without a separator
             start = f"({begin} call){'+' if parallel else ''}"
         else:
             space = _quoted(self.space)
-            one = "call" if self.bare else f"{begin} {space} call {space} {end}"
-            start = f"{one}{f' ({more} {one})*' if parallel else ''}"
+            call = "call" if self.bare else f"{begin} {space} call {space} {end}"
+            start = f"{call}{f' ({separator} {call})*' if parallel else ''}"
         rules = [f"start: {start}", "call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
         if self.syntax not in ("json", "channels"):
-            schemas = [(tool.name, _without_words(tool.parameters)) for tool in tools]
+            schemas = [(tool.name, _without_annotations(tool.parameters)) for tool in tools]
             return "\n".join([*rules, *call_rules(self.syntax, schemas, self._mark(QUOTE))]) + "\n"
         for i, tool in enumerate(tools):
             schema = f"%json {json.dumps(_arguments_schema(tool.parameters))}"
@@ -163,7 +165,7 @@ class ToolFormat:
         return "\n".join(rules) + "\n"
 
     def _mark(self, text: str) -> str:
-        """A mark in a grammar: a control token by its id, anything else as its letters."""
+        """Return a mark for a grammar: a control token by its id, others as text."""
         if text in self.controls and self.in_template:
             return f"<[{self.controls[text]}]>"
         return _quoted(text)
@@ -205,24 +207,24 @@ _LFM2 = ToolFormat(
 )
 _HARMONY = ToolFormat("harmony", syntax="channels", begin="<|channel|>", end="", one_each=True)
 
-# Calls written as other tags: the same outer mark as Hermes, but no JSON in it.
+# Calls in other tags: the same outer mark as Hermes, but without JSON.
 _NOT_JSON = ("<arg_key>", "<parameter ")
 
 
 def tool_format(template: str | None, tokenizer: TokenizerLike) -> ToolFormat:
-    """The way of a chat template; None is a model without one."""
-    found = _GENERIC if template is None else _by_marks(template, tokenizer.special_tokens)
+    """Return the tool format of a chat template; None is a model without one."""
+    fmt = _GENERIC if template is None else _by_marks(template, tokenizer.special_tokens)
     chat = ChatTemplate(template, tokenizer)
-    if found is not _GENERIC and not _shows(chat, _CALLED[:1], Tool(_PROBE)):
-        found = _GENERIC  # it may know calls, but writes no tools
-    other = Tool("other") if found.in_template else None  # some fail where they are given none
-    marks = (found.begin, found.end, "[ARGS]", "[CALL_ID]", QUOTE, "<|constrain|>", "<|message|>")
-    known = tokenizer.special_tokens
+    if fmt is not _GENERIC and not _shows(chat, _CALLED[:1], Tool(_PROBE)):
+        fmt = _GENERIC  # it may write calls, but no tools
+    other = Tool("other") if fmt.in_template else None  # some fail without tools
+    marks = (fmt.begin, fmt.end, "[ARGS]", "[CALL_ID]", QUOTE, "<|constrain|>", "<|message|>")
+    special_tokens = tokenizer.special_tokens
     return replace(
-        found,
-        controls={mark: known[mark] for mark in marks if mark in known},
-        call_id=found.named and "[CALL_ID]" in (template or ""),
-        writes_calls=found is not _GENERIC and _shows(chat, _CALLED, other),
+        fmt,
+        controls={mark: special_tokens[mark] for mark in marks if mark in special_tokens},
+        call_id=fmt.named and "[CALL_ID]" in (template or ""),
+        writes_calls=fmt is not _GENERIC and _shows(chat, _CALLED, other),
         takes_system=_shows(chat, [{"role": "system", "content": _PROBE}, *_CALLED[:1]], other),
     )
 
@@ -251,7 +253,7 @@ def _by_marks(template: str, controls: Mapping[str, int]) -> ToolFormat:
     return _GENERIC
 
 
-# What is rendered to see what a template does.
+# Rendered to find out what a template does.
 _PROBE = "probe_of_tools"
 _CALL = {"id": "abcdefghi", "type": "function", "function": {"name": _PROBE, "arguments": {}}}
 _CALLED: list[dict[str, Any]] = [
@@ -262,7 +264,7 @@ _CALLED: list[dict[str, Any]] = [
 
 
 def _shows(chat: ChatTemplate, messages: Sequence[Message], tool: Tool | None) -> bool:
-    """Whether the template writes what is called `_PROBE`; False also where it refuses."""
+    """Return whether the template writes `_PROBE`; False also if it refuses the messages."""
     try:
         return _PROBE in chat.render_as_is(messages, tools=[tool.as_openai()] if tool else None)
     except UnspoolError:
@@ -271,37 +273,37 @@ def _shows(chat: ChatTemplate, messages: Sequence[Message], tool: Tool | None) -
 
 # Grammars.
 
-# As in sampling/grammar_spec.py: "any blanks" lets a model that lost its thread write on for ever.
+# As in sampling/grammar_spec.py: unlimited whitespace would allow endless output.
 _WHITESPACE = r"\x20|\n\x20{0,40}"
-_WORDS_ONLY = ("description", "title", "examples", "default", "$comment")  # bind no text
+_ANNOTATIONS = ("description", "title", "examples", "default", "$comment")
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 def _arguments_schema(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The schema that the arguments obey: an object, with no properties where it names none."""
-    schema: dict[str, Any] = _without_words(parameters or {"properties": {}})
+    """Return the schema of the arguments: an object, without properties if there are none."""
+    schema: dict[str, Any] = _without_annotations(parameters or {"properties": {}})
     if not parameters:
         schema["additionalProperties"] = False
     schema["type"] = "object"
-    usual = {"whitespace_pattern": _WHITESPACE, "coerce_one_of": True}
-    return {"x-guidance": usual, **schema}
+    settings = {"whitespace_pattern": _WHITESPACE, "coerce_one_of": True}
+    return {"x-guidance": settings, **schema}
 
 
-def _without_words(schema: Any) -> Any:
-    """A schema without descriptions: the grammar does not need them, and its length is bounded."""
+def _without_annotations(schema: Any) -> Any:
+    """Return a schema without annotations: the grammar's size is limited."""
     if isinstance(schema, list):
-        return [_without_words(each) for each in schema]
+        return [_without_annotations(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    kept: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in schema.items():
         if name in ("enum", "const", "required"):
-            kept[name] = value
+            result[name] = value
         elif name in _NAMED_SCHEMAS and isinstance(value, dict):
-            kept[name] = {each: _without_words(inner) for each, inner in value.items()}
-        elif name not in _WORDS_ONLY:
-            kept[name] = _without_words(value)
-    return kept
+            result[name] = {item: _without_annotations(inner) for item, inner in value.items()}
+        elif name not in _ANNOTATIONS:
+            result[name] = _without_annotations(value)
+    return result
 
 
 def _json(value: Any) -> str:
@@ -309,5 +311,5 @@ def _json(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A text as a Lark grammar spells it; nothing for no text, which Lark does not know."""
+    """Return a string literal for a Lark grammar; nothing for "", which Lark does not allow."""
     return _json(text) if text else ""

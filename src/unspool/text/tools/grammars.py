@@ -1,8 +1,7 @@
-"""What a text obeys that must be a call, in the syntaxes that are no JSON: Lark grammars.
+"""Lark grammars for the arguments of tool calls in other syntaxes than JSON.
 
-Each function gives the rules of one call's arguments; `formats.py` puts the marks around them. A
-schema is followed as far as its types, choices, lists and objects go; what lies beyond (patterns,
-bounds) is left to the model.
+`formats.py` adds the marks. Types, enums, arrays and objects of a schema are enforced; patterns and
+bounds are not.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ NUMBER: /-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,3})?/
 
 
 class Literals:
-    """Values as a language writes them, by their schema."""
+    """Grammar of the values of one syntax, by their schema."""
 
     def __init__(
         self, *, quote: str, text: str, words: tuple[str, str, str], comma: str, colon: str
     ) -> None:
-        self._quote = quote  # as the grammar spells it
-        self._text = text  # any string, with MOST for how many characters
+        self._quote = quote  # as written in the grammar
+        self._text = text  # any string; MOST is replaced by the length bounds
         self._true, self._false, self._null = words
         self._comma, self._colon = comma, colon
 
@@ -34,10 +33,10 @@ class Literals:
         if "const" in schema:
             return self._constant(schema["const"])
         if isinstance(schema.get("enum"), list) and schema["enum"]:
-            return f"({' | '.join(self._constant(each) for each in schema['enum'])})"
+            return f"({' | '.join(self._constant(choice) for choice in schema['enum'])})"
         for name in ("anyOf", "oneOf"):
             if isinstance(schema.get(name), list) and schema[name]:
-                return f"({' | '.join(self.value(each) for each in schema[name])})"
+                return f"({' | '.join(self.value(choice) for choice in schema[name])})"
         kinds = schema.get("type")
         if isinstance(kinds, list) and kinds:
             return f"({' | '.join(self.value({**schema, 'type': kind}) for kind in kinds)})"
@@ -46,13 +45,13 @@ class Literals:
     def _of_type(self, kind: Any, schema: Mapping[str, Any]) -> str:
         if kind == "array":
             item = self.value(schema.get("items"))
-            return f'"[" ({item} ({_spelled(self._comma)} {item})*)? "]"'
+            return f'"[" ({item} ({_literal(self._comma)} {item})*)? "]"'
         if kind == "object" and isinstance(schema.get("properties"), Mapping):
             return f'"{{" {self.fields(schema, self._colon)} "}}"'
-        known = {"string": self._string(schema), "integer": "INTEGER", "number": "NUMBER",
-                 "boolean": f"({_spelled(self._true)} | {_spelled(self._false)})",
-                 "null": _spelled(self._null)}  # fmt: skip
-        return known.get(kind, "any_value") if isinstance(kind, str) else "any_value"
+        rules = {"string": self._string(schema), "integer": "INTEGER", "number": "NUMBER",
+                 "boolean": f"({_literal(self._true)} | {_literal(self._false)})",
+                 "null": _literal(self._null)}  # fmt: skip
+        return rules.get(kind, "any_value") if isinstance(kind, str) else "any_value"
 
     def _string(self, schema: Mapping[str, Any]) -> str:
         longest = schema.get("maxLength")
@@ -61,32 +60,32 @@ class Literals:
 
     def _constant(self, value: Any) -> str:
         if isinstance(value, str):
-            return f"({self._quote} {_spelled(value)} {self._quote})"
+            return f"({self._quote} {_literal(value)} {self._quote})"
         words = {True: self._true, False: self._false, None: self._null}
         is_word = value is None or isinstance(value, bool)
-        return _spelled(words[value] if is_word else json.dumps(value))
+        return _literal(words[value] if is_word else json.dumps(value))
 
     def fields(self, schema: Mapping[str, Any], colon: str) -> str:
-        """Properties in their order; those that are not required may be left out."""
+        """Return the rule of an object's properties, in order; optional ones may be missing."""
         properties, required = schema.get("properties") or {}, schema.get("required") or []
-        named = [
-            (f"{_spelled(f'{name}{colon}')} {self.value(inner)}", name in required)
+        rules = [
+            (f"{_literal(f'{name}{colon}')} {self.value(inner)}", name in required)
             for name, inner in properties.items()
         ]
-        behind = ""  # the fields behind this one, where some stand before them
-        alone = ""  # ... and where none does
-        for field, is_required in reversed(named):
-            first = f"{field} {behind}".strip()
-            optional = f"({first} | {alone})" if alone else f"({first})?"
-            alone = first if is_required else optional
-            more = f"{_spelled(self._comma)} {field}"
-            behind = f"{more if is_required else f'({more})?'} {behind}".strip()
-        return alone
+        following = ""  # the fields after this one, if others precede them
+        leading = ""  # ... and if none does
+        for field, is_required in reversed(rules):
+            first = f"{field} {following}".strip()
+            optional = f"({first} | {leading})" if leading else f"({first})?"
+            leading = first if is_required else optional
+            later = f"{_literal(self._comma)} {field}"
+            following = f"{later if is_required else f'({later})?'} {following}".strip()
+        return leading
 
     def rules(self) -> str:
-        """The rules that the values refer to."""
-        comma, colon = _spelled(self._comma), _spelled(self._colon)
-        words = " | ".join(map(_spelled, (self._true, self._false, self._null)))
+        """Return the rules that the values refer to."""
+        comma, colon = _literal(self._comma), _literal(self._colon)
+        words = " | ".join(map(_literal, (self._true, self._false, self._null)))
         return f"""any_value: {self._string({})} | NUMBER | {words} | any_list | any_object
 any_list: "[" (any_value ({comma} any_value)*)? "]"
 any_object: "{{" (any_field ({comma} any_field)*)? "}}"
@@ -116,31 +115,31 @@ def gemma_literals(quote: str) -> Literals:
 
 
 def tagged_parameters(schema: Mapping[str, Any], rules: dict[str, str]) -> str:
-    """The parameters of a call in tags; adds the rules that they refer to.
+    """Return the rule of a call's parameters as tags; adds the rules that it refers to.
 
-    A text may be anything up to the tag that ends it.
+    A string may contain anything except its end tag.
     """
     properties, required = schema.get("properties") or {}, schema.get("required") or []
     parts: list[str] = []
     for name, inner in properties.items():
-        begin, end = _spelled(f"<parameter={name}>\n"), "\n</parameter>\n"
+        begin, end = _literal(f"<parameter={name}>\n"), "\n</parameter>\n"
         if isinstance(inner, Mapping) and _are_texts(inner.get("enum")):
-            choices = " | ".join(_spelled(f"{each}{end}") for each in inner["enum"])
-            one = f"{begin} ({choices})"
+            choices = " | ".join(_literal(f"{choice}{end}") for choice in inner["enum"])
+            rule = f"{begin} ({choices})"
         elif isinstance(inner, Mapping) and inner.get("type") == "string":
             most = inner.get("maxLength") if isinstance(inner.get("maxLength"), int) else ""
             text = f"text_{most}" if most != "" else "text"
-            rules[text] = f"{text}[suffix={_spelled(end)}]: /(?s:.{{0,{most}}})/"
-            one = f"{begin} {text}"
+            rules[text] = f"{text}[suffix={_literal(end)}]: /(?s:.{{0,{most}}})/"
+            rule = f"{begin} {text}"
         else:
-            one = f"{begin} %json {json.dumps(inner)} {_spelled(end)}"
-        parts.append(one if name in required else f"({one})?")
+            rule = f"{begin} %json {json.dumps(inner)} {_literal(end)}"
+        parts.append(rule if name in required else f"({rule})?")
     return " ".join(parts)
 
 
 def _are_texts(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(each, str) for each in values)
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
-def _spelled(text: str) -> str:
+def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)

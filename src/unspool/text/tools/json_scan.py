@@ -1,16 +1,16 @@
-"""Where a JSON value ends, while it is still being written.
+"""Incremental JSON scanner: finds the end of a value that is still being written.
 
     scan = JsonScan()
     for character in '{"a": [1, 2]} and more':
-        if not scan.take(character):
-            break                       # this character cannot stand here
+        if not scan.push(character):
+            break                       # this character is not valid here
         if scan.is_done:
             break                       # the value is complete
 
-`json.loads` wants the whole text; asked again at every token it would take quadratic time. This
-takes each character once, in constant time, and says at once when the text is no JSON any more.
-It is exact about JSON's form, with one allowance: a line break or another control character inside
-a string, which models write and JSON forbids, is taken (see `escaped`).
+`json.loads` needs the complete text; called at every token it would take quadratic time. The
+scanner reads each character once, in constant time, and reports invalid JSON immediately. It is
+strict with one exception: it accepts control characters such as line breaks inside a string, which
+models write and JSON forbids (see `escaped`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLANK = " \t\r\n"
 _DIGITS = "0123456789"
 _HEX = _DIGITS + "abcdefABCDEF"
 
-# State -> what may come -> next state. "end" is the end of a value, "quoted" inside of a string.
+# State -> character -> next state. "end" is the end of a value, "quoted" inside of a string.
 _VALUE = {'"': "string", "{": "first name", "[": "first value", "-": "-", "0": "zero",
           "123456789": "whole", "t": "rue", "f": "alse", "n": "ull"}  # fmt: skip
 _TABLE: dict[str, dict[str, str]] = {
@@ -28,7 +28,7 @@ _TABLE: dict[str, dict[str, str]] = {
     "name": {'"': "key"},
     "first name": {'"': "key"},  # of an object, or its end
     "colon": {":": "value"},
-    "next": {",": "comma"},  # or the end of what encloses
+    "next": {",": "comma"},  # or the end of the object or array
     "done": {},
     "string": {'"': "end", "\\": "\\"},
     "key": {'"': "colon", "\\": "\\"},
@@ -46,7 +46,7 @@ _TABLE: dict[str, dict[str, str]] = {
 for _word in ("rue", "alse", "ull"):
     for _n in range(len(_word)):
         _TABLE[_word[_n:]] = {_word[_n]: _word[_n + 1 :] or "end"}
-_STEPS = {state: {each: following for characters, following in row.items() for each in characters}
+_STEPS = {state: {char: following for characters, following in row.items() for char in characters}
           for state, row in _TABLE.items()}  # fmt: skip
 _BETWEEN = ("value", "first value", "name", "first name", "colon", "next")
 _MAY_CLOSE = ("first value", "first name", "next")
@@ -54,18 +54,18 @@ _NUMBERS = ("zero", "whole", "fraction", "exponent")  # that may end here
 
 
 class JsonScan:
-    """Reads one JSON value character by character; `state` says what may come next."""
+    """Scans one JSON value character by character; `state` says what may come next."""
 
     __slots__ = ("_closers", "_quoted", "state")
 
     def __init__(self) -> None:
         self.state = "value"
-        self._closers: list[str] = []  # of the objects and arrays that are open
-        self._quoted = ""  # "key" or "string", to go back to behind an escape
+        self._closers: list[str] = []  # of the open objects and arrays
+        self._quoted = ""  # "key" or "string": the state after an escape
 
     @property
     def depth(self) -> int:
-        """How many objects and arrays are open."""
+        """Number of open objects and arrays."""
         return len(self._closers)
 
     @property
@@ -76,8 +76,8 @@ class JsonScan:
     def in_string(self) -> bool:
         return self.state in ("string", "key", "\\", "u", "u1", "u2", "u3")
 
-    def take(self, character: str) -> bool:
-        """Take one more character; False, and no change, where it cannot stand here."""
+    def push(self, character: str) -> bool:
+        """Scan one character; return False, without change, if it is not valid here."""
         state, closers = self.state, self._closers
         following = _STEPS[state].get(character)
         if following is None:
@@ -85,7 +85,7 @@ class JsonScan:
                 return True
             if state in _NUMBERS and closers:  # a number ends where something else begins
                 self.state = "next"
-                if self.take(character):
+                if self.push(character):
                     return True
                 self.state = state
             if state not in _MAY_CLOSE or character != closers[-1]:
@@ -107,5 +107,5 @@ class JsonScan:
 
 
 def escaped(character: str) -> str:
-    """A character of a string as JSON allows it: control characters as escapes."""
+    """Return a string character as valid JSON: control characters as escapes."""
     return character if character >= " " else f"\\u{ord(character):04x}"

@@ -1,4 +1,4 @@
-"""Calls in the syntaxes that are no JSON: written out, and as rules that a required call obeys.
+"""Tool calls in other syntaxes than JSON: writing them, and grammar rules for required calls.
 
 tags     <function=f>                 gemma  call:f{x:<|"|>a<|"|>}     python  f(x='a')
          <parameter=x>
@@ -18,9 +18,9 @@ from unspool.text.tools.grammars import Literals, gemma_literals, python_literal
 
 
 def written_call(syntax: str, name: str, arguments: Mapping[str, Any]) -> str:
-    """A call as the model would write it, without the marks around it."""
+    """Return a call as the model would write it, without marks."""
     if syntax == "tags":
-        values = {key: _shown(value) for key, value in arguments.items()}
+        values = {key: _parameter_text(value) for key, value in arguments.items()}
         inside = [f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in values.items()]
         return f"<function={name}>\n{''.join(inside)}</function>"
     if syntax == "gemma":
@@ -29,7 +29,7 @@ def written_call(syntax: str, name: str, arguments: Mapping[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
-def _shown(value: Any) -> str:
+def _parameter_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -46,26 +46,26 @@ def _gemma(value: Any) -> str:
 def call_rules(
     syntax: str, tools: Sequence[tuple[str, Mapping[str, Any]]], quote: str
 ) -> list[str]:
-    """A rule `call_0`, `call_1`, ... for each function and its schema, and those they refer to.
+    """Return rules `call_0`, `call_1`, ... for the functions, and the rules they refer to.
 
-    `quote` is Gemma's, as the grammar spells it.
+    `quote` is Gemma's quote as a grammar literal.
     """
-    found: dict[str, str] = {}
+    rules: dict[str, str] = {}
     calls: list[str] = []
     literals: Literals | None = None
     if syntax != "tags":
         literals = gemma_literals(quote) if syntax == "gemma" else python_literals()
-        found["literals"] = literals.rules()
+        rules["literals"] = literals.rules()
     for number, (name, schema) in enumerate(tools):
         if literals is None:
             begin, end = f"<function={name}>\n", "</function>"
-            inside = tagged_parameters(schema, found)
+            parameters = tagged_parameters(schema, rules)
         elif syntax == "gemma":
             begin, end = f"call:{name}{{", "}"
             ordered = dict(sorted((schema.get("properties") or {}).items()))
-            inside = literals.fields({**schema, "properties": ordered}, ":")
+            parameters = literals.fields({**schema, "properties": ordered}, ":")
         else:
             begin, end = f"{name}(", ")"
-            inside = literals.fields(schema, "=")
-        calls.append(f"call_{number}: {json.dumps(begin)} {inside} {json.dumps(end)}")
-    return [*calls, *found.values()]
+            parameters = literals.fields(schema, "=")
+        calls.append(f"call_{number}: {json.dumps(begin)} {parameters} {json.dumps(end)}")
+    return [*calls, *rules.values()]
