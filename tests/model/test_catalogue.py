@@ -13,7 +13,7 @@ from catalogue_shapes import SHAPES
 
 from unspool.errors import UnspoolError
 from unspool.model import hub, hub_files, memory
-from unspool.model.catalogue import catalogue, entries_called
+from unspool.model.catalogue import catalogue, find_entries
 from unspool.model.config_hf import config_from_hf
 from unspool.model.families import FAMILIES
 from unspool.model.hub_files import RepoName, choose_files
@@ -76,7 +76,7 @@ def test_only_what_can_be_run_is_in_it() -> None:
     ],
 )
 def test_names_are_understood(name: str, found: list[str], kind: str | None) -> None:
-    entries, asked = entries_called(name)
+    entries, asked = find_entries(name)
     assert [entry.name for entry in entries] == found
     assert asked == kind
 
@@ -154,7 +154,7 @@ def test_the_best_file_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UnspoolError, match=r"none of the 6 .* fits the 2\.0 GB.*org/name:Q4_0"):
         chosen(monkeypatch, 2, FILES)
     monkeypatch.setattr(hub_files, "free_memory", lambda: 64 * GB)
-    here = choose_files(RepoName("org/name"), FILES, here={"m-Q8_0.gguf"})
+    here = choose_files(RepoName("org/name"), FILES, cached={"m-Q8_0.gguf"})
     assert here.file == "m-Q8_0.gguf", "what is here need not be fetched"
 
 
@@ -162,7 +162,7 @@ def test_whether_it_fits_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = catalogue()["qwen3-4b"]
     assert entry.best(64 * GB) == ("Q4_K_M", True)
     assert entry.best(1 * GB) == ("Q4_K_M", False)
-    weights, text = memory.in_memory(entry.bytes("Q4_K_M"), "Q4_K_M"), 4096 * entry.kv_bytes
+    weights, text = memory.loaded_bytes(entry.bytes("Q4_K_M"), "Q4_K_M"), 4096 * entry.kv_bytes
     assert weights + text < entry.needs("Q4_K_M") < weights + text + GB // 5
 
 
@@ -195,7 +195,7 @@ def test_memory_of_kinds_is_what_the_kernels_take() -> None:
         matrix = PACKINGS[block.name].matrix(1024, 1024)
         packed = _library().unspool_packed_bytes(ctypes.byref(matrix))
         in_file = 1024 * 1024 * block.size // block.elements
-        assert memory.in_memory(in_file, block.name) == pytest.approx(packed, rel=0.15)
+        assert memory.loaded_bytes(in_file, block.name) == pytest.approx(packed, rel=0.15)
 
 
 def test_names_for_people(tmp_path: Path) -> None:

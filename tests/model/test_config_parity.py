@@ -270,7 +270,7 @@ def test_settings_that_are_refused_by_name(
         (
             "gpt-neox",
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            "dynamic rope scaling needs heads that turn more than 2 numbers, got 2",
+            "dynamic RoPE scaling needs more than 2 rotated dimensions, got 2",
         ),
     ],
 )

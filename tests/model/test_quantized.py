@@ -281,12 +281,12 @@ def test_a_gpu_keeps_what_its_kernels_know_and_unpacks_the_rest(
 
 def test_rows_move_without_being_built():
     """As they do for plain tensors: some of them, in another order, every second, one by one."""
-    from unspool.model.converted import Converted, build_mxfp4
+    from unspool.model.converted import ConvertedTensor, build_mxfp4
 
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (3, 8, 2, 16), dtype=np.uint8)
     scales = rng.integers(100, 130, (3, 8, 2), dtype=np.uint8)
-    whole = Converted("MXFP4", (3, 8, 64), build_mxfp4, (blocks, scales))
+    whole = ConvertedTensor("MXFP4", (3, 8, 64), build_mxfp4, (blocks, scales))
     values = whole.float32()
     low, high = blocks & 15, blocks >> 4
     codes = np.stack((low, high), -1).reshape(3, 8, 2, 32)
@@ -303,12 +303,12 @@ def test_rows_move_without_being_built():
     np.testing.assert_array_equal(one.reordered(order).float32(), values[2, 1::2][order])
     np.testing.assert_array_equal(one.rows(1, 3).float32(), values[2, 3:7:2])
     assert whole.nbytes == whole.data.nbytes
-    stacked = Converted.stacked(whole.slices())
+    stacked = ConvertedTensor.stacked(whole.slices())
     assert stacked.shape == whole.shape and stacked.nbytes == whole.nbytes
     np.testing.assert_array_equal(stacked.float32(), values)
     for number, part in enumerate(stacked.slices()):
         np.testing.assert_array_equal(part.float32(), values[number])
-    mixed = Converted.stacked([whole.slices()[0], Stored.of(values[1])])
+    mixed = ConvertedTensor.stacked([whole.slices()[0], Stored.of(values[1])])
     np.testing.assert_array_equal(mixed.float32(), values[:2])
 
 

@@ -24,7 +24,14 @@ from unspool.model.checkpoint import open_checkpoint, save_checkpoint
 from unspool.model.config import ModelConfig
 from unspool.model.config_hf import config_from_hf
 from unspool.model.positions import Rotary
-from unspool.model.split import Share, check_split, cut_of, is_added_once, part_config, uneven
+from unspool.model.split import (
+    Share,
+    check_split,
+    cut_of,
+    is_added_once,
+    part_config,
+    reason_not_splittable,
+)
 from unspool.model.stored import Stored
 from unspool.model.weights import shapes
 
@@ -42,7 +49,7 @@ def config_of(name: str, **changes: Any) -> ModelConfig:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_parts_are_those_of_smaller_models_and_make_up_the_whole(name: str):
     config, ranks = config_of(name), 4
-    assert uneven(config, ranks) is None
+    assert reason_not_splittable(config, ranks) is None
     covered: dict[str, Any] = {}
     for share in Share(0, ranks).every:
         smaller = shapes(part_config(config, share))

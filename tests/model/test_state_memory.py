@@ -11,7 +11,7 @@ from paged_texts import config
 
 from unspool.model import gguf
 from unspool.model.glance import glance
-from unspool.model.memory import PLANNED_STATES, memory_of_text
+from unspool.model.memory import PLANNED_STATES, sequence_memory
 from unspool.model.recurrence import Recurrence
 
 QWEN = {
@@ -48,6 +48,6 @@ def test_of_a_folder(tmp_path: Path):
     tiny.save("qwen3.5", tmp_path)
     seen = glance(tmp_path)
     assert not seen.problem and seen.state_bytes > 0
-    text = memory_of_text(seen.kv_bytes, seen.context)
-    with_states = memory_of_text(seen.kv_bytes, seen.context, seen.state_bytes)
+    text = sequence_memory(seen.kv_bytes, seen.context)
+    with_states = sequence_memory(seen.kv_bytes, seen.context, seen.state_bytes)
     assert with_states == text + PLANNED_STATES * seen.state_bytes

@@ -15,7 +15,8 @@ from unspool.model.checkpoint import load_transformer, open_checkpoint
 from unspool.model.config import ModelConfig
 from unspool.model.gguf import BLOCK_TYPES
 from unspool.model.stored import FLOAT_TYPES, Stored
-from unspool.model.weights import Rule, read_weights, shapes
+from unspool.model.tensor_mapping import read_weights
+from unspool.model.weights import TensorRule, shapes
 
 ROWS, COLUMNS = 24, 512
 TYPES = [kind.name for kind in BLOCK_TYPES.values()]
@@ -93,12 +94,12 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def read(rule: Rule, theirs: Stored) -> dict[str, Stored]:
+def read(rule: TensorRule, theirs: Stored) -> dict[str, Stored]:
     """Weights of which some come by this rule, and the others under our own names."""
     patterns = {name.replace("layers.0", "layers.{i}"): name for name in shapes(CONFIG)}
-    rules = [rule, *(Rule(p, (p,)) for p in patterns if p not in rule.ours)]
+    rules = [rule, *(TensorRule(p, (p,)) for p in patterns if p not in rule.weights)]
     files = {name: stored("F32", shape) for name, shape in shapes(CONFIG).items()}
-    files[rule.theirs.replace("{i}", "0")] = theirs
+    files[rule.tensor.replace("{i}", "0")] = theirs
     return dict(read_weights(CONFIG, tuple(rules), files.get))
 
 
@@ -108,7 +109,7 @@ Q, K, V = (f"layers.{{i}}.attention.{name}.weight" for name in "qkv")
 @pytest.mark.parametrize("kind", TYPES)
 def test_the_rows_of_a_head_are_sorted_without_unpacking(kind: str):
     whole = stored(kind, (256, 256))
-    found = read(Rule("q.{i}", (Q,), "interleaved"), whole)["layers.0.attention.q.weight"]
+    found = read(TensorRule("q.{i}", (Q,), "interleaved"), whole)["layers.0.attention.q.weight"]
     assert found.type == kind
     # Neighbours 0,1 2,3 ... of each head become its first and its second half.
     heads = whole.float32().reshape(4, 32, 2, 256)
@@ -121,7 +122,7 @@ def test_the_rows_of_a_head_are_sorted_without_unpacking(kind: str):
 def test_queries_keys_and_values_are_split_without_unpacking(kind: str):
     for layout in ("plain", "per_head"):
         packed = stored(kind, (768, 256))
-        found = read(Rule("qkv.{i}", (Q, K, V), layout), packed)  # type: ignore[arg-type]
+        found = read(TensorRule("qkv.{i}", (Q, K, V), layout), packed)  # type: ignore[arg-type]
         whole = packed.float32()
         for number, name in enumerate("qkv"):
             piece = found[f"layers.0.attention.{name}.weight"]
@@ -135,7 +136,7 @@ def test_queries_keys_and_values_are_split_without_unpacking(kind: str):
 @pytest.mark.parametrize("layout", ["interleaved", "per_head"])
 def test_rows_that_are_no_heads_are_told(layout: str):
     with pytest.raises(ModelFileError, match=r"\(250, 256\).*need \(256, 256\)"):
-        read(Rule("q.{i}", (Q,), layout), stored("F32", (250, 256)))  # type: ignore[arg-type]
+        read(TensorRule("q.{i}", (Q,), layout), stored("F32", (250, 256)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])

@@ -12,6 +12,6 @@ from pathlib import Path
 
 
 def shipped_models() -> dict[str, Path]:
-    """The folder of each, by name."""
-    found = sorted(Path(__file__).parent.glob("*/config.json"))
-    return {config.parent.name: config.parent for config in found}
+    """The folder of each shipped model, by name."""
+    configs = sorted(Path(__file__).parent.glob("*/config.json"))
+    return {config.parent.name: config.parent for config in configs}
