@@ -221,9 +221,9 @@ def test_a_head_that_differs_from_the_embedding_is_used(tmp_path: Path, silent: 
     tiny.save("smollm3", tmp_path)
     change_tensors(tmp_path, lm_head__weight=torch.randn(259, 48))
     change_config(tmp_path, tie_word_embeddings="gone" if silent else True)
-    ours, theirs = logits_of_both(tmp_path)
+    model, reference = logits_of_both(tmp_path)
     assert not open_checkpoint(tmp_path).config.tied
-    assert (ours - theirs).abs().max() < 1e-4
+    assert (model - reference).abs().max() < 1e-4
 
 
 def test_a_head_that_is_the_embedding_stays_tied(tmp_path: Path):
@@ -232,8 +232,8 @@ def test_a_head_that_is_the_embedding_stays_tied(tmp_path: Path):
     change_tensors(tmp_path, lm_head__weight=table.clone())
     assert open_checkpoint(tmp_path).config.tied
     change_tensors(tmp_path, model__embed_tokens__weight=None)  # saved under one of its two names
-    ours, theirs = logits_of_both(tmp_path)
-    assert (ours - theirs).abs().max() < 1e-4
+    model, reference = logits_of_both(tmp_path)
+    assert (model - reference).abs().max() < 1e-4
 
 
 def test_a_checkpoint_without_a_head_gives_vectors_and_no_text(tmp_path: Path):

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from unspool.errors import ModelFileError, UnspoolError
-from unspool.model import today_gguf
 from unspool.model.config import LARGEST_SIZES, ModelConfig
 from unspool.model.config_hf import longrope_attention
 from unspool.model.families import FAMILIES, family_of_gguf
@@ -23,7 +22,13 @@ from unspool.model.gguf import GGUFFile
 from unspool.model.gguf_keys import ArchitectureMetadata
 from unspool.model.positions import Rotary
 from unspool.model.recurrent_config import recurrent_from_gguf
-from unspool.model.tensor_names import gguf as gguf_rules
+from unspool.model.tensor_names import gguf_rules
+from unspool.model.today_gguf import (
+    extra_settings_from_gguf,
+    layer_shapes,
+    resolve_gguf_family,
+    yarn_attention_factor,
+)
 from unspool.model.weights import TensorRule
 
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
@@ -60,7 +65,7 @@ def _settings(file: GGUFFile) -> dict[str, Any]:
     """All fields of ModelConfig."""
     keys = ArchitectureMetadata(file)
     experts = int(keys.number("expert_count", 0))
-    family = today_gguf.resolve_gguf_family(family_of_gguf(keys.architecture, experts), keys)
+    family = resolve_gguf_family(family_of_gguf(keys.architecture, experts), keys)
     layers, width = keys.number("block_count"), keys.number("embedding_length")
     layers -= keys.number("nextn_predict_layers", 0)  # multi-token prediction heads
     heads = keys.first("attention.head_count")
@@ -71,7 +76,7 @@ def _settings(file: GGUFFile) -> dict[str, Any]:
         raise ModelFileError(
             f"{file.path}: block_count must be at most {LARGEST_SIZES['layers']:,}, got {layers}"
         )
-    shapes = today_gguf.layer_shapes(keys, layers, width)
+    shapes = layer_shapes(keys, layers, width)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelFileError(
@@ -103,7 +108,7 @@ def _settings(file: GGUFFile) -> dict[str, Any]:
     values.update(recurrent_from_gguf(family, file, keys.number, layers))
     if values.get("positions", "rotary") == "rotary":
         values["rotary"] = _rotary(file, keys, head_width)
-    values.update(today_gguf.extra_settings_from_gguf(family, file, keys, values))
+    values.update(extra_settings_from_gguf(family, file, keys, values))
     if family.name == "gpt-neox":
         values["parallel"] = bool(keys.get("use_parallel_residual", True))
     if family.name in ("gemma2", "gemma3"):
@@ -204,9 +209,7 @@ def _rotary(file: GGUFFile, keys: ArchitectureMetadata, head_width: int) -> Rota
             long_factors=factors,
         )
     if kind == "yarn":
-        attention_factor = today_gguf.yarn_attention_factor(
-            factor, float(keys.number(_LOG_MULTIPLIER, 0.0))
-        )
+        attention_factor = yarn_attention_factor(factor, float(keys.number(_LOG_MULTIPLIER, 0.0)))
         return new_rotary(
             scaling="yarn",
             factor=factor,

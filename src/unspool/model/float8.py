@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool.errors import ModelFileError
+from unspool.model.block_types import Floats
 
 FLOAT8 = "F8_E4M3"
 SCALES = ("_scale", "_scale_inv")  # suffixes of the weight's name
 _BLOCK = (128, 128)
-
-Floats = npt.NDArray[np.float32]
 
 
 def is_float8(quantization: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from unspool.model.family import llama_like
 from unspool.model.tensor_names import ATTENTION, ENDS, IN_LAYER, NORMS_BEFORE, layer, rules
 from unspool.model.weights import TensorRule
 
-_EXPERTS = IN_LAYER + "mlp.experts."
+_EXPERT_TENSORS = IN_LAYER + "mlp.experts."
 _SIDES = ("layers.{i}.feed.gate", "layers.{i}.feed.up")
 _WEIGHTS = tuple(f"{side}.weight" for side in _SIDES)
 _BIASES = tuple(f"{side}.bias" for side in _SIDES)
@@ -68,12 +68,14 @@ GPT_OSS = llama_like(
         (TensorRule(IN_LAYER + "self_attn.sinks", ("layers.{i}.attention.sinks",)),),
         layer(IN_LAYER + "mlp.router", "feed.router"),
         (
-            TensorRule(_EXPERTS + "gate_up_proj", _WEIGHTS, "pairs_transposed"),
-            TensorRule(_EXPERTS + "gate_up_proj_blocks", _WEIGHTS, "pairs"),
-            TensorRule(_EXPERTS + "gate_up_proj_bias", _BIASES, "pairs"),
-            TensorRule(_EXPERTS + "down_proj", ("layers.{i}.feed.down.weight",), "transposed"),
-            TensorRule(_EXPERTS + "down_proj_blocks", ("layers.{i}.feed.down.weight",)),
-            TensorRule(_EXPERTS + "down_proj_bias", ("layers.{i}.feed.down.bias",)),
+            TensorRule(_EXPERT_TENSORS + "gate_up_proj", _WEIGHTS, "pairs_transposed"),
+            TensorRule(_EXPERT_TENSORS + "gate_up_proj_blocks", _WEIGHTS, "pairs"),
+            TensorRule(_EXPERT_TENSORS + "gate_up_proj_bias", _BIASES, "pairs"),
+            TensorRule(
+                _EXPERT_TENSORS + "down_proj", ("layers.{i}.feed.down.weight",), "transposed"
+            ),
+            TensorRule(_EXPERT_TENSORS + "down_proj_blocks", ("layers.{i}.feed.down.weight",)),
+            TensorRule(_EXPERT_TENSORS + "down_proj_bias", ("layers.{i}.feed.down.bias",)),
         ),
     ),
 )

@@ -11,8 +11,8 @@ from unspool.model.config import ModelConfig
 from unspool.model.family import Family, check_length
 from unspool.model.gguf import GGUFFile
 from unspool.model.recurrence import Recurrence
+from unspool.model.today_config import Raw
 
-Raw = Mapping[str, Any]
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
 # Older spellings.
 _KINDS = {"linear_attention": "mamba", "full_attention": "attention"}

@@ -1,4 +1,4 @@
-"""Families with Mamba-2 layers, as tables like those in `families.py`."""
+"""Families with Mamba-2 layers, as tables."""
 
 from __future__ import annotations
 

@@ -18,11 +18,10 @@ import numpy.typing as npt
 
 from unspool.errors import ModelFileError
 from unspool.model.block_types import GROUP
-from unspool.model.converted import ConvertedTensor, build_groups, build_mxfp4, build_nvfp4
+from unspool.model.converted import Array, ConvertedTensor, build_groups, build_mxfp4, build_nvfp4
 from unspool.model.float8 import is_float8
 from unspool.model.stored import Stored
 
-Array = npt.NDArray[Any]
 Raw = Mapping[str, Any]
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output index of each nibble of a word

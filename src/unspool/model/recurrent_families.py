@@ -1,4 +1,4 @@
-"""Families with recurrent layers, as tables like those in `families.py`."""
+"""Families with recurrent layers, as tables."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]
 LLAMA = rules(ENDS, ATTENTION, NORMS_BEFORE, FEED)
 
 
-def gguf(*, interleaved: bool, plus_one: bool, gated: bool = False) -> tuple[TensorRule, ...]:
+def gguf_rules(*, interleaved: bool, plus_one: bool, gated: bool = False) -> tuple[TensorRule, ...]:
     """llama.cpp's tensor names, the same for every family.
 
     Args:

@@ -69,7 +69,7 @@ class DeltaNet(MatrixMixer):
         state = self.fresh(len(parts[0]), parts[0].device)
         query, key, value, _ = self._ready(parts, state, documents)
         beta, g = parts[2].float().sigmoid(), self._log_decay(parts[3])
-        return self._chunks((query, key, value, beta, g), documents, _chunk)
+        return self._chunks((query, key, value, beta, g), documents, _delta_chunk)
 
     def _split(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape = self.recurrence
@@ -87,7 +87,7 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _KEY_EPS)
 
 
-def _chunk(
+def _delta_chunk(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -64,7 +64,7 @@ class Mamba2(MatrixMixer):
         query, key, value, _ = self._ready(parts, state, documents)
         step = self._step(parts[2])
         tokens = (query, key, step[..., None] * value, self._rate() * step)
-        return self._chunks(tokens, documents, _chunk) + self.d.float()[:, None] * value
+        return self._chunks(tokens, documents, _mamba_chunk) + self.d.float()[:, None] * value
 
     def _split(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape = self.recurrence
@@ -75,7 +75,7 @@ class Mamba2(MatrixMixer):
         return elementwise_exact(functional.softplus, dt.float() + self.dt_bias.float())
 
 
-def _chunk(
+def _mamba_chunk(
     query: Tensor,
     key: Tensor,
     value: Tensor,
