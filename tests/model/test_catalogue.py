@@ -82,7 +82,7 @@ def test_names_are_understood(name: str, expected: list[str], kind: str | None) 
 
 
 def test_what_is_not_clear_is_told() -> None:
-    with pytest.raises(UnspoolError, match=r"llama3\.2-1b, llama3\.2-3b: write more"):
+    with pytest.raises(UnspoolError, match=r"ambiguous: give one of llama3\.2-1b, llama3\.2-3b"):
         hub.find_model("llama3.2", offline=True)
     with pytest.raises(UnspoolError, match=r"did you mean qwen3-0\.6b"):
         hub.find_model("qwen3-0.6bb", offline=True)

@@ -191,7 +191,7 @@ def test_choosing_files() -> None:
         ("o/n/x.gguf", ggufs, r"no file x\.gguf; it has"),
         ("o/n", ["pytorch_model.bin", "config.json"], "pickle.*run any code"),
         ("o/n/pytorch_model.bin", ["pytorch_model.bin"], "pickle"),
-        ("o/n", ["README.md"], "no weights"),
+        ("o/n", ["README.md"], "no safetensors or GGUF"),
     ]:
         with pytest.raises(ModelFileError, match=words):
             choose(name, *files)

@@ -242,7 +242,7 @@ def test_loss_is_said_where_there_is_one(pair: tuple[str, Path, Path]):
     checkpoint = open_checkpoint(packed)
     assert checkpoint.losses == ""
     list(checkpoint.weights())
-    assert ("16-bit floats" in checkpoint.losses) == (name == "gptq-act-order")
+    assert ("dequantized to float16" in checkpoint.losses) == (name == "gptq-act-order")
 
 
 def test_plain_torch_says_a_loss_too(tmp_path: Path):
@@ -258,7 +258,9 @@ def test_the_native_layout_holds_the_same(pair: tuple[str, Path, Path]):
     for weight, stored in matrices(packed).items():
         np.testing.assert_array_equal(model.packed[weight].float32(), stored.float32())
     settings = model.quantization_error
-    assert (settings is not None and "16-bit floats" in settings) == (name == "gptq-act-order")
+    assert (settings is not None and "dequantized to float16" in settings) == (
+        name == "gptq-act-order"
+    )
 
 
 @pytest.mark.parametrize(("name", "stays_packed"), [("mlx", True), ("awq", False)])

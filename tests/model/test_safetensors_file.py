@@ -72,7 +72,7 @@ def test_the_smallest_file(tmp_path: Path):
         (b"\xff\xfe", None, "not JSON"),
         (b"[" * 100_000, None, "not JSON"),
         (b'{"x": ' + b"9" * 5000 + b"}", None, "not JSON"),
-        ([1], None, "no table"),
+        ([1], None, "not a JSON object"),
         ({"x": 7}, None, "'x' has no description"),
         (entry(dtype="Q4"), None, "unknown type 'Q4'"),
         (entry(dtype=["F32"]), None, "unknown type"),

@@ -212,7 +212,7 @@ def test_lm_studio(machine: Path) -> None:
 def test_a_name_in_two_stores(machine: Path) -> None:
     tiny = write_tiny(machine / ".cache" / "llama.cpp" / "same.gguf")
     write_tiny(machine / ".lmstudio" / "models" / "o" / "r" / "same.gguf")
-    with pytest.raises(UnspoolError, match=r"write llama\.cpp/same or lmstudio/same"):
+    with pytest.raises(UnspoolError, match=r"give llama\.cpp/same or lmstudio/same"):
         hub.find_model("same")
     assert hub.find_model("llama.cpp/same") == tiny
 
@@ -233,7 +233,7 @@ def test_the_hubs_cache_and_removing(machine: Path) -> None:
     assert removal("hf.co/org/name").run() > 70_000
     assert not repo.exists() and names() == {}
     tiny = write_tiny(machine / ".cache" / "llama.cpp" / "t.gguf")
-    with pytest.raises(UnspoolError, match=r"belongs to llama\.cpp.*deleting the file"):
+    with pytest.raises(UnspoolError, match=r"store of llama\.cpp.*deleting the file"):
         removal("t")
     with pytest.raises(UnspoolError, match=r"there is llama\.cpp/t"):
         removal("org/name")

@@ -114,7 +114,7 @@ def base_of(folder: Path) -> str:
     """The base model of an adapter, as named in its file; "": none is named."""
     folder = _adapter_folder(folder)
     if not is_adapter(folder):
-        raise ModelFileError(f"{folder}: has no {CONFIG}, so it is no adapter")
+        raise ModelFileError(f"{folder}: has no {CONFIG}, so it is not an adapter")
     return _base_name(folder, read_json(folder / CONFIG))
 
 
@@ -138,7 +138,7 @@ def read_adapter(folder: Path, config: ModelConfig) -> Adapter:
     """Read the adapter of a folder or a training run, for a model with this config."""
     folder = _adapter_folder(folder)
     if not is_adapter(folder):
-        raise ModelFileError(f"{folder}: has no {CONFIG}, so it is no adapter")
+        raise ModelFileError(f"{folder}: has no {CONFIG}, so it is not an adapter")
     if not (folder / WEIGHTS).is_file():
         raise ModelFileError(
             f"{folder}: has no {WEIGHTS}; pickle files (.bin) are refused, because loading one "

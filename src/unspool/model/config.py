@@ -158,11 +158,11 @@ class ModelConfig:
         self._need(0 < self.norm_eps < 1, "norm_eps", "between 0 and 1")
         if self.activation == "swiglu_clamped":
             is_limited = self.gated and 0 < self.activation_limit < math.inf
-            self._need(is_limited, "activation_limit", "more than 0, and the model gated")
+            self._need(is_limited, "activation_limit", "more than 0 in a gated model")
         for name in _FINITE:
             self._need(0 <= getattr(self, name) < math.inf, name, "a finite number of at least 0")
         at_most_one = self.norm_sums + self.norm_after + self.parallel <= 1
-        self._need(at_most_one, "norm_sums", "False where norm_after or parallel is True")
+        self._need(at_most_one, "norm_sums", "False if norm_after or parallel is True")
         self._need(len(self.windows) in (0, self.layers), "windows", "one for each layer")
         self._need(all(w >= 0 for w in self.windows), "windows", "numbers of at least 0")
         self._need(
@@ -185,14 +185,14 @@ class ModelConfig:
         is_causal_or_stateless = self.sight == "causal" or not self.state_bytes
         self._need(is_causal_or_stateless, "sight", "causal for a model with recurrent layers")
         if self.positions == "rotary":
-            self._need(self.rotary is not None, "rotary", "given for rotary positions")
+            self._need(self.rotary is not None, "rotary", "set for rotary positions")
         for rotary in (self.rotary, self.local_rotary):
             if rotary is not None:
                 self._check_rotary(rotary)
         for layer in range(self.layers if self.shapes else 0):
             rotary_of_layer = self.layer_rotary(layer)
             fits = rotary_of_layer is None or rotary_of_layer.width <= self.shape(layer).head_width
-            self._need(fits, "shapes", "heads as wide as what is turned of them")
+            self._need(fits, "shapes", "heads at least as wide as their rotary width")
         if self.experts:
             limit = min(self.experts, 1024)
             self._need(_is_size(self.experts, 4096), "experts", "0 to 4,096")
@@ -212,12 +212,12 @@ class ModelConfig:
             fit = all(_is_size(size, getattr(self, name)) for size in sizes)
             self._need(fit, "shapes", f"sizes from 1 to {name}, which is {getattr(self, name)}")
         divides = all(shape.heads % shape.kv_heads == 0 for shape in self.shapes)
-        self._need(divides, "shapes", "heads that key heads divide")
+        self._need(divides, "shapes", "heads that are multiples of kv_heads")
         same_shape = len({shape.head_width for shape in self.shapes}) <= 1
         self._need(
             same_shape or self.attention_scale > 0,
             "attention_scale",
-            "given, as head widths differ",
+            "set if head widths differ",
         )
         is_valid = isinstance(self.kv_shared, int) and 0 <= self.kv_shared < self.layers
         self._need(is_valid, "kv_shared", f"0 to {self.layers - 1}")
@@ -226,25 +226,21 @@ class ModelConfig:
         has_source = all(
             (self.window(layer) > 0) in window_kinds for layer in range(num_own, self.layers)
         )
-        self._need(
-            has_source, "kv_shared", "fewer, so that a layer of each kind is left to read from"
-        )
+        self._need(has_source, "kv_shared", "smaller: one layer of each kind must have its own")
         same_shape = all(
             self.kv_shape(layer) == self.kv_shape(self.kv_source(layer))
             for layer in range(num_own, self.layers)
         )
-        self._need(same_shape, "kv_shared", "0, as layers that share have other keys")
+        self._need(same_shape, "kv_shared", "0: the sharing layers have other KV shapes")
 
     def _check_sight(self) -> None:
         self._need(self.sight in SIGHTS, "sight", ", ".join(SIGHTS))
         is_valid_block = _is_size(self.block, self.context) or (
             self.block == 0 and self.sight != "block"
         )
-        self._need(
-            is_valid_block, "block", f"1 to {self.context:,} for a model that looks block by block"
-        )
+        self._need(is_valid_block, "block", f"1 to {self.context:,} for a block attention mask")
         is_token = self.mask_id in (None, 0) or _is_size(self.mask_id, self.vocab_size - 1)
-        self._need(is_token, "mask_id", f"a token of the {self.vocab_size:,} there are")
+        self._need(is_token, "mask_id", f"a token id below {self.vocab_size:,}")
 
     def _check_rotary(self, rotary: Rotary) -> None:
         is_even_width = _is_size(rotary.width, self.head_width) and rotary.width % 2 == 0
@@ -260,7 +256,7 @@ class ModelConfig:
             self._need(positive, "rotary factors", "more than 0")
         if rotary.scaling in ("dynamic", "yarn", "llama3"):
             is_known = rotary.original_context > 0
-            self._need(is_known, "rotary.original_context", f"given for {rotary.scaling} scaling")
+            self._need(is_known, "rotary.original_context", f"set for {rotary.scaling} scaling")
 
     def _need(self, condition: bool, name: str, allowed: str) -> None:
         if not condition:
@@ -272,15 +268,13 @@ class ModelConfig:
         """Raise if the model is not causal and cannot be decoded token by token."""
         if self.sight == "causal":
             return
-        range_text = (
-            "over the whole text" if self.sight == "whole" else f"over {self.block} at a time"
-        )
-        advice = "lm.diffuse(prompt) writes with it, and lm.fill(before, gap, after) fills gaps"
+        blocks = "" if self.sight == "whole" else f" in blocks of {self.block} tokens"
+        advice = "use lm.diffuse(prompt), or lm.fill(before, gap, after) for gaps"
         if self.mask_id is None:
-            advice = "it has no mask token either, so it cannot write; its logits can be computed"
+            advice = "it has no mask token either, so it can only compute logits"
         raise UnspoolError(
-            f"this {self.family} model does not go from left to right, because its tokens look "
-            f"both ways, {range_text}: {advice}"
+            f"this {self.family} model cannot generate from left to right, because its attention "
+            f"is bidirectional{blocks}: {advice}"
         )
 
     def check_head(self) -> None:

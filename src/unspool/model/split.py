@@ -6,7 +6,7 @@ feed-forward are summed over the ranks. Norms, routers and other small weights a
 fewer KV heads than ranks, adjacent ranks share a KV head.
 
     share = Share(rank=1, ranks=4)
-    check_split(config, 4)                              # or an error that says which numbers fit
+    check_split(config, 4)                              # raises, and suggests other numbers
     part_config(config, share)                          # what this rank's transformer is
     cut_of(config, "layers.0.attention.q.weight", share)    # rows 16 to 31 of 64
     share.part_of(config, name, stored)                 # the numbers, nothing else read
