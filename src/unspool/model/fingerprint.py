@@ -20,7 +20,7 @@ from unspool.model.stored import Stored
 _SAMPLED = 64  # numbers of each weight
 
 Numbers = npt.NDArray[np.float32]
-Places = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -37,7 +37,7 @@ def hashed(weights: Iterable[tuple[str, tuple[int, ...], npt.NDArray[Any]]]) -> 
     return digest.hexdigest()
 
 
-def places(shape: tuple[int, ...]) -> Places:
+def places(shape: tuple[int, ...]) -> Indices:
     """Flat indices of the sampled numbers of a tensor."""
     return np.linspace(0, math.prod(shape) - 1, _SAMPLED).astype(np.int64)
 
@@ -58,6 +58,6 @@ def _numbers(stored: Stored) -> Numbers:
     return values
 
 
-def _picked(matrix: Stored, rows: Places, columns: Places) -> Numbers:
+def _picked(matrix: Stored, rows: Indices, columns: Indices) -> Numbers:
     unique_rows, row_index = np.unique(rows, return_inverse=True)
     return matrix.part(0, unique_rows).float32()[row_index, columns]
