@@ -120,7 +120,7 @@ def test_broken_json(folder: Path):
     (folder / "config.json").write_text("{" * 100_000)
     refused(folder, "not valid JSON")
     (folder / "config.json").write_text("[1, 2]")
-    refused(folder, "holds a list")
+    refused(folder, "must hold a JSON object, got list")
 
 
 def test_truncated_weights(folder: Path):

@@ -64,7 +64,7 @@ def test_layers_without_keys_read_those_of_the_last_of_their_kind() -> None:
         ({"shapes": (shape(), shape(heads=8))}, "sizes from 1 to heads, which is 4"),
         ({"shapes": (shape(), shape(kv_heads=0))}, "sizes from 1 to kv_heads"),
         ({"shapes": (shape(), shape(heads=3))}, "heads that are multiples of kv_heads"),
-        ({"shapes": (shape(), shape(head_width=8))}, "attention_scale is 0.0"),
+        ({"shapes": (shape(), shape(head_width=8))}, "attention_scale must be set"),
         (
             {"shapes": (shape(), shape(head_width=8)), "attention_scale": 1.0},
             "as wide as their rotary width",
