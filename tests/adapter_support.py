@@ -56,8 +56,8 @@ def all_logits(lm: Any) -> Any:
     """Of prompts and of next tokens, beside each other and alone, with and without adapters."""
     names = [None, "all", "few", "all", "wide"]
     branches = [lm.engine.open(PROMPT, name) for name in names]
-    found = lm.engine.extend_all([(branch, []) for branch in branches], wanted=3)
-    found += lm.engine.extend_all([(branch, [7]) for branch in branches])
-    found += lm.engine.extend_all([(branch, [8, 9]) for branch in branches[:3]], wanted=2)
-    found += [lm.engine.extend(branch, [5]) for branch in branches[:2]]
-    return np.concatenate([np.asarray(part) for part in found])
+    result = lm.engine.extend_all([(branch, []) for branch in branches], wanted=3)
+    result += lm.engine.extend_all([(branch, [7]) for branch in branches])
+    result += lm.engine.extend_all([(branch, [8, 9]) for branch in branches[:3]], wanted=2)
+    result += [lm.engine.extend(branch, [5]) for branch in branches[:2]]
+    return np.concatenate([np.asarray(part) for part in result])

@@ -1,6 +1,6 @@
-"""Asks llama.cpp itself about a GGUF file: log-probabilities, token ids, a conversation as text.
+"""Ask llama.cpp about a GGUF file: log-probabilities, token ids, a conversation as text.
 
-Run in a process of its own, as llama.cpp ends its process when it finds a file unusable:
+Run in a separate process, because llama.cpp exits if it cannot use a file:
 python ask_llama_cpp.py MODEL < {"prompts": [[ids]], "texts": [...], "messages": [...]}
 """
 
@@ -22,8 +22,8 @@ def ask(model: Path, **questions: Any) -> dict[str, Any]:
         input=json.dumps(questions), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def main() -> None:
@@ -39,21 +39,25 @@ def main() -> None:
     settings.flash_attn_type = llama.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server = llama.Server(settings)
     questions = json.load(sys.stdin)
-    found: dict[str, Any] = {"logprobs": []}
+    result: dict[str, Any] = {"logprobs": []}
     for prompt in questions.get("prompts", []):
-        asked = {"prompt": prompt, "n_predict": 1, "n_probs": 1_000_000, "cache_prompt": False}
+        request = {"prompt": prompt, "n_predict": 1, "n_probs": 1_000_000, "cache_prompt": False}
         # It tells of tokens that it shows, so it has to pick a letter, which changes no figure.
-        answer = server.handle_completions({**asked, "logit_bias": [["A", 1000]]})
+        answer = server.handle_completions({**request, "logit_bias": [["A", 1000]]})
         best = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-        found["logprobs"].append([one["logprob"] for one in sorted(best, key=lambda x: x["id"])])
+        result["logprobs"].append(
+            [single["logprob"] for single in sorted(best, key=lambda x: x["id"])]
+        )
     if questions.get("texts"):
-        found["ids"] = [
+        result["ids"] = [
             _post(server, "tokenize", content=text, parse_special=False)["tokens"]
             for text in questions["texts"]
         ]
     if questions.get("messages"):
-        found["written"] = _post(server, "apply-template", messages=questions["messages"])["prompt"]
-    print(json.dumps(found), flush=True)
+        result["written"] = _post(server, "apply-template", messages=questions["messages"])[
+            "prompt"
+        ]
+    print(json.dumps(result), flush=True)
     os._exit(0)  # closing the server takes seconds
 
 

@@ -1,9 +1,9 @@
 """Turn transformers checkpoints into GGUF files with llama.cpp's own converter, as an oracle.
 
-Run by the tests in a process of its own:
-python convert_to_gguf.py LLAMA_CPP plain|vocabulary SOURCE TARGET ...
-The tiny checkpoints have no vocabulary, so that step of the converter is left out, or, for files
-that llama.cpp is to open, writes one that says nothing.
+Run by the tests in a separate process, because llama.cpp has another version of the `gguf` package:
+python convert_to_gguf.py LLAMA_CPP [plain|vocabulary SOURCE TARGET] ...
+The tiny checkpoints have no vocabulary, so that step of the converter is skipped, or, for files
+that llama.cpp opens, writes a dummy vocabulary.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def set_vocab(model: Any) -> None:
 
 
 def main() -> None:
-    source, wanted, *pairs = sys.argv[1:]
+    source, *jobs = sys.argv[1:]
     sys.path[:0] = [source, f"{source}/gguf-py"]
     import gguf
     import torch
@@ -39,15 +39,16 @@ def main() -> None:
 
     logging.disable(logging.WARNING)
     load_hparams = ModelBase.load_hparams
-    for folder, target in zip(map(Path, pairs[::2]), map(Path, pairs[1::2]), strict=True):
+    for vocabulary_kind, source_name, target_name in zip(*[iter(jobs)] * 3, strict=True):
+        folder, target = Path(source_name), Path(target_name)
         hparams = load_hparams(folder, False)
         # Keys that older configs had and the converter still asks for.
         hparams.setdefault("n_ctx", hparams.get("n_positions"))
         rope = hparams.get("rope_parameters") or {}
         hparams.setdefault("rotary_pct", rope.get("partial_rotary_factor"))
-        for told in hparams.get("per_layer_config", {}).values():  # Gemma 4
-            hparams["global_head_dim"] = told["head_dim"]
-            hparams["num_global_key_value_heads"] = told.get("num_key_value_heads")
+        for layer_config in hparams.get("per_layer_config", {}).values():  # Gemma 4
+            hparams["global_head_dim"] = layer_config["head_dim"]
+            hparams["num_global_key_value_heads"] = layer_config.get("num_key_value_heads")
         if "layers_block_type" in hparams:  # Nemotron: one letter a layer
             kinds, groups = hparams.pop("layers_block_type"), hparams["n_groups"]
             hparams["hybrid_override_pattern"] = "".join(_LETTERS[kind] for kind in kinds)
@@ -63,14 +64,16 @@ def main() -> None:
             hparams["layer_types"] = [words[kind] for kind in hparams["layer_types"]]
             if not hparams["num_local_experts"]:
                 hparams["num_experts_per_tok"] = 0
-        ModelBase.load_hparams = staticmethod(lambda *_, told=hparams, **__: told)
+        ModelBase.load_hparams = staticmethod(lambda *_, settings=hparams, **__: settings)
         size = {**hparams.get("text_config", {}), **hparams}["vocab_size"]
         vocabulary = {"model": {"vocab": {str(i): i for i in range(size)}}, "added_tokens": []}
         (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
         model = get_model_class(get_model_architecture(hparams, ModelType.TEXT))
         inner = [part for part in vars(model).values() if isinstance(part, type)]
-        for each in (model, *inner):
-            each.set_vocab = set_vocab if wanted == "vocabulary" else lambda self: None
+        for converter in (model, *inner):
+            converter.set_vocab = (
+                set_vocab if vocabulary_kind == "vocabulary" else lambda self: None
+            )
         with torch.inference_mode():
             model(folder, gguf.LlamaFileType.ALL_F32, target, hparams=hparams).write()
 

@@ -10,7 +10,7 @@ from paged_texts import Library, look
 from unspool.backends.base import Backend
 from unspool.backends.step import Inside, Look
 
-# What no family has, and every backend must be able to run.
+# Configurations that no family has, and every backend must support.
 ODD_SHAPES: dict[str, dict[str, Any]] = {
     "a window of one": {"windows": (1, 15), "vocab_size": 255},
     "capped": {"attention_softcap": 2.0, "logit_softcap": 3.0, "embedding_scale": 5.0},
@@ -26,13 +26,13 @@ Seen = tuple[list[Any], Inside | None]
 
 
 def difference(a: Any, b: Any) -> float:
-    """The largest of all entries."""
+    """The largest absolute difference."""
     assert np.shape(a) == np.shape(b)
     return float(np.abs(np.asarray(a) - np.asarray(b)).max())
 
 
 def looked_at(backend: Backend, lengths: tuple[int, ...], vocabulary: int, pages: int) -> Seen:
-    """Prompts of these lengths, read at once, and all that can be looked at in them."""
+    """Prefill prompts of these lengths in one step, and observe their activations."""
     every = np.arange(sum(lengths))
     taps = Look(residuals=every[::3], attention=every[5:], parts=every[::-7].copy())
     library = Library(pages, vocabulary)
@@ -40,15 +40,15 @@ def looked_at(backend: Backend, lengths: tuple[int, ...], vocabulary: int, pages
 
 
 def check_seen(
-    ours: Seen, theirs: Seen, close: float, close_inside: float, sinks: bool = False
+    model: Seen, reference: Seen, close: float, close_inside: float, sinks: bool = False
 ) -> None:
     """The same logits and attention within `close`, the same vectors within `close_inside`.
 
     `sinks`: attention does not sum to one, because a part of it goes nowhere.
     """
-    (our_logits, our_inside), (their_logits, their_inside) = ours, theirs
+    (our_logits, our_inside), (their_logits, their_inside) = model, reference
     assert their_inside is not None and our_inside is not None
-    assert np.concatenate(their_logits).std() > 0.2, "a model that says nothing proves nothing"
+    assert np.concatenate(their_logits).std() > 0.2, "logits of a constant model prove nothing"
     assert difference(np.concatenate(our_logits), np.concatenate(their_logits)) < close
     assert difference(our_inside.residuals, their_inside.residuals) < close_inside
     assert difference(our_inside.parts, their_inside.parts) < close_inside

@@ -1,4 +1,4 @@
-"""A small model with a vocabulary of its own, as a folder that training would leave behind."""
+"""A small model with its own tokenizer, as a folder like those that training writes."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_sizes(words: str, size: int):
 
 @pytest.mark.parametrize("words", ["much", "0GB", "-3GB", "", "3XB"])
 def test_what_is_no_size(words: str):
-    with pytest.raises(SettingsError, match="is no size"):
+    with pytest.raises(SettingsError, match="size must be"):
         size_in(words)
 
 
@@ -118,7 +118,7 @@ def test_what_makes_no_sense(settings: str, capsys: pytest.CaptureFixture[str]):
     for given, words in (
         (["--gpus", "0"], "--gpus is 0"),
         (["--gpus", "5000", "--memory", "1GB"], "up to 1,024"),
-        (["--gpus", "2", "--memory", "lots"], "is no size"),
+        (["--gpus", "2", "--memory", "lots"], "size must be"),
         (["--context", "0"], "--context is 0"),
     ):
         assert _exit_code(["models", "plan", settings, *given]) == 2

@@ -37,8 +37,8 @@ def named(name: str, **changes: Any) -> Callable[[], Any]:
     return build
 
 
-def _rope(kind: str, **more: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+def _rope(kind: str, **extra: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **extra}}
 
 
 _GPT_OSS: dict[str, Any] = {
@@ -116,7 +116,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 
 def _vision(name: str, text: dict[str, Any], **changes: Any) -> Callable[[], Any]:
-    """A model that also sees pictures, which nobody shows it here."""
+    """A multimodal model; only its language model is used."""
 
     def build() -> Any:
         import transformers

@@ -49,10 +49,10 @@ def write_tiny(
     for name, value in sizes.items():
         writer.add_uint32(f"{architecture}.{name}", value)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
-    shown = byte_characters()
+    listing = byte_characters()
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*(shown[n] for n in range(256)), "he", "<|end|>"])
+    writer.add_token_list([*(listing[n] for n in range(256)), "he", "<|end|>"])
     writer.add_token_types([1] * 257 + [3])
     writer.add_token_merges(["h e"])
     writer.add_eos_token_id(257)

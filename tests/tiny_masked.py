@@ -39,7 +39,7 @@ class Masked:
 
 def _llada(name: str) -> str:
     """LLaDA's names for a Llama's tensors."""
-    for theirs, own in {
+    for reference, own_path in {
         "model.embed_tokens": "wte",
         "model.norm": "ln_f",
         "lm_head": "ff_out",
@@ -52,7 +52,7 @@ def _llada(name: str) -> str:
         "mlp.up_proj": "up_proj",
         "mlp.down_proj": "ff_out",
     }.items():
-        name = name.replace(theirs, own)
+        name = name.replace(reference, own_path)
     return f"model.transformer.{name}"
 
 
@@ -200,7 +200,7 @@ def save(name: str, folder: Path) -> Logits:
 
 
 def ends(expected: dict[str, Any], length: int) -> Any:
-    """How far each of so many tokens sees."""
+    """End of the visible range of each of `length` tokens."""
     if expected["sight"] == "whole":
         return np.full(length, length)
     return np.minimum((np.arange(length) // expected["block"] + 1) * expected["block"], length)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def _shape(
-    family: str, layers: int, width: int, heads: str, inner: int, vocabulary: int, **more: Any
+    family: str, layers: int, width: int, heads: str, inner: int, vocabulary: int, **extra: Any
 ) -> dict[str, Any]:
     """`heads` is "query heads/key heads/width of a head"."""
     query, keys, head = map(int, heads.split("/"))
@@ -23,7 +23,7 @@ def _shape(
         "intermediate_size": inner,
         "vocab_size": vocabulary,
         "tie_word_embeddings": True,
-        **more,
+        **extra,
     }
 
 
@@ -40,26 +40,26 @@ _EXPERTS = {
 
 
 def _gemma4(
-    layers: int, width: int, heads: str, inner: int, every: int, keys: int = 0, **more: Any
+    layers: int, width: int, heads: str, inner: int, every: int, keys: int = 0, **extra: Any
 ) -> dict[str, Any]:
-    """Every so manieth layer sees the whole text; with so many `keys` these are its values too."""
+    """Every `every`-th layer has no window; with `keys` KV heads, its keys are its values."""
     far, near = "full_attention", "sliding_attention"
     kinds = [near if (number + 1) % every else far for number in range(layers)]
     if keys:
-        more |= {"attention_k_eq_v": True, "num_global_key_value_heads": keys}
-        more |= {"hidden_size_per_layer_input": 0}
-    return _shape("gemma4", layers, width, heads, inner, 262144, layer_types=kinds, **more)
+        extra |= {"attention_k_eq_v": True, "num_global_key_value_heads": keys}
+        extra |= {"hidden_size_per_layer_input": 0}
+    return _shape("gemma4", layers, width, heads, inner, 262144, layer_types=kinds, **extra)
 
 
 def _qwen35(
-    layers: int, width: int, heads: str, inner: int, values: int, **more: Any
+    layers: int, width: int, heads: str, inner: int, values: int, **extra: Any
 ) -> dict[str, Any]:
-    """Every fourth layer attends; the others have 16 key heads and so many value heads."""
+    """Every fourth layer has attention; the others have 16 key heads and `values` value heads."""
     linear = {
         "linear_num_key_heads": 16, "linear_num_value_heads": values, "linear_key_head_dim": 128,
         "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
     }  # fmt: skip
-    return _shape("qwen3_5_text", layers, width, heads, inner, 248320, **{**linear, **more})
+    return _shape("qwen3_5_text", layers, width, heads, inner, 248320, **{**linear, **extra})
 
 
 def _lfm2(
@@ -73,21 +73,23 @@ def _lfm2(
     )  # fmt: skip
 
 
-def _granite_hybrid(width: int, heads: str, inner: int, **more: Any) -> dict[str, Any]:
+def _granite_hybrid(width: int, heads: str, inner: int, **extra: Any) -> dict[str, Any]:
     """Every tenth layer attends, from the sixth on; the others have Mamba-2, twice as wide."""
     kinds = ["attention" if n % 10 == 5 else "mamba" for n in range(40)]
     mamba = {"mamba_n_heads": width // 32, "mamba_d_head": 64, "mamba_d_state": 128}
-    known = {"layer_types": kinds, "num_local_experts": 0, **mamba, **more}
-    return _shape("granitemoehybrid", 40, width, heads, inner, 100352, **known)
+    settings = {"layer_types": kinds, "num_local_experts": 0, **mamba, **extra}
+    return _shape("granitemoehybrid", 40, width, heads, inner, 100352, **settings)
 
 
 def _nemotron(
-    width: int, heads: str, inner: int, mamba: str, layers: str, **more: Any
+    width: int, heads: str, inner: int, mamba: str, layers: str, **extra: Any
 ) -> dict[str, Any]:
     """`mamba` is "heads/width of a head"; each letter is a layer."""
     count, wide = map(int, mamba.split("/"))
-    told = {"mamba_num_heads": count, "mamba_head_dim": wide, "hybrid_override_pattern": layers}
-    return _shape("nemotron_h", len(layers), width, heads, inner, 131072, **_UNTIED, **told, **more)
+    settings = {"mamba_num_heads": count, "mamba_head_dim": wide, "hybrid_override_pattern": layers}
+    return _shape(
+        "nemotron_h", len(layers), width, heads, inner, 131072, **_UNTIED, **settings, **extra
+    )
 
 
 SHAPES: dict[str, dict[str, Any]] = {

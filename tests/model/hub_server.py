@@ -27,8 +27,8 @@ class Files(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        data, asked = self.server.data, self.headers.get("Range")
-        self.server.asked.append(asked)
+        data, range_header = self.server.data, self.headers.get("Range")
+        self.server.ranges.append(range_header)
         fault = self.server.faults.pop(0) if self.server.faults else ""
         if fault == "busy":
             self.send_error(503)
@@ -37,8 +37,8 @@ class Files(BaseHTTPRequestHandler):
             self.send_error(404)
             return
         start = 0
-        if asked and fault != "no range":
-            start = int(re.fullmatch(r"bytes=(\d+)-", asked)[1])  # type: ignore[index]
+        if range_header and fault != "no range":
+            start = int(re.fullmatch(r"bytes=(\d+)-", range_header)[1])  # type: ignore[index]
             if start >= len(data):
                 self.send_error(416)
                 return
@@ -62,7 +62,7 @@ class Files(BaseHTTPRequestHandler):
 @contextmanager
 def serving(data: bytes, *faults: str) -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Files)
-    server.data, server.faults, server.asked = data, list(faults), []
+    server.data, server.faults, server.ranges = data, list(faults), []
     server.url = f"http://127.0.0.1:{server.server_port}/file.whl"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -99,11 +99,11 @@ class Hub(BaseHTTPRequestHandler):
         file = re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         if not api and not file:
             return self.say(404, {"error": "no such page"})
-        found = api or file
-        assert found
-        repo = found[1]
+        match = api or file
+        assert match
+        repo = match[1]
         commit = hashlib.sha1(repo.encode()).hexdigest()
-        revision = found[3] if api else found[2]
+        revision = match[3] if api else match[2]
         if repo == "org/gated":
             return self.say(403, {"error": "gated"}, {"X-Error-Code": "GatedRepo"})
         if repo == "org/ill":
@@ -115,25 +115,25 @@ class Hub(BaseHTTPRequestHandler):
         if revision not in (None, "main", commit):
             return self.say(404, {"error": "no"}, {"X-Error-Code": "RevisionNotFound"})
         folder = self.root / repo
-        files = sorted(each for each in folder.rglob("*") if each.is_file())
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
         if api and api[2] == "tree":
-            tree = [{"type": "file", "path": each.relative_to(folder).as_posix(),
-                     "size": each.stat().st_size, "oid": etag(each)} for each in files]  # fmt: skip
+            tree = [{"type": "file", "path": path.relative_to(folder).as_posix(),
+                     "size": path.stat().st_size, "oid": etag(path)} for path in files]  # fmt: skip
             return self.say(200, tree)
         if api:
-            names = [{"rfilename": each.relative_to(folder).as_posix(), "size": each.stat().st_size}
-                     for each in files]  # fmt: skip
+            names = [{"rfilename": path.relative_to(folder).as_posix(), "size": path.stat().st_size}
+                     for path in files]  # fmt: skip
             return self.say(200, {"id": repo, "sha": commit, "siblings": names, "private": False})
-        wanted = folder / found[3]
-        if not wanted.is_file():
+        target = folder / match[3]
+        if not target.is_file():
             return self.say(404, {"error": "no"}, {"X-Error-Code": "EntryNotFound"})
         self.send_response(200)
         self.send_header("X-Repo-Commit", commit)
-        self.send_header("ETag", f'"{etag(wanted)}"')
-        self.send_header("Content-Length", str(wanted.stat().st_size))
+        self.send_header("ETag", f'"{etag(target)}"')
+        self.send_header("Content-Length", str(target.stat().st_size))
         self.end_headers()
         if body:
-            self.wfile.write(wanted.read_bytes())
+            self.wfile.write(target.read_bytes())
 
     def say(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
         body = json.dumps(content).encode()
@@ -153,7 +153,7 @@ def etag(path: Path) -> str:
 
 @contextmanager
 def hub_process(root: Path) -> Iterator[str]:
-    """A hub over a folder, in a process of its own; gives its address."""
+    """Serve a folder as a hub in a separate process; yields its URL."""
     server = subprocess.Popen(
         [sys.executable, __file__, str(root)], stdout=subprocess.PIPE, text=True
     )

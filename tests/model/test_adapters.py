@@ -51,11 +51,11 @@ def our_logits(lm: Any, adapter: str | None = None, tokens: list[int] = TOKENS) 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_of_pefts_gives_its_logits(tmp_path: Path, family: str, backend: str) -> None:
-    theirs = peft_model(tmp_path, family)
+    reference = peft_model(tmp_path, family)
     lm = unspool.load(tmp_path / "base", backend=backend)
     plain = our_logits(lm)
     lm.load_adapter("a", tmp_path / "adapter")
-    expected = logits_of(theirs)
+    expected = logits_of(reference)
     assert np.abs(expected - plain).max() > 0.05
     # Keys and values have 16 bits in the native backend.
     allowed = 1e-4 if backend == "torch" else 0.02 * np.abs(expected).max()
@@ -73,8 +73,8 @@ def test_what_is_written_here_loads_in_peft(tmp_path: Path, family: str) -> None
     adapter = read_adapter(tmp_path / "adapter", config)
     write_adapter(adapter, tmp_path / "again", config)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    found = peft.PeftModel.from_pretrained(base, tmp_path / "again").eval()
-    assert np.abs(logits_of(found) - expected).max() < 1e-4
+    result = peft.PeftModel.from_pretrained(base, tmp_path / "again").eval()
+    assert np.abs(logits_of(result) - expected).max() < 1e-4
     written = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
     assert (written["r"], written["lora_alpha"]) == (4, 6)
 
@@ -103,8 +103,8 @@ def test_a_head_of_its_own_is_adapted_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_of_different_adapters_in_one_step(tmp_path: Path, backend: str) -> None:
-    """Each text is the same as alone, whatever its neighbours have; prompts that are the same are
-    computed once for each adapter."""
+    """Each text is the same as alone, with any adapters in the batch; equal prompts are computed
+    once per adapter."""
     peft_model(tmp_path / "one", "llama")
     peft_model(tmp_path / "two", "llama", target_modules=["v_proj", "down_proj"], r=7)
     lm = unspool.load(tmp_path / "one" / "base", backend=backend)
@@ -116,10 +116,10 @@ def test_rows_of_different_adapters_in_one_step(tmp_path: Path, backend: str) ->
     branches = [engine.open(TOKENS, name) for name in names]
     assert [branch.reused > 0 for branch in branches] == [True] * 5  # each its own adapter's
     together = engine.extend_all([(branch, [7, 8]) for branch in branches], wanted=2)
-    for name, branch, found in zip(names, branches, together, strict=True):
+    for name, branch, result in zip(names, branches, together, strict=True):
         with lm.opened([*TOKENS, 7, 8], name) as fresh:
             expected = np.asarray(engine.extend(fresh, wanted=len(TOKENS) + 2))
-        np.testing.assert_allclose(np.asarray(found), expected[-2:], atol=2e-5, rtol=1e-4)
+        np.testing.assert_allclose(np.asarray(result), expected[-2:], atol=2e-5, rtol=1e-4)
         branch.release()
     assert np.abs(alone[0] - alone[1]).max() > 0.05 < np.abs(alone[1] - alone[2]).max()
 
@@ -140,11 +140,11 @@ def test_an_adapter_can_go_while_a_text_is_written_with_it(tmp_path: Path) -> No
     peft_model(tmp_path, "llama")
     lm = unspool.load(tmp_path / "base", backend="torch")
     lm.load_adapter("a", tmp_path / "adapter")
-    whole = lm.generate(TOKENS, max_tokens=30, temperature=0, adapter="a", end=False)
+    complete = lm.generate(TOKENS, max_tokens=30, temperature=0, adapter="a", end=False)
     steps = lm.stream(TOKENS, max_tokens=30, temperature=0, adapter="a", end=False)
     first = next(steps)
     lm.unload_adapter("a")
-    assert [first.token, *(step.token for step in steps)] == whole.tokens
+    assert [first.token, *(step.token for step in steps)] == complete.tokens
     assert lm.adapters == []
     with pytest.raises(UnspoolError, match="no adapter 'a'"):
         lm.generate(TOKENS, adapter="a")
@@ -172,7 +172,7 @@ def test_a_view_writes_with_its_adapter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"peft_type": "IA3"}, "only LORA"),
         ({"use_dora": True}, "use_dora"),
@@ -180,12 +180,12 @@ def test_a_view_writes_with_its_adapter(tmp_path: Path) -> None:
         ({"lora_alpha": "much"}, "lora_alpha"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     peft_model(tmp_path, "llama")
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     config = unspool.load(tmp_path / "base", backend="torch").config
-    with pytest.raises(UnspoolError, match=said):
+    with pytest.raises(UnspoolError, match=message):
         read_adapter(tmp_path / "adapter", config)
 
 
@@ -193,9 +193,9 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     peft_model(tmp_path, "llama")
     tiny.save("qwen3", tmp_path / "other")
     tiny.save("gpt2", tmp_path / "strange")
-    for folder, said in (("other", "another model"), ("strange", "cannot")):
+    for folder, message in (("other", "another model"), ("strange", "not supported")):
         config = unspool.load(tmp_path / folder, backend="torch").config
-        with pytest.raises(UnspoolError, match=said):
+        with pytest.raises(UnspoolError, match=message):
             read_adapter(tmp_path / "adapter", config)
     with pytest.raises(UnspoolError, match="no adapter"):
         read_adapter(tmp_path / "base", config)
@@ -220,12 +220,12 @@ def test_over_packed_weights_an_adapter_does_what_it_does_over_floats(
     }
     write_adapter(Adapter(parts), tmp_path, lm.config)
     text = lm.tokenizer.encode("The old fisherman looked at the sky for a long time, and said:")
-    found = []
+    result = []
     for model in (lm, torch_lm):
         model.load_adapter("packed", tmp_path)
-        found.append(our_logits(model, "packed", text).flatten())
+        result.append(our_logits(model, "packed", text).flatten())
         model.unload_adapter("packed")
     plain = our_logits(torch_lm, tokens=text).flatten()
     # The packed products round what goes in to bytes: alike, not the same.
-    assert np.corrcoef(found[0], found[1])[0, 1] > 0.98
-    assert np.corrcoef(found[1], plain)[0, 1] < 0.9
+    assert np.corrcoef(result[0], result[1])[0, 1] > 0.98
+    assert np.corrcoef(result[1], plain)[0, 1] < 0.9

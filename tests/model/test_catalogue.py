@@ -13,7 +13,7 @@ from catalogue_shapes import SHAPES
 
 from unspool.errors import UnspoolError
 from unspool.model import hub, hub_files, memory
-from unspool.model.catalogue import catalogue, entries_called
+from unspool.model.catalogue import catalogue, find_entries
 from unspool.model.config_hf import config_from_hf
 from unspool.model.families import FAMILIES
 from unspool.model.hub_files import RepoName, choose_files
@@ -60,7 +60,7 @@ def test_only_what_can_be_run_is_in_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "found", "kind"),
+    ("name", "expected", "kind"),
     [
         ("qwen3-0.6b", ["qwen3-0.6b"], None),
         ("QWEN3:0.6B", ["qwen3-0.6b"], None),
@@ -75,18 +75,18 @@ def test_only_what_can_be_run_is_in_it() -> None:
         ("nothing", [], None),
     ],
 )
-def test_names_are_understood(name: str, found: list[str], kind: str | None) -> None:
-    entries, asked = entries_called(name)
-    assert [entry.name for entry in entries] == found
-    assert asked == kind
+def test_names_are_understood(name: str, expected: list[str], kind: str | None) -> None:
+    entries, requested_kind = find_entries(name)
+    assert [entry.name for entry in entries] == expected
+    assert requested_kind == kind
 
 
 def test_what_is_not_clear_is_told() -> None:
-    with pytest.raises(UnspoolError, match=r"llama3\.2-1b, llama3\.2-3b: write more"):
+    with pytest.raises(UnspoolError, match=r"ambiguous: give one of llama3\.2-1b, llama3\.2-3b"):
         hub.find_model("llama3.2", offline=True)
     with pytest.raises(UnspoolError, match=r"did you mean qwen3-0\.6b"):
         hub.find_model("qwen3-0.6bb", offline=True)
-    with pytest.raises(UnspoolError, match="no address of the hub"):
+    with pytest.raises(UnspoolError, match="not a URL of the hub"):
         hub.find_model("https://example.org/model.gguf", offline=True)
 
 
@@ -136,25 +136,25 @@ FILES = {
 }  # fmt: skip
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, free: float, files: dict[str, int]) -> str | None:
+def best_file(monkeypatch: pytest.MonkeyPatch, free: float, files: dict[str, int]) -> str | None:
     monkeypatch.setattr(hub_files, "free_memory", lambda: int(free * GB))
     return choose_files(RepoName("org/name"), files).file
 
 
 def test_the_best_file_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chosen(monkeypatch, 64, FILES) == "m-Q4_K_M.gguf"
-    assert chosen(monkeypatch, 5.5, FILES) == "m-Q4_0.gguf", "Q4_K_M does not fit"
+    assert best_file(monkeypatch, 64, FILES) == "m-Q4_K_M.gguf"
+    assert best_file(monkeypatch, 5.5, FILES) == "m-Q4_0.gguf", "Q4_K_M does not fit"
     small = {file: size // 20 for file, size in FILES.items()}
-    assert chosen(monkeypatch, 64, small) == "m-Q8_0.gguf", "few weights need more bits"
-    assert chosen(monkeypatch, 64, {"m-Q4_0_4_4.gguf": 4 * GB, "m-F16.gguf": GB}) == "m-F16.gguf"
+    assert best_file(monkeypatch, 64, small) == "m-Q8_0.gguf", "few weights need more bits"
+    assert best_file(monkeypatch, 64, {"m-Q4_0_4_4.gguf": 4 * GB, "m-F16.gguf": GB}) == "m-F16.gguf"
     some = {"m-IQ4_XS.gguf": 4 * GB, "m-IQ2_M.gguf": 2 * GB, "m-F16.gguf": 16 * GB}
-    assert chosen(monkeypatch, 64, some) == "m-IQ4_XS.gguf"
-    assert chosen(monkeypatch, 4.4, some) == "m-IQ2_M.gguf"
-    assert chosen(monkeypatch, 1, dict.fromkeys(FILES, 0)) == "m-Q4_K_M.gguf", "sizes not told"
+    assert best_file(monkeypatch, 64, some) == "m-IQ4_XS.gguf"
+    assert best_file(monkeypatch, 4.4, some) == "m-IQ2_M.gguf"
+    assert best_file(monkeypatch, 1, dict.fromkeys(FILES, 0)) == "m-Q4_K_M.gguf", "sizes not told"
     with pytest.raises(UnspoolError, match=r"none of the 6 .* fits the 2\.0 GB.*org/name:Q4_0"):
-        chosen(monkeypatch, 2, FILES)
+        best_file(monkeypatch, 2, FILES)
     monkeypatch.setattr(hub_files, "free_memory", lambda: 64 * GB)
-    here = choose_files(RepoName("org/name"), FILES, here={"m-Q8_0.gguf"})
+    here = choose_files(RepoName("org/name"), FILES, cached={"m-Q8_0.gguf"})
     assert here.file == "m-Q8_0.gguf", "what is here need not be fetched"
 
 
@@ -162,7 +162,7 @@ def test_whether_it_fits_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = catalogue()["qwen3-4b"]
     assert entry.best(64 * GB) == ("Q4_K_M", True)
     assert entry.best(1 * GB) == ("Q4_K_M", False)
-    weights, text = memory.in_memory(entry.bytes("Q4_K_M"), "Q4_K_M"), 4096 * entry.kv_bytes
+    weights, text = memory.loaded_bytes(entry.bytes("Q4_K_M"), "Q4_K_M"), 4096 * entry.kv_bytes
     assert weights + text < entry.needs("Q4_K_M") < weights + text + GB // 5
 
 
@@ -195,7 +195,7 @@ def test_memory_of_kinds_is_what_the_kernels_take() -> None:
         matrix = PACKINGS[block.name].matrix(1024, 1024)
         packed = _library().unspool_packed_bytes(ctypes.byref(matrix))
         in_file = 1024 * 1024 * block.size // block.elements
-        assert memory.in_memory(in_file, block.name) == pytest.approx(packed, rel=0.15)
+        assert memory.loaded_bytes(in_file, block.name) == pytest.approx(packed, rel=0.15)
 
 
 def test_names_for_people(tmp_path: Path) -> None:
@@ -203,13 +203,13 @@ def test_names_for_people(tmp_path: Path) -> None:
     (tmp_path / "m.Q8.gguf").touch()
     blob = tmp_path / "sha256-0"
     blob.touch()
-    for given, path, shown in [
+    for value, path, listing in [
         (str(tmp_path / "Qwen2.5-0.5B"), tmp_path / "Qwen2.5-0.5B", "Qwen2.5-0.5B"),
         ("", tmp_path / "m.Q8.gguf", "m.Q8"),
         ("ollama/llama3.2:1b", blob, "llama3.2:1b"),
         ("hf.co/org/name", tmp_path, "name"),
     ]:
-        assert display_name(given, path) == shown
+        assert display_name(value, path) == listing
 
 
 def test_the_guide_shows_the_catalogue() -> None:

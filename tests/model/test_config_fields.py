@@ -121,25 +121,25 @@ def test_every_field_is_classified(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", TEXT_TYPES)
 def test_silence_means_what_it_means_in_transformers(model_type: str) -> None:
     family = family_of_model_type(model_type)
-    theirs = fields_of(model_type)
+    reference = fields_of(model_type)
     sizes = {family.keys[name] for name in SIZES}
     differing = {
         name: (value, family.defaults.get(name))
-        for name, value in theirs.items()
+        for name, value in reference.items()
         if name in family.settings
         and not (name in sizes and name not in family.defaults)
-        and not same(family, name, value, family.defaults.get(name))
+        and not is_same_default(family, name, value, family.defaults.get(name))
     }
     assert not differing, f"(transformers' default, ours): {differing}"
 
 
-def same(family: Family, name: str, theirs: Any, ours: Any) -> bool:
+def is_same_default(family: Family, name: str, reference: Any, model: Any) -> bool:
     if name == "rope_parameters":  # the default is made by code there
         return True
     if name in ("eos_token_id", "time_step_limit", "intermediate_size"):
         return True  # nothing is made up
-    wanted = family.required.get(name, ours)
-    return (theirs or None) == ((wanted if ours is None else ours) or None)
+    expected = family.required.get(name, model)
+    return (reference or None) == ((expected if model is None else model) or None)
 
 
 # -- wrong types ----------------------------------------------------------------------------
@@ -161,8 +161,8 @@ def changed(raw: dict[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, dic
 
 
 def plain(model_type: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
-    return found
+    result: dict[str, Any] = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+    return result
 
 
 _QWEN = plain("qwen3")

@@ -23,9 +23,9 @@ FILE = Path(__file__).parents[1] / "data" / "wikipedia-12m-qwen3.5.gguf"
 def test_every_backend_finds_the_same(name: str, tmp_path: Path):
     tiny.save(name, tmp_path)
     checkpoint = open_checkpoint(tmp_path)
-    found = fingerprint(checkpoint)
-    assert TorchModel(load_transformer(checkpoint)).fingerprint() == found
-    assert load_cpu(checkpoint, store="float32").fingerprint() == found
+    result = fingerprint(checkpoint)
+    assert TorchModel(load_transformer(checkpoint)).fingerprint() == result
+    assert load_cpu(checkpoint, store="float32").fingerprint() == result
 
 
 def test_a_packed_file_too():
@@ -48,8 +48,8 @@ def test_one_number_is_enough(tmp_path: Path):
     with torch.no_grad():
         model.layers[1].feed.up.weight[0, 0] += 1e-3
     save_checkpoint(model, tmp_path / "other")
-    one, other = (fingerprint(open_checkpoint(tmp_path / name)) for name in ("one", "other"))
-    assert one != other
+    single, other = (fingerprint(open_checkpoint(tmp_path / name)) for name in ("one", "other"))
+    assert single != other
 
 
 def test_the_shipped_head_is_found_by_the_file_alone(default_model: Path):

@@ -66,13 +66,13 @@ def test_every_type_reads_as_the_gguf_package_reads_it(number: int, tmp_path: Pa
     path = write_gguf(tmp_path / "a.gguf", {"first": (blocks, number), "second": (blocks, number)})
     file = GGUFFile(path)
     reader = gguf.GGUFReader(path)
-    for theirs in reader.tensors:
-        expected = gguf.quants.dequantize(theirs.data, theirs.tensor_type)
-        ours = file.float32(theirs.name)
-        assert ours.shape == (3, 512)
-        assert ours.dtype == np.float32
-        np.testing.assert_array_equal(ours, expected)
-        assert np.isfinite(ours).all() and ours.std() > 0
+    for reference in reader.tensors:
+        expected = gguf.quants.dequantize(reference.data, reference.tensor_type)
+        model = file.float32(reference.name)
+        assert model.shape == (3, 512)
+        assert model.dtype == np.float32
+        np.testing.assert_array_equal(model, expected)
+        assert np.isfinite(model).all() and model.std() > 0
 
 
 def test_one_bit_a_number_by_hand(tmp_path: Path):
@@ -94,10 +94,10 @@ def test_nvfp4_with_a_factor_for_each_tensor_or_expert(tmp_path: Path):
     file = GGUFFile(write_gguf(tmp_path / "a.gguf", tensors))
     plain = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.NVFP4)
     np.testing.assert_array_equal(file.float32("a.weight"), plain * np.float32(0.5))
-    each = plain.reshape(2, 3, 128) * factors[:, None, None]
-    np.testing.assert_array_equal(file.float32("b_exps.weight"), each)
+    item = plain.reshape(2, 3, 128) * factors[:, None, None]
+    np.testing.assert_array_equal(file.float32("b_exps.weight"), item)
     for number, part in enumerate(file.stored("b_exps.weight").slices()):
-        np.testing.assert_array_equal(part.float32(), each[number])
+        np.testing.assert_array_equal(part.float32(), item[number])
 
 
 def test_quantization_by_hand(tmp_path: Path):
@@ -107,10 +107,10 @@ def test_quantization_by_hand(tmp_path: Path):
     path = write_gguf(tmp_path / "a.gguf", {"x": (block[None], 2)})
     expected = np.concatenate([nibbles, nibbles[::-1]]).astype(np.float32) - 8
     np.testing.assert_array_equal(GGUFFile(path).float32("x")[0], expected * 0.5)
-    whole = np.arange(-16, 16, dtype=np.int8)
-    block = np.concatenate([np.array([scale]).view(np.uint8), whole.view(np.uint8)])
+    complete = np.arange(-16, 16, dtype=np.int8)
+    block = np.concatenate([np.array([scale]).view(np.uint8), complete.view(np.uint8)])
     path = write_gguf(tmp_path / "b.gguf", {"x": (block[None], 8)})
-    np.testing.assert_array_equal(GGUFFile(path).float32("x")[0], whole * np.float32(0.5))
+    np.testing.assert_array_equal(GGUFFile(path).float32("x")[0], complete * np.float32(0.5))
 
 
 def test_metadata_of_every_kind(tmp_path: Path):
@@ -123,11 +123,11 @@ def test_metadata_of_every_kind(tmp_path: Path):
         a__texts=["one", "", "drei"],
         a__numbers=[1, 2, 3],
     )
-    found = GGUFFile(path).metadata
-    assert found["a.text"] == "Grüße 🌿"
-    assert (found["a.number"], found["a.float"]) == (7, 0.5)
-    assert found["a.texts"] == ["one", "", "drei"]
-    assert found["a.numbers"].tolist() == [1, 2, 3]
+    result = GGUFFile(path).metadata
+    assert result["a.text"] == "Grüße 🌿"
+    assert (result["a.number"], result["a.float"]) == (7, 0.5)
+    assert result["a.texts"] == ["one", "", "drei"]
+    assert result["a.numbers"].tolist() == [1, 2, 3]
 
 
 def test_unsupported_type_is_named(tmp_path: Path):
@@ -281,15 +281,15 @@ def test_random_bytes(content: bytes):
 def test_a_model_in_several_files(tmp_path: Path):
     from tiny_gguf import write_tiny
 
-    whole = GGUFFile(write_tiny(tmp_path / "whole.gguf"))
+    complete = GGUFFile(write_tiny(tmp_path / "whole.gguf"))
     write_tiny(tmp_path / "split" / "m.gguf", parts=3)
     parts = sorted((tmp_path / "split").iterdir())
     assert [part.name for part in parts] == [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
     for path in (*parts, tmp_path / "split"):  # by any of its parts, or by its folder
         file = open_checkpoint(path).file  # type: ignore[attr-defined]
-        assert file.tensors.keys() == whole.tensors.keys()
-        for name in whole.tensors:
-            assert (file.float32(name) == whole.float32(name)).all()
+        assert file.tensors.keys() == complete.tensors.keys()
+        for name in complete.tensors:
+            assert (file.float32(name) == complete.float32(name)).all()
     parts[1].unlink()
     for path in (parts[0], parts[2]):
         with pytest.raises(ModelFileError, match=r"m-00002-of-00003\.gguf is missing"):

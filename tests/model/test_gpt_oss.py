@@ -53,9 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
     save_file(plain, root / "plain" / "model.safetensors", {"format": "pt"})
     save_file(packed, root / "model.safetensors", {"format": "pt"})
-    said = json.loads((root / "plain" / "config.json").read_text())
-    said["quantization_config"] = {"quant_method": "mxfp4"}
-    (root / "config.json").write_text(json.dumps(said))
+    settings = json.loads((root / "plain" / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "mxfp4"}
+    (root / "config.json").write_text(json.dumps(settings))
     return root
 
 
@@ -69,12 +69,12 @@ def converted(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def logits(folder: Path) -> tuple[torch.Tensor, Any]:
     """Some tokens, and what transformers says to them."""
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "plain", dtype=torch.float32, attn_implementation="eager"
     )
     tokens = torch.randint(0, 259, (1, LONGEST), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return tokens, theirs(tokens).logits[0].numpy()
+        return tokens, reference(tokens).logits[0].numpy()
 
 
 def kinds(checkpoint: Checkpoint) -> set[str]:
@@ -91,16 +91,16 @@ def test_torch_gives_what_transformers_gives(
     path = folder if form == "safetensors" else request.getfixturevalue("converted")
     checkpoint = open_checkpoint(path)
     assert kinds(checkpoint) == {"MXFP4"}
-    ours = load_transformer(checkpoint)
+    model = load_transformer(checkpoint)
     tokens, expected = logits
-    assert np.abs(ours(tokens)[0].numpy() - expected).max() < CLOSE
-    cache = ours.new_cache(LONGEST)
-    steps = [ours(tokens[:, at : at + 1], cache)[0] for at in range(LONGEST)]
+    assert np.abs(model(tokens)[0].numpy() - expected).max() < CLOSE
+    cache = model.new_cache(LONGEST)
+    steps = [model(tokens[:, at : at + 1], cache)[0] for at in range(LONGEST)]
     assert np.abs(torch.cat(steps).numpy() - expected).max() < CLOSE
 
 
 def written(model: Any) -> Any:
-    """Logits of two texts, read at once and token by token, each token's in a row."""
+    """Logits of two texts, by prefill and token by token, one row per token."""
     backend: Backend = model.backend(memory=1 << 22, context=128)
     library = Library(16, 259)
     text, other = library.text(LONGEST), library.text(30)
@@ -112,12 +112,12 @@ def written(model: Any) -> Any:
 @needs_native
 def test_native_gives_what_torch_gives(folder: Path):
     checkpoint = open_checkpoint(folder)
-    theirs = written(TorchModel(load_transformer(checkpoint)))
+    reference = written(TorchModel(load_transformer(checkpoint)))
     exact = written(load_cpu(checkpoint, store="float32", threads=2, kv_bits=32))
-    assert np.abs(exact - theirs).max() < CLOSE
-    ours = written(load_cpu(checkpoint, threads=2, kv_bits=32))
+    assert np.abs(exact - reference).max() < CLOSE
+    model = written(load_cpu(checkpoint, threads=2, kv_bits=32))
     # Activations are rounded to bytes; where a router then chooses another expert, more differs.
-    error = np.sqrt(((ours - theirs) ** 2).mean(-1) / (theirs**2).mean(-1))
+    error = np.sqrt(((model - reference) ** 2).mean(-1) / (reference**2).mean(-1))
     assert 0 < np.median(error) < 0.05
 
 

@@ -42,20 +42,20 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_fetch_and_progress(tmp_path: Path) -> None:
-    seen: list[tuple[int, int | None]] = []
+    observed: list[tuple[int, int | None]] = []
     with serving(DATA) as server:
-        fetch(server.url, tmp_path / "p", sha256=SHA, advance=lambda *at: seen.append(at))
-        assert (tmp_path / "p").read_bytes() == DATA and server.asked == [None]
+        fetch(server.url, tmp_path / "p", sha256=SHA, advance=lambda *at: observed.append(at))
+        assert (tmp_path / "p").read_bytes() == DATA and server.ranges == [None]
         fetch(server.url, tmp_path / "p", sha256=SHA)  # complete already: nothing is asked
-        assert len(server.asked) == 1
-    assert seen[0] == (0, len(DATA)) and seen[-1] == (len(DATA), len(DATA))
+        assert len(server.ranges) == 1
+    assert observed[0] == (0, len(DATA)) and observed[-1] == (len(DATA), len(DATA))
 
 
 def test_resume(tmp_path: Path) -> None:
     (tmp_path / "p").write_bytes(DATA[:1_000_000])
     with serving(DATA) as server:
         fetch(server.url, tmp_path / "p", sha256=SHA)
-        assert server.asked == ["bytes=1000000-"]
+        assert server.ranges == ["bytes=1000000-"]
     assert (tmp_path / "p").read_bytes() == DATA
 
 
@@ -63,20 +63,20 @@ def test_server_without_range_starts_again(tmp_path: Path) -> None:
     (tmp_path / "p").write_bytes(DATA[:1_000_000])
     with serving(DATA, "no range") as server:
         fetch(server.url, tmp_path / "p", sha256=SHA)
-        assert len(server.asked) == 1
+        assert len(server.ranges) == 1
     assert (tmp_path / "p").read_bytes() == DATA
 
 
 def test_truncated_bodies_and_a_busy_server(tmp_path: Path) -> None:
     with serving(DATA, "cut", "busy", "cut", "busy") as server:
         fetch(server.url, tmp_path / "p", sha256=SHA)
-        assert len(server.asked) == 5 and server.asked[1] == "bytes=1500000-"
+        assert len(server.ranges) == 5 and server.ranges[1] == "bytes=1500000-"
     assert (tmp_path / "p").read_bytes() == DATA
 
 
-@pytest.mark.parametrize("left", [b"\0" * 1000, b"\0" * 3_000_000, b"\0" * 4_000_000])
-def test_a_corrupted_part_is_thrown_away_once(tmp_path: Path, left: bytes) -> None:
-    (tmp_path / "p").write_bytes(left)
+@pytest.mark.parametrize("partial", [b"\0" * 1000, b"\0" * 3_000_000, b"\0" * 4_000_000])
+def test_a_corrupted_part_is_thrown_away_once(tmp_path: Path, partial: bytes) -> None:
+    (tmp_path / "p").write_bytes(partial)
     with serving(DATA) as server:
         fetch(server.url, tmp_path / "p", sha256=SHA)
     assert (tmp_path / "p").read_bytes() == DATA
@@ -86,17 +86,17 @@ def test_a_wrong_file_is_refused(tmp_path: Path) -> None:
     with serving(DATA, "wrong", "wrong") as server:
         with pytest.raises(ModelFileError, match="wrong checksum twice"):
             fetch(server.url, tmp_path / "p", sha256=SHA)
-        assert len(server.asked) == 2
+        assert len(server.ranges) == 2
     assert not (tmp_path / "p").exists()
 
 
 def test_no_server_and_refusals_are_words(tmp_path: Path) -> None:
     with serving(DATA, "gone") as server:
-        with pytest.raises(DownloadError, match=r"file.whl cannot be fetched.*404"):
+        with pytest.raises(DownloadError, match=r"file.whl cannot be downloaded.*404"):
             fetch(server.url, tmp_path / "p", sha256=SHA)
-        gone = server.url
+        missing = server.url
     with pytest.raises(DownloadError, match="check the network"):
-        fetch(gone, tmp_path / "p", sha256=SHA)
+        fetch(missing, tmp_path / "p", sha256=SHA)
     with pytest.raises(DownloadError, match="cannot be read"):
         fetch((tmp_path / "none").as_uri(), tmp_path / "p", sha256=SHA)
 
@@ -140,11 +140,11 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("models/smal.gguf", r"did you mean models/small\.gguf"),
         (str(tmp_path / "models/smoll.gguf"), r"did you mean .*small\.gguf"),
         (Path("models/smol"), "does not exist"),
-        ("./nothing/here.gguf", "nor does its folder"),
+        ("./nothing/here.gguf", "neither does its folder"),
         ("nothing", "org/name on the hub"),
-        ("", "names no model"),
-        ("a\0b", "names no model"),
-        ("x" * 5000, "no usable path"),
+        ("", "invalid model"),
+        ("a\0b", "invalid model"),
+        ("x" * 5000, "invalid path"),
     ]:
         with pytest.raises(UnspoolError, match=words):
             hub.find_model(name)
@@ -166,17 +166,17 @@ def test_names() -> None:
 def choose(name: str, *files: str) -> tuple[list[str], str | None]:
     parsed = RepoName.parse(name)
     assert parsed
-    chosen = choose_files(parsed, dict.fromkeys(files, 0))
-    return chosen.files, chosen.file
+    selection = choose_files(parsed, dict.fromkeys(files, 0))
+    return selection.files, selection.file
 
 
 def test_choosing_files() -> None:
-    both = ["config.json", "model-1-of-2.safetensors", "model-2-of-2.safetensors",
+    pair = ["config.json", "model-1-of-2.safetensors", "model-2-of-2.safetensors",
             "model.safetensors.index.json", "consolidated.safetensors", "pytorch_model.bin",
             "onnx/model.onnx", "tokenizer.model", "README.md", "chat_template.jinja"]  # fmt: skip
-    fetched, file = choose("o/n", *both)
+    fetched, file = choose("o/n", *pair)
     assert file is None
-    assert set(both) - set(fetched) == {"consolidated.safetensors", "pytorch_model.bin",
+    assert set(pair) - set(fetched) == {"consolidated.safetensors", "pytorch_model.bin",
                                         "onnx/model.onnx", "README.md"}  # fmt: skip
     ggufs = ["n-Q4_K_M.gguf", "n-Q8_0.gguf", "n-Q4_K_S.gguf", "mmproj-f16.gguf"]
     assert choose("o/n:q8_0", *ggufs) == (["n-Q8_0.gguf"], "n-Q8_0.gguf")
@@ -191,7 +191,7 @@ def test_choosing_files() -> None:
         ("o/n/x.gguf", ggufs, r"no file x\.gguf; it has"),
         ("o/n", ["pytorch_model.bin", "config.json"], "pickle.*run any code"),
         ("o/n/pytorch_model.bin", ["pytorch_model.bin"], "pickle"),
-        ("o/n", ["README.md"], "no weights"),
+        ("o/n", ["README.md"], "no safetensors or GGUF"),
     ]:
         with pytest.raises(ModelFileError, match=words):
             choose(name, *files)
@@ -238,11 +238,11 @@ print(json.dumps([answers, models, left]))
 
 
 def ask_hub(endpoint: str, home: Path, *names: Any, **environment: str) -> Any:
-    asked = [name if isinstance(name, tuple) else (name, False) for name in names]
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    request = [name if isinstance(name, tuple) else (name, False) for name in names]
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     done = subprocess.run(
-        [sys.executable, "-c", ASK, json.dumps(asked), *environment.pop("arguments", "").split()],
-        env={**kept, "PYTHONPATH": str(SOURCE), "HF_ENDPOINT": endpoint, "HF_HOME": str(home),
+        [sys.executable, "-c", ASK, json.dumps(request), *environment.pop("arguments", "").split()],
+        env={**inherited, "PYTHONPATH": str(SOURCE), "HF_ENDPOINT": endpoint, "HF_HOME": str(home),
              "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", "HOME": str(home),
              "OLLAMA_MODELS": str(home), "LLAMA_CACHE": str(home), **environment},
         capture_output=True, text=True, timeout=120,
@@ -277,15 +277,15 @@ def test_hub_repositories(fake_hub: tuple[str, Path], tmp_path: Path) -> None:
         if (folder / "model.safetensors").exists():
             (folder / "model.safetensors").rename(folder / "kept")
     cut, _, _ = ask_hub(endpoint, tmp_path, ("org/tensors", True), ("org/ggufs/x.gguf", True))
-    assert "only partly in the cache" in cut[0] and "only partly in the cache" in cut[1]
-    for kept in tmp_path.rglob("snapshots/*/kept"):
-        kept.rename(kept.with_name("model.safetensors"))
+    assert "incomplete in the cache" in cut[0] and "incomplete in the cache" in cut[1]
+    for moved in tmp_path.rglob("snapshots/*/kept"):
+        moved.rename(moved.with_name("model.safetensors"))
 
     # The server is gone or the library's own switch is set: what is cached is still found.
-    answers, _, left = ask_hub("http://127.0.0.1:9", tmp_path, "org/tensors", "org/none",
+    answers, _, cached = ask_hub("http://127.0.0.1:9", tmp_path, "org/tensors", "org/none",
                                arguments="remove")  # fmt: skip
     assert answers[0] == tensors and "cannot be reached" in answers[1]
-    assert left == ["org/ggufs:Q4_0", "org/ggufs:Q8_0"]
+    assert cached == ["org/ggufs:Q4_0", "org/ggufs:Q8_0"]
     answers, _, _ = ask_hub(endpoint, tmp_path, "org/ggufs:Q4_0", "org/tensors", HF_HUB_OFFLINE="1")
     assert answers[0] == ["m-Q4_0.gguf: four"] and "not in the cache" in answers[1]
 

@@ -58,40 +58,40 @@ def test_layers_without_keys_read_those_of_the_last_of_their_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"shapes": (shape(),)}, "one for each layer"),
         ({"shapes": (shape(), shape(heads=8))}, "sizes from 1 to heads, which is 4"),
         ({"shapes": (shape(), shape(kv_heads=0))}, "sizes from 1 to kv_heads"),
-        ({"shapes": (shape(), shape(heads=3))}, "heads that key heads divide"),
-        ({"shapes": (shape(), shape(head_width=8))}, "attention_scale is 0.0"),
+        ({"shapes": (shape(), shape(heads=3))}, "heads that are multiples of kv_heads"),
+        ({"shapes": (shape(), shape(head_width=8))}, "attention_scale must be set"),
         (
             {"shapes": (shape(), shape(head_width=8)), "attention_scale": 1.0},
-            "as wide as what is turned",
+            "as wide as their rotary width",
         ),
-        ({"kv_shared": 2}, "kv_shared is 2, and must be 0 to 1"),
-        ({"kv_shared": 1, "windows": (0, 5)}, "a layer of each kind is left"),
-        ({"kv_shared": 1, "shapes": (shape(), shape(kv_heads=1))}, "layers that share"),
+        ({"kv_shared": 2}, "kv_shared must be 0 to 1, got 2"),
+        ({"kv_shared": 1, "windows": (0, 5)}, "one layer of each kind must have its own"),
+        ({"kv_shared": 1, "shapes": (shape(), shape(kv_heads=1))}, "sharing layers"),
         ({"query_growth": 0.1}, "query_span"),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ModelFileError, match=said):
+def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelFileError, match=message):
         config(**wrong)
 
 
 @pytest.mark.parametrize("name", tiny.TODAY)
 def test_gpu_kernels_leave_to_plain_torch_what_they_cannot_do(name: str, tmp_path: Path) -> None:
     tiny.make(name).config.save_pretrained(tmp_path)
-    found = config_from_hf(json.loads((tmp_path / "config.json").read_text()))
+    result = config_from_hf(json.loads((tmp_path / "config.json").read_text()))
     usual = ("mistral3", "qwen3-vl", "qwen3-vl-moe", "qwen2.5-vl", "olmo3", "mellum", "gemma")
-    assert (lacking(found) is None) == (name in usual)
+    assert (lacking(result) is None) == (name in usual)
 
 
 @torch.no_grad()
 def test_experts_of_qwen3_vl_as_their_makers_store_them(tmp_path: Path) -> None:
     """Turned, and all in one tensor; what transformers writes today is not turned."""
-    theirs = tiny.save("qwen3-vl-moe", tmp_path)
+    reference = tiny.save("qwen3-vl-moe", tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     experts = [name for name in tensors if ".mlp.experts." in name]
@@ -100,8 +100,8 @@ def test_experts_of_qwen3_vl_as_their_makers_store_them(tmp_path: Path) -> None:
         tensors[name] = tensors[name].transpose(1, 2).contiguous()
     save_file(tensors, file, metadata={"format": "pt"})
     tokens = torch.arange(3, 40)[None]
-    ours = load_transformer(open_checkpoint(tmp_path))
-    assert (ours(tokens) - theirs(tokens).logits).abs().max() < 1e-4
+    model = load_transformer(open_checkpoint(tmp_path))
+    assert (model(tokens) - reference(tokens).logits).abs().max() < 1e-4
 
 
 def test_settings_of_models_that_see_pictures() -> None:
@@ -125,9 +125,9 @@ def test_settings_of_models_that_see_pictures() -> None:
 
 def test_a_glance_knows_that_layers_share(tmp_path: Path) -> None:
     tiny.save("gemma4-shared", tmp_path)
-    found = open_checkpoint(tmp_path).config
-    assert glance(tmp_path).kv_bytes == 2 * found.kv_numbers
-    assert found.kv_numbers == 2 * (3 * 2 * 8 + 2 * 2 * 16), "five of nine layers keep any"
+    result = open_checkpoint(tmp_path).config
+    assert glance(tmp_path).kv_bytes == 2 * result.kv_numbers
+    assert result.kv_numbers == 2 * (3 * 2 * 8 + 2 * 2 * 16), "five of nine layers keep any"
 
 
 def test_every_family_says_what_it_is() -> None:

@@ -65,12 +65,12 @@ def test_a_config_of_our_own_keeps_how_far_it_looks():
 
 
 def test_how_far_a_token_sees():
-    whole, block = ({"sight": "whole"}, {"sight": "block", "block": 4})
-    found = [
+    complete, block = ({"sight": "whole"}, {"sight": "block", "block": 4})
+    result = [
         [ModelConfig(**SHAPE, **sight).visible_end(at, 10) for at in (0, 3, 4, 9)]
-        for sight in ({}, whole, block)
+        for sight in ({}, complete, block)
     ]
-    assert found == [[1, 4, 5, 10], [10] * 4, [4, 4, 8, 10]]
+    assert result == [[1, 4, 5, 10], [10] * 4, [4, 4, 8, 10]]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_how_far_a_token_sees():
     [
         ({"alibi": True}, "alibi is true"),
         ({"block_type": "sequential"}, 'only where it is "llama"'),
-        ({"mask_token_id": 259}, "mask_id is 259"),
-        ({"unspool": {"sight": "both"}}, "sight is 'both'"),
+        ({"mask_token_id": 259}, "mask_id must be .* got 259"),
+        ({"unspool": {"sight": "both"}}, "sight must be .* got 'both'"),
         ({"unspool": 3}, "unspool must be an object, got 3"),
         ({"d_model": None}, "d_model"),
     ],
@@ -162,8 +162,8 @@ def test_old_files_call_a_norm_gamma_and_beta(tmp_path: Path):
     assert old.keys() != weights.keys()
     save_file(old, tmp_path / "model.safetensors")
     tokens = torch.arange(3, 30)[None]
-    found = load_transformer(open_checkpoint(tmp_path))(tokens)
-    assert float((found - expected(tokens)).abs().max()) < 1e-4
+    result = load_transformer(open_checkpoint(tmp_path))(tokens)
+    assert float((result - expected(tokens)).abs().max()) < 1e-4
 
 
 # -- what people meet -----------------------------------------------------------------------------
@@ -192,9 +192,9 @@ def test_what_a_model_is(tmp_path: Path):
     from unspool.cli.main import app_with
 
     tiny_masked.save("fast_dllm_qwen", tmp_path)
-    shown = CliRunner().invoke(app_with(), ["models", "show", str(tmp_path)])
-    assert "to the end of its block of 8; guesses the token behind it" in shown.output
-    assert str(tiny_masked.MASK) in shown.output
+    listing = CliRunner().invoke(app_with(), ["models", "show", str(tmp_path)])
+    assert "to the end of its block of 8; guesses the token behind it" in listing.output
+    assert str(tiny_masked.MASK) in listing.output
 
 
 def test_berts_vocabulary_beside_berts_weights(tmp_path: Path):
@@ -213,10 +213,10 @@ def test_berts_vocabulary_beside_berts_weights(tmp_path: Path):
     with unspool.load(folder) as lm:
         library = Library.from_file(str(folder / "tokenizer.json"))
         text = "the unspoolable [MASK] sat on 3 mats, didn't it?"
-        wanted = library.encode(text).ids
+        expected = library.encode(text).ids
         start, end = lm.tokenizer.bos_id, lm.tokenizer.eos_id
-        assert [start, *lm.tokenizer.encode(text, specials=True), end] == wanted
-        assert lm.config.mask_id in wanted
+        assert [start, *lm.tokenizer.encode(text, specials=True), end] == expected
+        assert lm.config.mask_id in expected
         plain = lm.tokenizer.encode("the unspoolable cat sat")
         assert lm.tokenizer.decode(plain) == "the unspoolable cat sat"
 
@@ -227,22 +227,22 @@ def test_a_vocabulary_from_before_tokenizer_json(tmp_path: Path, name: str):
     import transformers
 
     source = assets.tokenizer_json_folder() / "qwen"
-    whole = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    complete = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
     merges = [
-        pair if isinstance(pair, str) else " ".join(pair) for pair in whole["model"]["merges"]
+        pair if isinstance(pair, str) else " ".join(pair) for pair in complete["model"]["merges"]
     ]
-    (tmp_path / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
+    (tmp_path / "vocab.json").write_text(json.dumps(complete["model"]["vocab"]))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges), encoding="utf-8")
-    added = {str(t["id"]): {**t, "id": None} for t in whole["added_tokens"]}
+    added = {str(t["id"]): {**t, "id": None} for t in complete["added_tokens"]}
     settings = {"tokenizer_class": name, "added_tokens_decoder": added, "eos_token": "<|im_end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    ours = unspool.Tokenizer.from_file(tmp_path)
-    theirs = transformers.Qwen2TokenizerFast(
+    model = unspool.Tokenizer.from_file(tmp_path)
+    reference = transformers.Qwen2TokenizerFast(
         tokenizer_object=Library.from_file(str(source / "tokenizer.json"))
     )
     for text in ("It's 1234 apples,\n\n  naïve — 東京 🙂", "e\u0301tude", "<|im_end|> ends"):
-        assert ours.encode(text, specials=True) == theirs.encode(text, add_special_tokens=False)
-    assert ours.decode(ours.encode("naïve 東京 🙂")) == "naïve 東京 🙂"
+        assert model.encode(text, specials=True) == reference.encode(text, add_special_tokens=False)
+    assert model.decode(model.encode("naïve 東京 🙂")) == "naïve 東京 🙂"
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "OtherTokenizer"}')
     with pytest.raises(ModelFileError, match=r"OtherTokenizer.*DreamTokenizer"):
         unspool.Tokenizer.from_file(tmp_path)
@@ -253,9 +253,9 @@ def test_gpu_kernels_leave_what_they_cannot_do_to_torch(tmp_path: Path):
     tiny_masked.save("llada", tmp_path / "llada")
     modern = open_checkpoint(tmp_path / "modern")
     gpu = Choice("cuda", "cpu")  # as if there were one: nothing is launched
-    for asked in ({"backend": "cuda"}, {"exact": True}, {"quantize": 4}):
-        with pytest.raises(UnspoolError, match=f"embeddings; leave {next(iter(asked))} out"):
-            load_weights(modern, Placement(**asked), gpu)
+    for request in ({"backend": "cuda"}, {"exact": True}, {"quantize": 4}):
+        with pytest.raises(UnspoolError, match=f"embeddings; leave {next(iter(request))} out"):
+            load_weights(modern, Placement(**request), gpu)
     with pytest.warns(UnspoolWarning, match="plain torch"):
         assert isinstance(load_weights(modern, Placement(), gpu), TorchModel)
     from unspool.backends.cuda.available import lacking
@@ -268,11 +268,11 @@ def test_what_the_guide_shows(capsys: pytest.CaptureFixture[str]):
     models = guide.split("## Models")[1].split("\n## ")[0]
     block = models.split("```python\n")[1].split("```")[0]
     exec(compile(block, "beyond.md", "exec"), {})
-    shown = [line.split("# ")[1] for line in block.splitlines() if "# " in line]
-    assert capsys.readouterr().out.splitlines() == shown
+    listing = [line.split("# ")[1] for line in block.splitlines() if "# " in line]
+    assert capsys.readouterr().out.splitlines() == listing
 
 
 def test_llama_cpp_knows_no_blocks(tmp_path: Path):
     config = ModelConfig(**{**SHAPE, "family": "llama"}, sight="block", block=4)
-    with pytest.raises(ModelFileError, match="block by block"):
+    with pytest.raises(ModelFileError, match="block attention mask"):
         check_writable(config, "Q8_0")

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import tiny_masked
-from gguf_converted import convert_each
+from gguf_converted import MASKED, converted_models
 from unspool import native
 from unspool.backends.base import Backend, Loaded
 from unspool.backends.cpu.loaded import load_cpu
@@ -75,26 +75,26 @@ def at_once(backend: Backend, tokens: torch.Tensor, ends: Any, look: Look | None
 
 def test_what_the_files_say(case: Case):
     name, _, checkpoint = case
-    found = checkpoint.config.to_dict()
+    result = checkpoint.config.to_dict()
     expected = tiny_masked.FAMILIES[name].expected
-    assert {key: found[key] for key in expected} == expected
+    assert {key: result[key] for key in expected} == expected
 
 
 def test_the_plain_transformer(case: Case):
     _, expected, checkpoint = case
-    ours, tokens = load_transformer(checkpoint), some_tokens()
-    wanted = expected(tokens)
-    assert wanted.std() > 0.2, "a model that says nothing would prove nothing"
-    assert difference(ours(tokens), wanted) < CLOSE
-    assert {k: tuple(v.shape) for k, v in ours.state_dict().items()} == shapes(ours.config)
-    assert parameter_count(ours.config) == sum(p.numel() for p in ours.parameters())
+    model, tokens = load_transformer(checkpoint), some_tokens()
+    reference = expected(tokens)
+    assert reference.std() > 0.2, "logits of a constant model would prove nothing"
+    assert difference(model(tokens), reference) < CLOSE
+    assert {k: tuple(v.shape) for k, v in model.state_dict().items()} == shapes(model.config)
+    assert parameter_count(model.config) == sum(p.numel() for p in model.parameters())
 
 
 def test_the_forward_pass_of_training(case: Case):
     _, expected, checkpoint = case
-    ours, tokens = load_transformer(checkpoint), some_tokens()
-    x = hidden(ours, tokens, Sight.of(ours.config, tokens))
-    assert difference(ours.logits(x), expected(tokens)) < CLOSE
+    model, tokens = load_transformer(checkpoint), some_tokens()
+    x = hidden(model, tokens, Sight.of(model.config, tokens))
+    assert difference(model.logits(x), expected(tokens)) < CLOSE
 
 
 @pytest.mark.parametrize("kind", ["torch", "native"])
@@ -103,8 +103,8 @@ def test_pages(case: Case, kind: str):
     tokens, config = some_tokens(), checkpoint.config
     backend = loaded(kind, checkpoint).backend(memory=4 << 20, context=128)
     ends = np.array([config.visible_end(at, tokens.shape[1]) for at in range(tokens.shape[1])])
-    found = at_once(backend, tokens, ends).logits
-    assert difference(found, expected(tokens)[0]) < CLOSE
+    result = at_once(backend, tokens, ends).logits
+    assert difference(result, expected(tokens)[0]) < CLOSE
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert", "llada"])
@@ -114,29 +114,29 @@ def test_both_backends_see_the_same_inside(tmp_path: Path, name: str):
     count = tokens.shape[1]
     every, ends = np.arange(count), np.full(count, count)
     look = Look(residuals=every[::3], attention=every[1::4], parts=every[::7])
-    seen = []
+    observed = []
     for kind in ("torch", "native"):
         backend = loaded(kind, checkpoint).backend(memory=4 << 20, context=128)
-        seen.append(at_once(backend, tokens, ends, look).inside)
-    ours, theirs = seen
-    assert difference(ours.residuals, theirs.residuals) < 3e-4
-    assert difference(ours.parts, theirs.parts) < 3e-4
-    for one, other in zip(ours.attention, theirs.attention, strict=True):
-        assert one.shape[-1] == count
-        assert difference(one, other) < CLOSE
-        assert difference(one.sum(-1), np.ones(one.shape[:2])) < CLOSE
+        observed.append(at_once(backend, tokens, ends, look).inside)
+    model, reference = observed
+    assert difference(model.residuals, reference.residuals) < 3e-4
+    assert difference(model.parts, reference.parts) < 3e-4
+    for single, other in zip(model.attention, reference.attention, strict=True):
+        assert single.shape[-1] == count
+        assert difference(single, other) < CLOSE
+        assert difference(single.sum(-1), np.ones(single.shape[:2])) < CLOSE
 
 
 @pytest.mark.parametrize("kind", ["torch", "native"])
 def test_a_window_reaches_ahead_in_long_texts(tmp_path: Path, kind: str):
-    """More than a segment of keys and a chunk of queries; then single places once more, as a
-    canvas computes them: what they may not see lies in other segments."""
+    """More than a segment of keys and a chunk of queries; then single positions again, as a canvas
+    computes them: masked keys are in other segments."""
     expected = tiny_masked.save("modernbert", tmp_path)
     tokens, count = some_tokens(1300), 1300
     backend = loaded(kind, open_checkpoint(tmp_path)).backend(memory=64 << 20, context=2048)
-    wanted = expected(tokens)[0]
-    found = at_once(backend, tokens, np.full(count, count)).logits
-    assert difference(found, wanted) < CLOSE_FAR
+    reference = expected(tokens)[0]
+    result = at_once(backend, tokens, np.full(count, count)).logits
+    assert difference(result, reference) < CLOSE_FAR
     for place in (0, 509, 700, count - 1):
         again = StepBatch(
             tokens[0, place : place + 1].numpy(),
@@ -146,7 +146,7 @@ def test_a_window_reaches_ahead_in_long_texts(tmp_path: Path, kind: str):
             np.array([3]),
             logits=np.array([0]),
         )
-        assert difference(backend.launch(again).result().logits[0], wanted[place]) < CLOSE_FAR
+        assert difference(backend.launch(again).result().logits[0], reference[place]) < CLOSE_FAR
 
 
 # -- files -----------------------------------------------------------------------------------
@@ -154,17 +154,17 @@ def test_a_window_reaches_ahead_in_long_texts(tmp_path: Path, kind: str):
 
 def test_saved_and_loaded_again(case: Case, tmp_path: Path):
     name, expected, checkpoint = case
-    ours, tokens = load_transformer(checkpoint), some_tokens()
-    save_checkpoint(ours, tmp_path, largest_file=40_000)
+    model, tokens = load_transformer(checkpoint), some_tokens()
+    save_checkpoint(model, tmp_path, largest_file=40_000)
     again = open_checkpoint(tmp_path)
     assert again.config == checkpoint.config
-    assert difference(load_transformer(again)(tokens), ours(tokens)) == 0
+    assert difference(load_transformer(again)(tokens), model(tokens)) == 0
     if name in BERTS:
-        theirs = transformers.AutoModelForMaskedLM.from_pretrained(
+        reference = transformers.AutoModelForMaskedLM.from_pretrained(
             tmp_path, dtype=torch.float32, attn_implementation="eager"
         )
         with torch.no_grad():
-            assert difference(theirs(tokens).logits, expected(tokens)) < CLOSE
+            assert difference(reference(tokens).logits, expected(tokens)) < CLOSE
 
 
 def test_a_causal_family_taught_to_look_ahead_is_saved_with_that(tmp_path: Path):
@@ -187,22 +187,20 @@ def test_a_causal_family_taught_to_look_ahead_is_saved_with_that(tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Those that llama.cpp's own converter knows."""
-    folder = tmp_path_factory.mktemp("gguf")
-    return convert_each(("dream", "llada"), tiny_masked.save, folder)
+    return converted_models(tmp_path_factory)
 
 
-@pytest.mark.parametrize("name", ["dream", "llada"])
+@pytest.mark.parametrize("name", MASKED)
 def test_gguf(converted: Path, name: str, tmp_path: Path):
-    """From llama.cpp's converter, and written again by us."""
+    """From llama.cpp's converter, and written again by `save_gguf`."""
     expected = tiny_masked.save(name, tmp_path / "original")
     tokens, config = some_tokens(), tiny_masked.FAMILIES[name].expected
-    ours = load_transformer(open_checkpoint(converted / f"{name}.gguf"))
-    assert (ours.config.sight, ours.config.shifted) == ("whole", config["shifted"])
-    assert difference(ours(tokens), expected(tokens)) < CLOSE
+    model = load_transformer(open_checkpoint(converted / f"{name}.gguf"))
+    assert (model.config.sight, model.config.shifted) == ("whole", config["shifted"])
+    assert difference(model(tokens), expected(tokens)) < CLOSE
     folder = open_checkpoint(tmp_path / "original")
     save_gguf(load_transformer(folder), tmp_path / "again.gguf", type="F32", vocabulary={})
     again = open_checkpoint(tmp_path / "again.gguf")
     assert difference(load_transformer(again)(tokens), expected(tokens)) < CLOSE
-    said = (again.config.sight, again.config.mask_id, again.config.shifted)
-    assert said == ("whole", tiny_masked.MASK, config["shifted"])
+    settings = (again.config.sight, again.config.mask_id, again.config.shifted)
+    assert settings == ("whole", tiny_masked.MASK, config["shifted"])

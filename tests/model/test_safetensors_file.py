@@ -35,9 +35,9 @@ def test_what_the_package_writes(tmp_path: Path):
     assert set(file.tensors) == set(tensors)
     kinds = {"f32": "F32", "f16": "F16", "bf16": "BF16", "f64": "F32", "one": "F32", "none": "F32"}
     for name, kind in kinds.items():
-        found = file.stored(name)
-        assert (found.type, found.shape) == (kind, tuple(tensors[name].shape))
-        np.testing.assert_array_equal(found.float32(), tensors[name].float().numpy())
+        result = file.stored(name)
+        assert (result.type, result.shape) == (kind, tuple(tensors[name].shape))
+        np.testing.assert_array_equal(result.float32(), tensors[name].float().numpy())
     assert not file.stored("bf16").data.flags.writeable, "a view into the file"
     with pytest.raises(ModelFileError, match="mask holds bool numbers"):
         file.stored("mask")
@@ -50,8 +50,8 @@ def written(path: Path, header: Any, data: bytes = bytes(16), length: int | None
 
 
 def entry(**changes: Any) -> dict[str, Any]:
-    found = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16], **changes}
-    return {"x": {name: value for name, value in found.items() if value != "gone"}}
+    result = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16], **changes}
+    return {"x": {name: value for name, value in result.items() if value != "gone"}}
 
 
 def test_the_smallest_file(tmp_path: Path):
@@ -72,28 +72,28 @@ def test_the_smallest_file(tmp_path: Path):
         (b"\xff\xfe", None, "not JSON"),
         (b"[" * 100_000, None, "not JSON"),
         (b'{"x": ' + b"9" * 5000 + b"}", None, "not JSON"),
-        ([1], None, "no table"),
+        ([1], None, "not a JSON object"),
         ({"x": 7}, None, "'x' has no description"),
         (entry(dtype="Q4"), None, "unknown type 'Q4'"),
         (entry(dtype=["F32"]), None, "unknown type"),
         (entry(dtype="gone"), None, "unknown type 'None'"),
-        (entry(shape="gone"), None, "impossible shape None"),
-        (entry(shape=[2, -2]), None, r"impossible shape \[2, -2\]"),
-        (entry(shape=[2, 2.0]), None, "impossible shape"),
-        (entry(shape=[True, 4]), None, "impossible shape"),
-        (entry(shape=[2**62, 4]), None, "impossible shape"),
-        (entry(shape=[2**61, 2**61, 2**61]), None, "not what its shape"),
-        (entry(shape=[1] * 9), None, "impossible shape"),
-        (entry(shape=[2, 3]), None, "16 bytes, which is not what its shape"),
-        (entry(dtype="F16"), None, "16 bytes, which is not what its shape"),
-        (entry(data_offsets=[16, 0]), None, "impossible place"),
-        (entry(data_offsets=[0]), None, "impossible place"),
-        (entry(data_offsets=[-16, 0]), None, "impossible place"),
-        (entry(data_offsets="gone"), None, "impossible place"),
-        (entry(data_offsets="\n"), None, "impossible place"),
-        (entry(shape="\n"), None, "impossible shape"),
-        (entry(data_offsets=[8, 24]), None, "cut short"),
-        (b'{"x": 1, "x": 2}', None, "'x' stands twice"),
+        (entry(shape="gone"), None, "invalid shape None"),
+        (entry(shape=[2, -2]), None, r"invalid shape \[2, -2\]"),
+        (entry(shape=[2, 2.0]), None, "invalid shape"),
+        (entry(shape=[True, 4]), None, "invalid shape"),
+        (entry(shape=[2**62, 4]), None, "invalid shape"),
+        (entry(shape=[2**61, 2**61, 2**61]), None, "does not match its shape"),
+        (entry(shape=[1] * 9), None, "invalid shape"),
+        (entry(shape=[2, 3]), None, "16 bytes, which does not match its shape"),
+        (entry(dtype="F16"), None, "16 bytes, which does not match its shape"),
+        (entry(data_offsets=[16, 0]), None, "invalid data_offsets"),
+        (entry(data_offsets=[0]), None, "invalid data_offsets"),
+        (entry(data_offsets=[-16, 0]), None, "invalid data_offsets"),
+        (entry(data_offsets="gone"), None, "invalid data_offsets"),
+        (entry(data_offsets="\n"), None, "invalid data_offsets"),
+        (entry(shape="\n"), None, "invalid shape"),
+        (entry(data_offsets=[8, 24]), None, "truncated"),
+        (b'{"x": 1, "x": 2}', None, "duplicate name 'x'"),
     ],
 )
 def test_broken_headers_end_in_a_sentence(
@@ -129,7 +129,7 @@ _entry = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=2000, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=2000, suppress_health_check=list(HealthCheck))
 @given(header=st.dictionaries(st.text(max_size=3), _entry | _json, max_size=3), data=st.binary())
 def test_any_header_is_read_or_refused(header: dict[str, Any], data: bytes, tmp_path: Path):
     path = written(tmp_path / "a.safetensors", header, data)
@@ -141,7 +141,7 @@ def test_any_header_is_read_or_refused(header: dict[str, Any], data: bytes, tmp_
         assert "\n" not in str(error)
 
 
-@settings(max_examples=300, deadline=2000, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=2000, suppress_health_check=list(HealthCheck))
 @given(content=st.binary(max_size=120))
 def test_any_bytes_are_read_or_refused(content: bytes, tmp_path: Path):
     (tmp_path / "a").write_bytes(content)

@@ -1,6 +1,6 @@
-"""A model dealt out over ranks: every number of it is somewhere, and no rank reads what it has not.
+"""Tensor-parallel parts cover every weight, and a rank reads only its part.
 
-No process is started here; test_tensor_parallel.py has parts compute what the whole does.
+No process is started here; test_tensor_parallel.py compares the computation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from unspool.model.checkpoint import open_checkpoint, save_checkpoint
 from unspool.model.config import ModelConfig
 from unspool.model.config_hf import config_from_hf
 from unspool.model.positions import Rotary
-from unspool.model.split import Share, check_split, cut_of, is_added_once, part_config, uneven
+from unspool.model.split import (
+    Share,
+    check_split,
+    cut_of,
+    is_added_once,
+    part_config,
+    reason_not_splittable,
+)
 from unspool.model.stored import Stored
 from unspool.model.weights import shapes
 
@@ -42,7 +49,7 @@ def config_of(name: str, **changes: Any) -> ModelConfig:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_parts_are_those_of_smaller_models_and_make_up_the_whole(name: str):
     config, ranks = config_of(name), 4
-    assert uneven(config, ranks) is None
+    assert reason_not_splittable(config, ranks) is None
     covered: dict[str, Any] = {}
     for share in Share(0, ranks).every:
         smaller = shapes(part_config(config, share))
@@ -54,10 +61,12 @@ def test_the_parts_are_those_of_smaller_models_and_make_up_the_whole(name: str):
             axis, places = cut
             part = (*shape[:axis], len(places), *shape[axis + 1 :])
             assert smaller[weight] == part, weight
-            seen = covered.setdefault(weight, np.zeros(shape[axis], np.int64))
-            seen[places] += 1
-    for weight, seen in covered.items():
-        assert seen.min() == seen.max() >= 1, f"{weight}: some rows are missing, or oftener there"
+            observed = covered.setdefault(weight, np.zeros(shape[axis], np.int64))
+            observed[places] += 1
+    for weight, observed in covered.items():
+        assert observed.min() == observed.max() >= 1, (
+            f"{weight}: some rows are missing, or oftener there"
+        )
     split = sum(math.prod(shapes(config)[weight]) for weight in covered)
     assert split > 0.8 * sum(map(math.prod, shapes(config).values())), "what is large is split"
 
@@ -119,13 +128,13 @@ def test_packed_numbers_are_cut_along_every_axis(axes: int):
     for axis in range(axes - 2, axes):
         for places in (np.arange(2, 6), np.array([0, 3, 4])):
             part = stored.part(axis, places)
-            wanted = np.take(stored.float32(), places, axis)
-            assert part.shape == wanted.shape
-            assert np.array_equal(part.float32(), wanted)
+            expected = np.take(stored.float32(), places, axis)
+            assert part.shape == expected.shape
+            assert np.array_equal(part.float32(), expected)
 
 
 def test_no_rank_ever_holds_the_whole_model(tmp_path: Path):
-    """The most that is held at once, as Python and numpy count it."""
+    """Peak memory, as counted by Python and numpy."""
     import torch
 
     from unspool.model.transformer import Transformer
@@ -145,9 +154,9 @@ def test_no_rank_ever_holds_the_whole_model(tmp_path: Path):
     tracemalloc.start()
     try:
         part = load_part(checkpoint, ranks, "float32")
-        held, most = tracemalloc.get_traced_memory()
+        peak_bytes, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert sum(tensor.numel() for tensor in part.parameters()) * 4 < size / 6
     assert most < size / 3, f"{most:,} of {size:,} bytes were in memory at once"
-    assert held < size / 4
+    assert peak_bytes < size / 4

@@ -1,4 +1,4 @@
-"""What recurrent states take is told before a model is opened."""
+"""The memory of recurrent states is known before a model is opened."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paged_texts import config
 
 from unspool.model import gguf
 from unspool.model.glance import glance
-from unspool.model.memory import PLANNED_STATES, memory_of_text
+from unspool.model.memory import PLANNED_STATES, sequence_memory
 from unspool.model.recurrence import Recurrence
 
 QWEN = {
@@ -33,21 +33,24 @@ def test_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gguf, "GGUFFile", Header)
     monkeypatch.setattr(gguf, "part_paths", lambda path: [path])
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    seen = glance(tmp_path / "model.gguf")
+    observed = glance(tmp_path / "model.gguf")
     shape = Recurrence(conv_kernel=4, key_heads=16, value_heads=16, key_width=128, value_width=128)
     mixers = ("delta", "delta", "delta", "attention") * 6
-    whole = config(
+    complete = config(
         layers=24, width=1024, heads=8, kv_heads=2, head_width=256, mixers=mixers, recurrence=shape
     )
-    assert not seen.problem
-    assert seen.state_bytes == whole.state_bytes and seen.kv_bytes == 2 * whole.kv_numbers
-    assert 18 << 20 < seen.state_bytes < 20 << 20
+    assert not observed.problem
+    assert (
+        observed.state_bytes == complete.state_bytes
+        and observed.kv_bytes == 2 * complete.kv_numbers
+    )
+    assert 18 << 20 < observed.state_bytes < 20 << 20
 
 
 def test_of_a_folder(tmp_path: Path):
     tiny.save("qwen3.5", tmp_path)
-    seen = glance(tmp_path)
-    assert not seen.problem and seen.state_bytes > 0
-    text = memory_of_text(seen.kv_bytes, seen.context)
-    with_states = memory_of_text(seen.kv_bytes, seen.context, seen.state_bytes)
-    assert with_states == text + PLANNED_STATES * seen.state_bytes
+    observed = glance(tmp_path)
+    assert not observed.problem and observed.state_bytes > 0
+    text = sequence_memory(observed.kv_bytes, observed.context)
+    with_states = sequence_memory(observed.kv_bytes, observed.context, observed.state_bytes)
+    assert with_states == text + PLANNED_STATES * observed.state_bytes

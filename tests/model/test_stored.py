@@ -15,7 +15,8 @@ from unspool.model.checkpoint import load_transformer, open_checkpoint
 from unspool.model.config import ModelConfig
 from unspool.model.gguf import BLOCK_TYPES
 from unspool.model.stored import FLOAT_TYPES, Stored
-from unspool.model.weights import Rule, read_weights, shapes
+from unspool.model.tensor_mapping import read_weights
+from unspool.model.weights import TensorRule, shapes
 
 ROWS, COLUMNS = 24, 512
 TYPES = [kind.name for kind in BLOCK_TYPES.values()]
@@ -38,45 +39,45 @@ def stored(kind: str, shape: tuple[int, ...] = (ROWS, COLUMNS), seed: int = 0) -
 
 @pytest.mark.parametrize("kind", [kind for kind in PACKED if kind != "Q1_0"])
 def test_unpacked_as_the_gguf_package_does(kind: str):
-    one = stored(kind)
-    expected = gguf.quants.dequantize(one.data, gguf.GGMLQuantizationType[kind])
-    np.testing.assert_array_equal(one.float32(), expected)
-    assert one.float32().shape == one.shape and np.isfinite(expected).all()
+    single = stored(kind)
+    expected = gguf.quants.dequantize(single.data, gguf.GGMLQuantizationType[kind])
+    np.testing.assert_array_equal(single.float32(), expected)
+    assert single.float32().shape == single.shape and np.isfinite(expected).all()
 
 
 def test_floats_are_what_torch_makes_of_the_same_bits():
     for kind, dtype in (("F16", torch.float16), ("BF16", torch.bfloat16)):
-        one = stored(kind)
-        bits = torch.from_numpy(one.data.view(np.int16).copy()).view(dtype)
-        np.testing.assert_array_equal(one.float32(), bits.float().numpy())
+        single = stored(kind)
+        bits = torch.from_numpy(single.data.view(np.int16).copy()).view(dtype)
+        np.testing.assert_array_equal(single.float32(), bits.float().numpy())
     plain = stored("F32")
     assert plain.float32() is plain.data, "nothing is copied"
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_rows_move_packed_as_they_move_unpacked(kind: str):
-    one = stored(kind)
-    whole = one.float32()
-    part = one.rows(5, 11)
+    single = stored(kind)
+    complete = single.float32()
+    part = single.rows(5, 11)
     assert part.type == kind and part.shape == (6, COLUMNS)
-    np.testing.assert_array_equal(part.float32(), whole[5:11])
+    np.testing.assert_array_equal(part.float32(), complete[5:11])
     order = np.random.default_rng(3).permutation(ROWS)
-    moved = one.reordered(order)
+    moved = single.reordered(order)
     assert moved.type == kind
-    np.testing.assert_array_equal(moved.float32(), whole[order])
+    np.testing.assert_array_equal(moved.float32(), complete[order])
     other = stored(kind, seed=1)
-    both = Stored.stacked([one, other])
-    assert (both.type, both.shape) == (kind, (2, ROWS, COLUMNS))
-    np.testing.assert_array_equal(both.float32(), np.stack([whole, other.float32()]))
+    pair = Stored.stacked([single, other])
+    assert (pair.type, pair.shape) == (kind, (2, ROWS, COLUMNS))
+    np.testing.assert_array_equal(pair.float32(), np.stack([complete, other.float32()]))
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_changed_numbers(kind: str):
-    one = stored(kind)
-    np.testing.assert_array_equal(one.transposed().float32(), one.float32().T)
-    assert one.transposed().shape == (COLUMNS, ROWS)
-    assert one.transposed().type == ("F32" if kind in PACKED else kind)
-    np.testing.assert_array_equal(one.minus_one().float32(), one.float32() - 1)
+    single = stored(kind)
+    np.testing.assert_array_equal(single.transposed().float32(), single.float32().T)
+    assert single.transposed().shape == (COLUMNS, ROWS)
+    assert single.transposed().type == ("F32" if kind in PACKED else kind)
+    np.testing.assert_array_equal(single.minus_one().float32(), single.float32() - 1)
 
 
 def test_experts_of_several_types_and_shapes():
@@ -93,12 +94,12 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def read(rule: Rule, theirs: Stored) -> dict[str, Stored]:
+def read(rule: TensorRule, reference: Stored) -> dict[str, Stored]:
     """Weights of which some come by this rule, and the others under our own names."""
     patterns = {name.replace("layers.0", "layers.{i}"): name for name in shapes(CONFIG)}
-    rules = [rule, *(Rule(p, (p,)) for p in patterns if p not in rule.ours)]
+    rules = [rule, *(TensorRule(p, (p,)) for p in patterns if p not in rule.weights)]
     files = {name: stored("F32", shape) for name, shape in shapes(CONFIG).items()}
-    files[rule.theirs.replace("{i}", "0")] = theirs
+    files[rule.tensor.replace("{i}", "0")] = reference
     return dict(read_weights(CONFIG, tuple(rules), files.get))
 
 
@@ -107,13 +108,13 @@ Q, K, V = (f"layers.{{i}}.attention.{name}.weight" for name in "qkv")
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_the_rows_of_a_head_are_sorted_without_unpacking(kind: str):
-    whole = stored(kind, (256, 256))
-    found = read(Rule("q.{i}", (Q,), "interleaved"), whole)["layers.0.attention.q.weight"]
-    assert found.type == kind
+    complete = stored(kind, (256, 256))
+    result = read(TensorRule("q.{i}", (Q,), "interleaved"), complete)["layers.0.attention.q.weight"]
+    assert result.type == kind
     # Neighbours 0,1 2,3 ... of each head become its first and its second half.
-    heads = whole.float32().reshape(4, 32, 2, 256)
+    heads = complete.float32().reshape(4, 32, 2, 256)
     np.testing.assert_array_equal(
-        found.float32().reshape(4, 64, 256), np.concatenate([heads[:, :, 0], heads[:, :, 1]], 1)
+        result.float32().reshape(4, 64, 256), np.concatenate([heads[:, :, 0], heads[:, :, 1]], 1)
     )
 
 
@@ -121,33 +122,33 @@ def test_the_rows_of_a_head_are_sorted_without_unpacking(kind: str):
 def test_queries_keys_and_values_are_split_without_unpacking(kind: str):
     for layout in ("plain", "per_head"):
         packed = stored(kind, (768, 256))
-        found = read(Rule("qkv.{i}", (Q, K, V), layout), packed)  # type: ignore[arg-type]
-        whole = packed.float32()
+        result = read(TensorRule("qkv.{i}", (Q, K, V), layout), packed)  # type: ignore[arg-type]
+        complete = packed.float32()
         for number, name in enumerate("qkv"):
-            piece = found[f"layers.0.attention.{name}.weight"]
+            piece = result[f"layers.0.attention.{name}.weight"]
             assert piece.type == kind
-            expected = whole[number * 256 : (number + 1) * 256]
+            expected = complete[number * 256 : (number + 1) * 256]
             if layout == "per_head":
-                expected = whole.reshape(4, 3, 64, 256)[:, number].reshape(256, 256)
+                expected = complete.reshape(4, 3, 64, 256)[:, number].reshape(256, 256)
             np.testing.assert_array_equal(piece.float32(), expected)
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "per_head"])
 def test_rows_that_are_no_heads_are_told(layout: str):
     with pytest.raises(ModelFileError, match=r"\(250, 256\).*need \(256, 256\)"):
-        read(Rule("q.{i}", (Q,), layout), stored("F32", (250, 256)))  # type: ignore[arg-type]
+        read(TensorRule("q.{i}", (Q,), layout), stored("F32", (250, 256)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_what_torch_gets_is_what_was_saved(dtype: torch.dtype, tmp_path: Path):
-    theirs = tiny.make("llama").to(dtype)
-    theirs.save_pretrained(tmp_path)
-    kinds = {one.type for _, one in open_checkpoint(tmp_path).weights()}
+    reference = tiny.make("llama").to(dtype)
+    reference.save_pretrained(tmp_path)
+    kinds = {single.type for _, single in open_checkpoint(tmp_path).weights()}
     names = {torch.float16: "F16", torch.bfloat16: "BF16"}
     assert kinds == {names.get(dtype, "F32")}
     loaded = load_transformer(open_checkpoint(tmp_path))
-    expected = theirs.model.layers[2].mlp.down_proj.weight.float()
+    expected = reference.model.layers[2].mlp.down_proj.weight.float()
     assert torch.equal(loaded.layers[2].feed.down.weight, expected)
-    loaded.layers[2].feed.down.weight.data += 1  # memory of its own: the file stays as it is
+    loaded.layers[2].feed.down.weight.data += 1  # a copy: the file does not change
     again = load_transformer(open_checkpoint(tmp_path))
     assert torch.equal(again.layers[2].feed.down.weight, expected)

@@ -1,4 +1,4 @@
-"""Models in the stores of other programs: found, used where they lie, and never trusted."""
+"""Models in the stores of other programs: found, used in place, and never trusted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unspool.model.removing import removal
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A home of its own, without models."""
+    """An empty home folder."""
     for name in ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -69,8 +69,8 @@ LIBRARY = "registry.ollama.ai/library"
 
 def names(**options: Any) -> dict[str, Any]:
     """All but what comes with Unspool."""
-    found = hub.cached_models(**options)
-    return {model.name: model for model in found if model.source != "shipped"}
+    result = hub.cached_models(**options)
+    return {model.name: model for model in result if model.source != "shipped"}
 
 
 def test_ollama(machine: Path) -> None:
@@ -80,14 +80,14 @@ def test_ollama(machine: Path) -> None:
     add_ollama(store, f"{LIBRARY}/other/latest", tiny)
     add_ollama(store, "registry.ollama.ai/somebody/tiny/7b", tiny)
     add_ollama(store, "hf.co/org/name-GGUF/Q4_K_M", tiny)
-    found = names()
-    assert list(found) == [
+    result = names()
+    assert list(result) == [
         "ollama/hf.co/org/name-GGUF:Q4_K_M",
         "ollama/other:latest",
         "ollama/somebody/tiny:7b",
         "ollama/tiny:1b",
     ]
-    model = found["ollama/tiny:1b"]
+    model = result["ollama/tiny:1b"]
     assert (model.source, model.kind, model.bytes) == ("ollama", "F32", tiny.stat().st_size)
     assert model.path.parent == store / "blobs" and model.fits
     for name in ("ollama/tiny:1b", "tiny:1b", "TINY:1b", "other", "ollama/other"):
@@ -127,7 +127,7 @@ def test_what_is_wrong_in_ollamas_store_is_told(
     problems = {name: model.problem for name, model in names(everything=True).items()}
     assert len(problems) == 14
     for name, words in {
-        "torn": "manifest cannot be read", "list": "manifest", "odd": "not in one GGUF",
+        "torn": "manifest is unreadable", "list": "manifest", "odd": "not in one GGUF",
         "deep": "manifest", "gone": "missing", "out0": "missing", "out1": "missing",
         "out2": "missing", "linked": "missing", "tuned": "adapter", "mamba": "'mamba'",
         "packed": "Q4_0_4_4", "cut": "GGUF file",
@@ -148,7 +148,7 @@ def test_folders_that_may_not_be_read(machine: Path) -> None:
     )
     assert len(names()) == 3
     machine.chmod(0)
-    root = os.geteuid() == 0  # who may read anything, so be nobody
+    root = os.geteuid() == 0  # root may read anything: drop privileges
     try:
         if root:
             os.seteuid(65534)
@@ -175,13 +175,15 @@ def test_llama_cpp(machine: Path) -> None:
     (cache / "lost-Q8_0-00002-of-00003.gguf").unlink()
     write_tiny(cache / "mmproj-tiny.gguf")
     (cache / "half.gguf.downloadInProgress").write_bytes(b"x")
-    found = names()
-    assert list(found) == ["llama.cpp/alone", "llama.cpp/split-Q8_0", "llama.cpp/tiny-Q8_0"]
-    assert found["llama.cpp/tiny-Q8_0"].kind == "Q8_0"
-    assert found["llama.cpp/split-Q8_0"].bytes > file.stat().st_size * 9 // 10, "all its parts"
+    result = names()
+    assert list(result) == ["llama.cpp/alone", "llama.cpp/split-Q8_0", "llama.cpp/tiny-Q8_0"]
+    assert result["llama.cpp/tiny-Q8_0"].kind == "Q8_0"
+    assert result["llama.cpp/split-Q8_0"].bytes > file.stat().st_size * 9 // 10, "all its parts"
     assert hub.find_model("llama.cpp/tiny-Q8_0") == hub.find_model("tiny-q8_0") == file
-    whole = unspool.load("alone").generate("hello", max_tokens=4, temperature=0).tokens
-    assert unspool.load("split-Q8_0").generate("hello", max_tokens=4, temperature=0).tokens == whole
+    complete = unspool.load("alone").generate("hello", max_tokens=4, temperature=0).tokens
+    assert (
+        unspool.load("split-Q8_0").generate("hello", max_tokens=4, temperature=0).tokens == complete
+    )
     lost = names(everything=True)["llama.cpp/lost-Q8_0"]
     assert "lost-Q8_0-00002-of-00003.gguf is missing" in lost.problem
     with pytest.raises(ModelFileError, match=r"00002-of-00003\.gguf is missing"):
@@ -210,7 +212,7 @@ def test_lm_studio(machine: Path) -> None:
 def test_a_name_in_two_stores(machine: Path) -> None:
     tiny = write_tiny(machine / ".cache" / "llama.cpp" / "same.gguf")
     write_tiny(machine / ".lmstudio" / "models" / "o" / "r" / "same.gguf")
-    with pytest.raises(UnspoolError, match=r"write llama\.cpp/same or lmstudio/same"):
+    with pytest.raises(UnspoolError, match=r"give llama\.cpp/same or lmstudio/same"):
         hub.find_model("same")
     assert hub.find_model("llama.cpp/same") == tiny
 
@@ -231,7 +233,7 @@ def test_the_hubs_cache_and_removing(machine: Path) -> None:
     assert removal("hf.co/org/name").run() > 70_000
     assert not repo.exists() and names() == {}
     tiny = write_tiny(machine / ".cache" / "llama.cpp" / "t.gguf")
-    with pytest.raises(UnspoolError, match=r"belongs to llama\.cpp.*deleting the file"):
+    with pytest.raises(UnspoolError, match=r"store of llama\.cpp.*deleting the file"):
         removal("t")
     with pytest.raises(UnspoolError, match=r"there is llama\.cpp/t"):
         removal("org/name")
@@ -242,15 +244,15 @@ def test_folders_of_safetensors_in_the_hubs_cache(machine: Path) -> None:
     import tiny
 
     snapshots = machine / ".cache" / "huggingface" / "hub" / "models--org--{}" / "snapshots" / "a"
-    whole, cut = (Path(str(snapshots).format(name)) for name in ("whole", "cut"))
-    for folder in (whole, cut):
+    complete, cut = (Path(str(snapshots).format(name)) for name in ("whole", "cut"))
+    for folder in (complete, cut):
         tiny.save("llama", folder, max_shard_size="60KB")
     shards = sorted(cut.glob("*.safetensors"))
     assert len(shards) > 1
     shards[-1].unlink()
-    found = names(everything=True)
-    assert found["org/whole"].kind == "F32" and not found["org/whole"].problem
-    assert f"{shards[-1].name} is missing" in found["org/cut"].problem
+    result = names(everything=True)
+    assert result["org/whole"].kind == "F32" and not result["org/whole"].problem
+    assert f"{shards[-1].name} is missing" in result["org/cut"].problem
     assert list(names()) == ["org/whole"]
 
 
@@ -269,6 +271,6 @@ def test_huge_stores_are_quick(machine: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_glance_reads_no_vocabulary(machine: Path) -> None:
     from unspool.model.gguf import GGUFFile
 
-    seen = GGUFFile(write_tiny(machine / "t.gguf"), glance=True)
-    assert seen.metadata["llama.block_count"] == 1 and not seen.tensors
-    assert "tokenizer.ggml.tokens" not in seen.metadata
+    observed = GGUFFile(write_tiny(machine / "t.gguf"), glance=True)
+    assert observed.metadata["llama.block_count"] == 1 and not observed.tensors
+    assert "tokenizer.ggml.tokens" not in observed.metadata

@@ -47,20 +47,20 @@ def test_native_torch_and_llama_cpp_read_it_alike(lm: unspool.LanguageModel):
     assert np.abs(native - exact).mean() < 0.03  # activations are rounded to 8 bits
     ids = lm.tokenizer.encode(TEXT)
     ends = range(8, len(ids), 16)
-    theirs = ask_llama_cpp.ask(FILE, prompts=[ids[:end] for end in ends])["logprobs"]
-    said = np.array([row[ids[end]] for row, end in zip(theirs, ends, strict=True)])
-    assert np.abs(said - exact[[end - 1 for end in ends]]).mean() < 0.06
+    reference = ask_llama_cpp.ask(FILE, prompts=[ids[:end] for end in ends])["logprobs"]
+    settings = np.array([row[ids[end]] for row, end in zip(reference, ends, strict=True)])
+    assert np.abs(settings - exact[[end - 1 for end in ends]]).mean() < 0.06
 
 
 def test_taken_back_to_any_word_it_goes_on_as_if_nothing_had_been(lm: unspool.LanguageModel):
-    whole = lm.generate(TEXT, max_tokens=60, seed=5, temperature=0.9, end=False)
+    complete = lm.generate(TEXT, max_tokens=60, seed=5, temperature=0.9, end=False)
     for length in (59, 31, 7, 0):
-        again = whole.rewind(length).resume()
-        assert again.tokens == whole.tokens
+        again = complete.rewind(length).resume()
+        assert again.tokens == complete.tokens
     lm.engine.call(lm.engine.tree.index.clear)  # everything is read anew
     fresh = lm.generate(TEXT, max_tokens=60, seed=5, temperature=0.9, end=False)
-    assert fresh.tokens == whole.tokens
-    assert [step.logprob for step in fresh.steps] == [step.logprob for step in whole.steps]
+    assert fresh.tokens == complete.tokens
+    assert [step.logprob for step in fresh.steps] == [step.logprob for step in complete.steps]
 
 
 def test_texts_beside_each_other_and_with_drafts_are_those_alone(lm: unspool.LanguageModel):

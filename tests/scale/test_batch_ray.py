@@ -147,7 +147,7 @@ def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fake, "is_initialized", lambda: False)
     monkeypatch.setattr(fake, "init", init, raising=False)
     monkeypatch.setitem(sys.modules, "ray", fake)
-    with pytest.raises(UnspoolError, match=r"no Ray cluster at 10.0.0.1:6379 \(connection refused\)"):
+    with pytest.raises(UnspoolError, match=r"no Ray cluster at 10\.0\.0\.1:6379 \(conn"):
         RayPool(SimpleNamespace(), address="10.0.0.1:6379")  # type: ignore[arg-type]
     with pytest.raises(UnspoolError, match="cannot be started here"):
         RayPool(SimpleNamespace())  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from running_server import Running, running
 
@@ -41,37 +42,33 @@ def ask(client: httpx.Client, path: str, status: int = 200, **body: Any) -> Any:
 def test_a_puzzle_is_made_anew_or_by_its_seed(client: httpx.Client) -> None:
     created = [ask(client, "/v1/puzzles", puzzle="sudoku", empty=48)["prompt"] for _ in range(2)]
     assert created[0] != created[1] and created[0].count(".") == 48
-    repeated = [ask(client, "/v1/puzzles", puzzle="countdown", seed=3) for _ in range(2)]
-    assert repeated[0] == repeated[1] and repeated[0]["places"] == puzzle_named("countdown").answer
-    assert (
-        "only for sudoku"
-        in ask(client, "/v1/puzzles", 400, puzzle="countdown", empty=3)["error"]["message"]
-    )
+    repeated = [ask(client, "/v1/puzzles", puzzle="sudoku", seed=3) for _ in range(2)]
+    assert repeated[0] == repeated[1] and repeated[0]["places"] == puzzle_named("sudoku").answer
     ask(client, "/v1/puzzles", 400, puzzle="chess")
 
 
 def test_an_answer_is_judged(client: httpx.Client) -> None:
-    body = {"puzzle": "countdown", "prompt": "86,28,13,31= 96;"}
-    right = " 86+ 28=114, 31- 13= 18,114- 18= 96"
+    prompts, answers = puzzle_named("sudoku").made(1, np.random.default_rng(0))
+    body, right = {"puzzle": "sudoku", "prompt": prompts[0]}, answers[0]
     assert ask(client, "/v1/puzzles/judge", **body, answer=right)["solved"] is True
     assert ask(client, "/v1/puzzles/judge", **body, answer=right[::-1])["solved"] is False
     wrong = {**body, "prompt": "x" * 16, "answer": right}
-    assert "not a countdown" in ask(client, "/v1/puzzles/judge", 400, **wrong)["error"]["message"]
+    assert "not a sudoku" in ask(client, "/v1/puzzles/judge", 400, **wrong)["error"]["message"]
 
 
 def test_its_models_are_loaded_by_name_and_listed_nowhere(
     client: httpx.Client, serving: Running
 ) -> None:
-    created = ask(client, "/v1/puzzles", puzzle="countdown", seed=3)
+    created = ask(client, "/v1/puzzles", puzzle="sudoku", seed=3)
     body = {"prompt": created["prompt"], "max_tokens": created["places"]}
     filled = ask(client, "/v1/diffuse", **body, model=created["models"]["whole"])
-    assert len(filled["tokens"]) <= 35 and filled["model"] == "countdown"
+    assert len(filled["tokens"]) <= 81 and filled["model"] == "sudoku"
     written = ask(client, "/v1/completions", **body, model=created["models"]["causal"])
-    assert written["model"] == "countdown-causal"
+    assert written["model"] == "sudoku-causal"
     listed = client.get("/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["tiny"]
-    assert client.get("/v1/models/countdown").json()["unspool"]["source"] == "shipped"
-    assert set(serving.state.registry.ephemeral) == {"countdown", "countdown-causal"}
+    assert client.get("/v1/models/sudoku").json()["unspool"]["source"] == "shipped"
+    assert set(serving.state.registry.ephemeral) == {"sudoku", "sudoku-causal"}
 
 
 @pytest.mark.parametrize("name", ["sudoku/../sudoku", "../shipped/sudoku", "shipped", "sudoko"])

@@ -249,7 +249,7 @@ def test_what_is_there_stays_until_the_new_one_is_whole(
 def test_what_cannot_be_written_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    with pytest.raises(SettingsError, match="it may be F32"):
+    with pytest.raises(SettingsError, match="must be one of F32"):
         export_gguf(folder, tmp_path / "x.gguf", type="Q3_K")
     tiny.save("gpt2", tmp_path / "gpt2")
     with pytest.raises(ModelFileError, match="gpt2 model cannot be written as GGUF"):

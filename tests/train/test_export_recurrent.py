@@ -103,7 +103,7 @@ def test_packed_numbers_are_run_by_llama_cpp(sized: None, tmp_path: Path):
     [
         ("qwen3.5-alike", "every n-th layer"),
         ("lfm2-moe-no-bias", "sum to one"),
-        ("qwen3-next-dense", "equally wide"),
+        ("qwen3-next-dense", "of equal width"),
     ],
 )
 def test_what_llama_cpp_would_read_otherwise_is_refused(name: str, word: str, tmp_path: Path):

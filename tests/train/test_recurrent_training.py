@@ -18,7 +18,7 @@ from unspool.model.checkpoint import (
     rules_for_hf,
     save_checkpoint,
 )
-from unspool.model.weights import write_weights
+from unspool.model.tensor_mapping import write_weights
 from unspool.train.data.batches import Batch
 from unspool.train.learning.forward import Sight, hidden, inside
 from unspool.train.learning.objectives import next_token

@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from unspool.model.checkpoint import load_transformer, open_checkpoint, rules_for_hf
-from unspool.model.weights import write_weights
+from unspool.model.tensor_mapping import write_weights
 from unspool.train.data.batches import Batch
 from unspool.train.data.encoding import Encoded
 from unspool.train.tuning.grpo import grpo_losses

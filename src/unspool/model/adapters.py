@@ -1,11 +1,11 @@
-"""LoRA adapters: what is added to some matrices of a model, read from and written to PEFT's files.
+"""LoRA adapters in PEFT's format: read and write.
 
     adapter = read_adapter(Path("folder"), config)
     adapter.parts["layers.0.attention.q.weight"]      # LowRank: down [r, in], up [out, r], scale
     write_adapter(adapter, Path("folder"), config)    # a folder that `peft` loads
 
-A matrix W with an adapter is W + scale * up @ down. PEFT calls these B and A, and names modules as
-transformers does; where a family's file holds several of our matrices in one, so does its adapter.
+A matrix W with an adapter is W + scale * up @ down. PEFT calls these B and A, and uses the module
+names of transformers; if a family's file fuses several matrices, so does its adapter.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from unspool.model.config import ModelConfig
 from unspool.model.config_hf import read_json
 from unspool.model.run_folder import find_run, resolve_run
 from unspool.model.safetensors_file import SafetensorsFile
-from unspool.model.weights import Rule, row_order, shapes
+from unspool.model.tensor_mapping import row_order
+from unspool.model.weights import TensorRule, shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-TWIN = "twin.json"  # beside an adapter that fills a canvas: how
+TWIN = "twin.json"  # settings of an adapter that fills a canvas
 Floats = npt.NDArray[np.float32]
 
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
-# What PEFT can do besides, and what it is when it does not.
+# PEFT settings that are not supported, and their neutral values.
 _MUST_BE: dict[str, Any] = {
     "use_dora": False,
     "bias": "none",
@@ -48,7 +49,7 @@ _MUST_BE: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRank:
-    """What is added to one matrix: scale * up @ down."""
+    """The update of one matrix: scale * up @ down."""
 
     down: Floats  # [rank, columns]
     up: Floats  # [rows, rank]
@@ -64,19 +65,19 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """How an adapter fills places behind the text of the causal model that it belongs to."""
+    """How an adapter fills a canvas after the text of its causal base model."""
 
     mask_id: int
-    block: int  # places that are filled before the next
-    shifted: bool  # a vector guesses the token behind its own place
+    block: int  # positions of a block
+    shifted: bool  # logits at position p predict the token at p + 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """All that one adapter adds, by our names of the matrices."""
+    """A LoRA adapter: the updates by weight name."""
 
     parts: Mapping[str, LowRank]
-    base: str = ""  # the model it was trained on, as its file calls it
+    base: str = ""  # the base model, as named in its file
     twin: Twin | None = None  # how it fills a canvas, if it was trained to
 
     @property
@@ -86,16 +87,16 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class _Module:
-    """One module of transformers' model, and the matrices of ours that it holds."""
+    """A module of transformers' model, and the matrices that it holds."""
 
     name: str  # without the prefix
-    ours: tuple[str, ...]
-    rule: Rule
+    matrices: tuple[str, ...]
+    rule: TensorRule
 
 
 def adaptable(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The matrices that an adapter may add to, with their shapes: those of a layer but of experts,
-    and the head where it is not the table of tokens as well."""
+    """Shapes of the matrices that an adapter may update: those of layers except experts, and an
+    untied head."""
     return {
         name: (shape[0], shape[1])
         for name, shape in shapes(config).items()
@@ -110,10 +111,10 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_of(folder: Path) -> str:
-    """The model that an adapter belongs to, as its file calls it; "" if it does not say."""
+    """The base model of an adapter, as named in its file; "": none is named."""
     folder = _adapter_folder(folder)
     if not is_adapter(folder):
-        raise ModelFileError(f"{folder}: has no {CONFIG}, so it is no adapter")
+        raise ModelFileError(f"{folder}: has no {CONFIG}, so it is not an adapter")
     return _base_name(folder, read_json(folder / CONFIG))
 
 
@@ -127,17 +128,17 @@ def _base_name(folder: Path, settings: dict[str, Any]) -> str:
 
 
 def _adapter_folder(folder: Path) -> Path:
-    """The adapter that is meant: a folder, or the best checkpoint of a training run."""
+    """The folder of an adapter: itself, or the best checkpoint of a training run."""
     if is_adapter(folder):
         return folder
     return resolve_run(find_run(folder) or folder)
 
 
 def read_adapter(folder: Path, config: ModelConfig) -> Adapter:
-    """Read the adapter in a folder, or of a training run, for a model of this config."""
+    """Read the adapter of a folder or a training run, for a model with this config."""
     folder = _adapter_folder(folder)
     if not is_adapter(folder):
-        raise ModelFileError(f"{folder}: has no {CONFIG}, so it is no adapter")
+        raise ModelFileError(f"{folder}: has no {CONFIG}, so it is not an adapter")
     if not (folder / WEIGHTS).is_file():
         raise ModelFileError(
             f"{folder}: has no {WEIGHTS}; pickle files (.bin) are refused, because loading one "
@@ -155,7 +156,7 @@ def read_adapter(folder: Path, config: ModelConfig) -> Adapter:
     for name, (down, up) in pairs.items():
         if name not in modules:
             raise ModelFileError(
-                f"{folder}: it adapts {name}, which Unspool cannot; adapters may add to the "
+                f"{folder}: adapts {name}, which is not supported; adapters may update the "
                 f"matrices of attention and feed-forward of a {config.family} model"
             )
         scale = _scale(settings, name, len(down))
@@ -165,24 +166,24 @@ def read_adapter(folder: Path, config: ModelConfig) -> Adapter:
 
 
 def _twin(folder: Path, config: ModelConfig) -> Twin | None:
-    """What is noted beside an adapter that fills a canvas."""
+    """Read the canvas settings of an adapter, if it has any."""
     if not (folder / TWIN).is_file():
         return None
-    told = read_json(folder / TWIN)
-    mask, block = told.get("mask_id"), told.get("block")
-    known = isinstance(mask, int) and 0 <= mask < config.vocab_size
-    if not known or not isinstance(block, int) or not 0 <= block <= config.context:
+    settings = read_json(folder / TWIN)
+    mask, block = settings.get("mask_id"), settings.get("block")
+    is_token = isinstance(mask, int) and 0 <= mask < config.vocab_size
+    if not is_token or not isinstance(block, int) or not 0 <= block <= config.context:
         raise ModelFileError(
             f"{folder / TWIN}: mask_id is {mask!r} and block {block!r}; they must be a token of "
             "the model and a number of tokens"
         )
-    return Twin(int(mask or 0), block, told.get("shifted") is True)
+    return Twin(int(mask or 0), block, settings.get("shifted") is True)
 
 
 def write_adapter(
     adapter: Adapter, folder: Path, config: ModelConfig, *, dropout: float = 0.0
 ) -> None:
-    """A folder that PEFT and `read_adapter` load."""
+    """Write a folder that PEFT and `read_adapter` load."""
     from safetensors.numpy import save_file
 
     prefix = prefixes_for_hf(config)[0]
@@ -190,7 +191,7 @@ def write_adapter(
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     for module in _modules(config):
-        if not any(name in adapter.parts for name in module.ours):
+        if not any(name in adapter.parts for name in module.matrices):
             continue
         joined = _join(module, adapter, config)
         name = module.name.replace("{p}", prefix)
@@ -198,7 +199,7 @@ def write_adapter(
         tensors[f"base_model.model.{name}.lora_B.weight"] = joined.up
         ranks[name], alphas[name] = joined.rank, joined.rank * joined.scale
     if not tensors:
-        raise ModelFileError("the adapter adds to no matrix of this model")
+        raise ModelFileError("the adapter updates no matrix of this model")
     rank, alpha = _commonest(ranks.values()), _commonest(alphas.values())
     settings = {
         "peft_type": "LORA",
@@ -208,8 +209,8 @@ def write_adapter(
         "lora_alpha": _number(alpha),
         "lora_dropout": dropout,
         "target_modules": _targets(list(ranks), config, prefix),
-        "rank_pattern": {name: found for name, found in ranks.items() if found != rank},
-        "alpha_pattern": {n: _number(found) for n, found in alphas.items() if found != alpha},
+        "rank_pattern": {name: r for name, r in ranks.items() if r != rank},
+        "alpha_pattern": {n: _number(a) for n, a in alphas.items() if a != alpha},
         "fan_in_fan_out": any(m.rule.layout == "transposed" for m in _modules(config)),
         "bias": "none",
         "use_rslora": False,
@@ -237,25 +238,25 @@ def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _pairs(folder: Path) -> dict[str, tuple[Floats, Floats]]:
-    """A and B of each module, by its name."""
+    """A and B of each module."""
     file = SafetensorsFile(folder / WEIGHTS)
-    found: dict[str, dict[str, Floats]] = {}
+    pairs: dict[str, dict[str, Floats]] = {}
     for name in file.tensors:
         if name.endswith(".base_layer.weight"):
-            continue  # PEFT adds the model's own head where that is adapted
-        named = _NAME.fullmatch(name)
-        if named is None:
-            raise ModelFileError(f"{folder}: tensor {name} is none of LoRA's matrices")
+            continue  # PEFT saves the base model's head if it is adapted
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ModelFileError(f"{folder}: tensor {name} is not a LoRA matrix")
         values = np.ascontiguousarray(file.stored(name).float32(), np.float32)
         if values.ndim != 2 or not np.isfinite(values).all():
-            raise ModelFileError(f"{folder}: tensor {name} is no matrix of finite numbers")
-        found.setdefault(named[1], {})[named[2]] = values
-    lonely = [name for name, pair in found.items() if len(pair) < 2]
-    if lonely:
-        raise ModelFileError(f"{folder}: of {lonely[0]} only one of lora_A and lora_B is there")
-    if not found:
+            raise ModelFileError(f"{folder}: tensor {name} must be a matrix of finite numbers")
+        pairs.setdefault(match[1], {})[match[2]] = values
+    incomplete = [name for name, pair in pairs.items() if len(pair) < 2]
+    if incomplete:
+        raise ModelFileError(f"{folder}: {incomplete[0]} lacks lora_A or lora_B")
+    if not pairs:
         raise ModelFileError(f"{folder}: {WEIGHTS} is empty")
-    return {name: (pair["A"], pair["B"]) for name, pair in found.items()}
+    return {name: (pair["A"], pair["B"]) for name, pair in pairs.items()}
 
 
 def _scale(settings: dict[str, Any], name: str, rank: int) -> float:
@@ -272,30 +273,30 @@ def _scale(settings: dict[str, Any], name: str, rank: int) -> float:
     return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
-def _pattern(table: Any, name: str, usual: Any) -> Any:
-    """What a table of PEFT's says of a module: its keys are the ends of names."""
+def _pattern(table: Any, name: str, default: Any) -> Any:
+    """The value of a PEFT pattern table for a module: keys match the ends of names."""
     for end, value in table.items() if isinstance(table, dict) else ():
         try:
             if re.fullmatch(rf"(.*\.)?({str(end).removeprefix('^')})", name):
                 return value
         except re.error:
             continue
-    return usual
+    return default
 
 
 def _modules(config: ModelConfig) -> Iterator[_Module]:
-    """The modules that hold adaptable matrices, in the order of the layers."""
-    wanted, done = adaptable(config), set[str]()
-    for name in wanted:
-        if name in done:
+    """The modules that hold adaptable matrices, in layer order."""
+    matrix_shapes, seen_matrices = adaptable(config), set[str]()
+    for name in matrix_shapes:
+        if name in seen_matrices:
             continue
         layer = name.split(".")[1] if name.startswith("layers.") else ""
         for rule in rules_for_hf(config):
-            ours = tuple(part.replace("{i}", layer) for part in rule.ours)
-            if name in ours and wanted.keys() >= set(ours):
-                done.update(ours)
-                theirs = rule.theirs.replace("{i}", layer).removesuffix(".weight")
-                yield _Module(theirs, ours, rule)
+            matrices = tuple(part.replace("{i}", layer) for part in rule.weights)
+            if name in matrices and matrix_shapes.keys() >= set(matrices):
+                seen_matrices.update(matrices)
+                module_name = rule.tensor.replace("{i}", layer).removesuffix(".weight")
+                yield _Module(module_name, matrices, rule)
                 break
 
 
@@ -306,13 +307,13 @@ def _their_names(module: _Module, config: ModelConfig) -> list[str]:
 def _split(
     folder: Path, module: _Module, down: Floats, up: Floats, scale: float, config: ModelConfig
 ) -> dict[str, LowRank]:
-    """A module's part as those of our matrices, which lie below each other in it."""
-    wanted = adaptable(config)
-    rows = [wanted[name][0] for name in module.ours]
-    columns = wanted[module.ours[0]][1]
+    """Split a fused module's update into those of its matrices."""
+    matrix_shapes = adaptable(config)
+    rows = [matrix_shapes[name][0] for name in module.matrices]
+    columns = matrix_shapes[module.matrices[0]][1]
     if down.shape[1] != columns or up.shape != (sum(rows), len(down)):
         raise ModelFileError(
-            f"{folder}: what it adds to {module.name.replace('{p}', '')} is {up.shape[0]} x "
+            f"{folder}: the update of {module.name.replace('{p}', '')} is {up.shape[0]} x "
             f"{down.shape[1]}, and the model's matrix is {sum(rows)} x {columns}; it was trained "
             "on another model"
         )
@@ -322,28 +323,34 @@ def _split(
     ends = np.cumsum(rows).tolist()
     return {
         name: LowRank(down, np.ascontiguousarray(up[start:end]), scale)
-        for name, start, end in zip(module.ours, [0, *ends], ends, strict=False)
+        for name, start, end in zip(module.matrices, [0, *ends], ends, strict=False)
     }
 
 
 def _join(module: _Module, adapter: Adapter, config: ModelConfig) -> LowRank:
-    """Our parts as that of the module that holds them: each has its own share of the rank."""
-    wanted = adaptable(config)
-    parts = [adapter.parts.get(name) for name in module.ours]
-    here = [part for part in parts if part is not None]
-    scale = here[0].scale
-    if len({id(part.down) for part in here}) == 1 and len(here) == len(parts):
-        down, up = here[0].down, np.concatenate([p.up * np.float32(p.scale / scale) for p in here])
+    """Combine the updates of a fused module's matrices; the ranks add up unless `down` is
+    shared."""
+    matrix_shapes = adaptable(config)
+    parts = [adapter.parts.get(name) for name in module.matrices]
+    present = [part for part in parts if part is not None]
+    scale = present[0].scale
+    if len({id(part.down) for part in present}) == 1 and len(present) == len(parts):
+        down, up = (
+            present[0].down,
+            np.concatenate([p.up * np.float32(p.scale / scale) for p in present]),
+        )
     else:
-        down = np.concatenate([part.down for part in here])
-        up = np.zeros((sum(wanted[name][0] for name in module.ours), len(down)), np.float32)
+        down = np.concatenate([part.down for part in present])
+        up = np.zeros(
+            (sum(matrix_shapes[name][0] for name in module.matrices), len(down)), np.float32
+        )
         row = column = 0
-        for name, part in zip(module.ours, parts, strict=True):
+        for name, part in zip(module.matrices, parts, strict=True):
             if part is not None:
-                place = slice(row, row + len(part.up)), slice(column, column + part.rank)
-                up[place] = part.up * np.float32(part.scale / scale)
+                target = slice(row, row + len(part.up)), slice(column, column + part.rank)
+                up[target] = part.up * np.float32(part.scale / scale)
                 column += part.rank
-            row += wanted[name][0]
+            row += matrix_shapes[name][0]
     order = row_order(module.rule.layout, len(up), config)
     if order is not None:
         up = up[np.argsort(order)]
@@ -351,16 +358,16 @@ def _join(module: _Module, adapter: Adapter, config: ModelConfig) -> LowRank:
 
 
 def _targets(names: list[str], config: ModelConfig, prefix: str) -> list[str]:
-    """The modules by their last names, if these mean no other modules; else in full."""
-    short = {name.rsplit(".", 1)[-1] for name in names}
-    every = [module.name.replace("{p}", prefix) for module in _modules(config)]
-    meant = [name for name in every if name.rsplit(".", 1)[-1] in short]
-    return sorted(short) if meant == names else names
+    """Module names for target_modules: the last parts if they are unambiguous, else full names."""
+    short_names = {name.rsplit(".", 1)[-1] for name in names}
+    all_modules = [module.name.replace("{p}", prefix) for module in _modules(config)]
+    matching = [name for name in all_modules if name.rsplit(".", 1)[-1] in short_names]
+    return sorted(short_names) if matching == names else names
 
 
 def _commonest(values: Any) -> Any:
-    several = list(values)
-    return max(set(several), key=several.count)
+    items = list(values)
+    return max(set(items), key=items.count)
 
 
 def _number(value: float) -> float | int:

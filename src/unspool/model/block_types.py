@@ -1,11 +1,11 @@
-"""Blocks of packed numbers, unpacked: GGUF's types, and three of our own.
+"""Dequantize packed blocks: GGUF's types, and three of Unspool's.
 
-Ours are what other files' groups of 4 or 8 bits become, so that they move through loading like
-GGUF's. All have 32 numbers, a scale in 16 bits, and
+Unspool's types hold the 4- and 8-bit groups of other formats, so that these are loaded like GGUF
+blocks. All have 32 numbers, a 16-bit scale, and
 
-    ZERO4     the zero point in a byte, 4 bits a number as in Q4_0:  scale * (number - zero)
-    ZERO8     the same with 8 bits a number
-    AFFINE8   a minimum in 16 bits, 8 bits a number:                 scale * number + minimum
+    ZERO4     a zero point of one byte, 4-bit numbers as in Q4_0:  scale * (number - zero)
+    ZERO8     the same with 8-bit numbers
+    AFFINE8   a 16-bit minimum, 8-bit numbers:                     scale * number + minimum
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ OWN_TYPES = {"ZERO4": 19, "ZERO8": 35, "AFFINE8": 36}  # bytes of a block
 
 
 def unpacked(type: str, data: Bytes) -> Floats:
-    """The numbers of rows of blocks, [..., columns]."""
+    """Dequantize rows of blocks to [..., columns]."""
     if type in OWN_TYPES:
-        return _own(type, data)
+        return _dequantize_unspool(type, data)
     if type == "Q1_0":
-        return _one_bit(data)
+        return _dequantize_q1(data)
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -35,7 +35,7 @@ def unpacked(type: str, data: Bytes) -> Floats:
     return values
 
 
-def _own(type: str, data: Bytes) -> Floats:
+def _dequantize_unspool(type: str, data: Bytes) -> Floats:
     blocks = data.reshape(-1, OWN_TYPES[type])
     scale, minimum = _halves(blocks, 0), np.zeros((1, 1), np.float32)
     if type == "AFFINE8":
@@ -49,8 +49,8 @@ def _own(type: str, data: Bytes) -> Floats:
     return values.reshape(*data.shape[:-1], -1)
 
 
-def _one_bit(data: Bytes) -> Floats:
-    """128 numbers in 18 bytes: a scale, and the sign of each (1: plus)."""
+def _dequantize_q1(data: Bytes) -> Floats:
+    """128 numbers in 18 bytes: a scale and sign bits (1: positive)."""
     blocks = data.reshape(-1, 18)
     plus = np.unpackbits(np.ascontiguousarray(blocks[:, 2:]), axis=-1, bitorder="little")
     values = _halves(blocks, 0) * np.where(plus, np.float32(1), np.float32(-1))
@@ -58,5 +58,5 @@ def _one_bit(data: Bytes) -> Floats:
 
 
 def _halves(blocks: Bytes, start: int) -> Floats:
-    found: npt.NDArray[Any] = np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2")
-    return found.astype(np.float32)
+    values: npt.NDArray[Any] = np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2")
+    return values.astype(np.float32)

@@ -1,6 +1,6 @@
-"""Models worth running, by short names: `qwen3-0.6b`, `qwen3:0.6b`, `qwen3-0` for the same.
+"""Recommended models by short name: `qwen3-0.6b`, `qwen3:0.6b`, `qwen3-0` mean the same.
 
-The facts are in catalogue.toml, which is read only when somebody asks for such a name.
+The data are in catalogue.toml, which is read on first use.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from unspool.model.default_model import DEFAULT
 from unspool.model.kinds import by_preference, kind_in_name
-from unspool.model.memory import free_memory, memory_needed, memory_of_text
+from unspool.model.memory import free_memory, memory_needed, sequence_memory
 
-_SHORTEST = 3  # letters: a slip must not fetch gigabytes
-_TAIL = re.compile(r"[-:](instruct|it|chat|latest)$")
+_MIN_PREFIX_LENGTH = 3  # letters: a typo must not download gigabytes
+_IGNORED_SUFFIX = re.compile(r"[-:](instruct|it|chat|latest)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +28,30 @@ class Entry:
     family: str
     parameters: int
     context: int
-    kv_bytes: int  # that a token leaves in keys and values
-    size: Mapping[str, float]  # GB of the file, by its kind
+    kv_bytes: int  # KV cache bytes per token
+    size: Mapping[str, float]  # GB of the file, by kind
     licence: str
     use: str
-    state_bytes: int = 0  # of one recurrent state of a text
+    state_bytes: int = 0  # of a recurrent state
 
     @property
     def is_default(self) -> bool:
-        """Whether it is the default model, which is fetched in another way."""
+        """Whether it is the default model, which is downloaded in another way."""
         return DEFAULT.name.startswith(self.name)
 
     @property
     def text_memory(self) -> int:
-        return memory_of_text(self.kv_bytes, self.context, self.state_bytes)
+        return sequence_memory(self.kv_bytes, self.context, self.state_bytes)
 
     def bytes(self, kind: str) -> int:
         return round(self.size[kind] * 1e9)
 
     def needs(self, kind: str) -> int:
-        """About how much memory it takes in this kind."""
+        """Approximate bytes of memory to run it in this kind."""
         return memory_needed(self.bytes(kind), kind, self.text_memory)
 
     def best(self, free: int | None = None) -> tuple[str, bool]:
-        """The kind for a machine with so much free memory, and whether it fits."""
+        """The best kind for `free` bytes of memory, and whether it fits."""
         free = free_memory() if free is None else free
         kinds = by_preference({kind: self.bytes(kind) for kind in self.size})
         fitting = [kind for kind in kinds if self.needs(kind) <= free]
@@ -60,29 +60,30 @@ class Entry:
 
 @cache
 def catalogue() -> dict[str, Entry]:
-    """All models in it, by name."""
+    """All models, by name."""
     import tomllib
 
     text = Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8")
     return {name: Entry(name=name, **facts) for name, facts in tomllib.loads(text).items()}
 
 
-def entries_called(name: str) -> tuple[list[Entry], str | None]:
-    """The models that a name may mean (one, if it is clear), and the kind it asks for.
+def find_entries(name: str) -> tuple[list[Entry], str | None]:
+    """The models that match a name (one if it is unambiguous), and the kind in it.
 
-    Capitals, the signs between parts and words such as `instruct` do not matter, and the beginning
-    of a name is enough.
+    Case, separators and suffixes such as `instruct` are ignored, and a prefix is enough.
     """
     kind = kind_in_name(name)
     if kind is not None:
         name = re.sub(rf"[-:.]{re.escape(kind)}$", "", name, flags=re.IGNORECASE)
-    wanted = _squeezed(_TAIL.sub("", name.lower()))
-    exact = [entry for entry in catalogue().values() if _squeezed(entry.name) == wanted]
-    if exact or len(wanted) < _SHORTEST:
-        return exact, kind
-    begun = [entry for entry in catalogue().values() if _squeezed(entry.name).startswith(wanted)]
-    return begun, kind
+    key = _normalize_name(_IGNORED_SUFFIX.sub("", name.lower()))
+    exact_matches = [entry for entry in catalogue().values() if _normalize_name(entry.name) == key]
+    if exact_matches or len(key) < _MIN_PREFIX_LENGTH:
+        return exact_matches, kind
+    prefix_matches = [
+        entry for entry in catalogue().values() if _normalize_name(entry.name).startswith(key)
+    ]
+    return prefix_matches, kind
 
 
-def _squeezed(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[-_: ]", "", name.lower())

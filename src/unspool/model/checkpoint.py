@@ -1,13 +1,13 @@
-"""Checkpoints in and out: a safetensors folder or a GGUF file in, a safetensors folder out.
+"""Load checkpoints from safetensors folders or GGUF files; save safetensors folders.
 
     checkpoint = open_checkpoint("model.gguf")    # reads the header, no weights yet
     checkpoint.config                             # ModelConfig
-    for name, stored in checkpoint.weights(): ... # each weight as the file has it
+    for name, stored in checkpoint.weights(): ... # each weight, packed as in the file
     model = load_transformer(checkpoint)          # a Transformer with its weights
-    save_checkpoint(model, "folder")              # that transformers can load
+    save_checkpoint(model, "folder")              # transformers can load it
 
-Files are memory-mapped. Pickle files (.bin, .pt, .pth, .ckpt) are refused: loading one runs
-whatever code its author put there.
+Files are memory-mapped. Pickle files (.bin, .pt, .pth, .ckpt) are refused: loading one runs any
+code inside it.
 """
 
 from __future__ import annotations
@@ -28,25 +28,22 @@ from unspool.model.config import ModelConfig
 from unspool.model.config_gguf import config_from_gguf, rules_for_gguf
 from unspool.model.config_hf import config_from_hf, config_to_hf, read_json
 from unspool.model.families import FAMILIES
-from unspool.model.float8 import SCALES, block_of
+from unspool.model.float8 import SCALES, scale_block_size
 from unspool.model.gguf import GGUFFile, part_paths
-from unspool.model.hub_files import PICKLES
 from unspool.model.layer_places import Places
-from unspool.model.mask_token import mask_id_in, named_block, says_mask
+from unspool.model.mask_token import add_block_from_name, find_mask_id, has_mask_setting
 from unspool.model.quantized import scheme_of
-from unspool.model.recurrent_config import only_ours
-from unspool.model.safetensors_file import SafetensorsFile
+from unspool.model.recurrent_config import needs_unspool_format
+from unspool.model.safetensors_file import PICKLE_SUFFIXES, SafetensorsFile
 from unspool.model.stored import Stored
-from unspool.model.weights import (
-    Rule,
+from unspool.model.tensor_mapping import (
     check_tensors,
     is_in_file,
     is_same,
-    parameter_count,
     read_weights,
-    shapes,
     write_weights,
 )
+from unspool.model.weights import TensorRule, parameter_count, shapes
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +52,7 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Protocol):
-    """A model on disk: its settings at once, its weights when asked for."""
+    """A model on disk. Settings are read when it is opened, weights on demand."""
 
     path: Path
     config: ModelConfig
@@ -69,13 +66,13 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Look at what lies at `path` and read its settings."""
+    """Open the checkpoint at `path` (a folder, a .safetensors or a GGUF file)."""
     path = Path(path)
     if path.is_dir():
         return _open_folder(path)
     if not path.exists():
         raise ModelFileError(f"{path}: no such file or folder")
-    if path.suffix in PICKLES:
+    if path.suffix in PICKLE_SUFFIXES:
         raise _pickle_refused(path)
     if path.suffix == ".safetensors":
         return SafetensorsCheckpoint(path.parent, [path])
@@ -86,24 +83,24 @@ def _open_folder(folder: Path) -> Checkpoint:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return SafetensorsCheckpoint(folder, _shards(index))
-    found = sorted(folder.glob("*.safetensors"))
-    if len(found) > 1 and folder / "model.safetensors" in found:
-        found = [folder / "model.safetensors"]
-    if len(found) > 1:
+    tensor_files = sorted(folder.glob("*.safetensors"))
+    if len(tensor_files) > 1 and folder / "model.safetensors" in tensor_files:
+        tensor_files = [folder / "model.safetensors"]
+    if len(tensor_files) > 1:
         raise ModelFileError(
-            f"{folder}: has {len(found)} .safetensors files and no model.safetensors.index.json "
-            "that says how they belong together"
+            f"{folder}: has {len(tensor_files)} .safetensors files and no "
+            "model.safetensors.index.json"
         )
-    if found:
-        return SafetensorsCheckpoint(folder, found)
+    if tensor_files:
+        return SafetensorsCheckpoint(folder, tensor_files)
     ggufs = sorted({part_paths(file)[0] for file in folder.glob("*.gguf")})
     if len(ggufs) == 1:
         return GGUFCheckpoint(ggufs[0])
     if ggufs:
         names = ", ".join(file.name for file in ggufs)
-        raise ModelFileError(f"{folder}: holds several GGUF files; name one of {names}")
+        raise ModelFileError(f"{folder}: has several GGUF files; give the path of one: {names}")
     for file in sorted(folder.iterdir()):
-        if file.suffix in PICKLES:
+        if file.suffix in PICKLE_SUFFIXES:
             raise _pickle_refused(file)
     raise ModelFileError(f"{folder}: no .safetensors or .gguf file in it")
 
@@ -121,7 +118,7 @@ def _shards(index: Path) -> list[Path]:
         raise ModelFileError(f"{index}: has no weight_map; download it again")
     files = []
     for name in sorted({str(value) for value in mapping.values()}):
-        if Path(name).name != name:  # a name, never a way out of the folder
+        if Path(name).name != name:  # must not leave the folder
             raise ModelFileError(f"{index}: {name!r} is not a plain file name")
         if not (index.parent / name).exists():
             raise ModelFileError(f"{index.parent}: {name} is missing; download it again")
@@ -135,28 +132,30 @@ class SafetensorsCheckpoint:
     def __init__(self, folder: Path, files: list[Path]) -> None:
         self.path, self.files = folder, files
         if not (folder / "config.json").exists():
-            raise ModelFileError(f"{folder}: has no config.json, which says what the model is")
-        raw = named_block(read_json(folder / "config.json"), folder)
+            raise ModelFileError(f"{folder}: has no config.json")
+        raw = add_block_from_name(read_json(folder / "config.json"), folder)
         self.config = config_from_hf(raw)
-        self._block = block_of(raw.get("quantization_config") or {})
+        self._block = scale_block_size(raw.get("quantization_config") or {})
         self._scheme = scheme_of(raw)
-        self._embedding_name = ""  # of a head that is the embedding, where only it is in the file
+        self._embedding_name = ""  # the head's tensor if only that of a tied pair is in the file
         self._file_of: dict[str, SafetensorsFile] = {}
         for file in map(SafetensorsFile, files):
             self._file_of.update(dict.fromkeys(file.tensors, file))
         self._choose_head()
-        if self.config.sight != "causal" and not says_mask(raw):
-            known = mask_id_in(folder)
-            self.config = replace(self.config, mask_id=known) if known is not None else self.config
+        if self.config.sight != "causal" and not has_mask_setting(raw):
+            mask_id = find_mask_id(folder)
+            self.config = (
+                replace(self.config, mask_id=mask_id) if mask_id is not None else self.config
+            )
         rules = self._named_rules(self.rules)
         with _naming(folder):
             check_tensors(self.config, rules, self._file_of.keys(), self._fetch)
 
     def _choose_head(self) -> None:
-        """Decide whether the head is the embedding, as transformers does.
+        """Decide whether the head is tied to the embedding, as transformers does.
 
-        A head in the file that differs from the embedding is used whatever the settings say. An
-        untied model without a head has none.
+        A head in the file that differs from the embedding is always used. An untied model without a
+        head has none.
         """
         embedding, head = self._tensor_of("embed.weight"), self._tensor_of("head.weight")
         if not self.config.tied:
@@ -165,7 +164,7 @@ class SafetensorsCheckpoint:
             return
         if head is None:
             return
-        if embedding is None:  # one of two names of the same tensor was saved
+        if embedding is None:  # only one name of the shared tensor was saved
             self._embedding_name = head
             return
         stored, table = self._fetch(head), self._fetch(embedding)
@@ -173,34 +172,34 @@ class SafetensorsCheckpoint:
             self.config = replace(self.config, tied=False)
 
     @property
-    def rules(self) -> tuple[Rule, ...]:
-        own = rules_for_hf(self.config)
+    def rules(self) -> tuple[TensorRule, ...]:
+        family_rules = rules_for_hf(self.config)
         if self._embedding_name:
-            return (*own, Rule(self._embedding_name, ("embed.weight",)))
-        return own
+            return (*family_rules, TensorRule(self._embedding_name, ("embed.weight",)))
+        return family_rules
 
     def _prefix(self) -> str:
         for prefix in prefixes_for_hf(self.config):
-            named = (rule.theirs for rule in self.rules if "{p}" in rule.theirs)
+            named = (rule.tensor for rule in self.rules if "{p}" in rule.tensor)
             if any(name.replace("{p}", prefix) in self._file_of for name in named):
                 return prefix
         return ""
 
-    def _named_rules(self, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        """The rules with the prefix that this file has."""
+    def _named_rules(self, rules: tuple[TensorRule, ...]) -> tuple[TensorRule, ...]:
+        """The rules with this file's prefix."""
         prefix = self._prefix()
         return tuple(
             replace(
                 rule,
-                theirs=rule.theirs.replace("{p}", prefix),
-                plus=rule.plus.replace("{p}", prefix),
+                tensor=rule.tensor.replace("{p}", prefix),
+                added_tensor=rule.added_tensor.replace("{p}", prefix),
             )
             for rule in rules
         )
 
-    def _tensor_of(self, ours: str) -> str | None:
-        """What the file calls a weight of ours; None: it does not have it."""
-        names = (rule.theirs for rule in self._named_rules(self.rules) if ours in rule.ours)
+    def _tensor_of(self, weight: str) -> str | None:
+        """The name of a weight's tensor in the file; None: it is not there."""
+        names = (rule.tensor for rule in self._named_rules(self.rules) if weight in rule.weights)
         return next((name for name in names if is_in_file(name, self._file_of)), None)
 
     def _fetch(self, name: str) -> Stored | None:
@@ -215,15 +214,15 @@ class SafetensorsCheckpoint:
         return read_weights(self.config, self._named_rules(self.rules), self._fetch)
 
     def _scales(self, name: str) -> Stored | None:
-        """The scales of a tensor of FP8 numbers."""
-        for beside in (name + ending for ending in SCALES):
-            if beside in self._file_of:
-                return self._file_of[beside].stored(beside)
+        """The scales of an FP8 tensor."""
+        for scales_name in (name + ending for ending in SCALES):
+            if scales_name in self._file_of:
+                return self._file_of[scales_name].stored(scales_name)
         return None
 
     @property
     def losses(self) -> str:
-        """What reading the weights so far has lost of them, in words; mostly nothing."""
+        """Precision lost by reading the weights so far, in words; usually empty."""
         return "; ".join(sorted(self._scheme.losses)) if self._scheme is not None else ""
 
     def bits_per_weight(self) -> float:
@@ -232,7 +231,7 @@ class SafetensorsCheckpoint:
 
 
 class _Tensors:
-    """The tensors of all files together, as `quantized.py` asks for them."""
+    """The tensors of all files, for `quantized.py`."""
 
     def __init__(self, file_of: Mapping[str, SafetensorsFile]) -> None:
         self._file_of = file_of
@@ -241,19 +240,19 @@ class _Tensors:
         return name in self._file_of
 
     def floats(self, name: str) -> npt.NDArray[np.float32]:
-        return self._of(name).stored(name).float32()
+        return self._file(name).stored(name).float32()
 
-    def whole(self, name: str) -> npt.NDArray[Any]:
-        return self._of(name).whole_numbers(name)
+    def integers(self, name: str) -> npt.NDArray[Any]:
+        return self._file(name).whole_numbers(name)
 
-    def _of(self, name: str) -> SafetensorsFile:
+    def _file(self, name: str) -> SafetensorsFile:
         if name not in self._file_of:
-            raise ModelFileError(f"the checkpoint lacks {name}, which its quantized weights need")
+            raise ModelFileError(f"the checkpoint lacks {name} of a quantized weight")
         return self._file_of[name]
 
 
 class GGUFCheckpoint:
-    """One GGUF file: settings, vocabulary and weights together; a split one by any of its parts."""
+    """A GGUF file with settings, vocabulary and weights; a split one is given by any part."""
 
     def __init__(self, path: Path) -> None:
         self.path = part_paths(path)[0]
@@ -261,14 +260,14 @@ class GGUFCheckpoint:
         self.config = config_from_gguf(self.file)
         self.losses = ""
         architecture = self.file.metadata.get("general.architecture")
-        drafting = self.file.metadata.get(f"{architecture}.nextn_predict_layers", 0)
+        num_draft_layers = self.file.metadata.get(f"{architecture}.nextn_predict_layers", 0)
         with _naming(self.path):
             check_tensors(
                 self.config,
                 rules_for_gguf(self.config),
                 self.file.tensors.keys(),
                 self._fetch,
-                spare_layers=int(drafting),  # heads that draft stand behind the layers
+                spare_layers=int(num_draft_layers),  # multi-token prediction
             )
 
     def _fetch(self, name: str) -> Stored | None:
@@ -284,32 +283,32 @@ class GGUFCheckpoint:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Put the path before an error that does not name it."""
+    """Prefix errors with the path."""
     try:
         yield
     except ModelFileError as error:
         raise ModelFileError(f"{path}: {error}") from error
 
 
-def rules_for_hf(config: ModelConfig) -> tuple[Rule, ...]:
-    """The family's tables; a model of our own is stored under our own names."""
-    if config.family in FAMILIES and not only_ours(config):
+def rules_for_hf(config: ModelConfig) -> tuple[TensorRule, ...]:
+    """The family's rules; in Unspool's own format tensors have the names of the weights."""
+    if config.family in FAMILIES and not needs_unspool_format(config):
         return FAMILIES[config.family].rules
     names = {**shapes(config), **shapes(replace(config, tied=not config.tied))}
     patterns = dict.fromkeys(re.sub(r"^layers\.\d+", "layers.{i}", n) for n in names)
-    return tuple(Rule(pattern, (pattern,)) for pattern in patterns)
+    return tuple(TensorRule(pattern, (pattern,)) for pattern in patterns)
 
 
 def prefixes_for_hf(config: ModelConfig) -> tuple[str, ...]:
-    known = config.family in FAMILIES and not only_ours(config)
-    return FAMILIES[config.family].prefixes if known else ("",)
+    has_tables = config.family in FAMILIES and not needs_unspool_format(config)
+    return FAMILIES[config.family].prefixes if has_tables else ("",)
 
 
 def load_transformer(
     checkpoint: Checkpoint, *, dtype: str = "float32", device: str | Places = "cpu"
 ) -> Transformer:
-    """The plain transformer with the checkpoint's weights in the given precision, on one device or
-    over several."""
+    """Build the plain torch transformer with the checkpoint's weights in the given dtype, on one
+    device or with its layers over several."""
     import torch
 
     from unspool.model.transformer import Transformer
@@ -329,33 +328,37 @@ def fill_transformer(
     device_of: Callable[[str], str],
     part_of: Callable[[str, Stored], Stored] = lambda name, stored: stored,
 ) -> None:
-    """Give a model without memory its weights: each, or the part of it that the model has, in the
-    given precision on the device that its name says. One at a time is read from the file."""
+    """Load a checkpoint's weights into a model on the meta device, one at a time.
+
+    Args:
+        device_of: The device of each weight.
+        part_of: The part of each weight that this model has (tensor parallelism).
+    """
     import torch
 
-    wanted: torch.dtype = getattr(torch, dtype)
+    torch_dtype: torch.dtype = getattr(torch, dtype)
     state = {
-        name: _tensor(part_of(name, stored)).to(device=device_of(name), dtype=wanted)
+        name: _tensor(part_of(name, stored)).to(device=device_of(name), dtype=torch_dtype)
         for name, stored in checkpoint.weights()
     }
-    broken = [name for name, tensor in state.items() if not torch.isfinite(tensor).all()]
-    if broken:
+    non_finite = [name for name, tensor in state.items() if not torch.isfinite(tensor).all()]
+    if non_finite:
         raise ModelFileError(
-            f"{checkpoint.path}: {broken[0]} holds NaN or infinite numbers; the file is damaged "
-            f"or {dtype} is too narrow for it"
+            f"{checkpoint.path}: {non_finite[0]} holds NaN or infinite numbers; the file is "
+            f"damaged or {dtype} is too narrow for it"
         )
     model.load_state_dict(state, assign=True)
     model.eval().requires_grad_(False)
 
 
 def _tensor(stored: Stored) -> torch.Tensor:
-    """The numbers for torch, in memory of their own: a view would write into the file."""
+    """Copy a tensor to torch; a view would write into the file."""
     import torch
 
     if stored.packed:
         return torch.from_numpy(stored.float32())
     values = np.array(stored.data)
-    if stored.type == "BF16":  # numpy has no such numbers: hand the bits over
+    if stored.type == "BF16":  # numpy has no bfloat16: reinterpret the bits
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
 
@@ -373,13 +376,13 @@ def save_weights(
     folder: Path,
     largest_file: int = 5_000_000_000,
 ) -> None:
-    """The same of weights under our names, which need not be in a model."""
+    """`save_checkpoint` for weights without a model."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     prefix = prefixes_for_hf(config)[0]
-    named = write_weights(config, rules_for_hf(config), weights)
-    tensors = {name.replace("{p}", prefix): tensor.cpu() for name, tensor in named.items()}
+    file_tensors = write_weights(config, rules_for_hf(config), weights)
+    tensors = {name.replace("{p}", prefix): tensor.cpu() for name, tensor in file_tensors.items()}
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -388,17 +391,17 @@ def save_weights(
             shards.append({})
             size = tensor.nbytes
         shards[-1][name] = tensor
-    where: dict[str, str] = {}
+    shard_of: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = "model.safetensors"
         if len(shards) > 1:
             name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        where.update(dict.fromkeys(shard, name))
+        shard_of.update(dict.fromkeys(shard, name))
         save_file(shard, folder / f"{name}.part", metadata={"format": "pt"})
         (folder / f"{name}.part").replace(folder / name)
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": where}
+        index = {"metadata": {"total_size": total}, "weight_map": shard_of}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     dtype = str(weights["embed.weight"].dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config_to_hf(config, dtype), indent=2))

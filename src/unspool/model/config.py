@@ -1,8 +1,7 @@
-"""One description of a model, whatever file it came from.
+"""`ModelConfig`: the architecture and hyperparameters of a model, independent of its file format.
 
-A `ModelConfig` says everything that decides which numbers a transformer computes, in our words.
-`families.py` reads it from a config.json or from GGUF metadata; backends and trainer only ever
-see this. It checks itself, so a nonsensical file is refused before anything is allocated.
+It is read from config.json or from GGUF metadata; backends and trainer use only this class. It
+validates itself, so an invalid file is refused before any memory is allocated.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class LayerShape:
 
     @property
     def out_width(self) -> int:
-        """Numbers of all queries of a token, and of what their heads gather."""
+        """Width of all query heads together, and of the attention output before projection."""
         return self.heads * self.head_width
 
     @property
@@ -60,54 +59,54 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape and the settings of one transformer."""
+    """The hyperparameters of one transformer. Field names are written to config.json."""
 
     family: str
     vocab_size: int
-    width: int  # numbers in the vector that each token carries through the layers
+    width: int  # hidden size
     layers: int
     heads: int
-    kv_heads: int  # fewer than `heads`: several query heads share keys and values
+    kv_heads: int  # fewer than `heads`: grouped-query attention
     head_width: int
     ff_width: int
-    context: int  # the longest text, in tokens
-    shapes: tuple[LayerShape, ...] = ()  # one a layer, where layers differ; the above: the largest
+    context: int  # maximum sequence length, in tokens
+    shapes: tuple[LayerShape, ...] = ()  # per layer, if layers differ; the sizes above are maxima
 
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
-    norm_plus_one: bool = False  # the stored weight w means 1 + w
+    norm_plus_one: bool = False  # norms multiply by 1 + weight
     norm_bias: bool = True  # a norm of kind "layer" adds a bias
-    norm_before: bool = True  # normalize what goes into attention and feed-forward
-    norm_after: bool = False  # normalize what comes out of them
-    norm_sums: bool = False  # normalize x itself once it has been added (BERT)
-    embedding_norm: bool = False  # normalize x before the layers; the first attention reads it so
+    norm_before: bool = True  # normalize the inputs of attention and feed-forward (pre-norm)
+    norm_after: bool = False  # normalize their outputs before the residual addition
+    norm_sums: bool = False  # normalize after the residual addition (post-norm, BERT)
+    embedding_norm: bool = False  # normalize the embeddings; the first layer has no attention norm
     parallel: bool = False  # attention and feed-forward both read the layer's input
 
     positions: Literal["rotary", "learned", "sinusoidal", "none"] = "rotary"
     rotary: Rotary | None = None
-    local_rotary: Rotary | None = None  # for layers with a window, where it differs
-    unrotated_layers: tuple[int, ...] = ()  # layers that see no positions at all
+    local_rotary: Rotary | None = None  # of sliding-window layers, if different
+    unrotated_layers: tuple[int, ...] = ()  # layers without position encoding (NoPE)
 
-    # Per layer, how many last tokens it sees (and as many ahead, where sight is "whole"); 0: all.
+    # Sliding window of each layer in tokens (in both directions if sight is "whole"); 0: no window.
     windows: tuple[int, ...] = ()
-    # So many last layers have no keys and values: they read those of the last layer before them
-    # that has a window, or none, like them.
+    # The last `kv_shared` layers have no keys and values of their own. Each reads those of the last
+    # earlier layer of its kind: with a sliding window or without.
     kv_shared: int = 0
-    keys_as_values: tuple[int, ...] = ()  # layers whose values are their keys, not yet turned
-    value_norm: bool = False  # values are normalized by head, without a weight
-    # Queries grow with the position p by 1 + growth * ln(1 + floor(p / query_span)).
+    keys_as_values: tuple[int, ...] = ()  # layers whose values are their keys before RoPE
+    value_norm: bool = False  # RMS-normalize values per head, without a weight
+    # Queries are scaled with the position p by 1 + growth * ln(1 + floor(p / query_span)).
     query_growth: float = 0.0
     query_span: int = 0
     qk_norm: Literal["none", "head", "whole"] = "none"
     qkv_bias: bool = False
     out_bias: bool = False
-    attention_scale: float = 0.0  # 0: one over the root of head_width
-    attention_scales: tuple[float, ...] = ()  # one a layer, where they differ (GPT-2)
+    attention_scale: float = 0.0  # 0: head_width ** -0.5
+    attention_scales: tuple[float, ...] = ()  # per layer, if they differ (GPT-2)
     attention_softcap: float = 0.0
-    sinks: bool = False  # each head has one more term in its softmax, without a value (gpt-oss)
-    attention_gate: bool = False  # what the heads found is multiplied with a sigmoid of the input
+    sinks: bool = False  # attention sinks: a learned logit per head in the softmax (gpt-oss)
+    attention_gate: bool = False  # multiply the heads' output by a sigmoid of a projected input
 
-    # What mixes tokens in each layer: "attention", a recurrence or "none"; empty: attention in all.
+    # Token mixer of each layer: "attention", a recurrence or "none"; empty: attention everywhere.
     mixers: tuple[str, ...] = ()
     feedless_layers: tuple[int, ...] = ()  # layers without a feed-forward
     recurrence: Recurrence | None = None
@@ -115,40 +114,41 @@ class ModelConfig:
 
     # relu2: the square of relu
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_clamped"] = "silu"
-    activation_limit: float = 0.0  # swiglu_clamped: how large gate and up may be
+    activation_limit: float = 0.0  # swiglu_clamped: the clamp of gate and up
     gated: bool = True
     ff_bias: bool = False
     experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
-    normalize_experts: bool = True  # the weights of the chosen experts sum to one
+    normalize_experts: bool = True  # the weights of the selected experts sum to one
     router_bias: bool = False
     expert_bias: bool = False
-    dense_layers: tuple[int, ...] = ()  # layers without experts in a model that has them
-    router: Literal["softmax", "sigmoid"] = "softmax"  # what makes weights of the router's scores
-    selection_bias: bool = False  # added to the weights where experts are chosen, and only there
-    experts_scale: float = 1.0  # what the weights of the chosen experts are multiplied with
-    shared_width: int = 0  # of a feed-forward beside the experts; 0: there is none
-    shared_gated: bool = True  # ... which has a gate for all it says
-    dense_beside_experts: bool = False  # layers with experts have a feed-forward as well
+    dense_layers: tuple[int, ...] = ()  # layers without experts in a mixture-of-experts model
+    router: Literal["softmax", "sigmoid"] = "softmax"  # turns router scores into weights
+    selection_bias: bool = False  # added to the weights for the selection of experts only
+    experts_scale: float = 1.0  # multiplies the weights of the selected experts
+    shared_width: int = 0  # inner width of the shared expert; 0: none
+    shared_gated: bool = True  # the shared expert's output has a sigmoid gate
+    dense_beside_experts: bool = False  # MoE layers have a dense feed-forward in parallel
 
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # what attention and feed-forward add is multiplied by this
+    residual_scale: float = 1.0  # multiplies the outputs of attention and feed-forward
     logit_scale: float = 1.0
-    layer_scale: bool = False  # each layer's outcome is multiplied by one number of its own
-    token_width: int = 0  # each layer gets so many numbers of the token itself; 0: none
+    layer_scale: bool = False  # each layer's output is multiplied by a learned scalar
+    token_width: int = 0  # width of the per-layer embeddings (Gemma 4); 0: none
     tied: bool = False  # the output head is the embedding table
     headless: bool = False  # the checkpoint has no output head: hidden states, but no logits
     head_bias: bool = False
-    head_transform: bool = False  # a matrix and the activation before the last norm (BERT)
+    head_transform: bool = False  # a dense layer with activation before the last norm (BERT)
     head_transform_bias: bool = False
-    end_ids: tuple[int, ...] = ()  # tokens that end a text, as far as the file says
+    end_ids: tuple[int, ...] = ()  # end-of-sequence tokens, as far as the file lists them
 
-    sight: Literal["causal", "whole", "block"] = "causal"  # back; the whole text; its block's end
-    block: int = 0  # tokens of a block, where sight is "block"; a request may choose another
-    mask_id: int | None = None  # the token that stands for "not known yet"; None: it has none
-    canvas_length: int = 0  # places of a canvas, if the model always fills so many; 0: any number
-    shifted: bool = False  # the vector at place p guesses the token at p + 1, also in a canvas
+    # The attention mask: causal; bidirectional; or bidirectional up to the end of the token's block
+    sight: Literal["causal", "whole", "block"] = "causal"
+    block: int = 0  # tokens of a block if sight is "block"; a request may set another size
+    mask_id: int | None = None  # the mask token of a diffusion model; None: none
+    canvas_length: int = 0  # canvas positions, if the model always fills this many; 0: any number
+    shifted: bool = False  # logits at position p predict the token at p + 1, also in a canvas
 
     def __post_init__(self) -> None:
         for name, largest in LARGEST_SIZES.items():
@@ -157,12 +157,12 @@ class ModelConfig:
         self._need(self.activation in ACTIVATIONS, "activation", ", ".join(ACTIVATIONS))
         self._need(0 < self.norm_eps < 1, "norm_eps", "between 0 and 1")
         if self.activation == "swiglu_clamped":
-            limited = self.gated and 0 < self.activation_limit < math.inf
-            self._need(limited, "activation_limit", "more than 0, and the model gated")
+            is_limited = self.gated and 0 < self.activation_limit < math.inf
+            self._need(is_limited, "activation_limit", "more than 0 in a gated model")
         for name in _FINITE:
             self._need(0 <= getattr(self, name) < math.inf, name, "a finite number of at least 0")
-        once = self.norm_sums + self.norm_after + self.parallel <= 1
-        self._need(once, "norm_sums", "False where norm_after or parallel is True")
+        at_most_one = self.norm_sums + self.norm_after + self.parallel <= 1
+        self._need(at_most_one, "norm_sums", "False if norm_after or parallel is True")
         self._need(len(self.windows) in (0, self.layers), "windows", "one for each layer")
         self._need(all(w >= 0 for w in self.windows), "windows", "numbers of at least 0")
         self._need(
@@ -173,20 +173,26 @@ class ModelConfig:
         self._check_shapes()
         self._check_sight()
         check_mixers(self.mixers, self.recurrence, self.layers)
-        halves = bool(self.feedless_layers) or "none" in self.mixers
-        whole = self.norm_after or self.norm_sums or self.parallel or self.dense_beside_experts
-        self._need(not (halves and whole), "feedless_layers", "empty for such layers")
-        forward = self.sight == "causal" or not self.state_bytes
-        self._need(forward, "sight", "causal for a model with recurrent layers")
+        has_partial_layers = bool(self.feedless_layers) or "none" in self.mixers
+        needs_both_parts = (
+            self.norm_after or self.norm_sums or self.parallel or self.dense_beside_experts
+        )
+        self._need(
+            not (has_partial_layers and needs_both_parts),
+            "feedless_layers",
+            "empty for such layers",
+        )
+        is_causal_or_stateless = self.sight == "causal" or not self.state_bytes
+        self._need(is_causal_or_stateless, "sight", "causal for a model with recurrent layers")
         if self.positions == "rotary":
-            self._need(self.rotary is not None, "rotary", "given for rotary positions")
+            self._need(self.rotary is not None, "rotary", "set for rotary positions")
         for rotary in (self.rotary, self.local_rotary):
             if rotary is not None:
                 self._check_rotary(rotary)
         for layer in range(self.layers if self.shapes else 0):
-            turned = self.layer_rotary(layer)
-            fits = turned is None or turned.width <= self.shape(layer).head_width
-            self._need(fits, "shapes", "heads as wide as what is turned of them")
+            rotary_of_layer = self.layer_rotary(layer)
+            fits = rotary_of_layer is None or rotary_of_layer.width <= self.shape(layer).head_width
+            self._need(fits, "shapes", "heads at least as wide as their rotary width")
         if self.experts:
             limit = min(self.experts, 1024)
             self._need(_is_size(self.experts, 4096), "experts", "0 to 4,096")
@@ -196,8 +202,8 @@ class ModelConfig:
             self._need(_is_size(self.expert_width, 10_000_000), "expert_width", "1 to 10,000,000")
             self._need(self.router in ("softmax", "sigmoid"), "router", "softmax or sigmoid")
             self._need(0 < self.experts_scale < math.inf, "experts_scale", "more than 0")
-            shared = self.shared_width == 0 or _is_size(self.shared_width, 10_000_000)
-            self._need(shared, "shared_width", "0 to 10,000,000")
+            is_shared_width = self.shared_width == 0 or _is_size(self.shared_width, 10_000_000)
+            self._need(is_shared_width, "shared_width", "0 to 10,000,000")
 
     def _check_shapes(self) -> None:
         self._need(len(self.shapes) in (0, self.layers), "shapes", "one for each layer")
@@ -205,34 +211,40 @@ class ModelConfig:
             sizes = [getattr(shape, name) for shape in self.shapes]
             fit = all(_is_size(size, getattr(self, name)) for size in sizes)
             self._need(fit, "shapes", f"sizes from 1 to {name}, which is {getattr(self, name)}")
-        shared = all(shape.heads % shape.kv_heads == 0 for shape in self.shapes)
-        self._need(shared, "shapes", "heads that key heads divide")
-        alike = len({shape.head_width for shape in self.shapes}) <= 1
+        divides = all(shape.heads % shape.kv_heads == 0 for shape in self.shapes)
+        self._need(divides, "shapes", "heads that are multiples of kv_heads")
+        same_shape = len({shape.head_width for shape in self.shapes}) <= 1
         self._need(
-            alike or self.attention_scale > 0, "attention_scale", "given, as head widths differ"
+            same_shape or self.attention_scale > 0,
+            "attention_scale",
+            "set if head widths differ",
         )
-        known = isinstance(self.kv_shared, int) and 0 <= self.kv_shared < self.layers
-        self._need(known, "kv_shared", f"0 to {self.layers - 1}")
-        last = self.layers - self.kv_shared
-        has = {self.window(layer) > 0 for layer in range(last)}
-        found = all((self.window(layer) > 0) in has for layer in range(last, self.layers))
-        self._need(found, "kv_shared", "fewer, so that a layer of each kind is left to read from")
-        alike = all(
+        is_valid = isinstance(self.kv_shared, int) and 0 <= self.kv_shared < self.layers
+        self._need(is_valid, "kv_shared", f"0 to {self.layers - 1}")
+        num_own = self.layers - self.kv_shared
+        window_kinds = {self.window(layer) > 0 for layer in range(num_own)}
+        has_source = all(
+            (self.window(layer) > 0) in window_kinds for layer in range(num_own, self.layers)
+        )
+        self._need(has_source, "kv_shared", "smaller: one layer of each kind must have its own")
+        same_shape = all(
             self.kv_shape(layer) == self.kv_shape(self.kv_source(layer))
-            for layer in range(last, self.layers)
+            for layer in range(num_own, self.layers)
         )
-        self._need(alike, "kv_shared", "0, as layers that share have other keys")
+        self._need(same_shape, "kv_shared", "0: the sharing layers have other KV shapes")
 
     def _check_sight(self) -> None:
         self._need(self.sight in SIGHTS, "sight", ", ".join(SIGHTS))
-        blocked = _is_size(self.block, self.context) or (self.block == 0 and self.sight != "block")
-        self._need(blocked, "block", f"1 to {self.context:,} for a model that looks block by block")
-        known = self.mask_id in (None, 0) or _is_size(self.mask_id, self.vocab_size - 1)
-        self._need(known, "mask_id", f"a token of the {self.vocab_size:,} there are")
+        is_valid_block = _is_size(self.block, self.context) or (
+            self.block == 0 and self.sight != "block"
+        )
+        self._need(is_valid_block, "block", f"1 to {self.context:,} for a block attention mask")
+        is_token = self.mask_id in (None, 0) or _is_size(self.mask_id, self.vocab_size - 1)
+        self._need(is_token, "mask_id", f"a token id below {self.vocab_size:,}")
 
     def _check_rotary(self, rotary: Rotary) -> None:
-        fits = _is_size(rotary.width, self.head_width) and rotary.width % 2 == 0
-        self._need(fits, "rotary.width", f"an even number up to {self.head_width}")
+        is_even_width = _is_size(rotary.width, self.head_width) and rotary.width % 2 == 0
+        self._need(is_even_width, "rotary.width", f"an even number up to {self.head_width}")
         self._need(1 < rotary.base < math.inf, "rotary.base", "more than 1")
         self._need(rotary.scaling in SCALINGS, "rotary.scaling", ", ".join(SCALINGS))
         self._need(0 < rotary.factor < math.inf, "rotary.factor", "more than 0")
@@ -243,32 +255,30 @@ class ModelConfig:
             positive = all(f > 0 for f in rotary.short_factors + rotary.long_factors)
             self._need(positive, "rotary factors", "more than 0")
         if rotary.scaling in ("dynamic", "yarn", "llama3"):
-            known = rotary.original_context > 0
-            self._need(known, "rotary.original_context", f"given for {rotary.scaling} scaling")
+            is_known = rotary.original_context > 0
+            self._need(is_known, "rotary.original_context", f"set for {rotary.scaling} scaling")
 
-    def _need(self, holds: bool, name: str, wanted: str) -> None:
-        if not holds:
+    def _need(self, condition: bool, name: str, allowed: str) -> None:
+        if not condition:
             owner = self.rotary if name.startswith("rotary.") else self
             value = getattr(owner, name.removeprefix("rotary."), None)
-            raise ModelFileError(
-                f"the model's settings make no sense: {name} is {value!r}, and must be {wanted}"
-            )
+            raise ModelFileError(f"invalid model settings: {name} must be {allowed}, got {value!r}")
 
     def check_left_to_right(self) -> None:
-        """Refuse to write or read token by token with a model whose tokens look ahead."""
+        """Raise if the model is not causal and cannot be decoded token by token."""
         if self.sight == "causal":
             return
-        far = "over the whole text" if self.sight == "whole" else f"over {self.block} at a time"
-        use = "lm.diffuse(prompt) writes with it, and lm.fill(before, gap, after) fills gaps"
+        blocks = "" if self.sight == "whole" else f" in blocks of {self.block} tokens"
+        advice = "use lm.diffuse(prompt), or lm.fill(before, gap, after) for gaps"
         if self.mask_id is None:
-            use = "it has no mask token either, so it cannot write; its logits can be computed"
+            advice = "it has no mask token either, so it can only compute logits"
         raise UnspoolError(
-            f"this {self.family} model does not go from left to right, because its tokens look "
-            f"both ways, {far}: {use}"
+            f"this {self.family} model cannot generate from left to right, because its attention "
+            f"is bidirectional{blocks}: {advice}"
         )
 
     def check_head(self) -> None:
-        """Refuse to compute logits with a checkpoint that has no output head."""
+        """Raise if the checkpoint has no output head to compute logits with."""
         if self.headless:
             raise UnspoolError(
                 f"this {self.family} checkpoint has no output head (lm_head.weight), and its "
@@ -277,31 +287,31 @@ class ModelConfig:
                 "reward model (--judge reward:MODEL). Load the ...ForCausalLM checkpoint to write"
             )
 
-    # -- what a layer needs to know ---------------------------------------------------------
+    # -- per layer --------------------------------------------------------------------------
 
     def window(self, layer: int) -> int:
-        """How many last tokens this layer sees; 0 means all."""
+        """Sliding window of a layer in tokens; 0: no window."""
         return self.windows[layer] if self.windows else 0
 
     def mixer(self, layer: int) -> str:
-        """What brings tokens together in this layer: attention, a kind of recurrence, or "none"."""
+        """Token mixer of a layer: "attention", a kind of recurrence, or "none"."""
         return self.mixers[layer] if self.mixers else "attention"
 
     def state_floats(self, layer: int) -> int:
-        """Numbers that this layer carries from token to token; 0: it has no recurrence."""
+        """Size of a layer's recurrent state in floats; 0: the layer has none."""
         if self.recurrence is None:
             return 0
         return self.recurrence.state_floats(self.mixer(layer), self.width)
 
     @property
     def state_starts(self) -> tuple[int, ...]:
-        """Where in a text's state that of each layer begins; at the end, where all end."""
+        """Offset of each layer's state in the sequence's state, and the total at the end."""
         floats = (self.state_floats(layer) for layer in range(self.layers))
         return tuple(accumulate(floats, initial=0))
 
     @property
     def state_bytes(self) -> int:
-        """One whole state of a text; 0: the model has no recurrent layers."""
+        """Size of a sequence's recurrent state; 0: the model has no recurrent layers."""
         return 4 * self.state_starts[-1] if self.recurrence else 0
 
     def shape(self, layer: int) -> LayerShape:
@@ -316,44 +326,44 @@ class ModelConfig:
         )
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
-        """How many key heads this layer has, and how wide they are."""
+        """Number of KV heads of a layer, and their width."""
         shape = self.shape(layer)
         return shape.kv_heads, shape.head_width
 
     def kv_source(self, layer: int) -> int:
-        """The layer whose keys and values this one reads: mostly its own."""
-        last = self.layers - self.kv_shared
-        if layer < last:
+        """The layer whose keys and values this layer reads: usually itself."""
+        num_own = self.layers - self.kv_shared
+        if layer < num_own:
             return layer
-        kind = self.window(layer) > 0
-        return next(n for n in range(last - 1, -1, -1) if (self.window(n) > 0) == kind)
+        has_window = self.window(layer) > 0
+        return next(n for n in range(num_own - 1, -1, -1) if (self.window(n) > 0) == has_window)
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """The layers that keep keys and values."""
-        own = (layer for layer in range(self.layers) if self.kv_source(layer) == layer)
-        return tuple(layer for layer in own if self.mixer(layer) == "attention")
+        """The layers that have a KV cache."""
+        own_kv = (layer for layer in range(self.layers) if self.kv_source(layer) == layer)
+        return tuple(layer for layer in own_kv if self.mixer(layer) == "attention")
 
     @property
     def kv_numbers(self) -> int:
-        """How many numbers a token leaves in the keys and values of all layers."""
+        """Numbers a token takes in the KV cache, all layers together."""
         return sum(2 * self.shape(layer).kv_width for layer in self.kv_layers)
 
     def has_values(self, layer: int) -> bool:
-        """Whether this layer makes values, rather than take keys for them."""
+        """Whether a layer has a value projection, rather than use keys as values."""
         return layer not in self.keys_as_values
 
     def normed_attention(self, layer: int) -> bool:
-        """Whether this layer normalizes what goes into its attention."""
+        """Whether a layer normalizes the input of its attention."""
         mixes = self.mixer(layer) != "none"
         return mixes and self.norm_before and not (self.embedding_norm and layer == 0)
 
-    def normed_feed(self, layer: int) -> bool:
-        """Whether this layer normalizes what goes into its feed-forward, as a whole."""
+    def has_feed_norm(self, layer: int) -> bool:
+        """Whether a layer has one norm for the input of its feed-forward."""
         return self.has_feed(layer) and self.norm_before and not self.has_both(layer)
 
     def visible_end(self, position: int, length: int) -> int:
-        """A token of a finished text of `length` tokens sees the positions before this one."""
+        """End (exclusive) of the positions that `position` attends to in `length` tokens."""
         if self.sight == "whole":
             return length
         if self.sight == "block":
@@ -361,7 +371,7 @@ class ModelConfig:
         return position + 1
 
     def layer_rotary(self, layer: int) -> Rotary | None:
-        """How this layer turns its queries and keys, or None if it does not."""
+        """The RoPE settings of a layer; None: it has no RoPE."""
         if self.positions != "rotary" or layer in self.unrotated_layers:
             return None
         if self.local_rotary is not None and self.window(layer):
@@ -375,44 +385,44 @@ class ModelConfig:
         return self.experts > 0 and self.has_feed(layer) and layer not in self.dense_layers
 
     def has_both(self, layer: int) -> bool:
-        """Whether this layer has a feed-forward and experts, side by side."""
+        """Whether a layer has a dense feed-forward and experts in parallel."""
         return self.dense_beside_experts and self.has_experts(layer)
 
     @property
     def default_context(self) -> int:
-        """The longest text, in tokens, where no context is asked for.
+        """Context length in tokens unless a request sets another.
 
-        A LongRoPE model has two sets of rotary factors, and short texts are as good as
-        transformers' only with those for short ones: a longer context must be asked for.
+        A LongRoPE model has two sets of rotary factors. Short texts match transformers only with
+        the short set, so a context beyond the original one must be requested.
         """
         two_ranges = [r for r in (self.rotary, self.local_rotary) if r and r.has_two_ranges]
         return min([self.context, *(r.original_context or self.context for r in two_ranges)])
 
     @property
     def scale(self) -> float:
-        """What query times key is multiplied by in every layer, unless layers differ."""
+        """Scale of the attention scores, unless layers differ."""
         return self.attention_scale or self.head_width**-0.5
 
     def score_scale(self, layer: int) -> float:
-        """What query times key is multiplied by in this layer."""
+        """Scale of a layer's attention scores."""
         return self.attention_scales[layer] if self.attention_scales else self.scale
 
     @property
     def kv_width(self) -> int:
         return self.kv_heads * self.head_width
 
-    # -- our own files ----------------------------------------------------------------------
+    # -- JSON -------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
-        known = {field.name for field in dataclasses.fields(cls)}
+        field_names = {field.name for field in dataclasses.fields(cls)}
         values = _tuples(fields)
-        unknown = sorted(values.keys() - known)
+        unknown = sorted(values.keys() - field_names)
         if unknown:
-            raise ModelFileError(f"unknown setting {unknown[0]!r} in the model's config.json")
+            raise ModelFileError(f"config.json: unknown setting {unknown[0]!r}")
         try:
             for name in ("rotary", "local_rotary"):
                 if values.get(name) is not None:
@@ -427,7 +437,7 @@ class ModelConfig:
 
 
 def _build(cls: type[T], where: str, fields: object) -> T:
-    """A dataclass from JSON, each value of the type that its field has."""
+    """Build a dataclass from a JSON object, checking the type of each value."""
     if not isinstance(fields, dict):
         raise ModelFileError(f"config.json: {where} must be an object, got {fields!r:.60}")
     values, types = _tuples(fields), _field_types(cast(Any, cls))
@@ -450,7 +460,7 @@ def _has_type(value: object, type_: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and all(_has_type(item, inner[0]) for item in value)
     if inner:  # a union
-        return any(_has_type(value, one) for one in inner)
+        return any(_has_type(value, option) for option in inner)
     if type_ in (int, float):
         fits = isinstance(value, int | float if type_ is float else int)
         return fits and not isinstance(value, bool) and abs(cast(float, value)) < 1e15

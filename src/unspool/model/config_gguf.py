@@ -1,7 +1,7 @@
-"""GGUF metadata to our ModelConfig.
+"""Convert GGUF metadata to `ModelConfig`.
 
-A GGUF file says the sizes in its metadata and leaves the rest to who knows the architecture;
-biases and tied embeddings are seen from which tensors there are.
+GGUF metadata has the sizes; the rest follows from the architecture. Biases and tied embeddings are
+detected from the list of tensors.
 """
 
 from __future__ import annotations
@@ -14,38 +14,43 @@ from typing import Any
 import numpy as np
 
 from unspool.errors import ModelFileError, UnspoolError
-from unspool.model import today_gguf
 from unspool.model.config import LARGEST_SIZES, ModelConfig
 from unspool.model.config_hf import longrope_attention
 from unspool.model.families import FAMILIES, family_of_gguf
 from unspool.model.family import Family
 from unspool.model.gguf import GGUFFile
-from unspool.model.gguf_keys import Keys
+from unspool.model.gguf_keys import ArchitectureMetadata
 from unspool.model.positions import Rotary
 from unspool.model.recurrent_config import recurrent_from_gguf
-from unspool.model.tensor_names import gguf as gguf_rules
-from unspool.model.weights import Rule
+from unspool.model.tensor_names import gguf_rules
+from unspool.model.today_gguf import (
+    extra_settings_from_gguf,
+    layer_shapes,
+    resolve_gguf_family,
+    yarn_attention_factor,
+)
+from unspool.model.weights import TensorRule
 
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
-# Families whose query and key rows llama.cpp stores for a rotation of neighbouring numbers.
+# Families whose query and key rows llama.cpp permutes, because it rotates adjacent dimensions.
 _INTERLEAVED = (
     "llama", "mistral", "ministral3", "mixtral", "smollm3", "granite", "llada", "granite-hybrid",
     "nemotron-h",
 )  # fmt: skip
 
 
-def rules_for_gguf(config: ModelConfig) -> tuple[Rule, ...]:
-    own = FAMILIES[config.family].gguf_rules
-    usual = gguf_rules(
+def rules_for_gguf(config: ModelConfig) -> tuple[TensorRule, ...]:
+    family_rules = FAMILIES[config.family].gguf_rules
+    common_rules = gguf_rules(
         interleaved=config.family in _INTERLEAVED,
         plus_one=config.norm_plus_one,
         gated=config.attention_gate,
     )
-    return (*own, *usual)
+    return (*family_rules, *common_rules)
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
-    """The settings in a GGUF file."""
+    """Convert the metadata of a GGUF file."""
     try:
         return ModelConfig(**_settings(file))
     except UnspoolError:
@@ -53,16 +58,16 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
     except (
         TypeError, KeyError, ValueError, AttributeError, ArithmeticError, IndexError
     ) as error:  # fmt: skip
-        raise ModelFileError(f"{file.path}: its metadata cannot be used: {error!r}") from error
+        raise ModelFileError(f"{file.path}: invalid metadata: {error!r}") from error
 
 
 def _settings(file: GGUFFile) -> dict[str, Any]:
-    """Every field of ModelConfig."""
-    keys = Keys(file)
+    """All fields of ModelConfig."""
+    keys = ArchitectureMetadata(file)
     experts = int(keys.number("expert_count", 0))
-    family = today_gguf.family_in_file(family_of_gguf(keys.architecture, experts), keys)
+    family = resolve_gguf_family(family_of_gguf(keys.architecture, experts), keys)
     layers, width = keys.number("block_count"), keys.number("embedding_length")
-    layers -= keys.number("nextn_predict_layers", 0)  # heads that draft, no layers of the model
+    layers -= keys.number("nextn_predict_layers", 0)  # multi-token prediction heads
     heads = keys.first("attention.head_count")
     for name, size in (("block_count", layers), ("embedding_length", width), ("heads", heads)):
         if not isinstance(size, int) or not 0 < size <= LARGEST_SIZES["width"]:
@@ -71,11 +76,11 @@ def _settings(file: GGUFFile) -> dict[str, Any]:
         raise ModelFileError(
             f"{file.path}: block_count must be at most {LARGEST_SIZES['layers']:,}, got {layers}"
         )
-    shapes = today_gguf.layer_shapes(keys, layers, width)
+    shapes = layer_shapes(keys, layers, width)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelFileError(
-            f"{file.path}: has no token_embd.weight: it holds a vocabulary but no model"
+            f"{file.path}: no token_embd.weight: the file holds a vocabulary but no model"
         )
     head_width = keys.number("attention.key_length", width // heads)
     if keys.number("attention.value_length", head_width) != head_width:
@@ -103,7 +108,7 @@ def _settings(file: GGUFFile) -> dict[str, Any]:
     values.update(recurrent_from_gguf(family, file, keys.number, layers))
     if values.get("positions", "rotary") == "rotary":
         values["rotary"] = _rotary(file, keys, head_width)
-    values.update(today_gguf.read_today(family, file, keys, values))
+    values.update(extra_settings_from_gguf(family, file, keys, values))
     if family.name == "gpt-neox":
         values["parallel"] = bool(keys.get("use_parallel_residual", True))
     if family.name in ("gemma2", "gemma3"):
@@ -123,22 +128,24 @@ def _settings(file: GGUFFile) -> dict[str, Any]:
 
 
 def _end_ids(file: GGUFFile) -> tuple[int, ...]:
-    found = (file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
-    return tuple(dict.fromkeys(int(i) for i in found if isinstance(i, int)))
+    ids = (file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+    return tuple(dict.fromkeys(int(i) for i in ids if isinstance(i, int)))
 
 
-def _sight(file: GGUFFile, keys: Keys, family: Family, vocab_size: int) -> dict[str, Any]:
-    """A file says that its tokens look both ways, and llama.cpp takes it that guesses are shifted
-    unless it also says that they are not."""
+def _sight(
+    file: GGUFFile, keys: ArchitectureMetadata, family: Family, vocab_size: int
+) -> dict[str, Any]:
+    """Attention mask and mask token. llama.cpp assumes shifted logits in a bidirectional model
+    unless diffusion.shift_logits is false."""
     if keys.get("attention.causal", family.fixed.get("sight") != "whole"):
         return {"sight": "causal", "shifted": False}
     mask = file.metadata.get("tokenizer.ggml.mask_token_id", family.mask_id)
     shifted = file.metadata.get("diffusion.shift_logits", family.name != "llada")
-    known = isinstance(mask, int) and mask < vocab_size
-    return {"sight": "whole", "mask_id": mask if known else None, "shifted": bool(shifted)}
+    is_token = isinstance(mask, int) and mask < vocab_size
+    return {"sight": "whole", "mask_id": mask if is_token else None, "shifted": bool(shifted)}
 
 
-def _windows(family: Family, keys: Keys, layers: int) -> tuple[int, ...]:
+def _windows(family: Family, keys: ArchitectureMetadata, layers: int) -> tuple[int, ...]:
     window = int(keys.number("attention.sliding_window", 0))
     if not window or not family.window_layers or family.window_needs_switch:
         return ()
@@ -146,82 +153,82 @@ def _windows(family: Family, keys: Keys, layers: int) -> tuple[int, ...]:
     if isinstance(pattern, np.ndarray):  # one flag for each layer
         flags = keys.per_layer("attention.sliding_window_pattern", layers)
         return tuple(window if flag else 0 for flag in flags)
-    if isinstance(pattern, int) and not isinstance(pattern, bool):  # the last of so many sees all
+    if isinstance(pattern, int) and not isinstance(pattern, bool):  # every n-th has no window
         return tuple(window if pattern and (n + 1) % pattern else 0 for n in range(layers))
-    usual = {"every second": 2, "three of four": 4, "five of six": 6, "listed": 4}
-    every = usual.get(family.window_layers)
-    if every is None:
+    intervals = {"every second": 2, "three of four": 4, "five of six": 6, "listed": 4}
+    interval = intervals.get(family.window_layers)
+    if interval is None:
         return (window,) * layers
-    return tuple(window if (layer + 1) % every else 0 for layer in range(layers))
+    return tuple(window if (layer + 1) % interval else 0 for layer in range(layers))
 
 
-def _gemma(family: Family, keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
-    """What llama.cpp knows about Gemma without being told."""
+def _gemma(family: Family, keys: ArchitectureMetadata, values: dict[str, Any]) -> dict[str, Any]:
+    """Settings of Gemma 2 and 3 that llama.cpp hard-codes."""
     width, heads, rotary = values["width"], values["heads"], values["rotary"]
-    # Only the 27B models scale by width / heads; their files do not say so.
+    # Only the 27B models scale by width / heads; the metadata does not have it.
     largest = values["layers"] == {"gemma2": 46, "gemma3": 62}[family.name]
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "activation": "gelu_tanh",
         "embedding_scale": math.sqrt(width),
         "attention_scale": (width / heads if largest else values["head_width"]) ** -0.5,
     }
-    for ours in ("attention_softcap", "logit_softcap"):
-        if ours in family.keys:
-            theirs = family.keys[ours]
-            found[ours] = float(keys.number(theirs, family.defaults.get(theirs) or 0.0))
+    for setting in ("attention_softcap", "logit_softcap"):
+        if setting in family.keys:
+            key = family.keys[setting]
+            settings[setting] = float(keys.number(key, family.defaults.get(key) or 0.0))
     if family.name == "gemma3":
         base = float(keys.number("rope.freq_base_swa", 10000.0))
-        found["local_rotary"] = Rotary(width=rotary.width, base=base)
-    return found
+        settings["local_rotary"] = Rotary(width=rotary.width, base=base)
+    return settings
 
 
-def _rotary(file: GGUFFile, keys: Keys, head_width: int) -> Rotary:
+def _rotary(file: GGUFFile, keys: ArchitectureMetadata, head_width: int) -> Rotary:
     width = int(keys.number("rope.dimension_count", head_width))
     base = float(keys.number("rope.freq_base", 10000.0))
     context = int(keys.number("context_length"))
     original = int(keys.number("rope.scaling.original_context_length", context))
     kind = keys.get("rope.scaling.type", "none")
     factor = float(keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0)))
-    turned = partial(Rotary, width=width, base=base)
+    new_rotary = partial(Rotary, width=width, base=base)
     if "rope_factors_long.weight" in file.tensors:
-        grown = longrope_attention(context / original, original)
-        return turned(
+        attention_factor = longrope_attention(context / original, original)
+        return new_rotary(
             scaling="longrope",
             factor=context / original,
             original_context=original,
-            attention_factor=float(keys.number("rope.scaling.attn_factor", grown)),
+            attention_factor=float(keys.number("rope.scaling.attn_factor", attention_factor)),
             short_factors=_factors(file, "rope_factors_short.weight"),
             long_factors=_factors(file, "rope_factors_long.weight"),
         )
-    if "rope_freqs.weight" in file.tensors:  # Llama 3: the slowing of each pair, worked out
+    if "rope_freqs.weight" in file.tensors:  # Llama 3: precomputed factors
         factors = _factors(file, "rope_freqs.weight")
-        return turned(
+        return new_rotary(
             scaling="longrope",
             original_context=context,
             short_factors=factors,
             long_factors=factors,
         )
     if kind == "yarn":
-        grown = today_gguf.yarn_attention(factor, float(keys.number(_LOG_MULTIPLIER, 0.0)))
-        return turned(
+        attention_factor = yarn_attention_factor(factor, float(keys.number(_LOG_MULTIPLIER, 0.0)))
+        return new_rotary(
             scaling="yarn",
             factor=factor,
             original_context=original,
-            attention_factor=grown * float(keys.number("rope.scaling.attn_factor", 1.0)),
+            attention_factor=attention_factor * float(keys.number("rope.scaling.attn_factor", 1.0)),
             beta_fast=float(keys.number("rope.scaling.yarn_beta_fast", 32.0)),
             beta_slow=float(keys.number("rope.scaling.yarn_beta_slow", 1.0)),
         )
     if kind == "linear" or (kind == "none" and factor != 1.0):
-        return turned(scaling="linear", factor=factor)
+        return new_rotary(scaling="linear", factor=factor)
     if kind != "none":
         raise ModelFileError(
             f"{file.path}: the position scaling {kind!r} is not supported; "
             "these are: none, linear, yarn, longrope"
         )
-    return turned()
+    return new_rotary()
 
 
 def _factors(file: GGUFFile, name: str) -> tuple[float, ...]:
     if name not in file.tensors:
-        raise ModelFileError(f"{file.path}: has no {name}, which its position scaling needs")
+        raise ModelFileError(f"{file.path}: no {name}, which its RoPE scaling needs")
     return tuple(float(factor) for factor in file.float32(name).reshape(-1))

@@ -1,7 +1,7 @@
-"""config.json, as transformers writes it, to our ModelConfig and back.
+"""Convert transformers' config.json to `ModelConfig` and back.
 
-The simple settings are tables in `families.py`. What is left here needs a thought: which layers
-have a window, how positions are scaled, where old files say the same thing in another way.
+Simple settings are in the tables of the families. This module has the rest: sliding windows, RoPE
+scaling, older spellings of the same setting.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.config import LARGEST_SIZES, ModelConfig
 from unspool.model.families import FAMILIES, family_of_model_type
 from unspool.model.family import Family, check_length
-from unspool.model.mamba_config import nemotron_names
+from unspool.model.mamba_config import list_nemotron_layers
 from unspool.model.positions import Rotary
 from unspool.model.quantized import scheme_of
-from unspool.model.recurrent_config import only_ours, recurrent_from_hf, recurrent_to_hf
-from unspool.model.today_config import read_today, write_today
+from unspool.model.recurrent_config import needs_unspool_format, recurrent_from_hf, recurrent_to_hf
+from unspool.model.today_config import extra_settings_from_hf, extra_settings_to_hf
 
 Raw = Mapping[str, Any]
 
@@ -34,14 +34,18 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-OUR_MODEL_TYPE = "unspool"  # checkpoints of our own say everything in our words
-ROBERTA_RESERVED = 2  # positions that no text has: the table's count begins behind the padding's
-# How far tokens look: what transformers has no words for stands in our own, under "unspool".
+OUR_MODEL_TYPE = "unspool"  # Unspool's own format: `settings` holds the fields of ModelConfig
+ROBERTA_RESERVED = 2  # unused rows of the position table: numbering starts after the padding id
+# Attention mask and mask token: transformers has no keys for them, so they are under "unspool".
 _SIGHT = ("sight", "block", "mask_id", "shifted")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or a sentence about what is wrong with it."""
+    """Read a JSON object from a file.
+
+    Raises:
+        ModelFileError: The file cannot be read, or does not hold a JSON object.
+    """
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -49,20 +53,20 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path}: not valid JSON ({error}); download it again") from error
     if not isinstance(loaded, dict):
-        raise ModelFileError(f"{path}: holds a {type(loaded).__name__} where an object is needed")
+        raise ModelFileError(f"{path}: must hold a JSON object, got {type(loaded).__name__}")
     return loaded
 
 
 def config_from_hf(raw: Raw) -> ModelConfig:
-    """The settings in a config.json."""
+    """Convert the content of a config.json."""
     if "model_type" not in raw:
-        raise ModelFileError("config.json does not say its model_type; is this a language model?")
+        raise ModelFileError("config.json has no model_type; is this a language model?")
     check_types(
         raw, ("model_type", "text_config", "quantization_config", "quantization", "settings")
     )
     if raw["model_type"] == OUR_MODEL_TYPE:
         return ModelConfig.from_dict(dict(raw.get("settings") or {}))
-    scheme_of(raw)  # refuses what cannot be read
+    scheme_of(raw)  # raises for unsupported quantization
     if raw.get("text_config") is not None:  # multimodal: only the language model is read
         raw = _language_part(raw)
     family = family_of_model_type(raw["model_type"])
@@ -81,7 +85,7 @@ def config_from_hf(raw: Raw) -> ModelConfig:
 def _language_part(raw: Raw) -> Raw:
     """The settings of a multimodal model's language model."""
     text = {"model_type": raw["model_type"], **raw["text_config"]}
-    if "tie_word_embeddings" in raw:  # its head is not within that part
+    if "tie_word_embeddings" in raw:  # the head is outside text_config
         text["tie_word_embeddings"] = raw["tie_word_embeddings"]
     check_types(text, ("model_type", "eos_token_id"))
     check_types(raw, ("eos_token_id",))
@@ -145,7 +149,7 @@ _TYPES: dict[str, tuple[str, ...]] = {
     "a whole number or 'auto'": ("mamba_d_head",),
 }  # fmt: skip
 _TYPE_OF = {key: type_ for type_, keys in _TYPES.items() for key in keys}
-_LARGEST_NUMBER = 1e15  # larger ones are damage
+_LARGEST_NUMBER = 1e15  # larger numbers mean a damaged file
 
 
 def _is_number(value: object) -> bool:
@@ -181,16 +185,16 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 
 
 def check_types(raw: Raw, keys: Iterable[str], where: str = "config.json") -> None:
-    """Refuse a value of a wrong type. Null is a value of every type: what it means, and whether
-    it means anything, depends on the key."""
+    """Raise if a value has the wrong type. Null is accepted here for every type: its meaning
+    depends on the key."""
     for key in keys:
         value, type_ = raw.get(key), _TYPE_OF.get(key)
         if value is not None and type_ is not None and not _CHECKS[type_](value):
-            raise ModelFileError(f"{where}: {key} must be {type_}, got {shown(value)}")
+            raise ModelFileError(f"{where}: {key} must be {type_}, got {format_value(value)}")
 
 
-def shown(value: object) -> str:
-    """A JSON value in a message, cut where it is long."""
+def format_value(value: object) -> str:
+    """Format a JSON value for a message, truncated to 60 characters."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
@@ -200,7 +204,7 @@ def shown(value: object) -> str:
 
 # -- settings -------------------------------------------------------------------------------
 
-# Numbers that may be null: there is no window, no cap, no block, or it follows from other settings.
+# Numbers that may be null: no window, no cap, no block, or derived from other settings.
 _NULLABLE = (
     "sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "block_size", "bd_size",
     "mask_token_id", "num_key_value_heads", "n_kv_heads", "head_dim", "attention_head_dim",
@@ -218,36 +222,42 @@ _SOFTCAPS = ("attention_softcap", "logit_softcap")  # null: none
 
 
 def _settings(family: Family, raw: Raw) -> dict[str, Any]:
-    """Every field of ModelConfig but the family's name."""
+    """All fields of ModelConfig except the family's name."""
     full = _known_settings(family, _usual_names(family, raw))
-    values: dict[str, Any] = {ours: full[key] for ours, key in family.keys.items() if key in full}
-    for ours, value in list(values.items()):
+    values: dict[str, Any] = {
+        setting: full[key] for setting, key in family.keys.items() if key in full
+    }
+    for setting, value in list(values.items()):
         if value is not None:
             continue
-        if ours in _SOFTCAPS:
-            values[ours] = 0.0
-        elif family.keys[ours] in _NULLABLE:
-            del values[ours]
-        elif _TYPE_OF.get(family.keys[ours]) == "true or false":
-            values[ours] = False
+        if setting in _SOFTCAPS:
+            values[setting] = 0.0
+        elif family.keys[setting] in _NULLABLE:
+            del values[setting]
+        elif _TYPE_OF.get(family.keys[setting]) == "true or false":
+            values[setting] = False
         else:
-            type_ = _TYPE_OF.get(family.keys[ours], "given")
-            raise ModelFileError(f"config.json: {family.keys[ours]} must be {type_}, got null")
-    for key, wanted in family.required.items():
-        value = full.get(key, wanted)
-        if (value or None) != (wanted or None):
+            type_ = _TYPE_OF.get(family.keys[setting], "given")
+            raise ModelFileError(f"config.json: {family.keys[setting]} must be {type_}, got null")
+    for key, expected in family.required.items():
+        value = full.get(key, expected)
+        if (value or None) != (expected or None):
             raise ModelFileError(
-                f"config.json says {key} is {shown(value)}; a {family.name} model is supported "
-                + (f"only where it is {shown(wanted)}" if wanted is not None else "without it only")
+                f"config.json: {key} is {format_value(value)}; a {family.name} model is supported "
+                + (
+                    f"only where it is {format_value(expected)}"
+                    if expected is not None
+                    else "without it only"
+                )
             )
-    for needed in _SIZES:
-        key = family.keys[needed]
-        if needed not in values:
+    for size_name in _SIZES:
+        key = family.keys[size_name]
+        if size_name not in values:
             raise ModelFileError(f"config.json lacks {key!r}; it is incomplete")
-        if not 1 <= values[needed] <= LARGEST_SIZES[needed]:
+        if not 1 <= values[size_name] <= LARGEST_SIZES[size_name]:
             raise ModelFileError(
                 f"config.json: {key} must be a whole number from 1 to "
-                f"{LARGEST_SIZES[needed]:,}, got {values[needed]}"
+                f"{LARGEST_SIZES[size_name]:,}, got {values[size_name]}"
             )
     values.update(family.fixed)
     values.setdefault("kv_heads", values["heads"])
@@ -266,7 +276,7 @@ def _settings(family: Family, raw: Raw) -> dict[str, Any]:
     values.update(_sight(family, full, values))
     values["windows"] = _windows(family, full, values)
     values.update(recurrent_from_hf(family, full, values))
-    values.update(read_today(family, full, values))
+    values.update(extra_settings_from_hf(family, full, values))
     if values.get("positions", "rotary") == "rotary":
         values.update(_rotations(family, full, values))
     if family.name in ("gemma2", "gemma3"):
@@ -287,28 +297,30 @@ _SIZES = ("vocab_size", "width", "layers", "heads", "context")
 
 
 def _known_settings(family: Family, raw: Raw) -> dict[str, Any]:
-    """The settings that this family has, by their usual names; silence means the default, null
-    is a value."""
-    said = {key: raw[key] for key in family.settings if key in raw}
-    check_types(said, said)
+    """The settings of this family under their main keys, with defaults for missing ones. Null is a
+    value."""
+    settings = {key: raw[key] for key in family.settings if key in raw}
+    check_types(settings, settings)
     for key in ("rope_parameters", "rope_scaling"):
-        check_types(said.get(key) or {}, _ROPE_KEYS, f"config.json, {key}")
-    for key, value in said.items():
-        is_silent = value is None and family.defaults.get(key) is not None
-        if is_silent and key not in _NULLABLE and _TYPE_OF.get(key, "") in _NEVER_NULL:
+        check_types(settings.get(key) or {}, _ROPE_KEYS, f"config.json, {key}")
+    for key, value in settings.items():
+        has_other_default = value is None and family.defaults.get(key) is not None
+        if has_other_default and key not in _NULLABLE and _TYPE_OF.get(key, "") in _NEVER_NULL:
             raise ModelFileError(f"config.json: {key} must be {_TYPE_OF[key]}, got null")
         if key in _POSITIVE and value is not None and value <= 0:
-            raise ModelFileError(f"config.json: {key} must be more than 0, got {shown(value)}")
+            raise ModelFileError(
+                f"config.json: {key} must be more than 0, got {format_value(value)}"
+            )
     for name, key in family.other_names.items():
-        value = said.pop(name, None)
+        value = settings.pop(name, None)
         if value is not None:
-            said[key] = value
+            settings[key] = value
     for key in ("rope_parameters", "rope_scaling"):  # null: the default, as in transformers
-        if said.get(key) is None:
-            said.pop(key, None)
-    if said.get("rope_scaling"):  # the older name wins, and silences the default
-        said.setdefault("rope_parameters", {})
-    return {**family.defaults, **said}
+        if settings.get(key) is None:
+            settings.pop(key, None)
+    if settings.get("rope_scaling"):  # the older key takes precedence over the default
+        settings.setdefault("rope_parameters", {})
+    return {**family.defaults, **settings}
 
 
 def _activation(family: Family, full: Raw) -> str:
@@ -318,45 +330,46 @@ def _activation(family: Family, full: Raw) -> str:
             f"the activation {activation!r} is not supported; these are: {', '.join(_ACTIVATIONS)}"
         )
     if full.get("classifier_activation", activation) != activation:
-        raise ModelFileError("config.json names two activations, and one is supported")
+        raise ModelFileError("config.json has two different activations, which is not supported")
     return _ACTIVATIONS[activation]
 
 
 def _sight(family: Family, full: Raw, values: Mapping[str, Any]) -> dict[str, Any]:
-    """How far tokens look, and the mask token; a checkpoint of our own says it in our words."""
-    found: dict[str, Any] = {}
+    """Attention mask and mask token; checkpoints saved by Unspool have them under "unspool"."""
+    settings: dict[str, Any] = {}
     if "block" in family.keys:
-        found["sight"] = "block" if values.get("block") else "whole"
+        settings["sight"] = "block" if values.get("block") else "whole"
     if not full.get("is_causal", True) or _both_ways(family, full):  # null is false, too
-        found["sight"] = "whole"
+        settings["sight"] = "whole"
     if values.get("mask_id") is None and (family.mask_id or 0) < values["vocab_size"]:
-        found["mask_id"] = family.mask_id
-    own = full.get("unspool") or {}
-    return found | {name: v for name, v in own.items() if name in _SIGHT}
+        settings["mask_id"] = family.mask_id
+    unspool_settings = full.get("unspool") or {}
+    return settings | {name: v for name, v in unspool_settings.items() if name in _SIGHT}
 
 
 def _both_ways(family: Family, full: Raw) -> bool:
-    """Whether a Gemma 3 was trained to look both ways, as EmbeddingGemma is."""
+    """Whether a Gemma 3 has bidirectional attention, as EmbeddingGemma has."""
     value = full.get("use_bidirectional_attention") if family.name == "gemma3" else None
     if not isinstance(value, bool | None):
         raise ModelFileError(
-            f"config.json: use_bidirectional_attention must be true or false, got {shown(value)}"
+            "config.json: use_bidirectional_attention must be true or false, "
+            f"got {format_value(value)}"
         )
     return bool(value)
 
 
 def _gpt2_scales(full: Raw, values: Mapping[str, Any]) -> dict[str, Any]:
-    """GPT-2 may leave scores as they are, or divide them by the layer's number."""
+    """GPT-2: attention scores may be unscaled, or divided by the layer's number."""
     scale = values["head_width"] ** -0.5 if full["scale_attn_weights"] else 1.0
-    found: dict[str, Any] = {} if full["scale_attn_weights"] else {"attention_scale": scale}
+    settings: dict[str, Any] = {} if full["scale_attn_weights"] else {"attention_scale": scale}
     if full["scale_attn_by_inverse_layer_idx"]:
         scales = tuple(scale / (layer + 1) for layer in range(values["layers"]))
-        found["attention_scales"] = scales
-    return found
+        settings["attention_scales"] = scales
+    return settings
 
 
 def _usual_names(family: Family, raw: Raw) -> Raw:
-    """What a few families say in words of their own, in those of the others."""
+    """Translate the unusual keys of a few families to the usual ones."""
     if family.name == "llada":
         check_types(raw, ("mlp_ratio", "d_model", "vocab_size", "embedding_size"))
         ratio = raw.get("mlp_ratio") or 4
@@ -367,7 +380,7 @@ def _usual_names(family: Family, raw: Raw) -> Raw:
         return {**raw, **size, **width}
     if family.name == "nemotron-h":
         check_types(raw, ("layers_block_type", "layer_types", "hybrid_override_pattern"))
-        return nemotron_names(raw)
+        return list_nemotron_layers(raw)
     if family.name == "modernbert":
         full = _known_settings(family, raw)
         if full["local_attention"] is None:
@@ -377,40 +390,40 @@ def _usual_names(family: Family, raw: Raw) -> Raw:
 
 
 def _end_ids(raw: Raw) -> tuple[int, ...]:
-    ends = raw.get("eos_token_id")
-    several = ends if isinstance(ends, list | tuple) else [ends]
-    return tuple(end for end in several if end is not None)
+    end_ids = raw.get("eos_token_id")
+    ids = end_ids if isinstance(end_ids, list | tuple) else [end_ids]
+    return tuple(token_id for token_id in ids if token_id is not None)
 
 
 def _unrotated(full: Raw, layers: int) -> tuple[int, ...]:
     flags = full.get("no_rope_layers")
     if flags is None:
-        every = full["no_rope_layer_interval"]
-        flags = [int((layer + 1) % every != 0) for layer in range(layers)]
+        interval = full["no_rope_layer_interval"]
+        flags = [int((layer + 1) % interval != 0) for layer in range(layers)]
     check_length("no_rope_layers", flags, layers)
     return tuple(layer for layer, rotated in enumerate(flags) if not rotated)
 
 
 def _dense_layers(full: Raw, layers: int) -> tuple[int, ...]:
     dense = {layer for layer in full.get("mlp_only_layers") or () if 0 <= layer < layers}
-    every = full["decoder_sparse_step"]
-    dense.update(layer for layer in range(layers) if (layer + 1) % every)
+    interval = full["decoder_sparse_step"]
+    dense.update(layer for layer in range(layers) if (layer + 1) % interval)
     return tuple(sorted(dense))
 
 
 def _windows(family: Family, full: Raw, values: Mapping[str, Any]) -> tuple[int, ...]:
-    """How many last tokens each layer sees; empty if all see everything."""
+    """Sliding window of each layer; empty: no layer has one."""
     layers, window = values["layers"], full.get("sliding_window")
     kinds = full.get("layer_types")
-    switched = not family.window_needs_switch or full.get("use_sliding_window")
-    if family.name == "smollm3" and kinds is not None:  # there the list is the switch
-        switched = True
-    if not family.window_layers or not window or not switched:
+    is_enabled = not family.window_needs_switch or full.get("use_sliding_window")
+    if family.name == "smollm3" and kinds is not None:  # the list itself enables the windows
+        is_enabled = True
+    if not family.window_layers or not window or not is_enabled:
         return ()
     if kinds is not None:
         check_length("layer_types", kinds, layers)
     if values.get("sight") == "whole" and family.name != "modernbert":
-        # Distances up to the window, in both directions; Gemma halves it first.
+        # Bidirectional: the window counts distances in both directions; Gemma halves it first.
         window = window // 2 + 1 if _both_ways(family, full) else window + 1
     pattern = full.get("sliding_window_pattern") or 6
     unrotated = _unrotated(full, layers) if family.window_layers == "unrotated" else ()
@@ -430,8 +443,8 @@ def _windows(family: Family, full: Raw, values: Mapping[str, Any]) -> tuple[int,
             return bool(layer % full["global_attn_every_n_layers"] != 0)
         return family.window_layers == "all" or layer in unrotated
 
-    found = tuple(window if has_window(layer) else 0 for layer in range(layers))
-    return found if any(found) else ()
+    windows = tuple(window if has_window(layer) else 0 for layer in range(layers))
+    return windows if any(windows) else ()
 
 
 # -- rotary positions -----------------------------------------------------------------------
@@ -445,12 +458,12 @@ _ROPE_KEYS = (
 
 
 def _rotations(family: Family, full: Raw, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings: one for all layers, or another for layers with a window."""
+    """RoPE settings: one for all layers, or a second one for layers with a window."""
     if family.rotary_by_kind:
         return _rotations_by_kind(family, full, values)
     rope = full.get("rope_scaling") or full.get("rope_parameters") or {}
     original = full.get("original_max_position_embeddings")
-    if original is not None:  # what stands beside these settings wins over what is in them
+    if original is not None:  # the top-level key takes precedence
         rope = {**rope, "original_max_position_embeddings": original}
     if family.name == "phi3" and rope.get("rope_type", rope.get("type")) == "yarn":
         rope = {**rope, "rope_type": "longrope"}
@@ -466,29 +479,31 @@ def _rotations_by_kind(family: Family, full: Raw, values: Mapping[str, Any]) -> 
     if rope and not any(kind in rope for kind in kinds):
         raise ModelFileError(
             f"config.json: rope_parameters of a {family.name} model must hold full_attention and "
-            f"sliding_attention, got {shown(rope)}"
+            f"sliding_attention, got {format_value(rope)}"
         )
     bases = _default_bases(family, full)
     windows = values["windows"] or (0,) * values["layers"]
-    found = {}
+    rotaries = {}
     for name, kind in zip(("rotary", "local_rotary"), kinds, strict=True):
-        at = [n for n, window in enumerate(windows) if bool(window) == (name != "rotary")]
+        matching_layers = [
+            n for n, window in enumerate(windows) if bool(window) == (name != "rotary")
+        ]
         width = values["head_width"]
-        if at and values.get("shapes"):
-            width = values["shapes"][at[0]].head_width
-        own = rope.get(kind) or {}
+        if matching_layers and values.get("shapes"):
+            width = values["shapes"][matching_layers[0]].head_width
+        layer_rope = rope.get(kind) or {}
         if name == "rotary" or family.name == "modernbert":
-            own = {**own, **scaling}
+            layer_rope = {**layer_rope, **scaling}
         partial = "partial_rotary_factor" in family.settings
         sizes = {**values, "head_width": width}
-        found[name] = _rotary(
-            own, bases[kind], full.get("partial_rotary_factor"), sizes, partial=partial
+        rotaries[name] = _rotary(
+            layer_rope, bases[kind], full.get("partial_rotary_factor"), sizes, partial=partial
         )
-    return found
+    return rotaries
 
 
 def _default_bases(family: Family, full: Raw) -> dict[str, float]:
-    """The base of each kind of layer where its own settings are silent."""
+    """Default rope_theta of each kind of layer."""
     if family.name == "modernbert":
         keys = ("global_rope_theta", "local_rope_theta")
     elif family.name == "gemma3":
@@ -502,7 +517,7 @@ def _default_bases(family: Family, full: Raw) -> dict[str, float]:
 
 
 def rotary_of(full: Raw, head_width: int) -> Rotary:
-    """How one layer of a Llama turns its heads, for what is no whole model: a drafting head."""
+    """RoPE settings of a Llama-like layer that is not a model: a drafting head."""
     check_types(full, ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings"))
     rope = full.get("rope_scaling") or full.get("rope_parameters") or {}
     base, context = full.get("rope_theta") or 10000.0, full.get("max_position_embeddings") or 2048
@@ -512,14 +527,14 @@ def rotary_of(full: Raw, head_width: int) -> Rotary:
 def _rotary(
     rope: Raw, base: float | None, share: float | None, values: Mapping[str, Any], *, partial: bool
 ) -> Rotary:
-    """Rotary settings of layers.
+    """Convert RoPE settings.
 
     Args:
-        rope: The settings as config.json has them.
-        base: What rope_theta is where `rope` is silent.
-        share: What partial_rotary_factor is where `rope` is silent.
-        values: Our settings so far.
-        partial: Whether such a model can turn a part of each head only.
+        rope: The settings in config.json.
+        base: Default of rope_theta.
+        share: Default of partial_rotary_factor.
+        values: The fields of ModelConfig so far.
+        partial: Whether the family supports partial rotation of heads.
     """
     check_types(rope, _ROPE_KEYS, "config.json, rope_parameters")
     kind = rope.get("rope_type", rope.get("type")) or "default"
@@ -585,7 +600,7 @@ def _yarn_attention(rope: Raw, factor: float) -> float:
 
 
 def longrope_attention(factor: float, original: int) -> float:
-    """By how much LongRoPE lengthens queries and keys, as its paper suggests."""
+    """Attention factor of LongRoPE, as in its paper."""
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
@@ -594,22 +609,24 @@ def longrope_attention(factor: float, original: int) -> float:
 
 def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
     """A config.json from which transformers builds the same model."""
-    if config.family not in FAMILIES or only_ours(config):
+    if config.family not in FAMILIES or needs_unspool_format(config):
         return {"model_type": OUR_MODEL_TYPE, "settings": config.to_dict()}
     family = FAMILIES[config.family]
     raw: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "dtype": dtype,
-        "pad_token_id": None,  # some families' default lies outside a smaller vocabulary
+        "pad_token_id": None,  # some families' default is outside a smaller vocabulary
     }
-    for ours, key in family.keys.items():
-        raw.setdefault(key, getattr(config, ours))
+    for setting, key in family.keys.items():
+        raw.setdefault(key, getattr(config, setting))
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if raw.get(key) == 0:
             raw[key] = None
-    names = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}  # the last name of each wins
-    raw[family.keys["activation"]] = names.get(config.activation, "silu")
+    hf_activations = {
+        setting: hf_name for hf_name, setting in _ACTIVATIONS.items()
+    }  # last alias wins
+    raw[family.keys["activation"]] = hf_activations.get(config.activation, "silu")
     raw.update(_windows_to_hf(family, config))
     if config.rotary is not None and config.local_rotary is not None:
         raw["rope_parameters"] = {
@@ -619,7 +636,7 @@ def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
     elif config.rotary is not None:
         raw["rope_parameters"] = _rope_to_hf(config.rotary, config)
     if family.name in ("gemma2", "gemma3"):
-        raw["query_pre_attn_scalar"] = round(config.scale**-2)  # transformers wants a whole one
+        raw["query_pre_attn_scalar"] = round(config.scale**-2)  # transformers needs an integer
     if family.name == "phi3" and config.rotary is not None:
         raw["original_max_position_embeddings"] = config.rotary.original_context
     if family.name == "gpt2":
@@ -632,18 +649,18 @@ def config_to_hf(config: ModelConfig, dtype: str = "float32") -> dict[str, Any]:
         ]
     if family.name in ("qwen3-moe", "qwen3-next"):
         raw["mlp_only_layers"] = list(config.dense_layers)
-    for key, value in write_today(config).items():
+    for key, value in extra_settings_to_hf(config).items():
         raw[key] = {**raw[key], **value} if key == "rope_parameters" else value
     if family.name == "roberta":
         raw[family.keys["context"]] = config.context + ROBERTA_RESERVED
     if family.name in ("bert", "roberta"):
-        raw["type_vocab_size"] = 1  # the table of positions holds the type's vector already
+        raw["type_vocab_size"] = 1  # the position table already includes the token type's vector
     raw.update(recurrent_to_hf(config))
     raw.update({key: v for key, v in family.only.items() if v is not None})
     looks_ahead = config.sight == "whole" and "sight" not in family.fixed
-    if looks_ahead and config.mask_id is None:  # others are said under "unspool" alone
-        both = family.name == "gemma3"
-        raw.update({"use_bidirectional_attention": True} if both else {"is_causal": False})
+    if looks_ahead and config.mask_id is None:  # diffusion models: only under "unspool"
+        is_gemma3 = family.name == "gemma3"
+        raw.update({"use_bidirectional_attention": True} if is_gemma3 else {"is_causal": False})
     if config.sight != "causal" or config.mask_id is not None:
         raw["unspool"] = {name: getattr(config, name) for name in _SIGHT}
     if config.end_ids:

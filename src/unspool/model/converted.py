@@ -1,7 +1,7 @@
-"""Groups of whole numbers as other files have them, made into blocks when they are asked for.
+"""Quantized tensors of safetensors files, repacked into blocks on demand.
 
-A `Converted` moves its rows like any `Stored` and copies nothing while it does; its blocks are
-built from the parts of the file that are left then, so that a large model is never in memory twice.
+A `ConvertedTensor` slices and permutes rows without copying, like any `Stored`; its blocks are
+built when they are read, so a large model is never in memory twice.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _SIZES = {kind.name: (kind.elements, kind.size) for kind in BLOCK_TYPES.values()
 _SIZES |= {name: (GROUP, size) for name, size in OWN_TYPES.items()}
 
 
-class Converted(Stored):
-    """A packed tensor whose blocks are built from parts, all with the same first axes."""
+class ConvertedTensor(Stored):
+    """A packed tensor whose blocks are built from parts that share their first axes."""
 
     __slots__ = ("_build", "_parts")
     _build: Callable[..., Bytes]
@@ -36,13 +36,13 @@ class Converted(Stored):
         self, type: str, shape: tuple[int, ...], build: Callable[..., Bytes], parts: Parts,
         factor: npt.NDArray[np.float32] | None = None,
     ) -> None:  # fmt: skip
-        known = {"type": type, "shape": shape, "scales": None, "factor": factor}
-        for name, value in {**known, "_build": build, "_parts": parts}.items():
+        fields = {"type": type, "shape": shape, "scales": None, "factor": factor}
+        for name, value in {**fields, "_build": build, "_parts": parts}.items():
             object.__setattr__(self, name, value)
 
     @property
     def data(self) -> Bytes:
-        """The blocks, [..., bytes of a row]; built anew each time."""
+        """The blocks, [..., bytes of a row]; built at each access."""
         return self._build(*self._parts)
 
     @property
@@ -54,11 +54,11 @@ class Converted(Stored):
     def sources(self) -> Parts:
         return self._parts
 
-    def _only(self, choose: Callable[[Array], Array], axes: int) -> Converted:
-        """Some of the rows; `axes` of the shape may have become shorter."""
+    def _only(self, choose: Callable[[Array], Array], axes: int) -> ConvertedTensor:
+        """Select rows; the first `axes` axes of the shape may change."""
         parts = tuple(map(choose, self._parts))
         shape = (*parts[0].shape[:axes], *self.shape[axes:])
-        return Converted(self.type, shape, self._build, parts, self.factor)
+        return ConvertedTensor(self.type, shape, self._build, parts, self.factor)
 
     def rows(self, start: int, stop: int) -> Stored:
         return self._only(lambda part: part[start:stop], 1)
@@ -72,21 +72,21 @@ class Converted(Stored):
     def slices(self) -> list[Stored]:
         factors = [None] * self.shape[0] if self.factor is None else list(self.factor)
         return [
-            Converted(self.type, self.shape[1:], self._build, tuple(parts), factor)
+            ConvertedTensor(self.type, self.shape[1:], self._build, tuple(parts), factor)
             for *parts, factor in zip(*self._parts, factors, strict=True)
         ]
 
     @staticmethod
     def stacked(parts: Sequence[Stored]) -> Stored:
-        """As for any other; of one type they stay apart until their blocks are asked for."""
+        """Stack tensors; those of one type are not built before their blocks are read."""
         if len({(type(part), part.type, part.shape) for part in parts}) != 1:
             return Stored.stacked(parts)
-        each = np.empty(len(parts), object)
-        each[:] = parts
+        tensors = np.empty(len(parts), object)
+        tensors[:] = parts
         factors = [part.factor for part in parts if part.factor is not None]
         shape = (len(parts), *parts[0].shape)
         factor = np.stack(factors) if factors else None
-        return Converted(parts[0].type, shape, _blocks_of, (each,), factor)
+        return ConvertedTensor(parts[0].type, shape, _blocks_of, (tensors,), factor)
 
 
 def _blocks_of(parts: Array | Stored) -> Bytes:
@@ -98,8 +98,8 @@ def _blocks_of(parts: Array | Stored) -> Bytes:
 # -- blocks of 32 numbers -----------------------------------------------------------------------
 
 
-def halves_apart(nibbles: Bytes) -> Bytes:
-    """16 bytes with neighbours side by side, to 16 with the first half of 32 in the low bits."""
+def split_nibble_halves(nibbles: Bytes) -> Bytes:
+    """Repack 16 bytes of adjacent nibble pairs: the first 16 numbers become the low nibbles."""
     front, back = nibbles[..., :8], nibbles[..., 8:]
     out = np.empty_like(nibbles)
     out[..., 0::2] = (front & 15) | (back << 4)
@@ -107,42 +107,47 @@ def halves_apart(nibbles: Bytes) -> Bytes:
     return out
 
 
-def as_bytes(numbers: Array, of_block: int) -> Bytes:
-    """Packed numbers of any width as rows of blocks of so many bytes."""
+def view_as_blocks(numbers: Array, of_block: int) -> Bytes:
+    """View packed numbers as [..., blocks, block_bytes]."""
     flat = np.ascontiguousarray(numbers).view(np.uint8)
     return flat.reshape(*numbers.shape[:-1], -1, of_block)
 
 
 def build_mxfp4(blocks: Bytes, scales: Bytes) -> Bytes:
-    joined = np.concatenate((scales[..., None], halves_apart(np.ascontiguousarray(blocks))), -1)
+    joined = np.concatenate(
+        (scales[..., None], split_nibble_halves(np.ascontiguousarray(blocks))), -1
+    )
     return joined.reshape(*joined.shape[:-2], -1)
 
 
 def build_nvfp4(numbers: Bytes, scales: Bytes) -> Bytes:
-    """Blocks of 64: four scales, then 16 numbers each, the first eight in the low bits."""
-    pairs = as_bytes(numbers, 8)
+    """Blocks of 64: four scales, then four groups of 16, the first eight as low nibbles."""
+    pairs = view_as_blocks(numbers, 8)
     front, back = pairs[..., :4], pairs[..., 4:]
     body = np.empty_like(pairs)
     body[..., 0::2] = (front & 15) | (back << 4)
     body[..., 1::2] = (front >> 4) | (back & 240)
-    joined = np.concatenate((as_bytes(scales, 4), as_bytes(body.reshape(numbers.shape), 32)), -1)
+    joined = np.concatenate(
+        (view_as_blocks(scales, 4), view_as_blocks(body.reshape(numbers.shape), 32)), -1
+    )
     return joined.reshape(*joined.shape[:-2], -1)
 
 
 def build_groups(bits: int, signed: int) -> Callable[..., Bytes]:
-    """Blocks of a scale, what belongs to it (a zero point, a minimum or nothing), and numbers.
+    """Builder of blocks: a scale, an optional zero point or minimum, and the numbers.
 
-    `signed` is what is taken from 8-bit numbers first, as Q8_0 has them with their sign.
+    Args:
+        signed: Subtracted from 8-bit numbers, because Q8_0 is signed.
     """
 
     def build(numbers: Array, scales: Array, *lows: Array) -> Bytes:
         if bits == 4:
-            body = halves_apart(as_bytes(numbers, GROUP // 2))
+            body = split_nibble_halves(view_as_blocks(numbers, GROUP // 2))
         else:
-            body = as_bytes(numbers, GROUP) - np.uint8(signed)
+            body = view_as_blocks(numbers, GROUP) - np.uint8(signed)
         count = body.shape[-2]
         fields = [
-            as_bytes(np.repeat(part, count // part.shape[-1], -1), part.dtype.itemsize)
+            view_as_blocks(np.repeat(part, count // part.shape[-1], -1), part.dtype.itemsize)
             for part in (scales, *lows)
         ]
         joined = np.concatenate((*fields, body), -1)

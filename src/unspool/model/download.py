@@ -1,8 +1,8 @@
-"""Fetch one file: resumed where it broke off, checked against its checksum, told in words.
+"""Download one file: resumable, with a checksum and a progress bar.
 
-The bytes go into the `.part` file they are given and stay there when anything stops them, Ctrl-C
-too; the next call goes on from there. A file whose checksum is wrong is thrown away and fetched
-once more from the start, because the beginning may be what an earlier, different answer left.
+The bytes go to a `.part` file, which stays when the download is interrupted (also by Ctrl-C); the
+next call resumes from it. A file with a wrong checksum is downloaded once more from the start,
+because its first part may be from an earlier, different file.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from urllib.parse import unquote, urlsplit
 
 from unspool.errors import ModelFileError, UnspoolError
 
-Advance = Callable[[int, int | None], None]  # bytes so far, bytes in all (None: not known)
+Advance = Callable[[int, int | None], None]  # bytes so far, total bytes (None: unknown)
 
 _CHUNK = 1 << 20
-_TIMEOUT = 30.0  # seconds without a byte
-_ATTEMPTS = 4  # without a new byte between them
+_TIMEOUT = 30.0  # seconds without data
+_ATTEMPTS = 4  # consecutive attempts without progress
 
 
 class DownloadError(UnspoolError):
-    """The file could not be fetched; what came so far is kept."""
+    """A download failed; the bytes received so far are kept."""
 
 
 class _BrokenOffError(Exception):
-    """The answer ended early; asking for the rest may help."""
+    """The response ended early; a retry may help."""
 
 
 def fetch(url: str, part: Path, *, sha256: str, advance: Advance | None = None) -> None:
-    """Fill the file `part` from `url` until its SHA-256 is `sha256`."""
+    """Download `url` to the file `part` and check its SHA-256."""
     for attempt in ("first", "again"):
         digest = _fetch_all(url, part, advance or (lambda done, total: None), sha256)
         if digest == sha256:
@@ -61,8 +61,8 @@ def _feed(digest: Any, path: Path) -> None:
             digest.update(chunk)
 
 
-def _fetch_all(url: str, part: Path, advance: Advance, wanted: str) -> str:
-    """Ask until everything is there; gives the SHA-256 of what came."""
+def _fetch_all(url: str, part: Path, advance: Advance, expected_sha256: str) -> str:
+    """Retry until the file is complete; return its SHA-256."""
     import http.client
     import urllib.error
 
@@ -70,11 +70,11 @@ def _fetch_all(url: str, part: Path, advance: Advance, wanted: str) -> str:
     while True:
         before = part.stat().st_size if part.exists() else 0
         try:
-            return _fetch_rest(url, part, before, advance, wanted)
+            return _fetch_rest(url, part, before, advance, expected_sha256)
         except urllib.error.HTTPError as error:
             if error.code < 500 and error.code not in (408, 429):
                 raise DownloadError(
-                    f"{_file_name(url)} cannot be fetched: the server answers {error.code}"
+                    f"{_file_name(url)} cannot be downloaded: the server answered {error.code}"
                     f" {error.reason}"
                 ) from None
             problem: Exception = error
@@ -84,8 +84,8 @@ def _fetch_all(url: str, part: Path, advance: Advance, wanted: str) -> str:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 free = shutil.disk_usage(part.parent).free
                 raise DownloadError(
-                    f"the disk is full ({free / 1e6:.0f} MB free at {part.parent}): make room and"
-                    " try again, what came so far is kept"
+                    f"the disk is full ({free / 1e6:.0f} MB free at {part.parent}): free some"
+                    " space and rerun to resume"
                 ) from None
             if error.filename is not None:
                 raise DownloadError(f"cannot write {part}: {error.strerror}") from None
@@ -94,20 +94,24 @@ def _fetch_all(url: str, part: Path, advance: Advance, wanted: str) -> str:
         idle = 0 if after > before else idle + 1
         if idle >= _ATTEMPTS:
             raise DownloadError(
-                f"{_file_name(url)} cannot be fetched ({_reason(problem)}): check the network and"
-                " try again, what came so far is kept"
+                f"{_file_name(url)} cannot be downloaded ({_reason(problem)}): check the network"
+                " and rerun to resume"
             ) from None
         time.sleep(min(0.2 * 2**idle, 5.0) if idle else 0.05)
 
 
-def _fetch_rest(url: str, part: Path, have: int, advance: Advance, wanted: str) -> str:
+def _fetch_rest(
+    url: str, part: Path, num_present: int, advance: Advance, expected_sha256: str
+) -> str:
     digest = hashlib.sha256()
-    if have:
+    if num_present:
         _feed(digest, part)
-        if digest.hexdigest() == wanted:  # complete, and only the next step was interrupted
-            return wanted
-    with _open(url, have) as (answer, start, total):
-        if start != have:
+        if (
+            digest.hexdigest() == expected_sha256
+        ):  # complete, and only the next step was interrupted
+            return expected_sha256
+    with _open(url, num_present) as (answer, start, total):
+        if start != num_present:
             digest = hashlib.sha256()
         with part.open("r+b" if start else "wb") as file:
             file.seek(start)
@@ -125,8 +129,8 @@ def _fetch_rest(url: str, part: Path, have: int, advance: Advance, wanted: str) 
 
 
 @contextmanager
-def _open(url: str, have: int) -> Iterator[tuple[IO[bytes], int, int | None]]:
-    """The rest of the file, where it starts, and how long the whole is."""
+def _open(url: str, num_present: int) -> Iterator[tuple[IO[bytes], int, int | None]]:
+    """Open the rest of the file; yields the response, its start, and the total length."""
     if urlsplit(url).scheme in ("", "file"):
         path = _local_path(url)
         try:
@@ -140,32 +144,32 @@ def _open(url: str, have: int) -> Iterator[tuple[IO[bytes], int, int | None]]:
     import urllib.request
 
     headers = {"User-Agent": "unspool", "Accept-Encoding": "identity"}
-    if have:
-        headers["Range"] = f"bytes={have}-"
+    if num_present:
+        headers["Range"] = f"bytes={num_present}-"
     try:
-        answer = urllib.request.urlopen(
+        reply = urllib.request.urlopen(
             urllib.request.Request(url, headers=headers), timeout=_TIMEOUT
         )
     except urllib.error.HTTPError as error:
-        if error.code != 416 or not have:
+        if error.code != 416 or not num_present:
             raise
-        error.close()  # nothing behind what we have, and that is not the file: from the start
-        with _open(url, 0) as whole:
-            yield whole
+        error.close()  # the partial file is not a prefix of this file: start again
+        with _open(url, 0) as response:
+            yield response
         return
-    with answer:
-        length = answer.headers.get("Content-Length")
+    with reply:
+        length = reply.headers.get("Content-Length")
         start = 0
-        if answer.status == 206:
-            answered = answer.headers.get("Content-Range", "")
-            start = have if answered.startswith(f"bytes {have}-") else -1
+        if reply.status == 206:
+            answered = reply.headers.get("Content-Range", "")
+            start = num_present if answered.startswith(f"bytes {num_present}-") else -1
             if start < 0:
                 raise _BrokenOffError(f"the server sent another range: {answered!r}")
-        yield answer, start, start + int(length) if length and length.isdigit() else None
+        yield reply, start, start + int(length) if length and length.isdigit() else None
 
 
 def _local_path(url: str) -> Path:
-    """The file that a file:// address, or a bare path, names."""
+    """The path of a file:// URL or of a bare path."""
     parts = urlsplit(url)
     if parts.scheme != "file":
         return Path(url)
@@ -185,7 +189,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def progress_bar(label: str, *, show: bool) -> Iterator[Advance]:
-    """A bar on stderr where a person looks, one line where a file does, nothing if not wanted."""
+    """Show a progress bar on stderr if it is a terminal, else print one line."""
     if not show:
         yield lambda done, total: None
         return

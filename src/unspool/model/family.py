@@ -1,4 +1,4 @@
-"""What a family of models is: how its files call our settings and our weights."""
+"""`Family`: how a model family's files name the settings of `ModelConfig` and the weights."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from unspool.errors import ModelFileError
 from unspool.model.tensor_names import LLAMA
-from unspool.model.weights import Rule
+from unspool.model.weights import TensorRule
 
 Table = Mapping[str, Any]
 
 
-# Settings that every family has, whether its own class in transformers names them or not.
-COMMON_ONLY: Table = {
+# Settings that every family has, whether or not its config class in transformers declares them.
+COMMON_REQUIRED: Table = {
     "per_layer_config": None,
     "add_cross_attention": False,
     "is_encoder_decoder": False,
@@ -27,22 +27,25 @@ ROTARY_READS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How one family's Hugging Face checkpoints are read and written."""
+    """How one family's Hugging Face checkpoints are read and written.
+
+    "Key" means a key of config.json, "setting" a field of `ModelConfig`.
+    """
 
     name: str
-    model_type: str  # what config.json says
-    architecture: str  # the class that transformers builds from it
-    gguf: str  # general.architecture in a GGUF file; "": there are none that we read
-    keys: Table  # our setting -> their key
-    defaults: Table  # their key -> value where config.json is silent
-    only: Table = field(default_factory=dict)  # their key -> what it must be, if it is there
-    fixed: Table = field(default_factory=dict)  # our setting -> what it always is here
-    reads: tuple[str, ...] = ()  # further keys of config.json that code reads
-    other_names: Table = field(default_factory=dict)  # another name -> their key; it wins
+    model_type: str  # model_type in config.json
+    architecture: str  # class name in transformers
+    gguf: str  # general.architecture in a GGUF file; "": GGUF is not supported
+    keys: Table  # setting -> key
+    defaults: Table  # key -> value if config.json lacks it
+    only: Table = field(default_factory=dict)  # key -> the only supported value
+    fixed: Table = field(default_factory=dict)  # setting -> its value in this family
+    reads: tuple[str, ...] = ()  # further keys that code reads
+    other_names: Table = field(default_factory=dict)  # alternative key -> key; it takes precedence
     rotary_reads: tuple[str, ...] = ROTARY_READS
-    rotary_by_kind: bool = False  # layers with and without a window have rotary settings each
+    rotary_by_kind: bool = False  # separate RoPE settings for layers with and without a window
     window_layers: Literal[
-        "",  # no layer ever has a window: sliding_window is not a setting of this family
+        "",  # no sliding window: sliding_window is not a setting of this family
         "all",
         "listed",
         "later",
@@ -51,23 +54,23 @@ class Family:
         "five of six",
         "unrotated",
         "but every nth",
-    ] = ""  # layers with a window, where no layer_types says it ("all": none is read)
+    ] = ""  # layers with a window if layer_types is absent ("all": layer_types is not read)
     window_needs_switch: bool = False  # only with use_sliding_window
-    mask_id: int | None = None  # the mask token where no file says it
+    mask_id: int | None = None  # the mask token if no file names it
     prefixes: tuple[str, ...] = ("model.", "language_model.model.", "model.language_model.", "")
-    rules: tuple[Rule, ...] = ()
-    gguf_rules: tuple[Rule, ...] = ()  # names in a GGUF file that only this family has
+    rules: tuple[TensorRule, ...] = ()
+    gguf_rules: tuple[TensorRule, ...] = ()  # tensors of GGUF files that only this family has
 
     @property
     def required(self) -> Table:
-        """Their key -> the only value of it that is supported."""
-        common = {key: v for key, v in COMMON_ONLY.items() if key not in self.reads}
+        """Key -> the only supported value."""
+        common = {key: v for key, v in COMMON_REQUIRED.items() if key not in self.reads}
         return {**common, **self.only}
 
     @property
     def settings(self) -> frozenset[str]:
-        """The keys of config.json that decide what such a model computes; all others are not
-        read, as transformers does not read them."""
+        """The keys of config.json that affect the computation; transformers ignores all others,
+        and so do we."""
         windows: tuple[str, ...] = ("sliding_window",) if self.window_layers else ()
         if self.window_layers not in ("", "all"):
             windows += ("layer_types",)
@@ -79,7 +82,7 @@ class Family:
 
 
 def check_length(key: str, listed: Sequence[Any], layers: int) -> None:
-    """Refuse a list of config.json that should have an entry for each layer and does not."""
+    """Raise if a list of config.json does not have one entry per layer."""
     if len(listed) != layers:
         raise ModelFileError(
             f"config.json: {key} must have an entry for each of the {layers} layers, "
@@ -110,20 +113,20 @@ _LLAMA_DEFAULTS = {
 BIASES = {"qkv_bias": "attention_bias", "out_bias": "attention_bias"}
 
 
-def like_llama(
+def llama_like(
     name: str,
     architecture: str,
     *,
     keys: Table | None = None,
     defaults: Table | None = None,
-    **more: Any,
+    **options: Any,
 ) -> Family:
-    """A family by what it has beyond Llama's, or instead of it."""
-    usual = {"model_type": name, "gguf": name, "rules": LLAMA}
+    """Build a family from its differences to Llama."""
+    llama_options = {"model_type": name, "gguf": name, "rules": LLAMA}
     return Family(
         name=name,
         architecture=architecture,
         keys={**_LLAMA_KEYS, **(keys or {})},
         defaults={**_LLAMA_DEFAULTS, **(defaults or {})},
-        **{**usual, **more},
+        **{**llama_options, **options},
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""What tells one model's weights from another's: names, shapes, and some numbers of each.
+"""Fingerprint of a model's weights: a hash of names, shapes and sampled numbers.
 
-Taken from a checkpoint's file it is the same wherever the model runs and whatever it is rounded to
-there; backends that keep the weights exactly find the same in what they hold.
+Computed from the checkpoint's file it does not depend on the backend or its dtype; backends that
+keep the weights exactly compute the same from memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unspool.model.stored import Stored
 _SAMPLED = 64  # numbers of each weight
 
 Numbers = npt.NDArray[np.float32]
-Places = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -29,35 +29,35 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def hashed(weights: Iterable[tuple[str, tuple[int, ...], npt.NDArray[Any]]]) -> str:
-    """Of the names of all weights in order, their shapes, and the numbers at their `places`."""
-    seen = hashlib.sha256()
+    """Hash the names of all weights in order, their shapes, and the numbers at their `places`."""
+    digest = hashlib.sha256()
     for name, shape, numbers in weights:
-        seen.update(f"{name} {tuple(shape)}".encode())
-        seen.update(numbers.astype("<f4").tobytes())
-    return seen.hexdigest()
+        digest.update(f"{name} {tuple(shape)}".encode())
+        digest.update(numbers.astype("<f4").tobytes())
+    return digest.hexdigest()
 
 
-def places(shape: tuple[int, ...]) -> Places:
-    """Some places all over a tensor, counted through."""
+def places(shape: tuple[int, ...]) -> Indices:
+    """Flat indices of the sampled numbers of a tensor."""
     return np.linspace(0, math.prod(shape) - 1, _SAMPLED).astype(np.int64)
 
 
 def _numbers(stored: Stored) -> Numbers:
-    """Those at its places; no more is unpacked than the rows they stand in."""
-    at = places(stored.shape)
+    """The sampled numbers of a tensor; only their rows are dequantized."""
+    indices = places(stored.shape)
     if len(stored.shape) == 1:
-        return stored.float32()[at]
-    rows, columns = np.divmod(at, stored.shape[-1])
+        return stored.float32()[indices]
+    rows, columns = np.divmod(indices, stored.shape[-1])
     if len(stored.shape) == 2:
         return _picked(stored, rows, columns)
-    matrices, (numbers, rows) = stored.slices(), np.divmod(rows, stored.shape[-2])
-    found = np.empty(len(at), np.float32)
-    for number in np.unique(numbers).tolist():
-        here = numbers == number
-        found[here] = _picked(matrices[number], rows[here], columns[here])
-    return found
+    matrices, (matrix_indices, rows) = stored.slices(), np.divmod(rows, stored.shape[-2])
+    values = np.empty(len(indices), np.float32)
+    for matrix_index in np.unique(matrix_indices).tolist():
+        in_matrix = matrix_indices == matrix_index
+        values[in_matrix] = _picked(matrices[matrix_index], rows[in_matrix], columns[in_matrix])
+    return values
 
 
-def _picked(matrix: Stored, rows: Places, columns: Places) -> Numbers:
-    wanted, which = np.unique(rows, return_inverse=True)
-    return matrix.part(0, wanted).float32()[which, columns]
+def _picked(matrix: Stored, rows: Indices, columns: Indices) -> Numbers:
+    unique_rows, row_index = np.unique(rows, return_inverse=True)
+    return matrix.part(0, unique_rows).float32()[row_index, columns]

@@ -1,7 +1,7 @@
-"""What fits where: a model on one GPU, its layers over several, or split over them.
+"""Memory plans: a model on one GPU, its layers over several, or tensor parallel.
 
-Only the model's settings are needed, no weights. Keys and values, and the weights of a model that
-is not in one place, are counted in 16 bits; on one GPU packed weights stay packed.
+Needs only the model's settings. The KV cache, and weights on several GPUs, are counted in 16 bits;
+on one GPU packed weights stay packed.
 
     for fit in fits(config, gpus=4, memory=80_000_000_000, packed=65_000_000_000):
         fit.how, fit.weights, fit.tokens        # "split over 4", 16.4e9 bytes a GPU, 240,000
@@ -16,38 +16,38 @@ from unspool.errors import SettingsError
 from unspool.model.config import ModelConfig
 from unspool.model.layer_places import places_of
 from unspool.model.memory import share_beside_kernels, share_beside_torch
-from unspool.model.split import Share, cut_of, uneven
+from unspool.model.split import Share, cut_of, reason_not_splittable
 from unspool.model.weights import shapes
 
-PROCESS = 1_000_000_000  # bytes that a process takes of a GPU before it does anything
+PROCESS = 1_000_000_000  # bytes of GPU memory of an idle process
 _NUMBER = 2  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One way to have a model on GPUs. Where they differ, the fullest one counts."""
+    """One way to place a model on GPUs. Sizes are those of the fullest GPU."""
 
     how: str
     gpus: int
-    options: str  # of the command line
+    options: str  # command line options
     weights: int = 0  # bytes on a GPU
-    token: int = 0  # bytes of keys and values that a token leaves there
-    state: int = 0  # bytes of a text's recurrent state there
-    tokens: int = 0  # that all texts may have together; 0: the weights leave no room
-    problem: str = ""  # why it cannot be, in words
+    token: int = 0  # KV cache bytes per token and GPU
+    state: int = 0  # bytes of a sequence's recurrent state per GPU
+    tokens: int = 0  # capacity of the KV cache; 0: the weights leave no room
+    problem: str = ""  # why it is impossible
 
     def texts(self, context: int) -> int:
-        """How many texts of so many tokens fit at once."""
+        """Number of sequences of `context` tokens that fit."""
         return self.tokens // context if context else 0
 
 
 def fits(config: ModelConfig, *, gpus: int, memory: int, packed: int) -> list[Fit]:
-    """The ways to have a model on so many GPUs of so much memory each. `packed` is what its weights
-    take as they are kept on one."""
-    found = [_on_one(config, memory, packed)]
+    """The ways to place a model on `gpus` GPUs with `memory` bytes each. `packed`: bytes of its
+    weights on one GPU."""
+    options = [_on_one(config, memory, packed)]
     if gpus > 1:
-        found += [_by_layers(config, gpus, memory), _split(config, gpus, memory)]
-    return found
+        options += [_by_layers(config, gpus, memory), _split(config, gpus, memory)]
+    return options
 
 
 def _on_one(config: ModelConfig, memory: int, packed: int) -> Fit:
@@ -70,14 +70,16 @@ def _by_layers(config: ModelConfig, gpus: int, memory: int) -> Fit:
         if layer in config.kv_layers:
             token[place] += _NUMBER * 2 * config.shape(layer).kv_width
         state[place] += 4 * config.state_floats(layer)
-    rooms = (share_beside_torch(max(0, memory - PROCESS - each)) for each in weights)
-    tokens = min(_tokens(*one) for one in zip(rooms, token, state, strict=True))
+    rooms = (
+        share_beside_torch(max(0, memory - PROCESS - weight_bytes)) for weight_bytes in weights
+    )
+    tokens = min(_tokens(*device) for device in zip(rooms, token, state, strict=True))
     return Fit(how, gpus, options, max(weights), max(token), max(state), tokens)
 
 
 def _split(config: ModelConfig, gpus: int, memory: int) -> Fit:
     how, options = f"split over {gpus} GPUs", f"--tensor-parallel {gpus}"
-    if reason := uneven(config, gpus):
+    if reason := reason_not_splittable(config, gpus):
         return Fit(how, gpus, options, problem=f"cannot be: {reason}")
     share = Share(0, gpus)
     weights = 0
@@ -96,5 +98,5 @@ def _split(config: ModelConfig, gpus: int, memory: int) -> Fit:
 
 
 def _tokens(room: int, token: int, state: int) -> int:
-    """How many tokens have room, half of which states take where there are any."""
+    """Tokens that fit into `room` bytes; recurrent states take half of it if there are any."""
     return (room // 2 if state else room) // max(1, token)

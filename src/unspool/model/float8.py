@@ -1,9 +1,9 @@
-"""FP8 weights (e4m3) as published checkpoints have them: bytes, and scales beside them.
+"""FP8 weights (e4m3) of published checkpoints, with their scales.
 
-A tensor `x.weight` of such numbers has its scales in `x.weight_scale` (one for the tensor, or one a
-row) or in `x.weight_scale_inv` (one for each block, mostly 128 by 128). Both are multiplied with.
-The matrices of all experts in one tensor have the same, for each matrix or for all of them.
-What is said about activations is left aside: they are never rounded to 8 bits here.
+A tensor `x.weight` has its scales in `x.weight_scale` (one for the tensor, or one per row) or in
+`x.weight_scale_inv` (one per block, usually 128 by 128). Both multiply the weights. Stacked experts
+have scales per matrix or for all of them. Settings for activations are ignored: activations are
+never quantized here.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool.errors import ModelFileError
+from unspool.model.block_types import Floats
 
 FLOAT8 = "F8_E4M3"
-SCALES = ("_scale", "_scale_inv")  # what stands behind the weight's name
+SCALES = ("_scale", "_scale_inv")  # suffixes of the weight's name
 _BLOCK = (128, 128)
-
-Floats = npt.NDArray[np.float32]
 
 
 def is_float8(quantization: Mapping[str, Any]) -> bool:
-    """Whether config.json's quantization_config means weights that can be read."""
+    """Whether config.json's quantization_config describes supported FP8 weights."""
     method = quantization.get("quant_method")
     if method == "compressed-tensors":
         return quantization.get("format") == "float-quantized"
     return method in ("fp8", "fbgemm_fp8") and quantization.get("fmt", "e4m3") == "e4m3"
 
 
-def block_of(quantization: Mapping[str, Any]) -> tuple[int, int]:
-    """Rows and columns that share a scale, where scales are for blocks."""
-    given = quantization.get("weight_block_size") or _BLOCK
+def scale_block_size(quantization: Mapping[str, Any]) -> tuple[int, int]:
+    """Rows and columns of a block that shares a scale."""
+    block = quantization.get("weight_block_size") or _BLOCK
     if (
-        not isinstance(given, list | tuple)
-        or len(given) != 2
-        or any(size not in (16, 32, 64, 128, 256, 512) for size in given)
+        not isinstance(block, list | tuple)
+        or len(block) != 2
+        or any(size not in (16, 32, 64, 128, 256, 512) for size in block)
     ):
         raise ModelFileError(
-            f"config.json says that blocks of weights are {given!r}, which is not supported; "
-            "128 by 128 are usual"
+            f"config.json: weight_block_size must be two powers of 2 from 16 to 512, got {block!r}"
         )
-    return int(given[0]), int(given[1])
+    return int(block[0]), int(block[1])
 
 
 def scales_of_rows(
     name: str, shape: tuple[int, ...], scales: Floats, block: tuple[int, int]
 ) -> Floats:
-    """[..., rows, blocks]: the scales of a tensor of this shape, each row with its own."""
+    """Expand the scales of a tensor to [..., rows, blocks of a row]."""
     if len(shape) == 3:
-        each = [scales] * shape[0] if scales.size == 1 else list(scales)
-        if len(each) == shape[0]:
-            return np.stack([scales_of_rows(name, shape[1:], one, block) for one in each])
+        matrix_scales = [scales] * shape[0] if scales.size == 1 else list(scales)
+        if len(matrix_scales) == shape[0]:
+            return np.stack(
+                [scales_of_rows(name, shape[1:], scale, block) for scale in matrix_scales]
+            )
     rows, columns = shape[-2:]
     if scales.size == 1:
         return np.full((rows, 1), scales.reshape(()), np.float32)
@@ -63,28 +63,28 @@ def scales_of_rows(
     if scales.shape == (-(-rows // block[0]), -(-columns // block[1])):
         return np.repeat(scales, block[0], axis=0)[:rows]
     raise ModelFileError(
-        f"tensor {name} has the shape {shape}, and its scales {scales.shape}, which fits neither "
+        f"tensor {name} has shape {shape} and scales of shape {scales.shape}, which fit neither "
         f"the tensor, its rows nor blocks of {block[0]} by {block[1]}; download it again"
     )
 
 
 def float8_to_float32(data: npt.NDArray[np.uint8], scales: Floats) -> Floats:
-    """The numbers themselves, of a tensor of two or more axes."""
+    """Dequantize a tensor of two or more axes."""
     columns, blocks = data.shape[-1], scales.shape[-1]
-    wide = scales
+    expanded = scales
     if blocks > 1:
-        wide = np.repeat(scales, block_width(columns, blocks), -1)[..., :columns]
-    return np.asarray(_table()[data] * wide, np.float32)
+        expanded = np.repeat(scales, block_width(columns, blocks), -1)[..., :columns]
+    return np.asarray(_table()[data] * expanded, np.float32)
 
 
 def block_width(columns: int, blocks: int) -> int:
-    """Columns of a block; all but the last are full, and a power of two wide."""
+    """Columns of a block: a power of two; the last block may be shorter."""
     return 1 << (-(-columns // blocks) - 1).bit_length()
 
 
 @functools.cache
 def _table() -> Floats:
-    """What each byte means: sign, 4 bits of the exponent, 3 behind the point; 127 is no number."""
+    """Value of each byte: sign, 4 exponent bits, 3 fraction bits; 127 and 255 are NaN."""
     byte = np.arange(256)
     exponent, fraction = (byte >> 3) & 15, byte & 7
     least, normal = fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0 ** (exponent - 7)

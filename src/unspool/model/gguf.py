@@ -1,9 +1,9 @@
-"""Reading a GGUF file: its metadata and where each tensor lies, nothing copied.
+"""Read GGUF files: metadata and tensors, memory-mapped.
 
 The `gguf` package reads the same files, but builds a numpy view for every string of the
-vocabulary (seconds for a large one) and trusts the counts a file claims. This reader parses the
-header in one pass over a memory map and believes no number before the bytes for it are there, so
-a damaged or hostile file ends in a sentence instead of a crash or a giant allocation.
+vocabulary (seconds for a large one) and trusts the counts in the file. This reader parses the
+header in one pass and checks every count against the size of the file, so a damaged or malicious
+file raises an error instead of a crash or a huge allocation.
 
     file = GGUFFile("model.gguf")
     file.metadata["general.architecture"]     # 'llama'
@@ -44,12 +44,12 @@ _SCALARS = {
 _STRING, _ARRAY = 8, 9
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _MOST_PARTS = 1000
-_DEEPEST_ARRAY = 4  # arrays of arrays exist in theory; nobody nests further
+_DEEPEST_ARRAY = 4  # limit for nested arrays, which do not occur in practice
 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """How a tensor's numbers are packed: `elements` of them in every `size` bytes."""
+    """A packed type: `elements` numbers in a block of `size` bytes."""
 
     name: str
     elements: int
@@ -89,7 +89,7 @@ BLOCK_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """Where one tensor lies. `shape` has the slowest axis first, as in numpy and torch."""
+    """Location of a tensor. `shape` has the slowest axis first, as in numpy and torch."""
 
     name: str
     shape: tuple[int, ...]
@@ -98,13 +98,13 @@ class GGUFTensor:
 
     @property
     def type(self) -> BlockType:
-        known = BLOCK_TYPES.get(self.type_number)
-        if known is None:
+        block_type = BLOCK_TYPES.get(self.type_number)
+        if block_type is None:
             raise ModelFileError(
                 f"tensor {self.name} has type {_type_name(self.type_number)}, which is not "
                 f"supported; use a file with {', '.join(t.name for t in BLOCK_TYPES.values())}"
             )
-        return known
+        return block_type
 
     @property
     def elements(self) -> int:
@@ -116,13 +116,13 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A memory-mapped GGUF file, its header parsed and checked."""
+    """A memory-mapped GGUF file with a validated header."""
 
     def __init__(self, path: str | Path, *, glance: bool = False) -> None:
-        """Read the header; with `glance` only what stands before the vocabulary, in no time."""
+        """Parse the header; with `glance` only the metadata before the vocabulary (quick)."""
         self.path = Path(path)
         self._map = mapped(self.path)
-        self._parts: dict[str, GGUFFile] = {}  # tensors that lie in further files
+        self._parts: dict[str, GGUFFile] = {}  # tensors in further files of a split model
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}
         try:
@@ -152,7 +152,7 @@ class GGUFFile:
         for _ in range(key_count):
             key = self._string()
             if key in self.metadata:
-                raise self._broken(f"the key {key!r} stands twice in its metadata")
+                raise self._broken(f"duplicate key {key!r} in its metadata")
             if glance and key == "tokenizer.ggml.tokens":
                 return
             self.metadata[key] = self._value(self._number("<I"))
@@ -161,9 +161,9 @@ class GGUFFile:
         self._place(entries)
 
     def _room_for(self, count: int, least_size: int, what: str) -> None:
-        """A count is believed only if the rest of the file could hold that many."""
+        """Raise unless the rest of the file can hold `count` items of at least `least_size`."""
         if count * least_size > len(self._map) - self._at:
-            raise self._broken(f"it claims {count:,} {what}, more than the file has room for")
+            raise self._broken(f"it claims {count:,} {what}, more than fit into the file")
 
     def _number(self, layout: str) -> Any:
         (value,) = struct.unpack_from(layout, self._map, self._at)
@@ -196,7 +196,7 @@ class GGUFFile:
         return [self._value(element_kind, depth + 1) for _ in range(count)]
 
     def _strings(self, count: int) -> list[str]:
-        """Many strings at once: a vocabulary has 50,000 and more, so this loop is kept lean."""
+        """Read an array of strings. A vocabulary has 50,000 and more: the loop is optimized."""
         data, at, end = self._map, self._at, len(self._map)
         length_of = struct.Struct("<Q").unpack_from
         pieces: list[bytes] = []
@@ -221,31 +221,31 @@ class GGUFFile:
         return name, tuple(reversed(sizes)), type_number, offset
 
     def _place(self, entries: list[tuple[str, tuple[int, ...], int, int]]) -> None:
-        """Check that every tensor lies inside the file, on its alignment."""
+        """Check that every tensor is inside the file and aligned."""
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
             raise self._broken(f"its alignment is {alignment!r}; a multiple of 8 is needed")
         data_start = -(-self._at // alignment) * alignment
         for name, shape, type_number, offset in entries:
             if name in self.tensors:
-                raise self._broken(f"tensor {name!r} stands in it twice")
+                raise self._broken(f"duplicate tensor {name!r}")
             if offset % alignment:
                 raise self._broken(f"tensor {name!r} starts at {offset}, off its alignment")
             tensor = GGUFTensor(name, shape, type_number, data_start + offset)
-            if type_number in BLOCK_TYPES:  # others are refused when they are asked for
+            if type_number in BLOCK_TYPES:  # other types raise when the tensor is read
                 if shape[-1] % tensor.type.elements:
                     raise self._broken(
                         f"rows of tensor {name!r} have {shape[-1]} numbers, not a multiple of "
                         f"the {tensor.type.elements} in a block of {tensor.type.name}"
                     )
                 if tensor.start + tensor.nbytes > len(self._map):
-                    raise self._broken(f"tensor {name!r} reaches past its end: it was cut short")
+                    raise self._broken(f"tensor {name!r} reaches past its end: it is truncated")
             self.tensors[name] = tensor
 
     # -- several files ----------------------------------------------------------------------
 
     def _join_parts(self) -> None:
-        """Of a model in several files the first has the settings, and each has some tensors."""
+        """Add the tensors of the other files of a split model."""
         first, *others = part_paths(self.path)
         for path in others if first == self.path else ():
             if not path.exists():
@@ -257,39 +257,36 @@ class GGUFFile:
     # -- the tensors ------------------------------------------------------------------------
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The packed bytes of a tensor, one row of blocks a row; a view into the file."""
+        """The packed bytes of a tensor, [..., bytes of a row]; a view into the file."""
         tensor, file = self.tensors[name], self._parts.get(name, self)
         flat = np.frombuffer(file._map, np.uint8, tensor.nbytes, tensor.start)
         return flat.reshape(*tensor.shape[:-1], -1)
 
     def stored(self, name: str) -> Stored:
-        """A tensor as it is in the file, nothing copied."""
+        """A tensor packed as in the file; a view."""
         tensor, raw = self.tensors[name], self.raw(name)
         kind = tensor.type.name
         if kind in FLOAT_TYPES:
             return Stored(kind, raw.view(FLOAT_TYPES[kind]), tensor.shape)
         stored = Stored(kind, raw, tensor.shape, factor=self._factor(name, kind))
-        # A packed vector has no rows to move; nobody writes one, and it is small.
+        # Packed vectors do not occur in practice; Stored does not support them.
         return Stored.of(stored.float32()) if len(tensor.shape) == 1 else stored
 
     def _factor(self, name: str, kind: str) -> npt.NDArray[np.float32] | None:
-        """What every number of an NVFP4 tensor (or of each expert's) is multiplied with."""
-        beside = name.removesuffix(".weight") + ".scale"
-        if kind != "NVFP4" or beside not in self.tensors:
+        """The global scale of an NVFP4 tensor (or of each expert's)."""
+        scale_name = name.removesuffix(".weight") + ".scale"
+        if kind != "NVFP4" or scale_name not in self.tensors:
             return None
-        factor = self.float32(beside).reshape(-1)
+        factor = self.float32(scale_name).reshape(-1)
         return factor if len(self.tensors[name].shape) == 3 else factor[0]
 
     def float32(self, name: str) -> npt.NDArray[np.float32]:
-        """A tensor as 32-bit floats: a view where it is stored so, else dequantized."""
+        """A tensor as float32: a view if it is stored so, else dequantized."""
         return self.stored(name).float32()
 
 
 def part_paths(path: Path) -> list[Path]:
-    """All files of a model that is split as llama.cpp does it, `...-00001-of-00003.gguf`; or one.
-
-    The files are told by their names, and lie in one folder.
-    """
+    """All files of a model split by llama.cpp (`...-00001-of-00003.gguf`), or the path itself."""
     split = _PART.fullmatch(path.name)
     if split is None or not 1 <= int(split[2]) <= int(split[3]) <= _MOST_PARTS:
         return [path]
@@ -304,4 +301,4 @@ def _type_name(number: int) -> str:
     try:
         return f"{GGMLQuantizationType(number).name}"
     except ValueError:
-        return f"number {number}, which no version of the format knows"
+        return f"{number}, which is unknown"

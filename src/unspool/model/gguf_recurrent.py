@@ -1,8 +1,7 @@
-"""What a GGUF file says of recurrent layers and of experts, in the words of llama.cpp's converter.
+"""GGUF metadata of recurrent layers and of experts, as llama.cpp's converter writes it.
 
-llama.cpp finds the layers that recur by rule: those of LFM2 are the ones without key heads, of
-Qwen's every n-th has attention. A model of another pattern is refused, because its file would be
-read as another model.
+llama.cpp derives which layers are recurrent: in LFM2 those without KV heads, in Qwen all but every
+n-th. A model with another pattern is refused, because its file would be read as another model.
 """
 
 from __future__ import annotations
@@ -21,39 +20,43 @@ if TYPE_CHECKING:
 
 
 def check_recurrent(config: ModelConfig) -> None:
-    """Refuse what a file has no words for."""
+    """Raise if llama.cpp's format cannot express the model."""
     if config.family in DELTAS and not _interval(config):
         raise ModelFileError(
-            "llama.cpp takes it that every n-th layer of such a model has attention and all others "
-            f"recur; here they are {', '.join(config.mixers)}"
+            "llama.cpp needs attention in every n-th layer of such a model and recurrence in all "
+            f"others; the layers are {', '.join(config.mixers)}"
         )
     recurrence = config.recurrence
     if recurrence is not None and recurrence.key_width != recurrence.value_width:
         raise ModelFileError(
-            "llama.cpp takes it that keys and values of a recurrent head are equally wide; here "
-            f"they are {recurrence.key_width} and {recurrence.value_width} numbers wide"
+            "llama.cpp needs keys and values of a recurrent head of equal width, got "
+            f"{recurrence.key_width} and {recurrence.value_width}"
         )
     if config.experts and config.family in (*CONVOLUTIONS, *DELTAS):
-        first = tuple(range(len(config.dense_layers) if config.family in CONVOLUTIONS else 0))
-        if config.dense_layers != first or not config.normalize_experts:
+        leading_layers = tuple(
+            range(len(config.dense_layers) if config.family in CONVOLUTIONS else 0)
+        )
+        if config.dense_layers != leading_layers or not config.normalize_experts:
             raise ModelFileError(
-                f"llama.cpp takes it that a {config.family} model has experts in all layers (LFM2: "
-                "but the first ones), whose weights sum to one; this one is different"
+                f"llama.cpp needs experts in all layers of a {config.family} model (LFM2: except "
+                "the first ones) with weights that sum to one; this model differs"
             )
 
 
 def _interval(config: ModelConfig) -> int:
-    """Every which layer has attention; 0: there is no such number."""
-    for every in range(1, config.layers + 1):
-        kinds = ("delta" if (layer + 1) % every else "attention" for layer in range(config.layers))
+    """The n of "every n-th layer has attention"; 0: there is none."""
+    for interval in range(1, config.layers + 1):
+        kinds = (
+            "delta" if (layer + 1) % interval else "attention" for layer in range(config.layers)
+        )
         if tuple(kinds) == config.mixers:
-            return every
-    # A model shorter than one round recurs in all layers.
+            return interval
+    # A model with fewer than n layers is recurrent in all of them.
     return 0 if "attention" in config.mixers else config.layers + 1
 
 
-def describe_recurrent(writer: GGUFWriter, config: ModelConfig) -> None:
-    """The settings of recurrent layers and of experts; none for other families."""
+def write_recurrent_settings(writer: GGUFWriter, config: ModelConfig) -> None:
+    """Write the settings of recurrent layers and of experts; nothing for other families."""
     recurrence = config.recurrence
     if recurrence is None:
         return
@@ -67,8 +70,8 @@ def describe_recurrent(writer: GGUFWriter, config: ModelConfig) -> None:
         writer.add_ssm_inner_size(recurrence.values)
         writer.add_full_attention_interval(_interval(config))
         if config.family != "qwen3-next" and config.rotary is not None:
-            # Pairs are turned by time, height and width of a picture, one after the other; of text
-            # all three are the position.
+            # M-RoPE: sections of pairs for time, height and width; for text all three are the
+            # position.
             pairs = config.rotary.width // 2
             writer.add_rope_dimension_sections([-(-(pairs - n) // 3) for n in range(3)] + [0])
     if config.experts:
@@ -90,8 +93,8 @@ def _describe_experts(writer: GGUFWriter, config: ModelConfig) -> None:
             writer.add_expert_weights_scale(config.experts_scale)
 
 
-def key_heads_of_layers(config: ModelConfig) -> int | list[int]:
-    """LFM2's recurrent layers are told by having no key heads."""
+def kv_heads_per_layer(config: ModelConfig) -> int | list[int]:
+    """The number of KV heads; per layer in LFM2, where 0 marks recurrent layers."""
     if config.family not in CONVOLUTIONS:
         return config.kv_heads
     return [
@@ -103,9 +106,9 @@ def key_heads_of_layers(config: ModelConfig) -> int | list[int]:
 # -- the order of heads ---------------------------------------------------------------------
 
 
-def in_file_order(config: ModelConfig, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The weights with Qwen3.5's value heads as GGUF files have them: those that share a key head
-    lie `key_heads` apart, and not beside each other."""
+def permute_for_gguf(config: ModelConfig, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Permute Qwen3.5's value heads to the order of GGUF files: those that share a key head are
+    `key_heads` apart instead of adjacent."""
     recurrence = config.recurrence
     if recurrence is None or config.family not in ("qwen3.5", "qwen3.5-moe") or recurrence.tiled:
         return weights
@@ -117,14 +120,14 @@ def _reordered(name: str, weight: Tensor, recurrence: Recurrence) -> Tensor:
 
     _, _, part = name.partition(".mixer.")
     heads = torch.arange(recurrence.value_heads).view(recurrence.key_heads, -1).t().reshape(-1)
-    numbers = torch.arange(recurrence.values).view(recurrence.value_heads, -1)[heads].reshape(-1)
-    behind = torch.cat((torch.arange(2 * recurrence.keys), 2 * recurrence.keys + numbers))
+    value_rows = torch.arange(recurrence.values).view(recurrence.value_heads, -1)[heads].reshape(-1)
+    channels = torch.cat((torch.arange(2 * recurrence.keys), 2 * recurrence.keys + value_rows))
     if part in ("b.weight", "a.weight", "a_log", "dt_bias"):
         return weight[heads]
     if part == "z.weight":
-        return weight[numbers]
+        return weight[value_rows]
     if part == "out.weight":
-        return weight[:, numbers]
+        return weight[:, value_rows]
     if part == "qkv.weight":
-        return weight[behind]
-    return weight[:, behind] if part == "conv.weight" else weight
+        return weight[channels]
+    return weight[:, channels] if part == "conv.weight" else weight

@@ -1,9 +1,9 @@
-"""Writing a GGUF file that llama.cpp runs: settings, vocabulary and weights, in its own words.
+"""Write GGUF files for llama.cpp: settings, vocabulary and weights.
 
     save_gguf(model, "model.gguf", type="Q8_0", vocabulary=metadata, name="my model")
 
-Names, keys and types follow llama.cpp's converter. Numbers are packed by the `gguf` package, one
-tensor at a time, so that a large model needs no second copy in memory.
+Names, keys and types follow llama.cpp's converter. The `gguf` package quantizes one tensor at a
+time, so a large model needs no second copy in memory.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from unspool.model.config_gguf import rules_for_gguf
 from unspool.model.families import FAMILIES
 from unspool.model.gguf_recurrent import (
     check_recurrent,
-    describe_recurrent,
-    in_file_order,
-    key_heads_of_layers,
+    kv_heads_per_layer,
+    permute_for_gguf,
+    write_recurrent_settings,
 )
 from unspool.model.positions import Rotary
-from unspool.model.weights import parameter_count, write_weights
+from unspool.model.tensor_mapping import write_weights
+from unspool.model.weights import parameter_count
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -34,15 +35,15 @@ if TYPE_CHECKING:
 
     from unspool.model.transformer import Transformer
 
-# What a file of each type calls itself (`general.file_type`).
+# general.file_type of each type.
 TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7}
 WRITABLE = (
     "llama", "mistral", "qwen2", "qwen3", "dream", "llada",
     "lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next",
 )  # fmt: skip
-# With 4 bits the head would lose most: llama.cpp's own quantizer gives it more, and so do we.
+# Kept in 8 bits: 4 bits would lose too much. llama.cpp's quantizer does the same.
 _HEADS = ("token_embd.weight", "output.weight")
-# The taps of a convolution; with these and what chooses experts llama.cpp computes in 32 bits.
+# Convolution weights; llama.cpp computes with these and with routers in float32.
 _TAPS = ("ssm_conv1d.weight", "shortconv.conv.weight")
 _EXACT = (*_TAPS, "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 
@@ -56,18 +57,24 @@ def save_gguf(
     name: str = "",
     told: Callable[[int], object] = lambda done: None,
 ) -> None:
-    """Write the file beside its place and move it there when it is whole; `told` counts tensors."""
+    """Write a GGUF file. It gets its name when it is complete.
+
+    Args:
+        type: F32, F16, Q4_0, Q4_1 or Q8_0.
+        vocabulary: The tokenizer's metadata.
+        told: Called after each tensor with the number written.
+    """
     from gguf import GGUFWriter
 
     check_writable(model.config, type)
     path = Path(path)
-    beside = path.with_name(f"{path.name}.part")
-    weights = in_file_order(model.config, model.state_dict())
+    partial_path = path.with_name(f"{path.name}.part")
+    weights = permute_for_gguf(model.config, model.state_dict())
     named = write_weights(model.config, rules_for_gguf(model.config), weights)
     extra = _rotation_factors(model.config)
     arrays = {**extra, **{key: _array(key, tensor) for key, tensor in named.items()}}
     kinds = {key: _tensor_type(key, array, type) for key, array in arrays.items()}
-    writer = GGUFWriter(beside, FAMILIES[model.config.family].gguf)
+    writer = GGUFWriter(partial_path, FAMILIES[model.config.family].gguf)
     try:
         _describe(writer, model.config, type, name or path.stem)
         for key, value in vocabulary.items():
@@ -84,17 +91,17 @@ def save_gguf(
         for file in writer.fout or ():
             os.fsync(file.fileno())
         writer.close()
-        beside.replace(path)
+        partial_path.replace(path)
     except BaseException:
         writer.close()
-        beside.unlink(missing_ok=True)
+        partial_path.unlink(missing_ok=True)
         raise
 
 
 def check_writable(config: ModelConfig, type: str) -> None:
-    """Whether llama.cpp can run such a model from a file that we write."""
+    """Raise if the model cannot be written as a GGUF file that llama.cpp runs."""
     if type not in TYPES:
-        raise SettingsError(f"the type is {type!r}; it may be {', '.join(TYPES)}")
+        raise SettingsError(f"type must be one of {', '.join(TYPES)}, got {type!r}")
     if config.family not in WRITABLE:
         raise ModelFileError(
             f"a {config.family} model cannot be written as GGUF yet; {', '.join(WRITABLE)} can "
@@ -103,16 +110,16 @@ def check_writable(config: ModelConfig, type: str) -> None:
     check_recurrent(config)
     if config.windows:
         raise ModelFileError(
-            "this model's attention has a window, which llama.cpp does not know for "
-            f"{config.family}: its file would write other texts"
+            "this model has sliding-window attention, which llama.cpp does not support for "
+            f"{config.family}"
         )
     if config.sight == "block":
         raise ModelFileError(
-            "this model looks block by block, which llama.cpp does not know: a folder for "
-            "transformers can be written instead"
+            "this model has a block attention mask, which llama.cpp does not support; write a "
+            "safetensors folder instead"
         )
     if config.rotary is not None and config.rotary.scaling == "dynamic":
-        raise ModelFileError("llama.cpp does not know the position scaling 'dynamic'")
+        raise ModelFileError("llama.cpp does not support the RoPE scaling 'dynamic'")
 
 
 # -- settings -------------------------------------------------------------------------------
@@ -130,7 +137,7 @@ def _describe(writer: GGUFWriter, config: ModelConfig, type: str, name: str) -> 
     writer.add_embedding_length(config.width)
     writer.add_feed_forward_length(config.ff_width)
     writer.add_head_count(config.heads)
-    writer.add_head_count_kv(key_heads_of_layers(config))
+    writer.add_head_count_kv(kv_heads_per_layer(config))
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_key_length(config.head_width)
     writer.add_value_length(config.head_width)
@@ -141,7 +148,7 @@ def _describe(writer: GGUFWriter, config: ModelConfig, type: str, name: str) -> 
         writer.add_diffusion_shift_logits(config.shifted)
         if config.mask_id is not None:
             writer.add_mask_token_id(config.mask_id)
-    describe_recurrent(writer, config)
+    write_recurrent_settings(writer, config)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(TYPES[type])
     writer.add_quantization_version(GGML_QUANT_VERSION)
@@ -159,13 +166,13 @@ def _describe_rotation(writer: GGUFWriter, rotary: Rotary) -> None:
         writer.add_rope_scaling_orig_ctx_len(rotary.original_context)
         writer.add_rope_scaling_yarn_beta_fast(rotary.beta_fast)
         writer.add_rope_scaling_yarn_beta_slow(rotary.beta_slow)
-        usual = 1.0 if rotary.factor <= 1 else 0.1 * float(np.log(rotary.factor)) + 1.0
-        if abs(rotary.attention_factor - usual) > 1e-6:
-            writer.add_rope_scaling_attn_factors(rotary.attention_factor / usual)
+        default_factor = 1.0 if rotary.factor <= 1 else 0.1 * float(np.log(rotary.factor)) + 1.0
+        if abs(rotary.attention_factor - default_factor) > 1e-6:
+            writer.add_rope_scaling_attn_factors(rotary.attention_factor / default_factor)
 
 
 def _rotation_factors(config: ModelConfig) -> dict[str, np.ndarray[Any, Any]]:
-    """Llama 3 turns slow pairs slower still: by how much is a tensor of the file."""
+    """The tensor of RoPE factors of Llama 3 (and of LongRoPE with one set of factors)."""
     rotary = config.rotary
     if rotary is None or rotary.scaling not in ("llama3", "longrope"):
         return {}
@@ -195,7 +202,7 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def _array(name: str, tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The numbers of a tensor; a convolution's have an axis less in llama.cpp than elsewhere."""
+    """A tensor as float32; convolution weights have one axis less in llama.cpp."""
     if name.endswith(_TAPS):
         tensor = tensor.squeeze(1)
     numbers: np.ndarray[Any, Any] = tensor.float().cpu().numpy()
@@ -208,7 +215,7 @@ def _tensor_type(name: str, array: np.ndarray[Any, Any], type: str) -> str:
     if type in ("F32", "F16"):
         return type
     if array.shape[-1] % 32:
-        return "F16"  # its rows cannot be cut into blocks
+        return "F16"  # rows are not a multiple of the block size
     return "Q8_0" if name in _HEADS else type
 
 

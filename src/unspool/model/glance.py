@@ -1,8 +1,8 @@
-"""What a model on this machine is, from the first bytes of its files: no weights are read.
+"""Summarize a model on this machine from the headers of its files, without reading weights.
 
-seen = glance(Path("model.gguf"))
-seen.kind, seen.needs     # 'Q4_K_M', and about how many bytes of memory it takes to run
-seen.problem              # '' or, in words, why it cannot be opened here
+summary = glance(Path("model.gguf"))
+summary.kind, summary.needs     # 'Q4_K_M', approximate bytes of memory to run it
+summary.problem                 # '', or why it cannot be opened
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ import numpy as np
 
 from unspool.errors import ModelFileError
 from unspool.model.kinds import FILE_TYPES, is_readable, kind_in_name
-from unspool.model.memory import memory_needed, memory_of_text
+from unspool.model.memory import memory_needed, sequence_memory
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Glance:
-    """What can be told of a model before it is opened."""
+class ModelSummary:
+    """Facts about a model that is not opened."""
 
     bytes: int
-    kind: str | None = None  # of a GGUF file; of safetensors the numbers' type
-    kv_bytes: int = 0  # that a token leaves in keys and values
+    kind: str | None = None  # quantization kind of a GGUF file, dtype of safetensors
+    kv_bytes: int = 0  # KV cache bytes per token
     context: int = 0
     problem: str = ""
-    state_bytes: int = 0  # of one recurrent state of a text
+    state_bytes: int = 0  # of a recurrent state
 
     @property
     def needs(self) -> int:
-        """About how much memory it takes to run."""
-        text = memory_of_text(self.kv_bytes, self.context, self.state_bytes)
+        """Approximate bytes of memory to run it."""
+        text = sequence_memory(self.kv_bytes, self.context, self.state_bytes)
         return memory_needed(self.bytes, self.kind, text)
 
 
-def glance(path: Path, kind: str | None = None) -> Glance:
-    """Look at a GGUF file or a folder of safetensors; `kind` is what others say it is."""
+def glance(path: Path, kind: str | None = None) -> ModelSummary:
+    """Summarize a GGUF file or a safetensors folder; `kind` is used if the file has none."""
     from unspool.model.gguf import part_paths
 
     try:
@@ -48,41 +48,43 @@ def glance(path: Path, kind: str | None = None) -> Glance:
         files = part_paths(path) if is_file else sorted(path.glob("*.safetensors"))
         size = sum(file.stat().st_size for file in files)
     except OSError as error:
-        return Glance(0, kind, problem=f"{Path(error.filename).name} is missing or cannot be read")
+        return ModelSummary(
+            0, kind, problem=f"{Path(error.filename).name} is missing or cannot be read"
+        )
     try:
         if is_file:
             return _gguf(path, size, kind)
         if not files:
-            return Glance(0, problem="there are no safetensors in it")
+            return ModelSummary(0, problem="there are no safetensors in it")
         return _folder(path, size)
     except (ModelFileError, OSError) as error:
-        return Glance(size, kind, problem=str(error).removeprefix(f"{path}: "))
+        return ModelSummary(size, kind, problem=str(error).removeprefix(f"{path}: "))
     except (ValueError, TypeError, KeyError, struct.error) as error:
-        return Glance(size, kind, problem=f"its settings cannot be used ({error})")
+        return ModelSummary(size, kind, problem=f"invalid settings ({error})")
 
 
-def _gguf(path: Path, size: int, kind: str | None) -> Glance:
+def _gguf(path: Path, size: int, kind: str | None) -> ModelSummary:
     from unspool.model.families import family_of_gguf
     from unspool.model.gguf import GGUFFile
 
     metadata = GGUFFile(path, glance=True).metadata
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
-        raise ModelFileError("it does not say its architecture")
+        raise ModelFileError("no general.architecture in its metadata")
 
-    def number(key: str, otherwise: int = 0) -> int:
-        value = metadata.get(f"{architecture}.{key}", otherwise)
+    def number(key: str, default: int = 0) -> int:
+        value = metadata.get(f"{architecture}.{key}", default)
         if not isinstance(value, int):
-            raise ModelFileError(f"its {key} is no number")
+            raise ModelFileError(f"its {key} is not a number")
         return value
 
-    def of_all_layers(key: str, otherwise: int) -> float:
-        """The sum of what may differ from layer to layer."""
-        values = metadata.get(f"{architecture}.{key}", otherwise)
+    def of_all_layers(key: str, default: int) -> float:
+        """The sum over all layers."""
+        values = metadata.get(f"{architecture}.{key}", default)
         return float(np.mean(values)) * number("block_count")
 
-    told = FILE_TYPES.get(metadata.get("general.file_type", -1))
-    kind = told or kind or kind_in_name(path.name)
+    file_kind = FILE_TYPES.get(metadata.get("general.file_type", -1))
+    kind = file_kind or kind or kind_in_name(path.name)
     family_of_gguf(architecture, number("expert_count"))
     if not is_readable(kind):
         raise ModelFileError(f"its weights are packed as {kind}, which is not supported")
@@ -90,33 +92,34 @@ def _gguf(path: Path, size: int, kind: str | None) -> Glance:
     heads = round(of_all_layers("attention.head_count", 1) / layers)
     head_width = number("attention.key_length", number("embedding_length") // max(1, heads))
     kv_heads = of_all_layers("attention.head_count_kv", heads)
-    kept = 1 - number("attention.shared_kv_layers") / layers
-    kv_bytes, state_bytes = round(4 * kv_heads * head_width * kept), 0
+    kv_share = 1 - number("attention.shared_kv_layers") / layers
+    kv_bytes, state_bytes = round(4 * kv_heads * head_width * kv_share), 0
     if number("ssm.inner_size"):  # most layers have a recurrent state instead of keys and values
         recurrent = _without_keys(metadata, architecture)
-        if not recurrent:  # nothing is said of single layers
-            every = max(1, number("full_attention_interval", 4))
-            kv_bytes //= every
-            recurrent = layers - layers // every
+        if not recurrent:  # no settings per layer
+            interval = max(1, number("full_attention_interval", 4))
+            kv_bytes //= interval
+            recurrent = layers - layers // interval
         inner, wide = number("ssm.inner_size"), number("ssm.state_size")
-        convolved = inner + 2 * number("ssm.group_count") * wide
-        floats = inner * wide + (number("ssm.conv_kernel", 1) - 1) * convolved
+        conv_channels = inner + 2 * number("ssm.group_count") * wide
+        floats = inner * wide + (number("ssm.conv_kernel", 1) - 1) * conv_channels
         state_bytes = 4 * recurrent * floats
     context = number("context_length")
     if architecture == "phi3":  # the only one with LongRoPE; see ModelConfig.default_context
         context = number("rope.scaling.original_context_length", context) or context
-    return Glance(size, kind, kv_bytes, context, state_bytes=state_bytes)
+    return ModelSummary(size, kind, kv_bytes, context, state_bytes=state_bytes)
 
 
 def _without_keys(metadata: dict[str, Any], architecture: str) -> int:
-    """How many layers have neither keys nor a feed-forward alone, where a file says it of each."""
+    """Number of recurrent layers, if the metadata has KV heads per layer: those without KV heads
+    that are not feed-forward only."""
     heads = np.atleast_1d(metadata.get(f"{architecture}.attention.head_count_kv", 1))
     widths = np.atleast_1d(metadata.get(f"{architecture}.feed_forward_length", 0))
-    alone = np.sum(widths > 0) if len(widths) > 1 else 0
-    return int(np.sum(heads == 0) - alone)
+    num_feed_only = np.sum(widths > 0) if len(widths) > 1 else 0
+    return int(np.sum(heads == 0) - num_feed_only)
 
 
-def _folder(path: Path, size: int) -> Glance:
+def _folder(path: Path, size: int) -> ModelSummary:
     from unspool.model.config_hf import config_from_hf, read_json
 
     index = path / "model.safetensors.index.json"
@@ -128,16 +131,16 @@ def _folder(path: Path, size: int) -> Glance:
     config = config_from_hf(raw)
     kv_bytes = 2 * config.kv_numbers
     context = config.default_context
-    return Glance(size, _kind(raw), kv_bytes, context, state_bytes=config.state_bytes)
+    return ModelSummary(size, _kind(raw), kv_bytes, context, state_bytes=config.state_bytes)
 
 
 def _kind(raw: dict[str, Any]) -> str | None:
-    """How its weights are kept: quantized, or as floats of a type."""
-    inner = raw.get("text_config")
-    both = {**raw, **inner} if isinstance(inner, dict) else raw
-    packed, method = both.get("quantization"), both.get("quantization_config")
+    """Quantization or dtype of a safetensors folder."""
+    text_config = raw.get("text_config")
+    settings = {**raw, **text_config} if isinstance(text_config, dict) else raw
+    packed, method = settings.get("quantization"), settings.get("quantization_config")
     if isinstance(packed, dict) and isinstance(packed.get("bits"), int):
         return f"MLX-{packed['bits']}"
     if isinstance(method, dict) and isinstance(method.get("quant_method"), str):
         return str(method["quant_method"]).upper()
-    return _DTYPES.get(str(both.get("dtype") or both.get("torch_dtype")))
+    return _DTYPES.get(str(settings.get("dtype") or settings.get("torch_dtype")))

@@ -1,22 +1,21 @@
-"""gpt-oss: attention with sinks, a window in every second layer, and experts in MXFP4.
+"""gpt-oss: attention sinks, a sliding window in every second layer, and experts in MXFP4.
 
-Its experts' matrices lie in safetensors with rows of gate and up in turns, either as floats (rows
-and columns changed) or packed: `gate_up_proj_blocks` holds 32 numbers of 4 bits in 16 bytes,
-`gate_up_proj_scales` a power of two for each of these.
+Its expert matrices have alternating rows of gate and up, either as floats (transposed) or packed:
+`gate_up_proj_blocks` holds 32 4-bit numbers in 16 bytes, `gate_up_proj_scales` a power of two each.
 """
 
 from __future__ import annotations
 
-from unspool.model.family import like_llama
+from unspool.model.family import llama_like
 from unspool.model.tensor_names import ATTENTION, ENDS, IN_LAYER, NORMS_BEFORE, layer, rules
-from unspool.model.weights import Rule
+from unspool.model.weights import TensorRule
 
-_EXPERTS = IN_LAYER + "mlp.experts."
+_EXPERT_TENSORS = IN_LAYER + "mlp.experts."
 _SIDES = ("layers.{i}.feed.gate", "layers.{i}.feed.up")
 _WEIGHTS = tuple(f"{side}.weight" for side in _SIDES)
 _BIASES = tuple(f"{side}.bias" for side in _SIDES)
 
-GPT_OSS = like_llama(
+GPT_OSS = llama_like(
     "gpt-oss",
     "GptOssForCausalLM",
     model_type="gpt_oss",
@@ -58,23 +57,25 @@ GPT_OSS = like_llama(
     },
     window_layers="every second",
     gguf_rules=(
-        # What llama.cpp calls the norm before the experts, as it does in few other families.
+        # llama.cpp's name of the norm before the experts, which differs from most families.
         *layer("blk.{i}.post_attention_norm", "feed_norm"),
-        Rule("blk.{i}.attn_sinks.weight", ("layers.{i}.attention.sinks",)),
+        TensorRule("blk.{i}.attn_sinks.weight", ("layers.{i}.attention.sinks",)),
     ),
     rules=rules(
         ENDS,
         ATTENTION,
         NORMS_BEFORE,
-        (Rule(IN_LAYER + "self_attn.sinks", ("layers.{i}.attention.sinks",)),),
+        (TensorRule(IN_LAYER + "self_attn.sinks", ("layers.{i}.attention.sinks",)),),
         layer(IN_LAYER + "mlp.router", "feed.router"),
         (
-            Rule(_EXPERTS + "gate_up_proj", _WEIGHTS, "pairs_transposed"),
-            Rule(_EXPERTS + "gate_up_proj_blocks", _WEIGHTS, "pairs"),
-            Rule(_EXPERTS + "gate_up_proj_bias", _BIASES, "pairs"),
-            Rule(_EXPERTS + "down_proj", ("layers.{i}.feed.down.weight",), "transposed"),
-            Rule(_EXPERTS + "down_proj_blocks", ("layers.{i}.feed.down.weight",)),
-            Rule(_EXPERTS + "down_proj_bias", ("layers.{i}.feed.down.bias",)),
+            TensorRule(_EXPERT_TENSORS + "gate_up_proj", _WEIGHTS, "pairs_transposed"),
+            TensorRule(_EXPERT_TENSORS + "gate_up_proj_blocks", _WEIGHTS, "pairs"),
+            TensorRule(_EXPERT_TENSORS + "gate_up_proj_bias", _BIASES, "pairs"),
+            TensorRule(
+                _EXPERT_TENSORS + "down_proj", ("layers.{i}.feed.down.weight",), "transposed"
+            ),
+            TensorRule(_EXPERT_TENSORS + "down_proj_blocks", ("layers.{i}.feed.down.weight",)),
+            TensorRule(_EXPERT_TENSORS + "down_proj_bias", ("layers.{i}.feed.down.bias",)),
         ),
     ),
 )

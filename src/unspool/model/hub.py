@@ -1,18 +1,18 @@
-"""Where models come from: a path, a short name, another program's store, the Hugging Face hub.
+"""Find models: by path, short name, in another program's store, on the Hugging Face hub.
 
     find_model()                                    the default model
     find_model("models/tiny.gguf")                  a file or a folder
     find_model("runs/mine"), find_model("mine")     the best checkpoint of a training run
-    find_model("sudoku")                            one that comes with Unspool
+    find_model("sudoku")                            a model shipped with Unspool
     find_model("qwen3-0.6b")                        a model of the catalogue
-    find_model("ollama/llama3.2:1b")                a model that another program keeps here
-    find_model("org/name")                          a repository; of several files the best one
-    find_model("org/name:Q4_K_M")                   one of several GGUF files, by its kind
+    find_model("ollama/llama3.2:1b")                a model in another program's store
+    find_model("org/name")                          a repository; of several GGUF files the best
+    find_model("org/name:Q4_K_M")                   a GGUF file of a repository, by its kind
     find_model("org/name/file.gguf")                or by its name
     find_model("org/name@revision")
 
-What was fetched once is found again without network. Importing this module is cheap: what talks
-to a network, and the catalogue, are loaded when they are needed.
+Downloaded models are found again offline. Importing this module is cheap: network code and the
+catalogue are imported on use.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ _DEFAULT_NAMES = ("default", DEFAULT.name)
 
 @dataclass(frozen=True)
 class CachedModel:
-    """A model that is on this machine already."""
+    """A model on this machine."""
 
     name: str
     path: Path
     bytes: int
-    source: str = "unspool"  # who keeps it: unspool, huggingface, ...; shipped: came with Unspool
+    source: str = "unspool"  # its store: unspool, huggingface, ollama, ...; shipped: in the package
     kind: str | None = None  # Q4_K_M, BF16, ...
-    needs: int = 0  # bytes of memory, about, to run it
-    problem: str = ""  # why it cannot be opened here, in words
+    needs: int = 0  # approximate bytes of memory to run it
+    problem: str = ""  # why it cannot be opened
 
     @property
     def fits(self) -> bool:
-        """Whether the free memory is enough."""
+        """Whether enough memory is free."""
         from unspool.model.memory import free_memory
 
         return self.needs <= free_memory()
 
 
 def is_default(name: str | Path | None) -> bool:
-    """Whether the default model is meant."""
+    """Whether a name means the default model."""
     return name is None or (isinstance(name, str) and name.lower() in _DEFAULT_NAMES)
 
 
@@ -65,37 +65,39 @@ def find_model(
     progress: bool = True,
     refresh: bool = False,
 ) -> Path:
-    """The file or folder of a model; fetched if it is not here yet.
+    """The file or folder of a model; downloads it if necessary.
 
-    With `offline` the network is never asked. `progress` shows on stderr what is chosen, and a
-    bar. `refresh` asks the hub for the newest even if a model of the catalogue is here.
+    Args:
+        offline: Never use the network.
+        progress: Print the selected file and a progress bar to stderr.
+        refresh: Ask the hub for the newest version of a catalogue model even if it is cached.
     """
     if is_default(name):
         return default_model(offline=offline, progress=progress)
     if not str(name) or "\0" in str(name):
-        raise UnspoolError(f"{str(name)!r} names no model: give a path, org/name, or 'default'")
+        raise UnspoolError(f"invalid model {str(name)!r}: give a path, org/name, or 'default'")
     path = Path(str(name)).expanduser()
     try:
         if path.exists():
             return resolve_run(path)
     except OSError as error:
-        raise UnspoolError(f"{str(name)[:80]!r} is no usable path: {error.strerror}") from None
+        raise UnspoolError(f"invalid path {str(name)[:80]!r}: {error.strerror}") from None
     if isinstance(name, Path) or _only_a_path(str(name)):
         raise ModelFileError(_missing(path))
     if (shipped := shipped_models().get(str(name).lower())) is not None:
         return shipped
     if (run := find_run(str(name))) is not None:
         return resolve_run(run)
-    from unspool.model.names import find_stored, without_address
+    from unspool.model.names import find_in_stores, without_address
 
-    written = without_address(str(name))
-    stored = find_stored(written)
+    plain_name = without_address(str(name))
+    stored = find_in_stores(plain_name)
     if stored is not None:
         return stored
-    repo = _repo_name(written)
+    repo = _repo_name(plain_name)
     if repo is not None:
         return _from_hub(repo, path, offline, progress)
-    return _from_catalogue(written, path, offline, progress, refresh)
+    return _from_catalogue(plain_name, path, offline, progress, refresh)
 
 
 def _only_a_path(name: str) -> bool:
@@ -103,7 +105,7 @@ def _only_a_path(name: str) -> bool:
 
 
 def _repo_name(name: str) -> RepoName | None:
-    """The name as a repository's, unless it can only be a path."""
+    """Parse a repository's name; None: it can only be a path."""
     repo = RepoName.parse(name)
     if repo is not None and repo.file is not None and Path(name).parent.is_dir():
         return None
@@ -111,91 +113,92 @@ def _repo_name(name: str) -> RepoName | None:
 
 
 def _from_hub(repo: RepoName, path: Path, offline: bool, progress: bool) -> Path:
-    from unspool.model.hub_repo import Wanted, find_in_hub
+    from unspool.model.hub_repo import HubRequest, find_in_hub
 
     try:
-        return find_in_hub(Wanted(repo), offline=offline, progress=progress)
+        return find_in_hub(HubRequest(repo), offline=offline, progress=progress)
     except ModelFileError:
         raise
     except UnspoolError as error:
-        near = _near_paths(path)
-        if near:
-            raise UnspoolError(f"{error}; or did you mean the path {near[0]}?") from None
+        suggestions = _near_paths(path)
+        if suggestions:
+            raise UnspoolError(f"{error}; or did you mean the path {suggestions[0]}?") from None
         raise
 
 
 def _from_catalogue(name: str, path: Path, offline: bool, progress: bool, refresh: bool) -> Path:
-    """A model by its short name, or the beginning of it."""
-    from unspool.model.catalogue import entries_called
+    """A catalogue model by its short name or a prefix of it."""
+    from unspool.model.catalogue import find_entries
 
     if "://" in name:
-        raise UnspoolError(f"{name} is no address of the hub: fetch the file, and give its path")
-    entries, kind = entries_called(name) if "/" not in name else ([], None)
+        raise UnspoolError(f"{name} is not a URL of the hub: download the file and give its path")
+    entries, kind = find_entries(name) if "/" not in name else ([], None)
     if not entries:
         raise ModelFileError(_missing(path))
     if len(entries) > 1:
         names = ", ".join(entry.name for entry in entries)
-        raise UnspoolError(f"{name} may be one of {names}: write more of it")
+        raise UnspoolError(f"{name} is ambiguous: give one of {names}")
     (entry,) = entries
     if entry.is_default and kind in (None, *entry.size):
         return default_model(offline=offline, progress=progress)
-    from unspool.model.hub_repo import Wanted, find_in_hub
+    from unspool.model.hub_repo import HubRequest, find_in_hub
 
-    wanted = Wanted(RepoName(entry.repository, tag=kind), entry.name, entry.text_memory)
-    return find_in_hub(wanted, offline=offline, progress=progress, cached_first=not refresh)
+    request = HubRequest(RepoName(entry.repository, tag=kind), entry.name, entry.text_memory)
+    return find_in_hub(request, offline=offline, progress=progress, cached_first=not refresh)
 
 
 def _missing(path: Path) -> str:
-    from unspool.model.names import near_names
+    from unspool.model.names import similar_names
 
-    plain = "/" not in str(path) and path.suffix not in (".gguf", ".safetensors")
-    near = [str(each) for each in _near_paths(path)]
-    if plain:
-        near += near_names(str(path))
-    if near:
-        return f"{path} does not exist: did you mean {' or '.join(near)}?"
+    is_bare_name = "/" not in str(path) and path.suffix not in (".gguf", ".safetensors")
+    suggestions = [str(candidate) for candidate in _near_paths(path)]
+    if is_bare_name:
+        suggestions += similar_names(str(path))
+    if suggestions:
+        return f"{path} does not exist: did you mean {' or '.join(suggestions)}?"
     folder = path.parent
     if not folder.is_dir():
-        return f"{path} does not exist, nor does its folder: check the path"
-    if plain:
+        return f"{path} does not exist, and neither does its folder: check the path"
+    if is_bare_name:
         return (
-            f"{path} is no file here, and no model is called so: give a path, org/name on the hub,"
-            " a name that unspool models list --all shows, or 'default'"
+            f"No such file or model: {path}. Give a path, org/name on the hub, a name that"
+            " unspool models list --all shows, or 'default'"
         )
-    return f"{path} does not exist, and nothing in {folder} is called like it: check the path"
+    return f"{path} does not exist, and {folder} has no similar name: check the path"
 
 
 def _near_paths(path: Path) -> list[Path]:
     try:
-        there = [each.name for each in path.parent.iterdir()]
+        names = [name.name for name in path.parent.iterdir()]
     except OSError:
         return []
-    return [path.with_name(each) for each in difflib.get_close_matches(path.name, there, n=3)]
+    return [path.with_name(name) for name in difflib.get_close_matches(path.name, names, n=3)]
 
 
 def cached_models(*, everything: bool = False) -> list[CachedModel]:
-    """The models on this machine that can be opened: ours, the hub's cache, others' stores, and
-    last those that came with Unspool.
+    """The models on this machine: the default model, the hub's cache, other programs' stores, and
+    those shipped with Unspool.
 
-    With `everything` also those that cannot, which have a `problem`.
+    Args:
+        everything: Also list models that cannot be opened; they have a `problem`.
     """
     from unspool.model.glance import glance
     from unspool.model.hub_cache import cached_repos
     from unspool.model.stores import is_file, stored_models
 
-    found = []
+    models = []
 
     def add(name: str, path: Path, source: str, kind: str | None = None, problem: str = "") -> None:
-        seen = glance(path, kind)
-        problem = problem or seen.problem
+        summary = glance(path, kind)
+        problem = problem or summary.problem
         if everything or not problem:
-            found.append(
-                CachedModel(name, path, seen.bytes, source, seen.kind, seen.needs, problem)
+            models.append(
+                CachedModel(name, path, summary.bytes, source, summary.kind, summary.needs, problem)
             )
 
-    own = cache_folder() / "models" / DEFAULT.file_name
-    if is_file(own):
-        add(DEFAULT.name, own, "unspool")
+    default_path = cache_folder() / "models" / DEFAULT.file_name
+    if is_file(default_path):
+        add(DEFAULT.name, default_path, "unspool")
     for repo in cached_repos():
         for name, path in repo.models():
             add(name, path, "huggingface")
@@ -203,4 +206,4 @@ def cached_models(*, everything: bool = False) -> list[CachedModel]:
         add(model.name, model.path, model.source, model.kind, model.problem)
     for name, path in shipped_models().items():
         add(name, path, "shipped")
-    return found
+    return models

@@ -1,7 +1,7 @@
-"""What lies in the cache of the Hugging Face hub, read from its folders.
+"""List the cache of the Hugging Face hub by reading its folders.
 
-The hub's own library can list its cache too, but takes half a second to import, and this is asked
-whenever the page starts. New versions of llama.cpp keep their models there as well.
+huggingface_hub can list its cache too, but takes half a second to import, and the page needs the
+list at startup. New versions of llama.cpp use the same cache.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from unspool.model.hub_files import one_per_model
+from unspool.model.hub_files import first_shards
 from unspool.model.kinds import kind_in_name
 from unspool.model.stores import is_file, walk
 
@@ -21,29 +21,29 @@ _DEEPEST = 3  # folders inside a repository
 
 @dataclass(frozen=True, slots=True)
 class CachedRepo:
-    """A repository of which something was fetched."""
+    """A repository in the cache, complete or not."""
 
     repo: str
     snapshot: Path
     files: list[str]
 
     def models(self) -> Iterator[tuple[str, Path]]:
-        """The models in it, each by a name under which it is found again."""
+        """Its models: names that `find_model` accepts, and paths."""
         if any(name.endswith(".safetensors") and "/" not in name for name in self.files):
             yield self.repo, self.snapshot
-        ggufs = one_per_model(self.files)
+        ggufs = first_shards(self.files)
         kinds = Counter(kind_in_name(file) for file in ggufs)
         for file in ggufs:
             kind = kind_in_name(file)
-            tell_by_kind = kind is not None and kinds[kind] == 1
-            name = f"{self.repo}:{kind}" if tell_by_kind else f"{self.repo}/{file}"
+            is_unique = kind is not None and kinds[kind] == 1
+            name = f"{self.repo}:{kind}" if is_unique else f"{self.repo}/{file}"
             yield name, self.snapshot / file
 
 
 def hub_cache_folder() -> Path:
-    """Where the hub's library keeps what it fetched; the same variables say so as there."""
-    if chosen := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(chosen).expanduser()
+    """The hub's cache folder, from the same environment variables as in huggingface_hub."""
+    if cache_path := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(cache_path).expanduser()
     if home := os.environ.get("HF_HOME"):
         return Path(home).expanduser() / "hub"
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -51,32 +51,32 @@ def hub_cache_folder() -> Path:
 
 
 def cached_repos() -> list[CachedRepo]:
-    """The repositories with models, of each the revision that is in use."""
-    found = []
+    """The repositories in the cache, each with its current revision."""
+    repos = []
     for folder in _folders(hub_cache_folder()):
         organisation, _, name = folder.name.removeprefix("models--").partition("--")
         snapshot = _snapshot(folder)
         if folder.name.startswith("models--") and name and snapshot is not None:
             files = [path.relative_to(snapshot).as_posix() for path in walk(snapshot, _DEEPEST)]
-            found.append(CachedRepo(f"{organisation}/{name}", snapshot, files))
-    return sorted(found, key=lambda each: each.repo.lower())
+            repos.append(CachedRepo(f"{organisation}/{name}", snapshot, files))
+    return sorted(repos, key=lambda repo: repo.repo.lower())
 
 
 def _snapshot(repo: Path) -> Path | None:
-    """The revision that `main` names, else the newest."""
+    """The revision of `main`, else the newest."""
     try:
         main = repo / "refs" / "main"
         if is_file(main):
-            named = repo / "snapshots" / main.read_text(encoding="utf-8").strip()
-            if named.parent == repo / "snapshots" and named.is_dir():
-                return named
-        return max(_folders(repo / "snapshots"), key=lambda each: each.stat().st_mtime)
+            main_snapshot = repo / "snapshots" / main.read_text(encoding="utf-8").strip()
+            if main_snapshot.parent == repo / "snapshots" and main_snapshot.is_dir():
+                return main_snapshot
+        return max(_folders(repo / "snapshots"), key=lambda folder: folder.stat().st_mtime)
     except (OSError, ValueError):
         return None
 
 
 def _folders(folder: Path) -> list[Path]:
     try:
-        return sorted(each for each in folder.iterdir() if each.is_dir())
+        return sorted(child for child in folder.iterdir() if child.is_dir())
     except OSError:
         return []

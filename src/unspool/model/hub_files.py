@@ -1,7 +1,7 @@
-"""Which files of a repository are the model: what its name says, else the best for this machine.
+"""Select the files of a repository to download.
 
-Only formats that cannot run code are taken: safetensors and GGUF. Of several GGUF files the best
-kind that fits the free memory is chosen, unless the name chooses one.
+Only formats that cannot run code are allowed: safetensors and GGUF. Of several GGUF files the best
+kind that fits the free memory is selected, unless the name selects one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.kinds import by_preference, kind_in_name
 from unspool.model.memory import free_memory, in_words, memory_needed
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _BESIDE_WEIGHTS = re.compile(r"[^/]+\.(json|jinja|tiktoken|model|txt)")
 _NAME = re.compile(
     r"(?P<repo>[\w.-]+/[\w.-]+)(?P<file>(?:/[^/@:]+)+)?(?:@(?P<revision>[^@:]+))?(?::(?P<tag>[\w.-]+))?"
@@ -23,7 +22,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class RepoName:
-    """`org/name`, with `/file.gguf` or `:Q4_K_M` to choose a file and `@revision`."""
+    """`org/name`, with `/file.gguf` or `:Q4_K_M` to select a file, and `@revision`."""
 
     repo: str
     file: str | None = None
@@ -42,26 +41,30 @@ class RepoName:
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The files to fetch, and which one is the model (None: the folder is)."""
+class FileSelection:
+    """The files to download, and which one is the model (None: the folder is)."""
 
     files: list[str]
     file: str | None
-    among: int = 1  # GGUF files that it was chosen from
+    among: int = 1  # number of GGUF files it was selected from
 
 
 def choose_files(
     name: RepoName,
     sizes: Mapping[str, int],
     *,
-    here: Collection[str] = (),
+    cached: Collection[str] = (),
     text: int | None = None,
-) -> Chosen:
-    """The model among the files of a repository, each with its size (0: not known).
+) -> FileSelection:
+    """Select the model among the files of a repository.
 
-    `here` are those on this machine already, which need not be fetched; `text` is the memory that
-    a long text takes (see `memory_needed`).
+    Args:
+        sizes: Bytes of each file; 0: unknown.
+        cached: Files that are on this machine already; preferred.
+        text: `sequence_memory` of the model, if known.
     """
+    from unspool.model.safetensors_file import PICKLE_SUFFIXES  # imports numpy
+
     files = list(sizes)
     ggufs = sorted(f for f in files if f.lower().endswith(".gguf") and "mmproj" not in f.lower())
     tensors = [file for file in files if re.fullmatch(r"[^/]+\.safetensors", file)]
@@ -70,37 +73,39 @@ def choose_files(
             raise ModelFileError(
                 f"{name.repo} has no file {name.file}{_choices('; it has', [*ggufs, *tensors])}"
             )
-        if name.file.lower().endswith(PICKLES):
+        if name.file.lower().endswith(PICKLE_SUFFIXES):
             raise ModelFileError(_pickle_reason(name.repo, [name.file]))
-        return Chosen(_all_shards(name.file, files), name.file)
+        return FileSelection(_all_shards(name.file, files), name.file)
     if name.tag is not None:
         tagged = [f for f in ggufs if re.search(rf"(^|[-._/]){re.escape(name.tag)}[-./]", f, re.I)]
-        firsts = one_per_model(tagged)
+        firsts = first_shards(tagged)
         if len(firsts) != 1:
             what = "no GGUF file" if not firsts else "several GGUF files"
             raise ModelFileError(
                 f"{name.repo} has {what} of kind {name.tag}{_choices('; choose from', ggufs)}"
             )
-        return Chosen(_all_shards(firsts[0], files), firsts[0])
+        return FileSelection(_all_shards(firsts[0], files), firsts[0])
     if tensors:
         main = [file for file in tensors if file.startswith("model")] or tensors
-        beside = [file for file in files if _BESIDE_WEIGHTS.fullmatch(file)]
-        return Chosen([*beside, *main], None)
-    firsts = one_per_model(ggufs)
+        metadata_files = [file for file in files if _BESIDE_WEIGHTS.fullmatch(file)]
+        return FileSelection([*metadata_files, *main], None)
+    firsts = first_shards(ggufs)
     if firsts:
-        whole = {each: sum(sizes[f] for f in _all_shards(each, files)) for each in firsts}
-        best = firsts[0] if len(firsts) == 1 else _best_for_here(name.repo, whole, here, text)
-        return Chosen(_all_shards(best, files), best, len(firsts))
-    pickles = [file for file in files if file.lower().endswith(PICKLES)]
+        total_sizes = {first: sum(sizes[f] for f in _all_shards(first, files)) for first in firsts}
+        best = (
+            firsts[0] if len(firsts) == 1 else _best_for_here(name.repo, total_sizes, cached, text)
+        )
+        return FileSelection(_all_shards(best, files), best, len(firsts))
+    pickles = [file for file in files if file.lower().endswith(PICKLE_SUFFIXES)]
     if pickles:
         raise ModelFileError(_pickle_reason(name.repo, pickles))
-    raise ModelFileError(f"{name.repo} has no weights as safetensors or GGUF: choose another")
+    raise ModelFileError(f"{name.repo} has no safetensors or GGUF files: choose another repository")
 
 
 def _best_for_here(
-    repo: str, sizes: Mapping[str, int], here: Collection[str], text: int | None
+    repo: str, sizes: Mapping[str, int], cached: Collection[str], text: int | None
 ) -> str:
-    """The best of several GGUF files that fits the memory; one that is here already comes first."""
+    """The best of several GGUF files that fits the free memory; cached ones are preferred."""
     file_of = {kind: file for file in list(sizes)[::-1] if (kind := kind_in_name(file))}
     kinds = by_preference({kind: sizes[file] for kind, file in file_of.items()})
     if not kinds:
@@ -116,14 +121,14 @@ def _best_for_here(
         raise UnspoolError(
             f"none of the {len(kinds)} GGUF files of {repo} fits the {in_words(free)} of memory"
             f" that are free: the smallest, {least}, needs about {in_words(needs[least])}; choose a"
-            f" smaller model (unspool models list --all), or take it anyway as {repo}:{least}"
+            f" smaller model (unspool models list --all), or force it with {repo}:{least}"
         )
-    there = [kind for kind in fitting if file_of[kind] in here]
-    return file_of[(there or fitting)[0]]
+    cached_kinds = [kind for kind in fitting if file_of[kind] in cached]
+    return file_of[(cached_kinds or fitting)[0]]
 
 
-def one_per_model(files: Sequence[str]) -> list[str]:
-    """The GGUF files that are models: no projectors for pictures, of a split one its first part."""
+def first_shards(files: Sequence[str]) -> list[str]:
+    """The GGUF files that are models: no image projectors, and only the first of split files."""
     return [
         f
         for f in sorted(files)
@@ -141,12 +146,12 @@ def _all_shards(file: str, files: Sequence[str]) -> list[str]:
 
 
 def _choices(lead: str, files: Sequence[str]) -> str:
-    shown = ", ".join(files[:30]) + (", ..." if len(files) > 30 else "")
-    return f"{lead}: {shown}" if files else ""
+    listing = ", ".join(files[:30]) + (", ..." if len(files) > 30 else "")
+    return f"{lead}: {listing}" if files else ""
 
 
 def _pickle_reason(repo: str, files: Sequence[str]) -> str:
     return (
-        f"{repo} has its weights only as pickle ({files[0]}), which can run any code when it is"
-        " opened: choose a repository with safetensors or GGUF"
+        f"{repo} has only pickle weights ({files[0]}), which can run any code when opened: choose"
+        " a repository with safetensors or GGUF"
     )

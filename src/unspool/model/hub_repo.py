@@ -1,7 +1,7 @@
-"""A repository on the Hugging Face hub: choose its weights, fetch them, find them again offline.
+"""Download models from the Hugging Face hub, and find them again offline.
 
-What is fetched lies in the library's own cache (HF_HOME), shared with other programs; HF_ENDPOINT,
-HF_TOKEN and HF_HUB_OFFLINE mean what they mean there.
+Downloads go to huggingface_hub's cache (HF_HOME), shared with other programs; HF_ENDPOINT, HF_TOKEN
+and HF_HUB_OFFLINE have their usual meaning.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from pathlib import Path
 from typing import Any
 
 from unspool.errors import UnspoolError
-from unspool.model.hub_files import Chosen, RepoName, choose_files
+from unspool.model.hub_files import FileSelection, RepoName, choose_files
 from unspool.model.kinds import kind_in_name
 from unspool.model.memory import free_memory, in_words, memory_needed
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A model of the hub, as somebody asked for it."""
+class HubRequest:
+    """A request for a model on the hub."""
 
     name: RepoName
-    label: str | None = None  # its short name, if it was asked for by that
-    text: int | None = None  # memory that a long text takes, if that is known
+    label: str | None = None  # the catalogue name it was requested by
+    text: int | None = None  # `sequence_memory` of the model, if known
 
-    def say(self, chosen: Chosen, sizes: dict[str, int]) -> None:
-        """One line about what was chosen, where there was a choice."""
-        if self.label is None and chosen.among == 1:
+    def say(self, selection: FileSelection, sizes: dict[str, int]) -> None:
+        """Print one line about the selected file, if there was a choice."""
+        if self.label is None and selection.among == 1:
             return
-        repo, size = self.name.repo, sum(sizes[file] for file in chosen.files)
-        kind = kind_in_name(chosen.file) if chosen.file else None
+        repo, size = self.name.repo, sum(sizes[file] for file in selection.files)
+        kind = kind_in_name(selection.file) if selection.file else None
         words = [kind] if kind else []
         if self.label is None:
-            words = [f"{kind} of its {chosen.among} GGUF files"]
+            words = [f"{kind} of its {selection.among} GGUF files"]
         else:
             words.insert(0, repo)
         if size:
@@ -49,21 +49,22 @@ class Wanted:
 
 
 def find_in_hub(
-    wanted: Wanted, *, offline: bool, progress: bool, cached_first: bool = False
+    request: HubRequest, *, offline: bool, progress: bool, cached_first: bool = False
 ) -> Path:
-    """The file or folder of a repository, fetched if needed.
+    """The file or folder of a repository; downloads it if necessary.
 
-    With `cached_first` the hub is not asked for what is here already.
+    Args:
+        cached_first: Do not contact the hub if a cached version is complete.
     """
     import huggingface_hub
     from huggingface_hub import constants
 
-    name = wanted.name
+    name = request.name
     with errors_in_words(name), _progress_bars(progress):
         if offline or constants.HF_HUB_OFFLINE:
-            return _find_cached(wanted, progress)
-        if cached_first and (found := _cached_or_none(wanted, progress)):
-            return found
+            return _find_cached(request, progress)
+        if cached_first and (cached_path := _cached_or_none(request, progress)):
+            return cached_path
         try:
             info = huggingface_hub.HfApi().model_info(
                 name.repo, revision=name.revision, files_metadata=True
@@ -71,23 +72,23 @@ def find_in_hub(
         except Exception as error:
             if not is_network_problem(error):
                 raise
-            try:  # no network, but perhaps it is here already
-                return _find_cached(wanted, progress)
+            try:  # no network, but it may be cached
+                return _find_cached(request, progress)
             except UnspoolError:
                 raise
             except Exception:
                 raise error from None
-        sizes = {each.rfilename: each.size or 0 for each in info.siblings or []}
-        here = {file for file in sizes if _is_here(name, file)}
-        chosen = choose_files(name, sizes, here=here, text=wanted.text)
+        sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
+        cached = {file for file in sizes if _is_here(name, file)}
+        selection = choose_files(name, sizes, cached=cached, text=request.text)
         if progress:
-            wanted.say(chosen, sizes)
+            request.say(selection, sizes)
         folder = huggingface_hub.snapshot_download(
             name.repo,
             revision=name.revision,
-            allow_patterns=[literal_pattern(each) for each in chosen.files],
+            allow_patterns=[literal_pattern(sibling) for sibling in selection.files],
         )
-        return Path(folder) / chosen.file if chosen.file else Path(folder)
+        return Path(folder) / selection.file if selection.file else Path(folder)
 
 
 def literal_pattern(file: str) -> str:
@@ -103,19 +104,19 @@ def _is_here(name: RepoName, file: str) -> bool:
     return isinstance(try_to_load_from_cache(name.repo, file, revision=name.revision), str)
 
 
-def _cached_or_none(wanted: Wanted, progress: bool) -> Path | None:
+def _cached_or_none(request: HubRequest, progress: bool) -> Path | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return _find_cached(wanted, progress)
+        return _find_cached(request, progress)
     except (UnspoolError, LocalEntryNotFoundError):
         return None
 
 
-def _find_cached(wanted: Wanted, progress: bool) -> Path:
+def _find_cached(request: HubRequest, progress: bool) -> Path:
     import huggingface_hub
 
-    name = wanted.name
+    name = request.name
     folder = Path(
         huggingface_hub.snapshot_download(
             name.repo, revision=name.revision, local_files_only=True, allow_patterns=[]
@@ -127,18 +128,18 @@ def _find_cached(wanted: Wanted, progress: bool) -> Path:
     needed = {name.file} if name.file else set()
     for index in folder.glob("*.safetensors.index.json"):
         needed |= set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
-    if needed - set(sizes) or not any(each.endswith((".gguf", ".safetensors")) for each in sizes):
+    if needed - set(sizes) or not any(file.endswith((".gguf", ".safetensors")) for file in sizes):
         raise UnspoolError(
-            f"{name.repo} is only partly in the cache and the network is off: run once with it"
+            f"{name.repo} is incomplete in the cache and the network is off: run once with network"
         )
-    chosen = choose_files(name, sizes, text=wanted.text)
+    selection = choose_files(name, sizes, text=request.text)
     if progress:
-        wanted.say(chosen, sizes)
-    return folder / chosen.file if chosen.file else folder
+        request.say(selection, sizes)
+    return folder / selection.file if selection.file else folder
 
 
 def is_network_problem(error: Exception) -> bool:
-    """A connection that failed, rather than a server that answered no."""
+    """Whether the connection failed, rather than the server refused."""
     if getattr(error, "response", None) is not None:
         return getattr(error.response, "status_code", 0) >= 500  # type: ignore[attr-defined]
     libraries = ("httpx", "httpcore", "requests", "urllib3")
@@ -147,7 +148,7 @@ def is_network_problem(error: Exception) -> bool:
 
 @contextmanager
 def errors_in_words(name: RepoName) -> Iterator[None]:
-    """What the library raises, as one line that says what to do."""
+    """Translate huggingface_hub's exceptions to one line with advice."""
     from huggingface_hub import constants, errors
 
     repo = name.repo
@@ -171,7 +172,7 @@ def errors_in_words(name: RepoName) -> Iterator[None]:
             f"{repo} is not in the cache and the network is off: run once without offline mode"
         ) from None
     except errors.HFValidationError as error:
-        raise UnspoolError(f"{repo} is no name of a repository: {_one_line(error)}") from None
+        raise UnspoolError(f"{repo} is not a repository name: {_one_line(error)}") from None
     except Exception as error:
         if is_network_problem(error):
             raise UnspoolError(

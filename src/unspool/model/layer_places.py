@@ -1,8 +1,8 @@
-"""A model whose layers lie on several devices, in order: the simpler way to run a large one.
+"""Assign layers to several devices in order (pipeline without overlap).
 
-The table of tokens is on the first device, the last norm and the head on the last one (on the
-first, where the head is the same table). A step goes from device to device, so only one of them
-works at a time; a model that is split (`split.py`) has all of them work at once.
+The embedding is on the first device, the last norm and the head on the last one (on the first if
+the head is tied). A step goes from device to device, so only one computes at a time; with tensor
+parallelism (`split.py`) all devices compute in parallel.
 
     places = places_of(config, ["cuda:0", "cuda:1"])
     places.layers                                    # ("cuda:0", "cuda:0", ..., "cuda:1")
@@ -25,14 +25,14 @@ _AT_THE_END = ("transform.", "norm.", "head.", "head_bias")
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Which device has which layer, and what lies before and behind the layers."""
+    """The device of each layer, of the embedding and of the head."""
 
     layers: tuple[str, ...]
     first: str
     last: str
 
     def of(self, name: str) -> str:
-        """Where a weight lies."""
+        """The device of a weight."""
         if name.startswith("layers."):
             return self.layers[int(name.split(".")[1])]
         return self.last if name.startswith(_AT_THE_END) else self.first
@@ -41,44 +41,46 @@ class Places:
 def places_of(
     config: ModelConfig, devices: Sequence[str], room: Sequence[float] | None = None
 ) -> Places:
-    """The layers over these devices, so that each has its share of the weights: all the same, or
-    as much as each has `room`."""
+    """Distribute the layers so that each device has the same share of the weights, or a share in
+    proportion to its `room`."""
     groups = _together(config)
     if len(groups) < len(devices):
         raise SettingsError(
-            f"{len(devices)} devices are too many for this model, whose layers can be parted into "
-            f"{len(groups)}; give fewer"
+            f"{len(devices)} devices are too many: the layers of this model can be divided over at "
+            f"most {len(groups)}"
         )
     sizes = _group_sizes(config, groups)
-    filled = config.vocab_size * config.width  # by the table of tokens
+    filled = config.vocab_size * config.width  # the embedding
     total = filled + sum(sizes)
-    shares = list(accumulate(room or [1.0] * len(devices)))
+    cumulative_room = list(accumulate(room or [1.0] * len(devices)))
     layers: list[str] = []
-    number = groups_here = 0
+    device = num_groups_here = 0
     for index, (group, size) in enumerate(zip(groups, sizes, strict=True)):
-        full = filled + size / 2 > total * shares[number] / shares[-1]
-        needed = len(groups) - index < len(devices) - number  # each of the others gets one at least
-        if groups_here and (full or needed) and number < len(devices) - 1:
-            number, groups_here = number + 1, 0
-        layers += [devices[number]] * len(group)
-        filled, groups_here = filled + size, groups_here + 1
+        is_full = filled + size / 2 > total * cumulative_room[device] / cumulative_room[-1]
+        must_advance = (
+            len(groups) - index < len(devices) - device
+        )  # each of the others gets one at least
+        if num_groups_here and (is_full or must_advance) and device < len(devices) - 1:
+            device, num_groups_here = device + 1, 0
+        layers += [devices[device]] * len(group)
+        filled, num_groups_here = filled + size, num_groups_here + 1
     return Places(tuple(layers), devices[0], devices[0] if config.tied else devices[-1])
 
 
 def _together(config: ModelConfig) -> list[list[int]]:
-    """Layers by those that must lie in one place, because they read each other's keys."""
-    borrowing = range(config.layers - config.kv_shared, config.layers)
-    start = min((config.kv_source(layer) for layer in borrowing), default=config.layers)
-    alone = [[layer] for layer in range(start)]
-    return [*alone, list(range(start, config.layers))] if borrowing else alone
+    """Groups of layers that must be on one device, because they share keys and values."""
+    borrowing_layers = range(config.layers - config.kv_shared, config.layers)
+    start = min((config.kv_source(layer) for layer in borrowing_layers), default=config.layers)
+    independent = [[layer] for layer in range(start)]
+    return [*independent, list(range(start, config.layers))] if borrowing_layers else independent
 
 
 def _group_sizes(config: ModelConfig, groups: list[list[int]]) -> list[int]:
-    """The numbers in the weights of each group; the head counts for the last."""
-    of_layer = [0] * config.layers
+    """Number of weights of each group; the head counts for the last one."""
+    layer_sizes = [0] * config.layers
     for name, shape in shapes(config).items():
         if name.startswith("layers."):
-            of_layer[int(name.split(".")[1])] += math.prod(shape)
+            layer_sizes[int(name.split(".")[1])] += math.prod(shape)
         elif name.startswith("head."):
-            of_layer[-1] += math.prod(shape)
-    return [sum(of_layer[layer] for layer in group) for group in groups]
+            layer_sizes[-1] += math.prod(shape)
+    return [sum(layer_sizes[layer] for layer in group) for group in groups]

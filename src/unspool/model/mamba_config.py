@@ -1,4 +1,4 @@
-"""Settings of models with Mamba-2 layers, from a config.json or from GGUF metadata, and back."""
+"""Settings of Mamba-2 models, from config.json or GGUF metadata, and back to config.json."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from unspool.model.config import ModelConfig
 from unspool.model.family import Family, check_length
 from unspool.model.gguf import GGUFFile
 from unspool.model.recurrence import Recurrence
+from unspool.model.today_config import Raw
 
-Raw = Mapping[str, Any]
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
-# Other words for the same in files of other times.
+# Older spellings.
 _KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
 _WRITTEN = {"mamba2": "linear_attention", "attention": "full_attention"}
 _NEMOTRON_KEYS = {
@@ -33,7 +33,7 @@ _GRANITE_KEYS = {
     "value_heads": "mamba_n_heads",
     "key_width": "mamba_d_state",
     "value_width": "mamba_d_head",
-    "norm_groups": "mamba_n_groups",  # the norm of each group is its own
+    "norm_groups": "mamba_n_groups",  # each group is normalized separately
 }
 _EXPERT_KEYS = {
     "experts": "n_routed_experts",
@@ -43,25 +43,25 @@ _EXPERT_KEYS = {
     "normalize_experts": "norm_topk_prob",
     "experts_scale": "routed_scaling_factor",
 }
-# transformers lets no step of a prompt be smaller than this, which is meant for the first numbers
-# of a training; the models themselves, and transformers token by token, know no such limit.
+# transformers clamps the time step of prompts from below, which is meant for initialization. The
+# models themselves, and transformers token by token, have no such limit: write a negligible one.
 _SMALLEST_STEP = {"time_step_min": 1e-20}
 
 
-def nemotron_names(raw: Raw) -> Raw:
-    """The kinds of layers as a list, which is also how many there are."""
+def list_nemotron_layers(raw: Raw) -> Raw:
+    """Add the list of layer kinds (layers_block_type), which also gives their number."""
     kinds = raw.get("layers_block_type") or raw.get("layer_types")
     if kinds is None:
         pattern = raw.get("hybrid_override_pattern")
         if pattern is None:
-            raise ModelFileError("config.json lacks 'layers_block_type'; it is incomplete")
+            raise ModelFileError("config.json has no 'layers_block_type'; it is incomplete")
         kinds = [_LETTERS.get(letter, letter) for letter in pattern]
     head = raw.get("head_dim") or raw.get("attention_head_dim")
     return {**raw, "layers_block_type": kinds, "num_hidden_layers": len(kinds), "head_dim": head}
 
 
 def mamba_from_hf(family: Family, full: Raw, values: Raw) -> dict[str, Any]:
-    """The settings in a config.json; none for families without such layers."""
+    """Settings of Mamba-2 layers in a config.json; empty for families without them."""
     if family.name not in ("granite-hybrid", "nemotron-h"):
         return {}
     _check_steps(full)
@@ -70,35 +70,39 @@ def mamba_from_hf(family: Family, full: Raw, values: Raw) -> dict[str, Any]:
     kinds = [_KINDS.get(kind, kind) for kind in full["layers_block_type"]]
     unknown = sorted(set(kinds) - set(_LETTERS.values()))
     if unknown:
-        raise ModelFileError(f"config.json names a layer {unknown[0]!r}, which is not supported")
-    found = {ours: full[theirs] for ours, theirs in _EXPERT_KEYS.items() if "moe" in kinds}
-    told = {ours: full[theirs] for ours, theirs in _NEMOTRON_KEYS.items()}
+        raise ModelFileError(f"config.json: layers of kind {unknown[0]!r} are not supported")
+    expert_settings = {
+        setting: full[key] for setting, key in _EXPERT_KEYS.items() if "moe" in kinds
+    }
+    recurrence_settings = {setting: full[key] for setting, key in _NEMOTRON_KEYS.items()}
     return {
-        **found,
+        **expert_settings,
         "mixers": _mixers(kinds),
-        "recurrence": Recurrence(**told),
-        "feedless_layers": _where(kinds, "mamba", "attention"),
-        "dense_layers": _where(kinds, "mlp") if found else (),
+        "recurrence": Recurrence(**recurrence_settings),
+        "feedless_layers": _layers_of_kind(kinds, "mamba", "attention"),
+        "dense_layers": _layers_of_kind(kinds, "mlp") if expert_settings else (),
     }
 
 
 def _granite(full: Raw, values: Raw) -> dict[str, Any]:
-    told = {ours: full[theirs] for ours, theirs in _GRANITE_KEYS.items()}
-    if told["value_width"] == "auto":
-        told["value_width"] = full["mamba_expand"] * values["width"] // told["value_heads"]
-    listed = full.get("layer_types") or ["mamba"] * values["layers"]
-    check_length("layer_types", listed, values["layers"])
-    kinds = [_KINDS.get(kind, kind) for kind in listed]
-    found: dict[str, Any] = {
+    recurrence_settings = {setting: full[key] for setting, key in _GRANITE_KEYS.items()}
+    if recurrence_settings["value_width"] == "auto":
+        recurrence_settings["value_width"] = (
+            full["mamba_expand"] * values["width"] // recurrence_settings["value_heads"]
+        )
+    layer_types = full.get("layer_types") or ["mamba"] * values["layers"]
+    check_length("layer_types", layer_types, values["layers"])
+    kinds = [_KINDS.get(kind, kind) for kind in layer_types]
+    settings: dict[str, Any] = {
         "mixers": _mixers(kinds),
-        "recurrence": Recurrence(**told) if "mamba" in kinds else None,
+        "recurrence": Recurrence(**recurrence_settings) if "mamba" in kinds else None,
         "positions": "rotary" if full.get("position_embedding_type") == "rope" else "none",
         "logit_scale": 1 / full["logits_scaling"],
     }
     if not full["num_local_experts"]:
-        return {**found, "ff_width": full["shared_intermediate_size"]}
+        return {**settings, "ff_width": full["shared_intermediate_size"]}
     return {
-        **found,
+        **settings,
         "experts": full["num_local_experts"],
         "experts_per_token": full["num_experts_per_tok"],
         "expert_width": values["ff_width"],
@@ -111,21 +115,19 @@ def _mixers(kinds: list[str]) -> tuple[str, ...]:
     return tuple(words.get(kind, "none") for kind in kinds)
 
 
-def _where(kinds: list[str], *wanted: str) -> tuple[int, ...]:
-    return tuple(layer for layer, kind in enumerate(kinds) if kind in wanted)
+def _layers_of_kind(kinds: list[str], *selected: str) -> tuple[int, ...]:
+    return tuple(layer for layer, kind in enumerate(kinds) if kind in selected)
 
 
 def _check_steps(full: Raw) -> None:
-    """Refuse limits for a token's step; transformers writes a number without end as an object."""
+    """Raise if the time step is limited; transformers writes infinity as an object."""
     limit = full.get("time_step_limit") or (0.0, math.inf)
     if not isinstance(limit, list | tuple) or len(limit) != 2:
         raise ModelFileError(f"config.json: time_step_limit must be two numbers, got {limit!r}")
     least, most = limit
     bounded = isinstance(most, int | float) and most < math.inf
     if not isinstance(least, int | float) or least > 0 or bounded:
-        raise ModelFileError(
-            f"config.json says time_step_limit is {[least, most]}, and limits are not supported"
-        )
+        raise ModelFileError(f"config.json: time_step_limit must be [0, inf], got {[least, most]}")
 
 
 def mamba_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -133,17 +135,17 @@ def mamba_to_hf(config: ModelConfig) -> dict[str, Any]:
         return _granite_to_hf(config)
     kinds = [_WRITTEN.get(mixer, "") for mixer in config.mixers]
     feeds = ["moe" if config.has_experts(layer) else "mlp" for layer in range(config.layers)]
-    found: dict[str, Any] = {
+    raw: dict[str, Any] = {
         "layers_block_type": [kind or feed for kind, feed in zip(kinds, feeds, strict=True)],
         **_SMALLEST_STEP,
     }
     if config.experts:
-        found |= {theirs: getattr(config, ours) for ours, theirs in _EXPERT_KEYS.items()}
-    return {**found, **_told(config, _NEMOTRON_KEYS)}
+        raw |= {key: getattr(config, setting) for setting, key in _EXPERT_KEYS.items()}
+    return {**raw, **_recurrence_to_hf(config, _NEMOTRON_KEYS)}
 
 
 def _granite_to_hf(config: ModelConfig) -> dict[str, Any]:
-    found = {
+    raw = {
         "layer_types": [_WRITTEN[mixer] for mixer in config.mixers],
         "position_embedding_type": "rope" if config.positions == "rotary" else None,
         "logits_scaling": 1 / config.logit_scale,
@@ -152,18 +154,18 @@ def _granite_to_hf(config: ModelConfig) -> dict[str, Any]:
         "shared_intermediate_size": config.shared_width or config.ff_width,
     }
     if config.experts:
-        found |= {"num_experts_per_tok": config.experts_per_token}
-        found |= {"intermediate_size": config.expert_width}
-    told = _told(config, _GRANITE_KEYS)
+        raw |= {"num_experts_per_tok": config.experts_per_token}
+        raw |= {"intermediate_size": config.expert_width}
+    recurrence_settings = _recurrence_to_hf(config, _GRANITE_KEYS)
     if config.recurrence is not None:
-        told["mamba_expand"] = config.recurrence.values // config.width
-    return {**found, **told}
+        recurrence_settings["mamba_expand"] = config.recurrence.values // config.width
+    return {**raw, **recurrence_settings}
 
 
-def _told(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
+def _recurrence_to_hf(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
     if config.recurrence is None:
         return {}
-    return {theirs: getattr(config.recurrence, ours) for ours, theirs in keys.items()}
+    return {key: getattr(config.recurrence, setting) for setting, key in keys.items()}
 
 
 # -- GGUF -----------------------------------------------------------------------------------
@@ -172,21 +174,21 @@ def _told(config: ModelConfig, keys: Mapping[str, str]) -> dict[str, Any]:
 def mamba_from_gguf(
     family: Family, file: GGUFFile, number: Callable[..., Any], layers: int
 ) -> dict[str, Any]:
-    """The same from a GGUF file; what each layer is, is seen from its tensors."""
+    """The same from a GGUF file; the kind of each layer is detected from its tensors."""
     if family.name not in ("granite-hybrid", "nemotron-h"):
         return {}
 
     def has(layer: int, *names: str) -> bool:
         return any(f"blk.{layer}.{name}.weight" in file.tensors for name in names)
 
-    def switch(key: str, otherwise: bool) -> bool:
+    def switch(key: str, default: bool) -> bool:
         architecture = file.metadata["general.architecture"]
-        return bool(file.metadata.get(f"{architecture}.{key}", otherwise))
+        return bool(file.metadata.get(f"{architecture}.{key}", default))
 
     kinds = ["mamba" if has(n, "ssm_in") else "attention" * has(n, "attn_q") for n in range(layers)]
     heads, groups = number("ssm.time_step_rank"), number("ssm.group_count")
     feeds = ("ffn_down", "ffn_down_exps")
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "mixers": _mixers(kinds),
         "feedless_layers": tuple(n for n in range(layers) if not has(n, *feeds)),
         "recurrence": Recurrence(
@@ -201,13 +203,13 @@ def mamba_from_gguf(
     }
     if number("moe_latent_size", 0) or number("expert_group_count", 1) > 1:
         raise ModelFileError(
-            f"{file.path}: experts in groups, or behind a matrix, are not supported"
+            f"{file.path}: expert groups and latent projections of experts are not supported"
         )
     if number("expert_count", 0):
-        found["shared_width"] = number("expert_shared_feed_forward_length", 0)
-        found["experts_scale"] = number("expert_weights_scale", 1.0)
-        found["normalize_experts"] = switch("expert_weights_norm", True)
+        settings["shared_width"] = number("expert_shared_feed_forward_length", 0)
+        settings["experts_scale"] = number("expert_weights_scale", 1.0)
+        settings["normalize_experts"] = switch("expert_weights_norm", True)
     if family.name == "nemotron-h":
-        return {**found, "activation": "relu2"}
-    turned = switch("rope.scaling.finetuned", False)
-    return {**found, "positions": "rotary" if turned else "none"}
+        return {**settings, "activation": "relu2"}
+    has_rope = switch("rope.scaling.finetuned", False)
+    return {**settings, "positions": "rotary" if has_rope else "none"}

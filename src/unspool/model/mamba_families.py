@@ -1,8 +1,8 @@
-"""Families with Mamba-2 layers, as tables like those in `families.py`."""
+"""Families with Mamba-2 layers, as tables."""
 
 from __future__ import annotations
 
-from unspool.model.family import BIASES, like_llama
+from unspool.model.family import BIASES, llama_like
 from unspool.model.tensor_names import (
     ATTENTION,
     ENDS,
@@ -11,24 +11,24 @@ from unspool.model.tensor_names import (
     layer,
     rules,
 )
-from unspool.model.weights import Rule
+from unspool.model.weights import TensorRule
 
 
-def _mamba(at: str) -> tuple[Rule, ...]:
-    """The weights of a Mamba-2 layer, which stand under this name."""
+def _mamba(at: str) -> tuple[TensorRule, ...]:
+    """Rules for the weights of a Mamba-2 layer under this module name."""
     names = {"A_log": "a_log", "D": "d", "dt_bias": "dt_bias", "norm.weight": "norm_weight"}
     return rules(
         layer(f"{IN_LAYER}{at}.in_proj", "mixer.z", "mixer.vkq", "mixer.dt"),
         layer(f"{IN_LAYER}{at}.conv1d", "mixer.conv", layout="channels"),
         tuple(
-            Rule(f"{IN_LAYER}{at}.{theirs}", (f"layers.{{i}}.mixer.{ours}",))
-            for theirs, ours in names.items()
+            TensorRule(f"{IN_LAYER}{at}.{file_name}", (f"layers.{{i}}.mixer.{weight}",))
+            for file_name, weight in names.items()
         ),
         layer(f"{IN_LAYER}{at}.out_proj", "mixer.out"),
     )
 
 
-_GRANITE_FEED = rules(  # a feed-forward of its own, or one beside experts
+_GRANITE_FEED = rules(  # a dense feed-forward, or a shared expert
     layer(IN_LAYER + "shared_mlp.input_linear", "feed.gate", "feed.up"),
     layer(IN_LAYER + "shared_mlp.output_linear", "feed.down"),
     layer(IN_LAYER + "shared_mlp.input_linear", "feed.shared.gate", "feed.shared.up"),
@@ -37,13 +37,13 @@ _GRANITE_FEED = rules(  # a feed-forward of its own, or one beside experts
     layer(IN_LAYER + "block_sparse_moe.input_linear", "feed.gate", "feed.up"),
     layer(IN_LAYER + "block_sparse_moe.output_linear", "feed.down"),
 )
-# Nemotron: every layer is one thing, which is called its mixer.
+# Nemotron: every layer is either a token mixer or a feed-forward; both are called "mixer".
 _IN_MIXER = IN_LAYER + "mixer."
 _NEMOTRON = rules(
     (
-        Rule("{p}embeddings.weight", ("embed.weight",)),
-        Rule("{p}norm_f.weight", ("norm.weight",)),
-        Rule("lm_head.weight", ("head.weight",)),
+        TensorRule("{p}embeddings.weight", ("embed.weight",)),
+        TensorRule("{p}norm_f.weight", ("norm.weight",)),
+        TensorRule("lm_head.weight", ("head.weight",)),
     ),
     layer(IN_LAYER + "norm", "attention_norm"),
     layer(IN_LAYER + "norm", "feed_norm"),
@@ -55,12 +55,12 @@ _NEMOTRON = rules(
     layer(_IN_MIXER + "up_proj", "feed.up"),
     layer(_IN_MIXER + "down_proj", "feed.down"),
     layer(_IN_MIXER + "gate", "feed.router"),
-    (Rule(_IN_MIXER + "gate.e_score_correction_bias", ("layers.{i}.feed.selection_bias",)),),
+    (TensorRule(_IN_MIXER + "gate.e_score_correction_bias", ("layers.{i}.feed.selection_bias",)),),
     layer(_IN_MIXER + "experts.{e}.up_proj", "feed.up"),
     layer(_IN_MIXER + "experts.{e}.down_proj", "feed.down"),
     (
-        Rule(_IN_MIXER + "experts.up_proj", ("layers.{i}.feed.up.weight",)),  # all in one
-        Rule(_IN_MIXER + "experts.down_proj", ("layers.{i}.feed.down.weight",)),
+        TensorRule(_IN_MIXER + "experts.up_proj", ("layers.{i}.feed.up.weight",)),  # all in one
+        TensorRule(_IN_MIXER + "experts.down_proj", ("layers.{i}.feed.down.weight",)),
     ),
     layer(_IN_MIXER + "shared_experts.up_proj", "feed.shared.up"),
     layer(_IN_MIXER + "shared_experts.down_proj", "feed.shared.down"),
@@ -71,13 +71,13 @@ _GGUF = rules(
     layer("blk.{i}.ssm_conv1d", "mixer.conv", layout="channels"),
     layer("blk.{i}.ssm_out", "mixer.out"),
     (
-        Rule("blk.{i}.ssm_d", ("layers.{i}.mixer.d",), "flat"),
-        Rule("blk.{i}.ssm_norm.weight", ("layers.{i}.mixer.norm_weight",), "flat"),
+        TensorRule("blk.{i}.ssm_d", ("layers.{i}.mixer.d",), "flat"),
+        TensorRule("blk.{i}.ssm_norm.weight", ("layers.{i}.mixer.norm_weight",), "flat"),
     ),
 )
 
 MAMBA = (
-    like_llama(
+    llama_like(
         "granite-hybrid",
         "GraniteMoeHybridForCausalLM",
         model_type="granitemoehybrid",
@@ -122,7 +122,7 @@ MAMBA = (
         rules=rules(ENDS, ATTENTION, NORMS_BEFORE, _mamba("mamba"), _GRANITE_FEED),
         gguf_rules=_GGUF,
     ),
-    like_llama(
+    llama_like(
         "nemotron-h",
         "NemotronHForCausalLM",
         model_type="nemotron_h",

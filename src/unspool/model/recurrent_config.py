@@ -1,4 +1,4 @@
-"""Which layers recur and how, from a config.json or from GGUF metadata, and back."""
+"""Settings of recurrent layers, from config.json or GGUF metadata, and back to config.json."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ _DELTA_KEYS = {
 def recurrent_from_hf(
     family: Family, full: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The settings of recurrent layers in a config.json; none for families without."""
+    """Settings of recurrent layers in a config.json; empty for families without them."""
     layers = values["layers"]
     if family.name in CONVOLUTIONS:
-        attend = full.get("full_attn_idxs")
+        attention_layers = full.get("full_attn_idxs")
         kinds = full.get("layer_types") or [
-            "full_attention" if attend is None or layer in attend else "conv"
+            "full_attention" if attention_layers is None or layer in attention_layers else "conv"
             for layer in range(layers)
         ]
         check_length("layer_types", kinds, layers)
-        found: dict[str, Any] = {"recurrence": Recurrence(conv_kernel=full["conv_L_cache"])}
+        settings: dict[str, Any] = {"recurrence": Recurrence(conv_kernel=full["conv_L_cache"])}
         if family.name == "lfm2":
-            found["ff_width"] = _adjusted_width(full)
+            settings["ff_width"] = _adjusted_width(full)
         else:
-            found["dense_layers"] = tuple(range(min(layers, full["num_dense_layers"])))
-        found["tied"] = bool(full.get("tie_embedding", values["tied"]))
+            settings["dense_layers"] = tuple(range(min(layers, full["num_dense_layers"])))
+        settings["tied"] = bool(full.get("tie_embedding", values["tied"]))
     elif family.name in DELTAS:
-        every = full["full_attention_interval"]
+        interval = full["full_attention_interval"]
         kinds = full.get("layer_types") or [
-            "linear_attention" if (layer + 1) % every else "full_attention"
+            "linear_attention" if (layer + 1) % interval else "full_attention"
             for layer in range(layers)
         ]
         check_length("layer_types", kinds, layers)
-        found = {"recurrence": Recurrence(**{o: full[key] for o, key in _DELTA_KEYS.items()})}
+        settings = {"recurrence": Recurrence(**{o: full[key] for o, key in _DELTA_KEYS.items()})}
     else:
         return mamba_from_hf(family, full, values)
-    return {**found, "mixers": tuple(_MIXER_OF.get(kind, "attention") for kind in kinds)}
+    return {**settings, "mixers": tuple(_MIXER_OF.get(kind, "attention") for kind in kinds)}
 
 
 def _adjusted_width(full: Mapping[str, Any]) -> int:
-    """LFM2 files give the width of a feed-forward before it was made smaller."""
+    """Inner width of LFM2's feed-forward; config.json has the width before adjustment."""
     width = int(full.get("block_ff_dim") or full["intermediate_size"])
     if not full["block_auto_adjust_ff_dim"]:
         return width
@@ -70,9 +70,9 @@ def recurrent_to_hf(config: ModelConfig) -> dict[str, Any]:
     recurrence = config.recurrence
     if recurrence is None:
         return {}
-    words = {ours: theirs for theirs, ours in _MIXER_OF.items()}
+    layer_type_of = {mixer: key for key, mixer in _MIXER_OF.items()}
     raw: dict[str, Any] = {
-        "layer_types": [words.get(mixer, "full_attention") for mixer in config.mixers]
+        "layer_types": [layer_type_of.get(mixer, "full_attention") for mixer in config.mixers]
     }
     if config.family == "lfm2":
         raw["block_auto_adjust_ff_dim"] = False
@@ -80,12 +80,12 @@ def recurrent_to_hf(config: ModelConfig) -> dict[str, Any]:
         raw["num_dense_layers"] = len(config.dense_layers)
     if config.family in CONVOLUTIONS:
         return {**raw, "conv_L_cache": recurrence.conv_kernel}
-    return {**raw, **{theirs: getattr(recurrence, o) for o, theirs in _DELTA_KEYS.items()}}
+    return {**raw, **{key: getattr(recurrence, o) for o, key in _DELTA_KEYS.items()}}
 
 
-def only_ours(config: ModelConfig) -> bool:
-    """Whether transformers cannot express this model: its value heads are in the order of GGUF
-    files, or its Mamba-2 norm has other groups than its keys."""
+def needs_unspool_format(config: ModelConfig) -> bool:
+    """Whether transformers' config.json cannot express this model: its value heads are in the order
+    of GGUF files, or its Mamba-2 norm and keys have different groups."""
     recurrence = config.recurrence
     if recurrence is None:
         return False
@@ -99,8 +99,8 @@ def only_ours(config: ModelConfig) -> bool:
 def recurrent_from_gguf(
     family: Family, file: GGUFFile, number: Callable[..., Any], layers: int
 ) -> dict[str, Any]:
-    """The same from a GGUF file; `number` gives the architecture's metadata. Which layers recur is
-    seen from their tensors."""
+    """The same from a GGUF file; `number` reads metadata. Recurrent layers are detected from their
+    tensors."""
 
     def mixer(layer: int) -> str:
         if f"blk.{layer}.shortconv.conv.weight" in file.tensors:
@@ -121,13 +121,13 @@ def recurrent_from_gguf(
         )
     else:
         return mamba_from_gguf(family, file, number, layers)
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "mixers": tuple(mixer(layer) for layer in range(layers)), "recurrence": recurrence,
     }  # fmt: skip
     if family.name == "lfm2-moe":
         biases = (f"blk.{layer}.exp_probs_b.bias" in file.tensors for layer in range(layers))
-        found["selection_bias"] = any(biases)
-        found["experts_scale"] = number("expert_weights_scale", 1.0)
+        settings["selection_bias"] = any(biases)
+        settings["experts_scale"] = number("expert_weights_scale", 1.0)
     if "shared_width" in family.keys:
-        found["shared_width"] = number("expert_shared_feed_forward_length", 0)
-    return found
+        settings["shared_width"] = number("expert_shared_feed_forward_length", 0)
+    return settings

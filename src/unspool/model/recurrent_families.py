@@ -1,8 +1,8 @@
-"""Families with recurrent layers, as tables like those in `families.py`."""
+"""Families with recurrent layers, as tables."""
 
 from __future__ import annotations
 
-from unspool.model.family import BIASES, like_llama
+from unspool.model.family import BIASES, llama_like
 from unspool.model.tensor_names import (
     ENDS,
     FEED,
@@ -12,7 +12,7 @@ from unspool.model.tensor_names import (
     layer,
     rules,
 )
-from unspool.model.weights import Rule
+from unspool.model.weights import TensorRule
 
 _CONV_KEYS = {"norm_eps": "norm_eps"}
 _CONV_DEFAULTS = {
@@ -26,9 +26,9 @@ _CONV_DEFAULTS = {
 _CONV_READS = ("conv_L_cache", "layer_types", "tie_embedding")
 _CONV_RULES = rules(
     (
-        Rule("{p}embed_tokens.weight", ("embed.weight",)),
-        Rule("{p}embedding_norm.weight", ("norm.weight",)),
-        Rule("lm_head.weight", ("head.weight",)),
+        TensorRule("{p}embed_tokens.weight", ("embed.weight",)),
+        TensorRule("{p}embedding_norm.weight", ("norm.weight",)),
+        TensorRule("lm_head.weight", ("head.weight",)),
     ),
     layer(IN_LAYER + "operator_norm", "attention_norm"),
     layer(IN_LAYER + "ffn_norm", "feed_norm"),
@@ -62,7 +62,7 @@ _DELTA_READS = (
     "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
     "linear_num_value_heads",
 )  # fmt: skip
-_DELTA_ONLY = {"hidden_act": "silu"}  # of the recurrence, too
+_DELTA_ONLY = {"hidden_act": "silu"}  # also used by the recurrence
 _DELTA_FIXED = {"norm_plus_one": True, "qk_norm": "head", "attention_gate": True}
 _GATED_ATTENTION = rules(
     layer(IN_LAYER + "self_attn.q_proj", "attention.q", "attention.gate", layout="gated_heads"),
@@ -75,9 +75,9 @@ _GATED_ATTENTION = rules(
 _DELTA = rules(
     layer(IN_LAYER + "linear_attn.conv1d", "mixer.conv", layout="channels"),
     (
-        Rule(IN_LAYER + "linear_attn.A_log", ("layers.{i}.mixer.a_log",)),
-        Rule(IN_LAYER + "linear_attn.dt_bias", ("layers.{i}.mixer.dt_bias",)),
-        Rule(IN_LAYER + "linear_attn.norm.weight", ("layers.{i}.mixer.norm_weight",)),
+        TensorRule(IN_LAYER + "linear_attn.A_log", ("layers.{i}.mixer.a_log",)),
+        TensorRule(IN_LAYER + "linear_attn.dt_bias", ("layers.{i}.mixer.dt_bias",)),
+        TensorRule(IN_LAYER + "linear_attn.norm.weight", ("layers.{i}.mixer.norm_weight",)),
     ),
     layer(IN_LAYER + "linear_attn.out_proj", "mixer.out"),
 )
@@ -106,11 +106,11 @@ _SHARED_DEFAULTS = {
 _SHARED_EXPERTS = rules(
     experts("mlp", "gate_proj", "up_proj", "down_proj"),
     (
-        Rule(
+        TensorRule(
             IN_LAYER + "mlp.experts.gate_up_proj",
             ("layers.{i}.feed.gate.weight", "layers.{i}.feed.up.weight"),
         ),
-        Rule(IN_LAYER + "mlp.experts.down_proj", ("layers.{i}.feed.down.weight",)),
+        TensorRule(IN_LAYER + "mlp.experts.down_proj", ("layers.{i}.feed.down.weight",)),
     ),
     layer(IN_LAYER + "mlp.shared_expert.gate_proj", "feed.shared.gate"),
     layer(IN_LAYER + "mlp.shared_expert.up_proj", "feed.shared.up"),
@@ -118,8 +118,8 @@ _SHARED_EXPERTS = rules(
     layer(IN_LAYER + "mlp.shared_expert_gate", "feed.shared_gate"),
 )
 
-# What of a GGUF file is called otherwise than elsewhere.
-_CONV_GGUF = (Rule("token_embd_norm.weight", ("norm.weight",)),)
+# GGUF tensor names that differ from those of other families.
+_CONV_GGUF = (TensorRule("token_embd_norm.weight", ("norm.weight",)),)
 _DELTA_GGUF = rules(
     layer("blk.{i}.post_attention_norm", "feed_norm", layout="plus_one"),
     layer("blk.{i}.ssm_conv1d", "mixer.conv", layout="channels"),
@@ -128,7 +128,7 @@ _DELTA_GGUF = rules(
 _GROUPED_GGUF = layer("blk.{i}.ssm_ba", "mixer.b", "mixer.a", layout="grouped_values")
 
 RECURRENT = (
-    like_llama(
+    llama_like(
         "lfm2",
         "Lfm2ForCausalLM",
         keys=_CONV_KEYS,
@@ -152,7 +152,7 @@ RECURRENT = (
         rules=_CONV_RULES,
         gguf_rules=_CONV_GGUF,
     ),
-    like_llama(
+    llama_like(
         "lfm2-moe",
         "Lfm2MoeForCausalLM",
         model_type="lfm2_moe",
@@ -183,11 +183,15 @@ RECURRENT = (
         rules=rules(
             _CONV_RULES,
             experts("feed_forward", "w1", "w3", "w2"),
-            (Rule(IN_LAYER + "feed_forward.expert_bias", ("layers.{i}.feed.selection_bias",)),),
+            (
+                TensorRule(
+                    IN_LAYER + "feed_forward.expert_bias", ("layers.{i}.feed.selection_bias",)
+                ),
+            ),
         ),
         gguf_rules=_CONV_GGUF,
     ),
-    like_llama(
+    llama_like(
         "qwen3.5",
         "Qwen3_5ForCausalLM",
         model_type="qwen3_5_text",
@@ -200,7 +204,7 @@ RECURRENT = (
         rules=rules(ENDS, _GATED_ATTENTION, _DELTA_INPUTS, _DELTA, NORMS_BEFORE, FEED),
         gguf_rules=_DELTA_GGUF,
     ),
-    like_llama(
+    llama_like(
         "qwen3.5-moe",
         "Qwen3_5MoeForCausalLM",
         model_type="qwen3_5_moe_text",
@@ -218,7 +222,7 @@ RECURRENT = (
         rules=rules(ENDS, _GATED_ATTENTION, _DELTA_INPUTS, _DELTA, NORMS_BEFORE, _SHARED_EXPERTS),
         gguf_rules=_DELTA_GGUF,
     ),
-    like_llama(
+    llama_like(
         "qwen3-next",
         "Qwen3NextForCausalLM",
         model_type="qwen3_next",

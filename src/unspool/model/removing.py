@@ -1,6 +1,6 @@
-"""Taking a model from this machine: only what Unspool or the hub's library fetched.
+"""Remove downloaded models: only those of Unspool's and the hub's cache.
 
-What other programs keep is theirs; removing it there keeps their books in order.
+Models in other programs' stores must be removed by those programs.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _THEIR_WAY = {
 
 
 @dataclass(frozen=True)
-class Removal:
-    """What would go."""
+class ModelRemoval:
+    """The files that removing a model deletes."""
 
     name: str
     files: tuple[Path, ...] = ()
-    folder: Path | None = None  # goes with everything in it
+    folder: Path | None = None  # deleted with its content
 
     @property
     def bytes(self) -> int:
-        """How much room that makes."""
+        """Size of the files."""
         inside = self.folder.rglob("*") if self.folder else ()
         files = [*self.files, *inside]
         return sum(file.lstat().st_size for file in files if file.is_file())
 
     def run(self) -> int:
-        """Delete it; gives the number of bytes that became free."""
+        """Delete the files; return the number of bytes freed."""
         freed = self.bytes
         try:
             for file in self.files:
@@ -53,40 +53,38 @@ class Removal:
         return freed
 
 
-def removal(name: str) -> Removal:
-    """What removing a model would take away; a reason in words if nothing can be."""
-    from unspool.model.catalogue import entries_called
+def removal(name: str) -> ModelRemoval:
+    """The files of a model to delete; raises if it cannot be removed."""
+    from unspool.model.catalogue import find_entries
 
-    written = without_address(name)
-    entries, kind = ([], None) if "/" in written else entries_called(written)
-    if is_default(written) or (len(entries) == 1 and entries[0].is_default and kind is None):
+    plain_name = without_address(name)
+    entries, kind = ([], None) if "/" in plain_name else find_entries(plain_name)
+    if is_default(plain_name) or (len(entries) == 1 and entries[0].is_default and kind is None):
         files = default_files()
         if not files:
             raise UnspoolError("the default model is not in the cache: nothing to remove")
-        return Removal(name, tuple(files))
-    _refuse_what_is_not_ours(written)
+        return ModelRemoval(name, tuple(files))
+    _refuse_what_is_not_ours(plain_name)
     if len(entries) == 1:
-        written = entries[0].repository + (f":{kind}" if kind else "")
+        plain_name = entries[0].repository + (f":{kind}" if kind else "")
     for repo in cached_repos():
-        if repo.repo.lower() == written.lower():
-            return Removal(repo.repo, folder=_folder(repo))
-        for each, path in repo.models():
-            if written.lower() in (each.lower(), f"{repo.repo}/{path.name}".lower()):
-                return _one_of(repo, each, path)
-    known = ", ".join(model.name for model in cached_models()) or "nothing"
-    raise UnspoolError(f"{name} is not in the cache; on this machine there is {known}")
+        if repo.repo.lower() == plain_name.lower():
+            return ModelRemoval(repo.repo, folder=_folder(repo))
+        for model_name, path in repo.models():
+            if plain_name.lower() in (model_name.lower(), f"{repo.repo}/{path.name}".lower()):
+                return _one_of(repo, model_name, path)
+    available = ", ".join(model.name for model in cached_models()) or "nothing"
+    raise UnspoolError(f"{name} is not in the cache; models on this machine: {available}")
 
 
 def _refuse_what_is_not_ours(name: str) -> None:
     if name.lower() in shipped_models():
-        raise UnspoolError(
-            f"{name} is a part of Unspool: nothing was fetched that could be removed"
-        )
+        raise UnspoolError(f"{name} is shipped with Unspool and cannot be removed")
     for model in stored_models():
         if name.lower() in (model.name.lower(), model.short.lower()):
             way = _THEIR_WAY[model.source].format(model.short, path=model.path)
             raise UnspoolError(
-                f"{name} belongs to {model.source}, and Unspool only reads it: remove it there,"
+                f"{name} is in the store of {model.source}, which Unspool only reads: remove it"
                 f" with {way}"
             )
 
@@ -95,12 +93,12 @@ def _folder(repo: CachedRepo) -> Path:
     return hub_cache_folder() / f"models--{repo.repo.replace('/', '--')}"
 
 
-def _one_of(repo: CachedRepo, name: str, path: Path) -> Removal:
-    """One of the models of a repository; the last one takes the rest of it along."""
+def _one_of(repo: CachedRepo, name: str, path: Path) -> ModelRemoval:
+    """Remove one model of a repository; the last one removes the repository."""
     if len(list(repo.models())) == 1:
-        return Removal(name, folder=_folder(repo))
+        return ModelRemoval(name, folder=_folder(repo))
     blobs = {part.resolve() for part in part_paths(path) if part.exists()}
     links = [
-        each for each in _folder(repo).rglob("*") if each.is_file() and each.resolve() in blobs
+        file for file in _folder(repo).rglob("*") if file.is_file() and file.resolve() in blobs
     ]
-    return Removal(name, tuple({*blobs, *links}))
+    return ModelRemoval(name, tuple({*blobs, *links}))

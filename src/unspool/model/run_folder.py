@@ -1,7 +1,7 @@
-"""The model inside a training run's folder, so that a run can be named wherever a model can.
+"""Find the model of a training run, so that a run's name can be given as a model.
 
-    find_run("mine")            runs/mine, if that is a run
-    run_model(Path("runs/mine"))   the checkpoint to use: the best one that was kept
+    find_run("mine")               runs/mine, if that is a run
+    run_model(Path("runs/mine"))   its best checkpoint
 
 The trainer writes these folders (`train/running/runs.py`); reading them needs no torch.
 """
@@ -32,10 +32,10 @@ def find_run(name: str | Path) -> Path | None:
 
 
 def run_model(folder: Path) -> Path | None:
-    """The checkpoint of a run to generate with; None if there is none yet.
+    """The checkpoint of a run to generate with; None: there is none yet.
 
-    A finished run names it (final.json). Any other has the one with the lowest held-out loss, or
-    the newest if nothing was evaluated.
+    A finished run names it (final.json). Otherwise it is the one with the lowest held-out loss, or
+    the newest if none was evaluated.
     """
     with suppress(OSError, ValueError, TypeError, KeyError):
         final = json.loads((folder / "final.json").read_text(encoding="utf-8"))["checkpoint"]
@@ -44,7 +44,7 @@ def run_model(folder: Path) -> Path | None:
     newest = best = None
     best_loss = math.inf
     for path in sorted((folder / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name)):
-        with suppress(OSError, ValueError, TypeError):  # one that is being removed just now
+        with suppress(OSError, ValueError, TypeError):  # it may be removed concurrently
             facts = json.loads((path / "training.json").read_text(encoding="utf-8"))
             loss = facts.get("held_out_loss")
             newest = path

@@ -1,9 +1,8 @@
-"""Reading a safetensors file: its header, and where each tensor lies, nothing copied.
+"""Read safetensors files, memory-mapped.
 
-The file is eight bytes (the length of the header), the header (JSON: for every tensor its type,
-shape and place), and the numbers. The `safetensors` package reads the same files, but without
-torch it knows no bfloat16. This reader believes no number before it is checked, so a damaged or
-hostile file ends in a sentence.
+A file is eight bytes (the length of the header), the header (JSON: type, shape and offsets of every
+tensor), and the data. The `safetensors` package reads the same files, but without torch it does not
+support bfloat16. This reader validates every number of the header.
 
     file = SafetensorsFile(Path("model.safetensors"))
     file.tensors["model.norm.weight"].shape    # (576,)
@@ -26,12 +25,13 @@ from unspool.errors import ModelFileError
 from unspool.model.float8 import FLOAT8, scales_of_rows
 from unspool.model.stored import FLOAT_TYPES, Stored, mapped
 
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")  # refused
 _LARGEST_HEADER = 100_000_000  # bytes, as in the format's own reader
 _MOST_AXES = 8
 
 Block = tuple[int, int]
 
-# What the format calls a type -> (bits of a number, what everybody else calls it).
+# The format's type name -> (bits of a number, usual name).
 _TYPES = {
     "BOOL": (8, "bool"),
     "U8": (8, "uint8"),
@@ -57,8 +57,8 @@ _TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """Where one tensor lies in the file, and what its numbers are."""
+class TensorEntry:
+    """Type, shape and offset of a tensor."""
 
     type: str
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class Placed:
 
 
 class SafetensorsFile:
-    """A memory-mapped safetensors file, its header parsed and checked."""
+    """A memory-mapped safetensors file with a validated header."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -82,7 +82,7 @@ class SafetensorsFile:
             f"{self.path}: not a usable safetensors file ({why}); download it again"
         )
 
-    def _parse(self) -> dict[str, Placed]:
+    def _parse(self) -> dict[str, TensorEntry]:
         size = len(self._map)
         if size < 8:
             raise self._broken("it is too short for a header")
@@ -100,14 +100,14 @@ class SafetensorsFile:
         try:
             header = json.loads(content.decode("utf-8"), object_pairs_hook=_without_doubles)
         except _DoubleError as error:
-            raise self._broken(f"the name {str(error)!r} stands twice in its header") from error
+            raise self._broken(f"duplicate name {str(error)!r} in its header") from error
         except (ValueError, RecursionError) as error:
             raise self._broken("its header is not JSON") from error
         if not isinstance(header, dict):
-            raise self._broken("its header is no table of tensors")
+            raise self._broken("its header is not a JSON object")
         return header
 
-    def _placed(self, name: str, entry: Any, data_start: int) -> Placed:
+    def _placed(self, name: str, entry: Any, data_start: int) -> TensorEntry:
         label = f"tensor {name[:200]!r}"
         if not isinstance(entry, dict):
             raise self._broken(f"{label} has no description")
@@ -115,24 +115,27 @@ class SafetensorsFile:
         shape: Any = entry.get("shape")
         place: Any = entry.get("data_offsets")
         if not isinstance(kind, str) or kind not in _TYPES:
-            raise self._broken(f"{label} has the unknown type {str(kind)[:40]!r}")
+            raise self._broken(f"{label} has unknown type {str(kind)[:40]!r}")
         if not _counts(shape) or len(shape) > _MOST_AXES:
-            raise self._broken(f"{label} has the impossible shape {repr(shape)[:80]}")
+            raise self._broken(f"{label} has invalid shape {repr(shape)[:80]}")
         if not _counts(place) or len(place) != 2 or place[0] > place[1]:
-            raise self._broken(f"{label} has the impossible place {repr(place)[:80]}")
+            raise self._broken(f"{label} has invalid data_offsets {repr(place)[:80]}")
         start, end = place
         if end > len(self._map) - data_start:
-            raise self._broken(f"{label} reaches past its end: it was cut short")
+            raise self._broken(f"{label} reaches past its end: it is truncated")
         if math.prod(shape) * _TYPES[kind][0] != (end - start) * 8:
             raise self._broken(
-                f"{label} has {end - start:,} bytes, which is not what its shape {shape} needs"
+                f"{label} has {end - start:,} bytes, which does not match its shape {shape}"
             )
-        return Placed(kind, tuple(shape), data_start + start)
+        return TensorEntry(kind, tuple(shape), data_start + start)
 
     def stored(self, name: str, scales: Stored | None = None, block: Block = (128, 128)) -> Stored:
-        """A tensor of floating-point numbers; a view into the file, except for F64.
+        """A floating-point tensor; a view into the file, except for F64.
 
-        FP8 numbers need their `scales`; `block` is what one of these is for, if not a row."""
+        Args:
+            scales: The scales of an FP8 tensor.
+            block: Rows and columns of a block that shares a scale.
+        """
         placed = self.tensors[name]
         if placed.type in FLOAT_TYPES:
             layout = FLOAT_TYPES[placed.type]
@@ -140,7 +143,7 @@ class SafetensorsFile:
             return Stored(placed.type, flat.reshape(placed.shape), placed.shape)
         if placed.type == "F64":
             wide = np.frombuffer(self._map, "<f8", placed.count, placed.start)
-            with np.errstate(over="ignore"):  # too large becomes infinite, which loading refuses
+            with np.errstate(over="ignore"):  # overflow becomes infinite, which loading refuses
                 return Stored.of(wide.astype(np.float32).reshape(placed.shape))
         if placed.type == FLOAT8 and len(placed.shape) in (2, 3) and scales is not None:
             bytes_ = np.frombuffer(self._map, np.uint8, placed.count, placed.start)
@@ -157,7 +160,7 @@ class SafetensorsFile:
         )
 
     def whole_numbers(self, name: str) -> npt.NDArray[Any]:
-        """A tensor of whole numbers, of truth values, or of FP8's bits; a view into the file."""
+        """A tensor of integers, booleans or FP8 bits; a view into the file."""
         placed = self.tensors[name]
         kind = {"BOOL": "?", "U8": "u1", "I8": "i1", FLOAT8: "u1"}.get(placed.type)
         if kind is None and placed.type[0] in "UI":
@@ -169,7 +172,7 @@ class SafetensorsFile:
 
 
 class _DoubleError(ValueError):
-    """A name that stands twice in one table; which one counts would be a guess."""
+    """A duplicate name in a JSON object."""
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -182,7 +185,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _counts(values: Any) -> bool:
-    """Whether this is a list of whole numbers from 0 up that an axis or a place can have."""
+    """Whether this is a list of integers from 0 to 2**62."""
     return isinstance(values, list) and all(
         type(value) is int and 0 <= value < 1 << 62 for value in values
     )

@@ -1,12 +1,12 @@
-"""A model split over several ranks: which part of every weight each of them has.
+"""Tensor parallelism: which part of every weight each rank has.
 
-Heads and the inner width of feed-forwards are dealt out in order, and so is the vocabulary. A rank
-then runs a transformer of the same width with fewer heads (`part_config`), and what the ranks'
-attention and feed-forward say has to be summed. Norms, routers and other small weights are
-everywhere. Where there are fewer key heads than ranks, neighbours have the same one.
+Heads, the inner width of feed-forwards and the vocabulary are divided in order. A rank runs a
+transformer of the same width with fewer heads (`part_config`); the outputs of attention and
+feed-forward are summed over the ranks. Norms, routers and other small weights are replicated. With
+fewer KV heads than ranks, adjacent ranks share a KV head.
 
     share = Share(rank=1, ranks=4)
-    check_split(config, 4)                              # or an error that says which numbers fit
+    check_split(config, 4)                              # raises, and suggests other numbers
     part_config(config, share)                          # what this rank's transformer is
     cut_of(config, "layers.0.attention.q.weight", share)    # rows 16 to 31 of 64
     share.part_of(config, name, stored)                 # the numbers, nothing else read
@@ -31,11 +31,11 @@ Ints = npt.NDArray[np.int64]
 _VOCABULARY = (
     "embed.weight", "token_inputs.embed.weight", "head.weight", "head.bias", "head_bias",
 )  # fmt: skip
-_MOST_RANKS = 64  # numbers of ranks that are tried for somebody whose number does not fit
+_MOST_RANKS = 64  # rank counts up to this are suggested if the requested one does not fit
 
 
 class Cut(NamedTuple):
-    """The places along one axis of a weight that a rank has."""
+    """The indices along one axis of a weight that a rank has."""
 
     axis: int
     places: Ints
@@ -43,43 +43,42 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One rank among several."""
+    """A rank of a tensor-parallel group."""
 
     rank: int
     ranks: int
 
     @property
     def every(self) -> list[Share]:
-        """All of them."""
+        """All ranks of the group."""
         return [Share(rank, self.ranks) for rank in range(self.ranks)]
 
     def span(self, count: int) -> Ints:
-        """This rank's of so many things in a row; some have one more where they do not divide."""
+        """This rank's range of `count` items; ranges differ by one if it does not divide evenly."""
         start, end = (count * n // self.ranks for n in (self.rank, self.rank + 1))
         return np.arange(start, end)
 
     def key_heads(self, count: int) -> Ints:
-        """The same of key heads, of which several ranks may have the same one."""
+        """This rank's KV heads; several ranks may share one."""
         if count >= self.ranks:
             return self.span(count)
         return np.array([self.rank * count // self.ranks])
 
-    def part_of(self, config: ModelConfig, name: str, whole: Stored) -> Stored:
-        """What this rank has of a weight. What is added to a sum of all ranks, only the first
-        adds."""
+    def part_of(self, config: ModelConfig, name: str, tensor: Stored) -> Stored:
+        """This rank's part of a weight. Biases of summed outputs are zero except on rank 0."""
         if is_added_once(name):
-            return whole if self.rank == 0 else Stored.of(np.zeros(whole.shape, np.float32))
+            return tensor if self.rank == 0 else Stored.of(np.zeros(tensor.shape, np.float32))
         cut = cut_of(config, name, self)
-        return whole if cut is None else whole.part(*cut)
+        return tensor if cut is None else tensor.part(*cut)
 
 
 def is_added_once(name: str) -> bool:
-    """Whether this is the bias of a matrix whose outcome is summed over the ranks."""
+    """Whether this is the bias of a matrix whose output is summed over the ranks."""
     return name.endswith((".attention.out.bias", ".down.bias"))
 
 
 def cut_of(config: ModelConfig, name: str, share: Share) -> Cut | None:
-    """Which part of a weight a rank has; None: all of it."""
+    """The part of a weight that a rank has; None: all of it."""
     if name in _VOCABULARY:
         return Cut(0, share.span(config.vocab_size))
     if not name.startswith("layers."):
@@ -122,7 +121,7 @@ def _feed_cut(config: ModelConfig, layer: int, inner: list[str], share: Share) -
     if owner[-1] == "shared":
         stacked, width = 0, config.shared_width
     elif owner[-1] == "experts" or (config.has_experts(layer) and owner[-1] != "dense"):
-        stacked, width = 1, config.expert_width  # behind the axis of the experts
+        stacked, width = 1, config.expert_width  # after the axis of the experts
     else:
         stacked, width = 0, config.shape(layer).ff_width
     if side == "down":
@@ -131,7 +130,7 @@ def _feed_cut(config: ModelConfig, layer: int, inner: list[str], share: Share) -
 
 
 def _delta_cut(recurrence: Recurrence, inner: list[str], share: Share) -> Cut | None:
-    """Of gated DeltaNet: key heads in order, and the value heads that go with them."""
+    """Gated DeltaNet: key heads in order, with their value heads."""
     keys = _of_heads(share.span(recurrence.key_heads), recurrence.key_width)
     heads = value_heads(recurrence, share)
     values = _of_heads(heads, recurrence.value_width)
@@ -150,19 +149,19 @@ def _delta_cut(recurrence: Recurrence, inner: list[str], share: Share) -> Cut | 
 
 
 def value_heads(recurrence: Recurrence, share: Share) -> Ints:
-    """The value heads whose keys a rank has, so that its first one has the first key."""
-    mine = set(share.span(recurrence.key_heads).tolist())
-    found = [h for h in range(recurrence.value_heads) if recurrence.key_head(h) in mine]
-    return np.array(found, np.int64)
+    """The value heads that use a rank's key heads."""
+    local_keys = set(share.span(recurrence.key_heads).tolist())
+    heads = [h for h in range(recurrence.value_heads) if recurrence.key_head(h) in local_keys]
+    return np.array(heads, np.int64)
 
 
 def _channels(recurrence: Recurrence, keys: Ints, values: Ints) -> Ints:
-    """Queries, keys and values behind each other."""
+    """Indices of queries, keys and values, concatenated."""
     return np.concatenate((keys, recurrence.keys + keys, 2 * recurrence.keys + values))
 
 
 def _of_heads(heads: Ints, width: int) -> Ints:
-    """The numbers of some heads."""
+    """The rows of some heads."""
     return (heads[:, None] * width + np.arange(width)).reshape(-1)
 
 
@@ -170,7 +169,7 @@ def _of_heads(heads: Ints, width: int) -> Ints:
 
 
 def part_config(config: ModelConfig, share: Share) -> ModelConfig:
-    """A transformer with the heads, the inner widths and the part of the vocabulary of a rank."""
+    """The config of a rank's transformer: its heads, inner widths and part of the vocabulary."""
     ranks = share.ranks
     shapes = [_part_shape(config.shape(layer), ranks) for layer in range(config.layers)]
     recurrence = config.recurrence
@@ -191,7 +190,7 @@ def part_config(config: ModelConfig, share: Share) -> ModelConfig:
         shared_width=config.shared_width // ranks,
         recurrence=recurrence,
         attention_scale=config.scale,
-        mask_id=None,  # which may be a token of another rank
+        mask_id=None,  # may be a token of another rank
     )
 
 
@@ -200,7 +199,7 @@ def _part_shape(shape: LayerShape, ranks: int) -> LayerShape:
         shape,
         heads=shape.heads // ranks,
         kv_heads=max(1, shape.kv_heads // ranks),
-        ff_width=max(1, shape.ff_width // ranks),  # of no use where there are only experts
+        ff_width=max(1, shape.ff_width // ranks),  # unused in layers with only experts
     )
 
 
@@ -208,24 +207,26 @@ def _is_dense(config: ModelConfig, layer: int) -> bool:
     return not config.has_experts(layer) or config.has_both(layer)
 
 
-# -- what cannot be split --------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def check_split(config: ModelConfig, ranks: int) -> None:
-    """Refuse a number of ranks over which this model cannot be dealt out evenly."""
-    reason = uneven(config, ranks)
+    """Raise if the model cannot be divided evenly over this number of ranks."""
+    reason = reason_not_splittable(config, ranks)
     if reason is None:
         return
-    others = [str(n) for n in range(2, _MOST_RANKS + 1) if uneven(config, n) is None]
-    advice = f"{', '.join(others)} would" if others else "it fits no number of them"
+    alternatives = [
+        str(n) for n in range(2, _MOST_RANKS + 1) if reason_not_splittable(config, n) is None
+    ]
+    advice = f"{', '.join(alternatives)} would" if alternatives else "it fits no number of them"
     raise SettingsError(
         f"the model cannot be split over {ranks} processes, because {reason}; {advice}"
-        + (" fit" if others else "; put its layers onto several devices instead (devices)")
+        + (" fit" if alternatives else "; put its layers onto several devices instead (devices)")
     )
 
 
-def uneven(config: ModelConfig, ranks: int) -> str | None:
-    """Why a model cannot be dealt out evenly, in words; None: it can."""
+def reason_not_splittable(config: ModelConfig, ranks: int) -> str | None:
+    """Why a model cannot be divided evenly over the ranks; None: it can."""
     for layer in range(config.layers):
         shape = config.shape(layer)
         if config.mixer(layer) == "attention":

@@ -1,8 +1,7 @@
-"""A tensor as its file has it: the packed bytes, and what they mean.
+"""A tensor in the format of its file: packed bytes, type and shape.
 
-Backends take weights in this form, so that one that computes with packed numbers gets the very
-blocks that the file holds. What loading has to do to a tensor is mostly moving whole rows (split
-them, reorder them, stack them), and rows can be moved without unpacking them.
+Backends take weights in this form, so one that computes with packed blocks gets those of the file.
+Loading mostly splits, permutes and stacks rows, which needs no dequantization.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ FLOAT_TYPES: dict[str, np.dtype[Any]] = {
 
 
 def mapped(path: Path) -> mmap.mmap:
-    """The bytes of a file, read when they are looked at."""
+    """Memory-map a file for reading."""
     try:
         with path.open("rb") as handle:
             return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
@@ -40,13 +39,15 @@ def mapped(path: Path) -> mmap.mmap:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """Nothing is converted before it is asked for, and nothing copied if it can be avoided.
+    """A tensor of a file; converted only on request, and copied only if necessary.
 
-    `type` is F32, F16, BF16 or the name of a packed type (Q4_0, Q6_K, F8_E4M3, ...). `data` has
-    float32, float16 or (for BF16) uint16 numbers in the tensor's shape; of a packed type it has
-    uint8 [..., bytes of a row]. A packed tensor has at least two axes. `scales` are those of FP8
-    numbers, [..., blocks of a row]. `factor` is what all numbers of an NVFP4 matrix are multiplied
-    with at last: one number, or one for each matrix along the first axis of three.
+    Attributes:
+        type: F32, F16, BF16 or a packed type (Q4_0, Q6_K, F8_E4M3, ...).
+        data: float32, float16 or (BF16) uint16 in the tensor's shape; for a packed type uint8
+            [..., bytes of a row]. A packed tensor has at least two axes.
+        scales: Scales of an FP8 tensor, [..., blocks of a row].
+        factor: Global scale of an NVFP4 matrix: one number, or one per matrix of a stack of three
+            axes.
     """
 
     type: str
@@ -73,7 +74,7 @@ class Stored:
         return (self.data,)
 
     def float32(self) -> npt.NDArray[np.float32]:
-        """The numbers themselves: a view where they are stored so, else unpacked."""
+        """The numbers as float32: a view if they are stored so, else dequantized."""
         if self.type == "F32":
             return self.data
         if self.type == "F16":
@@ -85,23 +86,23 @@ class Stored:
         values = unpacked(self.type, self.data).reshape(self.shape)
         return values if self.factor is None else values * self.factor[..., None, None]
 
-    # -- moving rows: the same for packed and plain numbers ------------------------------------
+    # -- rows: the same for packed and plain tensors -------------------------------------------
 
     def rows(self, start: int, stop: int) -> Stored:
-        """Some of the rows; a view."""
+        """A range of rows; a view."""
         data = self.data[start:stop]
         scales = None if self.scales is None else self.scales[start:stop]
         return Stored(self.type, data, (len(data), *self.shape[1:]), scales, self.factor)
 
     def inner_rows(self, start: int, stop: int) -> Stored:
-        """Some of the rows of every matrix of a tensor with three axes; a view."""
+        """A range of rows of every matrix of a tensor with three axes; a view."""
         data = self.data[:, start:stop]
         scales = None if self.scales is None else self.scales[:, start:stop]
         shape = (self.shape[0], data.shape[1], self.shape[2])
         return Stored(self.type, data, shape, scales, self.factor)
 
     def reordered(self, order: npt.NDArray[np.int64]) -> Stored:
-        """All rows, in another order."""
+        """All rows, permuted."""
         scales = None if self.scales is None else self.scales[order]
         return Stored(self.type, self.data[order], self.shape, scales, self.factor)
 
@@ -113,18 +114,20 @@ class Stored:
         return Stored(self.type, data, shape, scales, self.factor)
 
     def part(self, axis: int, index: npt.NDArray[np.int64]) -> Stored:
-        """The given places along one axis. Along the last of a packed tensor they are unpacked, a
+        """Select indices along one axis. Along the last axis a packed tensor is dequantized, one
         matrix at a time."""
         if axis == len(self.shape) - 1 and self.packed:
             if axis == 2:
-                return Stored.of(np.stack([one.part(1, index).data for one in self.slices()]))
+                return Stored.of(np.stack([matrix.part(1, index).data for matrix in self.slices()]))
             return Stored.of(np.ascontiguousarray(self.float32()[..., index]))
-        together = bool(len(index)) and int(index[-1] - index[0]) == len(index) - 1
-        taken = slice(int(index[0]), int(index[-1]) + 1) if together else index  # a view if it may
-        where = (slice(None),) * axis + (taken,)
+        is_contiguous = bool(len(index)) and int(index[-1] - index[0]) == len(index) - 1
+        selection = (
+            slice(int(index[0]), int(index[-1]) + 1) if is_contiguous else index
+        )  # a view if it may
+        position = (slice(None),) * axis + (selection,)
         shape = (*self.shape[:axis], len(index), *self.shape[axis + 1 :])
-        scales = None if self.scales is None else self.scales[where]
-        return Stored(self.type, self.data[where], shape, scales, self.factor)
+        scales = None if self.scales is None else self.scales[position]
+        return Stored(self.type, self.data[position], shape, scales, self.factor)
 
     def slices(self) -> list[Stored]:
         """The tensors along the first axis; views."""
@@ -132,13 +135,13 @@ class Stored:
         scales = [None] * count if self.scales is None else list(self.scales)
         factors = [None] * count if self.factor is None else list(self.factor)
         return [
-            Stored(self.type, data, self.shape[1:], of, factor)
-            for data, of, factor in zip(self.data, scales, factors, strict=True)
+            Stored(self.type, data, self.shape[1:], scale, factor)
+            for data, scale, factor in zip(self.data, scales, factors, strict=True)
         ]
 
     @staticmethod
     def stacked(parts: Sequence[Stored]) -> Stored:
-        """Tensors of one shape, one above the other along a new first axis."""
+        """Stack tensors of one shape along a new first axis."""
         shapes = {part.shape for part in parts}
         if len(shapes) != 1:
             sizes = " and ".join(str(shape) for shape in sorted(shapes))
@@ -160,10 +163,10 @@ class Stored:
             )
         return Stored.of(np.stack([part.float32() for part in parts]))
 
-    # -- changes to single numbers: packed ones are unpacked -----------------------------------
+    # -- changes to single numbers: packed tensors are dequantized -----------------------------
 
     def transposed(self) -> Stored:
-        """Rows and columns change places, in each matrix where there are several."""
+        """Transpose the last two axes."""
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
         if self.packed:
             return Stored.of(self.float32().swapaxes(-1, -2))

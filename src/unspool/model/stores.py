@@ -1,11 +1,11 @@
-"""Models that other programs keep on this machine: found, read where they lie, never written.
+"""Models in the stores of other programs, used in place and never written.
 
     ollama/llama3.2:1b                 Ollama's store (OLLAMA_MODELS, ~/.ollama/models)
     llama.cpp/gemma-3-1b-it-Q4_K_M     llama.cpp's cache (LLAMA_CACHE, ~/.cache/llama.cpp)
     lmstudio/Qwen3-0.6B-Q8_0           LM Studio's models (~/.lmstudio/models)
 
-What is broken, cannot be read or leads out of a store is passed over: a store is somebody else's,
-and its faults are no reason to stop. Only names are looked at here; `glance` looks at the files.
+Broken or unreadable entries, and links out of a store, are skipped: faults of another program's
+store must not stop us. Only names are read here; `glance` reads the files.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from unspool.model.kinds import kind_in_name
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _PART = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
-_SHARED_OLLAMA = Path("/usr/share/ollama/.ollama/models")  # where its service on Linux has them
+_SHARED_OLLAMA = Path("/usr/share/ollama/.ollama/models")  # of its service on Linux
 _LARGEST_MANIFEST = 1 << 20
-_MOST_ENTRIES = 20_000  # files and folders looked at in one store: a start must not wait for it
+_MOST_ENTRIES = 20_000  # files and folders listed per store, so that startup is not delayed
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A model in somebody's store."""
+    """A model in another program's store."""
 
     source: str
-    short: str  # what it is called there
+    short: str  # its name in the store
     path: Path
-    kind: str | None = None  # as the store says
+    kind: str | None = None  # from the store's metadata
     problem: str = ""
 
     @property
@@ -45,15 +45,15 @@ class StoredModel:
 
 def stored_models() -> list[StoredModel]:
     """All models in the stores of other programs."""
-    return [model for source in STORES for model in models_of(source)]
+    return [model for source in STORES for model in models_in_store(source)]
 
 
-def models_of(source: str) -> list[StoredModel]:
+def models_in_store(source: str) -> list[StoredModel]:
     """The models of one store, by name."""
-    found: dict[str, StoredModel] = {}
+    models: dict[str, StoredModel] = {}
     for model in STORES[source]():
-        found.setdefault(model.short, model)
-    return sorted(found.values(), key=lambda model: model.short.lower())
+        models.setdefault(model.short, model)
+    return sorted(models.values(), key=lambda model: model.short.lower())
 
 
 # -- Ollama --------------------------------------------------------------------------------------
@@ -69,8 +69,8 @@ def _ollama() -> Iterator[StoredModel]:
 
 
 def _ollama_folders() -> list[Path]:
-    if chosen := os.environ.get("OLLAMA_MODELS"):
-        return [Path(chosen).expanduser()]
+    if configured := os.environ.get("OLLAMA_MODELS"):
+        return [Path(configured).expanduser()]
     return [_home() / ".ollama" / "models", _SHARED_OLLAMA]
 
 
@@ -81,37 +81,39 @@ def _ollama_name(host: str, space: str, name: str, tag: str) -> str:
 
 
 def _ollama_model(store: Path, manifest: Path, short: str) -> StoredModel:
-    read = _small_json(manifest)
-    layers = read.get("layers")
-    layers = [each for each in layers if isinstance(each, dict)] if isinstance(layers, list) else []
+    manifest_content = _small_json(manifest)
+    layers = manifest_content.get("layers")
+    layers = (
+        [layer for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
+    )
 
     def blobs(kind: str) -> list[Path | None]:
-        wanted = f"application/vnd.ollama.image.{kind}"
-        return [_blob(store, each) for each in layers if each.get("mediaType") == wanted]
+        media_type = f"application/vnd.ollama.image.{kind}"
+        return [_blob(store, layer) for layer in layers if layer.get("mediaType") == media_type]
 
     models = blobs("model")
     problem = ""
     if not layers:
-        problem = "its manifest cannot be read"
+        problem = "its manifest is unreadable"
     elif len(models) != 1:
         problem = "its weights are not in one GGUF file"
     elif models[0] is None:
         problem = "its weights are missing from the store"
     elif blobs("adapter"):
         problem = "it needs an adapter on top of its weights, which is not supported"
-    config = _blob(store, read.get("config"))
-    told = _small_json(config).get("file_type") if config else None
+    config = _blob(store, manifest_content.get("config"))
+    file_type = _small_json(config).get("file_type") if config else None
     return StoredModel(
         "ollama",
         short,
         models[0] if models and models[0] else manifest,
-        kind_in_name(str(told)) if told else None,
+        kind_in_name(str(file_type)) if file_type else None,
         problem,
     )
 
 
 def _blob(store: Path, layer: Any) -> Path | None:
-    """The file that a layer of a manifest names by its digest, if it is in the store."""
+    """The file of a manifest's layer, if it is in the store."""
     digest = layer.get("digest") if isinstance(layer, dict) else None
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
         return None
@@ -119,19 +121,19 @@ def _blob(store: Path, layer: Any) -> Path | None:
     try:
         inside = path.resolve(strict=True).is_relative_to(store.resolve())
         return path if inside and path.is_file() and os.access(path, os.R_OK) else None
-    except (OSError, RuntimeError):  # a circle of links is a RuntimeError
+    except (OSError, RuntimeError):  # a symlink loop is a RuntimeError
         return None
 
 
 def _small_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a small file; empty if it is none."""
+    """Read a JSON object from a small file; empty if that fails."""
     try:
         if not is_file(path) or path.stat().st_size > _LARGEST_MANIFEST:
             return {}
-        read = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return read if isinstance(read, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 # -- llama.cpp -----------------------------------------------------------------------------------
@@ -144,13 +146,15 @@ def _llama_cpp() -> Iterator[StoredModel]:
             "_".join(path.name.split("=")[1:3]) + "_" for path in walk(folder, 1, "manifest=")
         ]
         for path in files:
-            prefix = next((each for each in prefixes if path.name.startswith(each)), "")
+            prefix = next(
+                (candidate for candidate in prefixes if path.name.startswith(candidate)), ""
+            )
             yield StoredModel("llama.cpp", _stem(path.name.removeprefix(prefix)), path)
 
 
 def _llama_cpp_folders() -> list[Path]:
-    if chosen := os.environ.get("LLAMA_CACHE"):
-        return [Path(chosen).expanduser()]
+    if configured := os.environ.get("LLAMA_CACHE"):
+        return [Path(configured).expanduser()]
     if sys.platform == "win32":
         return [Path(os.environ.get("LOCALAPPDATA", _home())) / "llama.cpp"]
     if sys.platform == "darwin":
@@ -166,7 +170,7 @@ def _lm_studio() -> Iterator[StoredModel]:
         files = _ggufs(folder, depth=3)
         stems = [_stem(path.name) for path in files]
         for path, stem in zip(files, stems, strict=True):
-            twice = stems.count(stem) > 1  # of two publishers: then the folder tells them apart
+            twice = stems.count(stem) > 1  # from two publishers: add the folder
             short = f"{path.parent.relative_to(folder).as_posix()}/{stem}" if twice else stem
             yield StoredModel("lmstudio", short, path)
 
@@ -180,8 +184,10 @@ def _lm_studio_folders() -> list[Path]:
         pass
     folders = []
     for home in homes:
-        chosen = _small_json(home / "settings.json").get("downloadsFolder")
-        folders.append(Path(chosen) if isinstance(chosen, str) and chosen else home / "models")
+        configured = _small_json(home / "settings.json").get("downloadsFolder")
+        folders.append(
+            Path(configured) if isinstance(configured, str) and configured else home / "models"
+        )
     return list(dict.fromkeys(folders))
 
 
@@ -195,11 +201,11 @@ STORES: dict[str, Callable[[], Iterator[StoredModel]]] = {
 
 
 def _home() -> Path:
-    return Path(os.path.expanduser("~"))  # noqa: PTH111  Path.home() raises where there is none
+    return Path(os.path.expanduser("~"))  # noqa: PTH111  Path.home() raises if there is none
 
 
 def _ggufs(folder: Path, depth: int) -> list[Path]:
-    """The models in a folder: no projectors for pictures, of a split model the first part."""
+    """The models in a folder: no image projectors, and only the first of split files."""
     return [
         path
         for path in walk(folder, depth, ends=".gguf")
@@ -213,30 +219,30 @@ def _stem(name: str) -> str:
 
 
 def walk(folder: Path, depth: int, starts: str = "", ends: str = "") -> list[Path]:
-    """The files below a folder, in order; links to folders are not followed."""
-    found: list[Path] = []
-    waiting = [(folder, depth)]
-    seen = 0
-    while waiting and seen < _MOST_ENTRIES:
-        here, left = waiting.pop(0)
+    """The files below a folder, sorted; links to folders are not followed."""
+    files: list[Path] = []
+    pending = [(folder, depth)]
+    num_entries = 0
+    while pending and num_entries < _MOST_ENTRIES:
+        current, levels = pending.pop(0)
         try:
-            with os.scandir(here) as entries:
+            with os.scandir(current) as entries:
                 for entry in entries:
-                    seen += 1
-                    if seen >= _MOST_ENTRIES:
+                    num_entries += 1
+                    if num_entries >= _MOST_ENTRIES:
                         break
                     if entry.is_dir(follow_symlinks=False):
-                        if left > 1:
-                            waiting.append((Path(entry.path), left - 1))
+                        if levels > 1:
+                            pending.append((Path(entry.path), levels - 1))
                     elif entry.name.startswith(starts) and entry.name.lower().endswith(ends):
-                        found.append(Path(entry.path))
+                        files.append(Path(entry.path))
         except OSError:
             continue
-    return sorted(path for path in found if is_file(path))
+    return sorted(path for path in files if is_file(path))
 
 
 def is_file(path: Path) -> bool:
-    """Whether a file is there; one that we may not look at is not."""
+    """Whether a file exists and is accessible."""
     try:
         return path.is_file()
     except OSError:

@@ -1,33 +1,34 @@
-"""What other people's files call the weights of a layer: the names that families share.
+"""Rules for the tensor names that families share, in safetensors and in GGUF files.
 
-`{p}` stands for a prefix that differs between exports of the same model, `{i}` for the layer and
-`{e}` for the expert.
+`{p}` is a prefix that differs between exports of the same model, `{i}` the layer, `{e}` the expert.
 """
 
 from __future__ import annotations
 
-from unspool.model.weights import Layout, Rule
+from unspool.model.weights import Layout, TensorRule
 
 
-def layer(theirs: str, *ours: str, layout: Layout = "plain") -> tuple[Rule, Rule]:
-    """The weight and the bias of something inside a layer."""
+def layer(file_name: str, *weights: str, layout: Layout = "plain") -> tuple[TensorRule, TensorRule]:
+    """Rules for the weight and the bias of a module in a layer."""
     return (
-        Rule(f"{theirs}.weight", tuple(f"layers.{{i}}.{o}.weight" for o in ours), layout),
-        Rule(f"{theirs}.bias", tuple(f"layers.{{i}}.{o}.bias" for o in ours), layout),
+        TensorRule(
+            f"{file_name}.weight", tuple(f"layers.{{i}}.{o}.weight" for o in weights), layout
+        ),
+        TensorRule(f"{file_name}.bias", tuple(f"layers.{{i}}.{o}.bias" for o in weights), layout),
     )
 
 
-def rules(*groups: tuple[Rule, ...]) -> tuple[Rule, ...]:
+def rules(*groups: tuple[TensorRule, ...]) -> tuple[TensorRule, ...]:
     return tuple(rule for group in groups for rule in group)
 
 
 ENDS = (
-    Rule("{p}embed_tokens.weight", ("embed.weight",)),
-    Rule("{p}norm.weight", ("norm.weight",)),
-    Rule("lm_head.weight", ("head.weight",)),
-    Rule("language_model.lm_head.weight", ("head.weight",)),
-    Rule("lm_head.bias", ("head.bias",)),
-    Rule("lm_head.bias", ("head_bias",)),
+    TensorRule("{p}embed_tokens.weight", ("embed.weight",)),
+    TensorRule("{p}norm.weight", ("norm.weight",)),
+    TensorRule("lm_head.weight", ("head.weight",)),
+    TensorRule("language_model.lm_head.weight", ("head.weight",)),
+    TensorRule("lm_head.bias", ("head.bias",)),
+    TensorRule("lm_head.bias", ("head_bias",)),
 )
 IN_LAYER = "{p}layers.{i}."
 ATTENTION = rules(
@@ -58,49 +59,57 @@ NORMS_AROUND = rules(
 )
 
 
-def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """The router of a block of experts, and what each expert holds."""
-    each = "experts.{e}."
-    names = {"gate": "router", each + gate: "gate", each + up: "up", each + down: "down"}
+def experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
+    """Rules for the router and the expert matrices of a mixture-of-experts block."""
+    expert_prefix = "experts.{e}."
+    names = {
+        "gate": "router",
+        expert_prefix + gate: "gate",
+        expert_prefix + up: "up",
+        expert_prefix + down: "down",
+    }
     stacked, sides = f"{IN_LAYER}{block}.experts.", ("gate", "up")
     return (
         *(
-            Rule(f"{IN_LAYER}{block}.{theirs}.weight", (f"layers.{{i}}.feed.{ours}.weight",))
-            for theirs, ours in names.items()
+            TensorRule(
+                f"{IN_LAYER}{block}.{file_name}.weight", (f"layers.{{i}}.feed.{weight}.weight",)
+            )
+            for file_name, weight in names.items()
         ),
-        # Some files hold the matrices of all experts in one tensor.
-        Rule(f"{stacked}gate_up_proj", tuple(f"layers.{{i}}.feed.{o}.weight" for o in sides)),
-        Rule(f"{stacked}down_proj", ("layers.{i}.feed.down.weight",)),
+        # Some files stack the matrices of all experts in one tensor.
+        TensorRule(f"{stacked}gate_up_proj", tuple(f"layers.{{i}}.feed.{o}.weight" for o in sides)),
+        TensorRule(f"{stacked}down_proj", ("layers.{i}.feed.down.weight",)),
     )
 
 
 LLAMA = rules(ENDS, ATTENTION, NORMS_BEFORE, FEED)
 
 
-def gguf(*, interleaved: bool, plus_one: bool, gated: bool = False) -> tuple[Rule, ...]:
-    """llama.cpp's names, the same for every family.
+def gguf_rules(*, interleaved: bool, plus_one: bool, gated: bool = False) -> tuple[TensorRule, ...]:
+    """llama.cpp's tensor names, the same for every family.
 
-    `interleaved`: rows of queries and keys are ordered for a rotation of neighbours.
-    `plus_one`: norm weights are stored with the one already added.
-    `gated`: rows of a head's gate stand behind those of its queries.
+    Args:
+        interleaved: Rows of queries and keys are permuted for the rotation of adjacent pairs.
+        plus_one: Norm weights are stored with the one already added.
+        gated: Rows of a head's gate follow those of its queries.
     """
-    turned: Layout = "interleaved" if interleaved else "plain"
+    rope_layout: Layout = "interleaved" if interleaved else "plain"
     norm: Layout = "plus_one" if plus_one else "plain"
     return rules(
         (
-            Rule("token_embd.weight", ("embed.weight",)),
-            Rule("position_embd.weight", ("position_embed.weight",)),
-            Rule("output_norm.weight", ("norm.weight",), norm),
-            Rule("output_norm.bias", ("norm.bias",)),
-            Rule("output.weight", ("head.weight",)),
-            Rule("output.bias", ("head.bias",)),
-            Rule("output.bias", ("head_bias",)),
+            TensorRule("token_embd.weight", ("embed.weight",)),
+            TensorRule("position_embd.weight", ("position_embed.weight",)),
+            TensorRule("output_norm.weight", ("norm.weight",), norm),
+            TensorRule("output_norm.bias", ("norm.bias",)),
+            TensorRule("output.weight", ("head.weight",)),
+            TensorRule("output.bias", ("head.bias",)),
+            TensorRule("output.bias", ("head_bias",)),
         ),
         layer("blk.{i}.attn_norm", "attention_norm", layout=norm),
         layer("blk.{i}.attn_q", "attention.q", "attention.gate", layout="gated_heads")
         if gated
-        else layer("blk.{i}.attn_q", "attention.q", layout=turned),
-        layer("blk.{i}.attn_k", "attention.k", layout=turned),
+        else layer("blk.{i}.attn_q", "attention.q", layout=rope_layout),
+        layer("blk.{i}.attn_k", "attention.k", layout=rope_layout),
         layer("blk.{i}.attn_v", "attention.v"),
         layer("blk.{i}.attn_qkv", "attention.q", "attention.k", "attention.v"),
         layer("blk.{i}.attn_q_norm", "attention.q_norm", layout=norm),
@@ -133,10 +142,10 @@ GGUF_RECURRENT = rules(
     layer("blk.{i}.ssm_beta", "mixer.b"),
     layer("blk.{i}.ssm_alpha", "mixer.a"),
     (
-        Rule("blk.{i}.ssm_a", ("layers.{i}.mixer.a_log",), "log_of_minus"),
-        Rule("blk.{i}.ssm_dt.bias", ("layers.{i}.mixer.dt_bias",)),
-        Rule("blk.{i}.ssm_norm.weight", ("layers.{i}.mixer.norm_weight",)),
-        Rule("blk.{i}.exp_probs_b.bias", ("layers.{i}.feed.selection_bias",)),
+        TensorRule("blk.{i}.ssm_a", ("layers.{i}.mixer.a_log",), "log_of_minus"),
+        TensorRule("blk.{i}.ssm_dt.bias", ("layers.{i}.mixer.dt_bias",)),
+        TensorRule("blk.{i}.ssm_norm.weight", ("layers.{i}.mixer.norm_weight",)),
+        TensorRule("blk.{i}.exp_probs_b.bias", ("layers.{i}.feed.selection_bias",)),
     ),
     layer("blk.{i}.ffn_gate_inp_shexp", "feed.shared_gate"),
     layer("blk.{i}.ffn_gate_shexp", "feed.shared.gate"),

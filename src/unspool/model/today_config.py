@@ -1,4 +1,4 @@
-"""Settings of the families of today that no table can say: in config.json and in GGUF metadata."""
+"""Settings of single families that the tables cannot express, from config.json and back."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from unspool.model.family import Family, check_length
 Raw = Mapping[str, Any]
 
 
-def read_today(family: Family, full: Raw, values: Raw) -> dict[str, Any]:
-    """What else a config.json says of such a model."""
+def extra_settings_from_hf(family: Family, full: Raw, values: Raw) -> dict[str, Any]:
+    """Further fields of ModelConfig for some families."""
     if family.name == "ministral3":
         rope = full.get("rope_scaling") or full["rope_parameters"]
-        grown = float(rope.get("llama_4_scaling_beta") or 0.0)
-        original = full.get("original_max_position_embeddings")  # it wins, as in transformers
+        growth = float(rope.get("llama_4_scaling_beta") or 0.0)
+        original = full.get("original_max_position_embeddings")  # takes precedence
         original = original or rope.get("original_max_position_embeddings")
-        return query_growth(grown, int(original or 0))
+        return query_growth(growth, int(original or 0))
     if family.name == "granite":
         return {"logit_scale": 1 / full["logits_scaling"]}
     if family.name == "mellum":
@@ -28,7 +28,7 @@ def read_today(family: Family, full: Raw, values: Raw) -> dict[str, Any]:
         check_length("mlp_layer_types", kinds, values["layers"])
         return {"dense_layers": tuple(n for n, kind in enumerate(kinds) if kind == "dense")}
     if family.name == "gemma":
-        # Files that say "gelu" mean its approximation, too.
+        # "gelu" means the tanh approximation here, too.
         activation = {"gelu": "gelu_tanh"}.get(values["activation"], values["activation"])
         return {**gemma_scales(values), "activation": activation}
     if family.name == "gemma4":
@@ -54,68 +54,74 @@ def _gemma4(full: Raw, values: Raw) -> dict[str, Any]:
     layers = values["layers"]
     windows = (*(values["windows"] or (0,) * layers)[:-1], 0)  # the last layer sees everything
     if full.get("use_bidirectional_attention") == "all":
-        raise ModelFileError("a gemma4 model whose tokens all look both ways is not supported")
+        raise ModelFileError("a bidirectional gemma4 model is not supported")
     if values["token_width"] and full.get("vocab_size_per_layer_input") not in (
         None,
         values["vocab_size"],
     ):
-        raise ModelFileError(
-            "config.json gives the tokens of each layer another vocabulary than the model's"
+        raise ModelFileError("config.json: vocab_size_per_layer_input must equal vocab_size")
+    keys_are_values = bool(full.get("attention_k_eq_v"))
+    global_layer = {"head_dim": full["global_head_dim"]}
+    if keys_are_values and full.get("num_global_key_value_heads") is not None:
+        global_layer["num_key_value_heads"] = full["num_global_key_value_heads"]
+    layer_config = full.get("per_layer_config")
+    if layer_config is None:
+        layer_config = {str(layer): global_layer for layer in range(layers) if not windows[layer]}
+    for layer, overrides in layer_config.items():
+        is_valid = isinstance(overrides, Mapping) and all(
+            isinstance(v, int) for v in overrides.values()
         )
-    same = bool(full.get("attention_k_eq_v"))
-    wide = {"head_dim": full["global_head_dim"]}
-    if same and full.get("num_global_key_value_heads") is not None:
-        wide["num_key_value_heads"] = full["num_global_key_value_heads"]
-    told = full.get("per_layer_config")
-    if told is None:
-        told = {str(layer): wide for layer in range(layers) if not windows[layer]}
-    for layer, own in told.items():
-        known = isinstance(own, Mapping) and all(isinstance(v, int) for v in own.values())
-        if not known or not own.keys() <= {"head_dim", "num_key_value_heads"}:
+        if not is_valid or not overrides.keys() <= {"head_dim", "num_key_value_heads"}:
             raise ModelFileError(
                 f"config.json: per_layer_config of layer {layer} may set head_dim and "
-                f"num_key_value_heads to whole numbers, got {own!r}"
+                f"num_key_value_heads to whole numbers, got {overrides!r}"
             )
     wider = 1 + bool(full.get("use_double_wide_mlp"))
-    shared = range(layers - values["kv_shared"], layers) if values["kv_shared"] else range(0)
+    sharing_layers = (
+        range(layers - values["kv_shared"], layers) if values["kv_shared"] else range(0)
+    )
     shapes = tuple(
         LayerShape(
             heads=values["heads"],
-            kv_heads=told.get(str(n), {}).get("num_key_value_heads", values["kv_heads"]),
-            head_width=told.get(str(n), {}).get("head_dim", values["head_width"]),
-            ff_width=values["ff_width"] * (wider if n in shared else 1),
+            kv_heads=layer_config.get(str(n), {}).get("num_key_value_heads", values["kv_heads"]),
+            head_width=layer_config.get(str(n), {}).get("head_dim", values["head_width"]),
+            ff_width=values["ff_width"] * (wider if n in sharing_layers else 1),
         )
         for n in range(layers)
     )
-    found = {**largest(shapes), "windows": windows, "embedding_scale": math.sqrt(values["width"])}
+    settings = {
+        **max_sizes(shapes),
+        "windows": windows,
+        "embedding_scale": math.sqrt(values["width"]),
+    }
     full_layers = tuple(n for n in range(layers) if not windows[n])
-    found["keys_as_values"] = full_layers if same else ()
+    settings["keys_as_values"] = full_layers if keys_are_values else ()
     if full.get("enable_moe_block"):
-        found.update(
+        settings.update(
             experts=full["num_experts"],
             experts_per_token=full["top_k_experts"],
             expert_width=full["moe_intermediate_size"],
             dense_beside_experts=True,
         )
-    return found
+    return settings
 
 
-def largest(shapes: tuple[LayerShape, ...]) -> dict[str, Any]:
-    """The sizes of a model whose layers have these; the shapes themselves where they differ."""
+def max_sizes(shapes: tuple[LayerShape, ...]) -> dict[str, Any]:
+    """The maximum sizes over all layers; the shapes themselves if they differ."""
     names = ("heads", "kv_heads", "head_width", "ff_width")
-    found: dict[str, Any] = {name: max(getattr(s, name) for s in shapes) for name in names}
-    return {**found, "shapes": shapes if len(set(shapes)) > 1 else ()}
+    sizes: dict[str, Any] = {name: max(getattr(s, name) for s in shapes) for name in names}
+    return {**sizes, "shapes": shapes if len(set(shapes)) > 1 else ()}
 
 
 # -- writing --------------------------------------------------------------------------------
 
 
-def write_today(config: ModelConfig) -> dict[str, Any]:
-    """What else transformers needs to build such a model."""
+def extra_settings_to_hf(config: ModelConfig) -> dict[str, Any]:
+    """Further keys of config.json for some families."""
     if config.family == "ministral3" and config.rotary is not None:
         span = config.query_span or config.rotary.original_context
-        told = {"llama_4_scaling_beta": config.query_growth}
-        return {"rope_parameters": {**told, "original_max_position_embeddings": span}}
+        growth = {"llama_4_scaling_beta": config.query_growth}
+        return {"rope_parameters": {**growth, "original_max_position_embeddings": span}}
     if config.family == "granite":
         return {"logits_scaling": 1 / config.logit_scale, "attention_multiplier": config.scale}
     if config.family == "mellum":
@@ -129,26 +135,26 @@ def write_today(config: ModelConfig) -> dict[str, Any]:
 
 def _write_gemma4(config: ModelConfig) -> dict[str, Any]:
     shapes = [config.shape(layer) for layer in range(config.layers)]
-    usual = shapes[0]
-    last = shapes[-1].ff_width
-    found: dict[str, Any] = {
-        "head_dim": usual.head_width,
-        "num_key_value_heads": usual.kv_heads,
-        "intermediate_size": usual.ff_width,
-        "use_double_wide_mlp": bool(config.kv_shared) and last == 2 * usual.ff_width,
+    first_shape = shapes[0]
+    last_ff_width = shapes[-1].ff_width
+    raw: dict[str, Any] = {
+        "head_dim": first_shape.head_width,
+        "num_key_value_heads": first_shape.kv_heads,
+        "intermediate_size": first_shape.ff_width,
+        "use_double_wide_mlp": bool(config.kv_shared) and last_ff_width == 2 * first_shape.ff_width,
         "per_layer_config": {
             str(n): {"head_dim": shape.head_width, "num_key_value_heads": shape.kv_heads}
             for n, shape in enumerate(shapes)
-            if (shape.head_width, shape.kv_heads) != (usual.head_width, usual.kv_heads)
+            if (shape.head_width, shape.kv_heads) != (first_shape.head_width, first_shape.kv_heads)
         },
         "attention_k_eq_v": bool(config.keys_as_values),
         "vocab_size_per_layer_input": config.vocab_size,
         "enable_moe_block": config.experts > 0,
     }
     if config.experts:
-        found.update(
+        raw.update(
             num_experts=config.experts,
             top_k_experts=config.experts_per_token,
             moe_intermediate_size=config.expert_width,
         )
-    return found
+    return raw

@@ -1,10 +1,10 @@
-"""Families of 2025 and 2026, as tables; what needs more than a table is in `today_config.py`."""
+"""Causal transformer families, as tables. What a table cannot express is in `today_config.py`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from unspool.model.family import BIASES, Family, like_llama
+from unspool.model.family import BIASES, Family, llama_like
 from unspool.model.tensor_names import (
     ATTENTION,
     ENDS,
@@ -14,9 +14,10 @@ from unspool.model.tensor_names import (
     NORMS_AROUND,
     NORMS_BEFORE,
     experts,
+    layer,
     rules,
 )
-from unspool.model.weights import Rule
+from unspool.model.weights import TensorRule
 
 _EXPERTS = {
     "experts": "num_experts",
@@ -24,7 +25,7 @@ _EXPERTS = {
     "expert_width": "moe_intermediate_size",
     "normalize_experts": "norm_topk_prob",
 }
-# What Gemma 4 has in a layer beside the others: ours, in a folder, in a GGUF file.
+# Weights that only Gemma 4 has in a layer -> their names in safetensors and in GGUF.
 _GEMMA4 = {
     "feed.dense_norm.weight": ("pre_feedforward_layernorm.weight", "ffn_norm.weight"),
     "feed.dense_post_norm.weight": (
@@ -55,23 +56,340 @@ _GEMMA4_ENDS = {
 }  # fmt: skip
 
 
-def _gemma4(place: int, in_layer: str, ends: str, both: str) -> tuple[Rule, ...]:
+def _gemma4(column: int, in_layer: str, ends: str, gate_up_tensor: str) -> tuple[TensorRule, ...]:
     gate_up = ("layers.{i}.feed.experts.gate.weight", "layers.{i}.feed.experts.up.weight")
     return (
-        *(Rule(ends + theirs[place], (ours,)) for ours, theirs in _GEMMA4_ENDS.items()),
-        *(Rule(in_layer + n[place], (f"layers.{{i}}.{ours}",)) for ours, n in _GEMMA4.items()),
-        Rule(in_layer + both, gate_up),
+        *(TensorRule(ends + names[column], (weight,)) for weight, names in _GEMMA4_ENDS.items()),
+        *(
+            TensorRule(in_layer + n[column], (f"layers.{{i}}.{weight}",))
+            for weight, n in _GEMMA4.items()
+        ),
+        TensorRule(in_layer + gate_up_tensor, gate_up),
     )
 
 
 _GEMMA4_GGUF = (
     *_gemma4(1, "blk.{i}.", "", "ffn_gate_up_exps.weight"),
-    Rule("blk.{i}.ffn_gate_exps.weight", ("layers.{i}.feed.experts.gate.weight",)),
-    Rule("blk.{i}.ffn_up_exps.weight", ("layers.{i}.feed.experts.up.weight",)),
+    TensorRule("blk.{i}.ffn_gate_exps.weight", ("layers.{i}.feed.experts.gate.weight",)),
+    TensorRule("blk.{i}.ffn_up_exps.weight", ("layers.{i}.feed.experts.up.weight",)),
 )
 
-TODAY: tuple[Family, ...] = (
-    like_llama(
+_GEMMA_KEYS = {
+    **BIASES,
+    "activation": "hidden_activation",
+    "logit_softcap": "final_logit_softcapping",
+}
+_GEMMA_DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "max_position_embeddings": 8192,
+    "num_key_value_heads": 4,
+}
+_GEMMA_READS = ("query_pre_attn_scalar", "use_bidirectional_attention")
+_SLIDING_QWEN = {
+    "max_window_layers": 28,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+}
+_NUM_EXPERTS = {"num_experts": "num_local_experts"}
+
+CAUSAL: tuple[Family, ...] = (
+    llama_like("llama", "LlamaForCausalLM", keys={**BIASES, "ff_bias": "mlp_bias"}),
+    llama_like(
+        "mistral",
+        "MistralForCausalLM",
+        gguf="llama",
+        defaults={
+            "sliding_window": 4096,
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+        },
+        reads=("layer_types",),  # such a file is taken for a Ministral
+        window_layers="all",
+    ),
+    llama_like(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        defaults=_SLIDING_QWEN,
+        fixed={"qkv_bias": True},
+        reads=("max_window_layers",),
+        window_layers="later",
+        window_needs_switch=True,
+    ),
+    llama_like(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        keys=BIASES,
+        defaults={**_SLIDING_QWEN, "head_dim": 128},
+        fixed={"qk_norm": "head"},
+        reads=("max_window_layers",),
+        window_layers="later",
+        window_needs_switch=True,
+    ),
+    llama_like(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        keys={**_GEMMA_KEYS, "attention_softcap": "attn_logit_softcapping"},
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        only={"use_bidirectional_attention": False},
+        fixed={"norm_plus_one": True, "norm_after": True},
+        reads=("query_pre_attn_scalar",),
+        window_layers="every second",
+        rules=rules(ENDS, ATTENTION, NORMS_AROUND, FEED),
+    ),
+    llama_like(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        keys=_GEMMA_KEYS,
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10000.0,
+            "max_position_embeddings": 131072,
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "final_logit_softcapping": None,
+        },
+        fixed={"norm_plus_one": True, "norm_after": True, "qk_norm": "head"},
+        reads=(*_GEMMA_READS, "sliding_window_pattern", "rope_local_base_freq"),
+        rotary_by_kind=True,
+        window_layers="five of six",
+        rules=rules(ENDS, ATTENTION, NORMS_AROUND, FEED),
+    ),
+    llama_like(
+        "phi3",
+        "Phi3ForCausalLM",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "partial_rotary_factor": 1.0,
+        },
+        reads=("partial_rotary_factor",),
+        window_layers="all",
+        rules=rules(
+            ENDS,
+            layer(IN_LAYER + "self_attn.qkv_proj", "attention.q", "attention.k", "attention.v"),
+            layer(IN_LAYER + "self_attn.o_proj", "attention.out"),
+            layer(IN_LAYER + "mlp.gate_up_proj", "feed.gate", "feed.up"),
+            layer(IN_LAYER + "mlp.down_proj", "feed.down"),
+            NORMS_BEFORE,
+        ),
+    ),
+    llama_like(
+        "olmo2",
+        "Olmo2ForCausalLM",
+        keys=BIASES,
+        defaults={"rms_norm_eps": 1e-5},
+        fixed={"norm_before": False, "norm_after": True, "qk_norm": "whole"},
+        rules=rules(ENDS, ATTENTION, NORMS_AFTER, FEED),
+    ),
+    llama_like(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        keys={**BIASES, "ff_bias": "mlp_bias"},
+        defaults={
+            "rope_theta": 2_000_000.0,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "use_sliding_window": False,
+        },
+        reads=("no_rope_layers", "no_rope_layer_interval"),
+        window_layers="unrotated",
+        window_needs_switch=True,
+    ),
+    llama_like(
+        "mixtral",
+        "MixtralForCausalLM",
+        gguf="llama",
+        keys={
+            "experts": "num_local_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "expert_width": "intermediate_size",
+        },
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+        },
+        other_names=_NUM_EXPERTS,
+        window_layers="all",
+        rules=rules(
+            ENDS,
+            ATTENTION,
+            NORMS_BEFORE,
+            experts("block_sparse_moe", "w1", "w3", "w2"),
+        ),
+    ),
+    llama_like(
+        "qwen3-moe",
+        "Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        gguf="qwen3moe",
+        keys={
+            **BIASES,
+            "experts": "num_experts",
+            "experts_per_token": "num_experts_per_tok",
+            "expert_width": "moe_intermediate_size",
+            "normalize_experts": "norm_topk_prob",
+        },
+        defaults={
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 8,
+            "num_experts": 128,
+            "moe_intermediate_size": 768,
+            "intermediate_size": 6144,
+            "decoder_sparse_step": 1,
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+            "max_position_embeddings": 32768,
+        },
+        fixed={"qk_norm": "head"},
+        reads=("decoder_sparse_step", "mlp_only_layers"),
+        other_names={"num_local_experts": "num_experts"},
+        window_layers="all",
+        window_needs_switch=True,
+        rules=rules(
+            ENDS,
+            ATTENTION,
+            NORMS_BEFORE,
+            FEED,  # for layers without experts; their names come first in those
+            experts("mlp", "gate_proj", "up_proj", "down_proj"),
+        ),
+    ),
+    Family(
+        name="gpt2",
+        model_type="gpt2",
+        architecture="GPT2LMHeadModel",
+        gguf="gpt2",
+        keys={
+            "vocab_size": "vocab_size",
+            "width": "n_embd",
+            "layers": "n_layer",
+            "heads": "n_head",
+            "ff_width": "n_inner",
+            "context": "n_positions",
+            "norm_eps": "layer_norm_epsilon",
+            "activation": "activation_function",
+            "tied": "tie_word_embeddings",
+        },
+        defaults={
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu_new",
+            "tie_word_embeddings": True,
+            "n_positions": 1024,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+        },
+        reads=("scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
+        other_names={
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+        fixed={
+            "norm": "layer",
+            "positions": "learned",
+            "gated": False,
+            "qkv_bias": True,
+            "out_bias": True,
+            "ff_bias": True,
+        },
+        prefixes=("transformer.", ""),
+        rules=rules(
+            (
+                TensorRule("{p}wte.weight", ("embed.weight",)),
+                TensorRule("{p}wpe.weight", ("position_embed.weight",)),
+                TensorRule("{p}ln_f.weight", ("norm.weight",)),
+                TensorRule("{p}ln_f.bias", ("norm.bias",)),
+                TensorRule("lm_head.weight", ("head.weight",)),
+            ),
+            layer("{p}h.{i}.ln_1", "attention_norm"),
+            layer(
+                "{p}h.{i}.attn.c_attn",
+                "attention.q",
+                "attention.k",
+                "attention.v",
+                layout="transposed",
+            ),
+            layer("{p}h.{i}.attn.c_proj", "attention.out", layout="transposed"),
+            layer("{p}h.{i}.ln_2", "feed_norm"),
+            layer("{p}h.{i}.mlp.c_fc", "feed.up", layout="transposed"),
+            layer("{p}h.{i}.mlp.c_proj", "feed.down", layout="transposed"),
+        ),
+    ),
+    Family(
+        name="gpt-neox",
+        model_type="gpt_neox",
+        architecture="GPTNeoXForCausalLM",
+        gguf="gptneox",
+        keys={
+            "vocab_size": "vocab_size",
+            "width": "hidden_size",
+            "layers": "num_hidden_layers",
+            "heads": "num_attention_heads",
+            "ff_width": "intermediate_size",
+            "context": "max_position_embeddings",
+            "norm_eps": "layer_norm_eps",
+            "activation": "hidden_act",
+            "tied": "tie_word_embeddings",
+            "parallel": "use_parallel_residual",
+            "qkv_bias": "attention_bias",
+            "out_bias": "attention_bias",
+        },
+        defaults={
+            "layer_norm_eps": 1e-5,
+            "hidden_act": "gelu",
+            "tie_word_embeddings": False,
+            "use_parallel_residual": True,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 2048,
+        },
+        reads=("partial_rotary_factor",),
+        other_names={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
+        fixed={"norm": "layer", "gated": False, "ff_bias": True},
+        prefixes=("gpt_neox.", ""),
+        rules=rules(
+            (
+                TensorRule("{p}embed_in.weight", ("embed.weight",)),
+                TensorRule("{p}final_layer_norm.weight", ("norm.weight",)),
+                TensorRule("{p}final_layer_norm.bias", ("norm.bias",)),
+                TensorRule("embed_out.weight", ("head.weight",)),
+                TensorRule("lm_head.weight", ("head.weight",)),
+            ),
+            NORMS_BEFORE,
+            layer(
+                IN_LAYER + "attention.query_key_value",
+                "attention.q",
+                "attention.k",
+                "attention.v",
+                layout="per_head",
+            ),
+            layer(IN_LAYER + "attention.dense", "attention.out"),
+            layer(IN_LAYER + "mlp.dense_h_to_4h", "feed.up"),
+            layer(IN_LAYER + "mlp.dense_4h_to_h", "feed.down"),
+        ),
+    ),
+    llama_like(
         "ministral3",
         "Ministral3ForCausalLM",
         gguf="mistral3",
@@ -95,7 +413,7 @@ TODAY: tuple[Family, ...] = (
         },
         window_layers="all",
     ),
-    like_llama(
+    llama_like(
         "granite",
         "GraniteForCausalLM",
         keys={
@@ -113,7 +431,7 @@ TODAY: tuple[Family, ...] = (
         },
         reads=("logits_scaling",),
     ),
-    like_llama(
+    llama_like(
         "olmo3",
         "Olmo3ForCausalLM",
         gguf="olmo2",
@@ -128,7 +446,7 @@ TODAY: tuple[Family, ...] = (
         window_layers="three of four",
         rules=rules(ENDS, ATTENTION, NORMS_AFTER, FEED),
     ),
-    like_llama(
+    llama_like(
         "mellum",
         "MellumForCausalLM",
         keys={**BIASES, **_EXPERTS},
@@ -161,7 +479,7 @@ TODAY: tuple[Family, ...] = (
             experts("mlp", "gate_proj", "up_proj", "down_proj"),
         ),
     ),
-    like_llama(
+    llama_like(
         "gemma",
         "GemmaForCausalLM",
         keys=BIASES,
@@ -175,7 +493,7 @@ TODAY: tuple[Family, ...] = (
         only={"use_bidirectional_attention": False},
         fixed={"norm_plus_one": True},
     ),
-    like_llama(
+    llama_like(
         "gemma4",
         "Gemma4ForCausalLM",
         model_type="gemma4_text",
@@ -240,8 +558,8 @@ TODAY: tuple[Family, ...] = (
     ),
 )
 
-# Types of models that are another family once their pictures are left out, what those say by
-# their silence, and where else they differ from that family.
+# Multimodal model types whose language model is of another family: that family's name, other
+# defaults, and other differences.
 Alias = tuple[str, dict[str, Any], dict[str, Any]]
 _NO_WINDOWS = {"window_layers": "", "window_needs_switch": False, "reads": ()}
 _QWEN2_VL: Alias = (

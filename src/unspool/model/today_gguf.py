@@ -1,4 +1,4 @@
-"""Settings of the families of today in GGUF metadata; sizes there may differ between layers."""
+"""Settings of single families in GGUF metadata, where sizes may differ between layers."""
 
 from __future__ import annotations
 
@@ -10,53 +10,55 @@ from unspool.model.config import LayerShape
 from unspool.model.families import FAMILIES
 from unspool.model.family import Family
 from unspool.model.gguf import GGUFFile
-from unspool.model.gguf_keys import Keys
+from unspool.model.gguf_keys import ArchitectureMetadata
 from unspool.model.positions import Rotary
-from unspool.model.today_config import gemma_scales, largest, query_growth
+from unspool.model.today_config import gemma_scales, max_sizes, query_growth
 
 
-def family_in_file(family: Family, keys: Keys) -> Family:
-    """The family of a file whose architecture has several."""
+def resolve_gguf_family(family: Family, keys: ArchitectureMetadata) -> Family:
+    """Resolve an architecture that several families share."""
     if family.name == "ministral3" and not keys.number("attention.temperature_scale", 0.0):
         return FAMILIES["mistral"]
-    if family.gguf == "olmo2":  # OLMo 3 calls itself so, too
+    if family.gguf == "olmo2":  # also the architecture of OLMo 3
         return FAMILIES["olmo3" if keys.number("attention.sliding_window", 0) else "olmo2"]
     return family
 
 
-def layer_shapes(keys: Keys, layers: int, width: int) -> dict[str, Any]:
-    """The sizes of heads and feed-forwards: the largest, and each layer's where they differ."""
+def layer_shapes(keys: ArchitectureMetadata, layers: int, width: int) -> dict[str, Any]:
+    """Sizes of heads and feed-forwards: the maxima, and each layer's if they differ."""
     heads = keys.per_layer("attention.head_count", layers)
     kv_heads = keys.per_layer("attention.head_count_kv", layers, heads[0])
     kv_heads = [count or max(kv_heads) for count in kv_heads]  # recurrent layers have none
-    experts = keys.get("expert_feed_forward_length")  # all that there is, in some
+    experts = keys.get("expert_feed_forward_length")  # some files have only this key
     ff_widths = keys.per_layer("feed_forward_length", layers, experts)
     ff_widths = [width or max(ff_widths) for width in ff_widths]  # as for layers without them
-    wide = keys.number("attention.key_length", width // heads[0])
-    near = keys.number("attention.key_length_swa", wide)
+    full_width = keys.number("attention.key_length", width // heads[0])
+    window_width = keys.number("attention.key_length_swa", full_width)
     windows = [0] * layers
-    if near != wide:
+    if window_width != full_width:
         windows = keys.per_layer("attention.sliding_window_pattern", layers, 0)
     shapes = tuple(
-        LayerShape(heads=h, kv_heads=kv, head_width=near if window else wide, ff_width=ff)
+        LayerShape(
+            heads=h, kv_heads=kv, head_width=window_width if window else full_width, ff_width=ff
+        )
         for h, kv, ff, window in zip(heads, kv_heads, ff_widths, windows, strict=True)
     )
-    return largest(shapes)
+    return max_sizes(shapes)
 
 
-def yarn_attention(factor: float, log_multiplier: float) -> float:
-    """How much longer queries and keys are with this scaling."""
+def yarn_attention_factor(factor: float, log_multiplier: float) -> float:
+    """Attention factor of YaRN."""
 
-    def grown(weight: float) -> float:
+    def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    return grown(1.0) / (grown(log_multiplier) if log_multiplier else 1.0)
+    return scale(1.0) / (scale(log_multiplier) if log_multiplier else 1.0)
 
 
-def read_today(
-    family: Family, file: GGUFFile, keys: Keys, values: Mapping[str, Any]
+def extra_settings_from_gguf(
+    family: Family, file: GGUFFile, keys: ArchitectureMetadata, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What else a file says of such a model."""
+    """Further fields of ModelConfig for some families."""
     if family.name == "ministral3":
         span = keys.number("rope.scaling.original_context_length", values["context"])
         span = keys.number("attention.temperature_length", span)
@@ -77,19 +79,21 @@ def read_today(
     return {}
 
 
-def _local_rotary(keys: Keys, rotary: Rotary) -> Rotary:
-    """Layers with a window turn as they were trained to, whatever is done to the others."""
+def _local_rotary(keys: ArchitectureMetadata, rotary: Rotary) -> Rotary:
+    """RoPE of sliding-window layers, which is never scaled."""
     width = int(keys.number("rope.dimension_count_swa", rotary.width))
     return Rotary(width=width, base=float(keys.number("rope.freq_base_swa", rotary.base)))
 
 
-def _gemma4(file: GGUFFile, keys: Keys, values: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma4(
+    file: GGUFFile, keys: ArchitectureMetadata, values: Mapping[str, Any]
+) -> dict[str, Any]:
     layers, shared = values["layers"], int(keys.number("attention.shared_kv_layers", 0))
-    own = range(layers - shared)
+    own_kv_layers = range(layers - shared)
     rotary = values["rotary"]
-    if rotary.scaling == "longrope":  # pairs that do not turn are slowed beyond all measure
-        turning = sum(factor < 1e9 for factor in rotary.short_factors)
-        share = 2 * turning / rotary.width
+    if rotary.scaling == "longrope":  # unrotated pairs have a huge factor
+        num_rotated = sum(factor < 1e9 for factor in rotary.short_factors)
+        share = 2 * num_rotated / rotary.width
         rotary = Rotary(width=rotary.width, base=rotary.base, scaling="proportional", share=share)
     return {
         "rotary": rotary,
@@ -98,7 +102,9 @@ def _gemma4(file: GGUFFile, keys: Keys, values: Mapping[str, Any]) -> dict[str, 
         "embedding_scale": math.sqrt(values["width"]),
         "logit_softcap": float(keys.number("final_logit_softcapping", 0.0)),
         "kv_shared": shared,
-        "keys_as_values": tuple(n for n in own if f"blk.{n}.attn_v.weight" not in file.tensors),
+        "keys_as_values": tuple(
+            n for n in own_kv_layers if f"blk.{n}.attn_v.weight" not in file.tensors
+        ),
         "token_width": int(keys.number("embedding_length_per_layer_input", 0)),
         "layer_scale": "blk.0.layer_output_scale.weight" in file.tensors,
         "dense_beside_experts": bool(keys.number("expert_count", 0)),

@@ -15,7 +15,7 @@ from unspool.serve.http.threads import in_thread
 from unspool.train.twins.puzzles.puzzle import puzzle_named
 
 router = new_router("Puzzles", "/v1/puzzles")
-Kind = Literal["sudoku", "countdown"]
+Kind = Literal["sudoku"]
 
 
 class PuzzleRequest(Strict):
@@ -42,8 +42,6 @@ class AnswerRequest(Strict):
 async def make(body: PuzzleRequest) -> Response:
     """`models` names one that fills it in any order (`/v1/diffuse` with `places` tokens) and one
     that writes it from left to right."""
-    if body.empty is not None and body.puzzle != "sudoku":
-        raise bad_request(f"empty is only for sudoku, got puzzle {body.puzzle!r}", "empty")
     puzzle = puzzle_named(body.puzzle if body.empty is None else f"{body.puzzle}:{body.empty}")
     # The first boards are found by search, which takes a moment.
     prompts, _ = await in_thread(puzzle.made, 1, np.random.default_rng(body.seed))

@@ -92,7 +92,7 @@ def cut(name: str, rows: int) -> Callable[[Tensors], None]:
         (lambda t: t.pop("blk.0.ffn_down.weight"), {}, r"lacks blk\.0\.ffn_down\.weight"),
         (lambda _: None, {"feed_forward_length": 96}, r"has shape \(64, 32\).*\(96, 32\)"),
         (lambda _: None, {"attention__head_count_kv": 1}, r"attn_k\.weight has shape"),
-        (lambda _: None, {"attention__head_count_kv": 3}, "kv_heads is 3.*divisor of 4"),
+        (lambda _: None, {"attention__head_count_kv": 3}, "kv_heads must be a divisor of 4, got 3"),
         (lambda _: None, {"block_count": 2}, r"lacks blk\.1\."),
         (lambda _: None, {"embedding_length": 16}, "has shape"),
     ],

@@ -1,5 +1,4 @@
-"""What a layer of Gemma 4 has beside the usual: experts next to a feed-forward, and a few numbers
-of the token itself for every layer."""
+"""Parts of Gemma 4's layers: experts in parallel with a feed-forward, and per-layer embeddings."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from unspool.model.layers.parts import Norm, activate
 
 
 class DenseAndExperts(nn.Module):
-    """A feed-forward for every token, and experts of which a router picks a few; both read the same
-    vector, each through norms of its own, and their answers are added."""
+    """A dense feed-forward and a mixture of experts in parallel, each with its own norms; their
+    outputs are added."""
 
     def __init__(self, config: ModelConfig, dense: nn.Module, experts: Any) -> None:
         super().__init__()
@@ -30,19 +29,19 @@ class DenseAndExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
-        routed = self.router_norm(tokens) * tokens.shape[-1] ** -0.5
-        weights, chosen = self.experts.choose(routed)
-        answers = self.experts(
-            self.experts_norm(tokens), (weights * self.expert_scale[chosen], chosen)
+        router_input = self.router_norm(tokens) * tokens.shape[-1] ** -0.5
+        weights, expert_ids = self.experts.choose(router_input)
+        expert_output = self.experts(
+            self.experts_norm(tokens), (weights * self.expert_scale[expert_ids], expert_ids)
         )
-        fed: Tensor = self.dense_post_norm(self.dense(self.dense_norm(x)))
-        both: Tensor = fed + self.experts_post_norm(answers).view_as(x)
-        return both
+        dense_output: Tensor = self.dense_post_norm(self.dense(self.dense_norm(x)))
+        output: Tensor = dense_output + self.experts_post_norm(expert_output).view_as(x)
+        return output
 
 
-class TokenInputs(nn.Module):
-    """For every layer a few numbers of each token: looked up in a table of its own, and made from
-    the vector that the token begins with."""
+class PerLayerEmbeddings(nn.Module):
+    """Per-layer embeddings: a small vector per token and layer, the sum of a table lookup and a
+    projection of the token embedding."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -52,19 +51,19 @@ class TokenInputs(nn.Module):
         self.norm = Norm(config, self.width, "rms")
 
     def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
-        """[batch, count, layers, width] for `tokens` that begin with `x`."""
-        made = self.project(x) * x.shape[-1] ** -0.5
-        found = self.embed(tokens) * self.width**0.5
-        both: Tensor = self.norm(self._by_layer(made)) + self._by_layer(found)
-        return both * 2**-0.5
+        """[batch, count, layers, width] for `tokens` with embeddings `x`."""
+        projected = self.project(x) * x.shape[-1] ** -0.5
+        looked_up = self.embed(tokens) * self.width**0.5
+        combined: Tensor = self.norm(self._by_layer(projected)) + self._by_layer(looked_up)
+        return combined * 2**-0.5
 
     def _by_layer(self, x: Tensor) -> Tensor:
-        apart: Tensor = x.unflatten(-1, (self.layers, self.width))
-        return apart
+        by_layer: Tensor = x.unflatten(-1, (self.layers, self.width))
+        return by_layer
 
 
-class TokenInput(nn.Module):
-    """What one layer makes of its numbers of the token."""
+class PerLayerInput(nn.Module):
+    """Adds a layer's per-layer embedding to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -74,6 +73,6 @@ class TokenInput(nn.Module):
         self.norm = Norm(config, config.width, config.norm)
 
     def forward(self, x: Tensor, token: Tensor) -> Tensor:
-        """To be added to `x`."""
-        added: Tensor = self.norm(self.out(activate(self.activation, self.gate(x)) * token))
-        return added
+        """The vector to add to `x`."""
+        output: Tensor = self.norm(self.out(activate(self.activation, self.gate(x)) * token))
+        return output

@@ -7,15 +7,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unspool.model.config import ModelConfig
-from unspool.model.layers.matrix import Alive, Chunk, MatrixMixer, exact, fading, read_and_written
+from unspool.model.layers.matrix import (
+    Chunk,
+    DocumentMasks,
+    MatrixMixer,
+    decay_factors,
+    elementwise_exact,
+    read_and_update,
+)
 from unspool.model.layers.mixers import Parts, Seen
 
 _KEY_EPS = 1e-6
 
 
 class DeltaNet(MatrixMixer):
-    """A token lets S fade, corrects what its key finds towards its value, and reads with its query:
-    S *= e^g, S += k (beta (v - k S)), o = q S."""
+    """Gated delta rule: S *= e^g, S += k (beta (v - k S)), o = q S."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -28,33 +34,42 @@ class DeltaNet(MatrixMixer):
     def project(self, x: Tensor) -> Parts:
         return self.qkv(x), self.z(x), self.b(x), self.a(x)
 
-    def recur(self, parts: Parts, state: Tensor, seen: Seen | None = None) -> tuple[Tensor, Tensor]:
-        query, key, value, last = self._ready(parts, state)
-        beta, decay = exact(torch.sigmoid, parts[2]), exact(torch.exp, self._log_decay(parts[3]))
-        matrix, found = self._matrix(state, last), []
+    def recur(
+        self, parts: Parts, state: Tensor, observe: Seen | None = None
+    ) -> tuple[Tensor, Tensor]:
+        query, key, value, conv_state = self._ready(parts, state)
+        beta, decay = (
+            elementwise_exact(torch.sigmoid, parts[2]),
+            elementwise_exact(torch.exp, self._log_decay(parts[3])),
+        )
+        matrix, outputs = self._matrix(state, conv_state), []
         for token in range(query.shape[1]):
             k = key[:, token, :, :, None]
             matrix = matrix * decay[:, token, :, None, None]
-            wrong = value[:, token] - (matrix * k).sum(-2)
-            matrix = matrix + k * (wrong * beta[:, token, :, None])[:, :, None]
-            found.append((matrix * query[:, token, :, :, None]).sum(-2))
-            if seen is not None:
-                seen(token, beta[:, token], decay[:, token], matrix.flatten(2).norm(dim=2))
-        return torch.stack(found, 1).flatten(2), torch.cat((last.flatten(1), matrix.flatten(1)), 1)
+            error = value[:, token] - (matrix * k).sum(-2)
+            matrix = matrix + k * (error * beta[:, token, :, None])[:, :, None]
+            outputs.append((matrix * query[:, token, :, :, None]).sum(-2))
+            if observe is not None:
+                observe(token, beta[:, token], decay[:, token], matrix.flatten(2).norm(dim=2))
+        return torch.stack(outputs, 1).flatten(2), torch.cat(
+            (conv_state.flatten(1), matrix.flatten(1)), 1
+        )
 
     def finish(self, mixed: Tensor, parts: Parts) -> Tensor:
         z = parts[1]
         heads = mixed.float().unflatten(-1, (self.recurrence.value_heads, -1))
         normed = heads * torch.rsqrt(heads.pow(2).mean(-1, keepdim=True) + self.eps)
         gate = functional.silu(z.float()).unflatten(-1, (self.recurrence.value_heads, -1))
-        found: Tensor = self.out((normed * self.norm_weight.float() * gate).flatten(-2).to(z.dtype))
-        return found
+        output: Tensor = self.out(
+            (normed * self.norm_weight.float() * gate).flatten(-2).to(z.dtype)
+        )
+        return output
 
     def _in_chunks(self, parts: Parts, documents: Tensor | None) -> Tensor:
-        fresh = self.fresh(len(parts[0]), parts[0].device)
-        query, key, value, _ = self._ready(parts, fresh, documents)
+        state = self.fresh(len(parts[0]), parts[0].device)
+        query, key, value, _ = self._ready(parts, state, documents)
         beta, g = parts[2].float().sigmoid(), self._log_decay(parts[3])
-        return self._chunks((query, key, value, beta, g), documents, _chunk)
+        return self._chunks((query, key, value, beta, g), documents, _delta_chunk)
 
     def _split(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape = self.recurrence
@@ -63,28 +78,32 @@ class DeltaNet(MatrixMixer):
         return query, _unit(self._of_keys(key)), value
 
     def _log_decay(self, a: Tensor) -> Tensor:
-        return self._rate() * exact(functional.softplus, a.float() + self.dt_bias.float())
+        return self._rate() * elementwise_exact(
+            functional.softplus, a.float() + self.dt_bias.float()
+        )
 
 
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _KEY_EPS)
 
 
-def _chunk(
+def _delta_chunk(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     beta: Tensor,
     g: Tensor,
     matrix: Tensor,
-    alive: Alive | None,
+    masks: DocumentMasks | None,
 ) -> Chunk:
-    """Tokens [batch, heads, tokens, ...] of a chunk at once. What token t writes is
-    u_t = beta_t (v_t - what k_t finds), and it finds what was there before the chunk and the u of
-    those before it: a triangular system for all u."""
-    fades = fading(g, alive)
-    known = (key @ key.transpose(-1, -2) * fades.between).tril(-1) * beta[..., None]
-    wrong = (value - fades.before[..., None] * (key @ matrix)) * beta[..., None]
-    one = torch.eye(known.shape[-1], device=known.device)
-    written = torch.linalg.solve_triangular(one + known, wrong, upper=False, unitriangular=True)
-    return read_and_written(query, key, written, matrix, fades)
+    """Process a chunk of tokens [batch, heads, tokens, ...] in parallel. Token t writes
+    u_t = beta_t (v_t - k_t S_t), where S_t includes the u of earlier tokens: a triangular system
+    for all u."""
+    decay = decay_factors(g, masks)
+    key_overlap = (key @ key.transpose(-1, -2) * decay.between).tril(-1) * beta[..., None]
+    residual = (value - decay.before[..., None] * (key @ matrix)) * beta[..., None]
+    identity = torch.eye(key_overlap.shape[-1], device=key_overlap.device)
+    written = torch.linalg.solve_triangular(
+        identity + key_overlap, residual, upper=False, unitriangular=True
+    )
+    return read_and_update(query, key, written, matrix, decay)

@@ -1,4 +1,4 @@
-"""Feed-forwards: what a layer makes of each position by itself; experts, of which a few do it."""
+"""Feed-forward layers: dense, and mixture of experts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unspool.model.config import ModelConfig
-from unspool.model.layers.parts import activate, bend
+from unspool.model.layers.parts import activate, gated_activation
 
-SMALLEST_SUM = 1e-6  # sigmoids of a router may all be next to nothing
+SMALLEST_SUM = 1e-6  # added to the sum of sigmoid router weights, which may be close to 0
 
 
 class FeedForward(nn.Module):
-    """Each position by itself: widen, bend, and narrow again."""
+    """Dense feed-forward, gated or not."""
 
     def __init__(self, config: ModelConfig, inner: int) -> None:
         super().__init__()
@@ -26,11 +26,11 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
             return self.down(activate(self.config.activation, self.up(x)))
-        return self.down(bend(self.config, self.gate(x), self.up(x)))
+        return self.down(gated_activation(self.config, self.gate(x), self.up(x)))
 
 
 class Stacked(nn.Module):
-    """The same matrix of every expert, one above the other."""
+    """One matrix per expert, stacked along the first axis."""
 
     def __init__(self, experts: int, rows: int, columns: int, bias: bool) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Stacked(nn.Module):
 
 
 class Experts(nn.Module):
-    """Many feed-forwards, of which a router picks a few for each token."""
+    """Mixture of experts: a router selects a few feed-forwards for each token."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -66,38 +66,44 @@ class Experts(nn.Module):
             self.shared_gate = nn.Linear(config.width, 1, bias=False)
 
     def forward(self, x: Tensor, choice: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """What the experts say to `x`: those of a `choice` (see `choose`), or the router's."""
+        """Output for `x` of the experts in `choice` (see `choose`), by default the router's."""
         tokens = x.flatten(0, -2)
         total = self.answers(tokens, *(self.choose(tokens) if choice is None else choice))
         if self.shared is not None:
-            said = self.shared(tokens)
+            shared_output = self.shared(tokens)
             gate = self.shared_gate
-            total = total + (said if gate is None else torch.sigmoid(gate(tokens)) * said)
+            total = total + (
+                shared_output if gate is None else torch.sigmoid(gate(tokens)) * shared_output
+            )
         return total.view_as(x)
 
-    def answers(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """What the chosen experts say to each, weighed and summed."""
+    def answers(self, tokens: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+        """Weighted sum of the selected experts' outputs for each token."""
         total = torch.zeros_like(tokens)
-        for expert in chosen.unique().tolist():  # only the experts that somebody asked for
-            rows, place = (chosen == expert).nonzero(as_tuple=True)
-            picked = tokens[rows]
-            up = self.up(picked, expert)
+        for expert in expert_ids.unique().tolist():  # only experts that are used
+            rows, slot = (expert_ids == expert).nonzero(as_tuple=True)
+            selected = tokens[rows]
+            up = self.up(selected, expert)
             if self.gate is None:
-                bent = activate(self.config.activation, up)
+                hidden = activate(self.config.activation, up)
             else:
-                bent = bend(self.config, self.gate(picked, expert), up)
-            answer = self.down(bent, expert)
-            total.index_add_(0, rows, answer * weights[rows, place, None].to(answer.dtype))
+                hidden = gated_activation(self.config, self.gate(selected, expert), up)
+            output = self.down(hidden, expert)
+            total.index_add_(0, rows, output * weights[rows, slot, None].to(output.dtype))
         return total
 
     def choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights of each token's experts, and their numbers."""
+        """Weights and ids of each token's experts, [tokens, experts_per_token] each."""
         config, scores = self.config, self.router(tokens).float()
-        chances = scores.sigmoid() if config.router == "sigmoid" else scores.softmax(-1)
-        wanted = chances if self.selection_bias is None else chances + self.selection_bias.float()
-        chosen = wanted.topk(config.experts_per_token, dim=-1).indices
-        weights = chances.gather(-1, chosen)
+        probabilities = scores.sigmoid() if config.router == "sigmoid" else scores.softmax(-1)
+        selection_scores = (
+            probabilities
+            if self.selection_bias is None
+            else probabilities + self.selection_bias.float()
+        )
+        expert_ids = selection_scores.topk(config.experts_per_token, dim=-1).indices
+        weights = probabilities.gather(-1, expert_ids)
         if config.normalize_experts:
-            whole = weights.sum(-1, keepdim=True)
-            weights = weights / (whole + SMALLEST_SUM if config.router == "sigmoid" else whole)
-        return weights * config.experts_scale, chosen
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / (total + SMALLEST_SUM if config.router == "sigmoid" else total)
+        return weights * config.experts_scale, expert_ids

@@ -1,4 +1,4 @@
-"""The parts of a layer that a model's settings ask for."""
+"""Build the parts of a layer from the model's settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def new_mixer(config: ModelConfig, layer: int) -> Mixer:
 
 
 def new_feed(config: ModelConfig, layer: int) -> nn.Module:
-    """A feed-forward, experts, or both."""
+    """A dense feed-forward, experts, or both."""
     if not config.has_experts(layer):
         return FeedForward(config, config.shape(layer).ff_width)
     if not config.dense_beside_experts:

@@ -1,12 +1,11 @@
-"""Recurrent layers in plain torch: the specification of what they compute.
+"""Recurrent layers in plain torch: the specification for the backends.
 
-    parts = mixer.project(x)                       # all tokens through the matrices at once
-    mixed, state = mixer.recur(parts, state)       # token by token, from state to state
+    parts = mixer.project(x)                       # projections of all tokens
+    mixed, state = mixer.recur(parts, state)       # recurrence, token by token
     x = x + mixer.finish(mixed, parts)
 
-`recur` goes token by token in 32 bits, so that it gives the same bits wherever a text is cut into
-pieces. Training reads whole rows at once (`whole`), where the same sums run in chunks of tokens,
-with gradients through them.
+`recur` runs token by token in float32, so the result is bit-identical for any split of the text.
+Training runs full rows (`forward_documents`) in chunks of tokens, with gradients.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from unspool.model.config import ModelConfig
 from unspool.model.recurrence import Recurrence
 
 Parts = tuple[Tensor, ...]  # [batch, tokens, ...] each
-# What a look sees behind a token: its number, then gate, decay and norm of the state [batch, heads]
+# Observer called after each token: its index, then gate, decay and state norm [batch, heads].
 Seen = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 class Taps(nn.Module):
-    """The weights of a convolution over the last tokens, each channel by itself."""
+    """Causal depthwise convolution over the last tokens."""
 
     def __init__(self, kernel: int, channels: int, bias: bool) -> None:
         super().__init__()
@@ -35,30 +34,31 @@ class Taps(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
 
     def forward(
-        self, inputs: Tensor, last: Tensor, documents: Tensor | None = None
+        self, inputs: Tensor, conv_state: Tensor, documents: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Of [batch, tokens, channels] behind the `last` ones; gives those that come last now."""
+        """Convolve [batch, tokens, channels] after the past inputs `conv_state`; also return the
+        new past inputs."""
         count, taps = inputs.shape[1], self.weight.float()
-        whole = torch.cat((last, inputs), 1)
+        padded = torch.cat((conv_state, inputs), 1)
         total = torch.zeros_like(inputs)
         for tap, weight in enumerate(taps):
-            near = whole[:, tap : tap + count]
+            shifted = padded[:, tap : tap + count]
             if documents is not None:
-                near = near * _same_document(documents, len(taps) - 1 - tap)
-            total = total + near * weight
+                shifted = shifted * _same_document(documents, len(taps) - 1 - tap)
+            total = total + shifted * weight
         if self.bias is not None:
             total = total + self.bias.float()
-        return total, whole[:, count:]
+        return total, padded[:, count:]
 
 
 def _same_document(documents: Tensor, back: int) -> Tensor:
-    """Whether the token so many places back belongs to the same document: [batch, tokens, 1]."""
+    """Whether the token `back` positions earlier is in the same document: [batch, tokens, 1]."""
     earlier = functional.pad(documents, (back, 0), value=-1)[:, : documents.shape[1]]
     return (earlier == documents)[..., None]
 
 
 class Mixer(nn.Module, ABC):
-    """What recurrent layers have in common."""
+    """Base class of recurrent layers."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -70,24 +70,26 @@ class Mixer(nn.Module, ABC):
         self.conv = Taps(self.recurrence.conv_kernel, self.channels, bias)
 
     def forward(self, x: Tensor, mix: Callable[[Mixer, Tensor], Tensor]) -> Tensor:
-        """What the layer adds to `x`; `mix` knows whether there is a past, and where it is."""
+        """The vector to add to `x`; `mix` supplies the state."""
         return mix(self, x)
 
     @abstractmethod
     def project(self, x: Tensor) -> Parts:
-        """What the matrices make of each token by itself."""
+        """Projections of each token."""
 
     @abstractmethod
-    def recur(self, parts: Parts, state: Tensor, seen: Seen | None = None) -> tuple[Tensor, Tensor]:
-        """The tokens' outcome, and the state [batch, floats] behind the last of them."""
+    def recur(
+        self, parts: Parts, state: Tensor, observe: Seen | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs of the tokens, and the state [batch, floats] after the last one."""
 
     @abstractmethod
     def finish(self, mixed: Tensor, parts: Parts) -> Tensor:
-        """What the layer adds to each token's vector."""
+        """Normalize, gate and project the recurrence's output."""
 
     @abstractmethod
-    def whole(self, x: Tensor, documents: Tensor | None) -> Tensor:
-        """Whole rows of text, none of which has a past; no document knows of another."""
+    def forward_documents(self, x: Tensor, documents: Tensor | None) -> Tensor:
+        """Forward pass over full rows from the zero state; documents do not affect each other."""
 
     def fresh(self, batch: int, device: torch.device) -> Tensor:
         return torch.zeros(batch, self.floats, device=device)
@@ -95,11 +97,11 @@ class Mixer(nn.Module, ABC):
     def _convolved(
         self, inputs: Tensor, state: Tensor, documents: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        last = state[:, : (self.recurrence.conv_kernel - 1) * self.channels]
-        found: tuple[Tensor, Tensor] = self.conv(
-            inputs.float(), last.unflatten(1, (-1, self.channels)), documents
+        conv_state = state[:, : (self.recurrence.conv_kernel - 1) * self.channels]
+        result: tuple[Tensor, Tensor] = self.conv(
+            inputs.float(), conv_state.unflatten(1, (-1, self.channels)), documents
         )
-        return found
+        return result
 
 
 class ShortConv(Mixer):
@@ -113,26 +115,28 @@ class ShortConv(Mixer):
     def project(self, x: Tensor) -> Parts:
         return self.b(x) * self.x(x), self.c(x)
 
-    def recur(self, parts: Parts, state: Tensor, seen: Seen | None = None) -> tuple[Tensor, Tensor]:
+    def recur(
+        self, parts: Parts, state: Tensor, observe: Seen | None = None
+    ) -> tuple[Tensor, Tensor]:
         inputs, gate = parts
-        found, last = self._convolved(inputs, state)
-        if seen is not None:
-            self._show(inputs, state, gate, seen)
-        return gate * found.to(gate.dtype), last.flatten(1)
+        convolved, conv_state = self._convolved(inputs, state)
+        if observe is not None:
+            self._show(inputs, state, gate, observe)
+        return gate * convolved.to(gate.dtype), conv_state.flatten(1)
 
-    def _show(self, inputs: Tensor, state: Tensor, gate: Tensor, seen: Seen) -> None:
-        kept = self.recurrence.conv_kernel - 1
-        whole = torch.cat((state.unflatten(1, (kept, -1)), inputs.float()), 1)
+    def _show(self, inputs: Tensor, state: Tensor, gate: Tensor, observe: Seen) -> None:
+        num_past = self.recurrence.conv_kernel - 1
+        padded = torch.cat((state.unflatten(1, (num_past, -1)), inputs.float()), 1)
         for token in range(inputs.shape[1]):
-            norm = whole[:, token + 1 : token + 1 + kept].flatten(1).norm(dim=1, keepdim=True)
-            size = gate[:, token].float().pow(2).mean(1, keepdim=True).sqrt()
-            seen(token, size, torch.zeros_like(size), norm)
+            norm = padded[:, token + 1 : token + 1 + num_past].flatten(1).norm(dim=1, keepdim=True)
+            gate_rms = gate[:, token].float().pow(2).mean(1, keepdim=True).sqrt()
+            observe(token, gate_rms, torch.zeros_like(gate_rms), norm)
 
     def finish(self, mixed: Tensor, parts: Parts) -> Tensor:
-        found: Tensor = self.out(mixed)
-        return found
+        output: Tensor = self.out(mixed)
+        return output
 
-    def whole(self, x: Tensor, documents: Tensor | None) -> Tensor:
+    def forward_documents(self, x: Tensor, documents: Tensor | None) -> Tensor:
         inputs, gate = self.project(x)
-        found, _ = self._convolved(inputs, self.fresh(len(x), x.device), documents)
-        return self.finish(gate * found.to(gate.dtype), ())
+        convolved, _ = self._convolved(inputs, self.fresh(len(x), x.device), documents)
+        return self.finish(gate * convolved.to(gate.dtype), ())

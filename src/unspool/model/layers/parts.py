@@ -1,4 +1,4 @@
-"""The small parts that layers are made of: norms, turns, activations."""
+"""Small parts of layers: norms, RoPE, activations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unspool.model.config import ModelConfig
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm, computed in 32 bits whatever the weights are in."""
+    """RMSNorm or LayerNorm, computed in float32 for weights of any dtype."""
 
     def __init__(self, config: ModelConfig, size: int, kind: str) -> None:
         super().__init__()
@@ -36,17 +36,17 @@ class Norm(nn.Module):
 
 
 def unit(x: Tensor, eps: float) -> Tensor:
-    """Normalized without a weight."""
+    """RMS-normalize without a weight."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate pairs of numbers (one of each half) by their angle; what is left over passes."""
+    """Apply RoPE: rotate pairs (one number of each half); dimensions beyond the tables pass."""
     width = cosine.shape[-1] * 2
     first, second = x[..., : width // 2], x[..., width // 2 : width]
-    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
-    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), -1)
+    rotated = torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1)
+    return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), -1)
 
 
 def activate(kind: str, x: Tensor) -> Tensor:
@@ -59,8 +59,8 @@ def activate(kind: str, x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
-def bend(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
-    """The two sides of a gated feed-forward, made one."""
+def gated_activation(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
+    """Combine gate and up projection of a gated feed-forward."""
     if config.activation != "swiglu_clamped":
         return activate(config.activation, gate) * up
     limit = config.activation_limit
@@ -68,17 +68,17 @@ def bend(config: ModelConfig, gate: Tensor, up: Tensor) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 
-def norm_or_not(config: ModelConfig, wanted: bool) -> nn.Module:
-    return Norm(config, config.width, config.norm) if wanted else nn.Identity()
+def new_norm_if(config: ModelConfig, has_norm: bool) -> nn.Module:
+    return Norm(config, config.width, config.norm) if has_norm else nn.Identity()
 
 
 class HeadTransform(nn.Module):
-    """One more matrix between the layers and the last norm, as BERT has it."""
+    """A dense layer between the last layer and the last norm (BERT)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.activation = config.activation
-        self.norm = norm_or_not(config, config.norm_before)
+        self.norm = new_norm_if(config, config.norm_before)
         self.dense = nn.Linear(config.width, config.width, bias=config.head_transform_bias)
 
     def forward(self, x: Tensor) -> Tensor:

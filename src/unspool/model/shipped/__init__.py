@@ -1,7 +1,7 @@
-"""The models that come with Unspool: two for each puzzle, of the same shape, 3.7 million weights.
+"""The models shipped with Unspool: a pair for Sudoku, 3.7 million weights each, in 4 bits.
 
-    sudoku, countdown                  fill the answer in any order (`lm.diffuse`)
-    sudoku-causal, countdown-causal    write it from left to right (`lm.generate`)
+    sudoku            fills the board in any order (`lm.diffuse`)
+    sudoku-causal     writes it from left to right (`lm.generate`)
 
 Each is a folder here, as `unspool train export` writes it; its name is the model's.
 """
@@ -12,6 +12,6 @@ from pathlib import Path
 
 
 def shipped_models() -> dict[str, Path]:
-    """The folder of each, by name."""
-    found = sorted(Path(__file__).parent.glob("*/config.json"))
-    return {config.parent.name: config.parent for config in found}
+    """The folder of each shipped model, by name."""
+    configs = sorted(Path(__file__).parent.glob("*/config.json"))
+    return {config.parent.name: config.parent for config in configs}

@@ -4,7 +4,7 @@ import { api, ApiFault } from "../api.js";
 import { html } from "../lib.js";
 import { change, isWriting, told, twins, writeBoth } from "./runs.js";
 
-const PUZZLES = { sudoku: "Sudoku", countdown: "Countdown" };
+const PUZZLES = { sudoku: "Sudoku" };
 const EMPTY = [30, 40, 48, 54]; // cells
 const OWN = ["prompt", "mode", "length", "order", "threshold", "remask", "causal", "masked"]; // what a puzzle sets
 let own = null; // the same as a person had it before
@@ -21,7 +21,7 @@ async function another(puzzle) {
   own ??= Object.fromEntries(OWN.map((name) => [name, twins[name]]));
   change({ puzzle, making: true, fault: null });
   try {
-    const made = await api.post("/v1/puzzles", { puzzle, ...(puzzle === "sudoku" ? { empty: twins.empty } : {}) });
+    const made = await api.post("/v1/puzzles", { puzzle, empty: twins.empty });
     const { prompt, places, models } = made;
     Object.assign(twins, { prompt, mode: "plain", length: String(places), order: "threshold", threshold: "0.99", remask: "" });
     Object.assign(twins, { causal: models.causal, masked: models.whole });

@@ -19,7 +19,7 @@ export const twins = {
   remask: "",
   causal: null, // which model; null: the first that there is
   masked: null,
-  puzzle: null, // "sudoku" or "countdown"; null: a text of one's own
+  puzzle: null, // "sudoku"; null: a text of one's own
   empty: 40, // cells of a Sudoku
   making: false, // a puzzle is on its way
   fault: null,
