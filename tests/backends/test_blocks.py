@@ -38,7 +38,7 @@ def by_backend(backend: Any, tokens: list[int], chunks: list[int]) -> Any:
     pages = np.random.default_rng(0).permutation(backend.page_count)[: LENGTH // 8]
     columns = np.arange(len(pages))
     updates = TableUpdates(np.full(len(pages), 2), columns, pages)
-    found, start = [], 0
+    result, start = [], 0
     for count in chunks:
         positions = np.arange(start, start + count)
         batch = StepBatch(
@@ -50,9 +50,9 @@ def by_backend(backend: Any, tokens: list[int], chunks: list[int]) -> Any:
             updates=updates,
             logits=np.arange(count),
         )
-        found.append(np.asarray(backend.launch(batch).result().logits))
+        result.append(np.asarray(backend.launch(batch).result().logits))
         updates, start = TableUpdates(), start + count
-    return np.concatenate(found)
+    return np.concatenate(result)
 
 
 @pytest.mark.parametrize("kind", ["torch", "native"])
@@ -63,10 +63,10 @@ def test_blocks_are_those_of_transformers(tmp_path: Path, kind: str, chunks: lis
     tiny.save("llama", tmp_path)
     lm = unspool.load(tmp_path, backend=kind, memory=8 << 20)
     tokens = np.random.default_rng(3).integers(3, 250, LENGTH).tolist()
-    found = by_backend(lm.engine.backend, tokens, chunks)
+    result = by_backend(lm.engine.backend, tokens, chunks)
     expected = by_transformers("llama", tokens)
     # The native backend keeps keys and values in 16 bits.
-    np.testing.assert_allclose(found, expected, atol=1e-4 if kind == "torch" else 2e-2)
+    np.testing.assert_allclose(result, expected, atol=1e-4 if kind == "torch" else 2e-2)
 
 
 def test_a_provisional_block_is_written_replaced_and_committed():

@@ -64,11 +64,11 @@ def test_what_a_hook_changes_is_gone_with_it(tmp_path: Path):
             hook.remove()
             again, reused = read(lm, TOKENS)
             assert reused == len(TOKENS) - 1 and np.allclose(again, plain, atol=1e-4)
-            found, _ = read(lm, [*TOKENS, 7, 8, 9])
-            assert not np.allclose(found, longer)
+            result, _ = read(lm, [*TOKENS, 7, 8, 9])
+            assert not np.allclose(result, longer)
         fresh = unspool.load(tmp_path, backend="torch", memory=8 << 20)
         with fresh:
-            assert np.allclose(read(fresh, [*TOKENS, 7, 8, 9])[0], found, atol=1e-4)
+            assert np.allclose(read(fresh, [*TOKENS, 7, 8, 9])[0], result, atol=1e-4)
 
 
 def test_texts_begun_before_and_after_a_hook(tmp_path: Path):
@@ -78,7 +78,7 @@ def test_texts_begun_before_and_after_a_hook(tmp_path: Path):
         engine = lm.engine
         begun = engine.open(TOKENS)
         engine.extend(begun)
-        kept = engine.fork(begun)
+        stored_values = engine.fork(begun)
         hook = torch.nn.modules.module.register_module_forward_hook(
             lambda module, _, output: output + 1 if module is lm.transformer.layers[0] else None
         )
@@ -87,12 +87,12 @@ def test_texts_begun_before_and_after_a_hook(tmp_path: Path):
         hook.remove()
         engine.extend(begun, [3, 4])
         engine.extend(other, [5, 6])
-        plain = np.array(engine.extend(kept, list(range(40, 60))))
+        plain = np.array(engine.extend(stored_values, list(range(40, 60))))
         for branch in (begun, other):
             engine.release(branch)
         again, reused = read(lm, [*TOKENS, *range(40, 60)])
         assert reused == len(TOKENS) + 19 and np.allclose(again, plain, atol=1e-4)
-        engine.release(kept)
+        engine.release(stored_values)
     with unspool.load(tmp_path, backend="torch", memory=8 << 20) as fresh:
         expected, _ = read(fresh, [*TOKENS, *range(40, 60)])
     assert np.allclose(plain, expected, atol=1e-4)

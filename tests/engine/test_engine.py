@@ -76,7 +76,7 @@ def test_any_mix_of_requests_and_cancellations(seed: int):
 @pytest.mark.real
 def test_same_text_on_the_default_model(lm: Any):
     """Alone by the plain loop, alone by the engine, among 31 others, from a cached prefix."""
-    from unspool.backends.one_text import OneText
+    from single_sequence import SingleSequence
 
     prompts = ["Once upon a time", "Why do leaves change color", "def add(a, b):", "The moon"]
     asked = [
@@ -90,7 +90,7 @@ def test_same_text_on_the_default_model(lm: Any):
         together.append(generation)
     for generation in together[::5]:
         made = generation.request
-        text = OneText(lm.model, 64)
+        text = SingleSequence(lm.model, 64)
         plain = write(text, made.prompt, made.settings, made.limits, lambda token: b"")
         assert [step.token for step in plain] == generation.tokens
         assert generation.rewind(4).resume().tokens == generation.tokens

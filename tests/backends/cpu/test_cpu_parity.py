@@ -38,11 +38,11 @@ def backends(checkpoint: Checkpoint, context: int, **options: Any) -> tuple[Back
     """Torch and native, with so much memory that both have the same pages."""
     theirs = TorchModel(load_transformer(checkpoint))
     ours = load_cpu(checkpoint, **{"store": "float32", "kv_bits": 32, **options})
-    made = []
+    created = []
     for model in (theirs, ours):
         page = model.backend(memory=1 << 20, context=context).page_bytes
-        made.append(model.backend(memory=page * max(PAGES, 8 * context // 16), context=context))
-    return made[0], made[1]
+        created.append(model.backend(memory=page * max(PAGES, 8 * context // 16), context=context))
+    return created[0], created[1]
 
 
 @pytest.fixture(scope="module", params=[*tiny.FAMILIES, *tiny.TODAY])
@@ -63,15 +63,15 @@ def test_prompts_at_once_and_all_that_can_be_looked_at(
 
 
 def test_token_by_token_among_others(pair: tuple[Backend, Backend]):
-    found = []
+    result = []
     for backend in pair:
         library = Library(PAGES, 259)
         texts = [library.text(length) for length in (40, 33, 36)]
         first = read(backend, [(texts[0], 13), (texts[1], 1)])
         steps = [read(backend, [(text, 1) for text in texts]) for _ in range(12)]
         later = read(backend, [(texts[2], 9), (texts[1], 5)])
-        found.append(np.concatenate([*first, *(row for step in steps for row in step), *later]))
-    assert difference(*found) < CLOSE
+        result.append(np.concatenate([*first, *(row for step in steps for row in step), *later]))
+    assert difference(*result) < CLOSE
 
 
 # -- shapes that no family above has ---------------------------------------------------------
@@ -108,14 +108,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_odd_shapes(name: str):
     shape = config(**{"context": 128, **SHAPES[name]})
     theirs, ours = backends(RandomCheckpoint(shape), context=128)
-    found = []
+    result = []
     for backend in (theirs, ours):
         library = Library(PAGES, shape.vocab_size)
         texts = [library.text(length) for length in (60, 21)]
         some = [*read(backend, [(texts[0], 43), (texts[1], 20)])]
         some += read(backend, [(texts[1], 1), (texts[0], 1)])
-        found.append(np.concatenate(some))
-    assert difference(*found) < CLOSE
+        result.append(np.concatenate(some))
+    assert difference(*result) < CLOSE
 
 
 @pytest.mark.parametrize("windows", [(), (0, 600)], ids=["all", "windows"])
@@ -148,13 +148,13 @@ def test_texts_of_several_segments(windows: tuple[int, ...], experts: bool):
 
 def relative(theirs: Backend, ours: Backend) -> float:
     """The root of the mean squared error of logits, as a part of theirs."""
-    found = []
+    result = []
     for backend in (theirs, ours):
         library = Library(PAGES, 67)
         text, other = library.text(100), library.text(9)
         first = read(backend, [(text, 80), (other, 8)])
-        found.append(np.concatenate([*first, *read(backend, [(text, 1), (other, 1)])]))
-    return float(np.sqrt(np.mean((found[0] - found[1]) ** 2) / np.mean(found[0] ** 2)))
+        result.append(np.concatenate([*first, *read(backend, [(text, 1), (other, 1)])]))
+    return float(np.sqrt(np.mean((result[0] - result[1]) ** 2) / np.mean(result[0] ** 2)))
 
 
 def wide(**changes: Any) -> RandomCheckpoint:
@@ -177,15 +177,15 @@ def test_keys_and_values_in_fewer_bits(bits: int, most: float):
         ("4", 0.35, "4 bits", "rounded to 4 bits; they differ by 4.8"),
     ],
 )
-def test_weights_in_fewer_bits(store: str, most: float, precision: str, said: str | None):
+def test_weights_in_fewer_bits(store: str, most: float, precision: str, message: str | None):
     """0.07, 0.6, 2.4 and 18 % of the logits were seen. Random weights are the worst case for few
     bits: no number in them is more important than another."""
     theirs, ours = backends(wide(), context=128, store=store)
     assert most / 5 < relative(theirs, ours) < most
     assert isinstance(ours, CpuBackend)
     assert ours.model.precision == precision
-    assert (said or "") in (ours.model.quantization_error or "")
-    assert (ours.model.quantization_error is None) == (said is None)
+    assert (message or "") in (ours.model.quantization_error or "")
+    assert (ours.model.quantization_error is None) == (message is None)
 
 
 def test_what_a_file_has_quantized_is_kept():

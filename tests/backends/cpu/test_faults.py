@@ -127,9 +127,9 @@ def spoiled(name: str, at: int | tuple[int, int], value: float) -> Callable[[Ten
 )
 @pytest.mark.parametrize("options", [{}, {"quantize": 4}, {"dtype": "bfloat16"}], ids=str)
 def test_weights_that_are_no_numbers(
-    name: str, at: Any, said: str, value: float, options: dict[str, Any], tmp_path: Path
+    name: str, at: Any, message: str, value: float, options: dict[str, Any], tmp_path: Path
 ):
-    with pytest.raises(ModelFileError, match=f"{said} holds NaN or infinite numbers.*damaged"):
+    with pytest.raises(ModelFileError, match=f"{message} holds NaN or infinite numbers.*damaged"):
         use(write(tmp_path / "a.gguf", spoiled(name, at, value)), **options)
 
 
@@ -326,7 +326,7 @@ def test_an_empty_batch_is_nothing(backend: CpuBackend):
 
 def test_more_than_there_is(tmp_path: Path):
     path = write(tmp_path / "a.gguf")
-    with pytest.raises(SettingsError, match=r"threads is 9999, and this process may use \d+"):
+    with pytest.raises(SettingsError, match=r"threads must be <= \d+, .* got 9999"):
         use(path, threads=9999)
     lm = unspool.load(path, backend="native", memory=3 * 1024 * 2, context=64)
     pages = lm.engine.backend.page_count
@@ -334,9 +334,9 @@ def test_more_than_there_is(tmp_path: Path):
     with pytest.raises(UnspoolError, match=rf"does not fit the memory.*holds {pages * 16}; allow"):
         lm.generate([1] * 50, max_tokens=10)
     assert len(lm.generate([1, 2], max_tokens=3, temperature=0).tokens) == 3
-    with pytest.raises(SettingsError, match="memory is 10 bytes, and a single page"):
+    with pytest.raises(SettingsError, match=r"at least one KV cache page of .* got 10"):
         _ = unspool.load(path, backend="native", memory=10).engine
-    with pytest.raises(UnspoolError, match="which the system does not give; set a lower memory"):
+    with pytest.raises(UnspoolError, match=r"cannot reserve .* bytes for the KV cache"):
         _ = unspool.load(path, backend="native", memory=1 << 60).engine
 
 
@@ -372,5 +372,5 @@ def test_no_threads_to_load_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("unspool.backends.cpu.loaded.pack_all", none_left)
-    with pytest.raises(UnspoolError, match="the system gave no more threads"):
+    with pytest.raises(UnspoolError, match="no thread could be started"):
         use(write(tmp_path / "a.gguf"))

@@ -117,7 +117,7 @@ def test_alone_and_among_up_to_forty(case: Case):
     chance = np.random.default_rng(4)
     texts = [library.text(int(length)) for length in chance.integers(1, 34, 39)]
     texts.append(library.again(case.tokens))
-    found: dict[int, list[Floats]] = {number: [] for number in range(40)}
+    result: dict[int, list[Floats]] = {number: [] for number in range(40)}
     sizes = iter([40, 1, 2, 3, 4, 5, 6, 7, 8, 9, 31] * 100)
     while left := [n for n, text in enumerate(texts) if text.read < len(text.tokens)]:
         chosen = chance.permutation(left)[: next(sizes)].tolist()
@@ -128,11 +128,11 @@ def test_alone_and_among_up_to_forty(case: Case):
             count = int(chance.choice([1, 1, 1, 2, most]))
             parts.append((text, min(count, len(text.tokens) - text.read)))
         for number, logits in zip(chosen, read(case.backend, parts), strict=True):
-            found[number].append(logits)
-    same(np.concatenate(found[39]), case.expected)
+            result[number].append(logits)
+    same(np.concatenate(result[39]), case.expected)
     for number in range(0, 39, 3):
         alone = case.whole(case.backend, texts[number].tokens, 34, seed=6)
-        same(np.concatenate(found[number]), alone)
+        same(np.concatenate(result[number]), alone)
 
 
 def test_while_somebody_looks(case: Case):
@@ -168,11 +168,11 @@ def test_on_copied_pages(case: Case):
 def test_more_threads_than_work():
     """Eight threads on a model with a handful of blocks: most have nothing to do."""
     small = config(width=32, ff_width=32, vocab_size=5, heads=1, kv_heads=1, layers=1)
-    found = []
+    result = []
     for threads in (1, 8):
         model = CpuModel(RandomCheckpoint(small), store=None, threads=threads, kv_bits=16)
         backend = model.backend(memory=1 << 20, context=128)
         text = Library(32, 5).text(60)
         first = read(backend, [(text, 55)])
-        found.append(np.concatenate([*first, read_whole(backend, text, 1)]))
-    same(*found)
+        result.append(np.concatenate([*first, read_whole(backend, text, 1)]))
+    same(*result)

@@ -43,9 +43,9 @@ def text_of(lm: Any, count: int = 60, seed: int = 1) -> list[int]:
 
 @pytest.fixture
 def lm() -> Iterator[Any]:
-    made = new_lm()
-    yield made
-    made.close()
+    created = new_lm()
+    yield created
+    created.close()
 
 
 # -- forks -------------------------------------------------------------------------------------
@@ -58,10 +58,10 @@ def in_child(act: Callable[[], Any], seconds: float) -> Any:
     if child == 0:
         try:
             try:
-                found = act()
+                result = act()
             except BaseException as error:
-                found = [type(error).__name__, str(error)]
-            os.write(writing, json.dumps(found).encode())
+                result = [type(error).__name__, str(error)]
+            os.write(writing, json.dumps(result).encode())
         finally:
             os._exit(0)
     os.close(writing)
@@ -110,10 +110,10 @@ def test_a_child_that_was_forked_while_the_model_was_loaded():
 
     model = load_cpu(Slow(config()))
     try:
-        found = in_child(lambda: model.backend(memory=1 << 20, context=64), 2)
+        result = in_child(lambda: model.backend(memory=1 << 20, context=64), 2)
     finally:
         go_on.set()
-    assert found[0] == "UnspoolError" and "load it in the child process" in found[1]
+    assert result[0] == "UnspoolError" and "load it in the child process" in result[1]
     assert model.backend(memory=1 << 20, context=64).page_count
 
 
@@ -132,10 +132,10 @@ def test_two_models_at_the_same_time():
     """They share the pool of threads, and take turns on it."""
     models = [new_lm(1), new_lm(2, "Q8_0", width=64, ff_width=64)]
     alone = [[text_of(lm, 100, seed) for seed in range(3)] for lm in models]
-    found: dict[tuple[int, int], list[int]] = {}
+    result: dict[tuple[int, int], list[int]] = {}
 
     def write(number: int, seed: int) -> None:
-        found[number, seed] = text_of(models[number], 100, seed)
+        result[number, seed] = text_of(models[number], 100, seed)
 
     threads = [
         threading.Thread(target=write, args=(number, seed))
@@ -146,7 +146,7 @@ def test_two_models_at_the_same_time():
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert [[found[number, seed] for seed in range(3)] for number in (0, 1)] == alone
+    assert [[result[number, seed] for seed in range(3)] for number in (0, 1)] == alone
     for lm in models:
         lm.close()
 
@@ -191,18 +191,18 @@ def test_what_was_asked_for_just_before_the_end_is_told(lm: Any):
     time.sleep(0.05)
     go_on.set()
     closing.join(20)
-    found: list[Any] = []
+    result: list[Any] = []
 
     def read() -> None:
         try:
-            found.extend(steps)
+            result.extend(steps)
         except UnspoolError as error:
-            found.append(str(error))
+            result.append(str(error))
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     reader.join(60)
-    assert found == ["the engine was closed"]
+    assert result == ["the engine was closed"]
 
 
 # -- signals -----------------------------------------------------------------------------------
@@ -241,8 +241,8 @@ def test_ctrl_c_on_the_command_line(default_model: Path):
 
 def reason(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(native, "path", lambda: path)
-    found, why = native._load.__wrapped__()
-    assert found is None and why is not None
+    result, why = native._load.__wrapped__()
+    assert result is None and why is not None
     return str(why)
 
 
@@ -273,32 +273,32 @@ def test_a_library_of_another_architecture(tmp_path: Path, monkeypatch: pytest.M
 def test_a_library_for_a_newer_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """One that wants a symbol of a glibc to come, as if it had been built on such a system."""
     data = native.path().read_bytes()
-    wanted = sorted(set(re.findall(rb"GLIBC_2\.\d\d\0", data)))[-1]
+    expected = sorted(set(re.findall(rb"GLIBC_2\.\d\d\0", data)))[-1]
     # The loader compares hashes of versions, and their names only to tell of them.
-    changed = data.replace(elf_hash(wanted[:-1]), elf_hash(b"GLIBC_2.99"))
-    (tmp_path / "it.so").write_bytes(changed.replace(wanted, b"GLIBC_2.99\0"))
+    changed = data.replace(elf_hash(expected[:-1]), elf_hash(b"GLIBC_2.99"))
+    (tmp_path / "it.so").write_bytes(changed.replace(expected, b"GLIBC_2.99\0"))
     words = reason(tmp_path / "it.so", monkeypatch)
     assert "they need GLIBC_2.99, which is newer than what this system has" in words
 
 
 def elf_hash(name: bytes) -> bytes:
-    found = 0
+    result = 0
     for byte in name:
-        found = (found << 4) + byte
-        top = found & 0xF0000000
-        found = (found ^ (top >> 24)) & ~top
-    return found.to_bytes(4, "little")
+        result = (result << 4) + byte
+        top = result & 0xF0000000
+        result = (result ^ (top >> 24)) & ~top
+    return result.to_bytes(4, "little")
 
 
 def test_what_the_loader_says_is_told_in_words(tmp_path: Path):
     file = tmp_path / "it.so"
     file.write_bytes(b"")
-    for said, words in (
+    for message, words in (
         ("libstdc++.so.6: cannot open shared object file: No such file", "need libstdc++.so.6"),
         (f"{file}: failed to map segment from shared object", "noexec"),
         (f"{file}: file too short", "file too short; install Unspool again"),
     ):
-        assert words in native._why_not_loaded(file, said)
+        assert words in native._why_not_loaded(file, message)
 
 
 def test_a_library_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -57,11 +57,11 @@ def rounded(rows: Any) -> Any:
     return (numbers.astype(np.float64) * scale).reshape(count, -1)[:, :width]
 
 
-def check(packed: Packed, rows: Any, found: Any, quantized: bool) -> None:
+def check(packed: Packed, rows: Any, result: Any, quantized: bool) -> None:
     weights = packed.float32().astype(np.float64)
     acts = rounded(rows) if quantized else rows.astype(np.float64)
     size = np.abs(acts) @ np.abs(weights).T + 1e-30
-    assert float((np.abs(found - acts @ weights.T) / size).max()) < ROUNDING
+    assert float((np.abs(result - acts @ weights.T) / size).max()) < ROUNDING
 
 
 def activations(count: int, width: int, seed: int = 0) -> Any:
@@ -90,8 +90,8 @@ def test_every_type_against_numpy(kind: str):
         packed = pack(random_blocks(kind, *shape, rng))
         rows = activations(20, shape[1], seed=number)
         for count in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 20):
-            found = multiply(packed, rows[-count:], threads=1 + count % 2)
-            check(packed, rows[-count:], found, quantized=kind not in FLOATS)
+            result = multiply(packed, rows[-count:], threads=1 + count % 2)
+            check(packed, rows[-count:], result, quantized=kind not in FLOATS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,12 +148,12 @@ def test_what_is_no_number_shows(kind: str, bad: float):
 
 
 def every_product() -> dict[str, Any]:
-    found = {}
+    result = {}
     for kind in KINDS:
         packed = pack(random_blocks(kind, 37, 512, np.random.default_rng(3)))
         for count in (1, 2, 3, 4, 7, 20):
-            found[f"{kind}-{count}"] = multiply(packed, activations(count, 512))
-    return found
+            result[f"{kind}-{count}"] = multiply(packed, activations(count, 512))
+    return result
 
 
 @pytest.mark.parametrize("isa", ALL_SETS)

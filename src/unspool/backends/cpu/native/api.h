@@ -18,7 +18,7 @@ struct ModelSpec {
     int64_t buffer_count;
     int64_t logits_buffer;  // this one is given with each run
     int32_t experts;
-    int32_t chosen;  // experts of a token
+    int32_t experts_per_token;  // experts of a token
     int32_t threads;
 };
 
@@ -36,19 +36,19 @@ UNSPOOL_API int32_t unspool_version();
 UNSPOOL_API const char* unspool_isa();
 UNSPOOL_API void* unspool_model_new(const unspool::ModelSpec* spec);  // null: out of memory
 UNSPOOL_API void unspool_model_free(void* model);
-UNSPOOL_API int32_t unspool_run(void* model, const unspool::KeyValues* kv,
-                                const unspool::RotaryTable* rotary, const unspool::Batch* batch,
-                                const unspool::TapList* taps, float* logits);
+UNSPOOL_API int32_t unspool_run(void* model, const unspool::KvCache* kv,
+                                const unspool::RopeTable* rotary, const unspool::Batch* batch,
+                                const unspool::Taps* taps, float* logits);
 // Runs the operations from `first` on, on vectors given for its source: for the lens.
 UNSPOOL_API int32_t unspool_run_head(void* model, const float* vectors, int64_t count,
                                      int64_t first, float* logits);
 // Runs a plan some of whose buffers are the caller's memory (given[i], or null), to be read and
 // written there; each with room for sixteen rows more. A plan without tokens works on the rows that
 // are wanted.
-UNSPOOL_API int32_t unspool_run_given(void* model, const unspool::KeyValues* kv,
-                                      const unspool::RotaryTable* rotary,
-                                      const unspool::Batch* batch, float* const* given);
-UNSPOOL_API void unspool_copy_page(const unspool::KeyValues* kv, int64_t source, int64_t target);
+UNSPOOL_API int32_t unspool_run_buffers(void* model, const unspool::KvCache* kv,
+                                        const unspool::RopeTable* rotary,
+                                        const unspool::Batch* batch, float* const* external);
+UNSPOOL_API void unspool_copy_page(const unspool::KvCache* kv, int64_t source, int64_t target);
 // Seconds spent in each operation since the last call, by worker 0; off until first called.
 UNSPOOL_API void unspool_profile(void* model, double* seconds);
 // Multiplies one matrix with rows, for tests and measurements.

@@ -1,6 +1,6 @@
 // Which instruction set runs here.
 #pragma once
-#include "kernels/table.h"
+#include "kernels/kernels.h"
 
 namespace unspool {
 
@@ -8,7 +8,7 @@ namespace unspool {
 const Kernels& kernels();
 
 // Its name; null if UNSPOOL_ISA asks for what the processor cannot do.
-const char* chosen_name();
+const char* active_isa_name();
 
 // AMX keeps its registers switched off until they are set up, thread by thread, run by run.
 void begin_thread();

@@ -48,7 +48,7 @@
 // For what must become part of the loop it stands in: a call would move registers to memory.
 #define UNSPOOL_INLINE inline __attribute__((always_inline))
 // For what is long and called from several places: compiled once, not once for each of them.
-#define UNSPOOL_APART __attribute__((noinline))
+#define UNSPOOL_NOINLINE __attribute__((noinline))
 
 namespace unspool {
 
@@ -58,7 +58,7 @@ constexpr int kSuperTiles = 8;  // tiles that share the factors of a super group
 
 enum Format : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2, kQ4 = 3, kQ8 = 4, kCodes = 5 };
 enum Scales : int32_t { kHalves = 0, kSuper = 1, kPowers = 2, kFloat8 = 3 };
-enum Lows : int32_t { kNone = 0, kMinima = 1, kZeros = 2 };
+enum MinimaKind : int32_t { kNoMinima = 0, kMinima = 1, kZeroPoints = 2 };
 
 // A packed matrix; Python fills the same structure (see `packing.py`).
 struct Matrix {
@@ -70,7 +70,7 @@ struct Matrix {
     // What is taken from a stored number. Where there are minima it is 0, or says that bytes are
     // larger than a signed one, and changes no value.
     int32_t offset;
-    int32_t lows;      // see Lows
+    int32_t minima;    // see Lows
     int32_t scales;    // see Scales
     int32_t bias;      // number of the vector that is added to the product, or -1
     float factor;      // what every number is multiplied with at last
@@ -86,20 +86,20 @@ constexpr int scale_bytes(int32_t scales, int group) {
     if (scales == kHalves) return kLanes * 2;
     return scales == kPowers ? kLanes : kLanes * (kTile / group);
 }
-constexpr int low_bytes(int32_t lows, int32_t scales, int group) {
-    if (lows == kNone) return 0;
-    return lows == kZeros ? kLanes : scale_bytes(scales, group);
+constexpr int minima_bytes(int32_t minima, int32_t scales, int group) {
+    if (minima == kNoMinima) return 0;
+    return minima == kZeroPoints ? kLanes : scale_bytes(scales, group);
 }
 
 // Bytes of one tile with its scales and minima, without the factors of a super group.
 inline int64_t tile_bytes(const Matrix& m) {
     const int64_t stored = kLanes * kTile / (m.format == kQ8 ? 1 : 2);
-    return stored + scale_bytes(m.scales, m.group) + low_bytes(m.lows, m.scales, m.group);
+    return stored + scale_bytes(m.scales, m.group) + minima_bytes(m.minima, m.scales, m.group);
 }
 
 // Bytes of the factors that stand before eight tiles of a super format.
 inline int64_t factor_bytes(const Matrix& m) {
-    return m.scales == kSuper ? kLanes * 2 * (m.lows ? 2 : 1) : 0;
+    return m.scales == kSuper ? kLanes * 2 * (m.minima ? 2 : 1) : 0;
 }
 
 inline int64_t block_bytes(const Matrix& m) {

@@ -14,11 +14,11 @@ struct alignas(64) Progress {
     alignas(64) std::atomic<int32_t> done{0};
     std::atomic<int32_t> asleep{0};
 
-    void finish(int32_t tasks, int32_t mine);
+    void finish(int32_t tasks, int32_t finished);
     void wait(int32_t tasks);
 };
 
-constexpr int kParts = 4;  // that an operation can have, one after the other
+constexpr int kPhases = 4;  // that an operation can have, one after the other
 
 // One thread's view of a run.
 struct Worker {
@@ -29,43 +29,43 @@ struct Worker {
     // Calls f with every task from 0 to `tasks` that no other worker takes, and comes back when
     // all of them are done.
     template <class F>
-    void each(int part, int64_t tasks, F f) {
+    void for_each(int phase, int64_t tasks, F f) {
         if (count == 1) {
             for (int64_t task = 0; task < tasks; ++task) f(task);
             return;
         }
-        Progress& ours = progress[part];
-        int32_t mine = 0;
+        Progress& current = progress[phase];
+        int32_t finished = 0;
         for (;;) {
-            const int64_t task = ours.next.fetch_add(1, std::memory_order_relaxed);
+            const int64_t task = current.next.fetch_add(1, std::memory_order_relaxed);
             if (task >= tasks) break;
             f(task);
-            ++mine;
+            ++finished;
         }
-        ours.finish(static_cast<int32_t>(tasks), mine);
-        ours.wait(static_cast<int32_t>(tasks));
+        current.finish(static_cast<int32_t>(tasks), finished);
+        current.wait(static_cast<int32_t>(tasks));
     }
 };
 
 // Into how many tasks to cut `pieces`, at the most `share` for each worker.
-inline int64_t cut(int64_t pieces, const Worker& worker, int64_t share) {
-    const int64_t most = worker.count == 1 ? 1 : worker.count * share;
-    return pieces < most ? pieces : most;
+inline int64_t num_tasks(int64_t pieces, const Worker& worker, int64_t tasks_per_worker) {
+    const int64_t limit = worker.count == 1 ? 1 : worker.count * tasks_per_worker;
+    return pieces < limit ? pieces : limit;
 }
 
 // Calls f with every row from 0 to `rows`, some of them a task.
 template <class F>
-inline void each_row(Worker& worker, int part, int64_t rows, F f) {
-    const int64_t tasks = cut(rows, worker, 4);
-    worker.each(part, tasks, [&](int64_t task) {
+inline void for_each_row(Worker& worker, int phase, int64_t rows, F f) {
+    const int64_t tasks = num_tasks(rows, worker, 4);
+    worker.for_each(phase, tasks, [&](int64_t task) {
         for (int64_t row = rows * task / tasks; row < rows * (task + 1) / tasks; ++row) f(row);
     });
 }
 
-using Job = void (*)(void* what, int index, int count);
+using Job = void (*)(void* argument, int index, int count);
 
 // Run a job on `count` threads, the caller among them, and wait for all. Gives false if threads
 // could not be started. One job runs at a time; others wait for their turn.
-bool run_on_pool(int count, Job job, void* what);
+bool run_on_pool(int count, Job job, void* argument);
 
 }  // namespace unspool

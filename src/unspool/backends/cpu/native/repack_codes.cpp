@@ -77,7 +77,7 @@ struct IQ4_XS : Super {
 // -- codes of fewer bits -----------------------------------------------------------------------
 
 // 32 codes, a byte each, in the order of the layout.
-inline void as_words(const uint8_t* codes, uint32_t* words) {
+inline void pack_words(const uint8_t* codes, uint32_t* words) {
     for (int j = 0; j < 4; ++j) words[j] = word(codes, j) | word(codes, 4 + j) << 4;
 }
 
@@ -120,7 +120,7 @@ struct Widened : Super {
     static uint16_t factor(const uint8_t* block) { return half(block); }
 };
 
-inline uint8_t odd(int number) { return static_cast<uint8_t>(2 * number + 1); }
+inline uint8_t twice_plus_one(int number) { return static_cast<uint8_t>(2 * number + 1); }
 
 struct IQ2_XXS : Widened {
     static constexpr int kBytes = 66;
@@ -131,17 +131,17 @@ struct IQ2_XXS : Widened {
             copy_entry<kTypeIQ2_XXS, 8>(from[i], codes + 8 * i);
             add_signs(codes + 8 * i, eight_signs(word(from, 1) >> (7 * i)));
         }
-        as_words(codes, words);
+        pack_words(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
         for (int i = 0; i < 8; ++i)
-            scales[i] = odd(static_cast<int>(word(block + 6 + 8 * i, 0) >> 28));
+            scales[i] = twice_plus_one(static_cast<int>(word(block + 6 + 8 * i, 0) >> 28));
     }
 };
 
 // Two scales of 4 bits in a byte, one for sixteen columns.
 inline void scales_of_halves(const uint8_t* from, uint8_t* scales) {
-    for (int i = 0; i < 16; ++i) scales[i] = odd((from[i / 2] >> (4 * (i % 2))) & 15);
+    for (int i = 0; i < 16; ++i) scales[i] = twice_plus_one((from[i / 2] >> (4 * (i % 2))) & 15);
 }
 
 struct IQ2_XS : Widened {
@@ -153,7 +153,7 @@ struct IQ2_XS : Widened {
             copy_entry<kTypeIQ2_XS, 8>(both & 511, codes + 8 * i);
             add_signs(codes + 8 * i, eight_signs(static_cast<uint32_t>(both >> 9)));
         }
-        as_words(codes, words);
+        pack_words(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
         scales_of_halves(block + 66, scales);
@@ -169,7 +169,7 @@ struct IQ2_S : Widened {
             copy_entry<kTypeIQ2_S, 8>(block[2 + 4 * tile + i] | high << 8, codes + 8 * i);
             add_signs(codes + 8 * i, block[34 + 4 * tile + i]);
         }
-        as_words(codes, words);
+        pack_words(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
         scales_of_halves(block + 74, scales);
@@ -184,10 +184,11 @@ struct IQ3_XXS : Widened {
             copy_entry<kTypeIQ3_XXS, 4>(block[2 + 8 * tile + i], codes + 4 * i);
         for (int i = 0; i < 4; ++i)
             add_signs(codes + 8 * i, eight_signs(word(block + 66, tile) >> (7 * i)));
-        as_words(codes, words);
+        pack_words(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
-        for (int i = 0; i < 8; ++i) scales[i] = odd(static_cast<int>(word(block + 66, i) >> 28));
+        for (int i = 0; i < 8; ++i)
+            scales[i] = twice_plus_one(static_cast<int>(word(block + 66, i) >> 28));
     }
 };
 
@@ -200,10 +201,11 @@ struct IQ3_S : Widened {
             copy_entry<kTypeIQ3_S, 4>(block[2 + 8 * tile + i] | high << 8, codes + 4 * i);
         }
         for (int i = 0; i < 4; ++i) add_signs(codes + 8 * i, block[74 + 4 * tile + i]);
-        as_words(codes, words);
+        pack_words(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
-        for (int i = 0; i < 8; ++i) scales[i] = odd((block[106 + i / 2] >> (4 * (i % 2))) & 15);
+        for (int i = 0; i < 8; ++i)
+            scales[i] = twice_plus_one((block[106 + i / 2] >> (4 * (i % 2))) & 15);
     }
 };
 
@@ -218,10 +220,11 @@ struct IQ1_S : Widened {
             copy_entry<kTypeIQ1_S, 8>(entry, codes + 8 * i);
             add_signs(codes + 8 * i, high & 0x8000 ? 255 : 0);
         }
-        as_words(codes, words);
+        pack_words(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
-        for (int i = 0; i < 8; ++i) scales[i] = odd((half(block + 34 + 2 * i) >> 12) & 7);
+        for (int i = 0; i < 8; ++i)
+            scales[i] = twice_plus_one((half(block + 34 + 2 * i) >> 12) & 7);
     }
 };
 
@@ -239,11 +242,11 @@ struct IQ1_M : Widened {
             copy_entry<kTypeIQ1_M, 8>(block[4 * tile + i] | (high & 7) << 8, codes + 8 * i);
             add_signs(codes + 8 * i, high & 8 ? 255 : 0);
         }
-        as_words(codes, words);
+        pack_words(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
         for (int i = 0; i < 16; ++i)
-            scales[i] = odd((half(block + 48 + 2 * (i / 4)) >> (3 * (i % 4))) & 7);
+            scales[i] = twice_plus_one((half(block + 48 + 2 * (i / 4)) >> (3 * (i % 4))) & 7);
     }
 };
 
@@ -274,14 +277,14 @@ struct TQ1_0 : Ternary {
         const int width = column < 160 ? 32 : column < 240 ? 16 : 4;
         const int within = column < 160 ? column : column < 240 ? column - 160 : column - 240;
         const int first = column < 160 ? 0 : column < 240 ? 32 : 48;
-        const uint8_t turned =
+        const uint8_t shifted =
             static_cast<uint8_t>(block[first + within % width] * kPowers3[within / width]);
-        return (turned * 3) >> 8;
+        return (shifted * 3) >> 8;
     }
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         uint8_t codes[32];
         for (int i = 0; i < 32; ++i) codes[i] = static_cast<uint8_t>(code(block, 32 * tile + i));
-        as_words(codes, words);
+        pack_words(codes, words);
     }
 };
 
@@ -292,7 +295,7 @@ struct Q1_0 : Plain {
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         uint8_t codes[32];
         for (int i = 0; i < 32; ++i) codes[i] = (block[2 + 4 * tile + i / 8] >> (i % 8)) & 1;
-        as_words(codes, words);
+        pack_words(codes, words);
     }
 };
 

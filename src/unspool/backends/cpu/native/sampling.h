@@ -11,9 +11,10 @@
 namespace unspool {
 // The `count` largest of a row, largest first, equals by lower column: each value, and so many
 // places `behind` it its column.
-void leading(const float* logits, int64_t width, int64_t count, double* values, int64_t behind);
+void leading(const float* logits, int64_t width, int64_t count, double* values,
+             int64_t column_offset);
 // Of `count` tokens those of the vocabulary: see unspool_tally.
-int64_t tally(const int64_t* tokens, int64_t count, int64_t vocabulary, int64_t* found);
+int64_t tally(const int64_t* tokens, int64_t count, int64_t vocabulary, int64_t* unique);
 }  // namespace unspool
 
 // The largest logit of each row; NaN if one is among them.
@@ -21,8 +22,8 @@ UNSPOOL_API void unspool_peaks(const float* logits, int64_t rows, int64_t width,
 
 // The peaks [rows] (given already where they are `known`), the sums of exp(logit - peak) [rows],
 // and the entropies in nats [rows]. Where a peak is not finite, the others are NaN.
-UNSPOOL_API void unspool_measure(const float* logits, int64_t rows, int64_t width, int32_t known,
-                                 double* peaks);
+UNSPOOL_API void unspool_measure(const float* logits, int64_t rows, int64_t width,
+                                 int32_t has_peaks, double* peaks);
 
 // Given levels [rows], fills in behind them how many logits of each row lie at its level or above,
 // as whole numbers [rows].
@@ -46,7 +47,7 @@ UNSPOOL_API void unspool_above(const float* logits, int64_t rows, int64_t width,
 // Of `count` tokens those of the vocabulary, each once, in the order in which they first occur, and
 // behind them [count] how often each does; gives how many there are.
 UNSPOOL_API int64_t unspool_tally(const int64_t* tokens, int64_t count, int64_t vocabulary,
-                                  int64_t* found);
+                                  int64_t* unique);
 
 // Picks one token for each row as the chain of sampling stages does with these settings
 // (`sampling/picker.py` names the columns). `threads` share the rows. A row whose logits give no

@@ -24,7 +24,7 @@ namespace ISA {
 #if !defined(ISA_avx2)  // which adds up small products in 16 bits
 using SmallSums = I32x16;
 #endif
-UNSPOOL_INLINE I32x16 whole(const I32x16& sums) { return sums; }
+UNSPOOL_INLINE I32x16 widen(const I32x16& sums) { return sums; }
 
 #if !defined(ISA_neon)  // whose registers know how to pick one of their numbers
 
@@ -99,18 +99,18 @@ UNSPOOL_INLINE F32x16 erf16(F32x16 x) {
 
 // The first `count` of sixteen numbers; the other lanes hold `rest`. Reads nothing behind them.
 // Only the last block of a row is not whole: that case stays out of the loops.
-inline UNSPOOL_APART void load_part(const float* from, int64_t count, float rest, float* room) {
-    for (int lane = 0; lane < kLanes; ++lane) room[lane] = lane < count ? from[lane] : rest;
+inline UNSPOOL_NOINLINE void load_part(const float* from, int64_t count, float fill, float* lanes) {
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = lane < count ? from[lane] : fill;
 }
-inline UNSPOOL_APART void store_part(float* to, int64_t count, const float* room) {
-    for (int lane = 0; lane < count; ++lane) to[lane] = room[lane];
+inline UNSPOOL_NOINLINE void store_part(float* to, int64_t count, const float* lanes) {
+    for (int lane = 0; lane < count; ++lane) to[lane] = lanes[lane];
 }
 
-UNSPOOL_INLINE F32x16 load_first(const float* from, int64_t count, float rest) {
+UNSPOOL_INLINE F32x16 load_first(const float* from, int64_t count, float fill) {
     if (count >= kLanes) return load(from);
-    float room[kLanes];
-    load_part(from, count, rest, room);
-    return load(room);
+    float lanes[kLanes];
+    load_part(from, count, fill, lanes);
+    return load(lanes);
 }
 
 UNSPOOL_INLINE void store_first(float* to, int64_t count, F32x16 x) {
@@ -118,9 +118,9 @@ UNSPOOL_INLINE void store_first(float* to, int64_t count, F32x16 x) {
         store(to, x);
         return;
     }
-    float room[kLanes];
-    store(room, x);
-    store_part(to, count, room);
+    float lanes[kLanes];
+    store(lanes, x);
+    store_part(to, count, lanes);
 }
 
 }  // namespace ISA

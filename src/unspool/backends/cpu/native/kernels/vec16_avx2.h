@@ -151,7 +151,7 @@ UNSPOOL_INLINE SmallSums dot_small(SmallSums total, U8x64 w, const int8_t* four)
         total.v[i] = _mm256_add_epi16(total.v[i], _mm256_maddubs_epi16(w.v[i], a));
     return total;
 }
-UNSPOOL_INLINE I32x16 whole(SmallSums a) {
+UNSPOOL_INLINE I32x16 widen(SmallSums a) {
     const __m256i ones = _mm256_set1_epi16(1);
     return {{_mm256_madd_epi16(a.v[0], ones), _mm256_madd_epi16(a.v[1], ones)}};
 }
@@ -182,7 +182,7 @@ UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) {
     for (int i = 0; i < 2; ++i) _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32 * i), a.v[i]);
 }
 // Every byte less a number, as a signed byte.
-UNSPOOL_INLINE U8x64 take_from(U8x64 a, int number) {
+UNSPOOL_INLINE U8x64 subtract_from_bytes(U8x64 a, int number) {
     for (auto& v : a.v) v = _mm256_sub_epi8(v, _mm256_set1_epi8(static_cast<char>(number)));
     return a;
 }
@@ -197,7 +197,7 @@ UNSPOOL_INLINE I32x16 dot_signed(I32x16 total, U8x64 w, const int8_t* four) {
     }
     return total;
 }
-constexpr int kRowsAtOnce = 2;  // rows of activations that share a block's weights
+constexpr int kRowsPerPass = 2;  // rows of activations that share a block's weights
 UNSPOOL_INLINE void prefetch(const void* p) {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }

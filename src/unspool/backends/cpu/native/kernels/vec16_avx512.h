@@ -105,7 +105,7 @@ UNSPOOL_INLINE U8x64 look_up(Table table, U8x64 codes) {
 }
 UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) { _mm512_storeu_si512(p, a.v); }
 // Every byte less a number, as a signed byte.
-UNSPOOL_INLINE U8x64 take_from(U8x64 a, int number) {
+UNSPOOL_INLINE U8x64 subtract_from_bytes(U8x64 a, int number) {
     return {_mm512_sub_epi8(a.v, _mm512_set1_epi8(static_cast<char>(number)))};
 }
 // There is no product of two signed bytes: weights stay unsigned, and offsets are taken later.
@@ -113,7 +113,7 @@ constexpr bool kSignedDot = false;
 UNSPOOL_INLINE I32x16 dot_signed(I32x16 total, U8x64 w, const int8_t* four) {
     return dot_bytes(total, w, four);
 }
-constexpr int kRowsAtOnce = 8;  // rows of activations that share a block's weights
+constexpr int kRowsPerPass = 8;  // rows of activations that share a block's weights
 UNSPOOL_INLINE void prefetch(const void* p) {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }

@@ -182,12 +182,12 @@ UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) {
     for (int i = 0; i < 4; ++i) vst1q_u8(p + 16 * i, a.v[i]);
 }
 // Every byte less a number, as a signed byte.
-UNSPOOL_INLINE U8x64 take_from(U8x64 a, int number) {
+UNSPOOL_INLINE U8x64 subtract_from_bytes(U8x64 a, int number) {
     for (int i = 0; i < 4; ++i) a.v[i] = vsubq_u8(a.v[i], vdupq_n_u8(static_cast<uint8_t>(number)));
     return a;
 }
 constexpr bool kSignedDot = true;  // see product_neon.h
-constexpr int kRowsAtOnce = 8;     // rows of activations that share a block's weights
+constexpr int kRowsPerPass = 8;    // rows of activations that share a block's weights
 UNSPOOL_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 }  // namespace ISA

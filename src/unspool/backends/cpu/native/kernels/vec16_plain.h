@@ -111,10 +111,10 @@ UNSPOOL_INLINE void store_half(uint16_t* p, F32x16 a) {
 }
 // Sixteen floats, already within a signed byte, rounded and stored; gives their sum.
 UNSPOOL_INLINE int32_t store_i8(int8_t* p, F32x16 a) {
-    const F32x16 whole = round16(a);
+    const F32x16 rounded = round16(a);
     int32_t total = 0;
     for (int i = 0; i < 16; ++i) {
-        p[i] = static_cast<int8_t>(whole.v[i / 4][i % 4]);
+        p[i] = static_cast<int8_t>(rounded.v[i / 4][i % 4]);
         total += p[i];
     }
     return total;
@@ -140,7 +140,7 @@ UNSPOOL_INLINE I32x16 isub(I32x16 a, I32x16 b) { UNSPOOL_EACH(I32x16, a.v[i] - b
 UNSPOOL_INLINE U8x64 low_halves(U8x64 a) { UNSPOOL_EACH(U8x64, a.v[i] & 15); }
 UNSPOOL_INLINE U8x64 high_halves(U8x64 a) { UNSPOOL_EACH(U8x64, a.v[i] >> 4); }
 // Every byte less a number, as a signed byte.
-UNSPOOL_INLINE U8x64 take_from(U8x64 a, int number) {
+UNSPOOL_INLINE U8x64 subtract_from_bytes(U8x64 a, int number) {
     UNSPOOL_EACH(U8x64, a.v[i] - static_cast<uint8_t>(number));
 }
 UNSPOOL_INLINE U8x64 load_bytes(const uint8_t* p) {
@@ -214,7 +214,7 @@ UNSPOOL_INLINE I32x16 dot_signed(I32x16 total, U8x64 w, const int8_t* four) {
     return total;
 }
 #undef UNSPOOL_EACH
-constexpr int kRowsAtOnce = 2;  // rows of activations that share a block's weights
+constexpr int kRowsPerPass = 2;  // rows of activations that share a block's weights
 UNSPOOL_INLINE void prefetch(const void*) {}
 
 }  // namespace ISA

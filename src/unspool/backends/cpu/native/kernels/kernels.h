@@ -17,22 +17,22 @@ struct Kernels {
     const char* name;
 
     // -- operations of a plan (see plan.h); every worker calls them with its own number ---------
-    void (*embed)(const Run&, const Op&, Worker&);
-    void (*norm)(const Run&, const Op&, Worker&);
-    void (*linear)(const Run&, const Op&, Worker&);
-    void (*adapt)(const Run&, const Op&, Worker&);  // what adapters add behind a kLinear
-    void (*place)(const Run&, const Op&, Worker&);
-    void (*attend)(const Run&, const Op&, Worker&);
-    void (*route)(const Run&, const Op&, Worker&);
-    void (*combine)(const Run&, const Op&, Worker&);
-    void (*gather)(const Run&, const Op&, Worker&);
-    void (*softcap)(const Run&, const Op&, Worker&);
-    void (*activate)(const Run&, const Op&, Worker&);
-    void (*scale)(const Run&, const Op&, Worker&);
-    void (*gate)(const Run&, const Op&, Worker&);
-    void (*conv)(const Run&, const Op&, Worker&);
-    void (*delta)(const Run&, const Op&, Worker&);
-    void (*mamba)(const Run&, const Op&, Worker&);
+    void (*embed)(const RunContext&, const Op&, Worker&);
+    void (*norm)(const RunContext&, const Op&, Worker&);
+    void (*linear)(const RunContext&, const Op&, Worker&);
+    void (*lora)(const RunContext&, const Op&, Worker&);  // what adapters add behind a kLinear
+    void (*rope)(const RunContext&, const Op&, Worker&);
+    void (*attention)(const RunContext&, const Op&, Worker&);
+    void (*route)(const RunContext&, const Op&, Worker&);
+    void (*combine)(const RunContext&, const Op&, Worker&);
+    void (*gather)(const RunContext&, const Op&, Worker&);
+    void (*softcap)(const RunContext&, const Op&, Worker&);
+    void (*activate)(const RunContext&, const Op&, Worker&);
+    void (*scale)(const RunContext&, const Op&, Worker&);
+    void (*gate)(const RunContext&, const Op&, Worker&);
+    void (*conv)(const RunContext&, const Op&, Worker&);
+    void (*delta)(const RunContext&, const Op&, Worker&);
+    void (*mamba)(const RunContext&, const Op&, Worker&);
 
     // -- sampling: one row of logits (sample.cpp) -----------------------------------------------
     // The largest logit; NaN if one is among them.
@@ -43,7 +43,8 @@ struct Kernels {
     int64_t (*count_above)(const float* logits, int64_t count, float level);
     // Numbers of the logits at or above the level, in order; gives how many there are (it writes
     // `room` of them at the most).
-    int64_t (*above)(const float* logits, int64_t count, float level, int64_t room, int32_t* found);
+    int64_t (*above)(const float* logits, int64_t count, float level, int64_t capacity,
+                     int32_t* indices);
     // The largest of each lane in blocks of `depth` times sixteen logits, what is left over passed
     // by; gives how many there are.
     int64_t (*maxima)(const float* logits, int64_t count, int64_t depth, float* tops);

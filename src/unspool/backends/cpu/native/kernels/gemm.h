@@ -4,7 +4,7 @@
 // tile registers (AMX), sixteen rows of activations are multiplied at once. The numbers are those
 // of product.h, bit for bit.
 #pragma once
-#include "product.h"
+#include "gemv.h"
 
 #if defined(ISA_amx)
 #include <immintrin.h>
@@ -14,12 +14,12 @@ namespace unspool {
 namespace ISA {
 
 // A block's weights, unpacked into a worker's scratch memory.
-struct Unpacked {
-    uint8_t* bytes;  // [tiles][8][64]; signed where the offset could be taken at once
-    float* scales;   // [groups][16]
-    float* minima;   // [groups][16]
-    int32_t taken;   // what must still be taken from a dot product
-    float* turned;   // room for the scales and lows of sixteen activation rows
+struct UnpackedBlock {
+    uint8_t* bytes;             // [tiles][8][64]; signed where the offset could be taken at once
+    float* scales;              // [groups][16]
+    float* minima;              // [groups][16]
+    int32_t offset_correction;  // what must still be taken from a dot product
+    float* tile_scales;         // room for the scales and lows of sixteen activation rows
 };
 
 #if defined(ISA_amx)
@@ -28,55 +28,56 @@ constexpr bool kSignedBytes = true;
 constexpr bool kSignedBytes = kSignedDot;
 #endif
 
-UNSPOOL_INLINE uint8_t* lined_up(uint8_t* p) {
+UNSPOOL_INLINE uint8_t* align_to_cache_line(uint8_t* p) {
     return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(p) + 63) & ~uintptr_t(63));
 }
 
-UNSPOOL_INLINE Unpacked room_for_block(uint8_t* scratch, int64_t tiles) {
-    Unpacked to;
-    to.bytes = lined_up(scratch);
-    to.scales = reinterpret_cast<float*>(to.bytes + tiles * kTile * kLanes);
-    to.minima = to.scales + tiles * 2 * kLanes;
-    to.turned = to.minima + tiles * 2 * kLanes;
-    to.taken = 0;
-    return to;
+UNSPOOL_INLINE UnpackedBlock allocate_block(uint8_t* scratch, int64_t tiles) {
+    UnpackedBlock block_out;
+    block_out.bytes = align_to_cache_line(scratch);
+    block_out.scales = reinterpret_cast<float*>(block_out.bytes + tiles * kTile * kLanes);
+    block_out.minima = block_out.scales + tiles * 2 * kLanes;
+    block_out.tile_scales = block_out.minima + tiles * 2 * kLanes;
+    block_out.offset_correction = 0;
+    return block_out;
 }
 
 template <class S>
-UNSPOOL_INLINE void unpack_block(const Matrix& m, const uint8_t* p, Unpacked& to) {
+UNSPOOL_INLINE void unpack_block(const Matrix& m, const uint8_t* p, UnpackedBlock& block_out) {
     const int64_t tiles = tiles_of(m);
     const int offset = kSignedBytes ? m.offset : 0;
-    to.taken = m.offset - offset;
+    block_out.offset_correction = m.offset - offset;
     [[maybe_unused]] Table table;
     if constexpr (S::format == kCodes) {
-        to.taken = kSignedBytes ? 0 : 128;
-        table = load_table(m.table, to.taken);
+        block_out.offset_correction = kSignedBytes ? 0 : 128;
+        table = load_table(m.table, block_out.offset_correction);
     }
     Factors<S> factors;
     for (int64_t tile = 0; tile < tiles; ++tile) {
-        p = factors.before(tile, p);
-        for (int line = 0; line < S::tile; line += 64) prefetch(p + kAhead + line);
-        uint8_t* bytes = to.bytes + tile * kTile * kLanes;
+        p = factors.read_before(tile, p);
+        for (int line = 0; line < S::tile; line += 64) prefetch(p + kPrefetchBytes + line);
+        uint8_t* bytes = block_out.bytes + tile * kTile * kLanes;
         for (int j = 0; j < 4; ++j) {
             if constexpr (S::format == kCodes) {
-                const U8x64 both = load_bytes(p + 64 * j);
-                store_bytes(bytes + 64 * j, look_up(table, low_halves(both)));
-                store_bytes(bytes + 64 * (j + 4), look_up(table, high_halves(both)));
+                const U8x64 packed = load_bytes(p + 64 * j);
+                store_bytes(bytes + 64 * j, look_up(table, low_halves(packed)));
+                store_bytes(bytes + 64 * (j + 4), look_up(table, high_halves(packed)));
             } else if constexpr (S::format == kQ4) {
-                const U8x64 both = load_bytes(p + 64 * j);
-                store_bytes(bytes + 64 * j, take_from(low_halves(both), offset));
-                store_bytes(bytes + 64 * (j + 4), take_from(high_halves(both), offset));
+                const U8x64 packed = load_bytes(p + 64 * j);
+                store_bytes(bytes + 64 * j, subtract_from_bytes(low_halves(packed), offset));
+                store_bytes(bytes + 64 * (j + 4), subtract_from_bytes(high_halves(packed), offset));
             } else {
-                store_bytes(bytes + 64 * j, take_from(load_bytes(p + 64 * j), offset));
-                store_bytes(bytes + 64 * (j + 4), take_from(load_bytes(p + 64 * (j + 4)), offset));
+                store_bytes(bytes + 64 * j, subtract_from_bytes(load_bytes(p + 64 * j), offset));
+                store_bytes(bytes + 64 * (j + 4),
+                            subtract_from_bytes(load_bytes(p + 64 * (j + 4)), offset));
             }
         }
         TileScales<S> s;
         s.read(p + S::stored, factors, m.offset);
         for (int g = 0; g < kTile / S::group; ++g) {
             const int64_t group = tile * (kTile / S::group) + g;
-            store(to.scales + group * kLanes, s.scale[g]);
-            if constexpr (S::minima) store(to.minima + group * kLanes, s.minimum[g]);
+            store(block_out.scales + group * kLanes, s.scale[g]);
+            if constexpr (S::has_minima) store(block_out.minima + group * kLanes, s.minimum[g]);
         }
         p += S::tile;
     }
@@ -84,7 +85,7 @@ UNSPOOL_INLINE void unpack_block(const Matrix& m, const uint8_t* p, Unpacked& to
 
 // What the minima add to rows [first, first + T): a sum of its own, as in product.h.
 template <int Group, int T>
-UNSPOOL_INLINE void add_minima(const Unpacked& block, int64_t tiles, const QuantizedRows& acts,
+UNSPOOL_INLINE void add_minima(const UnpackedBlock& block, int64_t tiles, const QuantizedRows& acts,
                                int64_t first, F32x16* total) {
     constexpr int groups = kTile / Group;
     F32x16 low[T];
@@ -95,8 +96,8 @@ UNSPOOL_INLINE void add_minima(const Unpacked& block, int64_t tiles, const Quant
         for (int t = 0; t < T; ++t) {
             const int64_t row = first + t;
             if constexpr (groups == 1) {
-                low[t] =
-                    fma(minimum, set1(acts.lows[row * (acts.columns / kTile) + group]), low[t]);
+                low[t] = fma(minimum, set1(acts.scaled_sums[row * (acts.columns / kTile) + group]),
+                             low[t]);
             } else {
                 const int32_t sum = acts.sums[row * (acts.columns / kLanes) + group];
                 const float a = acts.scales[row * (acts.columns / kTile) + group / 2];
@@ -111,10 +112,10 @@ UNSPOOL_INLINE void add_minima(const Unpacked& block, int64_t tiles, const Quant
 
 // An unpacked block times rows [first, first + T).
 template <int Group, bool Minima, int T>
-UNSPOOL_INLINE void multiply_unpacked(const Unpacked& block, int64_t tiles,
+UNSPOOL_INLINE void multiply_unpacked(const UnpackedBlock& block, int64_t tiles,
                                       const QuantizedRows& acts, int64_t first, F32x16* out) {
     constexpr int groups = kTile / Group, pieces = 8 / groups;
-    const int8_t* numbers = acts.numbers + first * acts.columns;
+    const int8_t* numbers = acts.quants + first * acts.columns;
     const float* scales = acts.scales + first * (acts.columns / kTile);
     [[maybe_unused]] const int32_t* sums = acts.sums + first * (acts.columns / kLanes);
     F32x16 total[T];
@@ -136,10 +137,11 @@ UNSPOOL_INLINE void multiply_unpacked(const Unpacked& block, int64_t tiles,
                 if constexpr (!kSignedBytes) {
                     const int32_t* sum = sums + t * (acts.columns / kLanes) + 2 * tile;
                     const int32_t a_sum = groups == 1 ? sum[0] + sum[1] : sum[g];
-                    if (block.taken != 0) dots[t] = isub(dots[t], iset1(block.taken * a_sum));
+                    if (block.offset_correction != 0)
+                        dots[t] = isub(dots[t], iset1(block.offset_correction * a_sum));
                 }
-                const F32x16 both = mul(scale, set1(scales[t * (acts.columns / kTile) + tile]));
-                total[t] = fma(to_float(dots[t]), both, total[t]);
+                const F32x16 packed = mul(scale, set1(scales[t * (acts.columns / kTile) + tile]));
+                total[t] = fma(to_float(dots[t]), packed, total[t]);
             }
         }
     }
@@ -152,93 +154,93 @@ UNSPOOL_INLINE void multiply_unpacked(const Unpacked& block, int64_t tiles,
 #if defined(ISA_amx)
 
 // The compiler does not know that tile instructions read and write memory.
-UNSPOOL_INLINE void memory_settled() { asm volatile("" ::: "memory"); }
+UNSPOOL_INLINE void memory_barrier() { asm volatile("" ::: "memory"); }
 
 // One group of sixteen activation rows (tile 4 or 6) times a block's weights (tile 5 or 7).
-#define UNSPOOL_TILE_PRODUCT(sum, left, right, a, w, to) \
-    _tile_zero(sum);                                     \
-    _tile_loadd(left, a, stride);                        \
-    _tile_loadd(right, w, 64);                           \
-    _tile_dpbssd(sum, left, right);                      \
-    _tile_stored(sum, to, 64)
+#define UNSPOOL_TILE_PRODUCT(sum, left, right, a, w, block_out) \
+    _tile_zero(sum);                                            \
+    _tile_loadd(left, a, stride);                               \
+    _tile_loadd(right, w, 64);                                  \
+    _tile_dpbssd(sum, left, right);                             \
+    _tile_stored(sum, block_out, 64)
 
 // Sixteen activation rows: where they are, and how far apart.
 struct TileRows {
-    const int8_t* numbers;
-    int64_t stride;       // from a row to the next
-    int64_t tile_stride;  // from 32 columns to the next
-    const float* turned;  // scales and lows, [tiles][2][16]
+    const int8_t* quants;
+    int64_t stride;            // from a row to the next
+    int64_t tile_stride;       // from 32 columns to the next
+    const float* tile_scales;  // scales and lows, [tiles][2][16]
 };
 
 UNSPOOL_INLINE TileRows tile_rows(const QuantizedRows& acts, int64_t tiles, int64_t first,
-                                  float* room) {
+                                  float* buffer) {
     const int64_t stride = acts.columns / kTile;
     if (first % kLanes == 0)
         return {acts.tiled + first * acts.columns, kTile, kTile * kLanes,
-                acts.turned + first * stride * 2};
+                acts.tile_scales + first * stride * 2};
     for (int64_t tile = 0; tile < tiles; ++tile) {  // an expert's rows begin anywhere
         for (int t = 0; t < kLanes; ++t) {
-            room[tile * 2 * kLanes + t] = acts.scales[(first + t) * stride + tile];
-            room[tile * 2 * kLanes + kLanes + t] = acts.lows[(first + t) * stride + tile];
+            buffer[tile * 2 * kLanes + t] = acts.scales[(first + t) * stride + tile];
+            buffer[tile * 2 * kLanes + kLanes + t] = acts.scaled_sums[(first + t) * stride + tile];
         }
     }
-    return {acts.numbers + first * acts.columns, acts.columns, kTile, room};
+    return {acts.quants + first * acts.columns, acts.columns, kTile, buffer};
 }
 
 // An unpacked block times rows [first, first + 16). A group of columns is multiplied two turns
 // before its products are scaled and added: what a tile register stores takes a while to arrive.
 template <int Group, bool Minima>
-UNSPOOL_INLINE void multiply_tiles(const Unpacked& block, int64_t tiles, const QuantizedRows& acts,
-                                   int64_t first, F32x16* out) {
+UNSPOOL_INLINE void multiply_tiles(const UnpackedBlock& block, int64_t tiles,
+                                   const QuantizedRows& acts, int64_t first, F32x16* out) {
     constexpr int groups_of_tile = kTile / Group;
     alignas(64) int32_t dots[4][kLanes][kLanes];
-    const TileRows rows = tile_rows(acts, tiles, first, block.turned);
-    const float* turned = rows.turned;
+    const TileRows rows = tile_rows(acts, tiles, first, block.tile_scales);
+    const float* tile_scales = rows.tile_scales;
     const int64_t stride = rows.stride, groups = tiles * groups_of_tile;
-    const auto begin = [&](int64_t group) {
+    const auto start_group = [&](int64_t group) {
         const uint8_t* w = block.bytes + group * Group * kLanes;
-        const int8_t* a = rows.numbers + group / groups_of_tile * rows.tile_stride +
+        const int8_t* a = rows.quants + group / groups_of_tile * rows.tile_stride +
                           group % groups_of_tile * Group;
-        auto& to = dots[group % 4];
+        auto& block_out = dots[group % 4];
         if constexpr (Group == kTile) {
             if (group % 2 == 0) {
-                UNSPOOL_TILE_PRODUCT(0, 4, 5, a, w, to);
+                UNSPOOL_TILE_PRODUCT(0, 4, 5, a, w, block_out);
             } else {
-                UNSPOOL_TILE_PRODUCT(1, 4, 5, a, w, to);
+                UNSPOOL_TILE_PRODUCT(1, 4, 5, a, w, block_out);
             }
         } else {
             if (group % 2 == 0) {
-                UNSPOOL_TILE_PRODUCT(0, 6, 7, a, w, to);
+                UNSPOOL_TILE_PRODUCT(0, 6, 7, a, w, block_out);
             } else {
-                UNSPOOL_TILE_PRODUCT(1, 6, 7, a, w, to);
+                UNSPOOL_TILE_PRODUCT(1, 6, 7, a, w, block_out);
             }
         }
     };
     F32x16 total[kLanes];
-    for (auto& each : total) each = zero();
-    memory_settled();
-    begin(0);
-    if (groups > 1) begin(1);
+    for (auto& sum : total) sum = zero();
+    memory_barrier();
+    start_group(0);
+    if (groups > 1) start_group(1);
     for (int64_t group = 0; group < groups; ++group) {
-        if (group + 2 < groups) begin(group + 2);
-        memory_settled();
+        if (group + 2 < groups) start_group(group + 2);
+        memory_barrier();
         const F32x16 scale = load(block.scales + group * kLanes);
-        const float* shared = turned + group / groups_of_tile * 2 * kLanes;
-        const auto& from = dots[group % 4];
+        const float* row_factors = tile_scales + group / groups_of_tile * 2 * kLanes;
+        const auto& group_dots = dots[group % 4];
 #pragma GCC unroll 16
         for (int t = 0; t < kLanes; ++t) {
-            const F32x16 product = {_mm512_cvtepi32_ps(_mm512_load_si512(from[t]))};
-            total[t] = fma(product, mul(scale, set1(shared[t])), total[t]);
+            const F32x16 product = {_mm512_cvtepi32_ps(_mm512_load_si512(group_dots[t]))};
+            total[t] = fma(product, mul(scale, set1(row_factors[t])), total[t]);
         }
     }
     if constexpr (Minima && groups_of_tile == 1) {
         F32x16 low[kLanes];
-        for (auto& each : low) each = zero();
+        for (auto& sum : low) sum = zero();
         for (int64_t group = 0; group < groups; ++group) {
             const F32x16 minimum = load(block.minima + group * kLanes);
-            const float* shared = turned + group * 2 * kLanes + kLanes;
+            const float* row_factors = tile_scales + group * 2 * kLanes + kLanes;
 #pragma GCC unroll 16
-            for (int t = 0; t < kLanes; ++t) low[t] = fma(minimum, set1(shared[t]), low[t]);
+            for (int t = 0; t < kLanes; ++t) low[t] = fma(minimum, set1(row_factors[t]), low[t]);
         }
         for (int t = 0; t < kLanes; ++t) total[t] = add(total[t], low[t]);
     } else if constexpr (Minima) {

@@ -17,15 +17,15 @@ namespace unspool {
 namespace ISA {
 
 // How a quantized matrix is packed. `Kind` is its Format, `How` its Scales, `Low` its Lows.
-template <int32_t Kind, int Group, int32_t How, int32_t Low>
+template <int32_t Format, int Group, int32_t ScaleKind, int32_t Minima>
 struct Spec {
-    static constexpr int32_t format = Kind, how = How, lows = Low;
+    static constexpr int32_t format = Format, scale_kind = ScaleKind, minima_kind = Minima;
     static constexpr int group = Group;
-    static constexpr bool super = How == kSuper, minima = Low != kNone;
-    static constexpr int stored = kLanes * kTile / (Kind == kQ8 ? 1 : 2);
-    static constexpr int scale_bytes = unspool::scale_bytes(How, Group);
-    static constexpr int tile = stored + scale_bytes + low_bytes(Low, How, Group);
-    static constexpr int factors = super ? kLanes * 2 * (minima ? 2 : 1) : 0;
+    static constexpr bool super = ScaleKind == kSuper, has_minima = Minima != kNoMinima;
+    static constexpr int stored = kLanes * kTile / (Format == kQ8 ? 1 : 2);
+    static constexpr int scale_bytes = unspool::scale_bytes(ScaleKind, Group);
+    static constexpr int tile = stored + scale_bytes + minima_bytes(Minima, ScaleKind, Group);
+    static constexpr int factors = super ? kLanes * 2 * (has_minima ? 2 : 1) : 0;
 };
 
 // What the scales and minima of eight tiles are multiplied with.
@@ -34,11 +34,11 @@ struct Factors {
     F32x16 scale = zero(), low = zero();
 
     // Reads them where they stand before this tile; gives where the tile itself begins.
-    UNSPOOL_INLINE const uint8_t* before(int64_t tile, const uint8_t* p) {
+    UNSPOOL_INLINE const uint8_t* read_before(int64_t tile, const uint8_t* p) {
         if constexpr (S::super) {
             if (tile % kSuperTiles != 0) return p;
             scale = load_half(reinterpret_cast<const uint16_t*>(p));
-            if constexpr (S::minima)
+            if constexpr (S::has_minima)
                 low = load_half(reinterpret_cast<const uint16_t*>(p + kLanes * 2));
         }
         return p + S::factors;
@@ -54,24 +54,24 @@ struct TileScales {
     // gives it back.
     UNSPOOL_INLINE void read(const uint8_t* p, const Factors<S>& factors, int32_t offset) {
         for (int g = 0; g < kTile / S::group; ++g) {
-            if constexpr (S::how == kPowers) {
+            if constexpr (S::scale_kind == kPowers) {
                 scale[g] = load_shifted<23>(p);
-            } else if constexpr (S::how == kFloat8) {
+            } else if constexpr (S::scale_kind == kFloat8) {
                 // The exponent counts from 15 there and from 127 here.
                 scale[g] = mul(load_shifted<20>(p + g * kLanes), set1(0x1p112f));
             } else if constexpr (S::super) {
                 scale[g] =
                     mul(factors.scale, load_i8(reinterpret_cast<const int8_t*>(p) + g * kLanes));
-                if constexpr (S::minima)
+                if constexpr (S::has_minima)
                     minimum[g] =
                         sub(zero(), mul(factors.low, load_u8(p + S::scale_bytes + g * kLanes)));
             } else {
                 scale[g] = load_half(reinterpret_cast<const uint16_t*>(p));
-                if constexpr (S::lows == kZeros)
+                if constexpr (S::minima_kind == kZeroPoints)
                     minimum[g] = sub(zero(), mul(scale[g], load_u8(p + S::scale_bytes)));
-                else if constexpr (S::minima)
+                else if constexpr (S::has_minima)
                     minimum[g] = load_half(reinterpret_cast<const uint16_t*>(p + S::scale_bytes));
-                if constexpr (S::minima && S::format == kQ8)
+                if constexpr (S::has_minima && S::format == kQ8)
                     minimum[g] = fma(scale[g], set1(static_cast<float>(offset)), minimum[g]);
             }
         }
@@ -83,100 +83,104 @@ constexpr int kTableBias = kSignedDot ? 0 : 128;
 
 // What the offset takes from a dot product, for each activation's sum of one.
 template <class S>
-UNSPOOL_INLINE int32_t correction(const Matrix& m) {
+UNSPOOL_INLINE int32_t byte_offset(const Matrix& m) {
     if (S::format == kCodes) return kTableBias;
     return S::format == kQ4 ? m.offset : m.offset - kByteBias;
 }
 
 // Adds one group's share to a row's result.
 template <bool Minima>
-UNSPOOL_INLINE void add_group(F32x16& total, F32x16& low, I32x16 dots, int32_t taken,
+UNSPOOL_INLINE void add_group(F32x16& total, F32x16& low, I32x16 dots, int32_t offset_correction,
                               const F32x16& scale, const F32x16& minimum, float a, int32_t a_sum,
                               float a_low) {
-    if (taken != 0) dots = isub(dots, iset1(taken * a_sum));
+    if (offset_correction != 0) dots = isub(dots, iset1(offset_correction * a_sum));
     total = fma(to_float(dots), mul(scale, set1(a)), total);
     if constexpr (Minima) low = fma(minimum, set1(a_low), low);
 }
 
-constexpr int kAhead = 2560;  // bytes: far enough for memory to answer, near enough for the cache
+constexpr int kPrefetchBytes =
+    2560;  // bytes: far enough for memory to answer, near enough for the cache
 
 // One block times rows [first, first + T): out[t] gets sixteen numbers.
 template <class S, int T>
 UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const QuantizedRows& acts,
                                    int64_t first, F32x16* out) {
     const int64_t tiles = tiles_of(m);
-    const int32_t taken = correction<S>(m);
+    const int32_t offset_correction = byte_offset<S>(m);
     [[maybe_unused]] Table table;
     if constexpr (S::format == kCodes) table = load_table(m.table, kTableBias);
-    const int8_t* numbers = acts.numbers + first * acts.columns;
+    const int8_t* numbers = acts.quants + first * acts.columns;
     const float* scales = acts.scales + first * (acts.columns / kTile);
-    const float* lows = acts.lows + first * (acts.columns / kTile);
+    const float* lows = acts.scaled_sums + first * (acts.columns / kTile);
     const int32_t* sums = acts.sums + first * (acts.columns / kLanes);
     F32x16 total[T], low[T];
     for (int t = 0; t < T; ++t) total[t] = low[t] = zero();
     Factors<S> factors;
     for (int64_t tile = 0; tile < tiles; ++tile) {
-        p = factors.before(tile, p);
-        for (int line = 0; line < S::tile; line += 64) prefetch(p + kAhead + line);
+        p = factors.read_before(tile, p);
+        for (int line = 0; line < S::tile; line += 64) prefetch(p + kPrefetchBytes + line);
         // Where all 32 columns share a scale, one sum serves for both halves.
-        constexpr bool apart = S::group < kTile;
+        constexpr bool split = S::group < kTile;
         using Sums = std::conditional_t<S::format == kQ4, SmallSums, I32x16>;
-        Sums front[T], behind[apart ? T : 1];
-        Sums* back = apart ? behind : front;
+        Sums front[T], second[split ? T : 1];
+        Sums* back = split ? second : front;
         for (int t = 0; t < T; ++t) front[t] = back[t] = Sums();
         Columns a[T], b[T];
         for (int t = 0; t < T; ++t) {
             a[t] = load_columns(numbers + t * acts.columns + tile * kTile);
             b[t] = load_columns(numbers + t * acts.columns + tile * kTile + kLanes);
         }
-        const auto piece = [&](auto number) {
-            constexpr int j = decltype(number)::value;
+        const auto add_piece = [&](auto piece_index) {
+            constexpr int j = decltype(piece_index)::value;
             if constexpr (S::format == kCodes) {
-                const U8x64 both = load_bytes(p + 64 * j);
-                const U8x64 one = look_up(table, low_halves(both));
-                const U8x64 other = look_up(table, high_halves(both));
+                const U8x64 packed = load_bytes(p + 64 * j);
+                const U8x64 low_columns = look_up(table, low_halves(packed));
+                const U8x64 high_columns = look_up(table, high_halves(packed));
                 for (int t = 0; t < T; ++t) {
-                    front[t] = dot_signed<j>(front[t], one, a[t]);
-                    back[t] = dot_signed<j>(back[t], other, b[t]);
+                    front[t] = dot_signed<j>(front[t], low_columns, a[t]);
+                    back[t] = dot_signed<j>(back[t], high_columns, b[t]);
                 }
             } else if constexpr (S::format == kQ4) {
-                const U8x64 both = load_bytes(p + 64 * j);
-                const U8x64 one = low_halves(both), other = high_halves(both);
+                const U8x64 packed = load_bytes(p + 64 * j);
+                const U8x64 low_columns = low_halves(packed), high_columns = high_halves(packed);
                 for (int t = 0; t < T; ++t) {
-                    front[t] = dot_small<j>(front[t], one, a[t]);
-                    back[t] = dot_small<j>(back[t], other, b[t]);
+                    front[t] = dot_small<j>(front[t], low_columns, a[t]);
+                    back[t] = dot_small<j>(back[t], high_columns, b[t]);
                 }
             } else {
-                const U8x64 one = load_bytes(p + 64 * j), other = load_bytes(p + 64 * (j + 4));
+                const U8x64 low_columns = load_bytes(p + 64 * j),
+                            high_columns = load_bytes(p + 64 * (j + 4));
                 for (int t = 0; t < T; ++t) {
-                    front[t] = dot_bytes<j>(front[t], one, a[t]);
-                    back[t] = dot_bytes<j>(back[t], other, b[t]);
+                    front[t] = dot_bytes<j>(front[t], low_columns, a[t]);
+                    back[t] = dot_bytes<j>(back[t], high_columns, b[t]);
                 }
             }
         };
-        piece(std::integral_constant<int, 0>());
-        piece(std::integral_constant<int, 1>());
-        piece(std::integral_constant<int, 2>());
-        piece(std::integral_constant<int, 3>());
+        add_piece(std::integral_constant<int, 0>());
+        add_piece(std::integral_constant<int, 1>());
+        add_piece(std::integral_constant<int, 2>());
+        add_piece(std::integral_constant<int, 3>());
         TileScales<S> s;
         s.read(p + S::stored, factors, m.offset);
         for (int t = 0; t < T; ++t) {
             const float a = scales[t * (acts.columns / kTile) + tile];
             const int32_t* sum = sums + t * (acts.columns / kLanes) + 2 * tile;
             if constexpr (S::group == kTile) {
-                add_group<S::minima>(total[t], low[t], whole(front[t]), taken, s.scale[0],
-                                     s.minimum[0], a, sum[0] + sum[1],
-                                     lows[t * (acts.columns / kTile) + tile]);
+                add_group<S::has_minima>(total[t], low[t], widen(front[t]), offset_correction,
+                                         s.scale[0], s.minimum[0], a, sum[0] + sum[1],
+                                         lows[t * (acts.columns / kTile) + tile]);
             } else {
-                add_group<S::minima>(total[t], low[t], whole(front[t]), taken, s.scale[0],
-                                     s.minimum[0], a, sum[0], a * static_cast<float>(sum[0]));
-                add_group<S::minima>(total[t], low[t], whole(back[t]), taken, s.scale[1],
-                                     s.minimum[1], a, sum[1], a * static_cast<float>(sum[1]));
+                add_group<S::has_minima>(total[t], low[t], widen(front[t]), offset_correction,
+                                         s.scale[0], s.minimum[0], a, sum[0],
+                                         a * static_cast<float>(sum[0]));
+                add_group<S::has_minima>(total[t], low[t], widen(back[t]), offset_correction,
+                                         s.scale[1], s.minimum[1], a, sum[1],
+                                         a * static_cast<float>(sum[1]));
             }
         }
         p += S::tile;
     }
-    for (int t = 0; t < T; ++t) out[t] = S::minima ? add(total[t], low[t]) : total[t];
+    for (int t = 0; t < T; ++t) out[t] = S::has_minima ? add(total[t], low[t]) : total[t];
 }
 
 }  // namespace ISA

@@ -34,7 +34,7 @@ UNSPOOL_INLINE void multiply_floats(const Matrix& m, const uint8_t* p, const Qua
     const int64_t block = m.columns * step;
     const float* x = acts.values + first * acts.columns;
     F32x16 total[B * T];
-    for (auto& each : total) each = zero();
+    for (auto& sum : total) sum = zero();
     for (int64_t k = 0; k < m.columns; ++k) {
         for (int b = 0; b < B; ++b) {
             const uint8_t* at = p + b * block + k * step;

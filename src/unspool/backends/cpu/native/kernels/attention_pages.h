@@ -14,20 +14,20 @@ namespace ISA {
 constexpr int kTileRows = 16;  // queries of one task: several tokens' heads that share keys
 // As many sums grow side by side as there are registers for, and enough to keep them busy:
 #if defined(ISA_avx512) || defined(ISA_amx)
-constexpr int kMostRows = 8;                                       // queries,
+constexpr int kMaxRows = 8;                                        // queries,
 constexpr int pages_for(int rows) { return rows <= 4 ? 2 : 1; }    // pages of keys,
 constexpr int columns_for(int rows) { return rows <= 4 ? 4 : 2; }  // 16 numbers of values
 #else
-constexpr int kMostRows = 4;
+constexpr int kMaxRows = 4;
 constexpr int pages_for(int) { return 1; }
 constexpr int columns_for(int) { return 1; }
 #endif
 constexpr int kPages = pages_for(1);
 // Where halves become floats in many steps, it pays to do so once for however few queries.
 #if defined(ISA_plain)
-constexpr bool kFloatsFirst = true;
+constexpr bool kConvertFirst = true;
 #else
-constexpr bool kFloatsFirst = false;
+constexpr bool kConvertFirst = false;
 #endif
 
 // How keys and values are read in each precision.
@@ -52,11 +52,11 @@ struct Byte {
 
 // Queries that look at the same keys: `tokens` neighbours of one text, all heads of one key head.
 struct Tile {
-    const Run* run;
+    const RunContext* run;
     const Op* op;
     const int64_t* pages;
     int64_t first_token, tokens, kv_head, group, rows;
-    int64_t width, filled;  // of a head, and filled up to whole registers
+    int64_t width, padded;  // of a head, and filled up to whole registers
     int64_t first_position;
     int64_t last;    // the newest position that any row sees
     float* queries;  // [rows][filled], scaled
@@ -75,49 +75,49 @@ struct Tile {
     }
     // The last position that it sees: a window may end before that.
     int64_t newest(int64_t row) const {
-        const int64_t far = position(row) + op->window - 1, end = visible(row);
-        return op->flags & kBothWays && op->window > 0 && far < end ? far : end;
+        const int64_t window_end = position(row) + op->window - 1, end = visible(row);
+        return op->flags & kBidirectional && op->window > 0 && window_end < end ? window_end : end;
     }
     int64_t newest() const { return last; }
 };
 
 // Keeps scores within +-cap, smoothly: what Gemma 2 does.
-inline UNSPOOL_APART void cap_scores(float* scores, int count, float most) {
-    const F32x16 cap = set1(most);
+inline UNSPOOL_NOINLINE void cap_scores(float* scores, int count, float limit) {
+    const F32x16 cap = set1(limit);
     for (int i = 0; i < count; i += kLanes)
         store(scores + i, mul(cap, tanh16(div(load(scores + i), cap))));
 }
 
 // Scores of R queries against the keys of P pages.
 template <class Kind, int R, int P>
-UNSPOOL_APART void page_scores(const Tile& tile, const uint8_t* const* pages, int64_t row,
-                               int64_t at) {
-    const int64_t filled = tile.filled;
-    const float* q = tile.queries + row * filled;
+UNSPOOL_NOINLINE void page_scores(const Tile& tile, const uint8_t* const* pages, int64_t row,
+                                  int64_t at) {
+    const int64_t padded = tile.padded;
+    const float* q = tile.queries + row * padded;
     F32x16 total[R][P];
     for (int r = 0; r < R; ++r)
         for (int p = 0; p < P; ++p) total[r][p] = zero();
-    for (int64_t d = 0; d < filled; d += 4) {  // what fills the head up is zero
-        Four four[R];
-        for (int r = 0; r < R; ++r) four[r] = load_four(q + r * filled + d);
-        const auto one = [&](auto number) {
+    for (int64_t d = 0; d < padded; d += 4) {  // what fills the head up is zero
+        Four quad[R];
+        for (int r = 0; r < R; ++r) quad[r] = load_four(q + r * padded + d);
+        const auto add_column = [&](auto number) {
             constexpr int i = decltype(number)::value;
             for (int p = 0; p < P; ++p) {
                 const F32x16 keys = Kind::at(pages[p], (d + i) * kPage);
-                for (int r = 0; r < R; ++r) total[r][p] = fma_with<i>(keys, four[r], total[r][p]);
+                for (int r = 0; r < R; ++r) total[r][p] = fma_with<i>(keys, quad[r], total[r][p]);
             }
         };
-        one(std::integral_constant<int, 0>());
-        one(std::integral_constant<int, 1>());
-        one(std::integral_constant<int, 2>());
-        one(std::integral_constant<int, 3>());
+        add_column(std::integral_constant<int, 0>());
+        add_column(std::integral_constant<int, 1>());
+        add_column(std::integral_constant<int, 2>());
+        add_column(std::integral_constant<int, 3>());
     }
     for (int r = 0; r < R; ++r) {
         float* scores = tile.scores + (row + r) * kSegment + at;
         for (int p = 0; p < P; ++p) {
             F32x16 score = total[r][p];
             if constexpr (Kind::bytes == 1)
-                score = mul(score, load(reinterpret_cast<const float*>(pages[p] + kPage * filled)));
+                score = mul(score, load(reinterpret_cast<const float*>(pages[p] + kPage * padded)));
             store(scores + p * kPage, score);
         }
         if (tile.op->cap > 0.0f) cap_scores(scores, P * kPage, tile.op->cap);
@@ -128,78 +128,79 @@ UNSPOOL_APART void page_scores(const Tile& tile, const uint8_t* const* pages, in
 template <class Kind, int R, int C>
 UNSPOOL_INLINE void page_values(const Tile& tile, const uint8_t* page, int64_t row, int64_t at,
                                 int64_t slots, int64_t column) {
-    const int64_t filled = tile.filled;
-    float* sums = tile.sums + row * filled + column;
+    const int64_t padded = tile.padded;
+    float* sums = tile.sums + row * padded + column;
     F32x16 total[R][C];
     for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) total[r][c] = load(sums + r * filled + c * kLanes);
+        for (int c = 0; c < C; ++c) total[r][c] = load(sums + r * padded + c * kLanes);
     const float* weights = tile.scores + row * kSegment + at;
-    float room[R][kPage];
+    float scaled_weights[R][kPage];
     if constexpr (Kind::bytes == 1) {  // a token's factor goes to its weight
-        const F32x16 factors = load(reinterpret_cast<const float*>(page + kPage * filled));
-        for (int r = 0; r < R; ++r) store(room[r], mul(load(weights + r * kSegment), factors));
+        const F32x16 factors = load(reinterpret_cast<const float*>(page + kPage * padded));
+        for (int r = 0; r < R; ++r)
+            store(scaled_weights[r], mul(load(weights + r * kSegment), factors));
     }
     const auto weight = [&](int r, int64_t slot) {
-        return Kind::bytes == 1 ? room[r] + slot : weights + r * kSegment + slot;
+        return Kind::bytes == 1 ? scaled_weights[r] + slot : weights + r * kSegment + slot;
     };
     int64_t slot = 0;
     for (; slot + 4 <= slots; slot += 4) {
-        Four four[R];
-        for (int r = 0; r < R; ++r) four[r] = load_four(weight(r, slot));
-        const auto one = [&](auto number) {
+        Four quad[R];
+        for (int r = 0; r < R; ++r) quad[r] = load_four(weight(r, slot));
+        const auto add_column = [&](auto number) {
             constexpr int i = decltype(number)::value;
             for (int c = 0; c < C; ++c) {
-                const F32x16 values = Kind::at(page, (slot + i) * filled + column + c * kLanes);
-                for (int r = 0; r < R; ++r) total[r][c] = fma_with<i>(values, four[r], total[r][c]);
+                const F32x16 values = Kind::at(page, (slot + i) * padded + column + c * kLanes);
+                for (int r = 0; r < R; ++r) total[r][c] = fma_with<i>(values, quad[r], total[r][c]);
             }
         };
-        one(std::integral_constant<int, 0>());
-        one(std::integral_constant<int, 1>());
-        one(std::integral_constant<int, 2>());
-        one(std::integral_constant<int, 3>());
+        add_column(std::integral_constant<int, 0>());
+        add_column(std::integral_constant<int, 1>());
+        add_column(std::integral_constant<int, 2>());
+        add_column(std::integral_constant<int, 3>());
     }
     for (; slot < slots; ++slot) {
         for (int c = 0; c < C; ++c) {
-            const F32x16 values = Kind::at(page, slot * filled + column + c * kLanes);
+            const F32x16 values = Kind::at(page, slot * padded + column + c * kLanes);
             for (int r = 0; r < R; ++r)
                 total[r][c] = fma(values, set1(*weight(r, slot)), total[r][c]);
         }
     }
     for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) store(sums + r * filled + c * kLanes, total[r][c]);
+        for (int c = 0; c < C; ++c) store(sums + r * padded + c * kLanes, total[r][c]);
 }
 
 template <class Kind, int R>
-UNSPOOL_APART void all_values(const Tile& tile, const uint8_t* page, int64_t row, int64_t at,
-                              int64_t slots) {
+UNSPOOL_NOINLINE void accumulate_values(const Tile& tile, const uint8_t* page, int64_t row,
+                                        int64_t at, int64_t slots) {
     constexpr int C = columns_for(R);
     int64_t column = 0;
-    for (; column + C * kLanes <= tile.filled; column += C * kLanes)
+    for (; column + C * kLanes <= tile.padded; column += C * kLanes)
         page_values<Kind, R, C>(tile, page, row, at, slots, column);
-    for (; column < tile.filled; column += kLanes)
+    for (; column < tile.padded; column += kLanes)
         page_values<Kind, R, 1>(tile, page, row, at, slots, column);
 }
 
 // A page's head as floats: worth it where many queries read it.
 template <class Kind>
-UNSPOOL_INLINE const uint8_t* as_floats(const uint8_t* page, int64_t count, float* room) {
-    for (int64_t i = 0; i < count; i += kLanes) store(room + i, Kind::at(page, i));
-    return reinterpret_cast<const uint8_t*>(room);
+UNSPOOL_INLINE const uint8_t* page_to_floats(const uint8_t* page, int64_t count,
+                                             float* scaled_weights) {
+    for (int64_t i = 0; i < count; i += kLanes) store(scaled_weights + i, Kind::at(page, i));
+    return reinterpret_cast<const uint8_t*>(scaled_weights);
 }
 
 // Asks for a page's head before it is needed: pages lie anywhere, so no processor can guess.
-UNSPOOL_INLINE void fetch(const uint8_t* page, int64_t bytes) {
+UNSPOOL_INLINE void prefetch_page(const uint8_t* page, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += 64) prefetch(page + line);
 }
 
 // Calls f with the number of rows known to the compiler. Every number has its own code for halves,
 // which keys and values usually are; elsewhere five to seven are four and the rest.
 template <class Kind, class F>
-UNSPOOL_INLINE void by_rows(int64_t rows, F f) {
+UNSPOOL_INLINE void dispatch_rows(int64_t rows, F f) {
     int64_t row = 0;
-    for (; row + kMostRows <= rows; row += kMostRows)
-        f(row, std::integral_constant<int, kMostRows>());
-    if constexpr (kMostRows > 4 && std::is_same_v<Kind, Half>) {
+    for (; row + kMaxRows <= rows; row += kMaxRows) f(row, std::integral_constant<int, kMaxRows>());
+    if constexpr (kMaxRows > 4 && std::is_same_v<Kind, Half>) {
         switch (rows - row) {
             case 5:
                 return f(row, std::integral_constant<int, 5>());
@@ -210,7 +211,7 @@ UNSPOOL_INLINE void by_rows(int64_t rows, F f) {
             default:
                 break;
         }
-    } else if constexpr (kMostRows > 4) {
+    } else if constexpr (kMaxRows > 4) {
         if (row + 4 < rows) f((row += 4) - 4, std::integral_constant<int, 4>());
     }
     switch (rows - row) {
