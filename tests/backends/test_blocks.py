@@ -1,4 +1,4 @@
-"""Tokens that see ahead: blocks whose tokens see each other, in every backend and in the engine."""
+"""Bidirectional blocks, whose tokens attend to each other, in every backend and in the engine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LENGTH, BLOCK = 40, 8
 
 
 def ends() -> Any:
-    """The first block is causal; from there on everybody sees to the end of their block."""
+    """The first block is causal; later tokens attend up to the end of their block."""
     positions = np.arange(LENGTH)
     return np.where(positions < BLOCK, positions + 1, (positions // BLOCK + 1) * BLOCK)
 
 
 def by_transformers(name: str, tokens: list[int]) -> Any:
-    """The oracle: a mask of four dimensions says who sees whom."""
+    """The reference: transformers with a 4D attention mask."""
     hidden = np.arange(LENGTH)[None, :] >= ends()[:, None]
     mask = torch.zeros(1, 1, LENGTH, LENGTH).masked_fill(torch.from_numpy(hidden), -1e30)
     with torch.no_grad():
@@ -34,7 +34,7 @@ def by_transformers(name: str, tokens: list[int]) -> Any:
 
 
 def by_backend(backend: Any, tokens: list[int], chunks: list[int]) -> Any:
-    """Block by block (a block must be read as a whole), in pages that lie in no order."""
+    """Block by block (a block is never split), in pages in random order."""
     pages = np.random.default_rng(0).permutation(backend.page_count)[: LENGTH // 8]
     columns = np.arange(len(pages))
     updates = TableUpdates(np.full(len(pages), 2), columns, pages)

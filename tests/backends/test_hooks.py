@@ -1,4 +1,4 @@
-"""Hooks on `lm.transformer`: all of them fire, and what they change stays with who set them."""
+"""Hooks on `lm.transformer`: all of them run, and their changes do not leak into other requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load(name: str, folder: Path) -> Any:
 
 
 def read(lm: Any, tokens: list[int]) -> Any:
-    """The logits behind the tokens, and how many of these were found computed."""
+    """The logits after the tokens, and how many tokens were cached."""
     with lm.opened(tokens) as branch:
         return np.array(lm.engine.extend(branch)), branch.reused
 
@@ -34,7 +34,7 @@ def steer(module: torch.nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma4-all", "qwen3.5"])
-def test_hooks_on_every_module_fire(name: str, tmp_path: Path):
+def test_hooks_on_every_module_run(name: str, tmp_path: Path):
     before: set[str] = set()
     after: set[str] = set()
     with load(name, tmp_path) as lm:
@@ -50,7 +50,7 @@ def test_hooks_on_every_module_fire(name: str, tmp_path: Path):
     assert before == after == expected
 
 
-def test_what_a_hook_changes_is_gone_with_it(tmp_path: Path):
+def test_removing_a_hook_removes_its_changes(tmp_path: Path):
     with load("llama", tmp_path) as lm:
         plain, _ = read(lm, TOKENS)
         _, reused = read(lm, TOKENS)
@@ -71,9 +71,9 @@ def test_what_a_hook_changes_is_gone_with_it(tmp_path: Path):
             assert np.allclose(read(fresh, [*TOKENS, 7, 8, 9])[0], result, atol=1e-4)
 
 
-def test_texts_begun_before_and_after_a_hook(tmp_path: Path):
-    """A text begun without hooks shares its past with nobody's changes, and a text that was changed
-    once is never found by others."""
+def test_sequences_started_before_and_after_a_hook(tmp_path: Path):
+    """A sequence started without hooks never shares changed pages, and changed pages are never
+    cached for others."""
     with load("llama", tmp_path) as lm:
         engine = lm.engine
         begun = engine.open(TOKENS)
@@ -99,7 +99,7 @@ def test_texts_begun_before_and_after_a_hook(tmp_path: Path):
 
 
 def test_pages_of_changed_texts_are_freed(tmp_path: Path):
-    """They can be evicted like any others, and leave nothing behind."""
+    """They can be evicted like others, without leaks."""
     with load("llama", tmp_path) as lm:
         hook = steer(lm.transformer.layers[2])
         for start in range(3):

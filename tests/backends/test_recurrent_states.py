@@ -1,5 +1,5 @@
-"""Recurrent layers in the backends: the same numbers in all, and in the native one the same bits
-however a text is read, from whichever state, and whoever is read beside it."""
+"""Recurrent layers: all backends agree, and the native one is bit-identical for any chunks, states
+and batches."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_among_others(case):
     same(np.concatenate(result[4]), shelf.whole(texts[4].tokens, 40))
 
 
-def test_forks_read_one_state_and_captures_keep_those_on_the_way(case):
+def test_forks_share_a_state_and_captures_save_intermediate_ones(case):
     _, shelf, tokens, expected = case
     first = shelf.text(tokens)
     early, late = shelf.slots.pop(), shelf.slots.pop()
@@ -104,7 +104,7 @@ def test_forks_read_one_state_and_captures_keep_those_on_the_way(case):
 
 
 @pytest.mark.parametrize("make", [native, plain])
-def test_states_that_do_not_exist_are_refused(make):
+def test_states_that_do_not_exist_are_rejected(make):
     shelf = Shelf(make("delta"))
     text = shelf.text(some_tokens(5))
     for states, captures in (
@@ -125,7 +125,7 @@ def test_states_that_do_not_exist_are_refused(make):
             shelf.backend.launch(batch)
 
 
-def test_torch_goes_through_states_as_native_does():
+def test_torch_handles_states_like_native():
     shelf, tokens = Shelf(plain("delta")), some_tokens(LENGTH)
     expected = shelf.whole(tokens, LENGTH)
     assert np.abs(shelf.whole(tokens, 7) - expected).max() < 1e-4
@@ -139,7 +139,7 @@ def test_torch_goes_through_states_as_native_does():
 
 
 @pytest.mark.parametrize("name", ["conv", "delta", "mamba2"])
-def test_the_recurrence_in_torch_gives_the_same_bits_in_any_pieces(name: str):
+def test_the_torch_recurrence_is_bit_identical_in_any_chunks(name: str):
     import torch
 
     from unspool.model.checkpoint import load_transformer
@@ -156,7 +156,7 @@ def test_the_recurrence_in_torch_gives_the_same_bits_in_any_pieces(name: str):
     assert torch.equal(torch.cat(result, 1), whole[1:2]) and torch.equal(now, state[1:2])
 
 
-def test_what_the_kernels_have_no_room_for_is_refused():
+def test_limits_of_the_kernels():
     for changes in ({"conv_kernel": 9}, {"key_width": 300}):
         shape = {"key_heads": 2, "value_heads": 2, "key_width": 8, "value_width": 8}
         recurrence = Recurrence(**{"conv_kernel": 4, **shape, **changes})

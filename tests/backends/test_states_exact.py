@@ -1,5 +1,4 @@
-"""Models with recurrent layers in both backends: whatever is done with a text, it gives the bits of
-a fresh run."""
+"""Models with recurrent layers: any use of a sequence is bit-identical to a fresh run."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ def model() -> CpuModel:
 
 
 class OnModel(StatesMachine):
-    """The same use, of a real model; what is right is said by an engine that reads each text whole,
-    as if for the first time."""
+    """The same operations on a real model; the reference is an engine that prefills each sequence
+    from scratch."""
 
     kind = ("native", "conv")
 
@@ -85,8 +84,8 @@ def test_bits_of_a_fresh_run(backend: str, name: str):
 
 
 @needs_native
-def test_whatever_is_asked_in_little_memory_gives_the_same():
-    """Samples, scores, drafts, beams and looks with four slots, and with as many as are wanted."""
+def test_little_memory_gives_the_same_results():
+    """Samples, scores, drafts, beams and observations with four slots, and with enough."""
     result = []
     for memory in (16 << 20, 9 * STATE):
         lm = LanguageModel(model(), None, context=512, memory=memory, make_drafter=make_drafter_for)
@@ -114,7 +113,7 @@ def test_whatever_is_asked_in_little_memory_gives_the_same():
 
 
 @needs_native
-def test_one_text_alone_is_taken_back_to_anywhere():
+def test_a_single_sequence_rewinds_to_any_position():
     text, fresh = SingleSequence(model(), 200), [3, 4, 5, 6] * 10
     text.append(fresh)
     for length, more in ((40, 5), (39, 1), (44, 2), (7, 30), (30, 1), (20, 3), (0, 4)):

@@ -62,7 +62,8 @@ def _packed_bytes(model: CpuModel) -> int:
     for operation in model.plan.operations:
         if operation.kind in ("linear", "route", "experts"):
             own = sum(model.packed[name].nbytes for name in operation.matrices)
-            total += own * (operation.chosen / operation.experts if operation.experts else 1)
+            experts, per_token = operation.experts, operation.experts_per_token
+            total += own * (per_token / experts if experts else 1)
     return round(total)
 
 

@@ -1,4 +1,4 @@
-"""Packing: not a bit of a file's numbers changes, and quantizing here is as good as it can be."""
+"""Packing: the values of a file stay bit-identical, and quantization is as good as possible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_support import FLOATS, HALVES, QUANTIZED, SIZES, floats, halves_of, put_halves
+from packing_support import FLOATS, HALVES, QUANTIZED, SIZES, floats, halves_of, set_halves
 
 from unspool import native
 from unspool.backends.cpu import packing
@@ -26,17 +26,17 @@ pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.
 
 
 def random_halves(rng: np.random.Generator, count: int) -> Any:
-    """Any finite half, subnormal ones and zeros among them."""
+    """Random finite halves, with subnormals and zeros."""
     bits = rng.integers(0, 0x7C00, count) | rng.integers(0, 2, count) << 15
     return bits.astype("<u2")
 
 
 def random_stored(kind: str, rows: int, blocks: int, rng: np.random.Generator) -> Stored:
-    """Random bytes, but for the scales, which are finite."""
+    """Random bytes with finite scales."""
     elements, size = SIZES[kind]
     data = rng.integers(0, 256, (rows, blocks, size)).astype(np.uint8)
     halves = random_halves(rng, halves_of(kind) * rows * blocks).view("<f2")
-    put_halves(kind, data, halves.reshape(-1, rows, blocks))
+    set_halves(kind, data, halves.reshape(-1, rows, blocks))
     return Stored(kind, data.reshape(rows, -1), (rows, blocks * elements))
 
 
@@ -47,7 +47,7 @@ def same_bits(a: Any, b: Any) -> bool:
 # -- the layout, by hand ---------------------------------------------------------------------
 
 
-def test_the_structure_is_that_of_the_header():
+def test_the_structure_matches_the_header():
     header = Path(packing.__file__).parent / "native" / "layout.h"
     text = header.read_text(encoding="utf-8")
     body = text[text.index("struct Matrix {") : text.index("};", text.index("struct Matrix {"))]
@@ -160,7 +160,7 @@ def test_every_half():
 
 
 def numbers_around_halves() -> Any:
-    """Halves, the points in the middle of two, and what lies just beside these."""
+    """Halves, the midpoints between two, and the floats next to these."""
     halves = np.arange(0, 0x7BFF, dtype="<u2").view("<f2").astype(np.float32)
     middles = (halves[:-1] + halves[1:]) / 2
     beside = [np.nextafter(middles, np.float32(side)) for side in (-np.inf, np.inf)]
@@ -191,7 +191,7 @@ def test_quantized_types_as_floats(kind: str):
     assert same_bits(packed.float32(), stored.float32())
 
 
-# -- many at once ----------------------------------------------------------------------------
+# -- many matrices ----------------------------------------------------------------------------
 
 
 def test_threads_share_the_work(monkeypatch: pytest.MonkeyPatch):
@@ -253,7 +253,7 @@ def test_which_packing():
         packing_for("Q8_K", None)
 
 
-def test_a_power_that_is_no_number():
+def test_a_power_scale_that_is_nan():
     stored = random_stored("MXFP4", 37, 2, np.random.default_rng(11))
     stored.data[36, 17] = 255
     with np.errstate(all="ignore"), pytest.raises(ModelFileError, match="NaN or infinite"):
@@ -265,7 +265,7 @@ IN_HALVES = [kind for kind in QUANTIZED if kind not in ("MXFP4", "NVFP4", "IQ1_M
 
 @pytest.mark.parametrize("kind", IN_HALVES)
 @pytest.mark.parametrize("bad", [0x7C00, 0xFC00, 0x7E01])
-def test_a_scale_that_is_no_number(kind: str, bad: int):
+def test_a_scale_that_is_nan(kind: str, bad: int):
     size = SIZES[kind][1]
     for at in HALVES.get(kind, (0,)):
         stored = random_stored(kind, 37, 2, np.random.default_rng(11))
@@ -280,7 +280,7 @@ def test_a_scale_that_is_no_number(kind: str, bad: int):
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("store", [None, "4", "8", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_weight_that_is_no_number(kind: str, store: str | None, bad: float):
+def test_a_weight_that_is_nan(kind: str, store: str | None, bad: float):
     values = np.ones((18, 40), np.float32)
     values[17, 39] = bad
     with pytest.raises(ModelFileError, match="holds NaN or infinite numbers; the file is damaged"):

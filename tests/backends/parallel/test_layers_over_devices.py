@@ -65,8 +65,8 @@ def test_every_device_gets_a_layer_and_too_many_are_rejected():
 def test_texts_are_the_same_as_on_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Tokens, RoPE angles and states move along; the devices are faked: all are the CPU."""
     checkpoint = family(name, tmp_path)
-    one = TorchModel(load_transformer(checkpoint))
-    expected = read_by_engine(one)
+    single = TorchModel(load_transformer(checkpoint))
+    expected = read_by_engine(single)
     two = TorchModel(
         load_transformer(checkpoint, device=places_of(checkpoint.config, ["cpu", "cpu"]))
     )
@@ -87,10 +87,10 @@ def test_texts_are_the_same_as_on_one(name: str, tmp_path: Path, monkeypatch: py
 
 def test_load_with_devices(tmp_path: Path):
     checkpoint = family("qwen3", tmp_path)
-    one, two = (
+    single, two = (
         unspool.load(checkpoint.path, memory=4 << 20, **options)
         for options in ({"backend": "torch"}, {"devices": ["cpu", "cpu"]})
     )
-    texts = [lm.generate([5, 6, 7], seed=1, max_tokens=8).tokens for lm in (one, two)]
+    texts = [lm.generate([5, 6, 7], seed=1, max_tokens=8).tokens for lm in (single, two)]
     assert texts[0] == texts[1]
-    assert two.model.fingerprint() == one.model.fingerprint()
+    assert two.model.fingerprint() == single.model.fingerprint()

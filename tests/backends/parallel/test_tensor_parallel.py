@@ -50,10 +50,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family(name: str, ranks: Ranks, tmp_path: Path):
     checkpoint = family(name, tmp_path)
-    one, two = plain(checkpoint), split_model(checkpoint, ranks, "float32")
-    assert two.config == one.config
-    assert two.fingerprint() == one.fingerprint(), "independent of the number of ranks"
-    alone, together = language_model(one, memory=4 << 20), language_model(two, memory=4 << 20)
+    single, split = plain(checkpoint), split_model(checkpoint, ranks, "float32")
+    assert split.config == single.config
+    assert split.fingerprint() == single.fingerprint(), "independent of the number of ranks"
+    alone, together = language_model(single, memory=4 << 20), language_model(split, memory=4 << 20)
     with alone.opened(PROMPT) as a, together.opened(PROMPT) as b:
         expected = alone.engine.extend(a, wanted=len(PROMPT))
         result = together.engine.extend(b, wanted=len(PROMPT))
@@ -68,28 +68,28 @@ def test_a_family(name: str, ranks: Ranks, tmp_path: Path):
 def test_steps_of_all_kinds(checkpoint: Any, ranks: Ranks):
     """Prompts, chunks, drafts and single tokens in one batch, rewound and recomputed."""
     models = plain(checkpoint), split_model(checkpoint, ranks, "float32")
-    one, two = (read_in_many_ways(backend(model), 259) for model in models)
-    assert np.abs(one - two).max() < CLOSE
+    single, split = (read_in_many_ways(backend(model), 259) for model in models)
+    assert np.abs(single - split).max() < CLOSE
 
 
 def test_the_same_seeds_give_the_same_texts(checkpoint: Any, ranks: Ranks):
     models = plain(checkpoint), split_model(checkpoint, ranks, "float32")
     options: dict[str, Any] = {"seed": 7, "temperature": 0.8, "repetition_penalty": 1.2}
-    one, two = (
+    single, split = (
         [
             sample.tokens
             for sample in language_model(model).samples(PROMPT, 3, max_tokens=10, **options)
         ]
         for model in models
     )
-    assert len({tuple(tokens) for tokens in one}) > 1
-    assert one == two
+    assert len({tuple(tokens) for tokens in single}) > 1
+    assert single == split
 
 
 def test_adapters(checkpoint: Any, ranks: Ranks):
     models = plain(checkpoint), split_model(checkpoint, ranks, "float32")
-    one, two = (all_logits(with_adapters(model)) for model in models)
-    for expected, result in zip(one, two, strict=True):
+    single, split = (all_logits(with_adapters(model)) for model in models)
+    for expected, result in zip(single, split, strict=True):
         assert np.abs(np.asarray(expected) - np.asarray(result)).max() < 5 * CLOSE
 
 
@@ -103,26 +103,26 @@ def test_observations_include_the_heads_of_all_ranks(name: str, ranks: Ranks, tm
         branch = lm.engine.open(PROMPT)
         observed.append(lm.engine.look(branch, at=frozenset({3, 17})).inside)
         lm.close()
-    (one,), (two,) = observed
-    assert np.abs(one.residuals - two.residuals).max() < FAR
-    assert np.abs(one.parts - two.parts).max() < FAR
+    (single,), (split,) = observed
+    assert np.abs(single.residuals - split.residuals).max() < FAR
+    assert np.abs(single.parts - split.parts).max() < FAR
     for name in ("attention", "recurrent"):
-        for expected, result in zip(getattr(one, name), getattr(two, name), strict=True):
+        for expected, result in zip(getattr(single, name), getattr(split, name), strict=True):
             assert np.array_equal(np.isnan(expected), np.isnan(result))
             assert np.nanmax(np.abs(expected - result)) < FAR
-    assert len(one.attention) == 2
+    assert len(single.attention) == 2
 
 
 def test_weights_for_the_lenses(ranks: Ranks, tmp_path: Path):
     checkpoint = family("gpt2", tmp_path)
-    one, two = plain(checkpoint), split_model(checkpoint, ranks, "float32")
+    single, split = plain(checkpoint), split_model(checkpoint, ranks, "float32")
     vectors = np.random.default_rng(1).standard_normal((3, 48)).astype(np.float32)
-    assert np.abs(one.logits(vectors) - two.logits(vectors)).max() < CLOSE
-    assert np.array_equal(one.normed(vectors), two.normed(vectors))
+    assert np.abs(single.logits(vectors) - split.logits(vectors)).max() < CLOSE
+    assert np.array_equal(single.normed(vectors), split.normed(vectors))
     for name in ("embed.weight", "head.weight"):
-        assert np.array_equal(one.rows(name, 100, 200), two.rows(name, 100, 200))
+        assert np.array_equal(single.rows(name, 100, 200), split.rows(name, 100, 200))
     for name in ("norm.weight", "norm.bias", "head.bias"):
-        expected, result = one.vector(name), two.vector(name)
+        expected, result = single.vector(name), split.vector(name)
         assert (expected is None and result is None) or np.array_equal(expected, result)
 
 

@@ -206,7 +206,7 @@ class CpuModel:
     # -- weights for the lenses ---------------------------------------------------------------
 
     def logits(self, vectors: Floats) -> Floats:
-        with self._lens_lock:  # the engine has a runner of its own
+        with self._lens_lock:  # the engine uses another runner
             if self._lens is None:
                 self._lens = self.new_runner()
             return self._lens.head(np.ascontiguousarray(vectors, np.float32))

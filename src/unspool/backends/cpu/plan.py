@@ -72,7 +72,7 @@ class Operation:
     key_heads: int = 0
     value_width: int = 0
     tiled_heads: bool = False
-    group_weights: bool = False  # each group of a norm has weights of its own, concatenated
+    group_weights: bool = False  # each group of a norm has separate weights, concatenated
     experts: int = 0
     experts_per_token: int = 0
     scale: float = 1.0

@@ -92,7 +92,7 @@ class CompiledPlan:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens, each a row of its own, that attend to the same pages."""
+    """Tokens, one per row, that attend to the same pages."""
 
     tokens: Ints
     positions: Ints

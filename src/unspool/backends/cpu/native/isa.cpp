@@ -43,7 +43,7 @@ extern const Kernels table;
 namespace {
 
 #if HAS_amx
-// Linux gives a process the tile registers only when it asks.
+// On Linux a process must request the tile registers.
 bool amx_allowed() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;

@@ -1,4 +1,4 @@
-// A model as the library keeps it: the plan, and memory that is used again with every run.
+// A model inside the library: the plan, and memory that is reused by every run.
 #pragma once
 #include <cstdlib>
 #include <new>
@@ -8,7 +8,7 @@
 
 namespace unspool {
 
-// Memory on a cache line's border that grows when it must and is never shrunk.
+// Cache-line-aligned memory that grows on demand and never shrinks.
 template <typename T>
 class GrowingBuffer {
 public:
@@ -44,14 +44,14 @@ struct Model {
     explicit Model(const ModelSpec& external);
 
     ModelSpec spec;
-    int64_t max_columns;  // input of any matrix, filled up to 32
+    int64_t max_columns;  // widest matrix input, padded to 32
     std::vector<Buffer> buffers;
     std::vector<GrowingBuffer<float>> buffer_memory;
-    std::vector<GrowingBuffer<uint8_t>> scratch;  // one a worker
+    std::vector<GrowingBuffer<uint8_t>> scratch;  // one per worker
     GrowingBuffer<int8_t> quants, tiled;
     GrowingBuffer<float> scales, scaled_sums, tile_scales, values, low, partial, routing_weights;
     GrowingBuffer<int32_t> sums, row_of, routing_tokens, routing_slots, routing_starts;
-    GrowingBuffer<Progress> progress;  // kParts for each operation
+    GrowingBuffer<Progress> progress;  // kPhases per operation
     std::vector<double> seconds;       // empty: not measured
 
     int32_t run(const KvCache& kv, const RopeTable* rotary, const Batch& batch, const Taps* taps,

@@ -1,9 +1,9 @@
-// One token from a row of logits, with the settings that most texts have: penalties, top-k, top-p,
-// min-p, temperature, in this order, and the counter-based draw.
+// Samples one token from a row of logits with the common settings: penalties, top-k, top-p, min-p,
+// temperature, in this order, and the counter-based draw.
 //
-// The same numbers in the same order as the chain of stages (`sampling/chain.py`), which is the
-// specification: the model's own logits are floats, the few candidates that remain after a
-// truncation are doubles, sums run from the likeliest on.
+// The same arithmetic in the same order as the chain of stages (`sampling/chain.py`), which is the
+// specification: logits are floats, the few candidates after a truncation are doubles, sums start
+// at the likeliest.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -61,14 +61,14 @@ bool is_likelier(const Candidate& a, const Candidate& b) {
     return a.logit > b.logit || (a.logit == b.logit && a.token < b.token);
 }
 
-// Everything one thread needs for a row; used again for the next.
+// Working memory of one thread, reused for the next row.
 struct RowSampler {
     std::vector<float> edited;
     std::vector<int64_t> counts;
     std::vector<double> top, cumulative;
     std::vector<Candidate> candidates;
 
-    // The `count` likeliest of a row, in order, into `few`.
+    // Puts the `count` likeliest of a row into `candidates`, in order.
     void take_top(const float* x, int64_t width, int64_t count) {
         count = std::min(count, width);
         top.resize(2 * count);
@@ -80,7 +80,7 @@ struct RowSampler {
         }
     }
 
-    // Sums of exp(logit - peak) over `few`, from the first on; gives the whole sum.
+    // Cumulative sums of exp(logit - peak) over `candidates`; returns the total.
     double accumulate(double peak) {
         cumulative.resize(candidates.size());
         double total = 0;
@@ -109,7 +109,7 @@ struct RowSampler {
         return edited.data();
     }
 
-    // Keeps the fewest candidates whose mass reaches top_p of the whole.
+    // Keeps the fewest candidates whose probabilities sum to top_p.
     void apply_top_p(const float* x, int64_t width, bool full_vocabulary, double peak,
                      double top_p) {
         double total = 0;
@@ -129,7 +129,7 @@ struct RowSampler {
         candidates.resize(std::min(candidates.size(), size + 1));
     }
 
-    // Keeps candidates at least min_p times as probable as the likeliest.
+    // Keeps candidates with at least min_p times the top probability.
     void apply_min_p(const float* x, int64_t width, bool full_vocabulary, double peak,
                      double min_p) {
         const double bound = std::min(peak + std::log(min_p) - kSlack, peak);
@@ -153,7 +153,7 @@ struct RowSampler {
             candidates[i] = {static_cast<double>(x[found[i]]), found[i]};
     }
 
-    // Where the number falls on the candidates in `few`, which are in order and summed up.
+    // The candidate at `target` of the cumulative sums; `candidates` are sorted.
     int64_t select_token(double target, double peak) const {
         size_t column =
             std::upper_bound(cumulative.begin(), cumulative.end(), target) - cumulative.begin();
@@ -168,7 +168,7 @@ struct RowSampler {
                 candidate.logit /= std::max(temperature, kMinTemperature);
         double peak = -kInfinity;
         for (const Candidate& candidate : candidates) peak = std::max(peak, candidate.logit);
-        const double total = accumulate(peak);  // before they are put in order, as the chain does
+        const double total = accumulate(peak);  // before sorting, as the chain does
         if (!is_sorted) {
             std::sort(candidates.begin(), candidates.end(), is_likelier);
             accumulate(peak);

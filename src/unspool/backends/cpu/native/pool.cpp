@@ -26,14 +26,14 @@ inline void pause_briefly() {
 #if defined(__x86_64__)
     _mm_pause();
 #elif defined(__aarch64__)
-    asm volatile("isb" ::: "memory");  // `yield` does nothing on most cores; this waits a little
+    asm volatile("isb" ::: "memory");  // `yield` does nothing on most cores; this waits briefly
 #endif
 }
 
-constexpr int kSpinsInside = 3000;        // within a run: the others are about to be done
-constexpr int kSpinsBeforeSleep = 20000;  // between runs: the next token is about to come
+constexpr int kSpinsInside = 3000;        // within a run: waits are short
+constexpr int kSpinsBeforeSleep = 20000;  // between runs: the next token follows soon
 
-// Sleep as long as the number is `seen`; woken by wake_all (and now and then for nothing).
+// Sleeps while the number equals `expected`; woken by wake_all (or spuriously).
 void sleep_while(std::atomic<int32_t>* number, int32_t expected) {
 #if defined(__linux__)
     syscall(SYS_futex, number, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
@@ -54,11 +54,11 @@ constexpr int kCountBits = 16;
 constexpr uint64_t kCountMask = (1u << kCountBits) - 1;
 
 struct Pool {
-    std::mutex run_lock;  // held by whoever runs a job
+    std::mutex run_lock;  // held while a job runs
     std::mutex sleeping;
     std::condition_variable wake;
-    // The job's number and, in the low bits, for how many threads it is (the caller included): in
-    // one word, so that a thread that slept through a job never mistakes the next one for it.
+    // Job number and, in the low bits, its thread count (caller included): in one word, so that a
+    // thread that missed a job never confuses it with the next.
     std::atomic<uint64_t> call{0};
     std::atomic<int> unfinished{0};
     std::atomic<int> asleep{0};
@@ -91,7 +91,7 @@ struct Pool {
     }
 
     bool start_threads(int count) {
-        // Signals are for the program's own threads: a worker never runs a handler.
+        // Block signals: handlers never run on worker threads.
         sigset_t every, before;
         sigfillset(&every);
         pthread_sigmask(SIG_SETMASK, &every, &before);
@@ -117,7 +117,7 @@ struct Pool {
         argument = new_argument;
         unfinished.store(count - 1, std::memory_order_relaxed);
         {
-            // Under the lock, so that a thread that is about to sleep cannot miss it.
+            // Under the lock, so that a thread about to sleep cannot miss it.
             std::lock_guard<std::mutex> lock(sleeping);
             const uint64_t number = call.load(std::memory_order_relaxed) >> kCountBits;
             call.store((number + 1) << kCountBits | static_cast<uint64_t>(count),
@@ -135,8 +135,8 @@ struct Pool {
     }
 };
 
-// A forked child has none of its parent's threads: it gets a pool of its own, and the parent's is
-// left where it is. Never destroyed, because its threads never end.
+// A forked child has none of its parent's threads, so it gets a new pool. A pool is never
+// destroyed, because its threads never end.
 Pool& pool() {
     static std::atomic<Pool*> current{nullptr};
     static std::mutex create_lock;
@@ -156,7 +156,8 @@ Pool& pool() {
 
 void Progress::finish(int32_t tasks, int32_t finished) {
     if (finished == 0) return;
-    // In one order with `asleep`, as below: either we see the sleeper, or he sees that all is done.
+    // Sequentially consistent with `asleep` below: either we see the sleeper, or it sees that all
+    // is done.
     const int32_t all = done.fetch_add(finished) + finished;
     if (all == tasks && asleep.load() > 0) wake_all(&done);
 }
@@ -166,7 +167,7 @@ void Progress::wait(int32_t tasks) {
         if (done.load(std::memory_order_acquire) >= tasks) return;
         pause_briefly();
     }
-    // The others are not running: to go on spinning would only take time from them.
+    // The other threads are not running: spinning would only take time from them.
     asleep.fetch_add(1);
     for (int32_t now = done.load(); now < tasks; now = done.load()) sleep_while(&done, now);
     asleep.fetch_sub(1);

@@ -1,15 +1,15 @@
-// The C interface of repacking: checks what it is given, then goes block by block.
+// The C interface of repacking: checks the arguments, then processes block by block.
 #include "repack.h"
 
 namespace unspool {
 namespace {
 
-// Beyond these a size can only be a mistake, and products of sizes could run over.
+// Larger sizes are errors, and their products could overflow.
 constexpr int64_t kMaxRows = int64_t{1} << 40;
 constexpr int64_t kMaxColumns = int64_t{1} << 31;
 
 struct BlockSize {
-    int elements;  // 0: no such type
+    int elements;  // 0: unknown type
     int bytes;
 };
 

@@ -1,10 +1,10 @@
-// From a file's blocks to tiles: what all types share. A type says where the parts of its blocks
-// lie, and gives the stored numbers of a tile (32 columns of one row) as words of four bytes, in
-// the order the layout wants them:
+// From a file's blocks to tiles: common code of all types. A type defines the offsets in its
+// blocks, and returns the stored values of a tile (32 columns of one row) as 4-byte words, in the
+// order of the layout:
 //   Q8: word j holds columns 4 * j to 4 * j + 3.
 //   Q4, Codes: word j holds columns 4 * j to 4 * j + 3 in its low halves and the sixteen further on
 //       in its high halves (which is how Q4_0 and Q4_1 have them in the file).
-// Four columns go through every operation at a time. Bits are moved, no number is computed.
+// Four columns are processed at a time. Bits are moved, no value is computed.
 #pragma once
 #include <cstring>
 
@@ -35,11 +35,11 @@ struct Plain {
     static constexpr int kTiles = 1;   // tiles of a block
     static constexpr int kGroups = 1;  // groups of a tile
     static constexpr int kOffset = 0;
-    static constexpr int kFactor = 0;  // where the scale lies in a block, and the minimum
+    static constexpr int kFactor = 0;  // offsets of the scale and the minimum in a block
     static constexpr int kMinimum = 2;
 };
 
-// 256 columns, whose scales are small numbers with a common factor.
+// 256 columns, whose scales are small integers with a common factor.
 struct Super {
     static constexpr int32_t kScales = kSuper, kMinimaKind = kNoMinima;
     static constexpr int kTiles = kSuperTiles;
@@ -65,8 +65,8 @@ bool repack_block(const Matrix& m, const uint8_t* source, int64_t row_bytes, int
         finite &= half_is_finite(bits);
         std::memcpy(to, &bits, 2);
     };
-    // Eight tiles at a time: what is written stays in the cache, and of a row at least two cache
-    // lines are read at once.
+    // Eight tiles at a time: the target stays in the cache, and at least two cache lines of a row
+    // are read together.
     const int64_t tiles = tiles_of(m);
     for (int64_t start = 0; start < tiles; start += kSuperTiles) {
         const int64_t end = start + kSuperTiles < tiles ? start + kSuperTiles : tiles;

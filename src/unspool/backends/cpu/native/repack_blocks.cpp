@@ -1,4 +1,4 @@
-// GGUF's types of whole numbers into tiles (repack_block.h), and the like made of other files.
+// Integer types of GGUF, and similar ones of other file formats, into tiles (repack_block.h).
 #include "repack_block.h"
 
 namespace unspool {
@@ -49,7 +49,7 @@ struct Q8_0 : Plain {
     }
 };
 
-// -- other files' numbers with a zero point, or with a minimum ---------------------------------
+// -- other file formats, with a zero point or a minimum ---------------------------------
 
 struct Zero4 : Plain {
     static constexpr int kBytes = 19;
@@ -71,7 +71,7 @@ struct Eight : Plain {
 using Zero8 = Eight<35, 3, kZeroPoints>;
 using Affine8 = Eight<36, 4, kMinima>;
 
-// -- 256 columns, whose scales are small numbers with a common factor ------------------------
+// -- 256 columns, whose scales are small integers with a common factor ------------------------
 
 struct Q2_K : Super {
     static constexpr int kBytes = 84, kFormat = kQ4, kGroups = 2, kOffset = 0;
@@ -97,7 +97,7 @@ struct Q3_K : Super {
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         const uint8_t* numbers = block + 32 + 32 * (tile / 4);
         const int shift = 2 * (tile % 4);
-        const auto four = [&](int j) {  // the third bit is set where nothing is to be taken off
+        const auto four = [&](int j) {  // the third bit is set where 4 is not subtracted
             return ((word(numbers, j) >> shift) & kLow2) | ((word(block, j) >> tile) & kLow1) << 2;
         };
         for (int j = 0; j < 4; ++j) words[j] = four(j) | four(4 + j) << 4;
@@ -173,7 +173,7 @@ struct Q6_K : Super {
     }
 };
 
-// -- the same way for all ---------------------------------------------------------------------
+// -- dispatch ---------------------------------------------------------------------------------
 
 }  // namespace
 

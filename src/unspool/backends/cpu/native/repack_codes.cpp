@@ -1,8 +1,8 @@
-// GGUF's types of codes into tiles (repack_block.h): those of 4 bits as they are, those of fewer
-// widened to 4.
+// Code types of GGUF into tiles (repack_block.h): 4-bit codes unchanged, smaller ones widened to 4
+// bits.
 //
-// IQ1, IQ2 and IQ3 store numbers of a grid, each of which stands for four or eight sizes, and signs
-// beside them. A code is a size's place in the grid's list of sizes, plus 8 where it is negative.
+// IQ1, IQ2 and IQ3 store indices into a codebook grid, whose entries are four or eight magnitudes,
+// and separate signs. A code is the index of a magnitude in the type's list, plus 8 if negative.
 #include "repack_block.h"
 
 namespace unspool {
@@ -26,7 +26,7 @@ struct MXFP4 : Plain {
     }
     static bool scale(const uint8_t* block, int, uint8_t* to) {
         *to = *block;
-        return *block <= 250;  // 255 stands for "no number", and others for none a float can hold
+        return *block <= 250;  // 255 is NaN, and others exceed the range of a float
     }
 };
 
@@ -42,7 +42,7 @@ struct NVFP4 : Plain {
                        ((word(numbers + 8, j % 2) >> shift) & kLow4) << 4;
         }
     }
-    // With one more bit of exponent no number is subnormal.
+    // With one more exponent bit no value is subnormal.
     static bool scale(const uint8_t* block, int group, uint8_t* to) {
         const int byte = block[group] & 127;
         const int exponent = byte >> 3, fraction = byte & 7;
@@ -81,12 +81,12 @@ inline void pack_words(const uint8_t* codes, uint32_t* words) {
     for (int j = 0; j < 4; ++j) words[j] = word(codes, j) | word(codes, 4 + j) << 4;
 }
 
-// The lowest eight bits, each as the fourth bit of a byte: where a number is negative.
+// Sets the fourth bit of each code from eight sign bits.
 inline void add_signs(uint8_t* codes, int bits) {
     for (int i = 0; i < 8; ++i) codes[i] |= static_cast<uint8_t>(((bits >> i) & 1) << 3);
 }
 
-// Seven signs: the eighth is such that an even number of them is negative.
+// Seven sign bits; the eighth makes the parity even.
 inline int eight_signs(uint32_t bits) {
     return static_cast<int>(bits & 127) | __builtin_parity(bits & 127) << 7;
 }
@@ -209,7 +209,7 @@ struct IQ3_S : Widened {
     }
 };
 
-// Sizes of -1, 0 and 1, all shifted up by an eighth or (a code of 8 and more) down.
+// Values -1, 0 and 1, all shifted up by an eighth, or down (codes of 8 and more).
 struct IQ1_S : Widened {
     static constexpr int kBytes = 50;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
@@ -250,7 +250,7 @@ struct IQ1_M : Widened {
     }
 };
 
-// -- three values ------------------------------------------------------------------------------
+// -- ternary ------------------------------------------------------------------------------
 
 struct Ternary : Widened {
     static void scales(const uint8_t*, uint8_t* scales, uint8_t*) { std::memset(scales, 1, 8); }
@@ -271,7 +271,7 @@ struct TQ2_0 : Ternary {
 struct TQ1_0 : Ternary {
     static constexpr int kBytes = 54;
     static uint16_t factor(const uint8_t* block) { return half(block + 52); }
-    // Five of three values in a byte: 160 columns in 32 bytes, 80 in 16, and at last 16 in 4.
+    // Five ternary digits per byte: 160 columns in 32 bytes, 80 in 16, and the last 16 in 4.
     static int code(const uint8_t* block, int column) {
         static constexpr uint8_t kPowers3[5] = {1, 3, 9, 27, 81};
         const int width = column < 160 ? 32 : column < 240 ? 16 : 4;
@@ -288,7 +288,7 @@ struct TQ1_0 : Ternary {
     }
 };
 
-// One bit a number: the scale, or the scale with its sign turned.
+// One bit per value: plus or minus the scale.
 struct Q1_0 : Plain {
     static constexpr int kBytes = 18, kTiles = 4;
     static constexpr int32_t kFormat = kCodes;
@@ -299,7 +299,7 @@ struct Q1_0 : Plain {
     }
 };
 
-// A type with a grid, once it is there.
+// The repacker of a type with a grid, once the grid is set.
 template <class T>
 RepackBlock with_grid(const Matrix& m, int32_t type) {
     return grid_of(type)->codes != nullptr ? repacker<T>(m) : nullptr;

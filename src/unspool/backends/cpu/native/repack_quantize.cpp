@@ -1,12 +1,11 @@
-// Rows of floats into Q4 and Q8.
+// Quantization of float rows to Q4 and Q8.
 //
-// Four rows go through every step together, one row a lane of a vector: nothing has to be added up
-// across lanes.
+// Four rows are processed together, one per lane of a vector: no horizontal sums.
 //
-// Q8 takes the largest number of a group for its scale. Q4 has sixteen levels, and where they lie
-// matters: the span from the smallest to the largest number is only the first of several guesses.
-// Each guess gives every number a level, and for these levels the scale and minimum with the least
-// squared error follow from a straight line through (level, number). The best guess wins.
+// Q8 derives its scale from the largest value of a group. Q4 has sixteen levels, whose position
+// matters: the span from the smallest to the largest value is only the first of several candidates.
+// Each candidate assigns a level to every value, and a least-squares line through (level, value)
+// gives the best scale and minimum for these levels. The candidate with the smallest error wins.
 #include <cmath>
 #include <cstring>
 
@@ -16,17 +15,17 @@
 namespace unspool {
 namespace {
 
-constexpr int kRows = 4;  // that go together
+constexpr int kRows = 4;  // processed together
 
 using Floats = float __attribute__((vector_size(4 * kRows)));
 using Ints = int32_t __attribute__((vector_size(4 * kRows)));
 
-constexpr float kLargest = 65504;  // of a half: minima and scales are kept as such
+constexpr float kLargest = 65504;  // of a half: minima and scales are stored as halves
 constexpr float kTop = 15;         // the highest level of Q4
 
-// How much of the span is cut off at both ends. Found by trial: with these the error is 8% less
-// than that of the whole span, be the numbers Gaussian, uniform or long-tailed; twice as many
-// guesses gain another 0.3%.
+// Fraction of the span cut off at both ends. Tuned by experiment: the error is 8% less than that of
+// the full span for Gaussian, uniform and long-tailed values; twice as many candidates gain another
+// 0.3%.
 constexpr float kCuts[] = {0.0f, 0.02f, 0.04f, 0.06f, 0.085f, 0.115f};
 
 // One group of columns of four rows; zero where there is no row or no column.
@@ -49,7 +48,7 @@ Floats quotient(Floats dividend, Floats divisor) {  // 0 where the divisor is no
     return divisor > 0.0f ? exact : broadcast(0);
 }
 
-Ints nearest(Floats value, float top) {  // whole numbers from 0 to `top`
+Ints nearest(Floats value, float top) {  // integers from 0 to `top`
     const Floats above = value > 0.0f ? value : broadcast(0);
     return __builtin_convertvector((above < top ? above : broadcast(top)) + 0.5f, Ints);
 }
@@ -63,9 +62,9 @@ Floats round_to_half(Floats values) {
     return values;
 }
 
-// The line of least squares for the levels that `guess` gives, and the squared error it leaves
-// beyond a constant of the group (which is all that a comparison needs). Numbers are taken from the
-// lowest on: sums of large numbers that differ little would lose the difference.
+// Least-squares line for the levels of `guess`, and its squared error up to a constant of the group
+// (enough for comparisons). Values are relative to the lowest: sums of large values that differ
+// little would lose precision.
 Line fit(const Group& group, Floats lowest, const Line& guess, Floats& error) {
     const float n = static_cast<float>(group.columns);
     const Floats steps = quotient(broadcast(1), guess.scale);
@@ -79,7 +78,7 @@ Line fit(const Group& group, Floats lowest, const Line& guess, Floats& error) {
         qx_sum += q * x;
     }
     const Floats slope = n * qx_sum - q_sum * x_sum;
-    // All numbers on one level: no slope.
+    // All values on one level: no slope.
     const Floats scale = quotient(slope, n * qq_sum - q_sum * q_sum);
     error = -scale * slope;
     return {scale, lowest + (x_sum - scale * q_sum) / n};
@@ -91,7 +90,7 @@ void keep_best(Line& best, Floats& least, const Line& line, Floats error) {
     least = error < least ? error : least;
 }
 
-// The squared error that is really left.
+// The actual squared error.
 Floats error_of(const Group& group, const Line& line) {
     const Floats steps = quotient(broadcast(1), line.scale);
     Floats sum = {};
@@ -115,17 +114,17 @@ Line full_span(const Group& group) {
 Line best_line(const Group& group, Floats& error) {
     const Line full = full_span(group);
     Line best = full;
-    Floats least = broadcast(1), remaining_error;  // a fit leaves 0 or less
+    Floats least = broadcast(1), remaining_error;  // `fit` returns 0 or less
     for (float cut : kCuts) {
         const Floats minimum = full.minimum + kTop * cut * full.scale;
         const Line line =
             fit(group, full.minimum, {full.scale * (1 - 2 * cut), minimum}, remaining_error);
         keep_best(best, least, line, remaining_error);
     }
-    // Levels move once more for the line that was found, and the line with them.
+    // Reassign levels for the best line once more, and fit again.
     const Line line = fit(group, full.minimum, best, remaining_error);
     keep_best(best, least, line, remaining_error);
-    // Rounding to halves can undo what little a fit gains; then it is the whole span.
+    // Rounding to halves can undo the gain of a fit; then use the full span.
     best = {round_to_half(best.scale), round_to_half(best.minimum)};
     error = error_of(group, best);
     const Line rounded = {round_to_half(full.scale), round_to_half(full.minimum)};
@@ -167,8 +166,8 @@ Floats quantize_q8(const Group& group, int row, uint8_t* tile) {
         largest = size > largest ? size : largest;
     }
     Floats scale = round_to_half(largest / 127.0f);
-    // Small halves are coarse: where rounding down would leave the largest number out of reach by
-    // more than half a step, the next larger scale reaches it.
+    // Small halves are coarse: if rounding down puts the largest value out of range by more than
+    // half a step, use the next larger scale.
     for (int l = 0; l < kRows; ++l) {
         if (scale[l] * 127.5f < largest[l]) scale[l] = half_to_float(float_to_half(scale[l]) + 1);
     }
@@ -188,7 +187,7 @@ Floats quantize_q8(const Group& group, int row, uint8_t* tile) {
     return error;
 }
 
-// Up to four rows from `source` on. False if a number is not finite, or too large for a half.
+// Loads up to four rows. Returns false if a value is not finite, or too large for a half.
 bool load_group(int32_t type, const uint8_t* source, int64_t row_bytes, int rows, int64_t column,
                 Group& group) {
     bool finite = true;
@@ -197,7 +196,7 @@ bool load_group(int32_t type, const uint8_t* source, int64_t row_bytes, int rows
         load_floats(type, source + l * row_bytes, column, group.columns, numbers[l]);
         int num_invalid = 0;
         for (float number : numbers[l]) num_invalid += !(std::fabs(number) <= kLargest);
-        if (num_invalid != 0) {  // zeros instead: nothing after this can overflow
+        if (num_invalid != 0) {  // use zeros instead: nothing can overflow later
             finite = false;
             std::memset(numbers[l], 0, sizeof numbers[l]);
         }
@@ -208,7 +207,7 @@ bool load_group(int32_t type, const uint8_t* source, int64_t row_bytes, int rows
     return finite;
 }
 
-// Adds the error of what a float format made of a row, its numbers sixteen apart.
+// Adds the rounding error of a row in a float format; its packed values are sixteen apart.
 void compare(const Matrix& m, int32_t type, const uint8_t* row, const uint8_t* packed,
              double* error) {
     constexpr int32_t kTypes[] = {kTypeF32, kTypeF16, kTypeBF16};

@@ -1,6 +1,6 @@
-// Rows out of the packed layout, bit for bit what the reference dequantization gives.
+// Unpacks rows, bit-identical to the reference dequantization.
 //
-// Embeddings are looked up with this, a row or a few at a time, so it goes row by row.
+// Used for embedding lookups of one or a few rows, so it works row by row.
 #include <cstring>
 
 #include "half.h"
@@ -27,7 +27,7 @@ void unpack_floats(const Matrix& m, const uint8_t* block, int lane, float* out) 
     }
 }
 
-// The 32 stored numbers of one row of a tile.
+// The 32 stored values of one row of a tile.
 void stored_numbers(const Matrix& m, const uint8_t* tile, int lane, uint8_t* out) {
     const int pieces = m.format == kQ8 ? 8 : 4;
     for (int j = 0; j < pieces; ++j) {
@@ -43,7 +43,7 @@ void stored_numbers(const Matrix& m, const uint8_t* tile, int lane, uint8_t* out
     }
 }
 
-// A scale that is a byte: the exponent of a power of two, or a float of 8 bits.
+// A scale stored as a byte: the exponent of a power of two, or an 8-bit float.
 float scale_of_byte(int32_t scales, uint8_t byte) {
     return scales == kPowers ? float_of(static_cast<uint32_t>(byte) << 23)
                              : float_of(static_cast<uint32_t>(byte) << 20) * 0x1p112f;
@@ -81,7 +81,7 @@ void unpack_quantized(const Matrix& m, const uint8_t* block, int lane, float* ou
             for (int i = 0; i < width && i < left; ++i) {
                 const int number = stored[width * group + i];
                 const int value_or_code = m.format == kCodes ? m.table[number] : number - m.offset;
-                // Nothing is added where there are no minima: -0 + 0 would lose its sign.
+                // Without minima add nothing: -0 + 0 would lose its sign.
                 const float value = m.minima ? scale * static_cast<float>(number) + minimum
                                              : scale * static_cast<float>(value_or_code);
                 out[column + i] = value * m.factor;

@@ -1,4 +1,4 @@
-// One run: every worker goes through the plan's operations, side by side.
+// A run of a plan: every worker walks the operations in parallel.
 #include <chrono>
 #include <cstring>
 
@@ -21,7 +21,7 @@ bool all_within(const int64_t* numbers, int64_t count, int64_t limit) {
     return true;
 }
 
-// Whether what is written more than once goes to pages that there are.
+// Whether all echoes go to existing pages.
 bool are_valid_echoes(const Batch& batch, const KvCache& kv) {
     if (batch.echo_starts == nullptr) return true;
     if (batch.echo_starts[0] != 0) return false;
@@ -37,7 +37,7 @@ bool are_valid_echoes(const Batch& batch, const KvCache& kv) {
     return true;
 }
 
-// Whether every row has slots for its states, and what is kept on the way goes to some.
+// Whether all state slots of rows and captures exist.
 bool are_valid_states(const Batch& batch) {
     if (batch.state_data == nullptr || batch.states == nullptr) return false;
     for (int64_t row = 0; row < batch.rows; ++row) {
@@ -52,13 +52,12 @@ bool are_valid_states(const Batch& batch) {
     return all_within(batch.capture_slots, batch.capture_starts[batch.count], batch.state_slots);
 }
 
-// Whether a batch stays within the vocabulary, the pages, the tables: what comes from outside is
-// not believed.
+// Whether all indices of a batch are in range: input is not trusted.
 bool is_valid_batch(const Batch& batch, const ModelSpec& spec, const KvCache& kv,
                     const RopeTable* rotary) {
     if (batch.rows < 0 || batch.starts[0] != 0 || batch.starts[batch.rows] != batch.count)
         return false;
-    const Op& embed = spec.ops[0];  // every plan that has tokens begins so
+    const Op& embed = spec.ops[0];  // first operation of every plan with tokens
     if (!all_within(batch.tokens, batch.count, spec.matrices[embed.matrix].rows)) return false;
     if (!all_within(batch.selected, batch.selected_count, batch.count)) return false;
     if (!all_within(batch.slots, batch.rows, batch.table_rows)) return false;
@@ -92,12 +91,12 @@ bool is_valid_batch(const Batch& batch, const ModelSpec& spec, const KvCache& kv
     for (int64_t row = 0; row < batch.rows; ++row) {
         const int64_t first = batch.starts[row], last = batch.starts[row + 1];
         if (last < first || last > batch.count) return false;
-        for (int64_t at = first + 1; at < last; ++at)  // a row's tokens stand one behind the other
+        for (int64_t at = first + 1; at < last; ++at)  // positions are consecutive
             if (batch.positions[at] != batch.positions[at - 1] + 1) return false;
         int64_t max_visible = 0;
         for (int64_t at = first; at < last; ++at) {
             const int64_t end = batch.visible_end[at];
-            if (end <= (writes ? batch.positions[at] : 0)) return false;  // sees what it wrote
+            if (end <= (writes ? batch.positions[at] : 0)) return false;  // it attends to itself
             if (end > batch.table_columns * kPage) return false;
             max_visible = end > max_visible ? end : max_visible;
         }
@@ -107,7 +106,7 @@ bool is_valid_batch(const Batch& batch, const ModelSpec& spec, const KvCache& kv
     return true;
 }
 
-constexpr int64_t kRowSlack = 16;  // kernels may compute a full tile of rows and use some of it
+constexpr int64_t kRowSlack = 16;  // kernels may compute a full tile of rows and discard some
 
 }  // namespace
 
@@ -117,14 +116,14 @@ Model::Model(const ModelSpec& external) : spec(external), max_columns(kTile) {
         if (columns > max_columns) max_columns = columns;
     }
     max_columns +=
-        2 * kTile;  // an odd number of cache lines apart, so that rows do not push each other out
+        2 * kTile;  // an odd number of cache lines apart: no conflict misses between rows
     buffers.resize(spec.buffer_count);
     buffer_memory.resize(spec.buffer_count);
     scratch.resize(spec.threads);
 }
 
-// A worker's own memory: a block of weights as bytes with its scales and minima (linear.cpp), a
-// few prepared rows, or the scores of a tile of queries (attend.cpp).
+// Scratch memory of a worker: an unpacked block of weights (linear.cpp), a few prepared rows, or
+// the scores of a query tile (attention.cpp).
 int64_t scratch_bytes(const Model& model) {
     const int64_t block =
         model.max_columns * kLanes + model.max_columns / 16 * kLanes * 4 * 3 + 1024;

@@ -14,8 +14,8 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Whole numbers in the order of the floats, largest first; 0 and -0 are equal. Sorting these can
-// do no harm whatever is in a row, NaN too.
+// Integer key that sorts floats in descending order; 0 and -0 are equal. Unlike floats, keys have a
+// total order even with NaN.
 uint32_t sort_key(float x) {
     x += 0.0f;  // -0 becomes 0
     uint32_t bits;
@@ -30,11 +30,10 @@ float from_sort_key(uint32_t key) {
     return x;
 }
 
-// A level that at least `count` logits of the row reach, and few others: the maxima of blocks are
-// logits of the row, so as many reach the count-th largest of the maxima. The lowest float where
-// blocks would be too short to be worth it.
+// A threshold that at least `count` logits of the row reach, and few others: the count-th largest
+// of the maxima of blocks. The lowest float if blocks would be too short to be worth it.
 float threshold_for(const float* logits, int64_t width, int64_t count) {
-    const int64_t num_maxima = std::max<int64_t>(512, 4 * count);  // so many maxima
+    const int64_t num_maxima = std::max<int64_t>(512, 4 * count);
     const int64_t depth = width / num_maxima;
     if (depth < 2) return std::numeric_limits<float>::lowest();
     std::vector<float> tops(width / depth);
@@ -54,7 +53,7 @@ std::vector<int32_t> indices_above(const float* logits, int64_t width, float lev
     return found;
 }
 
-// A value, and its column so many places behind.
+// Stores a value, and its column `column_offset` elements after it.
 void store_pair(double* place, int64_t column_offset, float value, int64_t column) {
     *place = static_cast<double>(value);
     std::memcpy(place + column_offset, &column, sizeof column);
@@ -67,7 +66,7 @@ void leading(const float* logits, int64_t width, int64_t count, double* values,
     const float level = threshold_for(logits, width, count);
     const std::vector<int32_t> columns =
         indices_above(logits, width, level, std::min(width, 2 * count + 64));
-    // The level's place and the column in one number: sorted by both at once.
+    // Logit and column in one key: sorted by both.
     std::vector<uint64_t> keys(columns.size());
     std::transform(columns.begin(), columns.end(), keys.begin(), [logits](int32_t column) {
         return static_cast<uint64_t>(sort_key(logits[column])) << 32 |
@@ -81,7 +80,7 @@ void leading(const float* logits, int64_t width, int64_t count, double* values,
         const int64_t column = static_cast<int64_t>(keys[i] & 0xffffffffu);
         store_pair(values + i, column_offset, logits[column], column);
     }
-    // Fewer are above -inf: the first of the others fill the row.
+    // Fewer than `count` are above -inf: fill up with the first of the others.
     int64_t place = sorted;
     for (int64_t i = 0; i < width && place < count; ++i) {
         if (logits[i] >= level) continue;
@@ -90,8 +89,8 @@ void leading(const float* logits, int64_t width, int64_t count, double* values,
 }
 
 int64_t tally(const int64_t* tokens, int64_t count, int64_t vocabulary, int64_t* found) {
-    // Where each token stands in `found`, plus one; all 0 between calls, so that a call costs what
-    // the text is long, not what the vocabulary is large.
+    // Index of each token in `found`, plus one; all 0 between calls, so that the cost depends on
+    // the number of tokens, not on the vocabulary.
     thread_local std::vector<int32_t> places;
     if (static_cast<int64_t>(places.size()) < vocabulary) places.resize(vocabulary);
     int64_t number = 0;

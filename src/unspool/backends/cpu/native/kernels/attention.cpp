@@ -1,9 +1,8 @@
-// Each query gathers values from the tokens before it, over pages of sixteen.
+// Attention over KV cache pages of sixteen tokens.
 //
-// Softmax is taken over segments of 512 positions, counted from the text's beginning, and segments
-// are merged in order. So a text's numbers are the same whether its segments are spread over
-// threads (a long past, one new token) or walked through by one (a prompt), and whatever else is
-// in the batch.
+// Softmax is computed over segments of 512 positions, counted from the start of the sequence, and
+// segments are merged in order. So results are the same whether segments are split over threads
+// (decode with a long context) or processed by one (prefill), and in any batch.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -18,13 +17,13 @@ namespace {
 
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
-// The state of a row's softmax: the largest score, the sum of the exponentials, the sum of values.
+// Softmax state of a row: maximum score, sum of exponentials, weighted sum of values.
 struct SoftmaxState {
     float max_score, total;
     float* values;
 };
 
-// Adds a segment's share to what was gathered before it.
+// Merges the state of the next segment.
 inline void merge(SoftmaxState& target, const SoftmaxState& segment_state, int64_t width) {
     if (segment_state.total == 0.0f) return;
     if (target.total == 0.0f) {
@@ -44,7 +43,7 @@ inline void merge(SoftmaxState& target, const SoftmaxState& segment_state, int64
             target.values[i] * into_factor + segment_state.values[i] * segment_factor;
 }
 
-// Hide what a row may not see of the page at `start`.
+// Masks positions of the page at `start` that a row may not attend to.
 inline void apply_mask(const Tile& tile, int64_t start, int64_t at) {
     for (int64_t row = 0; row < tile.rows; ++row) {
         const int64_t newest = tile.newest(row), oldest = tile.oldest(row);
@@ -55,7 +54,7 @@ inline void apply_mask(const Tile& tile, int64_t start, int64_t at) {
     }
 }
 
-// For those who look: a row's raw scores; they become weights when the whole sum is known.
+// Target of a row's observed weights: raw scores first, weights once the sum is known.
 inline float* attention_tap(const Tile& tile, int64_t row) {
     const RunContext& run = *tile.run;
     if (run.taps == nullptr || run.taps->attention_offsets == nullptr) return nullptr;
@@ -86,7 +85,7 @@ inline void scores_to_weights(const Tile& tile, int64_t row, const SoftmaxState&
     }
 }
 
-// One segment for all rows of a tile: found[row] gets its share; tile.sums holds the values.
+// One segment for all rows of a tile: states[row] gets the result; tile.sums holds the values.
 template <class Kind>
 inline void attend_segment(const Tile& tile, int64_t segment, SoftmaxState* states) {
     const KvCache& kv = tile.run->kv;
@@ -98,7 +97,7 @@ inline void attend_segment(const Tile& tile, int64_t segment, SoftmaxState* stat
     if (newest + 1 < last) last = newest + 1;
     const int64_t begin = first % kSegment;
     const int64_t size = kPage * padded;
-    // Read by so many queries that it pays to make floats of a page's halves first.
+    // With many queries it pays to convert a page's halves to floats first.
     constexpr bool is_half = std::is_same_v<Kind, Half>, always_convert = is_half && kConvertFirst;
     const bool convert_first = always_convert || (is_half && tile.rows > 2 * kMaxRows);
     const auto keys_at = [&](int64_t position) {
@@ -141,10 +140,10 @@ inline void attend_segment(const Tile& tile, int64_t segment, SoftmaxState* stat
         states[row].max_score = largest(max_score);
         states[row].values = tile.sums + row * padded;
         for (int64_t i = 0; i < padded; ++i) states[row].values[i] = 0.0f;
-        if (states[row].max_score == kMasked) {  // it sees nothing here
+        if (states[row].max_score == kMasked) {  // nothing visible in this segment
             states[row].total = 0.0f;
             for (int64_t at = begin; at < end; ++at) {
-                if (scores[at] != kMasked) states[row].total = scores[at];  // no number: it shows
+                if (scores[at] != kMasked) states[row].total = scores[at];  // NaN: propagate it
                 scores[at] = 0.0f;
             }
             continue;
@@ -163,8 +162,8 @@ inline void attend_segment(const Tile& tile, int64_t segment, SoftmaxState* stat
             kv_page(kv, tile.op->layer, 1, tile.kv_head, tile.pages[start / kPage]);
         const int64_t slots = last - start < kPage ? last - start : kPage;
         if (start + kPage < last)
-            prefetch_page(kv_page(kv, tile.op->layer, 1, tile.kv_head, tile.pages[start / kPage + 1]),
-                  bytes);
+            prefetch_page(
+                kv_page(kv, tile.op->layer, 1, tile.kv_head, tile.pages[start / kPage + 1]), bytes);
         const auto gather = [&](auto kind, const uint8_t* values) {
             dispatch_rows<decltype(kind)>(tile.rows, [&](int64_t row, auto count) {
                 constexpr int R = decltype(count)::value;
@@ -184,7 +183,7 @@ inline void attend_segment(const Tile& tile, int64_t segment, SoftmaxState* stat
     return attend_segment<Float>(tile, segment, states);
 }
 
-// One more term of the softmax, which has no value: what a head gives away when nothing fits.
+// Attention sink: one more term of the softmax without a value.
 inline void add_sink(SoftmaxState& merged, float sink, int64_t width) {
     const float max_score = merged.max_score > sink ? merged.max_score : sink;
     const float into_factor = std::exp(merged.max_score - max_score);
@@ -204,7 +203,7 @@ inline void finish(const Tile& tile, int64_t row, SoftmaxState merged) {
     scores_to_weights(tile, row, merged);
 }
 
-// The tile of `tokens` tokens from `token` on, its queries scaled.
+// The tile of `tokens` tokens from `token` on, with scaled queries.
 Tile make_tile(const RunContext& run, const Op& op, int64_t token, int64_t tokens, int64_t kv_head,
                uint8_t* scratch) {
     Tile tile;
@@ -235,12 +234,12 @@ Tile make_tile(const RunContext& run, const Op& op, int64_t token, int64_t token
     return tile;
 }
 
-// How many segments a token sees.
+// Number of segments a token attends to.
 inline int64_t segments_of(const Batch& batch, int64_t token) {
     return (batch.visible_end[token] - 1) / kSegment + 1;
 }
 
-// All segments, one after the other.
+// All segments in order, in one task.
 void attend_serial(const Tile& tile) {
     float* values = tile.sums + tile.rows * tile.padded;
     SoftmaxState merged[kTileRows * 4], segment_state[kTileRows * 4];
@@ -269,7 +268,7 @@ void attention(const RunContext& run, const Op& op, Worker& worker) {
         tiles += (count + per_tile - 1) / per_tile;
         if (count == 1) segments += segments_of(batch, batch.starts[row]);
     }
-    // Few queries with long pasts: one task for each segment, merged afterwards.
+    // Few queries with long contexts: one task per segment, merged afterwards.
     const bool split_segments = worker.count > 1 && tiles == batch.count && segments > tiles &&
                                 tiles * kv_heads < 4 * worker.count &&
                                 segments * kv_heads * group * (width + 2) <= run.partial_size;
@@ -277,7 +276,7 @@ void attention(const RunContext& run, const Op& op, Worker& worker) {
         worker.for_each(0, tiles * kv_heads, [&](int64_t task) {
             const int64_t kv_head = task % kv_heads;
             int64_t number = task / kv_heads, row = 0;
-            for (;; ++row) {  // which text the tile belongs to
+            for (;; ++row) {  // find the sequence of the tile
                 const int64_t count = batch.starts[row + 1] - batch.starts[row];
                 const int64_t row_tiles = (count + per_tile - 1) / per_tile;
                 if (number < row_tiles) break;
@@ -290,7 +289,7 @@ void attention(const RunContext& run, const Op& op, Worker& worker) {
         });
         return;
     }
-    const int64_t partial = group * (width + 2);  // floats of one segment's share
+    const int64_t partial = group * (width + 2);  // floats of one segment's state
     worker.for_each(0, segments * kv_heads, [&](int64_t task) {
         int64_t segment = task / kv_heads, token = 0;
         while (segment >= segments_of(batch, token)) segment -= segments_of(batch, token++);

@@ -1,7 +1,7 @@
-// Queries against the pages of keys and values: the inner loops of attend.cpp.
+// Inner loops of attention.cpp: queries against KV cache pages.
 //
-// Keys lie in a page as [head_width][16 tokens], so that sixteen scores grow side by side in the
-// lanes of a register and never have to be added up across it; values as [16 tokens][head_width].
+// Keys of a page are [head_width][16 tokens], so that sixteen scores accumulate in the lanes of a
+// register without a horizontal sum; values are [16 tokens][head_width].
 #pragma once
 #include <type_traits>
 
@@ -11,26 +11,26 @@
 namespace unspool {
 namespace ISA {
 
-constexpr int kTileRows = 16;  // queries of one task: several tokens' heads that share keys
-// As many sums grow side by side as there are registers for, and enough to keep them busy:
+constexpr int kTileRows = 16;  // queries per task: heads of several tokens that share keys
+// As many accumulators as fit the registers:
 #if defined(ISA_avx512) || defined(ISA_amx)
 constexpr int kMaxRows = 8;                                        // queries,
 constexpr int pages_for(int rows) { return rows <= 4 ? 2 : 1; }    // pages of keys,
-constexpr int columns_for(int rows) { return rows <= 4 ? 4 : 2; }  // 16 numbers of values
+constexpr int columns_for(int rows) { return rows <= 4 ? 4 : 2; }  // vectors of values
 #else
 constexpr int kMaxRows = 4;
 constexpr int pages_for(int) { return 1; }
 constexpr int columns_for(int) { return 1; }
 #endif
 constexpr int kPages = pages_for(1);
-// Where halves become floats in many steps, it pays to do so once for however few queries.
+// Where converting halves is slow, convert once even for few queries.
 #if defined(ISA_plain)
 constexpr bool kConvertFirst = true;
 #else
 constexpr bool kConvertFirst = false;
 #endif
 
-// How keys and values are read in each precision.
+// Loads of keys and values by precision.
 struct Float {
     static constexpr int64_t bytes = 4;
     static UNSPOOL_INLINE F32x16 at(const uint8_t* page, int64_t i) {
@@ -50,30 +50,30 @@ struct Byte {
     }
 };
 
-// Queries that look at the same keys: `tokens` neighbours of one text, all heads of one key head.
+// Queries that share keys: consecutive tokens of one sequence, all heads of one key head.
 struct Tile {
     const RunContext* run;
     const Op* op;
     const int64_t* pages;
     int64_t first_token, tokens, kv_head, group, rows;
-    int64_t width, padded;  // of a head, and filled up to whole registers
+    int64_t width, padded;  // of a head, and padded to whole registers
     int64_t first_position;
-    int64_t last;    // the newest position that any row sees
+    int64_t last;    // the last position that any row attends to
     float* queries;  // [rows][filled], scaled
     float* scores;   // [rows][kSegment]
-    float* page;     // room for pages as floats
-    float* sums;     // [rows][filled], of the segment at hand
+    float* page;     // memory for pages converted to floats
+    float* sums;     // [rows][filled], of the current segment
 
     int64_t position(int64_t row) const { return first_position + row / group; }
     int64_t oldest(int64_t row) const {
         const int64_t first = position(row) + 1 - op->window;
         return op->window > 0 && first > 0 ? first : 0;
     }
-    // How far a row may see: up to itself, or to the end of a block that sees itself whole.
+    // Last position visible to a row: its own, or the end of a bidirectional block.
     int64_t visible(int64_t row) const {
         return run->batch.visible_end[first_token + row / group] - 1;
     }
-    // The last position that it sees: a window may end before that.
+    // Last position it attends to: a window may end earlier.
     int64_t newest(int64_t row) const {
         const int64_t window_end = position(row) + op->window - 1, end = visible(row);
         return op->flags & kBidirectional && op->window > 0 && window_end < end ? window_end : end;
@@ -81,7 +81,7 @@ struct Tile {
     int64_t newest() const { return last; }
 };
 
-// Keeps scores within +-cap, smoothly: what Gemma 2 does.
+// Softcap of scores to +-cap (Gemma 2).
 inline UNSPOOL_NOINLINE void cap_scores(float* scores, int count, float limit) {
     const F32x16 cap = set1(limit);
     for (int i = 0; i < count; i += kLanes)
@@ -97,7 +97,7 @@ UNSPOOL_NOINLINE void page_scores(const Tile& tile, const uint8_t* const* pages,
     F32x16 total[R][P];
     for (int r = 0; r < R; ++r)
         for (int p = 0; p < P; ++p) total[r][p] = zero();
-    for (int64_t d = 0; d < padded; d += 4) {  // what fills the head up is zero
+    for (int64_t d = 0; d < padded; d += 4) {  // padding is zero
         Four quad[R];
         for (int r = 0; r < R; ++r) quad[r] = load_four(q + r * padded + d);
         const auto add_column = [&](auto number) {
@@ -124,7 +124,7 @@ UNSPOOL_NOINLINE void page_scores(const Tile& tile, const uint8_t* const* pages,
     }
 }
 
-// R weights times the values of one page, C * 16 numbers of each value at a time.
+// R weights times the values of one page, C * 16 columns at a time.
 template <class Kind, int R, int C>
 UNSPOOL_INLINE void page_values(const Tile& tile, const uint8_t* page, int64_t row, int64_t at,
                                 int64_t slots, int64_t column) {
@@ -135,7 +135,7 @@ UNSPOOL_INLINE void page_values(const Tile& tile, const uint8_t* page, int64_t r
         for (int c = 0; c < C; ++c) total[r][c] = load(sums + r * padded + c * kLanes);
     const float* weights = tile.scores + row * kSegment + at;
     float scaled_weights[R][kPage];
-    if constexpr (Kind::bytes == 1) {  // a token's factor goes to its weight
+    if constexpr (Kind::bytes == 1) {  // multiply the token's scale into its weight
         const F32x16 factors = load(reinterpret_cast<const float*>(page + kPage * padded));
         for (int r = 0; r < R; ++r)
             store(scaled_weights[r], mul(load(weights + r * kSegment), factors));
@@ -181,7 +181,7 @@ UNSPOOL_NOINLINE void accumulate_values(const Tile& tile, const uint8_t* page, i
         page_values<Kind, R, 1>(tile, page, row, at, slots, column);
 }
 
-// A page's head as floats: worth it where many queries read it.
+// Converts a page's head to floats: worth it if many queries read it.
 template <class Kind>
 UNSPOOL_INLINE const uint8_t* page_to_floats(const uint8_t* page, int64_t count,
                                              float* scaled_weights) {
@@ -189,13 +189,13 @@ UNSPOOL_INLINE const uint8_t* page_to_floats(const uint8_t* page, int64_t count,
     return reinterpret_cast<const uint8_t*>(scaled_weights);
 }
 
-// Asks for a page's head before it is needed: pages lie anywhere, so no processor can guess.
+// Prefetches a page's head: pages are scattered, so hardware cannot predict them.
 UNSPOOL_INLINE void prefetch_page(const uint8_t* page, int64_t bytes) {
     for (int64_t line = 0; line < bytes; line += 64) prefetch(page + line);
 }
 
-// Calls f with the number of rows known to the compiler. Every number has its own code for halves,
-// which keys and values usually are; elsewhere five to seven are four and the rest.
+// Calls f with a compile-time number of rows. Halves, the usual precision, have code for every
+// number; for others five to seven rows are split into four and the remainder.
 template <class Kind, class F>
 UNSPOOL_INLINE void dispatch_rows(int64_t rows, F f) {
     int64_t row = 0;

@@ -1,4 +1,4 @@
-// A mixture of experts: each token's router picks a few feed-forwards, whose answers are weighed.
+// Mixture of experts: routing of tokens, and the weighted sum of the experts' outputs.
 #include <cmath>
 
 #include "kernels.h"
@@ -9,9 +9,9 @@ namespace ISA {
 
 namespace {
 
-constexpr float kMinWeightSum = 1e-6f;  // sigmoids may all be next to nothing
+constexpr float kMinWeightSum = 1e-6f;  // all sigmoids may be close to 0
 
-// Scores made positive; gives what they are divided by.
+// Turns scores into unnormalized weights; returns their divisor.
 float activate_scores(float* scores, int64_t experts, bool sigmoid) {
     if (sigmoid) {
         for (int64_t e = 0; e < experts; ++e) scores[e] = 1.0f / (1.0f + std::exp(-scores[e]));
@@ -27,7 +27,8 @@ float activate_scores(float* scores, int64_t experts, bool sigmoid) {
     return denominator;
 }
 
-// Picks are sorted by expert, so that an expert's rows are neighbours and its weights read once.
+// Selects experts and sorts the pairs by expert, so that an expert's rows are contiguous and its
+// weights are read once.
 void assign_experts(const RunContext& run, const Op& op) {
     const Routing& routing = run.routing;
     const int64_t tokens = run.batch.count, per_token = op.experts_per_token, experts = op.experts;
@@ -46,7 +47,7 @@ void assign_experts(const RunContext& run, const Op& op) {
                 if (selection_score(e) > selection_score(best)) best = e;
             routing.weight[token * per_token + i] = scores[best] / denominator;
             routing.slot[token * per_token + i] =
-                static_cast<int32_t>(best);  // the expert, for now
+                static_cast<int32_t>(best);  // the expert, until pairs are sorted
             weight_sum += scores[best] / denominator;
             scores[best] = -INFINITY;
             ++routing.starts[best + 1];

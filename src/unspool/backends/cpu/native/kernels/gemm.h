@@ -1,8 +1,7 @@
-// Sixteen rows of quantized weights times many rows of activations: a prompt, or many texts.
+// GEMM: sixteen rows of quantized weights times many rows of activations (prefill, large batches).
 //
-// The block is unpacked to bytes and floats once and then stays in the cache. Where there are
-// tile registers (AMX), sixteen rows of activations are multiplied at once. The numbers are those
-// of product.h, bit for bit.
+// A block is unpacked to bytes and floats once and stays in the cache. With tile registers (AMX),
+// sixteen rows of activations are multiplied together. Results are bit-identical to gemv.h.
 #pragma once
 #include "gemv.h"
 
@@ -15,11 +14,11 @@ namespace ISA {
 
 // A block's weights, unpacked into a worker's scratch memory.
 struct UnpackedBlock {
-    uint8_t* bytes;             // [tiles][8][64]; signed where the offset could be taken at once
+    uint8_t* bytes;             // [tiles][8][64]; signed where the offset is already subtracted
     float* scales;              // [groups][16]
     float* minima;              // [groups][16]
-    int32_t offset_correction;  // what must still be taken from a dot product
-    float* tile_scales;         // room for the scales and lows of sixteen activation rows
+    int32_t offset_correction;  // still to be subtracted from a dot product
+    float* tile_scales;         // memory for the scales and scaled sums of sixteen activation rows
 };
 
 #if defined(ISA_amx)
@@ -83,7 +82,7 @@ UNSPOOL_INLINE void unpack_block(const Matrix& m, const uint8_t* p, UnpackedBloc
     }
 }
 
-// What the minima add to rows [first, first + T): a sum of its own, as in product.h.
+// Adds the minima to rows [first, first + T): a separate sum, as in gemv.h.
 template <int Group, int T>
 UNSPOOL_INLINE void add_minima(const UnpackedBlock& block, int64_t tiles, const QuantizedRows& acts,
                                int64_t first, F32x16* total) {
@@ -108,7 +107,7 @@ UNSPOOL_INLINE void add_minima(const UnpackedBlock& block, int64_t tiles, const 
     for (int t = 0; t < T; ++t) total[t] = add(total[t], low[t]);
 }
 
-#if !defined(ISA_neon)  // which has its own words for this: product_neon.h
+#if !defined(ISA_neon)  // see gemm_neon.h
 
 // An unpacked block times rows [first, first + T).
 template <int Group, bool Minima, int T>
@@ -164,12 +163,12 @@ UNSPOOL_INLINE void memory_barrier() { asm volatile("" ::: "memory"); }
     _tile_dpbssd(sum, left, right);                             \
     _tile_stored(sum, block_out, 64)
 
-// Sixteen activation rows: where they are, and how far apart.
+// Sixteen activation rows and their strides.
 struct TileRows {
     const int8_t* quants;
-    int64_t stride;            // from a row to the next
-    int64_t tile_stride;       // from 32 columns to the next
-    const float* tile_scales;  // scales and lows, [tiles][2][16]
+    int64_t stride;            // between rows
+    int64_t tile_stride;       // between groups of 32 columns
+    const float* tile_scales;  // scales and scaled sums, [tiles][2][16]
 };
 
 UNSPOOL_INLINE TileRows tile_rows(const QuantizedRows& acts, int64_t tiles, int64_t first,
@@ -178,7 +177,7 @@ UNSPOOL_INLINE TileRows tile_rows(const QuantizedRows& acts, int64_t tiles, int6
     if (first % kLanes == 0)
         return {acts.tiled + first * acts.columns, kTile, kTile * kLanes,
                 acts.tile_scales + first * stride * 2};
-    for (int64_t tile = 0; tile < tiles; ++tile) {  // an expert's rows begin anywhere
+    for (int64_t tile = 0; tile < tiles; ++tile) {  // rows of an expert are not aligned
         for (int t = 0; t < kLanes; ++t) {
             buffer[tile * 2 * kLanes + t] = acts.scales[(first + t) * stride + tile];
             buffer[tile * 2 * kLanes + kLanes + t] = acts.scaled_sums[(first + t) * stride + tile];
@@ -187,8 +186,8 @@ UNSPOOL_INLINE TileRows tile_rows(const QuantizedRows& acts, int64_t tiles, int6
     return {acts.quants + first * acts.columns, acts.columns, kTile, buffer};
 }
 
-// An unpacked block times rows [first, first + 16). A group of columns is multiplied two turns
-// before its products are scaled and added: what a tile register stores takes a while to arrive.
+// An unpacked block times rows [first, first + 16). A group of columns is multiplied two iterations
+// before its products are scaled and added: tile stores have a long latency.
 template <int Group, bool Minima>
 UNSPOOL_INLINE void multiply_tiles(const UnpackedBlock& block, int64_t tiles,
                                    const QuantizedRows& acts, int64_t first, F32x16* out) {

@@ -1,6 +1,6 @@
-// The product of product_many.h in the words of NEON: four rows of weights (one register) times up
-// to eight rows of activations, whose sums then all stay in registers. Four activations are picked
-// out of a register by their number, so that each is loaded once for sixteen columns.
+// gemm.h for NEON: four rows of weights (one register) times up to eight rows of activations, with
+// all sums in registers. Four activations are selected from a register by lane, so that each is
+// loaded once for sixteen columns.
 #pragma once
 #include "gemm.h"
 

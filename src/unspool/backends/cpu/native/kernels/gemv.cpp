@@ -1,4 +1,4 @@
-// Products straight from the packed weights: floats, and up to kDirect rows of quantized ones.
+// Products from packed weights: floats, and up to kMaxDirectRows rows with quantized weights.
 #include "gemv_float.h"
 #include "linear.h"
 
@@ -7,13 +7,13 @@ namespace ISA {
 
 namespace {
 
-// Called once for a whole block, so it need not be compiled into each of the products.
+// Called once per block, so not inlined into each product.
 UNSPOOL_NOINLINE void epilogue_rows(const GemmArgs& args, const Matrix& m, int64_t column,
                                     int64_t block, int64_t row, const F32x16* out, int count) {
     for (int t = 0; t < count; ++t) epilogue(args, m, column, block, row + t, out[t]);
 }
 
-// T rows at once.
+// T rows together.
 template <class S, int T>
 inline void gemv_rows(const GemmArgs& args, const Matrix& m, int64_t column, int64_t block,
                       int64_t row) {
@@ -67,7 +67,7 @@ inline void gemm_floats(const GemmArgs& args, const Matrix& m, int64_t column, i
 
 }  // namespace
 
-// Blocks [first, last) of one matrix times the rows of a part.
+// Blocks [first, last) of one matrix times the rows of `args`.
 void multiply_packed(const GemmArgs& args, const Matrix& m, int64_t column, int64_t first,
                      int64_t last) {
     switch (m.format) {

@@ -1,12 +1,12 @@
-// Sixteen rows of quantized weights times a few rows of activations, straight from the packed
-// layout. This is where a next token's time goes: every weight is read once, in order.
+// GEMV: sixteen rows of quantized weights times a few rows of activations, from the packed layout.
+// Decode time is spent here: every weight is read once, in order.
 //
-// The arithmetic of one output number is the same in every kernel, whatever is computed beside it:
-//   for each group of columns, in order:  total += float(whole-number dot product) * (scale * a)
+// The arithmetic of one output value is the same in every kernel and every batch:
+//   for each group of columns, in order:  total += float(integer dot product) * (scale * a)
 //                                         low   += minimum * (a * sum of activations)
 //   result = total + low
-// Whole numbers are exact, so how a dot product is taken does not matter; the order of the floats
-// is fixed. That is what makes a row's result independent of the batch it is computed in.
+// Integers are exact, so the order within a dot product does not matter; the order of float
+// operations is fixed. So a row's result is batch-invariant.
 #pragma once
 #include <type_traits>
 
@@ -16,7 +16,7 @@
 namespace unspool {
 namespace ISA {
 
-// How a quantized matrix is packed. `Kind` is its Format, `How` its Scales, `Low` its Lows.
+// Packed format of a quantized matrix at compile time: see layout.h.
 template <int32_t Format, int Group, int32_t ScaleKind, int32_t Minima>
 struct Spec {
     static constexpr int32_t format = Format, scale_kind = ScaleKind, minima_kind = Minima;
@@ -28,12 +28,12 @@ struct Spec {
     static constexpr int factors = super ? kLanes * 2 * (has_minima ? 2 : 1) : 0;
 };
 
-// What the scales and minima of eight tiles are multiplied with.
+// Common factors of the scales and minima of eight tiles.
 template <class S>
 struct Factors {
     F32x16 scale = zero(), low = zero();
 
-    // Reads them where they stand before this tile; gives where the tile itself begins.
+    // Reads them if they precede this tile; returns the start of the tile itself.
     UNSPOOL_INLINE const uint8_t* read_before(int64_t tile, const uint8_t* p) {
         if constexpr (S::super) {
             if (tile % kSuperTiles != 0) return p;
@@ -50,14 +50,13 @@ template <class S>
 struct TileScales {
     F32x16 scale[kTile / S::group], minimum[kTile / S::group];
 
-    // `offset` was taken from numbers that have minima too, only to make them signed: the minimum
-    // gives it back.
+    // With minima, `offset` was subtracted only to make values signed: the minimum adds it back.
     UNSPOOL_INLINE void read(const uint8_t* p, const Factors<S>& factors, int32_t offset) {
         for (int g = 0; g < kTile / S::group; ++g) {
             if constexpr (S::scale_kind == kPowers) {
                 scale[g] = load_shifted<23>(p);
             } else if constexpr (S::scale_kind == kFloat8) {
-                // The exponent counts from 15 there and from 127 here.
+                // Exponent bias 15 there, 127 here.
                 scale[g] = mul(load_shifted<20>(p + g * kLanes), set1(0x1p112f));
             } else if constexpr (S::super) {
                 scale[g] =
@@ -78,17 +77,17 @@ struct TileScales {
     }
 };
 
-// What is added to a table's numbers: the dot product wants some signed, some not.
+// Added to the values of a code table: some dot products need unsigned weights.
 constexpr int kTableBias = kSignedDot ? 0 : 128;
 
-// What the offset takes from a dot product, for each activation's sum of one.
+// Offset of the stored bytes; times the sum of activations it is subtracted from a dot product.
 template <class S>
 UNSPOOL_INLINE int32_t byte_offset(const Matrix& m) {
     if (S::format == kCodes) return kTableBias;
     return S::format == kQ4 ? m.offset : m.offset - kByteBias;
 }
 
-// Adds one group's share to a row's result.
+// Adds the product of one group to a row's result.
 template <bool Minima>
 UNSPOOL_INLINE void add_group(F32x16& total, F32x16& low, I32x16 dots, int32_t offset_correction,
                               const F32x16& scale, const F32x16& minimum, float a, int32_t a_sum,
@@ -98,10 +97,9 @@ UNSPOOL_INLINE void add_group(F32x16& total, F32x16& low, I32x16 dots, int32_t o
     if constexpr (Minima) low = fma(minimum, set1(a_low), low);
 }
 
-constexpr int kPrefetchBytes =
-    2560;  // bytes: far enough for memory to answer, near enough for the cache
+constexpr int kPrefetchBytes = 2560;  // prefetch distance: covers memory latency, fits the cache
 
-// One block times rows [first, first + T): out[t] gets sixteen numbers.
+// One block times rows [first, first + T): out[t] gets sixteen values.
 template <class S, int T>
 UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const QuantizedRows& acts,
                                    int64_t first, F32x16* out) {
@@ -119,7 +117,7 @@ UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const Quan
     for (int64_t tile = 0; tile < tiles; ++tile) {
         p = factors.read_before(tile, p);
         for (int line = 0; line < S::tile; line += 64) prefetch(p + kPrefetchBytes + line);
-        // Where all 32 columns share a scale, one sum serves for both halves.
+        // If all 32 columns share a scale, both halves share a sum.
         constexpr bool split = S::group < kTile;
         using Sums = std::conditional_t<S::format == kQ4, SmallSums, I32x16>;
         Sums front[T], second[split ? T : 1];

@@ -1,4 +1,4 @@
-// This instruction set's kernels, in one table.
+// The table of this instruction set's kernels.
 #include "kernels.h"
 
 #include <cstring>
@@ -54,8 +54,8 @@ const Kernels table = {UNSPOOL_NAME(ISA),         UNSPOOL_SHARED::embed,
 
 #if defined(ISA_amx)
 
-// Shapes of the eight tile registers: sums in 0 to 3; sixteen rows of 32 activations and as many
-// columns of weights in 4 and 5; of 16 in 6 and 7 (groups of sixteen columns).
+// Shapes of the eight tile registers: sums in 0 to 3; sixteen rows of 32 activations and 32 columns
+// of weights in 4 and 5; the same with 16 columns in 6 and 7.
 void begin_thread() {
     struct alignas(64) Shapes {
         uint8_t palette, start_row, reserved[14];
@@ -70,7 +70,7 @@ void begin_thread() {
         shapes.rows[i] = rows[i];
         shapes.bytes_of_row[i] = bytes[i];
     }
-    asm volatile("" ::: "memory");  // the compiler does not know that the next line reads memory
+    asm volatile("" ::: "memory");  // the compiler does not know that the next call reads memory
     _tile_loadconfig(&shapes);
 }
 

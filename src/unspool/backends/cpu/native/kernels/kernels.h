@@ -1,10 +1,10 @@
-// What one instruction set offers: a function for each operation. Every instruction set compiles
-// the same sources into its own namespace and fills one such table (table.cpp).
+// Kernels of one instruction set: a function per operation. Every instruction set compiles the same
+// sources into its namespace and fills one such table (kernels.cpp).
 #pragma once
 #include "../layout.h"
 #include "../plan.h"
 
-// Tile registers serve for products only: everything else is what AVX-512 does.
+// Tile registers are for products only: everything else is AVX-512.
 #if defined(ISA_amx)
 #define UNSPOOL_SHARED avx512
 #else
@@ -16,11 +16,11 @@ namespace unspool {
 struct Kernels {
     const char* name;
 
-    // -- operations of a plan (see plan.h); every worker calls them with its own number ---------
+    // -- operations of a plan (see plan.h); called by every worker ---------
     void (*embed)(const RunContext&, const Op&, Worker&);
     void (*norm)(const RunContext&, const Op&, Worker&);
     void (*linear)(const RunContext&, const Op&, Worker&);
-    void (*lora)(const RunContext&, const Op&, Worker&);  // what adapters add behind a kLinear
+    void (*lora)(const RunContext&, const Op&, Worker&);  // LoRA after a kLinear
     void (*rope)(const RunContext&, const Op&, Worker&);
     void (*attention)(const RunContext&, const Op&, Worker&);
     void (*route)(const RunContext&, const Op&, Worker&);
@@ -34,19 +34,18 @@ struct Kernels {
     void (*delta)(const RunContext&, const Op&, Worker&);
     void (*mamba)(const RunContext&, const Op&, Worker&);
 
-    // -- sampling: one row of logits (sample.cpp) -----------------------------------------------
-    // The largest logit; NaN if one is among them.
+    // -- sampling: one row of logits (logits.cpp) -----------------------------------------------
+    // The largest logit; NaN if there is one.
     float (*peak)(const float* logits, int64_t count);
-    // Sum of exp(logit - peak), and of that times (logit - peak).
+    // Sum of exp(logit - peak), and sum of exp(logit - peak) * (logit - peak).
     void (*mass)(const float* logits, int64_t count, float peak, double* total, double* weighted);
-    // How many logits lie above the level.
+    // Number of logits above the level.
     int64_t (*count_above)(const float* logits, int64_t count, float level);
-    // Numbers of the logits at or above the level, in order; gives how many there are (it writes
-    // `room` of them at the most).
+    // Indices of the logits >= level, in order, at most `capacity`; returns how many there are.
     int64_t (*above)(const float* logits, int64_t count, float level, int64_t capacity,
                      int32_t* indices);
-    // The largest of each lane in blocks of `depth` times sixteen logits, what is left over passed
-    // by; gives how many there are.
+    // Maximum of each lane in blocks of `depth` * 16 logits, without the remainder; returns their
+    // number.
     int64_t (*maxima)(const float* logits, int64_t count, int64_t depth, float* tops);
 };
 

@@ -1,10 +1,9 @@
 // target = matrices * prepared source (+ bias), or target += that.
 //
-// Up to four rows: each worker prepares them for itself, which is quicker than waiting for one
-// another. More rows are prepared together first. Then blocks of weights are shared out. A few
-// rows are multiplied straight from the packed weights; for more it pays to unpack a block first,
-// but on AVX2, whose products cost so much that unpacking them again for every four rows does not
-// matter.
+// Up to four rows: each worker prepares all of them, which is quicker than synchronizing. More rows
+// are prepared in parallel first. Then workers take blocks of weights. A few rows are multiplied
+// from the packed weights; for more, a block is unpacked first, except on AVX2, where products are
+// so slow that unpacking for every four rows does not matter.
 #include "linear.h"
 #include "gemm.h"
 #include "prepare.h"
@@ -38,14 +37,13 @@ inline void gemm_row_group(const GemmArgs& args, const Matrix& m, int64_t column
 }
 #endif
 
-// All rows times an unpacked block: the same for every format whose groups are alike, so it is
-// compiled once for them.
+// All rows times an unpacked block: compiled once for all formats with the same groups.
 template <int Group, bool Minima>
 UNSPOOL_NOINLINE void gemm_rows(const GemmArgs& args, const Matrix& m, int64_t column,
                                 int64_t block, const UnpackedBlock& unpacked) {
     int64_t row = args.first;
 #if defined(ISA_amx)
-    while (row < args.last) {  // a tile may reach past the last row: there is room behind it
+    while (row < args.last) {  // a tile may extend past the last row: the buffers have slack
         F32x16 out[kLanes];
         multiply_tiles<Group, Minima>(unpacked, tiles_of(m), *args.acts, row, out);
         for (int t = 0; t < kLanes && row < args.last; ++t, ++row)
@@ -81,7 +79,7 @@ void multiply_blocks(const GemmArgs& args, const Matrix& m, int64_t column, int6
     }
 }
 
-// Blocks [first, last) of all matrices of a part, counted through.
+// Blocks [first, last), counted over all matrices of the operation.
 void multiply_range(const GemmArgs& args, int64_t first, int64_t last, uint8_t* scratch) {
     int64_t offset = 0, column = 0;
     for (int32_t i = 0; i < args.op->matrix_count; ++i) {
@@ -102,7 +100,7 @@ int64_t all_blocks(const RunContext& run, int64_t matrix, int32_t count) {
     return blocks;
 }
 
-// The source row of a prepared row: with experts, the token whose pick it is.
+// The source row of a prepared row; with experts, the row of its token.
 const float* source_row(const RunContext& run, const Op& op, int64_t row) {
     const bool by_token = op.kind == kExperts && op.prepare != kPrepareActivation;
     return run.buffers[op.source].row(by_token ? run.routing.token[row] : row);
@@ -123,7 +121,7 @@ QuantizedRows scratch_rows(const RunContext& run, uint8_t* scratch) {
     return rows_out;
 }
 
-// Where the scratch memory behind a worker's own rows begins: both may be in use.
+// Bytes of a worker's prepared rows; the remaining scratch memory follows.
 int64_t scratch_rows_bytes(const RunContext& run) {
     const int64_t columns = run.prepared.columns;
     return kSmallBatch * (columns * 5 + columns / kTile * 8 + columns / kLanes * 4) + 128;

@@ -1,6 +1,5 @@
-// What the two halves of a product share: which rows and matrices, and where results go. A few rows
-// are multiplied straight from the packed weights (linear_few.cpp), many from an unpacked block
-// (linear.cpp).
+// Common parts of matrix products: arguments, epilogue, dispatch by format. A few rows are
+// multiplied from the packed weights (gemv.cpp), many from an unpacked block (linear.cpp).
 #pragma once
 #include <limits>
 
@@ -9,7 +8,7 @@
 
 namespace unspool {
 
-// Rows [first, last) go through matrices [matrix, matrix + count).
+// Rows [first, last) times the matrices of an operation, from `matrix` on.
 struct GemmArgs {
     const RunContext* run;
     const Op* op;
@@ -20,20 +19,20 @@ struct GemmArgs {
 
 namespace ISA {
 
-constexpr int kSmallBatch = 4;  // rows that a worker prepares for itself, or multiplies at once
+constexpr int kSmallBatch =
+    4;  // rows that each worker prepares for itself, and multiplies together
 constexpr int kUnlimited = std::numeric_limits<int>::max();
 #if defined(ISA_amx) || defined(ISA_avx512)
-constexpr int kMaxDirectRows = 8;  // rows that are multiplied without unpacking: registers for them
+constexpr int kMaxDirectRows = 8;  // rows multiplied without unpacking: limited by registers
 #elif defined(ISA_neon)
 constexpr int kMaxDirectRows = 4;
 #elif defined(ISA_avx2)
-constexpr int kMaxDirectRows =
-    kUnlimited;  // four rows are enough to make unpacking cheap each time
+constexpr int kMaxDirectRows = kUnlimited;  // unpacking per four rows is cheap enough
 #else
 constexpr int kMaxDirectRows = 1;
 #endif
 
-// Where a block's sixteen outputs for one row go.
+// Epilogue: scale, bias, add to the target, store sixteen outputs of one row.
 inline void epilogue(const GemmArgs& args, const Matrix& m, int64_t column, int64_t block,
                      int64_t row, F32x16 result) {
     const int64_t offset = block * kLanes, count = m.rows - offset;
@@ -45,7 +44,7 @@ inline void epilogue(const GemmArgs& args, const Matrix& m, int64_t column, int6
     store_first(target, count, result);
 }
 
-// Calls f with a type that says how a quantized matrix is packed.
+// Calls f with the Spec of a quantized matrix.
 template <class F>
 UNSPOOL_INLINE void dispatch_format(const Matrix& m, F f) {
     const bool is_q4 = m.format == kQ4;

@@ -1,6 +1,5 @@
-// What sampling asks of one row of logits, in single passes from front to back. A row's numbers
-// depend on that row alone: sums are made in one fixed order, in floats for a short stretch and in
-// doubles from there on.
+// Operations of sampling on one row of logits, each a single pass. A result depends on that row
+// alone: sums have a fixed order, in floats within a chunk and in doubles across chunks.
 #include <cmath>
 #include <limits>
 
@@ -13,10 +12,10 @@ namespace ISA {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kLowest = -1.0e4f;  // stands in for -inf: e to this is 0, and 0 times it too
+constexpr float kLowest = -1.0e4f;  // replaces -inf: exp of it is 0, and so is 0 times it
 constexpr int64_t kChunk = 8 * kLanes;
 
-// Calls visit(part) for each stretch of logits; the last one is filled up with -inf.
+// Calls visit(chunk) for each chunk of logits; the last one is padded with -inf.
 template <typename Visit>
 [[gnu::always_inline]] inline void for_each_chunk(const float* logits, int64_t count, Visit visit) {
     int64_t start = 0;
@@ -49,7 +48,7 @@ inline void add_to(double* totals, F32x16 chunk) {
         for (int64_t i = 0; i < kChunk; i += 2 * kLanes) {
             const F32x16 x = load(chunk + i), y = load(chunk + i + kLanes);
             best = vmax(best, vmax(x, y));
-            // What is not below infinity: that, or NaN.
+            // Not less than infinity: infinity or NaN.
             not_finite = vmax(not_finite,
                               where_less(x, infinity, where_less(y, infinity, zero(), one), one));
         }
@@ -60,7 +59,7 @@ inline void add_to(double* totals, F32x16 chunk) {
     return kInfinity;
 }
 
-// Flattened: a call of exp16 for every sixteen logits would cost a quarter of the time.
+// Flattened: calls of exp16 would cost a quarter of the time.
 [[gnu::flatten]] void mass(const float* logits, int64_t count, float peak, double* total,
                            double* weighted) {
     const F32x16 top = set1(peak), lowest = set1(kLowest);
@@ -82,7 +81,7 @@ inline void add_to(double* totals, F32x16 chunk) {
 
 [[gnu::flatten]] int64_t count_above(const float* logits, int64_t count, float level) {
     const F32x16 bound = set1(level), one = set1(1.0f);
-    F32x16 counts = zero();  // whole numbers: exact up to 2^24 a lane
+    F32x16 counts = zero();  // integers: exact up to 2^24 per lane
     for_each_chunk(logits, count, [&](const float* chunk) {
         F32x16 partial_counts = zero();
         for (int64_t i = 0; i < kChunk; i += kLanes)
@@ -99,14 +98,14 @@ int64_t above(const float* logits, int64_t count, float level, int64_t capacity,
     int64_t number = 0;
     for (int64_t start = 0; start < count; start += kBlock) {
         const int64_t end = start + kBlock < count ? start + kBlock : count;
-        if (end == start + kBlock) {  // most blocks hold none: one look tells
+        if (end == start + kBlock) {  // skip blocks without one, which are most
             const float* x = logits + start;
             const F32x16 low = vmax(load(x), load(x + kLanes));
             const F32x16 high = vmax(load(x + 2 * kLanes), load(x + 3 * kLanes));
             if (largest(vmax(low, high)) < level) continue;
         }
         for (int64_t i = start; i < end; ++i) {
-            if (!(logits[i] >= level)) continue;  // so that NaN is never above
+            if (!(logits[i] >= level)) continue;  // written so that NaN does not count
             if (number < capacity) indices[number] = static_cast<int32_t>(i);
             ++number;
         }

@@ -1,8 +1,7 @@
-// What adapters add behind a product: target += up * (down * prepared source), row by row, each row
-// by its own adapter.
+// LoRA after a product: target += up * (down * prepared source), with each row's adapter.
 //
-// The ranks are small, so first a row's whole `down` is one task, and then blocks of sixteen
-// outputs are shared out. A row's sums have the same order whatever else is in the batch.
+// Ranks are small: first a row's `down` is one task, then workers take blocks of sixteen outputs.
+// The order of a row's sums does not depend on the batch.
 #include "kernels.h"
 #include "prepare.h"
 
@@ -11,7 +10,7 @@ namespace ISA {
 
 namespace {
 
-// What the adapter of a row adds to the operation's matrices; null: nothing.
+// Updates of the operation's matrices by a row's adapter; null: none.
 const LowRank* row_updates(const RunContext& run, const Op& op, int64_t row) {
     const Adapters& adapters = *run.batch.adapters;
     const int64_t token = op.rows == kSelected ? run.batch.selected[row] : row;
@@ -43,7 +42,7 @@ void project_down(const RunContext& run, const Op& op, int64_t row) {
     }
 }
 
-// Blocks [first, last) of the operation's matrices, counted through.
+// Blocks [first, last), counted over the operation's matrices.
 void project_up(const RunContext& run, const Op& op, int64_t row, int64_t first, int64_t last) {
     const LowRank* parts = row_updates(run, op, row);
     if (parts == nullptr) return;

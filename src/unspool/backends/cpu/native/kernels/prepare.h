@@ -1,7 +1,7 @@
-// The input of a product, row by row: normed or activated, then rounded to signed bytes.
+// Preparation of a product's input, row by row: norm or activation, then quantization to int8.
 //
-// 32 neighbours share a scale (their largest size / 127). Their sums are kept, because an offset
-// or a minimum of the weights is multiplied with the sum of the activations.
+// 32 values share a scale (their maximum / 127). Their sums are stored, because offsets and minima
+// of weights are multiplied by the sum of the activations.
 #pragma once
 #include <cmath>
 
@@ -24,7 +24,7 @@ inline void norm_row(const float* x, int64_t width, const float* weight, const f
     F32x16 squares = zero();
     for (int64_t i = 0; i < width; i += kLanes) {
         const F32x16 part = sub(load_first(x + i, width - i, 0.0f), mean);
-        if (centred && width - i < kLanes) {  // lanes behind the end are no part of it
+        if (centred && width - i < kLanes) {  // lanes past the end do not count
             float lanes[kLanes];
             store(lanes, part);
             squares = fma(load_first(lanes, width - i, 0.0f), load_first(lanes, width - i, 0.0f),
@@ -68,7 +68,7 @@ inline F32x16 activate(int32_t kind, F32x16 x) {
     }
 }
 
-// What gpt-oss puts between gate and up: (up + 1) * gate * sigmoid(1.702 * gate), both limited.
+// Activation of gpt-oss: (up + 1) * gate * sigmoid(1.702 * gate), both clamped.
 inline F32x16 swiglu_clamped(F32x16 gate, F32x16 up, F32x16 limit) {
     gate = vmin(gate, limit);
     up = vmax(sub(zero(), limit), vmin(up, limit));
@@ -96,7 +96,8 @@ inline void activate_row(const float* x, int64_t width, int32_t kind, bool gated
 
 inline F32x16 abs16(F32x16 x) { return vmax(x, sub(zero(), x)); }
 
-// 32 floats as bytes. Something that is no number makes the scale no number, so that it shows.
+// Quantizes 32 floats to bytes; returns the scale. NaN or infinity makes the scale NaN, so that it
+// propagates.
 inline float quantize_tile(const float* x, int8_t* numbers, int32_t* sums) {
     const F32x16 a = load(x), b = load(x + kLanes);
     const float max_abs = largest(vmax(abs16(a), abs16(b)));
@@ -107,7 +108,7 @@ inline float quantize_tile(const float* x, int8_t* numbers, int32_t* sums) {
     return max_abs / 127.0f + nan_marker;
 }
 
-// Fills row `number` of `out` from the operation's source row.
+// Fills row `row` of `out` from the operation's source row.
 inline void prepare_row(const RunContext& run, const Op& op, const float* source,
                         const QuantizedRows& out, int64_t row, bool quantize) {
     const int64_t width = op.width, padded = (width + kTile - 1) / kTile * kTile;

@@ -1,4 +1,4 @@
-// A short convolution over the last tokens, each channel by itself, from state to state.
+// Short causal convolution, each channel by itself; the state holds the last inputs.
 #include "kernels.h"
 #include "prepare.h"
 
@@ -7,11 +7,11 @@ namespace ISA {
 
 namespace {
 
-constexpr int64_t kMaxConvKernel = 8;  // of a convolution: plan_recurrent.py refuses more
+constexpr int64_t kMaxConvKernel = 8;  // the plan builder rejects longer kernels
 
-constexpr int64_t kChannels = 16 * kLanes;  // of a task: neighbours, which memory gives together
+constexpr int64_t kChannels = 16 * kLanes;  // channels per task, contiguous in memory
 
-// What a look sees of sixteen channels: squares of the gate, and of the state behind the token.
+// Observed values of sixteen channels: sums of squares of the gate and of the new state.
 void store_block_stats(float* stats, int64_t block, F32x16 gate, float* const* history,
                        int64_t column, int64_t kernel) {
     F32x16 squares = zero();
@@ -21,8 +21,8 @@ void store_block_stats(float* stats, int64_t block, F32x16 gate, float* const* h
     stats[2 * block + 1] = sum(squares);
 }
 
-// All tokens of a row, in some of its channels. The inputs that are still seen stay close, each
-// token's in a line of their own: past[0] is the oldest.
+// All tokens of a row, in some of its channels. The last inputs stay in local memory; history[0] is
+// the oldest.
 void conv_channels(const RunContext& run, const Op& op, int64_t row, int64_t first, int64_t end) {
     const Batch& batch = run.batch;
     const int64_t channels = op.width, kernel = op.window;

@@ -1,5 +1,5 @@
-// Gated DeltaNet: each head keeps a matrix in which values are found by keys. Token by token, it
-// fades, is corrected towards the token's value at its key, and is read with its query:
+// Gated DeltaNet: each head has a key-value matrix S. Each token decays it, corrects its value at
+// the token's key, and reads it with the query:
 //
 //     S *= decay        S += k (beta (v - k S))        o = q S
 #include "kernels.h"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr float kKeyEpsilon = 1e-6f;
 
-// A key or query of length one, times a factor.
+// Normalizes a key or query to length one, times a factor.
 void normalize(float* x, int64_t width, float factor) {
     F32x16 squares = zero();
     for (int64_t i = 0; i < width; i += kLanes) {
@@ -24,7 +24,7 @@ void normalize(float* x, int64_t width, float factor) {
         store_first(x + i, width - i, mul(load_first(x + i, width - i, 0.0f), scale16));
 }
 
-// How much of each head's matrix stays and how much is corrected, in place of a and b.
+// Decay and write gate of each head, in place of a and b.
 void compute_gates(const RunContext& run, const Op& op, float* beta, float* decay) {
     const float* rate = run.vectors[op.vector].data;
     const float* shift = run.vectors[op.second_vector].data;
@@ -34,7 +34,8 @@ void compute_gates(const RunContext& run, const Op& op, float* beta, float* deca
     }
 }
 
-// One token: found = k S, S = decay S + k (beta (v - decay found)), o = q S, in 32 columns of S.
+// One token: predicted = k S, S = decay S + k (beta (v - decay predicted)), o = q S, in 32 columns
+// of S.
 UNSPOOL_INLINE Row delta_step(float* columns, int64_t rows, const float* key, const float* query,
                               float decay, float beta, const Row& value) {
     Row even = {zero(), zero()}, odd = even;

@@ -1,18 +1,17 @@
-// Heads that keep a matrix S each, in which values are found by keys: what gated DeltaNet and
-// Mamba-2 have in common.
+// Heads with a key-value matrix S each: common code of gated DeltaNet and Mamba-2.
 //
-// Columns of S know nothing of each other: a task takes some of them through all tokens of a row,
-// in memory that stays close. So a text's bits are the same however it is cut.
+// Columns of S are independent: a task takes some of them through all tokens of a row, in local
+// memory. Results are bit-identical for any division of a sequence into steps.
 #pragma once
 #include "prepare.h"
 
 namespace unspool {
 namespace ISA {
 
-constexpr int64_t kMaxKeyWidth = 256;  // plan_recurrent.py refuses wider ones
+constexpr int64_t kMaxKeyWidth = 256;  // the plan builder rejects wider ones
 constexpr int64_t kColumns = 2 * kLanes;
 
-// Widths of a head and of all, and how many tasks go over the columns of one.
+// Widths of one head and of all keys, and number of tasks per head.
 struct HeadShape {
     int64_t key, value, keys, heads, blocks;
 
@@ -24,7 +23,7 @@ struct HeadShape {
           blocks((value + kColumns - 1) / kColumns) {}
 };
 
-// Where queries, keys and values begin in the rows of the source.
+// Offsets of queries, keys and values in the rows of the source.
 struct HeadPlaces {
     int64_t query, key, value;
 };
@@ -43,7 +42,7 @@ UNSPOOL_INLINE Row mul_row(const Row& x, const F32x16& factor) {
     return {mul(x.a, factor), mul(x.b, factor)};
 }
 
-// One row of S: it fades, what is written is added, and it is read.
+// One row of S: decay, add the update, accumulate the read.
 UNSPOOL_INLINE Row update_row(float* row, const Row& update, F32x16 decay, float key, float query,
                               const Row& sum) {
     const Row updated = fma_row(update, set1(key), mul_row(load_row(row), decay));
@@ -52,8 +51,8 @@ UNSPOOL_INLINE Row update_row(float* row, const Row& update, F32x16 decay, float
     return fma_row(updated, set1(query), sum);
 }
 
-// S = stays S + k written; gives q S. Even and odd rows are summed each by themselves, so that no
-// sum waits for the one before it.
+// S = decay S + k update; returns q S. Even and odd rows have separate sums, to shorten the
+// dependency chain.
 UNSPOOL_INLINE Row update_and_read(float* columns, int64_t rows, const float* key,
                                    const float* query, F32x16 decay, const Row& update) {
     Row even = {zero(), zero()}, odd = even;
@@ -74,9 +73,9 @@ inline float squares_of(const float* columns, int64_t rows) {
     return sum(total);
 }
 
-// All tokens of a row of the batch, in 32 columns of one head's matrix. Rows of the buffer
-// `op.other` hold at `op.offset` how much each head writes, then how much stays in each.
-// `step(columns, key, query, stays, writes, value)` takes one token.
+// All tokens of a row of the batch, in 32 columns of one head's matrix. Rows of `op.second_source`
+// hold at `op.offset` the write gate of each head, then the decay. `step(columns, key, query,
+// decay, write_gate, value)` computes one token.
 template <class Step>
 void head_columns(const RunContext& run, const Op& op, const HeadPlaces& places, int64_t row,
                   int64_t head, int64_t block, Step step) {

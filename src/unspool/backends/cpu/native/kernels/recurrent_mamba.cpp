@@ -1,6 +1,5 @@
-// Mamba-2: each head keeps a matrix in which values are found by keys. Token by token, it fades,
-// the token's value is added at its key, and it is read with its query; some of the value passes
-// by:
+// Mamba-2: each head has a key-value matrix S. Each token decays it, adds its value at its key, and
+// reads it with the query; the value also has a skip connection:
 //
 //     S = decay S + k (dt v)        o = q S + d v        decay = e^(rate dt)
 #include "kernels.h"

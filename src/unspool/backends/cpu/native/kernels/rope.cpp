@@ -1,5 +1,4 @@
-// Queries and keys are normed by head where the model does that, turned by their position, and
-// keys and values written into their page.
+// Queries and keys: optional norm per head, RoPE; keys and values are written to their page.
 #include <cmath>
 
 #include "kernels.h"
@@ -10,7 +9,7 @@ namespace ISA {
 
 namespace {
 
-// Pairs of numbers (one of each half) turned by their angle; what is left over passes.
+// Rotates pairs of values (one of each half) by their angle; the others stay.
 void apply_rope(float* x, const float* cosine, const float* sine, int64_t pairs) {
     for (int64_t i = 0; i < pairs; ++i) {
         const float a = x[i], b = x[i + pairs];
@@ -21,7 +20,7 @@ void apply_rope(float* x, const float* cosine, const float* sine, int64_t pairs)
 
 constexpr float kLargestHalf = 65504.0f;
 
-// One head's numbers into its page: number i of the token in `slot` goes to first + i * step.
+// Writes one head into its page: value i of the token in `slot` goes to first + i * step.
 void write_head(const KvCache& kv, int64_t width, uint8_t* page, const float* x, int64_t first,
                 int64_t step, int64_t slot) {
     if (kv.bits == 32) {
@@ -55,7 +54,7 @@ void write_head(const KvCache& kv, int64_t width, uint8_t* page, const float* x,
     }
 }
 
-// How much longer queries are at a position.
+// Factor of queries at a position.
 inline float query_scale(const Op& op, int64_t position) {
     if (!(op.cap > 0.0f)) return 1.0f;
     return 1.0f + op.scale * std::log(1.0f + std::floor(static_cast<float>(position) / op.cap));

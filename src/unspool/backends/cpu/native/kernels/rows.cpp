@@ -1,4 +1,4 @@
-// Operations that go row by row: tokens to vectors, norms, the rows whose logits are wanted.
+// Row-wise operations: embedding, norms, gather, activations, gates, scales.
 #include <cstring>
 
 #include "../repack.h"
@@ -33,7 +33,7 @@ void norm(const RunContext& run, const Op& op, Worker& worker) {
     for_each_row(worker, 0, rows_of(run, op) * parts, [&](int64_t task) {
         const int64_t row = task / parts, offset = op.offset + task % parts * op.width;
         float* to = target.row(row) + offset;
-        float* normed = source.row(row) + offset;  // in place, also where it is then added
+        float* normed = source.row(row) + offset;  // in place, also when it is added afterwards
         const float* group_weight =
             op.flags & kGroupWeights ? weight + task % parts * op.width : weight;
         norm_row(normed, op.width, group_weight, bias, op.flags & kCentred, op.epsilon, normed);
