@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from unspool.backends.base import StepLimits
 from unspool.backends.cpu.adapters import CpuAdapters
+from unspool.backends.cpu.packing import LANES
 from unspool.backends.cpu.recurrent_look import RecurrentObserver
 from unspool.backends.cpu.structures import (
     BatchStruct,
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
 
 PAGE_SIZE = 16
 _NO_LOGPROBS = np.empty(0)
-LANES = 16
 _MIN_ROPE_POSITIONS = 512  # first size of the RoPE tables; they grow by doubling
 _ERRORS = {  # by status of the library
     1: "not enough memory for a batch of {count} tokens; use smaller batches",
