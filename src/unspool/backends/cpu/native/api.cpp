@@ -48,11 +48,11 @@ void unspool_copy_page(const KvCache* kv, int64_t source, int64_t target) {
 }
 
 void unspool_profile(void* model, double* seconds) {
-    Model& the_model = *static_cast<Model*>(model);
-    const size_t count = the_model.spec.op_count;
-    if (!the_model.seconds.empty())
-        std::memcpy(seconds, the_model.seconds.data(), count * sizeof(double));
-    the_model.seconds.assign(count, 0.0);
+    Model& profiled = *static_cast<Model*>(model);
+    const size_t count = profiled.spec.op_count;
+    if (!profiled.seconds.empty())
+        std::memcpy(seconds, profiled.seconds.data(), count * sizeof(double));
+    profiled.seconds.assign(count, 0.0);
 }
 
 int32_t unspool_multiply(const Matrix* matrix, const float* rows, int64_t count, float* out,

@@ -72,7 +72,7 @@ struct RowSampler {
     void take_top(const float* x, int64_t width, int64_t count) {
         count = std::min(count, width);
         top.resize(2 * count);
-        leading(x, width, count, top.data(), count);
+        top_k(x, width, count, top.data(), count);
         candidates.resize(count);
         for (int64_t i = 0; i < count; ++i) {
             candidates[i].logit = top[i];
@@ -95,7 +95,7 @@ struct RowSampler {
         const bool presence = settings.presence != 0.0;
         if (length <= 0 || !(repetition || frequency || presence)) return x;
         counts.resize(2 * length);
-        const int64_t number = tally(history, length, width, counts.data());
+        const int64_t number = count_tokens(history, length, width, counts.data());
         edited.assign(x, x + width);
         const float divisor = static_cast<float>(settings.repetition);
         for (int64_t i = 0; i < number; ++i) {
@@ -141,16 +141,16 @@ struct RowSampler {
         }
         const double lowest = static_cast<double>(std::numeric_limits<float>::lowest());
         const float level = static_cast<float>(std::max(bound, lowest));
-        std::vector<int32_t> found(256);
+        std::vector<int32_t> indices(256);
         const int64_t number =
-            kernels().above(x, width, level, static_cast<int64_t>(found.size()), found.data());
-        if (number > static_cast<int64_t>(found.size())) {
-            found.resize(number);
-            kernels().above(x, width, level, number, found.data());
+            kernels().above(x, width, level, static_cast<int64_t>(indices.size()), indices.data());
+        if (number > static_cast<int64_t>(indices.size())) {
+            indices.resize(number);
+            kernels().above(x, width, level, number, indices.data());
         }
         candidates.resize(number);
         for (int64_t i = 0; i < number; ++i)
-            candidates[i] = {static_cast<double>(x[found[i]]), found[i]};
+            candidates[i] = {static_cast<double>(x[indices[i]]), indices[i]};
     }
 
     // The candidate at `target` of the cumulative sums; `candidates` are sorted.

@@ -158,7 +158,7 @@ void Model::allocate(RunContext& run, int64_t rows, float* logits, float* const*
     if (run.batch.adapters != nullptr) run.low = low.reserve(rows * run.batch.adapters->max_rank);
     run.partial_size = static_cast<int64_t>(1) << 20;
     run.partial = partial.reserve(run.partial_size);
-    for (auto& capacity : scratch) capacity.reserve(scratch_bytes(*this));
+    for (auto& memory : scratch) memory.reserve(scratch_bytes(*this));
     progress.reserve(spec.op_count * kPhases);
     run.routing.experts_per_token = experts_per_token;
     if (spec.experts > 0) {

@@ -61,8 +61,8 @@ void store_pair(double* place, int64_t column_offset, float value, int64_t colum
 
 }  // namespace
 
-void leading(const float* logits, int64_t width, int64_t count, double* values,
-             int64_t column_offset) {
+void top_k(const float* logits, int64_t width, int64_t count, double* values,
+           int64_t column_offset) {
     const float level = threshold_for(logits, width, count);
     const std::vector<int32_t> columns =
         indices_above(logits, width, level, std::min(width, 2 * count + 64));
@@ -88,8 +88,8 @@ void leading(const float* logits, int64_t width, int64_t count, double* values,
     }
 }
 
-int64_t tally(const int64_t* tokens, int64_t count, int64_t vocabulary, int64_t* found) {
-    // Index of each token in `found`, plus one; all 0 between calls, so that the cost depends on
+int64_t count_tokens(const int64_t* tokens, int64_t count, int64_t vocabulary, int64_t* unique) {
+    // Index of each token in `unique`, plus one; all 0 between calls, so that the cost depends on
     // the number of tokens, not on the vocabulary.
     thread_local std::vector<int32_t> places;
     if (static_cast<int64_t>(places.size()) < vocabulary) places.resize(vocabulary);
@@ -98,13 +98,13 @@ int64_t tally(const int64_t* tokens, int64_t count, int64_t vocabulary, int64_t*
         const int64_t token = tokens[i];
         if (token < 0 || token >= vocabulary) continue;
         if (places[token] == 0) {
-            found[number] = token;
-            found[count + number] = 0;
+            unique[number] = token;
+            unique[count + number] = 0;
             places[token] = static_cast<int32_t>(++number);
         }
-        ++found[count + places[token] - 1];
+        ++unique[count + places[token] - 1];
     }
-    for (int64_t i = 0; i < number; ++i) places[found[i]] = 0;
+    for (int64_t i = 0; i < number; ++i) places[unique[i]] = 0;
     return number;
 }
 
@@ -152,7 +152,7 @@ void unspool_leading(const float* logits, int64_t rows, int64_t width, int64_t c
                      double* values) {
     const int64_t column_offset = rows * count;
     for (int64_t row = 0; row < rows && count > 0; ++row)
-        leading(logits + row * width, width, count, values + row * count, column_offset);
+        top_k(logits + row * width, width, count, values + row * count, column_offset);
 }
 
 void unspool_above(const float* logits, int64_t rows, int64_t width, const double* levels,
@@ -171,6 +171,6 @@ void unspool_above(const float* logits, int64_t rows, int64_t width, const doubl
     }
 }
 
-int64_t unspool_tally(const int64_t* tokens, int64_t count, int64_t vocabulary, int64_t* found) {
-    return tally(tokens, count, vocabulary, found);
+int64_t unspool_tally(const int64_t* tokens, int64_t count, int64_t vocabulary, int64_t* unique) {
+    return count_tokens(tokens, count, vocabulary, unique);
 }

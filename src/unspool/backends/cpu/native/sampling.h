@@ -11,10 +11,10 @@
 namespace unspool {
 // The `count` largest of a row, largest first, ties by lower column: each value, and its column
 // `column_offset` elements after it.
-void leading(const float* logits, int64_t width, int64_t count, double* values,
-             int64_t column_offset);
+void top_k(const float* logits, int64_t width, int64_t count, double* values,
+           int64_t column_offset);
 // Counts distinct tokens: see unspool_tally.
-int64_t tally(const int64_t* tokens, int64_t count, int64_t vocabulary, int64_t* unique);
+int64_t count_tokens(const int64_t* tokens, int64_t count, int64_t vocabulary, int64_t* unique);
 }  // namespace unspool
 
 // The largest logit of each row; NaN if the row has one.

@@ -34,13 +34,13 @@ inline void merge(SoftmaxState& target, const SoftmaxState& segment_state, int64
     }
     const float max_score =
         target.max_score > segment_state.max_score ? target.max_score : segment_state.max_score;
-    const float into_factor = std::exp(target.max_score - max_score),
+    const float target_factor = std::exp(target.max_score - max_score),
                 segment_factor = std::exp(segment_state.max_score - max_score);
     target.max_score = max_score;
-    target.total = target.total * into_factor + segment_state.total * segment_factor;
+    target.total = target.total * target_factor + segment_state.total * segment_factor;
     for (int64_t i = 0; i < width; ++i)
         target.values[i] =
-            target.values[i] * into_factor + segment_state.values[i] * segment_factor;
+            target.values[i] * target_factor + segment_state.values[i] * segment_factor;
 }
 
 // Masks positions of the page at `start` that a row may not attend to.
@@ -186,10 +186,10 @@ inline void attend_segment(const Tile& tile, int64_t segment, SoftmaxState* stat
 // Attention sink: one more term of the softmax without a value.
 inline void add_sink(SoftmaxState& merged, float sink, int64_t width) {
     const float max_score = merged.max_score > sink ? merged.max_score : sink;
-    const float into_factor = std::exp(merged.max_score - max_score);
+    const float target_factor = std::exp(merged.max_score - max_score);
     merged.max_score = max_score;
-    merged.total = merged.total * into_factor + std::exp(sink - max_score);
-    for (int64_t i = 0; i < width; ++i) merged.values[i] *= into_factor;
+    merged.total = merged.total * target_factor + std::exp(sink - max_score);
+    for (int64_t i = 0; i < width; ++i) merged.values[i] *= target_factor;
 }
 
 inline void finish(const Tile& tile, int64_t row, SoftmaxState merged) {

@@ -107,18 +107,16 @@ const float* source_row(const RunContext& run, const Op& op, int64_t row) {
 }
 
 QuantizedRows scratch_rows(const RunContext& run, uint8_t* scratch) {
-    QuantizedRows rows_out;
-    rows_out.columns = run.prepared.columns;
-    rows_out.quants = reinterpret_cast<int8_t*>(align_to_cache_line(scratch));
-    rows_out.scales = reinterpret_cast<float*>(rows_out.quants + kSmallBatch * rows_out.columns);
-    rows_out.scaled_sums = rows_out.scales + kSmallBatch * (rows_out.columns / kTile);
-    rows_out.sums =
-        reinterpret_cast<int32_t*>(rows_out.scaled_sums + kSmallBatch * (rows_out.columns / kTile));
-    rows_out.tiled = nullptr;
-    rows_out.tile_scales = nullptr;
-    rows_out.values =
-        reinterpret_cast<float*>(rows_out.sums + kSmallBatch * (rows_out.columns / kLanes));
-    return rows_out;
+    QuantizedRows rows;
+    rows.columns = run.prepared.columns;
+    rows.quants = reinterpret_cast<int8_t*>(align_to_cache_line(scratch));
+    rows.scales = reinterpret_cast<float*>(rows.quants + kSmallBatch * rows.columns);
+    rows.scaled_sums = rows.scales + kSmallBatch * (rows.columns / kTile);
+    rows.sums = reinterpret_cast<int32_t*>(rows.scaled_sums + kSmallBatch * (rows.columns / kTile));
+    rows.tiled = nullptr;
+    rows.tile_scales = nullptr;
+    rows.values = reinterpret_cast<float*>(rows.sums + kSmallBatch * (rows.columns / kLanes));
+    return rows;
 }
 
 // Bytes of a worker's prepared rows; the remaining scratch memory follows.

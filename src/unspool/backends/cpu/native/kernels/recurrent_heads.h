@@ -84,38 +84,38 @@ void head_columns(const RunContext& run, const Op& op, const HeadPlaces& places,
     const int64_t first = block * kColumns, group = shape.heads / op.key_heads;
     const int64_t key_head = op.flags & kTiledHeads ? head % op.key_heads : head / group;
     const int64_t offset = op.state_offset + head * shape.key * shape.value + first;
-    const int64_t count[2] = {shape.value - first, shape.value - first - kLanes};
+    const int64_t remaining[2] = {shape.value - first, shape.value - first - kLanes};
     alignas(64) float columns[kMaxKeyWidth * kColumns];
     const int64_t read_slot = batch.states[2 * row];
     for (int64_t i = 0; i < shape.key; ++i)
         for (int part = 0; part < 2; ++part) {
             F32x16 initial = zero();
-            if (read_slot >= 0 && count[part] > 0)
+            if (read_slot >= 0 && remaining[part] > 0)
                 initial =
                     load_first(batch.state(read_slot) + offset + i * shape.value + part * kLanes,
-                               count[part], 0.0f);
+                               remaining[part], 0.0f);
             store(columns + i * kColumns + part * kLanes, initial);
         }
-    const Buffer& other = run.buffers[op.second_source];
+    const Buffer& gates = run.buffers[op.second_source];
     for (int64_t token = batch.starts[row]; token < batch.starts[row + 1]; ++token) {
         const float* source = run.buffers[op.source].row(token);
-        const float* write_gate = other.row(token) + op.offset;
+        const float* write_gate = gates.row(token) + op.offset;
         const float* decay = write_gate + shape.heads;
         const float* value = source + places.value + head * shape.value + first;
         float* target = run.buffers[op.target].row(token) + head * shape.value + first;
-        Row values = {load_first(value, count[0], 0.0f), zero()};
-        if (count[1] > 0) values.b = load_first(value + kLanes, count[1], 0.0f);
+        Row values = {load_first(value, remaining[0], 0.0f), zero()};
+        if (remaining[1] > 0) values.b = load_first(value + kLanes, remaining[1], 0.0f);
         const Row out = step(columns, source + places.key + key_head * shape.key,
                              source + places.query + key_head * shape.key, decay[head],
                              write_gate[head], values);
-        store_first(target, count[0], out.a);
-        if (count[1] > 0) store_first(target + kLanes, count[1], out.b);
+        store_first(target, remaining[0], out.a);
+        if (remaining[1] > 0) store_first(target + kLanes, remaining[1], out.b);
         for_each_state_slot(batch, row, token, [&](float* state) {
             for (int64_t i = 0; i < shape.key; ++i)
                 for (int part = 0; part < 2; ++part)
-                    if (count[part] > 0)
-                        store_first(state + offset + i * shape.value + part * kLanes, count[part],
-                                    load(columns + i * kColumns + part * kLanes));
+                    if (remaining[part] > 0)
+                        store_first(state + offset + i * shape.value + part * kLanes,
+                                    remaining[part], load(columns + i * kColumns + part * kLanes));
         });
         float* stats = stats_of(run, op, token);
         if (stats == nullptr) continue;
