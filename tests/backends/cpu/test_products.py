@@ -1,6 +1,6 @@
 """Products of packed matrices and activations, value by value, for every type and every kernel.
 
-What is computed is defined in `kernels/product.h`: 32 activations share a scale, their largest
+The arithmetic is defined in `kernels/gemv.h`: 32 activations share a scale, their largest
 size / 127, and are rounded to bytes; weights keep the file's numbers. The reference below does the
 same in numpy, in 64 bits.
 """
