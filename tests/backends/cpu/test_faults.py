@@ -292,14 +292,14 @@ def test_invalid_batches(name: str, backend: CpuBackend):
 @pytest.mark.parametrize("token", [-1, 5, 1 << 40])
 def test_observing_tokens_that_do_not_exist(kind: str, token: int, backend: CpuBackend):
     batch = batch_of([(Library(8, 67).text(5), 5)], Look(**{kind: np.array([token])}))
-    with pytest.raises(UnspoolError, match="taps name a token that is not in the batch"):
+    with pytest.raises(UnspoolError, match="observed tokens are not in the batch"):
         backend.launch(batch)
 
 
 def test_pages_that_do_not_exist_are_not_copied(backend: CpuBackend):
     batch = batch_of([(Library(8, 67).text(5), 5)])
     for copy in [(-1, 0), (0, backend.page_count), (1 << 40, 0)]:
-        with pytest.raises(UnspoolError, match="pages go from 0 to"):
+        with pytest.raises(UnspoolError, match="pages must be within 0 to"):
             backend.launch(dataclasses.replace(batch, copies=np.array([copy])))
 
 
