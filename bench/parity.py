@@ -19,11 +19,11 @@ import numpy as np
 import tiny
 import torch
 import transformers
+from single_sequence import SingleSequence
 
 import tiny_recurrent
 from unspool.backends.base import Loaded
 from unspool.backends.cpu.loaded import load_cpu
-from unspool.backends.one_text import OneText
 from unspool.backends.torch.loaded import TorchModel
 from unspool.model.checkpoint import load_transformer, open_checkpoint
 
@@ -33,7 +33,7 @@ FAMILIES = {**tiny.FAMILIES, **tiny.TODAY, **tiny_recurrent.FAMILIES}
 
 def farthest(model: Loaded, tokens: list[int], wanted: Any) -> list[float]:
     """The largest difference behind prompts of three lengths, and behind every single token."""
-    text = OneText(model, len(tokens))
+    text = SingleSequence(model, len(tokens))
     prompts, single = [], []
     for length in (len(tokens) // 3, len(tokens) - 1, len(tokens)):
         text.rewind(0)

@@ -1,4 +1,4 @@
-"""Shared by the tests of packing: tensors of floats as files have them."""
+"""Helpers of the packing tests: float tensors and quantized blocks as in files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unspool.model.stored import Stored
 
 FLOATS = ("F32", "F16", "BF16")
 
-# Numbers and bytes of a block, and where its halves (scale, minimum or factors) lie.
+# Values and bytes of a block, and offsets of its halves (scale, minimum or factors).
 SIZES = {kind.name: (kind.elements, kind.size) for kind in BLOCK_TYPES.values()}
 SIZES |= {name: (32, size) for name, size in OWN_TYPES.items()}
 HALVES: dict[str, tuple[int, ...]] = {
@@ -25,19 +25,19 @@ QUANTIZED = [kind for kind in SIZES if kind not in FLOATS]
 
 
 def halves_of(kind: str) -> int:
-    """How many scales and minima a block has."""
+    """Number of scales and minima of a block."""
     return len(HALVES.get(kind, (0,)))
 
 
-def put_halves(kind: str, data: Any, halves: Any) -> None:
-    """Give blocks [..., bytes] their scales (and minima) [halves, ...], as near as they can."""
+def set_halves(kind: str, data: Any, halves: Any) -> None:
+    """Set the scales (and minima) [halves, ...] of blocks [..., bytes], rounded to the type."""
     if kind == "MXFP4":  # a power of two
         with np.errstate(divide="ignore"):
             data[..., 0] = np.clip(np.rint(np.log2(np.abs(halves[0]))) + 128, 2, 250)
-    elif kind == "NVFP4":  # any, for sixteen columns each
+    elif kind == "NVFP4":  # one per sixteen columns
         data[..., :4] = gguf.quants.NVFP4.fp32_to_ue4m3(np.abs(halves[0]))[..., None]
         data[..., 3] ^= 1
-    elif kind == "IQ1_M":  # four bits of it in each of four places
+    elif kind == "IQ1_M":  # four bits in each of four bytes
         bits = halves[0].astype("<f2").view("<u2")
         for place in range(4):
             top = ((bits >> (4 * place)) & 15).astype(np.uint8)
@@ -49,7 +49,7 @@ def put_halves(kind: str, data: Any, halves: Any) -> None:
 
 
 def floats(kind: str, values: Any) -> Stored:
-    """A tensor of floats of some type, from values that it can hold."""
+    """A float tensor of a type that represents the values exactly."""
     values = np.asarray(values, np.float32)
     if kind == "BF16":
         raw = quantize(values, gguf.GGMLQuantizationType.BF16).view("<u2").reshape(values.shape)

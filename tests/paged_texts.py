@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from packing_support import FLOATS, SIZES, floats, halves_of, put_halves
+from packing_support import FLOATS, SIZES, floats, halves_of, set_halves
 
 from unspool.backends.base import Backend
 from unspool.backends.step import Floats, Inside, Logits, Look, StepBatch, TableUpdates
@@ -50,7 +50,7 @@ def random_blocks(kind: str, rows: int, columns: int, rng: np.random.Generator) 
     halves[1:] *= 8 if kind.endswith("_1") or kind == "Q4_K" else 1
 
     def stored_as(scale: float) -> Stored:
-        put_halves(kind, data, halves * np.float32(scale))
+        set_halves(kind, data, halves * np.float32(scale))
         return Stored(kind, data.reshape(rows, -1), (rows, columns))
 
     spread = float(unpacked(kind, stored_as(2**-6).data).std()) * 2**6

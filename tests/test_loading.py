@@ -39,7 +39,7 @@ def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "_NVIDIA", ())
+    monkeypatch.setattr(placement, "_NVIDIA_FILES", ())
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver that is seen, and a torch that can use it."""
     import torch
 
-    monkeypatch.setattr(placement, "_NVIDIA", (Path(__file__),))
+    monkeypatch.setattr(placement, "_NVIDIA_FILES", (Path(__file__),))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "empty", lambda *size, device: None)
 
@@ -61,7 +61,7 @@ def test_native_is_what_a_cpu_gets_and_torch_is_not_missed():
 
 @pytest.mark.usefixtures("native", "no_torch")
 def test_a_driver_without_torch_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(placement, "_NVIDIA", (Path(__file__),))
+    monkeypatch.setattr(placement, "_NVIDIA_FILES", (Path(__file__),))
     assert Placement().chosen() == Choice("native", "cpu")
 
 
@@ -138,17 +138,17 @@ def test_torch_that_is_not_there(options: dict[str, Any]):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"backend": "jax"}, "backend is 'jax'; it may be auto, native, cuda, torch"),
-        ({"dtype": "int4"}, "dtype is 'int4'"),
+        ({"backend": "jax"}, "backend must be one of auto, native, cuda, torch, got 'jax'"),
+        ({"dtype": "int4"}, "dtype must be .* got 'int4'"),
         ({"device": "tpu9"}, "device 'tpu9'"),
-        ({"device": "cuda", "backend": "native"}, "runs on the cpu, not on 'cuda'"),
-        ({"quantize": 5}, "quantize is 5; it may be 4, 8"),
-        ({"quantize": 4, "dtype": "float16"}, "quantize is 4 and dtype is float16"),
-        ({"kv_bits": 4}, "kv_bits is 4; it may be 8, 16, 32"),
-        ({"threads": 0}, "threads is 0"),
-        ({"threads": True}, "threads is True"),
-        ({"exact": 1}, "exact is 1"),
-        ({"exact": True, "backend": "torch"}, "plain torch cannot be exact"),
+        ({"device": "cuda", "backend": "native"}, "needs device cpu, got 'cuda'"),
+        ({"quantize": 5}, "quantize must be one of 4, 8, got 5"),
+        ({"quantize": 4, "dtype": "float16"}, r"quantize \(4\) and dtype \(float16\)"),
+        ({"kv_bits": 4}, "kv_bits must be one of 8, 16, 32, got 4"),
+        ({"threads": 0}, "threads must be an integer >= 1, got 0"),
+        ({"threads": True}, "threads must be .* got True"),
+        ({"exact": 1}, "exact must be True or False, got 1"),
+        ({"exact": True, "backend": "torch"}, "exact is not possible on plain torch"),
         ({"quantize": 4, "backend": "torch"}, "quantize is for the native CPU backend"),
         ({"kv_bits": 8, "backend": "torch"}, "kv_bits must be 32 on cpu, got 8"),
         ({"kv_bits": 16, "backend": "torch"}, r"the precision of dtype \(float32\)"),

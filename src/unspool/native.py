@@ -23,7 +23,7 @@ VERSION = 8  # of the interface; the library must have the same
 _NEEDED = (  # of the library, each with the prefix unspool_
     "above", "copy_page", "counts", "isa", "leading", "measure", "model_free", "model_new",
     "multiply", "packed_bytes", "peaks", "pick", "profile", "quantize", "read_memory", "repack",
-    "run", "run_given", "run_head", "set_grid", "standing", "tally", "unpack",
+    "run", "run_buffers", "run_head", "set_grid", "standing", "tally", "unpack",
 )  # fmt: skip
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 

@@ -1,4 +1,4 @@
-"""Tokens that see ahead: blocks whose tokens see each other, in every backend and in the engine."""
+"""Bidirectional blocks, whose tokens attend to each other, in every backend and in the engine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LENGTH, BLOCK = 40, 8
 
 
 def ends() -> Any:
-    """The first block is causal; from there on everybody sees to the end of their block."""
+    """The first block is causal; later tokens attend up to the end of their block."""
     positions = np.arange(LENGTH)
     return np.where(positions < BLOCK, positions + 1, (positions // BLOCK + 1) * BLOCK)
 
 
 def by_transformers(name: str, tokens: list[int]) -> Any:
-    """The oracle: a mask of four dimensions says who sees whom."""
+    """The reference: transformers with a 4D attention mask."""
     hidden = np.arange(LENGTH)[None, :] >= ends()[:, None]
     mask = torch.zeros(1, 1, LENGTH, LENGTH).masked_fill(torch.from_numpy(hidden), -1e30)
     with torch.no_grad():
@@ -34,11 +34,11 @@ def by_transformers(name: str, tokens: list[int]) -> Any:
 
 
 def by_backend(backend: Any, tokens: list[int], chunks: list[int]) -> Any:
-    """Block by block (a block must be read as a whole), in pages that lie in no order."""
+    """Block by block (a block is never split), in pages in random order."""
     pages = np.random.default_rng(0).permutation(backend.page_count)[: LENGTH // 8]
     columns = np.arange(len(pages))
     updates = TableUpdates(np.full(len(pages), 2), columns, pages)
-    found, start = [], 0
+    result, start = [], 0
     for count in chunks:
         positions = np.arange(start, start + count)
         batch = StepBatch(
@@ -50,9 +50,9 @@ def by_backend(backend: Any, tokens: list[int], chunks: list[int]) -> Any:
             updates=updates,
             logits=np.arange(count),
         )
-        found.append(np.asarray(backend.launch(batch).result().logits))
+        result.append(np.asarray(backend.launch(batch).result().logits))
         updates, start = TableUpdates(), start + count
-    return np.concatenate(found)
+    return np.concatenate(result)
 
 
 @pytest.mark.parametrize("kind", ["torch", "native"])
@@ -63,10 +63,10 @@ def test_blocks_are_those_of_transformers(tmp_path: Path, kind: str, chunks: lis
     tiny.save("llama", tmp_path)
     lm = unspool.load(tmp_path, backend=kind, memory=8 << 20)
     tokens = np.random.default_rng(3).integers(3, 250, LENGTH).tolist()
-    found = by_backend(lm.engine.backend, tokens, chunks)
+    result = by_backend(lm.engine.backend, tokens, chunks)
     expected = by_transformers("llama", tokens)
     # The native backend keeps keys and values in 16 bits.
-    np.testing.assert_allclose(found, expected, atol=1e-4 if kind == "torch" else 2e-2)
+    np.testing.assert_allclose(result, expected, atol=1e-4 if kind == "torch" else 2e-2)
 
 
 def test_a_provisional_block_is_written_replaced_and_committed():

@@ -1,4 +1,4 @@
-"""Hooks on `lm.transformer`: all of them fire, and what they change stays with who set them."""
+"""Hooks on `lm.transformer`: all of them run, and their changes do not leak into other requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load(name: str, folder: Path) -> Any:
 
 
 def read(lm: Any, tokens: list[int]) -> Any:
-    """The logits behind the tokens, and how many of these were found computed."""
+    """The logits after the tokens, and how many tokens were cached."""
     with lm.opened(tokens) as branch:
         return np.array(lm.engine.extend(branch)), branch.reused
 
@@ -34,7 +34,7 @@ def steer(module: torch.nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma4-all", "qwen3.5"])
-def test_hooks_on_every_module_fire(name: str, tmp_path: Path):
+def test_hooks_on_every_module_run(name: str, tmp_path: Path):
     before: set[str] = set()
     after: set[str] = set()
     with load(name, tmp_path) as lm:
@@ -50,7 +50,7 @@ def test_hooks_on_every_module_fire(name: str, tmp_path: Path):
     assert before == after == expected
 
 
-def test_what_a_hook_changes_is_gone_with_it(tmp_path: Path):
+def test_removing_a_hook_removes_its_changes(tmp_path: Path):
     with load("llama", tmp_path) as lm:
         plain, _ = read(lm, TOKENS)
         _, reused = read(lm, TOKENS)
@@ -64,21 +64,21 @@ def test_what_a_hook_changes_is_gone_with_it(tmp_path: Path):
             hook.remove()
             again, reused = read(lm, TOKENS)
             assert reused == len(TOKENS) - 1 and np.allclose(again, plain, atol=1e-4)
-            found, _ = read(lm, [*TOKENS, 7, 8, 9])
-            assert not np.allclose(found, longer)
+            result, _ = read(lm, [*TOKENS, 7, 8, 9])
+            assert not np.allclose(result, longer)
         fresh = unspool.load(tmp_path, backend="torch", memory=8 << 20)
         with fresh:
-            assert np.allclose(read(fresh, [*TOKENS, 7, 8, 9])[0], found, atol=1e-4)
+            assert np.allclose(read(fresh, [*TOKENS, 7, 8, 9])[0], result, atol=1e-4)
 
 
-def test_texts_begun_before_and_after_a_hook(tmp_path: Path):
-    """A text begun without hooks shares its past with nobody's changes, and a text that was changed
-    once is never found by others."""
+def test_sequences_started_before_and_after_a_hook(tmp_path: Path):
+    """A sequence started without hooks never shares changed pages, and changed pages are never
+    cached for others."""
     with load("llama", tmp_path) as lm:
         engine = lm.engine
         begun = engine.open(TOKENS)
         engine.extend(begun)
-        kept = engine.fork(begun)
+        stored_values = engine.fork(begun)
         hook = torch.nn.modules.module.register_module_forward_hook(
             lambda module, _, output: output + 1 if module is lm.transformer.layers[0] else None
         )
@@ -87,19 +87,19 @@ def test_texts_begun_before_and_after_a_hook(tmp_path: Path):
         hook.remove()
         engine.extend(begun, [3, 4])
         engine.extend(other, [5, 6])
-        plain = np.array(engine.extend(kept, list(range(40, 60))))
+        plain = np.array(engine.extend(stored_values, list(range(40, 60))))
         for branch in (begun, other):
             engine.release(branch)
         again, reused = read(lm, [*TOKENS, *range(40, 60)])
         assert reused == len(TOKENS) + 19 and np.allclose(again, plain, atol=1e-4)
-        engine.release(kept)
+        engine.release(stored_values)
     with unspool.load(tmp_path, backend="torch", memory=8 << 20) as fresh:
         expected, _ = read(fresh, [*TOKENS, *range(40, 60)])
     assert np.allclose(plain, expected, atol=1e-4)
 
 
 def test_pages_of_changed_texts_are_freed(tmp_path: Path):
-    """They can be evicted like any others, and leave nothing behind."""
+    """They can be evicted like others, without leaks."""
     with load("llama", tmp_path) as lm:
         hook = steer(lm.transformer.layers[2])
         for start in range(3):

@@ -1,5 +1,5 @@
-"""Recurrent layers in the backends: the same numbers in all, and in the native one the same bits
-however a text is read, from whichever state, and whoever is read beside it."""
+"""Recurrent layers: all backends agree, and the native one is bit-identical for any chunks, states
+and batches."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_native_is_torch(case):
     theirs = Shelf(plain(name)).whole(tokens, 37)
     assert np.abs(expected - theirs).max() < 2e-3
     taps = Look(residuals=np.arange(20), attention=np.array([3, 17]), parts=np.arange(20))
-    seen = []
+    observed = []
     for shelf in (Shelf(native(name)), Shelf(plain(name))):
         text = shelf.text(tokens)
         shelf.read([(text, 5)])
         _, inside = shelf.read([(text, 20)], look=taps)
         assert inside is not None
-        seen.append(inside)
-    ours, their = seen
+        observed.append(inside)
+    ours, their = observed
     for a, b in zip(ours.attention, their.attention, strict=True):
         assert np.abs(a - b).max() < 1e-3
         has_attention = np.array(SHAPES[name]["mixers"]) == "attention"
@@ -61,8 +61,8 @@ def test_in_chunks_and_token_by_token(case):
     same(shelf.whole(tokens, 1), expected)
     same(shelf.whole(tokens, 37), expected)
     text = shelf.text(tokens)
-    found = [shelf.read([(text, count)], in_place=True)[0][0] for count in (3, 1, 1, 60, 2, 23)]
-    same(np.concatenate(found), expected)
+    result = [shelf.read([(text, count)], in_place=True)[0][0] for count in (3, 1, 1, 60, 2, 23)]
+    same(np.concatenate(result), expected)
 
 
 def test_on_one_thread(case):
@@ -75,7 +75,7 @@ def test_among_others(case):
     chance = np.random.default_rng(1)
     texts = [shelf.text(some_tokens(int(n), seed=n)) for n in chance.integers(2, 40, 10)]
     texts.append(shelf.text(tokens))
-    found: dict[int, list[Floats]] = {number: [] for number in range(len(texts))}
+    result: dict[int, list[Floats]] = {number: [] for number in range(len(texts))}
     while left := [n for n, text in enumerate(texts) if text.read < len(text.tokens)]:
         chosen = chance.permutation(left)[: int(chance.integers(1, 9))].tolist()
         parts = [
@@ -83,12 +83,12 @@ def test_among_others(case):
             for n in chosen
         ]
         for number, logits in zip(chosen, shelf.read(parts)[0], strict=True):
-            found[number].append(logits)
-    same(np.concatenate(found[10]), expected)
-    same(np.concatenate(found[4]), shelf.whole(texts[4].tokens, 40))
+            result[number].append(logits)
+    same(np.concatenate(result[10]), expected)
+    same(np.concatenate(result[4]), shelf.whole(texts[4].tokens, 40))
 
 
-def test_forks_read_one_state_and_captures_keep_those_on_the_way(case):
+def test_forks_share_a_state_and_captures_save_intermediate_ones(case):
     _, shelf, tokens, expected = case
     first = shelf.text(tokens)
     early, late = shelf.slots.pop(), shelf.slots.pop()
@@ -98,13 +98,13 @@ def test_forks_read_one_state_and_captures_keep_those_on_the_way(case):
         fork = shelf.text(tokens)
         fork.pages, fork.slot, fork.read = first.pages, slot, read
         forks.append(fork)
-    found = shelf.read([(fork, len(tokens) - fork.read) for fork in forks])[0]
-    for fork, logits in zip((10, 42, 50, 50), found, strict=True):
+    result = shelf.read([(fork, len(tokens) - fork.read) for fork in forks])[0]
+    for fork, logits in zip((10, 42, 50, 50), result, strict=True):
         same(logits, expected[fork:])
 
 
 @pytest.mark.parametrize("make", [native, plain])
-def test_states_that_do_not_exist_are_refused(make):
+def test_states_that_do_not_exist_are_rejected(make):
     shelf = Shelf(make("delta"))
     text = shelf.text(some_tokens(5))
     for states, captures in (
@@ -125,7 +125,7 @@ def test_states_that_do_not_exist_are_refused(make):
             shelf.backend.launch(batch)
 
 
-def test_torch_goes_through_states_as_native_does():
+def test_torch_handles_states_like_native():
     shelf, tokens = Shelf(plain("delta")), some_tokens(LENGTH)
     expected = shelf.whole(tokens, LENGTH)
     assert np.abs(shelf.whole(tokens, 7) - expected).max() < 1e-4
@@ -134,12 +134,12 @@ def test_torch_goes_through_states_as_native_does():
     fork = shelf.text(tokens)
     fork.pages, fork.slot, fork.read = first.pages, slot, 20
     other = shelf.text(tokens)
-    found = shelf.read([(fork, 30), (first, 1), (other, 1)])[0]
-    assert np.abs(np.concatenate(found) - expected[[*range(20, 51), 0]]).max() < 1e-4
+    result = shelf.read([(fork, 30), (first, 1), (other, 1)])[0]
+    assert np.abs(np.concatenate(result) - expected[[*range(20, 51), 0]]).max() < 1e-4
 
 
 @pytest.mark.parametrize("name", ["conv", "delta", "mamba2"])
-def test_the_recurrence_in_torch_gives_the_same_bits_in_any_pieces(name: str):
+def test_the_torch_recurrence_is_bit_identical_in_any_chunks(name: str):
     import torch
 
     from unspool.model.checkpoint import load_transformer
@@ -149,14 +149,14 @@ def test_the_recurrence_in_torch_gives_the_same_bits_in_any_pieces(name: str):
     x = torch.randn(3, 40, model.config.width, generator=torch.Generator().manual_seed(0))
     parts = mixer.project(x)
     whole, state = mixer.recur(parts, mixer.fresh(3, x.device))
-    now, found = mixer.fresh(1, x.device), []
+    now, result = mixer.fresh(1, x.device), []
     for start, end in ((0, 1), (1, 2), (2, 19), (19, 40)):
         piece, now = mixer.recur(tuple(part[1:2, start:end] for part in parts), now)
-        found.append(piece)
-    assert torch.equal(torch.cat(found, 1), whole[1:2]) and torch.equal(now, state[1:2])
+        result.append(piece)
+    assert torch.equal(torch.cat(result, 1), whole[1:2]) and torch.equal(now, state[1:2])
 
 
-def test_what_the_kernels_have_no_room_for_is_refused():
+def test_limits_of_the_kernels():
     for changes in ({"conv_kernel": 9}, {"key_width": 300}):
         shape = {"key_heads": 2, "value_heads": 2, "key_width": 8, "value_width": 8}
         recurrence = Recurrence(**{"conv_kernel": 4, **shape, **changes})

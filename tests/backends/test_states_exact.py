@@ -1,5 +1,4 @@
-"""Models with recurrent layers in both backends: whatever is done with a text, it gives the bits of
-a fresh run."""
+"""Models with recurrent layers: any use of a sequence is bit-identical to a fresh run."""
 
 from __future__ import annotations
 
@@ -9,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
+from single_sequence import SingleSequence
 
 from recurrent_texts import checkpoint, native, plain
 from states_machine import StatesMachine
 from unspool import native as library
 from unspool.backends.base import Backend, StepLimits
 from unspool.backends.cpu.loaded import CpuModel
-from unspool.backends.one_text import OneText
 from unspool.engine.engine import Engine
 from unspool.language_model import LanguageModel
 from unspool.loading import make_drafter_for
@@ -30,30 +29,30 @@ def model() -> CpuModel:
 
 
 class OnModel(StatesMachine):
-    """The same use, of a real model; what is right is said by an engine that reads each text whole,
-    as if for the first time."""
+    """The same operations on a real model; the reference is an engine that prefills each sequence
+    from scratch."""
 
     kind = ("native", "conv")
 
     def make(self, slots: int, pages: int, cheap: bool, overlaps: bool) -> Any:
         backend, name = self.kind
-        made: Any = KINDS[backend](name, context=512)
+        created: Any = KINDS[backend](name, context=512)
         self.fresh: Backend = KINDS[backend](name, context=512)
-        made.state_count = min(slots, made.state_count)
-        made.page_count = min(pages, made.page_count)
-        made.limits = StepLimits(8, 24, 8)
-        made.runs = []
-        launch = made.launch
+        created.state_count = min(slots, created.state_count)
+        created.page_count = min(pages, created.page_count)
+        created.limits = StepLimits(8, 24, 8)
+        created.runs = []
+        launch = created.launch
 
         def counted(batch: Any) -> Any:
-            made.runs.append(np.diff(batch.starts).tolist())
+            created.runs.append(np.diff(batch.starts).tolist())
             return launch(batch)
 
-        made.launch = counted
+        created.launch = counted
         self.error = 1e-4 if backend == "torch" else 0.0  # its products vary with what is beside
         self.alone = Engine(self.fresh)
         self.known: dict[tuple[int, ...], Any] = {}
-        return made
+        return created
 
     def expected(self, tokens: list[int]) -> Any:
         key = tuple(tokens)
@@ -85,9 +84,9 @@ def test_bits_of_a_fresh_run(backend: str, name: str):
 
 
 @needs_native
-def test_whatever_is_asked_in_little_memory_gives_the_same():
-    """Samples, scores, drafts, beams and looks with four slots, and with as many as are wanted."""
-    found = []
+def test_little_memory_gives_the_same_results():
+    """Samples, scores, drafts, beams and observations with four slots, and with enough."""
+    result = []
     for memory in (16 << 20, 9 * STATE):
         lm = LanguageModel(model(), None, context=512, memory=memory, make_drafter=make_drafter_for)
         slots = lm.engine.tree.states
@@ -98,7 +97,7 @@ def test_whatever_is_asked_in_little_memory_gives_the_same():
         drafted = lm.generate(prompt, max_tokens=30, temperature=0, end=False, speculate="lookup")
         assert drafted.tokens == lm.generate(prompt, max_tokens=30, temperature=0, end=False).tokens
         look = lm.look(prompt, 11)
-        found.append(
+        result.append(
             (
                 [sample.tokens for sample in samples],
                 lm.score(prompt).logprobs,
@@ -109,12 +108,12 @@ def test_whatever_is_asked_in_little_memory_gives_the_same():
         )
         assert (slots.forgotten > 0) == (slots.count == 4)
         lm.close()
-    assert found[0] == found[1]
+    assert result[0] == result[1]
 
 
 @needs_native
-def test_one_text_alone_is_taken_back_to_anywhere():
-    text, fresh = OneText(model(), 200), [3, 4, 5, 6] * 10
+def test_a_single_sequence_rewinds_to_any_position():
+    text, fresh = SingleSequence(model(), 200), [3, 4, 5, 6] * 10
     text.append(fresh)
     for length, more in ((40, 5), (39, 1), (44, 2), (7, 30), (30, 1), (20, 3), (0, 4)):
         text.rewind(min(length, len(text)))
@@ -122,5 +121,5 @@ def test_one_text_alone_is_taken_back_to_anywhere():
         for token in fresh[len(text) :]:
             logits = np.array(text.append([token]))
         assert len(text) == len(fresh)
-        alone = OneText(model(), 200)
+        alone = SingleSequence(model(), 200)
         assert np.array_equal(logits, alone.append(fresh))

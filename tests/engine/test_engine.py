@@ -76,7 +76,7 @@ def test_any_mix_of_requests_and_cancellations(seed: int):
 @pytest.mark.real
 def test_same_text_on_the_default_model(lm: Any):
     """Alone by the plain loop, alone by the engine, among 31 others, from a cached prefix."""
-    from unspool.backends.one_text import OneText
+    from single_sequence import SingleSequence
 
     prompts = ["Once upon a time", "Why do leaves change color", "def add(a, b):", "The moon"]
     submitted = [
@@ -89,15 +89,9 @@ def test_same_text_on_the_default_model(lm: Any):
         list(generation.extend(steps))
         together.append(generation)
     for generation in together[::5]:
-        first_request = generation.request
-        text = OneText(lm.model, 64)
-        plain = write(
-            text,
-            first_request.prompt,
-            first_request.settings,
-            first_request.limits,
-            lambda token: b"",
-        )
+        request = generation.request
+        text = SingleSequence(lm.model, 64)
+        plain = write(text, request.prompt, request.settings, request.limits, lambda token: b"")
         assert [step.token for step in plain] == generation.tokens
         assert generation.rewind(4).resume().tokens == generation.tokens
 

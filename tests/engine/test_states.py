@@ -79,7 +79,7 @@ def test_memory_is_shared_between_pages_and_states():
     assert pages_and_states(1000, 10, 1) == (91, 90), "one small state for every page"
     assert pages_and_states(1000, 10, 100) == (50, 5), "half of it for large ones"
     assert pages_and_states(500, 10, 100) == (10, 4), "at least enough to run"
-    with pytest.raises(SettingsError, match="4 recurrent states take 400"):
+    with pytest.raises(SettingsError, match=r"4 recurrent states \(400 bytes\)"):
         pages_and_states(400, 10, 100)
     with pytest.raises(UnspoolError, match="at least 2 slots"):
         StatePool(1, SIZE)

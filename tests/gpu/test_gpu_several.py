@@ -29,7 +29,7 @@ def test_layers_on_two_kinds_of_device(name: str, tmp_path: Path, device: str):
 def test_two_ranks(tmp_path: Path, device: str):
     checkpoint = family("qwen3-moe", tmp_path)
     expected = read_by_engine(torch_model(checkpoint))
-    ranks = Ranks.spawned(2, [f"{device}:0", f"{device}:0"])  # "cuda" alone means one for each
+    ranks = Ranks.spawn(2, [f"{device}:0", f"{device}:0"])  # "cuda" alone means one for each
     try:
         model = split_model(checkpoint, ranks, "float32")
         assert np.abs(read_by_engine(model) - expected).max() < CLOSE

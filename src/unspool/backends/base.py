@@ -1,12 +1,12 @@
-"""What Unspool needs of whatever keeps and runs a model.
+"""Protocols of a loaded model and of the backend that runs it.
 
-A `Loaded` is a model with its weights in memory. It makes a `Backend` for the engine, and lets the
-lenses read what they need of its weights, without saying how they are kept.
+A `Loaded` is a model with its weights in memory. It creates a `Backend` for the engine, and lets
+the lenses read weights in any storage format.
 
-A backend owns the memory of the pages (keys and values of `page_size` tokens each, in every layer)
-and runs ragged batches over them: some rows bring a chunk of a prompt, others a single next token.
-Of a model with recurrent layers it also owns the slots, each with room for one state of a text: all
-that these layers know of it at one place. What crosses is in `step.py`.
+A backend owns the KV cache pages (keys and values of `page_size` tokens each, in every layer) and
+runs ragged batches over them: some rows bring a chunk of a prompt, others a single decode token.
+For a model with recurrent layers it also owns the state slots; each holds the state of all
+recurrent layers after one token of a sequence. The messages are in `step.py`.
 """
 
 from __future__ import annotations
@@ -18,70 +18,70 @@ from unspool.backends.step import Floats, Handle, StepBatch
 from unspool.model.config import ModelConfig
 
 if TYPE_CHECKING:
-    from unspool.model.adapters import Adapter as Adapter  # those above know them from here
+    from unspool.model.adapters import Adapter as Adapter  # re-exported for the engine
     from unspool.model.adapters import Twin as Twin
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """How much a backend takes in one step; the usual numbers are a processor's."""
+    """How much a backend computes in one step; the defaults are for a CPU."""
 
     max_rows: int = 256
-    prefill_tokens: int = 256  # of prompts
-    # The same while texts are written: bounds how long their tokens wait.
+    prefill_tokens: int = 256
+    # Prefill tokens in a step that also decodes: bounds inter-token latency.
     prefill_beside_decode: int = 64
 
 
 class Backend(Protocol):
-    """What the engine needs of whoever runs the model."""
+    """Runs the model for the engine."""
 
     page_size: int  # tokens
     page_count: int
     page_bytes: int
-    state_bytes: int  # of one slot; 0: the model has no recurrent layers
-    state_count: int  # slots
+    state_bytes: int  # bytes of one state slot; 0: the model has no recurrent layers
+    state_count: int  # state slots
     vocab_size: int
-    context: int
+    context: int  # maximum sequence length, tokens
     limits: StepLimits
-    overlaps: bool  # whether a step can be launched before the one before it was read
-    echoes: bool  # whether a token can be written into several rows (`StepBatch.echoes`)
+    overlaps: bool  # whether a step can be launched before the previous result is read
+    echoes: bool  # whether a token's keys and values can be written to several rows
 
     def launch(self, batch: StepBatch) -> Handle:
-        """Begin a step; its result may be asked for later."""
+        """Start a step; its result may be read later."""
 
     def set_adapter(self, number: int, adapter: Adapter | None) -> None:
-        """Keep an adapter for the rows that name its number (from 1 on), or forget it (None)."""
+        """Register an adapter under a number (1 and up) for later steps; None removes it."""
 
 
 class Loaded(Protocol):
-    """A model with its weights in memory, whichever way they are kept."""
+    """A model with its weights in memory, in any format."""
 
     @property
     def config(self) -> ModelConfig: ...
 
     @property
     def precision(self) -> str:
-        """What the weights are in: float32, bfloat16, Q4_1, ..."""
+        """Type of the weights: float32, bfloat16, Q4_1, ..."""
 
     @property
     def device(self) -> str:
-        """Where they lie: cpu, cuda:0, ..."""
+        """Device of the weights: cpu, cuda:0, ..."""
 
     def backend(self, *, memory: int | None, context: int) -> Backend:
-        """Pages for keys and values, and slots for states, in so many bytes (None: a share of what
-        is free)."""
+        """Create a backend whose KV cache and state slots take `memory` bytes (None: a share of the
+        free memory)."""
 
     def logits(self, vectors: Floats) -> Floats:
-        """What final norm and head make of vectors: [n, width] to [n, vocabulary]."""
+        """Apply the final norm and the head: [n, width] to [n, vocabulary]."""
 
     def normed(self, vectors: Floats) -> Floats:
-        """What the final norm alone makes of them: [n, width]."""
+        """Apply only the final norm: [n, width] to [n, width]."""
 
     def vector(self, name: str) -> Floats | None:
-        """norm.weight (what is multiplied with), norm.bias or head.bias; None: it has none."""
+        """norm.weight (the effective factor), norm.bias or head.bias; None: the model has none."""
 
     def rows(self, name: str, start: int, stop: int) -> Floats:
-        """Some rows of embed.weight or head.weight, which may be the same table."""
+        """Rows of embed.weight or head.weight, which may be tied."""
 
     def fingerprint(self) -> str:
         """A cheap hash of the weights."""

@@ -1,37 +1,35 @@
-"""How much memory keys and values may take, and recurrent states beside them."""
+"""Dividing memory between KV cache pages and recurrent state slots."""
 
 from __future__ import annotations
 
 from unspool.errors import SettingsError
-from unspool.model.memory import free_memory
+from unspool.model.memory import free_memory as free_memory  # re-exported
 
-__all__ = ["free_memory", "pages_and_states", "pages_in"]
-
-LEAST_STATES = 4  # one that is read and one that is written, for two texts
+MIN_STATES = 4  # one to read and one to write, for two sequences
 
 
 def pages_in(memory: int, page: int) -> int:
-    """How many pages fit."""
+    """Number of pages of `page` bytes that fit into `memory` bytes."""
     if memory < page:
         raise SettingsError(
-            f"memory is {memory:,} bytes, and a single page of keys and values takes {page:,}; "
-            "allow more"
+            f"memory must hold at least one KV cache page of {page:,} bytes, got {memory:,}; "
+            "raise memory"
         )
     return int(memory // page)
 
 
 def pages_and_states(memory: int, page: int, state: int) -> tuple[int, int]:
-    """How many pages and how many slots for states of these sizes fit, both with their share.
+    """Number of pages and of state slots of these sizes, in bytes, that share `memory`.
 
-    A page needs no more than one state, so small states get as many slots as there are pages. Large
-    ones get half of the memory. `state` 0: the model has none.
+    A page needs at most one state, so small states get one slot per page. Large states get half of
+    the memory. `state` 0: the model has no recurrent layers.
     """
     if not state:
         return pages_in(memory, page), 0
-    states = max(LEAST_STATES, min(memory // 2 // state, memory // (page + state)))
+    states = max(MIN_STATES, min(memory // 2 // state, memory // (page + state)))
     if memory < states * state + page:
         raise SettingsError(
-            f"memory is {memory:,} bytes; {LEAST_STATES} recurrent states take "
-            f"{LEAST_STATES * state:,}, and a page of keys and values {page:,}; allow more"
+            f"memory must hold {MIN_STATES} recurrent states ({MIN_STATES * state:,} bytes) and a "
+            f"KV cache page ({page:,} bytes), got {memory:,}; raise memory"
         )
     return pages_in(memory - states * state, page), states

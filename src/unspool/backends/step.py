@@ -1,12 +1,12 @@
-"""The step: the one message that goes to a backend, and what comes back.
+"""The backend contract: the step batch, its result, and the protocols that backends implement.
 
-A `StepBatch` says which tokens of which texts are to be read, where their keys and values go, and
-what is wanted of the outcome. A backend launches it and gives a `Handle` at once; the handle's
-result holds the picked tokens with their log-probabilities, and logits or looks only where they
-were asked for. So a device can begin the next step before the last one has been read: a token may
-be given as "pick number n of the step before".
+A `StepBatch` holds the new tokens of several sequences, where their keys and values are written,
+and what to return. `Backend.launch` returns a `Handle` without waiting. The handle's result holds
+the sampled tokens with their log-probabilities, and logits or observations only where requested. A
+device can therefore start the next step before the result of the last one is read: a token may be
+given as "sample number n of the previous step".
 
-Everything in it is a flat array. A step can be sent to another process, written down and replayed.
+All fields are flat arrays, so a step can be sent to another process, recorded and replayed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,12 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
-Logits: TypeAlias = "Floats | Tensor"  # rows of a vocabulary each, where the backend has them
+Logits: TypeAlias = "Floats | Tensor"  # [rows, vocabulary], on the backend's device
 
+RECURRENT_STATS = 3  # values per head in `Inside.recurrent`: gate, decay, norm of the state
 
-_LARGEST_TABLE = 1 << 28  # entries
-
-
-RECURRENT_LOOK = 3  # numbers of a head in `Inside.recurrent`
-
-
-_FEW = 64  # numbers: Python goes through so many in less time than numpy takes to begin
+_MAX_TABLE_ENTRIES = 1 << 28
+_SMALL_ARRAY = 64  # elements: up to this size a Python loop is quicker than a numpy reduction
 
 
 def no_ints() -> Ints:
@@ -42,19 +38,19 @@ def no_ints() -> Ints:
 
 
 def largest(numbers: Ints) -> int:
-    return max(numbers.tolist()) if len(numbers) <= _FEW else int(numbers.max())
+    return max(numbers.tolist()) if len(numbers) <= _SMALL_ARRAY else int(numbers.max())
 
 
 def smallest(numbers: Ints) -> int:
-    return min(numbers.tolist()) if len(numbers) <= _FEW else int(numbers.min())
+    return min(numbers.tolist()) if len(numbers) <= _SMALL_ARRAY else int(numbers.min())
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What to look at inside, for which of the batch's tokens."""
+    """Which internal values to return, each for the given token indices of the batch."""
 
     residuals: Ints = field(default_factory=no_ints)
-    # Of which of the vectors: n is the one before layer n; None: of all.
+    # Which residual vectors: n is the input of layer n; None: all of them.
     layers: tuple[int, ...] | None = None
     attention: Ints = field(default_factory=no_ints)
     parts: Ints = field(default_factory=no_ints)
@@ -64,40 +60,40 @@ class Look:
 
     @property
     def is_tap(self) -> bool:
-        """Whether only the vectors before named layers are wanted, as drafting heads want them."""
+        """Whether only the inputs of some layers are requested, as drafting heads do."""
         return self.layers is not None and not len(self.attention) and not len(self.parts)
 
     def chosen(self, vectors: list[Tensor]) -> list[Tensor]:
-        """Of the vectors before the first layer and after each, those that are asked for."""
+        """Select the requested layers from the inputs of all layers and the final output."""
         return vectors if self.layers is None else [vectors[layer] for layer in self.layers]
 
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """What was seen, taken from the same run that gave the logits."""
+    """Observed internal values, from the same forward pass that computed the logits."""
 
-    # [layers + 1, tokens, width]: the vector before the first layer and after each; or those that
-    # were asked for, in their order: on a GPU a tensor there, since only drafting heads ask so
+    # [layers + 1, tokens, width]: the input of the first layer and the output of each; or only the
+    # requested layers, in the requested order (then a device tensor on a GPU: only drafting heads
+    # ask for single layers).
     residuals: Floats | None = None
-    # for each token looked at: [layers, heads, how far it may see]; zeros in recurrent layers,
-    # which have no attention
+    # One array per token: [layers, heads, visible tokens]; zeros in recurrent layers.
     attention: list[Floats] = field(default_factory=list)
-    # [layers, 2, tokens, width]: what attention and feed-forward added
+    # [layers, 2, tokens, width]: what attention and feed-forward added to the residual stream.
     parts: Floats | None = None
-    first: int = 0  # position of the first token that was looked at
-    # for each token whose attention is looked at, of a model with recurrent layers: [layers, 3,
-    # heads], the gate (how much is written, or let out), the decay of what was known, and the norm
-    # of the state behind it; not a number where a layer has attention instead
+    first: int = 0  # position of the first observed token
+    # Models with recurrent layers, one array per token whose attention is observed: [layers, 3,
+    # heads] with the gate (how much is written, or let out), the decay of the old state, and the
+    # norm of the new state; NaN in attention layers.
     recurrent: list[Floats] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class TableUpdates:
-    """Changes of the block table, to be made in this order: table[slots, columns] = pages.
+    """Changes to the block table, applied in order: table[slots, columns] = pages.
 
-    The block table has a row (a slot) for each text that runs; column c holds the page with the
-    keys and values of the positions from c * page_size on. It is kept by the backend from step to
-    step, so only what changed is sent.
+    The block table has one row (a slot) per running sequence. Column c holds the page with the keys
+    and values of positions c * page_size and up. The backend keeps the table between steps, so only
+    changes are sent.
     """
 
     slots: Ints = field(default_factory=no_ints)
@@ -105,68 +101,68 @@ class TableUpdates:
     pages: Ints = field(default_factory=no_ints)
 
 
-@dataclass(slots=True)  # frozen, it would take three times as long to make, at every step
+@dataclass(slots=True)  # not frozen: that would triple the construction time, paid in every step
 class StepBatch:
-    """New tokens of several texts, to be read together. Nobody changes it.
+    """New tokens of several sequences, computed together. Treat it as immutable.
 
     The new tokens of row r are `tokens[starts[r]:starts[r + 1]]`, at consecutive positions. A
-    negative token -1 - n, there and in the history that penalties see, stands for pick number n of
-    the step that was launched before this one.
+    negative token -1 - n, here and in the history used for penalties, stands for sample number n of
+    the previously launched step.
     """
 
     tokens: Ints  # [n]
     positions: Ints  # [n]
-    visible_end: Ints  # [n]: each token sees the positions before this one; its own + 1 if causal
+    visible_end: Ints  # [n]: each token attends to positions below this; causal: position + 1
     starts: Ints  # [rows + 1]
-    slots: Ints  # [rows]: each row's line of the block table
-    updates: TableUpdates = field(default_factory=TableUpdates)  # made first
-    # Pages copied next, [n, 2]: source, target. No source is a target and no target occurs twice,
-    # so a backend may copy in any order, or all at once.
+    slots: Ints  # [rows]: each row's slot in the block table
+    updates: TableUpdates = field(default_factory=TableUpdates)  # applied first
+    # Pages to copy next, [n, 2]: source, target. No source is a target and no target occurs twice,
+    # so a backend may copy in any order, or in parallel.
     copies: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
-    # After which tokens the backend picks the next, in the order of the tokens.
+    # Indices of the tokens after which a next token is sampled, ascending.
     sampled: Ints = field(default_factory=no_ints)
-    pick: PickRows | None = None  # how: one line for each of `sampled`
-    logits: Ints = field(default_factory=no_ints)  # of which tokens the logits are given back
+    pick: PickRows | None = None  # sampling settings, one row per entry of `sampled`
+    logits: Ints = field(default_factory=no_ints)  # indices of the tokens whose logits to return
     look: Look | None = None
-    adapters: Ints = field(default_factory=no_ints)  # [rows]: each row's adapter by its number, 0:
-    # none; empty where nobody has one
-    # Tokens that belong to several rows but are computed in one: token, line of the block table
-    # into which its keys and values are written too, at the same position; in the order of tokens.
+    # [rows]: each row's adapter number, 0: none; empty if no row has one.
+    adapters: Ints = field(default_factory=no_ints)
+    # Tokens that belong to several rows but are computed once, [n, 2]: token index, slot in the
+    # block table to which its keys and values are also written, at the same position; ascending.
     echoes: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
-    # Of models with recurrent layers, [rows, 2]: the slot with the state before the row's first
-    # token (-1: there is none yet, all zeros), and the slot that takes the state behind its last.
-    # Both may be the same. Otherwise nobody reads a slot that is written in the same step, and
-    # nobody else writes it; any number of rows may read one.
+    # Models with recurrent layers, [rows, 2]: the slot of the state before the row's first token
+    # (-1: a zero state), and the slot that receives the state after its last token. Both may be
+    # equal. Otherwise no row reads a slot written in the same step, and each slot is written by one
+    # row only; any number of rows may read one slot.
     states: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
-    # States to be kept on the way: token, slot that takes the state right behind it; in the order
-    # of tokens.
+    # Intermediate states to save, [n, 2]: token index, slot that receives the state after it;
+    # ascending.
     captures: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What came of a step."""
+    """Result of a step."""
 
-    tokens: Ints  # [sampled]: the picked ones; -1 where that failed
-    logprobs: npt.NDArray[np.float64]  # [sampled]: by the model itself, before any sampling stage
-    logits: Logits  # [logits asked for, vocabulary]
+    tokens: Ints  # [sampled]: sampled tokens; -1 where sampling failed
+    logprobs: npt.NDArray[np.float64]  # [sampled]: under the model, before any sampling stage
+    logits: Logits  # [requested logits, vocabulary]
     inside: Inside | None = None
-    failures: dict[int, Exception] = field(default_factory=dict)  # by number in `sampled`
+    failures: dict[int, Exception] = field(default_factory=dict)  # by index into `sampled`
 
 
 class Handle(Protocol):
-    """A step on its way."""
+    """A launched step."""
 
     def result(self) -> StepResult:
-        """Wait for the step and give what came of it; raises what went wrong."""
+        """Wait for the step and return its result; raises what the step raised."""
 
     def ready(self) -> bool:
-        """Whether it need not be waited for any more."""
+        """Whether `result` returns without waiting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The handle of a backend that computes at once."""
+    """The handle of a step that has already finished, for synchronous backends."""
 
     outcome: StepResult
 
@@ -178,7 +174,7 @@ class Done:
 
 
 class BlockTable:
-    """Which pages the texts of the next steps have, kept from step to step."""
+    """Pages of the running sequences, [slots, columns], kept between steps; -1: no page."""
 
     def __init__(self) -> None:
         self.pages = np.full((8, 64), -1, np.int64)
@@ -189,8 +185,8 @@ class BlockTable:
         rows, columns = self.pages.shape
         row, column = int(updates.slots.max()), int(updates.columns.max())
         lowest = min(int(updates.slots.min()), int(updates.columns.min()))
-        if lowest < 0 or (row + 1) * (column + 1) > _LARGEST_TABLE:
-            raise UnspoolError(f"there is no line {row}, column {column} in the block table")
+        if lowest < 0 or (row + 1) * (column + 1) > _MAX_TABLE_ENTRIES:
+            raise UnspoolError(f"block table has no slot {row}, column {column}")
         if row >= rows or column >= columns:
             while row >= rows:
                 rows *= 2

@@ -62,7 +62,8 @@ def _packed_bytes(model: CpuModel) -> int:
     for operation in model.plan.operations:
         if operation.kind in ("linear", "route", "experts"):
             nbytes = sum(model.packed[name].nbytes for name in operation.matrices)
-            total += nbytes * (operation.chosen / operation.experts if operation.experts else 1)
+            experts, per_token = operation.experts, operation.experts_per_token
+            total += nbytes * (per_token / experts if experts else 1)
     return round(total)
 
 

@@ -19,7 +19,7 @@ from unspool.sampling.picker import PickRows, pick, row_numbers
 
 _MS_PER_S = 1000.0
 _WEIGHTS = ("linear", "embed", "route", "experts", "combine")
-_ATTENTION = ("attend", "place")
+_ATTENTION = ("attention", "rope")
 _PICKS = 15  # repetitions of the sampling measurement
 
 

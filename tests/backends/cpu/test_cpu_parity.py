@@ -1,4 +1,4 @@
-"""The native backend gives what the plain transformer gives, in every family and every layout.
+"""The native backend agrees with the plain transformer, in every family and every layout.
 
 In 32 bits both differ by rounding alone: 4e-5 at the most was seen in logits of size 10. Fewer
 bits in weights or in keys and values cost what the bounds below say.
@@ -35,14 +35,14 @@ PAGES = 64
 
 
 def backends(checkpoint: Checkpoint, context: int, **options: Any) -> tuple[Backend, Backend]:
-    """Torch and native, with so much memory that both have the same pages."""
-    theirs = TorchModel(load_transformer(checkpoint))
-    ours = load_cpu(checkpoint, **{"store": "float32", "kv_bits": 32, **options})
-    made = []
-    for model in (theirs, ours):
+    """The torch and the native backend, with the same number of pages."""
+    torch_side = TorchModel(load_transformer(checkpoint))
+    native_side = load_cpu(checkpoint, **{"store": "float32", "kv_bits": 32, **options})
+    created = []
+    for model in (torch_side, native_side):
         page = model.backend(memory=1 << 20, context=context).page_bytes
-        made.append(model.backend(memory=page * max(PAGES, 8 * context // 16), context=context))
-    return made[0], made[1]
+        created.append(model.backend(memory=page * max(PAGES, 8 * context // 16), context=context))
+    return created[0], created[1]
 
 
 @pytest.fixture(scope="module", params=[*tiny.FAMILIES, *tiny.TODAY])
@@ -54,24 +54,24 @@ def pair(
     return backends(open_checkpoint(folder), context=128)
 
 
-def test_prompts_at_once_and_all_that_can_be_looked_at(
+def test_whole_prompts_and_all_observations(
     pair: tuple[Backend, Backend], request: pytest.FixtureRequest
 ):
     lengths = (70, 30, 5, 1, 17, 47)
-    theirs, ours = (looked_at(backend, lengths, 259, PAGES) for backend in pair)
-    check_seen(ours, theirs, CLOSE, CLOSE_INSIDE, sinks="gpt-oss" in request.node.name)
+    torch_side, native_side = (looked_at(backend, lengths, 259, PAGES) for backend in pair)
+    check_seen(native_side, torch_side, CLOSE, CLOSE_INSIDE, sinks="gpt-oss" in request.node.name)
 
 
 def test_token_by_token_among_others(pair: tuple[Backend, Backend]):
-    found = []
+    result = []
     for backend in pair:
         library = Library(PAGES, 259)
         texts = [library.text(length) for length in (40, 33, 36)]
         first = read(backend, [(texts[0], 13), (texts[1], 1)])
         steps = [read(backend, [(text, 1) for text in texts]) for _ in range(12)]
         later = read(backend, [(texts[2], 9), (texts[1], 5)])
-        found.append(np.concatenate([*first, *(row for step in steps for row in step), *later]))
-    assert difference(*found) < CLOSE
+        result.append(np.concatenate([*first, *(row for step in steps for row in step), *later]))
+    assert difference(*result) < CLOSE
 
 
 # -- shapes that no family above has ---------------------------------------------------------
@@ -107,38 +107,38 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_odd_shapes(name: str):
     shape = config(**{"context": 128, **SHAPES[name]})
-    theirs, ours = backends(RandomCheckpoint(shape), context=128)
-    found = []
-    for backend in (theirs, ours):
+    torch_side, native_side = backends(RandomCheckpoint(shape), context=128)
+    result = []
+    for backend in (torch_side, native_side):
         library = Library(PAGES, shape.vocab_size)
         texts = [library.text(length) for length in (60, 21)]
         some = [*read(backend, [(texts[0], 43), (texts[1], 20)])]
         some += read(backend, [(texts[1], 1), (texts[0], 1)])
-        found.append(np.concatenate(some))
-    assert difference(*found) < CLOSE
+        result.append(np.concatenate(some))
+    assert difference(*result) < CLOSE
 
 
 @pytest.mark.parametrize("windows", [(), (0, 600)], ids=["all", "windows"])
 @pytest.mark.parametrize("experts", [False, True])
 def test_texts_of_several_segments(windows: tuple[int, ...], experts: bool):
-    """Softmax is taken over 512 positions at a time: at once, in chunks, and token by token."""
-    more = {"experts": 4, "experts_per_token": 2, "expert_width": 24} if experts else {}
-    shape = config(windows=windows, kv_heads=1, heads=3, sinks=experts, **more)
-    theirs, ours = backends(RandomCheckpoint(shape), context=2048)
+    """Softmax segments have 512 positions: whole prompts, chunks, and token by token."""
+    expert_shape = {"experts": 4, "experts_per_token": 2, "expert_width": 24} if experts else {}
+    shape = config(windows=windows, kv_heads=1, heads=3, sinks=experts, **expert_shape)
+    torch_side, native_side = backends(RandomCheckpoint(shape), context=2048)
     library = Library(1024, shape.vocab_size)
     text = library.text(1560)
-    expected = read_whole(theirs, library.again(text.tokens), 400)
-    assert difference(read_whole(ours, library.again(text.tokens), 1560), expected) < CLOSE
-    start = read(ours, [(text, 1530)])[0]
-    steps = read_whole(ours, text, 1)
+    expected = read_whole(torch_side, library.again(text.tokens), 400)
+    assert difference(read_whole(native_side, library.again(text.tokens), 1560), expected) < CLOSE
+    start = read(native_side, [(text, 1530)])[0]
+    steps = read_whole(native_side, text, 1)
     assert difference(np.concatenate([start, steps]), expected) < CLOSE
     late = library.again(text.tokens)
-    read(ours, [(late, 1540)])
+    read(native_side, [(late, 1540)])
     other = library.again(text.tokens)
-    read(theirs, [(other, 1540)])
+    read(torch_side, [(other, 1540)])
     last = Look(attention=np.array([0]))
-    _, ours_seen = look(ours, [(late, 1)], last)
-    _, theirs_seen = look(theirs, [(other, 1)], last)
+    _, ours_seen = look(native_side, [(late, 1)], last)
+    _, theirs_seen = look(torch_side, [(other, 1)], last)
     assert ours_seen is not None and theirs_seen is not None
     assert difference(ours_seen.attention[0], theirs_seen.attention[0]) < CLOSE
 
@@ -146,15 +146,15 @@ def test_texts_of_several_segments(windows: tuple[int, ...], experts: bool):
 # -- fewer bits ------------------------------------------------------------------------------
 
 
-def relative(theirs: Backend, ours: Backend) -> float:
-    """The root of the mean squared error of logits, as a part of theirs."""
-    found = []
-    for backend in (theirs, ours):
+def relative(torch_side: Backend, native_side: Backend) -> float:
+    """Relative RMS error of the native logits."""
+    result = []
+    for backend in (torch_side, native_side):
         library = Library(PAGES, 67)
         text, other = library.text(100), library.text(9)
         first = read(backend, [(text, 80), (other, 8)])
-        found.append(np.concatenate([*first, *read(backend, [(text, 1), (other, 1)])]))
-    return float(np.sqrt(np.mean((found[0] - found[1]) ** 2) / np.mean(found[0] ** 2)))
+        result.append(np.concatenate([*first, *read(backend, [(text, 1), (other, 1)])]))
+    return float(np.sqrt(np.mean((result[0] - result[1]) ** 2) / np.mean(result[0] ** 2)))
 
 
 def wide(**changes: Any) -> RandomCheckpoint:
@@ -163,13 +163,13 @@ def wide(**changes: Any) -> RandomCheckpoint:
 
 @pytest.mark.parametrize(("bits", "most"), [(16, 5e-4), (8, 0.012)])
 def test_keys_and_values_in_fewer_bits(bits: int, most: float):
-    """0.02 % of the logits in 16 bits and 0.6 % in 8 were seen."""
-    theirs, ours = backends(wide(head_width=24), context=128, kv_bits=bits)
-    assert most / 5 < relative(theirs, ours) < most
+    """Measured: 0.02 % with 16 bits, 0.6 % with 8."""
+    torch_side, native_side = backends(wide(head_width=24), context=128, kv_bits=bits)
+    assert most / 5 < relative(torch_side, native_side) < most
 
 
 @pytest.mark.parametrize(
-    ("store", "most", "precision", "said"),
+    ("store", "most", "precision", "message"),
     [
         ("float16", 1.5e-3, "float16", None),
         ("bfloat16", 0.012, "bfloat16", None),
@@ -177,18 +177,18 @@ def test_keys_and_values_in_fewer_bits(bits: int, most: float):
         ("4", 0.35, "4 bits", "rounded to 4 bits; they differ by 4.8"),
     ],
 )
-def test_weights_in_fewer_bits(store: str, most: float, precision: str, said: str | None):
-    """0.07, 0.6, 2.4 and 18 % of the logits were seen. Random weights are the worst case for few
-    bits: no number in them is more important than another."""
-    theirs, ours = backends(wide(), context=128, store=store)
-    assert most / 5 < relative(theirs, ours) < most
-    assert isinstance(ours, CpuBackend)
-    assert ours.model.precision == precision
-    assert (said or "") in (ours.model.quantization_error or "")
-    assert (ours.model.quantization_error is None) == (said is None)
+def test_weights_in_fewer_bits(store: str, most: float, precision: str, message: str | None):
+    """Measured: 0.07, 0.6, 2.4 and 18 %. Random weights are the worst case for few bits: all are
+    equally important."""
+    torch_side, native_side = backends(wide(), context=128, store=store)
+    assert most / 5 < relative(torch_side, native_side) < most
+    assert isinstance(native_side, CpuBackend)
+    assert native_side.model.precision == precision
+    assert (message or "") in (native_side.model.quantization_error or "")
+    assert (native_side.model.quantization_error is None) == (message is None)
 
 
-def test_what_a_file_has_quantized_is_kept():
+def test_quantized_weights_are_not_requantized():
     model = load_cpu(RandomCheckpoint(config(ff_width=64), "Q8_0"), store="4").wait()
     assert {packed.packing for packed in model.packed.values()} == {PACKINGS["Q8_0"]}
     assert "quantized already" in str(model.quantization_error)
@@ -196,8 +196,7 @@ def test_what_a_file_has_quantized_is_kept():
 
 
 def test_floats_that_need_no_rounding_are_not_called_quantized():
-    """Unpacked from 8 bits and packed again: not a number changes, and yet it was this file's
-    floats that were rounded."""
+    """Unpacked from 8 bits and packed again: no value changes, but floats were quantized."""
     packed = RandomCheckpoint(config(ff_width=64), "Q8_0")
     weights = [(name, Stored.of(stored.float32())) for name, stored in packed.weights()]
     packed.weights = lambda: iter(weights)  # type: ignore[method-assign]

@@ -46,18 +46,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray[An
 def test_logits_are_those_of_transformers(
     saved: tuple[Path, np.ndarray[Any, Any]], options: dict[str, Any]
 ):
-    folder, theirs = saved
-    assert np.abs(read_logits(folder, **options) - theirs).max() < 1e-4
+    folder, reference = saved
+    assert np.abs(read_logits(folder, **options) - reference).max() < 1e-4
 
 
 def test_the_kv_cache_is_rounded_to_16_bits_by_default(saved: tuple[Path, np.ndarray[Any, Any]]):
-    folder, theirs = saved
-    assert 1e-4 < np.abs(read_logits(folder) - theirs).max() < 0.05
+    folder, reference = saved
+    assert 1e-4 < np.abs(read_logits(folder) - reference).max() < 0.05
 
 
 def test_logits_of_plain_kernels(saved: tuple[Path, np.ndarray[Any, Any]], tmp_path: Path):
-    """In a process of its own: the instruction set is chosen once."""
-    folder, theirs = saved
+    """In a child process: the instruction set is chosen once per process."""
+    folder, reference = saved
     target = tmp_path / "logits.npy"
     done = subprocess.run(
         [sys.executable, __file__, str(folder), str(target)],
@@ -69,7 +69,7 @@ def test_logits_of_plain_kernels(saved: tuple[Path, np.ndarray[Any, Any]], tmp_p
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "plain"
-    assert np.abs(np.load(target) - theirs).max() < 1e-4
+    assert np.abs(np.load(target) - reference).max() < 1e-4
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A text's logits are the same to the last bit, however it is read and whoever is read beside it.
+"""Logits of a sequence are bit-identical for any chunks and any batch.
 
-The engine's promises (same seed, same text) stand on this. Each kind of weights has kernels of its
-own for 1 to 4 rows, up to 8, and more; attention has two ways, by the length of the past.
+The guarantee "same seed, same text" depends on this. Each weight format has different kernels for 1
+to 4 rows, up to 8, and more; attention has two variants, by context length.
 """
 
 from __future__ import annotations
@@ -56,30 +56,30 @@ LONG = 540  # tokens: the past goes over a segment of 512
 
 
 def new_backend(kind: str, kv_bits: int, experts: bool, threads: int) -> CpuBackend:
-    more: dict[str, Any] = {"width": 256, "ff_width": 256, "head_width": 64}
+    shape: dict[str, Any] = {"width": 256, "ff_width": 256, "head_width": 64}
     if experts:
-        more |= {"experts": 3, "experts_per_token": 2, "expert_width": 256}
+        shape |= {"experts": 3, "experts_per_token": 2, "expert_width": 256}
     if experts and kind == "Q8_0":
-        more |= EVERYTHING
+        shape |= EVERYTHING
     model = CpuModel(
-        RandomCheckpoint(config(**more), kind), store=None, threads=threads, kv_bits=kv_bits
+        RandomCheckpoint(config(**shape), kind), store=None, threads=threads, kv_bits=kv_bits
     )
     page = model.backend(memory=1 << 20, context=2048).page_bytes
     return model.backend(memory=PAGES * page, context=2048)
 
 
 class Case:
-    """A model on two threads, a long text, and its logits when it is read at once."""
+    """A model on two threads, a long sequence, and its logits from a single prefill."""
 
     def __init__(self, kind: str, kv_bits: int, experts: bool) -> None:
         self.parameters = kind, kv_bits, experts
         self.backend = new_backend(*self.parameters, threads=2)
         self.tokens = Library(PAGES, 67, seed=5).text(LONG).tokens
-        self.expected = self.whole(self.backend, self.tokens, LONG)
+        self.expected = self.all_logits(self.backend, self.tokens, LONG)
         assert np.isfinite(self.expected).all() and self.expected.std() > 0.1
 
     @staticmethod
-    def whole(backend: CpuBackend, tokens: list[int], chunk: int, seed: int = 0) -> Floats:
+    def all_logits(backend: CpuBackend, tokens: list[int], chunk: int, seed: int = 0) -> Floats:
         return read_whole(backend, Library(PAGES, 67, seed).again(tokens), chunk)
 
 
@@ -88,27 +88,27 @@ def case(request: pytest.FixtureRequest) -> Case:
     return Case(*request.param)
 
 
-def same(ours: Floats, expected: Floats) -> None:
-    assert ours.shape == expected.shape
-    differs = (ours.view(np.uint32) != expected.view(np.uint32)).any(axis=-1)
+def assert_same_bits(result: Floats, expected: Floats) -> None:
+    assert result.shape == expected.shape
+    differs = (result.view(np.uint32) != expected.view(np.uint32)).any(axis=-1)
     assert not differs.any(), f"tokens {np.flatnonzero(differs)[:10]} of {len(differs)} differ"
 
 
 def test_in_chunks_and_token_by_token(case: Case):
-    same(case.whole(case.backend, case.tokens, 37, seed=1), case.expected)
+    assert_same_bits(case.all_logits(case.backend, case.tokens, 37, seed=1), case.expected)
     text = Library(PAGES, 67, seed=2).again(case.tokens)
     start = [read(case.backend, [(text, 1)])[0] for _ in range(20)]
     middle = read(case.backend, [(text, 485)])
     end = read_whole(case.backend, text, 1)  # from position 505 on: over the border
-    same(np.concatenate([*start, *middle, end]), case.expected)
+    assert_same_bits(np.concatenate([*start, *middle, end]), case.expected)
 
 
 def test_on_one_thread(case: Case):
     alone = new_backend(*case.parameters, threads=1)
-    same(case.whole(alone, case.tokens, LONG), case.expected)
+    assert_same_bits(case.all_logits(alone, case.tokens, LONG), case.expected)
     text = Library(PAGES, 67, seed=2).again(case.tokens)
     read(alone, [(text, 530)])
-    same(read_whole(alone, text, 1), case.expected[530:])
+    assert_same_bits(read_whole(alone, text, 1), case.expected[530:])
 
 
 def test_alone_and_among_up_to_forty(case: Case):
@@ -117,34 +117,35 @@ def test_alone_and_among_up_to_forty(case: Case):
     chance = np.random.default_rng(4)
     texts = [library.text(int(length)) for length in chance.integers(1, 34, 39)]
     texts.append(library.again(case.tokens))
-    found: dict[int, list[Floats]] = {number: [] for number in range(40)}
+    result: dict[int, list[Floats]] = {number: [] for number in range(40)}
     sizes = iter([40, 1, 2, 3, 4, 5, 6, 7, 8, 9, 31] * 100)
-    while left := [n for n, text in enumerate(texts) if text.read < len(text.tokens)]:
-        chosen = chance.permutation(left)[: next(sizes)].tolist()
+    while unfinished := [n for n, text in enumerate(texts) if text.read < len(text.tokens)]:
+        selection = chance.permutation(unfinished)[: next(sizes)].tolist()
         parts = []
-        for number in chosen:
+        for number in selection:
             text = texts[number]
             most = 300 if len(text.tokens) == LONG and text.read < 500 else 9
             count = int(chance.choice([1, 1, 1, 2, most]))
             parts.append((text, min(count, len(text.tokens) - text.read)))
-        for number, logits in zip(chosen, read(case.backend, parts), strict=True):
-            found[number].append(logits)
-    same(np.concatenate(found[39]), case.expected)
+        for number, logits in zip(selection, read(case.backend, parts), strict=True):
+            result[number].append(logits)
+    assert_same_bits(np.concatenate(result[39]), case.expected)
     for number in range(0, 39, 3):
-        alone = case.whole(case.backend, texts[number].tokens, 34, seed=6)
-        same(np.concatenate(found[number]), alone)
+        alone = case.all_logits(case.backend, texts[number].tokens, 34, seed=6)
+        assert_same_bits(np.concatenate(result[number]), alone)
 
 
-def test_while_somebody_looks(case: Case):
+def test_while_observed(case: Case):
     text = Library(PAGES, 67, seed=7).again(case.tokens)
     every = np.arange(530)
     taps = Look(residuals=every[::50], attention=every[::50], parts=every[::90])
     start, inside = look(case.backend, [(text, 530)], taps)
-    one = np.array([0])
+    first = np.array([0])
     steps = [
-        look(case.backend, [(text, 1)], Look(residuals=one, attention=one))[0][0] for _ in range(10)
+        look(case.backend, [(text, 1)], Look(residuals=first, attention=first))[0][0]
+        for _ in range(10)
     ]
-    same(np.concatenate([*start, *steps]), case.expected)
+    assert_same_bits(np.concatenate([*start, *steps]), case.expected)
     assert inside is not None and inside.residuals is not None
     again = Library(PAGES, 67, seed=8).again(case.tokens)
     read(case.backend, [(again, 477)])
@@ -162,17 +163,17 @@ def test_on_copied_pages(case: Case):
     other = Text([*text.tokens[:520], *[1] * 20], text.pages, 520)  # writes into the first's pages
     copies = np.array(list(zip(text.pages, copy.pages, strict=True)))
     case.backend.launch(dataclasses.replace(batch_of([(other, 20)]), copies=copies))
-    same(read_whole(case.backend, copy, 3), case.expected[520:])
+    assert_same_bits(read_whole(case.backend, copy, 3), case.expected[520:])
 
 
 def test_more_threads_than_work():
-    """Eight threads on a model with a handful of blocks: most have nothing to do."""
+    """Eight threads on a model with a few blocks: most have nothing to do."""
     small = config(width=32, ff_width=32, vocab_size=5, heads=1, kv_heads=1, layers=1)
-    found = []
+    result = []
     for threads in (1, 8):
         model = CpuModel(RandomCheckpoint(small), store=None, threads=threads, kv_bits=16)
         backend = model.backend(memory=1 << 20, context=128)
         text = Library(32, 5).text(60)
         first = read(backend, [(text, 55)])
-        found.append(np.concatenate([*first, read_whole(backend, text, 1)]))
-    same(*found)
+        result.append(np.concatenate([*first, read_whole(backend, text, 1)]))
+    assert_same_bits(*result)

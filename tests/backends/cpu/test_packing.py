@@ -1,4 +1,4 @@
-"""Packing: not a bit of a file's numbers changes, and quantizing here is as good as it can be."""
+"""Packing: the values of a file stay bit-identical, and quantization is as good as possible."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_support import FLOATS, HALVES, QUANTIZED, SIZES, floats, halves_of, put_halves
+from packing_support import FLOATS, HALVES, QUANTIZED, SIZES, floats, halves_of, set_halves
 
 from unspool import native
 from unspool.backends.cpu import packing
-from unspool.backends.cpu.layout import PACKINGS, Matrix, Packing
+from unspool.backends.cpu.layout import PACKINGS, MatrixStruct, PackedFormat
 from unspool.backends.cpu.packing import pack, pack_all, packing_for
 from unspool.errors import ModelFileError, SettingsError
 from unspool.model.stored import Stored
@@ -26,17 +26,17 @@ pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.
 
 
 def random_halves(rng: np.random.Generator, count: int) -> Any:
-    """Any finite half, subnormal ones and zeros among them."""
+    """Random finite halves, with subnormals and zeros."""
     bits = rng.integers(0, 0x7C00, count) | rng.integers(0, 2, count) << 15
     return bits.astype("<u2")
 
 
 def random_stored(kind: str, rows: int, blocks: int, rng: np.random.Generator) -> Stored:
-    """Random bytes, but for the scales, which are finite."""
+    """Random bytes with finite scales."""
     elements, size = SIZES[kind]
     data = rng.integers(0, 256, (rows, blocks, size)).astype(np.uint8)
     halves = random_halves(rng, halves_of(kind) * rows * blocks).view("<f2")
-    put_halves(kind, data, halves.reshape(-1, rows, blocks))
+    set_halves(kind, data, halves.reshape(-1, rows, blocks))
     return Stored(kind, data.reshape(rows, -1), (rows, blocks * elements))
 
 
@@ -47,17 +47,17 @@ def same_bits(a: Any, b: Any) -> bool:
 # -- the layout, by hand ---------------------------------------------------------------------
 
 
-def test_the_structure_is_that_of_the_header():
+def test_the_structure_matches_the_header():
     header = Path(packing.__file__).parent / "native" / "layout.h"
     text = header.read_text(encoding="utf-8")
     body = text[text.index("struct Matrix {") : text.index("};", text.index("struct Matrix {"))]
     lines = [line.split(";")[0].split() for line in body.splitlines()[1:] if ";" in line]
     assert [line[-1].removesuffix("[16]") for line in lines] == [
-        name for name, *_ in Matrix._fields_
+        name for name, *_ in MatrixStruct._fields_
     ]
     sizes = {"uint8_t*": 8, "int64_t": 8, "int32_t": 4, "float": 4, "int8_t": 16}
     assert [sizes[line[-2]] for line in lines] == [ctypes.sizeof(kind) for _, kind in
-                                                   Matrix._fields_]  # fmt: skip
+                                                   MatrixStruct._fields_]  # fmt: skip
 
 
 def test_floats_lie_column_by_column():
@@ -160,7 +160,7 @@ def test_every_half():
 
 
 def numbers_around_halves() -> Any:
-    """Halves, the points in the middle of two, and what lies just beside these."""
+    """Halves, the midpoints between two, and the floats next to these."""
     halves = np.arange(0, 0x7BFF, dtype="<u2").view("<f2").astype(np.float32)
     middles = (halves[:-1] + halves[1:]) / 2
     beside = [np.nextafter(middles, np.float32(side)) for side in (-np.inf, np.inf)]
@@ -191,7 +191,7 @@ def test_quantized_types_as_floats(kind: str):
     assert same_bits(packed.float32(), stored.float32())
 
 
-# -- many at once ----------------------------------------------------------------------------
+# -- many matrices ----------------------------------------------------------------------------
 
 
 def test_threads_share_the_work(monkeypatch: pytest.MonkeyPatch):
@@ -244,16 +244,16 @@ def test_pages_of_the_file_are_given_back(tmp_path: Path):
 
 def test_which_packing():
     assert packing_for("Q4_K", "8") == PACKINGS["Q4_K"]
-    assert packing_for("BF16", "8") == Packing("Q8", offset=128)
-    assert packing_for("F32", "4") == Packing("Q4", lows="minima")
+    assert packing_for("BF16", "8") == PackedFormat("Q8", offset=128)
+    assert packing_for("F32", "4") == PackedFormat("Q4", minima="minima")
     assert packing_for("Q4_K", "bfloat16").format == "BF16"
-    with pytest.raises(SettingsError, match="'5' is unknown; use one of 4, 8"):
+    with pytest.raises(SettingsError, match=r"store must be one of 4, 8, .* got '5'"):
         packing_for("F32", "5")
-    with pytest.raises(ModelFileError, match="Q8_K cannot be packed"):
+    with pytest.raises(ModelFileError, match="Q8_K are not supported"):
         packing_for("Q8_K", None)
 
 
-def test_a_power_that_is_no_number():
+def test_a_power_scale_that_is_nan():
     stored = random_stored("MXFP4", 37, 2, np.random.default_rng(11))
     stored.data[36, 17] = 255
     with np.errstate(all="ignore"), pytest.raises(ModelFileError, match="NaN or infinite"):
@@ -265,7 +265,7 @@ IN_HALVES = [kind for kind in QUANTIZED if kind not in ("MXFP4", "NVFP4", "IQ1_M
 
 @pytest.mark.parametrize("kind", IN_HALVES)
 @pytest.mark.parametrize("bad", [0x7C00, 0xFC00, 0x7E01])
-def test_a_scale_that_is_no_number(kind: str, bad: int):
+def test_a_scale_that_is_nan(kind: str, bad: int):
     size = SIZES[kind][1]
     for at in HALVES.get(kind, (0,)):
         stored = random_stored(kind, 37, 2, np.random.default_rng(11))
@@ -280,7 +280,7 @@ def test_a_scale_that_is_no_number(kind: str, bad: int):
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("store", [None, "4", "8", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_weight_that_is_no_number(kind: str, store: str | None, bad: float):
+def test_a_weight_that_is_nan(kind: str, store: str | None, bad: float):
     values = np.ones((18, 40), np.float32)
     values[17, 39] = bad
     with pytest.raises(ModelFileError, match="holds NaN or infinite numbers; the file is damaged"):
@@ -300,7 +300,7 @@ def test_sizes_that_do_not_fit():
         with pytest.raises(ModelFileError, match=r"tensor out: its 144 bytes are not a matrix"):
             pack(Stored("Q4_0", stored.data, shape), name="out")
     for wrong in [(256,), (0, 64), (2, 2, 64)]:
-        with pytest.raises(ModelFileError, match="tensor out has the shape"):
+        with pytest.raises(ModelFileError, match="tensor out must be a matrix"):
             pack(Stored("Q4_0", stored.data, wrong), name="out")
     with pytest.raises(IndexError):
         pack(stored).float32(0, 5)
@@ -311,7 +311,7 @@ def test_nothing_is_touched_when_something_does_not_fit():
     source = random_stored("Q4_0", 16, 8, np.random.default_rng(13)).data.copy()
     target = np.full(1 << 16, 7, np.uint8)
 
-    def repack(matrix: Matrix, number: int, size: int, first: int = 0, last: int = 1) -> int:
+    def repack(matrix: MatrixStruct, number: int, size: int, first: int = 0, last: int = 1) -> int:
         return int(library.unspool_repack(
             ctypes.byref(matrix), number, source.ctypes.data, size, first, last, target.ctypes.data
         ))  # fmt: skip

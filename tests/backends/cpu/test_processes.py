@@ -29,7 +29,7 @@ SOURCES = Path(unspool.__file__).parent
 
 
 def new_lm(seed: int = 0, kind: str = "F32", **changes: Any) -> Any:
-    """On two threads, whatever the machine has."""
+    """A model on two threads on any machine."""
     model = CpuModel(
         RandomCheckpoint(config(**changes), kind, seed), store=None, threads=2, kv_bits=16
     )
@@ -43,25 +43,25 @@ def text_of(lm: Any, count: int = 60, seed: int = 1) -> list[int]:
 
 @pytest.fixture
 def lm() -> Iterator[Any]:
-    made = new_lm()
-    yield made
-    made.close()
+    created = new_lm()
+    yield created
+    created.close()
 
 
 # -- forks -------------------------------------------------------------------------------------
 
 
 def in_child(act: Callable[[], Any], seconds: float) -> Any:
-    """What comes of a function in a forked child; an error as its class and text."""
+    """Result of a function in a forked child; an error as its class and text."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             try:
-                found = act()
+                result = act()
             except BaseException as error:
-                found = [type(error).__name__, str(error)]
-            os.write(writing, json.dumps(found).encode())
+                result = [type(error).__name__, str(error)]
+            os.write(writing, json.dumps(result).encode())
         finally:
             os._exit(0)
     os.close(writing)
@@ -79,7 +79,7 @@ forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
 @forks
 @needs_native
-def test_a_child_is_told_that_the_model_is_its_parents(lm: Any):
+def test_a_forked_child_cannot_use_the_model(lm: Any):
     before = text_of(lm)  # the engine's thread and the pool have run
     name, words = in_child(lambda: text_of(lm), 2)
     assert name == "UnspoolError" and "before the process was forked; load it in the child" in words
@@ -91,7 +91,7 @@ def test_a_child_is_told_that_the_model_is_its_parents(lm: Any):
 
 @forks
 @needs_native
-def test_a_child_of_a_parent_that_had_not_begun(lm: Any):
+def test_a_child_forked_before_the_first_run(lm: Any):
     assert "load it in the child process" in in_child(lambda: text_of(lm), 2)[1]
     _ = lm.engine  # made, but without a thread
     assert "load it in the child process" in in_child(lambda: text_of(lm), 2)[1]
@@ -110,16 +110,16 @@ def test_a_child_that_was_forked_while_the_model_was_loaded():
 
     model = load_cpu(Slow(config()))
     try:
-        found = in_child(lambda: model.backend(memory=1 << 20, context=64), 2)
+        result = in_child(lambda: model.backend(memory=1 << 20, context=64), 2)
     finally:
         go_on.set()
-    assert found[0] == "UnspoolError" and "load it in the child process" in found[1]
+    assert result[0] == "UnspoolError" and "load it in the child process" in result[1]
     assert model.backend(memory=1 << 20, context=64).page_count
 
 
 @forks
 @needs_native
-def test_a_child_loads_a_model_of_its_own(lm: Any):
+def test_a_child_loads_another_model(lm: Any):
     before = text_of(lm)
     assert in_child(lambda: text_of(new_lm()), 20) == before
 
@@ -129,13 +129,13 @@ def test_a_child_loads_a_model_of_its_own(lm: Any):
 
 @needs_native
 def test_two_models_at_the_same_time():
-    """They share the pool of threads, and take turns on it."""
+    """They share the thread pool."""
     models = [new_lm(1), new_lm(2, "Q8_0", width=64, ff_width=64)]
     alone = [[text_of(lm, 100, seed) for seed in range(3)] for lm in models]
-    found: dict[tuple[int, int], list[int]] = {}
+    result: dict[tuple[int, int], list[int]] = {}
 
     def write(number: int, seed: int) -> None:
-        found[number, seed] = text_of(models[number], 100, seed)
+        result[number, seed] = text_of(models[number], 100, seed)
 
     threads = [
         threading.Thread(target=write, args=(number, seed))
@@ -146,7 +146,7 @@ def test_two_models_at_the_same_time():
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert [[found[number, seed] for seed in range(3)] for number in (0, 1)] == alone
+    assert [[result[number, seed] for seed in range(3)] for number in (0, 1)] == alone
     for lm in models:
         lm.close()
 
@@ -164,7 +164,7 @@ def test_an_idle_engine_uses_no_processor(lm: Any):
 
 @needs_native
 def test_the_lens_and_the_engine_at_the_same_time(lm: Any):
-    """The lens has a runner of its own, so that neither writes into what the other reads."""
+    """The lens has a separate runner, so that neither overwrites the buffers of the other."""
     import numpy as np
 
     vectors = np.random.default_rng(0).standard_normal((9, 32)).astype(np.float32)
@@ -176,7 +176,7 @@ def test_the_lens_and_the_engine_at_the_same_time(lm: Any):
 
 
 @needs_native
-def test_what_was_asked_for_just_before_the_end_is_told(lm: Any):
+def test_requests_just_before_close_get_a_result(lm: Any):
     busy, go_on = threading.Event(), threading.Event()
 
     def keep_busy() -> None:
@@ -191,18 +191,18 @@ def test_what_was_asked_for_just_before_the_end_is_told(lm: Any):
     time.sleep(0.05)
     go_on.set()
     closing.join(20)
-    found: list[Any] = []
+    result: list[Any] = []
 
     def read() -> None:
         try:
-            found.extend(steps)
+            result.extend(steps)
         except UnspoolError as error:
-            found.append(str(error))
+            result.append(str(error))
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     reader.join(60)
-    assert found == ["the engine was closed"]
+    assert result == ["the engine was closed"]
 
 
 # -- signals -----------------------------------------------------------------------------------
@@ -241,13 +241,13 @@ def test_ctrl_c_on_the_command_line(default_model: Path):
 
 def reason(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(native, "path", lambda: path)
-    found, why = native._load.__wrapped__()
-    assert found is None and why is not None
+    result, why = native._load.__wrapped__()
+    assert result is None and why is not None
     return str(why)
 
 
 def test_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A compiler is to blame only where there is none."""
+    """The message names the compiler only if there is none."""
     file = tmp_path / "none.so"
     monkeypatch.setattr("shutil.which", lambda name: None)
     words = reason(file, monkeypatch)
@@ -271,37 +271,37 @@ def test_a_library_of_another_architecture(tmp_path: Path, monkeypatch: pytest.M
 @needs_native
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
 def test_a_library_for_a_newer_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """One that wants a symbol of a glibc to come, as if it had been built on such a system."""
+    """It needs a symbol of a newer glibc, as if it was built on such a system."""
     data = native.path().read_bytes()
-    wanted = sorted(set(re.findall(rb"GLIBC_2\.\d\d\0", data)))[-1]
+    expected = sorted(set(re.findall(rb"GLIBC_2\.\d\d\0", data)))[-1]
     # The loader compares hashes of versions, and their names only to tell of them.
-    changed = data.replace(elf_hash(wanted[:-1]), elf_hash(b"GLIBC_2.99"))
-    (tmp_path / "it.so").write_bytes(changed.replace(wanted, b"GLIBC_2.99\0"))
+    changed = data.replace(elf_hash(expected[:-1]), elf_hash(b"GLIBC_2.99"))
+    (tmp_path / "it.so").write_bytes(changed.replace(expected, b"GLIBC_2.99\0"))
     words = reason(tmp_path / "it.so", monkeypatch)
     assert "they need GLIBC_2.99, which is newer than what this system has" in words
 
 
 def elf_hash(name: bytes) -> bytes:
-    found = 0
+    result = 0
     for byte in name:
-        found = (found << 4) + byte
-        top = found & 0xF0000000
-        found = (found ^ (top >> 24)) & ~top
-    return found.to_bytes(4, "little")
+        result = (result << 4) + byte
+        top = result & 0xF0000000
+        result = (result ^ (top >> 24)) & ~top
+    return result.to_bytes(4, "little")
 
 
-def test_what_the_loader_says_is_told_in_words(tmp_path: Path):
+def test_messages_of_the_loader_are_explained(tmp_path: Path):
     file = tmp_path / "it.so"
     file.write_bytes(b"")
-    for said, words in (
+    for message, words in (
         ("libstdc++.so.6: cannot open shared object file: No such file", "need libstdc++.so.6"),
         (f"{file}: failed to map segment from shared object", "noexec"),
         (f"{file}: file too short", "file too short; install Unspool again"),
     ):
-        assert words in native._why_not_loaded(file, said)
+        assert words in native._why_not_loaded(file, message)
 
 
-def test_a_library_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_that_is_not_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for content in (b"", b"rubbish", b"\x7fELF" + bytes(100)):
         (tmp_path / "it.so").write_bytes(content)
         words = reason(tmp_path / "it.so", monkeypatch)
@@ -321,7 +321,7 @@ def test_a_library_of_other_sources(monkeypatch: pytest.MonkeyPatch):
     assert "built from other sources (they lack of_tomorrow)" in reason(native.path(), monkeypatch)
 
 
-def test_all_that_is_called_is_looked_for():
+def test_all_called_functions_are_checked():
     text = "".join(file.read_text(encoding="utf-8") for file in SOURCES.rglob("*.py"))
     called = set(
         re.findall(r"(?:library|library\(\)|functions\(\)|found|_library\(\))\.unspool_(\w+)", text)
@@ -333,7 +333,7 @@ def test_all_that_is_called_is_looked_for():
 @pytest.mark.skipif(sys.platform != "linux", reason="the check knows ELF files")
 @pytest.mark.parametrize("part", [0.0001, 0.02, 0.5, 0.999])
 def test_a_library_that_was_cut_short(part: float, tmp_path: Path):
-    """In a process of its own: one that maps more than a file has is ended by the system."""
+    """In a child process: the system kills a process that maps beyond the end of a file."""
     data = native.path().read_bytes()
     (tmp_path / "it.so").write_bytes(data[: int(len(data) * part)])
     code = f"""
@@ -348,7 +348,7 @@ print(native.missing())
 
 
 @needs_native
-def test_an_instruction_set_that_nobody_has():
+def test_an_unknown_instruction_set():
     code = "from unspool import native; print(native.missing()); native.library()"
     done = subprocess.run(
         [sys.executable, "-c", code],

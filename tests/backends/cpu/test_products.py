@@ -1,6 +1,6 @@
-"""Products of packed matrices and activations, number by number, for every type and every kernel.
+"""Products of packed matrices and activations, value by value, for every type and every kernel.
 
-What is computed is defined in `kernels/product.h`: 32 activations share a scale, their largest
+The arithmetic is defined in `kernels/gemv.h`: 32 activations share a scale, their largest
 size / 127, and are rounded to bytes; weights keep the file's numbers. The reference below does the
 same in numpy, in 64 bits.
 """
@@ -44,7 +44,7 @@ def multiply(packed: Packed, rows: Any, threads: int = 1) -> Any:
 
 
 def rounded(rows: Any) -> Any:
-    """Activations as the kernels see them: bytes times a scale for each 32."""
+    """Activations as the kernels quantize them: bytes with a scale per 32."""
     count, width = rows.shape
     filled = np.zeros((count, -(-width // 32) * 32), np.float32)
     filled[:, :width] = rows
@@ -57,15 +57,15 @@ def rounded(rows: Any) -> Any:
     return (numbers.astype(np.float64) * scale).reshape(count, -1)[:, :width]
 
 
-def check(packed: Packed, rows: Any, found: Any, quantized: bool) -> None:
+def check(packed: Packed, rows: Any, result: Any, quantized: bool) -> None:
     weights = packed.float32().astype(np.float64)
     acts = rounded(rows) if quantized else rows.astype(np.float64)
     size = np.abs(acts) @ np.abs(weights).T + 1e-30
-    assert float((np.abs(found - acts @ weights.T) / size).max()) < ROUNDING
+    assert float((np.abs(result - acts @ weights.T) / size).max()) < ROUNDING
 
 
 def activations(count: int, width: int, seed: int = 0) -> Any:
-    """Of very different sizes; some all zero; some with numbers just between two bytes."""
+    """Of very different magnitudes; some all zero; some exactly between two bytes."""
     rng = np.random.default_rng(seed)
     rows = rng.standard_normal((count, width)) * 10.0 ** rng.integers(-3, 4, (count, 1))
     rows[0, :40] = 0
@@ -90,13 +90,13 @@ def test_every_type_against_numpy(kind: str):
         packed = pack(random_blocks(kind, *shape, rng))
         rows = activations(20, shape[1], seed=number)
         for count in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 20):
-            found = multiply(packed, rows[-count:], threads=1 + count % 2)
-            check(packed, rows[-count:], found, quantized=kind not in FLOATS)
+            result = multiply(packed, rows[-count:], threads=1 + count % 2)
+            check(packed, rows[-count:], result, quantized=kind not in FLOATS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_alone_and_together(kind: str):
-    """The same bits: one row, as many as registers hold at once, and more of them."""
+    """The same bits for one row, as many as fit the registers, and more."""
     packed = pack(random_blocks(kind, 37, 512, np.random.default_rng(5)))
     rows = activations(20, 512)
     alone = np.concatenate([multiply(packed, row[None]) for row in rows])
@@ -107,7 +107,7 @@ def test_rows_alone_and_together(kind: str):
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q8_0"])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_sums(kind: str, sign: int):
-    """All weights and all activations as large as they can be: no sum runs over."""
+    """All weights and activations at their maximum: no sum overflows."""
     stored = random_blocks(kind, 16, 512, np.random.default_rng(6))
     start = {"Q4_0": 2, "Q4_1": 4, "Q4_K": 16, "Q8_0": 2}.get(kind)
     blocks = stored.data.reshape(16, -1, SIZES[kind][1])
@@ -124,7 +124,7 @@ def test_the_largest_sums(kind: str, sign: int):
 @pytest.mark.parametrize("store", ["4", "8"])
 @pytest.mark.parametrize("columns", [1, 31, 33, 45, 260])
 def test_columns_that_fill_no_tile(store: str, columns: int):
-    """Only what is quantized here can have such columns; files of blocks cannot."""
+    """Only matrices quantized here can have such columns; files of blocks cannot."""
     packed = pack(random_blocks("F32", 19, columns, np.random.default_rng(1)), store=store)
     rows = activations(12, columns)
     for count in (1, 4, 6, 12):
@@ -133,7 +133,7 @@ def test_columns_that_fill_no_tile(store: str, columns: int):
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q6_K", "F32"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_no_number_shows(kind: str, bad: float):
+def test_nan_propagates(kind: str, bad: float):
     """In every output of its row, and in no other row."""
     packed = pack(random_blocks(kind, 20, 256, np.random.default_rng(2)))
     for count in (1, 3, 6, 20):
@@ -148,17 +148,17 @@ def test_what_is_no_number_shows(kind: str, bad: float):
 
 
 def every_product() -> dict[str, Any]:
-    found = {}
+    result = {}
     for kind in KINDS:
         packed = pack(random_blocks(kind, 37, 512, np.random.default_rng(3)))
         for count in (1, 2, 3, 4, 7, 20):
-            found[f"{kind}-{count}"] = multiply(packed, activations(count, 512))
-    return found
+            result[f"{kind}-{count}"] = multiply(packed, activations(count, 512))
+    return result
 
 
 @pytest.mark.parametrize("isa", ALL_SETS)
 def test_every_instruction_set_gives_the_same(isa: str, tmp_path: Path):
-    """In a process of its own: which one is used is decided once."""
+    """In a child process: the instruction set is chosen once per process."""
     target = tmp_path / "found.npz"
     helpers = str(Path(__file__).parents[2])  # what pytest has put on the path for us
     environment = {**os.environ, "UNSPOOL_ISA": isa, "PYTHONPATH": helpers}
@@ -169,11 +169,11 @@ def test_every_instruction_set_gives_the_same(isa: str, tmp_path: Path):
         pytest.skip(f"this processor has no {isa}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == isa
-    theirs, ours = np.load(target), every_product()
-    assert set(theirs) == set(ours)
-    for name, expected in ours.items():
+    forced_isa, default_isa = np.load(target), every_product()
+    assert set(forced_isa) == set(default_isa)
+    for name, expected in default_isa.items():
         size = np.abs(expected).mean()
-        assert np.abs(theirs[name] - expected).max() < 1e-4 * size, name
+        assert np.abs(forced_isa[name] - expected).max() < 1e-4 * size, name
 
 
 if __name__ == "__main__":

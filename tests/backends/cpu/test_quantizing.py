@@ -20,8 +20,8 @@ from unspool.model.stored import Stored
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 
 
-def relative(values: Any, kept: Any) -> float:
-    gap = (values - kept).astype(np.float64)
+def relative(values: Any, stored_values: Any) -> float:
+    gap = (values - stored_values).astype(np.float64)
     return float(np.sqrt((gap**2).sum() / (values.astype(np.float64) ** 2).sum()))
 
 
@@ -56,10 +56,10 @@ def test_no_group_loses_more_than_with_its_whole_span(
     values = rng.choice(choices, (16, 32)).astype(np.float32)
     number = gguf.GGMLQuantizationType.Q4_1
     common = dequantize(quantize(values, number), number).astype(np.float64)
-    kept = pack(Stored.of(values), store="4").float32().astype(np.float64)
+    stored_values = pack(Stored.of(values), store="4").float32().astype(np.float64)
     worst = ((values - common) ** 2).sum(axis=1)
     assert (
-        ((values - kept) ** 2).sum(axis=1) <= worst * 1.001 + 1e-12 * np.abs(values).max()
+        ((values - stored_values) ** 2).sum(axis=1) <= worst * 1.001 + 1e-12 * np.abs(values).max()
     ).all()
 
 
@@ -68,12 +68,12 @@ def test_no_group_loses_more_than_with_its_whole_span(
 def test_eight_bits_are_off_by_half_a_step(seed: int, columns: int, size: float):
     values = (np.random.default_rng(seed).standard_normal((19, columns)) * size).astype(np.float32)
     packed = pack(Stored.of(values), store="8")
-    kept = packed.float32()
+    stored_values = packed.float32()
     for start in range(0, columns, 32):
         part = values[:, start : start + 32]
         step = np.abs(part).max(axis=1, keepdims=True) / 127 + 2.0**-24  # as fine as halves are
-        assert (np.abs(part - kept[:, start : start + 32]) <= step * 0.51).all()
-    assert packed.error == pytest.approx(relative(values, kept), rel=1e-3, abs=1e-6)
+        assert (np.abs(part - stored_values[:, start : start + 32]) <= step * 0.51).all()
+    assert packed.error == pytest.approx(relative(values, stored_values), rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("columns", [1, 31, 33, 70])

@@ -1,4 +1,4 @@
-"""Layers over several devices, in order. Here all of them are the CPU; tests/gpu has two kinds."""
+"""Layers over several devices, in order. Here all devices are the CPU; tests/gpu uses real ones."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "model"))
 from catalogue_shapes import SHAPES
 
 
-def places(name: str, count: int, **more: Any) -> Places:
-    return places_of(config_from_hf(SHAPES[name]), [f"cuda:{n}" for n in range(count)], **more)
+def places(name: str, count: int, **options: Any) -> Places:
+    return places_of(config_from_hf(SHAPES[name]), [f"cuda:{n}" for n in range(count)], **options)
 
 
-def test_layers_lie_in_order_and_each_device_has_its_share():
-    found = places("llama3.3-70b", 4)
-    assert list(found.layers) == sorted(found.layers) and len(found.layers) == 80
-    assert all(18 <= found.layers.count(f"cuda:{n}") <= 22 for n in range(4))
-    assert (found.of("embed.weight"), found.of("norm.weight")) == ("cuda:0", "cuda:3")
-    assert found.of("head.weight") == "cuda:3"
-    assert found.of("layers.79.feed.up.weight") == "cuda:3"
+def test_layers_are_in_order_and_divided_evenly():
+    result = places("llama3.3-70b", 4)
+    assert list(result.layers) == sorted(result.layers) and len(result.layers) == 80
+    assert all(18 <= result.layers.count(f"cuda:{n}") <= 22 for n in range(4))
+    assert (result.of("embed.weight"), result.of("norm.weight")) == ("cuda:0", "cuda:3")
+    assert result.of("head.weight") == "cuda:3"
+    assert result.of("layers.79.feed.up.weight") == "cuda:3"
 
 
-def test_a_head_that_is_the_table_of_tokens_lies_with_it():
-    found = places("qwen3-4b", 2)
-    assert found.of("embed.weight") == found.of("norm.weight") == "cuda:0"
-    assert found.layers[-1] == "cuda:1"
+def test_a_tied_head_is_on_the_device_of_the_embedding():
+    result = places("qwen3-4b", 2)
+    assert result.of("embed.weight") == result.of("norm.weight") == "cuda:0"
+    assert result.layers[-1] == "cuda:1"
 
 
-def test_more_room_gets_more_layers():
-    found = places("llama3.3-70b", 2, room=[3.0, 1.0])
-    assert 58 <= found.layers.count("cuda:0") <= 62
+def test_more_memory_gets_more_layers():
+    result = places("llama3.3-70b", 2, room=[3.0, 1.0])
+    assert 58 <= result.layers.count("cuda:0") <= 62
 
 
-def test_layers_that_read_the_keys_of_others_lie_with_them():
-    found = places("gemma4-e2b", 2)
+def test_layers_that_share_a_kv_cache_are_on_one_device():
+    result = places("gemma4-e2b", 2)
     config = config_from_hf(SHAPES["gemma4-e2b"])
     for layer in range(config.layers):
-        assert found.layers[layer] == found.layers[config.kv_source(layer)]
-    assert len(set(found.layers)) == 2
+        assert result.layers[layer] == result.layers[config.kv_source(layer)]
+    assert len(set(result.layers)) == 2
 
 
-def test_every_device_gets_a_layer_and_too_many_are_refused():
+def test_every_device_gets_a_layer_and_too_many_are_rejected():
     assert set(places("gpt2", 12).layers) == {f"cuda:{n}" for n in range(12)}
     with pytest.raises(SettingsError, match=r"13 devices are too many.*into 12"):
         places("gpt2", 13)
@@ -63,34 +63,34 @@ def test_every_device_gets_a_layer_and_too_many_are_refused():
 
 @pytest.mark.parametrize("name", ["gemma4-shared", "qwen3.5"])
 def test_texts_are_the_same_as_on_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Tokens, turns and states go along; told apart here by what the layers are said to be on."""
+    """Tokens, RoPE angles and states move along; the devices are faked: all are the CPU."""
     checkpoint = family(name, tmp_path)
-    one = TorchModel(load_transformer(checkpoint))
-    wanted = read_by_engine(one)
+    single = TorchModel(load_transformer(checkpoint))
+    expected = read_by_engine(single)
     two = TorchModel(
         load_transformer(checkpoint, device=places_of(checkpoint.config, ["cpu", "cpu"]))
     )
     devices = [torch.device("cpu", min(n, 1)) for n in range(checkpoint.config.layers)]
     monkeypatch.setattr(paged, "layer_devices", lambda model: devices)
-    made: list[torch.device] = []
-    plan = paged._Plan
+    created: list[torch.device] = []
+    original = paged._BatchIndices
 
-    def planned(batch: Any, table: Any, size: int, device: torch.device) -> Any:
-        made.append(device)
-        return plan(batch, table, size, device)
+    def create(batch: Any, table: Any, size: int, device: torch.device) -> Any:
+        created.append(device)
+        return original(batch, table, size, device)
 
-    monkeypatch.setattr(paged, "_Plan", planned)
-    found = read_by_engine(two)
-    assert set(made) == set(devices) and len(set(devices)) == 2
-    assert np.array_equal(found, wanted)
+    monkeypatch.setattr(paged, "_BatchIndices", create)
+    result = read_by_engine(two)
+    assert set(created) == set(devices) and len(set(devices)) == 2
+    assert np.array_equal(result, expected)
 
 
-def test_as_people_load_it(tmp_path: Path):
+def test_load_with_devices(tmp_path: Path):
     checkpoint = family("qwen3", tmp_path)
-    one, two = (
+    single, two = (
         unspool.load(checkpoint.path, memory=4 << 20, **options)
         for options in ({"backend": "torch"}, {"devices": ["cpu", "cpu"]})
     )
-    texts = [lm.generate([5, 6, 7], seed=1, max_tokens=8).tokens for lm in (one, two)]
+    texts = [lm.generate([5, 6, 7], seed=1, max_tokens=8).tokens for lm in (single, two)]
     assert texts[0] == texts[1]
-    assert two.model.fingerprint() == one.model.fingerprint()
+    assert two.model.fingerprint() == single.model.fingerprint()

@@ -1,6 +1,6 @@
-"""What becomes of ranks: one that is killed, one that fails, the first one gone.
+"""Failures of ranks: one is killed, one raises, rank 0 exits.
 
-Real processes. Waits are generous; what is tested is that they end.
+Real processes. Time limits are generous: the tests check that nothing hangs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import pytest
 import tiny_gguf
 
 import unspool
-from unspool.backends.torch.parallel.messages import Message
-from unspool.backends.torch.parallel.processes import start
+from unspool.backends.torch.parallel.messages import RankMessage
+from unspool.backends.torch.parallel.processes import start_processes
 from unspool.backends.torch.parallel.ranks import RankError, Ranks
 from unspool.errors import SettingsError
 
-PATIENCE = 60.0  # seconds
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -36,58 +36,58 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def workers_of(pid: int) -> list[int]:
-    """The other ranks that a process has started, as the system knows them."""
+    """Process ids of the other ranks that a process started."""
     listed = subprocess.run(["ps", "-eww", "-o", "pid,ppid,args"], capture_output=True, text=True)
     rows = (line.split(None, 2) for line in listed.stdout.splitlines()[1:])
-    return [int(one) for one, parent, words in rows if int(parent) == pid and "worker" in words]
+    return [int(child) for child, parent, args in rows if int(parent) == pid and "worker" in args]
 
 
-def gone(pid: int) -> bool:
-    """Whether a process is there no more; one that nobody has waited for yet is not there."""
+def has_exited(pid: int) -> bool:
+    """Whether a process has exited; a zombie counts as exited."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
 
 
-def until(holds: Any) -> None:
-    end = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < end, "it takes too long"
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)
 
 
-def test_a_killed_rank_is_told_and_nothing_hangs(model: Path):
+def test_a_killed_rank_raises_and_nothing_hangs(model: Path):
     lm = unspool.load(model, tensor_parallel=2, memory=4 << 20)
     (worker,) = workers_of(os.getpid())
-    told = threading.Event()
-    lm.model.ranks.on_failure.append(lambda words: told.set())  # type: ignore[attr-defined]
+    notified = threading.Event()
+    lm.model.ranks.on_failure.append(lambda message: notified.set())  # type: ignore[attr-defined]
     steps = lm.stream("he", max_tokens=250, logit_bias={257: -100}, temperature=1.0)
     for number, _ in enumerate(steps):
         if number == 5:
             os.kill(worker, signal.SIGKILL)
             break
-    with pytest.raises(RankError, match=r"rank 1 of 2 is gone \(killed by SIGKILL\); the model"):
+    with pytest.raises(RankError, match=r"rank 1 of 2 exited \(killed by SIGKILL\); the model"):
         for _ in range(1000):
             lm.generate("he", max_tokens=200, logit_bias={257: -100})
-    with pytest.raises(RankError, match="rank 1 of 2 is gone"):
+    with pytest.raises(RankError, match="rank 1 of 2 exited"):
         lm.generate("he")
-    assert told.wait(PATIENCE)
-    assert gone(worker)
+    assert notified.wait(TIMEOUT_S)
+    assert has_exited(worker)
     lm.close()
 
 
-def test_a_rank_that_fails_says_why():
-    ranks = Ranks.spawned(2, "cpu")
+def test_a_failing_rank_reports_its_error():
+    ranks = Ranks.spawn(2, "cpu")
     (worker,) = workers_of(os.getpid())
-    nowhere = Message("load", 1, {"path": "/is missing here", "name": "/is missing here"})
+    bad_load = RankMessage("load", 1, {"path": "/is missing here", "name": "/is missing here"})
     with (
         pytest.raises(RankError, match=r"rank 1 of 2 failed: .*is missing here"),
-        ranks.together(nowhere),
+        ranks.run_on_all(bad_load),
     ):
-        ranks.groups.least(0)
-    until(lambda: gone(worker))
-    with pytest.raises(RankError, match="rank 1 of 2 failed"), ranks.together(Message("end")):
+        ranks.groups.minimum(0)
+    wait_until(lambda: has_exited(worker))
+    with pytest.raises(RankError, match="rank 1 of 2 failed"), ranks.run_on_all(RankMessage("end")):
         pass
     ranks.close()
 
@@ -107,7 +107,7 @@ def started(*arguments: str, **environment: str) -> Iterator[subprocess.Popen[st
 
 
 @pytest.mark.slow
-def test_a_server_whose_rank_is_killed_says_so_and_ends(model: Path):
+def test_a_server_whose_rank_is_killed_exits(model: Path):
     with started(
         "serve", "--model", str(model), "--tensor-parallel", "2", "--port", "0",
         "--cache-memory", "4000000", "--log-format", "json",
@@ -118,17 +118,17 @@ def test_a_server_whose_rank_is_killed_says_so_and_ends(model: Path):
                 break
         (worker,) = workers_of(server.pid)
         os.kill(worker, signal.SIGKILL)
-        told = server.stderr.read()
-        assert server.wait(PATIENCE) != 0
-        assert "unspool: rank 1 of 2 is gone (killed by SIGKILL)" in told
+        log = server.stderr.read()
+        assert server.wait(TIMEOUT_S) != 0
+        assert "unspool: rank 1 of 2 exited (killed by SIGKILL)" in log
 
 
-def test_a_rank_ends_when_the_first_is_gone():
-    """In whatever way that went: what it reads from is closed then. `-m slow` has Ctrl-C."""
-    (process,) = start(port=1, count=2, threads=1)
+def test_a_rank_exits_with_rank_zero():
+    """Its stdin is closed then. `-m slow` tests Ctrl-C."""
+    (process,) = start_processes(port=1, count=2, threads=1)
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(PATIENCE) == 0
+    assert process.wait(TIMEOUT_S) == 0
 
 
 @pytest.mark.slow
@@ -141,12 +141,12 @@ def test_ctrl_c_ends_all_ranks(model: Path):
         assert process.stdout.read(20), "it writes"
         (worker,) = workers_of(process.pid)
         process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE) == 130
-        until(lambda: gone(worker))
+        assert process.wait(TIMEOUT_S) == 130
+        wait_until(lambda: has_exited(worker))
 
 
-def test_two_processes_of_torchrun_write_one_text(model: Path):
-    """As torchrun starts them; `-m slow` has one that it does start."""
+def test_two_processes_of_torchrun_generate_one_text(model: Path):
+    """With the environment of torchrun; `-m slow` runs torchrun itself."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     job = {
@@ -158,26 +158,26 @@ def test_two_processes_of_torchrun_write_one_text(model: Path):
         started(*words, RANK="0", LOCAL_RANK="0", **job) as first,
         started(*words, RANK="1", LOCAL_RANK="1", **job) as second,
     ):
-        outs = [process.communicate(timeout=2 * PATIENCE) for process in (first, second)]
+        outs = [process.communicate(timeout=2 * TIMEOUT_S) for process in (first, second)]
         assert (first.returncode, second.returncode) == (0, 0), outs
-    assert outs[1] == ("", ""), "only the first speaks"
-    wanted = unspool.load(model, backend="torch").generate("he", max_tokens=9, seed=3)
-    assert outs[0][0].strip("\n") == wanted.text.strip("\n")
+    assert outs[1] == ("", ""), "only rank 0 prints"
+    expected = unspool.load(model, backend="torch").generate("he", max_tokens=9, seed=3)
+    assert outs[0][0].strip("\n") == expected.text.strip("\n")
 
 
-def test_a_server_gives_up_a_model_whose_ranks_are_gone():
-    """`-m slow` has a server that does."""
+def test_a_server_is_notified_when_ranks_fail():
+    """`-m slow` tests a whole server."""
     from unspool.cli.starting import _watched
 
-    told: list[str] = []
+    messages: list[str] = []
     alone = SimpleNamespace(model=SimpleNamespace())
-    assert _watched(lambda: alone, told.append)() is alone  # type: ignore[arg-type,return-value]
+    assert _watched(lambda: alone, messages.append)() is alone  # type: ignore[arg-type,return-value]
     ranks = SimpleNamespace(on_failure=[])
     several = SimpleNamespace(model=SimpleNamespace(ranks=ranks))
-    _watched(lambda: several, told.append)()  # type: ignore[arg-type,return-value]
-    for tell in ranks.on_failure:
-        tell("rank 1 is gone")
-    assert told == ["rank 1 is gone"]
+    _watched(lambda: several, messages.append)()  # type: ignore[arg-type,return-value]
+    for callback in ranks.on_failure:
+        callback("rank 1 exited")
+    assert messages == ["rank 1 exited"]
 
 
 @pytest.mark.slow
@@ -196,19 +196,19 @@ def test_torchrun(model: Path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tensor_parallel": 0}, "tensor_parallel is 0"),
+        ({"tensor_parallel": 0}, "tensor_parallel must be an integer >= 1, got 0"),
         ({"tensor_parallel": 3}, "it has 4 heads; 2, 4 would fit"),
-        ({"tensor_parallel": 2, "backend": "native"}, "is for the torch backend"),
-        ({"tensor_parallel": 2, "exact": True}, "cannot be exact"),
+        ({"tensor_parallel": 2, "backend": "native"}, "needs the torch backend"),
+        ({"tensor_parallel": 2, "exact": True}, "exact is not possible"),
         ({"tensor_parallel": 2, "threads": 2}, "threads is for the native"),
-        ({"tensor_parallel": 2, "devices": "cpu,cpu,cpu"}, "3 devices are named"),
-        ({"devices": "cpu,"}, "it may be their names"),
-        ({"devices": "cpu,cpu", "device": "cpu"}, "only one of them"),
+        ({"tensor_parallel": 2, "devices": "cpu,cpu,cpu"}, "got 3 names"),
+        ({"devices": "cpu,"}, "must be device names"),
+        ({"devices": "cpu,cpu", "device": "cpu"}, "give only one"),
         ({"devices": "cpu,cpu"}, "2 devices are too many"),
         ({"devices": "nonsense:0"}, "cannot be used here"),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_process_is_started(
+def test_invalid_settings_are_rejected_before_a_process_starts(
     model: Path, options: dict[str, Any], words: str
 ):
     with pytest.raises(SettingsError, match=words):

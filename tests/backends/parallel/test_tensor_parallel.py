@@ -16,15 +16,15 @@ from unspool.backends.torch.parallel.ranks import Ranks
 from unspool.errors import UnspoolError
 
 CLOSE = 1e-4
-FAR = 1e-3  # of recurrent layers, where a last digit goes on from token to token
+FAR = 1e-3  # recurrent layers accumulate rounding errors over tokens
 FAMILIES = {
-    "gpt2": CLOSE,  # biases, and no rotation
+    "gpt2": CLOSE,  # biases, no RoPE
     "llama-tied-bias": CLOSE,
-    "qwen3": CLOSE,  # norms of each head
-    "olmo2": CLOSE,  # norms over all heads
+    "qwen3": CLOSE,  # norm per head
+    "olmo2": CLOSE,  # norm over all heads
     "gemma3": CLOSE,
-    "gemma4-shared": CLOSE,  # layers without keys, numbers of the token for each
-    "gemma4-experts": CLOSE,  # experts beside a feed-forward, fewer key heads than ranks
+    "gemma4-shared": CLOSE,  # shared KV cache, per-layer embeddings
+    "gemma4-experts": CLOSE,  # experts and a dense feed-forward, fewer key heads than ranks
     "qwen3-moe": CLOSE,
     "gpt-oss": CLOSE,  # sinks, experts with biases
     "qwen3.5-moe": FAR,  # gated DeltaNet, a shared expert
@@ -35,11 +35,11 @@ PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 258, 30)]
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    found = Ranks.spawned(2, "cpu")
-    yield found
-    assert not found.failure
-    found.close()
-    assert all(process.poll() == 0 for process in found._processes), "closing ends them"
+    result = Ranks.spawn(2, "cpu")
+    yield result
+    assert not result.failure
+    result.close()
+    assert all(process.poll() == 0 for process in result._processes), "closing stops them"
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +50,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family(name: str, ranks: Ranks, tmp_path: Path):
     checkpoint = family(name, tmp_path)
-    one, two = torch_model(checkpoint), split_model(checkpoint, ranks, "float32")
-    assert two.config == one.config
-    assert two.fingerprint() == one.fingerprint(), "it is the same model, whatever the ranks"
-    alone, together = language_model(one, memory=4 << 20), language_model(two, memory=4 << 20)
+    single, split = torch_model(checkpoint), split_model(checkpoint, ranks, "float32")
+    assert split.config == single.config
+    assert split.fingerprint() == single.fingerprint(), "independent of the number of ranks"
+    alone, together = language_model(single, memory=4 << 20), language_model(split, memory=4 << 20)
     with alone.opened(PROMPT) as a, together.opened(PROMPT) as b:
-        wanted = alone.engine.extend(a, wanted=len(PROMPT))
-        found = together.engine.extend(b, wanted=len(PROMPT))
-    assert np.abs(wanted).max() > 1, "a model that says nothing would prove nothing"
-    assert np.abs(found - wanted).max() < FAMILIES[name]
+        expected = alone.engine.extend(a, wanted=len(PROMPT))
+        result = together.engine.extend(b, wanted=len(PROMPT))
+    assert np.abs(expected).max() > 1, "the logits must not be trivial"
+    assert np.abs(result - expected).max() < FAMILIES[name]
     texts = [lm.generate(PROMPT, temperature=0, max_tokens=12).tokens for lm in (alone, together)]
     assert texts[0] == texts[1]
     for lm in (alone, together):
@@ -66,64 +66,67 @@ def test_a_family(name: str, ranks: Ranks, tmp_path: Path):
 
 
 def test_steps_of_all_kinds(checkpoint: Any, ranks: Ranks):
-    """Prompts, chunks, drafts and tokens beside each other, taken back and read again."""
+    """Prompts, chunks, drafts and single tokens in one batch, rewound and recomputed."""
     models = torch_model(checkpoint), split_model(checkpoint, ranks, "float32")
-    one, two = (read_in_many_ways(backend(model), 259) for model in models)
-    assert np.abs(one - two).max() < CLOSE
+    single, split = (read_in_many_ways(backend(model), 259) for model in models)
+    assert np.abs(single - split).max() < CLOSE
 
 
 def test_the_same_seeds_give_the_same_texts(checkpoint: Any, ranks: Ranks):
     models = torch_model(checkpoint), split_model(checkpoint, ranks, "float32")
     options: dict[str, Any] = {"seed": 7, "temperature": 0.8, "repetition_penalty": 1.2}
-    one, two = (
-        [each.tokens for each in language_model(model).samples(PROMPT, 3, max_tokens=10, **options)]
+    single, split = (
+        [
+            sample.tokens
+            for sample in language_model(model).samples(PROMPT, 3, max_tokens=10, **options)
+        ]
         for model in models
     )
-    assert len({tuple(tokens) for tokens in one}) > 1
-    assert one == two
+    assert len({tuple(tokens) for tokens in single}) > 1
+    assert single == split
 
 
 def test_adapters(checkpoint: Any, ranks: Ranks):
     models = torch_model(checkpoint), split_model(checkpoint, ranks, "float32")
-    one, two = (all_logits(with_adapters(model)) for model in models)
-    for wanted, found in zip(one, two, strict=True):
-        assert np.abs(np.asarray(wanted) - np.asarray(found)).max() < 5 * CLOSE
+    single, split = (all_logits(with_adapters(model)) for model in models)
+    for expected, result in zip(single, split, strict=True):
+        assert np.abs(np.asarray(expected) - np.asarray(result)).max() < 5 * CLOSE
 
 
 @pytest.mark.parametrize("name", ["gemma4-dense", "qwen3.5"])
-def test_a_look_inside_sees_the_heads_of_all_ranks(name: str, ranks: Ranks, tmp_path: Path):
-    """Of layers with more and with fewer heads of keys, and of recurrent ones."""
+def test_observations_include_the_heads_of_all_ranks(name: str, ranks: Ranks, tmp_path: Path):
+    """In layers with different numbers of heads, and in recurrent layers."""
     checkpoint = family(name, tmp_path)
-    seen = []
+    observed = []
     for model in (torch_model(checkpoint), split_model(checkpoint, ranks, "float32")):
         lm = language_model(model, memory=4 << 20)
         branch = lm.engine.open(PROMPT)
-        seen.append(lm.engine.look(branch, at=frozenset({3, 17})).inside)
+        observed.append(lm.engine.look(branch, at=frozenset({3, 17})).inside)
         lm.close()
-    (one,), (two,) = seen
-    assert np.abs(one.residuals - two.residuals).max() < FAR
-    assert np.abs(one.parts - two.parts).max() < FAR
+    (single,), (split,) = observed
+    assert np.abs(single.residuals - split.residuals).max() < FAR
+    assert np.abs(single.parts - split.parts).max() < FAR
     for name in ("attention", "recurrent"):
-        for wanted, found in zip(getattr(one, name), getattr(two, name), strict=True):
-            assert np.array_equal(np.isnan(wanted), np.isnan(found))
-            assert np.nanmax(np.abs(wanted - found)) < FAR
-    assert len(one.attention) == 2
+        for expected, result in zip(getattr(single, name), getattr(split, name), strict=True):
+            assert np.array_equal(np.isnan(expected), np.isnan(result))
+            assert np.nanmax(np.abs(expected - result)) < FAR
+    assert len(single.attention) == 2
 
 
-def test_what_lenses_read_of_the_weights(ranks: Ranks, tmp_path: Path):
+def test_weights_for_the_lenses(ranks: Ranks, tmp_path: Path):
     checkpoint = family("gpt2", tmp_path)
-    one, two = torch_model(checkpoint), split_model(checkpoint, ranks, "float32")
+    single, split = torch_model(checkpoint), split_model(checkpoint, ranks, "float32")
     vectors = np.random.default_rng(1).standard_normal((3, 48)).astype(np.float32)
-    assert np.abs(one.logits(vectors) - two.logits(vectors)).max() < CLOSE
-    assert np.array_equal(one.normed(vectors), two.normed(vectors))
+    assert np.abs(single.logits(vectors) - split.logits(vectors)).max() < CLOSE
+    assert np.array_equal(single.normed(vectors), split.normed(vectors))
     for name in ("embed.weight", "head.weight"):
-        assert np.array_equal(one.rows(name, 100, 200), two.rows(name, 100, 200))
+        assert np.array_equal(single.rows(name, 100, 200), split.rows(name, 100, 200))
     for name in ("norm.weight", "norm.bias", "head.bias"):
-        wanted, found = one.vector(name), two.vector(name)
-        assert (wanted is None and found is None) or np.array_equal(wanted, found)
+        expected, result = single.vector(name), split.vector(name)
+        assert (expected is None and result is None) or np.array_equal(expected, result)
 
 
-def test_a_model_that_was_let_go_is_forgotten_and_others_go_on(checkpoint: Any, ranks: Ranks):
+def test_closing_one_model_keeps_the_others(checkpoint: Any, ranks: Ranks):
     first, second = (split_model(checkpoint, ranks, "float32") for _ in range(2))
     first.close()
     first.close()
@@ -131,7 +134,7 @@ def test_a_model_that_was_let_go_is_forgotten_and_others_go_on(checkpoint: Any, 
     assert not ranks.failure
 
 
-def test_it_has_no_transformer_in_one_place(checkpoint: Any, ranks: Ranks):
+def test_it_has_no_single_transformer(checkpoint: Any, ranks: Ranks):
     lm = language_model(split_model(checkpoint, ranks, "float32"))
     with pytest.raises(UnspoolError, match="in one process"):
         _ = lm.transformer

@@ -1,7 +1,7 @@
-"""The native backend: a batch in, logits out, in one call of the compiled library.
+"""The native backend: a whole step in one call of the compiled library.
 
-Keys and values lie in pages of sixteen tokens, in 16 or 8 bits a number. The memory is asked for
-at once but taken by the system only as pages are written.
+KV cache pages hold sixteen tokens, with 8, 16 or 32 bits per value. Their memory is reserved when
+the backend is created, but the system provides it only as pages are written.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import numpy.typing as npt
 
 from unspool.backends.base import StepLimits
 from unspool.backends.cpu.adapters import CpuAdapters
-from unspool.backends.cpu.recurrent_look import RecurrentLook
+from unspool.backends.cpu.packing import LANES
+from unspool.backends.cpu.recurrent_look import RecurrentObserver
 from unspool.backends.cpu.structures import (
-    BatchStructure,
-    KeyValues,
-    LayerPages,
-    RotaryTable,
-    TapList,
+    BatchStruct,
+    KvCacheStruct,
+    LayerPagesStruct,
+    RopeTableStruct,
+    TapsStruct,
     address,
     contiguous,
     functions,
@@ -47,46 +48,39 @@ from unspool.sampling.picker import pick
 
 if TYPE_CHECKING:
     from unspool.backends.cpu.plan import Plan
+    from unspool.backends.cpu.program import CompiledPlan
     from unspool.model.adapters import Adapter
     from unspool.model.config import ModelConfig
 
 PAGE_SIZE = 16
 _NO_LOGPROBS = np.empty(0)
-LANES = 16
-_FIRST_ANGLES = 512  # positions whose angles are worked out at first; then twice as many, and so on
-_FAULTS = {
-    1: "there is not enough memory for a batch of {count} tokens; allow less at once",
-    2: "the system gave no more threads; ask for fewer with threads=1",
+_MIN_ROPE_POSITIONS = 512  # first size of the RoPE tables; they grow by doubling
+_ERRORS = {  # by status of the library
+    1: "not enough memory for a batch of {count} tokens; use smaller batches",
+    2: "no thread could be started; use fewer with threads=1",
     3: "the batch names a token, a position, a page or a state that does not exist",
 }
 
 
 def page_layout(config: ModelConfig, kv_bits: int) -> tuple[Any, int]:
-    """Where each layer's keys and values lie in a page of sixteen tokens, and the page's bytes.
+    """Offsets of each layer's keys and values in a page of sixteen tokens, and the page's bytes.
 
-    A layer that shares those of another has the other's place, one that has none no heads.
+    A layer that shares the KV cache of another has its offset; a layer without one has 0 heads.
     """
-    layers, size = (LayerPages * config.layers)(), 0
+    layers, size = (LayerPagesStruct * config.layers)(), 0
     for layer in config.kv_layers:
         heads, width = config.kv_shape(layer)
-        layers[layer] = LayerPages(size, heads, width)
-        filled = -(-width // LANES) * LANES
+        layers[layer] = LayerPagesStruct(size, heads, width)
+        padded_width = -(-width // LANES) * LANES
         scales = 4 * PAGE_SIZE if kv_bits == 8 else 0
-        size += 2 * heads * (PAGE_SIZE * filled * kv_bits // 8 + scales)
+        size += 2 * heads * (PAGE_SIZE * padded_width * kv_bits // 8 + scales)
     for layer in range(config.layers):
         layers[layer] = layers[config.kv_source(layer)]
     return layers, size
 
 
-class Runner(Protocol):
-    """A model as the library holds it, with room for the runs of one backend."""
-
-    @property
-    def handle(self) -> int: ...
-
-
 class PlannedModel(Protocol):
-    """What a backend needs of a model whose weights are in memory."""
+    """A loaded model as the backend needs it (`CpuModel`, which imports this module)."""
 
     kv_bits: int
     threads: int
@@ -97,11 +91,11 @@ class PlannedModel(Protocol):
     @property
     def plan(self) -> Plan: ...
 
-    def new_runner(self) -> Runner: ...
+    def new_runner(self) -> CompiledPlan: ...
 
 
 class CpuBackend:
-    """A native model behind the engine's contract."""
+    """`Backend` on the native library."""
 
     limits = StepLimits()
     overlaps = False
@@ -114,15 +108,15 @@ class CpuBackend:
         if memory is None:
             memory = min(2 << 30, free_memory() // 4)
         self.state_bytes = config.state_bytes
-        self.echoes = not self.state_bytes  # a token's state is that of its own row
+        self.echoes = not self.state_bytes  # recurrent states belong to a single row
         self.page_count, self.state_count = pages_and_states(
             memory, self.page_bytes, self.state_bytes
         )
         self.vocab_size = config.vocab_size
         self.context = context
-        self._memory = _untouched(self.page_count * self.page_bytes)
-        self._states = _untouched(max(1, self.state_count * self.state_bytes))
-        self._kv = KeyValues(
+        self._memory = _reserve_zeros(self.page_count * self.page_bytes)
+        self._states = _reserve_zeros(max(1, self.state_count * self.state_bytes))
+        self._kv_cache = KvCacheStruct(
             data=address(self._memory),
             pages=self.page_count,
             page_bytes=self.page_bytes,
@@ -130,83 +124,87 @@ class CpuBackend:
             bits=model.kv_bits,
         )
         self._runner = model.new_runner()
-        self._angles = _Angles(model, context)
+        self._rope_tables = _RopeTables(model, context)
         self._process = os.getpid()
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._table = BlockTable()
         self._adapters = CpuAdapters(model.plan)
         self._logits = np.empty((0, self.vocab_size), np.float32)
 
     def launch(self, batch: StepBatch) -> Done:
-        """Run the whole step in one call of the library, the picking of tokens in another."""
+        """Run the whole step in one call of the library, and sample in another. Thread-safe."""
         if os.getpid() != self._process:
             raise UnspoolError(FORKED)
-        with self._turn:
+        with self._lock:
             self._table.apply(batch.updates)
             for source, target in batch.copies.tolist():
                 self._copy_page(source, target)
             return Done(self._run(batch))
 
     def set_adapter(self, number: int, adapter: Adapter | None) -> None:
-        with self._turn:
+        with self._lock:
             self._adapters.set(number, adapter)
 
     def _copy_page(self, source: int, target: int) -> None:
         if not (0 <= source < self.page_count and 0 <= target < self.page_count):
             raise UnspoolError(
-                f"pages go from 0 to {self.page_count - 1}, not {source} or {target}"
+                f"pages must be within 0 to {self.page_count - 1}, got {source} and {target}"
             )
-        functions().unspool_copy_page(ctypes.byref(self._kv), source, target)
+        functions().unspool_copy_page(ctypes.byref(self._kv_cache), source, target)
 
     def _run(self, batch: StepBatch) -> StepResult:
-        picked, asked = len(batch.sampled), len(batch.logits)
-        wanted = np.concatenate((batch.sampled, batch.logits)) if asked else batch.sampled
+        num_sampled, num_logits = len(batch.sampled), len(batch.logits)
+        output_tokens = (
+            np.concatenate((batch.sampled, batch.logits)) if num_logits else batch.sampled
+        )
         arrays = [
             contiguous(array)
             for array in (
                 batch.tokens, batch.positions, batch.visible_end, batch.starts, batch.slots,
-                self._table.pages, wanted,
+                self._table.pages, output_tokens,
             )
         ]  # fmt: skip
         count, rows = len(batch.tokens), len(batch.starts) - 1
         if {len(batch.positions), len(batch.visible_end)} != {count} or len(batch.slots) != rows:
-            raise UnspoolError(_FAULTS[3])
-        structure = BatchStructure(
-            *map(address, arrays), count, rows, *self._table.pages.shape, len(wanted)
+            raise UnspoolError(_ERRORS[3])
+        structure = BatchStruct(
+            *map(address, arrays), count, rows, *self._table.pages.shape, len(output_tokens)
         )
-        adapters = self._adapters.of(batch) if len(batch.adapters) else None
-        structure.adapters = ctypes.addressof(adapters.list) if adapters else None
+        adapters = self._adapters.for_batch(batch) if len(batch.adapters) else None
+        structure.adapters = ctypes.addressof(adapters.struct) if adapters else None
         if len(batch.echoes):
-            lines = contiguous(batch.echoes[:, 1])
+            echo_slots = contiguous(batch.echoes[:, 1])
             starts = contiguous(np.searchsorted(batch.echoes[:, 0], np.arange(count + 1)))
-            structure.echo_starts, structure.echo_lines = address(starts), address(lines)
-        kept = self._put_states(structure, batch) if self.state_bytes else ()
-        logits = self._room_for(picked, asked)
-        watch = _Watch(self.model, batch, batch.look) if batch.look else None
+            structure.echo_starts, structure.echo_slots = address(starts), address(echo_slots)
+        state_arrays = self._set_states(structure, batch) if self.state_bytes else ()
+        logits = self._logits_buffer(num_sampled, num_logits)
+        observer = _CpuObserver(self.model, batch, batch.look) if batch.look else None
         status = functions().unspool_run(
             self._runner.handle,
-            ctypes.addressof(self._kv),
-            self._angles.up_to(int(arrays[1].max()) + 1 if count else 0),
+            ctypes.addressof(self._kv_cache),
+            self._rope_tables.address_for(int(arrays[1].max()) + 1 if count else 0),
             ctypes.addressof(structure),
-            ctypes.addressof(watch.list) if watch else None,
+            ctypes.addressof(observer.taps) if observer else None,
             address(logits),
         )
-        del kept
+        del state_arrays
         if status:
-            raise UnspoolError(_FAULTS[status].format(count=count))
-        inside = watch.inside() if watch else None
+            raise UnspoolError(_ERRORS[status].format(count=count))
+        inside = observer.inside() if observer else None
         if batch.pick is None:
-            return StepResult(no_ints(), _NO_LOGPROBS, logits[picked:], inside)
-        found = pick(logits[:picked], batch.pick, self.model.threads)
-        return StepResult(found.tokens, found.logprobs, logits[picked:], inside, found.failures)
+            return StepResult(no_ints(), _NO_LOGPROBS, logits[num_sampled:], inside)
+        picks = pick(logits[:num_sampled], batch.pick, self.model.threads)
+        return StepResult(
+            picks.tokens, picks.logprobs, logits[num_sampled:], inside, picks.failures
+        )
 
-    def _put_states(self, structure: BatchStructure, batch: StepBatch) -> tuple[Ints, ...]:
-        """The slots of recurrent states into what the library gets; the arrays must outlive it."""
+    def _set_states(self, structure: BatchStruct, batch: StepBatch) -> tuple[Ints, ...]:
+        """Set the recurrent state slots of `structure`; returns arrays that must outlive it."""
         rows, count = len(batch.starts) - 1, len(batch.tokens)
         tokens = batch.captures[:, 0]
-        ordered = len(tokens) == 0 or (tokens[0] >= 0 and tokens[-1] < count)
-        if batch.states.shape != (rows, 2) or not ordered or (np.diff(tokens) < 0).any():
-            raise UnspoolError(_FAULTS[3])
+        in_range = len(tokens) == 0 or (tokens[0] >= 0 and tokens[-1] < count)
+        if batch.states.shape != (rows, 2) or not in_range or (np.diff(tokens) < 0).any():
+            raise UnspoolError(_ERRORS[3])
         states = contiguous(batch.states)
         structure.state_data, structure.state_slots = address(self._states), self.state_count
         structure.state_floats, structure.states = self.state_bytes // 4, address(states)
@@ -217,118 +215,117 @@ class CpuBackend:
         structure.capture_starts, structure.capture_slots = address(starts), address(slots)
         return states, slots, starts
 
-    def _room_for(self, picked: int, asked: int) -> Floats:
-        """Memory for logits: new where they are given away, and otherwise that of the last step."""
-        if asked:
-            return np.empty((picked + asked, self.vocab_size), np.float32)
-        if len(self._logits) < picked:
-            self._logits = np.empty((picked, self.vocab_size), np.float32)
-        return self._logits[:picked]
+    def _logits_buffer(self, num_sampled: int, num_logits: int) -> Floats:
+        """Memory for logits: new if some are returned to the caller, else reused every step."""
+        if num_logits:
+            return np.empty((num_sampled + num_logits, self.vocab_size), np.float32)
+        if len(self._logits) < num_sampled:
+            self._logits = np.empty((num_sampled, self.vocab_size), np.float32)
+        return self._logits[:num_sampled]
 
     def profile(self) -> Floats:
-        """Seconds in each operation since the last call; the first call begins to measure."""
+        """Seconds spent in each operation since the last call; the first call starts measuring."""
         seconds = np.zeros(len(self.model.plan.operations), np.float64)
         functions().unspool_profile(self._runner.handle, address(seconds))
         return seconds.astype(np.float32)
 
 
-def _untouched(size: int) -> npt.NDArray[np.uint8]:
-    """Zeros that the system gives only as they are written, in large pages where it can."""
+def _reserve_zeros(size: int) -> npt.NDArray[np.uint8]:
+    """Reserve zeroed memory that is committed only as it is written, in huge pages if possible."""
     try:
         memory = mmap.mmap(-1, size)
     except (OSError, OverflowError, MemoryError) as error:
         raise UnspoolError(
-            f"keys and values were to take {size:,} bytes, which the system does not give; "
-            "set a lower memory"
+            f"the system cannot reserve {size:,} bytes for the KV cache; lower memory"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system without them
+        with contextlib.suppress(OSError):  # a system without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
 
 
-class _Angles:
-    """Cosines and sines of every position so far, one table for each way that layers turn."""
+class _RopeTables:
+    """Cosines and sines by position, one table per RoPE variant of the model; grows on demand."""
 
     def __init__(self, model: PlannedModel, context: int) -> None:
-        self._ways = model.plan.rotary
+        self._variants = model.plan.rotary
         self._context = context
-        self._known = 0
+        self._size = 0  # positions
         self._tables: list[Floats] = []
-        self._structures = (RotaryTable * max(1, len(self._ways)))()
+        self._structures = (RopeTableStruct * max(1, len(self._variants)))()
 
-    def up_to(self, count: int) -> int:
-        """The address of the tables, which hold so many positions, if the context has them."""
+    def address_for(self, count: int) -> int:
+        """Address of the tables, grown to `count` positions (at most the context length)."""
         count = min(count, self._context)
-        if count > self._known:
-            self._known = max(count, min(self._context, max(_FIRST_ANGLES, 2 * self._known)))
-            positions = np.arange(self._known)
+        if count > self._size:
+            self._size = max(count, min(self._context, max(_MIN_ROPE_POSITIONS, 2 * self._size)))
+            positions = np.arange(self._size)
             self._tables = []
-            for number, way in enumerate(self._ways):
+            for index, rope in enumerate(self._variants):
                 cosine, sine = (
                     np.ascontiguousarray(table, np.float32)
-                    for table in way.tables(positions, self._context)
+                    for table in rope.tables(positions, self._context)
                 )
                 self._tables += [cosine, sine]
-                self._structures[number] = RotaryTable(
-                    address(cosine), address(sine), self._known, way.width // 2
+                self._structures[index] = RopeTableStruct(
+                    address(cosine), address(sine), self._size, rope.width // 2
                 )
         return ctypes.addressof(self._structures)
 
 
-class _Watch:
-    """Room for what the taps ask for, and what was seen made into arrays."""
+class _CpuObserver:
+    """Buffers that the kernels fill with observed values, and their conversion to `Inside`."""
 
-    def __init__(self, model: PlannedModel, batch: StepBatch, taps: Look) -> None:
+    def __init__(self, model: PlannedModel, batch: StepBatch, look: Look) -> None:
         config = model.config
-        self._taps = taps
-        self._rows = np.union1d(taps.residuals, taps.parts).astype(np.int64)
-        every = np.concatenate([self._rows, taps.attention])
-        if len(every) and not 0 <= every.min() <= every.max() < len(batch.tokens):
-            raise UnspoolError("the taps name a token that is not in the batch")
-        count = 2 * config.layers + 1  # before the first layer, and after the halves of each
-        self._places: Ints | None = None
-        if taps.layers is not None:  # only some, so nothing of what lies between them
-            before = 2 * np.array(taps.layers, np.int64)
-            self._places = np.full(count, -1, np.int64)
-            self._places[before] = np.arange(len(before))
-            count = len(before)
+        self._look = look
+        self._rows = np.union1d(look.residuals, look.parts).astype(np.int64)
+        observed = np.concatenate([self._rows, look.attention])
+        if len(observed) and not 0 <= observed.min() <= observed.max() < len(batch.tokens):
+            raise UnspoolError("the observed tokens are not in the batch")
+        count = 2 * config.layers + 1  # the first input, and after both halves of each layer
+        self._snapshot_rows: Ints | None = None
+        if look.layers is not None:  # only some layer inputs
+            snapshots = 2 * np.array(look.layers, np.int64)
+            self._snapshot_rows = np.full(count, -1, np.int64)
+            self._snapshot_rows[snapshots] = np.arange(len(snapshots))
+            count = len(snapshots)
         self._snapshots = np.empty((count, len(self._rows), config.width), np.float32)
-        self._past = batch.visible_end[taps.attention]
+        self._visible = batch.visible_end[look.attention]
         self._shape = (config.layers, config.heads)
-        sizes = self._past * config.layers * config.heads
+        sizes = self._visible * config.layers * config.heads
         self._starts = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
         self._weights = np.zeros(int(self._starts[-1]), np.float32)
-        self._where = np.full(len(batch.tokens), -1, np.int64)
-        self._where[taps.attention] = self._starts[:-1]
-        self.list = TapList(
+        self._offsets = np.full(len(batch.tokens), -1, np.int64)
+        self._offsets[look.attention] = self._starts[:-1]
+        self.taps = TapsStruct(
             address(self._rows),
             len(self._rows),
             address(self._snapshots),
-            address(self._where) if len(taps.attention) else None,
+            address(self._offsets) if len(look.attention) else None,
             address(self._weights),
-            None if self._places is None else address(self._places),
+            None if self._snapshot_rows is None else address(self._snapshot_rows),
             config.heads,
         )
         self._recurrent = None
         if config.state_bytes:
-            self._recurrent = RecurrentLook(config, taps, len(batch.tokens))
-            self._recurrent.put(self.list)
+            self._recurrent = RecurrentObserver(config, look, len(batch.tokens))
+            self._recurrent.set_taps(self.taps)
 
     def inside(self) -> Inside:
         residuals = parts = None
-        if len(self._taps.residuals):
-            found = np.searchsorted(self._rows, self._taps.residuals)
-            residuals = self._snapshots[:: 2 if self._places is None else 1, found]
-        if len(self._taps.parts):
-            found = np.searchsorted(self._rows, self._taps.parts)
-            steps = np.diff(self._snapshots[:, found], axis=0)  # attention, feed, attention, ...
-            parts = steps.reshape(-1, 2, *steps.shape[1:])
+        if len(self._look.residuals):
+            indices = np.searchsorted(self._rows, self._look.residuals)
+            residuals = self._snapshots[:: 2 if self._snapshot_rows is None else 1, indices]
+        if len(self._look.parts):
+            indices = np.searchsorted(self._rows, self._look.parts)
+            added = np.diff(self._snapshots[:, indices], axis=0)  # attention, feed, attention, ...
+            parts = added.reshape(-1, 2, *added.shape[1:])
         attention = [
-            self._weights[start:end].reshape(*self._shape, past)
-            for start, end, past in zip(
-                self._starts[:-1], self._starts[1:], self._past.tolist(), strict=True
+            self._weights[start:end].reshape(*self._shape, visible)
+            for start, end, visible in zip(
+                self._starts[:-1], self._starts[1:], self._visible.tolist(), strict=True
             )
         ]
-        recurrent = self._recurrent.seen() if self._recurrent else []
+        recurrent = self._recurrent.stats() if self._recurrent else []
         return Inside(residuals, attention, parts, recurrent=recurrent)

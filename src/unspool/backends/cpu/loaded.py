@@ -1,27 +1,27 @@
-"""A checkpoint's weights in the native layout, and the plan that runs over them.
+"""A model on the CPU: its weights in the native layout, and its execution plan.
 
     model = load_cpu(checkpoint)        # repacks in the background
     backend = model.backend(memory=None, context=2048)
 
-Weights keep the numbers of their file: quantized blocks are only moved. The file is mapped, and
-its pages are given back once they are repacked.
+Weights keep the values of their file: quantized blocks are only rearranged. The file is mapped into
+memory, and its pages are released once they are repacked.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unspool.backends.cpu.layout import Matrix
+from unspool.backends.cpu.layout import MatrixStruct
 from unspool.backends.cpu.packing import Packed, pack_all, relative_error
 from unspool.backends.cpu.plan import Plan
 from unspool.backends.cpu.plan_builder import build_plan
-from unspool.backends.cpu.structures import ROWS, ModelSpec, Op, Vector, address, functions
+from unspool.backends.cpu.program import CompiledPlan
+from unspool.backends.cpu.structures import address, functions
 from unspool.backends.cpu.threads import FORKED, choose_threads
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.checkpoint import Checkpoint
@@ -36,8 +36,9 @@ if TYPE_CHECKING:
     from unspool.backends.cpu.backend import CpuBackend
     from unspool.backends.step import Floats, Ints
 
-_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", FLOAT8: "bfloat16"}
-_NAMES |= {"ZERO4": "4 bits", "ZERO8": "8 bits", "AFFINE8": "8 bits"}
+# How `precision` names a type, where that is not the type itself.
+_PRECISIONS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", FLOAT8: "bfloat16"}
+_PRECISIONS |= {"ZERO4": "4 bits", "ZERO8": "8 bits", "AFFINE8": "8 bits"}
 
 
 def load_cpu(
@@ -47,18 +48,20 @@ def load_cpu(
     threads: int | None = None,
     kv_bits: int = 16,
 ) -> CpuModel:
-    """Begin to repack a checkpoint; whoever needs the weights first waits for the end.
+    """Start repacking a checkpoint in the background; the first use of the weights waits for it.
 
-    store     None keeps the file's numbers; "4" and "8" quantize floats to so many bits;
-              "float32", "bfloat16" and "float16" keep them so.
-    threads   how many to run on; None: as many as there are cores for us.
-    kv_bits   of a number in the KV cache: 8, 16 or 32.
+    Args:
+        checkpoint: the model to load.
+        store: None keeps the file's values; "4" and "8" quantize floats to 4 or 8 bits; "float32",
+            "bfloat16" and "float16" convert to that type.
+        threads: number of threads; None: the physical cores this process may use.
+        kv_bits: bits per value in the KV cache: 8, 16 or 32.
     """
     return CpuModel(checkpoint, store=store, threads=choose_threads(threads), kv_bits=kv_bits)
 
 
 class CpuModel:
-    """A model in the native backend; made by `load_cpu`."""
+    """A model on the native backend; created by `load_cpu`."""
 
     device = "cpu"
 
@@ -76,8 +79,8 @@ class CpuModel:
         self._fault: BaseException | None = None
         self._process = os.getpid()
         self._lens: Runner | None = None
-        self._lens_turn = threading.Lock()
-        # Not a daemon: a process that ends waits for it instead of pulling memory away under it.
+        self._lens_lock = threading.Lock()
+        # Not a daemon: a process that exits waits for it instead of freeing memory in use.
         self._loading = threading.Thread(
             target=self._load, args=(checkpoint, store), name="unspool-load"
         )
@@ -86,10 +89,10 @@ class CpuModel:
     # -- loading ------------------------------------------------------------------------------
 
     def wait(self) -> CpuModel:
-        """Until the weights are there; whatever was wrong with them is raised here."""
-        if os.getpid() != self._process:  # the thread that loads it may be there, but not here
+        """Wait until the weights are loaded; raises what loading raised. Thread-safe."""
+        if os.getpid() != self._process:  # a forked child does not have the loading thread
             raise UnspoolError(FORKED)
-        self._loading.join()  # returns at once when it has ended; any number of threads may wait
+        self._loading.join()
         if self._fault is not None:
             raise self._fault
         return self
@@ -99,11 +102,11 @@ class CpuModel:
             self._repack(checkpoint, store)
         except MemoryError:
             self._fault = UnspoolError(
-                f"{checkpoint.path}: there is not enough memory for the weights; use a smaller "
-                "model, or one with fewer bits a weight"
+                f"{checkpoint.path}: not enough memory for the weights; use a smaller model, or "
+                "one with fewer bits per weight"
             )
         except RuntimeError as error:
-            no_threads = UnspoolError("the system gave no more threads to load the model with")
+            no_threads = UnspoolError("no thread could be started to load the model")
             self._fault = no_threads if "new thread" in str(error) else error
         except BaseException as error:
             self._fault = error
@@ -111,12 +114,12 @@ class CpuModel:
     def _repack(self, checkpoint: Checkpoint, store: str | None) -> None:
         matrices: dict[str, Stored] = {}
         for name, stored in checkpoint.weights():
-            taps = name.endswith(".conv.weight")
-            if len(stored.shape) == 1 or taps or name == "position_embed.weight":
+            is_conv = name.endswith(".conv.weight")
+            if len(stored.shape) == 1 or is_conv or name == "position_embed.weight":
                 self.vectors[name] = self._vector(name, stored, checkpoint)
             elif name.endswith(".bias"):  # one for each expert
-                every = self._vector(name, stored, checkpoint)
-                self.vectors.update({f"{name}[{n}]": one for n, one in enumerate(every)})
+                biases = self._vector(name, stored, checkpoint)
+                self.vectors.update({f"{name}[{n}]": bias for n, bias in enumerate(biases)})
             elif len(stored.shape) == 3:
                 parts = stored.slices()
                 matrices.update({f"{name}[{n}]": part for n, part in enumerate(parts)})
@@ -125,26 +128,26 @@ class CpuModel:
         if self.config.positions == "learned":
             self.vectors["positions"] = self.vectors.pop("position_embed.weight")
         elif self.config.positions == "sinusoidal":
-            everywhere = np.arange(self.config.context)
-            self.vectors["positions"] = sinusoidal(everywhere, self.config.width)
+            positions = np.arange(self.config.context)
+            self.vectors["positions"] = sinusoidal(positions, self.config.width)
         self._round_embedding_scale(matrices["embed.weight"].type, store)
         for kind, items in _by_store(matrices, store).items():
             self.packed.update(pack_all(items, store=kind, threads=self.threads))
         kinds: Counter[str] = Counter()
         for name, stored in matrices.items():
             kinds[stored.type] += self.packed[name].nbytes
-        self._precision = store or _said(kinds)
-        lost = [checkpoint.losses] if checkpoint.losses else []
+        self._precision = store or _main_precision(kinds)
+        losses = [checkpoint.losses] if checkpoint.losses else []
         if FLOAT8 in kinds and store is None:
-            lost.append("FP8 weights were rounded to bfloat16, which differs by 0.2% on average")
-        self._quantization_error = "; ".join(lost) or None
+            losses.append("FP8 weights were rounded to bfloat16, which differs by 0.2% on average")
+        self._quantization_error = "; ".join(losses) or None
         if store in ("4", "8"):
-            already = all(stored.packed for stored in matrices.values())
-            self._precision = _said(kinds) if already else f"{store} bits"
+            already_quantized = all(stored.packed for stored in matrices.values())
+            self._precision = _main_precision(kinds) if already_quantized else f"{store} bits"
             error = relative_error(self.packed.values())
             self._quantization_error = (
                 "the file's weights are quantized already and were kept as they are"
-                if already
+                if already_quantized
                 else f"weights were rounded to {store} bits; they differ by {error:.2%} on average"
             )
 
@@ -157,32 +160,34 @@ class CpuModel:
         return values
 
     def _round_embedding_scale(self, type: str, store: str | None) -> None:
-        """These models were trained with the factor rounded to the weights' own precision."""
-        kept = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(store or "", type)
+        """Round the factor to the precision of the weights, as these models were trained."""
+        stored_type = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}.get(
+            store or "", type
+        )
         scale = np.float32(self.config.embedding_scale)
-        if kept == "BF16":
+        if stored_type == "BF16":
             bits = int(scale.view(np.uint32))
             rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
             scale = np.uint32(rounded).view(np.float32)
-        elif kept == "F16":
+        elif stored_type == "F16":
             scale = np.float32(np.float16(scale))
         if float(scale) != self.config.embedding_scale:
             self.plan = build_plan(self.config, embedding_scale=float(scale))
 
     @property
     def precision(self) -> str:
-        """The type that most of the weights have: Q4_1, bfloat16, ..."""
+        """Type of most of the weights: Q4_1, bfloat16, ..."""
         return self.wait()._precision
 
     @property
     def quantization_error(self) -> str | None:
-        """What rounding to 4 or 8 bits did to the weights, in words; None if nothing was."""
+        """How far rounding changed the weights, as a message; None: nothing was rounded."""
         return self.wait()._quantization_error
 
     # -- running ------------------------------------------------------------------------------
 
     def backend(self, *, memory: int | None, context: int) -> CpuBackend:
-        # Imported late: weights are on their way already while this is read.
+        # Imported here, while the weights load in the background.
         from unspool.backends.cpu.backend import CpuBackend
 
         return CpuBackend(self.wait(), memory=memory, context=context)
@@ -190,17 +195,18 @@ class CpuModel:
     def new_runner(self) -> Runner:
         return Runner(self.wait())
 
-    def effective(self, name: str) -> Floats:
-        found = self.vector(name)
-        assert found is not None, name
-        if name.endswith(".a_log"):  # the rate at which a head forgets
-            found = -np.exp(found)
-        return np.ascontiguousarray(found)
+    def effective_vector(self, name: str) -> Floats:
+        """A vector of the plan, as the kernels use it."""
+        vector = self.vector(name)
+        assert vector is not None, name
+        if name.endswith(".a_log"):  # the decay rate of a head
+            vector = -np.exp(vector)
+        return np.ascontiguousarray(vector)
 
-    # -- what the lens reads ------------------------------------------------------------------
+    # -- weights for the lenses ---------------------------------------------------------------
 
     def logits(self, vectors: Floats) -> Floats:
-        with self._lens_turn:  # an engine runs on its own runner
+        with self._lens_lock:  # the engine uses another runner
             if self._lens is None:
                 self._lens = self.new_runner()
             return self._lens.head(np.ascontiguousarray(vectors, np.float32))
@@ -215,12 +221,12 @@ class CpuModel:
         return np.asarray(x if bias is None else x + bias, np.float32)
 
     def vector(self, name: str) -> Floats | None:
-        """A vector as it is used: where a norm's weight w means 1 + w, that."""
+        """A vector as it is applied: 1 + w where the model stores a norm's weight as w."""
         if name == "head.bias" and self.config.tied:
             name = "head_bias"
-        found = self.wait().vectors.get(name)
+        vector = self.wait().vectors.get(name)
         plus_one = self.config.norm_plus_one and name.endswith("norm.weight")
-        return found + 1 if found is not None and plus_one else found
+        return vector + 1 if vector is not None and plus_one else vector
 
     def rows(self, name: str, start: int, stop: int) -> Floats:
         self.wait()
@@ -231,103 +237,83 @@ class CpuModel:
         return packed.float32(min(start, last), last)
 
     def fingerprint(self) -> str:
-        """Names and shapes of all weights, and a few numbers from all over each: the same for
-        the same weights on every backend that keeps them exactly."""
+        """Hash of the names and shapes of all weights and of a few values of each: equal on every
+        backend that stores them exactly."""
         if self._fingerprint is None:
             named = sorted(shapes(self.wait().config).items())
             self._fingerprint = hashed(
-                (name, shape, self._numbers(name, shape, places(shape))) for name, shape in named
+                (name, shape, self._values_at(name, shape, places(shape))) for name, shape in named
             )
         return self._fingerprint
 
-    def _numbers(self, name: str, shape: tuple[int, ...], spots: Ints) -> Floats:
-        """Single numbers of a weight, by their place in it counted through."""
+    def _values_at(self, name: str, shape: tuple[int, ...], indices: Ints) -> Floats:
+        """Single values of a weight, by their index in the flattened tensor."""
         if name == "position_embed.weight":
             name = "positions"
         if name in self.vectors:
-            return self.vectors[name].reshape(-1)[spots]
+            return self.vectors[name].reshape(-1)[indices]
         if name.endswith(".bias"):
-            every = np.stack([self.vectors[f"{name}[{n}]"] for n in range(shape[0])])
-            return every.reshape(-1)[spots]
-        rows, columns = np.divmod(spots, shape[-1])
-        found = np.empty(len(spots), np.float32)
-        for place, (row, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
+            biases = np.stack([self.vectors[f"{name}[{n}]"] for n in range(shape[0])])
+            return biases.reshape(-1)[indices]
+        rows, columns = np.divmod(indices, shape[-1])
+        values = np.empty(len(indices), np.float32)
+        for index, (row, column) in enumerate(zip(rows.tolist(), columns.tolist(), strict=True)):
             expert, inner = divmod(row, shape[-2])
             packed = self.packed[f"{name}[{expert}]" if len(shape) == 3 else name]
-            found[place] = packed.float32(inner, inner + 1)[0, column]
-        return found
+            values[index] = packed.float32(inner, inner + 1)[0, column]
+        return values
 
 
-class Runner:
-    """The library's own state of a model: its plan with addresses, and room to work in."""
+class Runner(CompiledPlan):
+    """The plan of a loaded model in the native library, with working memory for one thread."""
 
     def __init__(self, model: CpuModel) -> None:
         plan, config = model.plan, model.config
-        ops, names = plan.encoded()
-        vectors = plan.vectors
-        numbers = {name: number for number, name in enumerate(vectors)}
-        matrices = (Matrix * len(names))()
-        for number, name in enumerate(names):
-            matrices[number] = model.packed[name].matrix
-            matrices[number].bias = numbers.get(plan.bias(name), -1)
-        arrays = [model.effective(name) for name in vectors]
-        every = [Vector(address(array), array.size) for array in arrays]
-        widths = np.array([width for width, _ in plan.buffers.values()], np.int64)
-        rows = np.array([ROWS[kind] for _, kind in plan.buffers.values()], np.int32)
-        self._spec = ModelSpec(
-            ops=(Op * len(ops))(*ops),
-            op_count=len(ops),
-            matrices=matrices,
-            matrix_count=len(names),
-            vectors=(Vector * max(1, len(every)))(*every),
-            vector_count=len(every),
-            buffer_widths=address(widths),
-            buffer_rows=address(rows),
-            buffer_count=len(widths),
+        _, names = plan.encoded()
+        bias_index = {name: index for index, name in enumerate(plan.vectors)}
+        matrices = [MatrixStruct.from_buffer_copy(model.packed[name].matrix) for name in names]
+        for name, matrix in zip(names, matrices, strict=True):
+            matrix.bias = bias_index.get(plan.bias(name), -1)
+        super().__init__(
+            plan,
+            matrices,
+            [model.effective_vector(name) for name in plan.vectors],
+            threads=model.threads,
             logits_buffer=list(plan.buffers).index("logits"),
             experts=config.experts,
-            chosen=config.experts_per_token,
-            threads=model.threads,
+            experts_per_token=config.experts_per_token,
+            owner=model,
         )
-        self._kept: tuple[Any, ...] = (model, widths, rows, arrays)  # the library points at them
         self._head, self._vocab_size = plan.head, config.vocab_size
-        self.handle = functions().unspool_model_new(ctypes.byref(self._spec))
-        if not self.handle:
-            raise UnspoolError("there is not enough memory to run the model")
-        self._free = functions().unspool_model_free
 
     def head(self, vectors: Floats) -> Floats:
+        """Apply the final norm and the head: [n, width] to [n, vocabulary]."""
         logits = np.empty((len(vectors), self._vocab_size), np.float32)
         status = functions().unspool_run_head(
             self.handle, address(vectors), len(vectors), self._head, address(logits)
         )
         if status:
-            raise UnspoolError("there is not enough memory, or no thread to be had")
+            raise UnspoolError("not enough memory, or no thread could be started")
         return logits
-
-    def __del__(self) -> None:
-        if getattr(self, "handle", None):
-            self._free(self.handle)
-            self.handle = None
 
 
 def _by_store(
     matrices: dict[str, Stored], store: str | None
 ) -> dict[str | None, dict[str, Stored]]:
-    """Which matrices are kept how: routers decide too much to be rounded, and the table of
-    tokens and the head gain most from 8 bits."""
-    found: dict[str | None, dict[str, Stored]] = {}
+    """Group matrices by how they are stored: routers are too sensitive to be rounded, and the
+    embedding and the head gain most from 8 bits."""
+    groups: dict[str | None, dict[str, Stored]] = {}
     for name, stored in matrices.items():
         kind = store
         if store in ("4", "8") and (".router." in name or ".shared_gate." in name):
             kind = None
         elif store == "4" and name in ("embed.weight", "head.weight"):
             kind = "8"
-        found.setdefault(kind, {})[name] = stored
-    return found
+        groups.setdefault(kind, {})[name] = stored
+    return groups
 
 
-def _said(kinds: Counter[str]) -> str:
-    """The type that most of the weights have."""
-    most = kinds.most_common(1)[0][0]
-    return _NAMES.get(most, most)
+def _main_precision(kinds: Counter[str]) -> str:
+    """The type of most of the weights, by bytes."""
+    most_common = kinds.most_common(1)[0][0]
+    return _PRECISIONS.get(most_common, most_common)

@@ -1,11 +1,11 @@
-"""Weights in the layout that the native kernels read (`native/layout.h`).
+"""Pack weights into the layout that the native kernels read (`native/layout.h`).
 
     packed = pack_all({"output": stored, ...}, store=None, threads=4)
-    packed["output"].matrix         # what a kernel is given
+    packed["output"].matrix         # passed to the kernels
     packed["output"].float32(3, 5)  # rows 3 and 4 as float32
 
-Quantized weights of a file keep every number: only their bits move. Floats can be kept as they
-are, rounded to another float format, or quantized here, to 4 or 8 bits.
+Quantized weights keep their exact values: only the order of the bits changes. Floats can be kept,
+rounded to another float format, or quantized here to 4 or 8 bits.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool import native
-from unspool.backends.cpu.layout import PACKINGS, Matrix, Packing, grid_codes
+from unspool.backends.cpu.layout import PACKINGS, MatrixStruct, PackedFormat, grid_codes
 from unspool.errors import ModelFileError, SettingsError
 from unspool.model.block_types import OWN_TYPES
 from unspool.model.float8 import FLOAT8
 from unspool.model.gguf import BLOCK_TYPES
 
 LANES = 16  # rows of a block
-ALIGNMENT = 64  # bytes: where a matrix may begin, a cache line and the widest vector
-CHUNK = 1 << 20  # bytes of packed memory that one thread fills before it asks for more work
+ALIGNMENT = 64  # bytes, of a matrix: a cache line and the widest vector register
+CHUNK = 1 << 20  # bytes of packed memory per work item of a thread
 
-_OWN_NUMBERS = {name: 1000 + place for place, name in enumerate(OWN_TYPES)}
-_TYPE_NUMBERS = {kind.name: number for number, kind in BLOCK_TYPES.items()} | _OWN_NUMBERS
+_TYPE_NUMBERS = {kind.name: number for number, kind in BLOCK_TYPES.items()}
+_TYPE_NUMBERS |= {name: 1000 + index for index, name in enumerate(OWN_TYPES)}
 
 
 class StoredTensor(Protocol):
-    """What is needed of a tensor of a file (see `model.stored.Stored`)."""
+    """A tensor of a file, as far as packing needs it (see `model.stored.Stored`)."""
 
     @property
     def type(self) -> str: ...
@@ -57,38 +57,38 @@ class StoredTensor(Protocol):
     def float32(self) -> npt.NDArray[np.float32]: ...
 
 
-# What a caller can ask for, by the type whose packing is used.
+# Values of `store`, and the type whose packing each uses.
 STORES = {"4": "Q4_1", "8": "Q8_0", "bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _FLOATS = ("F32", "F16", "BF16")
-_KEPT = ("F32", "F16", "BF16", FLOAT8)  # what 4 or 8 bits are made of, if asked for
+_QUANTIZABLE = (*_FLOATS, FLOAT8)  # types that `store` "4" or "8" quantizes
 
 
-def packing_for(type: str, store: str | None) -> Packing:
-    """How a tensor of a file's type is kept. `store` None: as in the file.
+def packing_for(type: str, store: str | None) -> PackedFormat:
+    """Format in which a tensor of a file's type is stored. `store` None: as in the file.
 
-    What a file has quantized stays so if "4" or "8" is asked for: quantizing it again would only
-    lose more.
+    Weights that are already quantized are not quantized again for "4" or "8": that would only lose
+    precision.
     """
     if type not in PACKINGS:
         raise ModelFileError(
-            f"weights of type {type} cannot be packed; use a file with {', '.join(PACKINGS)}"
+            f"weights of type {type} are not supported; use a file with {', '.join(PACKINGS)}"
         )
     if store is None:
         return PACKINGS[type]
     if store not in STORES:
-        raise SettingsError(f"store={store!r} is unknown; use one of {', '.join(STORES)}")
-    return PACKINGS[type if store in ("4", "8") and type not in _KEPT else STORES[store]]
+        raise SettingsError(f"store must be one of {', '.join(STORES)}, got {store!r}")
+    return PACKINGS[type if store in ("4", "8") and type not in _QUANTIZABLE else STORES[store]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A packed matrix and the memory it lies in."""
+    """A packed matrix with its memory."""
 
-    matrix: Matrix
+    matrix: MatrixStruct
     memory: npt.NDArray[np.uint8]
-    packing: Packing
+    packing: PackedFormat
     shape: tuple[int, int]
-    squares: tuple[float, float] = (0.0, 0.0)  # of the errors that quantizing made; of the weights
+    squares: tuple[float, float] = (0.0, 0.0)  # sums of squares: quantization errors, weights
 
     @property
     def nbytes(self) -> int:
@@ -96,22 +96,22 @@ class Packed:
 
     @property
     def error(self) -> float:
-        """The root of the mean squared error, as a part of that of the weights."""
+        """Relative RMS error of quantization."""
         return relative_error([self])
 
     def float32(self, first: int = 0, last: int | None = None) -> npt.NDArray[np.float32]:
-        """Rows as float32."""
+        """Unpack rows first to last (exclusive; None: all) as float32."""
         rows, columns = self.shape
         last = rows if last is None else last
         if not 0 <= first <= last <= rows:
-            raise IndexError(f"rows {first} to {last} of a matrix with {rows}")
+            raise IndexError(f"rows must be within 0 to {rows}, got {first} to {last}")
         out = np.empty((last - first, columns), np.float32)
         _library().unspool_unpack(ctypes.byref(self.matrix), first, last, out.ctypes.data)
         return out
 
 
 def relative_error(matrices: Iterable[Packed]) -> float:
-    """The error that quantizing made in all of these together, as `Packed.error`."""
+    """Relative RMS error of quantization over all these matrices."""
     errors, weights = 0.0, 0.0
     for packed in matrices:
         errors += packed.squares[0]
@@ -121,16 +121,16 @@ def relative_error(matrices: Iterable[Packed]) -> float:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """The native library, its repacking functions declared."""
+    """Load the native library and declare its repacking functions."""
     library = native.library()
-    matrix, pointer = ctypes.POINTER(Matrix), ctypes.c_void_p
+    matrix, pointer = ctypes.POINTER(MatrixStruct), ctypes.c_void_p
     int32, int64 = ctypes.c_int32, ctypes.c_int64
     library.unspool_packed_bytes.argtypes = [matrix]
     library.unspool_packed_bytes.restype = int64
-    work: list[Any] = [matrix, int32, pointer, int64, int64, int64, pointer]
-    library.unspool_repack.argtypes = work
+    repack_arguments: list[Any] = [matrix, int32, pointer, int64, int64, int64, pointer]
+    library.unspool_repack.argtypes = repack_arguments
     library.unspool_repack.restype = int32
-    library.unspool_quantize.argtypes = [*work, pointer]
+    library.unspool_quantize.argtypes = [*repack_arguments, pointer]
     library.unspool_quantize.restype = int32
     library.unspool_unpack.argtypes = [matrix, int64, int64, pointer]
     library.unspool_unpack.restype = None
@@ -141,23 +141,23 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def _grid(type: str) -> npt.NDArray[np.uint8] | None:
-    """The type's grid, handed to the library, which does not copy it; None: it has none."""
+    """Pass the type's codebook grid to the library, and keep it alive (it is not copied)."""
     codes = grid_codes(type)
     if codes is not None:
         _library().unspool_set_grid(_TYPE_NUMBERS[type], codes.ctypes.data, codes.size)
     return codes
 
 
-class _Task:
-    """One tensor on its way: threads fill parts of it, the last to finish lets go of the source."""
+class _PackTask:
+    """Packing of one tensor: threads fill parts of it, the last one releases the source."""
 
     def __init__(self, name: str, stored: StoredTensor, store: str | None, release: bool) -> None:
         self.name, self.stored, self.release = name, stored, release
         self.packing = packing_for(stored.type, store)
         if len(stored.shape) != 2 or 0 in stored.shape:
             raise ModelFileError(
-                f"tensor {name} has the shape {tuple(stored.shape)}, and a matrix is needed; "
-                "the file is damaged"
+                f"tensor {name} must be a matrix, got shape {tuple(stored.shape)}; the file is "
+                "damaged"
             )
         _grid(stored.type)
         self.matrix = self.packing.matrix(*stored.shape)
@@ -168,32 +168,33 @@ class _Task:
             raise self._misfit()
         blocks = -(-stored.shape[0] // LANES)
         step = max(1, CHUNK * blocks // self.size)
-        self.parts = [(at, min(at + step, blocks)) for at in range(0, blocks, step)]
+        self.parts = [(start, min(start + step, blocks)) for start in range(0, blocks, step)]
         self.squares = np.zeros((len(self.parts), 2))
         self.finite = True
         self._lock = threading.Lock()
-        self._left = len(self.parts)
+        self._num_unfinished = len(self.parts)
         self._source: npt.NDArray[Any] | None = None
         self._source_type = stored.type
 
     def _fits(self) -> bool:
-        """Whether the file's bytes are a matrix of this shape: before memory is taken for it."""
+        """Whether the file's bytes are a matrix of this shape; checked before allocating."""
         if self.stored.type == FLOAT8:
             return self.stored.data.shape == self.stored.shape
         matrix = PACKINGS[self.stored.type].matrix(*self.stored.shape)
         number, size = _TYPE_NUMBERS[self.stored.type], self.stored.nbytes
         no_blocks = (0, 0)
-        tried = _library().unspool_repack(
+        status = _library().unspool_repack(
             ctypes.byref(matrix), number, None, size, *no_blocks, None
         )
-        return bool(tried == 0)
+        return bool(status == 0)
 
-    def place(self, memory: npt.NDArray[np.uint8]) -> None:
+    def set_memory(self, memory: npt.NDArray[np.uint8]) -> None:
         self.memory = memory
         self.matrix.data = memory.ctypes.data
 
     def fill(self, part: int) -> None:
-        with self._lock:  # the first to come makes the source ready
+        """Pack one part. Thread-safe."""
+        with self._lock:  # the first thread prepares the source
             if self._source is None:
                 self._prepare()
             source = self._source
@@ -212,14 +213,14 @@ class _Task:
         if result > 0:
             self.finite = False
         with self._lock:
-            self._left -= 1
-            if self._left == 0:  # at once, so that a file is never in memory twice
+            self._num_unfinished -= 1
+            if self._num_unfinished == 0:  # release early: a file is never in memory twice
                 self._source = None
                 for source in self.stored.sources if self.release else ():
                     release_pages(source)
 
     def _prepare(self) -> None:
-        """The rows one after the other in memory, as floats if the packed form has floats."""
+        """Make the rows contiguous in memory, as floats if the packed format has floats."""
         to_floats = self.packing.format in _FLOATS or self.stored.type == FLOAT8
         if to_floats and self.stored.type not in _FLOATS:
             self._source, self._source_type = np.ascontiguousarray(self.stored.float32()), "F32"
@@ -236,7 +237,7 @@ class _Task:
     def _misfit(self) -> ModelFileError:
         return ModelFileError(
             f"tensor {self.name}: its {self.stored.nbytes:,} bytes are not a matrix of "
-            f"{' x '.join(str(size) for size in self.stored.shape)} numbers of type "
+            f"{' x '.join(str(size) for size in self.stored.shape)} values of type "
             f"{self.stored.type}; the file is damaged"
         )
 
@@ -249,7 +250,7 @@ class _Task:
 def pack(
     stored: StoredTensor, *, store: str | None = None, name: str = "weight", threads: int = 1
 ) -> Packed:
-    """One tensor with two axes."""
+    """Pack one matrix."""
     return pack_all({name: stored}, store=store, threads=threads)[name]
 
 
@@ -260,16 +261,16 @@ def pack_all(
     threads: int = 1,
     release: bool = True,
 ) -> dict[str, Packed]:
-    """Many tensors, each with two axes, into one piece of memory.
+    """Pack many matrices into one block of memory, with `threads` threads.
 
-    `release`: hand back the pages of a mapped file that are no longer needed. They can still be
-    read; they just do not take up memory twice.
+    `release`: return the pages of a mapped file to the system once they are packed. They can still
+    be read; they just do not take up memory twice.
     """
-    tasks = [_Task(name, stored, store, release) for name, stored in items.items()]
+    tasks = [_PackTask(name, stored, store, release) for name, stored in items.items()]
     starts = np.cumsum([0] + [-(-task.size // ALIGNMENT) * ALIGNMENT for task in tasks]).tolist()
-    memory = _aligned(starts[-1])
+    memory = _allocate_aligned(starts[-1])
     for task, start in zip(tasks, starts, strict=False):
-        task.place(memory[start : start + task.size])
+        task.set_memory(memory[start : start + task.size])
     with ThreadPoolExecutor(threads, "unspool-pack") as pool:
         futures = [
             pool.submit(task.fill, part) for task in tasks for part in range(len(task.parts))
@@ -283,17 +284,17 @@ def pack_all(
     return {task.name: task.finish() for task in tasks}
 
 
-def _aligned(size: int) -> npt.NDArray[np.uint8]:
-    """Memory that begins on a cache line. numpy asks for huge pages itself."""
+def _allocate_aligned(size: int) -> npt.NDArray[np.uint8]:
+    """Allocate memory that starts on a cache line. numpy itself requests huge pages."""
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size]
 
 
 def release_pages(data: npt.NDArray[Any]) -> None:
-    """Give back the memory of the part of a mapped file that an array views, if it does.
+    """Return to the system the memory of the part of a mapped file that an array views, if it does.
 
-    Only where the map cannot be written to: there the file still has all that is given back.
+    Only for read-only maps: the file still has the released content.
     """
     base: Any = data
     while isinstance(base, np.ndarray):
@@ -302,11 +303,11 @@ def release_pages(data: npt.NDArray[Any]) -> None:
         base = base.obj
     if not isinstance(base, mmap.mmap) or not hasattr(base, "madvise"):
         return
-    whole = np.frombuffer(base, np.uint8)
-    if whole.flags.writeable or not data.flags.c_contiguous:
+    mapped = np.frombuffer(base, np.uint8)
+    if mapped.flags.writeable or not data.flags.c_contiguous:
         return
-    start = data.ctypes.data - whole.ctypes.data
-    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # only pages that are wholly its own
+    start = data.ctypes.data - mapped.ctypes.data
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # only pages wholly within the array
     last = (start + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first:
         with contextlib.suppress(OSError):

@@ -1,15 +1,15 @@
-"""What the native backend does, as a flat list of operations; `plan_builder.py` makes it.
+"""The execution plan of the native backend: a flat list of operations built from a ModelConfig.
 
     plan = build_plan(config)
     print(plan)                  # also: unspool models plan
 
-An operation reads and writes numbered buffers, one row a token. A layer of a Llama is six:
+An operation reads and writes numbered buffers, one row per token. A Llama layer has six:
 
-    linear   qkv     = q, k, v * normed x           place    qkv turned, keys and values to pages
-    attend   mixed   = heads over pages             linear   x += out * mixed
-    linear   hidden  = gate, up * normed x          linear   x += down * activated hidden
+    linear     qkv     = q, k, v * norm(x)          rope    qkv, keys and values to pages
+    attention  mixed   = heads over pages           linear  x += out * mixed
+    linear     hidden  = gate, up * norm(x)         linear  x += down * activation(hidden)
 
-`native/plan.h` has the same words for the same things.
+`native/plan.h` uses the same names.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from dataclasses import dataclass, field
 from unspool.backends.cpu.structures import (
     ACTIVATIONS,
     ADD,
-    BOTH_WAYS,
+    BIDIRECTIONAL,
     CENTRED,
     GATED,
+    GROUP_WEIGHTS,
     KEYS_AS_VALUES,
     KINDS,
     NORM_VALUES,
     NORMALIZE,
-    OWN_WEIGHTS,
     PREPARE,
     QUERIES_ONLY,
     ROWS,
     SIGMOID_ROUTER,
     TILED_HEADS,
-    Op,
+    OpStruct,
 )
 from unspool.model.config import ModelConfig
 from unspool.model.positions import Rotary
@@ -40,24 +40,24 @@ from unspool.model.positions import Rotary
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One step. Weights are named, buffers too; the numbers come when the plan is encoded."""
+    """One operation. Weights and buffers are named; `Plan.encoded` replaces names by numbers."""
 
     kind: str
     source: str = ""
     target: str = ""
     rows: str = "tokens"
-    matrices: tuple[str, ...] = ()  # those with the same input; for experts, "name[e]"
+    matrices: tuple[str, ...] = ()  # all have the same input; "name[e]" for expert e
     offset: int = 0
     width: int = 0
-    heads: int = 0  # of queries; for a norm the parts that it takes each by itself
+    heads: int = 0  # query heads; for a norm: groups that are normalized separately
     vector: str = ""
     second_vector: str = ""
     third_vector: str = ""
     layer: int = 0
     window: int = 0
-    both_ways: bool = False  # the window reaches as far ahead as back
+    bidirectional: bool = False  # the window extends ahead as far as back
     rotary: int = -1
-    prepare: str = "as is"
+    prepare: str = "none"  # applied to the input of a product: none, norm or activation
     activation: str = "silu"
     add: bool = False
     gated: bool = False
@@ -67,14 +67,14 @@ class Operation:
     keys_as_values: bool = False
     norm_values: bool = False
     sigmoid_router: bool = False
-    other: str = ""  # one more buffer that is read
-    state: int = 0  # where in a text's state that of the operation begins
+    second_source: str = ""
+    state_offset: int = 0  # offset of this operation's state in a state slot, in floats
     key_heads: int = 0
     value_width: int = 0
     tiled_heads: bool = False
-    own_weights: bool = False  # of a norm's parts, one behind the other
+    group_weights: bool = False  # each group of a norm has separate weights, concatenated
     experts: int = 0
-    chosen: int = 0
+    experts_per_token: int = 0
     scale: float = 1.0
     cap: float = 0.0
     epsilon: float = 0.0
@@ -84,17 +84,15 @@ class Operation:
         if self.target:
             words.append(f"{self.target:<8} {'+=' if self.add else ' ='}")
         if self.matrices:
-            shown = ", ".join(name.removesuffix(".weight") for name in self.matrices[:4])
-            words.append(shown + (", ..." if len(self.matrices) > 4 else "") + " *")
-        if self.prepare != "as is":
-            words.append(self.prepare)
-        words.append(self.source)
+            names = ", ".join(name.removesuffix(".weight") for name in self.matrices[:4])
+            words.append(names + (", ..." if len(self.matrices) > 4 else "") + " *")
+        words.append(f"{self.prepare}({self.source})" if self.prepare != "none" else self.source)
         if self.kind == "scale":
             words.append(f"* {self.vector or format(self.scale, '.4g')}")
-        if self.kind == "place" and not self.queries_only:
+        if self.kind == "rope" and not self.queries_only:
             words.append(f"-> pages of layer {self.layer}")
         if self.window:
-            words.append(f"(last {self.window:,}{' and next' * self.both_ways})")
+            words.append(f"(last {self.window:,}{' and next' * self.bidirectional})")
         if self.cap:
             words.append(f"(capped at {self.cap:g})")
         return " ".join(word for word in words if word)
@@ -102,7 +100,7 @@ class Operation:
 
 @dataclass(slots=True)
 class Plan:
-    """Operations, and what they work on."""
+    """Operations, and the buffers and weights they use."""
 
     config: ModelConfig
     operations: list[Operation] = field(default_factory=list)
@@ -111,24 +109,24 @@ class Plan:
 
     @property
     def vectors(self) -> list[str]:
-        """Weights that are no matrices, in the order of their first use."""
-        found: dict[str, None] = {}
+        """Names of the weights that are not matrices, in the order of their first use."""
+        ordered: dict[str, None] = {}
         for operation in self.operations:
             names = [operation.vector, operation.second_vector, operation.third_vector]
             names += [_bias_of(self.config, name) for name in operation.matrices]
-            found.update(dict.fromkeys(name for name in names if name))
-        return list(found)
+            ordered.update(dict.fromkeys(name for name in names if name))
+        return list(ordered)
 
     @property
     def head(self) -> int:
-        """The operation from which on vectors become logits."""
+        """Index of the first operation of the head, which turns vectors into logits."""
         return next(n for n, o in enumerate(self.operations) if o.source == "last")
 
     def bias(self, matrix: str) -> str:
         return _bias_of(self.config, matrix)
 
-    def encoded(self) -> tuple[list[Op], list[str]]:
-        """The operations as the kernels take them, and the names of the matrices they number."""
+    def encoded(self) -> tuple[list[OpStruct], list[str]]:
+        """The operations as structs for the kernels, and the names of the matrices by index."""
         buffers = {name: number for number, name in enumerate(self.buffers)}
         vectors = {name: number for number, name in enumerate(self.vectors)}
         matrices: list[str] = []
@@ -137,9 +135,9 @@ class Plan:
             flags = ADD * o.add | GATED * o.gated | CENTRED * o.centred | NORMALIZE * o.normalize
             flags |= QUERIES_ONLY * o.queries_only | KEYS_AS_VALUES * o.keys_as_values
             flags |= NORM_VALUES * o.norm_values | SIGMOID_ROUTER * o.sigmoid_router
-            flags |= TILED_HEADS * o.tiled_heads | OWN_WEIGHTS * o.own_weights
+            flags |= TILED_HEADS * o.tiled_heads | GROUP_WEIGHTS * o.group_weights
             ops.append(
-                Op(
+                OpStruct(
                     kind=KINDS[o.kind],
                     rows=ROWS[o.rows],
                     source=buffers.get(o.source, -1),
@@ -156,11 +154,11 @@ class Plan:
                     rotary=o.rotary,
                     prepare=PREPARE[o.prepare],
                     activation=ACTIVATIONS[o.activation],
-                    flags=flags | BOTH_WAYS * o.both_ways,
+                    flags=flags | BIDIRECTIONAL * o.bidirectional,
                     experts=o.experts,
-                    chosen=o.chosen,
-                    other=buffers.get(o.other, -1),
-                    state=o.state,
+                    experts_per_token=o.experts_per_token,
+                    second_source=buffers.get(o.second_source, -1),
+                    state_offset=o.state_offset,
                     key_heads=o.key_heads,
                     value_width=o.value_width,
                     third_vector=vectors.get(o.third_vector, -1),
@@ -180,25 +178,25 @@ class Plan:
 
 
 def _bias_of(config: ModelConfig, matrix: str) -> str:
-    """The vector that is added to a matrix's product; "" if there is none."""
-    if matrix.endswith("]"):  # an expert's
+    """Name of a matrix's bias; "" if it has none."""
+    if matrix.endswith("]"):  # of an expert
         return matrix.replace(".weight[", ".bias[") if config.expert_bias else ""
     if not matrix.endswith(".weight"):
         return ""
-    if matrix == "embed.weight":  # where it is the head as well; looking a token up adds none
+    if matrix == "embed.weight":  # as the tied head; an embedding lookup adds no bias
         return "head_bias" if config.tied and config.head_bias else ""
     if matrix == "head.weight":
-        has = config.head_bias
+        has_bias = config.head_bias
     elif matrix == "transform.dense.weight":
-        has = config.head_transform_bias
+        has_bias = config.head_transform_bias
     elif ".attention.out." in matrix:
-        has = config.out_bias
+        has_bias = config.out_bias
     elif ".attention." in matrix:
-        has = config.qkv_bias
+        has_bias = config.qkv_bias
     elif ".router." in matrix:
-        has = config.router_bias
+        has_bias = config.router_bias
     elif any(part in matrix for part in ("token_input", ".mixer.", ".shared")):
-        has = False
+        has_bias = False
     else:
-        has = config.ff_bias
-    return matrix.removesuffix("weight") + "bias" if has else ""
+        has_bias = config.ff_bias
+    return matrix.removesuffix("weight") + "bias" if has_bias else ""

@@ -1,4 +1,4 @@
-"""From a ModelConfig to the plan of operations that the native backend runs."""
+"""Builds the execution plan of a model from its config."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from unspool.errors import ModelFileError
 from unspool.model.checkpoint import Checkpoint
 from unspool.model.config import ModelConfig
 
-MOST_SHARING = 64  # query heads of one key head: the kernels' room for them
-WIDEST_HEAD = 2048
+# Limits of the kernels.
+MAX_GROUP = 64  # query heads per key head
+MAX_HEAD_WIDTH = 2048
 
 
 def build_plan(config: ModelConfig, *, embedding_scale: float | None = None) -> Plan:
-    """The operations of one run, for any model that a config can describe."""
+    """Build the plan of one step. `embedding_scale` replaces that of the config."""
     shapes = [config.shape(layer) for layer in range(config.layers)]
-    sharing = max(shape.heads // shape.kv_heads for shape in shapes)
-    if sharing > MOST_SHARING:
+    group = max(shape.heads // shape.kv_heads for shape in shapes)
+    if group > MAX_GROUP:
         raise ModelFileError(
-            f"{sharing} heads share one key head, and the native backend "
-            f"takes {MOST_SHARING}; load the model with backend='torch'"
-        )
-    if config.head_width > WIDEST_HEAD:
-        raise ModelFileError(
-            f"a head is {config.head_width:,} wide, and the native backend takes {WIDEST_HEAD:,}; "
+            f"query heads per key head must be <= {MAX_GROUP} on the native backend, got {group}; "
             "load the model with backend='torch'"
         )
+    if config.head_width > MAX_HEAD_WIDTH:
+        raise ModelFileError(
+            f"the head width must be <= {MAX_HEAD_WIDTH:,} on the native backend, got "
+            f"{config.head_width:,}; load the model with backend='torch'"
+        )
     check_recurrence(config)
-    builder = _Builder(config)
+    builder = _PlanBuilder(config)
     scale = config.embedding_scale if embedding_scale is None else embedding_scale
     builder.begin(scale)
     for layer in range(config.layers):
@@ -40,8 +41,8 @@ def build_plan(config: ModelConfig, *, embedding_scale: float | None = None) -> 
     return builder.plan
 
 
-class _Builder(PlanParts):
-    """Each method is a part of the model."""
+class _PlanBuilder(PlanParts):
+    """Adds the parts of a model, one method each."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -76,15 +77,15 @@ class _Builder(PlanParts):
         config = self.config
         if config.parallel:  # the feed-forward reads x before attention has added to it
             out, down = self.mix(layer), feed(self, layer)
-            self.after(out, layer, "attention_post_norm")
+            self.add_residual(out, layer, "attention_post_norm")
             self.snapshot(2 * layer + 1)
-            self.after(down, layer, "feed_post_norm")
+            self.add_residual(down, layer, "feed_post_norm")
         else:
             if config.mixer(layer) != "none":
-                self.after(self.mix(layer), layer, "attention_post_norm")
+                self.add_residual(self.mix(layer), layer, "attention_post_norm")
             self.snapshot(2 * layer + 1)
             if config.has_feed(layer):
-                self.after(feed(self, layer), layer, "feed_post_norm")
+                self.add_residual(feed(self, layer), layer, "feed_post_norm")
         if self.config.token_width:
             self.token_input(layer)
         if self.config.layer_scale:
@@ -93,34 +94,38 @@ class _Builder(PlanParts):
         self.snapshot(2 * layer + 2)
 
     def mix(self, layer: int) -> Operation:
-        """What brings tokens together; gives the operation that adds it to x."""
-        attends = self.config.mixer(layer) == "attention"
-        return self.attention(layer) if attends else recurrent(self, layer)
+        """Add the token mixer of a layer; returns the operation that adds its result to x."""
+        is_attention = self.config.mixer(layer) == "attention"
+        return self.attention(layer) if is_attention else recurrent(self, layer)
 
     def attention(self, layer: int) -> Operation:
-        """Up to what the heads gather; gives the operation that adds it to x."""
-        config, at, shape = self.config, f"layers.{layer}.attention", self.config.shape(layer)
-        own = config.kv_source(layer) == layer
-        parts = ["q"] + ["k"] * own + ["v"] * (own and config.has_values(layer))
-        parts += ["gate"] * config.attention_gate  # only where layers have all the others
+        """Add attention up to the heads' outputs; returns the operation that adds them to x."""
+        config, prefix, shape = self.config, f"layers.{layer}.attention", self.config.shape(layer)
+        computes_kv = config.kv_source(layer) == layer
+        parts = ["q"] + ["k"] * computes_kv + ["v"] * (computes_kv and config.has_values(layer))
+        parts += [
+            "gate"
+        ] * config.attention_gate  # such models compute keys and values in every layer
         norm = f"layers.{layer}.attention_norm" if config.normed_attention(layer) else ""
-        self.linear("x", "qkv", tuple(f"{at}.{part}.weight" for part in parts), norm=norm)
+        self.linear("x", "qkv", tuple(f"{prefix}.{part}.weight" for part in parts), norm=norm)
         if config.qk_norm == "whole":
             sizes = {"q_norm": (0, shape.out_width), "k_norm": (shape.out_width, shape.kv_width)}
-            for part, (offset, width) in list(sizes.items())[: 1 + own]:
-                self.norm("qkv", "qkv", f"{at}.{part}", offset=offset, width=width, centred=False)
+            for part, (offset, width) in list(sizes.items())[: 1 + computes_kv]:
+                self.norm(
+                    "qkv", "qkv", f"{prefix}.{part}", offset=offset, width=width, centred=False
+                )
         by_head = config.qk_norm == "head"
         rotary = config.layer_rotary(layer)
         self.add(
             Operation(
-                kind="place",
+                kind="rope",
                 source="qkv",
-                vector=f"{at}.q_norm.weight" if by_head else "",
-                second_vector=f"{at}.k_norm.weight" if by_head and own else "",
+                vector=f"{prefix}.q_norm.weight" if by_head else "",
+                second_vector=f"{prefix}.k_norm.weight" if by_head and computes_kv else "",
                 layer=layer,
                 heads=shape.heads,
                 rotary=self.plan.rotary.index(rotary) if rotary is not None else -1,
-                queries_only=not own,
+                queries_only=not computes_kv,
                 keys_as_values=not config.has_values(layer),
                 norm_values=config.value_norm,
                 scale=config.query_growth,
@@ -130,16 +135,16 @@ class _Builder(PlanParts):
         )
         self.add(
             Operation(
-                kind="attend",
+                kind="attention",
                 source="qkv",
                 target="mixed",
                 layer=layer,
                 heads=shape.heads,
                 window=config.window(layer),
-                both_ways=config.sight == "whole",
+                bidirectional=config.sight == "whole",
                 scale=config.score_scale(layer),
                 cap=config.attention_softcap,
-                vector=f"{at}.sinks" if config.sinks else "",
+                vector=f"{prefix}.sinks" if config.sinks else "",
             )
         )
         if config.attention_gate:
@@ -152,21 +157,20 @@ class _Builder(PlanParts):
             kind="linear",
             source="mixed",
             target="x",
-            matrices=(f"{at}.out.weight",),
+            matrices=(f"{prefix}.out.weight",),
             width=shape.out_width,
             add=True,
         )
 
-    def after(self, operation: Operation, layer: int, post_norm: str) -> None:
-        """Add a result to x; the result is normed or scaled first, or the sum normed then, where
-        the model does that."""
+    def add_residual(self, operation: Operation, layer: int, post_norm: str) -> None:
+        """Add a result to x. Some models norm or scale the result first, or norm the sum."""
         name, width = f"layers.{layer}.{post_norm}", self.config.width
         scale = self.config.residual_scale
         if self.config.norm_after or scale != 1:
             self.add(replace(operation, target=self.buffer("out", width), add=False))
             if self.config.norm_after:
-                plain = scale == 1
-                self.norm("out", "x" if plain else "out", name, width=width, add=plain)
+                unscaled = scale == 1
+                self.norm("out", "x" if unscaled else "out", name, width=width, add=unscaled)
             if scale != 1:
                 self.add(Operation(kind="scale", source="out", target="x", scale=scale, add=True))
             return
@@ -175,81 +179,92 @@ class _Builder(PlanParts):
             self.norm("x", "x", name, width=width)
 
     def token_inputs(self) -> None:
-        """What every layer is told of the token: from a table, and from the vector it begins with.
+        """Per-layer embeddings: from a table, and projected from the token's input vector.
 
-        The products would be scaled by the root of the width; their norm does the same with as much
-        larger an epsilon.
+        The model divides the projection by sqrt(width) before its norm; a norm with an epsilon
+        `width` times larger gives the same result.
         """
         config = self.config
-        every, width = config.layers * config.token_width, config.token_width
+        total_width, width = config.layers * config.token_width, config.token_width
         table = "token_inputs.embed.weight"
-        self.buffer("told", every)
-        self.buffer("made", every)
+        self.buffer("token_inputs", total_width)
+        self.buffer("projected", total_width)
         self.add(
-            Operation(kind="embed", target="told", matrices=(table,), scale=(width / 2) ** 0.5)
+            Operation(
+                kind="embed", target="token_inputs", matrices=(table,), scale=(width / 2) ** 0.5
+            )
         )
-        self.linear("x", "made", ("token_inputs.project.weight",))
+        self.linear("x", "projected", ("token_inputs.project.weight",))
         self.add(
             Operation(
                 kind="norm",
-                source="made",
-                target="made",
+                source="projected",
+                target="projected",
                 width=width,
                 heads=config.layers,
                 vector="token_inputs.norm.weight",
                 epsilon=config.norm_eps * config.width,
             )
         )
-        self.add(Operation(kind="scale", source="made", target="told", scale=2**-0.5, add=True))
+        self.add(
+            Operation(
+                kind="scale", source="projected", target="token_inputs", scale=2**-0.5, add=True
+            )
+        )
 
     def token_input(self, layer: int) -> None:
-        config, at = self.config, f"layers.{layer}.token_input"
+        config, prefix = self.config, f"layers.{layer}.token_input"
         width = config.token_width
         self.buffer("gated", width)
         self.buffer("out", config.width)
-        self.linear("x", "gated", (f"{at}.gate.weight",))
+        self.linear("x", "gated", (f"{prefix}.gate.weight",))
         self.add(
             Operation(
                 kind="activate",
-                source="told",
+                source="token_inputs",
                 target="gated",
                 offset=layer * width,
                 activation=config.activation,
             )
         )
-        self.linear("gated", "out", (f"{at}.out.weight",))
-        self.norm("out", "x", f"{at}.norm", width=config.width, add=True)
+        self.linear("gated", "out", (f"{prefix}.out.weight",))
+        self.norm("out", "x", f"{prefix}.norm", width=config.width, add=True)
 
     def end(self) -> None:
         config = self.config
-        self.buffer("last", config.width, "wanted")
-        self.buffer("logits", config.vocab_size, "wanted")
-        self.add(Operation(kind="gather", source="x", target="last", rows="wanted"))
-        ready = "last"
+        self.buffer("last", config.width, "selected")
+        self.buffer("logits", config.vocab_size, "selected")
+        self.add(Operation(kind="gather", source="x", target="last", rows="selected"))
+        head_input = "last"
         if config.head_transform:
-            ready = self.buffer("transformed", config.width, "wanted")
+            head_input = self.buffer("transformed", config.width, "selected")
             norm = "transform.norm" if config.norm_before else ""
-            self.linear("last", ready, ("transform.dense.weight",), norm=norm, rows="wanted")
+            self.linear("last", head_input, ("transform.dense.weight",), norm=norm, rows="selected")
             self.add(
                 Operation(
-                    kind="activate", target=ready, rows="wanted", activation=config.activation
+                    kind="activate",
+                    target=head_input,
+                    rows="selected",
+                    activation=config.activation,
                 )
             )
         head = "embed.weight" if config.tied else "head.weight"
-        self.linear(ready, "logits", (head,), norm="norm", rows="wanted")
+        self.linear(head_input, "logits", (head,), norm="norm", rows="selected")
         if config.logit_scale != 1:
             self.add(
                 Operation(
-                    kind="scale", source="logits", target="logits", rows="wanted",
+                    kind="scale", source="logits", target="logits", rows="selected",
                     scale=config.logit_scale,
                 )
             )  # fmt: skip
         if config.logit_softcap:
             self.add(
-                Operation(kind="softcap", target="logits", rows="wanted", cap=config.logit_softcap)
+                Operation(
+                    kind="softcap", target="logits", rows="selected", cap=config.logit_softcap
+                )
             )
 
 
 def printed(checkpoint: Checkpoint) -> str:
-    """The plan of a checkpoint's model, for people."""
+    """The plan of a checkpoint's model as text."""
     return str(build_plan(checkpoint.config))

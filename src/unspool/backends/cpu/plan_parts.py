@@ -1,4 +1,4 @@
-"""A plan in the making: rooms under names, and the operations that every part of a model uses."""
+"""Base of the plan builder: named buffers, and operations that every part of a model uses."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from unspool.model.config import ModelConfig
 
 
 class PlanParts:
-    """Adds operations one by one."""
+    """A plan under construction."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self.plan = Plan(config)
 
     def buffer(self, name: str, width: int, rows: str = "tokens") -> str:
-        """Room under a name, as wide as whoever needs it most."""
-        known = self.plan.buffers.get(name, (0, rows))[0]
-        self.plan.buffers[name] = (max(width, known), rows)
+        """Declare a buffer; its width is the maximum over all declarations."""
+        current_width = self.plan.buffers.get(name, (0, rows))[0]
+        self.plan.buffers[name] = (max(width, current_width), rows)
         return name
 
     def add(self, operation: Operation) -> None:
@@ -42,7 +42,7 @@ class PlanParts:
                 rows=rows,
                 matrices=matrices,
                 width=self.plan.buffers[source][0],
-                prepare="normed" if norm else "as is",
+                prepare="norm" if norm else "none",
                 vector=f"{norm}.weight" if norm else "",
                 second_vector=f"{norm}.bias" if norm and centred and self.config.norm_bias else "",
                 centred=bool(norm) and centred,
@@ -79,5 +79,5 @@ class PlanParts:
         )
 
     def snapshot(self, number: int) -> None:
-        """Where somebody may look at x; costs nothing when nobody does."""
+        """Mark a point where x can be observed; free when it is not."""
         self.add(Operation(kind="snapshot", source="x", layer=number))

@@ -1,5 +1,4 @@
-"""The operations of recurrent layers: a convolution, gated DeltaNet or Mamba-2 (see
-`native/kernels`)."""
+"""Operations of recurrent layers: gated convolution, gated DeltaNet or Mamba-2."""
 
 from __future__ import annotations
 
@@ -8,37 +7,38 @@ from unspool.backends.cpu.plan_parts import PlanParts
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
 
-MOST_TAPS = 8  # of a convolution: the kernels' room for them
-WIDEST_KEY = 256
+# Limits of the kernels.
+MAX_CONV_KERNEL = 8
+MAX_KEY_WIDTH = 256
 
 
 def check_recurrence(config: ModelConfig) -> None:
-    """Refuse what the kernels have no room for."""
+    """Raise an error for shapes beyond the limits of the kernels."""
     recurrence = config.recurrence
     if recurrence is None:
         return
     limits = {
-        "convolution is over {} tokens": (recurrence.conv_kernel, MOST_TAPS),
-        "key is {} wide": (recurrence.key_width, WIDEST_KEY),
+        "the convolution kernel": (recurrence.conv_kernel, MAX_CONV_KERNEL),
+        "the key width": (recurrence.key_width, MAX_KEY_WIDTH),
     }
-    for words, (size, most) in limits.items():
-        if size > most:
+    for name, (size, limit) in limits.items():
+        if size > limit:
             raise ModelFileError(
-                f"a {words.format(size)}, and the native backend takes {most}; load the model "
-                "with backend='torch'"
+                f"{name} must be <= {limit} on the native backend, got {size}; load the model with "
+                "backend='torch'"
             )
 
 
 def recurrent(build: PlanParts, layer: int) -> Operation:
-    """Adds what a recurrent layer does; gives the operation that adds its outcome to x."""
-    config, at = build.config, f"layers.{layer}.mixer"
+    """Add all but the last operation of a recurrent layer; returns the last, which adds to x."""
+    config, prefix = build.config, f"layers.{layer}.mixer"
     assert config.recurrence is not None
     norm = f"layers.{layer}.attention_norm" if config.normed_attention(layer) else ""
     if config.mixer(layer) == "conv":
         build.buffer("mix", 3 * config.width)
         width = config.width
         build.buffer("recurred", width)
-        build.linear("x", "mix", tuple(f"{at}.{part}.weight" for part in "bcx"), norm=norm)
+        build.linear("x", "mix", tuple(f"{prefix}.{part}.weight" for part in "bcx"), norm=norm)
         build.add(_convolution(config, layer, "recurred"))
     else:
         width = config.recurrence.values
@@ -47,7 +47,7 @@ def recurrent(build: PlanParts, layer: int) -> Operation:
         kind="linear",
         source="recurred",
         target="x",
-        matrices=(f"{at}.out.weight",),
+        matrices=(f"{prefix}.out.weight",),
         width=width,
         add=True,
     )
@@ -66,42 +66,42 @@ def _convolution(config: ModelConfig, layer: int, target: str) -> Operation:
         window=recurrence.conv_kernel,
         gated=mixer == "conv",
         layer=layer,
-        state=config.state_starts[layer],
+        state_offset=config.state_starts[layer],
     )
 
 
 def _with_heads(build: PlanParts, layer: int, norm: str) -> None:
-    """Gated DeltaNet or Mamba-2: projected, convolved, recurred head by head, gated and normed."""
-    config, at, shape = build.config, f"layers.{layer}.mixer", build.config.recurrence
+    """Gated DeltaNet or Mamba-2: project, convolve, recur head by head, gate and norm."""
+    config, prefix, shape = build.config, f"layers.{layer}.mixer", build.config.recurrence
     mixer = config.mixer(layer)
     is_mamba = mixer == "mamba2"
     assert shape is not None
     channels = shape.channels(mixer, config.width)
-    # In "mix": what is convolved, the gate z, and two numbers a head (DeltaNet's b and a; Mamba's
-    # dt, and behind it room for how much stays in each head).
+    # "mix" holds the channels to convolve, the gate z, and two values per head (DeltaNet: b and a;
+    # Mamba: dt and the decay).
     build.buffer("mix", channels + shape.values + 2 * shape.value_heads)
     build.buffer("convolved", channels)
     build.buffer("recurred", shape.values)
     parts = ("vkq", "z", "dt") if is_mamba else ("qkv", "z", "b", "a")
-    build.linear("x", "mix", tuple(f"{at}.{part}.weight" for part in parts), norm=norm)
+    build.linear("x", "mix", tuple(f"{prefix}.{part}.weight" for part in parts), norm=norm)
     build.add(_convolution(config, layer, "convolved"))
     build.add(
         Operation(
             kind="mamba" if is_mamba else "delta",
             source="convolved",
-            other="mix",
+            second_source="mix",
             target="recurred",
             offset=channels + shape.values,
-            vector=f"{at}.a_log",
-            second_vector=f"{at}.dt_bias",
-            third_vector=f"{at}.d" if is_mamba else "",
+            vector=f"{prefix}.a_log",
+            second_vector=f"{prefix}.dt_bias",
+            third_vector=f"{prefix}.d" if is_mamba else "",
             heads=shape.value_heads,
             key_heads=shape.key_heads,
             width=shape.key_width,
             value_width=shape.value_width,
             tiled_heads=shape.tiled and not is_mamba,
             layer=layer,
-            state=config.state_starts[layer] + shape.conv_floats(mixer, config.width),
+            state_offset=config.state_starts[layer] + shape.conv_floats(mixer, config.width),
         )
     )
     groups = shape.norm_groups if is_mamba else shape.value_heads
@@ -109,10 +109,10 @@ def _with_heads(build: PlanParts, layer: int, norm: str) -> None:
         kind="norm",
         source="recurred",
         target="recurred",
-        vector=f"{at}.norm_weight",
+        vector=f"{prefix}.norm_weight",
         width=shape.values // groups,
         heads=groups,
-        own_weights=is_mamba,
+        group_weights=is_mamba,
         epsilon=config.norm_eps,
     )
     gated = Operation(

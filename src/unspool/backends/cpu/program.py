@@ -1,10 +1,12 @@
-"""Small programs on the native kernels: a list of operations over buffers that the caller can read
-and write, for what is no model of its own, such as a drafting head.
+"""Plans inside the native library: `CompiledPlan`, and `Program` for small plans outside a model.
+
+A `Program` runs a list of operations over buffers that the caller reads and writes, such as those
+of a drafting head:
 
     program = Program(plan, matrices, vectors, threads=4, rows=8, shared=("x", "y"))
     program.buffers["x"][:count] = ...
-    program.run(count)                         # operations on `wanted` rows
-    program.run_tokens(batch, keys_values)     # ... on tokens, with attention over pages
+    program.run(count)                      # operations on `selected` rows
+    program.run_tokens(tokens, kv_pages)    # operations on tokens, with attention over pages
 """
 
 from __future__ import annotations
@@ -16,18 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from unspool.backends.cpu.layout import Matrix
+from unspool.backends.cpu.layout import MatrixStruct
 from unspool.backends.cpu.packing import Packed
 from unspool.backends.cpu.plan import Plan
 from unspool.backends.cpu.structures import (
     ROWS,
-    BatchStructure,
-    KeyValues,
-    LayerPages,
-    ModelSpec,
-    Op,
-    RotaryTable,
-    Vector,
+    BatchStruct,
+    KvCacheStruct,
+    LayerPagesStruct,
+    ModelSpecStruct,
+    OpStruct,
+    RopeTableStruct,
+    VectorStruct,
     address,
     functions,
 )
@@ -35,46 +37,95 @@ from unspool.backends.step import Floats, Ints
 from unspool.errors import UnspoolError
 
 PAGE = 16  # tokens
-_SLACK = 16  # rows that kernels may read behind the last
-_LANES = 16  # numbers of a register
+_SLACK = 16  # rows after the last one that kernels may read
+_LANES = 16  # floats of a register
+
+
+class CompiledPlan:
+    """A plan in the native library: operations with the addresses of their weights, and working
+    memory. Not thread-safe."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        matrices: Sequence[MatrixStruct],
+        vectors: Sequence[Floats],
+        *,
+        threads: int,
+        logits_buffer: int = -1,
+        experts: int = 0,
+        experts_per_token: int = 0,
+        owner: Any = None,
+    ) -> None:
+        """`matrices` in the order of `Plan.encoded`, `vectors` in that of `Plan.vectors`; `owner`
+        keeps the memory of the matrices alive."""
+        ops, _ = plan.encoded()
+        structs = [VectorStruct(address(vector), vector.size) for vector in vectors]
+        widths = np.array([width for width, _ in plan.buffers.values()], np.int64)
+        rows = np.array([ROWS[kind] for _, kind in plan.buffers.values()], np.int32)
+        self._spec = ModelSpecStruct(
+            ops=(OpStruct * len(ops))(*ops),
+            op_count=len(ops),
+            matrices=(MatrixStruct * len(matrices))(*matrices),
+            matrix_count=len(matrices),
+            vectors=(VectorStruct * max(1, len(structs)))(*structs),
+            vector_count=len(structs),
+            buffer_widths=address(widths),
+            buffer_rows=address(rows),
+            buffer_count=len(widths),
+            logits_buffer=logits_buffer,
+            experts=experts,
+            experts_per_token=experts_per_token,
+            threads=threads,
+        )
+        self._alive: tuple[Any, ...] = (owner, vectors, widths, rows)  # the library points at them
+        self._free = functions().unspool_model_free
+        self.handle = functions().unspool_model_new(ctypes.byref(self._spec))
+        if not self.handle:
+            raise UnspoolError("not enough memory to run the model")
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self._free(self.handle)
+            self.handle = None
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Single tokens, each a row, that look at one line of pages."""
+    """Tokens, one per row, that attend to the same pages."""
 
     tokens: Ints
     positions: Ints
-    visible: int  # how many keys they see
-    pages: int  # how many there are
+    visible: int  # number of keys they attend to
+    pages: int  # number of pages
 
 
 class PagedFloats:
-    """Keys and values of one layer in 32 bits, in pages that are simply numbered."""
+    """Keys and values of one layer in float32, in consecutive pages."""
 
     def __init__(self, heads: int, width: int, cosine: Floats, sine: Floats) -> None:
         self._shape = (heads, width)
-        self._filled = -(-width // _LANES) * _LANES  # heads are filled up with zeros
-        self._memory: Floats = np.zeros((0, 2, heads, PAGE * self._filled), np.float32)
+        self._padded_width = -(-width // _LANES) * _LANES
+        self._memory: Floats = np.zeros((0, 2, heads, PAGE * self._padded_width), np.float32)
         self._angles = (cosine, sine)
 
     def write(self, first: int, keys: Floats, values: Floats) -> None:
-        """Put keys and values [n, heads, width] at the places from `first` on."""
+        """Write keys and values [n, heads, width] at positions `first` and up."""
         heads, width = self._shape
-        filled, size = self._filled, self._memory.shape[1:]
-        places = np.arange(first, first + len(keys))
+        padded, size = self._padded_width, self._memory.shape[1:]
+        positions = np.arange(first, first + len(keys))
         needed = -(-(first + len(keys)) // PAGE)
         if needed > len(self._memory):
             grown = np.zeros((max(needed, 2 * len(self._memory)), *size), np.float32)
             grown[: len(self._memory)] = self._memory
             self._memory = grown
-        page, slot = places // PAGE, places % PAGE
+        page, slot = positions // PAGE, positions % PAGE
         count = len(self._memory)
-        self._memory[:, 0].reshape(count, heads, filled, PAGE)[page, :, :width, slot] = keys
-        self._memory[:, 1].reshape(count, heads, PAGE, filled)[page, :, slot, :width] = values
+        self._memory[:, 0].reshape(count, heads, padded, PAGE)[page, :, :width, slot] = keys
+        self._memory[:, 1].reshape(count, heads, PAGE, padded)[page, :, slot, :width] = values
 
     def copy(self, count: int) -> PagedFloats:
-        """The same with the first `count` places."""
+        """Copy the first `count` positions."""
         heads, width = self._shape
         other = PagedFloats(heads, width, *self._angles)
         other._memory = self._memory[: -(-count // PAGE)].copy()
@@ -82,18 +133,19 @@ class PagedFloats:
 
     @property
     def pages(self) -> int:
+        """Number of pages."""
         return len(self._memory)
 
-    def structures(self) -> tuple[KeyValues, RotaryTable]:
+    def structures(self) -> tuple[KvCacheStruct, RopeTableStruct]:
         cosine, sine = self._angles
-        layers = (LayerPages * 1)(LayerPages(0, *self._shape))
-        bytes = self._memory[0].nbytes if self.pages else 0
-        kept = KeyValues(address(self._memory), self.pages, bytes, layers, 32)
-        return kept, RotaryTable(address(cosine), address(sine), *cosine.shape)
+        layers = (LayerPagesStruct * 1)(LayerPagesStruct(0, *self._shape))
+        page_bytes = self._memory[0].nbytes if self.pages else 0
+        kv_cache = KvCacheStruct(address(self._memory), self.pages, page_bytes, layers, 32)
+        return kv_cache, RopeTableStruct(address(cosine), address(sine), *cosine.shape)
 
 
-class Program:
-    """Operations with the weights they name, and memory for a number of rows."""
+class Program(CompiledPlan):
+    """A plan without a model. The caller shares the buffers named in `shared`."""
 
     def __init__(
         self,
@@ -109,59 +161,41 @@ class Program:
         self.buffers: dict[str, Floats] = {
             name: np.zeros((rows + _SLACK, plan.buffers[name][0]), np.float32) for name in shared
         }
-        ops, names = plan.encoded()
-        kept = [np.ascontiguousarray(vectors[name], np.float32) for name in plan.vectors]
-        every = [Vector(address(array), array.size) for array in kept]
-        widths = np.array([width for width, _ in plan.buffers.values()], np.int64)
-        kinds = np.array([ROWS[kind] for _, kind in plan.buffers.values()], np.int32)
-        spec = ModelSpec(
-            ops=(Op * len(ops))(*ops),
-            op_count=len(ops),
-            matrices=(Matrix * len(names))(*(matrices[name].matrix for name in names)),
-            matrix_count=len(names),
-            vectors=(Vector * max(1, len(every)))(*every),
-            vector_count=len(every),
-            buffer_widths=address(widths),
-            buffer_rows=address(kinds),
-            buffer_count=len(widths),
-            logits_buffer=-1,
+        _, names = plan.encoded()
+        super().__init__(
+            plan,
+            [matrices[name].matrix for name in names],
+            [np.ascontiguousarray(vectors[name], np.float32) for name in plan.vectors],
             threads=threads,
+            owner=matrices,
         )
-        given = [address(self.buffers[n]) if n in self.buffers else None for n in plan.buffers]
-        self._given = (ctypes.c_void_p * len(given))(*given)
-        self._numbers = np.arange(rows + 1)
+        addresses = [address(self.buffers[n]) if n in self.buffers else None for n in plan.buffers]
+        self._buffer_addresses = (ctypes.c_void_p * len(addresses))(*addresses)
+        self._indices = np.arange(rows + 1)
         self._zeros = np.zeros(rows, np.int64)
-        self._kept: tuple[Any, ...] = (matrices, kept, widths, kinds, spec)
-        self._free = functions().unspool_model_free
-        self._handle = functions().unspool_model_new(ctypes.byref(spec))
-        if not self._handle:
-            raise UnspoolError("there is not enough memory to run a drafting head")
 
     def run(self, count: int) -> None:
-        """The operations on the first `count` rows of the buffers."""
-        self._launch(BatchStructure(wanted_count=count), KeyValues(), RotaryTable())
+        """Run the operations on the first `count` rows of the buffers."""
+        self._launch(BatchStruct(selected_count=count), KvCacheStruct(), RopeTableStruct())
 
-    def run_tokens(self, given: Tokens, memory: PagedFloats) -> None:
-        """The operations on single tokens; their rows are the wanted ones too."""
-        count = len(given.tokens)
-        numbers, table = self._numbers, np.arange(given.pages)
-        visible = np.full(count, given.visible, np.int64)
-        arrays = (given.tokens, given.positions, visible, numbers, self._zeros, table, numbers)
-        batch = BatchStructure(*map(address, arrays), count, count, 1, len(table), count)
+    def run_tokens(self, rows: Tokens, memory: PagedFloats) -> None:
+        """Run the operations on single tokens; all of their rows are selected."""
+        count = len(rows.tokens)
+        indices, table = self._indices, np.arange(rows.pages)
+        visible = np.full(count, rows.visible, np.int64)
+        arrays = (rows.tokens, rows.positions, visible, indices, self._zeros, table, indices)
+        batch = BatchStruct(*map(address, arrays), count, count, 1, len(table), count)
         self._launch(batch, *memory.structures())
 
-    def _launch(self, batch: BatchStructure, kept: KeyValues, angles: RotaryTable) -> None:
-        status = functions().unspool_run_given(
-            self._handle,
-            ctypes.addressof(kept),
-            ctypes.addressof(angles),
+    def _launch(
+        self, batch: BatchStruct, kv_cache: KvCacheStruct, rope_table: RopeTableStruct
+    ) -> None:
+        status = functions().unspool_run_buffers(
+            self.handle,
+            ctypes.addressof(kv_cache),
+            ctypes.addressof(rope_table),
             ctypes.addressof(batch),
-            ctypes.addressof(self._given),
+            ctypes.addressof(self._buffer_addresses),
         )
         if status:
-            raise UnspoolError(f"the drafting head could not be run (status {status})")
-
-    def __del__(self) -> None:
-        if getattr(self, "_handle", None):
-            self._free(self._handle)
-            self._handle = None
+            raise UnspoolError(f"running the drafting head failed (status {status})")

@@ -1,7 +1,7 @@
-"""How many threads to use: the physical cores that this process may run on.
+"""Default thread count: the physical cores that this process may use.
 
-Two threads on one core share its arithmetic, and a container may be given less time than the
-machine has cores; both would only make threads wait for each other.
+Two threads on one core share its arithmetic units, and a container may have a smaller CPU quota
+than the machine has cores; in both cases more threads would only wait for each other.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from unspool.errors import SettingsError
 FORKED = "this model was loaded before the process was forked; load it in the child process"
 
 
-def choose_threads(wanted: int | None, root: Path = Path("/")) -> int:
-    """The number asked for, checked, or the number of cores we may use."""
+def choose_threads(requested: int | None, root: Path = Path("/")) -> int:
+    """Return the requested number, checked, or the number of usable cores."""
     allowed = _allowed_processors()
-    if wanted is None:
+    if requested is None:
         cores = len({_core(number, root) for number in allowed})
-        return max(1, min(cores, _time_allowed(root) or cores))
-    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
-        raise SettingsError(f"threads is {wanted!r}; it must be a whole number of at least 1")
-    if wanted > len(allowed):
+        return max(1, min(cores, _cgroup_quota(root) or cores))
+    if not isinstance(requested, int) or isinstance(requested, bool) or requested < 1:
+        raise SettingsError(f"threads must be an integer >= 1, got {requested!r}")
+    if requested > len(allowed):
         raise SettingsError(
-            f"threads is {wanted}, and this process may use {len(allowed)} "
-            f"processor{'s' if len(allowed) > 1 else ''}; ask for at most that many"
+            f"threads must be <= {len(allowed)}, the processors this process may use, got "
+            f"{requested}"
         )
-    return wanted
+    return requested
 
 
 def _allowed_processors() -> list[int]:
@@ -37,7 +37,7 @@ def _allowed_processors() -> list[int]:
 
 
 def _core(processor: int, root: Path) -> tuple[str, str] | int:
-    """What tells physical cores apart; the processor itself where the system does not say."""
+    """Identity of a processor's physical core; the processor itself where that is unknown."""
     topology = root / f"sys/devices/system/cpu/cpu{processor}/topology"
     try:
         package = (topology / "physical_package_id").read_text().strip()
@@ -46,20 +46,20 @@ def _core(processor: int, root: Path) -> tuple[str, str] | int:
         return processor
 
 
-def _time_allowed(root: Path) -> int | None:
-    """Whole processors' worth of time that the control groups give; None if they set no limit.
+def _cgroup_quota(root: Path) -> int | None:
+    """CPU quota of the control groups in whole processors, at least 1; None: no limit.
 
-    Each group may only have what those around it leave: the narrowest counts.
+    Groups are nested, so the smallest quota applies.
     """
-    found = [_limit_v2(folder) or _limit_v1(folder) for folder in _groups(root)]
-    limits = [limit for limit in found if limit]
+    quotas = [_limit_v2(folder) or _limit_v1(folder) for folder in _cgroup_folders(root)]
+    limits = [limit for limit in quotas if limit]
     return max(1, int(min(limits))) if limits else None
 
 
-def _groups(root: Path) -> list[Path]:
-    """The folders of the groups we are in, innermost first."""
+def _cgroup_folders(root: Path) -> list[Path]:
+    """Folders of this process's control groups, innermost first."""
     base = root / "sys/fs/cgroup"
-    found = []
+    folders = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -71,10 +71,10 @@ def _groups(root: Path) -> list[Path]:
         top = base / controllers if controllers else base
         inner = top / path.strip("/")
         while inner != top and top in inner.parents:
-            found.append(inner)
+            folders.append(inner)
             inner = inner.parent
-        found.append(top)
-    return [*found, base, base / "cpu"]
+        folders.append(top)
+    return [*folders, base, base / "cpu"]
 
 
 def _limit_v2(folder: Path) -> float | None:

@@ -1,7 +1,7 @@
-"""Adapters on plain torch: rows of a step go through their own, all in the same products.
+"""LoRA adapters on plain torch: rows with different adapters share a step.
 
-While a step with adapters runs, each matrix that one of them adds to has a hook: behind the
-product, what the row's adapter says is added.
+While a step with adapters runs, each adapted matrix has a forward hook that adds the low-rank
+update of each row's adapter to the product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TorchAdapters:
 
     def __init__(self, model: Transformer) -> None:
         self._model = model
-        # By number and matrix: down [columns, rank] and up [rank, rows], the scale multiplied in.
+        # By number and matrix: down [columns, rank] and up [rank, rows], which includes the scale.
         self._parts: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
 
     def set(self, number: int, adapter: Adapter | None) -> None:
@@ -44,28 +44,28 @@ class TorchAdapters:
 
     @contextmanager
     def applied(self, batch: StepBatch) -> Iterator[None]:
-        """For the run of one step, on this thread."""
+        """Apply the adapters of a batch to the forward pass of this thread."""
         if not len(batch.adapters):
             yield
             return
-        of_tokens = np.repeat(batch.adapters, np.diff(batch.starts))
-        wanted = np.concatenate((batch.sampled, batch.logits))
-        layers, head = self._places(of_tokens), self._places(of_tokens[wanted])
+        numbers = np.repeat(batch.adapters, np.diff(batch.starts))
+        output_tokens = np.concatenate((batch.sampled, batch.logits))
+        layer_rows, head_rows = self._rows(numbers), self._rows(numbers[output_tokens])
         hooks = []
         try:
-            for name in {name for number in layers for name in self._parts[number]}:
-                parts = {n: self._parts[n][name] for n in layers if name in self._parts[n]}
+            for name in {name for number in layer_rows for name in self._parts[number]}:
+                parts = {n: self._parts[n][name] for n in layer_rows if name in self._parts[n]}
                 module = self._model.get_submodule(name.removesuffix(".weight"))
-                places = head if name == "head.weight" else layers
-                # Before what else is done to the product, where only a part of it is here.
-                hooks.append(module.register_forward_hook(_adding(parts, places), prepend=True))
+                rows = head_rows if name == "head.weight" else layer_rows
+                # First of the hooks: before a split layer sums its product over the ranks.
+                hooks.append(module.register_forward_hook(_add_updates(parts, rows), prepend=True))
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _places(self, numbers: Ints) -> dict[int, Tensor]:
-        """Which rows of a product have which adapter."""
+    def _rows(self, numbers: Ints) -> dict[int, Tensor]:
+        """Rows of a product by adapter number."""
         device = self._model.embed.weight.device
         return {
             int(number): torch.from_numpy(np.flatnonzero(numbers == number)).to(device)
@@ -74,18 +74,19 @@ class TorchAdapters:
         }
 
 
-def _adding(
-    parts: dict[int, tuple[Tensor, Tensor]], places: dict[int, Tensor]
+def _add_updates(
+    parts: dict[int, tuple[Tensor, Tensor]], rows: dict[int, Tensor]
 ) -> Callable[[nn.Module, Any, Tensor], None]:
-    owner = threading.get_ident()  # the same weights may be run for somebody else meanwhile
+    """A forward hook that adds low-rank updates to the given rows of a product."""
+    owner = threading.get_ident()  # another thread may use the same weights meanwhile
 
-    def add(module: nn.Module, given: tuple[Tensor, ...], product: Tensor) -> None:
+    def add(module: nn.Module, inputs: tuple[Tensor, ...], product: Tensor) -> None:
         if threading.get_ident() != owner:
             return
-        rows, out = given[0].flatten(0, -2), product.flatten(0, -2)
+        x, out = inputs[0].flatten(0, -2), product.flatten(0, -2)
         for number, (down, up) in parts.items():
-            if number in places:
-                at = places[number].to(out.device)
-                out.index_add_(0, at, rows[at] @ down @ up)
+            if number in rows:
+                indices = rows[number].to(out.device)
+                out.index_add_(0, indices, x[indices] @ down @ up)
 
     return add

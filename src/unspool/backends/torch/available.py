@@ -1,4 +1,4 @@
-"""Whether torch is here, found out without a module that needs it."""
+"""Checks whether torch is installed, without importing modules that need it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ INSTALL_TORCH = "pip install 'unspool[torch]'"
 
 
 class TorchMissingError(UnspoolError):
-    """Torch would be needed, and is not installed."""
+    """Torch is needed but not installed."""
 
 
 def check_torch(device: str = "cpu") -> None:
-    """Torch is here and can use the device; otherwise an error that says what to do."""
+    """Raise an error that says what to do unless torch is installed and can use the device."""
     try:
         import torch
     except ImportError as error:
-        raise TorchMissingError(f"this needs torch, which is not here: {INSTALL_TORCH}") from error
+        raise TorchMissingError(f"torch is not installed: {INSTALL_TORCH}") from error
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

@@ -1,8 +1,8 @@
-"""The torch backend: ragged batches over paged keys and values, on any device.
+"""The torch backend: ragged batches over a paged KV cache, on any device.
 
-The weights and the arithmetic are the plain transformer's. What differs is where keys and values
-lie (in pages that texts share) and that many texts are read at once: all tokens of a batch go
-through the matrices together, and only attention looks at each text's own past.
+Weights and arithmetic are those of the plain transformer. The differences: keys and values are in
+pages that sequences share, and all tokens of a batch go through the matrices together; only
+attention is computed per sequence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from unspool.backends.step import (
     no_ints,
 )
 from unspool.backends.torch.adapters import TorchAdapters
-from unspool.backends.torch.states import StateLook, States, pieces_of
+from unspool.backends.torch.states import StateObserver, StateSlots, recurrent_chunks
 from unspool.model.adapters import Adapter
 from unspool.model.config import ModelConfig
 from unspool.model.layers.mixers import Mixer
@@ -48,7 +48,7 @@ PAGE_SIZE = 16
 
 
 class TorchBackend:
-    """A `Transformer` behind the engine's contract."""
+    """`Backend` on a `Transformer`."""
 
     limits = StepLimits()
     overlaps = False
@@ -64,21 +64,21 @@ class TorchBackend:
         config = model.config
         self.model = model
         self.state_bytes, self.state_count = config.state_bytes, state_count
-        self.echoes = not self.state_bytes  # a token's state is that of its own row
+        self.echoes = not self.state_bytes  # recurrent states belong to a single row
         self.page_size, self.page_count = PAGE_SIZE, page_count
         self.page_bytes = page_bytes(model)
         self.vocab_size = config.vocab_size
         self.context = context or config.default_context
         self._devices = layer_devices(model)
         self._table = BlockTable()
-        self._states = States(config, state_count, self._devices)
+        self._states = StateSlots(config, state_count, self._devices)
         self._adapters = TorchAdapters(model)
-        self._handles, self._hooked = -1, False  # what `is_hooked` knows
-        # One long row of slots for each layer that keeps keys and values: slot = page * page_size
-        # + place in the page.
+        self._last_handle_id, self._hooked = -1, False  # cache of `is_hooked`
+        # [slots, heads, width] for each layer that stores keys and values: slot = page * page_size
+        # + offset in the page.
         self._keys, self._values = (
             {
-                layer: _untouched(
+                layer: _lazy_zeros(
                     (page_count * PAGE_SIZE, *config.kv_shape(layer)),
                     model.embed.weight.dtype,
                     self._devices[layer],
@@ -105,144 +105,152 @@ class TorchBackend:
             store[target * size : (target + 1) * size] = store[source * size : (source + 1) * size]
 
     def is_hooked(self) -> bool:
-        """Whether a forward hook or pre-hook is set on a module of the model, or on all modules.
+        """Whether a user's forward hook or pre-hook is set on the model, or on all modules.
 
-        What is computed then is of use to nobody else. Hooks of our own are part of the model.
+        Results are then not cached for other requests. Unspool's own hooks do not count.
         """
-        created = RemovableHandle.next_id  # no hook can be set without a new one
-        if created != self._handles or self._hooked:
-            self._handles = created
-            every = torch.nn.modules.module
-            found = [every._global_forward_hooks, every._global_forward_pre_hooks]
+        handle_id = RemovableHandle.next_id  # every new hook takes a new id
+        if handle_id != self._last_handle_id or self._hooked:
+            self._last_handle_id = handle_id
+            module_hooks = torch.nn.modules.module
+            hook_dicts = [
+                module_hooks._global_forward_hooks,
+                module_hooks._global_forward_pre_hooks,
+            ]
             for module in self.model.modules():
-                found += [module._forward_hooks, module._forward_pre_hooks]
+                hook_dicts += [module._forward_hooks, module._forward_pre_hooks]
             self._hooked = any(
                 not str(getattr(hook, "__module__", "")).startswith("unspool.")
-                for hooks in found
+                for hooks in hook_dicts
                 for hook in tuple(hooks.values())
             )
         return self._hooked
 
     def _run(self, batch: StepBatch) -> StepResult:
-        run = _Step(self, batch)
+        run = _StepForward(self, batch)
         tokens = torch.from_numpy(batch.tokens).to(self.model.embed.weight.device)[None]
-        # Called as modules, so that hooks on them fire.
-        given = self.model(tokens, step=run.compute).float()
-        logits = given if given.device.type != "cpu" else given.numpy()
-        picked, inside = len(batch.sampled), run.watch.inside() if run.watch else None
+        # Call modules, not their methods, so that hooks run.
+        tensor = self.model(tokens, step=run.compute).float()
+        logits = tensor if tensor.device.type != "cpu" else tensor.numpy()
+        count, inside = len(batch.sampled), run.observer.inside() if run.observer else None
         if batch.pick is None:
             return StepResult(no_ints(), np.empty(0), logits, inside)
-        found = pick(logits[:picked], batch.pick)
-        return StepResult(found.tokens, found.logprobs, logits[picked:], inside, found.failures)
+        picks = pick(logits[:count], batch.pick)
+        return StepResult(picks.tokens, picks.logprobs, logits[count:], inside, picks.failures)
 
 
-class _Step(StepRun):
-    """One batch on its way through the layers."""
+class _StepForward(StepRun):
+    """The forward pass of one batch."""
 
     def __init__(self, backend: TorchBackend, batch: StepBatch) -> None:
         self._backend, self._batch = backend, batch
-        self._plans = {
-            device: _Plan(batch, backend._table, backend.page_size, device)
+        self._indices = {
+            device: _BatchIndices(batch, backend._table, backend.page_size, device)
             for device in dict.fromkeys(backend._devices)
         }
-        self._plan = next(iter(self._plans.values()))  # of the layer at hand
-        self._pieces = pieces_of(batch, backend.state_count) if backend.state_bytes else []
-        self._between: Tensor | None = None
-        self.watch: _Watch | None = None
+        self._current = next(iter(self._indices.values()))  # on the device of the current layer
+        self._chunks = recurrent_chunks(batch, backend.state_count) if backend.state_bytes else []
+        self._attended: Tensor | None = None  # x after attention in the current layer
+        self.observer: _TorchObserver | None = None
 
     def compute(self, tokens: Tensor) -> Tensor:
-        """Logits of the tokens [1, count] of which they are wanted."""
+        """Run the model on tokens [1, count]; returns logits at the requested tokens."""
         backend, batch, model = self._backend, self._batch, self._backend.model
         angles = model.angles(batch.positions, backend.context)
         x = model.embedded(tokens, batch.positions)
-        watch = self.watch = _Watch(batch.look, x, model.config) if batch.look else None
-        told, shared = model.told(tokens, x), Shared()
+        observer = _TorchObserver(batch.look, x, model.config) if batch.look else None
+        self.observer = observer
+        token_inputs, shared = model.told(tokens, x), Shared()
         for number, layer in enumerate(model.layers):
             assert isinstance(layer, Layer)
-            self._plan, token = self._plans[backend._devices[number]], told[number]
-            device = self._plan.device
-            if x.device != device:  # the layers from here on lie elsewhere
+            self._current, token = self._indices[backend._devices[number]], token_inputs[number]
+            device = self._current.device
+            if x.device != device:  # this layer is on another device
                 x = x.to(device)
-                moved = {one: one.to(x) for one in angles if one is not None}
-                angles = [None if one is None else moved[one] for one in angles]
+                moved = {angle: angle.to(x) for angle in angles if angle is not None}
+                angles = [None if angle is None else moved[angle] for angle in angles]
             token = None if token is None else token.to(device)
-            if watch and not layer.mixes:
-                watch.states(self._plan.ends)
+            if observer and not layer.mixes:
+                observer.skip_attention(self._current.visible_end)
             after = layer(x, angles[number], None, self, shared, token)
-            if watch:
-                assert self._between is not None
-                between = self._between.float()
-                watch.layer(after, between - x.float(), after.float() - between)
+            if observer:
+                assert self._attended is not None
+                attended = self._attended.float()
+                observer.record_layer(after, attended - x.float(), after.float() - attended)
             x = after
-        wanted = torch.from_numpy(np.concatenate((batch.sampled, batch.logits))).to(x.device)
-        return model.logits(x[0, wanted].to(model.norm.weight.device))
+        outputs = torch.from_numpy(np.concatenate((batch.sampled, batch.logits))).to(x.device)
+        return model.logits(x[0, outputs].to(model.norm.weight.device))
 
     def note_attended(self, x: Tensor) -> None:
-        self._between = x
+        self._attended = x
 
     def recur(self, layer: int, mixer: Mixer, x: Tensor) -> Tensor:
-        look = self.watch.states(self._plan.ends) if self.watch else None
-        return self._backend._states.mix(layer, mixer, x, self._pieces, look)
+        states = None
+        if self.observer:
+            self.observer.skip_attention(self._current.visible_end)
+            states = self.observer.states
+        return self._backend._states.mix(layer, mixer, x, self._chunks, states)
 
     def __call__(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        plan, source = self._plan, attention.source
+        batch, source = self._current, attention.source
         keys, values = self._backend._keys[source], self._backend._values[source]
         if attention.own:
-            keys[plan.slots], values[plan.slots] = key[0].transpose(0, 1), value[0].transpose(0, 1)
-            if plan.echoed is not None:
-                keys[plan.echo_slots] = key[0, :, plan.echoed].transpose(0, 1)
-                values[plan.echo_slots] = value[0, :, plan.echoed].transpose(0, 1)
+            slots = batch.slots
+            keys[slots], values[slots] = key[0].transpose(0, 1), value[0].transpose(0, 1)
+            if batch.echo_tokens is not None:
+                keys[batch.echo_slots] = key[0, :, batch.echo_tokens].transpose(0, 1)
+                values[batch.echo_slots] = value[0, :, batch.echo_tokens].transpose(0, 1)
         mixed = torch.empty_like(query[0].transpose(0, 1))  # [tokens, heads, head_width]
-        for rows in plan.groups:
-            rows.attend(attention, query[0], keys, values, mixed, self.watch)
+        for rows in batch.groups:
+            rows.attend(attention, query[0], keys, values, mixed, self.observer)
         return mixed.transpose(0, 1)[None]
 
 
 def layer_devices(model: Transformer) -> list[torch.device]:
-    """Where each layer lies: mostly all in one place."""
+    """Device of each layer."""
     return [next(layer.parameters()).device for layer in model.layers]
 
 
-def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take no memory before they are written: torch.zeros would touch every page."""
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros whose memory is committed as it is written (torch.zeros would touch every page)."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    room = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(room).view(dtype).view(shape)
+    memory = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)
 
 
 def page_bytes(model: Transformer, layers: Iterable[int] | None = None) -> int:
-    """Of all layers, or of some."""
+    """Bytes of a KV cache page, in all layers or in the given ones."""
     config = model.config
-    chosen = config.kv_layers if layers is None else set(config.kv_layers) & set(layers)
-    numbers = sum(2 * config.shape(layer).kv_width for layer in chosen)
-    return numbers * PAGE_SIZE * model.embed.weight.element_size()
+    kv_layers = config.kv_layers if layers is None else set(config.kv_layers) & set(layers)
+    values = sum(2 * config.shape(layer).kv_width for layer in kv_layers)
+    return values * PAGE_SIZE * model.embed.weight.element_size()
 
 
-def room_for(model: Transformer, memory: int | None) -> tuple[int, int]:
-    """How many pages and states fit the memory given; or, on each device that has layers, half of
-    what is free on a GPU, a quarter elsewhere (2 GB at the most)."""
+def cache_size(model: Transformer, memory: int | None) -> tuple[int, int]:
+    """Number of pages and of state slots that fit into `memory` bytes. None: on each device with
+    layers, half of the free memory of a GPU, or a quarter of it elsewhere (at most 2 GB)."""
     config, devices = model.config, layer_devices(model)
     if memory is not None:
         return pages_and_states(memory, page_bytes(model), config.state_bytes)
     all_pages, all_states = [], []
     for device in dict.fromkeys(devices):
-        here = [layer for layer in range(config.layers) if devices[layer] == device]
-        page, state = page_bytes(model, here), 4 * sum(map(config.state_floats, here))
-        pages, states = pages_and_states(_free(device), max(1, page), state)
+        layers = [layer for layer in range(config.layers) if devices[layer] == device]
+        page, state = page_bytes(model, layers), 4 * sum(map(config.state_floats, layers))
+        pages, states = pages_and_states(_cache_memory(device), max(1, page), state)
         all_pages += [pages] if page else []
         all_states += [states] if state else []
     return min(all_pages), min(all_states, default=0)
 
 
-def _free(device: torch.device) -> int:
+def _cache_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return share_beside_torch(torch.cuda.mem_get_info(device)[0])
     return min(2 << 30, free_memory() // 4)
 
 
-class _Plan:
-    """What every layer on a device needs to know of a batch, worked out once."""
+class _BatchIndices:
+    """Indices of a batch that all layers on a device share, computed once."""
 
     def __init__(
         self, batch: StepBatch, table: BlockTable, page_size: int, device: torch.device
@@ -251,32 +259,32 @@ class _Plan:
         rows = np.repeat(batch.slots, counts)
         slots = table.pages[rows, batch.positions // page_size] * page_size
         self.device = device
-        self.ends = batch.visible_end
+        self.visible_end = batch.visible_end
         self.slots = torch.from_numpy(slots + batch.positions % page_size).to(device)
-        self.echoed: Tensor | None = None  # tokens that are written to other rows' slots too
+        self.echo_tokens: Tensor | None = None  # tokens also written to the slots of other rows
         if len(batch.echoes):
-            tokens, lines = batch.echoes.T
-            places = batch.positions[tokens]
-            slots = table.pages[lines, places // page_size] * page_size + places % page_size
-            self.echoed = torch.from_numpy(tokens.copy()).to(device)
-            self.echo_slots = torch.from_numpy(slots).to(device)
+            tokens, table_rows = batch.echoes.T
+            positions = batch.positions[tokens]
+            pages = table.pages[table_rows, positions // page_size]
+            self.echo_tokens = torch.from_numpy(tokens.copy()).to(device)
+            self.echo_slots = torch.from_numpy(pages * page_size + positions % page_size).to(device)
         single = np.flatnonzero(counts == 1)
-        self.groups: list[_Decoding | _Chunk] = []
+        self.groups: list[_DecodeRows | _PrefillRow] = []
         if len(single):
-            self.groups.append(_Decoding(batch, single, table, page_size, device))
+            self.groups.append(_DecodeRows(batch, single, table, page_size, device))
         for row in np.flatnonzero(counts > 1):
-            self.groups.append(_Chunk(batch, int(row), table, page_size, device))
+            self.groups.append(_PrefillRow(batch, int(row), table, page_size, device))
 
 
-def _slots_of(pages: Ints, length: int, page_size: int) -> Ints:
-    """The slots of a text's first `length` tokens."""
+def _kv_slots(pages: Ints, length: int, page_size: int) -> Ints:
+    """Slots of the first `length` tokens of a sequence."""
     used = pages[: -(-length // page_size)]
-    every = used[:, None] * page_size + np.arange(page_size)[None, :]
-    return every.reshape(-1)[:length]
+    slots = used[:, None] * page_size + np.arange(page_size)[None, :]
+    return slots.reshape(-1)[:length]
 
 
-class _Decoding:
-    """Rows with one new token each: their pasts side by side, filled up to the longest."""
+class _DecodeRows:
+    """Attention of rows with one new token each: their keys padded to the longest row."""
 
     def __init__(
         self,
@@ -286,18 +294,18 @@ class _Decoding:
         page_size: int,
         device: torch.device,
     ) -> None:
-        places = batch.starts[rows]
-        ends = batch.visible_end[places]
+        tokens = batch.starts[rows]
+        ends = batch.visible_end[tokens]
         slots = np.zeros((len(rows), int(ends.max())), np.int64)
-        for number, (row, end) in enumerate(zip(rows, ends, strict=True)):
-            slots[number, :end] = _slots_of(table.pages[batch.slots[row]], int(end), page_size)
+        for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
+            slots[index, :end] = _kv_slots(table.pages[batch.slots[row]], int(end), page_size)
         self.lengths = ends.tolist()
-        self.places = torch.from_numpy(places).to(device)
+        self.tokens = torch.from_numpy(tokens).to(device)
         self.slots = torch.from_numpy(slots).to(device)
-        self.ours = torch.from_numpy(batch.positions[places]).to(device)[:, None]
-        # What fills a row up stands behind what its query sees, so that the mask hides it.
+        self.query_positions = torch.from_numpy(batch.positions[tokens]).to(device)[:, None]
+        # Padding is at positions from `ends` on, which the mask hides.
         self.ends = torch.from_numpy(ends).to(device)[:, None]
-        self.theirs = torch.arange(slots.shape[1], device=device)
+        self.key_positions = torch.arange(slots.shape[1], device=device)
 
     def attend(
         self,
@@ -306,21 +314,23 @@ class _Decoding:
         keys: Tensor,
         values: Tensor,
         mixed: Tensor,
-        watch: _Watch | None,
+        observer: _TorchObserver | None,
     ) -> None:
-        ours = query[:, self.places].transpose(0, 1)[:, :, None]  # [rows, heads, 1, head_width]
+        queries = query[:, self.tokens].transpose(0, 1)[:, :, None]  # [rows, heads, 1, head_width]
         key, value = (store[self.slots].transpose(1, 2) for store in (keys, values))
-        weights = attention.weights(ours, key, self.ours, self.theirs, self.ends)
-        if watch:
-            for number, place in enumerate(self.places.tolist()):
-                watch.attention(place, weights[number, :, 0, : self.lengths[number]])
+        weights = attention.weights(
+            queries, key, self.query_positions, self.key_positions, self.ends
+        )
+        if observer:
+            for row, token in enumerate(self.tokens.tolist()):
+                observer.record_attention(token, weights[row, :, 0, : self.lengths[row]])
         group = weights.shape[1] // value.shape[1]
         grouped = weights.to(value.dtype).unflatten(1, (-1, group))[:, :, :, 0]
-        mixed[self.places] = (grouped @ value).flatten(1, 2)
+        mixed[self.tokens] = (grouped @ value).flatten(1, 2)
 
 
-class _Chunk:
-    """A row with several new tokens: a piece of a prompt, or a draft to be checked."""
+class _PrefillRow:
+    """Attention of a row with several new tokens: a chunk of a prompt, or a draft to verify."""
 
     def __init__(
         self,
@@ -334,7 +344,7 @@ class _Chunk:
         self.start = int(batch.positions[self.first])
         self.ends = batch.visible_end[self.first : self.end]
         length = int(self.ends.max())
-        slots = _slots_of(table.pages[batch.slots[row]], length, page_size)
+        slots = _kv_slots(table.pages[batch.slots[row]], length, page_size)
         self.slots = torch.from_numpy(slots).to(device)
         self.positions = torch.arange(length, device=device)
 
@@ -345,59 +355,61 @@ class _Chunk:
         keys: Tensor,
         values: Tensor,
         mixed: Tensor,
-        watch: _Watch | None,
+        observer: _TorchObserver | None,
     ) -> None:
         for first in range(self.first, self.end, QUERIES_AT_ONCE):
             end = min(first + QUERIES_AT_ONCE, self.end)
             position = self.start + first - self.first
             ends = self.ends[first - self.first : end - self.first]
             oldest, newest = attention.reach(position, end - first, int(ends.max()))
-            slots, theirs = self.slots[oldest:newest], self.positions[oldest:newest]
+            slots, key_positions = self.slots[oldest:newest], self.positions[oldest:newest]
             key, value = (store[slots].transpose(0, 1)[None] for store in (keys, values))
-            ours = self.positions[position : position + end - first]
-            visible_end = torch.from_numpy(ends).to(ours.device)
-            weights = attention.weights(query[None, :, first:end], key, ours, theirs, visible_end)
-            if watch:
-                for number, past in enumerate(ends.tolist()):
-                    whole = weights.new_zeros(weights.shape[1], past)
-                    seen = weights[0, :, number, : past - oldest]
-                    whole[:, oldest : oldest + seen.shape[1]] = seen
-                    watch.attention(first + number, whole)
+            query_positions = self.positions[position : position + end - first]
+            visible_end = torch.from_numpy(ends).to(query_positions.device)
+            weights = attention.weights(
+                query[None, :, first:end], key, query_positions, key_positions, visible_end
+            )
+            if observer:
+                for row, visible in enumerate(ends.tolist()):
+                    padded = weights.new_zeros(weights.shape[1], visible)
+                    in_window = weights[0, :, row, : visible - oldest]
+                    padded[:, oldest : oldest + in_window.shape[1]] = in_window
+                    observer.record_attention(first + row, padded)
             group = weights.shape[1] // value.shape[1]
             grouped = weights.to(value.dtype).unflatten(1, (-1, group)).flatten(2, 3)
-            found = (grouped @ value).unflatten(2, (group, -1)).flatten(1, 2)
-            mixed[first:end] = found[0].transpose(0, 1)
+            out = (grouped @ value).unflatten(2, (group, -1)).flatten(1, 2)
+            mixed[first:end] = out[0].transpose(0, 1)
 
 
-class _Watch:
-    """Keeps what the taps asked for while the layers run."""
+class _TorchObserver:
+    """Collects observed values while the layers run."""
 
-    def __init__(self, taps: Look, x: Tensor, config: ModelConfig) -> None:
+    def __init__(self, look: Look, x: Tensor, config: ModelConfig) -> None:
+        self._look = look
         self._heads = config.heads
-        self._states = StateLook(config, taps) if config.state_bytes else None
-        self._residual_rows = torch.from_numpy(taps.residuals)
-        self._part_rows = torch.from_numpy(taps.parts)
-        self._attention_rows = {int(token): number for number, token in enumerate(taps.attention)}
-        self._taps = taps
+        self.states = StateObserver(config, look) if config.state_bytes else None
+        self._residual_rows = torch.from_numpy(look.residuals)
+        self._part_rows = torch.from_numpy(look.parts)
+        self._attention_index = {int(token): index for index, token in enumerate(look.attention)}
         self._residuals = [x[0, self._residual_rows]]
         self._parts: list[Tensor] = []
-        self._attention: list[list[Tensor]] = [[] for _ in taps.attention]
+        self._attention: list[list[Tensor]] = [[] for _ in look.attention]
 
-    def attention(self, place: int, weights: Tensor) -> None:
-        """The weights of one token in the layer at hand, [heads, past]; what a layer with fewer
-        heads than others lacks is zero."""
-        if place in self._attention_rows:
+    def record_attention(self, token: int, weights: Tensor) -> None:
+        """Record the weights [heads, visible] of a token in the current layer; missing heads of a
+        layer with fewer than others are zero."""
+        if token in self._attention_index:
             weights = functional.pad(weights, (0, 0, 0, self._heads - len(weights)))
-            self._attention[self._attention_rows[place]].append(weights)
+            self._attention[self._attention_index[token]].append(weights)
 
-    def states(self, ends: Ints) -> StateLook | None:
-        """For a layer that has no attention, but perhaps a recurrence."""
-        for place, number in self._attention_rows.items():
-            none = self._residuals[0].new_zeros(self._heads, int(ends[place]))
-            self._attention[number].append(none)
-        return self._states
+    def skip_attention(self, visible_end: Ints) -> None:
+        """Record zeros for a layer without attention."""
+        for token, index in self._attention_index.items():
+            zeros = self._residuals[0].new_zeros(self._heads, int(visible_end[token]))
+            self._attention[index].append(zeros)
 
-    def layer(self, after: Tensor, attended: Tensor, fed: Tensor) -> None:
+    def record_layer(self, after: Tensor, attended: Tensor, fed: Tensor) -> None:
+        """Record a layer's output, and what attention and feed-forward added."""
         if len(self._residual_rows):
             self._residuals.append(after[0, self._residual_rows])
         if len(self._part_rows):
@@ -409,10 +421,10 @@ class _Watch:
             return torch.stack([tensor.float().cpu() for tensor in tensors]).numpy()
 
         return Inside(
-            residuals=host(self._taps.chosen(self._residuals))
+            residuals=host(self._look.chosen(self._residuals))
             if len(self._residual_rows)
             else None,
             attention=[host(layers) for layers in self._attention],
             parts=host(self._parts) if self._parts else None,
-            recurrent=list(self._states.seen.values()) if self._states else [],
+            recurrent=list(self.states.stats.values()) if self.states else [],
         )

@@ -1,4 +1,4 @@
-"""A model that does not fit one device: over several, by layers or by splitting every layer."""
+"""Loading a model over several devices: layer by layer, or by splitting every layer."""
 
 from __future__ import annotations
 
@@ -16,41 +16,44 @@ from unspool.model.checkpoint import Checkpoint, load_transformer
 from unspool.model.layer_places import places_of
 from unspool.model.split import check_split
 
-_of_torchrun: list[Ranks] = []  # which hold all models that are asked for
+_torchrun_ranks: list[Ranks] = []  # shared by all models of this process
 
 
 def load_on_several(
     checkpoint: Checkpoint, devices: Sequence[str], ranks: int, dtype: str, name: str = ""
 ) -> TorchModel | SplitModel:
-    """The model split over so many `ranks`; 1: its layers over the devices, in order."""
+    """Load a model with tensor parallelism over `ranks`; 1: with its layers over the devices."""
     if ranks == 1:
-        places = places_of(checkpoint.config, devices, _room(devices))
-        return TorchModel(load_transformer(checkpoint, dtype=dtype, device=places))
-    check_split(checkpoint.config, ranks)  # before any process is started
+        layer_devices = places_of(checkpoint.config, devices, _free_memory(devices))
+        return TorchModel(load_transformer(checkpoint, dtype=dtype, device=layer_devices))
+    check_split(checkpoint.config, ranks)  # before starting processes
     if 1 < len(devices) < ranks:
-        raise SettingsError(f"tensor_parallel is {ranks}, and there are {len(devices)} GPUs here")
-    device: Device = devices[0] if len(devices) == 1 else list(devices[:ranks])
-    started = torchrun.ranks()
-    if started is None:
-        found = Ranks.spawned(ranks, device)
-        try:
-            return split_model(checkpoint, found, dtype, own_ranks=True)
-        except BaseException:
-            found.close()
-            raise
-    if started != ranks:
         raise SettingsError(
-            f"tensor_parallel is {ranks}, and torchrun has started {started} processes; leave "
+            f"tensor_parallel must be <= {len(devices)}, the GPUs here, got {ranks}"
+        )
+    device: Device = devices[0] if len(devices) == 1 else list(devices[:ranks])
+    world_size = torchrun.ranks()
+    if world_size is None:
+        spawned = Ranks.spawn(ranks, device)
+        try:
+            return split_model(checkpoint, spawned, dtype, own_ranks=True)
+        except BaseException:
+            spawned.close()
+            raise
+    if world_size != ranks:
+        raise SettingsError(
+            f"tensor_parallel must be {world_size}, the processes of torchrun, got {ranks}; leave "
             "tensor_parallel out"
         )
-    if not _of_torchrun:
-        _of_torchrun.append(Ranks.of_torchrun("cuda" if devices[0].startswith("cuda") else device))
-        atexit.register(_of_torchrun[0].close)
-    return split_model(checkpoint, _of_torchrun[0], dtype, name=name)
+    if not _torchrun_ranks:
+        device = "cuda" if devices[0].startswith("cuda") else device
+        _torchrun_ranks.append(Ranks.from_torchrun(device))
+        atexit.register(_torchrun_ranks[0].close)
+    return split_model(checkpoint, _torchrun_ranks[0], dtype, name=name)
 
 
-def _room(devices: Sequence[str]) -> list[float] | None:
-    """What is free on each GPU; None: they are not all GPUs, and get the same."""
+def _free_memory(devices: Sequence[str]) -> list[float] | None:
+    """Free bytes of each GPU; None if not all devices are GPUs (then layers are divided evenly)."""
     if not all(device.startswith("cuda") for device in devices):
         return None
     return [float(torch.cuda.mem_get_info(device)[0]) for device in devices]

@@ -1,8 +1,8 @@
-"""Whether this process is one of several that torchrun has started, found out without torch.
+"""Processes started by torchrun, detected without importing torch.
 
     torchrun --nproc-per-node 4 -m unspool serve --model large
 
-Rank 0 runs the command, and the others hold their part of the model for it.
+Rank 0 runs the command; the others hold their part of the model and compute for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 
 def ranks() -> int | None:
-    """How many processes torchrun has started together; None: this is not one of several."""
+    """World size of torchrun; None if this process is not one of several."""
     count = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     return count if count > 1 else None
 
@@ -22,7 +22,7 @@ def is_first() -> bool:
 
 
 def work_unless_first() -> None:
-    """Any but the first process works for that one from here on, and ends with it."""
+    """On ranks other than 0: compute for rank 0 until it ends, then exit."""
     if not is_first():
         from unspool.backends.torch.parallel.worker import work_for_torchrun
 
@@ -31,8 +31,8 @@ def work_unless_first() -> None:
 
 
 def let_go() -> None:
-    """The first process ends; if the others were never needed, they end too."""
+    """On rank 0, at exit: release the other ranks if they were never used."""
     if ranks() is not None and is_first():
-        from unspool.backends.torch.parallel.ranks import let_go_torchrun
+        from unspool.backends.torch.parallel.ranks import release_torchrun
 
-        let_go_torchrun()
+        release_torchrun()

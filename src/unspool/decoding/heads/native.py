@@ -167,7 +167,7 @@ class _Plans:
             Operation(
                 kind="linear", source=source, target=target, matrices=(matrix,), rows=rows,
                 width=width or self._plan.buffers[source][0], vector=norm, add=add,
-                prepare="normed" if norm else "activated" if activated else "as is",
+                prepare="norm" if norm else "activation" if activated else "none",
                 gated=activated, epsilon=self._config.norm_eps,
             )
         )  # fmt: skip
@@ -178,22 +178,20 @@ class _Plans:
     def read(self) -> Plan:
         config = self._config
         self._plan = Plan(self._model.config)
-        features, kv_width = (
-            config.width * len(config.layers),
-            2 * config.kv_heads * config.head_width,
-        )
-        self._buffers("wanted", features=features, fused=config.width, keys_values=kv_width)
+        features = config.width * len(config.layers)
+        kv_width = 2 * config.kv_heads * config.head_width
+        self._buffers("selected", features=features, fused=config.width, keys_values=kv_width)
         for number in range(len(config.layers)):
             self._plan.operations.append(
                 Operation(
-                    kind="norm", source="features", target="features", rows="wanted",
+                    kind="norm", source="features", target="features", rows="selected",
                     offset=number * config.width, width=config.width,
                     vector=f"features.norm.{number}", epsilon=config.norm_eps,
                 )
             )  # fmt: skip
-        self._linear("features", "fused", "features.fuse", rows="wanted")
+        self._linear("features", "fused", "features.fuse", rows="selected")
         self._linear(
-            "fused", "keys_values", "context.keys_values", norm="context.norm", rows="wanted"
+            "fused", "keys_values", "context.keys_values", norm="context.norm", rows="selected"
         )
         return self._plan
 
@@ -223,10 +221,10 @@ class _Plans:
         self._linear("x", "queries", "attention.query", norm="attention.norm")
         self._plan.operations += [
             Operation(
-                kind="place", source="queries", heads=config.heads, rotary=0, queries_only=True
+                kind="rope", source="queries", heads=config.heads, rotary=0, queries_only=True
             ),
             Operation(
-                kind="attend",
+                kind="attention",
                 source="queries",
                 target="mixed",
                 heads=config.heads,

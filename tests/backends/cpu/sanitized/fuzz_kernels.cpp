@@ -18,8 +18,8 @@ namespace {
 struct Kind {
     int32_t type;
     int elements, bytes;
-    int32_t format, group, offset, lows, scales;
-    int halves[2];  // where scale, minimum or factors lie
+    int32_t format, group, offset, minima, scales;
+    int halves[2];  // offsets of scale, minimum or factors
 };
 
 const Kind kKinds[] = {
@@ -48,14 +48,14 @@ const Kind kKinds[] = {
     {kTypeTQ1_0, 256, 54, kCodes, 32, 0, 0, kSuper, {52, -1}},
     {kTypeTQ2_0, 256, 66, kCodes, 32, 0, 0, kSuper, {64, -1}},
     {kTypeQ1_0, 128, 18, kCodes, 32, 0, 0, kHalves, {0, -1}},
-    {kTypeZero4, 32, 19, kQ4, 32, 0, kZeros, kHalves, {0, -1}},
-    {kTypeZero8, 32, 35, kQ8, 32, 128, kZeros, kHalves, {0, -1}},
+    {kTypeZero4, 32, 19, kQ4, 32, 0, kZeroPoints, kHalves, {0, -1}},
+    {kTypeZero8, 32, 35, kQ8, 32, 128, kZeroPoints, kHalves, {0, -1}},
     {kTypeAffine8, 32, 36, kQ8, 32, 128, kMinima, kHalves, {0, 2}},
 };
 
 float random_float() { return static_cast<float>(random(-1000, 1000)) / 1000; }
 
-// Exactly so many; packed matrices begin on a cache line.
+// Exactly `count` elements; packed matrices start on a cache line.
 template <class T>
 struct Exactly {
     explicit Exactly(int64_t count)
@@ -84,7 +84,7 @@ void one_product() {
     m.format = kind.format;
     m.group = kind.group;
     m.offset = kind.offset;
-    m.lows = kind.lows;
+    m.minima = kind.minima;
     m.scales = kind.scales;
     m.bias = -1;
     m.factor = 1.0f;

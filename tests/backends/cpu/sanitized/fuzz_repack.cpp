@@ -17,7 +17,7 @@ namespace {
 struct Case {
     int32_t type;
     int elements, bytes;
-    int32_t format, group, offset, lows, scales;
+    int32_t format, group, offset, minima, scales;
 };
 
 const Case kCases[] = {
@@ -48,14 +48,14 @@ const Case kCases[] = {
     {kTypeTQ1_0, 256, 54, kCodes, 32, 0, 0, kSuper},
     {kTypeTQ2_0, 256, 66, kCodes, 32, 0, 0, kSuper},
     {kTypeQ1_0, 128, 18, kCodes, 32, 0, 0, kHalves},
-    {kTypeZero4, 32, 19, kQ4, 32, 0, kZeros, kHalves},
-    {kTypeZero8, 32, 35, kQ8, 32, 128, kZeros, kHalves},
+    {kTypeZero4, 32, 19, kQ4, 32, 0, kZeroPoints, kHalves},
+    {kTypeZero8, 32, 35, kQ8, 32, 128, kZeroPoints, kHalves},
     {kTypeAffine8, 32, 36, kQ8, 32, 128, kMinima, kHalves},
 };
 constexpr int kFloats = 3;  // the first of them
 constexpr int kAll = sizeof kCases / sizeof kCases[0];
 
-// Exactly so many bytes, at an odd address every other time: sources have no alignment.
+// Exactly `size` bytes, at an odd address every other time: sources have no alignment.
 struct Buffer {
     explicit Buffer(int64_t size)
         : size(size), shift(random(0, 1)), bytes(new uint8_t[static_cast<size_t>(size + shift)]) {}
@@ -97,12 +97,12 @@ int32_t pack(const Matrix& m, int32_t type, bool quantize, Buffer& source, int64
 }
 
 void one() {
-    const int chosen = static_cast<int>(random(0, kAll - 1));
-    const Case& from = kCases[chosen];
-    const bool quantize = chosen < kFloats && random(0, 1) != 0;
-    // Mostly a format that can take the type; sometimes any.
-    int to = chosen;
-    if (chosen < kFloats) to = static_cast<int>(random(0, kFloats - 1));
+    const int index = static_cast<int>(random(0, kAll - 1));
+    const Case& from = kCases[index];
+    const bool quantize = index < kFloats && random(0, 1) != 0;
+    // Mostly a format that supports the type; sometimes any.
+    int to = index;
+    if (index < kFloats) to = static_cast<int>(random(0, kFloats - 1));
     if (quantize && random(0, 2) != 0) to = random(0, 1) != 0 ? 4 : 7;
     const bool any = random(0, 9) == 0;
     if (any) to = static_cast<int>(random(0, kAll - 1));
@@ -114,7 +114,7 @@ void one() {
     m.format = kCases[to].format;
     m.group = kCases[to].group;
     m.offset = kCases[to].offset;
-    m.lows = kCases[to].lows;
+    m.minima = kCases[to].minima;
     m.scales = kCases[to].scales;
     m.bias = -1;
     m.factor = 1.0f;
@@ -160,5 +160,5 @@ int main(int, char** arguments) {
     int count = 0;
     while (std::chrono::steady_clock::now() < end) one(), ++count;
     std::printf("%d matrices\n", count);
-    return count < 100;  // too slow to have looked at anything
+    return count < 100;  // too slow to prove anything
 }

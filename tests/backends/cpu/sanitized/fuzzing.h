@@ -1,4 +1,4 @@
-// What the fuzzers share: random numbers, and tables for the formats that look numbers up.
+// Common code of the fuzzers: random numbers, and code tables.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
@@ -14,7 +14,7 @@ inline int64_t random(int64_t low, int64_t high) {  // both included
     return low + static_cast<int64_t>(random_bits() % static_cast<uint64_t>(high - low + 1));
 }
 
-// Grids of any codes; the library only keeps where they are.
+// Grids of random codes; the library keeps only their address.
 inline void set_grids() {
     static uint8_t codes[2048 * 8];
     for (uint8_t& code : codes) code = static_cast<uint8_t>(random(0, 7));

@@ -25,7 +25,7 @@ void job(void* what, int, int count) {
     Work& work = *static_cast<Work*>(what);
     Worker worker{count, work.progress, nullptr};
     for (int round = 0; round < kRounds; ++round) {
-        worker.each(round, kMost, [&](int64_t task) {
+        worker.for_each(round, kMost, [&](int64_t task) {
             int64_t sum = 1;
             for (int other = 0; round > 0 && other < kMost; ++other)
                 sum += work.numbers[round - 1][other];

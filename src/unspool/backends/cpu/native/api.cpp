@@ -11,7 +11,7 @@ extern "C" {
 
 int32_t unspool_version() { return 8; }
 
-const char* unspool_isa() { return chosen_name(); }
+const char* unspool_isa() { return active_isa_name(); }
 
 void* unspool_model_new(const ModelSpec* spec) {
     try {
@@ -23,48 +23,49 @@ void* unspool_model_new(const ModelSpec* spec) {
 
 void unspool_model_free(void* model) { delete static_cast<Model*>(model); }
 
-int32_t unspool_run(void* model, const KeyValues* kv, const RotaryTable* rotary, const Batch* batch,
-                    const TapList* taps, float* logits) {
+int32_t unspool_run(void* model, const KvCache* kv, const RopeTable* rotary, const Batch* batch,
+                    const Taps* taps, float* logits) {
     return static_cast<Model*>(model)->run(*kv, rotary, *batch, taps, logits, 0, nullptr);
 }
 
 int32_t unspool_run_head(void* model, const float* vectors, int64_t count, int64_t first,
                          float* logits) {
     Batch batch{};
-    batch.wanted_count = count;
-    KeyValues none{};
+    batch.selected_count = count;
+    KvCache none{};
     return static_cast<Model*>(model)->run(none, nullptr, batch, nullptr, logits, first, vectors);
 }
 
-int32_t unspool_run_given(void* model, const KeyValues* kv, const RotaryTable* rotary,
-                          const Batch* batch, float* const* given) {
+int32_t unspool_run_buffers(void* model, const KvCache* kv, const RopeTable* rotary,
+                            const Batch* batch, float* const* external) {
     return static_cast<Model*>(model)->run(*kv, rotary, *batch, nullptr, nullptr, 0, nullptr,
-                                           given);
+                                           external);
 }
 
-void unspool_copy_page(const KeyValues* kv, int64_t source, int64_t target) {
+void unspool_copy_page(const KvCache* kv, int64_t source, int64_t target) {
     const int64_t bytes = kv->page_bytes;
     std::memcpy(kv->data + target * bytes, kv->data + source * bytes, bytes);
 }
 
 void unspool_profile(void* model, double* seconds) {
-    Model& it = *static_cast<Model*>(model);
-    const size_t count = it.spec.op_count;
-    if (!it.seconds.empty()) std::memcpy(seconds, it.seconds.data(), count * sizeof(double));
-    it.seconds.assign(count, 0.0);
+    Model& profiled = *static_cast<Model*>(model);
+    const size_t count = profiled.spec.op_count;
+    if (!profiled.seconds.empty())
+        std::memcpy(seconds, profiled.seconds.data(), count * sizeof(double));
+    profiled.seconds.assign(count, 0.0);
 }
 
 int32_t unspool_multiply(const Matrix* matrix, const float* rows, int64_t count, float* out,
                          int32_t threads, int32_t repeat) {
     Op op{};
     op.kind = kLinear;
-    op.rows = kWanted;
+    op.rows = kSelected;
     op.source = 0;
     op.target = 1;
     op.width = static_cast<int32_t>(matrix->columns);
     op.matrix_count = 1;
     const int64_t widths[2] = {matrix->columns, matrix->rows};
-    const int32_t kinds[2] = {kWanted, kWanted};
+    const int32_t kinds[2] = {kSelected, kSelected};
     ModelSpec spec{};
     spec.ops = &op;
     spec.op_count = 1;
@@ -87,22 +88,22 @@ int32_t unspool_multiply(const Matrix* matrix, const float* rows, int64_t count,
 }
 
 namespace {
-struct Reading {
+struct ReadJob {
     const uint8_t* data;
     int64_t bytes;
     int32_t repeat;
     std::atomic<uint64_t> total{0};
 
-    static void work(void* what, int index, int count) {
-        Reading& self = *static_cast<Reading*>(what);
+    static void work(void* argument, int index, int count) {
+        ReadJob& self = *static_cast<ReadJob*>(argument);
         const int64_t words = self.bytes / 64 * 8;
         const int64_t first = words / 8 * index / count * 8,
                       last = words / 8 * (index + 1) / count * 8;
-        const uint64_t* from = reinterpret_cast<const uint64_t*>(self.data);
+        const uint64_t* words_in = reinterpret_cast<const uint64_t*>(self.data);
         uint64_t sums[8] = {};
         for (int32_t i = 0; i < self.repeat; ++i)
             for (int64_t at = first; at < last; at += 8)
-                for (int lane = 0; lane < 8; ++lane) sums[lane] += from[at + lane];
+                for (int lane = 0; lane < 8; ++lane) sums[lane] += words_in[at + lane];
         uint64_t total = 0;
         for (uint64_t sum : sums) total += sum;
         self.total.fetch_add(total);
@@ -111,9 +112,9 @@ struct Reading {
 }  // namespace
 
 uint64_t unspool_read_memory(const uint8_t* data, int64_t bytes, int32_t threads, int32_t repeat) {
-    Reading reading{data, bytes, repeat};
-    run_on_pool(threads, &Reading::work, &reading);
-    return reading.total.load();
+    ReadJob job{data, bytes, repeat};
+    run_on_pool(threads, &ReadJob::work, &job);
+    return job.total.load();
 }
 
 }  // extern "C"

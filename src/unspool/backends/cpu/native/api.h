@@ -1,11 +1,11 @@
-// The C interface that Python calls. Every function gives an error as a number; nothing throws.
+// The C interface for Python. Functions return errors as status codes; none throws.
 #pragma once
 #include "export.h"
 #include "plan.h"
 
 namespace unspool {
 
-// What Python hands over once; the arrays must outlive the model.
+// Description of a model, passed once; the arrays must outlive the model.
 struct ModelSpec {
     const Op* ops;
     int64_t op_count;
@@ -16,9 +16,9 @@ struct ModelSpec {
     const int64_t* buffer_widths;
     const int32_t* buffer_rows;  // see Rows
     int64_t buffer_count;
-    int64_t logits_buffer;  // this one is given with each run
+    int64_t logits_buffer;  // passed with each run
     int32_t experts;
-    int32_t chosen;  // experts of a token
+    int32_t experts_per_token;  // experts of a token
     int32_t threads;
 };
 
@@ -26,7 +26,7 @@ enum Status : int32_t {
     kOk = 0,
     kOutOfMemory = 1,
     kNoThreads = 2,
-    kBadBatch = 3,  // a number in it points outside of what there is
+    kBadBatch = 3,  // an index is out of range
 };
 
 }  // namespace unspool
@@ -36,25 +36,24 @@ UNSPOOL_API int32_t unspool_version();
 UNSPOOL_API const char* unspool_isa();
 UNSPOOL_API void* unspool_model_new(const unspool::ModelSpec* spec);  // null: out of memory
 UNSPOOL_API void unspool_model_free(void* model);
-UNSPOOL_API int32_t unspool_run(void* model, const unspool::KeyValues* kv,
-                                const unspool::RotaryTable* rotary, const unspool::Batch* batch,
-                                const unspool::TapList* taps, float* logits);
-// Runs the operations from `first` on, on vectors given for its source: for the lens.
+UNSPOOL_API int32_t unspool_run(void* model, const unspool::KvCache* kv,
+                                const unspool::RopeTable* rotary, const unspool::Batch* batch,
+                                const unspool::Taps* taps, float* logits);
+// Runs the operations from `first` on with `vectors` as its source: the head, for the lenses.
 UNSPOOL_API int32_t unspool_run_head(void* model, const float* vectors, int64_t count,
                                      int64_t first, float* logits);
-// Runs a plan some of whose buffers are the caller's memory (given[i], or null), to be read and
-// written there; each with room for sixteen rows more. A plan without tokens works on the rows that
-// are wanted.
-UNSPOOL_API int32_t unspool_run_given(void* model, const unspool::KeyValues* kv,
-                                      const unspool::RotaryTable* rotary,
-                                      const unspool::Batch* batch, float* const* given);
-UNSPOOL_API void unspool_copy_page(const unspool::KeyValues* kv, int64_t source, int64_t target);
+// Runs a plan whose buffers are partly the caller's memory (external[i], or null), each with space
+// for sixteen extra rows. A plan without tokens works on the selected rows.
+UNSPOOL_API int32_t unspool_run_buffers(void* model, const unspool::KvCache* kv,
+                                        const unspool::RopeTable* rotary,
+                                        const unspool::Batch* batch, float* const* external);
+UNSPOOL_API void unspool_copy_page(const unspool::KvCache* kv, int64_t source, int64_t target);
 // Seconds spent in each operation since the last call, by worker 0; off until first called.
 UNSPOOL_API void unspool_profile(void* model, double* seconds);
-// Multiplies one matrix with rows, for tests and measurements.
+// Multiplies one matrix with rows, for tests and benchmarks.
 UNSPOOL_API int32_t unspool_multiply(const unspool::Matrix* matrix, const float* rows,
                                      int64_t count, float* out, int32_t threads, int32_t repeat);
-// Reads memory as fast as it can: gives a checksum, to measure bandwidth against.
+// Reads memory at full speed and returns a checksum: measures memory bandwidth.
 UNSPOOL_API uint64_t unspool_read_memory(const uint8_t* data, int64_t bytes, int32_t threads,
                                          int32_t repeat);
 }

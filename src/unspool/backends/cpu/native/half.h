@@ -1,7 +1,7 @@
 // Sixteen-bit floats in software: float16 (half) and bfloat16, to and from float32.
 //
-// No branches, only choices between numbers, so that a loop over these becomes vector code. No
-// step depends on subnormal float32 numbers: a thread that flushes them gets the same results.
+// Branch-free, so that loops vectorize. Independent of subnormal float32 numbers: a thread that
+// flushes them gets the same results.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -25,19 +25,19 @@ inline float half_to_float(uint16_t half) {
     const uint32_t shifted = static_cast<uint32_t>(half & 0x7fffu) << 13;
     const uint32_t exponent = shifted & 0x0f800000u;
     const uint32_t normal = shifted + ((127u - 15u) << 23);
-    const uint32_t special = normal + ((128u - 16u) << 23);  // infinite, or not a number
-    // A subnormal's digits, read as those of 2^-14 * 1.xxx, are too large by just that 2^-14.
+    const uint32_t special = normal + ((128u - 16u) << 23);  // infinity or NaN
+    // The mantissa of a subnormal, read as 2^-14 * 1.xxx, is too large by 2^-14.
     const uint32_t subnormal = bits_of(float_of(normal + (1u << 23)) - float_of(113u << 23));
     const uint32_t small = exponent == 0 ? subnormal : normal;
     return float_of(sign | (exponent == 0x0f800000u ? special : small));
 }
 
-// Rounds to the nearest, ties to even; what is too large becomes infinite.
+// Rounds to nearest even; overflow becomes infinity.
 inline uint16_t float_to_half(float value) {
     const uint32_t bits = bits_of(value) & 0x7fffffffu;
     const uint32_t sign = (bits_of(value) >> 16) & 0x8000u;
     const uint32_t special = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
-    // Adding 0.5 leaves a half's subnormal digits at the end; the addition does the rounding.
+    // Adding 0.5 aligns the mantissa of a subnormal half; the addition rounds.
     const uint32_t magic = 126u << 23;
     const uint32_t subnormal = bits_of(float_of(bits) + float_of(magic)) - magic;
     const uint32_t normal = (bits - (112u << 23) + 0xfffu + ((bits >> 13) & 1u)) >> 13;
@@ -49,7 +49,7 @@ inline float bf16_to_float(uint16_t number) {
     return float_of(static_cast<uint32_t>(number) << 16);
 }
 
-// Rounds to the nearest, ties to even; a number that is none stays none.
+// Rounds to nearest even; NaN stays NaN.
 inline uint16_t float_to_bf16(float value) {
     const uint32_t bits = bits_of(value);
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;

@@ -43,7 +43,7 @@ extern const Kernels table;
 namespace {
 
 #if HAS_amx
-// Linux gives a process the tile registers only when it asks.
+// On Linux a process must request the tile registers.
 bool amx_allowed() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
@@ -53,7 +53,7 @@ bool amx_allowed() {
 }
 #endif
 
-bool usable(const Kernels* set) {
+bool is_supported(const Kernels* set) {
 #if defined(__x86_64__)
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                           __builtin_cpu_supports("f16c");
@@ -83,7 +83,7 @@ bool usable(const Kernels* set) {
     return set == &plain::table;
 }
 
-const Kernels* choose() {
+const Kernels* choose_kernels() {
     const Kernels* sets[] = {
 #if HAS_amx
         &amx::table,
@@ -102,30 +102,32 @@ const Kernels* choose() {
     const char* forced = std::getenv("UNSPOOL_ISA");
     for (const Kernels* set : sets) {
         if (forced != nullptr && *forced != 0 && std::strcmp(forced, set->name) != 0) continue;
-        if (usable(set)) return set;
+        if (is_supported(set)) return set;
     }
     return nullptr;
 }
 
-const Kernels* chosen() {
-    static const Kernels* const found = choose();
-    return found;
+const Kernels* active_kernels() {
+    static const Kernels* const best = choose_kernels();
+    return best;
 }
 
 }  // namespace
 
-const Kernels& kernels() { return *chosen(); }
-const char* chosen_name() { return chosen() != nullptr ? chosen()->name : nullptr; }
+const Kernels& kernels() { return *active_kernels(); }
+const char* active_isa_name() {
+    return active_kernels() != nullptr ? active_kernels()->name : nullptr;
+}
 
 void begin_thread() {
 #if HAS_amx
-    if (chosen() == &amx::table) amx::begin_thread();
+    if (active_kernels() == &amx::table) amx::begin_thread();
 #endif
 }
 
 void end_thread() {
 #if HAS_amx
-    if (chosen() == &amx::table) amx::end_thread();
+    if (active_kernels() == &amx::table) amx::end_thread();
 #endif
 }
 

@@ -1,16 +1,16 @@
-// Which instruction set runs here.
+// Selection of the instruction set.
 #pragma once
-#include "kernels/table.h"
+#include "kernels/kernels.h"
 
 namespace unspool {
 
-// The best kernels that this processor has, or those that UNSPOOL_ISA names.
+// The best kernels for this processor, or those that UNSPOOL_ISA names.
 const Kernels& kernels();
 
-// Its name; null if UNSPOOL_ISA asks for what the processor cannot do.
-const char* chosen_name();
+// Name of the active instruction set; null if the processor lacks the one in UNSPOOL_ISA.
+const char* active_isa_name();
 
-// AMX keeps its registers switched off until they are set up, thread by thread, run by run.
+// AMX tile registers must be configured in each thread, for each run.
 void begin_thread();
 void end_thread();
 

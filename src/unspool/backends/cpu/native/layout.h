@@ -1,21 +1,21 @@
-// How a matrix lies in memory once it is repacked: the one layout that every kernel reads.
+// Memory layout of packed matrices, which every kernel reads.
 //
-// A kernel multiplies sixteen rows at a time, one row a lane, so rows come in blocks of sixteen
-// (the last block is filled up with rows of zeros), and what the sixteen lanes need next lies
-// next in memory. A block is read from front to back exactly once per token: that is all the
-// memory traffic there is.
+// A kernel multiplies sixteen rows at a time, one row per lane, so rows come in blocks of sixteen
+// (the last block is zero-padded), in the order in which the lanes read them. A block is read
+// sequentially, once per token.
 //
-//   F32, F16, BF16    for each column: the sixteen rows' numbers.
+//   F32, F16, BF16    for each column: the values of the sixteen rows.
 //
-//   Q4, Q8            whole numbers with a scale for each group of 16 or 32 columns of a row:
-//                         value = scale * (stored - offset)            where there are no minima
-//                         value = scale * stored + minimum             where there are
-//                     Columns go in tiles of 32 (the last is filled up with zeros):
+//   Q4, Q8            integers with a scale for each group of 16 or 32 columns of a row:
+//                         value = scale * (stored - offset)            without minima
+//                         value = scale * stored + minimum             with minima
+//                     Columns go in tiles of 32 (the last is zero-padded):
 //                       Q8: 8 x 64 bytes. Byte 4 * row + t of piece j is column 4 * j + t.
 //                       Q4: 4 x 64 bytes. The low half of byte 4 * row + t of piece j is column
 //                           4 * j + t, the high half is column 16 + 4 * j + t.
 //                     and each tile is followed by its scales, then its minima:
-//                       plain:  16 halves (one a row) of scales; 16 halves of minima if any, or 16
+//                       plain:  16 halves (one per row) of scales; 16 halves of minima if any, or
+//                       16
 //                               bytes of zero points: minimum = -(scale * byte).
 //                               The group is always 32.
 //                       super:  for each group of the tile (two of 16, or one of 32) 16 signed
@@ -25,30 +25,30 @@
 //                               factor of minima: scale = factor * byte, and
 //                               minimum = -(factor * byte).
 //                       power:  16 bytes, scale = 2 to the (byte - 127). The group is 32.
-//                       float8: two times 16 bytes, each a float without a sign: 5 bits of
-//                               exponent (15 means 1), 3 behind the point. The group is 16.
+//                       float8: two times 16 bytes, each a float without a sign: 5 bits of exponent
+//                       (bias 15), 3 of mantissa. The group is 16.
 //
-//   Codes             as Q4, where what is stored is no number but its place in a table of sixteen
-//                     signed bytes, the same for the whole matrix. There are no minima.
+//   Codes             as Q4, but the stored values are indices into a table of sixteen signed
+//   bytes, one table per matrix. There are no minima.
 //
-// At last every number is multiplied with the matrix's own factor.
+// Finally every value is multiplied by the matrix's factor.
 //
-// GGUF's types become these without changing a number:
+// GGUF types map to these without changing a value:
 //   Q4_0: Q4 offset 8            Q4_1: Q4 minima          Q4_K: Q4 super 32 minima
 //   Q5_0: Q8 offset 16           Q5_1: Q8 minima          Q5_K: Q8 super 32 minima
 //   Q8_0: Q8 offset 128 (the stored byte is the signed number + 128)
 //   Q2_K: Q4 super 16 minima     Q3_K: Q4 super 16 offset 4     Q6_K: Q8 super 16 offset 32
 //   IQ4_NL: Codes                IQ4_XS: Codes super 32         MXFP4: Codes power
-//   NVFP4: Codes float8          IQ1_S, IQ2_XXS, IQ3_*, TQ*: Codes super 32, four bits a number
+//   NVFP4: Codes float8          IQ1_S, IQ2_XXS, IQ3_*, TQ*: Codes super 32, four bits per value
 //   Q1_0: Codes                  IQ1_M, IQ2_XS, IQ2_S: Codes super 16
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
-// For what must become part of the loop it stands in: a call would move registers to memory.
+// For code in inner loops: a call would spill registers.
 #define UNSPOOL_INLINE inline __attribute__((always_inline))
-// For what is long and called from several places: compiled once, not once for each of them.
-#define UNSPOOL_APART __attribute__((noinline))
+// For long code with several callers: compiled once.
+#define UNSPOOL_NOINLINE __attribute__((noinline))
 
 namespace unspool {
 
@@ -58,7 +58,7 @@ constexpr int kSuperTiles = 8;  // tiles that share the factors of a super group
 
 enum Format : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2, kQ4 = 3, kQ8 = 4, kCodes = 5 };
 enum Scales : int32_t { kHalves = 0, kSuper = 1, kPowers = 2, kFloat8 = 3 };
-enum Lows : int32_t { kNone = 0, kMinima = 1, kZeros = 2 };
+enum MinimaKind : int32_t { kNoMinima = 0, kMinima = 1, kZeroPoints = 2 };
 
 // A packed matrix; Python fills the same structure (see `packing.py`).
 struct Matrix {
@@ -67,14 +67,14 @@ struct Matrix {
     int64_t columns;
     int32_t format;
     int32_t group;  // columns that share a scale: 16 or 32 (quantized formats)
-    // What is taken from a stored number. Where there are minima it is 0, or says that bytes are
-    // larger than a signed one, and changes no value.
+    // Subtracted from a stored value. With minima it is 0, or only shifts bytes into the signed
+    // range without changing values.
     int32_t offset;
-    int32_t lows;      // see Lows
+    int32_t minima;    // see MinimaKind
     int32_t scales;    // see Scales
-    int32_t bias;      // number of the vector that is added to the product, or -1
-    float factor;      // what every number is multiplied with at last
-    int8_t table[16];  // Codes: what they mean
+    int32_t bias;      // index of the bias vector, or -1
+    float factor;      // factor of every value
+    int8_t table[16];  // kCodes: value of each code
 };
 
 inline int64_t blocks_of(const Matrix& m) { return (m.rows + kLanes - 1) / kLanes; }
@@ -86,20 +86,20 @@ constexpr int scale_bytes(int32_t scales, int group) {
     if (scales == kHalves) return kLanes * 2;
     return scales == kPowers ? kLanes : kLanes * (kTile / group);
 }
-constexpr int low_bytes(int32_t lows, int32_t scales, int group) {
-    if (lows == kNone) return 0;
-    return lows == kZeros ? kLanes : scale_bytes(scales, group);
+constexpr int minima_bytes(int32_t minima, int32_t scales, int group) {
+    if (minima == kNoMinima) return 0;
+    return minima == kZeroPoints ? kLanes : scale_bytes(scales, group);
 }
 
 // Bytes of one tile with its scales and minima, without the factors of a super group.
 inline int64_t tile_bytes(const Matrix& m) {
     const int64_t stored = kLanes * kTile / (m.format == kQ8 ? 1 : 2);
-    return stored + scale_bytes(m.scales, m.group) + low_bytes(m.lows, m.scales, m.group);
+    return stored + scale_bytes(m.scales, m.group) + minima_bytes(m.minima, m.scales, m.group);
 }
 
-// Bytes of the factors that stand before eight tiles of a super format.
+// Bytes of the factors before every eight tiles of a super format.
 inline int64_t factor_bytes(const Matrix& m) {
-    return m.scales == kSuper ? kLanes * 2 * (m.lows ? 2 : 1) : 0;
+    return m.scales == kSuper ? kLanes * 2 * (m.minima ? 2 : 1) : 0;
 }
 
 inline int64_t block_bytes(const Matrix& m) {

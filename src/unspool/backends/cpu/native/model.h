@@ -1,4 +1,4 @@
-// A model as the library keeps it: the plan, and memory that is used again with every run.
+// A model inside the library: the plan, and memory that is reused by every run.
 #pragma once
 #include <cstdlib>
 #include <new>
@@ -8,28 +8,28 @@
 
 namespace unspool {
 
-// Memory on a cache line's border that grows when it must and is never shrunk.
+// Cache-line-aligned memory that grows on demand and never shrinks.
 template <typename T>
-class Room {
+class GrowingBuffer {
 public:
-    Room() = default;
-    Room(const Room&) = delete;
-    Room& operator=(const Room&) = delete;
-    Room(Room&& other) noexcept : data_(other.data_), size_(other.size_) {
+    GrowingBuffer() = default;
+    GrowingBuffer(const GrowingBuffer&) = delete;
+    GrowingBuffer& operator=(const GrowingBuffer&) = delete;
+    GrowingBuffer(GrowingBuffer&& other) noexcept : data_(other.data_), size_(other.size_) {
         other.data_ = nullptr;
         other.size_ = 0;
     }
-    ~Room() { std::free(data_); }
+    ~GrowingBuffer() { std::free(data_); }
 
-    T* need(int64_t count) {
+    T* reserve(int64_t count) {
         if (count > size_) {
             std::free(data_);
             data_ = nullptr;
             size_ = 0;
             const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
-            void* got = nullptr;
-            if (posix_memalign(&got, 64, bytes) != 0) throw std::bad_alloc();
-            data_ = static_cast<T*>(got);
+            void* memory = nullptr;
+            if (posix_memalign(&memory, 64, bytes) != 0) throw std::bad_alloc();
+            data_ = static_cast<T*>(memory);
             size_ = count;
         }
         return data_;
@@ -41,28 +41,28 @@ private:
 };
 
 struct Model {
-    explicit Model(const ModelSpec& given);
+    explicit Model(const ModelSpec& external);
 
     ModelSpec spec;
-    int64_t widest;  // input of any matrix, filled up to 32
+    int64_t max_columns;  // widest matrix input, padded to 32
     std::vector<Buffer> buffers;
-    std::vector<Room<float>> buffer_rooms;
-    std::vector<Room<uint8_t>> scratch;  // one a worker
-    Room<int8_t> numbers, tiled;
-    Room<float> scales, lows, turned, values, low, partial, pick_weights;
-    Room<int32_t> sums, row_of, pick_tokens, pick_places, pick_starts;
-    Room<Progress> progress;      // kParts for each operation
-    std::vector<double> seconds;  // empty: not measured
+    std::vector<GrowingBuffer<float>> buffer_memory;
+    std::vector<GrowingBuffer<uint8_t>> scratch;  // one per worker
+    GrowingBuffer<int8_t> quants, tiled;
+    GrowingBuffer<float> scales, scaled_sums, tile_scales, values, low, partial, routing_weights;
+    GrowingBuffer<int32_t> sums, row_of, routing_tokens, routing_slots, routing_starts;
+    GrowingBuffer<Progress> progress;  // kPhases per operation
+    std::vector<double> seconds;       // empty: not measured
 
-    int32_t run(const KeyValues& kv, const RotaryTable* rotary, const Batch& batch,
-                const TapList* taps, float* logits, int64_t first_op, const float* vectors,
-                float* const* given = nullptr);
+    int32_t run(const KvCache& kv, const RopeTable* rotary, const Batch& batch, const Taps* taps,
+                float* logits, int64_t first_op, const float* vectors,
+                float* const* external = nullptr);
 
 private:
-    void make_room(Run& run, int64_t rows, float* logits, float* const* given);
-    friend struct Running;
+    void allocate(RunContext& run, int64_t rows, float* logits, float* const* external);
+    friend struct RunJob;
 };
 
-int64_t scratch_needed(const Model& model);
+int64_t scratch_bytes(const Model& model);
 
 }  // namespace unspool

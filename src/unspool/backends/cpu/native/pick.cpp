@@ -1,9 +1,9 @@
-// One token from a row of logits, with the settings that most texts have: penalties, top-k, top-p,
-// min-p, temperature, in this order, and the counter-based draw.
+// Samples one token from a row of logits with the common settings: penalties, top-k, top-p, min-p,
+// temperature, in this order, and the counter-based draw.
 //
-// The same numbers in the same order as the chain of stages (`sampling/chain.py`), which is the
-// specification: the model's own logits are floats, the few candidates that remain after a
-// truncation are doubles, sums run from the likeliest on.
+// The same arithmetic in the same order as the chain of stages (`sampling/chain.py`), which is the
+// specification: logits are floats, the few candidates after a truncation are doubles, sums start
+// at the likeliest.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -12,16 +12,16 @@
 #include <vector>
 
 #include "isa.h"
-#include "kernels/table.h"
+#include "kernels/kernels.h"
 #include "pool.h"
 #include "sampling.h"
 
 namespace unspool {
 namespace {
 
-constexpr double kSlack = 1e-6;    // see `SLACK` in candidates.py
-constexpr double kColdest = 1e-6;  // see temperature.py
-constexpr int64_t kFirstLook = 128, kWider = 8;
+constexpr double kSlack = 1e-6;           // see `SLACK` in candidates.py
+constexpr double kMinTemperature = 1e-6;  // see temperature.py
+constexpr int64_t kFirstTopK = 128, kTopKGrowth = 8;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 struct Floats {
@@ -57,173 +57,181 @@ struct Candidate {
     int64_t token;
 };
 
-bool likelier(const Candidate& a, const Candidate& b) {
+bool is_likelier(const Candidate& a, const Candidate& b) {
     return a.logit > b.logit || (a.logit == b.logit && a.token < b.token);
 }
 
-// Everything one thread needs for a row; used again for the next.
-struct Picker {
+// Working memory of one thread, reused for the next row.
+struct RowSampler {
     std::vector<float> edited;
     std::vector<int64_t> counts;
-    std::vector<double> lead, running;
-    std::vector<Candidate> few;
+    std::vector<double> top, cumulative;
+    std::vector<Candidate> candidates;
 
-    // The `count` likeliest of a row, in order, into `few`.
-    void take_lead(const float* x, int64_t width, int64_t count) {
+    // Puts the `count` likeliest of a row into `candidates`, in order.
+    void take_top(const float* x, int64_t width, int64_t count) {
         count = std::min(count, width);
-        lead.resize(2 * count);
-        leading(x, width, count, lead.data(), count);
-        few.resize(count);
+        top.resize(2 * count);
+        top_k(x, width, count, top.data(), count);
+        candidates.resize(count);
         for (int64_t i = 0; i < count; ++i) {
-            few[i].logit = lead[i];
-            std::memcpy(&few[i].token, &lead[count + i], sizeof(int64_t));
+            candidates[i].logit = top[i];
+            std::memcpy(&candidates[i].token, &top[count + i], sizeof(int64_t));
         }
     }
 
-    // Sums of exp(logit - peak) over `few`, from the first on; gives the whole sum.
-    double sum_up(double peak) {
-        running.resize(few.size());
+    // Cumulative sums of exp(logit - peak) over `candidates`; returns the total.
+    double accumulate(double peak) {
+        cumulative.resize(candidates.size());
         double total = 0;
-        for (size_t i = 0; i < few.size(); ++i) running[i] = total += std::exp(few[i].logit - peak);
+        for (size_t i = 0; i < candidates.size(); ++i)
+            cumulative[i] = total += std::exp(candidates[i].logit - peak);
         return total;
     }
 
-    const float* penalized(const float* x, int64_t width, const Floats& by, const int64_t* history,
-                           int64_t length) {
-        const bool repetition = by.repetition != 1.0, frequency = by.frequency != 0.0;
-        const bool presence = by.presence != 0.0;
+    const float* apply_penalties(const float* x, int64_t width, const Floats& settings,
+                                 const int64_t* history, int64_t length) {
+        const bool repetition = settings.repetition != 1.0, frequency = settings.frequency != 0.0;
+        const bool presence = settings.presence != 0.0;
         if (length <= 0 || !(repetition || frequency || presence)) return x;
         counts.resize(2 * length);
-        const int64_t number = tally(history, length, width, counts.data());
+        const int64_t number = count_tokens(history, length, width, counts.data());
         edited.assign(x, x + width);
-        const float divisor = static_cast<float>(by.repetition);
+        const float divisor = static_cast<float>(settings.repetition);
         for (int64_t i = 0; i < number; ++i) {
             float& level = edited[counts[i]];
             if (repetition) level = level > 0.0f ? level / divisor : level * divisor;
             if (frequency)
-                level -= static_cast<float>(by.frequency * static_cast<double>(counts[length + i]));
-            if (presence) level -= static_cast<float>(by.presence);
+                level -= static_cast<float>(settings.frequency *
+                                            static_cast<double>(counts[length + i]));
+            if (presence) level -= static_cast<float>(settings.presence);
         }
         return edited.data();
     }
 
-    // Keeps the fewest candidates whose mass reaches top_p of the whole.
-    void nucleus(const float* x, int64_t width, bool whole, double peak, double top_p) {
+    // Keeps the fewest candidates whose probabilities sum to top_p.
+    void apply_top_p(const float* x, int64_t width, bool full_vocabulary, double peak,
+                     double top_p) {
         double total = 0;
-        if (whole) {
-            double unused;
-            kernels().mass(x, width, static_cast<float>(peak), &total, &unused);
+        if (full_vocabulary) {
+            double weighted;
+            kernels().mass(x, width, static_cast<float>(peak), &total, &weighted);
         } else {
-            total = sum_up(peak);
+            total = accumulate(peak);
         }
-        const double goal = top_p * (1 - kSlack) * total;
-        for (int64_t look = kFirstLook; whole; look *= kWider) {
-            take_lead(x, width, look);
-            if (sum_up(peak) >= goal || look >= width) break;
+        const double target_mass = top_p * (1 - kSlack) * total;
+        for (int64_t top_count = kFirstTopK; full_vocabulary; top_count *= kTopKGrowth) {
+            take_top(x, width, top_count);
+            if (accumulate(peak) >= target_mass || top_count >= width) break;
         }
-        size_t kept = 0;
-        while (kept < few.size() && running[kept] < goal) ++kept;
-        few.resize(std::min(few.size(), kept + 1));
+        size_t size = 0;
+        while (size < candidates.size() && cumulative[size] < target_mass) ++size;
+        candidates.resize(std::min(candidates.size(), size + 1));
     }
 
-    // Keeps candidates at least min_p times as probable as the likeliest.
-    void floor(const float* x, int64_t width, bool whole, double peak, double min_p) {
+    // Keeps candidates with at least min_p times the top probability.
+    void apply_min_p(const float* x, int64_t width, bool full_vocabulary, double peak,
+                     double min_p) {
         const double bound = std::min(peak + std::log(min_p) - kSlack, peak);
-        if (!whole) {
-            size_t kept = 1;
-            while (kept < few.size() && few[kept].logit >= bound) ++kept;
-            few.resize(kept);
+        if (!full_vocabulary) {
+            size_t size = 1;
+            while (size < candidates.size() && candidates[size].logit >= bound) ++size;
+            candidates.resize(size);
             return;
         }
         const double lowest = static_cast<double>(std::numeric_limits<float>::lowest());
         const float level = static_cast<float>(std::max(bound, lowest));
-        std::vector<int32_t> found(256);
+        std::vector<int32_t> indices(256);
         const int64_t number =
-            kernels().above(x, width, level, static_cast<int64_t>(found.size()), found.data());
-        if (number > static_cast<int64_t>(found.size())) {
-            found.resize(number);
-            kernels().above(x, width, level, number, found.data());
+            kernels().above(x, width, level, static_cast<int64_t>(indices.size()), indices.data());
+        if (number > static_cast<int64_t>(indices.size())) {
+            indices.resize(number);
+            kernels().above(x, width, level, number, indices.data());
         }
-        few.resize(number);
-        for (int64_t i = 0; i < number; ++i) few[i] = {static_cast<double>(x[found[i]]), found[i]};
+        candidates.resize(number);
+        for (int64_t i = 0; i < number; ++i)
+            candidates[i] = {static_cast<double>(x[indices[i]]), indices[i]};
     }
 
-    // Where the number falls on the candidates in `few`, which are in order and summed up.
-    int64_t landing(double target, double peak) const {
-        size_t column = std::upper_bound(running.begin(), running.end(), target) - running.begin();
-        size_t last = few.size();
-        while (last > 1 && std::exp(few[last - 1].logit - peak) == 0.0) --last;
-        return few[std::min(column, last - 1)].token;
+    // The candidate at `target` of the cumulative sums; `candidates` are sorted.
+    int64_t select_token(double target, double peak) const {
+        size_t column =
+            std::upper_bound(cumulative.begin(), cumulative.end(), target) - cumulative.begin();
+        size_t last = candidates.size();
+        while (last > 1 && std::exp(candidates[last - 1].logit - peak) == 0.0) --last;
+        return candidates[std::min(column, last - 1)].token;
     }
 
-    int64_t draw_from_few(double temperature, double u, bool ordered) {
+    int64_t draw_from_candidates(double temperature, double u, bool is_sorted) {
         if (temperature != 1.0)
-            for (Candidate& one : few) one.logit /= std::max(temperature, kColdest);
+            for (Candidate& candidate : candidates)
+                candidate.logit /= std::max(temperature, kMinTemperature);
         double peak = -kInfinity;
-        for (const Candidate& one : few) peak = std::max(peak, one.logit);
-        const double total = sum_up(peak);  // before they are put in order, as the chain does
-        if (!ordered) {
-            std::sort(few.begin(), few.end(), likelier);
-            sum_up(peak);
+        for (const Candidate& candidate : candidates) peak = std::max(peak, candidate.logit);
+        const double total = accumulate(peak);  // before sorting, as the chain does
+        if (!is_sorted) {
+            std::sort(candidates.begin(), candidates.end(), is_likelier);
+            accumulate(peak);
         }
-        return landing(u * total, peak);
+        return select_token(u * total, peak);
     }
 
     int64_t draw_from_all(const float* x, int64_t width, double temperature, double u) {
         if (temperature != 1.0) {
-            const float warm = std::max(static_cast<float>(temperature), 1e-6f);
+            const float bounded = std::max(static_cast<float>(temperature), 1e-6f);
             if (x != edited.data()) edited.assign(x, x + width);
-            for (float& level : edited) level /= warm;
+            for (float& level : edited) level /= bounded;
             x = edited.data();
         }
         const float peak = kernels().peak(x, width);
-        double total, unused;
-        kernels().mass(x, width, peak, &total, &unused);
-        for (int64_t look = 64;; look *= 16) {
-            take_lead(x, width, look);
-            if (sum_up(peak) > u * total || look >= width) break;
+        double total, weighted;
+        kernels().mass(x, width, peak, &total, &weighted);
+        for (int64_t top_count = 64;; top_count *= 16) {
+            take_top(x, width, top_count);
+            if (accumulate(peak) > u * total || top_count >= width) break;
         }
-        return landing(u * total, peak);
+        return select_token(u * total, peak);
     }
 
-    int64_t pick(const float* logits, int64_t width, const Floats& by, const Ints& row,
+    int64_t pick(const float* logits, int64_t width, const Floats& settings, const Ints& row,
                  const int64_t* history, double* logprob) {
-        const float own_peak = kernels().peak(logits, width);
-        if (!std::isfinite(own_peak)) return -1;
-        double own_total, unused;
-        kernels().mass(logits, width, own_peak, &own_total, &unused);
-        const float* x = penalized(logits, width, by, history + row.history_start,
-                                   row.history_end - row.history_start);
-        const float peak = x == logits ? own_peak : kernels().peak(x, width);
+        const float model_peak = kernels().peak(logits, width);
+        if (!std::isfinite(model_peak)) return -1;
+        double model_total, weighted;
+        kernels().mass(logits, width, model_peak, &model_total, &weighted);
+        const float* x = apply_penalties(logits, width, settings, history + row.history_start,
+                                         row.history_end - row.history_start);
+        const float peak = x == logits ? model_peak : kernels().peak(x, width);
         if (!std::isfinite(peak)) return -1;
         int64_t token;
-        if (by.temperature == 0.0) {
+        if (settings.temperature == 0.0) {
             token = std::find(x, x + width, peak) - x;
         } else {
-            bool whole = true, ordered = true;
+            bool full_vocabulary = true, is_sorted = true;
             if (row.top_k > 0) {
-                take_lead(x, width, row.top_k);
-                whole = false;
+                take_top(x, width, row.top_k);
+                full_vocabulary = false;
             }
-            if (by.top_p < 1.0) {
-                nucleus(x, width, whole, peak, by.top_p);
-                whole = false;
+            if (settings.top_p < 1.0) {
+                apply_top_p(x, width, full_vocabulary, peak, settings.top_p);
+                full_vocabulary = false;
             }
-            if (by.min_p > 0.0) {
-                ordered = !whole;
-                floor(x, width, whole, peak, by.min_p);
-                whole = false;
+            if (settings.min_p > 0.0) {
+                is_sorted = !full_vocabulary;
+                apply_min_p(x, width, full_vocabulary, peak, settings.min_p);
+                full_vocabulary = false;
             }
-            token = whole ? draw_from_all(x, width, by.temperature, uniform(row))
-                          : draw_from_few(by.temperature, uniform(row), ordered);
+            token = full_vocabulary
+                        ? draw_from_all(x, width, settings.temperature, uniform(row))
+                        : draw_from_candidates(settings.temperature, uniform(row), is_sorted);
         }
-        *logprob = static_cast<double>(logits[token]) - static_cast<double>(own_peak) -
-                   std::log(own_total);
+        *logprob = static_cast<double>(logits[token]) - static_cast<double>(model_peak) -
+                   std::log(model_total);
         return token;
     }
 };
 
-struct Picking {
+struct PickJob {
     const float* logits;
     int64_t rows, width;
     const Floats* floats;
@@ -233,13 +241,13 @@ struct Picking {
     double* logprobs;
     std::atomic<int64_t> next{0};
 
-    static void work(void* what, int, int) {
-        Picking& self = *static_cast<Picking*>(what);
-        thread_local Picker picker;
+    static void work(void* argument, int, int) {
+        PickJob& self = *static_cast<PickJob*>(argument);
+        thread_local RowSampler sampler;
         for (int64_t row; (row = self.next.fetch_add(1)) < self.rows;)
             self.tokens[row] =
-                picker.pick(self.logits + row * self.width, self.width, self.floats[row],
-                            self.ints[row], self.history, self.logprobs + row);
+                sampler.pick(self.logits + row * self.width, self.width, self.floats[row],
+                             self.ints[row], self.history, self.logprobs + row);
     }
 };
 
@@ -251,14 +259,14 @@ using namespace unspool;
 void unspool_pick(const float* logits, int64_t rows, int64_t width, const double* floats,
                   const int64_t* ints, const int64_t* history, int32_t threads, int64_t* tokens,
                   double* logprobs) {
-    Picking picking{logits,
-                    rows,
-                    width,
-                    reinterpret_cast<const Floats*>(floats),
-                    reinterpret_cast<const Ints*>(ints),
-                    history,
-                    tokens,
-                    logprobs};
-    if (rows == 1 || threads == 1 || !run_on_pool(threads, &Picking::work, &picking))
-        Picking::work(&picking, 0, 1);
+    PickJob job{logits,
+                rows,
+                width,
+                reinterpret_cast<const Floats*>(floats),
+                reinterpret_cast<const Ints*>(ints),
+                history,
+                tokens,
+                logprobs};
+    if (rows == 1 || threads == 1 || !run_on_pool(threads, &PickJob::work, &job))
+        PickJob::work(&job, 0, 1);
 }

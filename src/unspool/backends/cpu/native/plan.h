@@ -1,8 +1,7 @@
-// What runs: a flat list of operations over numbered buffers, built in Python (`plan.py`).
+// The execution plan: a flat list of operations over numbered buffers, built in Python (`plan.py`).
 //
-// Every worker thread goes through the same list and takes tasks of each operation until all are
-// done. Structures that Python fills are plain and spelled the same in
-// `structures.py`.
+// Every worker thread walks the same list and takes tasks of each operation until all are done.
+// Structures that Python fills have the same fields in `structures.py`.
 #pragma once
 #include <cstdint>
 
@@ -11,31 +10,31 @@
 
 namespace unspool {
 
-constexpr int kPage = 16;      // tokens in a page of keys and values
-constexpr int kSegment = 512;  // keys whose softmax is taken together; see attend.cpp
+constexpr int kPage = 16;      // tokens in a KV cache page
+constexpr int kSegment = 512;  // keys per softmax segment; see attention.cpp
 
 enum Kind : int32_t {
-    kEmbed = 0,      // target = row of the table for each token (+ a row for its position)
-    kNorm = 1,       // target = norm(source), or is increased by it
-    kLinear = 2,     // target = matrices * prepared source (+ bias), or is increased by it
-    kPlace = 3,      // turn queries and keys by their position; write keys and values to pages
-    kAttend = 4,     // target = what each head gathers from the pages
-    kRoute = 5,      // choose the experts of each token
-    kExperts = 6,    // kLinear with the matrices of each row's own expert
-    kCombine = 7,    // target += the weighted answers of a token's experts
-    kGather = 8,     // target = the rows whose logits are wanted
+    kEmbed = 0,      // target = embedding of each token (+ position embedding)
+    kNorm = 1,       // target = norm(source), or += it
+    kLinear = 2,     // target = matrices * prepared source (+ bias), or += it
+    kRope = 3,       // apply RoPE to queries and keys; write keys and values to pages
+    kAttention = 4,  // target = attention of each head over the pages
+    kRoute = 5,      // select the experts of each token
+    kExperts = 6,    // kLinear with the matrices of each row's expert
+    kCombine = 7,    // target += weighted sum of a token's expert outputs
+    kGather = 8,     // target = the selected rows of source
     kSoftcap = 9,    // target = cap * tanh(target / cap)
-    kSnapshot = 10,  // copy the rows somebody looks at; nothing when nobody does
-    kActivate = 11,  // target = activated target (times a part of the source)
-    kScale = 12,     // target = scale * source (times a vector's one number), or grows by it
+    kSnapshot = 10,  // copy the observed rows; nothing if there are none
+    kActivate = 11,  // target = activation(target) (times a part of the source)
+    kScale = 12,     // target = scale * source (times a scalar weight), or += it
     kGate = 13,      // target *= the sigmoid (or activation) of a part of the source
-    kConv = 14,      // target = each channel's sum over the last tokens, from state to state
-    kDelta = 15,     // target = what queries find in the heads' matrices, from state to state
-    kMamba = 16,     // the same, where values are added to the matrices (Mamba-2)
+    kConv = 14,      // target = causal convolution of each channel; has a state
+    kDelta = 15,     // target = gated DeltaNet heads; has a state
+    kMamba = 16,     // target = Mamba-2 heads; has a state
 };
 
-enum Rows : int32_t { kTokens = 0, kWanted = 1, kPicks = 2 };
-enum Prepare : int32_t { kAsIs = 0, kNormed = 1, kActivated = 2 };
+enum Rows : int32_t { kTokens = 0, kSelected = 1, kRouted = 2 };
+enum Prepare : int32_t { kPrepareNone = 0, kPrepareNorm = 1, kPrepareActivation = 2 };
 enum Activation : int32_t {
     kSilu = 0,
     kGelu = 1,
@@ -43,51 +42,51 @@ enum Activation : int32_t {
     kRelu = 3,
     kSigmoid = 4,
     kSwigluClamped = 5,
-    kRelu2 = 6,  // the square of relu
+    kRelu2 = 6,  // relu squared
 };
 enum Flags : int32_t {
     kAddToTarget = 1,
     kGated = 2,    // the source's rows are [gate | up]
-    kCentred = 4,  // the norm takes the mean away first (LayerNorm)
+    kCentred = 4,  // the norm subtracts the mean first (LayerNorm)
     kNormalizeExperts = 8,
-    kQueriesOnly = 16,     // kPlace: the source has no keys and values, and none are written
-    kBothWays = 32,        // kAttend: the window reaches as far ahead as back
-    kKeysAsValues = 64,    // kPlace: the source has no values; keys before their norm and turn are
-    kNormValues = 128,     // kPlace: values are normed, without a weight
-    kSigmoidRouter = 256,  // kRoute: weights are sigmoids of the scores, not their softmax
-    kTiledHeads = 512,     // kDelta: value head h has key head h % key_heads, not its neighbours'
-    kOwnWeights = 1024,    // kNorm: each part has weights of its own, one behind the other
+    kQueriesOnly = 16,    // kRope: the source has no keys and values; none are written
+    kBidirectional = 32,  // kAttention: the window extends ahead as far as back
+    kKeysAsValues = 64,   // kRope: the source has no values; they are the keys before norm and RoPE
+    kNormValues = 128,    // kRope: values are normed, without a weight
+    kSigmoidRouter = 256,  // kRoute: sigmoid instead of softmax of the scores
+    kTiledHeads = 512,     // kDelta: value head h uses key head h % key_heads, not h / group
+    kGroupWeights = 1024,  // kNorm: each group has separate weights, concatenated
 };
 
 struct Op {
     int32_t kind;
-    int32_t rows;    // how many rows it works on: see Rows
+    int32_t rows;    // which rows it works on: see Rows
     int32_t source;  // buffers
     int32_t target;
-    int32_t offset;  // kNorm: where in a row the normed part begins ...
-    int32_t width;   // ... and how wide it is; elsewhere the width of the source's rows
-    int32_t heads;   // kPlace, kAttend: of queries; kNorm: parts that are normed each by itself;
-                     // kGate: 1: the row has one gate for all, kDelta, kMamba: of values
+    int32_t offset;  // kNorm: first column of the normed part
+    int32_t width;   // kNorm: width of that part; elsewhere the width of the source's rows
+    int32_t heads;   // query heads; kNorm: groups normed separately; kGate: 1: one gate per row;
+                     // kDelta, kMamba: value heads
     int32_t matrix;  // the first of `matrix_count` matrices with the same input
     int32_t matrix_count;
-    int32_t vector;         // norm weight, positions, sinks (kAttend), what experts count; -1: none
-    int32_t second_vector;  // norm bias; the norm of keys (kPlace); kConv: bias, -1: none
+    int32_t vector;         // norm weight, positions, sinks, expert weights; -1: none
+    int32_t second_vector;  // norm bias, key norm (kRope), bias (kConv); -1: none
     int32_t layer;
-    int32_t window;  // kAttend: how many last tokens are seen, itself among them; 0: all
-    int32_t rotary;  // kPlace: number of the table of angles, -1: none
+    int32_t window;  // kAttention: sliding window, the token included; 0: none
+    int32_t rotary;  // kRope: index of the RoPE table, -1: none
     int32_t prepare;
     int32_t activation;
     int32_t flags;
-    int32_t experts;    // kRoute: how many there are
-    int32_t chosen;     // kRoute: how many each token gets
-    int32_t other;      // kDelta: the buffer whose rows have [b | a] at `offset`; kMamba: [dt | -]
-    int32_t state;      // kConv, kDelta, kMamba: where in a text's state this begins, in floats
-    int32_t key_heads;  // kDelta, kMamba; `heads` are those of values, `width` is that of a key
-    int32_t value_width;   // kDelta, kMamba
-    int32_t third_vector;  // kMamba: how much of a head's value passes by
-    float scale;           // kPlace: by how much queries grow (see cap)
-    float cap;  // kPlace: ... with every so many positions; 0: they do not; elsewhere that
-                // of a softcap, or of what the activation kSwigluClamped lets through
+    int32_t experts;            // kRoute: number of experts
+    int32_t experts_per_token;  // kRoute: experts per token
+    int32_t second_source;      // buffer with [b | a] (kDelta) or [dt | -] (kMamba)
+    int32_t state_offset;       // offset in a state slot, in floats
+    int32_t key_heads;          // kDelta, kMamba: `heads` counts value heads, `width` is of a key
+    int32_t value_width;        // kDelta, kMamba
+    int32_t third_vector;       // kMamba: skip connection (D)
+    float scale;                // kRope: growth of queries with the position (see cap)
+    float cap;  // kRope: positions per growth step, 0: none; else the limit of a softcap or of
+                // kSwigluClamped
     float epsilon;
 };
 
@@ -97,25 +96,24 @@ struct Vector {
 };
 
 // Cosines and sines, [positions, pairs] each.
-struct RotaryTable {
+struct RopeTable {
     const float* cosine;
     const float* sine;
     int64_t positions;
     int64_t pairs;
 };
 
-// Where the keys and values of a layer lie in each page. Layers that share them have the same.
+// Position of a layer's keys and values in each page. Layers that share them have equal entries.
 struct LayerPages {
-    int64_t offset;  // from the page's beginning, in bytes
-    int32_t heads;   // of keys; 0: the layer has none
+    int64_t offset;  // bytes from the start of the page
+    int32_t heads;   // key heads; 0: the layer has no KV cache
     int32_t head_width;
 };
 
 // Keys and values: [page][layer][keys, values][kv head][bytes of a page's head].
-// Keys of a page lie as [head_width][16 tokens], values as [16 tokens][head_width], where the head
-// is filled up to a multiple of 16. With 8 bits, sixteen floats follow: what each token's numbers
-// are multiplied with.
-struct KeyValues {
+// Keys of a page are stored as [head_width][16 tokens], values as [16 tokens][head_width], with the
+// head padded to a multiple of 16. With 8 bits, sixteen floats follow: the scale of each token.
+struct KvCache {
     uint8_t* data;
     int64_t pages;
     int64_t page_bytes;
@@ -123,67 +121,68 @@ struct KeyValues {
     int64_t bits;  // 8, 16 or 32
 };
 
-// What an adapter adds to one matrix: up * (down * row), its scale multiplied into `up`.
+// Low-rank update of one matrix (LoRA): up * (down * row); `up` includes the scale.
 struct LowRank {
-    const float* down;  // [rank, columns]; null: nothing is added to this matrix
-    const float* up;    // [rows / 16, rank, 16], filled up with zeros
+    const float* down;  // [rank, columns]; null: no update of this matrix
+    const float* up;    // [rows / 16, rank, 16], zero-padded
     int64_t rank;
 };
 
 // The adapters of a batch's rows.
 struct Adapters {
-    const int64_t* of_row;  // [rows]: which one each row has, -1: none
-    const LowRank* parts;   // [count, matrices of the plan]
+    const int64_t* row_adapters;  // [rows]: adapter of each row, -1: none
+    const LowRank* parts;         // [count, matrices of the plan]
     int64_t count;
-    int64_t most;  // numbers that `down` gives, for all matrices with one input together
+    int64_t max_rank;  // largest sum of ranks over the matrices of one operation
 };
 
 // A ragged batch, as in `backends/step.py`.
 struct Batch {
     const int64_t* tokens;
     const int64_t* positions;
-    const int64_t* visible_end;  // each token sees the positions before this one
+    const int64_t* visible_end;  // each token attends to positions below this
     const int64_t* starts;       // [rows + 1]
-    const int64_t* slots;        // [rows]: each row's line of the block table
+    const int64_t* slots;        // [rows]: each row's slot in the block table
     const int64_t* table;        // [table_rows, table_columns]: pages
-    const int64_t* wanted;
-    int64_t count;  // of tokens
+    const int64_t* selected;
+    int64_t count;  // tokens
     int64_t rows;
     int64_t table_rows;
     int64_t table_columns;
-    int64_t wanted_count;
-    const Adapters* adapters;  // null: nobody has one
-    // Tokens whose keys and values are written into further lines of the block table too, at their
-    // own position: token t into echo_lines[echo_starts[t] ... echo_starts[t + 1]].
-    const int64_t* echo_starts;  // [count + 1]; null: none are
-    const int64_t* echo_lines;
-    // Recurrent states: `state_floats` numbers a slot. A row reads one (-1: zeros) and writes one,
-    // [rows, 2]. The state behind token t goes to capture_slots[capture_starts[t] ...] as well.
+    int64_t selected_count;
+    const Adapters* adapters;  // null: none
+    // Keys and values of token t are also written, at the same position, to the block table slots
+    // echo_slots[echo_starts[t] ... echo_starts[t + 1]].
+    const int64_t* echo_starts;  // [count + 1]; null: no echoes
+    const int64_t* echo_slots;
+    // Recurrent states: `state_floats` floats per slot. A row reads one slot (-1: zeros) and writes
+    // one, [rows, 2]. The state after token t is also saved to capture_slots[capture_starts[t]
+    // ...].
     float* state_data;
     int64_t state_slots;
     int64_t state_floats;
     const int64_t* states;
-    const int64_t* capture_starts;  // [count + 1]; null: none are kept on the way
+    const int64_t* capture_starts;  // [count + 1]; null: no captures
     const int64_t* capture_slots;
 
     float* state(int64_t slot) const { return state_data + slot * state_floats; }
     const int64_t* pages(int64_t row) const { return table + slots[row] * table_columns; }
 };
 
-// What somebody looks at. Both outputs are laid out by Python.
-struct TapList {
+// Observed values. Python allocates the outputs.
+struct Taps {
     const int64_t* rows;  // tokens whose vectors are copied at each snapshot
     int64_t row_count;
-    float* snapshots;          // [snapshots, row_count, width]
-    const int64_t* attention;  // [count]: for each token where its weights go, or -1
-    float* weights;            // a token's weights: [layers, heads, past], at attention[token]
-    const int64_t* places;  // [snapshots of the plan]: where each goes, -1: nowhere; null: in order
-    int64_t heads;          // of the layer that has most
-    // Recurrent layers: [count]: where a token's numbers go, or -1 (null: the model has none).
-    // Those of a layer begin at layer * recurrent_room.
-    const int64_t* recurrent;
-    float* recurrent_seen;
-    int64_t recurrent_room;
+    float* snapshots;                  // [snapshots, row_count, width]
+    const int64_t* attention_offsets;  // [count]: offset of each token's weights, or -1
+    float* weights;                    // [layers, heads, visible] of each token, at its offset
+    const int64_t* snapshot_rows;      // target of each snapshot, -1: skip; null: in order
+    int64_t heads;                     // maximum over the layers
+    // Recurrent layers, [count]: offset of each token's values, or -1 (null: no such layers). Those
+    // of a layer start at layer * recurrent_stride.
+    const int64_t* recurrent_offsets;
+    float* recurrent_stats;
+    int64_t recurrent_stride;
 };
 
 struct Buffer {
@@ -192,84 +191,86 @@ struct Buffer {
     float* row(int64_t number) const { return data + number * width; }
 };
 
-// The rows of experts: picks sorted by expert, so that each expert's rows are neighbours.
-struct Picks {
-    int32_t* token;   // [picks] whose pick it is
-    int32_t* place;   // [tokens * chosen] where a token's picks are, in the order of their weight
-    float* weight;    // [tokens * chosen]
+// Rows of experts: (token, expert) pairs sorted by expert, so that each expert's rows are
+// contiguous.
+struct Routing {
+    int32_t* token;   // [pairs]: token of each pair
+    int32_t* slot;    // [tokens * experts_per_token]: row of each pair, largest weight first
+    float* weight;    // [tokens * experts_per_token]
     int32_t* starts;  // [experts + 1]
-    int64_t chosen;
+    int64_t experts_per_token;
 };
 
-// One activation row as whole numbers: 32 of them share a scale.
+// Activation rows quantized to int8 with a scale per 32 values.
 struct QuantizedRows {
-    int8_t* numbers;  // [rows, columns]
-    float* scales;    // [rows, columns / 32]
-    int32_t* sums;    // [rows, columns / 16]: of the numbers, for offsets and minima
-    float* lows;      // [rows, columns / 32]: scale * sum, what a minimum is multiplied with
-    // The same once more as tile registers like it, sixteen rows together (null: not wanted).
-    int8_t* tiled;    // [rows / 16, columns / 32, 16, 32]: numbers
-    float* turned;    // [rows / 16, columns / 32, 2, 16]: scales and lows
-    float* values;    // [rows, columns]: the same rows as floats, for matrices of floats
-    int64_t columns;  // filled up to a multiple of 32
+    int8_t* quants;      // [rows, columns]
+    float* scales;       // [rows, columns / 32]
+    int32_t* sums;       // [rows, columns / 16]: sums of quants, for offsets and minima
+    float* scaled_sums;  // [rows, columns / 32]: scale * sum, the factor of a minimum
+    // The same in the layout of tile registers, sixteen rows together (null: not used).
+    int8_t* tiled;       // [rows / 16, columns / 32, 16, 32]: quants
+    float* tile_scales;  // [rows / 16, columns / 32, 2, 16]: scales and scaled sums
+    float* values;       // [rows, columns]: the same rows as floats, for float matrices
+    int64_t columns;     // padded to a multiple of 32
 };
 
-// Everything an operation can see.
-struct Run {
+// Inputs and working memory of a run.
+struct RunContext {
     const Matrix* matrices;
     const Vector* vectors;
-    const RotaryTable* rotary;
+    const RopeTable* rotary;
     const Buffer* buffers;
-    KeyValues kv;
+    KvCache kv;
     Batch batch;
-    const TapList* taps;    // null: nobody looks
-    const int32_t* row_of;  // [count]: the batch's row of each token
-    Picks picks;
-    QuantizedRows prepared;  // room for all rows, shared by the workers
+    const Taps* taps;       // null: nothing is observed
+    const int32_t* row_of;  // [count]: batch row of each token
+    Routing routing;
+    QuantizedRows prepared;  // memory for all rows, shared by the workers
     int64_t matrix_count;    // of the plan
-    float* low;              // room for what adapters make of each row
-    float* partial;          // room for the segments of attention
-    int64_t partial_room;    // in floats
+    float* low;              // memory for the low-rank products of each row
+    float* partial;          // memory for attention segments
+    int64_t partial_size;    // in floats
 };
 
-// Calls f with every slot that takes the state behind a token: those that keep it on the way, and
-// the row's own behind its last token.
+// Calls f with every slot that receives the state after a token: captures, and the row's slot after
+// its last token.
 template <class F>
-inline void each_state_slot(const Batch& batch, int64_t row, int64_t token, F f) {
+inline void for_each_state_slot(const Batch& batch, int64_t row, int64_t token, F f) {
     if (batch.capture_starts != nullptr)
         for (int64_t i = batch.capture_starts[token]; i < batch.capture_starts[token + 1]; ++i)
             f(batch.state(batch.capture_slots[i]));
     if (token + 1 == batch.starts[row + 1]) f(batch.state(batch.states[2 * row + 1]));
 }
 
-// Where what is seen of a token in a recurrent layer goes; null: nobody looks.
-inline float* seen_of(const Run& run, const Op& op, int64_t token) {
-    if (run.taps == nullptr || run.taps->recurrent == nullptr) return nullptr;
-    const int64_t at = run.taps->recurrent[token];
-    return at < 0 ? nullptr : run.taps->recurrent_seen + at + op.layer * run.taps->recurrent_room;
+// Target of a token's observed values in a recurrent layer; null: nothing is observed.
+inline float* stats_of(const RunContext& run, const Op& op, int64_t token) {
+    if (run.taps == nullptr || run.taps->recurrent_offsets == nullptr) return nullptr;
+    const int64_t offset = run.taps->recurrent_offsets[token];
+    return offset < 0 ? nullptr
+                      : run.taps->recurrent_stats + offset + op.layer * run.taps->recurrent_stride;
 }
 
-inline int64_t rows_of(const Run& run, const Op& op) {
-    if (op.rows == kWanted) return run.batch.wanted_count;
-    if (op.rows == kPicks) return run.batch.count * run.picks.chosen;
+inline int64_t rows_of(const RunContext& run, const Op& op) {
+    if (op.rows == kSelected) return run.batch.selected_count;
+    if (op.rows == kRouted) return run.batch.count * run.routing.experts_per_token;
     return run.batch.count;
 }
 
-// A head's numbers, filled up (with zeros) to whole registers.
-inline int64_t filled_width(int64_t head_width) {
+// Width of a head, zero-padded to whole registers.
+inline int64_t padded_width(int64_t head_width) {
     return (head_width + kLanes - 1) / kLanes * static_cast<int64_t>(kLanes);
 }
 
-inline int64_t kv_head_bytes(const KeyValues& kv, int64_t layer) {
-    const int64_t filled = filled_width(kv.layers[layer].head_width);
-    return kPage * filled * kv.bits / 8 + (kv.bits == 8 ? kPage * 4 : 0);
+inline int64_t kv_head_bytes(const KvCache& kv, int64_t layer) {
+    const int64_t padded = padded_width(kv.layers[layer].head_width);
+    return kPage * padded * kv.bits / 8 + (kv.bits == 8 ? kPage * 4 : 0);
 }
 
 // The memory of one head in one page; `which` is 0 for keys and 1 for values.
-inline uint8_t* kv_page(const KeyValues& kv, int64_t layer, int which, int64_t head, int64_t page) {
-    const LayerPages& its = kv.layers[layer];
-    return kv.data + page * kv.page_bytes + its.offset +
-           (which * its.heads + head) * kv_head_bytes(kv, layer);
+inline uint8_t* kv_page(const KvCache& kv, int64_t layer, int which, int64_t head, int64_t page) {
+    const LayerPages& pages = kv.layers[layer];
+    return kv.data + page * kv.page_bytes + pages.offset +
+           (which * pages.heads + head) * kv_head_bytes(kv, layer);
 }
 
 }  // namespace unspool

@@ -26,19 +26,19 @@ inline void pause_briefly() {
 #if defined(__x86_64__)
     _mm_pause();
 #elif defined(__aarch64__)
-    asm volatile("isb" ::: "memory");  // `yield` does nothing on most cores; this waits a little
+    asm volatile("isb" ::: "memory");  // `yield` does nothing on most cores; this waits briefly
 #endif
 }
 
-constexpr int kSpinsInside = 3000;        // within a run: the others are about to be done
-constexpr int kSpinsBeforeSleep = 20000;  // between runs: the next token is about to come
+constexpr int kSpinsInside = 3000;        // within a run: waits are short
+constexpr int kSpinsBeforeSleep = 20000;  // between runs: the next token follows soon
 
-// Sleep as long as the number is `seen`; woken by wake_all (and now and then for nothing).
-void sleep_while(std::atomic<int32_t>* number, int32_t seen) {
+// Sleeps while the number equals `expected`; woken by wake_all (or spuriously).
+void sleep_while(std::atomic<int32_t>* number, int32_t expected) {
 #if defined(__linux__)
-    syscall(SYS_futex, number, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+    syscall(SYS_futex, number, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
 #else
-    if (number->load() == seen) sched_yield();
+    if (number->load() == expected) sched_yield();
 #endif
 }
 
@@ -54,44 +54,44 @@ constexpr int kCountBits = 16;
 constexpr uint64_t kCountMask = (1u << kCountBits) - 1;
 
 struct Pool {
-    std::mutex turn;  // held by whoever runs a job
+    std::mutex run_lock;  // held while a job runs
     std::mutex sleeping;
     std::condition_variable wake;
-    // The job's number and, in the low bits, for how many threads it is (the caller included): in
-    // one word, so that a thread that slept through a job never mistakes the next one for it.
+    // Job number and, in the low bits, its thread count (caller included): in one word, so that a
+    // thread that missed a job never confuses it with the next.
     std::atomic<uint64_t> call{0};
-    std::atomic<int> left{0};
+    std::atomic<int> unfinished{0};
     std::atomic<int> asleep{0};
     Job job = nullptr;
-    void* what = nullptr;
+    void* argument = nullptr;
     int threads = 0;  // started so far, not counting the caller
     pid_t process = getpid();
 
-    void work(int index, uint64_t seen) {
+    void work(int index, uint64_t last_call) {
         for (;;) {
-            seen = next_call(seen);
-            const int count = static_cast<int>(seen & kCountMask);
+            last_call = next_call(last_call);
+            const int count = static_cast<int>(last_call & kCountMask);
             if (index >= count) continue;
-            job(what, index, count);
-            left.fetch_sub(1, std::memory_order_release);
+            job(argument, index, count);
+            unfinished.fetch_sub(1, std::memory_order_release);
         }
     }
 
-    uint64_t next_call(uint64_t seen) {
+    uint64_t next_call(uint64_t last_call) {
         for (int spin = 0; spin < kSpinsBeforeSleep; ++spin) {
             const uint64_t now = call.load(std::memory_order_acquire);
-            if (now != seen) return now;
+            if (now != last_call) return now;
             pause_briefly();
         }
         std::unique_lock<std::mutex> lock(sleeping);
         asleep.fetch_add(1);
-        wake.wait(lock, [&] { return call.load(std::memory_order_acquire) != seen; });
+        wake.wait(lock, [&] { return call.load(std::memory_order_acquire) != last_call; });
         asleep.fetch_sub(1);
         return call.load(std::memory_order_acquire);
     }
 
     bool start_threads(int count) {
-        // Signals are for the program's own threads: a worker never runs a handler.
+        // Block signals: handlers never run on worker threads.
         sigset_t every, before;
         sigfillset(&every);
         pthread_sigmask(SIG_SETMASK, &every, &before);
@@ -99,8 +99,8 @@ struct Pool {
         try {
             while (threads < count - 1) {
                 const int index = threads + 1;
-                const uint64_t seen = call.load();
-                std::thread([this, index, seen] { work(index, seen); }).detach();
+                const uint64_t last_call = call.load();
+                std::thread([this, index, last_call] { work(index, last_call); }).detach();
                 ++threads;
             }
         } catch (const std::system_error&) {
@@ -110,22 +110,22 @@ struct Pool {
         return started;
     }
 
-    bool run(int count, Job what_to_do, void* with) {
-        std::lock_guard<std::mutex> mine(turn);
+    bool run(int count, Job new_job, void* new_argument) {
+        std::lock_guard<std::mutex> finished(run_lock);
         if (!start_threads(count)) return false;
-        job = what_to_do;
-        what = with;
-        left.store(count - 1, std::memory_order_relaxed);
+        job = new_job;
+        argument = new_argument;
+        unfinished.store(count - 1, std::memory_order_relaxed);
         {
-            // Under the lock, so that a thread that is about to sleep cannot miss it.
+            // Under the lock, so that a thread about to sleep cannot miss it.
             std::lock_guard<std::mutex> lock(sleeping);
             const uint64_t number = call.load(std::memory_order_relaxed) >> kCountBits;
             call.store((number + 1) << kCountBits | static_cast<uint64_t>(count),
                        std::memory_order_release);
         }
         if (asleep.load() > 0) wake.notify_all();
-        job(what, 0, count);
-        for (int spin = 0; left.load(std::memory_order_acquire) > 0; ++spin) {
+        job(argument, 0, count);
+        for (int spin = 0; unfinished.load(std::memory_order_acquire) > 0; ++spin) {
             if (spin < kSpinsInside)
                 pause_briefly();
             else
@@ -135,29 +135,30 @@ struct Pool {
     }
 };
 
-// A forked child has none of its parent's threads: it gets a pool of its own, and the parent's is
-// left where it is. Never destroyed, because its threads never end.
+// A forked child has none of its parent's threads, so it gets a new pool. A pool is never
+// destroyed, because its threads never end.
 Pool& pool() {
     static std::atomic<Pool*> current{nullptr};
-    static std::mutex making;
-    Pool* found = current.load(std::memory_order_acquire);
-    if (found == nullptr || found->process != getpid()) {
-        std::lock_guard<std::mutex> lock(making);
-        found = current.load(std::memory_order_acquire);
-        if (found == nullptr || found->process != getpid()) {
-            found = new Pool;
-            current.store(found, std::memory_order_release);
+    static std::mutex create_lock;
+    Pool* instance = current.load(std::memory_order_acquire);
+    if (instance == nullptr || instance->process != getpid()) {
+        std::lock_guard<std::mutex> lock(create_lock);
+        instance = current.load(std::memory_order_acquire);
+        if (instance == nullptr || instance->process != getpid()) {
+            instance = new Pool;
+            current.store(instance, std::memory_order_release);
         }
     }
-    return *found;
+    return *instance;
 }
 
 }  // namespace
 
-void Progress::finish(int32_t tasks, int32_t mine) {
-    if (mine == 0) return;
-    // In one order with `asleep`, as below: either we see the sleeper, or he sees that all is done.
-    const int32_t all = done.fetch_add(mine) + mine;
+void Progress::finish(int32_t tasks, int32_t finished) {
+    if (finished == 0) return;
+    // Sequentially consistent with `asleep` below: either we see the sleeper, or it sees that all
+    // is done.
+    const int32_t all = done.fetch_add(finished) + finished;
     if (all == tasks && asleep.load() > 0) wake_all(&done);
 }
 
@@ -166,18 +167,18 @@ void Progress::wait(int32_t tasks) {
         if (done.load(std::memory_order_acquire) >= tasks) return;
         pause_briefly();
     }
-    // The others are not running: to go on spinning would only take time from them.
+    // The other threads are not running: spinning would only take time from them.
     asleep.fetch_add(1);
-    for (int32_t seen = done.load(); seen < tasks; seen = done.load()) sleep_while(&done, seen);
+    for (int32_t now = done.load(); now < tasks; now = done.load()) sleep_while(&done, now);
     asleep.fetch_sub(1);
 }
 
-bool run_on_pool(int count, Job job, void* what) {
+bool run_on_pool(int count, Job job, void* argument) {
     if (count <= 1) {
-        job(what, 0, 1);
+        job(argument, 0, 1);
         return true;
     }
-    return pool().run(count, job, what);
+    return pool().run(count, job, argument);
 }
 
 }  // namespace unspool

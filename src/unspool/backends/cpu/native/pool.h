@@ -1,71 +1,70 @@
-// The threads: one pool for the whole process, shared by every model in it.
+// The thread pool: one per process, shared by all models.
 #pragma once
 #include <atomic>
 #include <cstdint>
 
 namespace unspool {
 
-// How far the workers are with one part of an operation. Tasks are taken one by one, and the part
-// is over when all of them are done: nobody waits for a worker that has none, so a thread whose
-// core is busy with something else does not hold up the others.
+// Progress of the workers in one phase of an operation. Tasks are taken one by one, and the phase
+// ends when all are done, not when all workers arrive: a descheduled thread without a task does not
+// delay the others.
 struct alignas(64) Progress {
-    std::atomic<int32_t> next{0};  // the first task that nobody has taken
-    // On a line of its own: who waits looks at it all the time, and must not slow down who takes.
+    std::atomic<int32_t> next{0};  // next free task
+    // On a separate cache line: waiting threads poll it and must not slow down `next`.
     alignas(64) std::atomic<int32_t> done{0};
     std::atomic<int32_t> asleep{0};
 
-    void finish(int32_t tasks, int32_t mine);
+    void finish(int32_t tasks, int32_t finished);
     void wait(int32_t tasks);
 };
 
-constexpr int kParts = 4;  // that an operation can have, one after the other
+constexpr int kPhases = 4;  // maximum number of phases of an operation
 
-// One thread's view of a run.
+// One thread of a run.
 struct Worker {
     int count;
-    Progress* progress;  // of the operation at hand, kParts of them
-    uint8_t* scratch;    // this thread's own memory
+    Progress* progress;  // of the current operation, kPhases entries
+    uint8_t* scratch;    // memory of this thread
 
-    // Calls f with every task from 0 to `tasks` that no other worker takes, and comes back when
-    // all of them are done.
+    // Calls f with tasks below `tasks` that no other worker takes; returns when all are done.
     template <class F>
-    void each(int part, int64_t tasks, F f) {
+    void for_each(int phase, int64_t tasks, F f) {
         if (count == 1) {
             for (int64_t task = 0; task < tasks; ++task) f(task);
             return;
         }
-        Progress& ours = progress[part];
-        int32_t mine = 0;
+        Progress& current = progress[phase];
+        int32_t finished = 0;
         for (;;) {
-            const int64_t task = ours.next.fetch_add(1, std::memory_order_relaxed);
+            const int64_t task = current.next.fetch_add(1, std::memory_order_relaxed);
             if (task >= tasks) break;
             f(task);
-            ++mine;
+            ++finished;
         }
-        ours.finish(static_cast<int32_t>(tasks), mine);
-        ours.wait(static_cast<int32_t>(tasks));
+        current.finish(static_cast<int32_t>(tasks), finished);
+        current.wait(static_cast<int32_t>(tasks));
     }
 };
 
-// Into how many tasks to cut `pieces`, at the most `share` for each worker.
-inline int64_t cut(int64_t pieces, const Worker& worker, int64_t share) {
-    const int64_t most = worker.count == 1 ? 1 : worker.count * share;
-    return pieces < most ? pieces : most;
+// Number of tasks for `pieces`: at most `tasks_per_worker` for each worker.
+inline int64_t num_tasks(int64_t pieces, const Worker& worker, int64_t tasks_per_worker) {
+    const int64_t limit = worker.count == 1 ? 1 : worker.count * tasks_per_worker;
+    return pieces < limit ? pieces : limit;
 }
 
-// Calls f with every row from 0 to `rows`, some of them a task.
+// Calls f with every row below `rows`, several rows per task.
 template <class F>
-inline void each_row(Worker& worker, int part, int64_t rows, F f) {
-    const int64_t tasks = cut(rows, worker, 4);
-    worker.each(part, tasks, [&](int64_t task) {
+inline void for_each_row(Worker& worker, int phase, int64_t rows, F f) {
+    const int64_t tasks = num_tasks(rows, worker, 4);
+    worker.for_each(phase, tasks, [&](int64_t task) {
         for (int64_t row = rows * task / tasks; row < rows * (task + 1) / tasks; ++row) f(row);
     });
 }
 
-using Job = void (*)(void* what, int index, int count);
+using Job = void (*)(void* argument, int index, int count);
 
-// Run a job on `count` threads, the caller among them, and wait for all. Gives false if threads
-// could not be started. One job runs at a time; others wait for their turn.
-bool run_on_pool(int count, Job job, void* what);
+// Runs a job on `count` threads including the caller, and waits for all. Returns false if threads
+// could not be started. One job runs at a time; others wait.
+bool run_on_pool(int count, Job job, void* argument);
 
 }  // namespace unspool

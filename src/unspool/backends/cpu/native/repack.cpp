@@ -1,15 +1,15 @@
-// The C interface of repacking: checks what it is given, then goes block by block.
+// The C interface of repacking: checks the arguments, then processes block by block.
 #include "repack.h"
 
 namespace unspool {
 namespace {
 
-// Beyond these a size can only be a mistake, and products of sizes could run over.
-constexpr int64_t kMostRows = int64_t{1} << 40;
-constexpr int64_t kMostColumns = int64_t{1} << 31;
+// Larger sizes are errors, and their products could overflow.
+constexpr int64_t kMaxRows = int64_t{1} << 40;
+constexpr int64_t kMaxColumns = int64_t{1} << 31;
 
 struct BlockSize {
-    int elements;  // 0: no such type
+    int elements;  // 0: unknown type
     int bytes;
 };
 
@@ -47,8 +47,8 @@ int rows_of_block(const Matrix& m, int64_t block) {
     return static_cast<int>(left < kLanes ? left : kLanes);
 }
 
-bool possible(const Matrix& m) {
-    return m.rows > 0 && m.rows <= kMostRows && m.columns > 0 && m.columns <= kMostColumns &&
+bool is_valid_matrix(const Matrix& m) {
+    return m.rows > 0 && m.rows <= kMaxRows && m.columns > 0 && m.columns <= kMaxColumns &&
            m.format >= kF32 && m.format <= kCodes &&
            (!is_quantized(m) || m.group == 16 || m.group == 32);
 }
@@ -57,7 +57,7 @@ bool possible(const Matrix& m) {
 
 bool fits(const Matrix& m, int32_t type, int64_t source_bytes, int64_t first, int64_t last) {
     const BlockSize size = block_size(type);
-    if (!possible(m) || size.elements == 0 || m.columns % size.elements != 0) return false;
+    if (!is_valid_matrix(m) || size.elements == 0 || m.columns % size.elements != 0) return false;
     const int64_t row_bytes = row_bytes_of(m, type);
     if (source_bytes % row_bytes != 0 || source_bytes / row_bytes != m.rows) return false;
     return 0 <= first && first <= last && last <= blocks_of(m);
@@ -68,7 +68,7 @@ bool fits(const Matrix& m, int32_t type, int64_t source_bytes, int64_t first, in
 using namespace unspool;
 
 int64_t unspool_packed_bytes(const Matrix* m) {
-    return possible(*m) ? blocks_of(*m) * block_bytes(*m) : -1;
+    return is_valid_matrix(*m) ? blocks_of(*m) * block_bytes(*m) : -1;
 }
 
 int32_t unspool_repack(const Matrix* m, int32_t type, const uint8_t* source, int64_t source_bytes,
@@ -91,8 +91,8 @@ int32_t unspool_quantize(const Matrix* m, int32_t type, const uint8_t* source, i
                          int64_t first, int64_t last, uint8_t* target, double* error) {
     if (!fits(*m, type, source_bytes, first, last) || !is_float_type(type)) return -1;
     const bool plain = m->group == kTile && m->scales == kHalves && m->factor == 1.0f;
-    const bool q4 = m->format == kQ4 && plain && m->lows == kMinima && m->offset == 0;
-    const bool q8 = m->format == kQ8 && plain && m->lows == kNone && m->offset == 128;
+    const bool q4 = m->format == kQ4 && plain && m->minima == kMinima && m->offset == 0;
+    const bool q8 = m->format == kQ8 && plain && m->minima == kNoMinima && m->offset == 128;
     if (is_quantized(*m) && !q4 && !q8) return -1;
     const int64_t row_bytes = row_bytes_of(*m, type);
     bool finite = true;

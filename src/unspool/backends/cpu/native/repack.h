@@ -1,13 +1,13 @@
-// From a file's rows to the packed layout (layout.h) and back. The C interface:
+// Repacking: from a file's rows to the packed layout (layout.h) and back. The C interface:
 //
-//   unspool_packed_bytes   how much memory a packed matrix takes.
-//   unspool_repack         a tensor as its file has it; no quantized number is changed.
-//   unspool_quantize       rows of floats into Q4 or Q8 (or another float format).
-//   unspool_unpack         some rows as float32.
-//   unspool_set_grid       what a type's grid holds: groups of four or eight codes, by number.
+//   unspool_packed_bytes   bytes of a packed matrix.
+//   unspool_repack         packs a tensor of a file; quantized values are unchanged.
+//   unspool_quantize       packs rows of floats as Q4 or Q8 (or another float format).
+//   unspool_unpack         returns rows as float32.
+//   unspool_set_grid       sets the codebook grid of a type: entries of four or eight codes.
 //
-// Work is cut by blocks of sixteen rows, so that threads can share one matrix. Sources need no
-// alignment. A target's last block is written whole, the rows that fill it up as zeros.
+// Work is divided by blocks of sixteen rows, so that threads can share one matrix. Sources need no
+// alignment. The last block of a target is zero-padded.
 #pragma once
 #include "export.h"
 #include "layout.h"
@@ -16,12 +16,12 @@
 #error "the files and the packed layout are little-endian"
 #endif
 
-// `type` is GGUF's number of a type. Returns
-//    0  all is well,
-//    1  a number (of a quantized type: a scale, minimum or factor) is NaN, infinite or too large
-//       for the target's format; the packing is complete all the same,
-//   -1  nothing was touched: `source_bytes` is not what the matrix's rows and columns need, or the
-//       columns do not divide into the type's blocks, or the matrix's format cannot take the type.
+// `type` is the GGUF type number. Returns
+//    0  success,
+//    1  a value (of a quantized type: a scale, minimum or factor) is NaN, infinite or too large for
+//    the target's format; the packing is complete nevertheless,
+//   -1  nothing was written: `source_bytes` does not match the matrix's shape, the columns are not
+//   a multiple of the type's block, or the matrix's format does not support the type.
 UNSPOOL_API int64_t unspool_packed_bytes(const unspool::Matrix* m);
 UNSPOOL_API int32_t unspool_repack(const unspool::Matrix* m, int32_t type, const uint8_t* source,
                                    int64_t source_bytes, int64_t first, int64_t last,
@@ -30,14 +30,14 @@ UNSPOOL_API int32_t unspool_repack(const unspool::Matrix* m, int32_t type, const
 UNSPOOL_API int32_t unspool_quantize(const unspool::Matrix* m, int32_t type, const uint8_t* source,
                                      int64_t source_bytes, int64_t first, int64_t last,
                                      uint8_t* target, double* error);
-// The codes of a grid's entries one after the other, a byte each; they must stay where they are.
-// False: no type with such a grid. Types with a grid can be repacked once it is set.
+// The codes of a grid's entries, a byte each; the memory must stay valid. Returns 0 if no type has
+// such a grid. Types with a grid can be repacked once it is set.
 UNSPOOL_API int32_t unspool_set_grid(int32_t type, const uint8_t* codes, int64_t count);
 UNSPOOL_API void unspool_unpack(const unspool::Matrix* m, int64_t first, int64_t last, float* out);
 
 namespace unspool {
 
-// GGUF's numbers of the types; those from 1000 on are blocks that are made of other files' tensors.
+// GGUF type numbers; those from 1000 on are blocks made from tensors of other file formats.
 enum Type : int32_t {
     kTypeF32 = 0,
     kTypeF16 = 1,
@@ -66,31 +66,31 @@ enum Type : int32_t {
     kTypeMXFP4 = 39,
     kTypeNVFP4 = 40,
     kTypeQ1_0 = 41,
-    kTypeZero4 = 1000,   // scale, zero point (a byte), 32 numbers of 4 bits as in Q4_0
-    kTypeZero8 = 1001,   // the same of 8 bits
-    kTypeAffine8 = 1002  // scale, minimum, 32 numbers of 8 bits
+    kTypeZero4 = 1000,   // scale, zero point (a byte), 32 values of 4 bits as in Q4_0
+    kTypeZero8 = 1001,   // the same with 8 bits
+    kTypeAffine8 = 1002  // scale, minimum, 32 values of 8 bits
 };
 
 inline bool is_float_type(int32_t type) {
     return type == kTypeF32 || type == kTypeF16 || type == kTypeBF16;
 }
 
-// Whether the matrix is one that can be, its source has the right size, and the blocks are there.
+// Whether the matrix is valid, its source has the right size, and the blocks exist.
 bool fits(const Matrix& m, int32_t type, int64_t source_bytes, int64_t first, int64_t last);
 
-// One block of rows. `rows` (1 to 16) of them are there, `row_bytes` apart. False if a number is
-// not finite.
+// Packs one block of `rows` (1 to 16) rows, `row_bytes` apart. Returns false if a value is not
+// finite.
 using RepackBlock = bool (*)(const Matrix& m, const uint8_t* source, int64_t row_bytes, int rows,
                              uint8_t* target);
 
-// Null if the matrix's format cannot take the type.
+// Null if the matrix's format does not support the type.
 RepackBlock quantized_repacker(const Matrix& m, int32_t type);  // repack_blocks.cpp
 RepackBlock codes_repacker(const Matrix& m, int32_t type);      // repack_codes.cpp
 RepackBlock float_repacker(const Matrix& m, int32_t type);      // repack_floats.cpp
 bool quantize_block(const Matrix& m, int32_t type, const uint8_t* source, int64_t row_bytes,
                     int rows, uint8_t* target, double* error);  // repack_quantize.cpp
 
-// Number `column` of a row of floats, `columns` of them from `column` on.
+// Loads `columns` values of a row of floats, from `column` on.
 void load_floats(int32_t type, const uint8_t* row, int64_t column, int columns, float* out);
 
 }  // namespace unspool

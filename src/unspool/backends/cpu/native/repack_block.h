@@ -1,10 +1,10 @@
-// From a file's blocks to tiles: what all types share. A type says where the parts of its blocks
-// lie, and gives the stored numbers of a tile (32 columns of one row) as words of four bytes, in
-// the order the layout wants them:
+// From a file's blocks to tiles: common code of all types. A type defines the offsets in its
+// blocks, and returns the stored values of a tile (32 columns of one row) as 4-byte words, in the
+// order of the layout:
 //   Q8: word j holds columns 4 * j to 4 * j + 3.
 //   Q4, Codes: word j holds columns 4 * j to 4 * j + 3 in its low halves and the sixteen further on
 //       in its high halves (which is how Q4_0 and Q4_1 have them in the file).
-// Four columns go through every operation at a time. Bits are moved, no number is computed.
+// Four columns are processed at a time. Bits are moved, no value is computed.
 #pragma once
 #include <cstring>
 
@@ -31,17 +31,17 @@ inline uint16_t half(const uint8_t* bytes) {
 
 // One scale for a block of 32 columns.
 struct Plain {
-    static constexpr int32_t kScales = kHalves, kLows = kNone;
+    static constexpr int32_t kScales = kHalves, kMinimaKind = kNoMinima;
     static constexpr int kTiles = 1;   // tiles of a block
     static constexpr int kGroups = 1;  // groups of a tile
     static constexpr int kOffset = 0;
-    static constexpr int kFactor = 0;  // where the scale lies in a block, and the minimum
+    static constexpr int kFactor = 0;  // offsets of the scale and the minimum in a block
     static constexpr int kMinimum = 2;
 };
 
-// 256 columns, whose scales are small numbers with a common factor.
+// 256 columns, whose scales are small integers with a common factor.
 struct Super {
-    static constexpr int32_t kScales = kSuper, kLows = kNone;
+    static constexpr int32_t kScales = kSuper, kMinimaKind = kNoMinima;
     static constexpr int kTiles = kSuperTiles;
     static constexpr int kGroups = 1;
     static constexpr int kOffset = 0;
@@ -56,17 +56,17 @@ bool repack_block(const Matrix& m, const uint8_t* source, int64_t row_bytes, int
     constexpr int kStored = 4 * kLanes * kWords;
     constexpr int kScaleBytes = scale_bytes(T::kScales, kTile / T::kGroups);
     constexpr int kTileBytes =
-        kStored + kScaleBytes + low_bytes(T::kLows, T::kScales, kTile / T::kGroups);
+        kStored + kScaleBytes + minima_bytes(T::kMinimaKind, T::kScales, kTile / T::kGroups);
     constexpr bool kIsSuper = T::kScales == kSuper;
-    constexpr int kFactors = kIsSuper ? 2 * kLanes * (T::kLows ? 2 : 1) : 0;
+    constexpr int kFactors = kIsSuper ? 2 * kLanes * (T::kMinimaKind ? 2 : 1) : 0;
     if (rows < kLanes) std::memset(target, 0, static_cast<size_t>(block_bytes(m)));
     bool finite = true;
     const auto put_half = [&finite](uint16_t bits, uint8_t* to) {
         finite &= half_is_finite(bits);
         std::memcpy(to, &bits, 2);
     };
-    // Eight tiles at a time: what is written stays in the cache, and of a row at least two cache
-    // lines are read at once.
+    // Eight tiles at a time: the target stays in the cache, and at least two cache lines of a row
+    // are read together.
     const int64_t tiles = tiles_of(m);
     for (int64_t start = 0; start < tiles; start += kSuperTiles) {
         const int64_t end = start + kSuperTiles < tiles ? start + kSuperTiles : tiles;
@@ -76,7 +76,8 @@ bool repack_block(const Matrix& m, const uint8_t* source, int64_t row_bytes, int
             uint8_t scales[16], minima[16];
             if constexpr (kIsSuper) {
                 put_half(T::factor(first), target + 2 * row);
-                if (T::kLows) put_half(half(first + T::kMinimum), target + 2 * (kLanes + row));
+                if (T::kMinimaKind)
+                    put_half(half(first + T::kMinimum), target + 2 * (kLanes + row));
                 T::scales(first, scales, minima);
             }
             for (int t = 0; t < end - start; ++t, tile += kTileBytes) {
@@ -90,7 +91,7 @@ bool repack_block(const Matrix& m, const uint8_t* source, int64_t row_bytes, int
                 for (int g = 0; g < T::kGroups; ++g) {
                     if constexpr (kIsSuper) {
                         after[kLanes * g + row] = scales[T::kGroups * t + g];
-                        if (T::kLows)
+                        if (T::kMinimaKind)
                             after[kScaleBytes + kLanes * g + row] = minima[T::kGroups * t + g];
                     } else if constexpr (T::kScales != kHalves) {
                         finite &= T::scale(block, T::kGroups * (t % T::kTiles) + g,
@@ -99,9 +100,10 @@ bool repack_block(const Matrix& m, const uint8_t* source, int64_t row_bytes, int
                 }
                 if constexpr (T::kScales == kHalves) {
                     put_half(half(block + T::kFactor), after + 2 * row);
-                    if (T::kLows == kMinima)
+                    if (T::kMinimaKind == kMinima)
                         put_half(half(block + T::kMinimum), after + kScaleBytes + 2 * row);
-                    if (T::kLows == kZeros) after[kScaleBytes + row] = block[T::kMinimum];
+                    if (T::kMinimaKind == kZeroPoints)
+                        after[kScaleBytes + row] = block[T::kMinimum];
                 }
             }
         }
@@ -113,7 +115,8 @@ bool repack_block(const Matrix& m, const uint8_t* source, int64_t row_bytes, int
 template <class T>
 RepackBlock repacker(const Matrix& m) {
     const bool matches = m.format == T::kFormat && m.group == kTile / T::kGroups &&
-                         m.offset == T::kOffset && m.lows == T::kLows && m.scales == T::kScales;
+                         m.offset == T::kOffset && m.minima == T::kMinimaKind &&
+                         m.scales == T::kScales;
     return matches ? repack_block<T> : nullptr;
 }
 

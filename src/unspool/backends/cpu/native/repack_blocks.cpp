@@ -1,4 +1,4 @@
-// GGUF's types of whole numbers into tiles (repack_block.h), and the like made of other files.
+// Integer types of GGUF, and similar ones of other file formats, into tiles (repack_block.h).
 #include "repack_block.h"
 
 namespace unspool {
@@ -13,7 +13,7 @@ template <int kSize, int kNumbers, bool kHasMinima>
 struct Four : Plain {
     static constexpr int kBytes = kSize;
     static constexpr int32_t kFormat = kQ4;
-    static constexpr int32_t kLows = kHasMinima ? kMinima : kNone;
+    static constexpr int32_t kMinimaKind = kHasMinima ? kMinima : kNoMinima;
     static constexpr int kOffset = kHasMinima ? 0 : 8;
     static void stored(const uint8_t* block, int, uint32_t* words) {
         for (int j = 0; j < 4; ++j) words[j] = word(block + kNumbers, j);
@@ -26,7 +26,7 @@ template <int kSize, int kHigh, bool kHasMinima>
 struct Five : Plain {
     static constexpr int kBytes = kSize;
     static constexpr int32_t kFormat = kQ8;
-    static constexpr int32_t kLows = kHasMinima ? kMinima : kNone;
+    static constexpr int32_t kMinimaKind = kHasMinima ? kMinima : kNoMinima;
     static constexpr int kOffset = kHasMinima ? 0 : 16;
     static void stored(const uint8_t* block, int, uint32_t* words) {
         const uint32_t high = word(block + kHigh, 0);
@@ -49,11 +49,11 @@ struct Q8_0 : Plain {
     }
 };
 
-// -- other files' numbers with a zero point, or with a minimum ---------------------------------
+// -- other file formats, with a zero point or a minimum ---------------------------------
 
 struct Zero4 : Plain {
     static constexpr int kBytes = 19;
-    static constexpr int32_t kFormat = kQ4, kLows = kZeros;
+    static constexpr int32_t kFormat = kQ4, kMinimaKind = kZeroPoints;
     static void stored(const uint8_t* block, int, uint32_t* words) {
         for (int j = 0; j < 4; ++j) words[j] = word(block + 3, j);
     }
@@ -63,20 +63,20 @@ template <int kSize, int kNumbers, int32_t kHow>
 struct Eight : Plain {
     static constexpr int kBytes = kSize;
     static constexpr int kOffset = 128;
-    static constexpr int32_t kFormat = kQ8, kLows = kHow;
+    static constexpr int32_t kFormat = kQ8, kMinimaKind = kHow;
     static void stored(const uint8_t* block, int, uint32_t* words) {
         for (int j = 0; j < 8; ++j) words[j] = word(block + kNumbers, j);
     }
 };
-using Zero8 = Eight<35, 3, kZeros>;
+using Zero8 = Eight<35, 3, kZeroPoints>;
 using Affine8 = Eight<36, 4, kMinima>;
 
-// -- 256 columns, whose scales are small numbers with a common factor ------------------------
+// -- 256 columns, whose scales are small integers with a common factor ------------------------
 
 struct Q2_K : Super {
     static constexpr int kBytes = 84, kFormat = kQ4, kGroups = 2, kOffset = 0;
     static constexpr int kFactor = 80, kMinimum = 82;
-    static constexpr int32_t kLows = kMinima;
+    static constexpr int32_t kMinimaKind = kMinima;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         const uint8_t* numbers = block + 16 + 32 * (tile / 4);
         const int shift = 2 * (tile % 4);
@@ -97,7 +97,7 @@ struct Q3_K : Super {
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         const uint8_t* numbers = block + 32 + 32 * (tile / 4);
         const int shift = 2 * (tile % 4);
-        const auto four = [&](int j) {  // the third bit is set where nothing is to be taken off
+        const auto four = [&](int j) {  // the third bit is set where 4 is not subtracted
             return ((word(numbers, j) >> shift) & kLow2) | ((word(block, j) >> tile) & kLow1) << 2;
         };
         for (int j = 0; j < 4; ++j) words[j] = four(j) | four(4 + j) << 4;
@@ -116,7 +116,7 @@ struct Q3_K : Super {
 struct Q4_K : Super {
     static constexpr int kBytes = 144, kFormat = kQ4, kGroups = 1, kOffset = 0;
     static constexpr int kFactor = 0, kMinimum = 2;
-    static constexpr int32_t kLows = kMinima;
+    static constexpr int32_t kMinimaKind = kMinima;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         const uint8_t* numbers = block + 16 + 32 * (tile / 2);
         const int shift = 4 * (tile % 2);
@@ -140,7 +140,7 @@ struct Q4_K : Super {
 struct Q5_K : Super {
     static constexpr int kBytes = 176, kFormat = kQ8, kGroups = 1, kOffset = 0;
     static constexpr int kFactor = 0, kMinimum = 2;
-    static constexpr int32_t kLows = kMinima;
+    static constexpr int32_t kMinimaKind = kMinima;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         const uint8_t* low = block + 48 + 32 * (tile / 2);
         const int shift = 4 * (tile % 2);
@@ -173,7 +173,7 @@ struct Q6_K : Super {
     }
 };
 
-// -- the same way for all ---------------------------------------------------------------------
+// -- dispatch ---------------------------------------------------------------------------------
 
 }  // namespace
 

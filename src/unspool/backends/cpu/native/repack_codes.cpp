@@ -1,8 +1,8 @@
-// GGUF's types of codes into tiles (repack_block.h): those of 4 bits as they are, those of fewer
-// widened to 4.
+// Code types of GGUF into tiles (repack_block.h): 4-bit codes unchanged, smaller ones widened to 4
+// bits.
 //
-// IQ1, IQ2 and IQ3 store numbers of a grid, each of which stands for four or eight sizes, and signs
-// beside them. A code is a size's place in the grid's list of sizes, plus 8 where it is negative.
+// IQ1, IQ2 and IQ3 store indices into a codebook grid, whose entries are four or eight magnitudes,
+// and separate signs. A code is the index of a magnitude in the type's list, plus 8 if negative.
 #include "repack_block.h"
 
 namespace unspool {
@@ -26,7 +26,7 @@ struct MXFP4 : Plain {
     }
     static bool scale(const uint8_t* block, int, uint8_t* to) {
         *to = *block;
-        return *block <= 250;  // 255 stands for "no number", and others for none a float can hold
+        return *block <= 250;  // 255 is NaN, and others exceed the range of a float
     }
 };
 
@@ -42,7 +42,7 @@ struct NVFP4 : Plain {
                        ((word(numbers + 8, j % 2) >> shift) & kLow4) << 4;
         }
     }
-    // With one more bit of exponent no number is subnormal.
+    // With one more exponent bit no value is subnormal.
     static bool scale(const uint8_t* block, int group, uint8_t* to) {
         const int byte = block[group] & 127;
         const int exponent = byte >> 3, fraction = byte & 7;
@@ -77,16 +77,16 @@ struct IQ4_XS : Super {
 // -- codes of fewer bits -----------------------------------------------------------------------
 
 // 32 codes, a byte each, in the order of the layout.
-inline void as_words(const uint8_t* codes, uint32_t* words) {
+inline void pack_words(const uint8_t* codes, uint32_t* words) {
     for (int j = 0; j < 4; ++j) words[j] = word(codes, j) | word(codes, 4 + j) << 4;
 }
 
-// The lowest eight bits, each as the fourth bit of a byte: where a number is negative.
+// Sets the fourth bit of each code from eight sign bits.
 inline void add_signs(uint8_t* codes, int bits) {
     for (int i = 0; i < 8; ++i) codes[i] |= static_cast<uint8_t>(((bits >> i) & 1) << 3);
 }
 
-// Seven signs: the eighth is such that an even number of them is negative.
+// Seven sign bits; the eighth makes the parity even.
 inline int eight_signs(uint32_t bits) {
     return static_cast<int>(bits & 127) | __builtin_parity(bits & 127) << 7;
 }
@@ -120,7 +120,7 @@ struct Widened : Super {
     static uint16_t factor(const uint8_t* block) { return half(block); }
 };
 
-inline uint8_t odd(int number) { return static_cast<uint8_t>(2 * number + 1); }
+inline uint8_t twice_plus_one(int number) { return static_cast<uint8_t>(2 * number + 1); }
 
 struct IQ2_XXS : Widened {
     static constexpr int kBytes = 66;
@@ -131,17 +131,17 @@ struct IQ2_XXS : Widened {
             copy_entry<kTypeIQ2_XXS, 8>(from[i], codes + 8 * i);
             add_signs(codes + 8 * i, eight_signs(word(from, 1) >> (7 * i)));
         }
-        as_words(codes, words);
+        pack_words(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
         for (int i = 0; i < 8; ++i)
-            scales[i] = odd(static_cast<int>(word(block + 6 + 8 * i, 0) >> 28));
+            scales[i] = twice_plus_one(static_cast<int>(word(block + 6 + 8 * i, 0) >> 28));
     }
 };
 
 // Two scales of 4 bits in a byte, one for sixteen columns.
 inline void scales_of_halves(const uint8_t* from, uint8_t* scales) {
-    for (int i = 0; i < 16; ++i) scales[i] = odd((from[i / 2] >> (4 * (i % 2))) & 15);
+    for (int i = 0; i < 16; ++i) scales[i] = twice_plus_one((from[i / 2] >> (4 * (i % 2))) & 15);
 }
 
 struct IQ2_XS : Widened {
@@ -153,7 +153,7 @@ struct IQ2_XS : Widened {
             copy_entry<kTypeIQ2_XS, 8>(both & 511, codes + 8 * i);
             add_signs(codes + 8 * i, eight_signs(static_cast<uint32_t>(both >> 9)));
         }
-        as_words(codes, words);
+        pack_words(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
         scales_of_halves(block + 66, scales);
@@ -169,7 +169,7 @@ struct IQ2_S : Widened {
             copy_entry<kTypeIQ2_S, 8>(block[2 + 4 * tile + i] | high << 8, codes + 8 * i);
             add_signs(codes + 8 * i, block[34 + 4 * tile + i]);
         }
-        as_words(codes, words);
+        pack_words(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
         scales_of_halves(block + 74, scales);
@@ -184,10 +184,11 @@ struct IQ3_XXS : Widened {
             copy_entry<kTypeIQ3_XXS, 4>(block[2 + 8 * tile + i], codes + 4 * i);
         for (int i = 0; i < 4; ++i)
             add_signs(codes + 8 * i, eight_signs(word(block + 66, tile) >> (7 * i)));
-        as_words(codes, words);
+        pack_words(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
-        for (int i = 0; i < 8; ++i) scales[i] = odd(static_cast<int>(word(block + 66, i) >> 28));
+        for (int i = 0; i < 8; ++i)
+            scales[i] = twice_plus_one(static_cast<int>(word(block + 66, i) >> 28));
     }
 };
 
@@ -200,14 +201,15 @@ struct IQ3_S : Widened {
             copy_entry<kTypeIQ3_S, 4>(block[2 + 8 * tile + i] | high << 8, codes + 4 * i);
         }
         for (int i = 0; i < 4; ++i) add_signs(codes + 8 * i, block[74 + 4 * tile + i]);
-        as_words(codes, words);
+        pack_words(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
-        for (int i = 0; i < 8; ++i) scales[i] = odd((block[106 + i / 2] >> (4 * (i % 2))) & 15);
+        for (int i = 0; i < 8; ++i)
+            scales[i] = twice_plus_one((block[106 + i / 2] >> (4 * (i % 2))) & 15);
     }
 };
 
-// Sizes of -1, 0 and 1, all shifted up by an eighth or (a code of 8 and more) down.
+// Values -1, 0 and 1, all shifted up by an eighth, or down (codes of 8 and more).
 struct IQ1_S : Widened {
     static constexpr int kBytes = 50;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
@@ -218,10 +220,11 @@ struct IQ1_S : Widened {
             copy_entry<kTypeIQ1_S, 8>(entry, codes + 8 * i);
             add_signs(codes + 8 * i, high & 0x8000 ? 255 : 0);
         }
-        as_words(codes, words);
+        pack_words(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
-        for (int i = 0; i < 8; ++i) scales[i] = odd((half(block + 34 + 2 * i) >> 12) & 7);
+        for (int i = 0; i < 8; ++i)
+            scales[i] = twice_plus_one((half(block + 34 + 2 * i) >> 12) & 7);
     }
 };
 
@@ -239,15 +242,15 @@ struct IQ1_M : Widened {
             copy_entry<kTypeIQ1_M, 8>(block[4 * tile + i] | (high & 7) << 8, codes + 8 * i);
             add_signs(codes + 8 * i, high & 8 ? 255 : 0);
         }
-        as_words(codes, words);
+        pack_words(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
         for (int i = 0; i < 16; ++i)
-            scales[i] = odd((half(block + 48 + 2 * (i / 4)) >> (3 * (i % 4))) & 7);
+            scales[i] = twice_plus_one((half(block + 48 + 2 * (i / 4)) >> (3 * (i % 4))) & 7);
     }
 };
 
-// -- three values ------------------------------------------------------------------------------
+// -- ternary ------------------------------------------------------------------------------
 
 struct Ternary : Widened {
     static void scales(const uint8_t*, uint8_t* scales, uint8_t*) { std::memset(scales, 1, 8); }
@@ -268,35 +271,35 @@ struct TQ2_0 : Ternary {
 struct TQ1_0 : Ternary {
     static constexpr int kBytes = 54;
     static uint16_t factor(const uint8_t* block) { return half(block + 52); }
-    // Five of three values in a byte: 160 columns in 32 bytes, 80 in 16, and at last 16 in 4.
+    // Five ternary digits per byte: 160 columns in 32 bytes, 80 in 16, and the last 16 in 4.
     static int code(const uint8_t* block, int column) {
         static constexpr uint8_t kPowers3[5] = {1, 3, 9, 27, 81};
         const int width = column < 160 ? 32 : column < 240 ? 16 : 4;
         const int within = column < 160 ? column : column < 240 ? column - 160 : column - 240;
         const int first = column < 160 ? 0 : column < 240 ? 32 : 48;
-        const uint8_t turned =
+        const uint8_t shifted =
             static_cast<uint8_t>(block[first + within % width] * kPowers3[within / width]);
-        return (turned * 3) >> 8;
+        return (shifted * 3) >> 8;
     }
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         uint8_t codes[32];
         for (int i = 0; i < 32; ++i) codes[i] = static_cast<uint8_t>(code(block, 32 * tile + i));
-        as_words(codes, words);
+        pack_words(codes, words);
     }
 };
 
-// One bit a number: the scale, or the scale with its sign turned.
+// One bit per value: plus or minus the scale.
 struct Q1_0 : Plain {
     static constexpr int kBytes = 18, kTiles = 4;
     static constexpr int32_t kFormat = kCodes;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         uint8_t codes[32];
         for (int i = 0; i < 32; ++i) codes[i] = (block[2 + 4 * tile + i / 8] >> (i % 8)) & 1;
-        as_words(codes, words);
+        pack_words(codes, words);
     }
 };
 
-// A type with a grid, once it is there.
+// The repacker of a type with a grid, once the grid is set.
 template <class T>
 RepackBlock with_grid(const Matrix& m, int32_t type) {
     return grid_of(type)->codes != nullptr ? repacker<T>(m) : nullptr;

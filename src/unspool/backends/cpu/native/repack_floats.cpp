@@ -1,4 +1,4 @@
-// Rows of floats into the float formats: column by column, and from one format to another.
+// Packs rows of floats in the float formats: transposed, and converted between formats.
 #include "half.h"
 #include "repack.h"
 
@@ -38,8 +38,8 @@ struct Convert<Same, Same> {
     static typename Same::Bits one(typename Same::Bits bits) { return bits; }
 };
 
-// Whole cache lines of a row are read at a time: sixteen rows whose distance is a power of two
-// would otherwise throw each other out of the cache.
+// Read whole cache lines of a row at a time: sixteen rows with a power-of-two stride would
+// otherwise evict each other from the cache.
 constexpr int kStrip = 32;
 
 template <class From, class To>

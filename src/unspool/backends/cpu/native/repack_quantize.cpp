@@ -1,12 +1,11 @@
-// Rows of floats into Q4 and Q8.
+// Quantization of float rows to Q4 and Q8.
 //
-// Four rows go through every step together, one row a lane of a vector: nothing has to be added up
-// across lanes.
+// Four rows are processed together, one per lane of a vector: no horizontal sums.
 //
-// Q8 takes the largest number of a group for its scale. Q4 has sixteen levels, and where they lie
-// matters: the span from the smallest to the largest number is only the first of several guesses.
-// Each guess gives every number a level, and for these levels the scale and minimum with the least
-// squared error follow from a straight line through (level, number). The best guess wins.
+// Q8 derives its scale from the largest value of a group. Q4 has sixteen levels, whose position
+// matters: the span from the smallest to the largest value is only the first of several candidates.
+// Each candidate assigns a level to every value, and a least-squares line through (level, value)
+// gives the best scale and minimum for these levels. The candidate with the smallest error wins.
 #include <cmath>
 #include <cstring>
 
@@ -16,17 +15,17 @@
 namespace unspool {
 namespace {
 
-constexpr int kRows = 4;  // that go together
+constexpr int kRows = 4;  // processed together
 
 using Floats = float __attribute__((vector_size(4 * kRows)));
 using Ints = int32_t __attribute__((vector_size(4 * kRows)));
 
-constexpr float kLargest = 65504;  // of a half: minima and scales are kept as such
+constexpr float kLargest = 65504;  // of a half: minima and scales are stored as halves
 constexpr float kTop = 15;         // the highest level of Q4
 
-// How much of the span is cut off at both ends. Found by trial: with these the error is 8% less
-// than that of the whole span, be the numbers Gaussian, uniform or long-tailed; twice as many
-// guesses gain another 0.3%.
+// Fraction of the span cut off at both ends. Tuned by experiment: the error is 8% less than that of
+// the full span for Gaussian, uniform and long-tailed values; twice as many candidates gain another
+// 0.3%.
 constexpr float kCuts[] = {0.0f, 0.02f, 0.04f, 0.06f, 0.085f, 0.115f};
 
 // One group of columns of four rows; zero where there is no row or no column.
@@ -40,18 +39,18 @@ struct Line {
     Floats minimum;
 };
 
-Floats all(float value) { return Floats{} + value; }
+Floats broadcast(float value) { return Floats{} + value; }
 
 Floats to_floats(Ints numbers) { return __builtin_convertvector(numbers, Floats); }
 
 Floats quotient(Floats dividend, Floats divisor) {  // 0 where the divisor is not positive
-    const Floats exact = dividend / (divisor > 0.0f ? divisor : all(1));
-    return divisor > 0.0f ? exact : all(0);
+    const Floats exact = dividend / (divisor > 0.0f ? divisor : broadcast(1));
+    return divisor > 0.0f ? exact : broadcast(0);
 }
 
-Ints nearest(Floats value, float top) {  // whole numbers from 0 to `top`
-    const Floats above = value > 0.0f ? value : all(0);
-    return __builtin_convertvector((above < top ? above : all(top)) + 0.5f, Ints);
+Ints nearest(Floats value, float top) {  // integers from 0 to `top`
+    const Floats above = value > 0.0f ? value : broadcast(0);
+    return __builtin_convertvector((above < top ? above : broadcast(top)) + 0.5f, Ints);
 }
 
 Ints levels(const Group& group, int column, Floats minimum, Floats steps) {
@@ -63,12 +62,12 @@ Floats round_to_half(Floats values) {
     return values;
 }
 
-// The line of least squares for the levels that `guess` gives, and the squared error it leaves
-// beyond a constant of the group (which is all that a comparison needs). Numbers are taken from the
-// lowest on: sums of large numbers that differ little would lose the difference.
+// Least-squares line for the levels of `guess`, and its squared error up to a constant of the group
+// (enough for comparisons). Values are relative to the lowest: sums of large values that differ
+// little would lose precision.
 Line fit(const Group& group, Floats lowest, const Line& guess, Floats& error) {
     const float n = static_cast<float>(group.columns);
-    const Floats steps = quotient(all(1), guess.scale);
+    const Floats steps = quotient(broadcast(1), guess.scale);
     Floats q_sum = {}, qq_sum = {}, x_sum = {}, qx_sum = {};
     for (int c = 0; c < group.columns; ++c) {
         const Floats q = to_floats(levels(group, c, guess.minimum, steps));
@@ -79,31 +78,31 @@ Line fit(const Group& group, Floats lowest, const Line& guess, Floats& error) {
         qx_sum += q * x;
     }
     const Floats slope = n * qx_sum - q_sum * x_sum;
-    // All numbers on one level: no slope.
+    // All values on one level: no slope.
     const Floats scale = quotient(slope, n * qq_sum - q_sum * q_sum);
     error = -scale * slope;
     return {scale, lowest + (x_sum - scale * q_sum) / n};
 }
 
-void keep_better(Line& best, Floats& least, const Line& line, Floats error) {
+void keep_best(Line& best, Floats& least, const Line& line, Floats error) {
     best.scale = error < least ? line.scale : best.scale;
     best.minimum = error < least ? line.minimum : best.minimum;
     least = error < least ? error : least;
 }
 
-// The squared error that is really left.
+// The actual squared error.
 Floats error_of(const Group& group, const Line& line) {
-    const Floats steps = quotient(all(1), line.scale);
+    const Floats steps = quotient(broadcast(1), line.scale);
     Floats sum = {};
     for (int c = 0; c < group.columns; ++c) {
         const Floats q = to_floats(levels(group, c, line.minimum, steps));
-        const Floats gap = group.x[c] - (line.scale * q + line.minimum);
-        sum += gap * gap;
+        const Floats residual = group.x[c] - (line.scale * q + line.minimum);
+        sum += residual * residual;
     }
     return sum;
 }
 
-Line whole_span(const Group& group) {
+Line full_span(const Group& group) {
     Floats low = group.x[0], high = group.x[0];
     for (int c = 1; c < group.columns; ++c) {
         low = group.x[c] < low ? group.x[c] : low;
@@ -113,22 +112,23 @@ Line whole_span(const Group& group) {
 }
 
 Line best_line(const Group& group, Floats& error) {
-    const Line whole = whole_span(group);
-    Line best = whole;
-    Floats least = all(1), left;  // a fit leaves 0 or less
+    const Line full = full_span(group);
+    Line best = full;
+    Floats least = broadcast(1), remaining_error;  // `fit` returns 0 or less
     for (float cut : kCuts) {
-        const Floats minimum = whole.minimum + kTop * cut * whole.scale;
-        const Line line = fit(group, whole.minimum, {whole.scale * (1 - 2 * cut), minimum}, left);
-        keep_better(best, least, line, left);
+        const Floats minimum = full.minimum + kTop * cut * full.scale;
+        const Line line =
+            fit(group, full.minimum, {full.scale * (1 - 2 * cut), minimum}, remaining_error);
+        keep_best(best, least, line, remaining_error);
     }
-    // Levels move once more for the line that was found, and the line with them.
-    const Line line = fit(group, whole.minimum, best, left);
-    keep_better(best, least, line, left);
-    // Rounding to halves can undo what little a fit gains; then it is the whole span.
+    // Reassign levels for the best line once more, and fit again.
+    const Line line = fit(group, full.minimum, best, remaining_error);
+    keep_best(best, least, line, remaining_error);
+    // Rounding to halves can undo the gain of a fit; then use the full span.
     best = {round_to_half(best.scale), round_to_half(best.minimum)};
     error = error_of(group, best);
-    const Line rounded = {round_to_half(whole.scale), round_to_half(whole.minimum)};
-    keep_better(best, error, rounded, error_of(group, rounded));
+    const Line rounded = {round_to_half(full.scale), round_to_half(full.minimum)};
+    keep_best(best, error, rounded, error_of(group, rounded));
     return best;
 }
 
@@ -141,7 +141,7 @@ void put_half(uint8_t* halves, int number, float value) {
 Floats quantize_q4(const Group& group, int row, uint8_t* tile) {
     Floats error;
     const Line line = best_line(group, error);
-    const Floats steps = quotient(all(1), line.scale);
+    const Floats steps = quotient(broadcast(1), line.scale);
     Ints stored[kTile] = {};
     for (int c = 0; c < group.columns; ++c) {
         stored[c] = levels(group, c, line.minimum, steps);
@@ -166,19 +166,19 @@ Floats quantize_q8(const Group& group, int row, uint8_t* tile) {
         largest = size > largest ? size : largest;
     }
     Floats scale = round_to_half(largest / 127.0f);
-    // Small halves are coarse: where rounding down would leave the largest number out of reach by
-    // more than half a step, the next larger scale reaches it.
+    // Small halves are coarse: if rounding down puts the largest value out of range by more than
+    // half a step, use the next larger scale.
     for (int l = 0; l < kRows; ++l) {
         if (scale[l] * 127.5f < largest[l]) scale[l] = half_to_float(float_to_half(scale[l]) + 1);
     }
-    const Floats steps = quotient(all(1), scale);
+    const Floats steps = quotient(broadcast(1), scale);
     Floats error = {};
     for (int c = 0; c < kTile; ++c) {
         Ints stored = {};
         if (c < group.columns) {
             stored = nearest(group.x[c] * steps + 128.0f, 255);
-            const Floats gap = group.x[c] - scale * to_floats(stored - 128);
-            error += gap * gap;
+            const Floats residual = group.x[c] - scale * to_floats(stored - 128);
+            error += residual * residual;
         }
         uint8_t* bytes = tile + 4 * (kLanes * (c / 4) + row) + c % 4;
         for (int l = 0; l < kRows; ++l) bytes[4 * l] = static_cast<uint8_t>(stored[l]);
@@ -187,16 +187,16 @@ Floats quantize_q8(const Group& group, int row, uint8_t* tile) {
     return error;
 }
 
-// Up to four rows from `source` on. False if a number is not finite, or too large for a half.
+// Loads up to four rows. Returns false if a value is not finite, or too large for a half.
 bool load_group(int32_t type, const uint8_t* source, int64_t row_bytes, int rows, int64_t column,
                 Group& group) {
     bool finite = true;
     float numbers[kRows][kTile] = {};
     for (int l = 0; l < rows; ++l) {
         load_floats(type, source + l * row_bytes, column, group.columns, numbers[l]);
-        int wrong = 0;
-        for (float number : numbers[l]) wrong += !(std::fabs(number) <= kLargest);
-        if (wrong != 0) {  // zeros instead: nothing after this can overflow
+        int num_invalid = 0;
+        for (float number : numbers[l]) num_invalid += !(std::fabs(number) <= kLargest);
+        if (num_invalid != 0) {  // use zeros instead: nothing can overflow later
             finite = false;
             std::memset(numbers[l], 0, sizeof numbers[l]);
         }
@@ -207,18 +207,18 @@ bool load_group(int32_t type, const uint8_t* source, int64_t row_bytes, int rows
     return finite;
 }
 
-// Adds the error of what a float format made of a row, its numbers sixteen apart.
+// Adds the rounding error of a row in a float format; its packed values are sixteen apart.
 void compare(const Matrix& m, int32_t type, const uint8_t* row, const uint8_t* packed,
              double* error) {
     constexpr int32_t kTypes[] = {kTypeF32, kTypeF16, kTypeBF16};
     const int64_t size = m.format == kF32 ? 4 : 2;
     for (int64_t column = 0; column < m.columns; ++column) {
-        float weight, kept;
+        float weight, stored;
         load_floats(type, row, column, 1, &weight);
-        load_floats(kTypes[m.format], packed + column * kLanes * size, 0, 1, &kept);
+        load_floats(kTypes[m.format], packed + column * kLanes * size, 0, 1, &stored);
         const double exact = static_cast<double>(weight);
-        const double gap = exact - static_cast<double>(kept);
-        error[0] += gap * gap;
+        const double residual = exact - static_cast<double>(stored);
+        error[0] += residual * residual;
         error[1] += exact * exact;
     }
 }
@@ -237,18 +237,18 @@ bool quantize_block(const Matrix& m, int32_t type, const uint8_t* source, int64_
         return finite;
     }
     for (int64_t column = 0; column < m.columns; column += kTile, target += tile_bytes(m)) {
-        const int64_t left = m.columns - column;
+        const int64_t remaining_error = m.columns - column;
         Group group;
-        group.columns = static_cast<int>(left < kTile ? left : kTile);
+        group.columns = static_cast<int>(remaining_error < kTile ? remaining_error : kTile);
         for (int row = 0; row < kLanes; row += kRows) {
-            const int here = rows - row < 0 ? 0 : (rows - row < kRows ? rows - row : kRows);
-            const uint8_t* from = here > 0 ? source + row * row_bytes : source;
-            finite &= load_group(type, from, row_bytes, here, column, group);
+            const int row_count = rows - row < 0 ? 0 : (rows - row < kRows ? rows - row : kRows);
+            const uint8_t* row_source = row_count > 0 ? source + row * row_bytes : source;
+            finite &= load_group(type, row_source, row_bytes, row_count, column, group);
             const Floats errors =
                 m.format == kQ4 ? quantize_q4(group, row, target) : quantize_q8(group, row, target);
             Floats weights = {};
             for (int c = 0; c < group.columns; ++c) weights += group.x[c] * group.x[c];
-            for (int l = 0; l < here; ++l) {
+            for (int l = 0; l < row_count; ++l) {
                 error[0] += static_cast<double>(errors[l]);
                 error[1] += static_cast<double>(weights[l]);
             }

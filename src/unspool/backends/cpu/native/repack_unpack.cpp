@@ -1,6 +1,6 @@
-// Rows out of the packed layout, bit for bit what the reference dequantization gives.
+// Unpacks rows, bit-identical to the reference dequantization.
 //
-// Embeddings are looked up with this, a row or a few at a time, so it goes row by row.
+// Used for embedding lookups of one or a few rows, so it works row by row.
 #include <cstring>
 
 #include "half.h"
@@ -27,7 +27,7 @@ void unpack_floats(const Matrix& m, const uint8_t* block, int lane, float* out) 
     }
 }
 
-// The 32 stored numbers of one row of a tile.
+// The 32 stored values of one row of a tile.
 void stored_numbers(const Matrix& m, const uint8_t* tile, int lane, uint8_t* out) {
     const int pieces = m.format == kQ8 ? 8 : 4;
     for (int j = 0; j < pieces; ++j) {
@@ -43,7 +43,7 @@ void stored_numbers(const Matrix& m, const uint8_t* tile, int lane, uint8_t* out
     }
 }
 
-// A scale that is a byte: the exponent of a power of two, or a float of 8 bits.
+// A scale stored as a byte: the exponent of a power of two, or an 8-bit float.
 float scale_of_byte(int32_t scales, uint8_t byte) {
     return scales == kPowers ? float_of(static_cast<uint32_t>(byte) << 23)
                              : float_of(static_cast<uint32_t>(byte) << 20) * 0x1p112f;
@@ -56,7 +56,7 @@ void unpack_quantized(const Matrix& m, const uint8_t* block, int lane, float* ou
     for (int64_t tile = 0; tile < tiles_of(m); ++tile) {
         if (m.scales == kSuper && tile % kSuperTiles == 0) {
             factor = half_to_float(half_at(block, lane));
-            if (m.lows) minimum_factor = half_to_float(half_at(block, kLanes + lane));
+            if (m.minima) minimum_factor = half_to_float(half_at(block, kLanes + lane));
             block += factor_bytes(m);
         }
         uint8_t stored[kTile];
@@ -68,22 +68,22 @@ void unpack_quantized(const Matrix& m, const uint8_t* block, int lane, float* ou
             float scale, minimum = 0;
             if (m.scales == kSuper) {
                 scale = factor * static_cast<float>(static_cast<int8_t>(scales[at]));
-                if (m.lows) minimum = -(minimum_factor * static_cast<float>(minima[at]));
+                if (m.minima) minimum = -(minimum_factor * static_cast<float>(minima[at]));
             } else if (m.scales != kHalves) {
                 scale = scale_of_byte(m.scales, scales[at]);
             } else {
                 scale = half_to_float(half_at(scales, lane));
-                if (m.lows == kMinima) minimum = half_to_float(half_at(minima, lane));
-                if (m.lows == kZeros) minimum = -(scale * static_cast<float>(minima[lane]));
+                if (m.minima == kMinima) minimum = half_to_float(half_at(minima, lane));
+                if (m.minima == kZeroPoints) minimum = -(scale * static_cast<float>(minima[lane]));
             }
             const int64_t column = kTile * tile + width * group;
             const int64_t left = m.columns - column;
             for (int i = 0; i < width && i < left; ++i) {
                 const int number = stored[width * group + i];
-                const int meant = m.format == kCodes ? m.table[number] : number - m.offset;
-                // Nothing is added where there are no minima: -0 + 0 would lose its sign.
-                const float value = m.lows ? scale * static_cast<float>(number) + minimum
-                                           : scale * static_cast<float>(meant);
+                const int value_or_code = m.format == kCodes ? m.table[number] : number - m.offset;
+                // Without minima add nothing: -0 + 0 would lose its sign.
+                const float value = m.minima ? scale * static_cast<float>(number) + minimum
+                                             : scale * static_cast<float>(value_or_code);
                 out[column + i] = value * m.factor;
             }
         }

@@ -1,4 +1,4 @@
-// One run: every worker goes through the plan's operations, side by side.
+// A run of a plan: every worker walks the operations in parallel.
 #include <chrono>
 #include <cstring>
 
@@ -9,9 +9,9 @@ namespace unspool {
 
 namespace {
 
-int64_t rows_for(int32_t kind, const Batch& batch, int64_t chosen) {
-    if (kind == kWanted) return batch.wanted_count;
-    if (kind == kPicks) return batch.count * chosen;
+int64_t rows_for(int32_t kind, const Batch& batch, int64_t experts_per_token) {
+    if (kind == kSelected) return batch.selected_count;
+    if (kind == kRouted) return batch.count * experts_per_token;
     return batch.count;
 }
 
@@ -21,24 +21,24 @@ bool all_within(const int64_t* numbers, int64_t count, int64_t limit) {
     return true;
 }
 
-// Whether what is written more than once goes to pages that there are.
-bool echoes_make_sense(const Batch& batch, const KeyValues& kv) {
+// Whether all echoes go to existing pages.
+bool are_valid_echoes(const Batch& batch, const KvCache& kv) {
     if (batch.echo_starts == nullptr) return true;
     if (batch.echo_starts[0] != 0) return false;
     for (int64_t token = 0; token < batch.count; ++token) {
         const int64_t first = batch.echo_starts[token], last = batch.echo_starts[token + 1];
-        if (last < first || !all_within(batch.echo_lines + first, last - first, batch.table_rows))
+        if (last < first || !all_within(batch.echo_slots + first, last - first, batch.table_rows))
             return false;
         for (int64_t i = first; i < last; ++i) {
-            const int64_t* pages = batch.table + batch.echo_lines[i] * batch.table_columns;
+            const int64_t* pages = batch.table + batch.echo_slots[i] * batch.table_columns;
             if (!all_within(pages + batch.positions[token] / kPage, 1, kv.pages)) return false;
         }
     }
     return true;
 }
 
-// Whether every row has slots for its states, and what is kept on the way goes to some.
-bool states_make_sense(const Batch& batch) {
+// Whether all state slots of rows and captures exist.
+bool are_valid_states(const Batch& batch) {
     if (batch.state_data == nullptr || batch.states == nullptr) return false;
     for (int64_t row = 0; row < batch.rows; ++row) {
         const int64_t read = batch.states[2 * row];
@@ -52,174 +52,177 @@ bool states_make_sense(const Batch& batch) {
     return all_within(batch.capture_slots, batch.capture_starts[batch.count], batch.state_slots);
 }
 
-// Whether a batch stays within the vocabulary, the pages, the tables: what comes from outside is
-// not believed.
-bool makes_sense(const Batch& batch, const ModelSpec& spec, const KeyValues& kv,
-                 const RotaryTable* rotary) {
+// Whether all indices of a batch are in range: input is not trusted.
+bool is_valid_batch(const Batch& batch, const ModelSpec& spec, const KvCache& kv,
+                    const RopeTable* rotary) {
     if (batch.rows < 0 || batch.starts[0] != 0 || batch.starts[batch.rows] != batch.count)
         return false;
-    const Op& embed = spec.ops[0];  // every plan that has tokens begins so
+    const Op& embed = spec.ops[0];  // first operation of every plan with tokens
     if (!all_within(batch.tokens, batch.count, spec.matrices[embed.matrix].rows)) return false;
-    if (!all_within(batch.wanted, batch.wanted_count, batch.count)) return false;
+    if (!all_within(batch.selected, batch.selected_count, batch.count)) return false;
     if (!all_within(batch.slots, batch.rows, batch.table_rows)) return false;
     if (batch.adapters != nullptr)
         for (int64_t row = 0; row < batch.rows; ++row)
-            if (batch.adapters->of_row[row] < -1 ||
-                batch.adapters->of_row[row] >= batch.adapters->count)
+            if (batch.adapters->row_adapters[row] < -1 ||
+                batch.adapters->row_adapters[row] >= batch.adapters->count)
                 return false;
     int64_t positions = INT64_MAX;
     bool writes = false;  // keys and values
     for (int64_t i = 0; i < spec.op_count; ++i) {
         if (spec.ops[i].kind != kConv) continue;
-        if (!states_make_sense(batch)) return false;
+        if (!are_valid_states(batch)) return false;
         break;
     }
     if (embed.vector >= 0) {
-        const int64_t known = spec.vectors[embed.vector].count / spec.buffer_widths[embed.target];
-        positions = known < positions ? known : positions;
+        const int64_t limit = spec.vectors[embed.vector].count / spec.buffer_widths[embed.target];
+        positions = limit < positions ? limit : positions;
     }
     for (int64_t i = 0; i < spec.op_count; ++i) {
-        if (spec.ops[i].kind != kPlace) continue;
+        if (spec.ops[i].kind != kRope) continue;
         writes = writes || !(spec.ops[i].flags & kQueriesOnly);
         if (spec.ops[i].rotary < 0) continue;
-        const int64_t known = rotary[spec.ops[i].rotary].positions;
-        positions = known < positions ? known : positions;
+        const int64_t limit = rotary[spec.ops[i].rotary].positions;
+        positions = limit < positions ? limit : positions;
     }
-    const int64_t room = batch.table_columns * kPage;
-    if (writes && room < positions) positions = room;
+    const int64_t capacity = batch.table_columns * kPage;
+    if (writes && capacity < positions) positions = capacity;
     if (!all_within(batch.positions, batch.count, positions)) return false;
-    if (!echoes_make_sense(batch, kv)) return false;
+    if (!are_valid_echoes(batch, kv)) return false;
     for (int64_t row = 0; row < batch.rows; ++row) {
         const int64_t first = batch.starts[row], last = batch.starts[row + 1];
         if (last < first || last > batch.count) return false;
-        for (int64_t at = first + 1; at < last; ++at)  // a row's tokens stand one behind the other
+        for (int64_t at = first + 1; at < last; ++at)  // positions are consecutive
             if (batch.positions[at] != batch.positions[at - 1] + 1) return false;
-        int64_t seen = 0;
+        int64_t max_visible = 0;
         for (int64_t at = first; at < last; ++at) {
             const int64_t end = batch.visible_end[at];
-            if (end <= (writes ? batch.positions[at] : 0)) return false;  // sees what it wrote
+            if (end <= (writes ? batch.positions[at] : 0)) return false;  // it attends to itself
             if (end > batch.table_columns * kPage) return false;
-            seen = end > seen ? end : seen;
+            max_visible = end > max_visible ? end : max_visible;
         }
-        if (!all_within(batch.pages(row), (seen + kPage - 1) / kPage, kv.pages)) return false;
+        if (!all_within(batch.pages(row), (max_visible + kPage - 1) / kPage, kv.pages))
+            return false;
     }
     return true;
 }
 
-constexpr int64_t kRowSlack = 16;  // kernels may compute a full tile of rows and use some of it
+constexpr int64_t kRowSlack = 16;  // kernels may compute a full tile of rows and discard some
 
 }  // namespace
 
-Model::Model(const ModelSpec& given) : spec(given), widest(kTile) {
+Model::Model(const ModelSpec& external) : spec(external), max_columns(kTile) {
     for (int64_t i = 0; i < spec.matrix_count; ++i) {
         const int64_t columns = tiles_of(spec.matrices[i]) * kTile;
-        if (columns > widest) widest = columns;
+        if (columns > max_columns) max_columns = columns;
     }
-    widest +=
-        2 * kTile;  // an odd number of cache lines apart, so that rows do not push each other out
+    max_columns +=
+        2 * kTile;  // an odd number of cache lines apart: no conflict misses between rows
     buffers.resize(spec.buffer_count);
-    buffer_rooms.resize(spec.buffer_count);
+    buffer_memory.resize(spec.buffer_count);
     scratch.resize(spec.threads);
 }
 
-// A worker's own memory: a block of weights as bytes with its scales and minima (linear.cpp), a
-// few prepared rows, or the scores of a tile of queries (attend.cpp).
-int64_t scratch_needed(const Model& model) {
-    const int64_t block = model.widest * kLanes + model.widest / 16 * kLanes * 4 * 3 + 1024;
+// Scratch memory of a worker: an unpacked block of weights (linear.cpp), a few prepared rows, or
+// the scores of a query tile (attention.cpp).
+int64_t scratch_bytes(const Model& model) {
+    const int64_t block =
+        model.max_columns * kLanes + model.max_columns / 16 * kLanes * 4 * 3 + 1024;
     const int64_t rows =
-        4 * (model.widest * 5 + model.widest / 32 * 8 + model.widest / 16 * 4 + 64);
+        4 * (model.max_columns * 5 + model.max_columns / 32 * 8 + model.max_columns / 16 * 4 + 64);
     const int64_t scores = 64 * (kSegment + 64) * 4 + 64 * 2048 * 4;
     return block + rows + scores;
 }
 
-void Model::make_room(Run& run, int64_t rows, float* logits, float* const* given) {
-    const int64_t chosen = spec.chosen > 0 ? spec.chosen : 1;
+void Model::allocate(RunContext& run, int64_t rows, float* logits, float* const* external) {
+    const int64_t experts_per_token = spec.experts_per_token > 0 ? spec.experts_per_token : 1;
     for (int64_t i = 0; i < spec.buffer_count; ++i) {
         const int64_t width = spec.buffer_widths[i];
-        const int64_t count = rows_for(spec.buffer_rows[i], run.batch, chosen);
-        float* theirs = given != nullptr ? given[i] : nullptr;
-        if (i == spec.logits_buffer && logits != nullptr) theirs = logits;
-        buffers[i].data =
-            theirs != nullptr ? theirs : buffer_rooms[i].need((count + kRowSlack) * width);
+        const int64_t count = rows_for(spec.buffer_rows[i], run.batch, experts_per_token);
+        float* caller_memory = external != nullptr ? external[i] : nullptr;
+        if (i == spec.logits_buffer && logits != nullptr) caller_memory = logits;
+        buffers[i].data = caller_memory != nullptr
+                              ? caller_memory
+                              : buffer_memory[i].reserve((count + kRowSlack) * width);
         buffers[i].width = width;
     }
-    const int64_t prepared = rows * chosen + kRowSlack;
-    run.prepared.columns = widest;
-    run.prepared.numbers = numbers.need(prepared * widest);
-    run.prepared.scales = scales.need(prepared * (widest / kTile));
-    run.prepared.lows = lows.need(prepared * (widest / kTile));
-    run.prepared.sums = sums.need(prepared * (widest / kLanes));
-    run.prepared.values = values.need(prepared * widest);
-    run.prepared.tiled = tiled.need((prepared + kLanes) * widest);
-    run.prepared.turned = turned.need((prepared + kLanes) * (widest / kTile) * 2);
+    const int64_t prepared = rows * experts_per_token + kRowSlack;
+    run.prepared.columns = max_columns;
+    run.prepared.quants = quants.reserve(prepared * max_columns);
+    run.prepared.scales = scales.reserve(prepared * (max_columns / kTile));
+    run.prepared.scaled_sums = scaled_sums.reserve(prepared * (max_columns / kTile));
+    run.prepared.sums = sums.reserve(prepared * (max_columns / kLanes));
+    run.prepared.values = values.reserve(prepared * max_columns);
+    run.prepared.tiled = tiled.reserve((prepared + kLanes) * max_columns);
+    run.prepared.tile_scales = tile_scales.reserve((prepared + kLanes) * (max_columns / kTile) * 2);
     run.matrix_count = spec.matrix_count;
-    if (run.batch.adapters != nullptr) run.low = low.need(rows * run.batch.adapters->most);
-    run.partial_room = static_cast<int64_t>(1) << 20;
-    run.partial = partial.need(run.partial_room);
-    for (auto& room : scratch) room.need(scratch_needed(*this));
-    progress.need(spec.op_count * kParts);
-    run.picks.chosen = chosen;
+    if (run.batch.adapters != nullptr) run.low = low.reserve(rows * run.batch.adapters->max_rank);
+    run.partial_size = static_cast<int64_t>(1) << 20;
+    run.partial = partial.reserve(run.partial_size);
+    for (auto& memory : scratch) memory.reserve(scratch_bytes(*this));
+    progress.reserve(spec.op_count * kPhases);
+    run.routing.experts_per_token = experts_per_token;
     if (spec.experts > 0) {
-        run.picks.token = pick_tokens.need(rows * chosen);
-        run.picks.place = pick_places.need(rows * chosen);
-        run.picks.weight = pick_weights.need(rows * chosen);
-        run.picks.starts = pick_starts.need(spec.experts + 1);
+        run.routing.token = routing_tokens.reserve(rows * experts_per_token);
+        run.routing.slot = routing_slots.reserve(rows * experts_per_token);
+        run.routing.weight = routing_weights.reserve(rows * experts_per_token);
+        run.routing.starts = routing_starts.reserve(spec.experts + 1);
     }
 }
 
-struct Running {
+struct RunJob {
     Model* model;
-    Run run;
+    RunContext run;
     int64_t first_op;
 
-    static void snapshot(const Run& run, const Op& op, Worker& worker) {
+    static void snapshot(const RunContext& run, const Op& op, Worker& worker) {
         if (run.taps == nullptr) return;
         const Buffer& x = run.buffers[op.source];
-        const int64_t place = run.taps->places ? run.taps->places[op.layer] : op.layer;
-        if (place < 0) return;
-        float* to = run.taps->snapshots + place * run.taps->row_count * x.width;
-        worker.each(0, run.taps->row_count, [&](int64_t i) {
+        const int64_t snapshot_row =
+            run.taps->snapshot_rows ? run.taps->snapshot_rows[op.layer] : op.layer;
+        if (snapshot_row < 0) return;
+        float* to = run.taps->snapshots + snapshot_row * run.taps->row_count * x.width;
+        worker.for_each(0, run.taps->row_count, [&](int64_t i) {
             std::memcpy(to + i * x.width, x.row(run.taps->rows[i]), x.width * sizeof(float));
         });
     }
 
     void step(const Op& op, Worker& worker) const {
-        const Kernels& does = kernels();
+        const Kernels& kernel = kernels();
         switch (op.kind) {
             case kEmbed:
-                return does.embed(run, op, worker);
+                return kernel.embed(run, op, worker);
             case kNorm:
-                return does.norm(run, op, worker);
+                return kernel.norm(run, op, worker);
             case kLinear:
-                does.linear(run, op, worker);
-                if (run.batch.adapters != nullptr) does.adapt(run, op, worker);
+                kernel.linear(run, op, worker);
+                if (run.batch.adapters != nullptr) kernel.lora(run, op, worker);
                 return;
-            case kPlace:
-                return does.place(run, op, worker);
-            case kAttend:
-                return does.attend(run, op, worker);
+            case kRope:
+                return kernel.rope(run, op, worker);
+            case kAttention:
+                return kernel.attention(run, op, worker);
             case kRoute:
-                return does.route(run, op, worker);
+                return kernel.route(run, op, worker);
             case kExperts:
-                return does.linear(run, op, worker);
+                return kernel.linear(run, op, worker);
             case kCombine:
-                return does.combine(run, op, worker);
+                return kernel.combine(run, op, worker);
             case kGather:
-                return does.gather(run, op, worker);
+                return kernel.gather(run, op, worker);
             case kSoftcap:
-                return does.softcap(run, op, worker);
+                return kernel.softcap(run, op, worker);
             case kActivate:
-                return does.activate(run, op, worker);
+                return kernel.activate(run, op, worker);
             case kScale:
-                return does.scale(run, op, worker);
+                return kernel.scale(run, op, worker);
             case kGate:
-                return does.gate(run, op, worker);
+                return kernel.gate(run, op, worker);
             case kConv:
-                return does.conv(run, op, worker);
+                return kernel.conv(run, op, worker);
             case kDelta:
-                return does.delta(run, op, worker);
+                return kernel.delta(run, op, worker);
             case kMamba:
-                return does.mamba(run, op, worker);
+                return kernel.mamba(run, op, worker);
             case kSnapshot:
                 return snapshot(run, op, worker);
             default:
@@ -227,18 +230,18 @@ struct Running {
         }
     }
 
-    static void work(void* what, int index, int count) {
-        Running& self = *static_cast<Running*>(what);
+    static void work(void* argument, int index, int count) {
+        RunJob& self = *static_cast<RunJob*>(argument);
         Model& model = *self.model;
         begin_thread();
-        Worker worker{count, nullptr, model.scratch[index].need(0)};
+        Worker worker{count, nullptr, model.scratch[index].reserve(0)};
         const bool timed = !model.seconds.empty() && index == 0;
         for (int64_t i = self.first_op; i < model.spec.op_count; ++i) {
             const Op& op = model.spec.ops[i];
             if (op.kind == kSnapshot && self.run.taps == nullptr) continue;
             const auto before =
                 timed ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point();
-            worker.progress = model.progress.need(0) + i * kParts;
+            worker.progress = model.progress.reserve(0) + i * kPhases;
             self.step(op, worker);
             if (timed) {
                 const auto after = std::chrono::steady_clock::now();
@@ -249,15 +252,15 @@ struct Running {
     }
 };
 
-int32_t Model::run(const KeyValues& kv, const RotaryTable* rotary, const Batch& batch,
-                   const TapList* taps, float* logits, int64_t first_op, const float* vectors,
-                   float* const* given) {
-    const bool bare = given != nullptr && batch.count == 0 && batch.rows == 0;
-    if (vectors == nullptr && !bare && !makes_sense(batch, spec, kv, rotary)) return kBadBatch;
-    Running running{};
-    running.model = this;
-    running.first_op = first_op;
-    Run& run = running.run;
+int32_t Model::run(const KvCache& kv, const RopeTable* rotary, const Batch& batch, const Taps* taps,
+                   float* logits, int64_t first_op, const float* vectors, float* const* external) {
+    const bool without_tokens = external != nullptr && batch.count == 0 && batch.rows == 0;
+    if (vectors == nullptr && !without_tokens && !is_valid_batch(batch, spec, kv, rotary))
+        return kBadBatch;
+    RunJob job{};
+    job.model = this;
+    job.first_op = first_op;
+    RunContext& run = job.run;
     run.matrices = spec.matrices;
     run.vectors = spec.vectors;
     run.rotary = rotary;
@@ -265,9 +268,9 @@ int32_t Model::run(const KeyValues& kv, const RotaryTable* rotary, const Batch& 
     run.batch = batch;
     run.taps = taps;
     try {
-        make_room(run, batch.count > batch.wanted_count ? batch.count : batch.wanted_count, logits,
-                  given);
-        int32_t* rows = row_of.need(batch.count + 1);
+        allocate(run, batch.count > batch.selected_count ? batch.count : batch.selected_count,
+                 logits, external);
+        int32_t* rows = row_of.reserve(batch.count + 1);
         for (int64_t row = 0; row < batch.rows; ++row)
             for (int64_t at = batch.starts[row]; at < batch.starts[row + 1]; ++at)
                 rows[at] = static_cast<int32_t>(row);
@@ -277,12 +280,12 @@ int32_t Model::run(const KeyValues& kv, const RotaryTable* rotary, const Batch& 
     }
     run.buffers = buffers.data();
     if (vectors != nullptr) {
-        const Buffer& into = buffers[spec.ops[first_op].source];
-        std::memcpy(into.data, vectors, batch.wanted_count * into.width * sizeof(float));
+        const Buffer& input = buffers[spec.ops[first_op].source];
+        std::memcpy(input.data, vectors, batch.selected_count * input.width * sizeof(float));
     }
-    Progress* every = progress.need(0);
-    for (int64_t i = 0; i < spec.op_count * kParts; ++i) new (every + i) Progress;
-    return run_on_pool(spec.threads, &Running::work, &running) ? kOk : kNoThreads;
+    Progress* all = progress.reserve(0);
+    for (int64_t i = 0; i < spec.op_count * kPhases; ++i) new (all + i) Progress;
+    return run_on_pool(spec.threads, &RunJob::work, &job) ? kOk : kNoThreads;
 }
 
 }  // namespace unspool

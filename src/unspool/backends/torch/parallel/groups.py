@@ -1,7 +1,7 @@
-"""What ranks send each other: bytes from the first to all, and sums of numbers on their devices.
+"""Communication between ranks: bytes from rank 0 to all, and tensor collectives on their devices.
 
-Groups of our own, apart from the one that `torch.distributed` keeps for a whole process, which may
-be somebody else's (a training's), and of which there is only one.
+The process groups are separate from the default group of `torch.distributed`: a process has only
+one of those, and a training run may use it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from torch import Tensor
 
 from unspool.model.split import Share
 
-dist: Any = torch.distributed  # whose types leave out half of it
+dist: Any = torch.distributed  # Any: its type stubs are incomplete
 Store = Any
 
-_IDLE = timedelta(days=3650)  # nobody may ask for anything for long
-_STEP = timedelta(seconds=60)  # that ranks wait for each other within a step
-_FIRST = 16 << 10  # bytes that are sent at once: a step of many texts fits
-_LENGTH = 8  # of them say how many there are
+_IDLE_TIMEOUT = timedelta(days=3650)  # there may be no request for a long time
+_STEP_TIMEOUT = timedelta(seconds=60)  # for other ranks within a step
+_FIRST_BYTES = 16 << 10  # sent in the first broadcast: enough for a step of many sequences
+_LENGTH_BYTES = 8  # length prefix of a message
 
 
-class Groups:
-    """One group that tells, over gloo, and one that computes, over NCCL where each rank has a GPU
-    of its own. `address`: they are on one machine, and nobody else can reach them there."""
+class RankGroups:
+    """A control group over gloo, and a compute group, over NCCL where each rank has a separate GPU.
+
+    `address`: bind to this address, which only processes of this machine can reach.
+    """
 
     def __init__(
         self, store: Store, share: Share, device: torch.device, *, nccl: bool, address: str | None
@@ -34,73 +36,76 @@ class Groups:
         def gloo(name: str, timeout: timedelta) -> Any:
             make = dist.ProcessGroupGloo
             options = make._Options()
-            here = make.create_device(hostname=address) if address else make.create_default_device()
-            options._devices, options._timeout = [here], timeout
+            network = make.create_default_device()
+            if address:
+                network = make.create_device(hostname=address)
+            options._devices, options._timeout = [network], timeout
             return make(dist.PrefixStore(name, store), share.rank, share.ranks, options)
 
-        self._first, self._count, self._nccl = share.rank == 0, share.ranks, nccl
-        self._control = gloo("control", _IDLE)
+        self._is_rank_zero, self._world_size, self._nccl = share.rank == 0, share.ranks, nccl
+        self._control = gloo("control", _IDLE_TIMEOUT)
         if not nccl:
-            self._compute = gloo("compute", _STEP)
+            self._compute = gloo("compute", _STEP_TIMEOUT)
             return
         torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _STEP
-        place = dist.PrefixStore("compute", store)
-        self._compute = dist.ProcessGroupNCCL(place, share.rank, share.ranks, options)
+        options._timeout = _STEP_TIMEOUT
+        prefixed = dist.PrefixStore("compute", store)
+        self._compute = dist.ProcessGroupNCCL(prefixed, share.rank, share.ranks, options)
 
     # -- bytes -------------------------------------------------------------------------------
 
-    def tell(self, content: bytes) -> None:
-        """From the first rank to all others: in one go, unless it is long."""
-        whole = len(content).to_bytes(_LENGTH, "little") + content
-        for part in (whole[:_FIRST].ljust(_FIRST, b"\0"), whole[_FIRST:]):
+    def send(self, content: bytes) -> None:
+        """Send bytes from rank 0 to all others: one broadcast, or two if they are long."""
+        frame = len(content).to_bytes(_LENGTH_BYTES, "little") + content
+        for part in (frame[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"), frame[_FIRST_BYTES:]):
             if part:
                 self._broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8))
 
-    def hear(self) -> bytes:
-        """What the first rank tells next."""
-        first = torch.empty(_FIRST, dtype=torch.uint8)
+    def receive(self) -> bytes:
+        """Wait for the next bytes from rank 0."""
+        first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
         self._broadcast(first)
-        whole = first.numpy().tobytes()
-        length = _LENGTH + int.from_bytes(whole[:_LENGTH], "little")
-        if length > _FIRST:
-            rest = torch.empty(length - _FIRST, dtype=torch.uint8)
-            self._broadcast(rest)
-            whole += rest.numpy().tobytes()
-        return whole[_LENGTH:length]
+        frame = first.numpy().tobytes()
+        length = _LENGTH_BYTES + int.from_bytes(frame[:_LENGTH_BYTES], "little")
+        if length > _FIRST_BYTES:
+            remainder = torch.empty(length - _FIRST_BYTES, dtype=torch.uint8)
+            self._broadcast(remainder)
+            frame += remainder.numpy().tobytes()
+        return frame[_LENGTH_BYTES:length]
 
     def _broadcast(self, content: Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._control.broadcast([content], options).wait()
 
-    def least(self, *numbers: int) -> list[int]:
-        """The smallest that any rank gives of each number; waits for all of them, however long."""
-        given = torch.tensor(numbers)
+    def minimum(self, *numbers: int) -> list[int]:
+        """Elementwise minimum over all ranks; waits for all of them without a time limit."""
+        tensor = torch.tensor(numbers)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
-        self._control.allreduce([given], options).wait()
-        return [int(number) for number in given]
+        self._control.allreduce([tensor], options).wait()
+        return [int(number) for number in tensor]
 
-    # -- numbers, on the devices ---------------------------------------------------------------
+    # -- tensors, on the devices ---------------------------------------------------------------
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, the same to the last bit on each of them."""
+        """Sum over all ranks, bit-identical on each of them."""
         x = x.contiguous()
         self._compute.allreduce([x]).wait()
         return x
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """What every rank gives, which must be of one shape, on the first; empty on the others."""
-        sent = x.contiguous() if self._nccl else x.contiguous().cpu()
-        into = [torch.empty_like(sent) for _ in range(self._count if self._first else 0)]
+        """Gather tensors of one shape from all ranks on rank 0; empty on the others."""
+        source = x.contiguous() if self._nccl else x.contiguous().cpu()
+        count = self._world_size if self._is_rank_zero else 0
+        targets = [torch.empty_like(source) for _ in range(count)]
         options = dist.GatherOptions()
         options.rootRank = 0
-        self._compute.gather([into] if into else [], [sent], options).wait()
-        return [one.to(x.device) for one in into]
+        self._compute.gather([targets] if targets else [], [source], options).wait()
+        return [tensor.to(x.device) for tensor in targets]
 
     def abort(self) -> None:
-        """End a wait for a rank that is gone. Gloo sees that by itself."""
+        """Abort a wait for a dead rank. Gloo detects that by itself."""
         if self._nccl:
             self._compute.abort()

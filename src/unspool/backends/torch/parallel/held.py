@@ -1,6 +1,6 @@
-"""A rank's part of one model: what every rank does when it is told to.
+"""A rank's part of one model, and its handling of messages.
 
-The same code runs on all ranks; what comes of it is whole on the first.
+The same code runs on all ranks; complete results exist on rank 0 only.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from unspool.backends.step import Floats, Inside, StepBatch, StepResult
-from unspool.backends.torch.loaded import on_host, sampled_places
-from unspool.backends.torch.paged import TorchBackend, room_for
-from unspool.backends.torch.parallel.messages import Message, adapter_in, step_in
+from unspool.backends.torch.loaded import fingerprint_indices, to_numpy
+from unspool.backends.torch.paged import TorchBackend, cache_size
+from unspool.backends.torch.parallel.messages import RankMessage, parse_adapter, parse_step
 from unspool.backends.torch.parallel.transformer import SplitTransformer
 from unspool.errors import UnspoolError
 from unspool.model.adapters import Adapter, LowRank
@@ -23,84 +23,91 @@ from unspool.model.weights import shapes
 
 
 class PartBackend(TorchBackend):
-    """A rank's part of every step. Pages and slots have the same numbers everywhere, and hold the
-    keys and values, and the states, of this rank's heads."""
+    """A rank's part of every step. Page and slot numbers are the same on all ranks; they hold the
+    keys, values and states of this rank's heads."""
 
     def __init__(self, model: SplitTransformer, memory: int | None, context: int) -> None:
-        self._whole, self._ranks = model.whole, model.ranks
+        self._full_config, self._ranks = model.full_config, model.ranks
         count = self._ranks.share.ranks
-        room = room_for(model, None if memory is None else memory // count)
-        pages, states = self._ranks.groups.least(*room)
+        size = cache_size(model, None if memory is None else memory // count)
+        pages, states = self._ranks.groups.minimum(*size)
         super().__init__(model, page_count=pages, state_count=states, context=context)
-        self.vocab_size = model.whole.vocab_size
+        self.vocab_size = model.full_config.vocab_size
         self.page_bytes, self.state_bytes = self.page_bytes * count, self.state_bytes * count
 
     def set_adapter(self, number: int, adapter: Adapter | None) -> None:
-        super().set_adapter(number, adapter and self._part_of(adapter))
+        super().set_adapter(number, adapter and self._split_adapter(adapter))
 
-    def _part_of(self, adapter: Adapter) -> Adapter:
+    def _split_adapter(self, adapter: Adapter) -> Adapter:
+        """This rank's part of an adapter."""
         parts = dict(adapter.parts)
-        for name, whole in adapter.parts.items():
-            cut = cut_of(self._whole, name, self._ranks.share)
+        for name, full in adapter.parts.items():
+            cut = cut_of(self._full_config, name, self._ranks.share)
             if cut is not None and cut.axis == 0:
-                parts[name] = LowRank(whole.down, whole.up[cut.places], whole.scale)
+                parts[name] = LowRank(full.down, full.up[cut.places], full.scale)
             elif cut is not None:
-                parts[name] = LowRank(whole.down[:, cut.places], whole.up, whole.scale)
+                parts[name] = LowRank(full.down[:, cut.places], full.up, full.scale)
         return Adapter(parts)
 
     def _run(self, batch: StepBatch) -> StepResult:
         result = super()._run(batch)
         if result.inside is not None and result.inside.attention:
-            result.inside = self._with_all_heads(result.inside)
+            result.inside = self._gather_heads(result.inside)
         return result
 
-    def _with_all_heads(self, inside: Inside) -> Inside:
-        """What was seen of the heads of all ranks, on the first."""
-        config, recurrent = self._whole, inside.recurrent
+    def _gather_heads(self, inside: Inside) -> Inside:
+        """Gather the observed heads of all ranks on rank 0."""
+        config, recurrent = self._full_config, inside.recurrent
 
-        def of_layer(share: Share, layer: int) -> Ints:
+        def attention_heads(share: Share, layer: int) -> Ints:
             return share.span(config.shape(layer).heads)
 
-        attention = [self._joined(one, config.heads, of_layer) for one in inside.attention]
-        states = config.recurrence
-        if recurrent and states is not None and "delta" in config.mixers:
-            heads = states.value_heads
+        attention = [
+            self._gather(weights, config.heads, attention_heads) for weights in inside.attention
+        ]
+        shape = config.recurrence
+        if recurrent and shape is not None and "delta" in config.mixers:
+
+            def recurrent_heads(share: Share, layer: int) -> Ints:
+                return value_heads(shape, share)
+
             recurrent = [
-                self._joined(one.swapaxes(1, 2), heads, lambda share, _: value_heads(states, share))
-                for one in recurrent
+                self._gather(stats.swapaxes(1, 2), shape.value_heads, recurrent_heads)
+                for stats in recurrent
             ]
-            recurrent = [one.swapaxes(1, 2) for one in recurrent]
+            recurrent = [stats.swapaxes(1, 2) for stats in recurrent]
         return Inside(inside.residuals, attention, inside.parts, inside.first, recurrent)
 
-    def _joined(self, part: Floats, heads: int, of_layer: Callable[[Share, int], Ints]) -> Floats:
-        """Numbers of the heads of every layer, [layers, heads, ...], of all ranks together."""
-        sent = torch.from_numpy(np.ascontiguousarray(part)).to(self._ranks.device)
-        whole = np.zeros((part.shape[0], heads, *part.shape[2:]), np.float32)
-        for share, one in zip(
-            self._ranks.share.every, self._ranks.groups.gather(sent), strict=False
-        ):
-            for layer, numbers in enumerate(on_host(one)):
-                places = of_layer(share, layer)
-                whole[layer, places] = numbers[: len(places)]
-        return whole
+    def _gather(
+        self, part: Floats, heads: int, heads_of_share: Callable[[Share, int], Ints]
+    ) -> Floats:
+        """Gather values [layers, local heads, ...] of all ranks into [layers, heads, ...]."""
+        tensor = torch.from_numpy(np.ascontiguousarray(part)).to(self._ranks.device)
+        full = np.zeros((part.shape[0], heads, *part.shape[2:]), np.float32)
+        gathered = self._ranks.groups.gather(tensor)
+        for share, rank_part in zip(self._ranks.share.every, gathered, strict=False):
+            for layer, values in enumerate(to_numpy(rank_part)):
+                indices = heads_of_share(share, layer)
+                full[layer, indices] = values[: len(indices)]
+        return full
 
 
-class HeldPart:
-    """A rank's part of a model, and its part of the engine's steps once there is an engine."""
+class ModelPart:
+    """A rank's part of a model, and of the backend once the engine has one."""
 
     def __init__(self, model: SplitTransformer) -> None:
         self.model = model
         self._backend: PartBackend | None = None
 
-    def obey(self, message: Message) -> None:
-        """What a rank does for the first one."""
+    def handle(self, message: RankMessage) -> None:
+        """Run a message of rank 0."""
         facts = message.facts
         if message.kind == "open":
             self._backend = PartBackend(self.model, facts["memory"], facts["context"])
         elif message.kind == "step" and self._backend is not None:
-            self._backend.launch(step_in(message))
+            self._backend.launch(parse_step(message))
         elif message.kind == "adapter" and self._backend is not None:
-            self._backend.set_adapter(facts["number"], adapter_in(message))
+            self._backend.set_adapter(facts["number"], parse_adapter(message))
         elif message.kind == "logits":
             self.logits(message.arrays["vectors"])
         elif message.kind == "rows":
@@ -108,46 +115,43 @@ class HeldPart:
         elif message.kind == "fingerprint":
             self.fingerprint()
         else:
-            raise UnspoolError(f"a rank was told to {message.kind!r}, which it cannot")
+            raise UnspoolError(f"unknown rank message: {message.kind!r}")
 
     @torch.inference_mode()
     def logits(self, vectors: Floats) -> Floats:
         weight = self.model.norm.weight
-        given = torch.from_numpy(np.array(vectors)).to(weight.device, weight.dtype)
-        return on_host(self.model.logits(given))
+        tensor = torch.from_numpy(np.array(vectors)).to(weight.device, weight.dtype)
+        return to_numpy(self.model.logits(tensor))
 
     def rows(self, name: str, start: int, stop: int) -> Floats:
-        """Rows of a weight of which each rank has some."""
+        """Rows of a weight whose rows are split over the ranks."""
         weight = self.model.get_parameter(name)
-        cut = cut_of(self.model.whole, name, self.model.ranks.share)
+        cut = cut_of(self.model.full_config, name, self.model.ranks.share)
         assert cut is not None and cut.axis == 0
-        found = weight.new_zeros(stop - start, *weight.shape[1:])
-        ours = (cut.places >= start) & (cut.places < stop)
-        found[torch.from_numpy(cut.places[ours] - start)] = weight[torch.from_numpy(ours)]
-        return on_host(self.model.ranks.groups.sum(found))
+        rows = weight.new_zeros(stop - start, *weight.shape[1:])
+        is_local = (cut.places >= start) & (cut.places < stop)
+        rows[torch.from_numpy(cut.places[is_local] - start)] = weight[torch.from_numpy(is_local)]
+        return to_numpy(self.model.ranks.groups.sum(rows))
 
     def fingerprint(self) -> str:
-        """That of the whole model, whatever the number of ranks."""
-        sizes = sorted(shapes(self.model.whole).items())
-        own = np.stack([self._sampled(name, shape) for name, shape in sizes])
-        found = own
-        for one in self.model.ranks.groups.gather(
-            torch.from_numpy(own).to(self.model.ranks.device)
-        ):
-            found = np.where(np.isnan(found), on_host(one), found)
-        return hashed((name, shape, found[number]) for number, (name, shape) in enumerate(sizes))
+        """Fingerprint of the full model, independent of the number of ranks."""
+        ranks, sizes = self.model.ranks, sorted(shapes(self.model.full_config).items())
+        values = np.stack([self._sample_values(name, shape) for name, shape in sizes])
+        for part in ranks.groups.gather(torch.from_numpy(values).to(ranks.device)):
+            values = np.where(np.isnan(values), to_numpy(part), values)
+        return hashed((name, shape, values[index]) for index, (name, shape) in enumerate(sizes))
 
-    def _sampled(self, name: str, shape: tuple[int, ...]) -> Floats:
-        """Some numbers of a weight; not a number where it is elsewhere."""
-        share, places = self.model.ranks.share, list(sampled_places(shape))
-        here = np.full(len(places[0]), not (is_added_once(name) and share.rank))
-        cut = cut_of(self.model.whole, name, share)
+    def _sample_values(self, name: str, shape: tuple[int, ...]) -> Floats:
+        """Some values of a weight; NaN where another rank has them."""
+        share, indices = self.model.ranks.share, list(fingerprint_indices(shape))
+        is_local = np.full(len(indices[0]), not (is_added_once(name) and share.rank))
+        cut = cut_of(self.model.full_config, name, share)
         if cut is not None:
-            own = np.full(shape[cut.axis], -1)
-            own[cut.places] = np.arange(len(cut.places))
-            places[cut.axis] = own[places[cut.axis]]
-            here &= places[cut.axis] >= 0
-        found = np.full(len(here), np.nan, np.float32)
-        at = tuple(torch.from_numpy(place[here]) for place in places)
-        found[here] = on_host(self.model.get_parameter(name)[at])
-        return found
+            local_index = np.full(shape[cut.axis], -1)
+            local_index[cut.places] = np.arange(len(cut.places))
+            indices[cut.axis] = local_index[indices[cut.axis]]
+            is_local &= indices[cut.axis] >= 0
+        values = np.full(len(is_local), np.nan, np.float32)
+        local = tuple(torch.from_numpy(axis[is_local]) for axis in indices)
+        values[is_local] = to_numpy(self.model.get_parameter(name)[local])
+        return values

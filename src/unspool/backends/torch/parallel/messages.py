@@ -1,7 +1,6 @@
-"""What the first rank tells the others, as bytes: a line of JSON, then arrays.
+"""Messages from rank 0 to the others, as bytes: a line of JSON, then arrays.
 
-A step is one message. It carries what is to be computed, not how tokens are picked: only the first
-rank picks.
+A step is one message. It does not include sampling settings: only rank 0 samples.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ from unspool.model.adapters import Adapter, LowRank
 
 Arrays = dict[str, npt.NDArray[Any]]
 
-_LINE = 4  # bytes that say how long the line of JSON is
-_STEP = tuple(f.name for f in fields(StepBatch) if f.name not in ("updates", "pick", "look"))
-_UPDATES = tuple(f.name for f in fields(TableUpdates))
-_LOOK = ("residuals", "attention", "parts")
+_HEADER_BYTES = 4  # length of the JSON line
+# Fields that are arrays.
+_STEP_ARRAYS = tuple(f.name for f in fields(StepBatch) if f.type == "Ints")
+_UPDATE_ARRAYS = tuple(f.name for f in fields(TableUpdates))
+_LOOK_ARRAYS = tuple(f.name for f in fields(Look) if f.type == "Ints")
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """What is to be done, with which of the models, and what that needs."""
+class RankMessage:
+    """A command for all ranks: its kind, the number of the model, and its arguments."""
 
     kind: str
     model: int = 0
@@ -37,60 +37,60 @@ class Message:
         shapes = {name: [a.dtype.str, a.shape] for name, a in self.arrays.items()}
         line = json.dumps([self.kind, self.model, self.facts, shapes]).encode()
         parts = [np.ascontiguousarray(array).tobytes() for array in self.arrays.values()]
-        return b"".join([len(line).to_bytes(_LINE, "little"), line, *parts])
+        return b"".join([len(line).to_bytes(_HEADER_BYTES, "little"), line, *parts])
 
     @classmethod
-    def decode(cls, content: bytes) -> Message:
-        end = _LINE + int.from_bytes(content[:_LINE], "little")
-        kind, model, facts, shapes = json.loads(content[_LINE:end])
+    def decode(cls, content: bytes) -> RankMessage:
+        end = _HEADER_BYTES + int.from_bytes(content[:_HEADER_BYTES], "little")
+        kind, model, facts, shapes = json.loads(content[_HEADER_BYTES:end])
         arrays: Arrays = {}
         for name, (dtype, shape) in shapes.items():
             count = int(np.prod(shape))
             array = np.frombuffer(content, dtype, count, end).reshape(shape)
-            arrays[name] = array.copy()  # torch wants memory that it may write to
+            arrays[name] = array.copy()  # torch needs writable memory
             end += array.nbytes
         return cls(kind, model, facts, arrays)
 
 
-def of_step(model: int, batch: StepBatch) -> Message:
-    arrays = {name: getattr(batch, name) for name in _STEP}
-    arrays |= {f"updates.{name}": getattr(batch.updates, name) for name in _UPDATES}
+def step_message(model: int, batch: StepBatch) -> RankMessage:
+    arrays = {name: getattr(batch, name) for name in _STEP_ARRAYS}
+    arrays |= {f"updates.{name}": getattr(batch.updates, name) for name in _UPDATE_ARRAYS}
     facts: dict[str, Any] = {}
     if batch.look:
-        arrays |= {f"look.{name}": getattr(batch.look, name) for name in _LOOK}
+        arrays |= {f"look.{name}": getattr(batch.look, name) for name in _LOOK_ARRAYS}
         facts["layers"] = batch.look.layers
-    return Message("step", model, facts, arrays)
+    return RankMessage("step", model, facts, arrays)
 
 
-def step_in(message: Message) -> StepBatch:
-    def under(prefix: str) -> Arrays:
+def parse_step(message: RankMessage) -> StepBatch:
+    def with_prefix(prefix: str) -> Arrays:
         return {
             name.removeprefix(prefix): array
             for name, array in message.arrays.items()
             if name.startswith(prefix)
         }
 
-    arrays: dict[str, Any] = {name: message.arrays[name] for name in _STEP}
+    arrays: dict[str, Any] = {name: message.arrays[name] for name in _STEP_ARRAYS}
     batch = StepBatch(**arrays)
-    batch.updates = TableUpdates(**under("updates."))
-    if look := under("look."):
+    batch.updates = TableUpdates(**with_prefix("updates."))
+    if look := with_prefix("look."):
         layers = message.facts["layers"]
         batch.look = Look(**look, layers=None if layers is None else tuple(layers))
     return batch
 
 
-def of_adapter(model: int, number: int, adapter: Adapter | None) -> Message:
+def adapter_message(model: int, number: int, adapter: Adapter | None) -> RankMessage:
     facts: dict[str, Any] = {"number": number, "scales": None}
     if adapter is None:
-        return Message("adapter", model, facts)
+        return RankMessage("adapter", model, facts)
     facts["scales"] = {name: part.scale for name, part in adapter.parts.items()}
     arrays: Arrays = {}
     for name, part in adapter.parts.items():
         arrays |= {f"{name} down": part.down, f"{name} up": part.up}
-    return Message("adapter", model, facts, arrays)
+    return RankMessage("adapter", model, facts, arrays)
 
 
-def adapter_in(message: Message) -> Adapter | None:
+def parse_adapter(message: RankMessage) -> Adapter | None:
     scales = message.facts["scales"]
     if scales is None:
         return None

@@ -1,4 +1,4 @@
-"""The processes of other ranks on this machine, ended with the one that started them."""
+"""Processes of the other ranks on this machine; they end with the process that started them."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from contextlib import suppress
 
 Process = subprocess.Popen[bytes]
 
-_END = 5.0  # seconds to end by itself
-_WORKER = "unspool.backends.torch.parallel.worker"
+_EXIT_TIMEOUT_S = 5.0  # before a process is killed
+_WORKER_MODULE = "unspool.backends.torch.parallel.worker"
 
 
-def start(port: int, count: int, threads: int) -> list[Process]:
-    """All ranks but the first."""
+def start_processes(port: int, count: int, threads: int) -> list[Process]:
+    """Start ranks 1 to count - 1."""
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     return [
         subprocess.Popen(
-            [sys.executable, "-P", "-m", _WORKER, str(port), str(rank), str(count)],
-            stdin=subprocess.PIPE,  # closed when this process is gone, in whatever way
+            [sys.executable, "-P", "-m", _WORKER_MODULE, str(port), str(rank), str(count)],
+            stdin=subprocess.PIPE,  # closed by the system when this process ends
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for this process, which ends them
+            start_new_session=True,  # Ctrl-C goes to this process only, which stops them
             env={**environment, "LOCAL_RANK": str(rank)},
         )
         for rank in range(1, count)
     ]
 
 
-def end(processes: Sequence[Process]) -> None:
-    """They end when what they read from is closed; if not, they are ended."""
+def stop_processes(processes: Sequence[Process]) -> None:
+    """Close their stdin, on which they exit; kill those that do not."""
     for process in processes:
         if process.stdin is not None:
             with suppress(OSError):
                 process.stdin.close()
-    until = time.monotonic() + _END
+    deadline = time.monotonic() + _EXIT_TIMEOUT_S
     for process in processes:
         try:
-            process.wait(max(0.0, until - time.monotonic()))
+            process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
-def how(process: Process) -> str:
-    """In which way it has ended."""
+def exit_reason(process: Process) -> str:
+    """How an ended process ended."""
     code = process.returncode
     if code >= 0:
         return f"exit code {code}"
-    known = {each.value: each.name for each in signal.Signals}
-    return f"killed by {known.get(-code, f'signal {-code}')}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-code, f'signal {-code}')}"

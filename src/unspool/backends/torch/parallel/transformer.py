@@ -1,7 +1,7 @@
-"""One rank's part of a transformer: the plain one with fewer heads, whose ranks sum what they find.
+"""One rank's part of a transformer: the plain transformer with fewer heads.
 
-What the plain transformer computes stays as it is; sums over the ranks are put behind the matrices
-whose outcome is only a part of it (`attention.out`, `feed.down`, the experts' answers).
+The computation is that of the plain transformer; hooks sum over the ranks after the matrices whose
+product is only a partial result (`attention.out`, `feed.down`, the experts).
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from unspool.model.transformer import Attention, Layer, Transformer
 
 
 class SplitTransformer(Transformer):
-    """A rank's part of the model that `whole` describes; runs when all ranks run theirs."""
+    """A rank's part of the model of `full_config`. All ranks must run their parts together."""
 
-    def __init__(self, whole: ModelConfig, ranks: Ranks) -> None:
-        super().__init__(part_config(whole, ranks.share))
-        self.whole, self.ranks = whole, ranks
-        self.embed = _SplitEmbedding(whole, whole.width, ranks)
+    def __init__(self, full_config: ModelConfig, ranks: Ranks) -> None:
+        super().__init__(part_config(full_config, ranks.share))
+        self.full_config, self.ranks = full_config, ranks
+        self.embed = _SplitEmbedding(full_config, full_config.width, ranks)
         if self.token_inputs is not None:
-            every = whole.layers * whole.token_width
-            self.token_inputs.embed = _SplitEmbedding(whole, every, ranks)
+            width = full_config.layers * full_config.token_width
+            self.token_inputs.embed = _SplitEmbedding(full_config, width, ranks)
         for layer in self.layers:
             assert isinstance(layer, Layer)
             _sum_over_ranks(layer, self.config, ranks)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Those of the whole vocabulary on the first rank; the others give theirs to it."""
-        own = super().logits(x)
-        sizes = [len(one.span(self.whole.vocab_size)) for one in self.ranks.share.every]
-        filled = functional.pad(own, (0, max(sizes) - own.shape[-1]))
-        every = self.ranks.groups.gather(filled)
-        parts = [one[..., :size] for one, size in zip(every, sizes, strict=False)]
-        return torch.cat(parts, -1) if parts else own
+        """Logits of the full vocabulary on rank 0; of this rank's part on the others."""
+        part = super().logits(x)
+        sizes = [len(share.span(self.full_config.vocab_size)) for share in self.ranks.share.every]
+        padded = functional.pad(part, (0, max(sizes) - part.shape[-1]))
+        gathered = self.ranks.groups.gather(padded)
+        parts = [logits[..., :size] for logits, size in zip(gathered, sizes, strict=False)]
+        return torch.cat(parts, -1) if parts else part
 
 
 class _SplitEmbedding(nn.Embedding):
-    """Some rows of a table; what the tokens of others are, the others say."""
+    """This rank's rows of an embedding; tokens of other ranks are zero before the sum."""
 
-    def __init__(self, whole: ModelConfig, width: int, ranks: Ranks) -> None:
-        rows = ranks.share.span(whole.vocab_size)
+    def __init__(self, full_config: ModelConfig, width: int, ranks: Ranks) -> None:
+        rows = ranks.share.span(full_config.vocab_size)
         super().__init__(len(rows), width)
         self._first, self._sum = int(rows[0]), ranks.groups.sum
 
     def forward(self, tokens: Tensor) -> Tensor:
-        own = tokens - self._first
-        elsewhere = (own < 0) | (own >= self.num_embeddings)
-        found = super().forward(own.masked_fill(elsewhere, 0))
-        return self._sum(found.masked_fill(elsewhere[..., None], 0))
+        rows = tokens - self._first
+        is_remote = (rows < 0) | (rows >= self.num_embeddings)
+        vectors = super().forward(rows.masked_fill(is_remote, 0))
+        return self._sum(vectors.masked_fill(is_remote[..., None], 0))
 
 
 class _SplitNorm(Norm):
-    """Over the heads of all ranks."""
+    """A norm over the heads of all ranks."""
 
     def __init__(self, config: ModelConfig, size: int, ranks: Ranks) -> None:
         super().__init__(config, size, "rms")
@@ -73,35 +73,35 @@ class _SplitNorm(Norm):
 
 
 def _sum_over_ranks(layer: Layer, config: ModelConfig, ranks: Ranks) -> None:
-    """Put the sums into one layer."""
+    """Register the hooks of one layer that sum partial results over the ranks."""
 
-    def behind(module: nn.Module) -> None:
-        def summed(_: nn.Module, __: Any, found: Tensor) -> Tensor:
-            return ranks.groups.sum(found)
+    def sum_output(module: nn.Module) -> None:
+        def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+            return ranks.groups.sum(output)
 
-        module.register_forward_hook(summed)
+        module.register_forward_hook(hook)
 
-    def before(module: nn.Module) -> None:
-        def summed(_: nn.Module, given: tuple[Tensor]) -> Tensor:
-            return ranks.groups.sum(given[0])
+    def sum_input(module: nn.Module) -> None:
+        def hook(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+            return ranks.groups.sum(inputs[0])
 
-        module.register_forward_pre_hook(summed)
+        module.register_forward_pre_hook(hook)
 
     kind = config.mixer(layer.layer)
     if kind == "attention":
-        behind(layer.attention.out)
+        sum_output(layer.attention.out)
         _split_norms(layer.attention, config, ranks)
     elif kind == "delta" and layer.mixer is not None:
-        behind(layer.mixer.get_submodule("out"))
+        sum_output(layer.mixer.get_submodule("out"))
     if layer.feed is None:
         return
     if isinstance(layer.feed, DenseAndExperts):
-        behind(layer.feed.dense.get_submodule("down"))
-        before(layer.feed.experts_post_norm)
+        sum_output(layer.feed.dense.get_submodule("down"))
+        sum_input(layer.feed.experts_post_norm)
     elif isinstance(layer.feed, Experts):
-        behind(layer.feed)
+        sum_output(layer.feed)
     else:
-        behind(layer.feed.get_submodule("down"))
+        sum_output(layer.feed.get_submodule("down"))
 
 
 def _split_norms(attention: Attention, config: ModelConfig, ranks: Ranks) -> None:
@@ -113,16 +113,16 @@ def _split_norms(attention: Attention, config: ModelConfig, ranks: Ranks) -> Non
 
 
 def load_part(checkpoint: Checkpoint, ranks: Ranks, dtype: str) -> SplitTransformer:
-    """This rank's part of a checkpoint; no more of it is ever in memory than one whole tensor."""
-    whole, share = checkpoint.config, ranks.share
-    check_split(whole, share.ranks)
+    """Load this rank's part of a checkpoint; at most one full tensor is in memory at a time."""
+    full_config, share = checkpoint.config, ranks.share
+    check_split(full_config, share.ranks)
     with torch.device("meta"):
-        model = SplitTransformer(whole, ranks)
+        model = SplitTransformer(full_config, ranks)
     fill_transformer(
         model,
         checkpoint,
         dtype=dtype,
         device_of=lambda name: str(ranks.device),
-        part_of=lambda name, stored: share.part_of(whole, name, stored),
+        part_of=lambda name, stored: share.part_of(full_config, name, stored),
     )
     return model

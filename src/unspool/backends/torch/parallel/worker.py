@@ -1,9 +1,9 @@
-"""A rank that is not the first: it holds its part of the model and computes what it is told.
+"""The worker of ranks other than 0: holds a part of the model and runs the messages of rank 0.
 
     python -m unspool.backends.torch.parallel.worker PORT RANK RANKS
 
-is how the first rank starts others on its machine. Such a process ends when the first one does, in
-whatever way: it then can read no more.
+Rank 0 starts the others on its machine with this command. A worker exits when rank 0 does, however
+it ends: its stdin is closed then.
 """
 
 from __future__ import annotations
@@ -14,53 +14,53 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from unspool.backends.torch.parallel.messages import Message
+    from unspool.backends.torch.parallel.messages import RankMessage
     from unspool.backends.torch.parallel.ranks import Ranks
     from unspool.backends.torch.parallel.transformer import SplitTransformer
 
 
 def main(arguments: list[str]) -> None:
-    """Started by the first rank."""
-    threading.Thread(target=_end_with_the_first, daemon=True).start()
+    """Entry point of a process that rank 0 started."""
+    threading.Thread(target=_exit_with_rank_zero, daemon=True).start()
     from unspool.backends.torch.parallel.ranks import Ranks
     from unspool.model.split import Share
 
     port, rank, count = map(int, arguments)
-    work(Ranks.joined(port, Share(rank, count)))
+    work(Ranks.join(port, Share(rank, count)))
 
 
 def work_for_torchrun() -> None:
-    """Started by torchrun, which ends all if one fails."""
+    """Work as one of torchrun's processes; torchrun stops all if one fails."""
     from unspool.backends.torch.parallel.ranks import Ranks
 
-    ranks = Ranks.joined_torchrun()
+    ranks = Ranks.join_torchrun()
     if ranks is not None:
         work(ranks)
 
 
 def work(ranks: Ranks) -> None:
-    """Do what the first rank says until it says that this is all."""
-    from unspool.backends.torch.parallel.held import HeldPart
+    """Run the messages of rank 0 until it sends "end"."""
+    from unspool.backends.torch.parallel.held import ModelPart
 
-    models: dict[int, HeldPart] = {}
+    models: dict[int, ModelPart] = {}
     try:
         while True:
-            message = ranks.hear()
+            message = ranks.receive()
             if message.kind == "end":
                 return
             if message.kind == "load":
-                models[message.model] = HeldPart(_loaded(message, ranks))
-                ranks.groups.least(0)
+                models[message.model] = ModelPart(_load(message, ranks))
+                ranks.groups.minimum(0)  # wait for all ranks
             elif message.kind == "forget":
                 del models[message.model]
             else:
-                models[message.model].obey(message)
+                models[message.model].handle(message)
     except BaseException as error:
         ranks.report(error)
-        os._exit(1)  # where others wait for this one there is nothing to put in order
+        os._exit(1)  # no cleanup: other ranks may be waiting for this one
 
 
-def _loaded(message: Message, ranks: Ranks) -> SplitTransformer:
+def _load(message: RankMessage, ranks: Ranks) -> SplitTransformer:
     from pathlib import Path
 
     from unspool.backends.torch.parallel.loaded import digest
@@ -73,11 +73,11 @@ def _loaded(message: Message, ranks: Ranks) -> SplitTransformer:
     path = Path(facts["path"])
     checkpoint = open_checkpoint(path if path.exists() else find_model(facts["name"] or None))
     if digest(checkpoint.config) != facts["config"]:
-        raise ModelFileError(f"{checkpoint.path} is another model here than where rank 0 is")
+        raise ModelFileError(f"{checkpoint.path} is not the model that rank 0 loaded")
     return load_part(checkpoint, ranks, facts["dtype"])
 
 
-def _end_with_the_first() -> None:
+def _exit_with_rank_zero() -> None:
     sys.stdin.buffer.read()
     os._exit(0)
 

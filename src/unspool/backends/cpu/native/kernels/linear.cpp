@@ -1,23 +1,22 @@
 // target = matrices * prepared source (+ bias), or target += that.
 //
-// Up to four rows: each worker prepares them for itself, which is quicker than waiting for one
-// another. More rows are prepared together first. Then blocks of weights are shared out. A few
-// rows are multiplied straight from the packed weights; for more it pays to unpack a block first,
-// but on AVX2, whose products cost so much that unpacking them again for every four rows does not
-// matter.
+// Up to four rows: each worker prepares all of them, which is quicker than synchronizing. More rows
+// are prepared in parallel first. Then workers take blocks of weights. A few rows are multiplied
+// from the packed weights; for more, a block is unpacked first, except on AVX2, where products are
+// so slow that unpacking for every four rows does not matter.
 #include "linear.h"
+#include "gemm.h"
 #include "prepare.h"
-#include "product_many.h"
 #if defined(ISA_neon)
-#include "product_neon.h"
+#include "gemm_neon.h"
 #endif
-#include "table.h"
+#include "kernels.h"
 
 namespace unspool {
 
 namespace UNSPOOL_SHARED {
-void multiply_directly(const Part& part, const Matrix& m, int64_t column, int64_t first,
-                       int64_t last);
+void multiply_packed(const GemmArgs& args, const Matrix& m, int64_t column, int64_t first,
+                     int64_t last);
 }
 
 namespace ISA {
@@ -26,127 +25,127 @@ namespace {
 
 #if !defined(ISA_amx)
 template <int Group, bool Minima, int T>
-inline void some_rows(const Part& part, const Matrix& m, int64_t column, int64_t block, int64_t row,
-                      const Unpacked& unpacked) {
+inline void gemm_row_group(const GemmArgs& args, const Matrix& m, int64_t column, int64_t block,
+                           int64_t row, const UnpackedBlock& unpacked) {
     F32x16 out[T];
 #if defined(ISA_neon)
-    multiply_by_quarters<Group, Minima, T>(unpacked, tiles_of(m), *part.acts, row, out);
+    multiply_by_quarters<Group, Minima, T>(unpacked, tiles_of(m), *args.acts, row, out);
 #else
-    multiply_unpacked<Group, Minima, T>(unpacked, tiles_of(m), *part.acts, row, out);
+    multiply_unpacked<Group, Minima, T>(unpacked, tiles_of(m), *args.acts, row, out);
 #endif
-    for (int t = 0; t < T; ++t) put(part, m, column, block, row + t, out[t]);
+    for (int t = 0; t < T; ++t) epilogue(args, m, column, block, row + t, out[t]);
 }
 #endif
 
-// All rows times an unpacked block: the same for every format whose groups are alike, so it is
-// compiled once for them.
+// All rows times an unpacked block: compiled once for all formats with the same groups.
 template <int Group, bool Minima>
-UNSPOOL_APART void many_rows(const Part& part, const Matrix& m, int64_t column, int64_t block,
-                             const Unpacked& unpacked) {
-    int64_t row = part.first;
+UNSPOOL_NOINLINE void gemm_rows(const GemmArgs& args, const Matrix& m, int64_t column,
+                                int64_t block, const UnpackedBlock& unpacked) {
+    int64_t row = args.first;
 #if defined(ISA_amx)
-    while (row < part.last) {  // a tile may reach past the last row: there is room behind it
+    while (row < args.last) {  // a tile may extend past the last row: the buffers have slack
         F32x16 out[kLanes];
-        multiply_tiles<Group, Minima>(unpacked, tiles_of(m), *part.acts, row, out);
-        for (int t = 0; t < kLanes && row < part.last; ++t, ++row)
-            put(part, m, column, block, row, out[t]);
+        multiply_tiles<Group, Minima>(unpacked, tiles_of(m), *args.acts, row, out);
+        for (int t = 0; t < kLanes && row < args.last; ++t, ++row)
+            epilogue(args, m, column, block, row, out[t]);
     }
 #else
-    for (; row + kRowsAtOnce <= part.last; row += kRowsAtOnce)
-        some_rows<Group, Minima, kRowsAtOnce>(part, m, column, block, row, unpacked);
-    if constexpr (kRowsAtOnce > 4)
-        for (; row + 4 <= part.last; row += 4)
-            some_rows<Group, Minima, 4>(part, m, column, block, row, unpacked);
-    if constexpr (kRowsAtOnce > 2)
-        for (; row + 2 <= part.last; row += 2)
-            some_rows<Group, Minima, 2>(part, m, column, block, row, unpacked);
-    for (; row < part.last; ++row)
-        some_rows<Group, Minima, 1>(part, m, column, block, row, unpacked);
+    for (; row + kRowsPerPass <= args.last; row += kRowsPerPass)
+        gemm_row_group<Group, Minima, kRowsPerPass>(args, m, column, block, row, unpacked);
+    if constexpr (kRowsPerPass > 4)
+        for (; row + 4 <= args.last; row += 4)
+            gemm_row_group<Group, Minima, 4>(args, m, column, block, row, unpacked);
+    if constexpr (kRowsPerPass > 2)
+        for (; row + 2 <= args.last; row += 2)
+            gemm_row_group<Group, Minima, 2>(args, m, column, block, row, unpacked);
+    for (; row < args.last; ++row)
+        gemm_row_group<Group, Minima, 1>(args, m, column, block, row, unpacked);
 #endif
 }
 
-void multiply(const Part& part, const Matrix& m, int64_t column, int64_t first, int64_t last,
-              uint8_t* scratch) {
-    if (!is_quantized(m) || part.last - part.first <= kDirect)
-        return UNSPOOL_SHARED::multiply_directly(part, m, column, first, last);
-    if constexpr (kDirect < kAny) {
+void multiply_blocks(const GemmArgs& args, const Matrix& m, int64_t column, int64_t first,
+                     int64_t last, uint8_t* scratch) {
+    if (!is_quantized(m) || args.last - args.first <= kMaxDirectRows)
+        return UNSPOOL_SHARED::multiply_packed(args, m, column, first, last);
+    if constexpr (kMaxDirectRows < kUnlimited) {
         for (int64_t block = first; block < last; ++block) {
-            Unpacked unpacked = room_for_block(scratch, tiles_of(m));
-            by_format(m, [&](auto spec) {
+            UnpackedBlock unpacked = allocate_block(scratch, tiles_of(m));
+            dispatch_format(m, [&](auto spec) {
                 using S = decltype(spec);
                 unpack_block<S>(m, m.data + block * block_bytes(m), unpacked);
-                many_rows<S::group, S::minima>(part, m, column, block, unpacked);
+                gemm_rows<S::group, S::has_minima>(args, m, column, block, unpacked);
             });
         }
     }
 }
 
-// Blocks [first, last) of all matrices of a part, counted through.
-void multiply_range(const Part& part, int64_t first, int64_t last, uint8_t* scratch) {
-    int64_t before = 0, column = 0;
-    for (int32_t i = 0; i < part.op->matrix_count; ++i) {
-        const Matrix& m = part.run->matrices[part.matrix + i];
+// Blocks [first, last), counted over all matrices of the operation.
+void multiply_range(const GemmArgs& args, int64_t first, int64_t last, uint8_t* scratch) {
+    int64_t offset = 0, column = 0;
+    for (int32_t i = 0; i < args.op->matrix_count; ++i) {
+        const Matrix& m = args.run->matrices[args.matrix + i];
         const int64_t blocks = blocks_of(m);
-        const int64_t from = first > before ? first - before : 0;
-        const int64_t to = last - before < blocks ? last - before : blocks;
-        if (from < to) multiply(part, m, column, from, to, scratch);
-        before += blocks;
+        const int64_t first_block = first > offset ? first - offset : 0;
+        const int64_t last_block = last - offset < blocks ? last - offset : blocks;
+        if (first_block < last_block)
+            multiply_blocks(args, m, column, first_block, last_block, scratch);
+        offset += blocks;
         column += m.rows;
     }
 }
 
-int64_t all_blocks(const Run& run, int64_t matrix, int32_t count) {
+int64_t all_blocks(const RunContext& run, int64_t matrix, int32_t count) {
     int64_t blocks = 0;
     for (int32_t i = 0; i < count; ++i) blocks += blocks_of(run.matrices[matrix + i]);
     return blocks;
 }
 
-// The source row of a prepared row: with experts, the token whose pick it is.
-const float* source_row(const Run& run, const Op& op, int64_t row) {
-    const bool gathered = op.kind == kExperts && op.prepare != kActivated;
-    return run.buffers[op.source].row(gathered ? run.picks.token[row] : row);
+// The source row of a prepared row; with experts, the row of its token.
+const float* source_row(const RunContext& run, const Op& op, int64_t row) {
+    const bool by_token = op.kind == kExperts && op.prepare != kPrepareActivation;
+    return run.buffers[op.source].row(by_token ? run.routing.token[row] : row);
 }
 
-QuantizedRows own_rows(const Run& run, uint8_t* scratch) {
-    QuantizedRows own;
-    own.columns = run.prepared.columns;
-    own.numbers = reinterpret_cast<int8_t*>(lined_up(scratch));
-    own.scales = reinterpret_cast<float*>(own.numbers + kFew * own.columns);
-    own.lows = own.scales + kFew * (own.columns / kTile);
-    own.sums = reinterpret_cast<int32_t*>(own.lows + kFew * (own.columns / kTile));
-    own.tiled = nullptr;
-    own.turned = nullptr;
-    own.values = reinterpret_cast<float*>(own.sums + kFew * (own.columns / kLanes));
-    return own;
+QuantizedRows scratch_rows(const RunContext& run, uint8_t* scratch) {
+    QuantizedRows rows;
+    rows.columns = run.prepared.columns;
+    rows.quants = reinterpret_cast<int8_t*>(align_to_cache_line(scratch));
+    rows.scales = reinterpret_cast<float*>(rows.quants + kSmallBatch * rows.columns);
+    rows.scaled_sums = rows.scales + kSmallBatch * (rows.columns / kTile);
+    rows.sums = reinterpret_cast<int32_t*>(rows.scaled_sums + kSmallBatch * (rows.columns / kTile));
+    rows.tiled = nullptr;
+    rows.tile_scales = nullptr;
+    rows.values = reinterpret_cast<float*>(rows.sums + kSmallBatch * (rows.columns / kLanes));
+    return rows;
 }
 
-// Where the scratch memory behind a worker's own rows begins: both may be in use.
-int64_t own_rows_bytes(const Run& run) {
+// Bytes of a worker's prepared rows; the remaining scratch memory follows.
+int64_t scratch_rows_bytes(const RunContext& run) {
     const int64_t columns = run.prepared.columns;
-    return kFew * (columns * 5 + columns / kTile * 8 + columns / kLanes * 4) + 128;
+    return kSmallBatch * (columns * 5 + columns / kTile * 8 + columns / kLanes * 4) + 128;
 }
 
 }  // namespace
 
-void linear(const Run& run, const Op& op, Worker& worker) {
+void linear(const RunContext& run, const Op& op, Worker& worker) {
     const int64_t rows = rows_of(run, op);
     if (rows == 0) return;
-    bool as_bytes = false;
+    bool quantize = false;
     for (int32_t i = 0; i < op.matrix_count; ++i)
-        as_bytes = as_bytes || is_quantized(run.matrices[op.matrix + i]);
-    const bool few = rows <= kFew;
-    const QuantizedRows acts = few ? own_rows(run, worker.scratch) : run.prepared;
+        quantize = quantize || is_quantized(run.matrices[op.matrix + i]);
+    const bool is_small_batch = rows <= kSmallBatch;
+    const QuantizedRows acts = is_small_batch ? scratch_rows(run, worker.scratch) : run.prepared;
     const auto prepare = [&](int64_t row) {
-        prepare_row(run, op, source_row(run, op, row), acts, row, as_bytes);
+        prepare_row(run, op, source_row(run, op, row), acts, row, quantize);
     };
-    if (!few) each_row(worker, 0, rows, [&](int64_t row) { prepare(row); });
-    bool ready = !few;
-    uint8_t* scratch = worker.scratch + own_rows_bytes(run);
+    if (!is_small_batch) for_each_row(worker, 0, rows, [&](int64_t row) { prepare(row); });
+    bool is_prepared = !is_small_batch;
+    uint8_t* scratch = worker.scratch + scratch_rows_bytes(run);
     const int64_t blocks = all_blocks(run, op.matrix, op.matrix_count);
-    const int64_t tasks = cut(blocks, worker, few ? 2 : 16);
-    worker.each(1, tasks, [&](int64_t task) {
-        for (int64_t row = 0; !ready && row < rows; ++row) prepare(row);
-        ready = true;
+    const int64_t tasks = num_tasks(blocks, worker, is_small_batch ? 2 : 16);
+    worker.for_each(1, tasks, [&](int64_t task) {
+        for (int64_t row = 0; !is_prepared && row < rows; ++row) prepare(row);
+        is_prepared = true;
         const int64_t first = blocks * task / tasks, last = blocks * (task + 1) / tasks;
         if (op.kind != kExperts) {
             multiply_range({&run, &op, &acts, 0, rows, op.matrix}, first, last, scratch);
@@ -154,9 +153,10 @@ void linear(const Run& run, const Op& op, Worker& worker) {
         }
         for (int32_t expert = 0; expert < op.experts; ++expert) {
             const int64_t matrix = op.matrix + static_cast<int64_t>(expert) * op.matrix_count;
-            const Part part{
-                &run, &op, &acts, run.picks.starts[expert], run.picks.starts[expert + 1], matrix};
-            if (part.first < part.last) multiply_range(part, first, last, scratch);
+            const GemmArgs args{
+                &run,  &op, &acts, run.routing.starts[expert], run.routing.starts[expert + 1],
+                matrix};
+            if (args.first < args.last) multiply_range(args, first, last, scratch);
         }
     });
 }

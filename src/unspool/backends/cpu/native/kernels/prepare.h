@@ -1,7 +1,7 @@
-// The input of a product, row by row: normed or activated, then rounded to signed bytes.
+// Preparation of a product's input, row by row: norm or activation, then quantization to int8.
 //
-// 32 neighbours share a scale (their largest size / 127). Their sums are kept, because an offset
-// or a minimum of the weights is multiplied with the sum of the activations.
+// 32 values share a scale (their maximum / 127). Their sums are stored, because offsets and minima
+// of weights are multiplied by the sum of the activations.
 #pragma once
 #include <cmath>
 
@@ -24,11 +24,11 @@ inline void norm_row(const float* x, int64_t width, const float* weight, const f
     F32x16 squares = zero();
     for (int64_t i = 0; i < width; i += kLanes) {
         const F32x16 part = sub(load_first(x + i, width - i, 0.0f), mean);
-        if (centred && width - i < kLanes) {  // lanes behind the end are no part of it
-            float room[kLanes];
-            store(room, part);
-            squares =
-                fma(load_first(room, width - i, 0.0f), load_first(room, width - i, 0.0f), squares);
+        if (centred && width - i < kLanes) {  // lanes past the end do not count
+            float lanes[kLanes];
+            store(lanes, part);
+            squares = fma(load_first(lanes, width - i, 0.0f), load_first(lanes, width - i, 0.0f),
+                          squares);
         } else {
             squares = fma(part, part, squares);
         }
@@ -36,11 +36,11 @@ inline void norm_row(const float* x, int64_t width, const float* weight, const f
     const F32x16 factor =
         set1(1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + epsilon));
     for (int64_t i = 0; i < width; i += kLanes) {
-        const int64_t left = width - i;
-        F32x16 part = mul(sub(load_first(x + i, left, 0.0f), mean), factor);
-        if (weight != nullptr) part = mul(part, load_first(weight + i, left, 0.0f));
-        if (bias != nullptr) part = add(part, load_first(bias + i, left, 0.0f));
-        store_first(out + i, left, part);
+        const int64_t count = width - i;
+        F32x16 part = mul(sub(load_first(x + i, count, 0.0f), mean), factor);
+        if (weight != nullptr) part = mul(part, load_first(weight + i, count, 0.0f));
+        if (bias != nullptr) part = add(part, load_first(bias + i, count, 0.0f));
+        store_first(out + i, count, part);
     }
 }
 
@@ -68,12 +68,12 @@ inline F32x16 activate(int32_t kind, F32x16 x) {
     }
 }
 
-// What gpt-oss puts between gate and up: (up + 1) * gate * sigmoid(1.702 * gate), both limited.
-inline F32x16 clamped(F32x16 gate, F32x16 up, F32x16 limit) {
+// Activation of gpt-oss: (up + 1) * gate * sigmoid(1.702 * gate), both clamped.
+inline F32x16 swiglu_clamped(F32x16 gate, F32x16 up, F32x16 limit) {
     gate = vmin(gate, limit);
     up = vmax(sub(zero(), limit), vmin(up, limit));
-    const F32x16 bent = add(set1(1.0f), exp16(mul(set1(-1.702f), gate)));
-    return mul(add(up, set1(1.0f)), div(gate, bent));
+    const F32x16 denominator = add(set1(1.0f), exp16(mul(set1(-1.702f), gate)));
+    return mul(add(up, set1(1.0f)), div(gate, denominator));
 }
 
 inline void activate_row(const float* x, int64_t width, int32_t kind, bool gated, float limit,
@@ -82,53 +82,54 @@ inline void activate_row(const float* x, int64_t width, int32_t kind, bool gated
         for (int64_t i = 0; i < width; i += kLanes) {
             const F32x16 gate = load_first(x + i, width - i, 0.0f);
             const F32x16 up = load_first(x + width + i, width - i, 0.0f);
-            store_first(out + i, width - i, clamped(gate, up, set1(limit)));
+            store_first(out + i, width - i, swiglu_clamped(gate, up, set1(limit)));
         }
         return;
     }
     for (int64_t i = 0; i < width; i += kLanes) {
-        const int64_t left = width - i;
-        F32x16 part = activate(kind, load_first(x + i, left, 0.0f));
-        if (gated) part = mul(part, load_first(x + width + i, left, 0.0f));
-        store_first(out + i, left, part);
+        const int64_t count = width - i;
+        F32x16 part = activate(kind, load_first(x + i, count, 0.0f));
+        if (gated) part = mul(part, load_first(x + width + i, count, 0.0f));
+        store_first(out + i, count, part);
     }
 }
 
-inline F32x16 size_of(F32x16 x) { return vmax(x, sub(zero(), x)); }
+inline F32x16 abs16(F32x16 x) { return vmax(x, sub(zero(), x)); }
 
-// 32 floats as bytes. Something that is no number makes the scale no number, so that it shows.
+// Quantizes 32 floats to bytes; returns the scale. NaN or infinity makes the scale NaN, so that it
+// propagates.
 inline float quantize_tile(const float* x, int8_t* numbers, int32_t* sums) {
     const F32x16 a = load(x), b = load(x + kLanes);
-    const float most = largest(vmax(size_of(a), size_of(b)));
-    const float broken = sum(add(sub(a, a), sub(b, b)));
-    const F32x16 inverse = set1(most > 0.0f && broken == 0.0f ? 127.0f / most : 0.0f);
+    const float max_abs = largest(vmax(abs16(a), abs16(b)));
+    const float nan_marker = sum(add(sub(a, a), sub(b, b)));
+    const F32x16 inverse = set1(max_abs > 0.0f && nan_marker == 0.0f ? 127.0f / max_abs : 0.0f);
     sums[0] = store_i8(numbers, mul(a, inverse));
     sums[1] = store_i8(numbers + kLanes, mul(b, inverse));
-    return most / 127.0f + broken;
+    return max_abs / 127.0f + nan_marker;
 }
 
-// Fills row `number` of `out` from the operation's source row.
-inline void prepare_row(const Run& run, const Op& op, const float* source, const QuantizedRows& out,
-                        int64_t number, bool as_bytes) {
-    const int64_t width = op.width, filled = (width + kTile - 1) / kTile * kTile;
-    float* values = out.values + number * out.columns;
-    if (op.prepare == kNormed) {
+// Fills row `row` of `out` from the operation's source row.
+inline void prepare_row(const RunContext& run, const Op& op, const float* source,
+                        const QuantizedRows& out, int64_t row, bool quantize) {
+    const int64_t width = op.width, padded = (width + kTile - 1) / kTile * kTile;
+    float* values = out.values + row * out.columns;
+    if (op.prepare == kPrepareNorm) {
         const float* bias = op.second_vector >= 0 ? run.vectors[op.second_vector].data : nullptr;
         norm_row(source, width, run.vectors[op.vector].data, bias, op.flags & kCentred, op.epsilon,
                  values);
-    } else if (op.prepare == kActivated) {
+    } else if (op.prepare == kPrepareActivation) {
         activate_row(source, width, op.activation, op.flags & kGated, op.cap, values);
     } else {
         for (int64_t i = 0; i < width; i += kLanes)
             store_first(values + i, width - i, load_first(source + i, width - i, 0.0f));
     }
-    for (int64_t i = width; i < filled; ++i) values[i] = 0.0f;
-    if (!as_bytes) return;
-    int8_t* numbers = out.numbers + number * out.columns;
-    float* scales = out.scales + number * (out.columns / kTile);
-    int32_t* sums = out.sums + number * (out.columns / kLanes);
-    float* lows = out.lows + number * (out.columns / kTile);
-    for (int64_t tile = 0; tile < filled / kTile; ++tile) {
+    for (int64_t i = width; i < padded; ++i) values[i] = 0.0f;
+    if (!quantize) return;
+    int8_t* numbers = out.quants + row * out.columns;
+    float* scales = out.scales + row * (out.columns / kTile);
+    int32_t* sums = out.sums + row * (out.columns / kLanes);
+    float* lows = out.scaled_sums + row * (out.columns / kTile);
+    for (int64_t tile = 0; tile < padded / kTile; ++tile) {
         int32_t* sum = sums + 2 * tile;
         scales[tile] = quantize_tile(values + tile * kTile, numbers + tile * kTile, sum);
         lows[tile] = scales[tile] * static_cast<float>(sum[0] + sum[1]);
@@ -136,12 +137,12 @@ inline void prepare_row(const Run& run, const Op& op, const float* source, const
 #if defined(ISA_amx)
     if (out.tiled == nullptr) return;
     const int64_t tiles = out.columns / kTile;
-    float* turned = out.turned + number / kLanes * tiles * 2 * kLanes + number % kLanes;
-    int8_t* tiled = out.tiled + (number / kLanes * tiles * kLanes + number % kLanes) * kTile;
-    for (int64_t tile = 0; tile < filled / kTile; ++tile) {
+    float* tile_scales = out.tile_scales + row / kLanes * tiles * 2 * kLanes + row % kLanes;
+    int8_t* tiled = out.tiled + (row / kLanes * tiles * kLanes + row % kLanes) * kTile;
+    for (int64_t tile = 0; tile < padded / kTile; ++tile) {
         __builtin_memcpy(tiled + tile * kTile * kLanes, numbers + tile * kTile, kTile);
-        turned[tile * 2 * kLanes] = scales[tile];
-        turned[tile * 2 * kLanes + kLanes] = lows[tile];
+        tile_scales[tile * 2 * kLanes] = scales[tile];
+        tile_scales[tile * 2 * kLanes + kLanes] = lows[tile];
     }
 #endif
 }

@@ -1,8 +1,8 @@
-// Sixteen numbers at a time, on whatever the processor has: one 512-bit register, two of 256 bits,
-// four of 128 bits, or a plain loop. Kernels are written once in these words.
+// Vectors of sixteen lanes on any processor: one 512-bit register, two of 256 bits, four of 128
+// bits, or a plain loop. Kernels are written once with these functions.
 //
-// Sixteen is the number of rows in a block of weights and of tokens in a page of keys, so most
-// kernels never need to add up a register's lanes. Where they do, the order is fixed.
+// Sixteen is the number of rows in a block of weights and of tokens in a page, so most kernels need
+// no horizontal sums. Where they do, the order is fixed.
 #pragma once
 #include <cstdint>
 
@@ -21,14 +21,14 @@
 namespace unspool {
 namespace ISA {
 
-#if !defined(ISA_avx2)  // which adds up small products in 16 bits
+#if !defined(ISA_avx2)  // AVX2 accumulates small products in 16 bits
 using SmallSums = I32x16;
 #endif
-UNSPOOL_INLINE I32x16 whole(const I32x16& sums) { return sums; }
+UNSPOOL_INLINE I32x16 widen(const I32x16& sums) { return sums; }
 
-#if !defined(ISA_neon)  // whose registers know how to pick one of their numbers
+#if !defined(ISA_neon)  // NEON can select a lane
 
-// Four numbers, of which a product takes one by its number.
+// Four floats, from which a product selects one by index.
 struct Four {
     const float* v;
 };
@@ -39,7 +39,7 @@ UNSPOOL_INLINE F32x16 fma_with(const F32x16& a, Four four, const F32x16& c) {
     return fma(a, set1(four.v[I]), c);
 }
 
-// Sixteen activations, of which a dot product takes four by their number.
+// Sixteen activations, from which a dot product selects four by index.
 struct Columns {
     const int8_t* v;
 };
@@ -61,7 +61,7 @@ UNSPOOL_INLINE I32x16 dot_signed(const I32x16& total, const U8x64& w, Columns a)
 
 UNSPOOL_INLINE F32x16 zero() { return set1(0.0f); }
 
-// e to the x, within about 1e-7 of its size; 0 below -87.3, where a float ends.
+// exp(x) with a relative error of about 1e-7; 0 below -87.3, the range of a float.
 UNSPOOL_INLINE F32x16 exp16(F32x16 x) {
     const F32x16 lowest = set1(-87.3f);
     const F32x16 bounded = vmin(set1(88.7f), vmax(lowest, x));
@@ -97,20 +97,20 @@ UNSPOOL_INLINE F32x16 erf16(F32x16 x) {
     return where_less(x, zero(), sub(zero(), positive), positive);
 }
 
-// The first `count` of sixteen numbers; the other lanes hold `rest`. Reads nothing behind them.
-// Only the last block of a row is not whole: that case stays out of the loops.
-inline UNSPOOL_APART void load_part(const float* from, int64_t count, float rest, float* room) {
-    for (int lane = 0; lane < kLanes; ++lane) room[lane] = lane < count ? from[lane] : rest;
+// The first `count` of sixteen floats; the other lanes hold `fill`. Reads nothing past them. Only
+// the last block of a row is partial: that case is not inlined.
+inline UNSPOOL_NOINLINE void load_part(const float* from, int64_t count, float fill, float* lanes) {
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = lane < count ? from[lane] : fill;
 }
-inline UNSPOOL_APART void store_part(float* to, int64_t count, const float* room) {
-    for (int lane = 0; lane < count; ++lane) to[lane] = room[lane];
+inline UNSPOOL_NOINLINE void store_part(float* to, int64_t count, const float* lanes) {
+    for (int lane = 0; lane < count; ++lane) to[lane] = lanes[lane];
 }
 
-UNSPOOL_INLINE F32x16 load_first(const float* from, int64_t count, float rest) {
+UNSPOOL_INLINE F32x16 load_first(const float* from, int64_t count, float fill) {
     if (count >= kLanes) return load(from);
-    float room[kLanes];
-    load_part(from, count, rest, room);
-    return load(room);
+    float lanes[kLanes];
+    load_part(from, count, fill, lanes);
+    return load(lanes);
 }
 
 UNSPOOL_INLINE void store_first(float* to, int64_t count, F32x16 x) {
@@ -118,9 +118,9 @@ UNSPOOL_INLINE void store_first(float* to, int64_t count, F32x16 x) {
         store(to, x);
         return;
     }
-    float room[kLanes];
-    store(room, x);
-    store_part(to, count, room);
+    float lanes[kLanes];
+    store(lanes, x);
+    store_part(to, count, lanes);
 }
 
 }  // namespace ISA

@@ -48,7 +48,7 @@ UNSPOOL_INLINE F32x16 load_bf16(const uint16_t* p) {
         _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8 * i))), 16)));
 }
 UNSPOOL_INLINE F32x16 to_float(I32x16 a) { UNSPOOL_BOTH(_mm256_cvtepi32_ps(a.v[i])); }
-// p times two to the n, n whole and small enough for a float.
+// p * 2^n, n an integer within the range of a float.
 UNSPOOL_INLINE F32x16 scale_by_power(F32x16 p, F32x16 n) {
     UNSPOOL_BOTH(_mm256_mul_ps(
         p.v[i], _mm256_castsi256_ps(_mm256_slli_epi32(
@@ -63,7 +63,7 @@ UNSPOOL_INLINE F32x16 load_u8(const uint8_t* p) {
     UNSPOOL_BOTH(_mm256_cvtepi32_ps(
         _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i)))));
 }
-// Sixteen bytes, each moved up into a float's bits.
+// Sixteen bytes, each shifted into the bits of a float.
 template <int Bits>
 UNSPOOL_INLINE F32x16 load_shifted(const uint8_t* p) {
     UNSPOOL_BOTH(_mm256_castsi256_ps(_mm256_slli_epi32(
@@ -86,7 +86,7 @@ UNSPOOL_INLINE int32_t add_lanes(__m256i a) {
     const __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
 }
-// Sixteen floats, already within a signed byte, rounded and stored; gives their sum.
+// Rounds sixteen floats within the range of int8 and stores them; returns their sum.
 UNSPOOL_INLINE int32_t store_i8(int8_t* p, F32x16 a) {
     const __m256i low = _mm256_cvtps_epi32(a.v[0]), high = _mm256_cvtps_epi32(a.v[1]);
     const __m128i words_low =
@@ -109,10 +109,10 @@ UNSPOOL_INLINE float largest(F32x16 a) {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 
-// -- whole numbers ------------------------------------------------------------------------------
+// -- integers -----------------------------------------------------------------------------------
 
-// dot_bytes() takes weights as signed bytes: what is taken from a stored byte first. The product
-// of two bytes with their signs apart fits the 16 bits in which AVX2 adds neighbours.
+// dot_bytes() uses signed weights: subtracted from a stored byte first. The sum of two products of
+// int8 fits the 16 bits in which AVX2 adds pairs.
 constexpr int kByteBias = 128;
 
 UNSPOOL_INLINE I32x16 iset1(int32_t x) { return {{_mm256_set1_epi32(x), _mm256_set1_epi32(x)}}; }
@@ -139,8 +139,8 @@ UNSPOOL_INLINE __m256i broadcast_four(const int8_t* four) {
     __builtin_memcpy(&a, four, 4);
     return _mm256_set1_epi32(a);
 }
-// Sums of products with weights of 0 to 15, two for each row. Those of a whole tile fit 16 bits:
-// 16 columns times 15 times 128 are 30,720. So they are widened once a tile, not once a product.
+// Sums of products with weights of 0 to 15, two per row. Those of a whole tile fit 16 bits (16 * 15
+// * 128 = 30,720), so they are widened once per tile, not per product.
 struct SmallSums {
     __m256i v[2];
 };
@@ -151,11 +151,11 @@ UNSPOOL_INLINE SmallSums dot_small(SmallSums total, U8x64 w, const int8_t* four)
         total.v[i] = _mm256_add_epi16(total.v[i], _mm256_maddubs_epi16(w.v[i], a));
     return total;
 }
-UNSPOOL_INLINE I32x16 whole(SmallSums a) {
+UNSPOOL_INLINE I32x16 widen(SmallSums a) {
     const __m256i ones = _mm256_set1_epi16(1);
     return {{_mm256_madd_epi16(a.v[0], ones), _mm256_madd_epi16(a.v[1], ones)}};
 }
-// Stored bytes of 0 to 255, each less kByteBias, times four activations, added to each row's sum.
+// Stored bytes of 0 to 255, minus kByteBias, times four activations, added to each row's sum.
 UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
     const __m256i a = broadcast_four(four);
     for (int i = 0; i < 2; ++i) {
@@ -165,7 +165,7 @@ UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
     }
     return total;
 }
-// Sixteen bytes that codes of 0 to 15 stand for.
+// Values of the codes 0 to 15.
 struct Table {
     __m256i v;
 };
@@ -181,8 +181,8 @@ UNSPOOL_INLINE U8x64 look_up(Table table, U8x64 codes) {
 UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) {
     for (int i = 0; i < 2; ++i) _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32 * i), a.v[i]);
 }
-// Every byte less a number, as a signed byte.
-UNSPOOL_INLINE U8x64 take_from(U8x64 a, int number) {
+// Subtracts a number from every byte; signed results.
+UNSPOOL_INLINE U8x64 subtract_from_bytes(U8x64 a, int number) {
     for (auto& v : a.v) v = _mm256_sub_epi8(v, _mm256_set1_epi8(static_cast<char>(number)));
     return a;
 }
@@ -197,7 +197,7 @@ UNSPOOL_INLINE I32x16 dot_signed(I32x16 total, U8x64 w, const int8_t* four) {
     }
     return total;
 }
-constexpr int kRowsAtOnce = 2;  // rows of activations that share a block's weights
+constexpr int kRowsPerPass = 2;  // rows of activations that share a block's weights
 UNSPOOL_INLINE void prefetch(const void* p) {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }

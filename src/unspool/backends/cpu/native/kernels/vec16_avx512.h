@@ -38,7 +38,7 @@ UNSPOOL_INLINE F32x16 load_bf16(const uint16_t* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16))};
 }
 UNSPOOL_INLINE F32x16 to_float(I32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
-// p times two to the n, n whole and small enough for a float.
+// p * 2^n, n an integer within the range of a float.
 UNSPOOL_INLINE F32x16 scale_by_power(F32x16 p, F32x16 n) { return {_mm512_scalef_ps(p.v, n.v)}; }
 
 UNSPOOL_INLINE void store(float* p, F32x16 a) { _mm512_storeu_ps(p, a.v); }
@@ -55,13 +55,13 @@ UNSPOOL_INLINE F32x16 load_u8(const uint8_t* p) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes))};
 }
-// Sixteen bytes, each moved up into a float's bits.
+// Sixteen bytes, each shifted into the bits of a float.
 template <int Bits>
 UNSPOOL_INLINE F32x16 load_shifted(const uint8_t* p) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), Bits))};
 }
-// Sixteen floats, already within a signed byte, rounded and stored; gives their sum.
+// Rounds sixteen floats within the range of int8 and stores them; returns their sum.
 UNSPOOL_INLINE int32_t store_i8(int8_t* p, F32x16 a) {
     const __m512i n = _mm512_cvtps_epi32(a.v);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(n));
@@ -70,9 +70,9 @@ UNSPOOL_INLINE int32_t store_i8(int8_t* p, F32x16 a) {
 UNSPOOL_INLINE float sum(F32x16 a) { return _mm512_reduce_add_ps(a.v); }
 UNSPOOL_INLINE float largest(F32x16 a) { return _mm512_reduce_max_ps(a.v); }
 
-// -- whole numbers ------------------------------------------------------------------------------
+// -- integers -----------------------------------------------------------------------------------
 
-// dot_bytes() takes stored bytes as they are: nothing is taken from them.
+// dot_bytes() uses stored bytes unchanged.
 constexpr int kByteBias = 0;
 
 UNSPOOL_INLINE I32x16 iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
@@ -92,7 +92,7 @@ UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
 UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
     return dot_bytes(total, w, four);
 }
-// Sixteen bytes that codes of 0 to 15 stand for.
+// Values of the codes 0 to 15.
 struct Table {
     __m512i v;
 };
@@ -104,16 +104,17 @@ UNSPOOL_INLINE U8x64 look_up(Table table, U8x64 codes) {
     return {_mm512_shuffle_epi8(table.v, codes.v)};
 }
 UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) { _mm512_storeu_si512(p, a.v); }
-// Every byte less a number, as a signed byte.
-UNSPOOL_INLINE U8x64 take_from(U8x64 a, int number) {
+// Subtracts a number from every byte; signed results.
+UNSPOOL_INLINE U8x64 subtract_from_bytes(U8x64 a, int number) {
     return {_mm512_sub_epi8(a.v, _mm512_set1_epi8(static_cast<char>(number)))};
 }
-// There is no product of two signed bytes: weights stay unsigned, and offsets are taken later.
+// There is no dot product of two signed operands: weights stay unsigned, and offsets are subtracted
+// later.
 constexpr bool kSignedDot = false;
 UNSPOOL_INLINE I32x16 dot_signed(I32x16 total, U8x64 w, const int8_t* four) {
     return dot_bytes(total, w, four);
 }
-constexpr int kRowsAtOnce = 8;  // rows of activations that share a block's weights
+constexpr int kRowsPerPass = 8;  // rows of activations that share a block's weights
 UNSPOOL_INLINE void prefetch(const void* p) {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }

@@ -42,7 +42,7 @@ UNSPOOL_INLINE F32x16 load_bf16(const uint16_t* p) {
     UNSPOOL_EACH(vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)));
 }
 UNSPOOL_INLINE F32x16 to_float(I32x16 a) { UNSPOOL_EACH(vcvtq_f32_s32(a.v[i])); }
-// p times two to the n, n whole and small enough for a float.
+// p * 2^n, n an integer within the range of a float.
 UNSPOOL_INLINE F32x16 scale_by_power(F32x16 p, F32x16 n) {
     UNSPOOL_EACH(vmulq_f32(p.v[i], vreinterpretq_f32_s32(vshlq_n_s32(
                                        vaddq_s32(vcvtq_s32_f32(n.v[i]), vdupq_n_s32(127)), 23))));
@@ -72,7 +72,7 @@ UNSPOOL_INLINE F32x16 load_u8(const uint8_t* p) {
              vcvtq_f32_u32(vmovl_u16(vget_low_u16(high))),
              vcvtq_f32_u32(vmovl_u16(vget_high_u16(high)))}};
 }
-// Sixteen bytes, each moved up into a float's bits.
+// Sixteen bytes, each shifted into the bits of a float.
 template <int Bits>
 UNSPOOL_INLINE F32x16 load_shifted(const uint8_t* p) {
     const uint8x16_t bytes = vld1q_u8(p);
@@ -83,7 +83,7 @@ UNSPOOL_INLINE F32x16 load_shifted(const uint8_t* p) {
     return {{shifted(vget_low_u16(low)), shifted(vget_high_u16(low)), shifted(vget_low_u16(high)),
              shifted(vget_high_u16(high))}};
 }
-// Sixteen floats, already within a signed byte, rounded and stored; gives their sum.
+// Rounds sixteen floats within the range of int8 and stores them; returns their sum.
 UNSPOOL_INLINE int32_t store_i8(int8_t* p, F32x16 a) {
     int32x4_t n[4];
     for (int i = 0; i < 4; ++i) n[i] = vcvtnq_s32_f32(a.v[i]);
@@ -100,7 +100,7 @@ UNSPOOL_INLINE float largest(F32x16 a) {
     return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3])));
 }
 
-// Four numbers, of which a product takes one by its number.
+// Four floats, from which a product selects one by index.
 struct Four {
     float32x4_t v;
 };
@@ -112,9 +112,9 @@ UNSPOOL_INLINE F32x16 fma_with(F32x16 a, Four four, F32x16 c) {
     return c;
 }
 
-// -- whole numbers ------------------------------------------------------------------------------
+// -- integers -----------------------------------------------------------------------------------
 
-// dot() takes weights as signed bytes: what is taken from a stored byte before it is multiplied.
+// Dot products use signed weights: subtracted from a stored byte before multiplying.
 constexpr int kByteBias = 128;
 
 UNSPOOL_INLINE I32x16 iset1(int32_t x) {
@@ -141,7 +141,7 @@ UNSPOOL_INLINE U8x64 high_halves(U8x64 a) {
     for (int i = 0; i < 4; ++i) a.v[i] = vshrq_n_u8(a.v[i], 4);
     return a;
 }
-// Sixteen activations, of which a dot product takes four by their number.
+// Sixteen activations, from which a dot product selects four by index.
 struct Columns {
     int8x16_t v;
 };
@@ -153,7 +153,7 @@ UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, Columns a) {
         total.v[i] = vdotq_laneq_s32(total.v[i], vreinterpretq_s8_u8(w.v[i]), a.v, J);
     return total;
 }
-// The same for stored bytes of 0 to 255, each less kByteBias.
+// The same for stored bytes of 0 to 255, minus kByteBias.
 template <int J>
 UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, Columns a) {
     for (int i = 0; i < 4; ++i) {
@@ -167,7 +167,7 @@ template <int J>
 UNSPOOL_INLINE I32x16 dot_signed(I32x16 total, U8x64 w, Columns a) {
     return dot_small<J>(total, w, a);
 }
-// Sixteen bytes that codes of 0 to 15 stand for.
+// Values of the codes 0 to 15.
 struct Table {
     uint8x16_t v;
 };
@@ -181,13 +181,13 @@ UNSPOOL_INLINE U8x64 look_up(Table table, U8x64 codes) {
 UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) {
     for (int i = 0; i < 4; ++i) vst1q_u8(p + 16 * i, a.v[i]);
 }
-// Every byte less a number, as a signed byte.
-UNSPOOL_INLINE U8x64 take_from(U8x64 a, int number) {
+// Subtracts a number from every byte; signed results.
+UNSPOOL_INLINE U8x64 subtract_from_bytes(U8x64 a, int number) {
     for (int i = 0; i < 4; ++i) a.v[i] = vsubq_u8(a.v[i], vdupq_n_u8(static_cast<uint8_t>(number)));
     return a;
 }
-constexpr bool kSignedDot = true;  // see product_neon.h
-constexpr int kRowsAtOnce = 8;     // rows of activations that share a block's weights
+constexpr bool kSignedDot = true;  // see gemm_neon.h
+constexpr int kRowsPerPass = 8;    // rows of activations that share a block's weights
 UNSPOOL_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 }  // namespace ISA

@@ -1,6 +1,6 @@
-// Sixteen lanes in four vectors of the compiler's own: for processors we have no registers' words
-// for, and the version to read first. GCC and Clang turn `a + b` of such vectors into whatever the
-// processor has, at the least into four additions; they need no searching for loops to merge.
+// Sixteen lanes in four vectors of the compiler's vector extension: the portable version, and the
+// one to read first. GCC and Clang compile `a + b` of such vectors to SIMD instructions if there
+// are any, without relying on auto-vectorization.
 #pragma once
 #include "../half.h"
 
@@ -59,7 +59,7 @@ UNSPOOL_INLINE F32x16 vmax(F32x16 a, F32x16 b) {
 UNSPOOL_INLINE F32x16 vmin(F32x16 a, F32x16 b) {
     UNSPOOL_EACH(F32x16, a.v[i] < b.v[i] ? a.v[i] : b.v[i]);
 }
-// To the nearest whole number: adding 1.5 * 2^23 leaves no room for a fraction.
+// To the nearest integer: adding 1.5 * 2^23 rounds the fraction away.
 UNSPOOL_INLINE F32x16 round16(F32x16 a) {
     UNSPOOL_EACH(F32x16, (a.v[i] + 12582912.0f) - 12582912.0f);
 }
@@ -75,7 +75,7 @@ UNSPOOL_INLINE F32x16 load_i8(const int8_t* p) {
 UNSPOOL_INLINE F32x16 load_u8(const uint8_t* p) {
     UNSPOOL_EACH(F32x16, __builtin_convertvector(four_of<Ints>(p + 4 * i), Floats));
 }
-// Sixteen bytes, each moved up into a float's bits.
+// Sixteen bytes, each shifted into the bits of a float.
 template <int Bits>
 UNSPOOL_INLINE F32x16 load_shifted(const uint8_t* p) {
     UNSPOOL_EACH(F32x16, read_as<Floats>(four_of<Words>(p + 4 * i) << Bits));
@@ -83,7 +83,7 @@ UNSPOOL_INLINE F32x16 load_shifted(const uint8_t* p) {
 UNSPOOL_INLINE F32x16 load_bf16(const uint16_t* p) {
     UNSPOOL_EACH(F32x16, read_as<Floats>(four_of<Words>(p + 4 * i) << 16));
 }
-// The steps of half.h, four numbers at a time.
+// half.h for four values at a time.
 UNSPOOL_INLINE Floats half_to_float(Words half) {
     const Words shifted = (half & 0x7fffu) << 13, exponent = shifted & 0x0f800000u;
     const Words normal = shifted + ((127u - 15u) << 23);
@@ -100,7 +100,7 @@ UNSPOOL_INLINE F32x16 load_half(const uint16_t* p) {
 UNSPOOL_INLINE Floats power_of_two(Floats n) {
     return read_as<Floats>((__builtin_convertvector(n, Ints) + 127) << 23);
 }
-// p times two to the n, n whole and small enough for a float.
+// p * 2^n, n an integer within the range of a float.
 UNSPOOL_INLINE F32x16 scale_by_power(F32x16 p, F32x16 n) {
     UNSPOOL_EACH(F32x16, p.v[i] * power_of_two(n.v[i]));
 }
@@ -109,12 +109,12 @@ UNSPOOL_INLINE void store(float* p, F32x16 a) { __builtin_memcpy(p, &a, sizeof a
 UNSPOOL_INLINE void store_half(uint16_t* p, F32x16 a) {
     for (int i = 0; i < 16; ++i) p[i] = float_to_half(a.v[i / 4][i % 4]);
 }
-// Sixteen floats, already within a signed byte, rounded and stored; gives their sum.
+// Rounds sixteen floats within the range of int8 and stores them; returns their sum.
 UNSPOOL_INLINE int32_t store_i8(int8_t* p, F32x16 a) {
-    const F32x16 whole = round16(a);
+    const F32x16 rounded = round16(a);
     int32_t total = 0;
     for (int i = 0; i < 16; ++i) {
-        p[i] = static_cast<int8_t>(whole.v[i / 4][i % 4]);
+        p[i] = static_cast<int8_t>(rounded.v[i / 4][i % 4]);
         total += p[i];
     }
     return total;
@@ -129,9 +129,9 @@ UNSPOOL_INLINE float largest(F32x16 a) {
     return best;
 }
 
-// -- whole numbers ------------------------------------------------------------------------------
+// -- integers -----------------------------------------------------------------------------------
 
-// dot_bytes() takes stored bytes as they are: nothing is taken from them.
+// dot_bytes() uses stored bytes unchanged.
 constexpr int kByteBias = 0;
 
 UNSPOOL_INLINE I32x16 iset1(int32_t x) { UNSPOOL_EACH(I32x16, (Ints{x, x, x, x})); }
@@ -139,8 +139,8 @@ UNSPOOL_INLINE I32x16 iadd(I32x16 a, I32x16 b) { UNSPOOL_EACH(I32x16, a.v[i] + b
 UNSPOOL_INLINE I32x16 isub(I32x16 a, I32x16 b) { UNSPOOL_EACH(I32x16, a.v[i] - b.v[i]); }
 UNSPOOL_INLINE U8x64 low_halves(U8x64 a) { UNSPOOL_EACH(U8x64, a.v[i] & 15); }
 UNSPOOL_INLINE U8x64 high_halves(U8x64 a) { UNSPOOL_EACH(U8x64, a.v[i] >> 4); }
-// Every byte less a number, as a signed byte.
-UNSPOOL_INLINE U8x64 take_from(U8x64 a, int number) {
+// Subtracts a number from every byte; signed results.
+UNSPOOL_INLINE U8x64 subtract_from_bytes(U8x64 a, int number) {
     UNSPOOL_EACH(U8x64, a.v[i] - static_cast<uint8_t>(number));
 }
 UNSPOOL_INLINE U8x64 load_bytes(const uint8_t* p) {
@@ -148,7 +148,7 @@ UNSPOOL_INLINE U8x64 load_bytes(const uint8_t* p) {
     __builtin_memcpy(&out, p, sizeof out);
     return out;
 }
-// Sixteen bytes that codes of 0 to 15 stand for.
+// Values of the codes 0 to 15.
 struct Table {
     uint8_t v[16];
 };
@@ -166,7 +166,7 @@ UNSPOOL_INLINE U8x64 look_up(const Table& table, U8x64 codes) {
 }
 UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) { __builtin_memcpy(p, &a, 64); }
 
-// Four activations: the first and third, and the second and fourth, side by side.
+// Four activations as two pairs: first and third, second and fourth.
 struct Pairs {
     Shorts even, odd;
 };
@@ -177,7 +177,7 @@ UNSPOOL_INLINE Shorts pair_of(int8_t first, int8_t second) {
 UNSPOOL_INLINE Pairs pairs_of(const int8_t* a) {
     return {pair_of(a[0], a[2]), pair_of(a[1], a[3])};
 }
-// Neighbours added up, in 32 bits.
+// Sums of adjacent pairs, in 32 bits.
 UNSPOOL_INLINE Ints neighbours(Shorts a) {
     return (read_as<Ints>(read_as<Words>(a) << 16) >> 16) + (read_as<Ints>(a) >> 16);
 }
@@ -192,7 +192,7 @@ UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
     }
     return total;
 }
-// The same for weights below sixteen: two products fit as well.
+// The same for weights below sixteen: the sum of two products fits too.
 UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
     const Pairs a = pairs_of(four);
     for (int i = 0; i < 4; ++i) {
@@ -214,7 +214,7 @@ UNSPOOL_INLINE I32x16 dot_signed(I32x16 total, U8x64 w, const int8_t* four) {
     return total;
 }
 #undef UNSPOOL_EACH
-constexpr int kRowsAtOnce = 2;  // rows of activations that share a block's weights
+constexpr int kRowsPerPass = 2;  // rows of activations that share a block's weights
 UNSPOOL_INLINE void prefetch(const void*) {}
 
 }  // namespace ISA

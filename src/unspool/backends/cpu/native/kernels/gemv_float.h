@@ -1,5 +1,5 @@
-// Sixteen rows of floats (32, 16 or bfloat16 bits) times a few rows of activations in 32 bits.
-// Columns are added in order, one chain for each output, so that a result depends on nothing else.
+// Sixteen rows of float32, float16 or bfloat16 weights times a few rows of float32 activations.
+// Columns are added in order, one chain per output, so that results are batch-invariant.
 #pragma once
 #include "../plan.h"
 #include "vec16.h"
@@ -26,7 +26,7 @@ struct ReadBF16 {
     }
 };
 
-// Blocks [0, B) behind p times rows [first, first + T): out[b * T + t] gets sixteen numbers.
+// Blocks [0, B) at p times rows [first, first + T): out[b * T + t] gets sixteen values.
 template <class Read, int B, int T>
 UNSPOOL_INLINE void multiply_floats(const Matrix& m, const uint8_t* p, const QuantizedRows& acts,
                                     int64_t first, F32x16* out) {
@@ -34,7 +34,7 @@ UNSPOOL_INLINE void multiply_floats(const Matrix& m, const uint8_t* p, const Qua
     const int64_t block = m.columns * step;
     const float* x = acts.values + first * acts.columns;
     F32x16 total[B * T];
-    for (auto& each : total) each = zero();
+    for (auto& sum : total) sum = zero();
     for (int64_t k = 0; k < m.columns; ++k) {
         for (int b = 0; b < B; ++b) {
             const uint8_t* at = p + b * block + k * step;

@@ -1,21 +1,20 @@
-// What adapters add behind a product: target += up * (down * prepared source), row by row, each row
-// by its own adapter.
+// LoRA after a product: target += up * (down * prepared source), with each row's adapter.
 //
-// The ranks are small, so first a row's whole `down` is one task, and then blocks of sixteen
-// outputs are shared out. A row's sums have the same order whatever else is in the batch.
+// Ranks are small: first a row's `down` is one task, then workers take blocks of sixteen outputs.
+// The order of a row's sums does not depend on the batch.
+#include "kernels.h"
 #include "prepare.h"
-#include "table.h"
 
 namespace unspool {
 namespace ISA {
 
 namespace {
 
-// What the adapter of a row adds to the operation's matrices; null: nothing.
-const LowRank* parts_of(const Run& run, const Op& op, int64_t row) {
+// Updates of the operation's matrices by a row's adapter; null: none.
+const LowRank* row_updates(const RunContext& run, const Op& op, int64_t row) {
     const Adapters& adapters = *run.batch.adapters;
-    const int64_t token = op.rows == kWanted ? run.batch.wanted[row] : row;
-    const int64_t adapter = adapters.of_row[run.row_of[token]];
+    const int64_t token = op.rows == kSelected ? run.batch.selected[row] : row;
+    const int64_t adapter = adapters.row_adapters[run.row_of[token]];
     if (adapter < 0) return nullptr;
     const LowRank* parts = adapters.parts + adapter * run.matrix_count + op.matrix;
     for (int32_t i = 0; i < op.matrix_count; ++i)
@@ -30,12 +29,12 @@ float row_dot(const float* a, const float* b, int64_t count) {
     return sum(total);
 }
 
-void lower_row(const Run& run, const Op& op, int64_t row) {
-    const LowRank* parts = parts_of(run, op, row);
+void project_down(const RunContext& run, const Op& op, int64_t row) {
+    const LowRank* parts = row_updates(run, op, row);
     if (parts == nullptr) return;
     prepare_row(run, op, run.buffers[op.source].row(row), run.prepared, row, false);
     const float* x = run.prepared.values + row * run.prepared.columns;
-    float* low = run.low + row * run.batch.adapters->most;
+    float* low = run.low + row * run.batch.adapters->max_rank;
     for (int32_t i = 0; i < op.matrix_count; ++i) {
         if (parts[i].down == nullptr) continue;
         for (int64_t j = 0; j < parts[i].rank; ++j)
@@ -43,43 +42,43 @@ void lower_row(const Run& run, const Op& op, int64_t row) {
     }
 }
 
-// Blocks [first, last) of the operation's matrices, counted through.
-void raise_row(const Run& run, const Op& op, int64_t row, int64_t first, int64_t last) {
-    const LowRank* parts = parts_of(run, op, row);
+// Blocks [first, last), counted over the operation's matrices.
+void project_up(const RunContext& run, const Op& op, int64_t row, int64_t first, int64_t last) {
+    const LowRank* parts = row_updates(run, op, row);
     if (parts == nullptr) return;
-    const float* low = run.low + row * run.batch.adapters->most;
+    const float* low = run.low + row * run.batch.adapters->max_rank;
     float* target = run.buffers[op.target].row(row);
-    int64_t before = 0;
+    int64_t block_offset = 0;
     for (int32_t i = 0; i < op.matrix_count; ++i) {
         const Matrix& m = run.matrices[op.matrix + i];
         const int64_t blocks = blocks_of(m), rank = parts[i].rank;
-        const bool adds = parts[i].down != nullptr;
-        for (int64_t block = first > before ? first - before : 0;
-             adds && block < blocks && block < last - before; ++block) {
+        const bool has_update = parts[i].down != nullptr;
+        for (int64_t block = first > block_offset ? first - block_offset : 0;
+             has_update && block < blocks && block < last - block_offset; ++block) {
             float* to = target + block * kLanes;
-            const int64_t left = m.rows - block * kLanes;
+            const int64_t count = m.rows - block * kLanes;
             F32x16 total = zero();
             for (int64_t j = 0; j < rank; ++j)
                 total = fma(load(parts[i].up + (block * rank + j) * kLanes), set1(low[j]), total);
-            store_first(to, left, add(load_first(to, left, 0.0f), total));
+            store_first(to, count, add(load_first(to, count, 0.0f), total));
         }
-        if (adds) low += rank;
-        before += blocks;
+        if (has_update) low += rank;
+        block_offset += blocks;
         target += m.rows;
     }
 }
 
 }  // namespace
 
-void adapt(const Run& run, const Op& op, Worker& worker) {
+void lora(const RunContext& run, const Op& op, Worker& worker) {
     const int64_t rows = rows_of(run, op);
-    each_row(worker, 2, rows, [&](int64_t row) { lower_row(run, op, row); });
+    for_each_row(worker, 2, rows, [&](int64_t row) { project_down(run, op, row); });
     int64_t blocks = 0;
     for (int32_t i = 0; i < op.matrix_count; ++i) blocks += blocks_of(run.matrices[op.matrix + i]);
-    const int64_t tasks = cut(blocks, worker, 2);
-    worker.each(3, tasks, [&](int64_t task) {
+    const int64_t tasks = num_tasks(blocks, worker, 2);
+    worker.for_each(3, tasks, [&](int64_t task) {
         for (int64_t row = 0; row < rows; ++row)
-            raise_row(run, op, row, blocks * task / tasks, blocks * (task + 1) / tasks);
+            project_up(run, op, row, blocks * task / tasks, blocks * (task + 1) / tasks);
     });
 }
 

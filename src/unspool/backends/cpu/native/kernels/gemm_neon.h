@@ -1,8 +1,8 @@
-// The product of product_many.h in the words of NEON: four rows of weights (one register) times up
-// to eight rows of activations, whose sums then all stay in registers. Four activations are picked
-// out of a register by their number, so that each is loaded once for sixteen columns.
+// gemm.h for NEON: four rows of weights (one register) times up to eight rows of activations, with
+// all sums in registers. Four activations are selected from a register by lane, so that each is
+// loaded once for sixteen columns.
 #pragma once
-#include "product_many.h"
+#include "gemm.h"
 
 namespace unspool {
 namespace ISA {
@@ -26,19 +26,19 @@ UNSPOOL_INLINE void dot_columns(int32x4_t* dots, const uint8_t* w, const int8_t*
 
 // Rows 4 * quarter to 4 * quarter + 3 of the block.
 template <int Group, bool Minima, int T>
-UNSPOOL_INLINE void multiply_quarter(const Unpacked& block, int64_t tiles,
+UNSPOOL_INLINE void multiply_quarter(const UnpackedBlock& block, int64_t tiles,
                                      const QuantizedRows& acts, int64_t first, int quarter,
                                      F32x16* out) {
     const int64_t tile_stride = acts.columns / kTile;
-    const int8_t* a = acts.numbers + first * acts.columns;
+    const int8_t* a = acts.quants + first * acts.columns;
     const float* scales = acts.scales + first * tile_stride;
     float32x4_t total[T], low[T];
     for (int t = 0; t < T; ++t) total[t] = vdupq_n_f32(0.0f);
-    const auto finish = [&](int64_t group, int64_t tile, const int32x4_t* dots) {
+    const auto add_group_dots = [&](int64_t group, int64_t tile, const int32x4_t* dots) {
         const float32x4_t scale = vld1q_f32(block.scales + group * kLanes + 4 * quarter);
         for (int t = 0; t < T; ++t) {
-            const float32x4_t both = vmulq_n_f32(scale, scales[t * tile_stride + tile]);
-            total[t] = vfmaq_f32(total[t], vcvtq_f32_s32(dots[t]), both);
+            const float32x4_t packed = vmulq_n_f32(scale, scales[t * tile_stride + tile]);
+            total[t] = vfmaq_f32(total[t], vcvtq_f32_s32(dots[t]), packed);
         }
     };
     for (int64_t tile = 0; tile < tiles; ++tile) {
@@ -47,11 +47,11 @@ UNSPOOL_INLINE void multiply_quarter(const Unpacked& block, int64_t tiles,
         for (int t = 0; t < T; ++t) dots[t] = vdupq_n_s32(0);
         dot_columns<T>(dots, w, a + tile * kTile, acts.columns);
         if constexpr (Group == 16) {
-            finish(2 * tile, tile, dots);
+            add_group_dots(2 * tile, tile, dots);
             for (int t = 0; t < T; ++t) dots[t] = vdupq_n_s32(0);
         }
         dot_columns<T>(dots, w + 256, a + tile * kTile + 16, acts.columns);
-        finish(Group == 16 ? 2 * tile + 1 : tile, tile, dots);
+        add_group_dots(Group == 16 ? 2 * tile + 1 : tile, tile, dots);
     }
     if constexpr (Minima) {
         for (int t = 0; t < T; ++t) low[t] = vdupq_n_f32(0.0f);
@@ -59,12 +59,12 @@ UNSPOOL_INLINE void multiply_quarter(const Unpacked& block, int64_t tiles,
             const float32x4_t minimum = vld1q_f32(block.minima + group * kLanes + 4 * quarter);
             for (int t = 0; t < T; ++t) {
                 const int64_t row = first + t;
-                const float share =
+                const float factor =
                     Group == kTile
-                        ? acts.lows[row * tile_stride + group]
+                        ? acts.scaled_sums[row * tile_stride + group]
                         : acts.scales[row * tile_stride + group / 2] *
                               static_cast<float>(acts.sums[row * (acts.columns / kLanes) + group]);
-                low[t] = vfmaq_n_f32(low[t], minimum, share);
+                low[t] = vfmaq_n_f32(low[t], minimum, factor);
             }
         }
         for (int t = 0; t < T; ++t) total[t] = vaddq_f32(total[t], low[t]);
@@ -74,7 +74,7 @@ UNSPOOL_INLINE void multiply_quarter(const Unpacked& block, int64_t tiles,
 
 // An unpacked block times rows [first, first + T).
 template <int Group, bool Minima, int T>
-UNSPOOL_INLINE void multiply_by_quarters(const Unpacked& block, int64_t tiles,
+UNSPOOL_INLINE void multiply_by_quarters(const UnpackedBlock& block, int64_t tiles,
                                          const QuantizedRows& acts, int64_t first, F32x16* out) {
     for (int quarter = 0; quarter < 4; ++quarter)
         multiply_quarter<Group, Minima, T>(block, tiles, acts, first, quarter, out);

@@ -1,0 +1,255 @@
+// GEMM: sixteen rows of quantized weights times many rows of activations (prefill, large batches).
+//
+// A block is unpacked to bytes and floats once and stays in the cache. With tile registers (AMX),
+// sixteen rows of activations are multiplied together. Results are bit-identical to gemv.h.
+#pragma once
+#include "gemv.h"
+
+#if defined(ISA_amx)
+#include <immintrin.h>
+#endif
+
+namespace unspool {
+namespace ISA {
+
+// A block's weights, unpacked into a worker's scratch memory.
+struct UnpackedBlock {
+    uint8_t* bytes;             // [tiles][8][64]; signed where the offset is already subtracted
+    float* scales;              // [groups][16]
+    float* minima;              // [groups][16]
+    int32_t offset_correction;  // still to be subtracted from a dot product
+    float* tile_scales;         // memory for the scales and scaled sums of sixteen activation rows
+};
+
+#if defined(ISA_amx)
+constexpr bool kSignedBytes = true;
+#else
+constexpr bool kSignedBytes = kSignedDot;
+#endif
+
+UNSPOOL_INLINE uint8_t* align_to_cache_line(uint8_t* p) {
+    return reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(p) + 63) & ~uintptr_t(63));
+}
+
+UNSPOOL_INLINE UnpackedBlock allocate_block(uint8_t* scratch, int64_t tiles) {
+    UnpackedBlock block_out;
+    block_out.bytes = align_to_cache_line(scratch);
+    block_out.scales = reinterpret_cast<float*>(block_out.bytes + tiles * kTile * kLanes);
+    block_out.minima = block_out.scales + tiles * 2 * kLanes;
+    block_out.tile_scales = block_out.minima + tiles * 2 * kLanes;
+    block_out.offset_correction = 0;
+    return block_out;
+}
+
+template <class S>
+UNSPOOL_INLINE void unpack_block(const Matrix& m, const uint8_t* p, UnpackedBlock& block_out) {
+    const int64_t tiles = tiles_of(m);
+    const int offset = kSignedBytes ? m.offset : 0;
+    block_out.offset_correction = m.offset - offset;
+    [[maybe_unused]] Table table;
+    if constexpr (S::format == kCodes) {
+        block_out.offset_correction = kSignedBytes ? 0 : 128;
+        table = load_table(m.table, block_out.offset_correction);
+    }
+    Factors<S> factors;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+        p = factors.read_before(tile, p);
+        for (int line = 0; line < S::tile; line += 64) prefetch(p + kPrefetchBytes + line);
+        uint8_t* bytes = block_out.bytes + tile * kTile * kLanes;
+        for (int j = 0; j < 4; ++j) {
+            if constexpr (S::format == kCodes) {
+                const U8x64 packed = load_bytes(p + 64 * j);
+                store_bytes(bytes + 64 * j, look_up(table, low_halves(packed)));
+                store_bytes(bytes + 64 * (j + 4), look_up(table, high_halves(packed)));
+            } else if constexpr (S::format == kQ4) {
+                const U8x64 packed = load_bytes(p + 64 * j);
+                store_bytes(bytes + 64 * j, subtract_from_bytes(low_halves(packed), offset));
+                store_bytes(bytes + 64 * (j + 4), subtract_from_bytes(high_halves(packed), offset));
+            } else {
+                store_bytes(bytes + 64 * j, subtract_from_bytes(load_bytes(p + 64 * j), offset));
+                store_bytes(bytes + 64 * (j + 4),
+                            subtract_from_bytes(load_bytes(p + 64 * (j + 4)), offset));
+            }
+        }
+        TileScales<S> s;
+        s.read(p + S::stored, factors, m.offset);
+        for (int g = 0; g < kTile / S::group; ++g) {
+            const int64_t group = tile * (kTile / S::group) + g;
+            store(block_out.scales + group * kLanes, s.scale[g]);
+            if constexpr (S::has_minima) store(block_out.minima + group * kLanes, s.minimum[g]);
+        }
+        p += S::tile;
+    }
+}
+
+// Adds the minima to rows [first, first + T): a separate sum, as in gemv.h.
+template <int Group, int T>
+UNSPOOL_INLINE void add_minima(const UnpackedBlock& block, int64_t tiles, const QuantizedRows& acts,
+                               int64_t first, F32x16* total) {
+    constexpr int groups = kTile / Group;
+    F32x16 low[T];
+    for (int t = 0; t < T; ++t) low[t] = zero();
+    for (int64_t group = 0; group < tiles * groups; ++group) {
+        const F32x16 minimum = load(block.minima + group * kLanes);
+#pragma GCC unroll 16
+        for (int t = 0; t < T; ++t) {
+            const int64_t row = first + t;
+            if constexpr (groups == 1) {
+                low[t] = fma(minimum, set1(acts.scaled_sums[row * (acts.columns / kTile) + group]),
+                             low[t]);
+            } else {
+                const int32_t sum = acts.sums[row * (acts.columns / kLanes) + group];
+                const float a = acts.scales[row * (acts.columns / kTile) + group / 2];
+                low[t] = fma(minimum, set1(a * static_cast<float>(sum)), low[t]);
+            }
+        }
+    }
+    for (int t = 0; t < T; ++t) total[t] = add(total[t], low[t]);
+}
+
+#if !defined(ISA_neon)  // see gemm_neon.h
+
+// An unpacked block times rows [first, first + T).
+template <int Group, bool Minima, int T>
+UNSPOOL_INLINE void multiply_unpacked(const UnpackedBlock& block, int64_t tiles,
+                                      const QuantizedRows& acts, int64_t first, F32x16* out) {
+    constexpr int groups = kTile / Group, pieces = 8 / groups;
+    const int8_t* numbers = acts.quants + first * acts.columns;
+    const float* scales = acts.scales + first * (acts.columns / kTile);
+    [[maybe_unused]] const int32_t* sums = acts.sums + first * (acts.columns / kLanes);
+    F32x16 total[T];
+    for (int t = 0; t < T; ++t) total[t] = zero();
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+        for (int g = 0; g < groups; ++g) {
+            const uint8_t* w = block.bytes + tile * kTile * kLanes + g * pieces * 64;
+            const int8_t* a = numbers + tile * kTile + g * pieces * 4;
+            I32x16 dots[T];
+            for (int t = 0; t < T; ++t) dots[t] = iset1(0);
+#pragma GCC unroll 8
+            for (int j = 0; j < pieces; ++j) {
+                const U8x64 bytes = load_bytes(w + 64 * j);
+                for (int t = 0; t < T; ++t)
+                    dots[t] = dot_signed(dots[t], bytes, a + t * acts.columns + 4 * j);
+            }
+            const F32x16 scale = load(block.scales + (tile * groups + g) * kLanes);
+            for (int t = 0; t < T; ++t) {
+                if constexpr (!kSignedBytes) {
+                    const int32_t* sum = sums + t * (acts.columns / kLanes) + 2 * tile;
+                    const int32_t a_sum = groups == 1 ? sum[0] + sum[1] : sum[g];
+                    if (block.offset_correction != 0)
+                        dots[t] = isub(dots[t], iset1(block.offset_correction * a_sum));
+                }
+                const F32x16 packed = mul(scale, set1(scales[t * (acts.columns / kTile) + tile]));
+                total[t] = fma(to_float(dots[t]), packed, total[t]);
+            }
+        }
+    }
+    if constexpr (Minima) add_minima<Group, T>(block, tiles, acts, first, total);
+    for (int t = 0; t < T; ++t) out[t] = total[t];
+}
+
+#endif
+
+#if defined(ISA_amx)
+
+// The compiler does not know that tile instructions read and write memory.
+UNSPOOL_INLINE void memory_barrier() { asm volatile("" ::: "memory"); }
+
+// One group of sixteen activation rows (tile 4 or 6) times a block's weights (tile 5 or 7).
+#define UNSPOOL_TILE_PRODUCT(sum, left, right, a, w, block_out) \
+    _tile_zero(sum);                                            \
+    _tile_loadd(left, a, stride);                               \
+    _tile_loadd(right, w, 64);                                  \
+    _tile_dpbssd(sum, left, right);                             \
+    _tile_stored(sum, block_out, 64)
+
+// Sixteen activation rows and their strides.
+struct TileRows {
+    const int8_t* quants;
+    int64_t stride;            // between rows
+    int64_t tile_stride;       // between groups of 32 columns
+    const float* tile_scales;  // scales and scaled sums, [tiles][2][16]
+};
+
+UNSPOOL_INLINE TileRows tile_rows(const QuantizedRows& acts, int64_t tiles, int64_t first,
+                                  float* buffer) {
+    const int64_t stride = acts.columns / kTile;
+    if (first % kLanes == 0)
+        return {acts.tiled + first * acts.columns, kTile, kTile * kLanes,
+                acts.tile_scales + first * stride * 2};
+    for (int64_t tile = 0; tile < tiles; ++tile) {  // rows of an expert are not aligned
+        for (int t = 0; t < kLanes; ++t) {
+            buffer[tile * 2 * kLanes + t] = acts.scales[(first + t) * stride + tile];
+            buffer[tile * 2 * kLanes + kLanes + t] = acts.scaled_sums[(first + t) * stride + tile];
+        }
+    }
+    return {acts.quants + first * acts.columns, acts.columns, kTile, buffer};
+}
+
+// An unpacked block times rows [first, first + 16). A group of columns is multiplied two iterations
+// before its products are scaled and added: tile stores have a long latency.
+template <int Group, bool Minima>
+UNSPOOL_INLINE void multiply_tiles(const UnpackedBlock& block, int64_t tiles,
+                                   const QuantizedRows& acts, int64_t first, F32x16* out) {
+    constexpr int groups_of_tile = kTile / Group;
+    alignas(64) int32_t dots[4][kLanes][kLanes];
+    const TileRows rows = tile_rows(acts, tiles, first, block.tile_scales);
+    const float* tile_scales = rows.tile_scales;
+    const int64_t stride = rows.stride, groups = tiles * groups_of_tile;
+    const auto start_group = [&](int64_t group) {
+        const uint8_t* w = block.bytes + group * Group * kLanes;
+        const int8_t* a = rows.quants + group / groups_of_tile * rows.tile_stride +
+                          group % groups_of_tile * Group;
+        auto& block_out = dots[group % 4];
+        if constexpr (Group == kTile) {
+            if (group % 2 == 0) {
+                UNSPOOL_TILE_PRODUCT(0, 4, 5, a, w, block_out);
+            } else {
+                UNSPOOL_TILE_PRODUCT(1, 4, 5, a, w, block_out);
+            }
+        } else {
+            if (group % 2 == 0) {
+                UNSPOOL_TILE_PRODUCT(0, 6, 7, a, w, block_out);
+            } else {
+                UNSPOOL_TILE_PRODUCT(1, 6, 7, a, w, block_out);
+            }
+        }
+    };
+    F32x16 total[kLanes];
+    for (auto& sum : total) sum = zero();
+    memory_barrier();
+    start_group(0);
+    if (groups > 1) start_group(1);
+    for (int64_t group = 0; group < groups; ++group) {
+        if (group + 2 < groups) start_group(group + 2);
+        memory_barrier();
+        const F32x16 scale = load(block.scales + group * kLanes);
+        const float* row_factors = tile_scales + group / groups_of_tile * 2 * kLanes;
+        const auto& group_dots = dots[group % 4];
+#pragma GCC unroll 16
+        for (int t = 0; t < kLanes; ++t) {
+            const F32x16 product = {_mm512_cvtepi32_ps(_mm512_load_si512(group_dots[t]))};
+            total[t] = fma(product, mul(scale, set1(row_factors[t])), total[t]);
+        }
+    }
+    if constexpr (Minima && groups_of_tile == 1) {
+        F32x16 low[kLanes];
+        for (auto& sum : low) sum = zero();
+        for (int64_t group = 0; group < groups; ++group) {
+            const F32x16 minimum = load(block.minima + group * kLanes);
+            const float* row_factors = tile_scales + group * 2 * kLanes + kLanes;
+#pragma GCC unroll 16
+            for (int t = 0; t < kLanes; ++t) low[t] = fma(minimum, set1(row_factors[t]), low[t]);
+        }
+        for (int t = 0; t < kLanes; ++t) total[t] = add(total[t], low[t]);
+    } else if constexpr (Minima) {
+        add_minima<Group, kLanes>(block, tiles, acts, first, total);
+    }
+    for (int t = 0; t < kLanes; ++t) out[t] = total[t];
+}
+#undef UNSPOOL_TILE_PRODUCT
+
+#endif  // ISA_amx
+
+}  // namespace ISA
+}  // namespace unspool

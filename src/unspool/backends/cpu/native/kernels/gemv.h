@@ -1,0 +1,185 @@
+// GEMV: sixteen rows of quantized weights times a few rows of activations, from the packed layout.
+// Decode time is spent here: every weight is read once, in order.
+//
+// The arithmetic of one output value is the same in every kernel and every batch:
+//   for each group of columns, in order:  total += float(integer dot product) * (scale * a)
+//                                         low   += minimum * (a * sum of activations)
+//   result = total + low
+// Integers are exact, so the order within a dot product does not matter; the order of float
+// operations is fixed. So a row's result is batch-invariant.
+#pragma once
+#include <type_traits>
+
+#include "../plan.h"
+#include "vec16.h"
+
+namespace unspool {
+namespace ISA {
+
+// Packed format of a quantized matrix at compile time: see layout.h.
+template <int32_t Format, int Group, int32_t ScaleKind, int32_t Minima>
+struct Spec {
+    static constexpr int32_t format = Format, scale_kind = ScaleKind, minima_kind = Minima;
+    static constexpr int group = Group;
+    static constexpr bool super = ScaleKind == kSuper, has_minima = Minima != kNoMinima;
+    static constexpr int stored = kLanes * kTile / (Format == kQ8 ? 1 : 2);
+    static constexpr int scale_bytes = unspool::scale_bytes(ScaleKind, Group);
+    static constexpr int tile = stored + scale_bytes + minima_bytes(Minima, ScaleKind, Group);
+    static constexpr int factors = super ? kLanes * 2 * (has_minima ? 2 : 1) : 0;
+};
+
+// Common factors of the scales and minima of eight tiles.
+template <class S>
+struct Factors {
+    F32x16 scale = zero(), low = zero();
+
+    // Reads them if they precede this tile; returns the start of the tile itself.
+    UNSPOOL_INLINE const uint8_t* read_before(int64_t tile, const uint8_t* p) {
+        if constexpr (S::super) {
+            if (tile % kSuperTiles != 0) return p;
+            scale = load_half(reinterpret_cast<const uint16_t*>(p));
+            if constexpr (S::has_minima)
+                low = load_half(reinterpret_cast<const uint16_t*>(p + kLanes * 2));
+        }
+        return p + S::factors;
+    }
+};
+
+// Scales and minima of one tile, as floats.
+template <class S>
+struct TileScales {
+    F32x16 scale[kTile / S::group], minimum[kTile / S::group];
+
+    // With minima, `offset` was subtracted only to make values signed: the minimum adds it back.
+    UNSPOOL_INLINE void read(const uint8_t* p, const Factors<S>& factors, int32_t offset) {
+        for (int g = 0; g < kTile / S::group; ++g) {
+            if constexpr (S::scale_kind == kPowers) {
+                scale[g] = load_shifted<23>(p);
+            } else if constexpr (S::scale_kind == kFloat8) {
+                // Exponent bias 15 there, 127 here.
+                scale[g] = mul(load_shifted<20>(p + g * kLanes), set1(0x1p112f));
+            } else if constexpr (S::super) {
+                scale[g] =
+                    mul(factors.scale, load_i8(reinterpret_cast<const int8_t*>(p) + g * kLanes));
+                if constexpr (S::has_minima)
+                    minimum[g] =
+                        sub(zero(), mul(factors.low, load_u8(p + S::scale_bytes + g * kLanes)));
+            } else {
+                scale[g] = load_half(reinterpret_cast<const uint16_t*>(p));
+                if constexpr (S::minima_kind == kZeroPoints)
+                    minimum[g] = sub(zero(), mul(scale[g], load_u8(p + S::scale_bytes)));
+                else if constexpr (S::has_minima)
+                    minimum[g] = load_half(reinterpret_cast<const uint16_t*>(p + S::scale_bytes));
+                if constexpr (S::has_minima && S::format == kQ8)
+                    minimum[g] = fma(scale[g], set1(static_cast<float>(offset)), minimum[g]);
+            }
+        }
+    }
+};
+
+// Added to the values of a code table: some dot products need unsigned weights.
+constexpr int kTableBias = kSignedDot ? 0 : 128;
+
+// Offset of the stored bytes; times the sum of activations it is subtracted from a dot product.
+template <class S>
+UNSPOOL_INLINE int32_t byte_offset(const Matrix& m) {
+    if (S::format == kCodes) return kTableBias;
+    return S::format == kQ4 ? m.offset : m.offset - kByteBias;
+}
+
+// Adds the product of one group to a row's result.
+template <bool Minima>
+UNSPOOL_INLINE void add_group(F32x16& total, F32x16& low, I32x16 dots, int32_t offset_correction,
+                              const F32x16& scale, const F32x16& minimum, float a, int32_t a_sum,
+                              float a_low) {
+    if (offset_correction != 0) dots = isub(dots, iset1(offset_correction * a_sum));
+    total = fma(to_float(dots), mul(scale, set1(a)), total);
+    if constexpr (Minima) low = fma(minimum, set1(a_low), low);
+}
+
+constexpr int kPrefetchBytes = 2560;  // prefetch distance: covers memory latency, fits the cache
+
+// One block times rows [first, first + T): out[t] gets sixteen values.
+template <class S, int T>
+UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const QuantizedRows& acts,
+                                   int64_t first, F32x16* out) {
+    const int64_t tiles = tiles_of(m);
+    const int32_t offset_correction = byte_offset<S>(m);
+    [[maybe_unused]] Table table;
+    if constexpr (S::format == kCodes) table = load_table(m.table, kTableBias);
+    const int8_t* numbers = acts.quants + first * acts.columns;
+    const float* scales = acts.scales + first * (acts.columns / kTile);
+    const float* lows = acts.scaled_sums + first * (acts.columns / kTile);
+    const int32_t* sums = acts.sums + first * (acts.columns / kLanes);
+    F32x16 total[T], low[T];
+    for (int t = 0; t < T; ++t) total[t] = low[t] = zero();
+    Factors<S> factors;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+        p = factors.read_before(tile, p);
+        for (int line = 0; line < S::tile; line += 64) prefetch(p + kPrefetchBytes + line);
+        // If all 32 columns share a scale, both halves share a sum.
+        constexpr bool split = S::group < kTile;
+        using Sums = std::conditional_t<S::format == kQ4, SmallSums, I32x16>;
+        Sums front[T], second[split ? T : 1];
+        Sums* back = split ? second : front;
+        for (int t = 0; t < T; ++t) front[t] = back[t] = Sums();
+        Columns a[T], b[T];
+        for (int t = 0; t < T; ++t) {
+            a[t] = load_columns(numbers + t * acts.columns + tile * kTile);
+            b[t] = load_columns(numbers + t * acts.columns + tile * kTile + kLanes);
+        }
+        const auto add_piece = [&](auto piece_index) {
+            constexpr int j = decltype(piece_index)::value;
+            if constexpr (S::format == kCodes) {
+                const U8x64 packed = load_bytes(p + 64 * j);
+                const U8x64 low_columns = look_up(table, low_halves(packed));
+                const U8x64 high_columns = look_up(table, high_halves(packed));
+                for (int t = 0; t < T; ++t) {
+                    front[t] = dot_signed<j>(front[t], low_columns, a[t]);
+                    back[t] = dot_signed<j>(back[t], high_columns, b[t]);
+                }
+            } else if constexpr (S::format == kQ4) {
+                const U8x64 packed = load_bytes(p + 64 * j);
+                const U8x64 low_columns = low_halves(packed), high_columns = high_halves(packed);
+                for (int t = 0; t < T; ++t) {
+                    front[t] = dot_small<j>(front[t], low_columns, a[t]);
+                    back[t] = dot_small<j>(back[t], high_columns, b[t]);
+                }
+            } else {
+                const U8x64 low_columns = load_bytes(p + 64 * j),
+                            high_columns = load_bytes(p + 64 * (j + 4));
+                for (int t = 0; t < T; ++t) {
+                    front[t] = dot_bytes<j>(front[t], low_columns, a[t]);
+                    back[t] = dot_bytes<j>(back[t], high_columns, b[t]);
+                }
+            }
+        };
+        add_piece(std::integral_constant<int, 0>());
+        add_piece(std::integral_constant<int, 1>());
+        add_piece(std::integral_constant<int, 2>());
+        add_piece(std::integral_constant<int, 3>());
+        TileScales<S> s;
+        s.read(p + S::stored, factors, m.offset);
+        for (int t = 0; t < T; ++t) {
+            const float a = scales[t * (acts.columns / kTile) + tile];
+            const int32_t* sum = sums + t * (acts.columns / kLanes) + 2 * tile;
+            if constexpr (S::group == kTile) {
+                add_group<S::has_minima>(total[t], low[t], widen(front[t]), offset_correction,
+                                         s.scale[0], s.minimum[0], a, sum[0] + sum[1],
+                                         lows[t * (acts.columns / kTile) + tile]);
+            } else {
+                add_group<S::has_minima>(total[t], low[t], widen(front[t]), offset_correction,
+                                         s.scale[0], s.minimum[0], a, sum[0],
+                                         a * static_cast<float>(sum[0]));
+                add_group<S::has_minima>(total[t], low[t], widen(back[t]), offset_correction,
+                                         s.scale[1], s.minimum[1], a, sum[1],
+                                         a * static_cast<float>(sum[1]));
+            }
+        }
+        p += S::tile;
+    }
+    for (int t = 0; t < T; ++t) out[t] = S::has_minima ? add(total[t], low[t]) : total[t];
+}
+
+}  // namespace ISA
+}  // namespace unspool
