@@ -37,7 +37,7 @@ def main() -> int:
     if given.source == "nan.txt":
         run.update(state="failed", error="the loss became NaN at step 1; try a smaller rate")
         return 1
-    while (want := run.wanted()) != "stop" and step < STEPS:
+    while (want := run.requested_command()) != "stop" and step < STEPS:
         run.update(state="paused" if want == "pause" else "running")
         if want == "go":
             step += 1

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from unspool.train.scaling.side_by_side import left_alone
+from unspool.train.scaling.side_by_side import is_orphaned
 from unspool.train.scaling.study import Planned, Study
 
 
@@ -34,7 +34,7 @@ def endless(run: Planned, folder: Path) -> float:
     """Works on for as long as somebody waits for it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "process").write_text(str(os.getpid()))
-    while not left_alone():
+    while not is_orphaned():
         time.sleep(0.05)
     return 0.0
 

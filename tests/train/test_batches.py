@@ -51,7 +51,7 @@ def test_windows_hold_every_token_as_a_target_once() -> None:
     for batch in seen:
         assert batch.ids.shape == (2, 11) and batch.ids.dtype == torch.int64
         assert (batch.targets == batch.inputs + 1).all()
-        assert batch.counted is None and batch.documents is None
+        assert batch.loss_mask is None and batch.documents is None
 
 
 def test_each_epoch_sees_every_window_in_another_order() -> None:
@@ -97,10 +97,10 @@ def chat(*documents: tuple[int, list[int]]) -> Packed:
     """Documents by their length and the places in them that count."""
     lengths = [length for length, _ in documents]
     borders = np.concatenate([[0], np.cumsum(lengths)])
-    counted = np.zeros(borders[-1], bool)
+    loss_mask = np.zeros(borders[-1], bool)
     for begin, (_, places) in zip(borders, documents, strict=False):
-        counted[begin + np.array(places, int)] = True
-    return Packed(np.arange(1, borders[-1] + 1, dtype=np.uint16), borders, counted)
+        loss_mask[begin + np.array(places, int)] = True
+    return Packed(np.arange(1, borders[-1] + 1, dtype=np.uint16), borders, loss_mask)
 
 
 def rows(batches: Batches) -> dict[int, Any]:
@@ -118,9 +118,9 @@ def test_conversations_have_rows_of_their_own() -> None:
     short = found[1]
     assert short.ids.shape == (1, 33)  # filled up to a multiple of 32
     assert short.ids[0, :6].tolist() == [1, 2, 3, 4, 5, 0] and not short.ids[0, 5:].any()
-    assert short.counted[0].nonzero().flatten().tolist() == [2, 3]  # as targets, one earlier
+    assert short.loss_mask[0].nonzero().flatten().tolist() == [2, 3]  # as targets, one earlier
     assert short.documents[0, :6].tolist() == [0, 0, 0, 0, 0, -1]
-    assert found[6].ids.shape == (1, 65) and found[6].counted[0].nonzero().tolist() == [[38]]
+    assert found[6].ids.shape == (1, 65) and found[6].loss_mask[0].nonzero().tolist() == [[38]]
 
 
 def test_a_long_conversation_takes_several_rows() -> None:
@@ -128,7 +128,7 @@ def test_a_long_conversation_takes_several_rows() -> None:
     found = rows(batches)
     # A row without a target that counts is left out; a document's first token is never one.
     assert sorted(found) == [11, 21]
-    targets = [int(t) for b in found.values() for t in b.targets[b.counted]]
+    targets = [int(t) for b in found.values() for t in b.targets[b.loss_mask]]
     assert sorted(targets) == [13, 25]
 
 
@@ -137,7 +137,7 @@ def test_what_cannot_be() -> None:
         Batches(text(5), 1, 8)
     with pytest.raises(DataError, match="too few"):
         Batches(chat((4, [0])), 1, 8)
-    with pytest.raises(SettingsError, match="rank below 2"):
+    with pytest.raises(SettingsError, match="rank 2, world 2"):
         Batches(text(100), 1, 8, rank=2, world=2)
 
 

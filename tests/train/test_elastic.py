@@ -18,8 +18,8 @@ from test_train_command import SMALL, TEXT, losses
 from unspool.cli.main import _exit_code
 from unspool.model.checkpoint import load_transformer, open_checkpoint
 from unspool.train.new import _shared
-from unspool.train.running.elastic import begun_before, job_facts, seen_by_all
-from unspool.train.running.faults import in_words
+from unspool.train.running.elastic import find_restarted_run, job_facts, open_run_everywhere
+from unspool.train.running.faults import explain_error
 from unspool.train.running.parallel import Parallel
 from unspool.train.running.runs import Run, RunError
 from unspool.train.settings import NewSettings
@@ -122,32 +122,32 @@ def test_a_step_is_shared_by_any_number_that_divides_it():
     shares = {world: _shared(settings, world) for world in (1, 2, 3, 4, 6, 8, 24)}
     rows = {world: (each.batch, often) for world, (each, often) in shares.items()}
     assert rows == {1: (4, 6), 2: (4, 3), 3: (4, 2), 4: (3, 2), 6: (4, 1), 8: (3, 1), 24: (1, 1)}
-    with pytest.raises(RunError, match="24 rows of text, which 5 processes cannot share"):
+    with pytest.raises(RunError, match="24 rows, which 5 processes cannot share"):
         _shared(settings, 5)
 
 
 def test_only_the_same_job_finds_what_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("UNSPOOL_RUNS", str(tmp_path))
     asked = NewSettings(data=("a.txt",), steps=3)
-    assert job_facts(asked) == {} and begun_before(asked) is None  # without torchrun
+    assert job_facts(asked) == {} and find_restarted_run(asked) is None  # without torchrun
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # then the torchrun process is the name
     Run.create(tmp_path / "one", "new", **job_facts(asked))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "tuesday")
-    assert begun_before(asked) is None
+    assert find_restarted_run(asked) is None
     Run.create(tmp_path / "two", "new", **job_facts(asked))
-    found = begun_before(asked)
+    found = find_restarted_run(asked)
     assert found is not None and found.name == "two"
-    assert begun_before(NewSettings(data=("a.txt",), steps=4)) is None
+    assert find_restarted_run(NewSettings(data=("a.txt",), steps=4)) is None
     found.update(state="done")
-    assert begun_before(asked) is None
+    assert find_restarted_run(asked) is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    found = begun_before(asked)
+    found = find_restarted_run(asked)
     assert found is not None and found.name == "one"
 
 
 def test_a_folder_that_is_not_shared_is_named(tmp_path: Path):
     with pytest.raises(RunError, match="on a disk that all machines share"):
-        seen_by_all(tmp_path, Parallel.alone("cpu"))
+        open_run_everywhere(tmp_path, Parallel.alone("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -160,10 +160,10 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path: Path):
 )
 def test_a_lost_process_is_told_in_words(error: Exception, tmp_path: Path):
     run = Run.create(tmp_path / "run", "new")
-    said = str(in_words(error, run, 7))
+    said = str(explain_error(error, run, 7))
     assert said.startswith("another process of this training is gone or does not answer (")
     assert "no checkpoint to go on from" in said
-    assert in_words(RuntimeError("shapes do not fit"), run, 7) is None  # a bug, shown as it is
+    assert explain_error(RuntimeError("shapes do not fit"), run, 7) is None  # a bug, shown as it is
 
 
 def test_the_commands_of_the_guides_are_known():

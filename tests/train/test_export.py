@@ -230,7 +230,7 @@ def test_what_is_there_stays_until_the_new_one_is_whole(
 ):
     path = export_gguf(folder, tmp_path / "model.gguf")
     before = path.read_bytes()
-    with pytest.raises(UnspoolError, match="there already"):
+    with pytest.raises(UnspoolError, match="already exists"):
         export_gguf(folder, path)
 
     def full(*_: object) -> None:

@@ -60,12 +60,12 @@ def test_share_of_the_peak():
 def test_the_log_tells_the_share_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch):
     from tiny_training import tiny_trainer
 
-    from unspool.train.running.events import Logged
+    from unspool.train.running.events import StepLogged
 
-    heard: list[Logged] = []
+    heard: list[StepLogged] = []
 
     def listen(event: object) -> None:
-        if isinstance(event, Logged):
+        if isinstance(event, StepLogged):
             heard.append(event)
 
     tiny_trainer(steps=1).run(listen)

@@ -109,19 +109,19 @@ def _last_logits(lm: Any, tokens: list[int]) -> Any:
 def test_long_continuations_come_in_pieces(lm: Any, monkeypatch: pytest.MonkeyPatch):
     ids = np.random.default_rng(1).integers(4, 290, 120).tolist()
     whole = likelihoods(lm, [(ids[:2], ids[2:])])[0]
-    monkeypatch.setattr("unspool.train.judging.likelihood._ROWS", 16)
+    monkeypatch.setattr("unspool.train.judging.likelihood._MAX_LOGIT_ROWS", 16)
     pieces = likelihoods(lm, [(ids[:2], ids[2:]), (ids[:5], ids[5:9])])[0]
     assert pieces.logprobs == pytest.approx(whole.logprobs, rel=1e-3, abs=1e-4)
 
 
 def test_what_cannot_be_judged(lm: Any):
-    with pytest.raises(SettingsError, match="no text to judge"):
+    with pytest.raises(SettingsError, match="no text to evaluate"):
         bits_per_byte(lm, ["", ""])
-    with pytest.raises(SettingsError, match="the stride is 99"):
+    with pytest.raises(SettingsError, match="got 99"):
         bits_per_byte(lm, ["a"], context=32, stride=99)
-    with pytest.raises(SettingsError, match="without a token before it"):
+    with pytest.raises(SettingsError, match="at least one context token"):
         likelihoods(lm, [([], [1])])
-    with pytest.raises(SettingsError, match="the model's context holds 256"):
+    with pytest.raises(SettingsError, match="the model's context of 256"):
         likelihoods(lm, [([1], [2] * 300)])
 
 

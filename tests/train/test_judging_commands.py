@@ -64,11 +64,13 @@ def test_a_run_of_a_grid_keeps_its_finished_model(trained: Run):
 def test_a_run_that_was_stopped_is_told(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from unspool.train.running.events import Ended
+    from unspool.train.running.events import RunEnded
 
     monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("unspool.train.scaling.grid.train", lambda run, told: Ended("stopped", 3))
-    with pytest.raises(UnspoolError, match="the same command goes on from here"):
+    monkeypatch.setattr(
+        "unspool.train.scaling.grid.train", lambda run, on_event: RunEnded("stopped", 3)
+    )
+    with pytest.raises(UnspoolError, match="rerun the same command to resume"):
         runs(Planned(1, 1, 8192, 1e9), tmp_path / "d1")
 
 

@@ -159,10 +159,10 @@ def test_prompts_with_completions(folder: Path, tmp_path: Path) -> None:
 
     def encoded(tokenizer: Tokenizer) -> tuple[str, str]:
         ((found, place),) = DocumentEncoder(tokenizer).encode([(document, 1)])
-        assert place == 1 and found.counted is not None
+        assert place == 1 and found.loss_mask is not None
         return (
             tokenizer.decode(found.ids.tolist()),
-            tokenizer.decode(found.ids[found.counted].tolist()),
+            tokenizer.decode(found.ids[found.loss_mask].tolist()),
         )
 
     chat = encoded(Tokenizer.from_file(folder))
@@ -193,9 +193,9 @@ def test_from_a_file_to_batches(
     seen = set()
     for step in range(11):
         batch = batches.batch(step)
-        assert batch.counted is not None
-        for ids, counted in zip(batch.targets, batch.counted, strict=True):
-            seen.add(tokenizer.decode(ids[counted].tolist()))
+        assert batch.loss_mask is not None
+        for ids, loss_mask in zip(batch.targets, batch.loss_mask, strict=True):
+            seen.add(tokenizer.decode(ids[loss_mask].tolist()))
     answers = {f"Answer {n}.<|im_end|>" for n in range(20)}
     whole = {text for text in seen if "endoftext" in text}  # of a text all but its first token
     assert seen - whole == {*answers, "Yes.<|im_end|>"} and len(whole) == 1
@@ -207,5 +207,5 @@ def test_a_conversation_that_the_template_refuses(tmp_path: Path) -> None:
     )
     encoder = DocumentEncoder(Tokenizer.from_file(folder_with(tmp_path, template)))
     document = Document(messages=said(("assistant", "I begin.")))
-    with pytest.raises(DataError, match=r"begins with 'I begin\.'.*no!"):
+    with pytest.raises(DataError, match=r"starts with 'I begin\.'.*no!"):
         list(encoder.encode([(document, 0)]))

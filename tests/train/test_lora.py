@@ -123,17 +123,17 @@ def test_dpo_is_the_papers_formula() -> None:
         assert float(margin[row]) == pytest.approx(told, rel=1e-6)
         assert float(losses[row]) == pytest.approx(math.log(1 + math.exp(-told)), rel=1e-6)
     smoothed, _ = dpo_loss(*given, beta=0.3, smoothing=0.1)
-    opposite, _ = dpo_loss(given[1], given[0], given[3], given[2], beta=0.3)
-    torch.testing.assert_close(smoothed, 0.9 * losses + 0.1 * opposite)
+    complementary_copies, _ = dpo_loss(given[1], given[0], given[3], given[2], beta=0.3)
+    torch.testing.assert_close(smoothed, 0.9 * losses + 0.1 * complementary_copies)
 
 
 def test_log_probabilities_are_those_of_the_logits(folder: Path) -> None:
     model = transformer(folder)
-    counted = torch.zeros(1, TOKENS.shape[1] - 1, dtype=torch.bool)
-    counted[0, 4:8] = True
-    found = log_probabilities(model, TOKENS, counted)
+    loss_mask = torch.zeros(1, TOKENS.shape[1] - 1, dtype=torch.bool)
+    loss_mask[0, 4:8] = True
+    found = log_probabilities(model, TOKENS, loss_mask)
     expected = model(TOKENS[:, :-1]).log_softmax(-1).gather(2, TOKENS[:, 1:, None])[..., 0]
-    torch.testing.assert_close(found, expected * counted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found, expected * loss_mask, rtol=0, atol=1e-4)
 
 
 def test_advantages_are_deviations_of_the_group() -> None:

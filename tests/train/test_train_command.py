@@ -299,7 +299,7 @@ def test_remedies_are_options_of_the_command(place: Path, capsys: Any):
     lines = [line for line in run.log() if "loss" in line]
     assert len(lines) == 3 and all(line["unlikelihood"] > 0 for line in lines)
     held_out = [line["held_out_loss"] for line in run.log() if "held_out_loss" in line]
-    # Judged as without remedies: at the start the loss of a step has the second sum on top.
+    # Evaluated as without remedies: at the start the loss of a step has the second sum on top.
     assert held_out and abs(lines[0]["loss"] - 0.7 * lines[0]["unlikelihood"] - held_out[0]) < 1
     assert train("--steps", "1", "--unlikelihood", "-1") == 2
     assert "unlikelihood" in capsys.readouterr().err
@@ -315,7 +315,7 @@ def test_the_guides_example(place: Path, monkeypatch: pytest.MonkeyPatch, capsys
     blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     (block,) = [each for each in blocks if "trainer.run(" in each]
     exec(compile(block, "train.md", "exec"), {})
-    assert capsys.readouterr().out.count("Logged(") == 3
+    assert capsys.readouterr().out.count("StepLogged(") == 3
     known = {name for option in _options("new") for name in option}
     table = guide.split("## A new model")[1].split("\n## ")[0]
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", table)) - {

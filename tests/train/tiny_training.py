@@ -27,7 +27,7 @@ CONFIG = ModelConfig(
 @dataclass
 class Batch:
     ids: Tensor
-    counted: Tensor | None = None
+    loss_mask: Tensor | None = None
     documents: Tensor | None = None
 
 
