@@ -26,7 +26,7 @@ class Counted:
 class Unmoved(torch.Tensor):
     """A tensor that is wherever one wants it."""
 
-    def to(self, *given, **more):  # type: ignore[no-untyped-def]
+    def to(self, *arguments, **extra):  # type: ignore[no-untyped-def]
         return self
 
 
@@ -42,30 +42,30 @@ class Written(OnGpu):
 
 def numbers(ahead: BatchPrefetcher, batches: Counted) -> list[tuple[int, list[int]]]:
     """Three steps as the loop does them: take one, prepare the next, and note what was made."""
-    seen = []
+    observed = []
     for index in range(3):
         ids = ahead.get(index).ids
         before = list(batches.made)
         ahead.prefetch(index + 1)
-        seen.append((int(ids[0, 0]), before))
-    return seen
+        observed.append((int(ids[0, 0]), before))
+    return observed
 
 
 @pytest.mark.parametrize(
-    ("batches", "device", "made"),
+    ("batches", "device", "created"),
     [
         (OnGpu(), A_GPU, [[0], [0, 1], [0, 1, 2]]),
         (Counted(), torch.device("cpu"), [[0], [0, 1], [0, 1, 2]]),
         (Written(), A_GPU, [[0], [0, 1], [0, 1, 2]]),
     ],
 )
-def test_every_batch_comes_once_and_in_order(batches, device, made) -> None:
+def test_every_batch_comes_once_and_in_order(batches, device, created) -> None:
     ahead = BatchPrefetcher(batches, 10, device)
-    assert numbers(ahead, batches) == list(enumerate(made))
+    assert numbers(ahead, batches) == list(enumerate(created))
 
 
 def test_a_gpu_has_the_next_batch_ready_and_others_do_not_make_it() -> None:
-    for batches, device, made in (
+    for batches, device, created in (
         (OnGpu(), A_GPU, [0, 1]),
         (Written(), A_GPU, [0]),
         (Counted(), torch.device("cpu"), [0]),
@@ -73,7 +73,7 @@ def test_a_gpu_has_the_next_batch_ready_and_others_do_not_make_it() -> None:
         ahead = BatchPrefetcher(batches, 10, device)  # type: ignore[arg-type]
         ahead.get(0)
         ahead.prefetch(1)
-        assert batches.made == made
+        assert batches.made == created
 
 
 def test_another_batch_than_the_prepared_one_is_made() -> None:

@@ -54,9 +54,9 @@ def plain_gradients(model: Transformer, batch: Batch) -> dict[str, torch.Tensor]
     logits = model(batch.ids[:, :-1])
     plain = functional.cross_entropy(logits[batch.loss_mask], batch.ids[:, 1:][batch.loss_mask])
     plain.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    result = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return found
+    return result
 
 
 def assert_gradients(model: Transformer, expected: dict[str, torch.Tensor]) -> None:
@@ -73,20 +73,20 @@ def test_loss_in_pieces_is_the_loss(at_once: int, monkeypatch: pytest.MonkeyPatc
     x = torch.randn(3, 50, 32, generator=rng(), requires_grad=True)
     targets, weights = random_ids(3, 50), torch.rand(3, 50, generator=rng())
     logits = model.logits(x).flatten(0, 1)
-    each = functional.cross_entropy(logits, targets.flatten(), reduction="none")
-    wanted = (each * weights.flatten()).sum() * 0.5
+    item = functional.cross_entropy(logits, targets.flatten(), reduction="none")
+    wanted = (item * weights.flatten()).sum() * 0.5
     expected = torch.autograd.grad(wanted, [x, *model.head.parameters(), model.norm.weight])
     summed = summed_loss(model, x, targets, weights) * 0.5
-    found = torch.autograd.grad(summed, [x, *model.head.parameters(), model.norm.weight])
+    result = torch.autograd.grad(summed, [x, *model.head.parameters(), model.norm.weight])
     assert torch.allclose(summed, wanted, rtol=1e-5)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(result, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-4)
     with torch.no_grad():
         assert torch.allclose(summed_loss(model, x, targets, weights), wanted * 2, rtol=1e-5)
     by_token = token_losses(model, x, targets)
-    assert torch.allclose(by_token.flatten(), each, atol=1e-5)
-    found = torch.autograd.grad((by_token * weights).sum() * 0.5, [x, model.norm.weight])
-    assert torch.allclose(found[0], expected[0], atol=1e-5, rtol=1e-4)
+    assert torch.allclose(by_token.flatten(), item, atol=1e-5)
+    result = torch.autograd.grad((by_token * weights).sum() * 0.5, [x, model.norm.weight])
+    assert torch.allclose(result[0], expected[0], atol=1e-5, rtol=1e-4)
 
 
 def test_the_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch):

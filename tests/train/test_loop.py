@@ -36,8 +36,10 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == other.keys() and all(
+        torch.equal(first[name], other[name]) for name in first
+    )
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
@@ -45,14 +47,14 @@ def test_it_learns(kind: Any):
     from unspool.train.learning.shape import new_model
 
     model = new_model(tiny_model().config)
-    seen: list[Event] = []
+    observed: list[Event] = []
     optimizers = make_optimizers(model, Rates(matrices=2e-2, embedding=2e-2), kind)
     settings = TrainSettings(steps=60, warmup=3)
-    Trainer(model, CountingBatches(16), next_token, optimizers, settings).run(seen.append)
-    losses = [event.loss for event in seen if isinstance(event, StepLogged)]
+    Trainer(model, CountingBatches(16), next_token, optimizers, settings).run(observed.append)
+    losses = [event.loss for event in observed if isinstance(event, StepLogged)]
     assert abs(losses[0] - torch.log(torch.tensor(29.0))) < 0.2  # begins knowing nothing
     assert losses[-1] < 0.6 * losses[0]
-    assert seen[-1] == RunEnded("done", 60)
+    assert observed[-1] == RunEnded("done", 60)
 
 
 def test_a_step_of_several_batches_is_a_step_of_one_large_one():
@@ -63,12 +65,12 @@ def test_a_step_of_several_batches_is_a_step_of_one_large_one():
         parts: int
 
         def batch(self, step: int) -> Batch:
-            whole = CountingBatches(8).batch(step // self.parts)
+            full = CountingBatches(8).batch(step // self.parts)
             loss_mask = torch.zeros(8, 16, dtype=torch.bool)
             for row in range(8):
                 loss_mask[row, : 1 + row] = True
             rows = slice(step % self.parts, None, self.parts)
-            return Batch(whole.ids[rows], loss_mask[rows])
+            return Batch(full.ids[rows], loss_mask[rows])
 
     def trained(parts: int) -> tuple[Trainer, list[float]]:
         model = tiny_model()
@@ -79,11 +81,11 @@ def test_a_step_of_several_batches_is_a_step_of_one_large_one():
         trainer.run(lambda e: losses.append(e.loss) if isinstance(e, StepLogged) else None)
         return trainer, losses
 
-    (one, one_losses), (four, four_losses) = trained(1), trained(4)
+    (first, one_losses), (four, four_losses) = trained(1), trained(4)
     assert one_losses == pytest.approx(four_losses, rel=1e-4)
-    assert one.tokens == four.tokens == 3 * 8 * 16
+    assert first.tokens == four.tokens == 3 * 8 * 16
     # AdamW divides by the gradient's size, so where that is about zero rounding may decide.
-    for name, value in weights(one).items():
+    for name, value in weights(first).items():
         assert (value - weights(four)[name]).abs().mean() < 1e-4, name
 
 
@@ -104,9 +106,9 @@ def test_gradients_are_clipped():
         trainer.run(events.append)
         return next(event.grad_norm for event in events if isinstance(event, StepLogged))
 
-    told = watched(0.0)
-    assert lengths[-1] == pytest.approx(told, rel=1e-4)
-    assert watched(0.5) == pytest.approx(told, rel=1e-4)
+    output = watched(0.0)
+    assert lengths[-1] == pytest.approx(output, rel=1e-4)
+    assert watched(0.5) == pytest.approx(output, rel=1e-4)
     assert lengths[-1] == pytest.approx(0.5, rel=1e-3)
 
 
@@ -149,8 +151,8 @@ def test_a_checkpoint_is_the_model(tmp_path: Path):
 
 
 def test_stopped_and_gone_on_with_it_ends_with_the_same_weights(tmp_path: Path):
-    whole = tiny_trainer(tmp_path / "whole", accumulate=2)
-    whole.run()
+    full = tiny_trainer(tmp_path / "whole", accumulate=2)
+    full.run()
     broken = tiny_trainer(tmp_path / "broken", accumulate=2)
     ended = broken.run(
         lambda event: broken.stop() if isinstance(event, StepLogged) and event.step == 11 else None
@@ -159,7 +161,7 @@ def test_stopped_and_gone_on_with_it_ends_with_the_same_weights(tmp_path: Path):
     assert Run.open(tmp_path / "broken").state == "stopped"
     again = tiny_trainer(tmp_path / "broken", accumulate=2)
     assert again.run() == RunEnded("done", 30)
-    assert same(weights(whole), weights(again))
+    assert same(weights(full), weights(again))
 
     def losses(name: str) -> list[tuple[int, float]]:
         return [(line["step"], line["loss"]) for line in Run.open(tmp_path / name).log()]
@@ -169,10 +171,10 @@ def test_stopped_and_gone_on_with_it_ends_with_the_same_weights(tmp_path: Path):
 
 def test_asked_to_pause_it_waits_and_goes_on(tmp_path: Path):
     trainer = tiny_trainer(tmp_path / "run")
-    run, seen, timers = Run.open(tmp_path / "run"), [], []
+    run, observed, timers = Run.open(tmp_path / "run"), [], []
 
     def listen(event: Event) -> None:
-        seen.append(event)
+        observed.append(event)
         if isinstance(event, StepLogged) and event.step == 3:
             run.ask("pause")
         if isinstance(event, RunPaused):
@@ -183,7 +185,7 @@ def test_asked_to_pause_it_waits_and_goes_on(tmp_path: Path):
             run.ask("stop")
 
     assert trainer.run(listen) == RunEnded("stopped", 6)
-    assert [event.step for event in seen if isinstance(event, RunPaused)] == [3]
+    assert [event.step for event in observed if isinstance(event, RunPaused)] == [3]
     resumable = run.resumable()
     assert resumable is not None and resumable.step == 6
 
@@ -303,8 +305,8 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
     with pytest.raises(TrainingError, match=r"disk is full.*checkpoint of step 3 is intact"):
         trainer.run(listen)
     monkeypatch.undo()
-    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert left == ["000000", "000001", "000003"]
+    remaining = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert remaining == ["000000", "000001", "000003"]
     Run.open(tmp_path / "run").update(state="failed")  # not even that could be written
     assert tiny_trainer(tmp_path / "run").run() == RunEnded("done", 30)
 

@@ -26,20 +26,20 @@ def ids(rows: int = 2, length: int = 21) -> Tensor:
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """What an objective drew: how much to hide, and which tokens."""
-    seen: dict[str, Tensor] = {}
+    observed: dict[str, Tensor] = {}
     shares, hide = objectives._mask_ratios, objectives._draw_mask
 
-    def watch_shares(*given: Any) -> Tensor:
-        seen["share"] = shares(*given)
-        return seen["share"]
+    def watch_shares(*arguments: Any) -> Tensor:
+        observed["share"] = shares(*arguments)
+        return observed["share"]
 
-    def watch_hide(*given: Any) -> Tensor:
-        seen["hide"] = hide(*given)
-        return seen["hide"]
+    def watch_hide(*arguments: Any) -> Tensor:
+        observed["hide"] = hide(*arguments)
+        return observed["hide"]
 
     monkeypatch.setattr(objectives, "_mask_ratios", watch_shares)
     monkeypatch.setattr(objectives, "_draw_mask", watch_hide)
-    return seen
+    return observed
 
 
 def looking(model: Transformer, tokens: Tensor, positions: list[int], ends: list[int]) -> Tensor:
@@ -99,13 +99,13 @@ def test_masked_hides_only_what_counts(drawn: dict[str, Tensor]):
     loss_mask = torch.zeros(2, 20, dtype=torch.bool)
     loss_mask[:, 10:] = True  # the targets from token 11 on
     model = tiny_model()
-    seen: list[Tensor] = []
+    observed: list[Tensor] = []
     embed = model.embed.forward
-    model.embed.forward = lambda tokens: (seen.append(tokens), embed(tokens))[1]  # type: ignore[method-assign]
+    model.embed.forward = lambda tokens: (observed.append(tokens), embed(tokens))[1]  # type: ignore[method-assign]
     loss = Masked(MASK)(model, Batch(ids(), loss_mask), torch.Generator().manual_seed(1))
     assert int(loss.tokens) == 2 * 9
-    assert torch.equal(seen[0][:, :11], ids()[:, :11])
-    assert (seen[0][:, 11:] == MASK).any()
+    assert torch.equal(observed[0][:, :11], ids()[:, :11])
+    assert (observed[0][:, 11:] == MASK).any()
 
 
 def test_block_diffusion_is_a_block_behind_clean_text(drawn: dict[str, Tensor]):

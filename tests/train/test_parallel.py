@@ -110,7 +110,7 @@ def test_one_process_goes_on_with_what_two_began(runs: Path, alone: dict[str, to
 def test_a_part_that_is_not_there_is_named(runs: Path, tmp_path: Path):
     shutil.copytree(runs / "shard", tmp_path / "torn")
     (_state(tmp_path / "torn") / "state-00002-of-00002.safetensors").unlink()
-    with pytest.raises(RunError, match="state-00002-of-00002.safetensors is missing"):
+    with pytest.raises(RunError, match=r"state-00002-of-00002.safetensors is missing"):
         read_state(_state(tmp_path / "torn"), tiny_model(**ODD), [])
 
 

@@ -15,7 +15,7 @@ from unspool.train.learning.shape import (
     Shape,
     batch_tokens,
     batch_tokens_of,
-    like,
+    config_like,
     micro_batch_tokens,
     new_model,
     rates_for,
@@ -86,7 +86,7 @@ def test_another_familys_shape_for_a_vocabulary_of_ones_own(tmp_path: Path):
 
     tiny.save("gemma3", tmp_path)
     theirs = open_checkpoint(tmp_path).config
-    config = like(theirs, 300)
+    config = config_like(theirs, 300)
     assert (config.vocab_size, config.windows) == (300, theirs.windows)
     logits = new_model(config)(torch.randint(0, 300, (1, 9)))
     assert torch.isfinite(logits).all()
