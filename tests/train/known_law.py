@@ -1,4 +1,4 @@
-"""Runs that follow a law exactly, at once and without torch: what a study is tried with."""
+"""Stand-in training functions whose losses follow a scaling law exactly, without torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def killed(run: Planned, folder: Path) -> float:
 
 
 def endless(run: Planned, folder: Path) -> float:
-    """Works on for as long as somebody waits for it."""
+    """Runs until its parent process dies."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "process").write_text(str(os.getpid()))
     while not is_orphaned():
@@ -39,6 +39,6 @@ def endless(run: Planned, folder: Path) -> float:
     return 0.0
 
 
-if __name__ == "__main__":  # a study that somebody kills
+if __name__ == "__main__":  # a study to be killed
     runs = [Planned(depth, 1, 1, 1.0) for depth in (1, 2)]
     Study(sys.argv[1]).measure(runs, endless, at_once=2)

@@ -24,7 +24,7 @@ class Counted:
 
 
 class Unmoved(torch.Tensor):
-    """A tensor that is wherever one wants it."""
+    """A tensor that ignores `to`."""
 
     def to(self, *arguments, **extra):  # type: ignore[no-untyped-def]
         return self

@@ -38,7 +38,7 @@ def test_the_shuffle_is_a_permutation(count: int) -> None:
 
 
 def test_the_shuffle_stays_what_it_is() -> None:
-    """A run that goes on with a newer version must see the same rows."""
+    """A run resumed with a newer version must see the same rows."""
     assert permuted(np.arange(10), 10, "0 0").tolist() == [4, 2, 5, 8, 6, 0, 3, 1, 7, 9]
 
 

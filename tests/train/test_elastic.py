@@ -1,4 +1,4 @@
-"""Under torchrun when a process is lost: training goes on from the last checkpoint, or says so."""
+"""torchrun loses a process: training resumes from the last checkpoint, or explains the failure."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_process_is_lost_and_nothing_else(place: Path):
     os.kill(stopped[0], signal.SIGKILL)
     _, message = process.communicate(timeout=200)
     assert process.returncode == 0, message[-3000:]
-    (run,) = Run.all("runs")  # the second life has begun no run of its own
+    (run,) = Run.all("runs")  # the restarted job resumed its run
     assert run.state == "done" and run.folder.name == "speeches-d1"
     assert [line["step"] for line in run.log() if "loss" in line] == list(range(1, 13))
     saved = run.resumable()

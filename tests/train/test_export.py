@@ -272,7 +272,7 @@ def test_what_cannot_be_written_is_refused(
 
 
 def test_every_known_cut_is_recognized():
-    """No two cuts that differ leave the same pieces of the text by which they are told apart."""
+    """Every pre-tokenizer splits the probe text differently, so that it can be identified."""
     from unspool.text.tokenizer import gguf_save
     from unspool.text.tokenizer.pretokenizers import PRETOKENIZERS
 

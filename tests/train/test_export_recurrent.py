@@ -18,7 +18,7 @@ from unspool.errors import ModelFileError
 from unspool.model.gguf import GGUFFile
 from unspool.train.export import export_gguf
 
-# llama.cpp wants keys and values of a recurrent head to be equally wide.
+# llama.cpp needs keys and values of a recurrent head to have the same width.
 SQUARE = {**tiny_recurrent._DELTA, "linear_value_head_dim": 12}
 SHARED = {**SQUARE, **tiny_recurrent._EXPERTS, "shared_expert_intermediate_size": 24}
 FAMILIES = {

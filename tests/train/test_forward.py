@@ -139,8 +139,8 @@ def test_recomputed_activations_change_nothing():
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
 def test_layers_that_are_alike_are_compiled_once(kind: str):
-    """Ten layers, of one kind or of two: on a GPU a graph for each would take minutes, and behind
-    the eighth the compiler gives up and leaves the others as slow as they are."""
+    """Ten layers of one or two kinds share compiled graphs: one graph per layer would take minutes
+    on a GPU, and after the eighth torch falls back to eager execution."""
     config = new_config(10, 64, 32, width=32)
     if kind == "gemma3":  # one layer of three sees all, the others a window
         config = replace(config, windows=tuple(0 if n % 3 == 2 else 8 for n in range(10)))

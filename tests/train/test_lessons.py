@@ -126,7 +126,7 @@ def test_templates_without_tags(tmp_path: Path, template: str | None, expected: 
 
 
 def test_tags_decide_where_there_are_some(tmp_path: Path) -> None:
-    """Only the words here, not the end of the turn: whoever wrote the template wants it so."""
+    """The template's tags exclude the end of the turn, and that is respected."""
     template = CHATML.replace(
         "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}",
         "{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"

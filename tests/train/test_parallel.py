@@ -1,5 +1,5 @@
-"""Two processes train what one does: DDP and FSDP2 over gloo, within rounding; and either goes on
-with what the other began."""
+"""Two processes (DDP and FSDP2 over gloo) train like one, within rounding, and each can resume the
+runs of the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A study of scaling: the grid spends its budgets, goes on where it was, predicts, and is drawn."""
+"""Scaling study: planning, resuming, prediction and plot."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def model(tmp_path: Path) -> tuple[Any, torch.nn.Module]:
 
 
 def quiet_vocabulary(folder: Path) -> Any:
-    """One of bytes: all text here is tokens already, but trl wants to have a vocabulary."""
+    """A byte tokenizer: the texts here are tokens already, but trl needs a tokenizer."""
     from transformers import AutoTokenizer
 
     from unspool.train.data.tokenizer import TokenizerSettings, learn, save

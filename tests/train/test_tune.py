@@ -1,4 +1,4 @@
-"""Tuning runs on a tiny model: they learn, go on exactly where they stopped, and can be used."""
+"""Fine-tuning a tiny model: it learns, resumes exactly, and the result can be loaded."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_texts_are_written_once_and_gone_on_with(model: Path):
     assert first.documents >= 2 and first.loss_mask is not None
     more = write(model, 8, loads)
     assert more.documents > first.documents
-    assert (more.ids[: len(first.ids)] == first.ids).all()  # the same, and others behind them
+    assert (more.ids[: len(first.ids)] == first.ids).all()  # the same texts, followed by others
     assert (write(model, 8, loads).ids == more.ids).all()
     assert loads == [4, 8]
     prompt = int(np.argmax(first.loss_mask))

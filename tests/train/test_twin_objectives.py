@@ -130,7 +130,7 @@ def test_a_block_is_guessed_from_itself_and_what_the_causal_model_read(drawn: di
 
 
 def test_the_causal_model_reads_as_it_always_did():
-    """Logits of the clean half are the causal model's own, whatever the twin is."""
+    """Logits of the clean pass are those of the causal model, with any twin."""
     clean, twin = a_pair()
     tokens = a_batch().inputs
     halves = Halves(clean.config, 4, 40, tokens.device)

@@ -90,7 +90,7 @@ def test_as_an_adapter_it_is_peft_with_a_note(here: Path):
 
 
 def test_a_canvas_is_filled_as_the_twin_says(here: Path):
-    """Nobody has to name mask, block and shift of an adapter that says them itself."""
+    """Mask, block size and shift are read from the adapter's twin.json."""
     run, _ = trained(settings(here, "block", lora=2, chat=0))
     with unspool.load(here / "model", backend="torch") as lm:
         with pytest.raises(UnspoolError, match="no mask token"):

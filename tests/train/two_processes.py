@@ -42,7 +42,7 @@ def turn(rank: int) -> None:
 
 
 def train(folder: Path, parallel: Parallel, steps: int = 99) -> str:
-    """A run of eight steps that is begun or gone on with, and stopped after so many."""
+    """Start or resume a run of eight steps, and stop it after `steps`."""
     if parallel.first and not (folder / "run.json").exists():
         Run.create(folder, "new", steps=8)
     parallel.wait()

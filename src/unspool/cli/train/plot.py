@@ -26,8 +26,10 @@ def curve(values: Sequence[float], width: int = 60, height: int = 8) -> list[str
             cells[dot // 4][column // 2] |= _DOTS[column % 2][dot % 4]
         before = row
     labels = {0: f"{high:.2f}", height - 1: f"{low:.2f}"}
-    drawn = ("".join(chr(_EMPTY | cell) for cell in line).rstrip(chr(_EMPTY)) for line in cells)
-    return [f"{labels.get(number, ''):>6} {line}" for number, line in enumerate(drawn)]
+    characters = (
+        "".join(chr(_EMPTY | cell) for cell in line).rstrip(chr(_EMPTY)) for line in cells
+    )
+    return [f"{labels.get(number, ''):>6} {line}" for number, line in enumerate(characters)]
 
 
 def _means(values: Sequence[float], count: int) -> list[float]:

@@ -5,7 +5,7 @@
     samples.jsonl       texts generated during training: step, prompt, seed, text
     checkpoints/000123/ model folders for `unspool.load` and transformers
     final.json          the resulting checkpoint of a finished run: the best one
-    control.json        requests of other processes: {"want": "pause" | "go" | "stop"}
+    control.json        command of another process: pause, go or stop
 
     for run in Run.all():
         print(run.name, run.state, run.log()[-1])

@@ -91,9 +91,9 @@ class Law:
                 "the fitted law has no optimal size, because one of its terms does not decrease; "
                 "add runs of more sizes or budgets"
             )
-        both = self.alpha + self.beta
-        ratio = (self.alpha * self.a / (self.beta * self.b)) ** (1 / both)
-        parameters = ratio * (flops / 6) ** (self.beta / both)
+        exponent_sum = self.alpha + self.beta
+        ratio = (self.alpha * self.a / (self.beta * self.b)) ** (1 / exponent_sum)
+        parameters = ratio * (flops / 6) ** (self.beta / exponent_sum)
         return parameters, flops / 6 / parameters
 
     @property

@@ -27,7 +27,7 @@ Point = tuple[float, float]
 class _Panel:
     """Axes of a panel: x logarithmic, y linear in the loss."""
 
-    left: float
+    x0: float
     across: tuple[float, float]
     up: tuple[float, float]
 
@@ -35,7 +35,7 @@ class _Panel:
         low, high = map(math.log, self.across)
         share = (math.log(x) - low) / (high - low)
         rise = (y - self.up[0]) / (self.up[1] - self.up[0])
-        return self.left + share * _WIDTH, _TOP + (1 - rise) * _HEIGHT
+        return self.x0 + share * _WIDTH, _TOP + (1 - rise) * _HEIGHT
 
 
 def draw(study: Study, title: str = "Loss, by compute, parameters and tokens") -> str:
@@ -135,17 +135,17 @@ def _padded_range(values: Sequence[float], margin: float, *, logarithmic: bool =
 
 
 def _axes(panel: _Panel, label: str, *, first: bool) -> str:
-    bottom, right = _TOP + _HEIGHT, panel.left + _WIDTH
-    parts = [f'<path class="axis" d="M{panel.left:.1f},{_TOP} V{bottom} H{right:.1f}"/>']
+    bottom, right = _TOP + _HEIGHT, panel.x0 + _WIDTH
+    parts = [f'<path class="axis" d="M{panel.x0:.1f},{_TOP} V{bottom} H{right:.1f}"/>']
     for value in decades(panel.across):
         x, _ = panel.at(value, panel.up[0])
         parts.append(f'<path class="grid" d="M{x:.1f},{_TOP} V{bottom}"/>')
         parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" class="mid">{short(value)}</text>')
     for value in nice(panel.up):
         _, y = panel.at(panel.across[0], value)
-        parts.append(f'<path class="grid" d="M{panel.left:.1f},{y:.1f} H{right:.1f}"/>')
-        parts.append(f'<text x="{panel.left - 6:.1f}" y="{y + 4:.1f}" class="end">{value:g}</text>')
-    middle = panel.left + _WIDTH / 2
+        parts.append(f'<path class="grid" d="M{panel.x0:.1f},{y:.1f} H{right:.1f}"/>')
+        parts.append(f'<text x="{panel.x0 - 6:.1f}" y="{y + 4:.1f}" class="end">{value:g}</text>')
+    middle = panel.x0 + _WIDTH / 2
     parts.append(f'<text x="{middle:.1f}" y="{bottom + 36}" class="mid name">{label}</text>')
     if first:
         y = _TOP + _HEIGHT / 2

@@ -103,8 +103,8 @@ class Mixture:
 
     def batch(self, step: int) -> Batch:
         rng = np.random.default_rng([self.seed, self.rank, step])
-        chosen = rng.choice(len(self._rows), size=self.batch_size, p=self._shares)
-        rows = [self._row(source, rng) for source in chosen]
+        sources = rng.choice(len(self._rows), size=self.batch_size, p=self._shares)
+        rows = [self._row(source, rng) for source in sources]
         ids, loss_mask, documents = (np.stack(part) for part in zip(*rows, strict=True))
         return Batch(
             torch.from_numpy(ids), torch.from_numpy(loss_mask[:, 1:]),

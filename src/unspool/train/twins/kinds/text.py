@@ -99,8 +99,8 @@ def _model(
     first = causal.checkpoint
     if settings.start:
         first = open_checkpoint(find_model(settings.start, progress=False))
-        same = first.config.vocab_size == causal.checkpoint.config.vocab_size
-        if not same or _read_mask(first.path) != mask:
+        same_vocabulary = first.config.vocab_size == causal.checkpoint.config.vocab_size
+        if not same_vocabulary or _read_mask(first.path) != mask:
             raise SettingsError(
                 f"{settings.start} is not a twin of this model with mask token {mask}"
             )
