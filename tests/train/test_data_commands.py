@@ -84,7 +84,7 @@ def test_documents_are_shown_with_what_counts() -> None:
     Path("chats.jsonl").write_text(json.dumps(row) + "\n")
     run("tokenizer", "notes.txt", "--vocab-size", "400", "--out", "mine")
     printed = run("data", "chats.jsonl", "--tokenizer", "mine", "--held-out", "0", "--show", "1")
-    assert "<|im_start|>user\nAsk?<|im_end|>" in printed and "count for the loss" in printed
+    assert "<|im_start|>user\nAsk?<|im_end|>" in printed and "of them in the loss" in printed
 
 
 def test_a_tokenizer_with_its_merges_shown() -> None:
@@ -113,7 +113,7 @@ def test_a_chat_template_of_ones_own() -> None:
     ("arguments", "error", "words"),
     [
         (["data", "none.txt"], DataError, "does not exist"),
-        (["tokenizer", "notes.txt", "--vocab-size", "10"], SettingsError, "at least 259"),
+        (["tokenizer", "notes.txt", "--vocab-size", "10"], SettingsError, ">= 259"),
         (["tokenizer", "notes.txt", "--pretokenizer", "x"], SettingsError, "choose from"),
         (["tokenizer", "notes.txt", "--chat-template", "none"], DataError, "cannot be read"),
         (["data", "notes.txt", "--held-out", "none.txt"], DataError, r"none\.txt does not exist"),

@@ -133,7 +133,7 @@ def test_scaling(
     printed = capsys.readouterr().out
     assert len(trained) == 10
     assert "d3-1e14" in printed
-    assert "not seen by the fit" in printed
+    assert "not part of the fit" in printed
     assert (tmp_path / "runs" / "scaling" / "scaling.svg").exists()
     assert _exit_code([*words, "--json"]) == 0
     assert len(trained) == 10  # all of it was there
@@ -142,6 +142,6 @@ def test_scaling(
     assert _exit_code([*words[:3], "--budgets", "1e12", "--name", "b", "--epochs", "1e9"]) == 2
     assert "a law needs 6" in capsys.readouterr().err
     assert _exit_code([*words[:3], "--budgets", "1e16", "--name", "c"]) == 2
-    assert "see its text too often" in capsys.readouterr().err
+    assert "repeat its text too often" in capsys.readouterr().err
     assert _exit_code([*words[:3], "--depths", "x"]) == 2
-    assert "no list of numbers" in capsys.readouterr().err
+    assert "not a comma-separated list" in capsys.readouterr().err

@@ -201,7 +201,7 @@ def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]):
     told = capsys.readouterr()
     assert "done:" in told.out + told.err
     assert _exit_code(["train", "twin", "--kind", "chess"]) != 0
-    assert "there is no kind 'chess'" in capsys.readouterr().err
+    assert "unknown kind 'chess'" in capsys.readouterr().err
     assert _exit_code(["train", "twin", "--kind", "draft", "--lora", "3"]) != 0
 
 
