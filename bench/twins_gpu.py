@@ -41,11 +41,11 @@ from twins.models import Pair, held_out_batches, tiny_causal
 from twins.puzzles import solved
 from unspool.errors import ModelFileError
 from unspool.train.export import export_folder
-from unspool.train.running.events import Event, Logged
+from unspool.train.running.events import Event, StepLogged
 from unspool.train.running.runs import Run
 from unspool.train.twins.head_files import open_head, save_head
 from unspool.train.twins.settings import TwinSettings
-from unspool.train.twins.sources import Causal, learned_from
+from unspool.train.twins.sources import CausalModel, load_sources
 from unspool.train.twins.twin import new_run, settings_of, train_twin
 
 # Minutes of training in all, if nothing is said.
@@ -101,7 +101,7 @@ class Job:
             run = new_run(settings, folder)
 
         def listen(event: Event) -> None:
-            if not isinstance(event, Logged):
+            if not isinstance(event, StepLogged):
                 return
             _tell(part, run, event)
             if self.until is not None and time.monotonic() > self.until:
@@ -124,7 +124,7 @@ class Job:
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(run.final, target, ignore=shutil.ignore_patterns("state"))
 
-    def packed_head(self, part: str, run: Run, causal: Causal) -> Path:
+    def packed_head(self, part: str, run: Run, causal: CausalModel) -> Path:
         """A head as it is shipped: four bits a number, where its rows can be cut into blocks."""
         assert run.final is not None
         target = self.out / "weights" / part
@@ -144,7 +144,7 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def _tell(part: str, run: Run, event: Logged) -> None:
+def _tell(part: str, run: Run, event: StepLogged) -> None:
     if event.step % max(1, run.steps // 20) == 0 or event.step == 1:
         more = "".join(f", {name} {value:.3g}" for name, value in event.extra.items())
         memory = f", {event.memory / 2**30:.0f} GiB" if getattr(event, "memory", None) else ""
@@ -162,14 +162,14 @@ def write(job: Job) -> dict[str, Any]:
     left = (job.until - time.monotonic()) / 60 if job.until else None
     settings = replace(settings, writing_minutes=left)
     since = time.monotonic()
-    causal = Causal.found(job.model)
-    _, _, told = learned_from(causal, settings, job.device, lambda done: say(f"  {done} texts"))
+    causal = CausalModel.open(job.model)
+    _, _, told = load_sources(causal, settings, job.device, lambda done: say(f"  {done} texts"))
     return {**told, "seconds": time.monotonic() - since}
 
 
-def _held_out(job: Job, settings: TwinSettings, causal: Causal, length: int, rows: int) -> Any:
+def _held_out(job: Job, settings: TwinSettings, causal: CausalModel, length: int, rows: int) -> Any:
     there = replace(settings, writing_minutes=0.0)  # nothing more is written now
-    _, held_out, _ = learned_from(causal, there, job.device, lambda done: None)
+    _, held_out, _ = load_sources(causal, there, job.device, lambda done: None)
     return held_out_batches(held_out, rows, length, 2, job.device)
 
 
@@ -177,7 +177,7 @@ def block(job: Job, part: str = "block", lora: int = 0) -> dict[str, Any]:
     settings = job.settings("block", part, lora=lora, alpha=float(lora) or None)
     run = job.trained(part, settings)
     job.keep(part, run)
-    causal = Causal.found(job.model)
+    causal = CausalModel.open(job.model)
     assert run.final is not None
     pair = Pair.opened(causal, run.final, job.device)
     length, rows = (48, 4) if job.given.tiny else (512, 32)
@@ -193,7 +193,7 @@ def fill(job: Job) -> dict[str, Any]:
     settings = job.settings("fill", "fill", start=start)
     run = job.trained("fill", settings)
     job.keep("fill", run)
-    causal = Causal.found(job.model)
+    causal = CausalModel.open(job.model)
     assert run.final is not None
     pair = Pair.opened(causal, run.final, job.device)
     length, rows = (48, 4) if job.given.tiny else (160, 512)
@@ -208,7 +208,7 @@ def draft(job: Job) -> dict[str, Any]:
         "draft", "draft", chat_share=1.0, data=(), shares=(), start=job.given.head
     )
     run = job.trained("draft", settings)
-    causal = Causal.found(job.model)
+    causal = CausalModel.open(job.model)
     clean = causal.frozen(job.device)
     head = opened_head(clean, job.packed_head("draft", run, causal), job.device)
     length, rows = (48, 4) if job.given.tiny else (384, 32)

@@ -23,21 +23,21 @@ def main() -> int:
     parser.add_argument("source", nargs="?")
     for name in ("--name", "--depth", "--minutes", "--seed", "--resume"):
         parser.add_argument(name)
-    given = parser.parse_intermixed_args()
-    if given.source == "missing.txt":
+    arguments = parser.parse_intermixed_args()
+    if arguments.source == "missing.txt":
         print("unspool: missing.txt: there is no such file", file=sys.stderr)
         return 2
-    if given.resume:
-        run = Run(Path(given.resume))
-        run.take_over(resumed_as=given.kind)
+    if arguments.resume:
+        run = Run(Path(arguments.resume))
+        run.take_over(resumed_as=arguments.kind)
     else:
-        settings = {"source": given.source, "depth": int(given.depth)}
-        run = Run.create(runs_folder() / given.name, "new", steps=STEPS, settings=settings)
+        settings = {"source": arguments.source, "depth": int(arguments.depth)}
+        run = Run.create(runs_folder() / arguments.name, "new", steps=STEPS, settings=settings)
     step = (run.log() or [{"step": 0}])[-1]["step"]
-    if given.source == "nan.txt":
+    if arguments.source == "nan.txt":
         run.update(state="failed", error="the loss became NaN at step 1; try a smaller rate")
         return 1
-    while (want := run.wanted()) != "stop" and step < STEPS:
+    while (want := run.requested_command()) != "stop" and step < STEPS:
         run.update(state="paused" if want == "pause" else "running")
         if want == "go":
             step += 1

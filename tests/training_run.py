@@ -46,7 +46,7 @@ def going(run: Run) -> None:
 
 
 def log_steps(run: Run, first: int, last: int) -> None:
-    """Lines as the loop writes them, all at once."""
+    """Append log lines as the training loop writes them."""
     lines = []
     for step in range(first, last + 1):
         line: dict[str, Any] = {

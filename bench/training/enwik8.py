@@ -27,7 +27,7 @@ from unspool.train.data.shards import Packed
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import make_optimizers
 from unspool.train.learning.shape import new_config, new_model, rates_for
-from unspool.train.running.events import Event, Logged
+from unspool.train.running.events import Event, StepLogged
 from unspool.train.running.loop import Trainer, TrainSettings
 
 _TIMED = 30  # steps by which the speed is known, behind those in which things are compiled
@@ -85,7 +85,7 @@ def run(job: Enwik8, device: torch.device, say: Callable[[str], None]) -> dict[s
 
     def told(event: Event) -> None:
         every = _WAY * trainer.settings.log_every
-        if not isinstance(event, Logged) or (event.step * _WAY) % steps >= every:
+        if not isinstance(event, StepLogged) or (event.step * _WAY) % steps >= every:
             return
         bits = judged(trainer.model, held_out, job.length, most=500_000)
         trainer.model.train()

@@ -21,7 +21,7 @@ from unspool.train.data.tokenizer import TokenizerSettings, make_tokenizer
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import make_optimizers
 from unspool.train.learning.shape import new_config, new_model, rates_for
-from unspool.train.running.events import Judged
+from unspool.train.running.events import Evaluated
 from unspool.train.running.held_out import HeldOut
 from unspool.train.running.loop import Trainer, TrainSettings
 
@@ -62,8 +62,8 @@ def race(job: Race, device: torch.device, say: Callable[[str], None]) -> dict[st
             ),
             judge=judge,
         )  # fmt: skip
-        judged: list[Judged] = []
-        trainer.run(lambda event: judged.append(event) if isinstance(event, Judged) else None)
+        judged: list[Evaluated] = []
+        trainer.run(lambda event: judged.append(event) if isinstance(event, Evaluated) else None)
         loss, bits = judged[-1].held_out_loss, judged[-1].bits_per_byte
         say(f"  {kind} x{rate:g}, {steps} steps: loss {loss:.4f}, {bits or 0:.4f} bits per byte")
         return loss, bits or 0.0

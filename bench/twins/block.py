@@ -58,7 +58,7 @@ def _counted(batch: Batch, starts: Tensor) -> Tensor:
     """Targets that are text, and of a conversation the answers; none begins its document."""
     places = torch.arange(starts.shape[1], device=starts.device)
     fine = ((places != starts) & (documents_of(batch) >= 0))[:, 1:]
-    return fine if batch.counted is None else fine & batch.counted[:, :-1]
+    return fine if batch.loss_mask is None else fine & batch.loss_mask[:, :-1]
 
 
 def drawn(blocks: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:

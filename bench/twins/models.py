@@ -19,7 +19,7 @@ from unspool.train.learning.lora import Lora, add_lora, put_adapter
 from unspool.train.learning.shape import new_config, new_model
 from unspool.train.running.held_out import on_device
 from unspool.train.twins.mixture import Mixture
-from unspool.train.twins.sources import Causal, Sources
+from unspool.train.twins.sources import CausalModel, Sources
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Pair:
     mask: int
 
     @classmethod
-    def opened(cls, causal: Causal, folder: Path, device: torch.device) -> Pair:
+    def opened(cls, causal: CausalModel, folder: Path, device: torch.device) -> Pair:
         clean = causal.frozen(device)
         mask = int(json.loads((folder / "twin.json").read_text())["mask_id"])
         if not is_adapter(folder):

@@ -20,7 +20,7 @@ from unspool.backends.torch.loaded import TorchModel
 from unspool.model.checkpoint import Checkpoint, load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.gguf_save import save_gguf
 from unspool.model.weights import parameter_count, shapes
-from unspool.train.learning.forward import Sight, hidden
+from unspool.train.learning.forward import AttentionMask, hidden
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -93,7 +93,7 @@ def test_the_plain_transformer(case: Case):
 def test_the_forward_pass_of_training(case: Case):
     _, expected, checkpoint = case
     model, tokens = load_transformer(checkpoint), some_tokens()
-    x = hidden(model, tokens, Sight.of(model.config, tokens))
+    x = hidden(model, tokens, AttentionMask.build(model.config, tokens))
     assert difference(model.logits(x), expected(tokens)) < CLOSE
 
 

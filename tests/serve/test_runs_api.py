@@ -134,7 +134,7 @@ def test_a_run_is_told_as_it_goes_and_to_its_end(served: Running, root: Path) ->
         if observed and observed[-1]["step"] == 25:
             break
     assert [line["step"] for line in observed] == [21, 22, 23, 24, 25]
-    run.forget_after(22)  # resumed from step 22
+    run.truncate_logs(22)  # resumed from step 22
     training_run.log_steps(run, 23, 24)
     again = next(data for kind, data in reply if kind == "log")
     assert again["from"] == 0 and [line["step"] for line in again["lines"]] == list(range(1, 25))

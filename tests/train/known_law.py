@@ -1,4 +1,4 @@
-"""Runs that follow a law exactly, at once and without torch: what a study is tried with."""
+"""Stand-in training functions whose losses follow a scaling law exactly, without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from unspool.train.scaling.side_by_side import left_alone
+from unspool.train.scaling.side_by_side import is_orphaned
 from unspool.train.scaling.study import Planned, Study
 
 
@@ -31,14 +31,14 @@ def killed(run: Planned, folder: Path) -> float:
 
 
 def endless(run: Planned, folder: Path) -> float:
-    """Works on for as long as somebody waits for it."""
+    """Runs until its parent process dies."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "process").write_text(str(os.getpid()))
-    while not left_alone():
+    while not is_orphaned():
         time.sleep(0.05)
     return 0.0
 
 
-if __name__ == "__main__":  # a study that somebody kills
+if __name__ == "__main__":  # a study to be killed
     runs = [Planned(depth, 1, 1, 1.0) for depth in (1, 2)]
     Study(sys.argv[1]).measure(runs, endless, at_once=2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unspool.train.data.batches import Batch
-from unspool.train.running.ahead import Ahead
+from unspool.train.running.ahead import BatchPrefetcher
 from unspool.train.running.faults import TrainingError
 
 A_GPU = SimpleNamespace(type="cuda")  # what decides whether it pays to be ahead
@@ -24,9 +24,9 @@ class Counted:
 
 
 class Unmoved(torch.Tensor):
-    """A tensor that is wherever one wants it."""
+    """A tensor that ignores `to`."""
 
-    def to(self, *given, **more):  # type: ignore[no-untyped-def]
+    def to(self, *arguments, **extra):  # type: ignore[no-untyped-def]
         return self
 
 
@@ -40,49 +40,49 @@ class Written(OnGpu):
     on_policy = True
 
 
-def numbers(ahead: Ahead, batches: Counted) -> list[tuple[int, list[int]]]:
+def numbers(ahead: BatchPrefetcher, batches: Counted) -> list[tuple[int, list[int]]]:
     """Three steps as the loop does them: take one, prepare the next, and note what was made."""
-    seen = []
+    observed = []
     for index in range(3):
-        ids = ahead.take(index).ids
+        ids = ahead.get(index).ids
         before = list(batches.made)
-        ahead.prepare(index + 1)
-        seen.append((int(ids[0, 0]), before))
-    return seen
+        ahead.prefetch(index + 1)
+        observed.append((int(ids[0, 0]), before))
+    return observed
 
 
 @pytest.mark.parametrize(
-    ("batches", "device", "made"),
+    ("batches", "device", "created"),
     [
         (OnGpu(), A_GPU, [[0], [0, 1], [0, 1, 2]]),
         (Counted(), torch.device("cpu"), [[0], [0, 1], [0, 1, 2]]),
         (Written(), A_GPU, [[0], [0, 1], [0, 1, 2]]),
     ],
 )
-def test_every_batch_comes_once_and_in_order(batches, device, made) -> None:
-    ahead = Ahead(batches, 10, device)
-    assert numbers(ahead, batches) == list(enumerate(made))
+def test_every_batch_comes_once_and_in_order(batches, device, created) -> None:
+    ahead = BatchPrefetcher(batches, 10, device)
+    assert numbers(ahead, batches) == list(enumerate(created))
 
 
 def test_a_gpu_has_the_next_batch_ready_and_others_do_not_make_it() -> None:
-    for batches, device, made in (
+    for batches, device, created in (
         (OnGpu(), A_GPU, [0, 1]),
         (Written(), A_GPU, [0]),
         (Counted(), torch.device("cpu"), [0]),
     ):
-        ahead = Ahead(batches, 10, device)  # type: ignore[arg-type]
-        ahead.take(0)
-        ahead.prepare(1)
-        assert batches.made == made
+        ahead = BatchPrefetcher(batches, 10, device)  # type: ignore[arg-type]
+        ahead.get(0)
+        ahead.prefetch(1)
+        assert batches.made == created
 
 
 def test_another_batch_than_the_prepared_one_is_made() -> None:
     batches = OnGpu()
-    ahead = Ahead(batches, 10, A_GPU)  # type: ignore[arg-type]
-    ahead.prepare(1)
-    assert int(ahead.take(5).ids[0, 0]) == 5
+    ahead = BatchPrefetcher(batches, 10, A_GPU)  # type: ignore[arg-type]
+    ahead.prefetch(1)
+    assert int(ahead.get(5).ids[0, 0]) == 5
 
 
 def test_a_token_outside_the_vocabulary_is_told() -> None:
-    with pytest.raises(TrainingError, match="batch 12 has token 12, and the model knows 10"):
-        Ahead(Counted(), 10, torch.device("cpu")).take(12)
+    with pytest.raises(TrainingError, match="batch 12 has token 12, but the model has 10 tokens"):
+        BatchPrefetcher(Counted(), 10, torch.device("cpu")).get(12)

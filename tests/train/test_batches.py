@@ -27,31 +27,31 @@ def windows(batches: Batches, steps: range) -> list[int]:
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 64, 65, 1000, 4097])
 def test_the_shuffle_is_a_permutation(count: int) -> None:
     places = np.arange(count)
-    found = permuted(places, count, "key")
-    assert sorted(found) == list(places)
-    assert (permuted(places, count, "key") == found).all()
-    assert (permuted(places[::-1], count, "key") == found[::-1]).all()  # each place by itself
+    result = permuted(places, count, "key")
+    assert sorted(result) == list(places)
+    assert (permuted(places, count, "key") == result).all()
+    assert (permuted(places[::-1], count, "key") == result[::-1]).all()  # each place by itself
     if count > 60:
-        assert (permuted(places, count, "other") != found).mean() > 0.9
-        distance = np.abs(np.diff(found)).mean()  # of neighbours; a third of all by chance
+        assert (permuted(places, count, "other") != result).mean() > 0.9
+        distance = np.abs(np.diff(result)).mean()  # of neighbours; a third of all by chance
         assert 0.2 < distance / count < 0.47
 
 
 def test_the_shuffle_stays_what_it_is() -> None:
-    """A run that goes on with a newer version must see the same rows."""
+    """A run resumed with a newer version must see the same rows."""
     assert permuted(np.arange(10), 10, "0 0").tolist() == [4, 2, 5, 8, 6, 0, 3, 1, 7, 9]
 
 
 def test_windows_hold_every_token_as_a_target_once() -> None:
     batches = Batches(text(101), batch_size=2, length=10)
     assert batches.rows == 10 and batches.steps_per_epoch == 5
-    seen = [batches.batch(step) for step in range(5)]
-    targets = torch.cat([batch.targets for batch in seen]).flatten()
+    observed = [batches.batch(step) for step in range(5)]
+    targets = torch.cat([batch.targets for batch in observed]).flatten()
     assert sorted(targets.tolist()) == list(range(1, 101))
-    for batch in seen:
+    for batch in observed:
         assert batch.ids.shape == (2, 11) and batch.ids.dtype == torch.int64
         assert (batch.targets == batch.inputs + 1).all()
-        assert batch.counted is None and batch.documents is None
+        assert batch.loss_mask is None and batch.documents is None
 
 
 def test_each_epoch_sees_every_window_in_another_order() -> None:
@@ -64,16 +64,16 @@ def test_each_epoch_sees_every_window_in_another_order() -> None:
 
 def test_epochs_that_end_within_a_batch() -> None:
     batches = Batches(text(7 * 8 + 1), batch_size=5, length=8)
-    seen = windows(batches, range(7))
+    observed = windows(batches, range(7))
     for epoch in range(5):
-        assert sorted(seen[epoch * 7 : epoch * 7 + 7]) == list(range(7))
+        assert sorted(observed[epoch * 7 : epoch * 7 + 7]) == list(range(7))
 
 
 def test_a_batch_depends_on_its_step_alone() -> None:
     packed = text(1000)
-    one, other = Batches(packed, 3, 16, seed=1), Batches(packed, 3, 16, seed=1)
+    first, other = Batches(packed, 3, 16, seed=1), Batches(packed, 3, 16, seed=1)
     for step in (5, 0, 5, 1_000_000):
-        assert torch.equal(one.batch(step).ids, other.batch(step).ids)
+        assert torch.equal(first.batch(step).ids, other.batch(step).ids)
 
 
 def test_ranks_share_what_one_would_see() -> None:
@@ -81,7 +81,7 @@ def test_ranks_share_what_one_would_see() -> None:
     alone = Batches(packed, 6, 16, seed=1)
     ranks = [Batches(packed, 2, 16, seed=1, rank=rank, world=3) for rank in range(3)]
     for step in range(30):
-        together = torch.cat([each.batch(step).ids for each in ranks])
+        together = torch.cat([item.batch(step).ids for item in ranks])
         assert torch.equal(together, alone.batch(step).ids)
 
 
@@ -97,38 +97,38 @@ def chat(*documents: tuple[int, list[int]]) -> Packed:
     """Documents by their length and the places in them that count."""
     lengths = [length for length, _ in documents]
     borders = np.concatenate([[0], np.cumsum(lengths)])
-    counted = np.zeros(borders[-1], bool)
+    loss_mask = np.zeros(borders[-1], bool)
     for begin, (_, places) in zip(borders, documents, strict=False):
-        counted[begin + np.array(places, int)] = True
-    return Packed(np.arange(1, borders[-1] + 1, dtype=np.uint16), borders, counted)
+        loss_mask[begin + np.array(places, int)] = True
+    return Packed(np.arange(1, borders[-1] + 1, dtype=np.uint16), borders, loss_mask)
 
 
 def rows(batches: Batches) -> dict[int, Any]:
-    found = {}
+    result = {}
     for step in range(batches.rows):
         batch = batches.batch(step)
-        found[int(batch.ids[0, 0])] = batch
-    return found
+        result[int(batch.ids[0, 0])] = batch
+    return result
 
 
 def test_conversations_have_rows_of_their_own() -> None:
     batches = Batches(chat((5, [3, 4]), (40, [39]), (3, [1])), 1, 100, inside_documents=True)
-    found = rows(batches)
-    assert sorted(found) == [1, 6, 46]
-    short = found[1]
+    result = rows(batches)
+    assert sorted(result) == [1, 6, 46]
+    short = result[1]
     assert short.ids.shape == (1, 33)  # filled up to a multiple of 32
     assert short.ids[0, :6].tolist() == [1, 2, 3, 4, 5, 0] and not short.ids[0, 5:].any()
-    assert short.counted[0].nonzero().flatten().tolist() == [2, 3]  # as targets, one earlier
+    assert short.loss_mask[0].nonzero().flatten().tolist() == [2, 3]  # as targets, one earlier
     assert short.documents[0, :6].tolist() == [0, 0, 0, 0, 0, -1]
-    assert found[6].ids.shape == (1, 65) and found[6].counted[0].nonzero().tolist() == [[38]]
+    assert result[6].ids.shape == (1, 65) and result[6].loss_mask[0].nonzero().tolist() == [[38]]
 
 
 def test_a_long_conversation_takes_several_rows() -> None:
     batches = Batches(chat((25, [0, 12, 24]), (4, [0]), (1, [0])), 1, 10)
-    found = rows(batches)
+    result = rows(batches)
     # A row without a target that counts is left out; a document's first token is never one.
-    assert sorted(found) == [11, 21]
-    targets = [int(t) for b in found.values() for t in b.targets[b.counted]]
+    assert sorted(result) == [11, 21]
+    targets = [int(t) for b in result.values() for t in b.targets[b.loss_mask]]
     assert sorted(targets) == [13, 25]
 
 
@@ -137,7 +137,7 @@ def test_what_cannot_be() -> None:
         Batches(text(5), 1, 8)
     with pytest.raises(DataError, match="too few"):
         Batches(chat((4, [0])), 1, 8)
-    with pytest.raises(SettingsError, match="rank below 2"):
+    with pytest.raises(SettingsError, match="rank 2, world 2"):
         Batches(text(100), 1, 8, rank=2, world=2)
 
 

@@ -70,11 +70,11 @@ def test_the_guides_commands_and_example(
 
 
 def test_the_card_for_people_and_for_programs() -> None:
-    shown = run("data", "notes.txt", "--vocab-size", "400")
-    words = shown.split()
+    printed = run("data", "notes.txt", "--vocab-size", "400")
+    words = printed.split()
     assert "notes.txt" in words and "uint16" in words and "duplicates," in words
     card = json.loads(run("data", "notes.txt", "--vocab-size", "400", "--json"))
-    assert f"{card['tokens']:,}" in shown and f"{card['bytes_per_token']:.2f}" in shown
+    assert f"{card['tokens']:,}" in printed and f"{card['bytes_per_token']:.2f}" in printed
     assert card["vocab_size"] == 400 and Path(card["folder"], "train.ids").is_file()
     assert card["held_out_documents"] > 0
 
@@ -83,22 +83,22 @@ def test_documents_are_shown_with_what_counts() -> None:
     row = {"prompt": "Ask?", "completion": "Answer."}
     Path("chats.jsonl").write_text(json.dumps(row) + "\n")
     run("tokenizer", "notes.txt", "--vocab-size", "400", "--out", "mine")
-    shown = run("data", "chats.jsonl", "--tokenizer", "mine", "--held-out", "0", "--show", "1")
-    assert "<|im_start|>user\nAsk?<|im_end|>" in shown and "count for the loss" in shown
+    printed = run("data", "chats.jsonl", "--tokenizer", "mine", "--held-out", "0", "--show", "1")
+    assert "<|im_start|>user\nAsk?<|im_end|>" in printed and "of them in the loss" in printed
 
 
 def test_a_tokenizer_with_its_merges_shown() -> None:
-    shown = run("tokenizer", "notes.txt", "--vocab-size", "280", "--special", "<mask>", "--show",
+    printed = run("tokenizer", "notes.txt", "--vocab-size", "280", "--special", "<mask>", "--show",
                 "--out", "mine")  # fmt: skip
-    lines = shown.splitlines()
+    lines = printed.splitlines()
     merges = [line for line in lines if "→" in line]
     assert len(merges) == 280 - 256 - 4 and merges[0].split()[0] == "260"
     assert " → " in merges[0] and "bytes per token" in lines[-1] and "mine" in lines[-1]
     counts = [int(line.split()[1].replace(",", "")) for line in merges]
     assert counts == sorted(counts, reverse=True)
-    made = Tokenizer.from_file("mine")
-    assert made.vocab_size == 280 and made.special_tokens["<mask>"] == 3
-    assert sorted(each.name for each in Path("mine").iterdir()) == [
+    created = Tokenizer.from_file("mine")
+    assert created.vocab_size == 280 and created.special_tokens["<mask>"] == 3
+    assert sorted(item.name for item in Path("mine").iterdir()) == [
         "tokenizer.json", "tokenizer_config.json"
     ]  # fmt: skip
 
@@ -113,7 +113,7 @@ def test_a_chat_template_of_ones_own() -> None:
     ("arguments", "error", "words"),
     [
         (["data", "none.txt"], DataError, "does not exist"),
-        (["tokenizer", "notes.txt", "--vocab-size", "10"], SettingsError, "at least 259"),
+        (["tokenizer", "notes.txt", "--vocab-size", "10"], SettingsError, ">= 259"),
         (["tokenizer", "notes.txt", "--pretokenizer", "x"], SettingsError, "choose from"),
         (["tokenizer", "notes.txt", "--chat-template", "none"], DataError, "cannot be read"),
         (["data", "notes.txt", "--held-out", "none.txt"], DataError, r"none\.txt does not exist"),

@@ -1,4 +1,4 @@
-"""Under torchrun when a process is lost: training goes on from the last checkpoint, or says so."""
+"""torchrun loses a process: training resumes from the last checkpoint, or explains the failure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from test_train_command import SMALL, TEXT, losses
 
 from unspool.cli.main import _exit_code
 from unspool.model.checkpoint import load_transformer, open_checkpoint
-from unspool.train.new import _shared
-from unspool.train.running.elastic import begun_before, job_facts, seen_by_all
-from unspool.train.running.faults import in_words
+from unspool.train.new import _divide_batch
+from unspool.train.running.elastic import find_restarted_run, job_facts, open_run_everywhere
+from unspool.train.running.faults import explain_error
 from unspool.train.running.parallel import Parallel
 from unspool.train.running.runs import Run, RunError
 from unspool.train.settings import NewSettings
@@ -74,25 +74,25 @@ def test_a_process_is_lost_and_nothing_else(place: Path):
     the other says so. Then it dies: both are started again, and what comes out is what one
     undisturbed process makes."""
     process = subprocess.Popen(
-        [sys.executable, "-c", JOB, "train", *WORDS, "--shard", "--timeout", "0.25"],
+        [sys.executable, "-c", JOB, "train", *WORDS, "--shard", "--timeout", "0.15"],
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stderr is not None
-    told = ""
+    output = ""
     for line in process.stderr:
-        told += line
-        if "go on from it" in line:
+        output += line
+        if "resume from it" in line:
             break
-    assert "is gone or does not answer" in told, told[-3000:]
-    assert "the checkpoint of step 8 is whole" in " ".join(told.split())
+    assert "died or does not respond" in output, output[-3000:]
+    assert "the checkpoint of step 8 is intact" in " ".join(output.split())
     (run,) = Run.all("runs")
     assert run.facts["state"] == "failed"
     stopped = _stopped_children(process.pid)
     assert len(stopped) == 1
     os.kill(stopped[0], signal.SIGKILL)
-    _, said = process.communicate(timeout=200)
-    assert process.returncode == 0, said[-3000:]
-    (run,) = Run.all("runs")  # the second life has begun no run of its own
+    _, message = process.communicate(timeout=200)
+    assert process.returncode == 0, message[-3000:]
+    (run,) = Run.all("runs")  # the restarted job resumed its run
     assert run.state == "done" and run.folder.name == "speeches-d1"
     assert [line["step"] for line in run.log() if "loss" in line] == list(range(1, 13))
     saved = run.resumable()
@@ -100,54 +100,54 @@ def test_a_process_is_lost_and_nothing_else(place: Path):
     assert _exit_code(["train", *WORDS, "--name", "alone", "--quiet"]) == 0
     alone = Run.open("alone")
     assert losses(run) == pytest.approx(losses(alone), abs=1e-3)
-    one, other = (load_transformer(open_checkpoint(each.model)) for each in (run, alone))
-    for (name, found), wanted in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.allclose(found, wanted, atol=2e-3), name
+    first, other = (load_transformer(open_checkpoint(item.model)) for item in (run, alone))
+    for (name, result), expected in zip(first.named_parameters(), other.parameters(), strict=True):
+        assert torch.allclose(result, expected, atol=2e-3), name
 
 
 def _stopped_children(parent: int) -> list[int]:
     until = time.monotonic() + 10
-    found: list[int] = []
-    while not found and time.monotonic() < until:
+    result: list[int] = []
+    while not result and time.monotonic() < until:
         listed = subprocess.run(
             ["ps", "-o", "pid=,stat=", "--ppid", str(parent)], capture_output=True, text=True
         ).stdout.split("\n")
         rows = [line.split() for line in listed if line.strip()]
-        found = [int(pid) for pid, state in rows if state.startswith("T")]
-    return found
+        result = [int(pid) for pid, state in rows if state.startswith("T")]
+    return result
 
 
 def test_a_step_is_shared_by_any_number_that_divides_it():
     settings = NewSettings(length=32, batch=4, batch_tokens=32 * 24, steps=1)
-    shares = {world: _shared(settings, world) for world in (1, 2, 3, 4, 6, 8, 24)}
-    rows = {world: (each.batch, often) for world, (each, often) in shares.items()}
+    shares = {world: _divide_batch(settings, world) for world in (1, 2, 3, 4, 6, 8, 24)}
+    rows = {world: (item.batch, often) for world, (item, often) in shares.items()}
     assert rows == {1: (4, 6), 2: (4, 3), 3: (4, 2), 4: (3, 2), 6: (4, 1), 8: (3, 1), 24: (1, 1)}
-    with pytest.raises(RunError, match="24 rows of text, which 5 processes cannot share"):
-        _shared(settings, 5)
+    with pytest.raises(RunError, match="24 rows, which 5 processes cannot share"):
+        _divide_batch(settings, 5)
 
 
 def test_only_the_same_job_finds_what_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("UNSPOOL_RUNS", str(tmp_path))
-    asked = NewSettings(data=("a.txt",), steps=3)
-    assert job_facts(asked) == {} and begun_before(asked) is None  # without torchrun
+    questions = NewSettings(data=("a.txt",), steps=3)
+    assert job_facts(questions) == {} and find_restarted_run(questions) is None  # without torchrun
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # then the torchrun process is the name
-    Run.create(tmp_path / "one", "new", **job_facts(asked))
+    Run.create(tmp_path / "one", "new", **job_facts(questions))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "tuesday")
-    assert begun_before(asked) is None
-    Run.create(tmp_path / "two", "new", **job_facts(asked))
-    found = begun_before(asked)
-    assert found is not None and found.name == "two"
-    assert begun_before(NewSettings(data=("a.txt",), steps=4)) is None
-    found.update(state="done")
-    assert begun_before(asked) is None
+    assert find_restarted_run(questions) is None
+    Run.create(tmp_path / "two", "new", **job_facts(questions))
+    result = find_restarted_run(questions)
+    assert result is not None and result.name == "two"
+    assert find_restarted_run(NewSettings(data=("a.txt",), steps=4)) is None
+    result.update(state="done")
+    assert find_restarted_run(questions) is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    found = begun_before(asked)
-    assert found is not None and found.name == "one"
+    result = find_restarted_run(questions)
+    assert result is not None and result.name == "one"
 
 
 def test_a_folder_that_is_not_shared_is_named(tmp_path: Path):
     with pytest.raises(RunError, match="on a disk that all machines share"):
-        seen_by_all(tmp_path, Parallel.alone("cpu"))
+        open_run_everywhere(tmp_path, Parallel.alone("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -160,10 +160,10 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path: Path):
 )
 def test_a_lost_process_is_told_in_words(error: Exception, tmp_path: Path):
     run = Run.create(tmp_path / "run", "new")
-    said = str(in_words(error, run, 7))
-    assert said.startswith("another process of this training is gone or does not answer (")
-    assert "no checkpoint to go on from" in said
-    assert in_words(RuntimeError("shapes do not fit"), run, 7) is None  # a bug, shown as it is
+    message = str(explain_error(error, run, 7))
+    assert message.startswith("another training process died or does not respond (")
+    assert "no checkpoint to resume from" in message
+    assert explain_error(RuntimeError("shapes do not fit"), run, 7) is None  # a bug, shown as it is
 
 
 def test_the_commands_of_the_guides_are_known():
@@ -174,17 +174,17 @@ def test_the_commands_of_the_guides_are_known():
     from unspool.cli.main import app_with, with_command
 
     root: Any = typer.main.get_command(app_with())
-    shown = [
+    printed = [
         line
         for page in ("scale.md", "train.md")
         for line in (DOCS / page).read_text().replace("\\\n", " ").split("\n")
         if line.startswith("$ torchrun ")
     ]
-    assert len(shown) >= 4
-    for line in shown:
-        asked = get_args_parser().parse_args(shlex.split(line)[2:])
-        assert asked.module and asked.training_script == "unspool", line
-        _, name, *words = with_command(asked.training_script_args, piped=False)
+    assert len(printed) >= 4
+    for line in printed:
+        questions = get_args_parser().parse_args(shlex.split(line)[2:])
+        assert questions.module and questions.training_script == "unspool", line
+        _, name, *words = with_command(questions.training_script_args, piped=False)
         command = root.commands["train"].commands[name]
-        known = {option for each in command.params for option in each.opts}
-        assert all(word in known for word in words if word.startswith("--")), line
+        existing = {option for item in command.params for option in item.opts}
+        assert all(word in existing for word in words if word.startswith("--")), line

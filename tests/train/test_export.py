@@ -57,10 +57,10 @@ def test_llama_cpp_gives_the_logits_of_transformers(
     model = tiny.save(family, tmp_path / "model")
     small.save_vocabulary(tmp_path / "model")
     path = export_gguf(tmp_path / "model", tmp_path / "model.gguf", type="F32")
-    wanted = log_probabilities(model, PROMPTS)
-    found = np.array(llama_cpp.ask(path, prompts=PROMPTS)["logprobs"])
-    assert np.abs(found - wanted).max() < 1e-3
-    assert np.abs(ours(path, PROMPTS) - wanted).max() < 1e-3
+    expected = log_probabilities(model, PROMPTS)
+    result = np.array(llama_cpp.ask(path, prompts=PROMPTS)["logprobs"])
+    assert np.abs(result - expected).max() < 1e-3
+    assert np.abs(ours(path, PROMPTS) - expected).max() < 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -79,16 +79,16 @@ def test_packed_numbers(folder: Path, tmp_path: Path, kind: str):
     kinds = set()
     for name, tensor in packed.tensors.items():
         kinds.add(tensor.type.name)
-        of = gguf.GGMLQuantizationType[tensor.type.name]
-        again = quantize(plain.float32(name), of).view(np.uint8)
+        kind_of = gguf.GGMLQuantizationType[tensor.type.name]
+        again = quantize(plain.float32(name), kind_of).view(np.uint8)
         assert np.array_equal(packed.raw(name).reshape(-1), again.reshape(-1)), name
     heads = set() if kind == "F16" else {"Q8_0"}
     assert kinds == {"F32", kind} | heads
-    said = np.array(llama_cpp.ask(path, prompts=PROMPTS)["logprobs"])
-    own, exact = ours(path, PROMPTS), ours(folder, PROMPTS)
+    message = np.array(llama_cpp.ask(path, prompts=PROMPTS)["logprobs"])
+    local, exact = ours(path, PROMPTS), ours(folder, PROMPTS)
     # llama.cpp rounds what goes into a product of packed numbers to 8 bits too; we do not here.
-    assert np.abs(said - own).mean() < 0.05
-    assert np.abs(own - exact).mean() < {"F16": 0.01, "Q8_0": 0.05}.get(kind, 1.0)
+    assert np.abs(message - local).mean() < 0.05
+    assert np.abs(local - exact).mean() < {"F16": 0.01, "Q8_0": 0.05}.get(kind, 1.0)
 
 
 def test_settings_and_tensors_are_those_of_llama_cpps_converter(
@@ -109,8 +109,8 @@ def test_settings_and_tensors_are_those_of_llama_cpps_converter(
         for key, value in theirs.metadata.items():
             if not key.startswith(("general.name", "general.size_label", "general.sampling")):
                 assert mine.metadata[key] == value, key
-        more = {key for key in mine.metadata if not key.startswith("tokenizer.")}
-        assert {key.partition(".")[2] for key in more - theirs.metadata.keys()} <= {
+        extra = {key for key in mine.metadata if not key.startswith("tokenizer.")}
+        assert {key.partition(".")[2] for key in extra - theirs.metadata.keys()} <= {
             "rope.dimension_count", "vocab_size", "attention.key_length", "attention.value_length",
         }  # fmt: skip
         assert mine.tensors.keys() == theirs.tensors.keys()
@@ -122,17 +122,17 @@ def test_the_vocabulary_is_the_same_in_llama_cpp(folder: Path, tmp_path: Path):
     path = export_gguf(folder, tmp_path / "model.gguf", name="small one")
     tokenizer = Tokenizer.from_file(folder)
     messages = [{"role": "user", "content": "Hello there"}]
-    said = llama_cpp.ask(path, texts=small.TEXTS, messages=messages)
-    assert said["ids"] == [tokenizer.encode(text) for text in small.TEXTS]
-    assert said["written"] == "<|user|>\nHello there<|end|>\n<|assistant|>\n"
+    message = llama_cpp.ask(path, texts=small.TEXTS, messages=messages)
+    assert message["ids"] == [tokenizer.encode(text) for text in small.TEXTS]
+    assert message["written"] == "<|user|>\nHello there<|end|>\n<|assistant|>\n"
     again = Tokenizer.from_gguf(GGUFFile(path).metadata)
-    assert [again.encode(t) for t in small.TEXTS] == said["ids"]
+    assert [again.encode(t) for t in small.TEXTS] == message["ids"]
     assert again.chat_template == small.TEMPLATE
     assert (again.eos_id, again.bos_id, again.add_bos) == (1, 0, False)
-    known = GGUFFile(path).metadata
-    assert known["general.name"] == "small one"
-    assert known["tokenizer.ggml.pre"] == "gpt-2"
-    types = known["tokenizer.ggml.token_type"].tolist()
+    existing = GGUFFile(path).metadata
+    assert existing["general.name"] == "small one"
+    assert existing["tokenizer.ggml.pre"] == "gpt-2"
+    types = existing["tokenizer.ggml.token_type"].tolist()
     assert types[:4] == [3, 3, 3, 3]
     assert set(types[4:]) == {1, 4, 5}  # normal, <tool>, and a row of the model without a token
 
@@ -151,16 +151,16 @@ def test_known_vocabularies_as_llama_cpp_wrote_them(family: str, file: str, name
     theirs = GGUFFile(
         assets.llama_cpp_source() / "models" / f"ggml-vocab-{file}.gguf", glance=False
     )
-    wanted = theirs.metadata
-    tokens = wanted["tokenizer.ggml.tokens"]
+    expected = theirs.metadata
+    tokens = expected["tokenizer.ggml.tokens"]
     mine = Tokenizer.from_file(source).gguf_metadata(len(tokens))
-    assert mine["tokenizer.ggml.model"] == wanted["tokenizer.ggml.model"]
+    assert mine["tokenizer.ggml.model"] == expected["tokenizer.ggml.model"]
     if name:
         assert mine["tokenizer.ggml.pre"] == name
-        assert mine["tokenizer.ggml.merges"] == wanted["tokenizer.ggml.merges"]
-    same = [a == b for a, b in zip(mine["tokenizer.ggml.tokens"], tokens, strict=True)]
-    assert np.mean(same) > 0.995  # some reserved ones were named later
-    again, original = Tokenizer.from_gguf(mine), Tokenizer.from_gguf(wanted)
+        assert mine["tokenizer.ggml.merges"] == expected["tokenizer.ggml.merges"]
+    is_same = [a == b for a, b in zip(mine["tokenizer.ggml.tokens"], tokens, strict=True)]
+    assert np.mean(is_same) > 0.995  # some reserved ones were named later
+    again, original = Tokenizer.from_gguf(mine), Tokenizer.from_gguf(expected)
     for text in [*small.TEXTS, "Hello  World\n\n  it's 2024, 我们 go"]:
         assert again.encode(text) == original.encode(text)
 
@@ -168,10 +168,10 @@ def test_known_vocabularies_as_llama_cpp_wrote_them(family: str, file: str, name
 def test_a_folder_for_transformers(folder: Path, tmp_path: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    wanted = ours(folder, PROMPTS)
+    expected = ours(folder, PROMPTS)
     target = export_folder(folder, tmp_path / "exported")
     model = AutoModelForCausalLM.from_pretrained(target)
-    assert np.abs(log_probabilities(model, PROMPTS) - wanted).max() < 1e-4
+    assert np.abs(log_probabilities(model, PROMPTS) - expected).max() < 1e-4
     theirs = AutoTokenizer.from_pretrained(target)
     assert theirs.encode(small.TEXTS[0]) == Tokenizer.from_file(folder).encode(small.TEXTS[0])
     assert theirs.chat_template == small.TEMPLATE
@@ -179,7 +179,7 @@ def test_a_folder_for_transformers(folder: Path, tmp_path: Path):
     back = export_folder(tmp_path / "one.gguf", tmp_path / "back", dtype="bfloat16")
     again = AutoModelForCausalLM.from_pretrained(back)
     assert again.dtype == torch.bfloat16
-    assert np.abs(log_probabilities(again.float(), PROMPTS) - wanted).mean() < 0.1
+    assert np.abs(log_probabilities(again.float(), PROMPTS) - expected).mean() < 0.1
 
 
 @pytest.mark.parametrize(("kind", "bits", "near"), [("mlx8", 8, 0.1), ("mlx4", 4, 4.0)])
@@ -187,19 +187,19 @@ def test_a_folder_for_mlx(folder: Path, tmp_path: Path, kind: str, bits: int, ne
     """A number is scale times a whole number plus the group's minimum, as MLX has it; the file is
     smaller, and the model says nearly the same."""
     target = export_folder(folder, tmp_path / "packed", dtype=kind)
-    told = json.loads((target / "config.json").read_text())
-    assert told["quantization"] == {"group_size": 32, "bits": bits, "mode": "affine"}
-    kept, plain = (load_file(each / "model.safetensors") for each in (target, folder))
+    output = json.loads((target / "config.json").read_text())
+    assert output["quantization"] == {"group_size": 32, "bits": bits, "mode": "affine"}
+    stored, plain = (load_file(item / "model.safetensors") for item in (target, folder))
     at = "model.layers.0.mlp.up_proj"
-    words, wanted = kept[f"{at}.weight"], plain[f"{at}.weight"].astype(np.float32)
-    each = (words[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)) & (2**bits - 1)
-    scales, minima = (kept[f"{at}.{part}"].astype(np.float32) for part in ("scales", "biases"))
-    found = each.reshape(*scales.shape, 32) * scales[..., None] + minima[..., None]
-    off = np.abs(found.reshape(wanted.shape) - wanted).reshape(*scales.shape, 32).max(-1)
+    words, expected = stored[f"{at}.weight"], plain[f"{at}.weight"].astype(np.float32)
+    item = (words[..., None] >> np.arange(0, 32, bits, dtype=np.uint32)) & (2**bits - 1)
+    scales, minima = (stored[f"{at}.{part}"].astype(np.float32) for part in ("scales", "biases"))
+    result = item.reshape(*scales.shape, 32) * scales[..., None] + minima[..., None]
+    off = np.abs(result.reshape(expected.shape) - expected).reshape(*scales.shape, 32).max(-1)
     assert (off <= 0.55 * scales + 1e-3 * np.abs(minima) + 1e-6).all()
     assert np.abs(ours(target, PROMPTS) - ours(folder, PROMPTS)).max() < near
     read = dict(open_checkpoint(target).weights())["layers.0.feed.up.weight"].float32()
-    np.testing.assert_allclose(read, found.reshape(wanted.shape), atol=1e-6)
+    np.testing.assert_allclose(read, result.reshape(expected.shape), atol=1e-6)
 
 
 def test_a_large_folder_for_mlx_has_its_index(folder: Path, tmp_path: Path):
@@ -207,10 +207,10 @@ def test_a_large_folder_for_mlx_has_its_index(folder: Path, tmp_path: Path):
     save_checkpoint(model, tmp_path / "large", largest_file=100_000)
     assert len(list((tmp_path / "large").glob("*.safetensors"))) > 1
     quantize_folder(tmp_path / "large", 8)
-    one = dict(open_checkpoint(export_folder(folder, tmp_path / "one", dtype="mlx8")).weights())
+    first = dict(open_checkpoint(export_folder(folder, tmp_path / "one", dtype="mlx8")).weights())
     several = dict(open_checkpoint(tmp_path / "large").weights())
-    assert one.keys() == several.keys()
-    for name, stored in one.items():
+    assert first.keys() == several.keys()
+    for name, stored in first.items():
         np.testing.assert_array_equal(stored.float32(), several[name].float32())
 
 
@@ -230,7 +230,7 @@ def test_what_is_there_stays_until_the_new_one_is_whole(
 ):
     path = export_gguf(folder, tmp_path / "model.gguf")
     before = path.read_bytes()
-    with pytest.raises(UnspoolError, match="there already"):
+    with pytest.raises(UnspoolError, match="already exists"):
         export_gguf(folder, path)
 
     def full(*_: object) -> None:
@@ -272,7 +272,7 @@ def test_what_cannot_be_written_is_refused(
 
 
 def test_every_known_cut_is_recognized():
-    """No two cuts that differ leave the same pieces of the text by which they are told apart."""
+    """Every pre-tokenizer splits the probe text differently, so that it can be identified."""
     from unspool.text.tokenizer import gguf_save
     from unspool.text.tokenizer.pretokenizers import PRETOKENIZERS
 
@@ -280,4 +280,4 @@ def test_every_known_cut_is_recognized():
     names = [name for name in PRETOKENIZERS if not name.startswith(("bailingmoe", "llada"))]
     cuts = {PRETOKENIZERS[name] for name in names if PRETOKENIZERS[name].byte_level}
     pieces = {cut.patterns: gguf_save._cut(gguf_save._pre_tokenizer(cut)) for cut in cuts}
-    assert len({tuple(found) for found in pieces.values()}) == len(pieces) > 5
+    assert len({tuple(result) for result in pieces.values()}) == len(pieces) > 5

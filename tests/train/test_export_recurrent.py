@@ -18,7 +18,7 @@ from unspool.errors import ModelFileError
 from unspool.model.gguf import GGUFFile
 from unspool.train.export import export_gguf
 
-# llama.cpp wants keys and values of a recurrent head to be equally wide.
+# llama.cpp needs keys and values of a recurrent head to have the same width.
 SQUARE = {**tiny_recurrent._DELTA, "linear_value_head_dim": 12}
 SHARED = {**SQUARE, **tiny_recurrent._EXPERTS, "shared_expert_intermediate_size": 24}
 FAMILIES = {
@@ -48,16 +48,16 @@ def saved(name: str, folder: Path) -> Any:
 def test_llama_cpp_gives_the_logits_of_transformers(name: str, sized: None, tmp_path: Path):
     model = saved(name, tmp_path / "model")
     path = export_gguf(tmp_path / "model", tmp_path / "model.gguf", type="F32")
-    wanted = log_probabilities(model, PROMPTS)
-    assert np.abs(ours(path, PROMPTS) - wanted).max() < 1e-4
-    found = np.array(llama_cpp.ask(path, prompts=PROMPTS)["logprobs"])
-    assert np.abs(found - wanted).max() < 1e-3
+    expected = log_probabilities(model, PROMPTS)
+    assert np.abs(ours(path, PROMPTS) - expected).max() < 1e-4
+    result = np.array(llama_cpp.ask(path, prompts=PROMPTS)["logprobs"])
+    assert np.abs(result - expected).max() < 1e-3
     # What came out of a GGUF file goes into one again as it was.
     again = export_gguf(path, tmp_path / "again.gguf", type="F32")
-    one, other = GGUFFile(path), GGUFFile(again)
-    assert one.tensors.keys() == other.tensors.keys()
-    for tensor in one.tensors:
-        np.testing.assert_allclose(one.float32(tensor), other.float32(tensor), rtol=1e-6)
+    first, other = GGUFFile(path), GGUFFile(again)
+    assert first.tensors.keys() == other.tensors.keys()
+    for tensor in first.tensors:
+        np.testing.assert_allclose(first.float32(tensor), other.float32(tensor), rtol=1e-6)
 
 
 @pytest.mark.slow  # starting the converter takes long, and what it writes is run above
@@ -72,13 +72,17 @@ def test_settings_and_tensors_are_those_of_llama_cpps_converter(sized: None, tmp
         mine = GGUFFile(export_gguf(tmp_path / name, tmp_path / f"{name}.gguf", type="F32"))
         theirs = GGUFFile(tmp_path / f"{name}-theirs.gguf")
         for key, value in theirs.metadata.items():
-            told = key.startswith(("general.", "tokenizer.")) or key.endswith("dimension_sections")
-            if not told and not (name == "lfm2" and key.endswith("feed_forward_length")):
+            output = key.startswith(("general.", "tokenizer.")) or key.endswith(
+                "dimension_sections"
+            )
+            if not output and not (name == "lfm2" and key.endswith("feed_forward_length")):
                 assert np.array_equal(mine.metadata[key], value), key
         assert mine.tensors.keys() == theirs.tensors.keys()
         for tensor in theirs.tensors:
-            found, wanted = mine.float32(tensor), theirs.float32(tensor)
-            np.testing.assert_allclose(found.reshape(wanted.shape), wanted, rtol=1e-5, atol=1e-6)
+            result, expected = mine.float32(tensor), theirs.float32(tensor)
+            np.testing.assert_allclose(
+                result.reshape(expected.shape), expected, rtol=1e-5, atol=1e-6
+            )
 
 
 def test_packed_numbers_are_run_by_llama_cpp(sized: None, tmp_path: Path):
@@ -94,8 +98,8 @@ def test_packed_numbers_are_run_by_llama_cpp(sized: None, tmp_path: Path):
         assert kinds["blk.0.attn_qkv.weight"] == kind
         # llama.cpp rounds what goes into a product of packed numbers to 8 bits too, and the norm
         # behind the state of a random model makes much of that.
-        said = np.array(llama_cpp.ask(path, prompts=PROMPTS)["logprobs"])
-        assert np.corrcoef(said.ravel(), ours(path, PROMPTS).ravel())[0, 1] > alike
+        message = np.array(llama_cpp.ask(path, prompts=PROMPTS)["logprobs"])
+        assert np.corrcoef(message.ravel(), ours(path, PROMPTS).ravel())[0, 1] > alike
 
 
 @pytest.mark.parametrize(

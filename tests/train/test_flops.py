@@ -36,15 +36,15 @@ def test_experts_that_are_not_picked_cost_nothing():
     dense = config_from_hf(tiny.make("llama").config.to_dict())
     router = config.layers * config.experts * config.width
     feed = config.layers * 3 * config.width * config.expert_width
-    more = router + (config.experts_per_token - 1) * feed
-    assert compute_parameters(config) == compute_parameters(dense) + more
+    extra = router + (config.experts_per_token - 1) * feed
+    assert compute_parameters(config) == compute_parameters(dense) + extra
 
 
 def test_what_a_token_really_sees():
     config = config_from_hf(tiny.make("mistral").config.to_dict())  # a window of 7
-    seen = [min(position + 1, 7) for position in range(20)]
+    observed = [min(position + 1, 7) for position in range(20)]
     per_key = 4 * config.heads * config.head_width * config.layers
-    assert attention_flops(config, 20, causal=True) == pytest.approx(per_key * sum(seen) / 20)
+    assert attention_flops(config, 20, causal=True) == pytest.approx(per_key * sum(observed) / 20)
     assert attention_flops(config, 20) == per_key * 7
 
 
@@ -60,18 +60,18 @@ def test_share_of_the_peak():
 def test_the_log_tells_the_share_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch):
     from tiny_training import tiny_trainer
 
-    from unspool.train.running.events import Logged
+    from unspool.train.running.events import StepLogged
 
-    heard: list[Logged] = []
+    events: list[StepLogged] = []
 
     def listen(event: object) -> None:
-        if isinstance(event, Logged):
-            heard.append(event)
+        if isinstance(event, StepLogged):
+            events.append(event)
 
     tiny_trainer(steps=1).run(listen)
-    assert "mfu" not in heard[-1].extra
+    assert "mfu" not in events[-1].extra
     monkeypatch.setattr("unspool.train.running.loop.device_peak", lambda device: 1e12)
-    one = tiny_trainer(steps=1)
-    one.run(listen)
-    wanted = mfu(one.model.config, one.batches.length, heard[-1].tokens_per_second, 1e12)
-    assert heard[-1].extra["mfu"] == pytest.approx(wanted)
+    first = tiny_trainer(steps=1)
+    first.run(listen)
+    expected = mfu(first.model.config, first.batches.length, events[-1].tokens_per_second, 1e12)
+    assert events[-1].extra["mfu"] == pytest.approx(expected)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from unspool.model.checkpoint import load_transformer, open_checkpoint
 from unspool.model.transformer import Transformer
 from unspool.train.learning.cross_entropy import summed_loss, token_losses
-from unspool.train.learning.forward import Sight, hidden, inside, recompute_activations
+from unspool.train.learning.forward import AttentionMask, hidden, inside, recompute_activations
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.shape import new_config, new_model
 
@@ -33,7 +33,7 @@ def test_every_family_forward_as_it_runs(family: str, tmp_path: Path):
     tiny.save(family, tmp_path)
     model = load_transformer(open_checkpoint(tmp_path))
     tokens = random_ids(2, 40, 259)
-    x = hidden(model, tokens, Sight.of(model.config, tokens))
+    x = hidden(model, tokens, AttentionMask.build(model.config, tokens))
     assert torch.allclose(model.logits(x), model(tokens), atol=2e-4, rtol=1e-3)
 
 
@@ -50,13 +50,13 @@ def test_gradients_are_those_of_the_plain_loss(family: str, tmp_path: Path):
 
 
 def plain_gradients(model: Transformer, batch: Batch) -> dict[str, torch.Tensor]:
-    assert batch.counted is not None
+    assert batch.loss_mask is not None
     logits = model(batch.ids[:, :-1])
-    plain = functional.cross_entropy(logits[batch.counted], batch.ids[:, 1:][batch.counted])
+    plain = functional.cross_entropy(logits[batch.loss_mask], batch.ids[:, 1:][batch.loss_mask])
     plain.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    result = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return found
+    return result
 
 
 def assert_gradients(model: Transformer, expected: dict[str, torch.Tensor]) -> None:
@@ -68,29 +68,29 @@ def assert_gradients(model: Transformer, expected: dict[str, torch.Tensor]) -> N
 
 @pytest.mark.parametrize("at_once", [29 * 64, 1 << 24])
 def test_loss_in_pieces_is_the_loss(at_once: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("unspool.train.learning.cross_entropy._LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr("unspool.train.learning.cross_entropy._LOGITS_PER_CHUNK", at_once)
     model = tiny_model(head_bias=True, tied=False)
     x = torch.randn(3, 50, 32, generator=rng(), requires_grad=True)
     targets, weights = random_ids(3, 50), torch.rand(3, 50, generator=rng())
     logits = model.logits(x).flatten(0, 1)
-    each = functional.cross_entropy(logits, targets.flatten(), reduction="none")
-    wanted = (each * weights.flatten()).sum() * 0.5
+    item = functional.cross_entropy(logits, targets.flatten(), reduction="none")
+    wanted = (item * weights.flatten()).sum() * 0.5
     expected = torch.autograd.grad(wanted, [x, *model.head.parameters(), model.norm.weight])
     summed = summed_loss(model, x, targets, weights) * 0.5
-    found = torch.autograd.grad(summed, [x, *model.head.parameters(), model.norm.weight])
+    result = torch.autograd.grad(summed, [x, *model.head.parameters(), model.norm.weight])
     assert torch.allclose(summed, wanted, rtol=1e-5)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(result, expected, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-4)
     with torch.no_grad():
         assert torch.allclose(summed_loss(model, x, targets, weights), wanted * 2, rtol=1e-5)
     by_token = token_losses(model, x, targets)
-    assert torch.allclose(by_token.flatten(), each, atol=1e-5)
-    found = torch.autograd.grad((by_token * weights).sum() * 0.5, [x, model.norm.weight])
-    assert torch.allclose(found[0], expected[0], atol=1e-5, rtol=1e-4)
+    assert torch.allclose(by_token.flatten(), item, atol=1e-5)
+    result = torch.autograd.grad((by_token * weights).sum() * 0.5, [x, model.norm.weight])
+    assert torch.allclose(result[0], expected[0], atol=1e-5, rtol=1e-4)
 
 
 def test_the_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("unspool.train.learning.cross_entropy._LOGITS_AT_ONCE", 29 * 64)
+    monkeypatch.setattr("unspool.train.learning.cross_entropy._LOGITS_PER_CHUNK", 29 * 64)
     largest = 0
     logits = Transformer.logits
 
@@ -118,12 +118,12 @@ def test_documents_do_not_see_each_other():
     ids = random_ids(1, 41)
     documents = torch.tensor([[0] * 25 + [1] * 15])
     tokens = ids[:, :-1]
-    packed = hidden(model, tokens, Sight.of(model.config, tokens, inside(documents)))
+    packed = hidden(model, tokens, AttentionMask.build(model.config, tokens, inside(documents)))
     first, second = tokens[:, :25], tokens[:, 25:]
-    alone = hidden(model, first, Sight.of(model.config, first))
+    alone = hidden(model, first, AttentionMask.build(model.config, first))
     assert torch.allclose(packed[:, :25], alone, atol=1e-5)
     # Rotary positions are relative: the second document may begin anywhere.
-    alone = hidden(model, second, Sight.of(model.config, second))
+    alone = hidden(model, second, AttentionMask.build(model.config, second))
     assert torch.allclose(packed[:, 25:], alone, atol=1e-4)
 
 
@@ -139,8 +139,8 @@ def test_recomputed_activations_change_nothing():
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
 def test_layers_that_are_alike_are_compiled_once(kind: str):
-    """Ten layers, of one kind or of two: on a GPU a graph for each would take minutes, and behind
-    the eighth the compiler gives up and leaves the others as slow as they are."""
+    """Ten layers of one or two kinds share compiled graphs: one graph per layer would take minutes
+    on a GPU, and after the eighth torch falls back to eager execution."""
     config = new_config(10, 64, 32, width=32)
     if kind == "gemma3":  # one layer of three sees all, the others a window
         config = replace(config, windows=tuple(0 if n % 3 == 2 else 8 for n in range(10)))
@@ -155,5 +155,5 @@ def test_layers_that_are_alike_are_compiled_once(kind: str):
     for layer in model.layers:
         layer.compile(backend=backend, dynamic=False)
     tokens = torch.arange(16).view(1, 16)
-    hidden(model, tokens, Sight.of(config, tokens)).sum().backward()
+    hidden(model, tokens, AttentionMask.build(config, tokens)).sum().backward()
     assert len(graphs) == (1 if kind == "qwen3" else 2)

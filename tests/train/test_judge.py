@@ -22,8 +22,8 @@ TEXT = "The people of the United States, and their union in 1999. " * 5
 def lm(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("judged")
     small.save_model(folder, max_position_embeddings=256)
-    with unspool.load(folder, backend=request.param, memory=32 << 20) as found:
-        yield found
+    with unspool.load(folder, backend=request.param, memory=32 << 20) as result:
+        yield result
 
 
 def logprob(lm: Any, before: list[int], token: int) -> float:
@@ -36,38 +36,38 @@ def logprob(lm: Any, before: list[int], token: int) -> float:
 def test_equal_to_score_and_to_a_sum_by_hand(lm: Any):
     text = TEXT[:120]
     ids = [lm.tokenizer.eos_id, *lm.tokenizer.encode(text)]
-    found = bits_per_byte(lm, [text], progress=False)
+    result = bits_per_byte(lm, [text], progress=False)
     by_score = lm.score(ids)
-    assert found.nats == pytest.approx(-by_score.total, rel=1e-4)
+    assert result.nats == pytest.approx(-by_score.total, rel=1e-4)
     by_hand = -sum(logprob(lm, ids[:n], ids[n]) for n in range(1, len(ids)))
-    assert found.nats == pytest.approx(by_hand, rel=1e-4)
-    assert (found.bytes, found.tokens, found.documents) == (120, len(ids) - 1, 1)
-    assert found.bits_per_byte == pytest.approx(by_hand / math.log(2) / 120, rel=1e-4)
-    assert found.perplexity == pytest.approx(math.exp(by_hand / (len(ids) - 1)), rel=1e-3)
+    assert result.nats == pytest.approx(by_hand, rel=1e-4)
+    assert (result.bytes, result.tokens, result.documents) == (120, len(ids) - 1, 1)
+    assert result.bits_per_byte == pytest.approx(by_hand / math.log(2) / 120, rel=1e-4)
+    assert result.perplexity == pytest.approx(math.exp(by_hand / (len(ids) - 1)), rel=1e-3)
 
 
 def test_a_sliding_context(lm: Any):
     """Each token once, behind as many tokens as its window has: summed up one by one."""
     ids = [lm.tokenizer.eos_id, *lm.tokenizer.encode(TEXT[:150])]
     width, stride = 32, 12
-    found = bits_per_byte(lm, [TEXT[:150]], context=width, stride=stride, progress=False)
-    wanted, done = 0.0, 1
+    result = bits_per_byte(lm, [TEXT[:150]], context=width, stride=stride, progress=False)
+    expected, done = 0.0, 1
     while done < len(ids):
         end = min(len(ids), done + (width if done == 1 else stride))
         start = max(0, end - 1 - width)
-        wanted -= sum(logprob(lm, ids[start:n], ids[n]) for n in range(done, end))
+        expected -= sum(logprob(lm, ids[start:n], ids[n]) for n in range(done, end))
         done = end
-    assert found.nats == pytest.approx(wanted, rel=1e-4)
-    assert found.tokens == len(ids) - 1
+    assert result.nats == pytest.approx(expected, rel=1e-4)
+    assert result.tokens == len(ids) - 1
 
 
 def test_documents_are_judged_apart(lm: Any):
     texts = ["The union.", "", "They've done it already!"]
-    whole = bits_per_byte(lm, texts, progress=False)
+    full = bits_per_byte(lm, texts, progress=False)
     parts = [bits_per_byte(lm, [text], progress=False) for text in texts if text]
-    assert whole.nats == pytest.approx(sum(part.nats for part in parts), rel=1e-5)
-    assert whole.documents == 2
-    assert whole.bytes == sum(len(text.encode()) for text in texts)
+    assert full.nats == pytest.approx(sum(part.nats for part in parts), rel=1e-5)
+    assert full.documents == 2
+    assert full.bytes == sum(len(text.encode()) for text in texts)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,13 @@ def test_documents_are_judged_apart(lm: Any):
 )
 def test_windows_judge_every_token_once(length: int, width: int, stride: int):
     ids = list(range(length))
-    found = windows(ids, width, stride)
-    assert [token for _, target in found for token in target] == ids[1:]
-    for number, (context, target) in enumerate(found):
+    result = windows(ids, width, stride)
+    assert [token for _, target in result for token in target] == ids[1:]
+    for number, (context, target) in enumerate(result):
         assert context[-1] + 1 == target[0]
         assert len(context) + len(target) - 1 <= width
         assert len(target) <= (width if number == 0 else stride)
-    assert all(len(c) + len(t) - 1 == width for c, t in found[1:])
+    assert all(len(c) + len(t) - 1 == width for c, t in result[1:])
 
 
 def test_many_likelihoods_are_those_of_each_alone(lm: Any):
@@ -92,13 +92,13 @@ def test_many_likelihoods_are_those_of_each_alone(lm: Any):
     pairs += [(rng.integers(4, 290, int(n)).tolist(), [7, 8]) for n in rng.integers(1, 90, 40)]
     best = int(np.argmax(np.asarray(_last_logits(lm, question))))
     pairs += [(question, [best]), (question, [])]
-    found = likelihoods(lm, pairs)
-    for (context, target), one in zip(pairs, found, strict=True):
-        wanted = [logprob(lm, [*context, *target[:n]], token) for n, token in enumerate(target)]
-        assert one.logprobs == pytest.approx(wanted, rel=1e-3, abs=1e-4)
-    assert found[-2].greedy
-    assert not all(one.greedy for one in found)
-    assert found[-1].logprobs == ()
+    result = likelihoods(lm, pairs)
+    for (context, target), first in zip(pairs, result, strict=True):
+        expected = [logprob(lm, [*context, *target[:n]], token) for n, token in enumerate(target)]
+        assert first.logprobs == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    assert result[-2].greedy
+    assert not all(first.greedy for first in result)
+    assert result[-1].logprobs == ()
 
 
 def _last_logits(lm: Any, tokens: list[int]) -> Any:
@@ -108,24 +108,24 @@ def _last_logits(lm: Any, tokens: list[int]) -> Any:
 
 def test_long_continuations_come_in_pieces(lm: Any, monkeypatch: pytest.MonkeyPatch):
     ids = np.random.default_rng(1).integers(4, 290, 120).tolist()
-    whole = likelihoods(lm, [(ids[:2], ids[2:])])[0]
-    monkeypatch.setattr("unspool.train.judging.likelihood._ROWS", 16)
+    full = likelihoods(lm, [(ids[:2], ids[2:])])[0]
+    monkeypatch.setattr("unspool.train.judging.likelihood._MAX_LOGIT_ROWS", 16)
     pieces = likelihoods(lm, [(ids[:2], ids[2:]), (ids[:5], ids[5:9])])[0]
-    assert pieces.logprobs == pytest.approx(whole.logprobs, rel=1e-3, abs=1e-4)
+    assert pieces.logprobs == pytest.approx(full.logprobs, rel=1e-3, abs=1e-4)
 
 
 def test_what_cannot_be_judged(lm: Any):
-    with pytest.raises(SettingsError, match="no text to judge"):
+    with pytest.raises(SettingsError, match="no text to evaluate"):
         bits_per_byte(lm, ["", ""])
-    with pytest.raises(SettingsError, match="the stride is 99"):
+    with pytest.raises(SettingsError, match="got 99"):
         bits_per_byte(lm, ["a"], context=32, stride=99)
-    with pytest.raises(SettingsError, match="without a token before it"):
+    with pytest.raises(SettingsError, match="at least one context token"):
         likelihoods(lm, [([], [1])])
-    with pytest.raises(SettingsError, match="the model's context holds 256"):
+    with pytest.raises(SettingsError, match="the model's context of 256"):
         likelihoods(lm, [([1], [2] * 300)])
 
 
 def test_a_context_that_is_too_long_is_cut_at_its_beginning(lm: Any):
     ids = np.random.default_rng(2).integers(4, 290, 300).tolist()
-    found = likelihoods(lm, [(ids[:290], ids[290:292])])[0]
-    assert found.logprobs[1] == pytest.approx(logprob(lm, ids[35:291], ids[291]), rel=1e-3)
+    result = likelihoods(lm, [(ids[:290], ids[290:292])])[0]
+    assert result.logprobs[1] == pytest.approx(logprob(lm, ids[35:291], ids[291]), rel=1e-3)

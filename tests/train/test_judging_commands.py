@@ -64,25 +64,27 @@ def test_a_run_of_a_grid_keeps_its_finished_model(trained: Run):
 def test_a_run_that_was_stopped_is_told(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from unspool.train.running.events import Ended
+    from unspool.train.running.events import RunEnded
 
     monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("unspool.train.scaling.grid.train", lambda run, told: Ended("stopped", 3))
-    with pytest.raises(UnspoolError, match="the same command goes on from here"):
+    monkeypatch.setattr(
+        "unspool.train.scaling.grid.train", lambda run, on_event: RunEnded("stopped", 3)
+    )
+    with pytest.raises(UnspoolError, match="rerun the same command to resume"):
         runs(Planned(1, 1, 8192, 1e9), tmp_path / "d1")
 
 
 def test_judge_on_what_the_run_held_out(trained: Run, capsys: pytest.CaptureFixture[str]):
     assert _exit_code(["train", "judge", str(trained.folder), "--json", "-p", "the people"]) == 0
-    found = json.loads(capsys.readouterr().out)["d1"]
-    assert len(found["samples"]) == 1
-    assert "text" not in found
+    result = json.loads(capsys.readouterr().out)["d1"]
+    assert len(result["samples"]) == 1
+    assert "text" not in result
     assert _exit_code(["train", "judge", str(trained.folder), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)["d1"]["text"]
-    assert told["documents"] > 1
+    output = json.loads(capsys.readouterr().out)["d1"]["text"]
+    assert output["documents"] > 1
     logged = [line for line in trained.log() if "held_out_loss" in line][-1]
     # The trainer judges rows that begin in the middle of documents, so only about the same.
-    assert told["loss"] == pytest.approx(logged["held_out_loss"], rel=0.1)
+    assert output["loss"] == pytest.approx(logged["held_out_loss"], rel=0.1)
 
 
 def test_judge_on_a_file(
@@ -91,9 +93,9 @@ def test_judge_on_a_file(
     page = tmp_path / "sheet.html"
     words = ["train", "judge", str(trained.folder), "--data", str(text), "--html", str(page)]
     assert _exit_code([*words, "-n", "4"]) == 0
-    shown = capsys.readouterr().out
+    printed = capsys.readouterr().out
     size = len(text.read_bytes())
-    assert f"bits per byte ({size:,} bytes" in shown
+    assert f"bits per byte ({size:,} bytes" in printed
     assert "Once upon a time" in page.read_text()
     assert _exit_code(["train", "judge", str(trained.folder), "--data", "nowhere.txt"]) == 2
 
@@ -128,18 +130,18 @@ def test_scaling(
         "--aspect", "64", "--fewest", "0.1",
     ]  # fmt: skip
     assert _exit_code(words) == 0
-    shown = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert len(trained) == 10
-    assert "d3-1e14" in shown
-    assert "not seen by the fit" in shown
+    assert "d3-1e14" in printed
+    assert "not part of the fit" in printed
     assert (tmp_path / "runs" / "scaling" / "scaling.svg").exists()
     assert _exit_code([*words, "--json"]) == 0
     assert len(trained) == 10  # all of it was there
-    found = json.loads(capsys.readouterr().out)
-    assert abs(found["check"]["error"]) < 0.02
+    result = json.loads(capsys.readouterr().out)
+    assert abs(result["check"]["error"]) < 0.02
     assert _exit_code([*words[:3], "--budgets", "1e12", "--name", "b", "--epochs", "1e9"]) == 2
     assert "a law needs 6" in capsys.readouterr().err
     assert _exit_code([*words[:3], "--budgets", "1e16", "--name", "c"]) == 2
-    assert "see its text too often" in capsys.readouterr().err
+    assert "repeat its text too often" in capsys.readouterr().err
     assert _exit_code([*words[:3], "--depths", "x"]) == 2
-    assert "no list of numbers" in capsys.readouterr().err
+    assert "not a comma-separated list" in capsys.readouterr().err

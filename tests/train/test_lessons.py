@@ -44,8 +44,8 @@ CONVERSATIONS: list[tuple[list[dict[str, Any]], Any]] = [
 
 def folder_with(folder: Path, template: str | None, *specials: str) -> Path:
     every = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *specials)
-    chosen = TokenizerSettings(400 + len(every), specials=every, chat_template=template)
-    save(learn([WORDS], chosen), chosen, folder)
+    selected = TokenizerSettings(400 + len(every), specials=every, chat_template=template)
+    save(learn([WORDS], selected), selected, folder)
     return folder
 
 
@@ -72,7 +72,7 @@ def learned(tokenizer: Tokenizer, messages: Any, tools: Any = None) -> str:
             stretches[-1].append(token)
         elif stretches[-1]:
             stretches.append([])
-    return "|".join(tokenizer.decode(each) for each in stretches if each)
+    return "|".join(tokenizer.decode(item) for item in stretches if item)
 
 
 @pytest.mark.parametrize("number", range(len(CONVERSATIONS)))
@@ -81,15 +81,15 @@ def test_equal_to_transformers_mask(folder: Path, theirs: Any, number: int) -> N
     tokenizer = Tokenizer.from_file(folder)
     chat = ChatTemplate(tokenizer.chat_template, tokenizer)
     lesson = counted_tokens(chat, messages, tools, tokenizer.end_ids)
-    wanted = theirs.apply_chat_template(
+    expected = theirs.apply_chat_template(
         messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
     )
     if "<|im_" in str(messages):  # for transformers a control token in a message is one
-        assert lesson.ids != wanted["input_ids"]
+        assert lesson.ids != expected["input_ids"]
         assert learned(tokenizer, messages) == messages[-1]["content"] + "<|im_end|>"
         return
-    assert lesson.ids == wanted["input_ids"]
-    assert lesson.counted == [bool(each) for each in wanted["assistant_masks"]]
+    assert lesson.ids == expected["input_ids"]
+    assert lesson.counted == [bool(item) for item in expected["assistant_masks"]]
     assert any(lesson.counted) and not all(lesson.counted)
 
 
@@ -112,7 +112,7 @@ TWO = said(("user", "One?"), ("assistant", "Two."), ("user", "Three?"), ("assist
 
 
 @pytest.mark.parametrize(
-    ("template", "wanted"),
+    ("template", "expected"),
     [
         (CHATML, "Two.<|im_end|>|Four.<|im_end|>"),
         (LLAMA2, " Two.<|endoftext|>| Four.<|endoftext|>"),
@@ -121,12 +121,12 @@ TWO = said(("user", "One?"), ("assistant", "Two."), ("user", "Three?"), ("assist
     ],
     ids=["chatml", "llama2", "thinking", "plain"],
 )
-def test_templates_without_tags(tmp_path: Path, template: str | None, wanted: str) -> None:
-    assert learned(Tokenizer.from_file(folder_with(tmp_path, template)), TWO) == wanted
+def test_templates_without_tags(tmp_path: Path, template: str | None, expected: str) -> None:
+    assert learned(Tokenizer.from_file(folder_with(tmp_path, template)), TWO) == expected
 
 
 def test_tags_decide_where_there_are_some(tmp_path: Path) -> None:
-    """Only the words here, not the end of the turn: whoever wrote the template wants it so."""
+    """The template's tags exclude the end of the turn, and that is respected."""
     template = CHATML.replace(
         "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}",
         "{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
@@ -158,11 +158,11 @@ def test_prompts_with_completions(folder: Path, tmp_path: Path) -> None:
     document = Document(pieces=(("One?", False), ("Two.", True)))
 
     def encoded(tokenizer: Tokenizer) -> tuple[str, str]:
-        ((found, place),) = DocumentEncoder(tokenizer).encode([(document, 1)])
-        assert place == 1 and found.counted is not None
+        ((result, place),) = DocumentEncoder(tokenizer).encode([(document, 1)])
+        assert place == 1 and result.loss_mask is not None
         return (
-            tokenizer.decode(found.ids.tolist()),
-            tokenizer.decode(found.ids[found.counted].tolist()),
+            tokenizer.decode(result.ids.tolist()),
+            tokenizer.decode(result.ids[result.loss_mask].tolist()),
         )
 
     chat = encoded(Tokenizer.from_file(folder))
@@ -190,15 +190,15 @@ def test_from_a_file_to_batches(
     assert 0 < prepared.card.counted_tokens < prepared.card.tokens
     batches = Batches(prepared.train, 2, 64)
     assert batches.rows == 22
-    seen = set()
+    observed = set()
     for step in range(11):
         batch = batches.batch(step)
-        assert batch.counted is not None
-        for ids, counted in zip(batch.targets, batch.counted, strict=True):
-            seen.add(tokenizer.decode(ids[counted].tolist()))
+        assert batch.loss_mask is not None
+        for ids, loss_mask in zip(batch.targets, batch.loss_mask, strict=True):
+            observed.add(tokenizer.decode(ids[loss_mask].tolist()))
     answers = {f"Answer {n}.<|im_end|>" for n in range(20)}
-    whole = {text for text in seen if "endoftext" in text}  # of a text all but its first token
-    assert seen - whole == {*answers, "Yes.<|im_end|>"} and len(whole) == 1
+    full = {text for text in observed if "endoftext" in text}  # of a text all but its first token
+    assert observed - full == {*answers, "Yes.<|im_end|>"} and len(full) == 1
 
 
 def test_a_conversation_that_the_template_refuses(tmp_path: Path) -> None:
@@ -207,5 +207,5 @@ def test_a_conversation_that_the_template_refuses(tmp_path: Path) -> None:
     )
     encoder = DocumentEncoder(Tokenizer.from_file(folder_with(tmp_path, template)))
     document = Document(messages=said(("assistant", "I begin.")))
-    with pytest.raises(DataError, match=r"begins with 'I begin\.'.*no!"):
+    with pytest.raises(DataError, match=r"starts with 'I begin\.'.*no!"):
         list(encoder.encode([(document, 0)]))

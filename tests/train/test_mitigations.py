@@ -38,7 +38,7 @@ def by_hand(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
     likelihood, repeated = torch.tensor(0.0), torch.tensor(0.0)
     for row, tokens in enumerate(batch.ids):
         for place in range(len(tokens) - 1):
-            if batch.counted is not None and not batch.counted[row, place]:
+            if batch.loss_mask is not None and not batch.loss_mask[row, place]:
                 continue
             first = 0
             if batch.documents is not None:
@@ -56,19 +56,19 @@ def by_hand(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
 def test_unlikelihood_is_the_formula_with_its_gradients(limited: bool):
     batch = Batch(ids())
     if limited:
-        batch.counted = torch.arange(14).remainder(3).bool().expand(2, -1)
+        batch.loss_mask = torch.arange(14).remainder(3).bool().expand(2, -1)
         batch.documents = torch.tensor([[0] * 6 + [1] * 8, [0] * 9 + [1] * 5])
     model, loss = run(MitigatedNextToken(unlikelihood=0.5), batch)
     likelihood, repeated = by_hand(model, batch)
-    count = 28 if batch.counted is None else int(batch.counted.sum())
-    wanted = (likelihood + 0.5 * repeated) / count
+    count = 28 if batch.loss_mask is None else int(batch.loss_mask.sum())
+    expected = (likelihood + 0.5 * repeated) / count
     assert int(loss.tokens) == count
-    assert torch.allclose(loss.total, wanted, rtol=1e-4)
+    assert torch.allclose(loss.total, expected, rtol=1e-4)
     assert loss.extra["unlikelihood"] == pytest.approx(float(repeated) / count, rel=1e-4)
     parameters = list(model.parameters())
-    found = torch.autograd.grad(loss.total, parameters)
-    for one, other in zip(found, torch.autograd.grad(wanted, parameters), strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
+    result = torch.autograd.grad(loss.total, parameters)
+    for first, other in zip(result, torch.autograd.grad(expected, parameters), strict=True):
+        assert torch.allclose(first, other, atol=1e-5)
 
 
 def test_scheduled_sampling_reads_its_own_tokens_and_learns_the_texts(
@@ -88,8 +88,8 @@ def test_scheduled_sampling_reads_its_own_tokens_and_learns_the_texts(
     changed = (first != second).float().mean()
     assert 0.35 < changed < 0.6, "half, less those drawn as they stood"
     logits = model(second)
-    wanted = functional.cross_entropy(logits.flatten(0, 1), batch.ids[:, 1:].flatten())
-    assert torch.allclose(loss.total, wanted, rtol=1e-4)
+    expected = functional.cross_entropy(logits.flatten(0, 1), batch.ids[:, 1:].flatten())
+    assert torch.allclose(loss.total, expected, rtol=1e-4)
     assert loss.total.requires_grad
 
 
@@ -98,21 +98,21 @@ def test_what_is_drawn_has_the_models_chances():
     x = torch.randn(1, 32, generator=torch.Generator().manual_seed(2))
     shares = model.logits(x).float().softmax(-1)[0]
     chances = (torch.arange(20_000) + 0.5) / 20_000
-    drawn = mitigations._drawn(model, x.expand(20_000, -1), chances)
+    drawn = mitigations._sample_tokens(model, x.expand(20_000, -1), chances)
     counts = torch.bincount(drawn, minlength=29) / 20_000
     assert torch.allclose(counts, shares, atol=2e-4)
 
 
 def test_what_the_model_never_writes_is_never_replaced():
-    counted = torch.zeros(4, 20, dtype=torch.bool)
-    counted[:, 10:] = True  # the targets from token 11 on
+    loss_mask = torch.zeros(4, 20, dtype=torch.bool)
+    loss_mask[:, 10:] = True  # the targets from token 11 on
     documents = torch.tensor([[0] * 14 + [1] * 6] * 4)
-    batch: Any = Batch(ids(4, 21, 29), counted, documents)
+    batch: Any = Batch(ids(4, 21, 29), loss_mask, documents)
     model = tiny_model()
-    sight = mitigations.Sight.of(model.config, batch.ids[:, :-1])
+    sight = mitigations.AttentionMask.build(model.config, batch.ids[:, :-1])
     mixed = mitigations._with_own_tokens(model, batch, sight, 1.0, torch.Generator().manual_seed(0))
-    same = mixed == batch.ids[:, :-1]
-    assert same[:, :11].all() and same[:, 14].all() and not same[:, 11:].all()
+    is_same = mixed == batch.ids[:, :-1]
+    assert is_same[:, :11].all() and is_same[:, 14].all() and not is_same[:, 11:].all()
 
 
 def test_off_it_is_next_token_training_and_the_share_grows():
@@ -122,18 +122,18 @@ def test_off_it_is_next_token_training_and_the_share_grows():
     _, early = run(MitigatedNextToken(scheduled_sampling=1.0, progress=0.0), batch)
     assert torch.equal(plain.total, off.total) and torch.equal(plain.total, early.total)
 
-    objective, seen = MitigatedNextToken(scheduled_sampling=0.5), list[float]()
+    objective, observed = MitigatedNextToken(scheduled_sampling=0.5), list[float]()
 
     model = tiny_model().requires_grad_(True)
     optimizers = make_optimizers(model, Rates(1e-3, 1e-3, 1e-3, 1e-3), "adamw")
     trainer = Trainer(model, CountingBatches(), objective, optimizers, TrainSettings(steps=4))
-    trainer.run(lambda event: seen.append(objective.progress))
-    assert {0.0, 0.25, 0.5, 0.75} <= set(seen)
+    trainer.run(lambda event: observed.append(objective.progress))
+    assert {0.0, 0.25, 0.5, 0.75} <= set(observed)
 
 
 def test_what_cannot_be_is_refused():
     for wrong in ({"scheduled_sampling": 1.5}, {"unlikelihood": -1}, {"unlikelihood": math.nan}):
-        with pytest.raises(SettingsError, match=r"scheduled sampling|unlikelihood"):
+        with pytest.raises(SettingsError, match=r"scheduled_sampling|unlikelihood"):
             NewSettings(**wrong)
-    with pytest.raises(SettingsError, match="next-token"):
+    with pytest.raises(SettingsError, match="next_token"):
         NewSettings(unlikelihood=1.0, objective="masked")

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from unspool.model.transformer import Transformer, attention_weights
 from unspool.train.learning import objectives
-from unspool.train.learning.forward import Sight, hidden
+from unspool.train.learning.forward import AttentionMask, hidden
 from unspool.train.learning.objectives import BlockDiffusion, Masked, block_diffusion_mask
 
 MASK = 28
@@ -26,20 +26,20 @@ def ids(rows: int = 2, length: int = 21) -> Tensor:
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """What an objective drew: how much to hide, and which tokens."""
-    seen: dict[str, Tensor] = {}
-    shares, hide = objectives._shares, objectives._drawn
+    observed: dict[str, Tensor] = {}
+    shares, hide = objectives._mask_ratios, objectives._draw_mask
 
-    def watch_shares(*given: Any) -> Tensor:
-        seen["share"] = shares(*given)
-        return seen["share"]
+    def watch_shares(*arguments: Any) -> Tensor:
+        observed["share"] = shares(*arguments)
+        return observed["share"]
 
-    def watch_hide(*given: Any) -> Tensor:
-        seen["hide"] = hide(*given)
-        return seen["hide"]
+    def watch_hide(*arguments: Any) -> Tensor:
+        observed["hide"] = hide(*arguments)
+        return observed["hide"]
 
-    monkeypatch.setattr(objectives, "_shares", watch_shares)
-    monkeypatch.setattr(objectives, "_drawn", watch_hide)
-    return seen
+    monkeypatch.setattr(objectives, "_mask_ratios", watch_shares)
+    monkeypatch.setattr(objectives, "_draw_mask", watch_hide)
+    return observed
 
 
 def looking(model: Transformer, tokens: Tensor, positions: list[int], ends: list[int]) -> Tensor:
@@ -96,16 +96,16 @@ def test_plain_weighting_counts_every_guess_alike(drawn: dict[str, Tensor]):
 
 
 def test_masked_hides_only_what_counts(drawn: dict[str, Tensor]):
-    counted = torch.zeros(2, 20, dtype=torch.bool)
-    counted[:, 10:] = True  # the targets from token 11 on
+    loss_mask = torch.zeros(2, 20, dtype=torch.bool)
+    loss_mask[:, 10:] = True  # the targets from token 11 on
     model = tiny_model()
-    seen: list[Tensor] = []
+    observed: list[Tensor] = []
     embed = model.embed.forward
-    model.embed.forward = lambda tokens: (seen.append(tokens), embed(tokens))[1]  # type: ignore[method-assign]
-    loss = Masked(MASK)(model, Batch(ids(), counted), torch.Generator().manual_seed(1))
+    model.embed.forward = lambda tokens: (observed.append(tokens), embed(tokens))[1]  # type: ignore[method-assign]
+    loss = Masked(MASK)(model, Batch(ids(), loss_mask), torch.Generator().manual_seed(1))
     assert int(loss.tokens) == 2 * 9
-    assert torch.equal(seen[0][:, :11], ids()[:, :11])
-    assert (seen[0][:, 11:] == MASK).any()
+    assert torch.equal(observed[0][:, :11], ids()[:, :11])
+    assert (observed[0][:, 11:] == MASK).any()
 
 
 def test_block_diffusion_is_a_block_behind_clean_text(drawn: dict[str, Tensor]):
@@ -131,7 +131,8 @@ def test_the_clean_half_is_the_causal_model():
     model, tokens = tiny_model(), ids()[:, :20]
     allowed = block_diffusion_mask(20, 8, None)
     both = torch.cat((tokens, torch.full_like(tokens, MASK)), 1)
-    x = hidden(model, both, Sight.of(model.config, both, allowed), np.tile(np.arange(20), 2))
+    attention = AttentionMask.build(model.config, both, allowed)
+    x = hidden(model, both, attention, np.tile(np.arange(20), 2))
     assert torch.allclose(model.logits(x[:, :20]), model(tokens), atol=1e-4)
 
 
@@ -163,7 +164,7 @@ def test_shifted_block_diffusion_begins_each_block_with_the_causal_guess(
 
 
 def test_shares_are_spread_evenly():
-    shares = objectives._shares(8, 4, torch.Generator().manual_seed(0), torch.device("cpu"))
+    shares = objectives._mask_ratios(8, 4, torch.Generator().manual_seed(0), torch.device("cpu"))
     ordered = shares.flatten().sort().values
     assert shares.shape == (8, 4)
     assert ordered[0] > 0

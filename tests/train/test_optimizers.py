@@ -33,17 +33,17 @@ def test_muon_is_torchs_muon(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.optim._muon._zeropower_via_newtonschulz", newton_schulz_in_float32)
     rng = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=rng) for shape in ((8, 12), (12, 8), (8, 12), (5, 5))]
-    theirs, ours = ([torch.nn.Parameter(each.clone()) for each in start] for _ in range(2))
+    theirs, ours = ([torch.nn.Parameter(item.clone()) for item in start] for _ in range(2))
     expected = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    found = Muon(ours, lr=0.02, weight_decay=0.1)
+    result = Muon(ours, lr=0.02, weight_decay=0.1)
     for _ in range(4):
-        for one, other in zip(theirs, ours, strict=True):
-            one.grad = torch.randn(one.shape, generator=rng)
-            other.grad = one.grad.clone()
+        for first, other in zip(theirs, ours, strict=True):
+            first.grad = torch.randn(first.shape, generator=rng)
+            other.grad = first.grad.clone()
         expected.step()
-        found.step()
-    for one, other in zip(theirs, ours, strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
+        result.step()
+    for first, other in zip(theirs, ours, strict=True):
+        assert torch.allclose(first, other, atol=1e-5)
 
 
 def test_orthogonal_brings_singular_values_near_one():
@@ -58,16 +58,16 @@ def test_orthogonal_brings_singular_values_near_one():
 def test_every_weight_has_its_optimizer():
     model = tiny_model(tied=False)
     groups = parameter_groups(model)
-    assert [id(each) for each in groups["embedding"]] == [id(model.embed.weight)]
+    assert [id(item) for item in groups["embedding"]] == [id(model.embed.weight)]
     assert model.head is not None
-    assert [id(each) for each in groups["head"]] == [id(model.head.weight)]
+    assert [id(item) for item in groups["head"]] == [id(model.head.weight)]
     assert len(groups["matrices"]) == 2 * 7
     assert sum(map(len, groups.values())) == len(list(model.parameters()))
     for kind, count in (("muon", 2), ("adamw", 1)):
         optimizers = make_optimizers(model, Rates(), kind)  # type: ignore[arg-type]
         assert len(optimizers) == count
-        held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        assert len(held) == len(list(model.parameters()))
+        held_open = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        assert len(held_open) == len(list(model.parameters()))
     model.embed.requires_grad_(False)
     assert parameter_groups(model)["embedding"] == []
 

@@ -1,5 +1,5 @@
-"""Two processes train what one does: DDP and FSDP2 over gloo, within rounding; and either goes on
-with what the other began."""
+"""Two processes (DDP and FSDP2 over gloo) train like one, within rounding, and each can resume the
+runs of the other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from unspool.train.running.loop import Trainer, TrainSettings
 from unspool.train.running.parallel import Parallel
 from unspool.train.running.runs import Run, RunError
 from unspool.train.running.state import read_state
-from unspool.train.tuning.tune import TuneSettings, _Tuning
+from unspool.train.tuning.tune import TuneSettings, _TuningJob
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="forks")
@@ -110,7 +110,7 @@ def test_one_process_goes_on_with_what_two_began(runs: Path, alone: dict[str, to
 def test_a_part_that_is_not_there_is_named(runs: Path, tmp_path: Path):
     shutil.copytree(runs / "shard", tmp_path / "torn")
     (_state(tmp_path / "torn") / "state-00002-of-00002.safetensors").unlink()
-    with pytest.raises(RunError, match="lacks state-00002-of-00002"):
+    with pytest.raises(RunError, match=r"state-00002-of-00002.safetensors is missing"):
         read_state(_state(tmp_path / "torn"), tiny_model(**ODD), [])
 
 
@@ -138,12 +138,12 @@ def test_two_processes_tune_as_one_does(
 
 def test_what_cannot_be_shared_is_said(runs: Path):
     parallel = Parallel(torch.device("cpu"), world=3)
-    with pytest.raises(SettingsError, match="3 processes cannot share --batch 4 evenly"):
-        _Tuning._share(SimpleNamespace(parallel=parallel), 4, "--batch")
+    with pytest.raises(SettingsError, match="--batch 4 must be a multiple of the 3 processes"):
+        _TuningJob._share(SimpleNamespace(parallel=parallel), 4, "--batch")
     sharded = Parallel(torch.device("cpu"), world=2, shard=True)
     settings = TuneSettings(kind="grpo", data=("x",), judge="a:b")
     with pytest.raises(SettingsError, match="leave out --shard"):
-        _Tuning(settings, Run(runs), sharded)
+        _TuningJob(settings, Run(runs), sharded)
 
 
 def _state(run: Path) -> Path:

@@ -69,7 +69,7 @@ def test_what_was_written_is_read_back(tmp_path: Path, tokenizer: Tokenizer) -> 
     assert card.bytes_per_token == pytest.approx(card.bytes / card.tokens)
     assert card.longest == max(np.diff(prepared.train.borders))
     assert isinstance(prepared.train.ids, np.memmap) and prepared.train.ids.dtype == np.uint16
-    assert prepared.train.counted is None
+    assert prepared.train.loss_mask is None
 
 
 def test_control_tokens_in_a_text_are_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -184,8 +184,8 @@ def test_a_full_disk(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards._PartWriter, "add", full)
-        with pytest.raises(DataError, match=r"the disk is full .* make room"):
+        patch.setattr(shards._SplitWriter, "add", full)
+        with pytest.raises(DataError, match=r"the disk is full .* free some space"):
             prepare(file, tokenizer)
     assert [each.suffix for each in (cache / "prepared").iterdir()] in ([".lock"], [])
     assert prepare(file, tokenizer).card.documents == 196
@@ -208,12 +208,12 @@ def test_nothing_to_learn_from(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(DataError, match=r"no text to learn from: .*empty\.txt is empty"):
         prepare(tmp_path / "empty.txt", tokenizer)
-    with pytest.raises(SettingsError, match="below 1"):
+    with pytest.raises(SettingsError, match="< 1"):
         prepare(rows_file(tmp_path / "a.jsonl", ROWS), tokenizer, held_out=1.5)
 
 
 def test_a_folder_that_is_no_preparation(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not hold prepared data"):
+    with pytest.raises(DataError, match="has no valid prepared data"):
         Prepared.open(tmp_path)
 
 

@@ -20,7 +20,7 @@ from unspool.model.checkpoint import (
 )
 from unspool.model.tensor_mapping import write_weights
 from unspool.train.data.batches import Batch
-from unspool.train.learning.forward import Sight, hidden, inside
+from unspool.train.learning.forward import AttentionMask, hidden, inside
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import make_optimizers, parameter_groups
 from unspool.train.learning.shape import new_model, rates_for
@@ -44,7 +44,7 @@ def some_tokens(rows: int, count: int) -> torch.Tensor:
 def test_chunks_give_what_single_tokens_give(name: str):
     model, tokens = model_of(name), some_tokens(2, 150)  # three chunks, the last not full
     with torch.no_grad():
-        chunks = model.logits(hidden(model, tokens, Sight.of(model.config, tokens)))
+        chunks = model.logits(hidden(model, tokens, AttentionMask.build(model.config, tokens)))
         assert (chunks - model(tokens)).abs().max() < 1e-3 and chunks.std() > 0.1
 
 
@@ -69,7 +69,7 @@ def test_no_document_knows_of_another(name: str):
     model, tokens = model_of(name), some_tokens(1, 150)
     lengths = [3, 1, 60, 70, 16]  # one ends inside a chunk, another goes over a border
     documents = torch.repeat_interleave(torch.arange(5), torch.tensor(lengths))[None]
-    sight = Sight.of(model.config, tokens, inside(documents), documents)
+    sight = AttentionMask.build(model.config, tokens, inside(documents), documents)
     # The same positions, alone: only what lies before it may differ.
     starts = np.concatenate(([0], np.cumsum(lengths)))
     with torch.no_grad():
@@ -120,7 +120,7 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Ten
 
 
 def assert_alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Each within a thousandth of its own length."""
+    """Relative error of each tensor at most 0.001."""
     assert found.keys() == wanted.keys()
     for name, one in found.items():
         apart = (one.reshape(-1) - wanted[name].reshape(-1)).norm()

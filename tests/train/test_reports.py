@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from unspool.errors import SettingsError
-from unspool.train.running.events import Ended, Judged, Logged, Sampled
-from unspool.train.running.reports import all_of, reporters
+from unspool.train.running.events import Evaluated, RunEnded, SampleWritten, StepLogged
+from unspool.train.running.reports import combine_listeners, reporters
 from unspool.train.running.runs import Run
 
 EVENTS = [
-    Logged(1, 64, 3.5, 1e-3, 0.7, 900.0, 0.1, None, {"reward": 0.5}),
-    Judged(1, 3.25, 1.5),
-    Judged(1, 3.25, None),
-    Sampled(1, "Once", 0, " upon"),
-    Ended("done", 1),
+    StepLogged(1, 64, 3.5, 1e-3, 0.7, 900.0, 0.1, None, {"reward": 0.5}),
+    Evaluated(1, 3.25, 1.5),
+    Evaluated(1, 3.25, None),
+    SampleWritten(1, "Once", 0, " upon"),
+    RunEnded("done", 1),
 ]
 FIGURES = {
     "loss": 3.5, "lr": 1e-3, "grad_norm": 0.7, "tokens": 64, "tokens_per_second": 900.0,
@@ -70,7 +70,7 @@ def test_trackers(name: str, run: Run, monkeypatch: pytest.MonkeyPatch):
     module.init, module.log, module.finish = init, log, finish  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, module)
     heard: list[Any] = []
-    listen = all_of(heard.append, *reporters([name], run))
+    listen = combine_listeners(heard.append, *reporters([name], run))
     for event in EVENTS:
         listen(event)
     assert heard == EVENTS
@@ -98,7 +98,7 @@ def test_tensorboard(run: Run, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_is_not_there_or_not_possible_is_said(run: Run, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(SettingsError, match="there is no report to 'paper'"):
+    with pytest.raises(SettingsError, match="unknown report 'paper'"):
         reporters(["paper"], run)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(SettingsError, match="wandb is not installed: pip install wandb"):
@@ -110,5 +110,5 @@ def test_what_is_not_there_or_not_possible_is_said(run: Run, monkeypatch: pytest
     module = ModuleType("trackio")
     module.init = init  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "trackio", module)
-    with pytest.raises(SettingsError, match=r"to trackio cannot be opened: no API key configured$"):
+    with pytest.raises(SettingsError, match=r"cannot report to trackio: no API key configured$"):
         reporters(["trackio"], run)

@@ -39,7 +39,7 @@ def test_a_bare_name_is_looked_for_among_the_runs(run: Run, monkeypatch: pytest.
     monkeypatch.setenv("UNSPOOL_RUNS", str(run.folder.parent))
     assert Run.open("speeches").folder == run.folder
     assert Run.free_folder("speeches").name == "speeches-2"
-    with pytest.raises(RunError, match="no training run"):
+    with pytest.raises(RunError, match="not a training run"):
         Run.open("nowhere")
     with pytest.raises(RunError, match="has a run already"):
         Run.create(run.folder, "new")
@@ -52,7 +52,7 @@ def test_a_run_whose_process_is_gone_is_broken_off(run: Run):
     assert run.state == "broken off"
     run.take_over()
     assert run.state == "running"
-    with pytest.raises(RunError, match="going already"):
+    with pytest.raises(RunError, match="already running"):
         run.take_over()
     run.update(state="done", pid=int(gone.stdout))
     assert run.state == "done"
@@ -65,15 +65,15 @@ def test_a_half_written_line_is_no_line_and_lines_are_taken_back(run: Run):
         file.write('{"step": 4, "lo')
     assert [line["step"] for line in run.log()] == [1, 2, 3]
     assert run.log(since=2) == [{"step": 3, "loss": 1 / 3}]
-    run.forget_after(2)
+    run.truncate_logs(2)
     run.write_log({"step": 3, "loss": 0.3})
     assert [line["step"] for line in run.log()] == [1, 2, 3]
 
 
 def test_asking(run: Run):
-    assert run.wanted() == "go"
+    assert run.requested_command() == "go"
     run.ask("pause")
-    assert run.wanted() == "pause"
+    assert run.requested_command() == "pause"
     with pytest.raises(RunError, match="pause"):
         run.ask("dance")
     run.update(state="done")

@@ -1,4 +1,4 @@
-"""A study of scaling: the grid spends its budgets, goes on where it was, predicts, and is drawn."""
+"""Scaling study: planning, resuming, prediction and plot."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_each_run_spends_its_budget():
         assert run.tokens * training_flops(config, LENGTH) == pytest.approx(run.flops, rel=1e-3)
         assert 1 <= run.tokens / run.parameters <= 1000
     assert [run.flops for run in grid] == sorted(run.flops for run in grid)
-    with pytest.raises(SettingsError, match="tokens for each parameter"):
+    with pytest.raises(SettingsError, match="tokens per parameter"):
         plan(config_of, depths=[8], budgets=[1e6], length=LENGTH)
 
 
@@ -108,7 +108,7 @@ def test_runs_side_by_side_are_the_same_runs(tmp_path: Path):
 
 def test_a_run_whose_process_dies_is_told(tmp_path: Path):
     grid = plan(config_of, depths=DEPTHS, budgets=BUDGETS, length=LENGTH)[:2]
-    with pytest.raises(UnspoolError, match="ended with 9 before it had a result"):
+    with pytest.raises(UnspoolError, match="exited with 9 before it had a result"):
         Study(tmp_path).measure(grid, known_law.killed, at_once=2)
 
 
@@ -137,7 +137,7 @@ def test_a_check_lies_beyond_the_grid(tmp_path: Path):
         lambda run, folder: law(run),
     )
     study.fit(redraws=0)
-    with pytest.raises(SettingsError, match="beyond those it was fitted to"):
+    with pytest.raises(SettingsError, match="must be larger than the grid's largest"):
         study.check(config_of, DEPTHS, 1e14, LENGTH, lambda run, folder: 1.0)
 
 

@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 from scipy.special import logsumexp
 
 from unspool.errors import SettingsError
-from unspool.train.scaling.law import HUBER, Measured, fit
+from unspool.train.scaling.law import HUBER_DELTA, Measured, fit
 
 # Chinchilla's own figures (Hoffmann et al. 2022, approach 3).
 E, A, ALPHA, B, BETA = 1.69, 406.4, 0.34, 410.7, 0.28
@@ -50,7 +50,8 @@ def test_the_minimum_is_the_one_that_scipy_finds():
         a, alpha, b, beta, e = row
         off = logsumexp([a - alpha * x, b - beta * y, np.full_like(x, e)], axis=0) - z
         far = np.abs(off)
-        return float(np.where(far < HUBER, off**2 / 2, HUBER * (far - HUBER / 2)).sum())
+        linear = HUBER_DELTA * (far - HUBER_DELTA / 2)
+        return float(np.where(far < HUBER_DELTA, off**2 / 2, linear).sum())
 
     starts = product((5.0,), (0.3, 0.6), (5.0,), (0.3, 0.6), (0.5,))
     options = {"maxiter": 2000, "ftol": 1e-15, "gtol": 1e-12}
@@ -97,7 +98,7 @@ def test_the_best_size_for_a_budget():
 
 
 def test_too_little_to_fit():
-    with pytest.raises(SettingsError, match="5 runs are too few"):
+    with pytest.raises(SettingsError, match="at least 6 runs, got 5"):
         fit(runs()[:5])
     with pytest.raises(SettingsError, match="two sizes"):
         fit([Measured(1e6, d * 1e6, 3.0) for d in range(1, 9)])

@@ -15,10 +15,10 @@ from unspool.train.learning.shape import (
     Shape,
     batch_tokens,
     batch_tokens_of,
-    like,
+    config_like,
+    micro_batch_tokens,
     new_model,
     rates_for,
-    tokens_at_once,
 )
 
 
@@ -44,7 +44,7 @@ def test_every_depth_is_a_model(depth: int):
 def test_what_is_said_stays():
     config = Shape.of(4, 300, width=96, heads=3, kv_heads=1, head_width=32, tied=False).config
     assert (config.width, config.heads, config.kv_heads, config.tied) == (96, 3, 1, False)
-    with pytest.raises(SettingsError, match="depth is 0"):
+    with pytest.raises(SettingsError, match="depth must be from 1 to 128, got 0"):
         Shape.of(0, 300)
 
 
@@ -86,7 +86,7 @@ def test_another_familys_shape_for_a_vocabulary_of_ones_own(tmp_path: Path):
 
     tiny.save("gemma3", tmp_path)
     theirs = open_checkpoint(tmp_path).config
-    config = like(theirs, 300)
+    config = config_like(theirs, 300)
     assert (config.vocab_size, config.windows) == (300, theirs.windows)
     logits = new_model(config)(torch.randint(0, 300, (1, 9)))
     assert torch.isfinite(logits).all()
@@ -95,11 +95,11 @@ def test_another_familys_shape_for_a_vocabulary_of_ones_own(tmp_path: Path):
 def test_a_gpu_takes_as_many_tokens_at_once_as_its_memory_holds():
     small, large = Shape.of(4, 300).config, Shape.of(24, 300).config
     roomy, narrow = 140 << 30, 24 << 30
-    assert tokens_at_once(small, roomy) == 2**17  # and no more, however small the model is
-    assert tokens_at_once(large, narrow) < tokens_at_once(large, roomy) < 2**17
+    assert micro_batch_tokens(small, roomy) == 2**17  # and no more, however small the model is
+    assert micro_batch_tokens(large, narrow) < micro_batch_tokens(large, roomy) < 2**17
     for config in (small, large):
         for memory in (roomy, narrow):
-            held = tokens_at_once(config, memory) * config.layers * config.width * 48
+            held = micro_batch_tokens(config, memory) * config.layers * config.width * 48
             assert held <= max(memory // 6, 2**11 * config.layers * config.width * 48)
-    assert tokens_at_once(large, 1 << 30) == 2**11  # no fewer: what does not fit then is said
-    assert tokens_at_once(small, None) == tokens_at_once(large, None) == 4096
+    assert micro_batch_tokens(large, 1 << 30) == 2**11  # no fewer: what does not fit then is said
+    assert micro_batch_tokens(small, None) == micro_batch_tokens(large, None) == 4096

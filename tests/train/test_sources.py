@@ -158,20 +158,20 @@ BAD: list[tuple[str, bytes, str]] = [
     ("picture.png", b"\x89PNG\r\n\x1a\n\0\0", "is a binary file"),
     ("latin.txt", "café".encode("latin1"), r"latin\.txt is not UTF-8 \(at byte 3\)"),
     ("wide.txt", "wide".encode("utf-16"), "is UTF-16"),
-    ("cut.txt.gz", gzip.compress(b"text" * 1000)[:-20], "damaged or cut off"),
-    ("no.txt.gz", b"no gzip at all", "damaged or cut off"),
-    ("broken.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"broken\.jsonl, line 2 is no JSON"),
+    ("cut.txt.gz", gzip.compress(b"text" * 1000)[:-20], "damaged or truncated"),
+    ("no.txt.gz", b"no gzip at all", "damaged or truncated"),
+    ("broken.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"broken\.jsonl, line 2 is not valid JSON"),
     ("latin.jsonl", '{"text": "é"}\n'.encode("latin1"), "line 1 is not UTF-8"),
-    ("list.jsonl", b"[1, 2]\n", "line 1 is no object"),
-    ("other.jsonl", b'{"a": 1, "b": 2}\n', "has none of the fields .* it has a, b; .*--field"),
-    ("number.jsonl", b'{"text": 5}\n', "line 1, text is int and no text"),
+    ("list.jsonl", b"[1, 2]\n", "line 1 is not an object"),
+    ("other.jsonl", b'{"a": 1, "b": 2}\n', "has no known field .* it has a, b. .*--field"),
+    ("number.jsonl", b'{"text": 5}\n', "line 1, text is int, not text"),
     ("mixed.jsonl", b'{"prompt": "a", "completion": []}\n', "must both be"),
     ("user.jsonl", b'{"messages": [{"role": "user", "content": "x"}]}\n', "nothing to learn"),
     ("role.jsonl", b'{"messages": [{"content": "x"}]}\n', "line 1: message 1 has no role"),
-    ("cut.json", b'[{"text": "a"}, {"text": "b', r"cut\.json, row 2 is no JSON object"),
-    ("half.jsonl", b'{"text": "a \\ud83d b"}\n', r"line 1, text has half a character"),
+    ("cut.json", b'[{"text": "a"}, {"text": "b', r"cut\.json, row 2 is not a JSON object"),
+    ("half.jsonl", b'{"text": "a \\ud83d b"}\n', r"line 1, text has a lone surrogate"),
     ("no.parquet", b"PAR1 and no more", "cannot be read as parquet"),
-    ("ragged.csv", b"text,id\none,1,2\n", "line 2 has another number of cells"),
+    ("ragged.csv", b"text,id\none,1,2\n", "line 2 has a different number of cells"),
     ("latin.csv", "text,id\né,1\n".encode("latin1"), "is not UTF-8"),
     ("no.zip", b"no zip", "cannot be read as a zip archive"),
 ]
@@ -190,11 +190,11 @@ def test_names_of_nothing(tmp_path: Path) -> None:
         list(documents(str(tmp_path / "none.txt")))
     with pytest.raises(DataError, match="no file matches"):
         list(documents(str(tmp_path / "*.txt")))
-    with pytest.raises(DataError, match="holds no file that can be read"):
+    with pytest.raises(DataError, match="has no readable file"):
         list(documents(tmp_path))
-    with pytest.raises(DataError, match="no source of text"):
+    with pytest.raises(DataError, match="no data source given"):
         list(documents([]))
-    with pytest.raises(DataError, match="names no text"):
+    with pytest.raises(DataError, match="is not a data source"):
         list(documents(""))
     (tmp_path / "empty.txt").write_bytes(b"")
     assert list(documents(tmp_path / "empty.txt")) == []
@@ -291,7 +291,7 @@ def test_which_files_of_a_repository_are_data() -> None:
     name = RepoName("org/name")
     assert chosen_files(name, ["README.md", "LICENSE.txt", "book.txt"]) == ["book.txt"]
     assert chosen_files(name, ["README.md", "notes.txt", "a.jsonl"]) == ["a.jsonl"]
-    with pytest.raises(DataError, match="has no data as"):
+    with pytest.raises(DataError, match="has no data files"):
         chosen_files(name, ["README.md", "pictures.tar"])
     with pytest.raises(DataError, match=r"has no file x\.csv"):
         chosen_files(RepoName("org/name", file="x.csv"), ["a.csv"])

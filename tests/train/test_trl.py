@@ -33,7 +33,7 @@ def model(tmp_path: Path) -> tuple[Any, torch.nn.Module]:
 
 
 def quiet_vocabulary(folder: Path) -> Any:
-    """One of bytes: all text here is tokens already, but trl wants to have a vocabulary."""
+    """A byte tokenizer: the texts here are tokens already, but trl needs a tokenizer."""
     from transformers import AutoTokenizer
 
     from unspool.train.data.tokenizer import TokenizerSettings, learn, save
@@ -84,8 +84,8 @@ def test_tuning_on_answers_is_trls_sft(model: tuple[Any, Any], tmp_path: Path):
     )  # fmt: skip
     theirs.train()
     loss = trainer.compute_loss(theirs, trainer.data_collator(rows))
-    ids, counted = padded([row(p, c) for p, c in zip(PROMPTS, CHOSEN, strict=True)])
-    own = answers_only(ours, Batch(ids, counted), torch.Generator()).total
+    ids, loss_mask = padded([row(p, c) for p, c in zip(PROMPTS, CHOSEN, strict=True)])
+    own = answers_only(ours, Batch(ids, loss_mask), torch.Generator()).total
     assert_same_gradients(theirs, loss, ours, own)
 
 
@@ -120,8 +120,8 @@ def test_dpo_is_trls_dpo(model: tuple[Any, Any], smoothing: float, tmp_path: Pat
         other = trainer.compute_loss(theirs, trainer.data_collator(swapped))
         loss = (1 - smoothing) * loss + smoothing * other
     pairs = zip(PROMPTS, CHOSEN, REJECTED, strict=True)
-    ids, counted = padded([row(p, answer) for p, c, r in pairs for answer in (c, r)])
-    told = Dpo(0.3, smoothing, reference)(ours, PairBatch(ids, counted), torch.Generator())
+    ids, loss_mask = padded([row(p, answer) for p, c, r in pairs for answer in (c, r)])
+    told = Dpo(0.3, smoothing, reference)(ours, PairBatch(ids, loss_mask), torch.Generator())
     assert_same_gradients(theirs, loss, ours, told.total)
     assert abs(told.extra["margin"]) > 1e-3
 
@@ -135,11 +135,11 @@ def test_grpo_is_trls_grpo(model: tuple[Any, Any], tmp_path: Path):
     prompts, rng = [[5, 6, 7], [9, 10, 11]], torch.Generator().manual_seed(0)
     answers = [CHOSEN[0], REJECTED[1]]
     rows = [row(p, a) for p, a in zip(prompts, answers, strict=True)]
-    ids, counted = padded(rows)
+    ids, loss_mask = padded(rows)
     with torch.no_grad():
-        now = log_probabilities(ours, ids, counted)
-    before = (now + 0.5 * torch.randn(now.shape, generator=rng)) * counted
-    reference = (now + 0.5 * torch.randn(now.shape, generator=rng)) * counted
+        now = log_probabilities(ours, ids, loss_mask)
+    before = (now + 0.5 * torch.randn(now.shape, generator=rng)) * loss_mask
+    reference = (now + 0.5 * torch.randn(now.shape, generator=rng)) * loss_mask
     gains = torch.tensor([0.7, -0.7])
 
     settings = {**options(tmp_path), "per_device_train_batch_size": 2}
@@ -158,12 +158,12 @@ def test_grpo_is_trls_grpo(model: tuple[Any, Any], tmp_path: Path):
     behind = slice(len(prompts[0]) - 1, None)  # the places whose targets are answers
     loss = trainer._compute_loss(theirs, {
         "prompt_ids": torch.tensor(prompts), "prompt_mask": torch.ones(2, 3, dtype=torch.long),
-        "completion_ids": ids[:, 3:], "completion_mask": counted[:, behind].long(),
+        "completion_ids": ids[:, 3:], "completion_mask": loss_mask[:, behind].long(),
         "advantages": gains, "old_per_token_logps": before[:, behind],
-        "ref_per_token_logps": reference[:, behind], "num_items_in_batch": counted.sum(),
+        "ref_per_token_logps": reference[:, behind], "num_items_in_batch": loss_mask.sum(),
     })  # fmt: skip
     found = grpo_losses(
-        log_probabilities(ours, ids, counted), before, gains, reference=reference, kl_weight=0.04
+        log_probabilities(ours, ids, loss_mask), before, gains, reference=reference, kl_weight=0.04
     )
-    own = ((found * counted).sum(1) / counted.sum(1)).mean()
+    own = ((found * loss_mask).sum(1) / loss_mask.sum(1)).mean()
     assert_same_gradients(theirs, loss, ours, own)

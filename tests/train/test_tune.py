@@ -1,4 +1,4 @@
-"""Tuning runs on a tiny model: they learn, go on exactly where they stopped, and can be used."""
+"""Fine-tuning a tiny model: it learns, resumes exactly, and the result can be loaded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import unspool
 from unspool.cli.main import _exit_code
 from unspool.errors import UnspoolError
 from unspool.train.data.tokenizer import TokenizerSettings, learn, save
-from unspool.train.running.events import Event, Logged
+from unspool.train.running.events import Event, StepLogged
 from unspool.train.running.runs import Run
-from unspool.train.tuning.tasks import Task, accuracy, judge_of
+from unspool.train.tuning.tasks import Task, accuracy, load_reward_function
 from unspool.train.tuning.tune import TuneSettings, new_run, settings_of, tune
 
 ANSWERS = {"red": "stop", "green": "go", "yellow": "wait"}
@@ -44,8 +44,8 @@ def settings(here: Path, **changes: Any) -> TuneSettings:
     return TuneSettings(**given)
 
 
-def logged(events: list[Event]) -> list[Logged]:
-    return [event for event in events if isinstance(event, Logged)]
+def logged(events: list[Event]) -> list[StepLogged]:
+    return [event for event in events if isinstance(event, StepLogged)]
 
 
 @pytest.mark.parametrize("lora", [4, 0])
@@ -69,7 +69,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(here: Path) -> None:
     parts = new_run(settings(here, lora=4, steps=8, save_every=3), here / "runs" / "parts")
 
     def stop(event: Event) -> None:
-        if isinstance(event, Logged) and event.step == 3:
+        if isinstance(event, StepLogged) and event.step == 3:
             parts.ask("stop")
 
     tune(settings_of(parts), parts, stop)
@@ -172,8 +172,8 @@ def test_a_task_asks_and_judges() -> None:
     rows, entries = task.rows(5, seed=1), task.entries(5, seed=1)
     assert [row["completion"] for row in rows] == [entry["answer"] for entry in entries]
     for entry in entries:
-        assert task.judge(entry["question"], f" {entry['answer']}\n", entry) == 1.0
-        assert task.judge(entry["question"], "a piano", entry) < 1.0
+        assert task.reward(entry["question"], f" {entry['answer']}\n", entry) == 1.0
+        assert task.reward(entry["question"], "a piano", entry) < 1.0
     with pytest.raises(UnspoolError, match="no task"):
         Task("flying")
 
@@ -203,4 +203,4 @@ def test_what_cannot_be_is_said(tmp_path: Path, changes: dict[str, Any], said: s
     with pytest.raises(UnspoolError, match=said):
         settings(tmp_path, **changes)
     with pytest.raises(UnspoolError, match="module:function"):
-        judge_of("no_such_module:judge")
+        load_reward_function("no_such_module:judge")

@@ -26,28 +26,30 @@ def text(count: int = 100) -> Packed:
 def chats() -> Packed:
     """Documents of 5, 9 and 23 tokens, from 1000 on; the first two of each do not count."""
     borders = np.array([0, 5, 14, 37])
-    counted = np.ones(37, bool)
+    loss_mask = np.ones(37, bool)
     for begin in borders[:-1]:
-        counted[begin : begin + 2] = False
-    return Packed(np.arange(1000, 1037).astype(np.uint16), borders, counted)
+        loss_mask[begin : begin + 2] = False
+    return Packed(np.arange(1000, 1037).astype(np.uint16), borders, loss_mask)
 
 
 def test_text_comes_in_windows_that_know_their_documents():
     batch = Mixture({"text": (text(), 1.0)}, 6, 19).batch(0)
-    assert batch.ids.shape == (6, 20) and batch.documents is not None and batch.counted is not None
+    assert (
+        batch.ids.shape == (6, 20) and batch.documents is not None and batch.loss_mask is not None
+    )
     for row, documents in zip(batch.ids.tolist(), batch.documents.tolist(), strict=True):
         assert row == list(range(row[0], row[0] + 20)) and row[0] % 20 == 0
         assert documents == [int(token >= 30) - int(row[0] >= 30) for token in row[:-1]]
-    assert batch.counted.all()
+    assert batch.loss_mask.all()
 
 
 def test_conversations_are_packed_whole_and_the_rest_of_a_row_is_none():
     mixture = Mixture({"chat": (chats(), 1.0)}, 32, 15)
     seen = set()
     batch = mixture.batch(0)
-    assert batch.documents is not None and batch.counted is not None
-    for row, documents, counted in zip(
-        batch.ids.tolist(), batch.documents.tolist(), batch.counted.tolist(), strict=True
+    assert batch.documents is not None and batch.loss_mask is not None
+    for row, documents, loss_mask in zip(
+        batch.ids.tolist(), batch.documents.tolist(), batch.loss_mask.tolist(), strict=True
     ):
         there = [token for token in row if token >= 1000]
         seen.update(there)
@@ -58,7 +60,7 @@ def test_conversations_are_packed_whole_and_the_rest_of_a_row_is_none():
             same = documents[place] == documents[place - 1] >= 0
             assert not same or follows
         wanted = [t >= 1000 and t not in (1000, 1001, 1005, 1006, 1014, 1015) for t in row]
-        assert counted == wanted[1:]
+        assert loss_mask == wanted[1:]
     assert seen == set(range(1000, 1037))  # the long one in two pieces
 
 
@@ -95,13 +97,13 @@ def write(model: Path, texts: int, loads: list[int], **more: Any) -> Packed:
 def test_texts_are_written_once_and_gone_on_with(model: Path):
     loads: list[int] = []
     first = write(model, 4, loads)
-    assert first.documents >= 2 and first.counted is not None
+    assert first.documents >= 2 and first.loss_mask is not None
     more = write(model, 8, loads)
     assert more.documents > first.documents
-    assert (more.ids[: len(first.ids)] == first.ids).all()  # the same, and others behind them
+    assert (more.ids[: len(first.ids)] == first.ids).all()  # the same texts, followed by others
     assert (write(model, 8, loads).ids == more.ids).all()
     assert loads == [4, 8]
-    prompt = int(np.argmax(first.counted))
+    prompt = int(np.argmax(first.loss_mask))
     with unspool.load(model, backend="torch") as lm:
         asked = list(lm.chat_prompt("Why?").ids)
         assert first.ids[:prompt].tolist() == asked
@@ -122,6 +124,6 @@ def test_a_model_without_a_template_goes_on_with_beginnings(model: Path):
     (model / "tokenizer_config.json").write_text(settings.replace("chat_template", "unused"))
     with pytest.raises(DataError, match="no chat template"):
         write(model, 3, [])
-    found = write(model, 3, [], beginnings=[[5, 6, 7, 8], [9, 10, 11]])
-    assert found.ids[:4].tolist() == [5, 6, 7, 8] and found.counted is not None
-    assert found.counted.all() and found.documents == 3
+    found = write(model, 3, [], prefixes=[[5, 6, 7, 8], [9, 10, 11]])
+    assert found.ids[:4].tolist() == [5, 6, 7, 8] and found.loss_mask is not None
+    assert found.loss_mask.all() and found.documents == 3

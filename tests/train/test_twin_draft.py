@@ -15,11 +15,11 @@ from unspool.model.transformer import Transformer, turn
 from unspool.train.data.batches import Batch
 from unspool.train.twins.draft import (
     DraftHead,
+    DraftHeadObjective,
     Drafts,
-    DraftTwin,
     HeadShape,
     feature_layers,
-    most_written,
+    most_frequent_tokens,
     rms,
 )
 from unspool.train.twins.head_files import open_head, save_head
@@ -32,7 +32,7 @@ def rng(seed: int = 1) -> torch.Generator:
 def a_head(model: Transformer) -> DraftHead:
     torch.manual_seed(4)
     head = DraftHead(model.config, HeadShape((0, 1), 20, 16, 8), torch.arange(3, 23))
-    head.begin_as(model)
+    head.init_from(model)
     with torch.no_grad():
         head.change.weight.normal_(0, 0.2, generator=rng())
     return head
@@ -42,9 +42,9 @@ def a_batch() -> Batch:
     ids = torch.randint(0, 29, (2, 25), generator=rng(3))
     documents = torch.zeros(2, 24, dtype=torch.int32)
     documents[1, 13:] = 1
-    counted = torch.ones(2, 24, dtype=torch.bool)
-    counted[:, :7] = False
-    return Batch(ids, counted, documents)
+    loss_mask = torch.ones(2, 24, dtype=torch.bool)
+    loss_mask[:, :7] = False
+    return Batch(ids, loss_mask, documents)
 
 
 @torch.no_grad()
@@ -123,7 +123,7 @@ def test_drafts_of_whole_rows_are_those_of_one_text():
 def test_the_loss_compares_with_what_the_causal_model_says():
     model, batch = tiny_model().requires_grad_(False), a_batch()
     head = a_head(model)
-    loss = DraftTwin(model, steps=3)(head, batch, rng())
+    loss = DraftHeadObjective(model, steps=3)(head, batch, rng())
     drafts = Drafts(model, head, batch, {})
     table = model.embed.weight[3:23]
     weights = [math.exp(-ahead / 4) for ahead in range(3)]
@@ -170,12 +170,12 @@ def test_the_layers_that_are_read():
 
 def test_the_tokens_that_can_be_drafted_are_those_written_most():
     written = np.repeat([7, 2, 9, 4], [5, 1, 3, 2])
-    assert most_written(written, 12, 3).tolist() == [4, 7, 9]
-    assert len(most_written(written, 12, 50)) == 12
+    assert most_frequent_tokens(written, 12, 3).tolist() == [4, 7, 9]
+    assert len(most_frequent_tokens(written, 12, 50)) == 12
 
 
 @pytest.mark.parametrize("changes", [{"norm_plus_one": True}, {"tied": False}])
 def test_heads_of_other_models(changes: dict[str, bool]):
     model = tiny_model(**changes).requires_grad_(False)
-    loss = DraftTwin(model, steps=2)(a_head(model), a_batch(), rng())
+    loss = DraftHeadObjective(model, steps=2)(a_head(model), a_batch(), rng())
     assert torch.isfinite(loss.total)

@@ -15,10 +15,10 @@ from unspool.train.data.batches import Batch
 from unspool.train.learning import forward
 from unspool.train.learning.lora import Lora, add_lora
 from unspool.train.twins import block, fill, noise
-from unspool.train.twins.block import BlockTwin
-from unspool.train.twins.fill import FillTwin, rows_of_each
+from unspool.train.twins.block import BlockTwinObjective
+from unspool.train.twins.fill import FillTwin, quarter_rows
 from unspool.train.twins.halves import Halves, block_starts, document_starts
-from unspool.train.twins.mask_token import own_mask_vector
+from unspool.train.twins.mask_token import add_mask_embedding
 
 MASK = 28
 
@@ -33,16 +33,16 @@ def a_batch(rows: int = 4) -> Batch:
     documents = torch.zeros(rows, 40, dtype=torch.int32)
     documents[:, 17:] = 1
     documents[0, 35:] = -1
-    counted = torch.ones(rows, 40, dtype=torch.bool)
-    counted[:, :9] = False
-    return Batch(ids, counted, documents)
+    loss_mask = torch.ones(rows, 40, dtype=torch.bool)
+    loss_mask[:, :9] = False
+    return Batch(ids, loss_mask, documents)
 
 
 def a_pair() -> tuple[Transformer, Transformer]:
     """The frozen causal model, and a twin that is not the same any more."""
     twin = tiny_model(seed=5)
     twin.embed.requires_grad_(False)
-    own_mask_vector(twin, MASK, fresh=True)
+    add_mask_embedding(twin, MASK, fresh=True)
     return tiny_model().requires_grad_(False), twin
 
 
@@ -54,17 +54,17 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def watch(module: Any, name: str) -> None:
         inner = getattr(module, name)
 
-        def watched(*given: Any) -> Any:
-            seen[name] = inner(*given)
+        def watched(*args: Any, **options: Any) -> Any:
+            seen[name] = inner(*args, **options)
             return seen[name]
 
         monkeypatch.setattr(module, name, watched)
 
-    watch(block, "drawn_grid")
-    watch(block, "hidden_in_blocks")
-    watch(fill, "wrong_places")
-    watch(FillTwin, "_drawn")
-    watch(FillTwin, "_sampled")
+    watch(block, "draw_grid")
+    watch(block, "mask_blocks")
+    watch(fill, "mask_uniformly")
+    watch(FillTwin, "_draw_masks")
+    watch(FillTwin, "_sample_tokens")
     return seen
 
 
@@ -108,8 +108,8 @@ def block_vectors(
 
 def test_a_block_is_guessed_from_itself_and_what_the_causal_model_read(drawn: dict[str, Any]):
     batch, (clean, twin) = a_batch(2), a_pair()
-    loss = BlockTwin(MASK, clean)(twin, batch, rng())
-    grid, (hide, _) = drawn["drawn_grid"], drawn["hidden_in_blocks"]
+    loss = BlockTwinObjective(MASK, clean)(twin, batch, rng())
+    grid, (hide, _) = drawn["draw_grid"], drawn["mask_blocks"]
     total, count = torch.tensor(0.0), 0
     for row in range(2):
         tokens, size, shift = batch.inputs[row], int(grid.sizes[row]), int(grid.offsets[row])
@@ -130,14 +130,14 @@ def test_a_block_is_guessed_from_itself_and_what_the_causal_model_read(drawn: di
 
 
 def test_the_causal_model_reads_as_it_always_did():
-    """Logits of the clean half are the causal model's own, whatever the twin is."""
+    """Logits of the clean pass are those of the causal model, with any twin."""
     clean, twin = a_pair()
     tokens = a_batch().inputs
     halves = Halves(clean.config, 4, 40, tokens.device)
     halves.place(torch.zeros(4, 40))
     assert torch.allclose(clean.logits(halves.read(clean, tokens)), clean(tokens), atol=1e-4)
     before = {name: value.clone() for name, value in clean.state_dict().items()}
-    loss = BlockTwin(MASK, clean)(twin, a_batch(), rng())
+    loss = BlockTwinObjective(MASK, clean)(twin, a_batch(), rng())
     loss.total.backward()
     assert all(value.grad is None for value in clean.parameters())
     assert all(torch.equal(value, before[name]) for name, value in clean.state_dict().items())
@@ -152,8 +152,8 @@ def test_as_an_adapter_the_clean_half_is_the_model_without_it(drawn: dict[str, A
     for name, value in adapted.named_parameters():
         if name.endswith(".up"):
             torch.nn.init.normal_(value, 0, 0.1, generator=rng(7))
-    alone = BlockTwin(MASK)(adapted, a_batch(), rng())
-    beside = BlockTwin(MASK, tiny_model().requires_grad_(False))(adapted, a_batch(), rng())
+    alone = BlockTwinObjective(MASK)(adapted, a_batch(), rng())
+    beside = BlockTwinObjective(MASK, tiny_model().requires_grad_(False))(adapted, a_batch(), rng())
     assert torch.allclose(alone.total, beside.total, rtol=1e-5)
     alone.total.backward()
     assert all(v.grad is None for n, v in adapted.named_parameters() if not v.requires_grad)
@@ -162,9 +162,9 @@ def test_as_an_adapter_the_clean_half_is_the_model_without_it(drawn: dict[str, A
 def test_fill_guesses_from_both_sides_and_corrects_what_is_wrong(drawn: dict[str, Any]):
     batch, (clean, twin) = a_batch(), a_pair()
     loss = FillTwin(MASK, clean)(twin, batch, rng())
-    tokens, quarter = batch.inputs, rows_of_each(4)
+    tokens, quarter = batch.inputs, quarter_rows(4)
     assert [part.start for part in quarter] == [0, 1, 2, 3]
-    wrong, others = drawn["wrong_places"][0], drawn["_sampled"][0]
+    wrong, others = drawn["mask_uniformly"][0], drawn["_sample_tokens"][0]
     hidden_total = shown_total = torch.tensor(0.0)
     count = shown = 0
     for row in range(4):
@@ -175,7 +175,7 @@ def test_fill_guesses_from_both_sides_and_corrects_what_is_wrong(drawn: dict[str
                 for p in counts:
                     noisy[p] = others[p] if wrong[p] else tokens[row, p]
             for p in counts:
-                hide = drawn["_drawn"][row]
+                hide = drawn["_draw_masks"][row]
                 for side in (True, False):  # hidden, and where it is seen
                     if not side and row != 3:
                         continue
@@ -202,7 +202,7 @@ def test_wrong_tokens_are_what_the_causal_model_might_have_written():
     batch = a_batch(64)
     with torch.no_grad():  # one token is far likelier than all others
         clean.norm.weight.mul_(30)
-    found = FillTwin(MASK, clean)._sampled(
+    found = FillTwin(MASK, clean)._sample_tokens(
         twin, batch.inputs, document_starts(torch.zeros(64, 40)), rng()
     )
     likeliest = clean(batch.inputs)[:, :-1].argmax(-1)
@@ -218,13 +218,13 @@ def test_blocks_are_counted_from_the_start_of_their_document():
 
 
 def test_every_size_and_level_is_drawn():
-    grid = noise.drawn_grid(2000, rng())
+    grid = noise.draw_grid(2000, rng())
     assert set(grid.sizes.flatten().tolist()) == {4, 8, 16, 32}
     assert ((grid.offsets >= 0) & (grid.offsets < grid.sizes)).all()
     share = (grid.sizes == 8).float().mean()
     assert 0.3 < share < 0.4
     starts = torch.arange(0, 800, 8).repeat_interleave(8)[None].expand(50, -1)
-    hide, level = noise.hidden_in_blocks(starts, rng())
+    hide, level = noise.mask_blocks(starts, rng())
     assert not hide[:, ::8].any()  # a block's first is never hidden
     blocks = hide.view(50, 100, 8)[:, :, 1:]
     assert 0.2 < blocks.all(2).float().mean() < 0.35  # 20 %, and by chance
@@ -233,7 +233,7 @@ def test_every_size_and_level_is_drawn():
 
 
 def test_spans_are_spans():
-    hide = noise.hidden_spans(200, 300, rng())
+    hide = noise.mask_spans(200, 300, rng())
     assert 0.15 < hide.float().mean() < 0.5
     runs = [len(run) for run in "".join("x" if h else "." for h in hide[0]).split(".") if run]
     assert len(set(runs)) <= 4 or max(runs) > 1
@@ -246,18 +246,18 @@ def test_another_batch_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
 
     clean, twin = a_pair()
     twin.requires_grad_(False)
-    wanted = BlockTwin(MASK, clean)(twin, a_batch(), rng(2))
+    wanted = BlockTwinObjective(MASK, clean)(twin, a_batch(), rng(2))
     filled = FillTwin(MASK, clean)(twin, a_batch(), rng(2))
 
     def looking(allowed: Any, rows: int, queries: int, keys: int, device: Any, config: Any) -> Any:
         return create_block_mask(allowed, rows, None, queries, keys, device=device)
 
-    monkeypatch.setattr("unspool.train.twins.halves.looking", looking)
-    monkeypatch.setattr(forward, "_flex", lambda: flex_attention)
+    monkeypatch.setattr("unspool.train.twins.halves.build_mask", looking)
+    monkeypatch.setattr(forward, "_compiled_flex_attention", lambda: flex_attention)
     torch._dynamo.reset()
     for layer in (*clean.layers, *twin.layers):
         layer.compile(backend="eager", dynamic=False)
-    block_twin, fill_twin = BlockTwin(MASK, clean), FillTwin(MASK, clean)
+    block_twin, fill_twin = BlockTwinObjective(MASK, clean), FillTwin(MASK, clean)
     with torch.no_grad():
         block_twin(twin, a_batch(), rng(1))
         fill_twin(twin, a_batch(), rng(1))

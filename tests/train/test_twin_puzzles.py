@@ -22,7 +22,7 @@ from unspool.train.twins.puzzles.puzzle import (
     save_tokenizer,
     token_ids,
 )
-from unspool.train.twins.puzzles.sudoku import Sudoku, found_boards
+from unspool.train.twins.puzzles.sudoku import Sudoku, base_boards
 from unspool.train.twins.solving import ORDERS, solutions
 
 NAMES = ("sudoku:48", "sudoku4", "countdown", "countdown:3")
@@ -56,7 +56,7 @@ def test_a_sudoku_must_hold_every_rule():
     other = "2" if answer[0] == "1" else "1"
     assert not sudoku.solved(prompts[0], other + answer[1:])
     assert not sudoku.solved(prompts[0], answer[:80]) and not sudoku.solved(prompts[0], "x" * 81)
-    assert len({tuple(board) for board in found_boards().tolist()}) == 64
+    assert len({tuple(board) for board in base_boards().tolist()}) == 64
 
 
 def test_empty_cells_are_as_many_as_was_asked():
@@ -103,8 +103,8 @@ def test_both_twins_have_the_same_rows_and_as_many_weights():
     again = PuzzleBatches(puzzle, 4, seed=3).batch(7)
     assert torch.equal(batch.ids, again.ids)
     assert not torch.equal(batch.ids, PuzzleBatches(puzzle, 4, seed=3).batch(8).ids)
-    assert batch.ids.shape == (4, 163) and batch.counted is not None
-    assert batch.counted.sum(1).tolist() == [82] * 4  # the answer and its end
+    assert batch.ids.shape == (4, 163) and batch.loss_mask is not None
+    assert batch.loss_mask.sum(1).tolist() == [82] * 4  # the answer and its end
     causal, whole = (puzzle_config(puzzle, sight, 2, 32, 4) for sight in ("causal", "whole"))
     sizes = [sum(p.numel() for p in new_model(each).parameters()) for each in (causal, whole)]
     assert sizes[0] == sizes[1]
@@ -130,7 +130,7 @@ def test_every_order_fills_the_canvas():
     assert 1 <= passes["0.9"] <= passes["0.99"] <= puzzle.answer
     again = solutions(model, puzzle, prompts, "random", seed=3).answers
     assert again == solutions(model, puzzle, prompts, "random", seed=3).answers
-    with pytest.raises(SettingsError, match="no order 'upwards'"):
+    with pytest.raises(SettingsError, match="unknown order 'upwards'"):
         solutions(model, puzzle, prompts, "upwards")
 
 

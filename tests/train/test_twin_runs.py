@@ -19,7 +19,7 @@ from unspool.errors import UnspoolError
 from unspool.model.adapters import Twin, read_adapter
 from unspool.model.checkpoint import load_transformer, open_checkpoint
 from unspool.train.data.tokenizer import TokenizerSettings, learn, save
-from unspool.train.running.events import Event, Logged
+from unspool.train.running.events import Event, StepLogged
 from unspool.train.running.loop import Trainer
 from unspool.train.running.runs import Run
 from unspool.train.twins.draft import DraftHead
@@ -57,7 +57,7 @@ def trained(wanted: TwinSettings) -> tuple[Run, list[float]]:
     events: list[Event] = []
     run = train_twin(wanted, new_run(wanted), events.append)
     assert run.state == "done" and run.final is not None
-    return run, [event.loss for event in events if isinstance(event, Logged)]
+    return run, [event.loss for event in events if isinstance(event, StepLogged)]
 
 
 def test_a_block_twin_is_a_model_that_says_how_it_looks(here: Path):
@@ -90,7 +90,7 @@ def test_as_an_adapter_it_is_peft_with_a_note(here: Path):
 
 
 def test_a_canvas_is_filled_as_the_twin_says(here: Path):
-    """Nobody has to name mask, block and shift of an adapter that says them itself."""
+    """Mask, block size and shift are read from the adapter's twin.json."""
     run, _ = trained(settings(here, "block", lora=2, chat=0))
     with unspool.load(here / "model", backend="torch") as lm:
         with pytest.raises(UnspoolError, match="no mask token"):
@@ -116,7 +116,7 @@ def test_a_fill_twin_goes_on_from_a_block_twin(here: Path):
     assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
     log = [line for line in run.log() if "shown" in line]
     assert len(log) == 4
-    with pytest.raises(UnspoolError, match="no twin of this model"):
+    with pytest.raises(UnspoolError, match="is not a twin of this model"):
         trained(settings(here, "fill", start=str(here / "model")))
 
 
@@ -170,7 +170,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(here: Path, kind: str):
     parts = new_run(settings(here, kind, save_every=2), here / "runs" / "parts")
 
     def stop(event: Event) -> None:
-        if isinstance(event, Logged) and event.step == 2:
+        if isinstance(event, StepLogged) and event.step == 2:
             parts.ask("stop")
 
     train_twin(settings_of(parts), parts, stop)
@@ -201,7 +201,7 @@ def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]):
     told = capsys.readouterr()
     assert "done:" in told.out + told.err
     assert _exit_code(["train", "twin", "--kind", "chess"]) != 0
-    assert "there is no kind 'chess'" in capsys.readouterr().err
+    assert "unknown kind 'chess'" in capsys.readouterr().err
     assert _exit_code(["train", "twin", "--kind", "draft", "--lora", "3"]) != 0
 
 
@@ -214,11 +214,11 @@ def test_what_cannot_be_is_refused_before_anything_is_made(here: Path):
     ):
         with pytest.raises(UnspoolError):
             TwinSettings(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(UnspoolError, match="neither a drafting head's folder"):
+    with pytest.raises(UnspoolError, match="neither a draft head"):
         trained(settings(here, "draft", start=str(here / "model")))
     with pytest.raises(UnspoolError, match="a model of another shape"):
         trained(settings(here, "draft", start=str(SHIPPED / "smollm2-135m-instruct")))
-    with pytest.raises(UnspoolError, match="no token that texts do not use"):
+    with pytest.raises(UnspoolError, match="no unused token for the mask"):
         trained(settings(here, "block", mask=None))
     assert not Run.all()
 

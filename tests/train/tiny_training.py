@@ -27,7 +27,7 @@ CONFIG = ModelConfig(
 @dataclass
 class Batch:
     ids: Tensor
-    counted: Tensor | None = None
+    loss_mask: Tensor | None = None
     documents: Tensor | None = None
 
 
@@ -59,7 +59,7 @@ def save_model(weights: Any, folder: Path) -> None:
 
 
 def tiny_trainer(folder: Path | None = None, steps: int = 30, **changes: Any) -> Trainer:
-    """A trainer of the tiny model; in a folder that has a run it goes on with that."""
+    """A trainer of the tiny model; resumes the run if the folder has one."""
     run = None
     if folder is not None:
         if (folder / "run.json").exists():

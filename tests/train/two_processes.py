@@ -21,7 +21,7 @@ from unspool.model.checkpoint import save_weights
 from unspool.model.transformer import Transformer
 from unspool.train.learning.objectives import Loss, next_token
 from unspool.train.learning.optimizers import Rates, make_optimizers
-from unspool.train.learning.orthogonal import orthogonal, turned
+from unspool.train.learning.orthogonal import orthogonal, orthogonalize
 from unspool.train.running.loop import Trainer, TrainSettings
 from unspool.train.running.parallel import Parallel
 from unspool.train.running.runs import Run
@@ -35,14 +35,14 @@ def turn(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for rows in (1, 3, 6):
         whole = torch.randn(3, rows, 8, generator=torch.Generator().manual_seed(rows))
-        found = turned([distribute_tensor(each, mesh, [Shard(0)]) for each in whole])
+        found = orthogonalize([distribute_tensor(each, mesh, [Shard(0)]) for each in whole])
         for own, wanted in zip(found, orthogonal(whole), strict=True):
             half = -(-rows // 2)
             assert torch.allclose(own, wanted[rank * half : (rank + 1) * half], atol=1e-5), rows
 
 
 def train(folder: Path, parallel: Parallel, steps: int = 99) -> str:
-    """A run of eight steps that is begun or gone on with, and stopped after so many."""
+    """Start or resume a run of eight steps, and stop it after `steps`."""
     if parallel.first and not (folder / "run.json").exists():
         Run.create(folder, "new", steps=8)
     parallel.wait()

@@ -1,1 +1,1 @@
-"""Training: from text to weights, in a folder that tells how it went."""
+"""Training: from text to model weights in a run folder."""

@@ -1,23 +1,23 @@
-"""A trained model for other programs: a folder for transformers or MLX, a GGUF for llama.cpp.
+"""Export a model: a folder for transformers or MLX, a GGUF file for llama.cpp.
 
     export_folder("runs/speeches", "speeches-hf", dtype="bfloat16")
     export_folder("runs/speeches", "speeches-mlx", dtype="mlx8")
     export_gguf("runs/speeches", "speeches.gguf", type="Q8_0")
 
-What is there before the work is done stays; a reader never finds half a model.
+The target is replaced atomically: a reader never sees a partial model.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from unspool.backends.placement import DTYPES
 from unspool.backends.torch.available import check_torch
-from unspool.decoding.progress import Tell, progress_bar
+from unspool.decoding.progress import progress_bar
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
 from unspool.loading import open_tokenizer
 from unspool.model.checkpoint import (
@@ -32,7 +32,7 @@ from unspool.model.hub import find_model
 from unspool.model.mlx_save import quantize_folder
 from unspool.model.weights import shapes
 
-MLX = {"mlx8": 8, "mlx4": 4}  # bits of MLX's quantized folders
+MLX_BITS = {"mlx8": 8, "mlx4": 4}
 
 
 def export_folder(
@@ -42,28 +42,30 @@ def export_folder(
     dtype: str = "float32",
     force: bool = False,
 ) -> Path:
-    """Write config.json, safetensors and the vocabulary, as transformers (or mlx-lm) reads them."""
+    """Write config.json, safetensors and the tokenizer for transformers (or mlx-lm)."""
     check_torch()
-    if dtype not in (*DTYPES, *MLX):
-        raise SettingsError(f"dtype is {dtype!r}; it may be {', '.join((*DTYPES, *MLX))}")
+    if dtype not in (*DTYPES, *MLX_BITS):
+        raise SettingsError(
+            f"dtype must be one of {', '.join((*DTYPES, *MLX_BITS))}, got {dtype!r}"
+        )
     checkpoint, target = open_checkpoint(find_model(model)), Path(target)
     _check_target(target, force)
     tokenizer = open_tokenizer(checkpoint)
-    beside = target.with_name(f"{target.name}.part")
-    shutil.rmtree(beside, ignore_errors=True)
+    part = target.with_name(f"{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
     try:
-        with _telling_of_a_full_disk(target):
-            floats = "float32" if dtype in MLX else dtype
-            save_checkpoint(load_transformer(checkpoint, dtype=floats), beside)
-            if dtype in MLX:
-                quantize_folder(beside, MLX[dtype])
+        with _write_errors(target):
+            load_dtype = "float32" if dtype in MLX_BITS else dtype
+            save_checkpoint(load_transformer(checkpoint, dtype=load_dtype), part)
+            if dtype in MLX_BITS:
+                quantize_folder(part, MLX_BITS[dtype])
             if tokenizer is not None:
-                tokenizer.save(beside)
+                tokenizer.save(part)
             if target.exists():
                 shutil.rmtree(target)
-            beside.replace(target)
+            part.replace(target)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(part, ignore_errors=True)
     return target
 
 
@@ -76,10 +78,11 @@ def export_gguf(
     force: bool = False,
     progress: bool = True,
 ) -> Path:
-    """Write one GGUF file with settings, vocabulary, chat template and weights.
+    """Write one GGUF file with config, vocabulary, chat template and weights.
 
-    type   F32, F16, or packed: Q8_0, Q4_1, Q4_0.
-    name   what the file calls the model; by default the file's own name.
+    Args:
+        type: F32, F16, or quantized: Q8_0, Q4_1, Q4_0.
+        name: Model name in the file; by default the file name.
     """
     check_torch()
     checkpoint, target = open_checkpoint(find_model(model)), Path(target)
@@ -87,49 +90,47 @@ def export_gguf(
     _check_target(target, force)
     vocabulary = _vocabulary(checkpoint)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _bar(checkpoint, progress) as told, _telling_of_a_full_disk(target):
+    total = len(shapes(checkpoint.config))
+    with (
+        progress_bar("writing tensors", total, show=progress) as on_progress,
+        _write_errors(target),
+    ):
         save_gguf(
             load_transformer(checkpoint),
             target,
             type=type,
             vocabulary=vocabulary,
             name=name or target.stem,
-            told=told,
+            told=on_progress,
         )
     return target
 
 
 def _vocabulary(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The vocabulary in GGUF's words; one that came from a GGUF file goes back as it was."""
+    """The vocabulary as GGUF metadata; that of a GGUF file is copied."""
     if isinstance(checkpoint, GGUFCheckpoint):
-        known = checkpoint.file.metadata
-        return {key: value for key, value in known.items() if key.startswith("tokenizer.")}
+        metadata = checkpoint.file.metadata
+        return {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
     tokenizer = open_tokenizer(checkpoint)
     if tokenizer is None:
         raise ModelFileError(
-            f"{checkpoint.path}: has no tokenizer.json, and a GGUF file without a vocabulary "
-            "cannot be run; put the model's tokenizer.json beside its weights"
+            f"{checkpoint.path}: has no tokenizer.json, which a GGUF file needs; put the model's "
+            "tokenizer.json beside its weights"
         )
     return tokenizer.gguf_metadata(checkpoint.config.vocab_size)
 
 
-def _bar(checkpoint: Checkpoint, show: bool) -> AbstractContextManager[Tell]:
-    return progress_bar("writing tensors", len(shapes(checkpoint.config)), show=show)
-
-
 def _check_target(target: Path, force: bool) -> None:
     if target.exists() and not force:
-        raise UnspoolError(f"{target} is there already; give another name, or --force")
+        raise UnspoolError(f"{target} already exists; give another name, or --force")
 
 
-class _telling_of_a_full_disk(AbstractContextManager[None]):  # noqa: N801  reads as a sentence
-    """An error of the disk as one sentence."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            raise UnspoolError(
-                f"{self.target} cannot be written: {error.strerror or error}; nothing was changed"
-            ) from error
+@contextmanager
+def _write_errors(target: Path) -> Iterator[None]:
+    """Turn an error of the disk into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise UnspoolError(
+            f"{target} cannot be written: {error.strerror or error}; nothing was changed"
+        ) from error

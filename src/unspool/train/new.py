@@ -1,10 +1,10 @@
-"""A new model from text: tokenizer, data, shape, training, in one run folder.
+"""Train a new model from text: tokenizer, data, config and training, in one run folder.
 
-    run = begin(NewSettings(minutes=4))            # data prepared, all dials set, nothing trained
-    train(run, print)                              # to the end; or on, if it was broken off
+    run = create_run(NewSettings(minutes=4))       # data prepared, settings resolved, no training
+    train(run, print)                              # to the end, or from its last checkpoint
 
-`begin` makes every dial definite and writes them into run.json, so that `train` needs the folder
-alone, now or later.
+`create_run` resolves every setting and writes it to run.json, so that `train` needs only the run
+folder, now or later.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from unspool.train.learning.shape import (
     Shape,
     batch_tokens,
     batch_tokens_of,
-    like,
+    config_like,
+    micro_batch_tokens,
     new_config,
     new_model,
     rates_for,
-    tokens_at_once,
     vocabulary_for,
 )
 from unspool.train.running.elastic import job_facts
-from unspool.train.running.events import Ended, Event
+from unspool.train.running.events import Event, RunEnded
 from unspool.train.running.held_out import HeldOut
 from unspool.train.running.loop import Trainer, TrainSettings
 from unspool.train.running.parallel import Parallel
@@ -58,13 +58,13 @@ from unspool.train.settings import NewSettings, settings_of
 if TYPE_CHECKING:
     from unspool.train.data.survey import Progress
 
-_SHARE = 0.93  # of the time that was given: the rest is for judging, sampling and saving
+_TRAINING_SHARE = 0.93  # of the time budget; evaluation, sampling and saving take the rest
 
 
 # -- before the first step ------------------------------------------------------------------
 
 
-def begin(
+def create_run(
     settings: NewSettings,
     folder: Path | None = None,
     *,
@@ -72,16 +72,16 @@ def begin(
     progress: Progress | None = None,
     offline: bool = False,
 ) -> Run:
-    """A run with its data prepared and every dial definite."""
+    """Prepare the data, resolve all settings, and create the run folder."""
     parallel = parallel or Parallel.alone(settings.device)
     if folder is not None and (folder / "run.json").exists():
-        raise RunError(f"{folder}: has a run already; go on with it (--resume) or name another")
+        raise RunError(f"{folder}: has a run already; continue it with --resume, or name another")
     job = job_facts(settings)
-    settings = _with_depth(settings)
+    settings = _with_default_size(settings)
     tokenizer = _tokenizer(settings, progress, offline)
-    prepared = _prepared(settings, tokenizer, progress, offline)
+    prepared = _prepare(settings, tokenizer, progress, offline)
     config = _config(settings, tokenizer)
-    settings = _definite(settings, config, tokenizer, prepared, parallel)
+    settings = _resolve(settings, config, tokenizer, prepared, parallel)
     name = Path(settings.data[0]).stem or "run"
     run = Run.create(
         folder or Run.free_folder(f"{name}-d{config.layers}", runs_folder()),
@@ -98,17 +98,17 @@ def begin(
     return run
 
 
-def _with_depth(settings: NewSettings) -> NewSettings:
-    """A depth where nothing says how large, and an end where nothing says how long."""
-    if sum(each is not None for each in (settings.steps, settings.tokens, settings.minutes)) > 1:
-        raise SettingsError("give steps, tokens or minutes, not several of them")
-    sized = settings.depth or settings.like or settings.start
-    timed = settings.steps or settings.tokens or settings.minutes
-    if not sized:
+def _with_default_size(settings: NewSettings) -> NewSettings:
+    """Fill in the default model size and number of steps."""
+    budgets = (settings.steps, settings.tokens, settings.minutes)
+    if sum(budget is not None for budget in budgets) > 1:
+        raise SettingsError("give only one of steps, tokens and minutes")
+    has_size = settings.depth or settings.like or settings.start
+    if not has_size:
         settings = replace(
             settings, depth=SMALLEST["depth"], width=settings.width or SMALLEST["width"]
         )
-    if not (timed or sized):
+    if not (has_size or any(budgets)):
         settings = replace(
             settings,
             steps=SMALLEST["steps"],
@@ -119,10 +119,10 @@ def _with_depth(settings: NewSettings) -> NewSettings:
 
 def _tokenizer(settings: NewSettings, progress: Progress | None, offline: bool) -> Tokenizer:
     if settings.start:
-        opened = open_tokenizer(open_checkpoint(find_model(settings.start, offline=offline)))
-        if opened is None:
-            raise SettingsError(f"{settings.start} has no tokenizer.json, so text cannot be read")
-        return opened
+        tokenizer = open_tokenizer(open_checkpoint(find_model(settings.start, offline=offline)))
+        if tokenizer is None:
+            raise SettingsError(f"{settings.start} has no tokenizer.json to encode the text with")
+        return tokenizer
     if settings.tokenizer:
         return Tokenizer.from_file(settings.tokenizer)
     size = settings.vocab_size or vocabulary_for(settings.depth or 12)
@@ -132,7 +132,7 @@ def _tokenizer(settings: NewSettings, progress: Progress | None, offline: bool) 
     ).tokenizer  # fmt: skip
 
 
-def _prepared(
+def _prepare(
     settings: NewSettings, tokenizer: Tokenizer, progress: Progress | None, offline: bool
 ) -> Prepared:
     return prepare(
@@ -142,8 +142,8 @@ def _prepared(
 
 
 def _config(settings: NewSettings, tokenizer: Tokenizer) -> ModelConfig:
-    """The model's settings, those too that say how far it will look."""
-    config = _shape(settings, tokenizer)
+    """Config of the model, with the attention pattern of its objective."""
+    config = _causal_config(settings, tokenizer)
     if settings.objective == "next_token":
         return config
     block = settings.block if settings.objective == "block_diffusion" else 0
@@ -153,41 +153,41 @@ def _config(settings: NewSettings, tokenizer: Tokenizer) -> ModelConfig:
     )  # fmt: skip
 
 
-def _shape(settings: NewSettings, tokenizer: Tokenizer) -> ModelConfig:
+def _causal_config(settings: NewSettings, tokenizer: Tokenizer) -> ModelConfig:
     if settings.start:
         return open_checkpoint(find_model(settings.start)).config
-    # Room for a mask that is no token of the text.
+    # One more id for the mask token, which is not in the text.
     vocabulary = tokenizer.vocab_size + (settings.objective != "next_token")
     ends = tuple(sorted(tokenizer.end_ids))
     length = settings.length or default_length(settings.depth)
     if settings.like:
-        other = _config_of(settings.like)
-        return replace(like(other, vocabulary, **settings.sizes), end_ids=ends)
+        config = config_like(_read_config(settings.like), vocabulary, **settings.sizes)
+        return replace(config, end_ids=ends)
     assert settings.depth is not None
     config = new_config(settings.depth, vocabulary, length, settings.shape, **settings.sizes)
     return replace(config, end_ids=ends)
 
 
-def _config_of(name: str) -> ModelConfig:
-    """Of a model; a config.json alone will do, as none of the weights is wanted."""
+def _read_config(name: str) -> ModelConfig:
+    """Config of a model, or of a config.json without weights."""
     if Path(name).name == "config.json" and Path(name).is_file():
         return config_from_hf(read_json(Path(name)))
     return open_checkpoint(find_model(name)).config
 
 
 def default_length(depth: int | None) -> int:
-    """Tokens in a row: short for small models, whose texts hold together for a sentence or two."""
+    """Tokens per row: short for small models, which are coherent for a sentence or two."""
     return 256 if depth is not None and depth <= 4 else 1024 if depth and depth <= 8 else 2048
 
 
-def _definite(
+def _resolve(
     settings: NewSettings,
     config: ModelConfig,
     tokenizer: Tokenizer,
     prepared: Prepared,
     parallel: Parallel,
 ) -> NewSettings:
-    """The same settings with no None left in what decides the training."""
+    """Replace every None by its value for this model, data and machine."""
     cuda = parallel.device.type == "cuda"
     length = min(settings.length or default_length(settings.depth), config.context)
     length = min(length, max(8, len(prepared.train.ids) - 1))
@@ -197,26 +197,27 @@ def _definite(
         bf16=cuda if settings.bf16 is None else settings.bf16,
         compile=cuda if settings.compile is None else settings.compile,
         prompts=settings.prompts or (first_words(prepared.held_out, tokenizer),),
-        batch=settings.batch or max(1, tokens_at_once(config, _memory(parallel)) // length),
+        batch=settings.batch or max(1, micro_batch_tokens(config, _gpu_bytes(parallel)) // length),
     )
     rows = settings.batch or 1
     tokens = settings.tokens or Shape.around(config).tokens
     if settings.minutes:
-        # A CPU is as quick with few rows, and a trial with them over sooner; a GPU is not.
-        few = settings if cuda else replace(settings, batch=max(1, min(rows, 2048 // length)))
-        tokens = int(_speed(few, config, prepared, parallel) * settings.minutes * 60 * _SHARE)
-    usual = batch_tokens_of(settings.steps) if settings.steps else batch_tokens(tokens)
-    wanted = settings.batch_tokens or usual
-    rows = max(1, min(rows, wanted // (length * parallel.world)))
-    accumulate = max(1, round(wanted / (rows * length * parallel.world)))
-    in_a_step = rows * accumulate * length * parallel.world
-    steps = settings.steps or max(1, tokens // in_a_step)
+        # On a CPU few rows are as fast per token, and the trial is over sooner; not on a GPU.
+        trial = settings if cuda else replace(settings, batch=max(1, min(rows, 2048 // length)))
+        speed = _measure_speed(trial, config, prepared, parallel)
+        tokens = int(speed * settings.minutes * 60 * _TRAINING_SHARE)
+    default = batch_tokens_of(settings.steps) if settings.steps else batch_tokens(tokens)
+    target = settings.batch_tokens or default
+    rows = max(1, min(rows, target // (length * parallel.world)))
+    accumulate = max(1, round(target / (rows * length * parallel.world)))
+    step_tokens = rows * accumulate * length * parallel.world
+    steps = settings.steps or max(1, tokens // step_tokens)
     return replace(
         settings,
         batch=rows,
-        batch_tokens=in_a_step,
+        batch_tokens=step_tokens,
         steps=steps,
-        tokens=steps * in_a_step,
+        tokens=steps * step_tokens,
         judge_every=settings.judge_every or max(1, steps // 10),
         sample_every=settings.sample_every or max(1, steps // 8),
         save_every=settings.save_every or max(1, steps // 10),
@@ -224,17 +225,17 @@ def _definite(
     )
 
 
-def _memory(parallel: Parallel) -> int | None:
-    """Of the GPU; None: it is none."""
+def _gpu_bytes(parallel: Parallel) -> int | None:
+    """Memory of the GPU in bytes; None on a CPU."""
     if parallel.device.type != "cuda":
         return None
     return int(torch.cuda.get_device_properties(parallel.device).total_memory)
 
 
-def _speed(
+def _measure_speed(
     settings: NewSettings, config: ModelConfig, prepared: Prepared, parallel: Parallel
 ) -> float:
-    """Tokens a second of all processes, from three steps of this one that are thrown away."""
+    """Tokens per second of all processes, from three discarded steps of this one."""
     alone = Parallel(parallel.device)
     model = new_model(config, settings.seed).to(parallel.device)
     trainer = Trainer(
@@ -244,9 +245,9 @@ def _speed(
     )  # fmt: skip
     seconds = []
     for _ in range(3):
-        since = time.monotonic()
+        step_start = time.monotonic()
         *_, tokens, _ = trainer.one_step()
-        seconds.append(time.monotonic() - since)
+        seconds.append(time.monotonic() - step_start)
     return tokens / min(seconds[1:]) * parallel.world
 
 
@@ -258,22 +259,22 @@ def train(
     on_event: Callable[[Event], None] = lambda event: None,
     *,
     parallel: Parallel | None = None,
-) -> Ended:
-    """Train a run that was begun, from its last checkpoint on if it has one."""
+) -> RunEnded:
+    """Train a run to the end, from its last checkpoint if it has one."""
     settings = settings_of(run)
     parallel = parallel or Parallel.alone(settings.device)
     tokenizer = Tokenizer.from_file(run.folder / "tokenizer")
-    with parallel.agreed():  # a machine that has not got it yet prepares it
-        prepared = _same_data(run, settings, tokenizer)
+    with parallel.all_succeed():  # each machine prepares the data if it is not in its cache
+        prepared = _open_data(run, settings, tokenizer)
     config = ModelConfig.from_dict(run.facts["config"])
     objective = _objective(settings, config)
     rates = rates_for(config).times(settings.rate)
     rates = replace(rates, weight_decay=settings.weight_decay)
-    settings, accumulate = _shared(settings, parallel.world)
+    settings, accumulate = _divide_batch(settings, parallel.world)
     assert settings.length is not None
-    # With remedies the model is judged as without, so that runs can be compared.
-    judged_by = next_token if settings.mitigated else objective
-    judge = HeldOut(prepared.held_out, tokenizer, judged_by, settings.length, rows=64)
+    # Evaluated with the plain loss, so that runs can be compared.
+    evaluated = next_token if settings.is_mitigated else objective
+    judge = HeldOut(prepared.held_out, tokenizer, evaluated, settings.length, rows=64)
     sampler = Samples(tokenizer, settings.prompts) if settings.objective == "next_token" else None
     trainer = Trainer(
         parallel.place(_model(settings, config)),
@@ -290,39 +291,42 @@ def train(
     return trainer.run(on_event)
 
 
-def _shared(settings: NewSettings, world: int) -> tuple[NewSettings, int]:
-    """The rows of a step shared by so many processes, which need not be as many as the run was
-    begun with: rows that each takes at once, and how often it does."""
+def _divide_batch(settings: NewSettings, world: int) -> tuple[NewSettings, int]:
+    """Divide the rows of a step by `world` processes, which may be more than the run started with.
+
+    Returns settings with the rows per forward pass, and the number of accumulated passes.
+    """
     assert settings.length and settings.batch_tokens and settings.batch
     rows = settings.batch_tokens // settings.length
-    each, left = divmod(rows, world)
-    if left:
+    process_rows, remainder = divmod(rows, world)
+    if remainder:
         raise RunError(
-            f"a step of this run has {rows} rows of text, which {world} processes cannot share "
-            f"evenly; start as many as divide {rows}"
+            f"a step of this run has {rows} rows, which {world} processes cannot share evenly; "
+            f"use a number of processes that divides {rows}"
         )
-    batch = next(n for n in range(min(settings.batch, each), 0, -1) if each % n == 0)
-    return replace(settings, batch=batch), each // batch
+    limit = min(settings.batch, process_rows)
+    batch = next(n for n in range(limit, 0, -1) if process_rows % n == 0)
+    return replace(settings, batch=batch), process_rows // batch
 
 
 def save_model(
     config: ModelConfig, weights: Mapping[str, Tensor], tokenizer: Tokenizer, folder: Path
 ) -> None:
-    """A model folder that `unspool.load` and transformers open."""
+    """Write a model folder for `unspool.load` and transformers."""
     save_weights(config, weights, folder)
     tokenizer.save(folder)
 
 
-def _same_data(run: Run, settings: NewSettings, tokenizer: Tokenizer) -> Prepared:
-    """What the run was begun with: the batches of later steps must be those of then."""
+def _open_data(run: Run, settings: NewSettings, tokenizer: Tokenizer) -> Prepared:
+    """The data that the run started with; a resumed run must see the same batches."""
     folder = Path(run.facts["data"]["folder"])
     if (folder / "card.json").exists():
         return Prepared.open(folder)
-    prepared = _prepared(settings, tokenizer, None, False)
+    prepared = _prepare(settings, tokenizer, None, False)
     if prepared.folder.name != folder.name:
         raise RunError(
-            f"the text that {run.name} was begun with ({', '.join(settings.data)}) has changed, so "
-            "it cannot go on; begin a new run"
+            f"the data of {run.name} ({', '.join(settings.data)}) has changed since it started, so "
+            "it cannot be resumed; start a new run"
         )
     return prepared
 
@@ -341,7 +345,7 @@ def _objective(settings: NewSettings, config: ModelConfig) -> Objective:
         return Masked(mask, shifted=settings.start is not None)
     if settings.objective == "block_diffusion":
         return BlockDiffusion(mask, settings.block, shifted=settings.start is not None)
-    if settings.mitigated:
+    if settings.is_mitigated:
         return MitigatedNextToken(settings.scheduled_sampling, settings.unlikelihood)
     return next_token
 
@@ -369,7 +373,7 @@ def _train_settings(settings: NewSettings, accumulate: int) -> TrainSettings:
         save_every=settings.save_every or 0,
         keep=settings.keep,
         patience=settings.patience,
-        seconds=settings.minutes * 60 * _SHARE if settings.minutes else None,
+        seconds=settings.minutes * 60 * _TRAINING_SHARE if settings.minutes else None,
         bf16=bool(settings.bf16),
         compile=bool(settings.compile),
         recompute=settings.recompute,

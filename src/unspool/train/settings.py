@@ -1,4 +1,4 @@
-"""Every dial of a training from text; run.json keeps them."""
+"""Settings of training a new model, stored in run.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unspool.train.learning.shape import RECURRENT_SHAPES, SHAPES
 from unspool.train.running.runs import Run
 
 OBJECTIVES = ("next_token", "masked", "block_diffusion")
-
+OPTIMIZERS = ("muon", "adamw")
 
 _POSITIVE = (
     "limit", "vocab_size", "depth", "width", "heads", "kv_heads", "head_width", "ff_width",
@@ -23,34 +23,34 @@ _POSITIVE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSettings:
-    """Every dial. What is None follows from the others by the rules in `shape.py`."""
+    """All settings. A setting that is None follows from the others by the rules in `shape.py`."""
 
     data: tuple[str, ...] = (DEFAULT_SOURCE,)
     field: str | None = None
     limit: int | None = None
     held_out: float | str = 0.01
-    tokenizer: str | None = None  # a folder; else one is made
+    tokenizer: str | None = None  # a folder; None: train one
     vocab_size: int | None = None
     depth: int | None = None
-    shape: str = "qwen3"  # what a layer is: one of SHAPES
+    shape: str = "qwen3"  # layer type: one of SHAPES
     width: int | None = None
     heads: int | None = None
     kv_heads: int | None = None
     head_width: int | None = None
     ff_width: int | None = None
     tied: bool | None = None
-    like: str | None = None  # a model whose shape to take
-    start: str | None = None  # a model whose weights to go on from
+    like: str | None = None  # a model whose config to use
+    start: str | None = None  # a model whose weights to start from
     objective: str = "next_token"
-    block: int = 8  # of block diffusion
-    scheduled_sampling: float = 0.0  # share of the inputs that are the model's own, at the end
-    unlikelihood: float = 0.0  # weight of not repeating what occurred; 0: off
+    block: int = 8  # block size of block diffusion
+    scheduled_sampling: float = 0.0  # share of inputs sampled from the model, at the end
+    unlikelihood: float = 0.0  # weight of the repetition penalty; 0: off
     optimizer: str = "muon"
-    rate: float = 1.0  # times the learning rates of the rules
+    rate: float = 1.0  # factor on the default learning rates
     weight_decay: float = 0.1
-    length: int | None = None  # tokens in a row
-    batch: int | None = None  # rows that go through the model at once, in each process
-    batch_tokens: int | None = None  # in a step, over all processes
+    length: int | None = None  # tokens per row
+    batch: int | None = None  # rows per forward pass and process
+    batch_tokens: int | None = None  # per step, over all processes
     steps: int | None = None
     tokens: int | None = None
     minutes: float | None = None
@@ -77,48 +77,50 @@ class NewSettings:
             if value is not None and not value > 0:
                 raise SettingsError(f"{name} must be more than 0, got {value}")
         if self.objective not in OBJECTIVES:
-            raise SettingsError(f"there is no objective {self.objective!r}; {_one_of(OBJECTIVES)}")
-        if self.optimizer not in ("muon", "adamw"):
-            raise SettingsError(f"there is no optimizer {self.optimizer!r}; muon or adamw")
-        MitigatedNextToken(self.scheduled_sampling, self.unlikelihood)  # refuses what cannot be
-        if self.mitigated and self.objective != "next_token":
+            raise _unknown("objective", self.objective, OBJECTIVES)
+        if self.optimizer not in OPTIMIZERS:
+            raise _unknown("optimizer", self.optimizer, OPTIMIZERS)
+        MitigatedNextToken(self.scheduled_sampling, self.unlikelihood)  # checks both
+        if self.is_mitigated and self.objective != "next_token":
             raise SettingsError(
-                "scheduled sampling and unlikelihood are remedies of next-token training; leave "
-                f"them out with the objective {self.objective}"
+                "scheduled sampling and unlikelihood need the objective next_token, not "
+                f"{self.objective}; leave them out"
             )
         if self.shape not in SHAPES:
-            raise SettingsError(f"there is no shape {self.shape!r}; {_one_of(SHAPES)}")
+            raise _unknown("shape", self.shape, SHAPES)
         if self.shape in RECURRENT_SHAPES and self.objective != "next_token":
             raise SettingsError(
-                f"layers as in {self.shape} read from left to right, and the objective "
-                f"{self.objective} looks both ways; use --shape qwen3 or llama with it"
+                f"the recurrent layers of {self.shape} are causal, but the objective "
+                f"{self.objective} is bidirectional; use --shape qwen3 or llama with it"
             )
         if self.shape != "qwen3" and (self.like or self.start):
-            raise SettingsError("a model to be like, or to go on from, brings its own shape")
+            raise SettingsError("--like and --from bring their own shape; leave out --shape")
         if self.start and (self.like or self.depth or self.tokenizer):
-            raise SettingsError("a model to go on from brings its own shape and vocabulary")
+            raise SettingsError(
+                "--from brings its own shape and tokenizer; leave out --like, --depth and "
+                "--tokenizer"
+            )
 
     @property
-    def mitigated(self) -> bool:
-        """Whether there is more to the loss than the next token."""
+    def is_mitigated(self) -> bool:
+        """Whether scheduled sampling or unlikelihood is on."""
         return bool(self.scheduled_sampling or self.unlikelihood)
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What of the model's config was said."""
+        """Fields of the model config that were set explicitly."""
         names = ("width", "heads", "kv_heads", "head_width", "ff_width", "tied")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
-def _one_of(names: tuple[str, ...]) -> str:
-    return "there are " + ", ".join(names)
+def _unknown(name: str, value: str, choices: tuple[str, ...]) -> SettingsError:
+    return SettingsError(f"unknown {name} {value!r}; choose from {', '.join(choices)}")
 
 
 def settings_of(run: Run) -> NewSettings:
-    """The dials of a run that was begun."""
-    told = run.facts.get("settings", {})
-    known = {each.name for each in fields(NewSettings)}
-    given = {name: value for name, value in told.items() if name in known}
+    """The settings stored in a run."""
+    names = {field.name for field in fields(NewSettings)}
+    stored = {n: value for n, value in run.facts.get("settings", {}).items() if n in names}
     for name in ("data", "prompts"):
-        given[name] = tuple(given.get(name, ()))
-    return NewSettings(**given)
+        stored[name] = tuple(stored.get(name, ()))
+    return NewSettings(**stored)

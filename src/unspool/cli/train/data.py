@@ -1,4 +1,4 @@
-"""`unspool train data`: prepare text for training, and show what it is."""
+"""`unspool train data`: prepare text for training, and show its statistics."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ if TYPE_CHECKING:
     from unspool.text.tokenizer.tokenizer import Tokenizer
     from unspool.train.data.shards import Packed
 
-_MOST_SHOWN = 2000  # tokens of a document
+_MAX_SHOWN_TOKENS = 2000  # of a document
 
 
 def data(
     source: s.Sources = None,
     model: o.Model = None,
     tokenizer: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="A tokenizer; else one is made.")
+        str | None, typer.Option(metavar="FOLDER", help="A tokenizer. Default: train one.")
     ] = None,
-    vocab_size: Annotated[int, typer.Option(help="Tokens of the one that is made.")] = 4096,
+    vocab_size: Annotated[int, typer.Option(help="Vocabulary size of a new tokenizer.")] = 4096,
     held_out: s.HeldOut = "0.01",
     field: s.Field = None,
     limit: s.Limit = None,
     seed: s.Seed = 0,
     show: Annotated[
-        int, typer.Option(min=0, help="So many documents, with the tokens that count in colour.")
+        int, typer.Option(min=0, help="Show n documents, with the tokens in the loss in colour.")
     ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     offline: o.Offline = False,
 ) -> None:
-    """Prepare text for training: documents, tokens, duplicates, what is held out.
+    """Prepare text for training: tokenize it, drop duplicates, hold out documents.
 
-    Prepared once, it is found again. Training does this by itself; here you see it before.
+    The result is cached. Training does this by itself; this command shows the statistics before.
 
     [b]Examples[/b]
 
@@ -49,17 +49,17 @@ def data(
     from unspool.train.data.sources import DEFAULT_SOURCE
     from unspool.train.data.tokenizer import TokenizerSettings, make_tokenizer
 
-    names, apart = source or [DEFAULT_SOURCE], s.share_or_source(held_out)
+    names, split = source or [DEFAULT_SOURCE], s.share_or_source(held_out)
     with s.reading_bar() as progress:
         if model is None and tokenizer is None:
-            opened = make_tokenizer(
-                names, TokenizerSettings(vocab_size), field=field, limit=limit, held_out=apart,
+            vocabulary = make_tokenizer(
+                names, TokenizerSettings(vocab_size), field=field, limit=limit, held_out=split,
                 seed=seed, progress=progress, offline=offline,
             ).tokenizer  # fmt: skip
         else:
-            opened = open_vocabulary(model, tokenizer, offline)
+            vocabulary = open_vocabulary(model, tokenizer, offline)
         prepared = prepare(
-            names, opened, field=field, limit=limit, held_out=apart, seed=seed,
+            names, vocabulary, field=field, limit=limit, held_out=split, seed=seed,
             progress=progress, offline=offline,
         )  # fmt: skip
     if as_json:
@@ -68,23 +68,23 @@ def data(
     print_columns([*prepared.card.rows(), ["folder", str(prepared.folder)]])
     for number in range(min(show, prepared.train.documents)):
         print()
-        _show(prepared.train, number, opened)
+        _show_document(prepared.train, number, vocabulary)
 
 
-def _show(packed: Packed, number: int, tokenizer: Tokenizer) -> None:
-    """One document; tokens that count for the loss stand out."""
+def _show_document(packed: Packed, number: int, tokenizer: Tokenizer) -> None:
+    """Print a document; tokens in the loss are coloured."""
     from rich.text import Text
 
     from unspool.cli.show import out, piece_style
     from unspool.text.tokenizer.characters import readable_pieces
 
-    begin, end = packed.borders[number : number + 2].tolist()
-    end = min(end, begin + 2000)
+    start, end = packed.borders[number : number + 2].tolist()
+    end = min(end, start + _MAX_SHOWN_TOKENS)
     pieces = readable_pieces(
-        [tokenizer.token_bytes(token) for token in packed.ids[begin:end].tolist()]
+        [tokenizer.token_bytes(token) for token in packed.ids[start:end].tolist()]
     )
     line = Text()
-    for place, shown in enumerate(pieces, start=begin):
-        counts = packed.counted is None or packed.counted[place]
-        line.append(shown, piece_style(place) if counts else "dim")
+    for index, piece in enumerate(pieces, start=start):
+        in_loss = packed.loss_mask is None or packed.loss_mask[index]
+        line.append(piece, piece_style(index) if in_loss else "dim")
     out().print(line)

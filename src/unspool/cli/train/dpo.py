@@ -1,4 +1,4 @@
-"""`unspool train dpo`: learn from pairs of answers which one is liked better."""
+"""`unspool train dpo`: direct preference optimization on pairs of answers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ def dpo(
     context: typer.Context,
     model: o.Model = None,
     data: t.Data = None,
-    beta: Annotated[float, typer.Option(help="How closely to stay to what the model was.")] = 0.1,
+    beta: Annotated[
+        float, typer.Option(help="Strength of the constraint to the base model.")
+    ] = 0.1,
     smoothing: Annotated[
-        float, typer.Option(help="Share of pairs that may be the wrong way round.")
+        float, typer.Option(help="Assumed share of wrongly labelled pairs.")
     ] = 0.0,
     lora: t.Lora = 16,
     alpha: t.Alpha = None,
@@ -54,4 +56,4 @@ def dpo(
         "batch": batch, "length": length, "accumulate": accumulate, "rate": rate, "seed": seed,
         "save_every": save_every, "device": device,
     }  # fmt: skip
-    t.carry_out(context, settings, name, resume, quiet, report, shard)
+    t.run_tuning(context, settings, name, resume, quiet, report, shard)

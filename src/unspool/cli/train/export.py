@@ -1,4 +1,4 @@
-"""`unspool train export`: a trained model for transformers or llama.cpp."""
+"""`unspool train export`: export a model for transformers, MLX or llama.cpp."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def export(
     ],
     target: Annotated[
         Path | None,
-        typer.Argument(help="A file that ends with .gguf, or a folder for transformers."),
+        typer.Argument(help="A .gguf file, or a folder for transformers."),
     ] = None,
     kind: Annotated[
         str | None,
@@ -26,11 +26,11 @@ def export(
         ),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="What a GGUF file calls the model; its own name if not.")
+        str | None, typer.Option(help="Model name in a GGUF file. Default: the file name.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing target.")] = False,
 ) -> None:
-    """Write a model so that other programs run it: transformers, or llama.cpp and its kin.
+    """Export a model for other programs: transformers, MLX, llama.cpp.
 
     [b]Examples[/b]
 
@@ -45,13 +45,13 @@ def export(
     if target.suffix == ".gguf":
         export_gguf(model, target, type=(kind or "Q8_0").upper(), name=name, force=force)
         size = target.stat().st_size
-        used = f"llama-cli -m {target}   ·   unspool run -m {target} 'Once upon a time'"
+        usage = f"llama-cli -m {target}   ·   unspool run -m {target} 'Once upon a time'"
     else:
         export_folder(model, target, dtype=(kind or "float32").lower(), force=force)
         size = sum(file.stat().st_size for file in target.iterdir())
-        used = f"AutoModelForCausalLM.from_pretrained('{target}')"
+        usage = f"AutoModelForCausalLM.from_pretrained('{target}')"
         if kind and kind.lower().startswith("mlx"):
-            used = (
+            usage = (
                 f"mlx_lm.generate --model {target}   ·   unspool run -m {target} 'Once upon a time'"
             )
-    print(f"{target}: {size / 1e6:,.1f} MB\n{used}")
+    print(f"{target}: {size / 1e6:,.1f} MB\n{usage}")

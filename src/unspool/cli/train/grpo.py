@@ -1,4 +1,4 @@
-"""`unspool train grpo`: answers written by the engine, judged by a function, and learned from."""
+"""`unspool train grpo`: reinforcement learning with a reward function."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ def grpo(
     judge: Annotated[
         str | None,
         typer.Option(
-            metavar="MODULE:FUNCTION", help="Called with prompt, answer and row; gives a number."
+            metavar="MODULE:FUNCTION",
+            help="Reward function: (prompt, answer, data row) -> number.",
         ),
     ] = None,
     examples: t.Examples = 2000,
-    groups: Annotated[int, typer.Option(min=1, help="Questions in a step.")] = 4,
-    answers: Annotated[int, typer.Option(min=2, help="Answers to each.")] = 8,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
-    temperature: Annotated[float, typer.Option(help="How freely answers are drawn.")] = 1.0,
-    updates: Annotated[
-        int, typer.Option(min=1, help="Steps that learn from the same answers.")
-    ] = 1,
-    kl: Annotated[float, typer.Option(help="How much leaving the old model costs.")] = 0.0,
+    groups: Annotated[int, typer.Option(min=1, help="Questions per step.")] = 4,
+    answers: Annotated[int, typer.Option(min=2, help="Answers per question.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature of answers.")] = 1.0,
+    updates: Annotated[int, typer.Option(min=1, help="Steps per rollout.")] = 1,
+    kl: Annotated[float, typer.Option(help="Weight of the KL penalty to the base model.")] = 0.0,
     lora: t.Lora = 16,
     alpha: t.Alpha = None,
     targets: t.Targets = "q,k,v,o,gate,up,down",
@@ -47,17 +46,17 @@ def grpo(
     resume: t.Resume = None,
     quiet: o.Quiet = False,
 ) -> None:
-    """Group relative policy optimization: what was judged better than its group becomes likelier.
+    """Group relative policy optimization (GRPO): reinforce answers with above-average reward.
 
-    The questions are a task's, or the prompts of lines of {"prompt": ...}; a function of your own
-    may judge: def judge(prompt, answer, row): return 1.0 if ... else 0.0
+    The questions are those of a task, or the prompts of {"prompt": ...} rows with your own reward
+    function: def judge(prompt, answer, row): return 1.0 if ... else 0.0
 
     [b]Examples[/b]
 
       unspool train grpo --task leg_counting --adapter runs/tune-leg_counting/checkpoints/000300
       unspool train grpo --data prompts.jsonl --judge my_judge:short_and_kind
     """
-    sys.path.insert(0, "")  # a judge may lie in the folder where we are
+    sys.path.insert(0, "")  # the reward function may be in the current folder
     settings = {
         "kind": "grpo", "model": model, "data": tuple(data or ()), "task": task, "judge": judge,
         "examples": examples, "groups": groups, "answers": answers, "max_tokens": max_tokens,
@@ -66,4 +65,4 @@ def grpo(
         "adapter": str(adapter) if adapter else None, "steps": steps, "epochs": epochs,
         "rate": rate, "seed": seed, "save_every": save_every, "device": device,
     }  # fmt: skip
-    t.carry_out(context, settings, name, resume, quiet, report)
+    t.run_tuning(context, settings, name, resume, quiet, report)

@@ -1,4 +1,4 @@
-"""`unspool train judge`: what a model is worth, in bits per byte, in tasks, and to a reader."""
+"""`unspool train judge`: evaluate models: bits per byte, lm-eval tasks, samples."""
 
 from __future__ import annotations
 
@@ -20,46 +20,44 @@ def judge(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            "--data", "-d", help="Text it has not seen; what a run held out, if nothing is asked."
+            "--data", "-d", help="Text to evaluate on. Default: the held-out text of the run."
         ),
     ] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens seen at once, at most.")] = None,
+    context: Annotated[int | None, typer.Option(help="Window size in tokens.")] = None,
     stride: Annotated[
         int | None,
-        typer.Option(help="Tokens judged in each window; half the context if not given."),
+        typer.Option(help="Tokens scored per window. Default: half the context."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="Judge so many documents, or questions of a task, at most.")
+        int | None, typer.Option(help="Maximum number of documents, or questions of a task.")
     ] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Tasks of lm-eval, with commas between them.")
-    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="lm-eval tasks, comma-separated.")] = None,
     task_folder: Annotated[
-        Path | None, typer.Option(help="A folder with tasks of your own (YAML files).")
+        Path | None, typer.Option(help="Folder with your own lm-eval tasks (YAML files).")
     ] = None,
-    shots: Annotated[int | None, typer.Option(help="Examples before each question.")] = None,
+    shots: Annotated[int | None, typer.Option(help="Few-shot examples per question.")] = None,
     prompts: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="Write a sheet of samples.")
+        list[str] | None, typer.Option("--prompt", "-p", help="Prompt of samples; repeatable.")
     ] = None,
     seeds: Annotated[
-        list[int] | None, typer.Option("--seed", help="Of the samples; several times if you like.")
+        list[int] | None, typer.Option("--seed", help="Seed of samples; repeatable.")
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", help="The most tokens of a sample.")
+        int, typer.Option("--max-tokens", "-n", help="Maximum tokens of a sample.")
     ] = 80,
     temperature: Annotated[
-        float, typer.Option("--temperature", "-t", help="Of the samples.")
+        float, typer.Option("--temperature", "-t", help="Temperature of samples.")
     ] = 0.8,
     film: Annotated[
-        bool, typer.Option("--film", help="Of a run: every checkpoint, not the last one only.")
+        bool, typer.Option("--film", help="Evaluate every checkpoint of a run.")
     ] = False,
     html: Annotated[
-        Path | None, typer.Option(help="Write the sheet of samples to this file too.")
+        Path | None, typer.Option(help="Also write the samples to this HTML file.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Judge models: bits per byte on held-out text, tasks of lm-eval, samples side by side.
+    """Evaluate models: bits per byte on held-out text, lm-eval tasks, samples side by side.
 
     [b]Examples[/b]
 
@@ -71,7 +69,7 @@ def judge(
     from unspool.train.judging.sheet import named_models
 
     named = named_models(models, film=film)
-    found: dict[str, dict[str, Any]] = {name: {} for name in named}
+    results: dict[str, dict[str, Any]] = {name: {} for name in named}
     texts = _texts(models, data, limit) if data or not (tasks or prompts or html) else []
     for name, model in named.items() if texts or tasks else ():
         from unspool.loading import load
@@ -80,14 +78,14 @@ def judge(
             if texts:
                 from unspool.train.judging.judge import bits_per_byte
 
-                told = bits_per_byte(lm, texts, context=context, stride=stride)
-                found[name]["text"] = told.to_dict()
+                result = bits_per_byte(lm, texts, context=context, stride=stride)
+                results[name]["text"] = result.to_dict()
                 if not as_json:
-                    _say(name, told)
+                    _print_bits_per_byte(name, result)
             if tasks:
-                found[name]["tasks"] = _tasks(lm, tasks.split(","), limit, shots, task_folder)
+                results[name]["tasks"] = _tasks(lm, tasks.split(","), limit, shots, task_folder)
     if tasks and not as_json:
-        _table(found)
+        _print_task_table(results)
     if prompts or html:
         from unspool.train.judging.sheet import DEFAULT_PROMPTS, write_sheet
 
@@ -97,8 +95,8 @@ def judge(
         )  # fmt: skip
         if html is not None:
             html.write_text(sheet.as_html(), encoding="utf-8")
-        for one in sheet.to_dict():
-            found[one.pop("model")].setdefault("samples", []).append(one)
+        for sample in sheet.to_dict():
+            results[sample.pop("model")].setdefault("samples", []).append(sample)
         if not as_json:
             import shutil
 
@@ -106,11 +104,11 @@ def judge(
     if as_json:
         import json
 
-        print(json.dumps(found, ensure_ascii=False))
+        print(json.dumps(results, ensure_ascii=False))
 
 
 def _texts(models: list[str], data: list[str] | None, limit: int | None) -> list[str]:
-    """The named data, or what the first run held out."""
+    """The given data, or the held-out text of the first run."""
     from unspool.train.judging.judged_text import held_out_texts, texts_of
     from unspool.train.running.runs import Run
 
@@ -119,11 +117,11 @@ def _texts(models: list[str], data: list[str] | None, limit: int | None) -> list
     return list(held_out_texts(Run.open(models[0]), limit=limit))
 
 
-def _say(name: str, told: BitsPerByte) -> None:
+def _print_bits_per_byte(name: str, result: BitsPerByte) -> None:
     print(
-        f"{name}: {told.bits_per_byte:.4f} bits per byte "
-        f"({told.bytes:,} bytes, {told.tokens:,} tokens of {told.bytes_per_token:.2f} bytes; "
-        f"loss {told.loss:.4f}, perplexity {told.perplexity:.2f})"
+        f"{name}: {result.bits_per_byte:.4f} bits per byte "
+        f"({result.bytes:,} bytes, {result.tokens:,} tokens of {result.bytes_per_token:.2f} bytes; "
+        f"loss {result.loss:.4f}, perplexity {result.perplexity:.2f})"
     )
 
 
@@ -141,14 +139,14 @@ def _tasks(
     return run_tasks(lm, tasks, limit=limit, shots=shots, folder=folder)
 
 
-def _table(found: dict[str, dict[str, Any]]) -> None:
+def _print_task_table(results: dict[str, dict[str, Any]]) -> None:
     from rich.table import Table
 
     from unspool.cli.show import out
 
     table = Table("model", "task", "figure", "value", box=None)
-    for model, told in found.items():
-        for task, figures in told.get("tasks", {}).items():
+    for model, result in results.items():
+        for task, figures in result.get("tasks", {}).items():
             for figure, value in figures.items():
                 name = figure.removesuffix(",none")
                 if "_stderr" in name or name == "sample_len":

@@ -1,4 +1,4 @@
-"""`unspool train merge`: an adapter added to its model's weights, saved as a model of its own."""
+"""`unspool train merge`: merge an adapter into its base model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from unspool.errors import SettingsError
 
 def merge(
     adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
-    folder: Annotated[Path, typer.Argument(help="Where the merged model goes.")],
+    folder: Annotated[Path, typer.Argument(help="Output folder of the merged model.")],
     model: o.Model = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     offline: o.Offline = False,
 ) -> None:
-    """Add an adapter to its model's weights, and save the whole as a folder like any other.
+    """Merge an adapter into its base model and save the result as a model folder.
 
-    The model is the one that the adapter was trained on, unless another is named. Weights that
-    were quantized are saved as floats.
+    The base model is the one the adapter was trained on, unless --model names another. Quantized
+    weights are saved as floats.
 
     [b]Examples[/b]
 
@@ -37,6 +37,6 @@ def merge(
     from unspool.train.tuning.merging import merge_adapter
 
     if dtype not in DTYPES:
-        raise SettingsError(f"--dtype is {dtype!r}; it may be {', '.join(DTYPES)}")
+        raise SettingsError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     merge_adapter(adapter, folder, model, dtype=dtype, offline=offline)
-    o.say(f'merged: {folder}; write with it:  unspool "..." --model {folder}')
+    o.say(f'merged: {folder}; generate with:  unspool "..." --model {folder}')

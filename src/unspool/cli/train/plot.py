@@ -1,4 +1,4 @@
-"""A curve in a few lines of text: each character is two by four dots of braille."""
+"""Plot a curve with braille characters, two by four dots each."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 _EMPTY = 0x2800
-# The bit of each dot, by column and by row from the top.
+# Bit of each dot, by column and by row from the top.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def curve(values: Sequence[float], width: int = 60, height: int = 8) -> list[str]:
-    """Lines of `width` characters; the highest value at the top, labelled at the left."""
+    """Lines of `width` characters, with the range labelled at the left."""
     means = _means(values, width * 2)
     if not means:
         return []
@@ -26,12 +26,14 @@ def curve(values: Sequence[float], width: int = 60, height: int = 8) -> list[str
             cells[dot // 4][column // 2] |= _DOTS[column % 2][dot % 4]
         before = row
     labels = {0: f"{high:.2f}", height - 1: f"{low:.2f}"}
-    drawn = ("".join(chr(_EMPTY | cell) for cell in line).rstrip(chr(_EMPTY)) for line in cells)
-    return [f"{labels.get(number, ''):>6} {line}" for number, line in enumerate(drawn)]
+    characters = (
+        "".join(chr(_EMPTY | cell) for cell in line).rstrip(chr(_EMPTY)) for line in cells
+    )
+    return [f"{labels.get(number, ''):>6} {line}" for number, line in enumerate(characters)]
 
 
 def _means(values: Sequence[float], count: int) -> list[float]:
-    """At most `count` values, each the mean of its share."""
+    """Reduce to at most `count` values by averaging."""
     if len(values) <= count:
         return list(values)
     share = len(values) / count

@@ -1,4 +1,4 @@
-"""`unspool train runs`: what was trained here, and asking what is being trained."""
+"""`unspool train runs`: list and show training runs, pause and stop them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from unspool.cli.table import print_columns, print_json, print_table
 
 def runs(
     run: Annotated[str | None, typer.Argument(help="One run: its folder or name.")] = None,
-    pause: Annotated[bool, typer.Option("--pause", help="Ask it to pause.")] = False,
-    go: Annotated[bool, typer.Option("--go", help="Ask it to go on.")] = False,
+    pause: Annotated[bool, typer.Option("--pause", help="Pause it after its step.")] = False,
+    go: Annotated[bool, typer.Option("--go", help="Continue a paused run.")] = False,
     stop: Annotated[
-        bool, typer.Option("--stop", help="Ask it to stop, with a checkpoint.")
+        bool, typer.Option("--stop", help="Stop it after its step, with a checkpoint.")
     ] = False,
-    samples: Annotated[bool, typer.Option("--samples", help="What it wrote on the way.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    samples: Annotated[bool, typer.Option("--samples", help="Show its sample texts.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """The trainings in ./runs (or UNSPOOL_RUNS), or one of them.
+    """List the training runs in ./runs (or UNSPOOL_RUNS), or show one of them.
 
     [b]Examples[/b]
 
@@ -31,27 +31,28 @@ def runs(
     from unspool.model.run_folder import runs_folder
     from unspool.train.running.runs import Run
 
-    asked = [want for want, given in (("pause", pause), ("go", go), ("stop", stop)) if given]
+    flags = {"pause": pause, "go": go, "stop": stop}
+    commands = [command for command, is_set in flags.items() if is_set]
     if run is None:
-        if asked or samples:
+        if commands or samples:
             raise SettingsError("name the run: unspool train runs NAME --pause")
-        _list(Run.all(), str(runs_folder()), as_json)
+        _list_runs(Run.all(), str(runs_folder()), as_json)
         return
-    chosen = Run.open(run)
-    for want in asked:
-        chosen.ask(want)
-        print(f"{chosen.name}: asked to {want}")
-    if not asked:
-        _show(chosen, samples, as_json)
+    opened = Run.open(run)
+    for command in commands:
+        opened.ask(command)
+        print(f"{opened.name}: asked to {command}")
+    if not commands:
+        _show_run(opened, samples, as_json)
 
 
-def _list(found: list[Any], root: str, as_json: bool) -> None:
+def _list_runs(runs: list[Any], root: str, as_json: bool) -> None:
     if as_json:
-        print_json([{"folder": str(run.folder), "state": run.state, **_last(run)} for run in found])
-    elif not found:
-        print(f"no trainings in {root} yet; unspool train begins one")
+        print_json([{"folder": str(run.folder), "state": run.state, **_last(run)} for run in runs])
+    elif not runs:
+        print(f"no training runs in {root}; start one with: unspool train")
     else:
-        print_table("name state step loss bits/byte folder", [_row(run) for run in found])
+        print_table("name state step loss bits/byte folder", [_row(run) for run in runs])
 
 
 def _row(run: Any) -> list[str]:
@@ -62,14 +63,14 @@ def _row(run: Any) -> list[str]:
 
 
 def _last(run: Any) -> dict[str, Any]:
-    """The newest of each figure."""
-    found: dict[str, Any] = {}
+    """The newest value of each logged figure."""
+    figures: dict[str, Any] = {}
     for line in run.log():
-        found |= line
-    return found
+        figures |= line
+    return figures
 
 
-def _show(run: Any, samples: bool, as_json: bool) -> None:
+def _show_run(run: Any, samples: bool, as_json: bool) -> None:
     from unspool.cli.train.plot import curve
 
     if as_json:
@@ -95,6 +96,6 @@ def _show(run: Any, samples: bool, as_json: bool) -> None:
     for sample in run.samples() if samples else []:
         print(f"\n-- step {sample['step']}\n{sample['prompt']}{sample['text']}")
     if run.state in ("stopped", "failed", "broken off") and run.resumable() is not None:
-        print(f"go on with: unspool train --resume {run.folder}")
+        print(f"resume with: unspool train --resume {run.folder}")
     elif run.model is not None:
-        print(f"write with it: unspool run --model {run.folder}")
+        print(f"generate with: unspool run --model {run.folder}")

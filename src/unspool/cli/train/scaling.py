@@ -1,4 +1,4 @@
-"""`unspool train scaling`: many small runs, the law they follow, and a larger run as its test."""
+"""`unspool train scaling`: fit a scaling law to many small runs, and check it with a larger one."""
 
 from __future__ import annotations
 
@@ -18,41 +18,37 @@ Number = TypeVar("Number", int, float)
 
 def scaling(
     data: s.Sources = None,
-    name: Annotated[str, typer.Option(help="Of the study: a folder among the runs.")] = "scaling",
-    depths: Annotated[str, typer.Option(help="Sizes, as depths with commas.")] = "1,2,3,4",
+    name: Annotated[str, typer.Option(help="Name of the study folder in ./runs.")] = "scaling",
+    depths: Annotated[str, typer.Option(help="Model depths, comma-separated.")] = "1,2,3,4",
     budgets: Annotated[
-        str, typer.Option(help="FLOP of each run, with commas.")
+        str, typer.Option(help="FLOP budgets of the runs, comma-separated.")
     ] = "1e11,2e11,4e11,8e11",
     check: Annotated[
-        float | None, typer.Option(help="FLOP of a run that the law must predict.")
+        float | None, typer.Option(help="FLOP of a larger run to check the law with.")
     ] = 2e12,
-    fewest: Annotated[
-        float, typer.Option(help="Leave out runs with fewer tokens for each parameter.")
-    ] = 0.5,
-    epochs: Annotated[
-        float, typer.Option(help="Leave out runs that would see the text more often.")
-    ] = 4.0,
-    aspect: Annotated[int, typer.Option(help="Width of a model, as a multiple of its depth.")] = 32,
-    length: Annotated[int, typer.Option(help="Tokens in a row.")] = 128,
-    vocab_size: Annotated[int, typer.Option(help="Tokens of the vocabulary.")] = 512,
+    fewest: Annotated[float, typer.Option(help="Minimum tokens per parameter of a run.")] = 0.5,
+    epochs: Annotated[float, typer.Option(help="Maximum passes over the text of a run.")] = 4.0,
+    aspect: Annotated[int, typer.Option(help="Width / depth of the models.")] = 32,
+    length: Annotated[int, typer.Option(help="Tokens per row.")] = 128,
+    vocab_size: Annotated[int, typer.Option(help="Vocabulary size.")] = 512,
     held_out: s.HeldOut = "0.02",
     field: s.Field = None,
     limit: s.Limit = None,
     seed: s.Seed = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "auto",
     at_once: Annotated[
-        int, typer.Option(min=1, help="Runs trained side by side, as small ones leave a GPU idle.")
+        int, typer.Option(min=1, help="Runs in parallel; small models leave a GPU idle.")
     ] = 1,
-    redraws: Annotated[int, typer.Option(help="Fits to runs drawn anew, for intervals.")] = 200,
+    redraws: Annotated[int, typer.Option(help="Bootstrap samples for the intervals.")] = 200,
     picture: Annotated[
-        Path | None, typer.Option(help="Where to draw it (SVG); else scaling.svg in the study.")
+        Path | None, typer.Option(help="SVG file. Default: scaling.svg in the study folder.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Train a grid of small models and fit the law: loss = E + A/N^a + B/D^b.
+    """Train a grid of small models and fit the scaling law: loss = E + A/N^a + B/D^b.
 
-    Each run is kept; the same command goes on where it was broken off. The defaults are a
-    demonstration, small enough for two CPU cores.
+    Rerun the same command to resume an interrupted study. The defaults are a demonstration, small
+    enough for two CPU cores.
 
     [b]Examples[/b]
 
@@ -68,93 +64,89 @@ def scaling(
     from unspool.model.run_folder import runs_folder
     from unspool.train.data.sources import DEFAULT_SOURCE
     from unspool.train.scaling.grid import Runs, prepared_tokens, shared_vocabulary
-    from unspool.train.scaling.law import FEWEST
+    from unspool.train.scaling.law import MIN_RUNS
     from unspool.train.scaling.plot import draw
     from unspool.train.scaling.study import Planned, Study, plan
     from unspool.train.settings import NewSettings
 
     study = Study(runs_folder() / name)
-    sizes, spent = _numbers(depths, int), _numbers(budgets, float)
+    depth_list, budget_list = _parse_numbers(depths, int), _parse_numbers(budgets, float)
     sources = tuple(data or [DEFAULT_SOURCE])
-    apart = s.share_or_source(held_out)
+    split = s.share_or_source(held_out)
     with s.reading_bar() as progress:
         reading: dict[str, Any] = {
-            "field": field, "limit": limit, "held_out": apart, "seed": seed, "progress": progress
+            "field": field, "limit": limit, "held_out": split, "seed": seed, "progress": progress
         }  # fmt: skip
         vocabulary, count = shared_vocabulary(
             sources, study.folder / "tokenizer", vocab_size, **reading
         )
         longest = epochs * prepared_tokens(sources, vocabulary, **reading)
     settings = NewSettings(
-        data=sources, field=field, limit=limit, held_out=apart, tokenizer=str(vocabulary),
+        data=sources, field=field, limit=limit, held_out=split, tokenizer=str(vocabulary),
         seed=seed, device=device, keep=0,
     )  # fmt: skip
-    plain = Runs(settings, count, length, aspect)
+    runs = Runs(settings, count, length, aspect)
     grid = plan(
-        plain.config_of,
-        depths=sizes,
-        budgets=spent,
+        runs.config_of,
+        depths=depth_list,
+        budgets=budget_list,
         length=length,
         fewest=fewest,
         longest=longest,
     )
-    if len(grid) < FEWEST:
+    if len(grid) < MIN_RUNS:
         raise SettingsError(
             f"only {len(grid)} runs of this grid have a sensible number of tokens, and a law needs "
-            f"{FEWEST}; give more budgets or depths"
+            f"{MIN_RUNS}; give more budgets or depths"
         )
-    whole = sum(run.flops for run in grid) + (check or 0)
+    total_flops = sum(run.flops for run in grid) + (check or 0)
 
-    def told(run: Planned, loss: float) -> None:
-        if not as_json:
-            per = run.tokens / run.parameters
-            print(
-                f"{run.name:<12} {run.parameters:>12,} parameters {run.tokens:>14,} tokens "
-                f"({per:.1f} each)   loss {loss:.4f}",
-                flush=True,
-            )
+    with progress_bar("training", 1000, show=not as_json) as show_progress:
 
-    with progress_bar("training", 1000, show=not as_json) as tell:
+        def on_progress(current: Planned, share: float) -> None:
+            done = sum(run.flops for run in study.runs) + current.flops * share
+            show_progress(round(done / total_flops * 1000))
 
-        def share_done(now: Planned, share: float) -> None:
-            before = sum(run.flops for run in study.runs)
-            tell(round((before + now.flops * share) / whole * 1000))
+        def on_result(run: Planned, loss: float) -> None:
+            if not as_json:
+                print(
+                    f"{run.name:<12} {run.parameters:>12,} parameters {run.tokens:>14,} tokens "
+                    f"({run.tokens / run.parameters:.1f} each)   loss {loss:.4f}",
+                    flush=True,
+                )
+            on_progress(run, 0.0)
 
-        def finished(run: Planned, loss: float) -> None:
-            told(run, loss)
-            tell(round(sum(run.flops for run in study.runs) / whole * 1000))
-
-        train = replace(plain, told=share_done)
-        study.measure(grid, train if at_once == 1 else plain, finished, at_once)
+        train = replace(runs, on_progress=on_progress)
+        study.measure(grid, train if at_once == 1 else runs, on_result, at_once)
         study.fit(redraws=redraws)
         if check is not None:
-            deeper = [*sizes, *(max(sizes) + more for more in (1, 2, 3, 4))]
+            deeper = [*depth_list, *(max(depth_list) + extra for extra in (1, 2, 3, 4))]
             study.check(train.config_of, deeper, check, length, train, longest)
-    drawn = picture or study.folder / "scaling.svg"
-    drawn.write_text(draw(study), encoding="utf-8")
+    svg = picture or study.folder / "scaling.svg"
+    svg.write_text(draw(study), encoding="utf-8")
     if as_json:
-        found = study.to_dict()
-        found["law"].pop("redraws")
-        found["left_out"] = {run.name: error for run, error in study.left_out().items()}
-        print_json(found)
+        content = study.to_dict()
+        content["law"].pop("redraws")
+        content["left_out"] = {run.name: error for run, error in study.left_out().items()}
+        print_json(content)
     else:
-        _say(study)
-        print(f"drawn: {drawn}")
+        _print_study(study)
+        print(f"plot: {svg}")
 
 
-def _numbers(given: str, kind: Callable[[str], Number]) -> list[Number]:
+def _parse_numbers(text: str, kind: Callable[[str], Number]) -> list[Number]:
     from unspool.errors import SettingsError
 
     try:
-        found = [kind(part) for part in given.split(",")]
+        numbers = [kind(part) for part in text.split(",")]
     except ValueError:
-        raise SettingsError(f"{given!r} is no list of numbers with commas between them") from None
-    if min(found) <= 0:
-        raise SettingsError(f"{given!r} has a number that is not above 0")
-    return found
+        raise SettingsError(f"{text!r} is not a comma-separated list of numbers") from None
+    if min(numbers) <= 0:
+        raise SettingsError(f"all numbers of {text!r} must be > 0")
+    return numbers
 
 
-def _say(study: Study) -> None:
+def _print_study(study: Study) -> None:
     law, check = study.law, study.checked
     assert law is not None
     print(
@@ -168,13 +160,13 @@ def _say(study: Study) -> None:
     if left_out:
         largest, worst = max(run.flops for run in left_out), max(map(abs, left_out.values()))
         print(
-            f"fitted without them, the law predicts the {len(left_out)} runs of {largest:.0e} FLOP "
+            f"a fit without them predicts the {len(left_out)} runs of {largest:.0e} FLOP "
             f"within {worst:.2%}"
         )
     if check is not None:
         low, high = check.interval or (check.predicted, check.predicted)
         print(
-            f"not seen by the fit: {check.run.name}, {check.run.flops:.0e} FLOP: predicted "
+            f"not part of the fit: {check.run.name}, {check.run.flops:.0e} FLOP: predicted "
             f"{check.predicted:.4f} ({low:.4f} to {high:.4f}), measured {check.measured:.4f}: "
             f"{check.error:+.2%}"
         )

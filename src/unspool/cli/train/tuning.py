@@ -1,4 +1,4 @@
-"""What the commands that tune a model share: their options, the bar, and the last words."""
+"""Options, progress display and run handling of the fine-tuning commands."""
 
 from __future__ import annotations
 
@@ -10,58 +10,56 @@ import typer
 
 from unspool.cli import options as o
 from unspool.cli.train import source as s
-from unspool.errors import UnspoolError
 
 if TYPE_CHECKING:
     from unspool.train.running.events import Event
     from unspool.train.running.runs import Run
 
-_LORA, _STEPS = "LoRA", "How long, and how"
+_LORA, _STEPS = "LoRA", "Training"
 
 Data = Annotated[
     list[str] | None,
-    typer.Option("--data", "-d", help="Files, a folder, a pattern or a hub data set."),
+    typer.Option("--data", "-d", help="Files, folders, patterns or hub data sets; repeatable."),
 ]
 Task = Annotated[
     str | None, typer.Option(help="A task of reasoning-gym, instead of data: leg_counting, ...")
 ]
-Examples = Annotated[int, typer.Option(min=1, help="Questions of the task.")]
+Examples = Annotated[int, typer.Option(min=1, help="Number of questions of the task.")]
 Lora = Annotated[
     int,
-    typer.Option("--lora", min=0, help="The rank; 0 trains all weights.", rich_help_panel=_LORA),
+    typer.Option("--lora", min=0, help="LoRA rank; 0 trains all weights.", rich_help_panel=_LORA),
 ]
 Alpha = Annotated[
     float | None,
-    typer.Option(help="Scale times rank. Default: twice the rank.", rich_help_panel=_LORA),
+    typer.Option(help="LoRA alpha: scale x rank. Default: twice the rank.", rich_help_panel=_LORA),
 ]
-Dropout = Annotated[float, typer.Option(help="Share left out.", rich_help_panel=_LORA)]
+Dropout = Annotated[float, typer.Option(help="LoRA dropout.", rich_help_panel=_LORA)]
 Targets = Annotated[
     str,
-    typer.Option(help="Matrices, of q,k,v,o,gate,up,down.", rich_help_panel=_LORA),
+    typer.Option(help="Target matrices, of q,k,v,o,gate,up,down.", rich_help_panel=_LORA),
 ]
 Layers = Annotated[
     int | None,
-    typer.Option(min=1, help="Only in so many last layers.", rich_help_panel=_LORA),
+    typer.Option(min=1, help="Only in the last n layers.", rich_help_panel=_LORA),
 ]
 From = Annotated[
     Path | None,
-    typer.Option("--adapter", help="An adapter to go on from.", rich_help_panel=_LORA),
+    typer.Option("--adapter", help="Start from this adapter.", rich_help_panel=_LORA),
 ]
 Steps = Annotated[
-    int | None, typer.Option(min=1, help="Default: from --epochs.", rich_help_panel=_STEPS)
+    int | None,
+    typer.Option(min=1, help="Number of steps. Default: from --epochs.", rich_help_panel=_STEPS),
 ]
-Epochs = Annotated[
-    float, typer.Option(min=0, help="How often all data is seen.", rich_help_panel=_STEPS)
-]
-Batch = Annotated[int, typer.Option(min=1, help="Rows at once.", rich_help_panel=_STEPS)]
+Epochs = Annotated[float, typer.Option(min=0, help="Passes over the data.", rich_help_panel=_STEPS)]
+Batch = Annotated[int, typer.Option(min=1, help="Rows per batch.", rich_help_panel=_STEPS)]
 Length = Annotated[
-    int, typer.Option(min=2, help="Tokens of a row, at most.", rich_help_panel=_STEPS)
+    int, typer.Option(min=2, help="Maximum tokens of a row.", rich_help_panel=_STEPS)
 ]
-Accumulate = Annotated[int, typer.Option(min=1, help="Batches in a step.", rich_help_panel=_STEPS)]
+Accumulate = Annotated[int, typer.Option(min=1, help="Batches per step.", rich_help_panel=_STEPS)]
 Rate = Annotated[
     float | None, typer.Option("--rate", help="Learning rate.", rich_help_panel=_STEPS)
 ]
-Seed = Annotated[int, typer.Option(help="Of all that is random.", rich_help_panel=_STEPS)]
+Seed = Annotated[int, typer.Option(help="Random seed.", rich_help_panel=_STEPS)]
 SaveEvery = Annotated[
     int | None,
     typer.Option(min=1, help="Steps between evaluations and checkpoints.", rich_help_panel=_STEPS),
@@ -77,54 +75,50 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, ...", rich_help_panel=_STE
 Shard = Annotated[
     bool,
     typer.Option(
-        "--shard", help="With torchrun: each process has a part of the model.",
+        "--shard", help="With torchrun: shard the model over the processes (FSDP).",
         rich_help_panel=_STEPS,
     ),
 ]  # fmt: skip
-Report = Annotated[list[str] | None, typer.Option(help="Also to tensorboard, wandb or trackio.")]
-Name = Annotated[str | None, typer.Option(help="Of the run's folder.")]
-Resume = Annotated[
-    str | None, typer.Option(metavar="RUN", help="Go on with a run that was stopped.")
+Report = Annotated[
+    list[str] | None, typer.Option(help="Also log to tensorboard, wandb or trackio.")
 ]
+Name = Annotated[str | None, typer.Option(help="Name of the run folder.")]
+Resume = Annotated[str | None, typer.Option(metavar="RUN", help="Resume an interrupted run.")]
 
 
-def carry_out(
+def run_tuning(
     context: typer.Context, settings: dict[str, Any], name: str | None, resume: str | None,
     quiet: bool, reports: list[str] | None, shard: bool = False,
 ) -> None:  # fmt: skip
-    """Make the run, or take it up again, and train it."""
+    """Create or resume a run, and train it."""
     from unspool.backends.torch.available import check_torch
 
     s.check_resume(context, resume)
     check_torch()
-    from unspool.train.running.elastic import seen_by_all
+    from unspool.train.running.elastic import open_run_everywhere
     from unspool.train.running.parallel import Parallel
-    from unspool.train.running.reports import Listener, all_of, reporters
+    from unspool.train.running.reports import Listener, combine_listeners
     from unspool.train.tuning.tune import settings_of, tune
 
     with Parallel.started(settings["device"], shard=shard) as parallel:
-        folder, told = None, list[Listener]()
-        with parallel.agreed():
+        folder, trackers = None, list[Listener]()
+        with parallel.all_succeed():
             if parallel.first:
-                begun = _begun(settings, name, resume)
-                try:
-                    folder, told = begun.folder, reporters(reports or (), begun)
-                except UnspoolError:
-                    begun.discard_if_empty()
-                    raise
-        run = seen_by_all(folder, parallel)
-        wanted = settings_of(run)
-        with Telling(run, quiet or not parallel.first) as telling:
-            tune(wanted, run, all_of(telling, *told), parallel=parallel)
+                run = _open_run(settings, name, resume)
+                folder, trackers = run.folder, s.open_trackers(reports or (), run)
+        run = open_run_everywhere(folder, parallel)
+        stored = settings_of(run)
+        with TuningDisplay(run, quiet or not parallel.first) as display:
+            tune(stored, run, combine_listeners(display, *trackers), parallel=parallel)
         if parallel.first:
-            _close(run, bool(wanted.lora), wanted.model)
+            _print_result(run, bool(stored.lora), stored.model)
             s.exit_if_signalled(run)
 
 
-def _begun(settings: dict[str, Any], name: str | None, resume: str | None) -> Run:
-    """A run to be trained: the one to go on with, or a new one."""
+def _open_run(settings: dict[str, Any], name: str | None, resume: str | None) -> Run:
+    """The run to resume, or a new one."""
     from unspool.model.run_folder import runs_folder
-    from unspool.train.running.elastic import begun_before
+    from unspool.train.running.elastic import find_restarted_run
     from unspool.train.running.runs import Run
     from unspool.train.tuning.tune import TuneSettings, new_run
 
@@ -132,17 +126,17 @@ def _begun(settings: dict[str, Any], name: str | None, resume: str | None) -> Ru
         run = Run.open(resume)
         run.take_over()
         return run
-    wanted = TuneSettings(**settings)
-    if (begun := begun_before(wanted)) is not None:
-        begun.take_over()
-        return begun
-    return new_run(wanted, runs_folder() / name if name else None)
+    tune_settings = TuneSettings(**settings)
+    if (restarted := find_restarted_run(tune_settings)) is not None:
+        restarted.take_over()
+        return restarted
+    return new_run(tune_settings, runs_folder() / name if name else None)
 
 
-def _close(run: Run, adapter: bool, model: str | None) -> None:
-    """What came out, and what to do with it."""
+def _print_result(run: Run, adapter: bool, model: str | None) -> None:
+    """Print the result and what to do with it."""
     if run.state == "stopped":
-        o.say(f"stopped; go on with: unspool train {run.facts['kind']} --resume {run.folder}")
+        o.say(f"stopped; resume with: unspool train {run.facts['kind']} --resume {run.folder}")
         return
     best_step, last_step = run.best_step, run.checkpoints()[-1].step
     if best_step is None or best_step == last_step:
@@ -152,16 +146,16 @@ def _close(run: Run, adapter: bool, model: str | None) -> None:
             "" if last_step >= run.steps else f"stopped early at step {last_step} of {run.steps}; "
         )
         o.say(f"done: {early}the best on held-out data is step {best_step}: {run.final}")
-    named = f" --model {model}" if model else ""
+    option = f" --model {model}" if model else ""
     if adapter:
-        o.say(f'write with it:  unspool "..."{named} --adapter {run.folder}')
-        o.say(f"make it a model of its own:  unspool train merge {run.folder} FOLDER")
+        o.say(f'generate:  unspool "..."{option} --adapter {run.folder}')
+        o.say(f"merge into the base model:  unspool train merge {run.folder} FOLDER")
     else:
-        o.say(f'write with it:  unspool "..." --model {run.folder}')
+        o.say(f'generate:  unspool "..." --model {run.folder}')
 
 
-class Telling:
-    """A bar where somebody looks, a line now and then where nobody does."""
+class TuningDisplay:
+    """Event listener and context manager: a bar on a terminal, else a line now and then."""
 
     def __init__(self, run: Run, quiet: bool) -> None:
         self._run, self._quiet = run, quiet
@@ -169,7 +163,7 @@ class Telling:
         self._task: Any = None
         self._next = self._steps = 0
 
-    def __enter__(self) -> Telling:
+    def __enter__(self) -> TuningDisplay:
         if not self._quiet and sys.stderr.isatty():
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -186,26 +180,26 @@ class Telling:
             self._bar.stop()
 
     def __call__(self, event: Event) -> None:
-        from unspool.train.running.events import Judged, Logged, Replanned
+        from unspool.train.running.events import Evaluated, StepLogged, StepsReplanned
 
         if self._quiet:
             return
-        if not self._steps or isinstance(event, Replanned):
+        if not self._steps or isinstance(event, StepsReplanned):
             self._steps = self._run.steps
             if epochs := self._run.facts.get("epochs"):
                 o.say(f"{self._steps:,} steps, {s.describe_epochs(epochs)}")
         steps = self._steps
-        if isinstance(event, Judged):
+        if isinstance(event, Evaluated):
             o.say(f"step {event.step}: held-out loss {event.held_out_loss:.3f}")
-        if not isinstance(event, Logged):
+        if not isinstance(event, StepLogged):
             return
-        more = "".join(f" · {name} {value:.3g}" for name, value in event.extra.items())
-        said = (
-            f"{event.step}/{steps} · loss {event.loss:.3f}{more} · "
+        extra = "".join(f" · {name} {value:.3g}" for name, value in event.extra.items())
+        line = (
+            f"{event.step}/{steps} · loss {event.loss:.3f}{extra} · "
             f"{event.tokens_per_second:,.0f} tokens/s"
         )
         if self._bar is not None:
-            self._bar.update(self._task, total=steps, completed=event.step, description=said)
+            self._bar.update(self._task, total=steps, completed=event.step, description=line)
         elif event.step >= self._next:
             self._next = event.step + max(1, steps // 20)
-            o.say(said)
+            o.say(line)

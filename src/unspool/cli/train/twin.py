@@ -1,8 +1,8 @@
-"""`unspool train twin`: a model beside a causal one, that fills, drafts, or solves puzzles."""
+"""`unspool train twin`: train a masked twin, a draft head, or a puzzle model."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -10,14 +10,8 @@ from unspool.cli import options as o
 from unspool.cli.train import source as s
 from unspool.cli.train import tuning as t
 
-if TYPE_CHECKING:
-    from unspool.train.running.runs import Run
-
-_TEXT, _PUZZLE, _STEP = "Of a text model", "Of a puzzle", "How long, and how"
-
-
-def _opt(panel: str, words: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=words, rich_help_panel=panel, **more)
+_TEXT, _PUZZLE, _TRAINING = "Twin of a text model", "Puzzle model", "Training"
+_opt = s.panel_option
 
 
 def twin(
@@ -33,55 +27,55 @@ def twin(
     model: o.Model = None,
     data: Annotated[
         list[str] | None,
-        _opt(_TEXT, "Files, a folder, a pattern or a hub data set; several times.", "--data", "-d"),
+        _opt(_TEXT, "Files, folders, patterns or hub data sets; repeatable.", "--data", "-d"),
     ] = None,
     share: Annotated[
-        list[float] | None, _opt(_TEXT, "Of each source, in their order. Default: alike.")
+        list[float] | None, _opt(_TEXT, "Share of each source, in order. Default: equal.")
     ] = None,
-    chat: Annotated[int, _opt(_TEXT, "Texts that the model writes itself.", min=0)] = 16000,
-    chat_share: Annotated[float, _opt(_TEXT, "Share of those.", min=0, max=1)] = 0.6,
-    chat_tokens: Annotated[int, _opt(_TEXT, "Tokens of each, at most.", min=1)] = 256,
+    chat: Annotated[int, _opt(_TEXT, "Number of texts the model generates.", min=0)] = 16000,
+    chat_share: Annotated[float, _opt(_TEXT, "Share of generated texts.", min=0, max=1)] = 0.6,
+    chat_tokens: Annotated[int, _opt(_TEXT, "Maximum tokens of each.", min=1)] = 256,
     questions: Annotated[
-        str | None, _opt(_TEXT, "A file: one thing to ask the model in each line.", metavar="FILE")
+        str | None, _opt(_TEXT, "File with one question for the model per line.", metavar="FILE")
     ] = None,
     start: Annotated[
         str | None,
         _opt(
             _TEXT,
-            "fill, draft: begin as this twin (a run or its folder).",
+            "fill, draft: start from this twin (a run or its folder).",
             "--from",
             metavar="TWIN",
         ),
     ] = None,
-    lora: Annotated[int, _opt(_TEXT, "An adapter of this rank; 0: all weights.", min=0)] = 0,
-    mask: Annotated[int | None, _opt(_TEXT, "The token that is the mask.", min=0)] = None,
-    block: Annotated[int, _opt(_TEXT, "Tokens of a block, usually.", min=1)] = 8,
+    lora: Annotated[int, _opt(_TEXT, "LoRA rank; 0 trains all weights.", min=0)] = 0,
+    mask: Annotated[int | None, _opt(_TEXT, "Id of the mask token.", min=0)] = None,
+    block: Annotated[int, _opt(_TEXT, "Default block size.", min=1)] = 8,
     draft_steps: Annotated[int, _opt(_TEXT, "draft: tokens drafted in training.", min=1)] = 6,
-    draft_tokens: Annotated[int, _opt(_TEXT, "draft: tokens it knows.", min=1)] = 12288,
-    sight: Annotated[str, _opt(_PUZZLE, "whole (fills in any order) or causal.")] = "whole",
+    draft_tokens: Annotated[int, _opt(_TEXT, "draft: size of its vocabulary.", min=1)] = 12288,
+    sight: Annotated[str, _opt(_PUZZLE, "Attention: whole (any order) or causal.")] = "whole",
     depth: Annotated[int, _opt(_PUZZLE, "Layers.", min=1)] = 6,
-    width: Annotated[int, _opt(_PUZZLE, "Numbers a token carries.", min=8)] = 224,
+    width: Annotated[int, _opt(_PUZZLE, "Hidden size.", min=8)] = 224,
     heads: Annotated[int, _opt(_PUZZLE, "Attention heads.", min=1)] = 7,
-    minutes: Annotated[float | None, _opt(_STEP, "About so long.", min=0)] = None,
-    steps: Annotated[int | None, _opt(_STEP, "So many steps. Default: 1000.", min=1)] = None,
-    batch: Annotated[int | None, _opt(_STEP, "Rows at once.", min=1)] = None,
-    length: Annotated[int | None, _opt(_STEP, "Tokens of a row.", min=8)] = None,
+    minutes: Annotated[float | None, _opt(_TRAINING, "Time budget.", min=0)] = None,
+    steps: Annotated[int | None, _opt(_TRAINING, "Number of steps. Default: 1000.", min=1)] = None,
+    batch: Annotated[int | None, _opt(_TRAINING, "Rows per batch.", min=1)] = None,
+    length: Annotated[int | None, _opt(_TRAINING, "Tokens per row.", min=8)] = None,
     accumulate: t.Accumulate = 1,
     rate: t.Rate = None,
     optimizer: Annotated[
-        str | None, _opt(_STEP, "muon or adamw. Default: adamw for block and fill.")
+        str | None, _opt(_TRAINING, "muon or adamw. Default: adamw for block and fill.")
     ] = None,
     seed: t.Seed = 0,
-    save_every: Annotated[int | None, _opt(_STEP, "Steps between checkpoints.", min=1)] = None,
+    save_every: Annotated[int | None, _opt(_TRAINING, "Steps between checkpoints.", min=1)] = None,
     device: t.Device = "auto",
     name: t.Name = None,
     resume: t.Resume = None,
     quiet: o.Quiet = False,
 ) -> None:
-    """A twin of a model: it fills text in any order, doubts it, drafts it, or solves puzzles.
+    """Train a twin for infilling, a draft head for speculative decoding, or a puzzle model.
 
-    The model itself stays what it is. First it writes texts for its twin to learn from (kept, and
-    found again); --data is learned from besides.
+    The model itself is not changed. It first generates texts for its twin to train on (cached);
+    --data adds other texts.
 
     [b]Examples[/b]
 
@@ -105,9 +99,9 @@ def twin(
     if resume is not None:
         run = Run.open(resume)
         run.take_over()
-        wanted = settings_of(run)
+        settings = settings_of(run)
     else:
-        wanted = TwinSettings(
+        settings = TwinSettings(
             kind=kind, model=model, start=start, data=tuple(data or (DEFAULT_SOURCE,)),
             shares=tuple(share or ()), chat=chat, chat_share=chat_share, chat_tokens=chat_tokens,
             questions=questions, mask=mask, block=block, lora=lora, sight=sight, depth=depth,
@@ -115,22 +109,17 @@ def twin(
             accumulate=accumulate, rate=rate, optimizer=optimizer, draft_steps=draft_steps,
             draft_tokens=draft_tokens, seed=seed, save_every=save_every, device=device,
         )  # fmt: skip
-        run = new_run(wanted, runs_folder() / name if name else None)
+        run = new_run(settings, runs_folder() / name if name else None)
     from unspool.decoding.progress import progress_bar
 
     with (
-        progress_bar("the model writes", wanted.chat, show=not quiet) as tell,
-        t.Telling(run, quiet) as telling,
+        progress_bar("generating texts", settings.chat, show=not quiet) as on_text,
+        t.TuningDisplay(run, quiet) as display,
     ):
-        train_twin(wanted, run, telling, tell=tell)
-    _close(run)
-    s.exit_if_signalled(run)
-
-
-def _close(run: Run) -> None:
-    """What came out, and what to do with it."""
+        train_twin(settings, run, display, on_text=on_text)
     if run.state == "stopped":
-        o.say(f"stopped; go on with: unspool train twin --resume {run.folder}")
-        return
-    o.say(f"done: {run.final}")
-    o.say(f"look at it:  unspool page --run {run.folder}")
+        o.say(f"stopped; resume with: unspool train twin --resume {run.folder}")
+    else:
+        o.say(f"done: {run.final}")
+        o.say(f"open the page:  unspool page --run {run.folder}")
+    s.exit_if_signalled(run)

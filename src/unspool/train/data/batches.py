@@ -1,11 +1,11 @@
-"""Batches for training: which part of the data comes at which step.
+"""Training batches as a pure function of the step number.
 
-A batch is a pure function of its step, so a run that was stopped goes on from a number, without any
-state. All rows of the data are seen once in an epoch, in an order that the seed and the epoch's
-number give; the ranks of a parallel run share each step's rows without overlap.
+A resumed run needs only the step number, no data loader state. Each epoch visits all rows once, in
+an order given by the seed and the epoch; the ranks of a parallel run share the rows of a step
+without overlap.
 
-Text is packed: a row is a window over documents one behind the other. Of conversations, each row
-holds one (a long one takes several), filled up behind its end.
+Text is packed: a row is a window over concatenated documents. A row of chat data holds one
+conversation (a long one is split over several rows) and is padded at the end.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
-_FILL_TO = 32  # the length of rows with conversations is a multiple of this: fewer shapes
+_PAD_MULTIPLE = 32  # rows of chat data are padded to a multiple of this: fewer shapes
 
 
 @dataclass
 class Batch:
-    """`B` rows of `T` inputs and as many targets, each the token behind its input."""
+    """`B` rows of `T` inputs and `T` targets, each the token after its input."""
 
     ids: Tensor  # [B, T + 1] int64; inputs are ids[:, :-1], targets ids[:, 1:]
-    counted: Tensor | None = None  # [B, T] bool: which targets count for the loss; None: all
-    documents: Tensor | None = None  # [B, T] int32: the document that each input belongs to
+    loss_mask: Tensor | None = None  # [B, T] bool: which targets are in the loss; None: all
+    documents: Tensor | None = None  # [B, T] int32: index of the document of each input
 
     @property
     def inputs(self) -> Tensor:
@@ -45,7 +45,10 @@ class Batch:
 
 
 class Batches:
-    """The batches of one rank: `batch_size` rows of `length` inputs a step."""
+    """The batches of one rank: `batch_size` rows of `length` inputs per step.
+
+    With `inside_documents` a batch carries document indices, so that attention stays inside them.
+    """
 
     def __init__(
         self,
@@ -59,22 +62,24 @@ class Batches:
     ) -> None:
         if batch_size < 1 or length < 1 or not 0 <= rank < world:
             raise SettingsError(
-                f"a batch needs at least one row and one token, and a rank below {world}"
+                "batch_size and length must be >= 1 and 0 <= rank < world, got "
+                f"batch_size {batch_size}, length {length}, rank {rank}, world {world}"
             )
         self.packed = packed
         self.batch_size, self.length = batch_size, length
         self.seed, self.rank, self.world = seed, rank, world
         self.inside_documents = inside_documents
-        self._rows = _Windows(packed, length) if packed.counted is None else _Rows(packed, length)
+        rows_of = _TextWindows if packed.loss_mask is None else _ConversationRows
+        self._rows: _TextWindows | _ConversationRows = rows_of(packed, length)
         if not len(self._rows):
             raise DataError(
                 f"the data has {len(packed.ids):,} tokens, too few for one row of {length}: use"
-                " more text or a smaller length"
+                " more text or a smaller --length"
             )
 
     @property
     def rows(self) -> int:
-        """How many rows there are: an epoch."""
+        """Number of rows in an epoch."""
         return len(self._rows)
 
     @property
@@ -82,41 +87,43 @@ class Batches:
         return self.rows / (self.batch_size * self.world)
 
     def batch(self, step: int) -> Batch:
-        """The batch of this step, counted from 0."""
+        """The batch of step `step`, starting at 0."""
         first = (step * self.world + self.rank) * self.batch_size
         return self._batch(self._shuffled(np.arange(first, first + self.batch_size)))
 
     def _shuffled(self, numbers: Indices) -> Indices:
-        """Row numbers in the order in which they are seen, epoch after epoch."""
-        epochs, places = np.divmod(numbers, self.rows)
-        found = np.empty_like(numbers)
+        """Map running row numbers to rows, with another order in each epoch."""
+        epochs, positions = np.divmod(numbers, self.rows)
+        rows = np.empty_like(numbers)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            found[here] = permuted(places[here], self.rows, f"{self.seed} {epoch}")
-        return found
+            in_epoch = epochs == epoch
+            rows[in_epoch] = permuted(positions[in_epoch], self.rows, f"{self.seed} {epoch}")
+        return rows
 
     def _batch(self, rows: Indices) -> Batch:
         import torch
 
-        begins, ends = self._rows.places(rows)
-        length = self._rows.fitted(int((ends - begins).max()))
-        at = begins[:, None] + np.arange(length + 1)
-        inside = at < ends[:, None]
-        at = np.minimum(at, ends[:, None] - 1)
-        ids = np.where(inside, self.packed.ids[at], 0).astype(np.int64)
+        starts, ends = self._rows.spans(rows)
+        length = self._rows.padded_length(int((ends - starts).max()))
+        index = starts[:, None] + np.arange(length + 1)
+        inside = index < ends[:, None]
+        index = np.minimum(index, ends[:, None] - 1)
+        ids = np.where(inside, self.packed.ids[index], 0).astype(np.int64)
         batch = Batch(torch.from_numpy(ids))
-        if self.packed.counted is not None:
-            batch.counted = torch.from_numpy((self.packed.counted[at] & inside)[:, 1:])
+        if self.packed.loss_mask is not None:
+            batch.loss_mask = torch.from_numpy((self.packed.loss_mask[index] & inside)[:, 1:])
         if self.inside_documents:
-            numbers = np.searchsorted(self.packed.borders, at[:, :-1], side="right") - 1
+            numbers = np.searchsorted(self.packed.borders, index[:, :-1], side="right") - 1
             numbers = np.where(inside[:, :-1], numbers - numbers[:, :1], -1)
             batch.documents = torch.from_numpy(numbers.astype(np.int32))
         return batch
 
 
-class _Windows:
-    """Windows that follow each other; each shares its last token with the next one's first, so
-    that every token is a target once."""
+class _TextWindows:
+    """Consecutive windows over packed text.
+
+    A window's last token is the next one's first, so that every token is a target once.
+    """
 
     def __init__(self, packed: Packed, length: int) -> None:
         self.count = max(0, len(packed.ids) - 1) // length
@@ -125,39 +132,40 @@ class _Windows:
     def __len__(self) -> int:
         return self.count
 
-    def places(self, rows: Indices) -> tuple[Indices, Indices]:
-        begins = rows * self.length
-        return begins, begins + self.length + 1
+    def spans(self, rows: Indices) -> tuple[Indices, Indices]:
+        """Start and end index of each row."""
+        starts = rows * self.length
+        return starts, starts + self.length + 1
 
-    def fitted(self, longest: int) -> int:
+    def padded_length(self, longest: int) -> int:
         return longest - 1
 
 
-class _Rows:
-    """One document a row; one that is too long takes several. Rows without a target that counts
-    are left out."""
+class _ConversationRows:
+    """One conversation per row; a long one takes several. Rows without a target are dropped."""
 
     def __init__(self, packed: Packed, length: int) -> None:
-        assert packed.counted is not None
-        begins, ends = packed.borders[:-1], packed.borders[1:]
-        pieces = np.maximum(1, -(-(ends - begins - 1) // length))
+        assert packed.loss_mask is not None
+        starts, ends = packed.borders[:-1], packed.borders[1:]
+        pieces = np.maximum(1, -(-(ends - starts - 1) // length))
         within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        self.begins = np.repeat(begins, pieces) + within * length
-        self.ends = np.minimum(self.begins + length + 1, np.repeat(ends, pieces))
-        longer = self.ends - self.begins > 1
-        edges = np.stack([self.begins + 1, self.ends], axis=1)[longer].ravel()
-        edges = edges[edges < len(packed.ids)]  # the last stretch ends with the array
-        count = np.zeros(len(self.begins), bool)
-        if len(edges):  # every second stretch lies between two rows
-            count[longer] = np.logical_or.reduceat(packed.counted, edges)[::2]
-        self.begins, self.ends = self.begins[count], self.ends[count]
+        self.starts = np.repeat(starts, pieces) + within * length
+        self.ends = np.minimum(self.starts + length + 1, np.repeat(ends, pieces))
+        longer = self.ends - self.starts > 1
+        edges = np.stack([self.starts + 1, self.ends], axis=1)[longer].ravel()
+        edges = edges[edges < len(packed.ids)]  # the last segment ends with the array
+        has_target = np.zeros(len(self.starts), bool)
+        if len(edges):  # every second segment is the gap between two rows
+            has_target[longer] = np.logical_or.reduceat(packed.loss_mask, edges)[::2]
+        self.starts, self.ends = self.starts[has_target], self.ends[has_target]
         self.length = length
 
     def __len__(self) -> int:
-        return len(self.begins)
+        return len(self.starts)
 
-    def places(self, rows: Indices) -> tuple[Indices, Indices]:
-        return self.begins[rows], self.ends[rows]
+    def spans(self, rows: Indices) -> tuple[Indices, Indices]:
+        """Start and end index of each row."""
+        return self.starts[rows], self.ends[rows]
 
-    def fitted(self, longest: int) -> int:
-        return min(self.length, -(-(longest - 1) // _FILL_TO) * _FILL_TO)
+    def padded_length(self, longest: int) -> int:
+        return min(self.length, -(-(longest - 1) // _PAD_MULTIPLE) * _PAD_MULTIPLE)

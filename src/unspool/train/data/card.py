@@ -1,4 +1,4 @@
-"""What prepared data is, in figures: the card that lies beside it, and in each run that used it."""
+"""Statistics of prepared data, kept beside it and in each run that used it."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DataCard:
-    """Documents, tokens and bytes are those trained on; what is held out is counted apart."""
+    """Statistics of one prepared data set; `held_out_*` fields describe the evaluation split."""
 
     source: list[str]
-    kind: str  # "text": packed windows; "chat": a conversation in each row
+    kind: str  # "text": packed windows; "chat": one conversation per row
     documents: int
     tokens: int
     bytes: int
-    counted_tokens: int  # those that count for the loss
+    counted_tokens: int  # tokens in the loss
     held_out_documents: int
     held_out_tokens: int
     held_out_bytes: int
-    duplicates: int  # documents dropped because they were there already
-    empty: int  # documents dropped because they had no text
+    duplicates: int  # documents dropped as duplicates
+    empty: int  # documents dropped as empty
     longest: int  # tokens of the longest document
     vocab_size: int
-    tokenizer: str  # its hash
+    tokenizer: str  # hash of its files
     dtype: str
     seed: int
 
     @property
     def bytes_per_token(self) -> float:
-        """How much text a token stands for, in what is trained on."""
+        """Average UTF-8 bytes per token in the training split."""
         return self.bytes / max(1, self.tokens)
 
     @property
@@ -48,13 +48,13 @@ class DataCard:
         return cls(**{name: content[name] for name in cls.__dataclass_fields__})
 
     def rows(self) -> list[list[str]]:
-        """The card as a table for people: what, how much."""
+        """The statistics as (label, text) rows for display."""
         tokens = f"{self.tokens:,}"
         if self.counted_tokens != self.tokens:
-            tokens += f", of which {self.counted_tokens:,} count for the loss"
+            tokens += f", {self.counted_tokens:,} of them in the loss"
         return [
             ["source", ", ".join(self.source)],
-            ["documents", f"{self.documents:,}, the longest of {self.longest:,} tokens"],
+            ["documents", f"{self.documents:,}, the longest has {self.longest:,} tokens"],
             ["tokens", tokens],
             ["bytes", f"{self.bytes:,}"],
             ["bytes per token", f"{self.bytes_per_token:.2f}"],

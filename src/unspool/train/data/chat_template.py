@@ -1,7 +1,7 @@
-"""The chat template of a tokenizer made here: ChatML, with tools as Hermes and Qwen write them.
+"""Default chat template of a new tokenizer: ChatML, with tool calls as in Hermes and Qwen.
 
-The generation tags stand around what the assistant writes, its end of turn included, so that
-training knows what counts (transformers reads the same tags).
+The `{% generation %}` tags enclose the assistant's text and its end of turn: they define the loss
+mask (transformers reads the same tags).
 """
 
 END_OF_TEXT = "<|endoftext|>"

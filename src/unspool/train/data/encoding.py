@@ -1,7 +1,7 @@
-"""Documents to ids, and which of them count for the loss.
+"""Encode documents to token ids and a loss mask.
 
-A text begins with the start token, if the vocabulary wants one, and ends with the end token; all of
-it counts. Of a conversation only what the assistant writes counts, its end of turn included.
+A text starts with the BOS token, if the tokenizer adds one, and ends with the EOS token; all its
+tokens are in the loss. In a conversation only the assistant's tokens are, end of turn included.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from unspool.text.chat.template import ChatTemplate
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.shapes import Document
 
-_AT_ONCE = 1_000_000  # characters that are encoded at once, by all cores
+_CHUNK_CHARACTERS = 1_000_000  # encoded together, on all cores
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
-    """A document as ids."""
+class EncodedDocument:
+    """Token ids of one document."""
 
     ids: np.ndarray[Any, np.dtype[np.uint32]]
-    counted: np.ndarray[Any, np.dtype[np.bool_]] | None  # None: all of them
-    bytes: int  # of its text
+    loss_mask: np.ndarray[Any, np.dtype[np.bool_]] | None  # None: all ids are in the loss
+    bytes: int  # of its text in UTF-8
 
 
 class DocumentEncoder:
@@ -44,39 +44,43 @@ class DocumentEncoder:
         self._start = [] if bos is None else [bos]
         self._end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
 
-    def encode(self, documents: Iterable[tuple[Document, int]]) -> Iterator[tuple[Encoded, int]]:
-        """Each document as ids, in order; the number beside it is passed on."""
-        together: list[tuple[Document, int]] = []
+    def encode(
+        self, documents: Iterable[tuple[Document, int]]
+    ) -> Iterator[tuple[EncodedDocument, int]]:
+        """Encode (document, split) pairs in order; the split is passed through."""
+        chunk: list[tuple[Document, int]] = []
         size = 0
-        for document, place in documents:
-            together.append((document, place))
+        for document, split in documents:
+            chunk.append((document, split))
             size += len(document.text or "")
-            if size >= _AT_ONCE or len(together) >= 4096:
-                yield from self._encode(together)
-                together, size = [], 0
-        yield from self._encode(together)
+            if size >= _CHUNK_CHARACTERS or len(chunk) >= 4096:
+                yield from self._encode_chunk(chunk)
+                chunk, size = [], 0
+        yield from self._encode_chunk(chunk)
 
-    def _encode(self, documents: list[tuple[Document, int]]) -> Iterator[tuple[Encoded, int]]:
+    def _encode_chunk(
+        self, documents: list[tuple[Document, int]]
+    ) -> Iterator[tuple[EncodedDocument, int]]:
         texts = [doc.text for doc, _ in documents if doc.text is not None]
         encoded = iter(self.tokenizer.encode_batch(texts))
-        for document, place in documents:
+        for document, split in documents:
             if document.text is not None:
-                yield self._text(document, next(encoded)), place
+                yield self._encode_text(document, next(encoded)), split
             else:
-                yield self._conversation(document), place
+                yield self._encode_conversation(document), split
 
-    def _text(self, document: Document, ids: list[int]) -> Encoded:
+    def _encode_text(self, document: Document, ids: list[int]) -> EncodedDocument:
         start = self._start if document.begins else []
-        whole = start + ids + (self._end if document.ends else [])
-        return Encoded(np.array(whole, np.uint32), None, len((document.text or "").encode()))
+        ids = start + ids + (self._end if document.ends else [])
+        return EncodedDocument(np.array(ids, np.uint32), None, len((document.text or "").encode()))
 
-    def _conversation(self, document: Document) -> Encoded:
+    def _encode_conversation(self, document: Document) -> EncodedDocument:
         if document.messages is not None:
-            return self._messages(document.messages, document.tools)
+            return self._encode_messages(document.messages, document.tools)
         assert document.pieces is not None
         (prompt, _), (completion, _) = document.pieces
         if not self._chat.is_plain:
-            return self._messages(
+            return self._encode_messages(
                 [
                     {"role": "user", "content": prompt},
                     {"role": "assistant", "content": completion},
@@ -85,25 +89,29 @@ class DocumentEncoder:
             )
         before = self._start + self.tokenizer.encode(prompt)
         after = self.tokenizer.encode(completion) + self._end
-        counted = np.arange(len(before) + len(after)) >= len(before)
-        return Encoded(
-            np.array(before + after, np.uint32), counted, len((prompt + completion).encode())
+        loss_mask = np.arange(len(before) + len(after)) >= len(before)
+        return EncodedDocument(
+            np.array(before + after, np.uint32), loss_mask, len((prompt + completion).encode())
         )
 
-    def _messages(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> Encoded:
+    def _encode_messages(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None
+    ) -> EncodedDocument:
         try:
-            found = counted_tokens(self._chat, messages, tools, self.tokenizer.end_ids)
+            lesson = counted_tokens(self._chat, messages, tools, self.tokenizer.end_ids)
         except UnspoolError as error:
             start = str(messages[0].get("content"))[:40]
-            raise DataError(f"the conversation that begins with {start!r}: {error}") from None
-        ids, counted = found.ids, found.counted
-        if self._chat.is_plain:  # nothing in plain lines ends a conversation
-            ids, counted = ids + self._end, counted + [True] * len(self._end)
-        return Encoded(np.array(ids, np.uint32), np.array(counted, bool), len(found.text.encode()))
+            raise DataError(f"the conversation that starts with {start!r}: {error}") from None
+        ids, loss_mask = lesson.ids, lesson.counted
+        if self._chat.is_plain:  # without a template nothing marks the end of a conversation
+            ids, loss_mask = ids + self._end, loss_mask + [True] * len(self._end)
+        return EncodedDocument(
+            np.array(ids, np.uint32), np.array(loss_mask, bool), len(lesson.text.encode())
+        )
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """A hash of all that a tokenizer is: two that are alike encode alike."""
+    """Hash of a tokenizer's files: equal hashes encode equally."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
         digest = hashlib.sha256()

@@ -1,7 +1,7 @@
-"""A data set of the Hugging Face hub by its name: which of its files are data, fetched once.
+"""Data sets on the Hugging Face hub: which files are data, downloaded once.
 
-org/name              the data set; of several parts one must be chosen
-org/name:part         one of them (a folder of the repository)
+org/name              the data set; with several parts, one must be chosen
+org/name:part         one part (a folder of the repository)
 org/name/file.jsonl   one file
 org/name@revision
 """
@@ -17,7 +17,7 @@ from unspool.train.data.readers import TABLES, TEXTS
 
 
 def hub_files(name: RepoName, *, offline: bool = False) -> list[Path]:
-    """The data files of a data set, on this machine."""
+    """Download the data files of a data set (or find them in the cache)."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -27,15 +27,15 @@ def hub_files(name: RepoName, *, offline: bool = False) -> list[Path]:
                 name.repo,
                 repo_type="dataset",
                 revision=name.revision,
-                allow_patterns=[literal_pattern(each) for each in files],
+                allow_patterns=[literal_pattern(file) for file in files],
                 local_files_only=local,
             )
         )
 
     def cached() -> list[Path]:
         folder = snapshot([], local=True)
-        here = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
-        return [folder / each for each in chosen_files(name, here)]
+        files = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
+        return [folder / file for file in chosen_files(name, files)]
 
     with errors_in_words(name):
         if offline or constants.HF_HUB_OFFLINE:
@@ -45,58 +45,61 @@ def hub_files(name: RepoName, *, offline: bool = False) -> list[Path]:
         except Exception as error:
             if not is_network_problem(error):
                 raise
-            try:  # no network, but perhaps it is here already
+            try:  # no network, but it may be in the cache
                 return cached()
             except Exception:
                 raise error from None
-        files = chosen_files(name, [each.rfilename for each in info.siblings or []])
+        files = chosen_files(name, [sibling.rfilename for sibling in info.siblings or []])
         folder = snapshot(files, local=False)
-    return [folder / each for each in files]
+    return [folder / file for file in files]
 
 
 def chosen_files(name: RepoName, files: list[str]) -> list[str]:
-    """Which files of a repository are the data that was asked for."""
+    """Choose the files of a repository that hold the requested data."""
     if name.file is not None:
         if name.file not in files:
-            raise DataError(f"{name.repo} has no file {name.file}: it has {_some(files)}")
+            raise DataError(f"{name.repo} has no file {name.file}; it has {_first_names(files)}")
         return [name.file]
-    described = ("dataset_info", "dataset_infos", "config", "metadata", "state")  # not data
+    metadata = ("dataset_info", "dataset_infos", "config", "metadata", "state")
     data = [
         file
         for file in sorted(files)
-        if _ends(file, TABLES) and not (_ends(file, (".json",)) and Path(file).stem in described)
+        if _has_suffix(file, TABLES)
+        and not (_has_suffix(file, (".json",)) and Path(file).stem in metadata)
     ]
-    if not data:  # texts; what describes the repository is none of them
+    if not data:  # plain texts, but not those that describe the repository
         about = ("readme", "license", "licence", "contributing", "changelog")
         data = [
             file
             for file in sorted(files)
-            if _ends(file, TEXTS) and not file.lower().rpartition("/")[2].startswith(about)
+            if _has_suffix(file, TEXTS) and not file.lower().rpartition("/")[2].startswith(about)
         ]
-    parts = {_part(file) for file in data}
+    parts = {_part_of(file) for file in data}
     if name.tag is not None:
-        data = [file for file in data if _part(file) == name.tag]
+        data = [file for file in data if _part_of(file) == name.tag]
         if not data:
-            raise DataError(f"{name.repo} has no part {name.tag}: it has {_some(sorted(parts))}")
+            raise DataError(
+                f"{name.repo} has no part {name.tag}; it has {_first_names(sorted(parts))}"
+            )
     elif len(parts) > 1:
         raise DataError(
-            f"{name.repo} has several parts: choose one, such as {name.repo}:{min(parts)}; there"
-            f" are {_some(sorted(parts))}"
+            f"{name.repo} has several parts: choose one, such as {name.repo}:{min(parts)}; it has"
+            f" {_first_names(sorted(parts))}"
         )
     if not data:
-        raise DataError(f"{name.repo} has no data as {', '.join((*TABLES, *TEXTS[:3]))}")
+        raise DataError(f"{name.repo} has no data files ({', '.join((*TABLES, *TEXTS[:3]))})")
     return data
 
 
-def _part(file: str) -> str:
-    """The folder that a data set's part lies in; most have only one, or none at all."""
+def _part_of(file: str) -> str:
+    """Folder of a file, which names a part of the data set; most have one part, or none."""
     folder = file.rpartition("/")[0]
     return "data" if folder in ("", "data") else folder.removeprefix("data/")
 
 
-def _ends(file: str, ends: tuple[str, ...]) -> bool:
-    return file.lower().removesuffix(".gz").endswith(ends)
+def _has_suffix(file: str, suffixes: tuple[str, ...]) -> bool:
+    return file.lower().removesuffix(".gz").endswith(suffixes)
 
 
-def _some(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     return ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")

@@ -1,4 +1,4 @@
-"""A folder that is made once and found again; never half there, whatever stops the work."""
+"""A cache folder that is built once, atomically, by one process."""
 
 from __future__ import annotations
 
@@ -13,44 +13,47 @@ from unspool.errors import DataError
 
 
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:
-    """The folder `target`; if it is not there, `make` fills one beside it, which is renamed when
-    it is whole and on the disk. Of several processes one makes it, and the others wait."""
+    """Return the folder `target`, building it with `make(temporary_folder)` if it is missing.
+
+    The temporary folder is synced to disk and then renamed, so readers never see a partial one.
+    Other processes wait on a file lock while one builds.
+    """
     from filelock import FileLock
 
     if target.is_dir():
         return target
     root = target.parent
-    with _in_words(root):
+    with _disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{target.name}.lock"):
             if not target.is_dir():
-                _make(target, make)
+                _make_atomically(target, make)
     return target
 
 
-def _make(target: Path, make: Callable[[Path], None]) -> None:
-    fresh = target.with_name(target.name + ".part")
-    shutil.rmtree(fresh, ignore_errors=True)  # what a killed process left
-    fresh.mkdir()
+def _make_atomically(target: Path, make: Callable[[Path], None]) -> None:
+    part = target.with_name(target.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)  # left by a killed process
+    part.mkdir()
     try:
-        make(fresh)
-        for file in fresh.rglob("*"):
-            if file.is_file():
-                with file.open("rb+") as opened:
-                    os.fsync(opened.fileno())
-        fresh.rename(target)
+        make(part)
+        for path in part.rglob("*"):
+            if path.is_file():
+                with path.open("rb+") as file:
+                    os.fsync(file.fileno())
+        part.rename(target)
     except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.rmtree(part, ignore_errors=True)
         raise
 
 
 @contextmanager
-def _in_words(root: Path) -> Iterator[None]:
-    """What goes wrong on the disk, as one line that says what to do."""
+def _disk_errors(root: Path) -> Iterator[None]:
+    """Turn an error of the disk into one line that says what to do."""
     try:
         yield
     except OSError as error:
-        what = f"{root} cannot be written ({error.strerror or error})"
+        reason = f"{root} cannot be written ({error.strerror or error})"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            what = f"the disk is full at {root}, make room there"
-        raise DataError(f"{what}, or set UNSPOOL_CACHE to another folder") from None
+            reason = f"the disk is full at {root}: free some space"
+        raise DataError(f"{reason}, or set UNSPOOL_CACHE to another folder") from None

@@ -1,7 +1,7 @@
-"""From a file to its documents, one after the other: never more than a few of them in memory.
+"""Stream the documents of a file; only a few are in memory at a time.
 
-A text file is one document; one that is longer than `part_size` is cut at blank lines, so that a
-file of any length can be read, and some of it held out. All else has a document in each row.
+A text file is one document; a file longer than `part_size` is split at blank lines, so that a file
+of any length can be read and a part of it held out. Tables have one document per row.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from typing import IO, Any, cast
 from unspool.errors import DataError
 from unspool.train.data.shapes import Document, document_of
 
-PART = 256 * 1024  # characters of a text that are read at once
+PART = 256 * 1024  # characters of a text read together
 
 TEXTS = (".txt", ".text", ".md", ".markdown", ".rst")
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
-_BETWEEN_ROWS = re.compile(r"[\[,\s]*")  # of a list in JSON
+_ROW_SEPARATOR = re.compile(r"[\[,\s]*")  # in a JSON list
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read: its place, or its place inside a zip archive (a Python wheel is one)."""
+    """A file to read, or a member of a zip archive (a Python wheel is one)."""
 
     path: Path
     member: str | None = None
-    held_out: bool = False  # it was set apart by whoever made the data: valid.jsonl
+    held_out: bool = False  # the data set's own evaluation split, such as valid.jsonl
     part_size: int = PART
 
     def __str__(self) -> str:
@@ -46,18 +46,18 @@ class SourceFile:
 
     @property
     def kind(self) -> str:
-        """What the name says it is, `.gz` left aside; everything unknown is read as text."""
+        """File suffix without `.gz`; ".txt" for everything unknown."""
         name = (self.member or self.path.name).lower().removesuffix(".gz")
         return next((end for end in TABLES if name.endswith(end)), ".txt")
 
     @property
     def size(self) -> int:
-        """How many bytes long the file is as it lies there."""
+        """Size on disk in bytes; 0 for a member of an archive."""
         return self.path.stat().st_size if self.member is None else 0
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Its bytes, unpacked; what goes wrong in reading them is told in words."""
+        """Open the decompressed bytes. Read errors become `DataError`."""
         try:
             if self.member is not None:
                 with zipfile.ZipFile(self.path) as archive, archive.open(self.member) as inside:
@@ -69,22 +69,22 @@ class SourceFile:
                 with self.path.open("rb") as file:
                     yield file
         except (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, KeyError) as error:
-            raise DataError(f"{self} is damaged or cut off ({error}): fetch it again") from None
+            raise DataError(f"{self} is damaged or truncated ({error}): get it again") from None
         except OSError as error:
             raise DataError(f"{self} cannot be read: {error.strerror or error}") from None
 
 
 def read_documents(file: SourceFile, field: str | None = None) -> Iterator[Document]:
-    """The documents of one file, in order."""
+    """Yield the documents of one file, in order."""
     if file.kind == ".txt":
-        yield from _texts(file)
+        yield from _text_parts(file)
         return
     for where, row in read_rows(file):
         yield document_of(row, where, field)
 
 
 def read_rows(file: SourceFile) -> Iterator[tuple[str, Any]]:
-    """The rows of a table as they are, each with the words that say where it stands."""
+    """Yield the rows of a table, each with its location for error messages."""
     readers = {".parquet": _parquet_rows, ".csv": _csv_rows, ".tsv": _csv_rows, ".json": _json_list}
     for where, row in readers.get(file.kind, _json_lines)(file):
         yield f"{file}, {where}", row
@@ -93,40 +93,40 @@ def read_rows(file: SourceFile) -> Iterator[tuple[str, Any]]:
 # Text.
 
 
-def _texts(file: SourceFile) -> Iterator[Document]:
-    size, waiting, begins = file.part_size, "", True
-    for chunk in _decoded(file):
-        waiting += chunk
-        while len(waiting) > 2 * size:  # so that what is left at the end is no shorter than a part
-            cut = _cut(waiting, size)
-            yield Document(text=waiting[:cut], begins=begins, ends=False)
-            waiting, begins = waiting[cut:], False
-    yield Document(text=waiting, begins=begins)
+def _text_parts(file: SourceFile) -> Iterator[Document]:
+    size, pending, begins = file.part_size, "", True
+    for chunk in _decode_chunks(file):
+        pending += chunk
+        while len(pending) > 2 * size:  # so that the last part is no shorter than `size`
+            end = _split_index(pending, size)
+            yield Document(text=pending[:end], begins=begins, ends=False)
+            pending, begins = pending[end:], False
+    yield Document(text=pending, begins=begins)
 
 
-def _cut(text: str, size: int) -> int:
-    """Where to cut: behind a blank line, else a line, else before a space, else anywhere."""
-    for mark, behind in (("\n\n", 2), ("\n", 1), (" ", 0)):
-        found = text.rfind(mark, size // 2, size)
-        if found > 0:
-            return found + behind
+def _split_index(text: str, size: int) -> int:
+    """Where to split: after a blank line, else after a line, else before a space, else anywhere."""
+    for separator, width in (("\n\n", 2), ("\n", 1), (" ", 0)):
+        index = text.rfind(separator, size // 2, size)
+        if index > 0:
+            return index + width
     return size
 
 
-def _decoded(file: SourceFile) -> Iterator[str]:
-    """The text in stretches. Line ends stay as they are: bytes are counted later."""
+def _decode_chunks(file: SourceFile) -> Iterator[str]:
+    """Yield the text in chunks. Line ends are kept, because bytes are counted later."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     done = 0
     with file.open() as raw:
         while True:
             chunk = raw.read(PART)
             _refuse_binary(chunk, file)
-            waiting = len(decoder.getstate()[0])  # bytes of a character that was not whole yet
+            pending = len(decoder.getstate()[0])  # bytes of an incomplete character
             try:
                 yield decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
                 raise DataError(
-                    f"{file} is not UTF-8 (at byte {done - waiting + error.start:,}): convert it,"
+                    f"{file} is not UTF-8 (at byte {done - pending + error.start:,}): convert it,"
                     " such as with iconv -f latin1 -t utf-8"
                 ) from None
             if not chunk:
@@ -141,8 +141,8 @@ def _refuse_binary(chunk: bytes, file: SourceFile) -> None:
         )
     if b"\0" in chunk:
         raise DataError(
-            f"{file} is a binary file and no text: give text ({', '.join(TEXTS[:3])}) or tables"
-            f" ({', '.join(TABLES)}), also as .gz"
+            f"{file} is a binary file: give text ({', '.join(TEXTS[:3])}) or tables"
+            f" ({', '.join(TABLES)}), optionally as .gz"
         )
 
 
@@ -163,29 +163,30 @@ def _json_lines(file: SourceFile) -> Iterator[tuple[str, Any]]:
                 raise DataError(f"{file}, line {number} is not UTF-8: convert the file") from None
             except (ValueError, RecursionError) as error:
                 raise DataError(
-                    f"{file}, line {number} is no JSON ({error}): each line must be one object"
+                    f"{file}, line {number} is not valid JSON ({error}): each line must be one"
+                    " object"
                 ) from None
 
 
 def _json_list(file: SourceFile) -> Iterator[tuple[str, Any]]:
-    """One list with all rows; or, under the same name, lines."""
-    decode, waiting, number, is_list = json.JSONDecoder().raw_decode, "", 0, False
-    for chunk in _decoded(file):
-        waiting, at = waiting + chunk, 0
-        is_list = is_list or waiting.lstrip().startswith("[")
-        if waiting.strip() and not is_list:
+    """Yield the rows of one JSON list; a .json file without a list is read as JSON lines."""
+    decode, pending, number, is_list = json.JSONDecoder().raw_decode, "", 0, False
+    for chunk in _decode_chunks(file):
+        pending, at = pending + chunk, 0
+        is_list = is_list or pending.lstrip().startswith("[")
+        if pending.strip() and not is_list:
             yield from _json_lines(file)
             return
-        while waiting.startswith("{", at := _BETWEEN_ROWS.match(waiting, at).end()):  # type: ignore[union-attr]
+        while pending.startswith("{", at := _ROW_SEPARATOR.match(pending, at).end()):  # type: ignore[union-attr]
             try:
-                row, at = decode(waiting, at)
-            except (ValueError, RecursionError):  # the rest of it is still to come
+                row, at = decode(pending, at)
+            except (ValueError, RecursionError):  # incomplete: read another chunk
                 break
             number += 1
             yield f"row {number}", row
-        waiting = waiting[at:]
-    if waiting.strip() not in ("]", ""):
-        raise DataError(f"{file}, row {number + 1} is no JSON object: give a list of objects")
+        pending = pending[at:]
+    if pending.strip() not in ("]", ""):
+        raise DataError(f"{file}, row {number + 1} is not a JSON object: give a list of objects")
 
 
 def _csv_rows(file: SourceFile) -> Iterator[tuple[str, Any]]:
@@ -201,15 +202,15 @@ def _csv_rows(file: SourceFile) -> Iterator[tuple[str, Any]]:
                 return
             except UnicodeDecodeError:
                 raise DataError(
-                    f"{file} is not UTF-8 (behind line {reader.line_num}): convert it, such as"
+                    f"{file} is not UTF-8 (after line {reader.line_num}): convert it, such as"
                     " with iconv -f latin1 -t utf-8"
                 ) from None
             except csv.Error as error:
                 raise DataError(f"{file}, line {reader.line_num}: {error}") from None
             if None in row or None in row.values():
                 raise DataError(
-                    f"{file}, line {reader.line_num} has another number of cells than the first"
-                    " line: check its quotes"
+                    f"{file}, line {reader.line_num} has a different number of cells than the"
+                    " header: check its quotes"
                 )
             yield f"line {reader.line_num}", row
 

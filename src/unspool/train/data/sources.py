@@ -1,14 +1,14 @@
-"""From a name to documents, one after the other.
+"""Resolve a source name to documents.
 
-    documents("sotu")                   the default: State of the Union addresses, fetched once
-    documents("notes.txt")              a file: text, jsonl, csv, parquet; also as .gz
+    documents("sotu")                   the default: State of the Union addresses, downloaded once
+    documents("notes.txt")              a file: text, jsonl, csv, parquet; optionally as .gz
     documents("books/")                 a folder with such files
-    documents("books/**/*.md")          all files that a pattern matches
-    documents("org/name")               a data set of the Hugging Face hub
-    documents(["a.txt", "b.jsonl"])     several of them
+    documents("books/**/*.md")          all files that match a pattern
+    documents("org/name")               a data set on the Hugging Face hub
+    documents(["a.txt", "b.jsonl"])     several sources
 
-Files called valid.jsonl or validation-... beside train.jsonl are what the maker of the data holds
-out; files called test are left alone.
+Files named valid.jsonl or validation-... beside train.jsonl are the evaluation split; files named
+test are ignored.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ SOTU = Packaged(
     by_hand="UNSPOOL_DEFAULT_DATA",
     folder="data",
 )
-_SPEECHES = "sotu/data/speeches/*.txt"
+_SOTU_TEXTS = "sotu/data/speeches/*.txt"
 
 Source = str | Path | Sequence[str | Path]
 
-_FEW = 20  # text files: so few are cut finer, because a part of them is to be held out
-_SET_APART = re.compile(
+_FEW_FILES = 20  # fewer text files are split into smaller parts, so that some can be held out
+_SPLIT_NAME = re.compile(
     r"(?:^|[-_./])(train|valid|validation|val|dev|test|eval)(?=[-_.\d]|$)", re.I
 )
 
@@ -55,42 +55,43 @@ _SET_APART = re.compile(
 def documents(
     source: Source, *, field: str | None = None, limit: int | None = None
 ) -> Iterator[Document]:
-    """The documents of a source that are not empty, at most `limit` of them."""
-    every = (doc for file in source_files(source) for doc in read_documents(file, field))
-    return islice((doc for doc in every if not doc.is_empty), limit)
+    """Yield the non-empty documents of a source, at most `limit`."""
+    all_documents = (doc for file in source_files(source) for doc in read_documents(file, field))
+    return islice((doc for doc in all_documents if not doc.is_empty), limit)
 
 
 def source_files(source: Source, *, offline: bool = False) -> list[SourceFile]:
-    """The files that a source names, each once, in an order that is always the same."""
+    """The files of a source, each once, in a fixed order."""
     names = [source] if isinstance(source, str | Path) else list(source)
     if not names:
-        raise DataError("there is no source of text: name a file, a folder or a data set")
-    found = [file for name in names for file in _files(name, offline)]
-    texts = [file for file in found if file.kind == ".txt"]
-    if len(texts) == len(found) < _FEW:
+        raise DataError("no data source given: name a file, a folder or a data set")
+    files = [file for name in names for file in _resolve(name, offline)]
+    texts = [file for file in files if file.kind == ".txt"]
+    if len(texts) == len(files) < _FEW_FILES:
         size = sum(file.size for file in texts) // 200
         size = min(PART, max(2048, size))
-        found = [replace(file, part_size=size) for file in found]
-    return list(dict.fromkeys(found))
+        files = [replace(file, part_size=size) for file in files]
+    return list(dict.fromkeys(files))
 
 
-def _files(name: str | Path, offline: bool) -> list[SourceFile]:
+def _resolve(name: str | Path, offline: bool) -> list[SourceFile]:
     if name in (DEFAULT_SOURCE, "default"):
-        return _in_archive(packaged_file(SOTU, offline=offline), _SPEECHES)
+        return _files_in_archive(packaged_file(SOTU, offline=offline), _SOTU_TEXTS)
     if not str(name) or "\0" in str(name):
-        raise DataError(f"{str(name)!r} names no text: give a file, a folder or a data set")
+        raise DataError(f"{str(name)!r} is not a data source: give a file, a folder or a data set")
     path = Path(name).expanduser()
     if path.is_dir():
-        return _in_folder(path)
+        return _files_in_folder(path)
     if path.exists():
-        return _in_archive(path, "*") if path.suffix in (".zip", ".whl") else [SourceFile(path)]
+        is_archive = path.suffix in (".zip", ".whl")
+        return _files_in_archive(path, "*") if is_archive else [SourceFile(path)]
     if any(mark in str(name) for mark in "*?["):
-        every = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207 (absolute ones too)
-        matched = sorted(each for each in every if each.is_file())
-        if not matched:
+        paths = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207 (absolute ones too)
+        matches = sorted(path for path in paths if path.is_file())
+        if not matches:
             raise DataError(f"no file matches {name}: check the pattern")
-        return [SourceFile(each) for each in matched]
-    repo = None if isinstance(name, Path) else _repository(name)
+        return [SourceFile(path) for path in matches]
+    repo = None if isinstance(name, Path) else _parse_repository(name)
     if repo is None:
         raise DataError(
             f"{name} does not exist: give a file, a folder, a pattern in quotes, org/name on the"
@@ -98,11 +99,11 @@ def _files(name: str | Path, offline: bool) -> list[SourceFile]:
         )
     from unspool.train.data.hub import hub_files
 
-    return _apart([SourceFile(each) for each in hub_files(repo, offline=offline)])
+    return _assign_splits([SourceFile(path) for path in hub_files(repo, offline=offline)])
 
 
-def _repository(name: str) -> RepoName | None:
-    """The name as a data set's on the hub, unless it can only be a path."""
+def _parse_repository(name: str) -> RepoName | None:
+    """The name as a data set on the hub; None if it can only be a path."""
     from unspool.model.names import without_address
 
     if name.startswith(("/", ".", "~")):
@@ -113,46 +114,46 @@ def _repository(name: str) -> RepoName | None:
     return None if file or in_a_folder else repo
 
 
-def _in_folder(folder: Path) -> list[SourceFile]:
-    """Every file in it that can be read, those in hidden folders left aside."""
-    inside = (path.relative_to(folder) for path in sorted(folder.rglob("*")))
-    seen = [each for each in inside if not any(part.startswith(".") for part in each.parts)]
-    known = [
-        SourceFile(folder / each)
-        for each in seen
-        if each.name.lower().removesuffix(".gz").endswith((*TEXTS, *TABLES))
-        and (folder / each).is_file()
+def _files_in_folder(folder: Path) -> list[SourceFile]:
+    """All readable files below a folder, without hidden ones."""
+    paths = (path.relative_to(folder) for path in sorted(folder.rglob("*")))
+    visible = [path for path in paths if not any(part.startswith(".") for part in path.parts)]
+    files = [
+        SourceFile(folder / path)
+        for path in visible
+        if path.name.lower().removesuffix(".gz").endswith((*TEXTS, *TABLES))
+        and (folder / path).is_file()
     ]
-    if any(file.kind != ".txt" for file in known):  # what only describes the data is none of it
-        known = [file for file in known if not file.path.name.lower().startswith("readme")]
-    if not known:
+    if any(file.kind != ".txt" for file in files):  # beside tables a README is not data
+        files = [file for file in files if not file.path.name.lower().startswith("readme")]
+    if not files:
         raise DataError(
-            f"{folder} holds no file that can be read: give {', '.join((*TEXTS[:3], *TABLES))},"
-            " also as .gz"
+            f"{folder} has no readable file: give {', '.join((*TEXTS[:3], *TABLES))},"
+            " optionally as .gz"
         )
-    return _apart(known)
+    return _assign_splits(files)
 
 
-def _in_archive(path: Path, pattern: str) -> list[SourceFile]:
+def _files_in_archive(path: Path, pattern: str) -> list[SourceFile]:
     try:
         with zipfile.ZipFile(path) as archive:
             names = sorted(archive.namelist())
     except (OSError, zipfile.BadZipFile) as error:
         raise DataError(f"{path} cannot be read as a zip archive: {error}") from None
-    known = [n for n in names if fnmatch(n, pattern) and n.lower().endswith((*TEXTS, *TABLES))]
-    if not known:
-        raise DataError(f"{path} holds no text to learn from")
-    return [SourceFile(path, member=name) for name in known]
+    members = [n for n in names if fnmatch(n, pattern) and n.lower().endswith((*TEXTS, *TABLES))]
+    if not members:
+        raise DataError(f"{path} has no text to train on")
+    return [SourceFile(path, member=name) for name in members]
 
 
-def _apart(files: list[SourceFile]) -> list[SourceFile]:
-    """What the maker of the data called train, valid and test."""
-    called = {file: _SET_APART.findall(file.path.name.lower()) for file in files}
-    if not any("train" in names for names in called.values()):
+def _assign_splits(files: list[SourceFile]) -> list[SourceFile]:
+    """Mark validation files as held out and drop test files, if the names tell train from them."""
+    split_names = {file: _SPLIT_NAME.findall(file.path.name.lower()) for file in files}
+    if not any("train" in names for names in split_names.values()):
         return files
-    kept = []
-    for file, names in called.items():
+    used = []
+    for file, names in split_names.items():
         held_out = bool({"valid", "validation", "val", "dev"} & set(names))
         if held_out or not {"test", "eval"} & set(names):
-            kept.append(replace(file, held_out=held_out))
-    return kept
+            used.append(replace(file, held_out=held_out))
+    return used

@@ -1,8 +1,7 @@
-"""The first look through a source: which documents are duplicates, and which are held out.
+"""First pass over a source: drop duplicates and choose the held-out documents.
 
-A document is known by eight bytes of its hash, so that a source of any size can be looked through:
-ten million documents take 80 MB. Both choices depend only on what the documents say and on the
-seed, so they are the same on every machine.
+Only eight bytes of a hash are kept per document: ten million documents take 80 MB. Both choices
+depend only on the text and the seed, so they are the same on every machine.
 """
 
 from __future__ import annotations
@@ -24,46 +23,46 @@ from unspool.train.data.shapes import Document
 from unspool.train.data.shuffle import mixed
 from unspool.train.data.sources import Source, source_files
 
-Progress = Callable[[str, int, int], None]  # what is being done, how far, how much there is
+Progress = Callable[[str, int, int], None]  # (activity, bytes done, bytes in all or 0)
 
 TRAIN, HELD_OUT, DROPPED = 0, 1, 2
 
-_FEWEST_HELD_OUT = 4
-_VERSION = 1  # of how documents are read; another one is prepared anew
+_MIN_HELD_OUT = 4
+_READER_VERSION = 1  # of how documents are read; part of the cache key
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which documents are meant, and which of them are to be held out."""
+    """The files of a source and how to split their documents."""
 
-    names: tuple[str, ...]  # of the source, as it was given
+    names: tuple[str, ...]  # of the sources, as the caller wrote them
     files: tuple[SourceFile, ...]
     field: str | None
     limit: int | None
-    share: float  # of the documents that are held out, where no file is set apart for that
+    share: float  # of documents to hold out, unless a file is the evaluation split
     seed: int
 
     def content_hash(self) -> str:
-        """A hash of the files' bytes and of the settings."""
+        """Hash of the files' bytes and of the settings."""
         contents = {path: file_sha256(path) for path in {file.path for file in self.files}}
         files = [
             (contents[file.path], file.member, file.kind, file.held_out, file.part_size)
             for file in self.files
         ]
-        everything = [_VERSION, files, self.field, self.limit, self.share, self.seed]
-        return hashlib.sha256(json.dumps(everything).encode()).hexdigest()
+        content = [_READER_VERSION, files, self.field, self.limit, self.share, self.seed]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def read(self, *, with_empty: bool = False) -> Iterator[tuple[SourceFile, Document]]:
-        """The documents; `limit` counts those that are not set apart."""
-        left = -1 if self.limit is None else self.limit
+        """Yield the documents; `limit` counts those of training files."""
+        remaining = -1 if self.limit is None else self.limit
         for file in self.files:
             for document in read_documents(file, self.field):
                 if document.is_empty and not with_empty:
                     continue
                 if not file.held_out and not document.is_empty:
-                    if left == 0:
+                    if remaining == 0:
                         break
-                    left -= 1
+                    remaining -= 1
                 yield file, document
 
 
@@ -76,45 +75,46 @@ def select(
     seed: int = 0,
     offline: bool = False,
 ) -> Selection:
-    """`held_out` is a share of the documents (at least a few of them), or a source of its own."""
+    """Resolve a source; `held_out` is a share of the documents (at least 4) or another source."""
     names = [source] if isinstance(source, str | Path) else source
     files = source_files(source, offline=offline)
     share = float(held_out) if isinstance(held_out, int | float) else 0.0
     if not isinstance(held_out, int | float):
         files = [file for file in files if not file.held_out]
-        apart = source_files(held_out, offline=offline)
-        files += [replace(file, held_out=True) for file in apart]
+        held_out_files = source_files(held_out, offline=offline)
+        files += [replace(file, held_out=True) for file in held_out_files]
     if not 0 <= share < 1:
-        raise SettingsError(f"held_out must be at least 0 and below 1, not {share}")
+        raise SettingsError(f"held_out must be >= 0 and < 1, got {share}")
     return Selection(tuple(map(str, names)), tuple(files), field, limit, share, seed)
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What is in a selection, and what is done with each of its documents."""
+    """The documents of a selection and the split of each."""
 
     selection: Selection
     digests: np.ndarray[Any, np.dtype[np.uint64]]
-    place: np.ndarray[Any, np.dtype[np.uint8]]  # TRAIN, HELD_OUT or DROPPED
+    splits: np.ndarray[Any, np.dtype[np.uint8]]  # TRAIN, HELD_OUT or DROPPED
     empty: int
     bytes: int
 
     @property
     def duplicates(self) -> int:
-        return int((self.place == DROPPED).sum())
+        return int((self.splits == DROPPED).sum())
 
     def documents(self) -> Iterator[tuple[Document, int]]:
-        """The documents once more, each with its place."""
+        """Read the documents again and yield each with its split."""
         for number, (_, document) in enumerate(self.selection.read()):
-            if number >= len(self.digests) or _digest(document) != int(self.digests[number]):
-                raise DataError("the text was changed while it was read: start again")
-            if self.place[number] != DROPPED:
-                yield document, int(self.place[number])
+            changed = number >= len(self.digests)
+            if changed or _hash(document.content()) != int(self.digests[number]):
+                raise DataError("the data changed while it was read: start again")
+            if self.splits[number] != DROPPED:
+                yield document, int(self.splits[number])
 
 
 def survey(selection: Selection, progress: Progress | None = None) -> Survey:
-    """Look through all documents."""
-    digests, apart = array("Q"), array("B")
+    """Read all documents once and assign each to a split."""
+    digests, held_out = array("Q"), array("B")
     empty = total = 0
     for file, document in selection.read(with_empty=True):
         if document.is_empty:
@@ -122,48 +122,46 @@ def survey(selection: Selection, progress: Progress | None = None) -> Survey:
             continue
         content = document.content()
         digests.append(_hash(content))
-        apart.append(file.held_out)
+        held_out.append(file.held_out)
         total += len(content)
         if progress is not None and len(digests) % 64 == 0:
             progress("reading", total, 0)
     if not digests:
         files = selection.files
-        what = f"{files[0]} is empty" if len(files) == 1 else f"none of {len(files)} files has any"
-        raise DataError(f"there is no text to learn from: {what}")
+        one_file = len(files) == 1
+        reason = f"{files[0]} is empty" if one_file else f"none of {len(files)} files has any"
+        raise DataError(f"there is no text to learn from: {reason}")
     hashes = np.frombuffer(digests, np.uint64)
-    set_apart = np.frombuffer(apart, np.uint8).astype(bool)
-    place = _places(hashes, set_apart, selection.share, selection.seed)
-    return Survey(selection, hashes, place, empty, total)
-
-
-def _digest(document: Document) -> int:
-    return _hash(document.content())
+    in_held_out_file = np.frombuffer(held_out, np.uint8).astype(bool)
+    splits = _assign(hashes, in_held_out_file, selection.share, selection.seed)
+    return Survey(selection, hashes, splits, empty, total)
 
 
 def _hash(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def _places(
+def _assign(
     digests: np.ndarray[Any, np.dtype[np.uint64]],
-    apart: np.ndarray[Any, np.dtype[np.bool_]],
+    in_held_out_file: np.ndarray[Any, np.dtype[np.bool_]],
     share: float,
     seed: int,
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    place = np.full(len(digests), DROPPED, np.uint8)
-    # Of equal documents the first is kept, and one that is set apart before one that is not: what
-    # a model is judged by, it must not have learned.
-    order = np.argsort(~apart, kind="stable")
+    """The split of each document."""
+    splits = np.full(len(digests), DROPPED, np.uint8)
+    # The first of equal documents stays, a held-out one before a training one: a model must not be
+    # trained on what it is evaluated with.
+    order = np.argsort(~in_held_out_file, kind="stable")
     _, first = np.unique(digests[order], return_index=True)
-    kept = np.sort(order[first])
-    place[kept] = TRAIN
-    if apart.any():
-        place[kept[apart[kept]]] = HELD_OUT
-    elif share > 0 and len(kept) > 1:
-        count = max(round(share * len(kept)), _FEWEST_HELD_OUT)
-        count = min(count, max(1, len(kept) // 4))
-        drawn = mixed(digests[kept] ^ np.uint64(_hash(str(seed).encode())))
-        place[kept[np.argsort(drawn)[:count]]] = HELD_OUT
-    if not (place == TRAIN).any():
-        raise DataError("nothing is left to train on: all documents are held out")
-    return place
+    unique = np.sort(order[first])
+    splits[unique] = TRAIN
+    if in_held_out_file.any():
+        splits[unique[in_held_out_file[unique]]] = HELD_OUT
+    elif share > 0 and len(unique) > 1:
+        count = max(round(share * len(unique)), _MIN_HELD_OUT)
+        count = min(count, max(1, len(unique) // 4))
+        random_keys = mixed(digests[unique] ^ np.uint64(_hash(str(seed).encode())))
+        splits[unique[np.argsort(random_keys)[:count]]] = HELD_OUT
+    if not (splits == TRAIN).any():
+        raise DataError("there is nothing to train on: all documents are held out")
+    return splits

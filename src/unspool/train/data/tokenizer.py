@@ -1,11 +1,11 @@
-"""From text to a tokenizer: byte-level byte-pair encoding, learned by the `tokenizers` library.
+"""Train a tokenizer: byte-level BPE, learned by the `tokenizers` library.
 
-    made = make_tokenizer("sotu", TokenizerSettings(vocab_size=4096))
-    made.tokenizer.encode("Fellow citizens"), made.bytes_per_token
+    result = make_tokenizer("sotu", TokenizerSettings(vocab_size=4096))
+    result.tokenizer.encode("Fellow citizens"), result.bytes_per_token
 
 It is saved as the folder that transformers and `Tokenizer.from_file` read: tokenizer.json and
-tokenizer_config.json with a chat template. Made once, it is found again by a hash of the text and
-the settings. The documents that `prepare` holds out with the same settings are not learned from.
+tokenizer_config.json with a chat template. It is cached under a hash of the text and the settings.
+The documents that `prepare` holds out with the same settings are not trained on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as Library
 
 from unspool.errors import SettingsError
 from unspool.model.packaged import cache_folder
-from unspool.text.tokenizer import pretokenizers as cuts
+from unspool.text.tokenizer import pretokenizers as patterns
 from unspool.text.tokenizer.pieces import byte_level_bytes
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.chat_template import (
@@ -45,56 +45,57 @@ from unspool.train.data.survey import (
     survey,
 )
 
-CUTS = {
-    "gpt2": cuts.GPT2,  # a run of digits is a word
-    "qwen2": cuts.QWEN2,  # each digit is a word: numbers are read alike everywhere
-    "llama3": cuts.LLAMA3,  # up to three digits are a word
-    "o200k": cuts.O200K,  # and words are cut where small letters turn to capitals
+PRETOKENIZERS = {
+    "gpt2": patterns.GPT2,  # a run of digits is one word
+    "qwen2": patterns.QWEN2,  # each digit is a word: every number is split alike
+    "llama3": patterns.LLAMA3,  # up to three digits are a word
+    "o200k": patterns.O200K,  # also splits words where lower case turns to upper case
 }
 SPECIALS = (END_OF_TEXT, START_OF_TURN, END_OF_TURN)
 
-_VERSION = 1
+_TOKENIZER_VERSION = 1  # part of the cache key
 
 
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """All that a tokenizer depends on beside the text."""
+    """Everything a tokenizer depends on besides the text."""
 
     vocab_size: int = 4096
     pretokenizer: str = "qwen2"
-    specials: tuple[str, ...] = SPECIALS  # the first of them ends a text
+    specials: tuple[str, ...] = SPECIALS  # the first one ends a text
     chat_template: str | None = CHAT_TEMPLATE
-    most_bytes: int = 2_000_000_000  # of text that is learned from: more hardly changes the merges
+    most_bytes: int = 2_000_000_000  # of training text: more hardly changes the merges
 
     def __post_init__(self) -> None:
-        least = 256 + len(self.specials)
-        if self.vocab_size < least:
+        min_size = 256 + len(self.specials)
+        if self.vocab_size < min_size:
             raise SettingsError(
-                f"a vocabulary needs at least {least} tokens (256 bytes and {len(self.specials)}"
-                f" special ones), not {self.vocab_size}"
+                f"vocab_size must be >= {min_size} (256 bytes and {len(self.specials)} special"
+                f" tokens), got {self.vocab_size}"
             )
-        if self.pretokenizer not in CUTS:
+        if self.pretokenizer not in PRETOKENIZERS:
             raise SettingsError(
-                f"there is no pre-tokenizer {self.pretokenizer!r}: choose from {', '.join(CUTS)}"
+                f"unknown pre-tokenizer {self.pretokenizer!r}: choose from"
+                f" {', '.join(PRETOKENIZERS)}"
             )
         if not self.specials or len(set(self.specials)) < len(self.specials):
-            raise SettingsError("special tokens must be different texts, at least one of them")
+            raise SettingsError("special tokens must be at least one, and all different")
 
 
 @dataclass(frozen=True)
-class MadeTokenizer:
-    """A tokenizer in its folder, and how well it does on text that it has not seen."""
+class LearnedTokenizer:
+    """A tokenizer in its folder, and its compression of held-out text."""
 
     folder: Path
     tokenizer: Tokenizer
     bytes_per_token: float
 
     def merges(self) -> list[tuple[bytes, bytes]]:
-        """Its merges in the order in which they were learned."""
-        described = json.loads((self.folder / "tokenizer.json").read_text("utf-8"))
+        """Its merges, in the order in which they were learned."""
+        content = json.loads((self.folder / "tokenizer.json").read_text("utf-8"))
         return [
-            (byte_level_bytes(left), byte_level_bytes(right))
-            for left, right in described["model"]["merges"]
+            (byte_level_bytes(first), byte_level_bytes(second))
+            for first, second in content["model"]["merges"]
         ]
 
 
@@ -108,33 +109,35 @@ def make_tokenizer(
     seed: int = 0,
     progress: Progress | None = None,
     offline: bool = False,
-) -> MadeTokenizer:
-    """Learn a tokenizer from a source, or find the one that was learned before."""
-    chosen = select(source, field=field, limit=limit, held_out=held_out, seed=seed, offline=offline)
-    return tokenizer_of(chosen, settings or TokenizerSettings(), progress)
+) -> LearnedTokenizer:
+    """Train a tokenizer on a source, or open the cached one."""
+    selection = select(
+        source, field=field, limit=limit, held_out=held_out, seed=seed, offline=offline
+    )
+    return tokenizer_for(selection, settings or TokenizerSettings(), progress)
 
 
-def tokenizer_of(
-    chosen: Selection, settings: TokenizerSettings, progress: Progress | None = None
-) -> MadeTokenizer:
-    """`make_tokenizer` for a source that is looked up already."""
-    everything = json.dumps([_VERSION, chosen.content_hash(), asdict(settings)])
-    name = hashlib.sha256(everything.encode()).hexdigest()[:32]
+def tokenizer_for(
+    selection: Selection, settings: TokenizerSettings, progress: Progress | None = None
+) -> LearnedTokenizer:
+    """`make_tokenizer` for a resolved source."""
+    cache_key = json.dumps([_TOKENIZER_VERSION, selection.content_hash(), asdict(settings)])
+    name = hashlib.sha256(cache_key.encode()).hexdigest()[:32]
 
-    def make(fresh: Path) -> None:
-        found = survey(chosen, progress)
-        library = learn(texts_of(found, TRAIN, settings.most_bytes, progress), settings)
-        save(library, settings, fresh)
-        facts = {"bytes_per_token": _bytes_per_token(Tokenizer.from_file(fresh), found)}
-        (fresh / "made.json").write_text(json.dumps(facts), encoding="utf-8")
+    def make(part: Path) -> None:
+        documents = survey(selection, progress)
+        library = learn(iter_texts(documents, TRAIN, settings.most_bytes, progress), settings)
+        save(library, settings, part)
+        facts = {"bytes_per_token": _bytes_per_token(Tokenizer.from_file(part), documents)}
+        (part / "made.json").write_text(json.dumps(facts), encoding="utf-8")
 
     folder = made_once(cache_folder() / "tokenizers" / name, make)
     facts = json.loads((folder / "made.json").read_text("utf-8"))
-    return MadeTokenizer(folder, Tokenizer.from_file(folder), facts["bytes_per_token"])
+    return LearnedTokenizer(folder, Tokenizer.from_file(folder), facts["bytes_per_token"])
 
 
 def learn(texts: Iterable[str], settings: TokenizerSettings) -> Library:
-    """The library's tokenizer, learned from these texts."""
+    """Train a tokenizer of the `tokenizers` library on these texts."""
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizer(settings.pretokenizer)
     library.decoder = decoders.ByteLevel()
@@ -149,10 +152,10 @@ def learn(texts: Iterable[str], settings: TokenizerSettings) -> Library:
 
 
 def pre_tokenizer(name: str) -> Any:
-    """What cuts a text into words, over which no merge reaches; words are written in bytes."""
+    """The library's pre-tokenizer: splits text into words, as bytes, that no merge crosses."""
     return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(CUTS[name]), "isolated"),
+            pre_tokenizers.Split(Regex(PRETOKENIZERS[name]), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -177,25 +180,25 @@ def save(library: Library, settings: TokenizerSettings, folder: Path) -> None:
     )
 
 
-def texts_of(
-    found: Survey, place: int, most_bytes: int, progress: Progress | None = None
+def iter_texts(
+    documents: Survey, split: int, most_bytes: int, progress: Progress | None = None
 ) -> Iterator[str]:
-    """The words of the documents of one place, up to so many bytes."""
+    """Yield the texts of the documents of one split, up to about `most_bytes`."""
     done = 0
-    for document, where in found.documents():
-        if where != place:
+    for document, document_split in documents.documents():
+        if document_split != split:
             continue
-        for text in words_in(document):
+        for text in texts_in(document):
             yield text
             done += len(text.encode())
         if progress is not None:
-            progress("counting words", done, min(found.bytes, most_bytes))
+            progress("counting words", done, min(documents.bytes, most_bytes))
         if done >= most_bytes:
             return
 
 
-def words_in(document: Document) -> Iterator[str]:
-    """All that people or models wrote in a document."""
+def texts_in(document: Document) -> Iterator[str]:
+    """Yield all texts of a document, those of every message included."""
     if document.text is not None:
         yield document.text
     for text, _ in document.pieces or ():
@@ -207,16 +210,16 @@ def words_in(document: Document) -> Iterator[str]:
 
 
 def count_words(texts: Iterable[str], name: str) -> dict[bytes, int]:
-    """How often each word occurs, cut as the tokenizer named cuts them: what merges come from."""
-    cut, counts = pre_tokenizer(name), Counter[str]()
+    """Count the words of a pre-tokenizer: the statistics that BPE merges come from."""
+    splitter, counts = pre_tokenizer(name), Counter[str]()
     for text in texts:
-        counts.update(word for word, _ in cut.pre_tokenize_str(text))
+        counts.update(word for word, _ in splitter.pre_tokenize_str(text))
     return {byte_level_bytes(word): count for word, count in counts.items()}
 
 
-def _bytes_per_token(tokenizer: Tokenizer, found: Survey) -> float:
-    """On what is held out; on the text itself if nothing is."""
-    place = HELD_OUT if (found.place == HELD_OUT).any() else TRAIN
-    texts = list(texts_of(found, place, 10_000_000))
+def _bytes_per_token(tokenizer: Tokenizer, documents: Survey) -> float:
+    """On held-out text; on the training text if nothing is held out."""
+    split = HELD_OUT if (documents.splits == HELD_OUT).any() else TRAIN
+    texts = list(iter_texts(documents, split, 10_000_000))
     tokens = sum(map(len, tokenizer.encode_batch(texts)))
     return sum(len(text.encode()) for text in texts) / max(1, tokens)

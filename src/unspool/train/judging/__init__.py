@@ -1,1 +1,1 @@
-"""How good a model is."""
+"""Evaluation: bits per byte, lm-eval tasks, sample sheets."""

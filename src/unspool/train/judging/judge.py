@@ -1,11 +1,11 @@
-"""How well a model knows a text it has not seen: bits per byte.
+"""Bits per byte of a model on held-out text.
 
-Perplexity depends on how the vocabulary cuts text; the bits that a byte costs do not, so models
-with different vocabularies compare. A text longer than the context is read in windows that
-overlap: each token is judged once, with at least half a context before it (save at the start).
+Perplexity depends on the tokenizer; bits per byte do not, so models with different vocabularies can
+be compared. A text longer than the context is read in overlapping windows: each token is scored
+once, with at least half a context before it (except at the start).
 
-    found = bits_per_byte(lm, ["a text", "another"])
-    found.bits_per_byte, found.tokens
+    result = bits_per_byte(lm, ["a text", "another"])
+    result.bits_per_byte, result.tokens
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unspool.train.judging.likelihood import Pair, likelihoods
 
 @dataclass(frozen=True, slots=True)
 class BitsPerByte:
-    """What texts cost: `nats` of log-probability for so many bytes and tokens."""
+    """Negative log-likelihood of texts, in nats, and their size."""
 
     nats: float
     bytes: int
@@ -35,7 +35,7 @@ class BitsPerByte:
 
     @property
     def loss(self) -> float:
-        """Nats a token, as training logs it."""
+        """Nats per token, as in the training log."""
         return self.nats / self.tokens
 
     @property
@@ -61,15 +61,16 @@ def bits_per_byte(
     stride: int | None = None,
     progress: bool = True,
 ) -> BitsPerByte:
-    """What texts cost, each judged by itself behind the token with which texts begin.
+    """Score texts, each on its own after the token that starts a text.
 
-    context   the most tokens that are seen at once; by default the model's.
-    stride    tokens judged in each window behind the first; by default half the context.
+    Args:
+        context: Window size in tokens; by default the model's context.
+        stride: Tokens scored in each window after the first; by default half the context.
     """
     width = min(context or lm.context, lm.context)
     stride = stride if stride is not None else max(1, width // 2)
     if not 1 <= stride <= width:
-        raise SettingsError(f"the stride is {stride}; it may be 1 to {width}, the context")
+        raise SettingsError(f"stride must be from 1 to {width} (the context), got {stride}")
     lead = first_token(lm)
     pairs: list[Pair] = []
     size = documents = 0
@@ -78,21 +79,20 @@ def bits_per_byte(
             continue
         ids = lm.tokenizer.encode(text)
         size += len(text.encode())
-        if lead is None:  # there is nothing to judge the first token by
+        if lead is None:  # the first token has no context and is not scored
             size -= len(lm.tokenizer.decode_bytes(ids[:1]))
         pairs += windows(ids if lead is None else [lead, *ids], width, stride)
         documents += 1
     if not pairs:
-        raise SettingsError("there is no text to judge: the data holds none, or single tokens only")
-    with progress_bar("judging", len(pairs), show=progress) as told:
-        found = likelihoods(lm, pairs, told)
-    tokens = sum(len(one.logprobs) for one in found)
-    return BitsPerByte(-sum(one.total for one in found), size, tokens, documents)
+        raise SettingsError("there is no text to evaluate: the data is empty")
+    with progress_bar("evaluating", len(pairs), show=progress) as on_progress:
+        results = likelihoods(lm, pairs, on_progress)
+    tokens = sum(len(result.logprobs) for result in results)
+    return BitsPerByte(-sum(result.total for result in results), size, tokens, documents)
 
 
 def first_token(lm: Session) -> int | None:
-    """What stands before a text: the vocabulary's start token, or else the end of the text before,
-    as texts follow each other in training."""
+    """The token before a text: BOS, or else EOS, because texts follow each other in training."""
     tokenizer = lm.tokenizer
     if tokenizer.bos_id is not None and (tokenizer.add_bos or tokenizer.eos_id is None):
         return tokenizer.bos_id
@@ -100,15 +100,15 @@ def first_token(lm: Session) -> int | None:
 
 
 def windows(ids: Sequence[int], width: int, stride: int) -> list[Pair]:
-    """Context and targets of each window; every token but the first is a target once.
+    """(context, targets) of each window; every token but the first is a target once.
 
-    The first window judges all it holds, the others `stride` tokens behind what they repeat.
+    The first window scores all its tokens, the others `stride` tokens after the overlap.
     """
-    found: list[Pair] = []
+    pairs: list[Pair] = []
     done = 1
     while done < len(ids):
         end = min(len(ids), done + (width if done == 1 else stride))
-        start = max(0, end - 1 - width)  # the last target is not read
-        found.append((ids[start:done], ids[done:end]))
+        start = max(0, end - 1 - width)  # the last target is not an input
+        pairs.append((ids[start:done], ids[done:end]))
         done = end
-    return found
+    return pairs

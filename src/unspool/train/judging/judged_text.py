@@ -1,4 +1,4 @@
-"""The text that a model is judged by: a source that somebody names, or what a run held out."""
+"""Texts for evaluation: a data source, or the held-out split of a run."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from unspool.train.running.runs import Run
 def texts_of(
     source: Sequence[str], *, field: str | None = None, limit: int | None = None
 ) -> Iterator[str]:
-    """The documents of a source as texts; a long one is whole, however it was read."""
-    begun: list[str] = []
+    """Yield the documents of a source as texts; the parts of a long one are joined."""
+    parts: list[str] = []
     done = 0
     for document in documents(list(source), field=field):
-        begun.append(_text(document))
+        parts.append(_document_text(document))
         if document.ends:
-            yield "".join(begun)
-            begun, done = [], done + 1
+            yield "".join(parts)
+            parts, done = [], done + 1
         if limit is not None and done >= limit:
             return
-    if begun:
-        yield "".join(begun)
+    if parts:
+        yield "".join(parts)
 
 
-def _text(document: Any) -> str:
+def _document_text(document: Any) -> str:
     if document.text is not None:
         return str(document.text)
     if document.pieces is not None:
         return "".join(text for text, _ in document.pieces)
     raise SettingsError(
-        "conversations have no bits per byte, as a template writes part of them; give plain text"
+        "bits per byte need plain text, not conversations, which are partly written by a template"
     )
 
 
 def held_out_texts(run: Run, *, limit: int | None = None) -> Iterator[str]:
-    """What a run kept apart from its training."""
+    """Yield the held-out texts of a run."""
     folder = Path(str(run.facts.get("data", {}).get("folder", "")))
     if not (folder / "card.json").exists():
         raise SettingsError(
-            f"the data of {run.name} is no longer on this machine; name a text with --data"
+            f"the data of {run.name} is not on this machine; give a text with --data"
         )
     packed = Prepared.open(folder).held_out
     vocabulary = run.folder / "tokenizer"

@@ -1,13 +1,14 @@
-"""How likely given continuations are, many at a time: what judging and lm-eval stand on.
+"""Log-likelihoods of continuations in batches, the basis of bits per byte and lm-eval.
 
-    found = likelihoods(lm, [(context_ids, target_ids), ...])
-    found[0].logprobs, found[0].greedy
+    results = likelihoods(lm, [(context_ids, target_ids), ...])
+    results[0].logprobs, results[0].greedy
 
-Contexts that are asked about several times (a question and its four answers) are read once.
+A context with several continuations (a question and its four answers) is prefilled once.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,16 +17,16 @@ from unspool.errors import SettingsError
 from unspool.sampling import score
 from unspool.session import Session
 
-_ROWS = 1024  # of logits that one step may give: bounds the memory
-_TOGETHER = 32  # continuations that are read side by side ...
-_TOKENS = 32_768  # ... of so many tokens at most
+_MAX_LOGIT_ROWS = 1024  # per step: bounds the memory
+_MAX_GROUP = 32  # continuations in a batch
+_MAX_GROUP_TOKENS = 32_768
 
 Pair = tuple[Sequence[int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """One continuation: each token's log-probability, and whether all were the likeliest."""
+    """Log-probabilities of one continuation, and whether greedy decoding would yield it."""
 
     logprobs: tuple[float, ...]
     greedy: bool
@@ -38,31 +39,35 @@ class Likelihood:
 def likelihoods(
     lm: Session,
     pairs: Sequence[Pair],
-    told: Callable[[int], object] = lambda done: None,
+    on_progress: Callable[[int], object] = lambda done: None,
 ) -> list[Likelihood]:
-    """The likelihood of each target behind its context, in the order given.
+    """Score each target after its context, in the given order.
 
-    A context that is too long is cut at its beginning; it has at least one token. `told` hears how
-    many are done.
+    A context that is too long is truncated at its start; it needs at least one token.
+    `on_progress` is called with the number of scored pairs.
     """
     for context, _ in pairs:
         if not context:
-            raise SettingsError("a continuation was given without a token before it")
-    found: dict[int, Likelihood] = {number: Likelihood((), True) for number in range(len(pairs))}
-    ready = [_Item(number, *_cut(pair, lm.context)) for number, pair in enumerate(pairs) if pair[1]]
-    done = len(pairs) - len(ready)
-    # In the order of their tokens those that begin alike meet; long ones come first.
-    ready.sort(key=lambda item: (-len(item.context) // 512, item.context, item.target))
-    for group in _groups(ready):
-        _read(lm, group)
-        found.update({item.number: item.likelihood() for item in group})
+            raise SettingsError("a continuation needs at least one context token")
+    results: dict[int, Likelihood] = {number: Likelihood((), True) for number in range(len(pairs))}
+    pending = [
+        _Continuation(number, *_truncate(pair, lm.context))
+        for number, pair in enumerate(pairs)
+        if pair[1]
+    ]
+    done = len(pairs) - len(pending)
+    # Sorted by tokens, so that equal prefixes are in one batch; long ones first.
+    pending.sort(key=lambda item: (-len(item.context) // 512, item.context, item.target))
+    for group in _groups(pending):
+        _score_group(lm, group)
+        results.update({item.number: item.likelihood() for item in group})
         done += len(group)
-        told(done)
-    return [found[number] for number in range(len(pairs))]
+        on_progress(done)
+    return [results[number] for number in range(len(pairs))]
 
 
-class _Item:
-    """A continuation on its way."""
+class _Continuation:
+    """A continuation that is being scored."""
 
     def __init__(self, number: int, context: list[int], target: list[int]) -> None:
         self.number, self.context, self.target = number, context, target
@@ -70,11 +75,11 @@ class _Item:
         self.greedy = True
 
     @property
-    def left(self) -> int:
+    def num_remaining(self) -> int:
         return len(self.target) - len(self.logprobs)
 
     def next_tokens(self, count: int) -> list[int]:
-        """What must be read for the next `count` targets: the token before each of them."""
+        """Inputs for the next `count` targets: the token before each of them."""
         done = len(self.logprobs)
         return self.target[max(done - 1, 0) : done + count - 1]
 
@@ -82,22 +87,23 @@ class _Item:
         return Likelihood(tuple(self.logprobs), self.greedy)
 
 
-def _cut(pair: Pair, most: int) -> tuple[list[int], list[int]]:
+def _truncate(pair: Pair, max_context: int) -> tuple[list[int], list[int]]:
     context, target = list(pair[0]), list(pair[1])
-    room = most + 1 - len(target)  # the last target is not read
+    room = max_context + 1 - len(target)  # the last target is not an input
     if room < 1:
         raise SettingsError(
-            f"a continuation has {len(target):,} tokens, and the model's context holds {most:,}"
+            f"a continuation has {len(target):,} tokens, more than the model's context of "
+            f"{max_context:,}"
         )
     return context[-room:], target
 
 
-def _groups(items: Sequence[_Item]) -> Iterator[list[_Item]]:
-    group: list[_Item] = []
+def _groups(items: Sequence[_Continuation]) -> Iterator[list[_Continuation]]:
+    group: list[_Continuation] = []
     tokens = 0
     for item in items:
         size = len(item.context) + len(item.target)
-        if group and (len(group) == _TOGETHER or tokens + size > _TOKENS):
+        if group and (len(group) == _MAX_GROUP or tokens + size > _MAX_GROUP_TOKENS):
             yield group
             group, tokens = [], 0
         group.append(item)
@@ -106,37 +112,34 @@ def _groups(items: Sequence[_Item]) -> Iterator[list[_Item]]:
         yield group
 
 
-def _read(lm: Session, group: Sequence[_Item]) -> None:
-    """Side by side, each a branch, in pieces small enough for the logits' memory."""
+def _score_group(lm: Session, group: Sequence[_Continuation]) -> None:
+    """Score a group as one batch of branches, in chunks that bound the memory of the logits."""
     engine = lm.engine
-    with ExitStack() as opened:
-        _read_shared(lm, group, opened)
-        branches = [opened.enter_context(lm.opened(item.context)) for item in group]
+    with ExitStack() as stack:
+        _prefill_shared(lm, group, stack)
+        branches = [stack.enter_context(lm.opened(item.context)) for item in group]
         while True:
-            going = [pair for pair in zip(group, branches, strict=True) if pair[0].left]
-            if not going:
+            active = [pair for pair in zip(group, branches, strict=True) if pair[0].num_remaining]
+            if not active:
                 return
-            rows = max(1, _ROWS // len(going))
-            counts = [min(rows, item.left) for item, _ in going]
+            rows = max(1, _MAX_LOGIT_ROWS // len(active))
+            counts = [min(rows, item.num_remaining) for item, _ in active]
             additions = [
                 (branch, item.next_tokens(count))
-                for (item, branch), count in zip(going, counts, strict=True)
+                for (item, branch), count in zip(active, counts, strict=True)
             ]
             logits = engine.extend_all(additions, wanted=max(counts))
-            for (item, _), count, own in zip(going, counts, logits, strict=True):
+            for (item, _), count, item_logits in zip(active, counts, logits, strict=True):
                 done = len(item.logprobs)
-                scores = score(own[-count:], item.target[done : done + count])
+                scores = score(item_logits[-count:], item.target[done : done + count])
                 item.logprobs += scores.logprobs.tolist()
                 item.greedy = item.greedy and not scores.ranks.any()
 
 
-def _read_shared(lm: Session, group: Sequence[_Item], opened: ExitStack) -> None:
-    """Contexts of several continuations, once; the branches behind them find them computed."""
-    seen: set[tuple[int, ...]] = set()
-    shared: set[tuple[int, ...]] = set()
-    for item in group:
-        context = tuple(item.context)
-        (shared if context in seen else seen).add(context)
-    branches = [opened.enter_context(lm.opened(context)) for context in sorted(shared)]
+def _prefill_shared(lm: Session, group: Sequence[_Continuation], stack: ExitStack) -> None:
+    """Prefill contexts with several continuations once; their branches hit the prefix cache."""
+    counts = Counter(tuple(item.context) for item in group)
+    shared = sorted(context for context, count in counts.items() if count > 1)
+    branches = [stack.enter_context(lm.opened(context)) for context in shared]
     if branches:
         lm.engine.extend_all([(branch, ()) for branch in branches])

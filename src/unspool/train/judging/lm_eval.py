@@ -1,11 +1,11 @@
-"""Our models as one of lm-eval's: its tasks run on our engine, in this process.
+"""Model class for lm-eval: runs its tasks on the engine, in this process.
 
     from lm_eval import simple_evaluate
     from unspool.train.judging.lm_eval import UnspoolLM
     simple_evaluate(UnspoolLM(lm), tasks=["hellaswag"], limit=100)
 
-Numbers are those of lm-eval's own class for transformers: the same cutting of long texts, the same
-token before a text that has none.
+Scores equal those of lm-eval's own class for transformers: the same truncation of long texts, the
+same token before a text without context.
 """
 
 from __future__ import annotations
@@ -28,20 +28,17 @@ if TYPE_CHECKING:
 
     from unspool.language_model import LanguageModel
 
-# How lm-eval and transformers call the settings of sampling, and how we do.
-_SETTINGS = {
-    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty", "seed": "seed",
-}  # fmt: skip
+# Sampling options that lm-eval and `generate` share.
+_SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 
 
 class UnspoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval's classes have no types
-    """A loaded model, as lm-eval asks it."""
+    """A loaded model with lm-eval's interface."""
 
     def __init__(self, lm: LanguageModel, *, max_gen_toks: int = 256, progress: bool = True):
         super().__init__()
         self.lm, self.max_gen_toks, self.progress = lm, max_gen_toks, progress
-        self.batch_size = 1  # the engine makes its own batches
+        self.batch_size = 1  # the engine builds its own batches
 
     # -- text and tokens ----------------------------------------------------------------------
 
@@ -52,14 +49,14 @@ class UnspoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval's classes have no 
     @property
     def eot_token_id(self) -> int:
         tokenizer = self.lm.tokenizer
-        found = tokenizer.eos_id if tokenizer.eos_id is not None else tokenizer.bos_id
-        if found is None:
-            raise UnspoolError("the model's vocabulary has neither a start nor an end token")
-        return found
+        token = tokenizer.eos_id if tokenizer.eos_id is not None else tokenizer.bos_id
+        if token is None:
+            raise UnspoolError("the tokenizer has neither a BOS nor an EOS token")
+        return token
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context."""
+        """The token before a text without context."""
         bos = self.lm.tokenizer.bos_id
         return self.eot_token_id if bos is None else bos
 
@@ -68,9 +65,9 @@ class UnspoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval's classes have no 
     ) -> list[int]:
         tokenizer = self.lm.tokenizer
         lead = tokenizer.token_bytes(self.prefix_token_id).decode("utf-8", "replace")
-        begun = bool(lead) and string.startswith(lead)
-        wanted = not begun if add_special_tokens is None else add_special_tokens
-        return tokenizer.encode(string, specials=True, bos=wanted)
+        has_lead = bool(lead) and string.startswith(lead)
+        add_bos = not has_lead if add_special_tokens is None else add_special_tokens
+        return tokenizer.encode(string, specials=True, bos=add_bos)
 
     @property
     def tokenizer_name(self) -> str:
@@ -88,15 +85,15 @@ class UnspoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval's classes have no 
             continue_final_message=not add_generation_prompt,
         )
 
-    # -- asking -------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         pairs = [(context, target) for _, context, target in requests]
-        with progress_bar("judging", len(pairs), show=self.progress) as told:
-            found = likelihoods(self.lm, pairs, told)
-        answers = [(one.total, one.greedy) for one in found]
+        with progress_bar("evaluating", len(pairs), show=self.progress) as on_progress:
+            results = likelihoods(self.lm, pairs, on_progress)
+        answers = [(result.total, result.greedy) for result in results]
         for (request, *_tokens), answer in zip(requests, answers, strict=True):
             if request is not None:
                 self.cache_hook.add_partial("loglikelihood", request, answer)
@@ -114,36 +111,36 @@ class UnspoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval's classes have no 
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            cut = [(None, *make_disjoint_window(window)) for window in windows]
-            counts.append(len(cut))
-            parts += cut
-        each = iter(self._loglikelihood_tokens(parts))
-        totals = [sum(next(each)[0] for _ in range(count)) for count in counts]
+            disjoint = [(None, *make_disjoint_window(window)) for window in windows]
+            counts.append(len(disjoint))
+            parts += disjoint
+        results = iter(self._loglikelihood_tokens(parts))
+        totals = [sum(next(results)[0] for _ in range(count)) for count in counts]
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Texts with equal settings are written as one batch."""
+        """Generate texts; requests with equal settings form one batch."""
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             key = json.dumps(request.args[1], sort_keys=True, default=str)
             groups.setdefault(key, []).append(number)
-        found: dict[int, str] = {}
+        results: dict[int, str] = {}
         for numbers in groups.values():
-            texts = self._written([requests[n].args[0] for n in numbers], requests[numbers[0]])
-            found.update(zip(numbers, texts, strict=True))
+            texts = self._generate([requests[n].args[0] for n in numbers], requests[numbers[0]])
+            results.update(zip(numbers, texts, strict=True))
         for number, request in enumerate(requests):
-            self.cache_hook.add_partial("generate_until", request.args, found[number])
-        return [found[number] for number in range(len(requests))]
+            self.cache_hook.add_partial("generate_until", request.args, results[number])
+        return [results[number] for number in range(len(requests))]
 
-    def _written(self, contexts: list[str], request: Instance) -> list[str]:
+    def _generate(self, contexts: list[str], request: Instance) -> list[str]:
         settings = normalize_gen_kwargs(request.args[1], self.max_gen_toks)
         length = int(settings["max_gen_toks"])
         room = self.max_length - length
         if room < 1:
             raise UnspoolError(
-                f"the task wants {length} tokens written, and the model's context holds "
+                f"the task generates {length} tokens, but the model's context is "
                 f"{self.max_length}; give --max-gen-tokens"
             )
         prompts = [self.tok_encode(context)[-room:] for context in contexts]
@@ -160,7 +157,7 @@ class UnspoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval's classes have no 
 def _sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
     if not settings.get("do_sample"):
         return {"temperature": 0.0}
-    return {ours: settings[name] for name, ours in _SETTINGS.items() if name in settings}
+    return {name: settings[name] for name in _SAMPLING_OPTIONS if name in settings}
 
 
 def run_tasks(
@@ -173,7 +170,7 @@ def run_tasks(
     chat: bool = False,
     max_gen_toks: int = 256,
 ) -> dict[str, dict[str, float]]:
-    """lm-eval's tasks, by their names; `folder` holds tasks of one's own (YAML files)."""
+    """Run lm-eval tasks by name; `folder` has additional tasks (YAML files)."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -183,7 +180,7 @@ def run_tasks(
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         raise UnspoolError(f"lm-eval has no task {unknown[0]!r}; see: lm-eval ls tasks")
-    found = simple_evaluate(
+    output = simple_evaluate(
         UnspoolLM(lm, max_gen_toks=max_gen_toks),
         tasks=list(tasks),
         task_manager=manager,
@@ -193,5 +190,5 @@ def run_tasks(
     )
     return {
         task: {name: value for name, value in figures.items() if isinstance(value, int | float)}
-        for task, figures in (found or {"results": {}})["results"].items()
+        for task, figures in (output or {"results": {}})["results"].items()
     }

@@ -1,4 +1,4 @@
-"""A sheet of samples: the same prompts and seeds, written by several models side by side.
+"""Sample sheet: texts of several models for the same prompts and seeds, side by side.
 
 sheet = write_sheet({"start": "runs/a/checkpoints/000000", "end": "runs/a"}, ["The people"])
 print(sheet.as_text())
@@ -32,29 +32,28 @@ class Sheet:
     texts: Mapping[tuple[str, str, int], str]  # (model, prompt, seed)
 
     def as_text(self, width: int = 100) -> str:
-        """For a terminal: below each prompt what every model wrote."""
+        """For a terminal: below each prompt the text of every model."""
         room = max(len(name) for name in self.models) + 2
         lines: list[str] = []
         for prompt, seed in self.rows:
             lines.append(f"\n{prompt!r}, seed {seed}")
             for model in self.models:
                 text = " ".join(self.texts[model, prompt, seed].split())
-                first, rest = f"  {model:<{room}}", " " * (room + 2)
-                whole = f"{first}{text}"
-                lines.append(textwrap.fill(whole, max(width, 60), subsequent_indent=rest))
+                line, indent = f"  {model:<{room}}{text}", " " * (room + 2)
+                lines.append(textwrap.fill(line, max(width, 60), subsequent_indent=indent))
         return "\n".join(lines).strip()
 
     def as_html(self, title: str = "Samples") -> str:
-        """A page of its own, readable in light and dark."""
+        """A standalone HTML page with light and dark colours."""
         heads = "".join(f"<th>{html.escape(name)}</th>" for name in self.models)
         rows = "".join(self._html_row(prompt, seed) for prompt, seed in self.rows)
-        return _PAGE.format(title=html.escape(title), heads=heads, rows=rows)
+        return _HTML.format(title=html.escape(title), heads=heads, rows=rows)
 
     def _html_row(self, prompt: str, seed: int) -> str:
-        begun = html.escape(prompt)
-        cells = (html.escape(self.texts[name, prompt, seed]) for name in self.models)
-        written = "".join(f"<td><b>{begun}</b>{cell}</td>" for cell in cells)
-        return f"<tr><th>{begun}<small>seed {seed}</small></th>{written}</tr>\n"
+        prompt_html = html.escape(prompt)
+        texts = (html.escape(self.texts[name, prompt, seed]) for name in self.models)
+        cells = "".join(f"<td><b>{prompt_html}</b>{text}</td>" for text in texts)
+        return f"<tr><th>{prompt_html}<small>seed {seed}</small></th>{cells}</tr>\n"
 
     def to_dict(self) -> list[dict[str, Any]]:
         return [
@@ -73,43 +72,44 @@ def write_sheet(
     progress: bool = True,
     **loading: Any,
 ) -> Sheet:
-    """Have each model write; they are loaded one after the other. `loading` goes to `load`."""
+    """Generate with each model, loaded one after the other; `loading` are options of `load`."""
     if not models or not prompts or not seeds:
         raise SettingsError("a sheet needs at least one model, one prompt and one seed")
     rows = tuple(product(prompts, seeds))
     texts: dict[tuple[str, str, int], str] = {}
-    with progress_bar("writing", len(models), show=progress) as told:
+    with progress_bar("generating", len(models), show=progress) as on_progress:
         for number, (name, model) in enumerate(models.items()):
-            told(number)
+            on_progress(number)
             with load(model, progress=False, **loading) as lm:
                 for seed in seeds:
-                    written = lm.generate(
+                    generations = lm.generate(
                         list(prompts),
                         seed=seed,
                         max_tokens=max_tokens,
                         temperature=temperature,
                         progress=False,
                     )
-                    for prompt, text in zip(prompts, written, strict=True):
-                        texts[name, prompt, seed] = text.text
+                    for prompt, generation in zip(prompts, generations, strict=True):
+                        texts[name, prompt, seed] = generation.text
     return Sheet(tuple(models), rows, texts)
 
 
 def named_models(models: Sequence[str], *, film: bool = False) -> dict[str, str | Path]:
-    """Each model under a short name of its own; with `film`, a run as all its checkpoints."""
-    found: dict[str, str | Path] = {}
+    """Models by unique short names; with `film`, every checkpoint of each run."""
+    named: dict[str, str | Path] = {}
     for model in models:
-        saved = Run.open(model).checkpoints() if film else []
-        parts: Sequence[str | Path] = [one.folder for one in saved] if film else [model]
-        for part in parts:
-            name = Path(part).name or str(part)
+        paths: Sequence[str | Path] = [model]
+        if film:
+            paths = [checkpoint.folder for checkpoint in Run.open(model).checkpoints()]
+        for path in paths:
+            name = Path(path).name or str(path)
             if film and len(models) > 1:
                 name = f"{Path(model).name} {name}"
-            found[name if name not in found else str(part)] = part
-    return found
+            named[name if name not in named else str(path)] = path
+    return named
 
 
-_PAGE = """<!doctype html>
+_HTML = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title>
 <style>

@@ -1,10 +1,10 @@
-"""The transformer over whole rows of text at once, as training needs it: no cache, any mask.
+"""Forward pass over full sequences for training: no KV cache, any attention mask.
 
-    sight = Sight.of(model.config, tokens)                     # causal
-    x = hidden(model, tokens, sight)                           # [batch, length, width]
+    mask = AttentionMask.build(model.config, tokens)                      # causal
+    x = hidden(model, tokens, mask)                            # [batch, length, width]
 
-What `hidden` gives has not passed the last norm yet: `model.logits` does that, in small pieces, so
-that the logits of all tokens are never in memory together (`cross_entropy.py`).
+`hidden` returns the residual stream before the final norm. `model.logits` applies norm and head in
+chunks, so that the logits of all tokens are never in memory together.
 """
 
 from __future__ import annotations
@@ -28,55 +28,60 @@ from unspool.model.config import ModelConfig
 from unspool.model.transformer import Angles, Attend, Attention, Shared, Transformer, with_sinks
 
 Positions = npt.NDArray[np.int64]
-# Row of the batch, head, query, key -> may this query see this key? Numbers or tensors of numbers.
-Allowed = Callable[[Any, Any, Any, Any], Any]
-ALL = "all"  # the mask of those who see everything: none is needed
+# (row, head, query, key) -> whether the query attends to the key; indices or tensors of indices.
+MaskFunction = Callable[[Any, Any, Any, Any], Any]
+FULL = "all"  # full attention, computed without a mask
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """Which tokens each token sees, and how that is computed; one mask for each window."""
+class AttentionMask:
+    """Attention masks of a batch, one per sliding window size, and the attention over them."""
 
-    masks: dict[int, Any]  # window -> None (plain causal), ALL, a tensor, or a GPU's block mask
-    documents: Tensor | None = None  # [batch, length]: what recurrent layers must tell apart
+    masks: dict[int, Any]  # window -> None (plain causal), FULL, a tensor, or a flex BlockMask
+    documents: Tensor | None = None  # [batch, length]: where recurrent layers reset their state
 
     @classmethod
-    def of(
+    def build(
         cls,
         config: ModelConfig,
         tokens: Tensor,
-        allowed: Allowed | None = None,
+        allowed: MaskFunction | None = None,
         documents: Tensor | None = None,
-    ) -> Sight:
-        """As far as the model looks, or what `allowed` says; layers with a window see no further
-        than that. `documents` is for layers that do not look but carry a state."""
-        allowed = allowed or _ahead(config)
+    ) -> AttentionMask:
+        """Build the masks of a batch.
+
+        Args:
+            allowed: Mask function; None: the model's own attention pattern. Sliding windows are
+                applied on top.
+            documents: Document indices, for layers with recurrent state.
+        """
+        allowed = allowed or _bidirectional_mask(config)
         masks: dict[int, Any] = {}
         rows, length = tokens.shape if allowed is not None else (1, tokens.shape[1])
         for window in {config.window(layer) for layer in range(config.layers)}:
             if allowed is None and (window == 0 or window >= length):
                 masks[window] = None
-            elif allowed is everything and not (window or _by_hand(config)):
-                masks[window] = ALL
+            elif allowed is everything and not (window or _needs_manual_attention(config)):
+                masks[window] = FULL
             else:
-                whole = _within(window, allowed or causal)
-                masks[window] = looking(whole, rows, length, length, tokens.device, config)
+                function = _with_window(window, allowed or causal)
+                masks[window] = build_mask(function, rows, length, length, tokens.device, config)
         return cls(masks, None if documents is None else documents[:, : tokens.shape[1]])
 
     def __call__(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         config, mask = attention.config, self.masks[attention.window]
-        if _by_hand(config):
-            return _attend(attention, query, key, value, mask)
+        if _needs_manual_attention(config):
+            return _manual_attention(attention, query, key, value, mask)
         grouped = query.shape[1] != key.shape[1]
-        if mask is ALL:
+        if mask is FULL:
             return functional.scaled_dot_product_attention(
                 query, key, value, scale=attention.scale, enable_gqa=grouped
             )
         if mask is not None and not isinstance(mask, Tensor):
-            mixed: Tensor = _flex()(
+            output: Tensor = _compiled_flex_attention()(
                 query, key, value, block_mask=mask, scale=attention.scale, enable_gqa=grouped
             )
-            return mixed
+            return output
         return functional.scaled_dot_product_attention(
             query,
             key,
@@ -89,12 +94,12 @@ class Sight:
 
 
 def causal(row: Any, head: Any, query: Any, key: Any) -> Any:
-    """Every token sees itself and those before it."""
+    """Each token attends to itself and the tokens before it."""
     return query >= key
 
 
-def inside(documents: Tensor) -> Allowed:
-    """Causal, and no token sees another document than its own: `documents` [batch, length]."""
+def inside(documents: Tensor) -> MaskFunction:
+    """CausalModel attention within documents, given as indices [batch, length]."""
 
     def allowed(row: Any, head: Any, query: Any, key: Any) -> Any:
         return (query >= key) & (documents[row, query] == documents[row, key])
@@ -103,12 +108,12 @@ def inside(documents: Tensor) -> Allowed:
 
 
 def everything(row: Any, head: Any, query: Any, key: Any) -> Any:
-    """Every token sees all the others."""
+    """Full bidirectional attention."""
     return (query >= 0) & (key >= 0)
 
 
-def in_blocks(block: int) -> Allowed:
-    """Every token sees what comes before its block, and all of the block."""
+def in_blocks(block: int) -> MaskFunction:
+    """Block-causal attention: each token attends to its block and the blocks before it."""
 
     def allowed(row: Any, head: Any, query: Any, key: Any) -> Any:
         return query // block >= key // block
@@ -116,60 +121,59 @@ def in_blocks(block: int) -> Allowed:
     return allowed
 
 
-def _ahead(config: ModelConfig) -> Allowed | None:
-    """What the tokens of a model see that looks ahead; None for one that looks back."""
+def _bidirectional_mask(config: ModelConfig) -> MaskFunction | None:
+    """The mask function of a bidirectional model; None for a causal one."""
     if config.sight == "block":
         return in_blocks(config.block)
     return everything if config.sight == "whole" else None
 
 
-def _within(window: int, allowed: Allowed) -> Allowed:
+def _with_window(window: int, allowed: MaskFunction) -> MaskFunction:
     if not window:
         return allowed
 
     def near(row: Any, head: Any, query: Any, key: Any) -> Any:
-        distance = query - key  # who looks back only never sees a negative one
+        distance = query - key  # never negative under a causal mask
         return allowed(row, head, query, key) & (distance < window) & (distance > -window)
 
     return near
 
 
-def looking(
-    allowed: Allowed,
+def build_mask(
+    allowed: MaskFunction,
     rows: int,
     queries: int,
     keys: int,
     device: torch.device,
     config: ModelConfig,
 ) -> Any:
-    """The mask of so many queries that look at so many keys: on a GPU the blocks that anybody sees,
-    so that the others are not computed."""
-    if device.type == "cuda" and not _by_hand(config):
+    """Evaluate a mask function: a bool tensor, or on a GPU a flex BlockMask that skips blocks."""
+    if device.type == "cuda" and not _needs_manual_attention(config):
         from torch.nn.attention.flex_attention import create_block_mask
 
         return create_block_mask(allowed, rows, None, queries, keys, device=device)
     row = torch.arange(rows, device=device)[:, None, None, None]
-    ours, theirs = (torch.arange(count, device=device) for count in (queries, keys))
-    seen: Tensor = allowed(row, 0, ours[:, None], theirs[None, :])
-    return seen.expand(rows, 1, queries, keys)
+    query, key = (torch.arange(count, device=device) for count in (queries, keys))
+    mask: Tensor = allowed(row, 0, query[:, None], key[None, :])
+    return mask.expand(rows, 1, queries, keys)
 
 
 @cache
-def _flex() -> Any:
+def _compiled_flex_attention() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _by_hand(config: ModelConfig) -> bool:
-    """Whether attention does what no ready-made kernel does."""
+def _needs_manual_attention(config: ModelConfig) -> bool:
+    """Whether attention has features that torch's kernels lack: soft-capping or sinks."""
     return bool(config.attention_softcap) or config.sinks
 
 
-def _attend(
+def _manual_attention(
     attention: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Scores bent by tanh before the softmax, or with a sink beside them."""
+    """Attention with soft-capped scores or attention sinks."""
     config = attention.config
     group = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(group, 1) for part in (key, value))
@@ -186,59 +190,62 @@ def _attend(
 def hidden(
     model: Transformer,
     tokens: Tensor,
-    sight: Attend | Sequence[Attend],
+    attention: Attend | Sequence[Attend],
     positions: Positions | None = None,
 ) -> Tensor:
-    """The vectors of `tokens` [batch, length] behind the last layer."""
-    return deque(residuals(model, tokens, sight, positions), maxlen=1)[0]
+    """Hidden states of `tokens` [batch, length] after the last layer."""
+    return deque(residuals(model, tokens, attention, positions), maxlen=1)[0]
 
 
 def residuals(
     model: Transformer,
     tokens: Tensor,
-    sight: Attend | Sequence[Attend],
+    attention: Attend | Sequence[Attend],
     positions: Positions | None = None,
 ) -> Iterator[Tensor]:
-    """What goes into each layer, one after the other, and what comes out of the last. `sight` is
-    one for all layers, or one for each."""
+    """Yield the input of each layer, then the output of the last one.
+
+    `attention` is the attention of all layers, or a sequence with one per layer.
+    """
     if positions is None:
         positions = np.arange(tokens.shape[1])
     x = model.embedded(tokens, positions)
-    told, shared = model.told(tokens, x), Shared()
+    layer_inputs, shared = model.told(tokens, x), Shared()
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     yield x
-    each = sight if isinstance(sight, Sequence) else [sight] * model.config.layers
-    for layer, angles, look, token in zip(
-        model.layers, angle_tables(model, positions, x), each, told, strict=True
+    attends = attention if isinstance(attention, Sequence) else [attention] * model.config.layers
+    for layer, angles, attend, layer_input in zip(
+        model.layers, angle_tables(model, positions, x), attends, layer_inputs, strict=True
     ):
-        x = layer(x, angles, None, look, shared, token)
+        x = layer(x, angles, None, attend, shared, layer_input)
         yield x
 
 
-# The tables of angles are the same in every step: made once for each set of positions.
-_TABLES: WeakKeyDictionary[Transformer, dict[Any, Any]] = WeakKeyDictionary()
+# RoPE tables are the same in every step: computed once for each set of positions.
+_ROPE_TABLES: WeakKeyDictionary[Transformer, dict[Any, Any]] = WeakKeyDictionary()
 
 
 def angle_tables(model: Transformer, positions: Positions, x: Tensor) -> list[Angles | None]:
-    """How each layer turns at these positions, where `x` lies and as exact."""
-    made = _TABLES.setdefault(model, {})
+    """RoPE tables of each layer at these positions, with the device and dtype of `x`."""
+    tables = _ROPE_TABLES.setdefault(model, {})
     key = (positions.tobytes(), x.dtype, x.device)
-    if key not in made:
+    if key not in tables:
         length = int(positions.max()) + 1
-        if len(made) > 8:  # texts of ever other lengths
-            made.clear()
-        made[key] = [
-            None if turning is None else turning.to(x)
-            for turning in model.angles(positions, length)
+        if len(tables) > 8:  # bounded: lengths may vary endlessly
+            tables.clear()
+        tables[key] = [
+            None if angles is None else angles.to(x) for angles in model.angles(positions, length)
         ]
-    found: list[Angles | None] = made[key]
-    return found
+    result: list[Angles | None] = tables[key]
+    return result
 
 
 def recompute_activations(model: Transformer) -> None:
-    """Keep only what goes into each layer, and compute its inside again for the gradients: about a
-    third more work for a fraction of the memory."""
+    """Activation checkpointing: keep only layer inputs, recompute the rest in the backward pass.
+
+    Costs about a third more compute for a fraction of the memory.
+    """
     for layer in model.layers:
         inner = layer.forward
-        layer.forward = lambda *given, inner=inner: checkpoint(inner, *given, use_reentrant=False)
+        layer.forward = lambda *args, inner=inner: checkpoint(inner, *args, use_reentrant=False)

@@ -1,13 +1,13 @@
-"""Two remedies against what next-token training leaves out, as one objective.
+"""Next-token training with scheduled sampling and unlikelihood, as one objective.
 
-Scheduled sampling (Bengio et al. 2015): in training every token is guessed from words of the text,
-in writing from the model's own. So a share of the input tokens is replaced by what the model itself
-would have put there; the targets stay. The share grows from 0 to `scheduled_sampling` over the
-training. As in Mihaylova and Martins (2019) the model reads the text once, all replacements are
-drawn from that, and then it reads and learns: two passes instead of one for each token.
+Scheduled sampling (Bengio et al. 2015) reduces exposure bias: in training a token is predicted from
+the text, in generation from the model's own tokens. A share of the input tokens is replaced by
+samples of the model; the targets stay. The share grows linearly from 0 to `scheduled_sampling`. As
+in Mihaylova and Martins (2019), all replacements are sampled from one forward pass, and a second
+pass trains: two passes instead of one per token.
 
-Unlikelihood (Welleck et al. 2019, token level): beside the right token becoming likelier, those
-that occurred before it in the text become less likely, so that loops do not feed themselves:
+Unlikelihood (Welleck et al. 2019, token level) reduces repetition: besides raising the target's
+probability it lowers that of tokens that occurred earlier in the text:
 
     loss = -log p(x_t) - alpha * sum over c of log(1 - p(c)),   c in {x_1 ... x_t-1} without x_t
 """
@@ -25,105 +25,110 @@ from torch.utils.checkpoint import checkpoint
 from unspool.errors import SettingsError
 from unspool.model.transformer import Transformer
 from unspool.train.learning.cross_entropy import summed_loss
-from unspool.train.learning.forward import Sight, hidden, inside
+from unspool.train.learning.forward import AttentionMask, hidden, inside
 from unspool.train.learning.objectives import Loss
 
 if TYPE_CHECKING:
     from unspool.train.data.batches import Batch
 
-_CERTAIN = 1 - 1e-5  # the likeliest that a wrong token may be before its loss stops growing
-_DRAWN_AT_ONCE = 1 << 24  # logits in memory together, when tokens are drawn
+_MAX_PROBABILITY = 1 - 1e-5  # of a wrong token, to keep its loss finite
+_SAMPLED_LOGITS_PER_CHUNK = 1 << 24
 
 
 @dataclass(slots=True)
 class MitigatedNextToken:
     """`next_token` with scheduled sampling, unlikelihood, or both."""
 
-    scheduled_sampling: float = 0.0  # share of the inputs at the end of the training
+    scheduled_sampling: float = 0.0  # share of replaced inputs at the end of the training
     unlikelihood: float = 0.0  # alpha
     progress: float = field(default=1.0, compare=False)  # share of the training that is done
 
     def __post_init__(self) -> None:
         if not 0 <= self.scheduled_sampling <= 1:
             raise SettingsError(
-                f"scheduled sampling is {self.scheduled_sampling!r}; it may be a share from 0 to 1"
+                f"scheduled_sampling must be from 0 to 1, got {self.scheduled_sampling!r}"
             )
         if not 0 <= self.unlikelihood < math.inf:
             raise SettingsError(
-                f"unlikelihood is {self.unlikelihood!r}; it may be a weight from 0 up"
+                f"unlikelihood must be a finite number >= 0, got {self.unlikelihood!r}"
             )
 
     def __call__(self, model: Transformer, batch: Batch, rng: torch.Generator) -> Loss:
         tokens, targets = batch.ids[:, :-1], batch.ids[:, 1:]
         allowed = None if batch.documents is None else inside(batch.documents)
-        sight = Sight.of(model.config, tokens, allowed, batch.documents)
+        attention = AttentionMask.build(model.config, tokens, allowed, batch.documents)
         rate = self.scheduled_sampling * self.progress
-        read = _with_own_tokens(model, batch, sight, rate, rng) if rate else tokens
-        x = hidden(model, read, sight)
-        summed = summed_loss(model, x, targets, batch.counted)
-        count = targets.numel() if batch.counted is None else batch.counted.sum().clamp(min=1)
+        inputs = _replace_tokens(model, batch, attention, rate, rng) if rate else tokens
+        x = hidden(model, inputs, attention)
+        summed = summed_loss(model, x, targets, batch.loss_mask)
+        count = targets.numel() if batch.loss_mask is None else batch.loss_mask.sum().clamp(min=1)
         extra: dict[str, float] = {}
         if self.unlikelihood:
             rows = [_unlikelihood(model, x[row], batch, row) for row in range(len(x))]
-            repeated = torch.stack(rows).sum()
-            extra["unlikelihood"] = float(repeated.detach() / count)
-            summed = summed + self.unlikelihood * repeated
+            penalty = torch.stack(rows).sum()
+            extra["unlikelihood"] = float(penalty.detach() / count)
+            summed = summed + self.unlikelihood * penalty
         return Loss(summed / count, count, extra)
 
 
 # -- scheduled sampling ---------------------------------------------------------------------
 
 
-def _with_own_tokens(
-    model: Transformer, batch: Batch, sight: Any, rate: float, rng: torch.Generator
+def _replace_tokens(
+    model: Transformer, batch: Batch, attention: Any, rate: float, rng: torch.Generator
 ) -> Tensor:
-    """The inputs, each with the chance `rate` replaced by a token that the model draws there."""
+    """The inputs, each replaced with probability `rate` by a sample of the model."""
     tokens = batch.ids[:, :-1]
     replaced = (torch.rand(tokens.shape, generator=rng) < rate).to(tokens.device)
-    replaced[:, 0] = False  # nothing stands before it to draw it from
-    if batch.counted is not None:  # what the model never writes, it never errs in
-        replaced[:, 1:] &= batch.counted[:, :-1]
+    replaced[:, 0] = False  # has no context to sample from
+    if batch.loss_mask is not None:  # only tokens that the model would generate itself
+        replaced[:, 1:] &= batch.loss_mask[:, :-1]
     if batch.documents is not None:
         replaced[:, 1:] &= batch.documents[:, 1:] == batch.documents[:, :-1]
     with torch.no_grad():
-        x = hidden(model, tokens, sight)
-        before = x[:, :-1][replaced[:, 1:]]  # the vector of a place says what comes behind it
-        chances = torch.rand(len(before), generator=rng).to(tokens.device)
-        mixed = tokens.clone()
-        mixed[replaced] = _drawn(model, before, chances)
-    return mixed
+        x = hidden(model, tokens, attention)
+        context = x[:, :-1][replaced[:, 1:]]  # the state before each replaced token
+        uniforms = torch.rand(len(context), generator=rng).to(tokens.device)
+        inputs = tokens.clone()
+        inputs[replaced] = _sample_tokens(model, context, uniforms)
+    return inputs
 
 
-def _drawn(model: Transformer, x: Tensor, chances: Tensor) -> Tensor:
-    """A token for each vector: the first whose share and those before it reach its chance."""
-    size = max(64, _DRAWN_AT_ONCE // model.config.vocab_size)
-    found = [chances.new_empty(0, dtype=torch.long)]
-    for part, chance in zip(x.split(size), chances.split(size), strict=True):
-        shares = model.logits(part).float().softmax(-1).cumsum(-1)
-        drawn = torch.searchsorted(shares, (chance * shares[:, -1:].squeeze(-1))[:, None])
-        found.append(drawn.squeeze(-1).clamp(max=model.config.vocab_size - 1))
-    return torch.cat(found)
+def _sample_tokens(model: Transformer, x: Tensor, uniforms: Tensor) -> Tensor:
+    """Sample one token per hidden state, by inverting the cumulative distribution."""
+    size = max(64, _SAMPLED_LOGITS_PER_CHUNK // model.config.vocab_size)
+    samples = [uniforms.new_empty(0, dtype=torch.long)]
+    for part, uniform in zip(x.split(size), uniforms.split(size), strict=True):
+        cumulative = model.logits(part).float().softmax(-1).cumsum(-1)
+        threshold = uniform * cumulative[:, -1:].squeeze(-1)
+        tokens = torch.searchsorted(cumulative, threshold[:, None])
+        samples.append(tokens.squeeze(-1).clamp(max=model.config.vocab_size - 1))
+    return torch.cat(samples)
 
 
 # -- unlikelihood ---------------------------------------------------------------------------
 
 
 def _unlikelihood(model: Transformer, x: Tensor, batch: Batch, row: int) -> Tensor:
-    """The sum over a row's targets of -log(1 - p) of each token that occurred before, once each."""
+    """Sum of -log(1 - p) over a row's targets and the distinct tokens before each of them."""
     tokens, targets = batch.ids[row, :-1], batch.ids[row, 1:]
-    places = torch.arange(len(tokens), device=tokens.device)
-    known = places[:, None] >= places[None, :]  # [target, token before it]
-    again = (tokens[:, None] == tokens[None, :]) & ~known.T  # [token, the same one before it]
+    positions = torch.arange(len(tokens), device=tokens.device)
+    earlier = positions[:, None] >= positions[None, :]  # [target, token before it]
+    repeated = (tokens[:, None] == tokens[None, :]) & ~earlier.T  # [token, same token before it]
     if batch.documents is not None:
-        together = batch.documents[row][:, None] == batch.documents[row][None, :]
-        known, again = known & together, again & together
-    candidates = known & ~again.any(1) & (tokens[None, :] != targets[:, None])
-    if batch.counted is not None:
-        candidates = candidates & batch.counted[row][:, None]
-    summed: Tensor = checkpoint(_piece, model, x, tokens, candidates, use_reentrant=False)
+        same_document = batch.documents[row][:, None] == batch.documents[row][None, :]
+        earlier, repeated = earlier & same_document, repeated & same_document
+    candidates = earlier & ~repeated.any(1) & (tokens[None, :] != targets[:, None])
+    if batch.loss_mask is not None:
+        candidates = candidates & batch.loss_mask[row][:, None]
+    summed: Tensor = checkpoint(
+        _unlikelihood_of_candidates, model, x, tokens, candidates, use_reentrant=False
+    )
     return summed
 
 
-def _piece(model: Transformer, x: Tensor, tokens: Tensor, candidates: Tensor) -> Tensor:
-    likely = model.logits(x).float().softmax(-1)[:, tokens]  # [target, token before it]
-    return -(torch.log1p(-likely.clamp(max=_CERTAIN)) * candidates).sum()
+def _unlikelihood_of_candidates(
+    model: Transformer, x: Tensor, tokens: Tensor, candidates: Tensor
+) -> Tensor:
+    probabilities = model.logits(x).float().softmax(-1)[:, tokens]  # [target, token before it]
+    return -(torch.log1p(-probabilities.clamp(max=_MAX_PROBABILITY)) * candidates).sum()

@@ -1,11 +1,8 @@
 """Optimizers: Muon for the matrices inside the layers, AdamW for everything else.
 
-Muon (https://kellerjordan.github.io/posts/muon/) replaces a matrix's update by the nearest one
-that turns all directions alike, so that rare directions are learned too. Its learning rate is
-scaled as in arXiv 2502.16982, by which the numbers of an update have AdamW's usual size: one
-learning rate is right for both.
-
-`schedule` gives the share of the learning rate in each step: warm-up, constant, decay.
+Muon (https://kellerjordan.github.io/posts/muon/) replaces a matrix's update by the nearest
+orthogonal matrix, so that rare directions are learned too. Its learning rate is scaled as in
+arXiv 2502.16982: updates have the usual RMS of AdamW, so one learning rate suits both.
 """
 
 from __future__ import annotations
@@ -20,15 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from unspool.train.learning.orthogonal import turned
+from unspool.train.learning.orthogonal import orthogonalize
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Learning rates and what else the optimizers want to know."""
+    """Hyperparameters of the optimizers."""
 
     matrices: float = 4e-3
-    embedding: float = 4e-3  # the output head too, where it is the same table
+    embedding: float = 4e-3  # also the output head, if tied
     head: float = 4e-3
     vectors: float = 4e-3  # norms and biases
     weight_decay: float = 0.1  # of matrices
@@ -36,7 +33,7 @@ class Rates:
     betas: tuple[float, float] = (0.9, 0.95)
 
     def times(self, factor: float) -> Rates:
-        """The same proportions, faster or slower."""
+        """All learning rates multiplied by `factor`."""
         return replace(
             self,
             matrices=self.matrices * factor,
@@ -50,7 +47,7 @@ Kind = Literal["muon", "adamw"]
 
 
 def make_optimizers(model: nn.Module, rates: Rates, kind: Kind = "muon") -> list[Optimizer]:
-    """The optimizers of all weights that are to be trained."""
+    """Optimizers for all trainable parameters of a model."""
     groups = parameter_groups(model)
     others: list[dict[str, Any]] = [
         {"params": groups["embedding"], "lr": rates.embedding, "weight_decay": 0.0},
@@ -62,15 +59,17 @@ def make_optimizers(model: nn.Module, rates: Rates, kind: Kind = "muon") -> list
     }  # fmt: skip
     if kind == "adamw":
         return [_adamw([matrices, *others], rates)]
-    found: list[Optimizer] = [_adamw(others, rates)] if any(g["params"] for g in others) else []
+    optimizers: list[Optimizer] = []
+    if any(group["params"] for group in others):
+        optimizers.append(_adamw(others, rates))
     if groups["matrices"]:
-        found.append(Muon([matrices], momentum=rates.momentum))
-    return found
+        optimizers.append(Muon([matrices], momentum=rates.momentum))
+    return optimizers
 
 
 def parameter_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Trainable weights by what they are: matrices (of layers), embedding, head, vectors."""
-    found: dict[str, list[nn.Parameter]] = {
+    """Trainable parameters by kind: matrices (of layers), embedding, head, vectors."""
+    groups: dict[str, list[nn.Parameter]] = {
         "matrices": [], "embedding": [], "head": [], "vectors": []
     }  # fmt: skip
     for name, parameter in model.named_parameters():
@@ -84,21 +83,21 @@ def parameter_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
             kind = "head"
         else:
             kind = "matrices"
-        found[kind].append(parameter)
-    return found
+        groups[kind].append(parameter)
+    return groups
 
 
 def _adamw(groups: list[dict[str, Any]], rates: Rates) -> AdamW:
-    filled = [group for group in groups if group["params"]]
-    return AdamW(filled, betas=rates.betas, eps=1e-10, fused=True)
+    non_empty = [group for group in groups if group["params"]]
+    return AdamW(non_empty, betas=rates.betas, eps=1e-10, fused=True)
 
 
 class Muon(Optimizer):
-    """Momentum, made orthogonal.
+    """Orthogonalized momentum.
 
-    The same numbers as `torch.optim.Muon` with `match_rms_adamw`. That one computes in bfloat16
-    always, which most CPUs do not have (several hundred times slower); here a CPU uses float32, and
-    matrices of one shape are turned together, also those of experts, which lie in three axes.
+    The same results as `torch.optim.Muon` with `match_rms_adamw`, which always computes in bfloat16
+    (several hundred times slower on most CPUs). Here a CPU uses float32, and matrices of one shape
+    are processed in one batch, expert matrices with three axes included.
     """
 
     def __init__(
@@ -118,26 +117,26 @@ class Muon(Optimizer):
                 directions = self._directions(parameters, group["momentum"])
                 size = group["lr"] * 0.2 * math.sqrt(max(shape[-2:]))
                 updates = [
-                    _like(parameter, update.to(parameter.dtype))
-                    for parameter, update in zip(parameters, turned(directions), strict=True)
+                    _shard_like(parameter, update.to(parameter.dtype))
+                    for parameter, update in zip(parameters, orthogonalize(directions), strict=True)
                 ]
                 torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(parameters, updates, alpha=-size)
 
     def _directions(self, parameters: list[Tensor], momentum: float) -> list[Tensor]:
-        """Where the momentum points one step ahead (Nesterov)."""
-        gradients = [each.grad for each in parameters if each.grad is not None]
+        """Nesterov momentum of each parameter; reuses the memory of the gradients."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(gradient)
-        past = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-        torch._foreach_lerp_(past, gradients, 1 - momentum)
-        torch._foreach_lerp_(gradients, past, momentum)  # they are of no use any more
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+        torch._foreach_lerp_(gradients, buffers, momentum)
         return gradients
 
 
-def _like(parameter: Tensor, update: Tensor) -> Tensor:
-    """An update of the rows that this process has, as its matrix is spread."""
+def _shard_like(parameter: Tensor, update: Tensor) -> Tensor:
+    """An update of this process's rows, as a DTensor if the parameter is sharded."""
     if not isinstance(parameter, DTensor):
         return update
     return DTensor.from_local(
@@ -148,18 +147,18 @@ def _like(parameter: Tensor, update: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Warm-up, constant, decay: the share of the learning rate in each step (arXiv 2404.06395).
+    """Warmup-stable-decay schedule: the learning rate factor of each step (arXiv 2404.06395).
 
-    The constant part can be gone on from with more steps, which a cosine cannot.
+    Unlike a cosine, the constant part can be extended with more steps.
     """
 
     steps: int
     warmup: int = 0  # steps
     decay: float = 0.4  # share of the steps, at the end
-    floor: float = 0.0  # what is left in the last step
+    floor: float = 0.0  # factor of the last step
 
     def __call__(self, step: int) -> float:
-        """For the step after `step` steps are done."""
+        """Factor of the step after `step` completed steps."""
         up = min(1.0, (step + 1) / (self.warmup + 1))
         length = max(1, round(self.steps * self.decay))
         down = min(1.0, max(0, self.steps - step) / length)
@@ -167,7 +166,7 @@ class Schedule:
 
 
 def set_rates(optimizers: Sequence[Optimizer], share: float) -> None:
-    """Every group's learning rate, as a share of the one it was made with."""
+    """Set the learning rate of every group to `share` of its initial one."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])

@@ -1,13 +1,13 @@
-"""One dial: from the depth of a model follows everything else. All rules stand here.
+"""Size and hyperparameter rules: everything follows from the depth of a model.
 
     shape = Shape.of(depth=12, vocab_size=32768)
     shape.config, shape.batch_tokens, shape.rates, shape.tokens
     model = new_model(shape.config, seed=0)
 
 Sources: Qwen3 (arXiv 2505.09388), Llama, LFM2 (arXiv 2511.23404) and Qwen3.5 with its gated
-DeltaNet (arXiv 2412.06464) for what a layer is; nanochat for width = 64 x depth and for the
-start values; Chinchilla (arXiv 2203.15556) for 20 tokens a parameter; Moonlight (arXiv 2502.16982)
-and muP (arXiv 2203.03466) for learning rates that fall with the width.
+DeltaNet (arXiv 2412.06464) for the layers; nanochat for width = 64 x depth and for the
+initialization; Chinchilla (arXiv 2203.15556) for 20 tokens per parameter; Moonlight
+(arXiv 2502.16982) and muP (arXiv 2203.03466) for learning rates that decrease with the width.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ if TYPE_CHECKING:
     from unspool.model.transformer import Transformer
     from unspool.train.learning.optimizers import Rates
 
-DEEPEST = 128
+MAX_DEPTH = 128
 
-# The families whose layers a new model may have; the last two recur in most of them.
+# Families of new models; the last two have recurrent layers.
 SHAPES = ("qwen3", "llama", "lfm2", "qwen3.5")
 RECURRENT_SHAPES = ("lfm2", "qwen3.5")
 
-# What `unspool train` makes with nothing said: what two CPU cores can teach something in four
-# minutes. Measured on such a machine (Neoverse N1), on 12 MB of speeches: 1.0M weights at 4,700
-# tokens a second come to fewer bits per byte in the same time than 2.2M weights at 2,500.
+# Defaults of `unspool train`: a model that learns something in four minutes on two CPU cores.
+# Measured on a Neoverse N1 with 12 MB of speeches: 1.0M weights at 4,700 tokens/s reach fewer bits
+# per byte in the same time than 2.2M weights at 2,500 tokens/s.
 SMALLEST = {"depth": 4, "width": 128, "steps": 500, "batch_tokens": 2048}
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model that is to be, and how it is to be trained."""
+    """Config of a new model and the size of its training."""
 
     config: ModelConfig
-    tokens: int  # to see in training
-    batch_tokens: int  # in a step
+    tokens: int  # to train on
+    batch_tokens: int  # per step
 
     @classmethod
     def of(
         cls, depth: int, vocab_size: int, context: int = 2048, family: str = "qwen3", **changes: Any
     ) -> Shape:
-        """The shape of a depth; `changes` are settings of the config that are to be otherwise."""
+        """Shape of a model of `depth` layers; `changes` override fields of the config."""
         return cls.around(new_config(depth, vocab_size, context, family, **changes))
 
     @classmethod
     def around(cls, config: ModelConfig) -> Shape:
-        """How a model of any family is trained."""
+        """Shape for an existing config."""
         tokens = 20 * parameter_count(config)
         return cls(config, tokens, batch_tokens(tokens))
 
@@ -67,13 +67,13 @@ class Shape:
 def new_config(
     depth: int, vocab_size: int, context: int, family: str = "qwen3", **changes: Any
 ) -> ModelConfig:
-    """A model of so many layers, each as in `family`; `changes` are what was said otherwise."""
-    if not 1 <= depth <= DEEPEST:
-        raise SettingsError(f"the depth is {depth}; it may be 1 to {DEEPEST} layers")
+    """Config of a model of `depth` layers of a family; `changes` override its fields."""
+    if not 1 <= depth <= MAX_DEPTH:
+        raise SettingsError(f"depth must be from 1 to {MAX_DEPTH}, got {depth}")
     if family not in SHAPES:
-        raise SettingsError(f"there is no shape {family!r}; there are {', '.join(SHAPES)}")
+        raise SettingsError(f"unknown shape {family!r}; choose from {', '.join(SHAPES)}")
     width = changes.get("width", 64 * depth)
-    # 128 numbers a head as all of Qwen3 has them, but at least four heads.
+    # Heads of 128 as in all of Qwen3, but at least four heads.
     head_width = changes.get("head_width", 128 if width >= 512 else max(16, width // 4))
     heads = changes.get("heads", max(1, width // head_width))
     values: dict[str, Any] = {
@@ -81,7 +81,7 @@ def new_config(
         "head_width": head_width,
         "heads": heads,
         "kv_heads": _half(heads),  # two query heads share a key head, as in Qwen3-0.6B
-        "ff_width": -(-3 * width // 64) * 64,  # three times the width, as there
+        "ff_width": -(-3 * width // 64) * 64,  # three times the width, as in Qwen3-0.6B
         "tied": width <= 2560,  # as Qwen3 up to 4B
         "norm_eps": 1e-6,
         **changes,
@@ -89,24 +89,26 @@ def new_config(
     rotary = Rotary(width=head_width, base=1e4 if context <= 4096 else 1e6)
     return ModelConfig(
         family=family, vocab_size=vocab_size, layers=depth, context=context,
-        **{"rotary": rotary, **_kind(family, depth, head_width, heads, rotary), **values},
+        **{"rotary": rotary, **_family_fields(family, depth, head_width, heads, rotary), **values},
     )  # fmt: skip
 
 
-def _kind(family: str, depth: int, head_width: int, heads: int, rotary: Rotary) -> dict[str, Any]:
-    """What the layers of a family have of their own."""
+def _family_fields(
+    family: str, depth: int, head_width: int, heads: int, rotary: Rotary
+) -> dict[str, Any]:
+    """Config fields that are specific to a family."""
     if family == "llama":
         return {}
     if family == "qwen3":
         return {"qk_norm": "head"}
-    # Every third layer of LFM2 has attention, every fourth of Qwen3.5; the last of a shallow one.
-    recurring, every = ("conv", 3) if family == "lfm2" else ("delta", 4)
+    # Every third layer of LFM2 has attention, every fourth of Qwen3.5; at least the last layer.
+    recurrent, every = ("conv", 3) if family == "lfm2" else ("delta", 4)
     every = min(every, depth)
-    mixers = tuple(recurring if (n + 1) % every else "attention" for n in range(depth))
+    mixers = tuple(recurrent if (n + 1) % every else "attention" for n in range(depth))
     if family == "lfm2":
         return {"qk_norm": "head", "mixers": mixers, "recurrence": Recurrence(conv_kernel=3)}
-    # Two value heads for each key head, as in Qwen3.5-4B, and as many as make the matrices of a
-    # recurrent layer as large as those of attention with all its heads.
+    # Two value heads per key head, as in Qwen3.5-4B; their number makes the matrices of a recurrent
+    # layer as large as those of an attention layer.
     keys = max(1, heads // 2)
     recurrence = Recurrence(
         conv_kernel=4, key_heads=keys, value_heads=2 * keys, key_width=head_width,
@@ -116,44 +118,46 @@ def _kind(family: str, depth: int, head_width: int, heads: int, rotary: Rotary) 
         "qk_norm": "head",
         "norm_plus_one": True,
         "attention_gate": True,
-        "rotary": replace(rotary, width=max(2, head_width // 8 * 2)),  # a quarter is turned
+        "rotary": replace(rotary, width=max(2, head_width // 8 * 2)),  # RoPE on a quarter
         "mixers": mixers,
         "recurrence": recurrence,
     }
 
 
-def like(config: ModelConfig, vocab_size: int, **changes: Any) -> ModelConfig:
-    """Another model's shape for a vocabulary of one's own."""
+def config_like(config: ModelConfig, vocab_size: int, **changes: Any) -> ModelConfig:
+    """The config of another model for a new vocabulary."""
     return replace(config, vocab_size=vocab_size, end_ids=(), **changes)
 
 
 def _half(heads: int) -> int:
-    """The largest divisor of the heads that is no more than half of them."""
+    """The largest divisor of `heads` that is at most half of it."""
     return next((n for n in range(heads // 2, 0, -1) if heads % n == 0), 1)
 
 
 def vocabulary_for(depth: int) -> int:
-    """Tokens of a vocabulary that is made for the model: a table that is not most of it."""
+    """Vocabulary size of a new model, chosen so that embeddings are not most of its weights."""
     return 2048 if depth <= 4 else 8192 if depth <= 8 else 32768
 
 
 def batch_tokens(tokens: int) -> int:
-    """Tokens in a step, to a power of two: 524,288 at the 2.5 billion tokens of nanochat's d12, and
-    from there with the two thirds' power of all tokens (about what arXiv 2401.02954 finds)."""
+    """Tokens per step, a power of two.
+
+    524,288 at the 2.5 billion tokens of nanochat's d12, and proportional to tokens^(2/3) from there
+    (close to arXiv 2401.02954).
+    """
     return _power_of_two(2**19 * (tokens / 2.5e9) ** (2 / 3))
 
 
 def batch_tokens_of(steps: int) -> int:
-    """The same rule where the number of steps is given: steps x batch are the tokens."""
+    """Tokens per step by the same rule, given the number of steps (steps x batch = tokens)."""
     return _power_of_two(2**57 * (steps / 2.5e9) ** 2)
 
 
-def tokens_at_once(config: ModelConfig, memory: int | None) -> int:
-    """Tokens that go through the model together, on a GPU of so much memory (None: on a CPU).
+def micro_batch_tokens(config: ModelConfig, memory: int | None) -> int:
+    """Tokens per forward pass on a GPU with `memory` bytes (None: a CPU).
 
-    The more, the less a GPU waits for launches; what a token leaves behind for the way back is
-    about 48 bytes for each number it carries, in each layer. A sixth of the memory is for that:
-    runs may go side by side.
+    Larger batches hide launch overhead. Activations take about 48 bytes per layer and element of
+    the width; a sixth of the memory is for them, so that several runs can share a GPU.
     """
     if memory is None:
         return 4096
@@ -161,21 +165,20 @@ def tokens_at_once(config: ModelConfig, memory: int | None) -> int:
     return int(2 ** math.floor(math.log2(min(2**17, max(2**11, room)))))
 
 
-def _power_of_two(wanted: float) -> int:
-    return int(2 ** round(math.log2(min(2**21, max(2**11, wanted)))))
+def _power_of_two(tokens: float) -> int:
+    return int(2 ** round(math.log2(min(2**21, max(2**11, tokens)))))
 
 
 def rates_for(config: ModelConfig) -> Rates:
-    """Learning rates that fall with the root of the width, because the sum that a unit takes part
-    in grows with it."""
+    """Learning rates, inversely proportional to the square root of the width."""
     from unspool.train.learning.optimizers import Rates
 
     matrices = 0.1 / math.sqrt(config.width)
     return Rates(matrices=matrices, embedding=matrices, head=matrices, vectors=matrices)
 
 
-# Matrices whose product is added to the residual.
-_ADDING = (
+# Matrices that write to the residual stream.
+_RESIDUAL_OUTPUTS = (
     "attention.out.weight", "feed.down.weight", "feed.dense.down.weight",
     "feed.experts.down.weight", "token_input.out.weight", "mixer.out.weight",
     "feed.shared.down.weight",
@@ -183,11 +186,11 @@ _ADDING = (
 
 
 def new_model(config: ModelConfig, seed: int = 0) -> Transformer:
-    """A model with start values.
+    """A randomly initialized model.
 
-    Matrices are drawn so that what comes out is as large as what goes in. Those that add to the
-    residual begin at zero: every layer begins as nothing, and the first steps are stable at any
-    depth. Embeddings are small, because they may be the head too: all tokens begin equally likely.
+    Matrices preserve the scale of their input. Those that write to the residual stream start at
+    zero: every layer starts as the identity, and the first steps are stable at any depth.
+    Embeddings are small, because they may be tied to the head: all tokens start equally likely.
     """
     import torch
 
@@ -197,9 +200,9 @@ def new_model(config: ModelConfig, seed: int = 0) -> Transformer:
     model = Transformer(config)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith(".a_log"):  # heads that forget slowly, and others that do soon
+            if name.endswith(".a_log"):  # from slow to fast decay, by head
                 weight.uniform_(1.0, 16.0, generator=rng).log_()
-            elif name.endswith(".dt_bias"):  # from 0.001 to 0.1 behind the softplus, as Mamba has
+            elif name.endswith(".dt_bias"):  # from 0.001 to 0.1 after the softplus, as in Mamba
                 weight.uniform_(math.log(1e-3), math.log(0.1), generator=rng).exp_().expm1_().log_()
             elif name.endswith((".norm_weight", ".mixer.d")):
                 weight.fill_(1.0)
@@ -207,7 +210,7 @@ def new_model(config: ModelConfig, seed: int = 0) -> Transformer:
                 weight.zero_()
             elif weight.ndim == 1:
                 weight.fill_(0.0 if config.norm_plus_one else 1.0)
-            elif name.endswith(_ADDING):
+            elif name.endswith(_RESIDUAL_OUTPUTS):
                 weight.zero_()
             elif name.endswith(".conv.weight"):
                 weight.uniform_(-(len(weight) ** -0.5), len(weight) ** -0.5, generator=rng)

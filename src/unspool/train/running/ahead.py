@@ -1,8 +1,8 @@
-"""The batches of a training, brought to its device one ahead.
+"""Prefetch training batches to the device, one batch ahead.
 
-While a GPU computes, the batch after this one is gathered from the data and sent to it, so that
-between two steps it does not wait for a processor. Batches that the model itself writes
-(`on_policy`) cannot be made before the model has learned from those before them.
+While a GPU computes, the next batch is gathered and copied to it, so that it does not wait for the
+CPU between steps. On-policy batches (`on_policy`), which the model itself generates, depend on the
+weights after the previous step and are not prefetched.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ from torch import Tensor
 from unspool.train.running.faults import TrainingError
 
 
-class Batches(Protocol):
-    """Where batches come from: number n is always the same one, with its tokens in `ids`."""
+class BatchSource(Protocol):
+    """Yields the same batch for the same step number, with its tokens in `ids`."""
 
     def batch(self, step: int) -> Any: ...
 
 
-class Ahead:
-    """Batches by their numbers, on the device, each checked."""
+class BatchPrefetcher:
+    """Checked batches on the device, by number."""
 
-    def __init__(self, batches: Batches, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, batches: BatchSource, vocab_size: int, device: torch.device) -> None:
         self._batches, self._vocab_size, self._device = batches, vocab_size, device
         self._on_policy = bool(getattr(batches, "on_policy", False))
-        self._ready: tuple[int, Any] | None = None
+        self._prefetched: tuple[int, Any] | None = None
 
-    def take(self, index: int) -> Any:
-        """Batch number `index`, which may be ready already."""
-        ready, self._ready = self._ready, None
-        if ready is not None and ready[0] == index:
-            return ready[1]
-        return self._brought(index)
+    def get(self, index: int) -> Any:
+        """Return batch `index`, prefetched or not."""
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None and prefetched[0] == index:
+            return prefetched[1]
+        return self._load(index)
 
-    def prepare(self, index: int) -> None:
-        """Have this one ready for when it is asked for."""
+    def prefetch(self, index: int) -> None:
+        """Start copying batch `index` to the GPU; does nothing on a CPU."""
         if self._device.type == "cuda" and not self._on_policy:
-            self._ready = index, self._brought(index)
+            self._prefetched = index, self._load(index)
 
-    def _brought(self, index: int) -> Any:
+    def _load(self, index: int) -> Any:
         batch = self._batches.batch(index)
-        # Token ids that the model has no place for would end in an error nobody understands.
+        # An id outside of the embedding table would fail on a GPU with an obscure assertion.
         largest = int(batch.ids.max())
         if largest >= self._vocab_size or int(batch.ids.min()) < 0:
             raise TrainingError(
-                f"batch {index} has token {largest}, and the model knows {self._vocab_size:,}: the "
-                "data was made with another vocabulary"
+                f"batch {index} has token {largest}, but the model has {self._vocab_size:,} tokens:"
+                " the data was prepared with another tokenizer"
             )
         moved = {
             name: value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: written beside, brought to the disk, then renamed."""
+"""Atomic files: written to a temporary name, synced to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Put `content` in place of what the file had; a reader sees the one or the other."""
+    """Replace a JSON file; a reader sees either the old or the new content."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("w", encoding="utf-8") as file:
@@ -25,7 +25,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Everything below a folder is on the disk when this returns."""
+    """Sync all files and folders below a folder to disk."""
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_file():
             with path.open("rb+") as file:
@@ -36,8 +36,8 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in a folder are on the disk: without it a rename may be forgotten by a crash."""
-    if os.name == "nt":  # where folders cannot be opened
+    """Sync the names in a folder to disk, so that a rename survives a crash."""
+    if os.name == "nt":  # folders cannot be opened there
         return
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -1,13 +1,12 @@
-"""Checkpoints of a run: whole folders that appear at once, kept by rule, gone on from exactly.
+"""Checkpoints of a run: atomic folders, retention rules, exact resuming.
 
-A checkpoint is a model folder like any other, with training.json beside the weights. The newest has
-`state/` too: weights and optimizer as they are in memory, under our own names (`state.py`). With
-those and the number of the step training goes on as if it had never stopped: batches, random
-numbers and learning rates are all functions of that number.
+A checkpoint is a normal model folder with training.json beside the weights. The newest one also has
+`state/`: weights and optimizer state as in memory. Together with the step number this resumes
+training exactly: batches, random numbers and learning rates are functions of the step.
 
-A folder is written beside its place, brought to the disk, and renamed. Whenever a process dies,
-the last checkpoint is whole. Where several processes write parts of it, each step is gone on from
-only when all have done theirs, so a folder is renamed only if every part is in it.
+A folder is written under a temporary name, synced to disk and renamed, so the last checkpoint is
+complete whenever a process dies. With several processes, every stage waits for all of them: the
+folder is renamed only when all shards are in it.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from torch.optim import Optimizer
 
 from unspool.train.running.atomic import sync_folder, sync_tree, write_json
 from unspool.train.running.parallel import Parallel
-from unspool.train.running.runs import Run, Saved, film_steps, read_json
+from unspool.train.running.runs import Run, film_steps, read_json
 from unspool.train.running.state import read_state, write_state
 
-SaveModel = Callable[[Mapping[str, Tensor], Path], None]  # weights by our names, into a folder
+SaveModel = Callable[[Mapping[str, Tensor], Path], None]  # (weights by name, target folder)
 
 
 class Checkpoints:
-    """The checkpoints of one run, written by the processes that train."""
+    """Writes the checkpoints of one run; used by all training processes together."""
 
     def __init__(
         self, run: Run, save_model: SaveModel, keep: int = 2, parallel: Parallel | None = None
@@ -42,13 +41,13 @@ class Checkpoints:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Put in order what a process left that died."""
-        for left in self._folder.glob(".*"):
-            target = left.with_name(left.name.split(".")[1])
-            if left.suffix == ".old" and not target.exists():  # died while it was replaced
-                left.rename(target)
+        """Clean up after a process that died while saving."""
+        for path in self._folder.glob(".*"):
+            target = path.with_name(path.name.split(".")[1])
+            if path.suffix == ".old" and not target.exists():  # died while replacing it
+                path.rename(target)
             else:
-                shutil.rmtree(left, ignore_errors=True)
+                shutil.rmtree(path, ignore_errors=True)
 
     def save(
         self,
@@ -56,21 +55,23 @@ class Checkpoints:
         weights: Mapping[str, Tensor],
         state: Mapping[str, Tensor],
     ) -> Path:
-        """A checkpoint of step `facts["step"]`, by all processes together; older ones go as the
-        rule says. `weights` are needed by the first process only."""
+        """Write the checkpoint of step `facts["step"]` and delete old ones.
+
+        Every process must call it; only the first one needs `weights`.
+        """
         target = self._folder / f"{facts['step']:06}"
         part = target.with_name(f".{target.name}.part")
         first = self._parallel.first
         try:
-            with self._parallel.agreed():
+            with self._parallel.all_succeed():
                 if first:
                     shutil.rmtree(part, ignore_errors=True)
                     part.mkdir()
                     self._save_model(weights, part)
                     write_json(part / "training.json", dict(facts))
-            with self._parallel.agreed():
+            with self._parallel.all_succeed():
                 write_state(part / "state", state, self._parallel)
-            with self._parallel.agreed():
+            with self._parallel.all_succeed():
                 if first:
                     self._put_in_place(part, target)
         except BaseException:
@@ -81,7 +82,7 @@ class Checkpoints:
 
     def _put_in_place(self, part: Path, target: Path) -> None:
         sync_tree(part)
-        if target.exists():  # the same step once more, after going on from an older one
+        if target.exists():  # the same step again, after resuming from an older checkpoint
             old = target.with_name(f".{target.name}.old")
             target.rename(old)
             shutil.rmtree(old)
@@ -90,19 +91,22 @@ class Checkpoints:
         self._clean_up(target)
 
     def _clean_up(self, newest: Path) -> None:
-        """Only the newest keeps its state; beside the film's frames and the best on held-out text
-        only the newest few stay."""
-        saved = self.run.checkpoints()
-        kept_steps = {*film_steps(self.run.steps), self.run.best_step}
-        others = [each for each in saved if each.step not in kept_steps]
-        for each in saved:
-            if each.folder != newest and (each.folder / "state").exists():
-                (each.folder / "state" / "state.json").unlink(missing_ok=True)
-                shutil.rmtree(each.folder / "state", ignore_errors=True)
-        for each in others[: max(0, len(others) - self.keep)]:
-            gone = each.folder.with_name(f".{each.folder.name}.gone")
-            each.folder.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+        """Delete old checkpoints, and the optimizer state of all but the newest.
+
+        Milestones (`film_steps`), the best on held-out text and the newest `keep` others stay.
+        """
+        checkpoints = self.run.checkpoints()
+        permanent = {*film_steps(self.run.steps), self.run.best_step}
+        others = [checkpoint for checkpoint in checkpoints if checkpoint.step not in permanent]
+        for checkpoint in checkpoints:
+            state = checkpoint.folder / "state"
+            if checkpoint.folder != newest and state.exists():
+                (state / "state.json").unlink(missing_ok=True)
+                shutil.rmtree(state, ignore_errors=True)
+        for checkpoint in others[: max(0, len(others) - self.keep)]:
+            doomed = checkpoint.folder.with_name(f".{checkpoint.folder.name}.gone")
+            checkpoint.folder.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
     def finish(self, step: int) -> None:
         """Record which checkpoint is the run's result: the best on held-out text, else `step`."""
@@ -112,13 +116,13 @@ class Checkpoints:
 
 
 def restore(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Put weights and optimizers back as they were; gives training.json."""
+    """Load weights and optimizer state from a checkpoint; returns its training.json."""
     read_state(folder / "state", model, optimizers)
     return read_json(folder / "training.json")
 
 
-def newest(run: Run, parallel: Parallel) -> Path | None:
-    """The checkpoint to go on from, the same for all processes: the first one says which."""
-    saved: Saved | None = run.resumable() if parallel.first else None
-    name = parallel.told(saved.folder.name if saved is not None else "")
+def newest_checkpoint(run: Run, parallel: Parallel) -> Path | None:
+    """The checkpoint to resume from; the first process decides for all."""
+    checkpoint = run.resumable() if parallel.first else None
+    name = parallel.broadcast_str(checkpoint.folder.name if checkpoint is not None else "")
     return run.folder / "checkpoints" / name if name else None

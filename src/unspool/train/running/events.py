@@ -1,4 +1,4 @@
-"""What a training tells on its way: the terminal, the log and the page listen."""
+"""Events of a training run, for listeners such as the terminal, the log and the web page."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Logged:
-    """One step, as it stands in log.jsonl."""
+class StepLogged:
+    """One training step, as in log.jsonl."""
 
     step: int
     tokens: int
@@ -17,19 +17,19 @@ class Logged:
     grad_norm: float
     tokens_per_second: float
     seconds: float
-    memory: int | None = None  # bytes on the GPU at most
+    memory: int | None = None  # peak GPU memory in bytes
     extra: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Evaluated:
     step: int
     held_out_loss: float
     bits_per_byte: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampleWritten:
     step: int
     prompt: str
     seed: int
@@ -37,29 +37,31 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class CheckpointSaved:
     step: int
     folder: Path
 
 
 @dataclass(frozen=True, slots=True)
-class Paused:
+class RunPaused:
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class Replanned:
-    """The run gets another number of steps, so that it keeps to its time budget."""
+class StepsReplanned:
+    """The number of steps changed, to stay within the time budget."""
 
     step: int
     steps: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class RunEnded:
     state: str  # "done" or "stopped"
     step: int
     early: bool = False  # done before its last step: the held-out loss stopped improving
 
 
-Event = Logged | Judged | Sampled | Saved | Paused | Replanned | Ended
+Event = (
+    StepLogged | Evaluated | SampleWritten | CheckpointSaved | RunPaused | StepsReplanned | RunEnded
+)

@@ -1,4 +1,4 @@
-"""Judging on the way: the loss of text that is held out, in bits for each byte of it."""
+"""Evaluate on held-out text during training: loss and bits per byte."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unspool.train.learning.objectives import Objective
 
 
 class HeldOut:
-    """The first rows of the held-out text, always the same ones, judged by the objective."""
+    """Evaluates an objective on the first rows of the held-out text, always the same ones."""
 
     def __init__(
         self, packed: Packed, tokenizer: Tokenizer, objective: Objective, length: int, rows: int
@@ -26,17 +26,17 @@ class HeldOut:
         self.batches: list[Batch] = []
         try:
             source = Batches(packed, 4, length)
-        except DataError:  # less is held out than one row
+        except DataError:  # the held-out text is shorter than one row
             return
         self.batches = [source.batch(n) for n in range(-(-min(rows, source.rows) // 4))]
         lengths = [len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)]
         specials = list(tokenizer.special_ids)
         sizes = np.array(lengths)
-        sizes[specials] = 0  # they are no text
+        sizes[specials] = 0  # special tokens are not text
         self.bytes = sum(_bytes(batch, sizes) for batch in self.batches)
 
     def __call__(self, model: Transformer) -> tuple[float, float | None]:
-        """Nats a token, bits a byte."""
+        """Loss in nats per token, and bits per byte."""
         nats = tokens = 0.0
         device = model.embed.weight.device
         for number, batch in enumerate(self.batches):
@@ -48,16 +48,13 @@ class HeldOut:
 
 
 def _bytes(batch: Batch, sizes: np.ndarray[tuple[int], np.dtype[np.int64]]) -> int:
-    each = sizes[batch.targets.numpy()]
-    return int((each if batch.counted is None else each * batch.counted.numpy()).sum())
+    token_bytes = sizes[batch.targets.numpy()]
+    mask = batch.loss_mask
+    return int((token_bytes if mask is None else token_bytes * mask.numpy()).sum())
 
 
 def on_device(batch: Batch, device: torch.device) -> Batch:
-    moved = (
-        None if part is None else part.to(device)
-        for part in (batch.ids, batch.counted, batch.documents)
-    )  # fmt: skip
-    ids: Tensor | None
-    ids, counted, documents = moved
-    assert ids is not None
-    return Batch(ids, counted, documents)
+    def move(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    return Batch(batch.ids.to(device), move(batch.loss_mask), move(batch.documents))

@@ -1,11 +1,11 @@
-"""The loop: batches in, a trained model in a run folder out.
+"""The training loop: batches in, a trained model in a run folder out.
 
     trainer = Trainer(model, batches, next_token, make_optimizers(model, rates), settings, run)
-    trainer.run(print)                     # events: Logged, Judged, Sampled, Saved, Ended
+    trainer.run(print)                     # events: StepLogged, Evaluated, ..., RunEnded
 
-Each step adds up the gradients of some batches, clips them, and moves the weights. What happens is
-told as events; the terminal, the log and the page are listeners. A run that has a checkpoint with
-its state goes on from there.
+Each step accumulates the gradients of some batches, clips them and updates the weights. Progress is
+published as events; the terminal, the log and the web page are listeners. A run with a resumable
+checkpoint continues from it.
 """
 
 from __future__ import annotations
@@ -29,74 +29,79 @@ from unspool.train.learning.flops import device_peak, mfu
 from unspool.train.learning.forward import recompute_activations
 from unspool.train.learning.objectives import Objective
 from unspool.train.learning.optimizers import Schedule, set_rates
-from unspool.train.running.ahead import Ahead, Batches
-from unspool.train.running.checkpoints import Checkpoints, SaveModel, newest, restore
+from unspool.train.running.ahead import BatchPrefetcher, BatchSource
+from unspool.train.running.checkpoints import Checkpoints, SaveModel, newest_checkpoint, restore
 from unspool.train.running.events import (
-    Ended,
+    CheckpointSaved,
+    Evaluated,
     Event,
-    Judged,
-    Logged,
-    Paused,
-    Replanned,
-    Sampled,
-    Saved,
+    RunEnded,
+    RunPaused,
+    SampleWritten,
+    StepLogged,
+    StepsReplanned,
 )
-from unspool.train.running.faults import TrainingError, in_words
-from unspool.train.running.parallel import Parallel, whole
+from unspool.train.running.faults import TrainingError, explain_error
+from unspool.train.running.parallel import Parallel, full_tensor
 from unspool.train.running.runs import Run, film_steps
 from unspool.train.running.state import training_state
 
-_ADVICE = "no number to learn from: try a lower learning rate, and look at the data"
-_AGAIN = 1.0  # seconds after which a second signal is a second wish
+_ADVICE = "not a finite number: try a lower learning rate, and check the data"
+_SECOND_SIGNAL_S = 1.0  # a signal within this time of the first is a duplicate
 _PACE_STEPS = 10  # steps from which the pace of a run is estimated
-_PAUSE = 0.2  # seconds between two looks at whether a paused run may go on
+_POLL_S = 0.2  # how often a paused run reads its control file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """How long, how carefully, and what to tell on the way."""
+    """Length, precision, logging and checkpointing of a training run."""
 
     steps: int
     warmup: int = 0  # steps
     decay: float = 0.4  # share of the steps
-    accumulate: int = 1  # batches in a step
-    clip: float = 1.0  # longest gradient; 0: any
+    accumulate: int = 1  # batches per step
+    clip: float = 1.0  # maximum gradient norm; 0: no clipping
     seed: int = 0
     log_every: int = 1
-    judge_every: int = 0  # 0: at the end only; the same for samples
-    sample_every: int = 0
-    save_every: int = 0  # beside the film's frames
-    keep: int = 2  # checkpoints beside the film's frames
+    judge_every: int = 0  # steps between evaluations; 0: at the end only
+    sample_every: int = 0  # steps between samples; 0: at the end only
+    save_every: int = 0  # steps between checkpoints, besides the milestones
+    keep: int = 2  # checkpoints to keep, besides the milestones
     patience: int = 0  # evaluations in a row without a new best that end the run; 0: any number
-    seconds: float | None = None  # time budget: steps that do not fit are left out
+    seconds: float | None = None  # time budget: steps that do not fit are dropped
     bf16: bool = False
     compile: bool = False
-    recompute: bool = False  # activations, to save memory
+    recompute: bool = False  # activation checkpointing
 
 
-Judge = Callable[[Transformer], tuple[float, float | None]]  # held-out loss, bits per byte
-Sampler = Callable[[Transformer], Sequence[tuple[str, int, str]]]  # prompt, seed, text
+Evaluate = Callable[[Transformer], tuple[float, float | None]]  # held-out loss, bits per byte
+Sampler = Callable[[Transformer], Sequence[tuple[str, int, str]]]  # (prompt, seed, text)
 MakeOptimizers = Callable[[Transformer], Sequence[Optimizer]]
 
 
 class Trainer:
-    """One training, from its first step or from its last checkpoint to the end.
+    """One training run, from its first step or its last checkpoint to the end.
 
-    `optimizers` may be a function that makes them: it is called when the weights lie where they
-    are trained, which FSDP needs. Without `run` nothing is written.
+    Args:
+        optimizers: The optimizers, or a function that makes them once the weights are on their
+            device (FSDP needs that).
+        run: Run folder; None: write nothing.
+        save_model: Writes the weights of a checkpoint; None: no checkpoints.
+        judge: Evaluates on held-out data.
+        sampler: Generates sample texts.
     """
 
     def __init__(
         self,
         model: Transformer,
-        batches: Batches,
+        batches: BatchSource,
         objective: Objective,
         optimizers: Sequence[Optimizer] | MakeOptimizers,
         settings: TrainSettings,
         run: Run | None = None,
         *,
         save_model: SaveModel | None = None,
-        judge: Judge | None = None,
+        judge: Evaluate | None = None,
         sampler: Sampler | None = None,
         parallel: Parallel | None = None,
     ) -> None:
@@ -108,8 +113,8 @@ class Trainer:
         if settings.compile:
             from torch._dynamo import config as limits  # takes two seconds
 
-            # One graph for each kind of layer, with and without gradients, and for each shape of
-            # a batch: torch would give up behind the eighth, and leave the rest slow.
+            # One graph per kind of layer, with and without gradients, and per batch shape. After
+            # eight, torch would fall back to eager execution.
             limits.recompile_limit = max(limits.recompile_limit, 64)
             for layer in model.layers:
                 layer.compile(dynamic=False)
@@ -117,101 +122,104 @@ class Trainer:
         self._computation = self.parallel.wrap(model, objective)
         self.optimizers = list(optimizers(model) if callable(optimizers) else optimizers)
         self.schedule = Schedule(settings.steps, settings.warmup, settings.decay)
-        self._ahead = Ahead(batches, model.config.vocab_size, self.parallel.device)
+        vocab_size = model.config.vocab_size
+        self._prefetcher = BatchPrefetcher(batches, vocab_size, self.parallel.device)
         self._checkpoints: Checkpoints | None = None
         if run is not None and save_model is not None:
             self._checkpoints = Checkpoints(run, save_model, settings.keep, self.parallel)
         self.step = self.tokens = 0
-        self._length = 0  # tokens in a row of the last batch
+        self._length = 0  # tokens per row of the last batch
         self._seconds = 0.0
         self._stop = False
         self._signal: int | None = None
-        self._judged_step = -1  # the step of the last evaluation on held-out text
-        self._held_out: float | None = None
+        self._evaluated_step = -1  # the step of the last evaluation on held-out text
+        self._held_out_loss: float | None = None
         self._best_loss = math.inf  # of the evaluations so far
         self._num_worse = 0  # evaluations since the best one
         self._planned_steps = settings.steps
-        # Seconds since the start at the end of each of the last steps: a tenth of the run, which
-        # has its share of evaluations and checkpoints.
+        # Seconds since the start at the end of each of the last steps: a tenth of the run, so that
+        # evaluations and checkpoints are included in proportion.
         self._step_ends: deque[float] = deque(maxlen=max(2 * _PACE_STEPS, settings.steps // 10))
-        self._saved = -1  # the step whose checkpoint is on the disk
+        self._saved_step = -1  # the step of the newest checkpoint
 
     def stop(self) -> None:
-        """End after the step at hand, with a checkpoint; from any thread."""
+        """End after the current step, with a checkpoint. Callable from any thread."""
         self._stop = True
 
-    # -- the whole of it ----------------------------------------------------------------------
+    # -- the run ------------------------------------------------------------------------------
 
-    def run(self, on_event: Callable[[Event], None] = lambda event: None) -> Ended:
-        """Train to the end, or until somebody stops it."""
-        self._tell = on_event
+    def run(self, on_event: Callable[[Event], None] = lambda event: None) -> RunEnded:
+        """Train to the end, or until it is stopped."""
+        self._on_event = on_event
         try:
             with self._stopping_on_signals():
                 return self._run()
         except (Exception, KeyboardInterrupt) as error:
-            known = in_words(error, self.folder, self.step)
+            explained = explain_error(error, self.folder, self.step)
             if self.folder is not None and self.parallel.first:
-                with suppress(OSError):  # where nothing can be written, words must do
-                    self.folder.update(state="failed", error=str(known or error) or repr(error))
-            if known is not None:
-                raise known from error
+                with suppress(OSError):  # the disk may be the problem
+                    self.folder.update(state="failed", error=str(explained or error) or repr(error))
+            if explained is not None:
+                raise explained from error
             raise
 
-    def _run(self) -> Ended:
+    def _run(self) -> RunEnded:
         settings = self.settings
-        saved = newest(self.folder, self.parallel) if self.folder is not None else None
-        if saved is not None and self.folder is not None:
-            facts = restore(saved, self.model, self.optimizers)
+        checkpoint = None
+        if self.folder is not None:
+            checkpoint = newest_checkpoint(self.folder, self.parallel)
+        if checkpoint is not None and self.folder is not None:
+            facts = restore(checkpoint, self.model, self.optimizers)
             self.step, self.tokens = facts["step"], facts["tokens"]
-            self._saved = self.step
+            self._saved_step = self.step
             self._seconds = facts["seconds"]
             self._best_loss = facts.get("best_loss") or math.inf
             self._num_worse = facts.get("num_worse", 0)
             if self.parallel.first:
-                self.folder.forget_after(self.step)
+                self.folder.truncate_logs(self.step)
         else:
-            self._look_back(first=True)
+            self._run_periodic_work(first=True)
         self.model.train()
-        began = time.monotonic() - self._seconds
+        run_start = time.monotonic() - self._seconds
         while self.step < self.settings.steps:
-            wanted = self._wanted()
-            if wanted == "stop":
+            command = self._requested_command()
+            if command == "stop":
                 return self._end("stopped")
-            if wanted == "pause":
-                began += self._wait()
+            if command == "pause":
+                run_start += self._wait_while_paused()
                 continue
-            since = time.monotonic()
-            measured = self.one_step()
+            step_start = time.monotonic()
+            stats = self.one_step()
             self.step += 1
             now = time.monotonic()
-            self._seconds = now - began
+            self._seconds = now - run_start
             if self.step % settings.log_every == 0 or self.step == self.settings.steps:
-                self._log(measured, now - since)
-            self._look_back()
+                self._log(stats, now - step_start)
+            self._run_periodic_work()
             if settings.patience and self._num_worse >= settings.patience:
                 return self._end("done")
-            self._fit_time_budget(time.monotonic() - began)
+            self._fit_time_budget(time.monotonic() - run_start)
         return self._end("done")
 
-    def _look_back(self, *, first: bool = False) -> None:
-        """Judge, sample and save where it is time for that."""
+    def _run_periodic_work(self, *, first: bool = False) -> None:
+        """Evaluate, sample and save if this step is due for it."""
         settings, last = self.settings, self.step == self.settings.steps
 
         def due(every: int) -> bool:
             return last or (not first and every > 0 and self.step % every == 0)
 
-        frame = self.step in film_steps(settings.steps)
-        # Before the first step FSDP has not set up the shards that an evaluation would gather.
+        milestone = self.step in film_steps(settings.steps)
+        # Before the first step FSDP has not set up the shards that an evaluation gathers.
         at_start = first and settings.judge_every > 0 and not self.parallel.shard
         if at_start or due(settings.judge_every):
-            self._judge_now()
-        if self._sampler is not None and (frame or due(settings.sample_every)):
-            self._sample_now()
-        if frame or due(settings.save_every):
+            self._evaluate()
+        if self._sampler is not None and (milestone or due(settings.sample_every)):
+            self._write_samples()
+        if milestone or due(settings.save_every):
             self._save()
 
     def _fit_time_budget(self, elapsed_s: float) -> None:
-        """Plan as many of the steps as fit into the time budget, at the pace of late.
+        """Reduce the number of steps to what fits into the time budget at the recent pace.
 
         With fewer steps the learning rate decays earlier. The first process decides for all.
         """
@@ -220,7 +228,7 @@ class Trainer:
             return
         self._step_ends.append(elapsed_s)
         if len(self._step_ends) < _PACE_STEPS:
-            return  # the first steps are slow
+            return  # the first steps are slower
         step_s = (elapsed_s - self._step_ends[0]) / (len(self._step_ends) - 1)
         fitting = self.step + max(1, int((budget_s - elapsed_s) / max(step_s, 1e-9)))
         steps = min(fitting, self._planned_steps)
@@ -233,9 +241,9 @@ class Trainer:
         self.schedule = Schedule(steps, self.settings.warmup, self.settings.decay)
         if self.folder is not None and self.parallel.first:
             self.folder.update(steps=steps)
-        self._say(Replanned(self.step, steps))
+        self._emit(StepsReplanned(self.step, steps))
 
-    def _end(self, state: str) -> Ended:
+    def _end(self, state: str) -> RunEnded:
         self._save()
         if self.folder is not None and self.parallel.first:
             if self._checkpoints is not None and state == "done":
@@ -243,62 +251,63 @@ class Trainer:
             self.folder.update(state=state, signal=self._signal if state == "stopped" else None)
         self.parallel.wait()
         early = state == "done" and self.step < self.settings.steps
-        ended = Ended(state, self.step, early)
-        self._say(ended)
+        ended = RunEnded(state, self.step, early)
+        self._emit(ended)
         return ended
 
     # -- one step -----------------------------------------------------------------------------
 
     def one_step(self) -> tuple[float, float, int, dict[str, float]]:
-        """Move the weights once; gives loss, length of the gradient, tokens, and what else."""
+        """Do one optimizer step; returns loss, gradient norm, tokens, and other statistics."""
         settings, parallel = self.settings, self.parallel
         set_rates(self.optimizers, self.schedule(self.step))
         if self._scheduled is not None:
             self._scheduled.progress = self.step / settings.steps
         exact = torch.float32 if parallel.device.type == "mps" else torch.float64
-        # The summed loss, the tokens that count, and all that were read.
+        # Summed loss, tokens in the loss, tokens read.
         counts = torch.zeros(3, dtype=exact, device=parallel.device)
         extra: dict[str, float] = {}
         for number in range(settings.accumulate):
             last = number == settings.accumulate - 1
             index = self.step * settings.accumulate + number
-            batch = self._ahead.take(index)
+            batch = self._prefetcher.get(index)
             counts[2] += batch.ids[:, 1:].numel()
             self._length = batch.ids.shape[1] - 1
-            with parallel.joined(self._computation, last):
+            with parallel.gradient_sync(self._computation, last):
                 with self._precision():
-                    summed, tokens, more = self._computation(batch, self._rng(index))
+                    summed, tokens, statistics = self._computation(batch, self._rng(index))
                 summed.backward()
-            extra.update(more)
+            extra.update(statistics)
             counts[:2] += torch.stack((summed.detach(), tokens))
             if not last:
-                self._ahead.prepare(index + 1)
+                self._prefetcher.prefetch(index + 1)
         if self.step + 1 < settings.steps:
-            self._ahead.prepare((self.step + 1) * settings.accumulate)
-        # Over all processes; a GPU is waited for here, once, and not for each of the numbers.
+            self._prefetcher.prefetch((self.step + 1) * settings.accumulate)
+        # Over all processes, with a single GPU synchronization for all values.
         gradients = self._gradients()
-        norm_of_sum = whole(torch.nn.utils.get_total_norm(gradients)).to(counts)
-        told = torch.cat((parallel.sum(counts), norm_of_sum.view(1))).tolist()
-        total, seen = max(1.0, told[1]), int(told[2])
-        loss, norm = told[0] / total, told[3] * parallel.world / total
+        norm_of_sum = full_tensor(torch.nn.utils.get_total_norm(gradients)).to(counts)
+        loss_sum, num_targets, num_tokens, norm_sum = torch.cat(
+            (parallel.sum(counts), norm_of_sum.view(1))
+        ).tolist()
+        total, num_tokens = max(1.0, num_targets), int(num_tokens)
+        loss, norm = loss_sum / total, norm_sum * parallel.world / total
         if not math.isfinite(loss):
             raise TrainingError(f"the loss of step {self.step + 1} is {loss}, {_ADVICE}")
         if not math.isfinite(norm):
             raise TrainingError(f"the gradient of step {self.step + 1} is {norm}, {_ADVICE}")
-        # From the gradient of a sum to that of the mean, no longer than allowed.
-        shorter = settings.clip / norm if 0 < settings.clip < norm else 1.0
-        torch._foreach_mul_(gradients, parallel.world / total * shorter)
+        # From the gradient of the sum to that of the mean, clipped.
+        clip_factor = settings.clip / norm if 0 < settings.clip < norm else 1.0
+        torch._foreach_mul_(gradients, parallel.world / total * clip_factor)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.tokens += seen
-        return loss, norm, seen, self._mean_over_processes(extra)
+        self.tokens += num_tokens
+        return loss, norm, num_tokens, self._mean_over_processes(extra)
 
     def _mean_over_processes(self, extra: dict[str, float]) -> dict[str, float]:
-        """Average what an objective reports besides the loss.
+        """Average the statistics of an objective over the processes that report them.
 
-        Processes may report different figures, or none; each takes part in the same exchange, and a
-        figure is averaged over those that have it.
+        All processes take part in the exchange, also those without statistics.
         """
         if self.parallel.world == 1:
             return extra
@@ -318,7 +327,7 @@ class Trainer:
         ]
 
     def _rng(self, index: int) -> torch.Generator:
-        """Random numbers of one batch: a function of the seed, the batch's number and the rank."""
+        """Random generator of one batch: a function of the seed, the batch index and the rank."""
         mixed = (self.settings.seed * 1_000_003 + index) * 1_009 + self.parallel.rank
         return torch.Generator().manual_seed(mixed % (1 << 63))
 
@@ -327,154 +336,159 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self.parallel.device.type, torch.bfloat16)
 
-    # -- what is told -------------------------------------------------------------------------
+    # -- logging, evaluation, checkpoints -------------------------------------------------------
 
-    def _say(self, event: Event) -> None:
+    def _emit(self, event: Event) -> None:
         if self.parallel.first:
-            self._tell(event)
+            self._on_event(event)
 
-    def _log(self, measured: tuple[float, float, int, dict[str, float]], took: float) -> None:
-        loss, norm, tokens, extra = measured
+    def _log(self, stats: tuple[float, float, int, dict[str, float]], step_s: float) -> None:
+        loss, norm, tokens, extra = stats
         cuda = self.parallel.device.type == "cuda"
-        logged = Logged(
+        logged = StepLogged(
             self.step,
             self.tokens,
             loss,
             self.optimizers[-1].param_groups[0]["lr"],
             norm,
-            tokens / took,
+            tokens / step_s,
             self._seconds,
             torch.cuda.max_memory_allocated(self.parallel.device) if cuda else None,
-            {**extra, **self._used(tokens / took)},
+            {**extra, **self._mfu(tokens / step_s)},
         )
         if self.folder is not None and self.parallel.first:
             line = {key: value for key, value in asdict(logged).items() if value is not None}
             self.folder.write_log(line | line.pop("extra"))
-        self._say(logged)
+        self._emit(logged)
 
-    def _used(self, tokens_per_second: float) -> dict[str, float]:
-        """The share of the devices' best that the model's arithmetic takes, where that is known."""
+    def _mfu(self, tokens_per_second: float) -> dict[str, float]:
+        """Model FLOPs utilization, if the peak of the device is known."""
         peak = device_peak(self.parallel.device)
         if peak is None:
             return {}
-        whole = peak * self.parallel.world
-        return {"mfu": mfu(self.model.config, self._length, tokens_per_second, whole)}
+        peak *= self.parallel.world
+        return {"mfu": mfu(self.model.config, self._length, tokens_per_second, peak)}
 
-    def _judge_now(self) -> None:
+    def _evaluate(self) -> None:
         if self._judge is None:
             return
         self.model.eval()
-        if self.parallel.shard:  # the judge does not go through the computation, which would do it
+        if self.parallel.shard:  # evaluation calls the model directly, not the FSDP module
             self._computation.unshard()  # type: ignore[operator]
         with torch.no_grad(), self._precision():
-            self._held_out, bits_per_byte = self._judge(self.model)
+            self._held_out_loss, bits_per_byte = self._judge(self.model)
         if self.parallel.shard:
             self._computation.reshard()  # type: ignore[operator]
         self.model.train()
-        if self.parallel.world > 1:  # all processes go by the first one's figure
-            shared = torch.tensor([self._held_out if self.parallel.first else 0.0])
-            self._held_out = float(self.parallel.sum(shared.to(self.parallel.device)).item())
-        self._judged_step = self.step
-        if self._held_out < self._best_loss:
-            self._best_loss, self._num_worse = self._held_out, 0
+        if self.parallel.world > 1:  # all processes use the first one's value
+            shared = torch.tensor([self._held_out_loss if self.parallel.first else 0.0])
+            self._held_out_loss = float(self.parallel.sum(shared.to(self.parallel.device)).item())
+        self._evaluated_step = self.step
+        if self._held_out_loss < self._best_loss:
+            self._best_loss, self._num_worse = self._held_out_loss, 0
         else:
             self._num_worse += 1
-        judged = Judged(self.step, self._held_out, bits_per_byte)
+        evaluated = Evaluated(self.step, self._held_out_loss, bits_per_byte)
         if self.folder is not None and self.parallel.first:
-            line = {key: value for key, value in asdict(judged).items() if value is not None}
+            line = {key: value for key, value in asdict(evaluated).items() if value is not None}
             self.folder.write_log(line)
-        self._say(judged)
+        self._emit(evaluated)
 
-    def _sample_now(self) -> None:
+    def _write_samples(self) -> None:
         if self._sampler is None or self.parallel.shard or not self.parallel.first:
             return
         self.model.eval()
-        # A text grows, and a compiled layer would be compiled again for every length it has.
+        # Eager: a compiled layer would be recompiled for every length of the growing text.
         compiled = self.settings.compile
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             for prompt, seed, text in self._sampler(self.model):
-                sampled = Sampled(self.step, prompt, seed, text)
+                sample = SampleWritten(self.step, prompt, seed, text)
                 if self.folder is not None:
-                    self.folder.write_sample(asdict(sampled))
-                self._say(sampled)
+                    self.folder.write_sample(asdict(sample))
+                self._emit(sample)
         self.model.train()
 
     def _save(self) -> None:
-        if self._checkpoints is None or self._saved == self.step:
+        if self._checkpoints is None or self._saved_step == self.step:
             return
-        self._saved = self.step
-        judged = self._judged_step == self.step
+        self._saved_step = self.step
+        is_evaluated = self._evaluated_step == self.step
         facts = {
             "step": self.step,
             "tokens": self.tokens,
             "seconds": self._seconds,
-            "held_out_loss": self._held_out if judged else None,
+            "held_out_loss": self._held_out_loss if is_evaluated else None,
             "best_loss": self._best_loss if math.isfinite(self._best_loss) else None,
             "num_worse": self._num_worse,
         }
         state = training_state(self.model, self.optimizers)
-        self._say(Saved(self.step, self._checkpoints.save(facts, self._weights(), state)))
+        folder = self._checkpoints.save(facts, self._weights(), state)
+        self._emit(CheckpointSaved(self.step, folder))
 
     def _weights(self) -> dict[str, Tensor]:
-        """All of them, for the first process; every process takes part."""
-        found = {}
+        """All weights, in the first process only; every process must call it."""
+        weights = {}
         for name, value in self.model.state_dict().items():
-            gathered = whole(value)
+            gathered = full_tensor(value)
             if self.parallel.first:
-                found[name] = gathered.cpu() if self.parallel.shard else gathered
-        return found
+                weights[name] = gathered.cpu() if self.parallel.shard else gathered
+        return weights
 
-    # -- what others want, and what goes wrong ------------------------------------------------
+    # -- control ------------------------------------------------------------------------------
 
-    def _wanted(self) -> str:
-        """Pause, stop or go: what this or any other process was told, the same for all."""
-        wanted = 0
+    def _requested_command(self) -> str:
+        """`go`, `pause` or `stop`, as any process was asked to; the same in all processes."""
+        command = 0
         if self._stop:
-            wanted = 2
+            command = 2
         elif self.folder is not None and self.parallel.first:
-            wanted = ("go", "pause", "stop").index(self.folder.wanted())
+            command = ("go", "pause", "stop").index(self.folder.requested_command())
         if self.parallel.world > 1:
-            told = torch.tensor([float(wanted == 1), float(wanted == 2)])
-            pausing, stopping = self.parallel.sum(told.to(self.parallel.device)).tolist()
-            wanted = 2 if stopping else 1 if pausing else 0
-        return ("go", "pause", "stop")[wanted]
+            votes = torch.tensor([float(command == 1), float(command == 2)])
+            pausing, stopping = self.parallel.sum(votes.to(self.parallel.device)).tolist()
+            command = 2 if stopping else 1 if pausing else 0
+        return ("go", "pause", "stop")[command]
 
-    def _wait(self) -> float:
-        """Sleep until the run may go on; gives the seconds that took."""
-        since = time.monotonic()
+    def _wait_while_paused(self) -> float:
+        """Sleep until the run may continue; returns the seconds slept."""
+        pause_start = time.monotonic()
         if self.folder is not None and self.parallel.first:
             self.folder.update(state="paused")
-            self._say(Paused(self.step))
-        while self._wanted() == "pause":
-            time.sleep(_PAUSE)
+            self._emit(RunPaused(self.step))
+        while self._requested_command() == "pause":
+            time.sleep(_POLL_S)
         if self.folder is not None and self.parallel.first:
             self.folder.update(state="running")
-        return time.monotonic() - since
+        return time.monotonic() - pause_start
 
     @contextmanager
     def _stopping_on_signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM end the training after the step at hand; the second one at once, but
-        not within a second: torchrun passes on what the terminal has told its processes too."""
+        """Stop after the current step on Ctrl-C or SIGTERM; a second signal interrupts it.
+
+        Signals within a second count as one: torchrun forwards the signal that the terminal has
+        already sent to its processes.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
-        since = math.inf
+        first_signal = math.inf
 
         def on_signal(number: int, frame: Any) -> None:
-            nonlocal since
-            if self._stop and time.monotonic() > since + _AGAIN:
+            nonlocal first_signal
+            if self._stop and time.monotonic() > first_signal + _SECOND_SIGNAL_S:
                 raise KeyboardInterrupt
-            self._stop, self._signal, since = True, number, min(since, time.monotonic())
+            first_signal = min(first_signal, time.monotonic())
+            self._stop, self._signal = True, number
 
         numbers = [
             number
             for number in (signal.SIGINT, signal.SIGTERM)
             if signal.getsignal(number) is not signal.SIG_IGN
         ]
-        before = [signal.signal(number, on_signal) for number in numbers]
+        handlers = [signal.signal(number, on_signal) for number in numbers]
         try:
             yield
         finally:
-            for number, handler in zip(numbers, before, strict=True):
+            for number, handler in zip(numbers, handlers, strict=True):
                 signal.signal(number, handler)

@@ -1,9 +1,9 @@
-"""How the processes of a training find each other, also after torchrun has started them anew.
+"""Rendezvous of the training processes that survives restarts by torchrun.
 
-torchrun keeps one store of keys through all restarts, and what processes leave there of themselves
-(addresses, above all) is found by those of a later life, who then wait for the dead. So every life
-has keys of its own: the first process writes the name of the life, the others ask under that name
-to be let in, and one that nobody answers has read an old name and looks again.
+torchrun keeps one key-value store through all restarts. Keys left by processes of an earlier
+attempt (addresses above all) would make the new ones wait for dead peers. So each attempt uses its
+own key prefix: rank 0 writes the attempt's id, the others ask to join under it, and a process that
+gets no answer has read the id of an earlier attempt and reads it again.
 """
 
 from __future__ import annotations
@@ -16,47 +16,48 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-_LOOK = 0.05  # seconds between two looks at the store
-_ANSWER = 2.0  # seconds after which a name that nobody answers for is taken to be old
+_POLL_STORE_S = 0.05
+_REPLY_TIMEOUT_S = 2.0  # without a reply in this time, the attempt id is an old one
 
 
-def meet(timeout: timedelta) -> tuple[Any, int, int]:
-    """A store for this life alone, this process's rank, and how many there are."""
+def join_processes(timeout: timedelta) -> tuple[Any, int, int]:
+    """Meet the other processes; returns a store for this attempt, the rank and the world size."""
     store, rank, world = next(rendezvous("env://", timeout=timeout))
-    until = time.monotonic() + timeout.total_seconds()
-    life = _let_in(store, world, until) if rank == 0 else _ask(store, rank, until)
-    return dist.PrefixStore(life, store), rank, world  # type: ignore[attr-defined]
+    deadline = time.monotonic() + timeout.total_seconds()
+    attempt = _admit_others(store, world, deadline) if rank == 0 else _join(store, rank, deadline)
+    return dist.PrefixStore(attempt, store), rank, world  # type: ignore[attr-defined]
 
 
-def _let_in(store: Any, world: int, until: float) -> str:
-    """What the first process does: name the life, and answer everybody who asks."""
-    life = uuid.uuid4().hex
-    store.set("unspool/life", life)
-    waiting = set(range(1, world))
-    while waiting:
-        asking = {rank for rank in waiting if store.check([f"{life}/asks/{rank}"])}
+def _admit_others(store: Any, world: int, deadline: float) -> str:
+    """Rank 0: publish the attempt id, and reply to every process that asks to join."""
+    attempt = uuid.uuid4().hex
+    store.set("unspool/life", attempt)
+    missing = set(range(1, world))
+    while missing:
+        asking = {rank for rank in missing if store.check([f"{attempt}/asks/{rank}"])}
         for rank in asking:
-            store.set(f"{life}/answer/{store.get(f'{life}/asks/{rank}').decode()}", "come in")
-        waiting -= asking
-        _wait_a_little(until, f"{len(waiting)} of {world} processes have not come")
-    return life
+            store.set(f"{attempt}/answer/{store.get(f'{attempt}/asks/{rank}').decode()}", "come in")
+        missing -= asking
+        _sleep_until(deadline, f"{len(missing)} of {world} processes are missing")
+    return attempt
 
 
-def _ask(store: Any, rank: int, until: float) -> str:
+def _join(store: Any, rank: int, deadline: float) -> str:
     while True:
-        _wait_a_little(until, "the first process has not come")
+        _sleep_until(deadline, "the first process is missing")
         if not store.check(["unspool/life"]):
             continue
-        life, me = str(store.get("unspool/life").decode()), uuid.uuid4().hex
-        store.set(f"{life}/asks/{rank}", me)
-        since = time.monotonic()
-        while time.monotonic() < since + _ANSWER:
-            if store.check([f"{life}/answer/{me}"]):
-                return life
-            _wait_a_little(until, "the first process does not answer")
+        attempt, request = str(store.get("unspool/life").decode()), uuid.uuid4().hex
+        store.set(f"{attempt}/asks/{rank}", request)
+        asked_at = time.monotonic()
+        while time.monotonic() < asked_at + _REPLY_TIMEOUT_S:
+            if store.check([f"{attempt}/answer/{request}"]):
+                return attempt
+            _sleep_until(deadline, "the first process does not reply")
 
 
-def _wait_a_little(until: float, why: str) -> None:
-    if time.monotonic() > until:
-        raise dist.DistNetworkError(f"timed out: {why}")
-    time.sleep(_LOOK)
+def _sleep_until(deadline: float, reason: str) -> None:
+    """Sleep a moment; fail after the deadline."""
+    if time.monotonic() > deadline:
+        raise dist.DistNetworkError(f"timed out: {reason}")
+    time.sleep(_POLL_STORE_S)

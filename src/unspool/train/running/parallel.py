@@ -1,14 +1,14 @@
-"""Several processes training one model, started by torchrun: DDP, or FSDP2 for what is too large.
+"""Data-parallel training with torchrun: DDP, or FSDP2 for models that do not fit one GPU.
 
-    torchrun --nproc-per-node 8 -m unspool train --depth 20              every GPU has the model
-    torchrun --nproc-per-node 8 -m unspool train --depth 32 --shard      every GPU has a part of it
+    torchrun --nproc-per-node 8 -m unspool train --depth 20              each GPU has the model
+    torchrun --nproc-per-node 8 -m unspool train --depth 32 --shard      each GPU has a shard of it
 
-A process alone goes through the same code. Only the first process speaks, and writes all files but
-the parts of a sharded checkpoint.
+A single process uses the same code. Only rank 0 prints, and writes all files except the shards of a
+sharded checkpoint.
 
-Nobody waits forever. Within a step a process that does not answer is given up after `timeout`
-minutes; where one works and the others wait (text is read, a checkpoint is written) they wait
-for a day, but not for one that is gone: its connection breaks, and that is told at once.
+Timeouts: within a step, a process that does not respond fails the run after `timeout` minutes.
+While one process works and the others wait (reading text, writing a checkpoint), they wait up to a
+day, but a process that died breaks its connection and fails the run immediately.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from torch.nn.parallel import DistributedDataParallel
 from unspool.errors import SettingsError, UnspoolError
 from unspool.model.transformer import Transformer
 from unspool.train.learning.objectives import Objective
-from unspool.train.running.meeting import meet
+from unspool.train.running.meeting import join_processes
 
-_PATIENCE = timedelta(days=1)
-_BEGINNING = timedelta(minutes=10)  # in which all must have come, however short a step's limit is
+_LONG_TIMEOUT = timedelta(days=1)
+_START_TIMEOUT = timedelta(minutes=10)  # for all processes to start, even if a step's is shorter
 
 
 class LostProcessError(UnspoolError):
-    """Another process of the training is gone, does not answer, or could not do its part."""
+    """Another training process died, does not respond, or failed."""
 
 
 class Computation(nn.Module):
-    """From a batch to its loss: the one forward pass that DDP and FSDP know of.
+    """Forward pass from a batch to its loss: the module that DDP and FSDP wrap.
 
-    Gives the loss summed over its tokens, because sums of several processes can be added.
+    Returns the loss summed over tokens, because the sums of several processes can be added.
     """
 
     def __init__(self, model: Transformer, objective: Objective) -> None:
@@ -59,13 +59,13 @@ class Computation(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """This process among those that train together."""
+    """This process's place in a parallel training run."""
 
     device: torch.device
     rank: int = 0
     world: int = 1
-    shard: bool = False  # FSDP2: weights, gradients and optimizer spread over all
-    patient: Any = None  # the group in which processes wait for one that has long work to do
+    shard: bool = False  # FSDP2: weights, gradients and optimizer state are sharded
+    long_group: Any = None  # process group with a long timeout, for work of one process
 
     @property
     def first(self) -> bool:
@@ -73,7 +73,7 @@ class Parallel:
 
     @classmethod
     def alone(cls, device: str = "auto") -> Parallel:
-        """One process, not started by torchrun."""
+        """A single process, without torchrun."""
         return cls(_device(device, 0))
 
     @classmethod
@@ -81,7 +81,7 @@ class Parallel:
     def started(
         cls, device: str = "auto", *, shard: bool = False, timeout: float = 10
     ) -> Iterator[Parallel]:
-        """What torchrun says of this process, or a process alone; ended with the block."""
+        """Set up this process as torchrun's environment says, or a single one without torchrun."""
         place = _device(device, int(os.environ.get("LOCAL_RANK", "0")))
         if os.environ.get("RANK") is None:
             if shard:
@@ -92,22 +92,24 @@ class Parallel:
             torch.cuda.set_device(place)
         backend, wait = "nccl" if place.type == "cuda" else "gloo", timedelta(minutes=timeout)
         try:
-            store, rank, world = meet(max(wait, _BEGINNING))
+            store, rank, world = join_processes(max(wait, _START_TIMEOUT))
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
         except RuntimeError as error:
-            raise lost(error) from error
+            raise process_lost(error) from error
         try:
-            patient = dist.new_group(backend="gloo", timeout=_PATIENCE) if world > 1 else None
-            yield cls(place, rank, world, shard, patient)
+            long_group = None
+            if world > 1:
+                long_group = dist.new_group(backend="gloo", timeout=_LONG_TIMEOUT)
+            yield cls(place, rank, world, shard, long_group)
         finally:
             dist.destroy_process_group()
 
     def place(self, model: Transformer) -> Transformer:
-        """The model where it is trained; one that is sharded goes there layer by layer."""
+        """Move the model to its device; FSDP moves a sharded one layer by layer."""
         return model if self.shard else model.to(self.device)
 
     def wrap(self, model: Transformer, objective: Objective) -> nn.Module:
-        """The computation, its gradients joined over the processes."""
+        """The computation, with gradients summed over the processes."""
         computation = Computation(model, objective)
         if self.world == 1 and not self.shard:
             return computation
@@ -124,8 +126,8 @@ class Parallel:
         fully_shard(computation, mesh=mesh, reshard_after_forward=False)
         return computation
 
-    def joined(self, computation: nn.Module, last: bool) -> Any:
-        """Within: whether the gradients of this batch are sent, or wait for those of the next."""
+    def gradient_sync(self, computation: nn.Module, last: bool) -> Any:
+        """Context of a batch: synchronize gradients only in the last batch of a step."""
         if self.shard:
             computation.set_requires_gradient_sync(last)  # type: ignore[operator]
             return nullcontext()
@@ -134,106 +136,104 @@ class Parallel:
         return nullcontext()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Numbers added up over all processes."""
+        """Sum over all processes, in place."""
         if self.world > 1:
             dist.all_reduce(values)
         return values
 
     def gather(self, value: dict[str, float]) -> list[dict[str, float]]:
-        """The dictionaries of all processes, by rank. Every process must call it."""
+        """Gather the dictionaries of all processes, by rank. Every process must call it."""
         if self.world == 1:
             return [value]
-        texts = json.dumps(value).encode()
+        content = json.dumps(value).encode()
         sizes = torch.zeros(self.world, dtype=torch.int64)
-        sizes[self.rank] = len(texts)
-        sizes = self._joined(sizes)
-        letters = torch.zeros(self.world, int(sizes.max()), dtype=torch.uint8)
-        letters[self.rank, : len(texts)] = torch.tensor(list(texts), dtype=torch.uint8)
-        rows = self._joined(letters).tolist()
+        sizes[self.rank] = len(content)
+        sizes = self._sum_patiently(sizes)
+        contents = torch.zeros(self.world, int(sizes.max()), dtype=torch.uint8)
+        contents[self.rank, : len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+        rows = self._sum_patiently(contents).tolist()
         return [json.loads(bytes(r[: int(n)])) for r, n in zip(rows, sizes, strict=True)]
 
-    def told(self, text: str) -> str:
-        """What the first process says, on all of them."""
+    def broadcast_str(self, text: str) -> str:
+        """Return rank 0's text in all processes."""
         if self.world == 1:
             return text
-        size = self._joined(torch.tensor([len(text.encode()) if self.first else 0]))
-        letters = torch.zeros(int(size), dtype=torch.uint8)
+        size = self._sum_patiently(torch.tensor([len(text.encode()) if self.first else 0]))
+        content = torch.zeros(int(size), dtype=torch.uint8)
         if self.first:
-            letters = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        return bytes(self._joined(letters).tolist()).decode()
+            content = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        return bytes(self._sum_patiently(content).tolist()).decode()
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Barrier: return when all processes have called it."""
         if self.world > 1:
-            self._joined(torch.zeros(1))
+            self._sum_patiently(torch.zeros(1))
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
-        """Gone on from only if all processes came through the block."""
+    def all_succeed(self) -> Iterator[None]:
+        """Barrier at the end of a block: fail in every process if the block failed in one."""
         if self.world == 1:
             yield
             return
         try:
             yield
         except BaseException:
-            self._joined(torch.ones(1))
+            self._sum_patiently(torch.ones(1))
             raise
-        if self._joined(torch.zeros(1)).item():
-            raise LostProcessError("another process could not do its part; its words say why")
+        if self._sum_patiently(torch.zeros(1)).item():
+            raise LostProcessError("another process failed; its own message says why")
 
     @contextmanager
     def first_alone(self) -> Iterator[None]:
-        """A block that the first process goes through before the others do."""
+        """A block that rank 0 runs before the others."""
         if not self.first:
             self.wait()
         yield
         if self.first:
             self.wait()
 
-    def _joined(self, values: Tensor) -> Tensor:
-        """Numbers added up, however long the others work before they come to it."""
+    def _sum_patiently(self, values: Tensor) -> Tensor:
+        """Sum over all processes with the long timeout."""
         try:
-            dist.all_reduce(values, group=self.patient)
+            dist.all_reduce(values, group=self.long_group)
         except RuntimeError as error:
-            raise lost(error) from error
+            raise process_lost(error) from error
         return values
 
 
-def is_lost(error: BaseException) -> bool:
-    """Whether an error says that another process is gone or does not answer."""
-    known = ("connection", "timed out", "timeout", "broken pipe", "socket", "nccl", "gloo")
-    words = str(error).lower()
+def is_process_lost(error: BaseException) -> bool:
+    """Whether an error means that another process died or does not respond."""
+    signs = ("connection", "timed out", "timeout", "broken pipe", "socket", "nccl", "gloo")
+    message = str(error).lower()
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in words for word in known)
+        isinstance(error, RuntimeError) and any(sign in message for sign in signs)
     )
 
 
-def lost(error: BaseException) -> LostProcessError:
-    first = re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", str(error)).partition("\n")[0]  # no place in gloo
-    why = first.partition(". ")[0]
+def process_lost(error: BaseException) -> LostProcessError:
+    line = re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", str(error)).partition("\n")[0]  # no C++ location
+    reason = line.partition(". ")[0]
     return LostProcessError(
-        f"another process of this training is gone or does not answer ({why}); its own words, if "
-        "it had any, say why"
+        f"another training process died or does not respond ({reason}); see its own output for "
+        "the cause"
     )
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor on this process; every process must ask."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The unsharded tensor; every process must call it."""
     detached = tensor.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def first_row(tensor: Tensor) -> int:
-    """Where in the whole tensor the rows of this process begin: FSDP gives each as many."""
+    """Index of this process's first row in the full tensor: FSDP shards rows evenly."""
     if not isinstance(tensor, DTensor):
         return 0
     mesh = tensor.device_mesh
     return min(len(tensor), mesh.get_local_rank() * -(-len(tensor) // mesh.size()))
 
 
-def _device(wanted: str, local_rank: int) -> torch.device:
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda":
-        return torch.device("cuda", local_rank)
-    return torch.device(wanted)
+def _device(name: str, local_rank: int) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)

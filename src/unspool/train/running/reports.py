@@ -1,4 +1,4 @@
-"""Listeners that pass a training on to other programs, if they are installed."""
+"""Event listeners for experiment trackers: TensorBoard, Weights & Biases, trackio."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from importlib import import_module
 from typing import Any
 
 from unspool.errors import SettingsError
-from unspool.train.running.events import Ended, Event, Judged, Logged, Sampled
+from unspool.train.running.events import Evaluated, Event, RunEnded, SampleWritten, StepLogged
 from unspool.train.running.runs import Run
 
 Listener = Callable[[Event], None]
 
 
 def reporters(names: Sequence[str], run: Run) -> list[Listener]:
-    """A listener for each name: tensorboard, wandb or trackio."""
-    known = {"tensorboard": _tensorboard, "wandb": _tracker, "trackio": _tracker}
+    """Open a listener for each name: tensorboard, wandb or trackio."""
+    trackers = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _wandb}
     for name in names:
-        if name not in known:
-            raise SettingsError(f"there is no report to {name!r}; there are {', '.join(known)}")
-    return [_opened(known[name], name, run) for name in names]
+        if name not in trackers:
+            raise SettingsError(f"unknown report {name!r}; choose from {', '.join(trackers)}")
+    return [_open_tracker(trackers[name], name, run) for name in names]
 
 
-def _opened(make: Callable[[str, Run], Listener], name: str, run: Run) -> Listener:
+def _open_tracker(make: Callable[[str, Run], Listener], name: str, run: Run) -> Listener:
     try:
         return make(name, run)
     except ImportError as error:
         missing = error.name or name
         raise SettingsError(f"{missing} is not installed: pip install {missing}") from None
-    except Exception as error:  # each has errors of its own: no key, no network
-        why = str(error).strip().splitlines() or [repr(error)]
-        raise SettingsError(f"the report to {name} cannot be opened: {why[0]}") from error
+    except Exception as error:  # no key, no network: each library has its own errors
+        reason = str(error).strip().splitlines() or [repr(error)]
+        raise SettingsError(f"cannot report to {name}: {reason[0]}") from error
 
 
-def all_of(*listeners: Listener) -> Listener:
-    """One that tells several."""
+def combine_listeners(*listeners: Listener) -> Listener:
+    """A listener that passes events on to several."""
 
     def listen(event: Event) -> None:
         for listener in listeners:
@@ -46,12 +46,12 @@ def all_of(*listeners: Listener) -> Listener:
 
 
 def _figures(event: Event) -> dict[str, float]:
-    if isinstance(event, Logged):
+    if isinstance(event, StepLogged):
         return {
             "loss": event.loss, "lr": event.lr, "grad_norm": event.grad_norm,
             "tokens": event.tokens, "tokens_per_second": event.tokens_per_second, **event.extra,
         }  # fmt: skip
-    if isinstance(event, Judged):
+    if isinstance(event, Evaluated):
         bits = {} if event.bits_per_byte is None else {"bits_per_byte": event.bits_per_byte}
         return {"held_out_loss": event.held_out_loss, **bits}
     return {}
@@ -59,40 +59,41 @@ def _figures(event: Event) -> dict[str, float]:
 
 def _tensorboard(name: str, run: Run) -> Listener:
     import_module("tensorboard")
-    # A run that goes on from a checkpoint computes the steps behind it again.
-    saved = run.resumable()
+    # A resumed run computes the steps after its checkpoint again.
+    checkpoint = run.resumable()
     writer: Any = import_module("torch.utils.tensorboard").SummaryWriter(
-        str(run.folder / "tensorboard"), purge_step=None if saved is None else saved.step + 1
+        str(run.folder / "tensorboard"),
+        purge_step=None if checkpoint is None else checkpoint.step + 1,
     )
-    atexit.register(writer.close)  # also where training ends with an error
+    atexit.register(writer.close)  # also after an error
 
     def listen(event: Event) -> None:
         for key, value in _figures(event).items():
             writer.add_scalar(key, value, getattr(event, "step", 0))
-        if isinstance(event, Sampled):
+        if isinstance(event, SampleWritten):
             writer.add_text("sample", event.prompt + event.text, event.step)
-        if isinstance(event, Ended):
+        if isinstance(event, RunEnded):
             writer.flush()
 
     return listen
 
 
-def _tracker(name: str, run: Run) -> Listener:
-    """Weights & Biases, and trackio, which takes the same calls."""
+def _wandb(name: str, run: Run) -> Listener:
+    """Weights & Biases, or trackio, which has the same API."""
     module: Any = import_module(name)
     facts = run.facts
-    wanted = {
+    options = {
         "project": "unspool", "name": run.name, "config": facts.get("settings", {}),
-        "resume": "allow",  # the same one, where a run goes on
+        "resume": "allow",  # a resumed run continues its old record
     }  # fmt: skip
-    if name == "wandb":  # which finds it by an id; letters that one may not have are left out
-        wanted["id"] = re.sub(r"[^\w-]", "", f"{run.name}-{facts.get('started', '')}")
-    module.init(**wanted)
+    if name == "wandb":  # finds the record by an id without special characters
+        options["id"] = re.sub(r"[^\w-]", "", f"{run.name}-{facts.get('started', '')}")
+    module.init(**options)
 
     def listen(event: Event) -> None:
         if figures := _figures(event):
             module.log(figures, step=getattr(event, "step", 0))
-        if isinstance(event, Ended):
+        if isinstance(event, RunEnded):
             module.finish()
 
     return listen

@@ -1,17 +1,18 @@
-"""The folder of a training run: what is in it, and reading it back. Needs no torch.
+"""The folder of a training run. Needs no torch.
 
-    run.json            what the run is: kind, state, settings, the model's config, the data's card
-    log.jsonl           one line a logged step: step, tokens, loss, lr, tokens_per_second, ...
-    samples.jsonl       texts that the model wrote on the way: step, prompt, seed, text
-    checkpoints/000123/ whole model folders, loaded by `unspool.load` and by transformers
-    final.json          the checkpoint that is the result, when the run is done: the best
-    control.json        what somebody else wants of the run: {"want": "pause" | "go" | "stop"}
+    run.json            kind, state, settings, model config, statistics of the data
+    log.jsonl           one line per logged step: step, tokens, loss, lr, tokens_per_second, ...
+    samples.jsonl       texts generated during training: step, prompt, seed, text
+    checkpoints/000123/ model folders for `unspool.load` and transformers
+    final.json          the resulting checkpoint of a finished run: the best one
+    control.json        command of another process: pause, go or stop
 
     for run in Run.all():
         print(run.name, run.state, run.log()[-1])
     Run.open("runs/speeches").ask("pause")
 
-A run is changed only by the process that trains it; everybody else reads, and asks.
+Only the training process writes a run folder; other processes read it, and request changes through
+control.json.
 """
 
 from __future__ import annotations
@@ -34,34 +35,34 @@ from unspool.train.running.atomic import write_json
 
 KINDS = ("new", "tune", "dpo", "grpo", "twin")
 STATES = ("running", "paused", "done", "failed", "stopped", "broken off")
-WANTS = ("go", "pause", "stop")
-FILM = (0, 1, 3, 10, 30, 100)  # per cent of the steps of which a checkpoint is always kept
+COMMANDS = ("go", "pause", "stop")
+MILESTONES = (0, 1, 3, 10, 30, 100)  # percent of the steps; these checkpoints are always kept
 
 _UNFINISHED = ("running", "paused")
 
 
 class RunError(UnspoolError):
-    """A run folder that is not there, or cannot be used as was asked."""
+    """A run folder is missing, damaged, or in the wrong state."""
 
 
 def film_steps(steps: int) -> tuple[int, ...]:
-    """The steps whose checkpoints are kept to look back at the training as at a film."""
-    return tuple(sorted({round(steps * share / 100) for share in FILM}))
+    """The steps whose checkpoints are always kept, to compare the model over the training."""
+    return tuple(sorted({round(steps * percent / 100) for percent in MILESTONES}))
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class CheckpointInfo:
     """One checkpoint of a run."""
 
     folder: Path
     step: int
     tokens: int
     held_out_loss: float | None
-    resumable: bool  # whether the optimizer's state lies beside the weights
+    resumable: bool  # whether it includes the optimizer state
 
 
 class Run:
-    """One run folder; its facts are read from the disk whenever they are asked for."""
+    """One run folder. Properties read the disk on every access."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,35 +74,37 @@ class Run:
 
     @classmethod
     def open(cls, folder: str | Path) -> Run:
-        """The run in a folder; a bare name is looked for among the runs."""
+        """Open a run by its folder, or by its name among the runs."""
         path = find_run(folder)
         if path is None:
-            raise RunError(f"{folder}: is no training run (it has no run.json); see: {_LIST}")
+            raise RunError(
+                f"{folder}: not a training run (no run.json); list them with: unspool train runs"
+            )
         return cls(path)
 
     @classmethod
     def all(cls, root: str | Path | None = None) -> list[Run]:
-        """Every run below a folder that can be read, the newest first."""
+        """All readable runs in a folder, newest first."""
         folder = Path(root) if root is not None else runs_folder()
-        found = {}
+        start_times = {}
         for path in sorted(folder.glob("*/run.json")):
             with suppress(RunError):
                 run = cls(path.parent)
-                found[run] = str(run.facts.get("started", ""))
-        return sorted(found, key=lambda run: found[run], reverse=True)
+                start_times[run] = str(run.facts.get("started", ""))
+        return sorted(start_times, key=lambda run: start_times[run], reverse=True)
 
     @classmethod
     def create(cls, folder: str | Path, kind: str, **facts: Any) -> Run:
-        """A new run in a folder that must not have one yet."""
+        """Create a run in a folder that does not have one; `facts` go into run.json."""
         path = Path(folder).expanduser()
         if (path / "run.json").exists():
             raise RunError(
-                f"{path}: has a run already; go on with it (--resume), or give another --name"
+                f"{path}: has a run already; continue it with --resume, or give another --name"
             )
         try:
             (path / "checkpoints").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunError(f"cannot make the run's folder {path}: {error.strerror}") from None
+            raise RunError(f"cannot create the run folder {path}: {error.strerror}") from None
         run = cls(path)
         first = {"name": path.name, "kind": kind, "state": "running", "started": _now()}
         write_json(path / "run.json", {**first, **process_facts(), **facts})
@@ -109,7 +112,7 @@ class Run:
 
     @classmethod
     def free_folder(cls, name: str, root: str | Path | None = None) -> Path:
-        """A folder for a new run called `name`, or `name-2`, ... if that is taken."""
+        """An unused folder for a run: `name`, or `name-2`, `name-3`, ..."""
         base = (Path(root) if root is not None else runs_folder()) / name
         folder, number = base, 1
         while folder.exists():
@@ -125,39 +128,41 @@ class Run:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What run.json says."""
+        """Content of run.json."""
         return read_json(self.folder / "run.json")
 
     @property
     def state(self) -> str:
-        """One of STATES; a run that says it is going and whose process is gone is broken off."""
+        """One of STATES; "broken off": the process of an unfinished run has died."""
         facts = self.facts
         state = str(facts.get("state", "failed"))
-        if state in _UNFINISHED and not _lives(facts.get("pid"), facts.get("pid_started")):
+        if state in _UNFINISHED and not _is_alive(facts.get("pid"), facts.get("pid_started")):
             return "broken off"
         return state
 
     @property
     def steps(self) -> int:
-        """How many steps it is to have in all."""
+        """Planned number of steps."""
         return int(self.facts.get("steps", 0))
 
     def log(self, since: int = 0) -> list[dict[str, Any]]:
-        """The logged steps from line `since` on. A resumed run repeats no step: its lines after
-        the checkpoint it goes on from are taken back."""
-        return list(_lines(self.folder / "log.jsonl", since))
+        """StepLogged steps from line `since` on.
+
+        Resuming removes the lines after the checkpoint, so no step occurs twice.
+        """
+        return list(_read_lines(self.folder / "log.jsonl", since))
 
     def samples(self, since: int = 0) -> list[dict[str, Any]]:
-        return list(_lines(self.folder / "samples.jsonl", since))
+        return list(_read_lines(self.folder / "samples.jsonl", since))
 
-    def checkpoints(self) -> list[Saved]:
-        """The whole ones, in the order of their steps."""
-        found = []
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """All complete checkpoints, by step."""
+        checkpoints = []
         for path in (self.folder / "checkpoints").glob("[0-9]*"):
-            with suppress(RunError):  # one that is being removed just now
+            with suppress(RunError):  # being deleted right now
                 facts = read_json(path / "training.json")
-                found.append(
-                    Saved(
+                checkpoints.append(
+                    CheckpointInfo(
                         path,
                         int(facts["step"]),
                         int(facts["tokens"]),
@@ -165,15 +170,15 @@ class Run:
                         (path / "state" / "state.json").exists(),
                     )
                 )
-        return sorted(found, key=lambda saved: saved.step)
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
-    def resumable(self) -> Saved | None:
-        """The newest checkpoint that training can go on from."""
-        return next((saved for saved in reversed(self.checkpoints()) if saved.resumable), None)
+    def resumable(self) -> CheckpointInfo | None:
+        """The newest checkpoint that training can resume from."""
+        return next((c for c in reversed(self.checkpoints()) if c.resumable), None)
 
     @property
     def final(self) -> Path | None:
-        """The folder of the finished model."""
+        """Folder of the finished model; None before the run is done."""
         if not (self.folder / "final.json").exists():
             return None
         return self.folder / str(read_json(self.folder / "final.json")["checkpoint"])
@@ -186,38 +191,38 @@ class Run:
     @property
     def best_step(self) -> int | None:
         """The step of the checkpoint with the lowest held-out loss; None without evaluations."""
-        evaluated = [saved for saved in self.checkpoints() if saved.held_out_loss is not None]
-        best = min(evaluated, key=lambda saved: (saved.held_out_loss, -saved.step), default=None)
+        evaluated = [c for c in self.checkpoints() if c.held_out_loss is not None]
+        best = min(evaluated, key=lambda c: (c.held_out_loss, -c.step), default=None)
         return None if best is None else best.step
 
-    # -- asking -------------------------------------------------------------------------------
+    # -- control ------------------------------------------------------------------------------
 
-    def ask(self, want: str) -> None:
-        """Ask the process that trains to pause, go on or stop; it looks once a step."""
-        if want not in WANTS:
-            raise RunError(f"a run can be asked to {', '.join(WANTS)}, not {want!r}")
+    def ask(self, command: str) -> None:
+        """Ask the training process to `pause`, `go` on or `stop`; it checks once per step."""
+        if command not in COMMANDS:
+            raise RunError(f"unknown command {command!r}; a run accepts {', '.join(COMMANDS)}")
         state = self.state
         if state not in _UNFINISHED:
-            raise RunError(f"{self.name} is {state}; only a run that is going can be asked")
-        write_json(self.folder / "control.json", {"want": want})
+            raise RunError(f"{self.name} is {state}; only a running training accepts commands")
+        write_json(self.folder / "control.json", {"want": command})
 
-    def wanted(self) -> str:
-        """What somebody asked for last."""
+    def requested_command(self) -> str:
+        """The last command of `ask`; `go` if there is none."""
         with suppress(RunError):
-            want = str(read_json(self.folder / "control.json").get("want"))
-            return want if want in WANTS else "go"
+            command = str(read_json(self.folder / "control.json").get("want"))
+            return command if command in COMMANDS else "go"
         return "go"
 
-    # -- what the process that trains writes --------------------------------------------------
+    # -- written by the training process ------------------------------------------------------
 
     def update(self, **facts: Any) -> None:
         write_json(self.folder / "run.json", {**self.facts, **facts})
 
     def take_over(self, **facts: Any) -> None:
-        """Go on with the run in this process."""
+        """Continue the run in this process."""
         if self.state in _UNFINISHED:
             raise RunError(
-                f"{self.name} is going already, in process {self.facts.get('pid')}; stop it first"
+                f"{self.name} is already running in process {self.facts.get('pid')}; stop it first"
             )
         (self.folder / "control.json").unlink(missing_ok=True)
         self.update(
@@ -225,7 +230,7 @@ class Run:
         )
 
     def discard_if_empty(self) -> None:
-        """Delete the folder of a run that was refused before its first step."""
+        """Delete the folder of a run that failed before its first step."""
         if not self.log() and not self.checkpoints():
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -235,51 +240,48 @@ class Run:
     def write_sample(self, line: Mapping[str, Any]) -> None:
         _append(self.folder / "samples.jsonl", line)
 
-    def forget_after(self, step: int) -> None:
-        """Take back what was logged behind a step, because it will be computed again."""
+    def truncate_logs(self, step: int) -> None:
+        """Remove the log lines after a step, which will be computed again."""
         for name in ("log.jsonl", "samples.jsonl"):
             path = self.folder / name
             if not path.exists():
                 continue
-            kept = [line for line in _lines(path, 0) if line.get("step", 0) <= step]
+            lines = [line for line in _read_lines(path, 0) if line.get("step", 0) <= step]
             part = path.with_name(f".{name}.part")
-            part.write_text("".join(map(_as_line, kept)), encoding="utf-8")
+            part.write_text("".join(map(_as_line, lines)), encoding="utf-8")
             part.replace(path)
 
 
-_LIST = "unspool train runs"
-
-
 def process_facts() -> dict[str, Any]:
-    """Who trains: enough to tell later whether that process still lives."""
+    """Identity of this process, enough to check later whether it is still alive."""
     pid = os.getpid()
-    return {"pid": pid, "pid_started": began(pid), "versions": _versions()}
+    return {"pid": pid, "pid_started": process_start_time(pid), "versions": _versions()}
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in ("torch", "numpy"):
         if name in sys.modules:
-            found[name] = str(sys.modules[name].__version__)
-    return found
+            versions[name] = str(sys.modules[name].__version__)
+    return versions
 
 
-def began(pid: int) -> int | None:
-    """When a process began, in the system's own count: another one with its number began later."""
+def process_start_time(pid: int) -> int | None:
+    """Start time of a process in clock ticks, which tells it from a later one with its pid."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     state, *fields = stat.rpartition(")")[2].split()
-    return None if state == "Z" else int(fields[18])  # Z: ended, and nobody has asked yet
+    return None if state == "Z" else int(fields[18])  # Z: a zombie
 
 
-def _lives(pid: object, started: object) -> bool:
+def _is_alive(pid: object, started: object) -> bool:
     if not isinstance(pid, int):
         return False
     if Path("/proc/self/stat").exists():
-        return started is not None and began(pid) == started
-    if os.name != "nt":  # where this would end the process
+        return started is not None and process_start_time(pid) == started
+    if os.name != "nt":  # there, os.kill would end the process
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
@@ -293,16 +295,16 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RunError(f"{path} is missing; this is no whole training run") from None
+        raise RunError(f"{path} is missing; the training run is incomplete") from None
     except (OSError, ValueError) as error:
         raise RunError(f"{path} cannot be read ({error}); it is damaged") from None
     if not isinstance(content, dict):
-        raise RunError(f"{path} does not hold what it should; it is damaged")
+        raise RunError(f"{path} is not a JSON object; it is damaged")
     return content
 
 
-def _lines(path: Path, since: int) -> Iterator[dict[str, Any]]:
-    """The whole lines; the last may be half written by a process that was killed."""
+def _read_lines(path: Path, since: int) -> Iterator[dict[str, Any]]:
+    """Yield the complete lines; a killed process may have left half a line at the end."""
     if not path.exists():
         return
     with path.open(encoding="utf-8") as file:
@@ -314,7 +316,7 @@ def _lines(path: Path, since: int) -> Iterator[dict[str, Any]]:
 
 
 def _as_line(content: Mapping[str, Any]) -> str:
-    """One line of JSON, which has no place for NaN and infinity: they are left out."""
+    """One line of JSON, without NaN and infinity, which JSON cannot express."""
     finite = {
         key: value
         for key, value in content.items()

@@ -1,4 +1,4 @@
-"""The runs of a study of scaling: one vocabulary and one text for all, each a run folder."""
+"""Training runs of a scaling study: one tokenizer and data set for all, one run folder each."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from typing import Any
 from unspool.errors import UnspoolError
 from unspool.model.config import ModelConfig
 from unspool.train.learning.shape import new_config
-from unspool.train.new import begin, train
-from unspool.train.running.events import Event, Logged
+from unspool.train.new import create_run, train
+from unspool.train.running.events import Event, StepLogged
 from unspool.train.running.runs import Run
-from unspool.train.scaling.side_by_side import left_alone
+from unspool.train.scaling.side_by_side import is_orphaned
 from unspool.train.scaling.study import Planned
 from unspool.train.settings import NewSettings
 
-_NEVER = 1_000_000_000  # steps: at the end only
+_NEVER = 1_000_000_000  # steps: only at the end
 
 
-def _silent(run: Planned, share: float) -> None:
-    """Tell nobody; a function, as it goes to other processes with the rest."""
+def _ignore_progress(run: Planned, share: float) -> None:
+    """A function and not a lambda, because it is pickled for other processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """How every run of a study is trained; `settings` names data and vocabulary."""
+    """Trains the runs of a study; `settings` has the data and the tokenizer."""
 
     settings: NewSettings
     vocab_size: int
     length: int
-    aspect: int = 64  # the width of a model is so many times its depth
-    told: Callable[[Planned, float], object] = _silent  # how much of a run is done
+    aspect: int = 64  # width / depth of the models
+    on_progress: Callable[[Planned, float], object] = _ignore_progress  # (run, share done)
 
     def config_of(self, depth: int) -> ModelConfig:
         return new_config(depth, self.vocab_size, self.length, width=self.aspect * depth)
 
     def __call__(self, planned: Planned, folder: Path) -> float:
-        """Train one, or go on with it, and give its loss on what is held out."""
+        """Train or resume one run; returns its held-out loss."""
         if (folder / "run.json").exists():
             run = Run.open(folder)
             if run.final is None:
                 run.take_over()
         else:
-            run = begin(
+            run = create_run(
                 replace(
                     self.settings,
                     depth=planned.depth,
@@ -60,44 +60,44 @@ class Runs:
             )
 
         def listen(event: Event) -> None:
-            if left_alone():
+            if is_orphaned():
                 raise UnspoolError("the study that this run belongs to has ended")
-            if isinstance(event, Logged):
-                self.told(planned, event.tokens / planned.tokens)
+            if isinstance(event, StepLogged):
+                self.on_progress(planned, event.tokens / planned.tokens)
 
         if run.final is None:
             ended = train(run, listen)
             if ended.state != "done":
                 raise UnspoolError(
-                    f"the run {run.name} was {ended.state}; the same command goes on from here"
+                    f"the run {run.name} was {ended.state}; rerun the same command to resume"
                 )
-            _leave_the_last_checkpoint(run)
+            _delete_other_checkpoints(run)
         return held_out_loss(run)
 
 
-def _leave_the_last_checkpoint(run: Run) -> None:
-    """A grid is many runs: what is needed only to look back, or to go on, makes room."""
-    for saved in run.checkpoints():
-        if saved.folder != run.final:
-            shutil.rmtree(saved.folder)
+def _delete_other_checkpoints(run: Run) -> None:
+    """Keep only the weights of the final checkpoint: a grid has many runs."""
+    for checkpoint in run.checkpoints():
+        if checkpoint.folder != run.final:
+            shutil.rmtree(checkpoint.folder)
         else:
-            shutil.rmtree(saved.folder / "state", ignore_errors=True)
+            shutil.rmtree(checkpoint.folder / "state", ignore_errors=True)
 
 
 def held_out_loss(run: Run) -> float:
-    """The last that was measured."""
-    judged = [line["held_out_loss"] for line in run.log() if "held_out_loss" in line]
-    if not judged:
+    """The last held-out loss of a run."""
+    losses = [line["held_out_loss"] for line in run.log() if "held_out_loss" in line]
+    if not losses:
         raise UnspoolError(
             f"the run {run.name} has no held-out loss: hold out more text (--held-out 0.05)"
         )
-    return float(judged[-1])
+    return float(losses[-1])
 
 
 def shared_vocabulary(
     data: Sequence[str], folder: Path, size: int, **options: Any
 ) -> tuple[Path, int]:
-    """A tokenizer for all runs, made once and kept beside them: its folder and its tokens."""
+    """Train the tokenizer of all runs, once; returns its folder and vocabulary size."""
     from unspool.text.tokenizer.tokenizer import Tokenizer
     from unspool.train.data.tokenizer import TokenizerSettings, make_tokenizer
 
@@ -107,7 +107,7 @@ def shared_vocabulary(
 
 
 def prepared_tokens(data: Sequence[str], vocabulary: Path, **options: Any) -> int:
-    """How many tokens there are to train on."""
+    """Number of training tokens."""
     from unspool.text.tokenizer.tokenizer import Tokenizer
     from unspool.train.data.shards import prepare
 

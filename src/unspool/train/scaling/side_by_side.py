@@ -1,6 +1,6 @@
-"""Several runs at once, each in a process of its own that ends with it.
+"""Run jobs in parallel, each in its own process.
 
-No pool: its processes outlive a parent that is killed, waiting for work that never comes.
+No process pool: its workers would outlive a parent that is killed.
 """
 
 from __future__ import annotations
@@ -20,53 +20,53 @@ Job = TypeVar("Job")
 def side_by_side(
     jobs: Sequence[Job], work: Callable[[Job], float], at_once: int
 ) -> Iterator[tuple[Job, float]]:
-    """Each job with what came out, as they end. The first that fails ends the others."""
+    """Yield each job with its result as it ends. The first failure terminates the others."""
     context = get_context("spawn")
-    waiting, going = deque(jobs), dict[Any, tuple[Any, Job]]()
+    pending, active = deque(jobs), dict[Any, tuple[Any, Job]]()
     try:
-        while waiting or going:
-            while waiting and len(going) < at_once:
-                job = waiting.popleft()
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_answer, args=(theirs, work, job), daemon=True)
+        while pending or active:
+            while pending and len(active) < at_once:
+                job = pending.popleft()
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_run_job, args=(sender, work, job), daemon=True)
                 process.start()
-                theirs.close()  # so that it is closed when the process ends, however that ends
-                going[ours] = process, job
-            for answered in wait(list(going)):
-                process, job = going.pop(answered)
-                yield job, _result(answered, process)
+                sender.close()  # so that the pipe closes when the process ends for any reason
+                active[receiver] = process, job
+            for ready in wait(list(active)):
+                process, job = active.pop(ready)
+                yield job, _receive(ready, process)
     finally:
-        for process, _ in going.values():
+        for process, _ in active.values():
             process.terminate()
-        for process, _ in going.values():
+        for process, _ in active.values():
             process.join()
 
 
-def left_alone() -> bool:
-    """Whether this process works for another one that is no more."""
+def is_orphaned() -> bool:
+    """Whether the parent of this process has died."""
     parent = parent_process()
     return parent is not None and not parent.is_alive()
 
 
-def _answer(pipe: Connection, work: Callable[[Any], float], job: Any) -> None:
+def _run_job(pipe: Connection, work: Callable[[Any], float], job: Any) -> None:
     try:
-        found: float | Exception = work(job)
+        result: float | Exception = work(job)
     except Exception as error:
-        found = error
-    with suppress(BrokenPipeError):  # nobody is there to hear it
-        pipe.send(found)
+        result = error
+    with suppress(BrokenPipeError):  # the parent has died
+        pipe.send(result)
 
 
-def _result(answered: Any, process: Any) -> float:
+def _receive(receiver: Any, process: Any) -> float:
     try:
-        found = answered.recv()
+        result = receiver.recv()
     except EOFError:
         process.join()
         raise UnspoolError(
-            f"a run's process ended with {process.exitcode} before it had a result; the same "
-            "command goes on from its last checkpoint"
+            f"a run's process exited with {process.exitcode} before it had a result; rerun the "
+            "same command to resume from its last checkpoint"
         ) from None
     process.join()
-    if isinstance(found, Exception):
-        raise found
-    return float(found)
+    if isinstance(result, Exception):
+        raise result
+    return float(result)

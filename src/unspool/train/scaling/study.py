@@ -1,13 +1,13 @@
-"""Many small runs, the law that they follow, and a larger run to hold it against.
+"""Scaling study: many small runs, a fitted law, and a larger run to check it.
 
     grid = plan(config_of_depth, depths=(2, 3, 4, 6), budgets=(1e12, 3e12), length=256)
     study = Study("runs/scaling")
-    study.measure(grid, train)          # train(planned, folder) gives the loss on held-out text
+    study.measure(grid, train)          # train(planned, folder) returns the held-out loss
     law = study.fit()
     study.check(config_of_depth, depths, 1e13, length, train)
 
-Every run has a fixed budget of arithmetic, spent on a smaller model and more text or the other way
-round. What was measured is written down after each run, so a study that was broken off goes on.
+Every run has a fixed compute budget, spent on a smaller model and more text or the other way
+round. Results are saved after each run, so an interrupted study can be resumed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unspool.errors import SettingsError, UnspoolError
 from unspool.model.config import ModelConfig
 from unspool.train.learning.flops import compute_parameters, training_flops
 from unspool.train.running.atomic import write_json
-from unspool.train.scaling.law import FEWEST, Law, Measured, fit
+from unspool.train.scaling.law import MIN_RUNS, Law, Measured, fit
 from unspool.train.scaling.side_by_side import side_by_side
 
 ConfigOf = Callable[[int], ModelConfig]
@@ -32,7 +32,7 @@ ConfigOf = Callable[[int], ModelConfig]
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One run of a grid: a depth, and as many tokens as its budget pays for."""
+    """One run of a grid: a depth, and the number of tokens that fits its budget."""
 
     depth: int
     parameters: int
@@ -66,27 +66,29 @@ def plan(
     most: float = 1000.0,
     longest: float = math.inf,
 ) -> list[Planned]:
-    """Every size with every budget, cheapest first, but for the hopeless ones: those with less
-    than `fewest` or more than `most` tokens for each parameter, or more than `longest` in all, as
-    text that is seen again and again teaches less than the law says."""
-    every = [plan_one(config_of, depth, flops, length) for flops in budgets for depth in depths]
-    every = [run for run in every if run.tokens <= longest]
-    kept = [run for run in every if fewest <= run.tokens / run.parameters <= most]
-    if not kept:
-        shares = [run.tokens / run.parameters for run in every]
+    """Every size with every budget, cheapest first.
+
+    Dropped are runs with less than `fewest` or more than `most` tokens per parameter, and runs of
+    more than `longest` tokens, because repeated text teaches less than the law says.
+    """
+    runs = [plan_one(config_of, depth, flops, length) for flops in budgets for depth in depths]
+    runs = [run for run in runs if run.tokens <= longest]
+    useful = [run for run in runs if fewest <= run.tokens / run.parameters <= most]
+    if not useful:
+        ratios = [run.tokens / run.parameters for run in runs]
         raise SettingsError(
-            f"no run of this grid has {fewest:g} to {most:g} tokens for each parameter (they have "
-            f"{min(shares):.2g} to {max(shares):.2g}); give other budgets or depths"
-            if shares
-            else "every run of this grid would see its text too often; give more text, larger "
+            f"no run of this grid has {fewest:g} to {most:g} tokens per parameter (they have "
+            f"{min(ratios):.2g} to {max(ratios):.2g}); give other budgets or depths"
+            if ratios
+            else "every run of this grid would repeat its text too often; give more text, larger "
             "depths or smaller budgets"
         )
-    return sorted(kept, key=lambda run: (run.flops, run.depth))
+    return sorted(useful, key=lambda run: (run.flops, run.depth))
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A run that the law has not seen: what it said, and what came out."""
+    """A run that was not part of the fit: predicted and measured loss."""
 
     run: Planned
     predicted: float
@@ -95,12 +97,12 @@ class Check:
 
     @property
     def error(self) -> float:
-        """As a share of what was measured."""
+        """Relative error of the prediction."""
         return self.predicted / self.measured - 1
 
 
 class Study:
-    """A folder with the runs of a grid, and `scaling.json`: what came out of them."""
+    """A folder with the runs of a grid and their results in `scaling.json`."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -115,33 +117,34 @@ class Study:
         self,
         grid: Sequence[Planned],
         train: Train,
-        told: Callable[[Planned, float], object] = lambda run, loss: None,
+        on_result: Callable[[Planned, float], object] = lambda run, loss: None,
         at_once: int = 1,
     ) -> None:
-        """Train what has not been trained yet; `told` hears each result, old ones too.
+        """Train the missing runs; `on_result` gets all results, old ones too.
 
-        Small models leave a GPU idle most of the time: `at_once` trains several side by side, each
-        in a process of its own (`train` must be such that it can be sent there).
+        Small models leave a GPU idle most of the time: with `at_once` > 1 several runs train in
+        parallel, each in its own process (`train` must be picklable).
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         for run in grid:
             if run in self.runs:
-                told(run, self.runs[run])
+                on_result(run, self.runs[run])
         missing = [run for run in grid if run not in self.runs]
-        for run, loss in self._trained(missing, train, at_once):
+        for run, loss in self._train_all(missing, train, at_once):
             self.runs[run] = loss
             self.save()
-            told(run, loss)
+            on_result(run, loss)
 
-    def _trained(
+    def _train_all(
         self, missing: Sequence[Planned], train: Train, at_once: int
     ) -> Iterator[tuple[Planned, float]]:
         if at_once < 2 or len(missing) < 2:
             for run in missing:
-                yield run, _in_its_folder(train, self.folder, run)
+                yield run, _train_in_folder(train, self.folder, run)
             return
         largest_first = sorted(missing, key=lambda run: -run.flops)
-        yield from side_by_side(largest_first, partial(_in_its_folder, train, self.folder), at_once)
+        work = partial(_train_in_folder, train, self.folder)
+        yield from side_by_side(largest_first, work, at_once)
 
     def fit(self, redraws: int = 200) -> Law:
         self.law = fit([run.measured(loss) for run, loss in self.runs.items()], redraws=redraws)
@@ -149,11 +152,13 @@ class Study:
         return self.law
 
     def left_out(self) -> dict[Planned, float]:
-        """The runs of the largest budget as a fit to all the others predicts them, off by so large
-        a share: a check of the law that costs no training. Empty where too few runs are left."""
+        """Relative errors of a fit without the largest budget on the runs of that budget.
+
+        A check of the law that costs no training. Empty if too few runs remain for a fit.
+        """
         largest = max(run.flops for run in self.runs)
         others = [run.measured(loss) for run, loss in self.runs.items() if run.flops < largest]
-        if len(others) < FEWEST:
+        if len(others) < MIN_RUNS:
             return {}
         law = fit(others, redraws=0)
         return {
@@ -171,24 +176,24 @@ class Study:
         train: Train,
         longest: float = math.inf,
     ) -> Check:
-        """Train the depth that the law calls best for a budget, and compare."""
-        if self.law is None:
-            raise SettingsError("fit the law before it is checked")
+        """Train the optimal depth for a larger budget, and compare its loss with the prediction."""
+        law = self.law
+        if law is None:
+            raise SettingsError("fit the law before checking it")
         largest = max(run.flops for run in self.runs)
         if flops <= largest:
             raise SettingsError(
-                f"the budget of the check is {flops:g} and the grid's largest {largest:g}; a law "
-                "is checked on a run beyond those it was fitted to"
+                f"the budget of the check must be larger than the grid's largest, {largest:g}; got "
+                f"{flops:g}"
             )
-        every = [plan_one(config_of, depth, flops, length) for depth in depths]
-        options = [run for run in every if run.tokens <= longest] or every[-1:]
-        run = min(options, key=lambda one: self._law.loss(one.parameters, one.tokens))
+        runs = [plan_one(config_of, depth, flops, length) for depth in depths]
+        options = [run for run in runs if run.tokens <= longest] or runs[-1:]
+        run = min(options, key=lambda option: law.loss(option.parameters, option.tokens))
         loss = (
             self.checked.measured
             if self.checked is not None and self.checked.run == run
             else train(run, self.folder / run.name)
         )
-        law = self.law
         self.checked = Check(
             run,
             law.loss(run.parameters, run.tokens),
@@ -198,44 +203,40 @@ class Study:
         self.save()
         return self.checked
 
-    @property
-    def _law(self) -> Law:
-        assert self.law is not None
-        return self.law
-
     # -- the file -----------------------------------------------------------------------------
 
     def save(self) -> None:
         write_json(self.file, self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        content: dict[str, Any] = {
             "runs": [{**asdict(run), "loss": loss} for run, loss in self.runs.items()]
         }
         if self.law is not None:
-            found["law"] = {**self.law.to_dict(), "redraws": [list(r) for r in self.law.redraws]}
+            content["law"] = {**self.law.to_dict(), "redraws": [list(r) for r in self.law.redraws]}
         if self.checked is not None:
-            found["check"] = {**asdict(self.checked), "error": self.checked.error}
-        return found
+            content["check"] = {**asdict(self.checked), "error": self.checked.error}
+        return content
 
     def _open(self) -> None:
         try:
-            found = json.loads(self.file.read_text(encoding="utf-8"))
-            for row in found["runs"]:
+            content = json.loads(self.file.read_text(encoding="utf-8"))
+            for row in content["runs"]:
                 loss = row.pop("loss")
                 self.runs[Planned(**row)] = loss
-            if "law" in found:
-                numbers = {n: found["law"][n] for n in ("e", "a", "alpha", "b", "beta", "error")}
-                self.law = Law(**numbers, redraws=tuple(map(tuple, found["law"]["redraws"])))
-            if "check" in found:
-                row = found["check"]
+            if "law" in content:
+                law = content["law"]
+                numbers = {n: law[n] for n in ("e", "a", "alpha", "b", "beta", "error")}
+                self.law = Law(**numbers, redraws=tuple(map(tuple, law["redraws"])))
+            if "check" in content:
+                row = content["check"]
                 ends = tuple(row["interval"]) if row["interval"] else None
                 self.checked = Check(Planned(**row["run"]), row["predicted"], ends, row["measured"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UnspoolError(
-                f"{self.file} cannot be read as a study of scaling ({error}); move it away"
+                f"{self.file} cannot be read as a scaling study ({error}); move it away"
             ) from None
 
 
-def _in_its_folder(train: Train, folder: Path, run: Planned) -> float:
+def _train_in_folder(train: Train, folder: Path, run: Planned) -> float:
     return train(run, folder / run.name)

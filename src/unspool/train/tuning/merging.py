@@ -1,17 +1,14 @@
-"""An adapter and its model made one: a folder that transformers and `unspool.load` read."""
+"""Merge an adapter into its base model."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-import torch
 
 from unspool.errors import ModelFileError
 from unspool.loading import open_tokenizer
 from unspool.model.adapters import base_of, read_adapter
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.hub import find_model
-from unspool.train.learning.lora import merge
 
 
 def merge_adapter(
@@ -22,10 +19,14 @@ def merge_adapter(
     dtype: str = "float32",
     offline: bool = False,
 ) -> None:
-    """Save the model that an adapter belongs to (or another that fits) with the adapter in it."""
+    """Save an adapter merged into its base model (or `model`), as a folder for transformers."""
+    import torch
+
+    from unspool.train.learning.lora import merge
+
     name = model or base_of(adapter)
     if not name:
-        raise ModelFileError(f"{adapter}: does not say which model it belongs to; give --model")
+        raise ModelFileError(f"{adapter}: does not name its base model; give --model")
     checkpoint = open_checkpoint(find_model(name, offline=offline))
     merged = load_transformer(checkpoint)
     merge(merged, read_adapter(adapter, merged.config))

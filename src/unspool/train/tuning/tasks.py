@@ -1,8 +1,8 @@
-"""Tasks of `reasoning-gym`: questions without end, each with a judge that knows right answers.
+"""Reward functions, and the tasks of `reasoning-gym`: generated questions with a verifier.
 
 task = Task("word_sequence_reversal")
 task.rows(1000, seed=1)                        # {"prompt": ..., "completion": ...}
-accuracy(lm, task.entries(100, seed=2), task)  # the share that a model answers rightly
+accuracy(lm, task.entries(100, seed=2), task)  # the share of correct answers of a model
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ from typing import Any
 
 from unspool.errors import SettingsError, UnspoolError
 from unspool.language_model import LanguageModel
-from unspool.train.tuning.preference import Judge
 
 Entry = dict[str, Any]
+RewardFunction = Callable[[str, str, dict[str, Any]], float]  # (prompt, answer, data row)
 
 
 class Task:
-    """One task by its name; `settings` are its own dials."""
+    """A task of reasoning-gym; `settings` are its own options."""
 
     def __init__(self, name: str, **settings: Any) -> None:
         try:
             gym = import_module("reasoning_gym")
         except ImportError:
             raise UnspoolError(
-                "tasks come from reasoning-gym, which is not installed: pip install reasoning-gym"
+                "tasks need reasoning-gym, which is not installed: pip install reasoning-gym"
             ) from None
-        known = import_module("reasoning_gym.factory").DATASETS
-        if name not in known:
-            near = ", ".join(sorted(known))
-            raise SettingsError(f"reasoning-gym has no task {name!r}; it has {near}")
+        datasets = import_module("reasoning_gym.factory").DATASETS
+        if name not in datasets:
+            names = ", ".join(sorted(datasets))
+            raise SettingsError(f"reasoning-gym has no task {name!r}; it has {names}")
         self.name, self._gym, self._settings = name, gym, settings
-        self._judging = gym.create_dataset(name, size=1, seed=0, **settings)
+        self._verifier = gym.create_dataset(name, size=1, seed=0, **settings)
 
     def entries(self, count: int, seed: int) -> list[Entry]:
-        made = self._gym.create_dataset(self.name, size=count, seed=seed, **self._settings)
-        return [made[number] for number in range(count)]
+        dataset = self._gym.create_dataset(self.name, size=count, seed=seed, **self._settings)
+        return [dataset[number] for number in range(count)]
 
     def rows(self, count: int, seed: int) -> list[dict[str, str]]:
-        """Questions with the answers that the task itself gives; those without one are left out."""
+        """Questions with their reference answers; those without one are dropped."""
         return [
             {"prompt": entry["question"], "completion": str(entry["answer"])}
             for entry in self.entries(count, seed)
             if entry["answer"] is not None
         ]
 
-    def judge(self, prompt: str, answer: str, entry: Entry) -> float:
-        """From 0 to 1; 1 is a right answer."""
-        return float(self._judging.score_answer(answer.strip(), entry))
+    def reward(self, prompt: str, answer: str, entry: Entry) -> float:
+        """Score of an answer from 0 to 1; 1 is correct."""
+        return float(self._verifier.score_answer(answer.strip(), entry))
 
 
 def accuracy(
@@ -58,29 +58,29 @@ def accuracy(
     task: Task,
     *,
     max_tokens: int = 128,
-    told: Callable[[Entry, str, float], None] = lambda entry, answer, score: None,
+    on_answer: Callable[[Entry, str, float], None] = lambda entry, answer, score: None,
 ) -> float:
-    """The share of questions that a model answers exactly, at temperature 0."""
-    asked = [entry["question"] for entry in entries]
-    answers = lm.chat(asked, temperature=0, max_tokens=max_tokens, progress=False)
-    right = 0
-    for entry, written in zip(entries, answers, strict=True):
-        score = task.judge(entry["question"], written.text, entry)
-        told(entry, written.text, score)
-        right += score >= 1.0
-    return right / len(entries)
+    """Share of questions that a model answers correctly, at temperature 0."""
+    questions = [entry["question"] for entry in entries]
+    answers = lm.chat(questions, temperature=0, max_tokens=max_tokens, progress=False)
+    num_correct = 0
+    for entry, answer in zip(entries, answers, strict=True):
+        score = task.reward(entry["question"], answer.text, entry)
+        on_answer(entry, answer.text, score)
+        num_correct += score >= 1.0
+    return num_correct / len(entries)
 
 
-def judge_of(name: str) -> Judge:
-    """A function by `module:function`; it is given the prompt, the answer and the row of data."""
+def load_reward_function(name: str) -> RewardFunction:
+    """Import a reward function by `module:function`."""
     module, _, function = name.partition(":")
     try:
-        found = getattr(import_module(module), function)
+        reward = getattr(import_module(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise SettingsError(
             f"the judge {name!r} cannot be imported ({error}); name it as module:function"
         ) from None
-    if not callable(found):
-        raise SettingsError(f"the judge {name!r} is no function")
-    judge: Judge = found
-    return judge
+    if not callable(reward):
+        raise SettingsError(f"the judge {name!r} is not a function")
+    result: RewardFunction = reward
+    return result

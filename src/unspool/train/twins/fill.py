@@ -1,9 +1,9 @@
-"""B: a twin that sees the whole text, for gaps and for doubt, as an objective of the trainer.
+"""Objective of a bidirectional twin, for infilling and error detection.
 
-Of the rows of a batch a quarter each has hidden spans, hidden answers, tokens hidden evenly, and
-noise: up to a fifth of the tokens that are shown are replaced by what the causal model might have
-written there. In rows with noise the tokens that are shown are guessed too: how likely the twin
-finds the token that stands there is its doubt.
+A quarter of the rows of a batch each has masked spans, masked answers, uniformly masked tokens, and
+noise: up to a fifth of the visible tokens are replaced by samples of the causal model. In noisy
+rows the visible tokens are predicted too: a low probability of the token in place marks a likely
+error.
 """
 
 from __future__ import annotations
@@ -18,21 +18,26 @@ from unspool.model.transformer import Transformer
 from unspool.train.data.batches import Batch
 from unspool.train.learning.cross_entropy import summed_loss
 from unspool.train.learning.objectives import Loss
-from unspool.train.tuning.preference import as_before
-from unspool.train.twins.block import documents_of, guessing, kept_halves, opposite
+from unspool.train.tuning.preference import reference_model
+from unspool.train.twins.block import (
+    cached_halves,
+    complementary_copies,
+    documents_of,
+    predicting_states,
+)
 from unspool.train.twins.halves import Halves, document_starts
-from unspool.train.twins.noise import hidden_evenly, hidden_spans, wrong_places
+from unspool.train.twins.noise import mask_spans, mask_uniformly
 
-_AT_ONCE = 1 << 25  # logits that are sampled from together
+_NOISE_LOGITS_PER_CHUNK = 1 << 25
 
 
 @dataclass(eq=False)
 class FillTwin:
-    """Hidden tokens from everything around them, and wrong ones among those that are shown."""
+    """Predict masked tokens from both sides, and detect wrong visible tokens."""
 
     mask_id: int
-    clean: Transformer | None = field(default=None, repr=False)  # None: LoRA switched off
-    wrong: float = 0.2  # the most of the tokens that are shown
+    clean: Transformer | None = field(default=None, repr=False)  # None: the model without LoRA
+    wrong: float = 0.2  # maximum share of visible tokens to replace
     shown_weight: float = 0.25
     _halves: dict[tuple[int, int], Halves] = field(default_factory=dict, repr=False)
     _readers: dict[tuple[int, int], Halves] = field(default_factory=dict, repr=False)
@@ -41,71 +46,76 @@ class FillTwin:
         tokens, documents = batch.inputs, documents_of(batch)
         starts = document_starts(documents)
         places = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        may = (places != starts) & (documents >= 0)  # nobody stands before a document's first
-        quarter = rows_of_each(len(tokens))
-        if batch.counted is not None:
-            answers = _answers(batch.counted)
-            may[quarter[1]] &= answers[quarter[1]]
-        hide = self._drawn(tokens, quarter, rng) & may
+        maskable = (places != starts) & (documents >= 0)  # a first token has no state before it
+        quarter = quarter_rows(len(tokens))
+        if batch.loss_mask is not None:
+            answers = _answer_inputs(batch.loss_mask)
+            maskable[quarter[1]] &= answers[quarter[1]]
+        hide = self._draw_masks(tokens, quarter, rng) & maskable
         noisy = tokens.clone()
         last = quarter[3]
-        wrong = wrong_places(len(tokens[last]), tokens.shape[1], rng, self.wrong).to(tokens.device)
-        others = self._sampled(model, tokens[last], starts[last], rng)
-        noisy[last] = torch.where(wrong & may[last], others, tokens[last])
-        halves = kept_halves(self._halves, model, tokens)
+        noise = mask_uniformly(len(tokens[last]), tokens.shape[1], rng, self.wrong)
+        samples = self._sample_tokens(model, tokens[last], starts[last], rng)
+        replaced = noise.to(tokens.device) & maskable[last]
+        noisy[last] = torch.where(replaced, samples, tokens[last])
+        halves = cached_halves(self._halves, model, tokens)
         halves.place(starts)
-        x = halves.whole(model, opposite(noisy, hide, may & ~hide, self.mask_id))
-        hidden_loss, count = _mean(model, guessing(x, hide), tokens, may)
-        shown = torch.cat(tuple(part[last] for part in x.chunk(2)))
-        shown_loss, _ = _mean(model, guessing(shown, ~hide[last]), tokens[last], may[last])
-        told = {"hidden": float(hidden_loss.detach()), "shown": float(shown_loss.detach())}
-        return Loss(hidden_loss + self.shown_weight * shown_loss, count, told)
+        copies = complementary_copies(noisy, hide, maskable & ~hide, self.mask_id)
+        x = halves.whole(model, copies)
+        masked_loss, count = _mean_loss(model, predicting_states(x, hide), tokens, maskable)
+        noisy_x = torch.cat(tuple(part[last] for part in x.chunk(2)))
+        visible = predicting_states(noisy_x, ~hide[last])
+        visible_loss, _ = _mean_loss(model, visible, tokens[last], maskable[last])
+        statistics = {"hidden": float(masked_loss.detach()), "shown": float(visible_loss.detach())}
+        return Loss(masked_loss + self.shown_weight * visible_loss, count, statistics)
 
-    def _drawn(self, tokens: Tensor, quarter: list[slice], rng: torch.Generator) -> Tensor:
+    def _draw_masks(self, tokens: Tensor, quarter: list[slice], rng: torch.Generator) -> Tensor:
         length = tokens.shape[1]
         rows = [len(tokens[part]) for part in quarter]
-        drawn = (
-            hidden_spans(rows[0], length, rng),
-            hidden_evenly(rows[1], length, rng),
-            hidden_evenly(rows[2], length, rng),
-            hidden_evenly(rows[3], length, rng, most=0.5),
+        masks = (
+            mask_spans(rows[0], length, rng),
+            mask_uniformly(rows[1], length, rng),
+            mask_uniformly(rows[2], length, rng),
+            mask_uniformly(rows[3], length, rng, most=0.5),
         )
-        return torch.cat(drawn).to(tokens.device)
+        return torch.cat(masks).to(tokens.device)
 
-    def _sampled(
+    def _sample_tokens(
         self, model: Transformer, tokens: Tensor, starts: Tensor, rng: torch.Generator
     ) -> Tensor:
-        """What the causal model might have written in each place; its first is the text's own."""
+        """A sample of the causal model at each position; the first token stays."""
         seed = int(torch.randint(1 << 62, (1,), generator=rng))
-        own = torch.Generator(tokens.device).manual_seed(seed)  # there are many numbers to draw
-        with torch.no_grad(), as_before(model, self.clean) as clean:
-            halves = kept_halves(self._readers, clean, tokens)
+        device_rng = torch.Generator(tokens.device).manual_seed(seed)  # draws on the device
+        with torch.no_grad(), reference_model(model, self.clean) as clean:
+            halves = cached_halves(self._readers, clean, tokens)
             halves.place(starts)
             flat = halves.read(clean, tokens)[:, :-1].flatten(0, 1)
-            size = max(64, _AT_ONCE // clean.config.vocab_size)
-            found = [_picked(clean.logits(part).float(), own) for part in flat.split(size)]
-        return torch.cat((tokens[:, :1], torch.cat(found).view(len(tokens), -1)), 1)
+            size = max(64, _NOISE_LOGITS_PER_CHUNK // clean.config.vocab_size)
+            samples = [_sample(clean.logits(part).float(), device_rng) for part in flat.split(size)]
+        return torch.cat((tokens[:, :1], torch.cat(samples).view(len(tokens), -1)), 1)
 
 
-def _picked(logits: Tensor, rng: torch.Generator) -> Tensor:
-    """One token a row, each as often as it is likely."""
+def _sample(logits: Tensor, rng: torch.Generator) -> Tensor:
+    """Sample one token per row (Gumbel-max)."""
     noise = torch.empty_like(logits).exponential_(generator=rng).clamp(min=1e-20)
     return (logits - noise.log()).argmax(-1)
 
 
-def _mean(model: Transformer, x: Tensor, tokens: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    weights = counted[:, 1:].float()
+def _mean_loss(
+    model: Transformer, x: Tensor, tokens: Tensor, loss_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    weights = loss_mask[:, 1:].float()
     count = weights.sum().clamp(min=1)
     return summed_loss(model, x, tokens[:, 1:], weights) / count, count
 
 
-def rows_of_each(rows: int) -> list[slice]:
-    """Which rows of a batch are noised in which of the four ways; the last has at least one."""
+def quarter_rows(rows: int) -> list[slice]:
+    """Split the rows of a batch into the four kinds of noise; the last has at least one row."""
     last = min(rows * 3 // 4, rows - 1)
     borders = [0, last // 3, last * 2 // 3, last, rows]
     return [slice(a, b) for a, b in pairwise(borders)]
 
 
-def _answers(counted: Tensor) -> Tensor:
-    """The inputs that count; `counted` speaks of each input's successor."""
-    return torch.cat((torch.zeros_like(counted[:, :1]), counted[:, :-1]), 1)
+def _answer_inputs(loss_mask: Tensor) -> Tensor:
+    """Inputs that are targets; `loss_mask` is about the token after each input."""
+    return torch.cat((torch.zeros_like(loss_mask[:, :1]), loss_mask[:, :-1]), 1)

@@ -1,10 +1,9 @@
-"""A drafting head as the files that `speculate="head:FOLDER"` reads.
+"""Files of a draft head, as `speculate="head:FOLDER"` reads them.
 
-    config.json           what the head is, and a fingerprint of the model that it reads
-    head.safetensors      its matrices (16 bits, or packed as in GGUF files) and the tokens it knows
+    config.json           shape of the head, and the fingerprint of its model
+    head.safetensors      matrices (16 bits, or quantized as in GGUF files) and the draft vocabulary
 
-The names there say what each matrix is for when a text is drafted token by token; here matrices
-that are multiplied with the same vector are one.
+Names in the files are those of inference; matrices with the same input are concatenated there.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ def save_head(
     weights: Mapping[str, Tensor], shape: HeadShape, config: ModelConfig, folder: Path, *,
     base: str, fingerprint: str, type: str = "F16",
 ) -> None:  # fmt: skip
-    """Write a head; `type` is F16, or packed: Q8_0, Q4_1."""
+    """Write a draft head; `type` is F16, or quantized: Q8_0, Q4_1."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    own = {name: value.detach().float().cpu() for name, value in weights.items()}
-    tensors = {name: _stored(matrix, type) for name, matrix in _matrices(own, shape).items()}
-    tensors |= {name: own[mine].numpy() for name, mine in _NORMS.items()}
-    for number, norm in enumerate(own["feature_norm"].view(len(shape.layers), -1)):
+    floats = {name: value.detach().float().cpu() for name, value in weights.items()}
+    tensors = {name: _pack(matrix, type) for name, matrix in _matrices(floats, shape).items()}
+    tensors |= {name: floats[source].numpy() for name, source in _NORMS.items()}
+    for number, norm in enumerate(floats["feature_norm"].view(len(shape.layers), -1)):
         tensors[f"features.norm.{number}"] = norm.numpy()
     tensors["ids"] = weights["ids"].cpu().numpy().astype(np.int32)
     part = folder / f"{WEIGHTS}.part"
     save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, part)
     part.replace(folder / WEIGHTS)
-    told = {
+    content = {
         **_FORMAT, "name": folder.name, "base": base, "fingerprint": fingerprint,
         "layers": list(shape.layers), "width": config.width, "heads": config.heads,
         "kv_heads": config.kv_heads, "head_width": config.head_width, "ff_width": config.ff_width,
@@ -63,29 +62,30 @@ def save_head(
         "rope_theta": rotation(config).base, "norm_eps": config.norm_eps,
         "weights": type,
     }  # fmt: skip
-    (folder / CONFIG).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _matrices(own: Mapping[str, Tensor], shape: HeadShape) -> dict[str, Tensor]:
-    join, recent = own["join.weight"], own["from_recent.weight"]
+def _matrices(weights: Mapping[str, Tensor], shape: HeadShape) -> dict[str, Tensor]:
+    join, recent = weights["join.weight"], weights["from_recent.weight"]
     width = join.shape[0]
+    gate, up = weights["layers.0.gate.weight"], weights["layers.0.up.weight"]
     return {
-        **{name: own[f"{mine}.weight"] for name, mine in _MATRICES.items()},
-        "context.keys_values": torch.cat((own["k.weight"], own["v.weight"])),
+        **{name: weights[f"{source}.weight"] for name, source in _MATRICES.items()},
+        "context.keys_values": torch.cat((weights["k.weight"], weights["v.weight"])),
         "join.state": join[:, :width],
         "join.word": join[:, width:],
-        "feed.gate_up": torch.cat((own["layers.0.gate.weight"], own["layers.0.up.weight"])),
+        "feed.gate_up": torch.cat((gate, up)),
         "mix.last_word": recent[:, : shape.recent],
         "mix.earlier_words": recent[:, shape.recent :],
     }
 
 
-def _stored(matrix: Tensor, type: str) -> Any:
+def _pack(matrix: Tensor, type: str) -> Any:
     numbers = np.ascontiguousarray(matrix.numpy())
     if type == "F16":
         return numbers.astype(np.float16)
     if numbers.shape[1] % 32:
-        raise ModelFileError(f"a matrix of {numbers.shape[1]} columns cannot be packed: use F16")
+        raise ModelFileError(f"a matrix of {numbers.shape[1]} columns cannot be quantized: use F16")
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
@@ -93,26 +93,27 @@ def _stored(matrix: Tensor, type: str) -> Any:
 
 
 def open_head(folder: Path) -> tuple[HeadShape, dict[str, Tensor]]:
-    """A head that was saved, under the names that it is trained with."""
+    """Read a draft head; returns its shape and its state dict for training."""
     from safetensors.numpy import load_file
 
-    told = json.loads((folder / CONFIG).read_text("utf-8"))
-    kept = load_file(folder / WEIGHTS)
+    config = json.loads((folder / CONFIG).read_text("utf-8"))
+    tensors = load_file(folder / WEIGHTS)
 
     def numbers(name: str) -> Tensor:
-        array = kept[name]
+        array = tensors[name]
         if array.dtype == np.uint8:
-            array = Stored(told["weights"], array, _unpacked(array, told["weights"])).float32()
+            quantized = Stored(config["weights"], array, _unpacked_shape(array, config["weights"]))
+            array = quantized.float32()
         return torch.from_numpy(array.astype(np.float32))
 
     keys, values = numbers("context.keys_values").chunk(2)
     gate, up = numbers("feed.gate_up").chunk(2)
-    features = [numbers(f"features.norm.{n}") for n in range(len(told["layers"]))]
+    features = [numbers(f"features.norm.{n}") for n in range(len(config["layers"]))]
     joined = [numbers(name) for name in ("join.state", "join.word")]
     recent = [numbers(name) for name in ("mix.last_word", "mix.earlier_words")]
-    found = {
-        **{mine: numbers(name) for name, mine in _NORMS.items()},
-        **{f"{mine}.weight": numbers(name) for name, mine in _MATRICES.items()},
+    weights = {
+        **{target: numbers(name) for name, target in _NORMS.items()},
+        **{f"{target}.weight": numbers(name) for name, target in _MATRICES.items()},
         "feature_norm": torch.cat(features),
         "k.weight": keys,
         "v.weight": values,
@@ -120,12 +121,14 @@ def open_head(folder: Path) -> tuple[HeadShape, dict[str, Tensor]]:
         "layers.0.up.weight": up,
         "join.weight": torch.cat(joined, 1),
         "from_recent.weight": torch.cat(recent, 1),
-        "ids": torch.from_numpy(kept["ids"].astype(np.int64)),
+        "ids": torch.from_numpy(tensors["ids"].astype(np.int64)),
     }
-    tokens = len(found["ids"])
-    return HeadShape(tuple(told["layers"]), tokens, told["mix_width"], told["word_width"]), found
+    shape = HeadShape(
+        tuple(config["layers"]), len(weights["ids"]), config["mix_width"], config["word_width"]
+    )
+    return shape, weights
 
 
-def _unpacked(array: np.ndarray[Any, Any], type: str) -> tuple[int, int]:
+def _unpacked_shape(array: np.ndarray[Any, Any], type: str) -> tuple[int, int]:
     rows, size = array.shape
     return rows, size // {"Q4_1": 20, "Q8_0": 34}[type] * 32

@@ -1,8 +1,8 @@
-"""The token that stands for "not known yet": one that no text uses, with a vector of its own.
+"""The mask token of a masked twin: an unused token with a trainable embedding.
 
 mask = mask_token(config, tokenizer)
-own_mask_vector(model, mask)            # the table stays frozen, the mask's vector is trained
-weights = with_mask(weights, mask)      # for a checkpoint: the vector is a row of the table
+add_mask_embedding(model, mask)                 # trains one vector, the table stays frozen
+weights = merge_mask_embedding(weights, mask)   # for a checkpoint: the vector becomes a row
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from unspool.model.config import ModelConfig
 from unspool.model.transformer import Transformer
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
-_MASKS = ("<|mask|>", "<mask>", "[MASK]", "<|MASK|>", "<|mdm_mask|>")
+_MASK_NAMES = ("<|mask|>", "<mask>", "[MASK]", "<|MASK|>", "<|mdm_mask|>")
 _MASK_VECTOR = "embed.mask"
 
 
 def mask_token(config: ModelConfig, tokenizer: Tokenizer) -> int:
-    """A token for the mask: the model's own, one that is called so, a control token that neither
-    the chat template nor the end of a text uses, or a place behind the vocabulary."""
+    """Choose a mask token.
+
+    In order: the model's own, a special token with a mask's name, an unused special token, or an id
+    after the vocabulary, if the embedding table has one.
+    """
     if config.mask_id is not None:
         return config.mask_id
-    named = [tokenizer.special_tokens[name] for name in _MASKS if name in tokenizer.special_tokens]
+    specials = tokenizer.special_tokens
+    named = [specials[name] for name in _MASK_NAMES if name in specials]
     if named:
         return named[0]
     used = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id, tokenizer.pad_id}
@@ -39,19 +43,19 @@ def mask_token(config: ModelConfig, tokenizer: Tokenizer) -> int:
     ]
     if free:
         return max(free)
-    if config.vocab_size > tokenizer.vocab_size:  # many tables are longer than their vocabulary
+    if config.vocab_size > tokenizer.vocab_size:  # many embedding tables are padded
         return config.vocab_size - 1
     raise SettingsError(
-        "the model's vocabulary has no token that texts do not use, so none can be the mask; name "
-        "one that yours do not have: --mask ID"
+        "the tokenizer has no unused token for the mask; name one that does not occur in your "
+        "texts: --mask ID"
     )
 
 
 class MaskedEmbedding(nn.Embedding):
-    """The frozen table of another embedding; one token has a vector that is trained."""
+    """A frozen embedding table with a trainable vector for one token."""
 
     def __init__(self, table: nn.Embedding, mask_id: int) -> None:
-        with torch.device("meta"):  # no memory: the weights are the table's
+        with torch.device("meta"):  # no allocation: the weights are those of `table`
             super().__init__(table.num_embeddings, table.embedding_dim)
         self.weight, self.mask_id = table.weight, mask_id
         self.mask = nn.Parameter(table.weight.detach()[mask_id].float().clone())
@@ -61,8 +65,8 @@ class MaskedEmbedding(nn.Embedding):
         return torch.where((input == self.mask_id)[..., None], self.mask.to(x.dtype), x)
 
 
-def own_mask_vector(model: Transformer, mask_id: int, *, fresh: bool) -> None:
-    """Train a vector for the mask. A fresh one begins near the middle of all tokens."""
+def add_mask_embedding(model: Transformer, mask_id: int, *, fresh: bool) -> None:
+    """Make the mask's embedding trainable; a fresh one starts near the mean of all tokens."""
     embedding = MaskedEmbedding(model.embed, mask_id)
     if fresh:
         with torch.no_grad():
@@ -71,11 +75,11 @@ def own_mask_vector(model: Transformer, mask_id: int, *, fresh: bool) -> None:
     model.embed = embedding
 
 
-def with_mask(weights: Mapping[str, Tensor], mask_id: int) -> dict[str, Tensor]:
-    """The weights of a model whose table holds the mask's vector, as any other token's."""
-    plain = dict(weights)
-    mask = plain.pop(_MASK_VECTOR, None)
+def merge_mask_embedding(weights: Mapping[str, Tensor], mask_id: int) -> dict[str, Tensor]:
+    """The weights with the mask's vector as a row of the embedding table."""
+    merged = dict(weights)
+    mask = merged.pop(_MASK_VECTOR, None)
     if mask is not None:
-        plain["embed.weight"] = plain["embed.weight"].clone()
-        plain["embed.weight"][mask_id] = mask.to(plain["embed.weight"])
-    return plain
+        merged["embed.weight"] = merged["embed.weight"].clone()
+        merged["embed.weight"][mask_id] = mask.to(merged["embed.weight"])
+    return merged

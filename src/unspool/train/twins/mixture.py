@@ -1,11 +1,10 @@
-"""Batches from several sources at once, all of one shape.
+"""Batches of one shape from a weighted mixture of sources.
 
     batches = Mixture({"chat": (packed, 0.6), "books": (other, 0.4)}, rows=48, length=640)
-    batches.batch(7)              # always the same one
+    batches.batch(7)              # a function of the step number
 
-Text gives windows. Conversations are packed, several into a row, one that is too long in pieces;
-what is left of a row belongs to no document (its number is -1). Each row of a batch comes from a
-source drawn by its share.
+Text is cut into windows. Conversations are packed, several per row, long ones in pieces; padding
+has document index -1. The source of each row is drawn by its share.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from unspool.train.data.shuffle import permuted
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Rows(Protocol):
-    """Rows of one source: of each place the index into its ids, -1 where there is none."""
+class SourceRows(Protocol):
+    """Rows of one source, as indices into its ids; -1 is padding."""
 
     def __len__(self) -> int: ...
 
     def row(self, number: int) -> Indices: ...
 
 
-class Windows:
-    """Windows over text that follow each other."""
+class WindowRows:
+    """Consecutive windows over text."""
 
     def __init__(self, packed: Packed, width: int) -> None:
         self.count, self.width = len(packed.ids) // width, width
@@ -45,37 +44,37 @@ class Windows:
         return np.arange(number * self.width, (number + 1) * self.width)
 
 
-class Packs:
-    """Whole documents, as many as fit a row, in an order that the seed gives."""
+class PackedRows:
+    """As many documents per row as fit, in an order given by the seed."""
 
     def __init__(self, packed: Packed, width: int, seed: int) -> None:
         self.width = width
-        begins, ends = packed.borders[:-1].tolist(), packed.borders[1:].tolist()
+        starts, ends = packed.borders[:-1].tolist(), packed.borders[1:].tolist()
         self._rows: list[list[tuple[int, int]]] = []
         room = 0
-        for document in permuted(np.arange(len(begins)), len(begins), str(seed)).tolist():
-            for begin in range(begins[document], ends[document], width):
-                end = min(begin + width, ends[document])
-                if end - begin > room:
+        for document in permuted(np.arange(len(starts)), len(starts), str(seed)).tolist():
+            for start in range(starts[document], ends[document], width):
+                end = min(start + width, ends[document])
+                if end - start > room:
                     self._rows.append([])
                     room = width
-                self._rows[-1].append((begin, end))
-                room -= end - begin
+                self._rows[-1].append((start, end))
+                room -= end - start
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def row(self, number: int) -> Indices:
-        found = np.full(self.width, -1)
+        indices = np.full(self.width, -1)
         at = 0
-        for begin, end in self._rows[number]:
-            found[at : at + end - begin] = np.arange(begin, end)
-            at += end - begin
-        return found
+        for start, end in self._rows[number]:
+            indices[at : at + end - start] = np.arange(start, end)
+            at += end - start
+        return indices
 
 
 class Mixture:
-    """The batches of one rank."""
+    """The batches of one rank from several sources, given with their shares."""
 
     def __init__(
         self,
@@ -87,37 +86,38 @@ class Mixture:
     ) -> None:
         self.batch_size, self.length, self.seed, self.rank = rows, length, seed, rank
         self._packed = [packed for packed, _ in sources.values()]
-        self._rows: list[Rows] = [
-            Windows(packed, length + 1)
-            if packed.counted is None
-            else Packs(packed, length + 1, seed)
+        self._rows: list[SourceRows] = [
+            WindowRows(packed, length + 1)
+            if packed.loss_mask is None
+            else PackedRows(packed, length + 1, seed)
             for packed in self._packed
         ]
-        short = [name for name, each in zip(sources, self._rows, strict=True) if not len(each)]
+        short = [name for name, rows in zip(sources, self._rows, strict=True) if not len(rows)]
         if short or not sources:
-            what = f"{short[0]} has" if short else "there are"
-            raise DataError(f"{what} too few tokens for one row of {length}; use more text")
+            subject = f"{short[0]} has" if short else "there are"
+            raise DataError(f"{subject} too few tokens for one row of {length}; use more text")
         shares = np.array([share for _, share in sources.values()], float)
         if not (shares >= 0).all() or not shares.sum() > 0:
-            raise DataError("the shares of the sources must be numbers of at least 0, one above")
+            raise DataError("the shares of the sources must be >= 0, at least one > 0")
         self._shares = shares / shares.sum()
 
     def batch(self, step: int) -> Batch:
         rng = np.random.default_rng([self.seed, self.rank, step])
-        chosen = rng.choice(len(self._rows), size=self.batch_size, p=self._shares)
-        rows = [self._row(source, rng) for source in chosen]
-        ids, counted, documents = (np.stack(part) for part in zip(*rows, strict=True))
+        sources = rng.choice(len(self._rows), size=self.batch_size, p=self._shares)
+        rows = [self._row(source, rng) for source in sources]
+        ids, loss_mask, documents = (np.stack(part) for part in zip(*rows, strict=True))
         return Batch(
-            torch.from_numpy(ids), torch.from_numpy(counted[:, 1:]),
+            torch.from_numpy(ids), torch.from_numpy(loss_mask[:, 1:]),
             torch.from_numpy(documents[:, :-1]),
         )  # fmt: skip
 
     def _row(self, source: int, rng: np.random.Generator) -> tuple[Any, Any, Any]:
         packed, rows = self._packed[source], self._rows[source]
-        places = rows.row(int(rng.integers(len(rows))))
-        there = places >= 0
-        at = np.maximum(places, 0)
-        ids = np.where(there, packed.ids[at], 0).astype(np.int64)
-        counted = there.copy() if packed.counted is None else there & packed.counted[at]
-        numbers = np.searchsorted(packed.borders, at, side="right")
-        return ids, counted, np.where(there, numbers - numbers[0], -1).astype(np.int32)
+        indices = rows.row(int(rng.integers(len(rows))))
+        is_text = indices >= 0
+        indices = np.maximum(indices, 0)
+        ids = np.where(is_text, packed.ids[indices], 0).astype(np.int64)
+        mask = packed.loss_mask
+        loss_mask = is_text.copy() if mask is None else is_text & mask[indices]
+        numbers = np.searchsorted(packed.borders, indices, side="right")
+        return ids, loss_mask, np.where(is_text, numbers - numbers[0], -1).astype(np.int32)

@@ -1,7 +1,6 @@
-"""What is hidden from a twin while it learns: blocks, spans, answers, and wrong tokens.
+"""Random masks for training twins: blocks, spans, and uniform masks.
 
-All random numbers come from the generator that the trainer made for the batch, so that a run that
-is gone on with sees what it would have seen.
+All random numbers come from the batch's generator, so that a resumed run draws the same masks.
 """
 
 from __future__ import annotations
@@ -11,64 +10,61 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SIZES = (4, 8, 16, 32)  # tokens of a block
-CHANCES = (0.2, 0.35, 0.3, 0.15)  # that a row has blocks of this size
-ALL_HIDDEN = 0.2  # share of blocks of which nothing is shown: how writing one begins
-LONGEST_SPAN = 16
+SIZES = (4, 8, 16, 32)  # tokens per block
+CHANCES = (0.2, 0.35, 0.3, 0.15)  # probability of each block size
+FULLY_MASKED = 0.2  # share of fully masked blocks, as at the start of generating one
+MAX_SPAN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The blocks of each row of a batch: their size, and by how much the first is shorter."""
+    """Block size of each row of a batch, and by how much its first block is shorter."""
 
     sizes: Tensor  # [rows, 1]
     offsets: Tensor  # [rows, 1]
 
 
-def drawn_grid(
+def draw_grid(
     rows: int, rng: torch.Generator, sizes: tuple[int, ...] = SIZES,
     chances: tuple[float, ...] = CHANCES,
 ) -> Grid:  # fmt: skip
     picked = torch.multinomial(torch.tensor(chances), rows, True, generator=rng)
-    chosen = torch.tensor(sizes)[picked][:, None]
-    return Grid(chosen, (torch.rand(rows, 1, generator=rng) * chosen).long())
+    row_sizes = torch.tensor(sizes)[picked][:, None]
+    return Grid(row_sizes, (torch.rand(rows, 1, generator=rng) * row_sizes).long())
 
 
-def hidden_in_blocks(
-    blocks: Tensor, rng: torch.Generator, all_hidden: float = ALL_HIDDEN
+def mask_blocks(
+    blocks: Tensor, rng: torch.Generator, all_hidden: float = FULLY_MASKED
 ) -> tuple[Tensor, Tensor]:
-    """Which tokens are hidden [rows, length], where `blocks` says where each token's block begins;
-    and the share of its block that was to be hidden. A block's first token is never hidden: that
-    one is the causal model's."""
-    places = torch.arange(blocks.shape[1], device=blocks.device)[None]
-    level = _of_blocks(torch.rand(blocks.shape, generator=rng), blocks)
-    everything = _of_blocks(torch.rand(blocks.shape, generator=rng), blocks) < all_hidden
-    level = torch.where(everything, 1.0, level)
-    hide = torch.rand(blocks.shape, generator=rng).to(blocks.device) < level
-    return hide & (places != blocks), level
+    """Draw a mask and the mask ratio of each token's block, both [rows, length].
+
+    `blocks` has the start of each token's block. The first token of a block is never masked,
+    because the causal model predicts it.
+    """
+    positions = torch.arange(blocks.shape[1], device=blocks.device)[None]
+    ratio = _at_block_start(torch.rand(blocks.shape, generator=rng), blocks)
+    is_full = _at_block_start(torch.rand(blocks.shape, generator=rng), blocks) < all_hidden
+    ratio = torch.where(is_full, 1.0, ratio)
+    mask = torch.rand(blocks.shape, generator=rng).to(blocks.device) < ratio
+    return mask & (positions != blocks), ratio
 
 
-def _of_blocks(values: Tensor, blocks: Tensor) -> Tensor:
+def _at_block_start(values: Tensor, blocks: Tensor) -> Tensor:
     """The value at the start of each token's block."""
     return values.to(blocks.device).gather(1, blocks.long())
 
 
-def hidden_spans(rows: int, length: int, rng: torch.Generator) -> Tensor:
-    """Spans of one length (1 to 16) a row, together 5 to 55 % of it."""
+def mask_spans(rows: int, length: int, rng: torch.Generator) -> Tensor:
+    """Mask spans of one length (1 to 16) per row, together 5 to 55 % of it."""
     share = 0.05 + 0.5 * torch.rand(rows, 1, generator=rng)
-    span = torch.randint(1, LONGEST_SPAN + 1, (rows, 1), generator=rng)
-    places = torch.arange(length)[None]
-    begins = torch.rand(rows, length, generator=rng) < share / span
-    last = torch.where(begins, places, -LONGEST_SPAN - 1).cummax(1).values
-    return places - last < span
+    span = torch.randint(1, MAX_SPAN + 1, (rows, 1), generator=rng)
+    positions = torch.arange(length)[None]
+    starts = torch.rand(rows, length, generator=rng) < share / span
+    last_start = torch.where(starts, positions, -MAX_SPAN - 1).cummax(1).values
+    return positions - last_start < span
 
 
-def hidden_evenly(rows: int, length: int, rng: torch.Generator, most: float = 1.0) -> Tensor:
-    """A share of each row, drawn evenly up to `most`."""
+def mask_uniformly(rows: int, length: int, rng: torch.Generator, most: float = 1.0) -> Tensor:
+    """Mask a share of each row, uniform from 0 to `most`."""
     share = torch.rand(rows, 1, generator=rng) * most
     return torch.rand(rows, length, generator=rng) < share
-
-
-def wrong_places(rows: int, length: int, rng: torch.Generator, most: float = 0.2) -> Tensor:
-    """Where a token is replaced by another one."""
-    return hidden_evenly(rows, length, rng, most)

@@ -1,14 +1,14 @@
-"""Answers to puzzles by a twin, plainly: no cache, no engine, one place after the other.
+"""Solve puzzles with a model, without engine and KV cache, in various orders of unmasking.
 
-found = solutions(model, puzzle, prompts, order="confident")
-found.answers, found.passes
+result = solutions(model, puzzle, prompts, order="confident")
+result.answers, result.passes
 
-left       from left to right (all that a causal twin can)
-confident  each time the place whose likeliest token is likeliest
-margin     ... whose likeliest token is furthest ahead of the next
-random     any place
-all        every place at once, in one pass
-0.9        every place that is at least so sure, and the surest
+left       from left to right (the only order of a causal model)
+confident  the position with the highest probability first
+margin     the position with the largest gap between its two best tokens first
+random     random positions
+all        all positions in one pass
+0.9        all positions with at least this probability, and the best one
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from unspool.errors import SettingsError
 from unspool.model.transformer import Transformer
-from unspool.train.learning.forward import Sight, everything, hidden
+from unspool.train.learning.forward import AttentionMask, everything, hidden
 from unspool.train.twins.puzzles.puzzle import Puzzle, decoded, encoded
 
 ORDERS = ("left", "confident", "margin", "random", "all", "0.9", "0.99")
@@ -29,71 +29,71 @@ ORDERS = ("left", "confident", "margin", "random", "all", "0.9", "0.99")
 @dataclass(frozen=True, slots=True)
 class Solutions:
     answers: list[str]
-    passes: float  # through the model, for each puzzle on average
+    passes: float  # mean number of forward passes per puzzle
 
 
 @torch.no_grad()
 def solutions(
     model: Transformer, puzzle: Puzzle, prompts: list[str], order: str | None = None, seed: int = 0
 ) -> Solutions:
-    """The twin's answers, its likeliest token in each place."""
+    """Greedy answers to prompts, in an order of ORDERS (or a probability threshold)."""
     causal = model.config.sight == "causal"
     order = order or ("left" if causal else "confident")
     if causal and order != "left":
-        raise SettingsError("a causal twin writes from left to right only")
+        raise SettingsError("a causal model generates from left to right only")
     device = model.embed.weight.device
-    asked = torch.from_numpy(encoded(puzzle, prompts)).to(device)
+    prompt_ids = torch.from_numpy(encoded(puzzle, prompts)).to(device)
     if causal:
-        found = _written(model, asked, puzzle.answer)
-        return Solutions(decoded(puzzle, found.cpu().numpy()), float(puzzle.answer))
-    filled, passes = _filled(model, asked, puzzle.answer, order, seed)
-    return Solutions(decoded(puzzle, filled.cpu().numpy()), passes)
+        answers, passes = _generate(model, prompt_ids, puzzle.answer), float(puzzle.answer)
+    else:
+        answers, passes = _unmask(model, prompt_ids, puzzle.answer, order, seed)
+    return Solutions(decoded(puzzle, answers.cpu().numpy()), passes)
 
 
-def _written(model: Transformer, asked: Tensor, count: int) -> Tensor:
-    cache = model.new_cache(asked.shape[1] + count, len(asked))
-    token, found = asked, []
+def _generate(model: Transformer, prompt: Tensor, count: int) -> Tensor:
+    cache = model.new_cache(prompt.shape[1] + count, len(prompt))
+    token, answer = prompt, []
     for _ in range(count):
         token = model(token, cache, last_only=True)[:, -1].argmax(-1, keepdim=True)
-        found.append(token)
-    return torch.cat(found, 1)
+        answer.append(token)
+    return torch.cat(answer, 1)
 
 
-def _filled(
-    model: Transformer, asked: Tensor, count: int, order: str, seed: int
+def _unmask(
+    model: Transformer, prompt: Tensor, count: int, order: str, seed: int
 ) -> tuple[Tensor, float]:
     mask = model.config.mask_id
     assert mask is not None
     rng = torch.Generator().manual_seed(seed)
-    canvas = torch.full((len(asked), count), mask, device=asked.device)
-    both = torch.cat((asked, canvas), 1)
-    sight = Sight.of(model.config, both, everything)
-    passes = torch.zeros(len(asked))
-    while bool((open_ := canvas == mask).any()):
-        passes += open_.any(1).cpu()
-        x = hidden(model, torch.cat((asked, canvas), 1), sight)[:, asked.shape[1] :]
+    canvas = torch.full((len(prompt), count), mask, device=prompt.device)
+    attention = AttentionMask.build(model.config, torch.cat((prompt, canvas), 1), everything)
+    passes = torch.zeros(len(prompt))
+    while bool((masked := canvas == mask).any()):
+        passes += masked.any(1).cpu()
+        x = hidden(model, torch.cat((prompt, canvas), 1), attention)[:, prompt.shape[1] :]
         logits = model.logits(x).float()
         logits[..., mask] = -torch.inf
-        chances = logits.softmax(-1)
-        canvas = torch.where(
-            open_ & _chosen(chances, open_, order, rng), chances.argmax(-1), canvas
-        )
+        probabilities = logits.softmax(-1)
+        commit = masked & _choose_positions(probabilities, masked, order, rng)
+        canvas = torch.where(commit, probabilities.argmax(-1), canvas)
     return canvas, float(passes.mean())
 
 
-def _chosen(chances: Tensor, open_: Tensor, order: str, rng: torch.Generator) -> Tensor:
-    """The places that are set in this pass; at least one in each row."""
+def _choose_positions(
+    probabilities: Tensor, masked: Tensor, order: str, rng: torch.Generator
+) -> Tensor:
+    """The positions to unmask in this pass; at least one per row."""
     if order == "all":
-        return open_
-    best = chances.topk(2, -1).values
+        return masked
+    best = probabilities.topk(2, -1).values
     if order == "random":
-        worth = torch.rand(open_.shape, generator=rng).to(open_.device)
+        priority = torch.rand(masked.shape, generator=rng).to(masked.device)
     elif order == "left":
-        worth = -torch.arange(open_.shape[1], device=open_.device).expand_as(open_).float()
+        priority = -torch.arange(masked.shape[1], device=masked.device).expand_as(masked).float()
     else:
-        worth = best[..., 0] - best[..., 1] if order == "margin" else best[..., 0]
-    worth = worth.masked_fill(~open_, -torch.inf)
-    first = torch.zeros_like(open_).scatter_(1, worth.argmax(1, keepdim=True), True)
+        priority = best[..., 0] - best[..., 1] if order == "margin" else best[..., 0]
+    priority = priority.masked_fill(~masked, -torch.inf)
+    first = torch.zeros_like(masked).scatter_(1, priority.argmax(1, keepdim=True), True)
     return first | (best[..., 0] >= _threshold(order))
 
 
@@ -104,6 +104,6 @@ def _threshold(order: str) -> float:
         if order in ORDERS:
             return torch.inf
         raise SettingsError(
-            f"there is no order {order!r}; there are {', '.join(ORDERS[:5])}, or a number: how "
-            "sure the twin must be"
+            f"unknown order {order!r}; choose from {', '.join(ORDERS[:5])}, or give a probability "
+            "threshold"
         ) from None

@@ -1,14 +1,14 @@
-"""Twins of a causal model, trained: settings, runs, and the parts of each kind.
+"""Train a twin of a causal model, a draft head, or a puzzle model.
 
     settings = TwinSettings(kind="block", data=("books/",), minutes=10)
-    run = train_twin(settings, new_run(settings))         # or settings_of(run) to go on
+    run = train_twin(settings, new_run(settings))         # or settings_of(run) to resume
 
-    block      a block-diffusion twin beside the frozen model: all weights, or an adapter (lora)
-    fill       a twin that sees the whole text, for gaps and doubt
-    draft      a head of one layer that drafts the model's next tokens
+    block      a block-diffusion twin of the frozen model: all weights, or an adapter (lora)
+    fill       a bidirectional twin, for infilling and error detection
+    draft      a draft head of one layer, for speculative decoding
     sudoku, countdown      a small model from scratch, causal or masked
 
-What comes out is a run like any other; its checkpoints are models, adapters, or heads.
+The result is a run folder; its checkpoints are models, adapters, or draft heads.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from unspool.train.running.runs import Run
 from unspool.train.twins.kinds.head import head_parts
 from unspool.train.twins.kinds.puzzle import puzzle_parts
 from unspool.train.twins.kinds.text import text_parts
-from unspool.train.twins.settings import Parts, TwinSettings
+from unspool.train.twins.settings import TwinParts, TwinSettings
 
-_SHARE = 0.93  # of the time that was given: the rest is for judging and saving
-_TRIED = 4  # steps by which the speed is told
+_TRAINING_SHARE = 0.93  # of the time budget; evaluation and saving take the rest
+_TRIAL_STEPS = 4  # to measure the speed
 
 
 def new_run(settings: TwinSettings, folder: Path | None = None) -> Run:
-    of = f"-{settings.sight}" if settings.is_puzzle else ""
-    name = f"twin-{settings.kind.replace(':', '-')}{of}"
+    suffix = f"-{settings.sight}" if settings.is_puzzle else ""
+    name = f"twin-{settings.kind.replace(':', '-')}{suffix}"
     return Run.create(
         folder or Run.free_folder(name), "twin", settings=asdict(settings), seed=settings.seed
     )
 
 
 def settings_of(run: Run) -> TwinSettings:
-    """What a run was started with."""
-    kept = run.facts.get("settings", {})
-    names = {each.name for each in fields(TwinSettings)}
-    tuples = {name: tuple(value) for name, value in kept.items() if isinstance(value, list)}
-    return TwinSettings(**{n: v for n, v in {**kept, **tuples}.items() if n in names})
+    """The settings stored in a run."""
+    stored = run.facts.get("settings", {})
+    names = {field.name for field in fields(TwinSettings)}
+    tuples = {name: tuple(value) for name, value in stored.items() if isinstance(value, list)}
+    return TwinSettings(**{n: v for n, v in {**stored, **tuples}.items() if n in names})
 
 
 def train_twin(
@@ -56,10 +56,12 @@ def train_twin(
     run: Run,
     on_event: Callable[[Event], None] = lambda event: None,
     *,
-    tell: Callable[[int], object] = lambda done: None,
+    on_text: Callable[[int], object] = lambda done: None,
 ) -> Run:
-    """Train to the end; a run with a checkpoint goes on from it. `tell` hears how many texts the
-    model has written for its twin."""
+    """Train to the end, from the run's last checkpoint if it has one.
+
+    `on_text` is called with the number of texts that the model has generated for its twin.
+    """
     parallel = Parallel.alone(settings.device)
     cuda = parallel.device.type == "cuda"
     settings = replace(
@@ -67,12 +69,12 @@ def train_twin(
         bf16=cuda if settings.bf16 is None else settings.bf16,
         compile=cuda if settings.compile is None else settings.compile,
     )
-    with _left_clean(run):
-        parts = _parts(settings, parallel.device, tell)
-        own = parts.facts["data"].get("sources", {}).get("written")
-        if own is not None:  # going on must find the same texts
-            settings = replace(settings, chat=own["texts"], writing_minutes=None)
-        settings = _timed(settings, parts, parallel)
+    with _discard_on_error(run):
+        parts = _parts(settings, parallel.device, on_text)
+        generated = parts.facts["data"].get("sources", {}).get("written")
+        if generated is not None:  # a resumed run must use the same texts
+            settings = replace(settings, chat=generated["texts"], writing_minutes=None)
+        settings = _with_steps(settings, parts, parallel)
         run.update(
             settings=asdict(settings), steps=settings.steps,
             trained=sum(p.numel() for p in parts.model.parameters() if p.requires_grad),
@@ -82,17 +84,19 @@ def train_twin(
     return run
 
 
-def _parts(settings: TwinSettings, device: torch.device, tell: Callable[[int], object]) -> Parts:
+def _parts(
+    settings: TwinSettings, device: torch.device, on_text: Callable[[int], object]
+) -> TwinParts:
     if settings.is_puzzle:
         return puzzle_parts(settings, device)
     if settings.kind == "draft":
-        return head_parts(settings, device, tell)
-    return text_parts(settings, device, tell)
+        return head_parts(settings, device, on_text)
+    return text_parts(settings, device, on_text)
 
 
 @contextmanager
-def _left_clean(run: Run) -> Iterator[None]:
-    """Nothing is left of a run that never began."""
+def _discard_on_error(run: Run) -> Iterator[None]:
+    """Delete the folder of a run that fails before its first step."""
     try:
         yield
     except BaseException as error:
@@ -103,9 +107,11 @@ def _left_clean(run: Run) -> Iterator[None]:
         raise
 
 
-def _trainer(settings: TwinSettings, parts: Parts, parallel: Parallel, run: Run | None) -> Trainer:
+def _trainer(
+    settings: TwinSettings, parts: TwinParts, parallel: Parallel, run: Run | None
+) -> Trainer:
     steps = settings.steps or 1_000_000
-    often = max(1, steps // 10)
+    every = max(1, steps // 10)
     return Trainer(
         parts.model,
         parts.batches,
@@ -114,19 +120,19 @@ def _trainer(settings: TwinSettings, parts: Parts, parallel: Parallel, run: Run 
         TrainSettings(
             steps=steps, warmup=round(steps * settings.warmup), decay=settings.decay,
             accumulate=settings.accumulate, seed=settings.seed, log_every=max(1, steps // 2000),
-            judge_every=settings.judge_every or often, save_every=settings.save_every or often,
+            judge_every=settings.judge_every or every, save_every=settings.save_every or every,
             seconds=settings.budget_s, bf16=bool(settings.bf16), compile=bool(settings.compile),
         ),
         run,
         save_model=parts.save,
-        judge=parts.judge,
+        judge=parts.evaluate,
         sampler=parts.sampler,
         parallel=parallel,
     )  # fmt: skip
 
 
-def _timed(settings: TwinSettings, parts: Parts, parallel: Parallel) -> TwinSettings:
-    """The steps that fit the minutes, by a few that are taken back."""
+def _with_steps(settings: TwinSettings, parts: TwinParts, parallel: Parallel) -> TwinSettings:
+    """Set the number of steps, from `minutes` by a few trial steps that are undone."""
     if settings.steps is not None:
         return settings
     if settings.minutes is None:
@@ -135,13 +141,13 @@ def _timed(settings: TwinSettings, parts: Parts, parallel: Parallel) -> TwinSett
     before = {name: value.detach().clone() for name, value in trained.items()}
     trial = _trainer(settings, parts, parallel, None)
     seconds = []
-    for _ in range(_TRIED):
-        since = time.monotonic()
+    for _ in range(_TRIAL_STEPS):
+        step_start = time.monotonic()
         trial.one_step()
-        seconds.append(time.monotonic() - since)
+        seconds.append(time.monotonic() - step_start)
     with torch.no_grad():
         for name, value in trained.items():
             value.copy_(before[name])
-    left = settings.minutes * 60 * _SHARE
-    steps = max(1, int(left / min(seconds[1:])))
-    return replace(settings, steps=steps, minutes=None, budget_s=left)
+    budget_s = settings.minutes * 60 * _TRAINING_SHARE
+    steps = max(1, int(budget_s / min(seconds[1:])))
+    return replace(settings, steps=steps, minutes=None, budget_s=budget_s)

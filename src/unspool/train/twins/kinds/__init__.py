@@ -1,1 +1,1 @@
-"""The parts of each kind of twin."""
+"""Model, data and objective of each kind of twin."""

@@ -1,7 +1,7 @@
-"""A small model from scratch on a puzzle: a causal twin, or one that fills in any order.
+"""Training of a small model on a puzzle: causal, or masked (fills in any order).
 
-Both have the same shape, the same rows at every step, and the same number of steps. Positions are
-learned, not turned: a cell must know where it stands, and nothing before it tells.
+Both have the same shape, data and number of steps. Position embeddings are learned, because a cell
+is defined by its absolute position.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,17 +31,17 @@ from unspool.train.twins.puzzles.puzzle import (
     save_tokenizer,
     token_ids,
 )
-from unspool.train.twins.settings import Parts, TwinSettings
+from unspool.train.twins.settings import TwinParts, TwinSettings
 from unspool.train.twins.solving import solutions
 
-FAMILY = "unspool-puzzle"  # no family of others: its files say everything in our words
-_JUDGED = 4  # batches
+FAMILY = "unspool-puzzle"  # not a family of transformers
+_PUZZLE_EVAL_BATCHES = 4
 
 
 def puzzle_config(puzzle: Puzzle, sight: str, depth: int, width: int, heads: int) -> ModelConfig:
-    """Of either twin; they differ in how far a token looks, and in nothing else."""
+    """Config of either model; they differ only in their attention mask."""
     if width % heads:
-        raise SettingsError(f"{heads} heads cannot share a width of {width}; it must be a multiple")
+        raise SettingsError(f"width {width} must be a multiple of heads {heads}")
     ids = token_ids(puzzle)
     return ModelConfig(
         family=FAMILY, vocab_size=len(ids), width=width, layers=depth, heads=heads, kv_heads=heads,
@@ -59,12 +58,12 @@ def puzzle_objective(puzzle: Puzzle, sight: str) -> Objective:
     return Masked(token_ids(puzzle)[MASK], weighting="plain")
 
 
-def puzzle_parts(settings: TwinSettings, device: torch.device) -> Parts:
+def puzzle_parts(settings: TwinSettings, device: torch.device) -> TwinParts:
     puzzle = puzzle_named(settings.kind)
     config = puzzle_config(puzzle, settings.sight, settings.depth, settings.width, settings.heads)
     objective = puzzle_objective(puzzle, settings.sight)
-    usual = 1024 if device.type == "cuda" else 64
-    batches = PuzzleBatches(puzzle, settings.batch or usual, settings.seed)
+    default_rows = 1024 if device.type == "cuda" else 64
+    batches = PuzzleBatches(puzzle, settings.batch or default_rows, settings.seed)
     rates = rates_for(config)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = save_tokenizer(puzzle, Path(folder))
@@ -73,9 +72,9 @@ def puzzle_parts(settings: TwinSettings, device: torch.device) -> Parts:
         save_weights(config, weights, folder)
         tokenizer.save(folder)
 
-    def judge(model: Transformer) -> tuple[float, float | None]:
+    def evaluate(model: Transformer) -> tuple[float, float | None]:
         total = count = 0.0
-        for number in range(_JUDGED):
+        for number in range(_PUZZLE_EVAL_BATCHES):
             batch = on_device(batches.batch(HELD_OUT + number), device)
             loss = objective(model, batch, torch.Generator().manual_seed(number))
             total += float(loss.total) * float(loss.tokens)
@@ -83,16 +82,13 @@ def puzzle_parts(settings: TwinSettings, device: torch.device) -> Parts:
         return total / max(1.0, count), None
 
     def sample(model: Transformer) -> list[tuple[str, int, str]]:
-        asked, _ = puzzle.made(1, PuzzleBatches(puzzle, 1, settings.seed).rng(HELD_OUT))
-        return [(asked[0], 0, solutions(model, puzzle, asked).answers[0])]
+        prompts, _ = puzzle.made(1, PuzzleBatches(puzzle, 1, settings.seed).rng(HELD_OUT))
+        return [(prompts[0], 0, solutions(model, puzzle, prompts).answers[0])]
 
-    return Parts(
-        new_model(config, settings.seed).to(device), batches, objective, save, judge, sample,
+    return TwinParts(
+        new_model(config, settings.seed).to(device), batches, objective, save, evaluate, sample,
         rates if settings.rate is None else rates.times(settings.rate / rates.matrices),
         "adamw" if settings.optimizer == "adamw" else "muon",
-        {"parameters": parameter_count(config), "config": config.to_dict(), **_facts(puzzle)},
+        {"parameters": parameter_count(config), "config": config.to_dict(),
+         "data": {"source": [puzzle.name], "kind": "puzzle"}},
     )  # fmt: skip
-
-
-def _facts(puzzle: Puzzle) -> dict[str, Any]:
-    return {"data": {"source": [puzzle.name], "kind": "puzzle"}}

@@ -1,1 +1,1 @@
-"""Puzzles with exact judges, where the order in which an answer is written decides."""
+"""Puzzles with exact verifiers, where the order of generation matters."""

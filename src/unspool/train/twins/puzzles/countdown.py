@@ -1,10 +1,10 @@
-"""Countdown: reach a number from others by adding, taking away, multiplying and dividing.
+"""Countdown: reach a target number from others with the four arithmetic operations.
 
     86,28,13,31= 96;
     86+ 28=114, 31- 13= 18,114- 18= 96
 
-Every number is used once, in one sum after the other; nothing falls below one or has a fraction
-(arXiv 2404.03683). Numbers stand right in places of their own, so that all rows are equally long.
+Every number is used once, in a sequence of equations; all results are integers of at least one
+(arXiv 2404.03683). Numbers are right-aligned to a fixed width, so that all rows have one length.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import numpy as np
 
 from unspool.errors import SettingsError
 
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
-Letters = np.ndarray[Any, np.dtype[np.uint8]]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+Characters = np.ndarray[Any, np.dtype[np.uint8]]
 
-_LARGEST = 999  # on the way
-_SIGNS = np.frombuffer(b"+-*/", np.uint8)
-_SUM = re.compile(r" *(\d+)([-+*/]) *(\d+)= *(\d+)")
+_MAX_RESULT = 999  # of an intermediate equation
+_OPERATORS = np.frombuffer(b"+-*/", np.uint8)
+_EQUATION = re.compile(r" *(\d+)([-+*/]) *(\d+)= *(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Countdown:
-    """So many numbers from 1 to 99, and a target from 10 to 100."""
+    """`numbers` numbers from 1 to 99, and a target from 10 to 100."""
 
     numbers: int = 4
 
     @classmethod
-    def called(cls, name: str, more: str) -> Countdown:
-        numbers = int(more) if more.isdigit() else 4 if not more else 0
+    def from_name(cls, name: str, options: str) -> Countdown:
+        numbers = int(options) if options.isdigit() else 4 if not options else 0
         if not 2 <= numbers <= 6:
-            raise SettingsError(f"{name}:{more} has no such numbers; it may be 2 to 6 of them")
+            raise SettingsError(f"{name}:{options}: the number count must be from 2 to 6")
         return cls(numbers)
 
     @property
@@ -59,46 +59,46 @@ class Countdown:
         answers: list[str] = []
         while len(prompts) < count:
             numbers = rng.integers(1, 100, size=(4 * count, self.numbers))
-            sums, target = _played(numbers, rng)
+            equations, target = _play(numbers, rng)
             good = np.flatnonzero((target >= 10) & (target <= 100))[: count - len(prompts)]
-            listed = [part for each in numbers[good].T for part in (_right(each, 2), ",")]
-            prompts += _texts(*listed[:-1], "=", _right(target[good], 3), ";")
-            told: list[Letters | str] = []
-            for one, sign, other, result in sums[good].transpose(1, 2, 0):
-                told += [_right(one, 3), _SIGNS[sign][:, None], _right(other, 3), "="]
-                told += [_right(result, 3), ","]
-            answers += _texts(*told[:-1])
+            listed = [part for column in numbers[good].T for part in (_align_right(column, 2), ",")]
+            prompts += _join_columns(*listed[:-1], "=", _align_right(target[good], 3), ";")
+            parts: list[Characters | str] = []
+            for first, operator, second, result in equations[good].transpose(1, 2, 0):
+                parts += [_align_right(first, 3), _OPERATORS[operator][:, None]]
+                parts += [_align_right(second, 3), "=", _align_right(result, 3), ","]
+            answers += _join_columns(*parts[:-1])
         return prompts, answers
 
     def solved(self, prompt: str, answer: str) -> bool:
         if len(prompt) != self.prompt or len(answer) != self.answer:
             return False
         listed, _, target = prompt.rstrip(";").partition("=")
-        left = [int(number) for number in listed.split(",")]
-        for each in answer.split(","):
-            found = _SUM.fullmatch(each)
-            if found is None:
+        available = [int(number) for number in listed.split(",")]
+        for equation in answer.split(","):
+            match = _EQUATION.fullmatch(equation)
+            if match is None:
                 return False
-            one, sign, other, result = int(found[1]), found[2], int(found[3]), int(found[4])
-            for number in (one, other):
-                if number not in left:
+            first, operator, second, result = int(match[1]), match[2], int(match[3]), int(match[4])
+            for number in (first, second):
+                if number not in available:
                     return False
-                left.remove(number)
-            if _result(one, sign, other) != result:
+                available.remove(number)
+            if _evaluate(first, operator, second) != result:
                 return False
-            left.append(result)
-        return left == [int(target)]
+            available.append(result)
+        return available == [int(target)]
 
 
-def _right(numbers: Numbers, width: int) -> Letters:
-    """Numbers of at least one, each written right in so many places: [count, width]."""
+def _align_right(numbers: Integers, width: int) -> Characters:
+    """Numbers >= 1 as right-aligned digits: [count, width]."""
     powers = 10 ** np.arange(width - 1, -1, -1)
     digits = numbers[:, None] // powers % 10 + ord("0")
     return np.where(numbers[:, None] >= powers, digits, ord(" ")).astype(np.uint8)
 
 
-def _texts(*parts: Letters | str) -> list[str]:
-    """Texts whose parts stand side by side; a letter is the same in all of them."""
+def _join_columns(*parts: Characters | str) -> list[str]:
+    """Join character columns to texts; a str is the same character in all of them."""
     rows = next(len(part) for part in parts if not isinstance(part, str))
     columns = [
         np.full((rows, 1), ord(part), np.uint8) if isinstance(part, str) else part for part in parts
@@ -106,30 +106,32 @@ def _texts(*parts: Letters | str) -> list[str]:
     return [row.tobytes().decode("ascii") for row in np.concatenate(columns, 1)]
 
 
-def _result(one: int, sign: str, other: int) -> int | None:
-    """What a sum comes to; None if that is not allowed."""
-    if sign == "/":
-        found = one // other if other and one % other == 0 else 0
+def _evaluate(first: int, operator: str, second: int) -> int | None:
+    """Result of an equation; None if it is not allowed."""
+    if operator == "/":
+        result = first // second if second and first % second == 0 else 0
     else:
-        found = {"+": one + other, "-": one - other, "*": one * other}[sign]
-    return found if 1 <= found <= _LARGEST else None
+        result = {"+": first + second, "-": first - second, "*": first * second}[operator]
+    return result if 1 <= result <= _MAX_RESULT else None
 
 
-def _played(numbers: Numbers, rng: np.random.Generator) -> tuple[Numbers, Numbers]:
-    """Sums drawn at random until one number is left, for each row [rows, numbers] at once: the sums
-    [rows, numbers - 1, 4] as number, sign, number, result; and the number that is left (0: there
-    was nothing that is allowed)."""
-    left, sums, good = numbers, [], np.ones(len(numbers), bool)
-    while left.shape[1] > 1:
-        order = np.argsort(rng.random(left.shape), axis=1)
-        mixed = np.take_along_axis(left, order, 1)
-        one, other = mixed[:, 0], mixed[:, 1]
-        results = np.stack([one + other, one - other, one * other, one // other], 1)
-        allowed = (results >= 1) & (results <= _LARGEST)
-        allowed[:, 3] &= one % other == 0
+def _play(numbers: Integers, rng: np.random.Generator) -> tuple[Integers, Integers]:
+    """Combine the numbers of each row [rows, numbers] at random until one remains.
+
+    Returns the equations [rows, numbers - 1, 4] as (number, operator, number, result), and the last
+    result (0: no allowed operation).
+    """
+    available, equations, good = numbers, [], np.ones(len(numbers), bool)
+    while available.shape[1] > 1:
+        order = np.argsort(rng.random(available.shape), axis=1)
+        shuffled = np.take_along_axis(available, order, 1)
+        first, second = shuffled[:, 0], shuffled[:, 1]
+        results = np.stack([first + second, first - second, first * second, first // second], 1)
+        allowed = (results >= 1) & (results <= _MAX_RESULT)
+        allowed[:, 3] &= first % second == 0
         good &= allowed.any(1)
-        sign = np.where(allowed, rng.random(allowed.shape), -1.0).argmax(1)
-        result = np.take_along_axis(results, sign[:, None], 1)
-        sums.append(np.stack([one, sign, other, result[:, 0]], 1))
-        left = np.concatenate([mixed[:, 2:], result], 1)
-    return np.stack(sums, 1), np.where(good, left[:, 0], 0)
+        operator = np.where(allowed, rng.random(allowed.shape), -1.0).argmax(1)
+        result = np.take_along_axis(results, operator[:, None], 1)
+        equations.append(np.stack([first, operator, second, result[:, 0]], 1))
+        available = np.concatenate([shuffled[:, 2:], result], 1)
+    return np.stack(equations, 1), np.where(good, available[:, 0], 0)
