@@ -187,7 +187,7 @@ class CudaHead(UnspoolHead):
         if isinstance(self._embed, PlainMatrix):
             torch.index_select(self._embed.weight, 0, token, out=word)
         else:
-            self._embed.gather(token, token, word)
+            self._embed.embed_tokens(token, token, word)
         self._linear("words.project", word[0], b.words[at], norm="words.norm")
 
     def _attend(self, position: Tensor, ends: Tensor) -> None:
