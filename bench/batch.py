@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import unspool
-from unspool.scale.batch.job import LocalPool, job_facts, run
+from unspool.scale.batch.job import LocalPool, job_identity, run_batch
 from unspool.scale.batch.journal import Journal, unfinished_folder
 from unspool.scale.batch.plan import WorkerPlan
 from unspool.scale.batch.ray_pool import WorkerActor
-from unspool.scale.batch.rows import survey
+from unspool.scale.batch.rows import scan_input
 from unspool.scale.batch.settings import BatchSettings
-from unspool.scale.batch.worker import Worker
+from unspool.scale.batch.worker import BatchWorker
 
 THINGS = ("a river", "an old clock", "the moon", "a train", "a garden", "bread", "rain", "a map")
 WAYS = ("Describe", "Tell a story about", "Explain", "Praise", "Write a poem about")
@@ -124,11 +124,11 @@ def batch_seconds(lm: Any, folder: Path, turn: int) -> tuple[float, int]:
     plan = WorkerPlan(None, {}, settings)
     began = time.perf_counter()
     with Journal(folder / f"speed-{turn}.jsonl") as journal:
-        journal.open(job_facts(survey(folder / "in.jsonl"), plan))
-        state = run(
+        journal.open(job_identity(scan_input(folder / "in.jsonl"), plan))
+        state = run_batch(
             folder / "in.jsonl",
             journal,
-            lambda: _Kept(Worker(lm, settings, "model")),
+            lambda: _Kept(BatchWorker(lm, settings, "model")),
             lambda state: None,
         )
     return time.perf_counter() - began, state.tokens

@@ -26,13 +26,13 @@ import numpy as np
 
 import unspool
 from unspool.backends.base import StepLimits
-from unspool.backends.step import Done, StepBatch, StepResult, no_ints
+from unspool.backends.step import CompletedStep, StepBatch, StepResult, empty_ints
 from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
 from unspool.engine.request import Request
 from unspool.sampling import SamplingSettings
 from unspool.sampling.guards import repetition_rate
-from unspool.sampling.picker import pick
+from unspool.sampling.picker import pick_tokens
 
 VOCABULARY = 49_152
 LOOPING = [
@@ -70,15 +70,15 @@ class Nothing:
     def set_adapter(self, number: int, adapter: Any) -> None:
         raise NotImplementedError
 
-    def launch(self, batch: StepBatch) -> Done:
+    def launch(self, batch: StepBatch) -> CompletedStep:
         count = len(batch.sampled)
         given = self.logits[: len(batch.logits)]
         if batch.pick is None:
-            return Done(StepResult(no_ints(), self.logprobs[:0], given))
+            return CompletedStep(StepResult(empty_ints(), self.logprobs[:0], given))
         if not self.picks:
-            return Done(StepResult(self.tokens[:count], self.logprobs[:count], given))
-        found = pick(self.logits[:count], batch.pick, threads=2)
-        return Done(StepResult(found.tokens, found.logprobs, given))
+            return CompletedStep(StepResult(self.tokens[:count], self.logprobs[:count], given))
+        found = pick_tokens(self.logits[:count], batch.pick, threads=2)
+        return CompletedStep(StepResult(found.tokens, found.logprobs, given))
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -201,7 +201,7 @@ def host() -> None:
                 spent["launch"] += now - began
                 outcome = result()
                 spent["result"] += time.perf_counter() - now
-                return Done(outcome)
+                return CompletedStep(outcome)
 
             backend.launch = launch
             engine, count = Engine(backend, lambda token: b"x"), 1500 if rows == 1 else 128

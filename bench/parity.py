@@ -22,7 +22,7 @@ import transformers
 from single_sequence import SingleSequence
 
 import tiny_recurrent
-from unspool.backends.base import Loaded
+from unspool.backends.base import LoadedModel
 from unspool.backends.cpu.loaded import load_cpu
 from unspool.backends.torch.loaded import TorchModel
 from unspool.model.checkpoint import load_transformer, open_checkpoint
@@ -31,7 +31,7 @@ TOKENS = 48
 FAMILIES = {**tiny.FAMILIES, **tiny.TODAY, **tiny_recurrent.FAMILIES}
 
 
-def farthest(model: Loaded, tokens: list[int], wanted: Any) -> list[float]:
+def farthest(model: LoadedModel, tokens: list[int], wanted: Any) -> list[float]:
     """The largest difference behind prompts of three lengths, and behind every single token."""
     text = SingleSequence(model, len(tokens))
     prompts, single = [], []

@@ -59,8 +59,8 @@ def best(chain: Chain, logits: Any, row: RowInput, top: int, explain: bool) -> f
 
 def main() -> None:
     kinds: dict[str, Any] = {"numpy": arrays.NumpyOperations()}
-    if native.missing() is None:
-        kinds = {"native": operations.on_host(), **kinds}
+    if native.missing_reason() is None:
+        kinds = {"native": operations.numpy_operations(), **kinds}
     for width in (49_152, 151_936):
         logits = like_a_model(width)
         row = RowInput(np.random.default_rng(1).integers(0, width, 1000), 100)

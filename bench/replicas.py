@@ -54,7 +54,7 @@ PROSE = (
 class Bench:
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.results = given, dict[str, Any]()
-        self.asked = 0
+        self.template_options = 0
 
     @contextmanager
     def serving(self, *options: str) -> Iterator[Running]:
@@ -69,8 +69,11 @@ class Bench:
 
     def prompts(self, count: int) -> list[str]:
         """No two begin alike."""
-        self.asked += count
-        return [f"{number}: {PROSE}" for number in range(self.asked - count, self.asked)]
+        self.template_options += count
+        return [
+            f"{number}: {PROSE}"
+            for number in range(self.template_options - count, self.template_options)
+        ]
 
     def load(self, running: Running, clients: int, each: int) -> dict[str, Any]:
         prompts = [self.prompts(each) for _ in range(clients)]

@@ -23,7 +23,7 @@ from typing import Any
 import unspool
 from unspool.decoding.controller import SHAPES, FixedShape, RoundCosts, ShapeController
 from unspool.decoding.heads.drafter import HeadDrafter, load_head, shipped_head
-from unspool.decoding.heads.growing import Shape
+from unspool.decoding.heads.growing import DraftShape
 from unspool.decoding.speculative import make_drafter
 from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation
@@ -126,7 +126,7 @@ def with_head(lm: Any, where: str, tokens: int, chats: int) -> None:
     """A head on chats: tokens a pass for each shape, then the speed of what it chooses itself."""
     head = load_head(Path(where) if where else shipped_head(lm.model), lm)
     prompts = [lm.chat_prompt(question).ids for question in CHATS[:chats]]
-    shapes = [None, *(Shape(size) for size in (1, 2, 3, 5, 7)), *SHAPES]
+    shapes = [None, *(DraftShape(size) for size in (1, 2, 3, 5, 7)), *SHAPES]
     print(f"{'':16} " + " ".join(f"{_named(shape):>9}" for shape in shapes))
     for way, options in WAYS.items():
         texts: list[list[int]] = []
@@ -179,7 +179,7 @@ def chosen(
     )
 
 
-def _named(shape: Shape | None) -> str:
+def _named(shape: DraftShape | None) -> str:
     if shape is None:
         return "none"
     if shape.width > 1:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unspool.model.weights import parameter_count
-from unspool.train.data.batches import Batch
+from unspool.train.data.batches import TrainingBatch
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import make_optimizers
-from unspool.train.learning.shape import Shape, new_model
+from unspool.train.learning.shape import ModelPlan, new_model
 from unspool.train.running.loop import Trainer, TrainSettings
 
 
@@ -62,8 +62,8 @@ class Repeated:
     def __init__(self, vocabulary: int, rows: int, length: int, device: str) -> None:
         self.ids = torch.randint(0, vocabulary, (rows, length + 1), device=device)
 
-    def batch(self, step: int) -> Batch:
-        return Batch(self.ids)
+    def batch(self, step: int) -> TrainingBatch:
+        return TrainingBatch(self.ids)
 
 
 def plain_step(model: PlainGPT, batches: Repeated, bf16: bool) -> Callable[[], object]:
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     on_gpu = given.device == "cuda"
-    config = Shape.of(given.depth, given.vocab_size, given.length).config
+    config = ModelPlan.of(given.depth, given.vocab_size, given.length).config
     batches = Repeated(given.vocab_size, given.batch, given.length, given.device)
     # As many weights as ours: 4 w^2 of attention and 2 w x inner of feed-forward in a layer.
     inner = (parameter_count(config) - given.vocab_size * config.width) // given.depth
@@ -107,9 +107,9 @@ def main() -> None:
     steps = {"plain": plain_step(plain, batches, on_gpu)}
     for kind in ("adamw", "muon"):
         model = new_model(config).to(given.device)
-        optimizers = make_optimizers(model, Shape.around(config).rates, kind)  # type: ignore[arg-type]
+        optimizers = make_optimizers(model, ModelPlan.around(config).rates, kind)  # type: ignore[arg-type]
         settings = TrainSettings(steps=10**9, bf16=on_gpu, compile=on_gpu)
-        steps[kind] = Trainer(model, batches, next_token, optimizers, settings).one_step
+        steps[kind] = Trainer(model, batches, next_token, optimizers, settings).train_step
     seconds = measure(steps, given.rounds, given.steps)
     print(json.dumps(report(seconds, given), indent=2))
 

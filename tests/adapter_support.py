@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from cuda_support import language_model
 
-from unspool.model.adapters import Adapter, LowRank, adaptable
+from unspool.model.adapters import Adapter, LowRank, adaptable_shapes
 from unspool.model.config import ModelConfig
 
 
@@ -22,7 +22,7 @@ def random_adapter(
 
     parts = {
         name: LowRank(floats(rank, columns), floats(rows, rank), 0.5)
-        for name, (rows, columns) in adaptable(config).items()
+        for name, (rows, columns) in adaptable_shapes(config).items()
         if any(word in name for word in only)
     }
     return Adapter(parts)
@@ -56,8 +56,8 @@ def all_logits(lm: Any) -> Any:
     """Of prompts and of next tokens, beside each other and alone, with and without adapters."""
     names = [None, "all", "few", "all", "wide"]
     branches = [lm.engine.open(PROMPT, name) for name in names]
-    result = lm.engine.extend_all([(branch, []) for branch in branches], wanted=3)
+    result = lm.engine.extend_all([(branch, []) for branch in branches], num_logits=3)
     result += lm.engine.extend_all([(branch, [7]) for branch in branches])
-    result += lm.engine.extend_all([(branch, [8, 9]) for branch in branches[:3]], wanted=2)
+    result += lm.engine.extend_all([(branch, [8, 9]) for branch in branches[:3]], num_logits=2)
     result += [lm.engine.extend(branch, [5]) for branch in branches[:2]]
     return np.concatenate([np.asarray(part) for part in result])

@@ -15,14 +15,14 @@ import numpy as np
 import tiny
 from paged_texts import Library, host, read
 
-from unspool.backends.base import Backend, Loaded
+from unspool.backends.base import Backend, LoadedModel
 from unspool.backends.step import StepBatch
 from unspool.language_model import LanguageModel
 from unspool.loading import make_drafter_for
 from unspool.model.checkpoint import load_transformer, open_checkpoint
 from unspool.model.fingerprint import fingerprint
 from unspool.sampling import Chain, SamplingSettings
-from unspool.sampling.picker import POSITION, PickRows, row_numbers
+from unspool.sampling.picker import POSITION, SamplingRows, encode_settings
 
 PAGES = 96
 
@@ -33,7 +33,7 @@ def family(name: str, folder: Path) -> Any:
     return open_checkpoint(folder)
 
 
-def torch_model(checkpoint: Any, *, dtype: str = "float32", device: str = "cpu") -> Loaded:
+def torch_model(checkpoint: Any, *, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
     from unspool.backends.torch.loaded import TorchModel
 
     return TorchModel(load_transformer(checkpoint, dtype=dtype, device=device))
@@ -41,15 +41,15 @@ def torch_model(checkpoint: Any, *, dtype: str = "float32", device: str = "cpu")
 
 def cuda_model(
     checkpoint: Any, *, dtype: str = "float32", device: str = "cpu", exact: bool = False
-) -> Loaded:
+) -> LoadedModel:
     from unspool.backends.cuda.loaded import CudaModel
-    from unspool.backends.cuda.weights import fused
+    from unspool.backends.cuda.weights import fuse_weights
 
-    weights = fused(load_transformer(checkpoint, dtype=dtype, device=device))
+    weights = fuse_weights(load_transformer(checkpoint, dtype=dtype, device=device))
     return CudaModel(weights, partial(fingerprint, checkpoint), exact=exact)
 
 
-def backend(model: Loaded, context: int = 128, pages: int = PAGES) -> Backend:
+def backend(model: LoadedModel, context: int = 128, pages: int = PAGES) -> Backend:
     """With as many pages as were asked for."""
     config = model.config
     number = {"float32": 4}.get(model.precision, 2)
@@ -57,7 +57,9 @@ def backend(model: Loaded, context: int = 128, pages: int = PAGES) -> Backend:
     return model.backend(memory=pages * page, context=context)
 
 
-def language_model(model: Loaded, tokenizer: Any = None, memory: int = 64 << 20) -> LanguageModel:
+def language_model(
+    model: LoadedModel, tokenizer: Any = None, memory: int = 64 << 20
+) -> LanguageModel:
     return LanguageModel(model, tokenizer, memory=memory, make_drafter=make_drafter_for)
 
 
@@ -82,24 +84,24 @@ def read_in_many_ways(backend: Backend, vocabulary: int, long: int = 40) -> Any:
     return np.concatenate(logits)
 
 
-def read_by_engine(model: Loaded) -> Any:
+def read_by_engine(model: LoadedModel) -> Any:
     """Logits of a prompt and of the two tokens after it; also for models with recurrent layers."""
     with language_model(model, memory=4 << 20) as lm:
         branch = lm.engine.open(list(range(3, 33)))
-        logits = [lm.engine.extend(branch, wanted=30)]
+        logits = [lm.engine.extend(branch, num_logits=30)]
         logits += [lm.engine.extend(branch, [token]) for token in (40, 50)]
         return np.concatenate([host(rows) for rows in logits])
 
 
-def pick_rows(settings_list: Sequence[SamplingSettings], lengths: Sequence[int]) -> PickRows:
+def pick_rows(settings_list: Sequence[SamplingSettings], lengths: Sequence[int]) -> SamplingRows:
     """Sampling settings of rows whose next token is at these positions; without history."""
     floats, ints = [], []
     for number, (choice, length) in enumerate(zip(settings_list, lengths, strict=True)):
-        row_floats, row_ints = row_numbers(choice, sample=number)
+        row_floats, row_ints = encode_settings(choice, sample=number)
         row_ints[POSITION] = length
         floats.append(row_floats)
         ints.append(row_ints)
-    return PickRows(np.array(floats), np.array(ints), np.empty(0, np.int64))
+    return SamplingRows(np.array(floats), np.array(ints), np.empty(0, np.int64))
 
 
 def check_picks(backend: Backend, batch: StepBatch) -> None:

@@ -14,7 +14,7 @@ from unspool.backends.step import StepResult
 from unspool.engine.canvas import CanvasKind
 from unspool.engine.engine import Engine
 from unspool.model.adapters import Adapter
-from unspool.sampling.picker import pick
+from unspool.sampling.picker import pick_tokens
 
 VOCAB = 40
 MASK = 39
@@ -59,7 +59,7 @@ class DeepNull(null_model.NullModel):
         count = len(batch.sampled)
         if batch.pick is None:
             return StepResult(np.empty(0, np.int64), np.empty(0), logits)
-        picks = pick(logits[:count], batch.pick)
+        picks = pick_tokens(logits[:count], batch.pick)
         self._picked = picks.tokens
         return StepResult(picks.tokens, picks.logprobs, logits[count:], None, picks.failures)
 

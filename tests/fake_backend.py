@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from unspool.backends.base import StepLimits
-from unspool.backends.step import BlockTable, Done, StepBatch, StepResult
-from unspool.sampling.picker import pick
+from unspool.backends.step import BlockTable, CompletedStep, StepBatch, StepResult
+from unspool.sampling.picker import pick_tokens
 
 
 class FakeBackend:
@@ -37,7 +37,7 @@ class FakeBackend:
     def set_adapter(self, number: int, adapter: Any) -> None:
         raise NotImplementedError
 
-    def launch(self, batch: StepBatch) -> Done:
+    def launch(self, batch: StepBatch) -> CompletedStep:
         self.table.apply(batch.updates)
         self.stored[batch.copies[:, 1]] = self.stored[batch.copies[:, 0]]  # reads before it writes
         size, places = self.page_size, batch.positions
@@ -53,6 +53,8 @@ class FakeBackend:
         logits = self.logits[previous, batch.tokens]
         returned = logits[batch.logits]
         if batch.pick is None:
-            return Done(StepResult(np.empty(0, np.int64), np.empty(0), returned))
-        picks = pick(np.ascontiguousarray(logits[batch.sampled]), batch.pick)
-        return Done(StepResult(picks.tokens, picks.logprobs, returned, None, picks.failures))
+            return CompletedStep(StepResult(np.empty(0, np.int64), np.empty(0), returned))
+        picks = pick_tokens(np.ascontiguousarray(logits[batch.sampled]), batch.pick)
+        return CompletedStep(
+            StepResult(picks.tokens, picks.logprobs, returned, None, picks.failures)
+        )

@@ -121,7 +121,7 @@ def vectors_of(lm: Any, tokens: list[int], layers: tuple[int, ...]) -> Any:
     engine = lm.engine
     branch = engine.open(tokens)
     at = frozenset(range(len(tokens)))
-    visited = engine.look(branch, at=at, wanted=1, deep=False).inside
+    visited = engine.look(branch, at=at, num_logits=1, deep=False).inside
     branch.release()
     return np.concatenate([part.residuals for part in visited], 1)[list(layers)]
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from unspool.backends.base import StepLimits
-from unspool.backends.step import BlockTable, Inside, Ints, StepBatch, StepResult, no_ints
-from unspool.sampling.picker import pick
+from unspool.backends.step import BlockTable, Ints, Observations, StepBatch, StepResult, empty_ints
+from unspool.sampling.picker import pick_tokens
 
 PAGE_SIZE = 4
 
@@ -48,10 +48,10 @@ class NullModel:
         self.table = BlockTable()
         self.runs: list[list[int]] = []  # how many tokens each row of each step brought
         self.batches: list[StepBatch] = []
-        self.ahead = 0  # tokens that were not known when their step was launched
+        self.has_placeholder = 0  # tokens that were not known when their step was launched
         self.fail_next = False
         self._queue: list[_Later] = []
-        self._picked = no_ints()  # in the step before
+        self._picked = empty_ints()  # in the step before
 
     def set_adapter(self, number: int, adapter: Any) -> None:
         raise NotImplementedError
@@ -71,7 +71,7 @@ class NullModel:
         self.table.apply(batch.updates)
         self._copy_pages(batch.copies, self.slots)
         tokens = batch.tokens.copy()
-        self.ahead += int((tokens < 0).sum())
+        self.has_placeholder += int((tokens < 0).sum())
         self._resolve_placeholders(tokens)
         outputs = np.concatenate((batch.sampled, batch.logits)).tolist()
         place_of = {token: row for row, token in enumerate(outputs)}
@@ -97,7 +97,7 @@ class NullModel:
         if batch.pick is None:
             return StepResult(np.empty(0, np.int64), np.empty(0), logits, inside)
         self._resolve_placeholders(batch.pick.history)
-        picks = pick(logits[:count], batch.pick)
+        picks = pick_tokens(logits[:count], batch.pick)
         self._picked = picks.tokens
         return StepResult(picks.tokens, picks.logprobs, logits[count:], inside, picks.failures)
 
@@ -109,14 +109,14 @@ class NullModel:
         for store in stores:
             store[copies[:, 1]] = store[copies[:, 0]]
 
-    def _inside(self, batch: StepBatch, tokens: Ints) -> Inside:
+    def _inside(self, batch: StepBatch, tokens: Ints) -> Observations:
         """Return vectors of (layer, position, token)."""
         look = batch.look
         assert look is not None
         layers = range(3) if look.layers is None else look.layers
         observed = look.residuals
         vectors = [[(n, batch.positions[t], tokens[t]) for t in observed.tolist()] for n in layers]
-        return Inside(np.array(vectors, np.float32))
+        return Observations(np.array(vectors, np.float32))
 
     def _resolve_placeholders(self, tokens: Ints) -> None:
         """Replace placeholders by the tokens picked in the step before."""

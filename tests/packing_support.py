@@ -8,15 +8,15 @@ import gguf
 import numpy as np
 from gguf.quants import quantize
 
-from unspool.model.block_types import OWN_TYPES
+from unspool.model.block_types import UNSPOOL_BLOCK_BYTES
 from unspool.model.gguf import BLOCK_TYPES
-from unspool.model.stored import Stored
+from unspool.model.stored import FileTensor
 
 FLOATS = ("F32", "F16", "BF16")
 
 # Values and bytes of a block, and offsets of its halves (scale, minimum or factors).
 SIZES = {kind.name: (kind.elements, kind.size) for kind in BLOCK_TYPES.values()}
-SIZES |= {name: (32, size) for name, size in OWN_TYPES.items()}
+SIZES |= {name: (32, size) for name, size in UNSPOOL_BLOCK_BYTES.items()}
 HALVES: dict[str, tuple[int, ...]] = {
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
     "Q4_1": (0, 2), "Q5_1": (0, 2), "AFFINE8": (0, 2), "TQ1_0": (52,), "TQ2_0": (64,),
@@ -48,10 +48,10 @@ def set_halves(kind: str, data: Any, halves: Any) -> None:
             data[..., at : at + 2] = values.astype("<f2")[..., None].view(np.uint8)
 
 
-def floats(kind: str, values: Any) -> Stored:
+def floats(kind: str, values: Any) -> FileTensor:
     """A float tensor of a type that represents the values exactly."""
     values = np.asarray(values, np.float32)
     if kind == "BF16":
         raw = quantize(values, gguf.GGMLQuantizationType.BF16).view("<u2").reshape(values.shape)
-        return Stored(kind, raw, values.shape)
-    return Stored(kind, values.astype({"F32": "<f4", "F16": "<f2"}[kind]), values.shape)
+        return FileTensor(kind, raw, values.shape)
+    return FileTensor(kind, values.astype({"F32": "<f4", "F16": "<f2"}[kind]), values.shape)

@@ -11,12 +11,19 @@ import numpy as np
 from packing_support import FLOATS, SIZES, floats, halves_of, set_halves
 
 from unspool.backends.base import Backend
-from unspool.backends.step import Floats, Inside, Logits, Look, StepBatch, TableUpdates
-from unspool.model.block_types import unpacked
+from unspool.backends.step import (
+    Floats,
+    Logits,
+    Observations,
+    ObserveRequest,
+    StepBatch,
+    TableUpdates,
+)
+from unspool.model.block_types import dequantize_blocks
 from unspool.model.config import ModelConfig
 from unspool.model.positions import Rotary
-from unspool.model.stored import Stored
-from unspool.model.weights import shapes
+from unspool.model.stored import FileTensor
+from unspool.model.weights import weight_shapes
 
 PAGE = 16
 
@@ -39,7 +46,7 @@ def config(**changes: Any) -> ModelConfig:
     return ModelConfig(**{**shape, **changes})
 
 
-def random_blocks(kind: str, rows: int, columns: int, rng: np.random.Generator) -> Stored:
+def random_blocks(kind: str, rows: int, columns: int, rng: np.random.Generator) -> FileTensor:
     """Random weights of any type, about as large as those of a model."""
     if kind in FLOATS:
         return floats(kind, rng.standard_normal((rows, columns)) / columns**0.5)
@@ -49,11 +56,11 @@ def random_blocks(kind: str, rows: int, columns: int, rng: np.random.Generator) 
     halves[1:] *= -1 if kind.endswith("_1") else 1  # a minimum, to bring the mean near zero
     halves[1:] *= 8 if kind.endswith("_1") or kind == "Q4_K" else 1
 
-    def stored_as(scale: float) -> Stored:
+    def stored_as(scale: float) -> FileTensor:
         set_halves(kind, data, halves * np.float32(scale))
-        return Stored(kind, data.reshape(rows, -1), (rows, columns))
+        return FileTensor(kind, data.reshape(rows, -1), (rows, columns))
 
-    spread = float(unpacked(kind, stored_as(2**-6).data).std()) * 2**6
+    spread = float(dequantize_blocks(kind, stored_as(2**-6).data).std()) * 2**6
     return stored_as(1 / (spread * columns**0.5))
 
 
@@ -67,22 +74,22 @@ class RandomCheckpoint:
     change: Callable[[str, Any], None] = lambda name, values: None  # spoils weights
     path: Path = Path("random")
 
-    def weights(self) -> Iterator[tuple[str, Stored]]:
+    def weights(self) -> Iterator[tuple[str, FileTensor]]:
         rng = np.random.default_rng(self.seed)
-        for name, shape in shapes(self.config).items():
+        for name, shape in weight_shapes(self.config).items():
             stored = self._weight(name, shape, rng)
             self.change(name, stored.data)
             yield name, stored
 
-    def _weight(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Stored:
+    def _weight(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> FileTensor:
         if len(shape) == 1 or name == "position_embed.weight":
             middle = 1.0 if "norm.weight" in name and not self.config.norm_plus_one else 0.0
-            return Stored.of((middle + 0.2 * rng.standard_normal(shape)).astype(np.float32))
+            return FileTensor.of((middle + 0.2 * rng.standard_normal(shape)).astype(np.float32))
         if name == "embed.weight" and self.kind in FLOATS:
             return floats(self.kind, rng.standard_normal(shape) * 0.5)
         if len(shape) == 3:
             parts = [random_blocks(self.kind, *shape[1:], rng) for _ in range(shape[0])]
-            return Stored.stacked(parts)
+            return FileTensor.stacked(parts)
         return random_blocks(self.kind, *shape, rng)
 
     losses = ""
@@ -123,7 +130,7 @@ class Library:
         return Text(list(tokens), [self.free.pop() for _ in range(-(-len(tokens) // PAGE))])
 
 
-def batch_of(parts: Sequence[tuple[Text, int]], look: Look | None = None) -> StepBatch:
+def batch_of(parts: Sequence[tuple[Text, int]], look: ObserveRequest | None = None) -> StepBatch:
     """Return a batch with the next tokens of each text, and logits of all of them."""
     counts = [count for _, count in parts]
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
@@ -141,9 +148,9 @@ def batch_of(parts: Sequence[tuple[Text, int]], look: Look | None = None) -> Ste
         positions + 1,
         starts,
         slots=np.arange(len(parts)),
-        updates=TableUpdates(*np.array(table).T),
-        logits=np.arange(starts[-1]),
-        look=look,
+        table_updates=TableUpdates(*np.array(table).T),
+        logits_indices=np.arange(starts[-1]),
+        observe=look,
     )
 
 
@@ -153,8 +160,8 @@ def read(backend: Backend, parts: Sequence[tuple[Text, int]]) -> list[Floats]:
 
 
 def look(
-    backend: Backend, parts: Sequence[tuple[Text, int]], taps: Look | None
-) -> tuple[list[Floats], Inside | None]:
+    backend: Backend, parts: Sequence[tuple[Text, int]], taps: ObserveRequest | None
+) -> tuple[list[Floats], Observations | None]:
     batch = batch_of(parts, taps)
     ran = backend.launch(batch).result()
     for text, count in parts:

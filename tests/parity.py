@@ -8,7 +8,7 @@ import numpy as np
 from paged_texts import Library, look
 
 from unspool.backends.base import Backend
-from unspool.backends.step import Inside, Look
+from unspool.backends.step import Observations, ObserveRequest
 
 # Configurations that no family has, and every backend must support.
 ODD_SHAPES: dict[str, dict[str, Any]] = {
@@ -22,7 +22,7 @@ ODD_SHAPES: dict[str, dict[str, Any]] = {
     "sinusoidal": {"positions": "sinusoidal", "rotary": None, "parallel": True, "tied": True},
 }  # fmt: skip
 
-Seen = tuple[list[Any], Inside | None]
+Seen = tuple[list[Any], Observations | None]
 
 
 def difference(a: Any, b: Any) -> float:
@@ -34,7 +34,7 @@ def difference(a: Any, b: Any) -> float:
 def looked_at(backend: Backend, lengths: tuple[int, ...], vocabulary: int, pages: int) -> Seen:
     """Prefill prompts of these lengths in one step, and observe their activations."""
     every = np.arange(sum(lengths))
-    taps = Look(residuals=every[::3], attention=every[5:], parts=every[::-7].copy())
+    taps = ObserveRequest(residuals=every[::3], attention=every[5:], parts=every[::-7].copy())
     library = Library(pages, vocabulary)
     return look(backend, [(library.text(length), length) for length in lengths], taps)
 

@@ -12,10 +12,10 @@ from unspool.sampling.picker import (
     HISTORY_END,
     HISTORY_START,
     POSITION,
-    PickRows,
+    SamplingRows,
+    encode_settings,
     history_range,
-    row_numbers,
-    sees_history,
+    needs_history,
 )
 
 # All that a picker can do by itself.
@@ -47,18 +47,20 @@ def random_logits(chance: np.random.Generator, rows: int, width: int, spread: fl
     return logits
 
 
-def rows_of(settings_list: list[SamplingSettings], texts: list[Any], prompt: int = 1) -> PickRows:
+def rows_of(
+    settings_list: list[SamplingSettings], texts: list[Any], prompt: int = 1
+) -> SamplingRows:
     """Sampling rows for the next token of each text; its first `prompt` tokens are the prompt."""
     floats, ints, histories, at = [], [], [], 0
     for number, (row_settings, text) in enumerate(zip(settings_list, texts, strict=True)):
-        row_floats, row_ints = row_numbers(row_settings, sample=number)
+        row_floats, row_ints = encode_settings(row_settings, sample=number)
         row_ints[POSITION] = len(text)
         start, end = history_range(row_settings, prompt, len(text))
-        if sees_history(row_settings):
+        if needs_history(row_settings):
             row_ints[HISTORY_START], row_ints[HISTORY_END] = at, at + end - start
             histories.append(text[start:end])
             at += end - start
         floats.append(row_floats)
         ints.append(row_ints)
     history = np.concatenate(histories) if histories else np.empty(0, np.int64)
-    return PickRows(np.array(floats), np.array(ints), history)
+    return SamplingRows(np.array(floats), np.array(ints), history)

@@ -11,7 +11,7 @@ from paged_texts import Library, RandomCheckpoint, Text, batch_of, config, host
 
 from unspool.backends.base import Backend
 from unspool.backends.cpu.loaded import CpuModel
-from unspool.backends.step import Floats, Inside, Look
+from unspool.backends.step import Floats, Observations, ObserveRequest
 from unspool.backends.torch.loaded import TorchModel
 from unspool.model.checkpoint import load_transformer
 from unspool.model.recurrence import Recurrence
@@ -109,10 +109,10 @@ class Shelf:
         self,
         parts: Sequence[tuple[Kept, int]],
         *,
-        look: Look | None = None,
+        look: ObserveRequest | None = None,
         captures: Sequence[tuple[int, int]] = (),
         in_place: bool = False,
-    ) -> tuple[list[Floats], Inside | None]:
+    ) -> tuple[list[Floats], Observations | None]:
         """Compute the next tokens of each text; return each text's logits."""
         writes = [
             text.slot if in_place and text.slot >= 0 else self.slots.pop() for text, _ in parts

@@ -15,8 +15,8 @@ from unspool.serve.core.registry import ModelEntry, ModelRegistry
 from unspool.serve.core.state import ServerState
 from unspool.serve.http import server as serving
 from unspool.serve.http.app import create_app
-from unspool.serve.http.listening import bound_socket
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.listening import bind_socket
+from unspool.serve.http.settings import ServerSettings
 
 
 @dataclass
@@ -59,9 +59,9 @@ def settled(server: Running, seconds: float = 60.0) -> None:
 def running(entries: list[ModelEntry], **settings: Any) -> Iterator[Running]:
     """A server in a thread of this process."""
     room, adapters = settings.pop("room", 1 << 33), settings.pop("adapters", None)
-    expected = replace(ServeSettings(port=0, drain=2.0), **settings)
-    bound = bound_socket(expected)
-    app, state = create_app(expected, ModelRegistry(entries, room=room, adapters=adapters))
+    expected = replace(ServerSettings(port=0, drain=2.0), **settings)
+    bound = bind_socket(expected)
+    app, state = create_app(expected, ModelRegistry(entries, model_memory=room, adapters=adapters))
     address: list[str] = []
     ready = threading.Event()
 
@@ -70,7 +70,7 @@ def running(entries: list[ModelEntry], **settings: Any) -> Iterator[Running]:
         ready.set()
         return True
 
-    server = serving.Server(app, expected, stopping=lambda: None, started=started)
+    server = serving.Server(app, expected, on_stopping=lambda: None, on_started=started)
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
 
     def work() -> None:

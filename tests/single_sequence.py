@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from unspool.backends.base import Loaded
-from unspool.backends.step import Ints, Logits, StepBatch, TableUpdates, no_ints
+from unspool.backends.base import LoadedModel
+from unspool.backends.step import Ints, Logits, StepBatch, TableUpdates, empty_ints
 
 _MAX_PAGE = 256  # tokens: memory for one partly filled page
 _MAX_STATES = 32
@@ -20,11 +20,11 @@ _MAX_STATES = 32
 class SingleSequence:
     """A sequence of at most `capacity` tokens with its own backend."""
 
-    def __init__(self, model: Loaded, capacity: int) -> None:
+    def __init__(self, model: LoadedModel, capacity: int) -> None:
         config = model.config
-        config.check_left_to_right()
+        config.require_causal()
         # No backend stores more than 32 bits per value; untouched pages take no memory.
-        memory = (capacity + _MAX_PAGE) * config.kv_numbers * 4
+        memory = (capacity + _MAX_PAGE) * config.kv_floats_per_token * 4
         if config.state_bytes:  # states get half of the memory
             memory = 2 * max(memory, _MAX_STATES * config.state_bytes)
         self._backend = model.backend(memory=memory, context=capacity)
@@ -41,7 +41,7 @@ class SingleSequence:
         """Append tokens and return the logits after the last one, [vocabulary]."""
         first = len(self._tokens)
         self._tokens += tokens
-        states = no_ints().reshape(0, 2)
+        states = empty_ints().reshape(0, 2)
         if self._backend.state_bytes:
             first, states = self._assign_slots(first)
         tokens = self._tokens[first:]
@@ -51,11 +51,11 @@ class SingleSequence:
             tokens=np.array(tokens, np.int64),
             positions=positions,
             visible_end=positions + 1,
-            starts=np.array([0, count]),
+            row_starts=np.array([0, count]),
             slots=np.array([0]),
-            updates=self._updates,
-            logits=np.array([count - 1]),
-            states=states,
+            table_updates=self._updates,
+            logits_indices=np.array([count - 1]),
+            state_slots=states,
         )
         logits = self._backend.launch(batch).result().logits
         self._updates = TableUpdates()

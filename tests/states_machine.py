@@ -141,7 +141,7 @@ class StatesMachine(RuleBasedStateMachine):
         self.texts[branch] += tokens
         text = self.texts[branch]
         num_logits = min(num_logits, len(text))
-        logits = np.asarray(self.engine.extend(branch, tokens, wanted=num_logits))
+        logits = np.asarray(self.engine.extend(branch, tokens, num_logits=num_logits))
         for row in range(num_logits):
             self.compare(logits[row], text[: len(text) - num_logits + row + 1])
 

@@ -60,10 +60,12 @@ class Terminal:
     def wait_for(self, words: str, seconds: float = 60.0) -> str:
         """Read until these words have come; gives all that was written."""
         until = time.monotonic() + seconds
-        while words not in self.shown:
-            assert time.monotonic() < until, f"{words!r} did not come: {self.shown[-2000:]!r}"
-            assert self._read(0.1), f"it ended without {words!r}: {self.shown[-2000:]!r}"
-        return self.shown
+        while words not in self.display_text:
+            assert time.monotonic() < until, (
+                f"{words!r} did not come: {self.display_text[-2000:]!r}"
+            )
+            assert self._read(0.1), f"it ended without {words!r}: {self.display_text[-2000:]!r}"
+        return self.display_text
 
     def ended(self, seconds: float = 60.0, again: str = "") -> int:
         """Read to the end; gives the exit code. `again` is typed each second until then: a signal
@@ -71,7 +73,7 @@ class Terminal:
         began = typed = time.monotonic()
         while self._read(0.1):
             now = time.monotonic()
-            assert now < began + seconds, f"it goes on: {self.shown[-2000:]!r}"
+            assert now < began + seconds, f"it goes on: {self.display_text[-2000:]!r}"
             if again and now > typed + 1:
                 typed = now
                 with contextlib.suppress(OSError):

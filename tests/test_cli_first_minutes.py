@@ -301,15 +301,15 @@ def test_a_host_or_a_port_that_cannot_be():
 
 def test_a_port_that_is_not_for_everyone(monkeypatch: pytest.MonkeyPatch):
     from unspool.errors import UnspoolError
-    from unspool.serve.http.listening import ListeningSocket, bound_socket
-    from unspool.serve.http.settings import ServeSettings
+    from unspool.serve.http.listening import ListeningSocket, bind_socket
+    from unspool.serve.http.settings import ServerSettings
 
     def bind(self: Any, address: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(ListeningSocket, "bind", bind)
     with pytest.raises(UnspoolError, match="port 80 needs rights"):
-        bound_socket(ServeSettings(port=80))
+        bind_socket(ServerSettings(port=80))
 
 
 # -- pipes -----------------------------------------------------------------------------------

@@ -17,7 +17,14 @@ import unspool as package
 from decoding.worded import save_chatty
 from unspool.cli.main import _exit_code
 from unspool.cli.think_view import TreeView
-from unspool.decoding.think.events import Event, Grown, Judged, Pruned, Spending, Won
+from unspool.decoding.think.events import (
+    BudgetUsed,
+    NodeAdded,
+    NodePruned,
+    NodeScored,
+    SearchEvent,
+    SearchFinished,
+)
 
 USUAL = ("--seed", "3", "-n", "10", "-o", "n=4", "--budget", "400")
 
@@ -120,7 +127,7 @@ def test_ctrl_c_keeps_what_was_seen(
 # -- the picture -------------------------------------------------------------------------------
 
 
-def draw(events: list[Event], height: int) -> str:
+def draw(events: list[SearchEvent], height: int) -> str:
     view = TreeView()
     for event in events:
         view.take(event)
@@ -129,14 +136,19 @@ def draw(events: list[Event], height: int) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def grown(node: int, parent: int = 0) -> Grown:
-    return Grown(node, parent, f"text {node}", (1,), -1.0, finished=node % 2 == 0)
+def grown(node: int, parent: int = 0) -> NodeAdded:
+    return NodeAdded(node, parent, f"text {node}", (1,), -1.0, finished=node % 2 == 0)
 
 
 def test_the_tree_as_it_is_drawn():
-    events: list[Event] = [Spending(10, 20, 5, 100), *map(grown, (1, 2, 3)), grown(4, 1)]
-    events += [Judged(2, None, "it raised"), Judged(3, 0.25), Judged(4, 0.75), Pruned(3)]
-    result = draw([*events, Won(4, 0.75)], 20)
+    events: list[SearchEvent] = [BudgetUsed(10, 20, 5, 100), *map(grown, (1, 2, 3)), grown(4, 1)]
+    events += [
+        NodeScored(2, None, "it raised"),
+        NodeScored(3, 0.25),
+        NodeScored(4, 0.75),
+        NodePruned(3),
+    ]
+    result = draw([*events, SearchFinished(4, 0.75)], 20)
     assert "35 of 100 tokens: 10 read, 20 written, 5 judged" in result
     assert "(failed): it raised" in result and "0.250 'text 3' (pruned)" in result
     assert "0.750 'text 4' (best)" in result and "more" not in result
@@ -144,9 +156,9 @@ def test_the_tree_as_it_is_drawn():
 
 @pytest.mark.parametrize("height", [3, 6, 12, 30])
 def test_a_large_tree_fits_the_screen(height: int):
-    events: list[Event] = [Spending(10, 20, 5, None)]
+    events: list[SearchEvent] = [BudgetUsed(10, 20, 5, None)]
     events += [grown(n, (n - 1) // 5) for n in range(1, 60)]
-    events += [Pruned(n) for n in range(1, 60, 3)] + [Won(58, 1.0)]
+    events += [NodePruned(n) for n in range(1, 60, 3)] + [SearchFinished(58, 1.0)]
     result = draw(events, height).splitlines()
     way = 3  # to node 58: 11 and 2 stand above it
     assert len(result) <= max(height, 2 * way + 2)

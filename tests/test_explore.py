@@ -90,10 +90,12 @@ def test_the_keys_in_a_terminal_while_chatting(rows: int, columns: int):
     question = "Why do leaves change color in fall? " * 40
     with Terminal("explore", question, "--chat", rows=rows, columns=columns) as screen:
         screen.wait_for("q leave" if rows > 13 else "\nq")
-        assert screen.shown.count("\n") < rows and "enter" in screen.shown, "nothing scrolled away"
+        assert screen.display_text.count("\n") < rows and "enter" in screen.display_text, (
+            "nothing scrolled away"
+        )
         screen.type(" t")
         screen.wait_for("your words: ")
         screen.type("of my own\n")
         screen.wait_for("of my own▏")
         screen.type("q")
-        assert screen.ended() == 0 and "of my own" in screen.shown.splitlines()[-1]
+        assert screen.ended() == 0 and "of my own" in screen.display_text.splitlines()[-1]

@@ -18,8 +18,8 @@ from unspool.cli.main import _exit_code
 from unspool.errors import SettingsError
 from unspool.model.config import ModelConfig
 from unspool.model.config_hf import config_from_hf
-from unspool.model.fitting import PROCESS, fits
-from unspool.model.memory import size_in
+from unspool.model.fitting import PROCESS, plan_memory
+from unspool.model.memory import parse_size
 from unspool.model.weights import parameter_count
 
 GB = 1_000_000_000
@@ -31,7 +31,7 @@ def config_of(name: str) -> ModelConfig:
 
 def ways(name: str, gpus: int, memory: int) -> dict[str, Any]:
     config = config_of(name)
-    found = fits(config, gpus=gpus, memory=memory, packed=2 * parameter_count(config))
+    found = plan_memory(config, gpus=gpus, memory=memory, packed=2 * parameter_count(config))
     return {fit.how.split()[0]: fit for fit in found}
 
 
@@ -73,13 +73,13 @@ def test_what_cannot_be_split_is_said():
      ("1024", 1024)],
 )  # fmt: skip
 def test_sizes(words: str, size: int):
-    assert size_in(words) == size
+    assert parse_size(words) == size
 
 
 @pytest.mark.parametrize("words", ["much", "0GB", "-3GB", "", "3XB"])
 def test_what_is_no_size(words: str):
     with pytest.raises(SettingsError, match="size must be"):
-        size_in(words)
+        parse_size(words)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import tiny
 
 import unspool
 from unspool.backends import placement
-from unspool.backends.placement import Choice, Placement
+from unspool.backends.placement import Placement, PlacementChoice
 from unspool.backends.torch.available import TorchMissingError
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
 from unspool.loading import load_weights, make_drafter_for
@@ -24,12 +24,12 @@ WHY = "the kernels were not built"
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unspool.native.missing", lambda: None)
+    monkeypatch.setattr("unspool.native.missing_reason", lambda: None)
 
 
 @pytest.fixture
 def no_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unspool.native.missing", lambda: WHY)
+    monkeypatch.setattr("unspool.native.missing_reason", lambda: WHY)
 
 
 @pytest.fixture
@@ -54,26 +54,26 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("native", "no_gpu", "no_torch")
 def test_native_is_what_a_cpu_gets_and_torch_is_not_missed():
-    assert Placement().chosen() == Choice("native", "cpu")
+    assert Placement().chosen() == PlacementChoice("native", "cpu")
     assert Placement(backend="native", quantize=4, kv_bits=8, threads=2).chosen()[0] == "native"
-    assert Placement(device="cpu", dtype="float32").chosen() == Choice("native", "cpu")
+    assert Placement(device="cpu", dtype="float32").chosen() == PlacementChoice("native", "cpu")
 
 
 @pytest.mark.usefixtures("native", "no_torch")
 def test_a_driver_without_torch_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(placement, "_NVIDIA_FILES", (Path(__file__),))
-    assert Placement().chosen() == Choice("native", "cpu")
+    assert Placement().chosen() == PlacementChoice("native", "cpu")
 
 
 @pytest.mark.usefixtures("native", "gpu")
 def test_a_gpu_is_used_unless_native_is_asked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("unspool.backends.cuda.available.missing", lambda device: None)
-    assert Placement().chosen() == Choice("cuda", "cuda")
-    assert Placement(quantize=4, backend="cuda").chosen() == Choice("cuda", "cuda")
-    assert Placement(device="cuda:1").chosen() == Choice("cuda", "cuda:1")
-    assert Placement(backend="torch").chosen() == Choice("torch", "cuda")
-    assert Placement(backend="native").chosen() == Choice("native", "cpu")
-    assert Placement(device="cpu").chosen() == Choice("native", "cpu")
+    monkeypatch.setattr("unspool.backends.cuda.available.why_unavailable", lambda device: None)
+    assert Placement().chosen() == PlacementChoice("cuda", "cuda")
+    assert Placement(quantize=4, backend="cuda").chosen() == PlacementChoice("cuda", "cuda")
+    assert Placement(device="cuda:1").chosen() == PlacementChoice("cuda", "cuda:1")
+    assert Placement(backend="torch").chosen() == PlacementChoice("torch", "cuda")
+    assert Placement(backend="native").chosen() == PlacementChoice("native", "cpu")
+    assert Placement(device="cpu").chosen() == PlacementChoice("native", "cpu")
     with pytest.raises(SettingsError, match="threads is for the native CPU backend"):
         Placement(threads=2).chosen()
 
@@ -82,10 +82,12 @@ def test_a_gpu_is_used_unless_native_is_asked_for(monkeypatch: pytest.MonkeyPatc
 def test_a_gpu_that_our_kernels_do_not_know(monkeypatch: pytest.MonkeyPatch):
     """Plain torch runs there, with a hint."""
     reason = "Triton is not installed"
-    monkeypatch.setattr("unspool.backends.cuda.available.missing", lambda device: reason)
+    monkeypatch.setattr("unspool.backends.cuda.available.why_unavailable", lambda device: reason)
     choice = Placement().chosen()
     assert choice[:2] == ("torch", "cuda") and reason in str(choice.remark)
-    assert Placement(backend="torch").chosen() == Choice("torch", "cuda")  # asked for: no hint
+    assert Placement(backend="torch").chosen() == PlacementChoice(
+        "torch", "cuda"
+    )  # asked for: no hint
     with pytest.raises(UnspoolError, match=f"cannot be used here: {reason}"):
         Placement(backend="cuda").chosen()
     with pytest.raises(SettingsError, match="quantize is for the native CPU backend"):
@@ -95,16 +97,16 @@ def test_a_gpu_that_our_kernels_do_not_know(monkeypatch: pytest.MonkeyPatch):
 def test_what_is_in_the_way_of_our_kernels(monkeypatch: pytest.MonkeyPatch):
     import torch
 
-    from unspool.backends.cuda.available import missing
+    from unspool.backends.cuda.available import why_unavailable
 
-    assert "not for 'mps'" in str(missing("mps"))
+    assert "not for 'mps'" in str(why_unavailable("mps"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    assert "Tesla T4 is older" in str(missing("cuda"))
+    assert "Tesla T4 is older" in str(why_unavailable("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert missing("cuda") is None
+    assert why_unavailable("cuda") is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "Triton is not installed" in str(missing("cuda"))
+    assert "Triton is not installed" in str(why_unavailable("cuda"))
 
 
 @pytest.mark.usefixtures("no_native", "no_gpu")
@@ -175,7 +177,7 @@ def test_what_the_native_backend_is_asked_for(
     module = ModuleType("unspool.backends.cpu.loaded")
     module.load_cpu = lambda checkpoint, **options: recorded.update(options)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "unspool.backends.cpu.loaded", module)
-    load_weights(SimpleNamespace(), Placement(**options), Choice("native", "cpu"))  # type: ignore[arg-type]
+    load_weights(SimpleNamespace(), Placement(**options), PlacementChoice("native", "cpu"))  # type: ignore[arg-type]
     bits = options.get("kv_bits", 32 if store == "float32" else 16)
     assert recorded == {"store": store, "threads": options.get("threads"), "kv_bits": bits}
 

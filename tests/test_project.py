@@ -100,7 +100,7 @@ def test_the_native_library_is_built_where_there_is_a_compiler():
     from unspool import native
 
     if shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"):
-        assert native.missing() is None
+        assert native.missing_reason() is None
 
 
 def test_types():

@@ -44,7 +44,7 @@ def results(tiny_lm: Any) -> dict[str, Any]:
         "tree": tiny_lm.search(PROMPT, width=2, tokens=2, keep=1, depth=2, seed=1),
         "node": tiny_lm.search(PROMPT, width=2, tokens=2, keep=1, depth=2, seed=1).leaf,
         "look": look,
-        "lens": tiny_lm.logit_lens(look, whole=True),
+        "lens": tiny_lm.logit_lens(look, full_vocabulary=True),
         "layer": tiny_lm.logit_lens(look).layers[1],
         "attribution": tiny_lm.attribution(look),
         "part": tiny_lm.attribution(look).parts[0],

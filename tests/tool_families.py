@@ -7,22 +7,22 @@ from functools import cache
 from typing import Any
 
 from unspool.text.tools.calls import (
-    CallArguments,
-    CallBegun,
-    CallEnded,
     Piece,
     TextPiece,
-    ToolCallReader,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallParser,
+    ToolCallStart,
 )
-from unspool.text.tools.formats import Tool, ToolFormat, tool_format
+from unspool.text.tools.formats import ToolFormat, ToolSpec, tool_format
 
 CITY = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 8, "description": "note: where"}},
     "required": ["city"],
 }
-WEATHER = Tool("weather", "The weather of a city", CITY)
-CLOCK = Tool("clock", "The time of day")
+WEATHER = ToolSpec("weather", "The weather of a city", CITY)
+CLOCK = ToolSpec("clock", "The time of day")
 
 
 def _calls(before: str, behind: str) -> str:
@@ -87,7 +87,7 @@ def format_of(name: str, *controls: str) -> ToolFormat:
     return tool_format(template, Letters(*controls))
 
 
-def read(reader: ToolCallReader, *parts: str | int) -> list[Piece]:
+def read(reader: ToolCallParser, *parts: str | int) -> list[Piece]:
     """Pieces of texts and control tokens, joined where they may be."""
     pieces: list[Piece] = []
     for part in parts:
@@ -95,7 +95,7 @@ def read(reader: ToolCallReader, *parts: str | int) -> list[Piece]:
     joined: list[Piece] = []
     for piece in pieces + reader.finish():
         last = joined[-1] if joined else None
-        if isinstance(piece, TextPiece | CallArguments) and type(piece) is type(last):
+        if isinstance(piece, TextPiece | ToolCallArguments) and type(piece) is type(last):
             joined[-1] = replace(last, text=last.text + piece.text)
         else:
             joined.append(piece)
@@ -111,10 +111,10 @@ def summary(pieces: list[Piece]) -> list[Any]:
         if isinstance(first, TextPiece):
             short.append(first.text)
             continue
-        assert isinstance(first, CallBegun) and first.index == index
+        assert isinstance(first, ToolCallStart) and first.index == index
         arguments, ended, *pieces = pieces
-        assert isinstance(arguments, CallArguments) and arguments.index == index
-        assert ended == CallEnded(index)
+        assert isinstance(arguments, ToolCallArguments) and arguments.index == index
+        assert ended == ToolCallEnd(index)
         short.append((first.name, arguments.text))
         index += 1
     return short

@@ -10,7 +10,7 @@ from typing import Any
 import tiny
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from unspool.train.running.runs import Run, film_steps, process_facts
+from unspool.train.running.runs import Run, milestone_steps, process_facts
 
 STEPS = 200
 TOKENS_A_STEP = 512
@@ -30,7 +30,7 @@ def make_run(
         **facts,
     )
     log_steps(run, 1, until)
-    for step in film_steps(STEPS):
+    for step in milestone_steps(STEPS):
         if step <= until:
             add_checkpoint(run, step)
             run.write_sample(

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from fleets.costs import StepCosts
 from fleets.requests import Request
 from unspool.backends.base import StepLimits
-from unspool.engine.scheduler import Scheduler, Task
+from unspool.engine.scheduler import EngineTask, Scheduler
 from unspool.engine.tree import Tree
 
 
-class Writing(Task):
+class Writing(EngineTask):
     """A request that the engine has."""
 
     __slots__ = ("request", "tree", "written")
@@ -41,8 +41,8 @@ class Writing(Task):
         self.written += 1
         if self.written == len(answer):
             return False
-        if self.ahead:  # its place is taken already
-            self.ahead = False
+        if self.has_placeholder:  # its place is taken already
+            self.has_placeholder = False
         else:
             self.tree.append(self.branch, [answer[self.written - 1]])
         self.decoding = True
@@ -115,7 +115,7 @@ class Replica:
             task = self.writing[request] = Writing(request, self.tree)
             self.scheduler.add(task)
 
-    def _launch(self, rows: list[Task]) -> Flight:
+    def _launch(self, rows: list[EngineTask]) -> Flight:
         decode = context = prefill = pairs = 0
         shares: list[tuple[Writing, int]] = []
         for task in rows:
@@ -129,7 +129,7 @@ class Replica:
                 prefill += count
                 pairs += count * (first + until + 1) // 2
                 task.request.computed += count
-            task.flights += 1
+            task.steps_in_flight += 1
             shares.append((task, until))
         self.tree.copies.clear()
         seconds = self.costs.step(decode, context, prefill, pairs)
@@ -142,7 +142,7 @@ class Replica:
     def _settle(self, flight: Flight, now: float) -> None:
         advance, page = self.tree.advance, self.tree.page_size
         for task, until in flight.shares:
-            task.flights -= 1
+            task.steps_in_flight -= 1
             if not task.queued:
                 continue  # it ended while the step was running
             branch = task.branch
@@ -150,7 +150,7 @@ class Replica:
                 branch.computed = until  # all that `advance` does where no page is full
             else:
                 advance(branch, until)
-            if branch.computed < task.goal - task.ahead:
+            if branch.computed < task.target_len - task.has_placeholder:
                 continue
             goes_on = task.take_token()
             task.request.deliver(task.written, now)

@@ -30,7 +30,7 @@ class Autoscaler:
 
     def __init__(self, scaling: Scaling, replicas: int) -> None:
         self.scaling = scaling
-        self.wanted = replicas
+        self.num_logits = replicas
         self._seen: deque[tuple[float, int]] = deque()
         self._since: tuple[int, float] | None = None  # which way it wants to go, since when
 
@@ -42,7 +42,7 @@ class Autoscaler:
             seen.popleft()
         mean = sum(count for _, count in seen) / len(seen)
         desired = min(max(math.ceil(mean / scaling.target), scaling.least), scaling.most)
-        way = (desired > self.wanted) - (desired < self.wanted)
+        way = (desired > self.num_logits) - (desired < self.num_logits)
         if way == 0:
             self._since = None
         elif self._since is None or self._since[0] != way:
@@ -50,5 +50,5 @@ class Autoscaler:
         if self._since is not None:
             delay = scaling.up_delay_s if way > 0 else scaling.down_delay_s
             if now - self._since[1] >= delay:
-                self.wanted, self._since = desired, None
-        return self.wanted
+                self.num_logits, self._since = desired, None
+        return self.num_logits

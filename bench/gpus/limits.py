@@ -83,9 +83,9 @@ class Costs:
     """What a model must read and compute for a piece of work."""
 
     def __init__(self, config: Any, weight_bytes: float, kv_bytes: int = 2) -> None:
-        from unspool.model.weights import shapes
+        from unspool.model.weights import weight_shapes
 
-        matrices = {name: size for name, size in shapes(config).items() if len(size) > 1}
+        matrices = {name: size for name, size in weight_shapes(config).items() if len(size) > 1}
         table = config.vocab_size * config.width
         # Of the embedding a text needs one row; where it is the head too, it is read as the head.
         self.layers = sum(
@@ -93,7 +93,7 @@ class Costs:
         )
         self.head = table
         self.weight_bytes = weight_bytes
-        self.kv_token = config.kv_numbers * kv_bytes
+        self.kv_token = config.kv_floats_per_token * kv_bytes
         self.attention = 4 * config.layers * config.heads * config.head_width  # a pair of tokens
 
     def prompt(self, rows: int, length: int, at_once: int = 8192) -> Phase:

@@ -39,17 +39,17 @@ def loaded(shape: dict[str, Any], dtype: str, device: str, backend: str, exact: 
 
         return TorchModel(plain)
     from unspool.backends.cuda.loaded import CudaModel
-    from unspool.backends.cuda.weights import fused
+    from unspool.backends.cuda.weights import fuse_weights
 
     more = {"exact": True} if exact else {}
-    return CudaModel(fused(plain), lambda: "random", **more)
+    return CudaModel(fuse_weights(plain), lambda: "random", **more)
 
 
 def weight_bytes(config: Any, each: float) -> float:
     """What is read for one token where each number takes so many bytes: of the embedding a row."""
-    from unspool.model.weights import shapes
+    from unspool.model.weights import weight_shapes
 
-    numbers = sum(int(np.prod(size)) for size in shapes(config).values())
+    numbers = sum(int(np.prod(size)) for size in weight_shapes(config).values())
     if not config.tied:
         numbers -= config.vocab_size * config.width
     return numbers * each

@@ -65,13 +65,13 @@ def bandwidth(threads: int, megabytes: int, repeat: int = 9) -> float:
 
     The block is written first: memory that never was reads as one shared page of zeros.
     """
-    from unspool.backends.cpu.structures import address, functions
+    from unspool.backends.cpu.structures import address_of, native_functions
 
     block = np.ones(megabytes * 1_000_000, np.uint8)
     best = 0.0
     for _ in range(repeat):
         began = time.perf_counter()
-        functions().unspool_read_memory(address(block), block.nbytes, threads, 1)
+        native_functions().unspool_read_memory(address_of(block), block.nbytes, threads, 1)
         best = max(best, block.nbytes / (time.perf_counter() - began))
     return best
 

@@ -42,7 +42,7 @@ class Unspool:
 
     def logits(self, ids: list[int]) -> Any:
         with self.lm.opened(ids) as branch:
-            return self.lm.engine.extend(branch, wanted=len(ids))
+            return self.lm.engine.extend(branch, num_logits=len(ids))
 
     def first(self, text: str) -> str:
         return self.lm.generate(text, max_tokens=1, temperature=0).text

@@ -21,8 +21,8 @@ from unspool.model.config import ModelConfig
 from unspool.serve.core.registry import ModelEntry, ModelRegistry
 from unspool.serve.http import server
 from unspool.serve.http.app import create_app
-from unspool.serve.http.listening import bound_socket
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.listening import bind_socket
+from unspool.serve.http.settings import ServerSettings
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -100,12 +100,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), VOCABULARY)
         tokenizer = Tokenizer.from_file(folder)
-    settings = ServeSettings(port=port, max_running=1024, max_queued=1024)
+    settings = ServerSettings(port=port, max_running=1024, max_queued=1024)
     loaded: Any = NullLoaded(step_ms / 1000)
     entry = ModelEntry("null", lambda: LanguageModel(loaded, tokenizer), 1)
-    app, _ = create_app(settings, ModelRegistry([entry], room=1 << 30))
-    bound = bound_socket(settings)
-    server.run(app, settings, bound, stopping=lambda: None, started=lambda address: True)
+    app, _ = create_app(settings, ModelRegistry([entry], model_memory=1 << 30))
+    bound = bind_socket(settings)
+    server.run(app, settings, bound, on_stopping=lambda: None, on_started=lambda address: True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from thinking.tasks import Problem
-from unspool.decoding.together import write_all
+from unspool.decoding.together import run_all
 from unspool.decoding.written import Branches
 from unspool.engine.generation import Generation
 from unspool.language_model import LanguageModel
@@ -49,5 +49,5 @@ def drawn(
         reading = [(held.open(row[0].prompt[:-1]), ()) for row in rows]
         for begin in range(0, len(reading), 32):
             lm.engine.extend_all(reading[begin : begin + 32])
-        write_all(lm, [text for row in rows for text in row], patient=False)
+        run_all(lm, [text for row in rows for text in row], patient=False)
     return rows

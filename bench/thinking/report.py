@@ -12,7 +12,7 @@ from thinking.records import Drawn, drawn_in, searched_in
 from unspool.costing import svg
 from unspool.costing.part import Series
 from unspool.costing.style import COLOURS, PLOTS
-from unspool.notebook import escape
+from unspool.notebook import escape_html
 
 Results = dict[str, Any]
 # Few enough to be told apart: what sees the answer, what does not, and what goes by pieces.
@@ -163,12 +163,12 @@ def sheet(panels: Sequence[Panel], columns: int = 3) -> str:
         x, y = 20 + number % 3 * (total[0] - 20) / 3, 8 + number // 3 * 26
         parts.append(
             f'<rect x="{x}" y="{y}" width="18" height="10" style="fill:{svg.colour(number)}"/>'
-            f'<text x="{x + 26}" y="{y + 10}" style="fill:var(--ink)">{escape(name)}</text>'
+            f'<text x="{x + 26}" y="{y + 10}" style="fill:var(--ink)">{escape_html(name)}</text>'
         )
     for number, (title, lines) in enumerate(panels):
         x, y = number % columns * width, head + number // columns * height
         parts.append(
-            f'<text x="{x + 58}" y="{y + 20}" style="fill:var(--ink)">{escape(title)}</text>'
+            f'<text x="{x + 58}" y="{y + 20}" style="fill:var(--ink)">{escape_html(title)}</text>'
         )
         picture = svg.plot(_in_order(lines, names))
         place = f'<svg x="{x}" y="{y + 26}" width="{width}" height="{svg.HEIGHT}" '

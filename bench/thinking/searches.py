@@ -18,7 +18,7 @@ from thinking.asking import options_of, prompt_of
 from thinking.checks import is_right, score
 from thinking.records import Drawn, Searched, append, searched_in
 from thinking.tasks import Problem
-from unspool.decoding.think.judge import Judge
+from unspool.decoding.think.judge import Verifier
 from unspool.decoding.think.judges.function import FunctionVerifier
 from unspool.errors import UnspoolError
 from unspool.language_model import LanguageModel
@@ -126,7 +126,7 @@ def _searched(lm: LanguageModel, name: str, seed: int, asked: Asked) -> Searched
     policy, judge, options = POLICIES[name]
     budget = len(asked.prompt) + asked.samples
     given: dict[str, Any] = {**options_of(lm, problem, seed), **options(asked)}
-    by: str | Judge = judge
+    by: str | Verifier = judge
     if judge == "check":
         by = FunctionVerifier(lambda text: score(problem, text.text), partial=False)
     try:

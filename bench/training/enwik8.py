@@ -22,8 +22,8 @@ import torch
 from unspool.model.config import ModelConfig
 from unspool.model.transformer import Transformer
 from unspool.model.weights import parameter_count
-from unspool.train.data.batches import Batch, Batches
-from unspool.train.data.shards import Packed
+from unspool.train.data.batches import PackedBatches, TrainingBatch
+from unspool.train.data.shards import PackedDocuments
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import make_optimizers
 from unspool.train.learning.shape import new_config, new_model, rates_for
@@ -58,14 +58,14 @@ class Enwik8:
         )  # fmt: skip
 
 
-def parts(data: Path) -> tuple[Packed, Packed, Packed]:
+def parts(data: Path) -> tuple[PackedDocuments, PackedDocuments, PackedDocuments]:
     """What is learned from, what is looked at on the way, and what is judged in the end."""
     raw = np.fromfile(data, np.uint8)
     tenth = len(raw) // 20
     ends = (0, len(raw) - 2 * tenth, len(raw) - tenth, len(raw))
     pieces = [raw[begin:end] for begin, end in pairwise(ends)]
     first, second, third = (
-        Packed(piece, np.array([0, len(piece)], np.int64), None) for piece in pieces
+        PackedDocuments(piece, np.array([0, len(piece)], np.int64), None) for piece in pieces
     )
     return first, second, third
 
@@ -114,13 +114,13 @@ def run(job: Enwik8, device: torch.device, say: Callable[[str], None]) -> dict[s
     return found
 
 
-def _trainer(job: Enwik8, train: Packed, device: torch.device, steps: int) -> Trainer:
+def _trainer(job: Enwik8, train: PackedDocuments, device: torch.device, steps: int) -> Trainer:
     cuda = device.type == "cuda"
     model = new_model(job.config, job.seed).to(device)
     rates = replace(rates_for(job.config).times(job.rate), weight_decay=job.weight_decay)
     return Trainer(
         model,
-        Batches(train, job.batch, job.length, job.seed),
+        PackedBatches(train, job.batch, job.length, job.seed),
         next_token,
         make_optimizers(model, rates),
         TrainSettings(
@@ -130,20 +130,22 @@ def _trainer(job: Enwik8, train: Packed, device: torch.device, steps: int) -> Tr
     )  # fmt: skip
 
 
-def _steps(job: Enwik8, train: Packed, device: torch.device) -> int:
+def _steps(job: Enwik8, train: PackedDocuments, device: torch.device) -> int:
     """As many as fit into the time, by the speed of a few that are thrown away."""
     trainer = _trainer(job, train, device, 1000)
     for number in range(_TIMED + 5):
         if number == 5:
             since = time.perf_counter()
-        trainer.one_step()
+        trainer.train_step()
         trainer.step += 1
     took = (time.perf_counter() - since) / _TIMED
     return max(_WAY, int(job.minutes * 60 / took))
 
 
 @torch.no_grad()
-def judged(model: Transformer, packed: Packed, length: int, most: int | None = None) -> float:
+def judged(
+    model: Transformer, packed: PackedDocuments, length: int, most: int | None = None
+) -> float:
     """Bits per byte of a text, or of its beginning: each byte once, behind half a window."""
     model.eval()
     device = model.embed.weight.device
@@ -156,7 +158,7 @@ def judged(model: Transformer, packed: Packed, length: int, most: int | None = N
         torch.autocast(device.type, torch.bfloat16, enabled=cuda),
     ):
         for ids, counted in _windows(packed.ids[:most], length):
-            batch = Batch(ids.to(device), counted.to(device))
+            batch = TrainingBatch(ids.to(device), counted.to(device))
             count = int(counted.sum())
             total += next_token(model, batch, torch.Generator()).total.double() * count
             bytes_judged += count

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from unspool.train.data.batches import Batches
+from unspool.train.data.batches import PackedBatches
 from unspool.train.data.shards import prepare
 from unspool.train.data.tokenizer import TokenizerSettings, make_tokenizer
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import make_optimizers
 from unspool.train.learning.shape import new_config, new_model, rates_for
 from unspool.train.running.events import Evaluated
-from unspool.train.running.held_out import HeldOut
+from unspool.train.running.held_out import HeldOutEvaluation
 from unspool.train.running.loop import Trainer, TrainSettings
 
 
@@ -46,21 +46,21 @@ def race(job: Race, device: torch.device, say: Callable[[str], None]) -> dict[st
     prepared = prepare([str(job.data)], made.tokenizer)
     say(f"  {prepared.card.tokens:,} tokens of {job.data.name}, {made.tokenizer.vocab_size} kinds")
     config = new_config(job.depth, made.tokenizer.vocab_size, job.length)
-    judge = HeldOut(prepared.held_out, made.tokenizer, next_token, job.length, rows=256)
+    judge = HeldOutEvaluation(prepared.held_out, made.tokenizer, next_token, job.length, rows=256)
 
     def train(kind: str, rate: float, steps: int) -> tuple[float, float]:
         model = new_model(config).to(device)
         cuda = device.type == "cuda"
         trainer = Trainer(
             model,
-            Batches(prepared.train, job.batch, job.length),
+            PackedBatches(prepared.train, job.batch, job.length),
             next_token,
             make_optimizers(model, rates_for(config).times(rate), kind),
             TrainSettings(
                 steps=steps, warmup=max(1, steps // 50), decay=0.5, bf16=cuda, compile=cuda,
                 log_every=steps,
             ),
-            judge=judge,
+            evaluate=judge,
         )  # fmt: skip
         judged: list[Evaluated] = []
         trainer.run(lambda event: judged.append(event) if isinstance(event, Evaluated) else None)

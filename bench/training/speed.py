@@ -17,7 +17,7 @@ import torch
 
 from unspool.model.config import ModelConfig
 from unspool.model.weights import parameter_count
-from unspool.train.data.batches import Batch
+from unspool.train.data.batches import TrainingBatch
 from unspool.train.learning.flops import device_peak, mfu, training_flops
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import make_optimizers
@@ -59,9 +59,9 @@ class RandomBatches:
         self.batch_size, self.length = job.batch, job.length
         rng = torch.Generator().manual_seed(0)
         ids = torch.randint(0, job.vocab_size, (job.batch, job.length + 1), generator=rng)
-        self._batch = Batch(ids)
+        self._batch = TrainingBatch(ids)
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TrainingBatch:
         return self._batch
 
 
@@ -86,12 +86,12 @@ def measure(
     )
     since = time.perf_counter()
     for _ in range(2):
-        trainer.one_step()
+        trainer.train_step()
     _wait(device)
     say(f"  {job.name}: first two steps (compiling) {time.perf_counter() - since:.1f} s")
     since = time.perf_counter()
     for _ in range(steps):
-        trainer.one_step()
+        trainer.train_step()
     _wait(device)
     seconds = (time.perf_counter() - since) / steps
     speed = job.batch * job.length * job.accumulate / seconds
@@ -144,7 +144,7 @@ def _profile(
     since = time.perf_counter()
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(steps):
-            trainer.one_step()
+            trainer.train_step()
         _wait(device)
         whole = (time.perf_counter() - since) * 1e6
     spent: dict[str, float] = dict.fromkeys((*_KINDS, "other"), 0.0)

@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 from twins.models import Pair, best, surprises
-from unspool.train.data.batches import Batch
-from unspool.train.twins.block import documents_of
-from unspool.train.twins.halves import Halves, block_starts, document_starts
+from unspool.train.data.batches import TrainingBatch
+from unspool.train.twins.block import document_ids
+from unspool.train.twins.halves import CleanNoisyPasses, block_starts, document_starts
 
 SIZES = (4, 8, 16, 32)
 
 
 @torch.no_grad()
-def perplexities(pair: Pair, batches: list[Batch], repeats: int = 8) -> dict[str, Any]:
+def perplexities(pair: Pair, batches: list[TrainingBatch], repeats: int = 8) -> dict[str, Any]:
     """Of the causal model, and of the twin at each block size as a multiple of that."""
     rows, length = batches[0].inputs.shape
-    halves = Halves(pair.clean.config, rows, length, batches[0].ids.device, copies=1)
+    halves = CleanNoisyPasses(pair.clean.config, rows, length, batches[0].ids.device, copies=1)
     nats: dict[int, float] = dict.fromkeys((0, *SIZES), 0.0)
     count = 0.0
     rng = torch.Generator().manual_seed(0)
     for batch in batches:
-        tokens, documents = batch.inputs, documents_of(batch)
+        tokens, documents = batch.inputs, document_ids(batch)
         starts = document_starts(documents)
         counted = _counted(batch, starts)
         count += float(counted.sum())
@@ -54,10 +54,10 @@ def _blocks(starts: Tensor, size: int) -> Tensor:
     return block_starts(starts, same, torch.zeros_like(same))
 
 
-def _counted(batch: Batch, starts: Tensor) -> Tensor:
+def _counted(batch: TrainingBatch, starts: Tensor) -> Tensor:
     """Targets that are text, and of a conversation the answers; none begins its document."""
     places = torch.arange(starts.shape[1], device=starts.device)
-    fine = ((places != starts) & (documents_of(batch) >= 0))[:, 1:]
+    fine = ((places != starts) & (document_ids(batch) >= 0))[:, 1:]
     return fine if batch.loss_mask is None else fine & batch.loss_mask[:, :-1]
 
 
@@ -79,17 +79,17 @@ def drawn(blocks: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def agreement(pair: Pair, batches: list[Batch], size: int = 8) -> dict[str, Any]:
+def agreement(pair: Pair, batches: list[TrainingBatch], size: int = 8) -> dict[str, Any]:
     """How often the twin, shown nothing of a block but its first token, guesses what the causal
     model finds likeliest there, by the place in the block; and how many tokens a pass of the causal
     model that would give as drafts."""
     rows, length = batches[0].inputs.shape
     device = batches[0].ids.device
-    halves = Halves(pair.clean.config, rows, length, device, copies=1)
+    halves = CleanNoisyPasses(pair.clean.config, rows, length, device, copies=1)
     hits, seen = torch.zeros(size, device=device), torch.zeros(size, device=device)
     accepted = begun = 0.0
     for batch in batches:
-        tokens, documents = batch.inputs, documents_of(batch)
+        tokens, documents = batch.inputs, document_ids(batch)
         starts = document_starts(documents)
         blocks = _blocks(starts, size)
         halves.place(starts, blocks)

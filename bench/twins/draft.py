@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from unspool.model.transformer import Transformer
-from unspool.train.data.batches import Batch
-from unspool.train.twins.draft import DraftHead, Drafts, answers_ahead
+from unspool.train.data.batches import TrainingBatch
+from unspool.train.twins.draft import DraftHead, UnrolledDrafts, answer_mask
 from unspool.train.twins.head_files import open_head
 
 AHEAD = 7
@@ -33,14 +33,14 @@ def opened_head(clean: Transformer, folder: Path, device: torch.device) -> Draft
 def tokens_a_pass(
     clean: Transformer,
     head: DraftHead,
-    batches: list[Batch],
+    batches: list[TrainingBatch],
     counts: tuple[int, ...] = (1, 2, 3, 5, 7),
 ) -> dict[str, Any]:
     written = 0
     passes = dict.fromkeys(counts, 0)
     hits, seen = torch.zeros(AHEAD), torch.zeros(AHEAD)
     for batch in batches:
-        drafts = Drafts(clean, head, batch, {})
+        drafts = UnrolledDrafts(clean, head, batch, {})
         right, there = _right(drafts), _there(drafts, batch)
         hits += (right & there).sum((0, 1)).cpu()
         seen += there.sum((0, 1)).cpu()
@@ -53,7 +53,7 @@ def tokens_a_pass(
     return {"tokens a pass": told, "agreement": (hits / seen.clamp(min=1)).tolist()}
 
 
-def _right(drafts: Drafts) -> Tensor:
+def _right(drafts: UnrolledDrafts) -> Tensor:
     """Whether the token drafted `ahead` + 1 places behind each is the text's: [rows, length, 7]."""
     found = []
     for ahead in range(AHEAD):
@@ -64,14 +64,14 @@ def _right(drafts: Drafts) -> Tensor:
     return torch.stack(found, 2)
 
 
-def _there(drafts: Drafts, batch: Batch) -> Tensor:
-    answers = answers_ahead(batch)
+def _there(drafts: UnrolledDrafts, batch: TrainingBatch) -> Tensor:
+    answers = answer_mask(batch)
     return torch.stack([answers & drafts.inside(ahead) for ahead in range(AHEAD)], 2)
 
 
-def _answers(batch: Batch, documents: Tensor, row: int) -> list[tuple[int, int]]:
+def _answers(batch: TrainingBatch, documents: Tensor, row: int) -> list[tuple[int, int]]:
     """Stretches of places whose successors are an answer."""
-    counts = (answers_ahead(batch)[row] & (documents[row] >= 0)).tolist()
+    counts = (answer_mask(batch)[row] & (documents[row] >= 0)).tolist()
     numbers, found, begin = documents[row].tolist(), [], None
     for place in range(len(counts) + 1):
         ends = (

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from twins.models import Pair, best, surprises
-from unspool.train.data.batches import Batch
-from unspool.train.twins.fill import FillTwin
-from unspool.train.twins.halves import Halves
+from unspool.train.data.batches import TrainingBatch
+from unspool.train.twins.fill import FillTwinObjective
+from unspool.train.twins.halves import CleanNoisyPasses
 
 HOLES = (1, 2, 4, 8)
 _CANDIDATES = 20
@@ -22,18 +22,18 @@ class Looking:
 
     def __init__(self, pair: Pair, tokens: Tensor) -> None:
         self.pair = pair
-        self._halves = Halves(pair.clean.config, *tokens.shape, tokens.device, copies=1)  # type: ignore[arg-type]
+        self._halves = CleanNoisyPasses(pair.clean.config, *tokens.shape, tokens.device, copies=1)  # type: ignore[arg-type]
         self._halves.place(torch.zeros_like(tokens))
 
     def causal(self, tokens: Tensor) -> Tensor:
         return self._halves.read(self.pair.clean, tokens)
 
     def whole(self, tokens: Tensor) -> Tensor:
-        return self._halves.whole(self.pair.twin, tokens)
+        return self._halves.bidirectional_pass(self.pair.twin, tokens)
 
 
 @torch.no_grad()
-def holes(pair: Pair, batch: Batch, seed: int = 0) -> dict[str, Any]:
+def holes(pair: Pair, batch: TrainingBatch, seed: int = 0) -> dict[str, Any]:
     """The share of holes of each length that come out exactly as they were: by the twin, surest
     place first; by the causal model from left to right; and for one token by ranking."""
     tokens = batch.inputs
@@ -49,7 +49,7 @@ def holes(pair: Pair, batch: Batch, seed: int = 0) -> dict[str, Any]:
         found = {"twin": _by_twin(looking, tokens, hole), "causal": _by_left(looking, tokens, hole)}
         if count == 1:
             left = looking.causal(tokens)[row, begin - 1]
-            hidden = looking.whole(tokens.scatter(1, hole, pair.mask))[row, begin - 1]
+            hidden = looking.bidirectional_pass(tokens.scatter(1, hole, pair.mask))[row, begin - 1]
             given = {
                 "causal ranks its own": pair.clean.logits(left),
                 "causal ranks the twin's": _without(pair.twin.logits(hidden), pair.mask),
@@ -74,7 +74,7 @@ def _by_twin(looking: Looking, tokens: Tensor, hole: Tensor) -> Tensor:
     canvas = tokens.scatter(1, hole, mask)
     row = torch.arange(len(tokens), device=tokens.device)[:, None]
     for _ in range(hole.shape[1]):
-        x = looking.whole(canvas)[row, hole - 1]
+        x = looking.bidirectional_pass(canvas)[row, hole - 1]
         chances = _without(looking.pair.twin.logits(x).float(), mask).softmax(-1)
         sure, guess = chances.max(-1)
         sure = sure.masked_fill(canvas.gather(1, hole) != mask, -1.0)
@@ -106,12 +106,14 @@ def _ranked(looking: Looking, tokens: Tensor, place: Tensor, candidates: Tensor)
 
 
 @torch.no_grad()
-def planted(pair: Pair, batch: Batch, share: float = 0.1, seed: int = 0) -> dict[str, float]:
+def planted(
+    pair: Pair, batch: TrainingBatch, share: float = 0.1, seed: int = 0
+) -> dict[str, float]:
     """Tokens replaced by what the causal model might have written: how well the twin's doubt, and
     the causal model's own surprise, tell them from the others (area under the ROC curve)."""
     tokens = batch.inputs
     rng = torch.Generator().manual_seed(seed)
-    sampled = FillTwin(pair.mask, pair.clean)._sampled(
+    sampled = FillTwinObjective(pair.mask, pair.clean)._sampled(
         pair.twin, tokens, torch.zeros_like(tokens), rng
     )
     wrong = (torch.rand(tokens.shape, generator=rng).to(tokens.device) < share) & (
@@ -121,7 +123,7 @@ def planted(pair: Pair, batch: Batch, share: float = 0.1, seed: int = 0) -> dict
     wrong[:, :first] = False
     text = torch.where(wrong, sampled, tokens)
     looking = Looking(pair, tokens)
-    twin = surprises(pair.twin, looking.whole(text)[:, :-1], text[:, 1:])
+    twin = surprises(pair.twin, looking.bidirectional_pass(text)[:, :-1], text[:, 1:])
     causal = surprises(pair.clean, looking.causal(text)[:, :-1], text[:, 1:])
     seen = slice(first - 1, None)
     return {
@@ -129,7 +131,9 @@ def planted(pair: Pair, batch: Batch, share: float = 0.1, seed: int = 0) -> dict
         "twin AUC": area(twin[:, seen], wrong[:, 1:][:, seen]),
         "causal AUC": area(causal[:, seen], wrong[:, 1:][:, seen]),
         "twin restores": float(
-            (best(pair.twin, looking.whole(text)[:, :-1], pair.mask) == tokens[:, 1:])[wrong[:, 1:]]
+            (best(pair.twin, looking.bidirectional_pass(text)[:, :-1], pair.mask) == tokens[:, 1:])[
+                wrong[:, 1:]
+            ]
             .float()
             .mean()
         ),

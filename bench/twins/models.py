@@ -12,10 +12,10 @@ from torch import Tensor
 from unspool.model.adapters import is_adapter, read_adapter
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_weights
 from unspool.model.transformer import Transformer
-from unspool.train.data.batches import Batch
-from unspool.train.data.tokenizer import TokenizerSettings, learn, save
+from unspool.train.data.batches import TrainingBatch
+from unspool.train.data.tokenizer import TokenizerSettings, save_tokenizer_files, train_bpe
 from unspool.train.learning.cross_entropy import token_losses
-from unspool.train.learning.lora import Lora, add_lora, put_adapter
+from unspool.train.learning.lora import LoraConfig, add_lora, load_adapter
 from unspool.train.learning.shape import new_config, new_model
 from unspool.train.running.held_out import on_device
 from unspool.train.twins.mixture import Mixture
@@ -41,14 +41,14 @@ class Pair:
         twin = causal.frozen(device)
         adapter = read_adapter(folder, twin.config)
         part = next(iter(adapter.parts.values()))
-        add_lora(twin, Lora(rank=part.rank, alpha=part.scale * part.rank))
-        put_adapter(twin, adapter)
+        add_lora(twin, LoraConfig(rank=part.rank, alpha=part.scale * part.rank))
+        load_adapter(twin, adapter)
         return cls(clean, twin.requires_grad_(False).eval(), mask)
 
 
 def held_out_batches(
     sources: Sources, rows: int, length: int, count: int, device: torch.device
-) -> dict[str, list[Batch]]:
+) -> dict[str, list[TrainingBatch]]:
     """Batches of each held-out source that is long enough, always the same ones."""
     found = {}
     for name, (packed, _) in sources.items():
@@ -85,7 +85,7 @@ def tiny_causal(folder: Path) -> Path:
         model.mkdir(parents=True, exist_ok=True)
         config = new_config(2, 264, 256, width=32, head_width=8, ff_width=64)
         save_weights(config, new_model(config, 1).state_dict(), model)
-        save(learn([], settings), settings, model)
+        save_tokenizer_files(train_bpe([], settings), settings, model)
         words = "\n\n".join(f"the {n} people of these states go on {n * n}" for n in range(400))
         (folder / "words.txt").write_text(words)
     return model

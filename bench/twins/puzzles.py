@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from unspool.model.checkpoint import load_transformer, open_checkpoint
-from unspool.train.twins.puzzles.puzzle import puzzle_named
-from unspool.train.twins.solving import ORDERS, solutions
+from unspool.train.twins.puzzles.puzzle import puzzle_by_name
+from unspool.train.twins.solving import ORDERS, solve
 
 _AT_ONCE = 256
 
@@ -23,15 +23,15 @@ def solved(
     orders = ("left",) if model.config.sight == "causal" else ORDERS
     told: dict[str, Any] = {}
     for name in names:
-        puzzle = puzzle_named(name)
-        prompts, _ = puzzle.made(count, np.random.default_rng(99))
+        puzzle = puzzle_by_name(name)
+        prompts, _ = puzzle.generate(count, np.random.default_rng(99))
         told[name] = {}
         for order in orders:
             right, passes = 0, 0.0
             for begin in range(0, count, _AT_ONCE):
                 asked = prompts[begin : begin + _AT_ONCE]
-                found = solutions(model, puzzle, asked, order)
-                right += sum(map(puzzle.solved, asked, found.answers))
+                found = solve(model, puzzle, asked, order)
+                right += sum(map(puzzle.is_solved, asked, found.answers))
                 passes += found.passes * len(asked)
             told[name][order] = {"solved": right / count, "passes": passes / count}
     return told

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collecting_later() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Disable garbage collection inside the context: a vocabulary alone has 100,000 objects."""
     was_enabled = gc.isenabled()
     gc.disable()

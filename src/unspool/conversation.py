@@ -16,7 +16,7 @@ from unspool.engine.options import Options
 from unspool.engine.steps import Step
 from unspool.engine.stream import StepStream
 from unspool.errors import UnspoolError
-from unspool.request_options import strings
+from unspool.request_options import as_strings
 from unspool.session import Session
 
 
@@ -55,7 +55,7 @@ class Conversation:
         """Ask a question; return the answer and its steps as they arrive."""
         start = len(self.ids)
         prompt = self._prompt(question, self.lm.think_options(self.think, options))
-        options["stop"] = strings(options.get("stop")) + self.lm.chat_template.stops
+        options["stop"] = as_strings(options.get("stop")) + self.lm.chat_template.stops
         generation, steps = self.lm.begin(prompt, **options)
         return generation, self._record(question, start, prompt, generation, steps)
 

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 from unspool.engine.generation import Generation, Generations
-from unspool.engine.options import Options, tells_options
+from unspool.engine.options import Options, document_options
 from unspool.engine.stream import StepStream
 from unspool.errors import SettingsError
-from unspool.request_options import is_conversation, several, strings
+from unspool.request_options import as_strings, is_conversation, split_batch
 from unspool.session import Messages, Prompt, Session
 
 if TYPE_CHECKING:
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
     from unspool.decoding.samples import Vote
     from unspool.decoding.search import Expander
     from unspool.decoding.search_tree import SearchTree
-    from unspool.decoding.think.think import JudgeGiven, Policy, ThoughtStream
+    from unspool.decoding.think.think import Policy, ThoughtStream, VerifierLike
     from unspool.decoding.think.thought import Thought
     from unspool.decoding.voting import Extract
     from unspool.decoding.written import Ranking, Scorer
     from unspool.engine.canvas import Canvas
     from unspool.lens.attribution import Attribution
     from unspool.lens.logit_lens import LogitLens
-    from unspool.lens.look import Look
+    from unspool.lens.look import Activations
     from unspool.lens.neighbours import Neighbour
     from unspool.lens.replay import Replay
-    from unspool.lens.subject import Text
+    from unspool.lens.subject import TextLike
     from unspool.lens.trace import Trace
 
 Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | list[Prompt]
@@ -75,7 +75,7 @@ class LanguageModel(Session):
         self, prompt: Prompts, *, progress: bool = True, **options: Unpack[Options]
     ) -> Generations: ...
 
-    @tells_options
+    @document_options
     def generate(
         self, prompt: Prompt | Prompts, *, progress: bool = True, **options: Unpack[Options]
     ) -> Generation | Generations:
@@ -85,7 +85,7 @@ class LanguageModel(Session):
         than a second shows a progress bar, unless `progress` is False. If some texts of a batch
         fail, a `BatchError` holds the others.
         """
-        if texts := several(prompt):
+        if texts := split_batch(prompt):
             from unspool.decoding.together import generate_all
 
             return generate_all(self, texts, dict(options), progress=progress)
@@ -100,7 +100,7 @@ class LanguageModel(Session):
     @overload
     async def agenerate(self, prompt: Prompts, **options: Unpack[Options]) -> Generations: ...
 
-    @tells_options
+    @document_options
     async def agenerate(
         self, prompt: Prompt | Prompts, **options: Unpack[Options]
     ) -> Generation | Generations:
@@ -111,15 +111,15 @@ class LanguageModel(Session):
         """
         from asyncio import to_thread
 
-        from unspool.decoding.together import generate_all_async, write_async
+        from unspool.decoding.together import generate_all_async, run_async
 
-        if texts := several(prompt):
+        if texts := split_batch(prompt):
             return await generate_all_async(self, texts, dict(options))
-        text = await to_thread(self.draft, cast(Prompt, prompt), **options)
-        await write_async(self, text)
+        text = await to_thread(self.prepare_generation, cast(Prompt, prompt), **options)
+        await run_async(self, text)
         return text
 
-    @tells_options
+    @document_options
     def stream(
         self,
         prompt: Prompt | Messages,
@@ -164,7 +164,7 @@ class LanguageModel(Session):
         **options: Unpack[Options],
     ) -> Generations: ...
 
-    @tells_options
+    @document_options
     def chat(
         self,
         messages: Messages | Conversations,
@@ -215,7 +215,7 @@ class LanguageModel(Session):
         **options: Unpack[Options],
     ) -> Generations: ...
 
-    @tells_options
+    @document_options
     async def achat(
         self,
         messages: Messages | Conversations,
@@ -246,7 +246,7 @@ class LanguageModel(Session):
         """
         if tools is not None and not all(isinstance(tool, Mapping) for tool in _as_list(tools)):
             raise SettingsError(f"tools must be a list of JSON schemas (dicts), got {tools!r}")
-        options["stop"] = strings(options.get("stop")) + self.chat_template.stops
+        options["stop"] = as_strings(options.get("stop")) + self.chat_template.stops
         template_options = self.think_options(think, options)
 
         def encode(conversation: Any) -> list[int]:
@@ -254,19 +254,19 @@ class LanguageModel(Session):
                 conversation, system=system, tools=tools, **template_options
             ).ids
 
-        conversations = several(messages)
+        conversations = split_batch(messages)
         return list(map(encode, conversations)) if conversations else encode(messages)
 
     # -- several texts for one prompt --------------------------------------------------------
 
-    @tells_options
+    @document_options
     def samples(self, prompt: Prompt, n: int, **options: Unpack[Options]) -> Generations:
         """Generate `n` texts for one prompt, in one batch."""
         from unspool.decoding.samples import samples
 
         return samples(self, prompt, n, **options)
 
-    @tells_options
+    @document_options
     def best_of(
         self, prompt: Prompt, n: int, *, scorer: Scorer | None = None, **options: Unpack[Options]
     ) -> Ranking:
@@ -275,7 +275,7 @@ class LanguageModel(Session):
 
         return best_of(self, prompt, n, scorer=scorer, **options)
 
-    @tells_options
+    @document_options
     def vote(self, prompt: Prompt, n: int, *, extract: Extract, **options: Unpack[Options]) -> Vote:
         """Return the most frequent answer of `n` samples (self-consistency, majority voting).
 
@@ -327,7 +327,7 @@ class LanguageModel(Session):
             top=top,
         )
 
-    @tells_options
+    @document_options
     def search(
         self,
         prompt: Prompt,
@@ -366,7 +366,7 @@ class LanguageModel(Session):
 
     # -- infill, edit, diffusion, search ----------------------------------------------------------
 
-    @tells_options
+    @document_options
     def fill(
         self,
         *parts: str | Gap,
@@ -487,7 +487,7 @@ class LanguageModel(Session):
         """
         from unspool.decoding.diffusion import diffuse, diffuse_all
 
-        if texts := several(prompt):
+        if texts := split_batch(prompt):
             return diffuse_all(self, texts, dict(options), progress=progress)
         return diffuse(self, cast(Prompt, prompt), **options)
 
@@ -524,7 +524,7 @@ class LanguageModel(Session):
         prompt: Prompt,
         *,
         policy: str | Policy = "best-of",
-        judge: JudgeGiven = None,
+        judge: VerifierLike = None,
         budget: int | None = 2000,
         progress: bool = True,
         **options: Any,
@@ -552,7 +552,7 @@ class LanguageModel(Session):
         prompt: Prompt,
         *,
         policy: str | Policy = "best-of",
-        judge: JudgeGiven = None,
+        judge: VerifierLike = None,
         budget: int | None = 2000,
         **options: Any,
     ) -> ThoughtStream:
@@ -563,23 +563,23 @@ class LanguageModel(Session):
 
     # -- inspection ---------------------------------------------------------------------------
 
-    def look(self, text: Text, position: int = -1) -> Look:
+    def look(self, text: TextLike, position: int = -1) -> Activations:
         """Return attention and residuals at one position of a text; negative: from the end.
 
         The position is that of the input token: its logits predict the token after it.
         """
-        from unspool.lens.look import look
+        from unspool.lens.look import get_activations
 
-        return look(self, text, position)
+        return get_activations(self, text, position)
 
     def logit_lens(
         self,
-        text: Text | Look,
+        text: TextLike | Activations,
         position: int = -1,
         *,
         top: int = 5,
         token: int | str | None = None,
-        whole: bool = False,
+        full_vocabulary: bool = False,
     ) -> LogitLens:
         """Logit lens: the next-token distribution of each layer, as if it were the last.
 
@@ -591,11 +591,17 @@ class LanguageModel(Session):
         """
         from unspool.lens.logit_lens import logit_lens
 
-        return logit_lens(self, self._look_at(text, position), top=top, token=token, whole=whole)
+        return logit_lens(
+            self,
+            self._look_at(text, position),
+            top=top,
+            token=token,
+            full_vocabulary=full_vocabulary,
+        )
 
     def attribution(
         self,
-        text: Text | Look,
+        text: TextLike | Activations,
         position: int = -1,
         *,
         token: int | str | None = None,
@@ -621,21 +627,21 @@ class LanguageModel(Session):
 
         return neighbours(self, token, count)
 
-    def embed(self, text: Text | Prompts | Sequence[Generation]) -> Floats:
+    def embed(self, text: TextLike | Prompts | Sequence[Generation]) -> Floats:
         """Embed a text as a unit vector, [width]: the mean of its tokens' final hidden states.
 
         A list of texts gives one row for each: [texts, width].
         """
         from unspool.lens.embedding import embedding, embeddings
 
-        if texts := several(text):
+        if texts := split_batch(text):
             return embeddings(self, texts)
-        return embedding(self, cast("Text", text))
+        return embedding(self, cast("TextLike", text))
 
-    def _look_at(self, text: Text | Look, position: int) -> Look:
-        from unspool.lens.look import Look
+    def _look_at(self, text: TextLike | Activations, position: int) -> Activations:
+        from unspool.lens.look import Activations
 
-        return text if isinstance(text, Look) else self.look(text, position)
+        return text if isinstance(text, Activations) else self.look(text, position)
 
     # -- traces ------------------------------------------------------------------------------------
 

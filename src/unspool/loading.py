@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unspool.backends.placement import Choice, Placement
+from unspool.backends.placement import Placement, PlacementChoice
 from unspool.backends.torch import torchrun
-from unspool.collecting import collecting_later
+from unspool.collecting import gc_paused
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
-from unspool.model.adapters import base_of, is_adapter
+from unspool.model.adapters import base_model_of, is_adapter
 from unspool.model.checkpoint import (
     Checkpoint,
     GGUFCheckpoint,
@@ -28,7 +28,7 @@ from unspool.model.checkpoint import (
 from unspool.model.hub import find_model
 
 if TYPE_CHECKING:
-    from unspool.backends.base import Loaded
+    from unspool.backends.base import LoadedModel
     from unspool.engine.request import Drafter, DraftMaker
     from unspool.language_model import LanguageModel
     from unspool.session import Session, Speculate
@@ -93,12 +93,12 @@ def load(
         tensor_parallel=tensor_parallel,
         devices=devices,
     )
-    choice = placement.chosen()
-    if placement.ranks > 1:
-        torchrun.work_unless_first()
+    choice = placement.resolve()
+    if placement.num_ranks > 1:
+        torchrun.run_worker_unless_rank_zero()
     path = find_model(model, offline=offline, progress=progress)
     if is_adapter(path):  # load its base model with the adapter
-        name = base_of(path)
+        name = base_model_of(path)
         base = load(
             name or None, backend=backend, dtype=dtype, device=device, context=context,
             memory=memory, quantize=quantize, kv_bits=kv_bits, threads=threads, exact=exact,
@@ -108,7 +108,7 @@ def load(
         return base.adapted("adapter")
     if choice.remark:
         warnings.warn(choice.remark, UnspoolWarning, stacklevel=2)
-    with collecting_later():
+    with gc_paused():
         checkpoint = open_checkpoint(path)
         if context is not None and checkpoint.config.positions == "learned":
             context = min(context, checkpoint.config.context)  # the table has no more positions
@@ -123,7 +123,7 @@ def load(
             context=context,
             memory=memory,
             make_drafter=make_drafter_for,
-            load_beside=load_beside,
+            load_beside=load_similar,
         )
 
 
@@ -131,10 +131,10 @@ def make_drafter_for(lm: Session, speculate: Speculate) -> Drafter | DraftMaker 
     """Return the drafter for an option `speculate`; a draft model is loaded like `lm`."""
     from unspool.decoding.speculative import make_drafter
 
-    return make_drafter(speculate, lm, lambda name: load_beside(lm, name))
+    return make_drafter(speculate, lm, lambda name: load_similar(lm, name))
 
 
-def load_beside(lm: Session, name: str) -> LanguageModel:
+def load_similar(lm: Session, name: str) -> LanguageModel:
     """Load another model on the backend and device of this one."""
     backend = "native" if lm.model.device == "cpu" else "auto"
     if hasattr(lm.model, "transformer"):
@@ -152,11 +152,11 @@ def check_load_options(context: int | None = None, **placement: Any) -> Placemen
 def load_weights(
     checkpoint: Checkpoint,
     placement: Placement,
-    choice: Choice,
+    choice: PlacementChoice,
     *,
     progress: bool = False,
     name: str = "",
-) -> Loaded:
+) -> LoadedModel:
     """Load a checkpoint's weights onto the chosen backend and device.
 
     `name` is the model's name, for other machines, where its path differs.
@@ -170,14 +170,14 @@ def load_weights(
         return load_cpu(
             checkpoint, store=store, threads=placement.threads, kv_bits=placement.native_kv_bits
         )
-    dtype = placement.plain_dtype(choice.device)
-    loaded: Loaded
+    dtype = placement.activation_dtype(choice.device)
+    loaded: LoadedModel
     if choice.backend == "cuda" and _fits_kernels(checkpoint, placement):
         loaded = _on_gpu(checkpoint, placement, choice.device, dtype, progress)
     elif choice.devices:
-        from unspool.backends.torch.several import load_on_several
+        from unspool.backends.torch.several import load_on_devices
 
-        loaded = load_on_several(checkpoint, choice.devices, placement.ranks, dtype, name)
+        loaded = load_on_devices(checkpoint, choice.devices, placement.num_ranks, dtype, name)
     else:
         from unspool.backends.torch.loaded import TorchModel
 
@@ -193,9 +193,9 @@ def _fits_kernels(checkpoint: Checkpoint, placement: Placement) -> bool:
     Raises:
         UnspoolError: They do not, and an option needs them.
     """
-    from unspool.backends.cuda.available import lacking
+    from unspool.backends.cuda.available import why_unsupported
 
-    reason = lacking(checkpoint.config)
+    reason = why_unsupported(checkpoint.config)
     if reason is None:
         return True
     requirements = {
@@ -215,7 +215,7 @@ def _fits_kernels(checkpoint: Checkpoint, placement: Placement) -> bool:
 
 def _on_gpu(
     checkpoint: Checkpoint, placement: Placement, device: str, dtype: str, progress: bool
-) -> Loaded:
+) -> LoadedModel:
     import torch
 
     from unspool.backends.cuda.load import load_weights as load_cuda_weights
@@ -226,8 +226,8 @@ def _on_gpu(
         checkpoint,
         dtype=getattr(torch, dtype),
         device=torch.device(device),
-        keep=placement.dtype == "auto",
-        bits=placement.quantize,
+        keep_packed=placement.dtype == "auto",
+        quantize_bits=placement.quantize,
         progress=progress,
     )
     return CudaModel(weights, partial(fingerprint, checkpoint), exact=placement.exact)

@@ -20,7 +20,7 @@ from pathlib import Path
 from unspool.errors import UnspoolError
 
 VERSION = 8  # of the interface; the library must have the same
-_NEEDED = (  # of the library, each with the prefix unspool_
+_FUNCTIONS = (  # of the library, each with the prefix unspool_
     "above", "copy_page", "counts", "isa", "leading", "measure", "model_free", "model_new",
     "multiply", "packed_bytes", "peaks", "pick", "profile", "quantize", "read_memory", "repack",
     "run", "run_buffers", "run_head", "set_grid", "standing", "tally", "unpack",
@@ -62,7 +62,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
             f"the native kernels have version {version} and this Unspool needs {VERSION}; "
             "install it again"
         )
-    absent = [name for name in _NEEDED if not hasattr(loaded, f"unspool_{name}")]
+    absent = [name for name in _FUNCTIONS if not hasattr(loaded, f"unspool_{name}")]
     if absent:
         return None, (
             f"the native kernels were built from other sources (they lack {absent[0]}); "
@@ -137,7 +137,7 @@ def _is_truncated(file: Path) -> bool:
     return file.stat().st_size < int(table + size * count)
 
 
-def missing() -> str | None:
+def missing_reason() -> str | None:
     """Return why the library cannot be used; None if it can."""
     return _load()[1]
 

@@ -37,42 +37,42 @@ border-bottom:1px solid rgb(128 128 128 / 0.3);vertical-align:top}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class NotebookToken:
     """A token as a notebook shows it."""
 
     text: str
     probability: float | None  # None: no token before it
     facts: Sequence[str] = ()  # shown on hover and in the table
-    shown: str | None = None  # shown in the text instead of `text`
+    display_text: str | None = None  # shown in the text instead of `text`
 
 
-def escape(text: str) -> str:
+def escape_html(text: str) -> str:
     """Escape a text for HTML, also inside quotes."""
     for plain, safe in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
         text = text.replace(plain, safe)
     return text
 
 
-def picture(*parts: str) -> str:
+def notebook_html(*parts: str) -> str:
     """Wrap the parts of one notebook output."""
     return f'<div class="unspool"><style>{_STYLE}</style>{"".join(parts)}</div>'
 
 
-def text_html(pieces: Iterable[Piece], before: str = "") -> str:
+def text_html(pieces: Iterable[NotebookToken], before: str = "") -> str:
     """Return tokens as tinted spans, each with its facts as the title."""
     spans = []
     for piece in pieces:
-        title = escape("\n".join([repr(piece.text), *piece.facts]))
-        text = escape(piece.text if piece.shown is None else piece.shown)
+        title = escape_html("\n".join([repr(piece.text), *piece.facts]))
+        text = escape_html(piece.text if piece.display_text is None else piece.display_text)
         spans.append(f'<span style="{_tint(piece.probability)}" title="{title}">{text}</span>')
-    return f'<div class="text">{escape(before)}{"".join(spans)}</div>'
+    return f'<div class="text">{escape_html(before)}{"".join(spans)}</div>'
 
 
-def steps_table(pieces: Sequence[Piece]) -> str:
+def steps_table(pieces: Sequence[NotebookToken]) -> str:
     """Return the facts of all tokens as a collapsed table."""
     rows = "".join(
-        f"<tr><td>{number}</td><td>{escape(repr(piece.text))}</td>"
-        f"<td>{escape('; '.join(piece.facts))}</td></tr>"
+        f"<tr><td>{number}</td><td>{escape_html(repr(piece.text))}</td>"
+        f"<td>{escape_html('; '.join(piece.facts))}</td></tr>"
         for number, piece in enumerate(pieces)
     )
     head = "<tr><th>number</th><th>token</th><th>details</th></tr>"
@@ -80,38 +80,38 @@ def steps_table(pieces: Sequence[Piece]) -> str:
     return f"<details><summary>{count}</summary><table>{head}{rows}</table></details>"
 
 
-def legend() -> str:
+def legend_html() -> str:
     """Return the legend of the tints."""
     labels = [f"≥ {least:.0%}" for least, _ in _SCALE[:-1]] + [f"< {_SCALE[-2][0]:.0%}"]
     scale = "".join(
-        f'<span style="{_tint(least)}">{escape(label)}</span>'
+        f'<span style="{_tint(least)}">{escape_html(label)}</span>'
         for (least, _), label in zip(_SCALE, labels, strict=True)
     )
     return f'<div class="note">probability{scale}</div>'
 
 
-def note(text: str) -> str:
+def note_html(text: str) -> str:
     """Return a line of small text."""
-    return f'<div class="note">{escape(text)}</div>'
+    return f'<div class="note">{escape_html(text)}</div>'
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table_html(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table; its cells are HTML already."""
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    top = "".join(f"<th>{escape_html(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{top}</tr>{body}</table>"
 
 
-def bar(value: float, largest: float) -> str:
+def bar_html(value: float, largest: float) -> str:
     """Return a bar whose length is a number; negative ones have another colour."""
     width = 12 * abs(value) / largest if largest > 0 else 0.0
     kind = "bar less" if value < 0 else "bar"
     return f'<span class="{kind}" style="width:{width:.2f}em"></span>'
 
 
-def tinted(text: str, probability: float) -> str:
+def tinted_html(text: str, probability: float) -> str:
     """Return a text on the tint of a probability."""
-    return f'<span style="{_tint(probability)}">{escape(text)}</span>'
+    return f'<span style="{_tint(probability)}">{escape_html(text)}</span>'
 
 
 def percent(probability: float) -> str:

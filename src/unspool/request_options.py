@@ -19,7 +19,7 @@ from unspool.engine.endless import parse_endless
 from unspool.engine.generation import Generation
 from unspool.engine.options import NAMES
 from unspool.engine.request import Drafter, DraftMaker, Request
-from unspool.engine.thinking import CALL, Thinking
+from unspool.engine.thinking import CALL, ReasoningSpec
 from unspool.errors import SettingsError, UnspoolWarning, check_bool
 from unspool.sampling import Grammar, GrammarSpec, GrammarVocabulary, SamplingSettings
 from unspool.sampling.guards import GuardPolicy
@@ -56,10 +56,10 @@ class ModelFacts:
     drafter: Callable[[Any], Drafter | DraftMaker | None]  # from the option `speculate`
     single_token: Callable[[str], int]  # the id of a text that is one token
     adapter: str | None = None  # the default adapter
-    thinking: Callable[[Sequence[int]], Thinking | None] = lambda prompt: None
+    thinking: Callable[[Sequence[int]], ReasoningSpec | None] = lambda prompt: None
 
 
-def strings(value: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
+def as_strings(value: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
     """Return the strings of an option that takes one, several or none."""
     if value is None:
         return ()
@@ -70,7 +70,7 @@ def strings(value: str | Sequence[str] | None, name: str = "stop") -> tuple[str,
     return tuple(value)
 
 
-def given_ids(prompt: Any) -> list[int]:
+def parse_prompt_ids(prompt: Any) -> list[int]:
     """Return the token ids of a prompt; raise SettingsError if it is something else."""
     if isinstance(prompt, bytes | bytearray):
         raise SettingsError(
@@ -94,7 +94,7 @@ def given_ids(prompt: Any) -> list[int]:
         ) from None
 
 
-def several(value: Any) -> list[Any] | None:
+def split_batch(value: Any) -> list[Any] | None:
     """Return the items of a list of prompts or conversations; None for a single one.
 
     A list of integers is one prompt, and a list of messages one conversation.
@@ -132,7 +132,7 @@ def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, A
         max_tokens=_non_negative("max_tokens", remaining.pop("max_tokens", 256)),
         context=model.context,
         end_ids=model.end_ids if end else frozenset(),
-        stop=strings(remaining.pop("stop", ())),
+        stop=as_strings(remaining.pop("stop", ())),
         sample=_non_negative("sample", remaining.pop("sample", 0)),
         top=_non_negative("top", remaining.pop("top", 0)),
         explain=check_bool("explain", remaining.pop("explain", False)),
@@ -200,7 +200,7 @@ def continued_request(
     if "explain" in remaining:
         changed["explain"] = check_bool("explain", remaining.pop("explain"))
     if "stop" in remaining:
-        changed["stop"] = strings(remaining.pop("stop"))
+        changed["stop"] = as_strings(remaining.pop("stop"))
     if "end" in remaining:
         changed["end_ids"] = (
             model.end_ids if check_bool("end", remaining.pop("end")) else frozenset()
@@ -305,7 +305,7 @@ def _adapter(value: Any) -> str | None:
 def _guards(value: Any) -> GuardPolicy | None:
     if value is None or isinstance(value, GuardPolicy):
         return value
-    return GuardPolicy.parse(strings(value, "guard"))
+    return GuardPolicy.parse(as_strings(value, "guard"))
 
 
 def _grammar(model: ModelFacts, remaining: dict[str, Any]) -> Grammar | None:
@@ -330,7 +330,7 @@ def _grammar(model: ModelFacts, remaining: dict[str, Any]) -> Grammar | None:
 
 def _thinking(
     model: ModelFacts, prompt: Sequence[int], remaining: dict[str, Any]
-) -> Thinking | None:
+) -> ReasoningSpec | None:
     """Return how the answer contains reasoning, and its budget; None: it has no reasoning."""
     option, budget = remaining.pop("thoughts", False), remaining.pop("think_budget", None)
     if budget is not None:
@@ -338,7 +338,7 @@ def _thinking(
     thinking = model.thinking(prompt) if option or budget is not None else None
     if thinking is None:
         return None
-    if budget == 0 and thinking.start.place == "behind":
+    if budget == 0 and thinking.start.state == "behind":
         budget = None  # the prompt has ended the reasoning already
     return replace(thinking, budget=budget, is_call=option == CALL)
 

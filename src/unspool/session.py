@@ -21,18 +21,18 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
-from unspool.backends.base import Loaded
+from unspool.backends.base import LoadedModel
 from unspool.backends.torch.available import check_torch
 from unspool.engine.branch import Branch
 from unspool.engine.ending import check_fits
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation, check_generation, why_full
-from unspool.engine.judge import chosen_steps, explain, judge
+from unspool.engine.judge import chosen_steps, explain, score_tokens
 from unspool.engine.options import Options
 from unspool.engine.request import Drafter, DraftMaker, Request
 from unspool.engine.steps import Candidate, Score, Step
 from unspool.engine.stream import StepStream
-from unspool.engine.thinking import Thinking, think_options, thinking_of
+from unspool.engine.thinking import ReasoningSpec, find_reasoning, think_options
 from unspool.errors import (
     ContextError,
     ModelFileError,
@@ -43,12 +43,12 @@ from unspool.errors import (
 )
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.config import ModelConfig
-from unspool.request_options import ModelFacts, build_request, continued_request, given_ids
+from unspool.request_options import ModelFacts, build_request, continued_request, parse_prompt_ids
 from unspool.sampling import Grammar, GrammarVocabulary
 from unspool.sampling import score as score_logits
 from unspool.text.chat.template import ChatPrompt, ChatTemplate
-from unspool.text.thoughts.formats import ThoughtFormat, thought_format
-from unspool.text.tokenizer.characters import readable_pieces, unfinished
+from unspool.text.thoughts.formats import ReasoningFormat, reasoning_format
+from unspool.text.tokenizer.characters import incomplete_utf8, readable_pieces
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Session:
 
     def __init__(
         self,
-        model: Loaded,
+        model: LoadedModel,
         tokenizer: Tokenizer | None,
         *,
         path: Path | None = None,
@@ -85,14 +85,14 @@ class Session:
         self._template: ChatTemplate | None = None
         self._memory = memory
         self._make_drafter, self._load_beside = make_drafter, load_beside
-        self.seen_of: Session | None = None  # the session that this is a view of; see `adapted`
+        self.view_of: Session | None = None  # the session that this is a view of; see `adapted`
 
     def __repr__(self) -> str:
         name = self.path.name if self.path else self.config.family
         return f"<{type(self).__name__} {name}, context {self.context}>"
 
     @property
-    def model(self) -> Loaded:
+    def model(self) -> LoadedModel:
         """The weights on their backend; any use of a closed session's model raises."""
         return self._shared.model
 
@@ -137,7 +137,7 @@ class Session:
     @cached_property
     def grammar_vocabulary(self) -> GrammarVocabulary:
         """The vocabulary in the form grammars need; built for the first grammar."""
-        return GrammarVocabulary.of(self.tokenizer)
+        return GrammarVocabulary.from_tokenizer(self.tokenizer)
 
     def drafter(self, speculate: Speculate) -> Drafts:
         """Return the drafter for an option `speculate`."""
@@ -145,7 +145,7 @@ class Session:
             raise SettingsError("this model has no drafters; leave speculate out")
         return self._make_drafter(self, speculate)
 
-    def beside(self, name: str) -> Session:
+    def load_similar(self, name: str) -> Session:
         """Load another model by name, on the same backend and device."""
         if self._load_beside is None:
             raise SettingsError("this model cannot load others by name; pass a loaded model")
@@ -165,11 +165,11 @@ class Session:
         )
 
     @cached_property
-    def thought_format(self) -> ThoughtFormat | None:
+    def thought_format(self) -> ReasoningFormat | None:
         """How the model marks its reasoning; None: it does not reason before it answers."""
         if self._tokenizer is None:
             return None
-        return thought_format(self._tokenizer.chat_template, self._tokenizer)
+        return reasoning_format(self._tokenizer.chat_template, self._tokenizer)
 
     @property
     def is_instruct(self) -> bool:
@@ -210,12 +210,12 @@ class Session:
             **options,
         )
 
-    def thinking(self, prompt: Sequence[int]) -> Thinking | None:
+    def thinking(self, prompt: Sequence[int]) -> ReasoningSpec | None:
         """Return how the answer to a prompt contains reasoning; None: it has none."""
         format = self.thought_format
         if format is None:
             return None
-        return thinking_of(format, prompt, self.tokenizer.token_text, self.end_ids)
+        return find_reasoning(format, prompt, self.tokenizer.token_text, self.end_ids)
 
     def think_options(self, think: bool | str | None, options: Any) -> dict[str, Any]:
         """Return the chat template's options for reasoning, and add the text's own to `options`.
@@ -226,14 +226,14 @@ class Session:
 
     def begin(self, prompt: Prompt, **options: Unpack[Options]) -> tuple[Generation, StepStream]:
         """Start a generation; return it, still empty, and the stream of its steps."""
-        generation = self.draft(prompt, **options)
+        generation = self.prepare_generation(prompt, **options)
         return generation, self.engine.submit(generation.request)
 
-    def draft(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
+    def prepare_generation(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
         """Return a generation that starts when it is resumed; options as in `stream`."""
         request = self.request(prompt, dict(options))
-        self.config.check_left_to_right()
-        self.config.check_head()
+        self.config.require_causal()
+        self.config.require_head()
         return Generation(request, empty_reason=why_full(request, 0), source=self)
 
     def request(self, prompt: Prompt, options: dict[str, Any]) -> Request:
@@ -243,7 +243,7 @@ class Session:
 
     # -- continuing a text (see `engine/generation.py`) ------------------------------------------
 
-    def write_on(self, generation: Generation, **options: Unpack[Options]) -> StepStream:
+    def continue_generation(self, generation: Generation, **options: Unpack[Options]) -> StepStream:
         """Continue a generation; return the stream of new steps. Options as in `stream`."""
         generation.request = continued_request(self._facts, generation, dict(options))
         return self.engine.submit(generation.request)
@@ -263,11 +263,11 @@ class Session:
         self, tokens: Sequence[int], top: int, adapter: str | None = None
     ) -> tuple[Candidate, ...]:
         """Return the most likely tokens after these."""
-        with self.opened(tokens, adapter) as branch:
+        with self.open_branch(tokens, adapter) as branch:
             logits = self.engine.extend(branch)
         scores = score_logits(logits[-1:], [0], top)
         best = zip(scores.top_tokens[0], scores.top_logprobs[0], strict=True)
-        partial = self.begun(tokens)
+        partial = self.partial_utf8(tokens)
         return tuple(
             Candidate(
                 int(token), self.readable(int(token), partial), float(logprob), math.exp(logprob)
@@ -278,36 +278,36 @@ class Session:
     def chosen_steps(
         self,
         tokens: Sequence[int],
-        chosen: str | int | Sequence[int],
+        addition: str | int | Sequence[int],
         adapter: str | None = None,
     ) -> list[Step]:
         """Return steps for tokens that a person appends to these, with the model's scores."""
-        added = self._chosen_ids(chosen)
+        added = self._chosen_ids(addition)
         self.prompt_ids([*tokens, *added])
-        with self.opened([*tokens, *added[:-1]], adapter) as branch:
-            logits = self.engine.extend(branch, wanted=len(added))
+        with self.open_branch([*tokens, *added[:-1]], adapter) as branch:
+            logits = self.engine.extend(branch, num_logits=len(added))
         return chosen_steps(logits, added, len(tokens), self._token_bytes)
 
-    def _chosen_ids(self, chosen: str | int | Sequence[int]) -> list[int]:
+    def _chosen_ids(self, addition: str | int | Sequence[int]) -> list[int]:
         """Return token ids from text, a token id, or several ids."""
-        if isinstance(chosen, str):
-            ids = self.tokenizer.encode(chosen)
-        elif isinstance(chosen, Sequence):
-            ids = [check_int("the chosen token", token) for token in chosen]
+        if isinstance(addition, str):
+            ids = self.tokenizer.encode(addition)
+        elif isinstance(addition, Sequence):
+            ids = [check_int("the chosen token", token) for token in addition]
         else:
-            ids = [check_int("the chosen token", chosen)]
+            ids = [check_int("the chosen token", addition)]
         if not ids:
-            raise SettingsError(f"give at least one word or token id, got {chosen!r}")
+            raise SettingsError(f"give at least one word or token id, got {addition!r}")
         return ids
 
     def explain(self, generation: Generation, top: int) -> list[Step]:
         """Return the steps of a generation with all details of the sampling."""
-        if generation.request.limits.forgotten(len(generation.prompt) + len(generation.steps)):
+        if generation.request.limits.num_truncated(len(generation.prompt) + len(generation.steps)):
             raise ContextError(
                 "the text outgrew the context, so it cannot be explained afterwards; generate it "
                 "with explain=True"
             )
-        with self.opened(generation.prompt, generation.request.adapter) as branch:
+        with self.open_branch(generation.prompt, generation.request.adapter) as branch:
             return explain(self.engine, branch, generation.request, generation.steps, top)
 
     # -- adapters (see `model/adapters.py`) ------------------------------------------------------
@@ -332,7 +332,7 @@ class Session:
         self.engine.adapters.number(name)  # raises if it is not loaded
         view = copy.copy(self)
         view.adapter = name
-        view.seen_of = self  # the view keeps the model alive
+        view.view_of = self  # the view keeps the model alive
         return view
 
     def unload_adapter(self, name: str) -> None:
@@ -358,18 +358,18 @@ class Session:
                 if shared.engine is None:
                     backend = shared.model.backend(memory=self._memory, context=self.context)
                     shared.engine = Engine(
-                        backend, self._token_bytes, check_head=self.config.check_head
+                        backend, self._token_bytes, check_head=self.config.require_head
                     )
                     # The engine's thread has no reference to the session, which can be collected.
-                    owner = self.seen_of or self
+                    owner = self.view_of or self
                     shared.finalizer = weakref.finalize(owner, shared.engine.loop.close)
                 engine = shared.engine
         return engine
 
     @contextmanager
-    def opened(self, tokens: Sequence[int], adapter: str | None = None) -> Iterator[Branch]:
+    def open_branch(self, tokens: Sequence[int], adapter: str | None = None) -> Iterator[Branch]:
         """Open a branch with these tokens, read left to right; it is released at the end."""
-        self.config.check_left_to_right()
+        self.config.require_causal()
         if adapter is not None and not isinstance(adapter, str):
             raise SettingsError(f"adapter must be the name of a loaded adapter, got {adapter!r}")
         branch = self.engine.open(tokens, adapter or self.adapter)
@@ -398,7 +398,7 @@ class Session:
         if finalizer is not None:
             finalizer.detach()  # it has a reference to the engine
         getattr(shared.model, "close", lambda: None)()  # other processes may have parts of it
-        shared.model = cast(Loaded, _ClosedModel(shared.model))
+        shared.model = cast(LoadedModel, _ClosedModel(shared.model))
 
     def __enter__(self) -> Self:
         return self
@@ -419,7 +419,7 @@ class Session:
         if isinstance(prompt, str):
             ids = self.tokenizer.encode_prompt(prompt, specials=parse_special)
         else:
-            ids = given_ids(prompt)
+            ids = parse_prompt_ids(prompt)
             vocabulary = range(self.config.vocab_size)
             invalid = [token for token in ids if token not in vocabulary]
             if invalid:
@@ -444,14 +444,16 @@ class Session:
         ids = self.prompt_ids(text)
         # The start token that the tokenizer adds is read but not scored.
         lead = isinstance(text, str) and self.tokenizer.add_bos
-        with self.opened(ids[:1], adapter) as branch:
-            return judge(self.engine, branch, ids, top=top, lead=int(lead), readable=self.readable)
+        with self.open_branch(ids[:1], adapter) as branch:
+            return score_tokens(
+                self.engine, branch, ids, top=top, lead=int(lead), readable=self.readable
+            )
 
-    def readable(self, token: int, begun: bytes = b"") -> str:
+    def readable(self, token: int, partial_utf8: bytes = b"") -> str:
         """Return a token as readable text; `begun` is an incomplete character before it."""
         if self._tokenizer is None or token >= len(self._tokenizer):
             return ""
-        return self._tokenizer.token_text(token, begun)
+        return self._tokenizer.token_text(token, partial_utf8)
 
     def readable_all(self, tokens: Sequence[int]) -> list[str]:
         """Return the tokens of one text as readable pieces; a character is at its last token."""
@@ -460,9 +462,9 @@ class Session:
         token_bytes, size = self._tokenizer.token_bytes, len(self._tokenizer)
         return readable_pieces(token_bytes(token) if token < size else b"" for token in tokens)
 
-    def begun(self, tokens: Sequence[int]) -> bytes:
+    def partial_utf8(self, tokens: Sequence[int]) -> bytes:
         """Return the bytes of an incomplete UTF-8 character at the end of these tokens."""
-        return unfinished(b"".join(map(self._token_bytes, tokens[-4:])))
+        return incomplete_utf8(b"".join(map(self._token_bytes, tokens[-4:])))
 
     def single_token(self, text: str) -> int:
         """Return the id of a text that is one token; most words are, with a space before them."""
@@ -501,7 +503,7 @@ _CLOSED = "this model was closed; load it again: unspool.load()"
 class _Shared:
     """What a session and its views share, until one of them is closed."""
 
-    def __init__(self, model: Loaded) -> None:
+    def __init__(self, model: LoadedModel) -> None:
         self.model = model
         self.engine: Engine | None = None  # started by the first request
         self.finalizer: weakref.finalize[Any, Any] | None = None
@@ -512,7 +514,7 @@ class _Shared:
 class _ClosedModel:
     """Replaces a model whose memory was freed: any use of it raises."""
 
-    def __init__(self, model: Loaded) -> None:
+    def __init__(self, model: LoadedModel) -> None:
         self.config, self.device = model.config, model.device
 
     def __getattr__(self, name: str) -> Any:

@@ -47,8 +47,8 @@ def by_backend(backend: Any, tokens: list[int], chunks: list[int]) -> Any:
             ends()[positions],
             np.array([0, count]),
             np.array([2]),
-            updates=updates,
-            logits=np.arange(count),
+            table_updates=updates,
+            logits_indices=np.arange(count),
         )
         result.append(np.asarray(backend.launch(batch).result().logits))
         updates, start = TableUpdates(), start + count
@@ -58,7 +58,7 @@ def by_backend(backend: Any, tokens: list[int], chunks: list[int]) -> Any:
 @pytest.mark.parametrize("kind", ["torch", "native"])
 @pytest.mark.parametrize("chunks", [[40], [3, 13, 24], [16, 8, 8, 8]], ids=str)
 def test_blocks_are_those_of_transformers(tmp_path: Path, kind: str, chunks: list[int]):
-    if kind == "native" and native.missing() is not None:
+    if kind == "native" and native.missing_reason() is not None:
         pytest.skip("no native library")
     tiny.save("llama", tmp_path)
     lm = unspool.load(tmp_path, backend=kind, memory=8 << 20)
@@ -77,7 +77,7 @@ def test_a_provisional_block_is_written_replaced_and_committed():
     engine.call(lambda: tree.append(branch, [9] * 6, provisional=True))
     whole = [1, 2, 3, 9, 9, 9, 9, 9, 9]
     for _ in range(2):
-        logits = engine.extend(branch, wanted=6)
+        logits = engine.extend(branch, num_logits=6)
         assert all(np.array_equal(row, after(whole, 40)) for row in logits), "all see the block"
         assert engine.call(lambda: tree.open([*whole, 1]).reused) <= 3, "nobody finds it"
         engine.call(lambda: tree.replace(branch, 4, [7, 8]))

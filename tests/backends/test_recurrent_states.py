@@ -9,11 +9,13 @@ import pytest
 from recurrent_texts import SHAPES, Shelf, checkpoint, native, plain, some_tokens
 from unspool import native as library
 from unspool.backends.cpu.loaded import CpuModel
-from unspool.backends.step import Floats, Look
+from unspool.backends.step import Floats, ObserveRequest
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.recurrence import Recurrence
 
-pytestmark = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+pytestmark = pytest.mark.skipif(
+    library.missing_reason() is not None, reason=str(library.missing_reason())
+)
 LENGTH = 90
 
 
@@ -26,16 +28,16 @@ def same(ours: Floats, expected: Floats) -> None:
 @pytest.fixture(scope="module", params=SHAPES)
 def case(request: pytest.FixtureRequest) -> tuple[str, Shelf, list[int], Floats]:
     shelf, tokens = Shelf(native(request.param)), some_tokens(LENGTH)
-    expected = shelf.whole(tokens, LENGTH)
+    expected = shelf.bidirectional_pass(tokens, LENGTH)
     assert np.isfinite(expected).all() and expected.std() > 0.2
     return request.param, shelf, tokens, expected
 
 
 def test_native_is_torch(case):
     name, shelf, tokens, expected = case
-    theirs = Shelf(plain(name)).whole(tokens, 37)
+    theirs = Shelf(plain(name)).bidirectional_pass(tokens, 37)
     assert np.abs(expected - theirs).max() < 2e-3
-    taps = Look(residuals=np.arange(20), attention=np.array([3, 17]), parts=np.arange(20))
+    taps = ObserveRequest(residuals=np.arange(20), attention=np.array([3, 17]), parts=np.arange(20))
     observed = []
     for shelf in (Shelf(native(name)), Shelf(plain(name))):
         text = shelf.text(tokens)
@@ -58,8 +60,8 @@ def test_native_is_torch(case):
 
 def test_in_chunks_and_token_by_token(case):
     _, shelf, tokens, expected = case
-    same(shelf.whole(tokens, 1), expected)
-    same(shelf.whole(tokens, 37), expected)
+    same(shelf.bidirectional_pass(tokens, 1), expected)
+    same(shelf.bidirectional_pass(tokens, 37), expected)
     text = shelf.text(tokens)
     result = [shelf.read([(text, count)], in_place=True)[0][0] for count in (3, 1, 1, 60, 2, 23)]
     same(np.concatenate(result), expected)
@@ -67,7 +69,7 @@ def test_in_chunks_and_token_by_token(case):
 
 def test_on_one_thread(case):
     name, _, tokens, expected = case
-    same(Shelf(native(name, threads=1)).whole(tokens, 50), expected)
+    same(Shelf(native(name, threads=1)).bidirectional_pass(tokens, 50), expected)
 
 
 def test_among_others(case):
@@ -85,7 +87,7 @@ def test_among_others(case):
         for number, logits in zip(chosen, shelf.read(parts)[0], strict=True):
             result[number].append(logits)
     same(np.concatenate(result[10]), expected)
-    same(np.concatenate(result[4]), shelf.whole(texts[4].tokens, 40))
+    same(np.concatenate(result[4]), shelf.bidirectional_pass(texts[4].tokens, 40))
 
 
 def test_forks_share_a_state_and_captures_save_intermediate_ones(case):
@@ -127,8 +129,8 @@ def test_states_that_do_not_exist_are_rejected(make):
 
 def test_torch_handles_states_like_native():
     shelf, tokens = Shelf(plain("delta")), some_tokens(LENGTH)
-    expected = shelf.whole(tokens, LENGTH)
-    assert np.abs(shelf.whole(tokens, 7) - expected).max() < 1e-4
+    expected = shelf.bidirectional_pass(tokens, LENGTH)
+    assert np.abs(shelf.bidirectional_pass(tokens, 7) - expected).max() < 1e-4
     first, slot = shelf.text(tokens), shelf.slots.pop()
     shelf.read([(first, 50)], captures=[(19, slot)])
     fork = shelf.text(tokens)

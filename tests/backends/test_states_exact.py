@@ -19,7 +19,9 @@ from unspool.engine.engine import Engine
 from unspool.language_model import LanguageModel
 from unspool.loading import make_drafter_for
 
-needs_native = pytest.mark.skipif(library.missing() is not None, reason=str(library.missing()))
+needs_native = pytest.mark.skipif(
+    library.missing_reason() is not None, reason=str(library.missing_reason())
+)
 STATE = checkpoint("delta").config.state_bytes
 KINDS = {"native": native, "torch": plain}
 
@@ -50,30 +52,30 @@ class OnModel(StatesMachine):
 
         created.launch = counted
         self.error = 1e-4 if backend == "torch" else 0.0  # its products vary with what is beside
-        self.alone = Engine(self.fresh)
+        self.single_process = Engine(self.fresh)
         self.known: dict[tuple[int, ...], Any] = {}
         return created
 
     def expected(self, tokens: list[int]) -> Any:
         key = tuple(tokens)
         if key not in self.known:
-            self.alone.call(self.alone.tree.index.clear)
-            branch = self.alone.open(tokens)
-            self.known[key] = np.asarray(self.alone.extend(branch))[-1].copy()
+            self.single_process.call(self.single_process.tree.index.clear)
+            branch = self.single_process.open(tokens)
+            self.known[key] = np.asarray(self.single_process.extend(branch))[-1].copy()
             branch.release()
         return self.known[key]
 
     def teardown(self) -> None:
         super().teardown()
-        if hasattr(self, "alone"):
-            self.alone.close()
+        if hasattr(self, "single_process"):
+            self.single_process.close()
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("name", ["conv", "delta", "mamba2", "halves"])
 def test_bits_of_a_fresh_run(backend: str, name: str):
-    if backend == "native" and library.missing() is not None:
-        pytest.skip(str(library.missing()))
+    if backend == "native" and library.missing_reason() is not None:
+        pytest.skip(str(library.missing_reason()))
 
     class Machine(OnModel):
         kind = (backend, name)

@@ -52,7 +52,7 @@ def test_every_byte_is_judged_once_behind_what_comes_before_it(monkeypatch) -> N
 
     monkeypatch.syspath_prepend(str(BENCH))
     from training.enwik8 import judged, parts
-    from unspool.train.data.shards import Packed
+    from unspool.train.data.shards import PackedDocuments
     from unspool.train.learning.shape import new_config, new_model
 
     length = 16
@@ -67,7 +67,7 @@ def test_every_byte_is_judged_once_behind_what_comes_before_it(monkeypatch) -> N
         with torch.no_grad():
             logits = model(torch.tensor(text[begin:place].astype(np.int64))[None])[0, -1]
         surprise -= float(torch.log_softmax(logits, -1)[int(text[place])])
-    packed = Packed(text, np.array([0, len(text)]), None)
+    packed = PackedDocuments(text, np.array([0, len(text)]), None)
     assert judged(model, packed, length) == pytest.approx(
         surprise / math.log(2) / (len(text) - 1), rel=1e-4
     )

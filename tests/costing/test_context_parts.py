@@ -14,9 +14,9 @@ import pytest
 import unspool
 from unspool.costing.markov import LENGTH, LETTERS, MarkovSource, trained_model
 from unspool.costing.parts import exposure, fading, snowball
-from unspool.costing.plan import Plan
-from unspool.costing.reading import last_logits, surprises
-from unspool.costing.windows import last_of, sinks_and_last, with_window
+from unspool.costing.plan import MeasurementPlan
+from unspool.costing.reading import last_logits, token_nlls
+from unspool.costing.windows import load_with_window, truncate_context, truncate_with_sinks
 from unspool.costing.writing import excerpts
 
 
@@ -26,7 +26,7 @@ def by_score(lm: Any, text: list[int], last: int) -> list[float]:
 
 def test_surprises_are_what_scoring_says(small: Any, texts: list[str]):
     some = excerpts(small, texts, 9, 40)
-    result = surprises(small, [text[: 20 + n] for n, text in enumerate(some)], 7)
+    result = token_nlls(small, [text[: 20 + n] for n, text in enumerate(some)], 7)
     for number, text in enumerate(some):
         assert result[number] == pytest.approx(by_score(small, text[: 20 + number], 7), abs=2e-3)
 
@@ -36,21 +36,21 @@ def test_surprises_are_what_scoring_says(small: Any, texts: list[str]):
 
 def test_a_slip_is_the_likeliest_other_token(small: Any, texts: list[str]):
     some = excerpts(small, texts, 3, 145)
-    for text, slip in zip(some, snowball.find_slips(small, some, 64), strict=True):
+    for text, slip in zip(some, snowball.find_errors(small, some, 64), strict=True):
         right, wrong = slip.texts()
         changed = [n for n, (a, b) in enumerate(zip(right, wrong, strict=True)) if a != b]
         assert right == text[: slip.place + 65] and changed == [slip.place]
         (logits,) = last_logits(small, [text[: slip.place + 1]], 1)
         order = np.argsort(-np.asarray(logits[0]))
         assert slip.wrong == next(int(token) for token in order if token != text[slip.place])
-    costs = snowball.excess(small, snowball.find_slips(small, some, 64))
+    costs = snowball.excess(small, snowball.find_errors(small, some, 64))
     clean, slipped = (by_score(small, variant, 64) for variant in slip.texts())
     assert costs[-1] == pytest.approx(np.subtract(slipped, clean), abs=4e-3)
 
 
 def test_a_short_context_is_enough(small_folder: Path, texts: list[str]):
     with unspool.load(small_folder, memory=32 << 20, context=80) as lm:
-        plan = Plan(True, 0, texts)
+        plan = MeasurementPlan(True, 0, texts)
         part = snowball.measure(lm, plan)
         assert "for the next 31" in part.figure("area").why
         assert fading.measure(lm, plan).figure("effective length").value is not None
@@ -75,10 +75,10 @@ def test_new_runs_by_hand():
 
 def test_views_by_hand():
     text = [*range(20)]
-    assert last_of(text, 3, 4) == [13, 14, 15, 16, 17, 18, 19]
-    assert last_of(text, 3, 17) == last_of(text, 3, 99) == text
-    assert last_of(text, 3, 5, num_sinks=2) == [0, 1, 14, 15, 16, 17, 18, 19]
-    assert sinks_and_last(text, 3, 6) == [0, 1, 2, 14, 15, 16, 17, 18, 19]
+    assert truncate_context(text, 3, 4) == [13, 14, 15, 16, 17, 18, 19]
+    assert truncate_context(text, 3, 17) == truncate_context(text, 3, 99) == text
+    assert truncate_context(text, 3, 5, num_sinks=2) == [0, 1, 14, 15, 16, 17, 18, 19]
+    assert truncate_with_sinks(text, 3, 6) == [0, 1, 2, 14, 15, 16, 17, 18, 19]
 
 
 def test_a_model_with_a_window_is_that_model(small: Any, texts: list[str], tmp_path: Path):
@@ -88,21 +88,21 @@ def test_a_model_with_a_window_is_that_model(small: Any, texts: list[str], tmp_p
     config.update(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=9)
     (folder / "config.json").write_text(json.dumps(config))
     some = excerpts(small, texts, 2, 60)
-    narrow = with_window(small, 9)
+    narrow = load_with_window(small, 9)
     assert not isinstance(narrow, str)
     with narrow, unspool.load(folder, memory=32 << 20) as mistral:
-        result = surprises(narrow, some, 30)
-        assert result == pytest.approx(surprises(mistral, some, 30), abs=2e-3)
-        assert np.abs(result - surprises(small, some, 30)).max() > 0.01, "the window has no effect"
-        assert surprises(narrow, [some[0][:9]], 4) == pytest.approx(
-            surprises(small, [some[0][:9]], 4), abs=2e-3
+        result = token_nlls(narrow, some, 30)
+        assert result == pytest.approx(token_nlls(mistral, some, 30), abs=2e-3)
+        assert np.abs(result - token_nlls(small, some, 30)).max() > 0.01, "the window has no effect"
+        assert token_nlls(narrow, [some[0][:9]], 4) == pytest.approx(
+            token_nlls(small, [some[0][:9]], 4), abs=2e-3
         )
 
 
 def test_a_needle_is_at_its_depth(small: Any, texts: list[str]):
     (straw,) = excerpts(small, texts, 1, 300)
     for depth in (0.0, 0.5, 1.0):
-        text, answer = fading.needle(small, straw, 200, depth, "Oslo", " 4711")
+        text, answer = fading.insert_needle(small, straw, 200, depth, "Oslo", " 4711")
         assert 190 <= len(text) <= 200 and text[-len(answer) :] == answer
         assert text[0] == straw[0]
         decoded = small.tokenizer.decode(text)
@@ -149,7 +149,7 @@ def test_the_errors_are_divergences_from_the_true_chances():
 def test_excess_accumulated_error_is_the_formula():
     random = np.random.default_rng(0)
     after_source, after_model = random.random((6, 9)), 1.5 * random.random((6, 9))
-    errors = exposure.Errors(after_source, after_model, np.zeros((6, 11), np.int64))
+    errors = exposure.StepErrors(after_source, after_model, np.zeros((6, 11), np.int64))
     for length in (1, 4, 9):
         epsilon = after_source[:, :length].sum() / 6 / length
         regret = after_model[:, :length].sum() / 6
@@ -166,7 +166,7 @@ def test_small_models_are_trained_once_and_measured_exactly(small: Any):
     assert trained_model(source, scheduled_sampling=0.5) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     with unspool.load(folder, memory=32 << 20) as lm:
-        errors = exposure.errors_of(lm, source, 6, temperature=1.0)
+        errors = exposure.measure_errors(lm, source, 6, temperature=1.0)
         assert errors.after_model.shape == errors.after_source.shape == (6, LENGTH - 2)
         text = errors.model_texts[3].tolist()
         scored = lm.score(text, top=len(LETTERS)).positions[20]
@@ -174,5 +174,5 @@ def test_small_models_are_trained_once_and_measured_exactly(small: Any):
         true = source.chances[text[18], text[19]]
         by_hand = sum(p * (math.log(p) - model[token]) for token, p in enumerate(true))
         assert errors.after_model[3, 18] == pytest.approx(by_hand, abs=1e-3)
-    part = exposure.measure(small, Plan(False, 0, ()))
+    part = exposure.measure(small, MeasurementPlan(False, 0, ()))
     assert len(part.figures) == 3 * len(exposure.TRAININGS)

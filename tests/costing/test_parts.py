@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unspool.costing.drafted import drafted
-from unspool.costing.items import items
+from unspool.costing.drafted import measure_drafts
+from unspool.costing.items import load_items
 from unspool.costing.limits import bandwidth, bytes_per_token, weight_bytes
 from unspool.costing.parts import confidence, loops, remedies, whole
-from unspool.costing.split import Split
-from unspool.costing.stories import stories
-from unspool.costing.sums import WAYS, Answered, Sum, answered, sums
-from unspool.costing.writing import distinct, encoded, excerpts, write
+from unspool.costing.split import TimeSplit
+from unspool.costing.stories import make_stories
+from unspool.costing.sums import POLICIES, Sum, SumResult, answer_sums, make_sums
+from unspool.costing.writing import distinct_n, encode_with_start, excerpts, generate_batch
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from unspool.costing.writing import distinct, encoded, excerpts, write
     ],
 )
 def test_a_text_ends_in_a_period(tokens: list[int], period: int | None):
-    assert loops.period(tokens) == period
+    assert loops.loop_period(tokens) == period
 
 
 def test_where_a_loop_begins():
@@ -40,8 +40,8 @@ def test_where_a_loop_begins():
 
 
 def test_variety_by_hand():
-    assert distinct([[1, 2, 3], [1, 2, 4]]) == pytest.approx(3 / 4)
-    assert np.isnan(distinct([[1]]))
+    assert distinct_n([[1, 2, 3], [1, 2, 4]]) == pytest.approx(3 / 4)
+    assert np.isnan(distinct_n([[1]]))
 
 
 def test_calibration_by_hand():
@@ -67,10 +67,10 @@ def test_brier_by_hand():
 
 
 def test_belief_in_answers_is_what_scoring_says(small: Any):
-    questions = items()[:2]
+    questions = load_items()[:2]
     table = confidence.item_probabilities(small, questions)
     assert table.shape == (2, 4) and table.sum(1) == pytest.approx([1, 1])
-    context = encoded(small, f"Question: {questions[1].question}\nAnswer:")
+    context = encode_with_start(small, f"Question: {questions[1].question}\nAnswer:")
     totals = []
     for answer in questions[1].answers:
         ids = [*context, *small.tokenizer.encode(f" {answer}")]
@@ -81,7 +81,7 @@ def test_belief_in_answers_is_what_scoring_says(small: Any):
 
 
 def test_items_are_what_they_say():
-    every = items()
+    every = load_items()
     assert len(every) == len({item.question for item in every}) >= 60
     assert all(len(item.answers) == len(set(item.answers)) == 4 for item in every)
 
@@ -130,15 +130,15 @@ def test_a_masked_twin_hides_every_token_once(small: Any):
 
 
 def test_with_a_twin_there_are_its_figures(small: Any, texts: list[str]):
-    from unspool.costing.plan import Plan
+    from unspool.costing.plan import MeasurementPlan
 
-    part = whole.measure(small, Plan(True, 0, texts, twin=_Masked(small.tokenizer)))
+    part = whole.measure(small, MeasurementPlan(True, 0, texts, twin=_Masked(small.tokenizer)))
     assert part.figure("swap noticed by the masked model").n == 4
     assert part.figure("AUC of the masked model").value is not None
 
 
 def test_every_story_can_be_checked():
-    every = stories(0)
+    every = make_stories(0)
     assert len(every) == 48
     for story in every:
         assert story.answer in story.values and f" {story.answer}" in story.beginning
@@ -152,13 +152,13 @@ def test_every_story_can_be_checked():
 def test_a_story_contradicted(small: Any, monkeypatch: pytest.MonkeyPatch):
     from unspool.train.judging.likelihood import Likelihood
 
-    selected = stories(0)[:3]
+    selected = make_stories(0)[:3]
 
     def always_the_first(lm: Any, pairs: Any) -> list[Likelihood]:
         return [Likelihood((0.0 if number % 4 == 0 else -9.0,), True) for number in range(12)]
 
     monkeypatch.setattr(whole, "likelihoods", always_the_first)
-    started = [encoded(small, story.beginning) for story in selected]
+    started = [encode_with_start(small, story.beginning) for story in selected]
     wrong = whole.contradictions(small, selected, started)
     assert wrong == [story.answer != story.values[0] for story in selected]
 
@@ -178,13 +178,13 @@ def test_texts_too_short_are_refused(small: Any):
 
 def test_writing_counts_tokens_that_a_guard_removed(small: Any, texts: list[str]):
     prompts = excerpts(small, texts, 2, 24)
-    plain = write(small, prompts, max_tokens=40, temperature=0.0, end=False)
+    plain = generate_batch(small, prompts, max_tokens=40, temperature=0.0, end=False)
     assert plain.computed == plain.num_kept == 80
     assert plain.mean_logprobs()[0] == pytest.approx(
         np.mean([step.logprob for step in plain.texts[0].steps])
     )
     banned = plain.texts[0].text.split()[-1]
-    guarded = write(
+    guarded = generate_batch(
         small, prompts, max_tokens=40, temperature=0.0, end=False, guard=[f"ban={banned}"]
     )
     assert guarded.computed >= guarded.num_kept
@@ -209,14 +209,14 @@ def test_bytes_of_a_token(small: Any):
 
 
 def test_a_split_adds_up():
-    split = Split(64, 10.0, 6.0, 2.0, 0.5, 16, True)
+    split = TimeSplit(64, 10.0, 6.0, 2.0, 0.5, 16, True)
     assert [row[1] for row in split.rows()] == [6.0, 2.0, 0.5, 1.5]
-    hidden = Split(64, 10.0, None, 2.0, None, 16, False)
+    hidden = TimeSplit(64, 10.0, None, 2.0, None, 16, False)
     assert [row[1] for row in hidden.rows()] == [None, 2.0, None, 8.0]
 
 
 def test_sums_are_right():
-    assert len(set(sums(20))) == 20
+    assert len(set(make_sums(20))) == 20
     problem = Sum(4, 5)
     assert problem.prompt().endswith("Q: What is 4 + 5?\nA: 4 + 5 =")
     assert problem.prompt(thinking=True).endswith("Q: What is 4 + 5?\nA:")
@@ -226,24 +226,24 @@ def test_sums_are_right():
         assert not problem.is_right(text), text
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", POLICIES)
 def test_each_way_of_answering_is_counted(small: Any, name: str):
-    result = answered(small, name, sums(2), seed=1)
-    texts = WAYS[name].get("n", 1)
+    result = answer_sums(small, name, make_sums(2), seed=1)
+    texts = POLICIES[name].get("n", 1)
     assert result.count == 2 and result.tokens >= 2 * texts and result.seconds > 0
-    if "judge" not in WAYS[name]:  # removed reasoning was computed too
-        assert result.tokens <= 2 * texts * 2 * WAYS[name].get("max_tokens", 6)
+    if "judge" not in POLICIES[name]:  # removed reasoning was computed too
+        assert result.tokens <= 2 * texts * 2 * POLICIES[name].get("max_tokens", 6)
 
 
 def test_the_cost_of_an_answer_by_hand():
-    usual = Answered("one sample", 1, 4, 24, 2.0)
-    voted = Answered("vote of 5", 3, 4, 120, 5.0).figure(usual)
+    usual = SumResult("one sample", 1, 4, 24, 2.0)
+    voted = SumResult("vote of 5", 3, 4, 120, 5.0).figure(usual)
     assert voted.value == 0.75 and voted.n == 4
     assert voted.why.startswith("30 tokens and 1.25 s per sum: 5.0× and 2.5× those of one sample")
 
 
 def test_searches_count_what_they_computed(small: Any, texts: list[str]):
-    job = remedies._Job(small, excerpts(small, texts, 2, 24), 8, 0, None, 1, 1)
+    job = remedies._RemedyJob(small, excerpts(small, texts, 2, 24), 8, 0, None, 1, 1)
     options = remedies._options(job, quick=False)
     results = {name: options[name](name) for name in ("restarts", "step-wise beam", "DVTS")}
     assert all(result.is_sampled and result.num_kept == 16 for result in results.values())
@@ -252,8 +252,8 @@ def test_searches_count_what_they_computed(small: Any, texts: list[str]):
 
 
 def test_a_remedy_beside_greedy_by_hand():
-    usual = remedies.Outcome("greedy", [[1, 2, 3, 4]], [-1.0], 4, 2.0)
-    searched = remedies.Outcome("beams 4", [[1, 2, 1, 2]], [-0.5], 16, 6.0)
+    usual = remedies.RemedyOutcome("greedy", [[1, 2, 3, 4]], [-1.0], 4, 2.0)
+    searched = remedies.RemedyOutcome("beams 4", [[1, 2, 1, 2]], [-0.5], 16, 6.0)
     assert searched.row(usual) == ["beams 4", "-0.50", "0%", "0%", "67%", "4.00×", "3.00×"]
     assert usual.row(usual)[-2:] == ["1.00×", "1.00×"]
     gain = remedies._gain(usual, searched)
@@ -263,7 +263,9 @@ def test_a_remedy_beside_greedy_by_hand():
 def test_what_a_remedy_costs_in_likelihood(small: Any, texts: list[str]):
     prompts = excerpts(small, texts, 3, 24)
     runs = [
-        loops._Run(name, write(small, prompts, max_tokens=24, temperature=0.0, **options))
+        loops._LoopRun(
+            name, generate_batch(small, prompts, max_tokens=24, temperature=0.0, **options)
+        )
         for name, options in {"greedy": {}, "dry": {"dry_multiplier": 0.8}}.items()
     ]
     cost = loops._likelihood_cost(*runs)
@@ -273,7 +275,7 @@ def test_what_a_remedy_costs_in_likelihood(small: Any, texts: list[str]):
 
 def test_drafts_write_the_same_text(small: Any, texts: list[str]):
     ids = excerpts(small, texts, 1, 65)[0]
-    results = drafted(small, ids, rounds=1, tokens=32)
+    results = measure_drafts(small, ids, rounds=1, tokens=32)
     names = [result.name for result in results]
     assert names == ["lookup drafts, free text", "lookup drafts, copying"]
     for result in results:

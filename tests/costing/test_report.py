@@ -15,10 +15,10 @@ import pytest
 
 import unspool
 from unspool.costing.measuring import PARTS
-from unspool.costing.page import winner
-from unspool.costing.part import Example, Figure, Mark, Part, Series, number
+from unspool.costing.page import best_model
+from unspool.costing.part import CostPart, Example, Figure, Series, TextMark, format_number
 from unspool.costing.report import Comparison, Report
-from unspool.costing.sample_texts import sample_texts, shipped
+from unspool.costing.sample_texts import packaged_sample, sample_texts
 from unspool.costing.svg import plot
 
 
@@ -119,14 +119,14 @@ def test_the_better_model_is_the_one_whose_interval_lies_beyond():
     def figure(low: float, high: float, better: Any = "lower") -> Figure:
         return Figure("x", (low + high) / 2, "", low, high, better=better)
 
-    assert winner([figure(1, 2), figure(3, 4)]) == 0
-    assert winner([figure(1, 2, "higher"), figure(3, 4, "higher")]) == 1
-    assert winner([figure(1, 3), figure(2, 4)]) is None  # they overlap
-    assert winner([figure(1, 2, ""), figure(3, 4, "")]) is None  # neither way is better
-    assert winner([figure(1, 2), Figure("x", None)]) is None
-    assert winner([figure(1, 2)]) is None
+    assert best_model([figure(1, 2), figure(3, 4)]) == 0
+    assert best_model([figure(1, 2, "higher"), figure(3, 4, "higher")]) == 1
+    assert best_model([figure(1, 3), figure(2, 4)]) is None  # they overlap
+    assert best_model([figure(1, 2, ""), figure(3, 4, "")]) is None  # neither way is better
+    assert best_model([figure(1, 2), Figure("x", None)]) is None
+    assert best_model([figure(1, 2)]) is None
     nats = [Figure("x", 1.5, "nats/token", n, n + 0.5, better="lower") for n in (1, 3)]
-    assert winner(nats) == 0 and winner(nats, same_tokens=False) is None
+    assert best_model(nats) == 0 and best_model(nats, same_tokens=False) is None
 
 
 def test_the_same_seed_measures_the_same(small: Any, texts: list[str]):
@@ -145,12 +145,12 @@ def test_parts_by_name_and_a_wrong_name(small: Any, texts: list[str]):
 
 
 def test_progress_goes_from_nothing_to_all(small: Any, texts: list[str]):
-    from unspool.costing.measuring import measured
-    from unspool.costing.plan import Plan
+    from unspool.costing.measuring import measure_part
+    from unspool.costing.plan import MeasurementPlan
 
     for name in ("confidence", "whole"):
         shares: list[float] = []
-        measured(small, name, Plan(True, 0, texts, shares.append))
+        measure_part(small, name, MeasurementPlan(True, 0, texts, shares.append))
         assert shares == sorted(shares) and shares[-1] == pytest.approx(1)
 
 
@@ -211,13 +211,17 @@ def test_a_series_must_fit_together():
 
 
 def test_marks_cut_an_example_into_pieces():
-    example = Example("one two three", [Mark(4, 7, "b"), Mark(0, 3, "a"), Mark(2, 5, "over")])
+    example = Example(
+        "one two three", [TextMark(4, 7, "b"), TextMark(0, 3, "a"), TextMark(2, 5, "over")]
+    )
     pieces = [(text, mark.kind if mark else None) for text, mark in example.pieces()]
     assert pieces[0] == ("one", "a") and "".join(text for text, _ in pieces) == example.text
 
 
 def test_what_a_model_writes_is_escaped():
-    part = Part("x", "T", "f", [Figure("a", 1.0)], (), Example("<script>", [Mark(0, 8, "k")]))
+    part = CostPart(
+        "x", "T", "f", [Figure("a", 1.0)], (), Example("<script>", [TextMark(0, 8, "k")])
+    )
     page = Report("m", {}, [part], 1.0).html()
     assert "<script>" not in page and "&lt;script&gt;" in page
 
@@ -228,18 +232,18 @@ def test_what_a_model_writes_is_escaped():
      (1234.5, "ms", "1,234 ms"), (3, "", "3"), (math.inf, "", "∞"), (math.nan, "", "–")],
 )  # fmt: skip
 def test_numbers_are_formatted(value: float | None, unit: str, text: str):
-    assert number(value, unit) == text
+    assert format_number(value, unit) == text
 
 
 def test_the_packaged_sample_is_enough_to_measure_on():
-    sample = shipped()
+    sample = packaged_sample()
     assert len(sample.texts) >= 8 and all(len(text) > 1500 for text in sample.texts)
 
 
 def test_without_the_addresses_the_sample_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("UNSPOOL_DEFAULT_DATA", str(tmp_path / "not-there"))
     with pytest.warns(unspool.errors.UnspoolWarning, match="short sample"):
-        assert sample_texts().texts == shipped().texts
+        assert sample_texts().texts == packaged_sample().texts
 
 
 def test_texts_of_ones_own(tmp_path: Path):
@@ -254,7 +258,7 @@ def test_the_guide(small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     """The example of docs/costs.md runs."""
     guide = (Path(__file__).parents[2] / "docs" / "costs.md").read_text(encoding="utf-8")
     monkeypatch.setattr("unspool.loading.load", lambda *names: small)
-    monkeypatch.setattr("unspool.costing.measuring.sample_texts", lambda texts: shipped())
+    monkeypatch.setattr("unspool.costing.measuring.sample_texts", lambda texts: packaged_sample())
     monkeypatch.chdir(tmp_path)
     (block,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     exec(compile(block, "costs.md", "exec"), {})

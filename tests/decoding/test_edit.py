@@ -14,11 +14,11 @@ from decoding.support import pages_left
 from decoding.worded import save_worded
 from unspool import SettingsError, UnspoolError
 from unspool.decoding.edit.changes import ChangedText
-from unspool.decoding.edit.doubt import Doubt, document_score, doubts
+from unspool.decoding.edit.doubt import Doubt, document_score, score_doubts
 from unspool.decoding.edit.edit import Edit
-from unspool.decoding.edit.proposals import proposals, units
+from unspool.decoding.edit.proposals import propose_replacements, split_units
 from unspool.decoding.edit.spelling import alike, spelling_corrections
-from unspool.decoding.fill.fill import drafting
+from unspool.decoding.fill.fill import draft_settings
 
 TEXT = "The scheduler plans rows, and the tree builder makes a step of them. It's done."
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_changed_is_told():
 
 
 def test_doubt_of_each_token(worded):
-    result, score = doubts(worded, TEXT)
+    result, score = score_doubts(worded, TEXT)
     assert "".join(doubt.text for doubt in result) == TEXT
     assert all(TEXT[d.start : d.end] == d.text for d in result)
     surprises = [-(p.logprob or 0) for p in score.positions]
@@ -110,17 +110,17 @@ def test_words_and_signs_are_as_doubtful_as_their_worst_token():
         start = text.index(word, at)
         reported.append(Doubt(0, text[at : start + len(word)], at, start + len(word), level))
         at = start + len(word)
-    result = units(text, reported)
+    result = split_units(text, reported)
     assert [unit.text for unit in result] == ["test", "?", "It's", ",", "a", "no"]
     assert all(text[u.start : u.start + len(u.text)] == u.text for u in result)
 
 
 def test_a_word_is_replaced_by_a_word(worded):
-    result, _ = doubts(worded, TEXT)
-    by_text = {unit.text: unit for unit in units(TEXT, result)}
-    how = drafting(worded, {}, candidates=12, drafts=2)
+    result, _ = score_doubts(worded, TEXT)
+    by_text = {unit.text: unit for unit in split_units(TEXT, result)}
+    how = draft_settings(worded, {}, candidates=12, drafts=2)
     for word in ("tree", ","):
-        ranked = proposals(worded, TEXT, by_text[word], how, reach=None)
+        ranked = propose_replacements(worded, TEXT, by_text[word], how, reach=None)
         texts = [item.texts[0] for item in ranked]
         assert word in texts and len({*texts}) == len(texts)
         assert all(text.strip() == text and " " not in text for text in texts)
@@ -156,18 +156,23 @@ def test_a_misspelled_word_is_looked_up(worded):
     for other in ("branch", "12", ",", "It's"):  # spelled right, or no word of letters alone
         assert not spelling_corrections(tokenizer, other, TEXT)
     text = TEXT.replace("tree", "treee")
-    unit = next(u for u in units(text, doubts(worded, text)[0]) if u.text == "treee")
-    result = proposals(worded, text, unit, drafting(worded, {}, candidates=4, drafts=2), reach=8)
+    unit = next(u for u in split_units(text, score_doubts(worded, text)[0]) if u.text == "treee")
+    result = propose_replacements(
+        worded, text, unit, draft_settings(worded, {}, candidates=4, drafts=2), reach=8
+    )
     assert {item.texts[0] for item in result} == {"treee", "tree"}  # nothing else was meant
 
 
 @pytest.mark.parametrize("word", ["treee", "rows"])
 def test_trust_in_what_stands_there_lowers_the_others(worded, word):
     text = TEXT.replace("tree", "treee")
-    unit = next(u for u in units(text, doubts(worded, text)[0]) if u.text == word)
-    how = drafting(worded, {}, candidates=4, drafts=2)
+    unit = next(u for u in split_units(text, score_doubts(worded, text)[0]) if u.text == word)
+    how = draft_settings(worded, {}, candidates=4, drafts=2)
     without, trusting = (
-        {item.texts[0]: item for item in proposals(worded, text, unit, how, reach=8, trust=trust)}
+        {
+            item.texts[0]: item
+            for item in propose_replacements(worded, text, unit, how, reach=8, trust=trust)
+        }
         for trust in (0.0, 40.0)
     )
     assert next(iter(trusting)) == word and {*without} == {*trusting} > {word}

@@ -11,7 +11,7 @@ import unspool
 from decoding.support import pages_left
 from decoding.worded import FIM, save_worded
 from unspool import gap
-from unspool.decoding.fill.fim import OtherFile, fim_draft, fim_prompt, fim_tokens
+from unspool.decoding.fill.fim import OtherFile, fim_prompt, fim_tokens, make_fim_request
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 LEFT, RIGHT = "def area(page):\n    return ", "\n\nprint(area(3))\n"
@@ -61,7 +61,7 @@ def test_the_middle_ends_where_the_model_says_so(coder):
     prompt = fim_prompt(coder.tokenizer, tokens, LEFT, RIGHT)
     for end in ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_prefix|>"):
         bias = {coder.tokenizer.token_id(end): 100.0}
-        draft = fim_draft(coder, tokens, prompt, {"max_tokens": 5, "logit_bias": bias})
+        draft = make_fim_request(coder, tokens, prompt, {"max_tokens": 5, "logit_bias": bias})
         written = draft.resume()
         assert (written.text, written.finish_reason) == ("", "stop"), end
 

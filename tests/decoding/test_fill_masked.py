@@ -15,7 +15,7 @@ import unspool
 from decoding.support import pages_left
 from decoding.worded import save_worded
 from unspool import SettingsError, gap
-from unspool.decoding.edit.doubt import doubts, masked_surprise
+from unspool.decoding.edit.doubt import masked_surprise, score_doubts
 from unspool.decoding.fill.gaps import GappedText
 from unspool.decoding.fill.masked import MaskedModel, WholeText
 from unspool.decoding.fill.places import fill_by_masks
@@ -91,12 +91,12 @@ def test_doubt_of_a_planted_word(worded):
     if worded.tokenizer.encode(text) == wrong:
         _, surprise = masked_surprise(knows, text)
         assert int(np.argmax(surprise)) == place
-    result, score = doubts(worded, text, by="masked", twin=knows)
+    result, score = score_doubts(worded, text, by="masked", twin=knows)
     worst = max(result, key=lambda doubt: doubt.surprise)
     at = len(worded.tokenizer.decode(ids[:place]))
     assert worst.start <= at + 1 < worst.end + 1 and math.isfinite(score.perplexity)
-    pair, _ = doubts(worded, text, by="both", twin=knows)
-    causal, _ = doubts(worded, text, by="causal")
+    pair, _ = score_doubts(worded, text, by="both", twin=knows)
+    causal, _ = score_doubts(worded, text, by="causal")
     for item, two, mean in zip(result, causal, pair, strict=True):
         assert mean.surprise == pytest.approx((item.surprise + two.surprise) / 2)
 

@@ -15,7 +15,7 @@ from unspool.decoding.controller import SHAPES, FixedShape, RoundCosts, ShapeCon
 from unspool.decoding.heads import arrays
 from unspool.decoding.heads.drafter import HeadDrafter, load_head
 from unspool.decoding.heads.files import SHIPPED, read_head
-from unspool.decoding.heads.growing import DraftNode, Shape, build_draft, last_tokens
+from unspool.decoding.heads.growing import DraftNode, DraftShape, build_draft, last_tokens
 from unspool.decoding.heads.own import UnspoolHead
 from unspool.engine.request import DraftTree
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
@@ -45,10 +45,10 @@ def test_the_text_is_the_same(
     head = load_head(unspool_head if which == "unspool_head" else eagle, native)
     prompts = [PROMPT, PROMPT[:2], [5], PROMPT[3:]]
     plain = [native.generate(prompt, max_tokens=24, **options) for prompt in prompts]
-    for shape in (Shape(1), Shape(5), Shape(9, width=3, depth=4)):
+    for shape in (DraftShape(1), DraftShape(5), DraftShape(9, width=3, depth=4)):
         created = list[HeadDrafter]()
 
-        def make(request: Any, shape: Shape = shape, created: Any = created) -> HeadDrafter:
+        def make(request: Any, shape: DraftShape = shape, created: Any = created) -> HeadDrafter:
             created.append(HeadDrafter(head, request, FixedShape(shape)))
             return created[-1]
 
@@ -83,7 +83,7 @@ def test_an_oracle_head_is_followed(
     steps = native.engine.steps
     drafted = native.generate(
         PROMPT, max_tokens=30, temperature=0.8, seed=8,
-        speculate=lambda request: HeadDrafter(head, request, FixedShape(Shape(9, width=3,
+        speculate=lambda request: HeadDrafter(head, request, FixedShape(DraftShape(9, width=3,
         depth=4))),
     )  # fmt: skip
     assert drafted.tokens == plain.tokens
@@ -97,7 +97,7 @@ def test_what_is_read_does_not_depend_on_rounds(native: Any, unspool_head: Path)
     created = list[HeadDrafter]()
 
     def make(request: Any) -> HeadDrafter:
-        created.append(HeadDrafter(head, request, FixedShape(Shape(7, width=3, depth=3))))
+        created.append(HeadDrafter(head, request, FixedShape(DraftShape(7, width=3, depth=3))))
         return created[-1]
 
     text = native.generate([11, 22, 33], max_tokens=40, temperature=0.8, seed=3, speculate=make)
@@ -116,7 +116,7 @@ def test_a_text_that_begins_like_another_is_known_already(native: Any, unspool_h
     )
 
     def make(request: Any) -> HeadDrafter:
-        created.append(HeadDrafter(head, request, FixedShape(Shape(3)), texts))
+        created.append(HeadDrafter(head, request, FixedShape(DraftShape(3)), texts))
         return created[-1]
 
     options = {"max_tokens": 12, "temperature": 0.8, "speculate": make}
@@ -141,10 +141,10 @@ def test_on_torch_too(tiny_lm: Any, tmp_path: Path):
     plain = tiny_lm.generate(PROMPT, max_tokens=20, temperature=0.8, seed=1)
     head = load_head(tmp_path / "head", tiny_lm)
     assert isinstance(head, UnspoolHead)
-    for shape in (Shape(3), Shape(9, width=3, depth=4)):
+    for shape in (DraftShape(3), DraftShape(9, width=3, depth=4)):
         created = list[HeadDrafter]()
 
-        def make(request: Any, shape: Shape = shape, created: Any = created) -> HeadDrafter:
+        def make(request: Any, shape: DraftShape = shape, created: Any = created) -> HeadDrafter:
             created.append(HeadDrafter(head, request, FixedShape(shape)))
             return created[-1]
 
@@ -175,7 +175,7 @@ def test_the_shipped_head_writes_the_same_sooner(lm: Any):
     head = load_head(shipped_head(lm.model), lm)
     drafted = lm.chat(
         "Why do leaves change color in fall?", **options,
-        speculate=lambda request: HeadDrafter(head, request, FixedShape(Shape(5))),
+        speculate=lambda request: HeadDrafter(head, request, FixedShape(DraftShape(5))),
     )  # fmt: skip
     assert drafted.tokens == plain.tokens
     assert lm.engine.steps - steps < len(plain.tokens) / 1.3
@@ -194,7 +194,7 @@ def test_the_shipped_head_with_grammars_and_guards(lm: Any, form: dict[str, Any]
     plain = lm.generate("The weather in Rome:", **options)
     drafted = lm.generate(
         "The weather in Rome:", **options,
-        speculate=lambda r: HeadDrafter(head, r, FixedShape(Shape(11, width=3, depth=4))),
+        speculate=lambda r: HeadDrafter(head, r, FixedShape(DraftShape(11, width=3, depth=4))),
     )  # fmt: skip
     assert drafted.tokens == plain.tokens and drafted.text == plain.text
     assert any(step.draft == "accepted" for step in drafted.steps)
@@ -268,18 +268,20 @@ def test_growing():
 
     ids = np.array([10, 11, 12, 13])
     context: Any = Table()
-    assert build_draft(context, [1], ids, Shape(3), 1.0) == [11, 10, 12]
+    assert build_draft(context, [1], ids, DraftShape(3), 1.0) == [11, 10, 12]
     # The chances are .71, .62 (together .44), .99: a chain ends before it is too unlikely.
     cut = [
-        build_draft(context, [1], ids, Shape(3, min_probability=sure), 1.0)
+        build_draft(context, [1], ids, DraftShape(3, min_probability=sure), 1.0)
         for sure in (0.75, 0.5, 0.2)
     ]
     assert cut == [[], [11], [11, 10, 12]]
-    tree = build_draft(context, [1], ids, Shape(6, width=2, depth=3), 1.0)
+    tree = build_draft(context, [1], ids, DraftShape(6, width=2, depth=3), 1.0)
     assert isinstance(tree, DraftTree)
     assert len(tree.tokens) == 6 and tree.tokens[0] == 11 and tree.parents[0] == -1
     assert all(parent < number for number, parent in enumerate(tree.parents))
-    assert Shape(15, width=4, depth=6).within(2).levels == 2 and Shape(7).within(2) == Shape(2)
+    assert DraftShape(15, width=4, depth=6).within(2).levels == 2 and DraftShape(7).within(
+        2
+    ) == DraftShape(2)
     parent = DraftNode(4, DraftNode(3), 1)
     assert last_tokens(parent, [1, 2, 3], 4) == [4, 3, 2, 1]
     assert last_tokens(DraftNode(9), [9], 4) == [9, 9, 9, 9]

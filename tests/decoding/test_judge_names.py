@@ -17,7 +17,7 @@ from unspool.decoding.think.judge import LogprobVerifier, Verdict
 from unspool.decoding.think.judges.checkers import FileVerifier, PatternVerifier
 from unspool.decoding.think.judges.function import FunctionVerifier
 from unspool.decoding.think.judges.limited import CheckerLimits
-from unspool.decoding.think.judges.names import VERIFIER_NAMES, JudgeName, judge_named
+from unspool.decoding.think.judges.names import VERIFIER_NAMES, VerifierSpec, make_verifier
 from unspool.errors import SettingsError, UnspoolError
 
 USUAL: dict[str, Any] = {"n": 4, "max_tokens": 10, "budget": 400, "seed": 3}
@@ -40,11 +40,11 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         ("regex:a:b+", ("regex", "a:b+", None)),
         ("ask", ("ask", "", None)),
         ("vote:(\\d+)+x", ("vote", "(\\d+)+x", None)),
-        ("vote+reward:a/b", ("vote", "", JudgeName("reward", "a/b"))),
+        ("vote+reward:a/b", ("vote", "", VerifierSpec("reward", "a/b"))),
     ],
 )
 def test_names_are_taken_apart(name: str, parts: tuple[str, str, Any]):
-    assert JudgeName.parse(name) == JudgeName(*parts)
+    assert VerifierSpec.parse(name) == VerifierSpec(*parts)
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,14 @@ def test_names_are_taken_apart(name: str, parts: tuple[str, str, Any]):
 )  # fmt: skip
 def test_names_that_are_none(name: str):
     with pytest.raises(SettingsError):
-        JudgeName.parse(name)
+        VerifierSpec.parse(name)
 
 
 def test_what_a_name_needs():
     needed = {"reward:m": "m", "ask:m": "m", "ask": None, "vote+process:m": "m", "vote:m": None}
-    assert {name: JudgeName.parse(name).model for name in needed} == needed
+    assert {name: VerifierSpec.parse(name).model for name in needed} == needed
     code = {"python:f.py": True, "vote+tests:f.py": True, "regex:python:": False}
-    assert {name: JudgeName.parse(name).runs_code for name in code} == code
+    assert {name: VerifierSpec.parse(name).runs_code for name in code} == code
 
 
 def test_every_name_can_be_made(chatty: Any, tmp_path: Path):
@@ -75,9 +75,9 @@ def test_every_name_can_be_made(chatty: Any, tmp_path: Path):
         filled = name.replace("FILE.py", str(file)).replace("FUNCTION", "check")
         filled = filled.replace("JUDGE", "logprob").replace("PATTERN", "a")
         if name != "ask:MODEL":  # the reward model here has no words to be asked in
-            assert judge_named(chatty, filled.replace("MODEL", str(tmp_path)))
+            assert make_verifier(chatty, filled.replace("MODEL", str(tmp_path)))
     request: list[str] = []
-    judge_named(chatty, "ask:other", load=lambda other: request.append(other) or chatty)
+    make_verifier(chatty, "ask:other", load=lambda other: request.append(other) or chatty)
     assert request == ["other"]
 
 

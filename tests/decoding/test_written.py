@@ -6,7 +6,7 @@ import pytest
 
 from decoding.support import PROMPT, pages_left
 from unspool.decoding.written import HeldBranches
-from unspool.engine.scheduler import Task
+from unspool.engine.scheduler import EngineTask
 
 
 def test_move_forks_and_prunes(tiny_lm):
@@ -27,7 +27,7 @@ def test_move_forks_and_prunes(tiny_lm):
     assert pages_left(tiny_lm) == 0
 
 
-class Waited(Task):
+class Waited(EngineTask):
     """A waiter that ignores errors."""
 
     def complete(self): ...

@@ -40,7 +40,7 @@ class CanvasMachine(RuleBasedStateMachine):
         self.engine = engine_with(pages, overlaps=overlaps)
         name = "twin" if twin and sight[0] == "causal" else None
         self.kind = CanvasKind(
-            mask_id=MASK, sight=sight[0], block=sight[1], shifted=shifted, twin=name
+            mask_id=MASK, sight=sight[0], block=sight[1], shifted=shifted, canvas_adapter=name
         )
         self.texts: dict[Canvas, tuple[list[int], list[int]]] = {}
         self.snapshots: list[tuple[Any, list[int], list[int]]] = []

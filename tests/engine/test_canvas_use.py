@@ -48,7 +48,7 @@ def used(engine: Any) -> int:
 def test_logits_are_those_of_transformers(
     tmp_path: Path, backend: str, sight: str, block: int, shifted: bool
 ):
-    if backend == "native" and native.missing() is not None:
+    if backend == "native" and native.missing_reason() is not None:
         pytest.skip("no native library")
     lm = support.seeing(tmp_path, backend=backend, sight=sight, block=block, shifted=shifted)
     places = [MASK] * 13
@@ -83,7 +83,7 @@ def test_a_twin_fills_the_canvas_behind_the_text_of_the_model_itself(tmp_path: P
     lm.engine.adapters.load("twin", Adapter(parts))
     before = np.array(lm.engine.extend(branch := lm.engine.open(TEXT)))
     branch.release()
-    kind = CanvasKind(mask_id=MASK, sight="causal", twin="twin")
+    kind = CanvasKind(mask_id=MASK, sight="causal", canvas_adapter="twin")
     places = [MASK, 17, MASK, MASK, 9]
     with open_canvas(lm.engine, TEXT, 5, kind) as canvas:
         canvas.set(1, 17)
@@ -313,7 +313,7 @@ def _error(work: Any) -> Any:
         (lambda c: open_canvas(c.engine, [1], 600, WHOLE), ContextError, "holds 512"),
         (lambda c: open_canvas(c.engine, [1], 4, CanvasKind(mask_id=1, sight="block")),
          SettingsError, "block must be >= 1"),
-        (lambda c: open_canvas(c.engine, [1], 4, CanvasKind(mask_id=1, twin="x")),
+        (lambda c: open_canvas(c.engine, [1], 4, CanvasKind(mask_id=1, canvas_adapter="x")),
          SettingsError, "no adapter 'x'"),
         (lambda c: open_canvas(c.engine, [1], 4, CAUSAL).logits(0, 2), SettingsError, "the whole"),
     ],

@@ -121,7 +121,7 @@ def test_cached_logits_are_those_of_a_fresh_run(family: str, tmp_path: Any):
         else:
             new = [chance.randrange(3, 250) for _ in range(chance.randint(1, 9))]
             new = new[: 100 - len(branch.tokens)]
-            logits = engine.extend(branch, new, wanted=max(1, len(new)))
+            logits = engine.extend(branch, new, num_logits=max(1, len(new)))
             with torch.no_grad():
                 fresh = lm.transformer(torch.tensor([branch.tokens]))[0, -max(1, len(new)) :]
             assert np.abs(logits - fresh.numpy()).max() < 1e-4
@@ -148,10 +148,10 @@ def test_the_verbs_of_a_branch(tiny_lm: Any):
 def test_looking_changes_nothing(tiny_lm: Any):
     ids = list(range(5, 45))
     with tiny_lm.opened(ids) as branch:
-        plain = tiny_lm.engine.extend(branch, wanted=3)
+        plain = tiny_lm.engine.extend(branch, num_logits=3)
     tiny_lm.engine.call(tiny_lm.engine.tree.index.clear)
     with tiny_lm.opened(ids) as branch:
-        observed = tiny_lm.engine.look(branch, wanted=3, at=frozenset([3, 20, 39]))
+        observed = tiny_lm.engine.look(branch, num_logits=3, at=frozenset([3, 20, 39]))
     looked, inside = observed.logits, observed.inside
     np.testing.assert_allclose(plain, looked, atol=1e-5)
     config = tiny_lm.config

@@ -17,10 +17,10 @@ from unspool.engine.canvas import CanvasKind, open_canvas
 from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine, _Computation
 from unspool.engine.request import Request
-from unspool.engine.thinking import Thinking
+from unspool.engine.thinking import ReasoningSpec
 from unspool.errors import WorkCancelledError
 from unspool.sampling import SamplingSettings
-from unspool.text.thoughts.formats import Start, ThoughtFormat
+from unspool.text.thoughts.formats import OutputStart, ReasoningFormat
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
@@ -50,7 +50,7 @@ def test_whatever_goes_on_beside_them_texts_are_the_same(pages: int, delay: floa
     engine = Engine(device, piece)
     tally = stress(engine, texts, seconds=1.5, at_once=8, seed=pages)
     assert not tally.differing.total(), tally.differing
-    assert tally.texts.total() > 8 and device.ahead > 100
+    assert tally.texts.total() > 8 and device.has_placeholder > 100
     engine.close()
 
 
@@ -77,7 +77,9 @@ def test_texts_with_penalties_run_ahead():
     engine = Engine(device, piece)
     penalties = {"frequency_penalty": 0.8, "penalty_window": 5, "penalize_prompt": False}
     assert len(list(engine.submit(request([1, 2, 3], 40, penalties)))) == 40
-    assert device.ahead >= 38, "all but the first were launched before the one before was read"
+    assert device.has_placeholder >= 38, (
+        "all but the first were launched before the one before was read"
+    )
     engine.close()
 
 
@@ -196,9 +198,9 @@ def test_texts_that_the_chain_picks_for_do_not_hold_up_the_others(monkeypatch: A
 def test_budgets_of_thoughts_close_them_where_steps_run_ahead():
     """Reasoning ends at its budget, also where the next step could be in flight."""
     marks = {"<think>": 5, "</think>": 6}
-    format = ThoughtFormat(
+    format = ReasoningFormat(
         "<think>", "</think>", ids=marks, controls=marks, opening_ids=(5,), close_ids=(6,),
-        behind_ids=(7, 8),
+        after_close_ids=(7, 8),
     )  # fmt: skip
 
     def request(seed: int) -> Request:
@@ -207,7 +209,7 @@ def test_budgets_of_thoughts_close_them_where_steps_run_ahead():
             prompt=(seed % 4, 9, 10),
             settings=SamplingSettings(temperature=1, seed=seed),
             limits=Limits(max_tokens=40, context=200, end_ids=frozenset()),
-            thinking=Thinking(format, Start(place), budget=seed % 13),  # type: ignore[arg-type]
+            thinking=ReasoningSpec(format, OutputStart(place), budget=seed % 13),  # type: ignore[arg-type]
         )
 
     plain = Engine(null_model.NullModel(pages=400, vocab_size=VOCABULARY), piece)
@@ -218,6 +220,6 @@ def test_budgets_of_thoughts_close_them_where_steps_run_ahead():
         streams = [engine.submit(request(seed)) for seed in range(60)]
         results.append([[(step.token, step.thought) for step in stream] for stream in streams])
         engine.close()
-    assert results[0] == results[1] and device.ahead > 100
+    assert results[0] == results[1] and device.has_placeholder > 100
     closed = [text for seed, text in enumerate(results[0]) if seed % 3 and seed % 13 == 0]
     assert closed and all([token for token, _ in text[:3]] == [6, 7, 8] for text in closed)

@@ -15,7 +15,7 @@ from null_model import logits_after
 from recurrent_null import RecurrentNull
 from slow_device import SlowDevice
 from states_machine import END, Guesses, StatesMachine, request
-from unspool.backends.memory import pages_and_states
+from unspool.backends.memory import num_pages_and_states
 from unspool.engine.canvas import CanvasKind, open_canvas
 from unspool.engine.engine import Engine
 from unspool.engine.state_policy import DENSE, is_kept, max_recomputed, message_ends
@@ -75,12 +75,12 @@ def test_message_ends():
 
 
 def test_memory_is_shared_between_pages_and_states():
-    assert pages_and_states(1000, 10, 0) == (100, 0)
-    assert pages_and_states(1000, 10, 1) == (91, 90), "one small state for every page"
-    assert pages_and_states(1000, 10, 100) == (50, 5), "half of it for large ones"
-    assert pages_and_states(500, 10, 100) == (10, 4), "at least enough to run"
+    assert num_pages_and_states(1000, 10, 0) == (100, 0)
+    assert num_pages_and_states(1000, 10, 1) == (91, 90), "one small state for every page"
+    assert num_pages_and_states(1000, 10, 100) == (50, 5), "half of it for large ones"
+    assert num_pages_and_states(500, 10, 100) == (10, 4), "at least enough to run"
     with pytest.raises(SettingsError, match=r"4 recurrent states \(400 bytes\)"):
-        pages_and_states(400, 10, 100)
+        num_pages_and_states(400, 10, 100)
     with pytest.raises(UnspoolError, match="at least 2 slots"):
         StatePool(1, SIZE)
 

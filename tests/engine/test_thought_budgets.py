@@ -39,7 +39,7 @@ def test_a_budget_closes_the_thought(thinkers: dict[str, Any], budget: int) -> N
     lm = thinkers["tags"]
     answer = lm.chat("A node?", think_budget=budget, **USUAL)
     format = lm.thought_format
-    ends = [*format.close_ids, *format.behind_ids]
+    ends = [*format.close_ids, *format.after_close_ids]
     assert answer.tokens[budget : budget + len(ends)] == ends
     marked = budget + len(ends)
     assert [step.thought for step in answer.steps] == [True] * marked + [False] * (40 - marked)
@@ -64,7 +64,7 @@ def test_a_budget_closes_the_thought(thinkers: dict[str, Any], budget: int) -> N
 def test_only_what_closes_a_thought_is_picked_by_hand(thinkers: dict[str, Any]) -> None:
     """All other tokens are picked by the backend, as if there were no budget."""
     lm = thinkers["tags"]
-    ends = [*lm.thought_format.close_ids, *lm.thought_format.behind_ids]
+    ends = [*lm.thought_format.close_ids, *lm.thought_format.after_close_ids]
     backend, by_hand, picked = lm.engine.backend, 0, 0
     launch = backend.launch
 

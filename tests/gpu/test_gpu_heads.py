@@ -14,7 +14,7 @@ from heads_support import PROMPT, save_eagle, save_own
 from unspool.decoding.controller import FixedShape
 from unspool.decoding.heads.drafter import HeadDrafter, load_head
 from unspool.decoding.heads.files import read_head
-from unspool.decoding.heads.growing import Shape, build_draft
+from unspool.decoding.heads.growing import DraftShape, build_draft
 from unspool.decoding.heads.own import UnspoolHead
 
 TINY = config(layers=2, context=4096, vocab_size=259, width=64)
@@ -37,7 +37,7 @@ def test_a_chain_as_a_graph(device: str, tmp_path: Path):
                     part = features[:, first + number : last + number]
                     context.read(np.arange(first, last), part, text[first + 1 : last + 1])
                 actual, expected = (
-                    build_draft(context, text[: last + 1], quick.ids, Shape(5), 0.7)
+                    build_draft(context, text[: last + 1], quick.ids, DraftShape(5), 0.7)
                     for context in pair
                 )
                 assert actual == expected, (last, number)
@@ -57,7 +57,7 @@ def test_the_text_is_the_same(device: str, tmp_path: Path, kind: str, exact: boo
         for prompt in (PROMPT, PROMPT[:2], TEXT[:600]):
             options: dict[str, Any] = {"max_tokens": 60, "temperature": 0.8, "seed": 4}
             undrafted = lm.generate(prompt, **options)
-            for shape in (Shape(1), Shape(5)):
+            for shape in (DraftShape(1), DraftShape(5)):
                 drafted = lm.generate(
                     prompt, **options,
                     speculate=lambda request, shape=shape: HeadDrafter(head, request,

@@ -12,7 +12,7 @@ from unspool.backends.torch.loaded import TorchModel
 from unspool.backends.torch.parallel.loaded import split_model
 from unspool.backends.torch.parallel.ranks import Ranks
 from unspool.model.checkpoint import load_transformer
-from unspool.model.layer_places import places_of
+from unspool.model.layer_places import build_device_map
 
 CLOSE = 1e-3
 
@@ -21,7 +21,7 @@ CLOSE = 1e-3
 def test_layers_on_two_kinds_of_device(name: str, tmp_path: Path, device: str):
     checkpoint = family(name, tmp_path)
     expected = read_by_engine(torch_model(checkpoint))
-    places = places_of(checkpoint.config, ["cpu", device])
+    places = build_device_map(checkpoint.config, ["cpu", device])
     model = TorchModel(load_transformer(checkpoint, device=places))
     assert np.abs(read_by_engine(model) - expected).max() < CLOSE
 

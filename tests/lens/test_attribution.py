@@ -12,7 +12,7 @@ import torch
 
 from unspool.errors import UnspoolError
 from unspool.lens.attribution import attribution
-from unspool.lens.look import look
+from unspool.lens.look import get_activations
 
 TOKENS = [1, 40, 77, 3, 200, 11, 90, 54, 8, 130]
 
@@ -22,7 +22,7 @@ def test_parts_sum_to_the_logit(family, family_lm):
     lm = family_lm(family)
     worst = 0.0
     for position in (0, 4, 9):
-        activations = look(lm, TOKENS, position)
+        activations = get_activations(lm, TOKENS, position)
         for token in (None, 7, 258):
             for against in (None, 31, "mean"):
                 result = attribution(lm, activations, token=token, against=against)
@@ -59,7 +59,7 @@ def _uncapped(lm, activations, result):
 def test_taking_a_part_away_takes_its_share(family_lm):
     """Each share is what the logit loses without that part, the norm's scale held: an oracle."""
     lm = family_lm("llama")
-    activations = look(lm, TOKENS, 5)
+    activations = get_activations(lm, TOKENS, 5)
     result = attribution(lm, activations, token=12)
     final = activations.residuals[-1]
     with torch.inference_mode():
@@ -78,7 +78,7 @@ def test_taking_a_part_away_takes_its_share(family_lm):
 @pytest.mark.parametrize("family", ["gemma2", "gemma2-file"])
 def test_soft_capping_is_told(family, family_lm):
     lm = family_lm(family)
-    activations = look(lm, TOKENS, 5)
+    activations = get_activations(lm, TOKENS, 5)
     result = attribution(lm, activations, token=3)
     cap = lm.config.logit_softcap
     assert result.softcap == cap > 0
@@ -94,7 +94,7 @@ def test_a_head_with_a_bias(family_lm):
     lm = family_lm("qwen2")
     transformer = lm.transformer
     config, head = transformer.config, transformer.head
-    activations = look(lm, TOKENS, 5)
+    activations = get_activations(lm, TOKENS, 5)
     transformer.head = torch.nn.Linear(config.width, config.vocab_size, bias=True)
     transformer.config = replace(config, head_bias=True)
     try:
@@ -108,21 +108,21 @@ def test_a_head_with_a_bias(family_lm):
 
 
 def test_the_picked_token_is_the_default(tiny_lm):
-    activations = look(tiny_lm, TOKENS, 5)
+    activations = get_activations(tiny_lm, TOKENS, 5)
     assert attribution(tiny_lm, activations).token == TOKENS[6]
-    last = look(tiny_lm, TOKENS)
+    last = get_activations(tiny_lm, TOKENS)
     assert attribution(tiny_lm, last).token == last.likeliest
 
 
 def test_wrong_tokens_are_refused(tiny_lm):
-    activations = look(tiny_lm, TOKENS, 5)
+    activations = get_activations(tiny_lm, TOKENS, 5)
     for options in ({"token": 259}, {"against": -1}, {"against": "median"}, {"token": True}):
         with pytest.raises(UnspoolError, match="vocabulary"):
             attribution(tiny_lm, activations, **options)
 
 
 def test_for_json(tiny_lm):
-    result = attribution(tiny_lm, look(tiny_lm, TOKENS, 5), against="mean")
+    result = attribution(tiny_lm, get_activations(tiny_lm, TOKENS, 5), against="mean")
     decoded = json.loads(json.dumps(result.to_dict()))
     assert decoded["against"] == "mean" and len(decoded["parts"]) == 9
     assert (
@@ -143,6 +143,6 @@ def test_on_the_default_model(fixture, max_rest, request):
     lm = request.getfixturevalue(fixture)
     generation = lm.generate("The capital of Germany is", max_tokens=2, temperature=0, seed=0)
     for step in generation.steps:
-        activations = look(lm, generation, step.position - 1)
+        activations = get_activations(lm, generation, step.position - 1)
         for against in (None, "mean"):
             assert abs(attribution(lm, activations, against=against).rest) < max_rest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from unspool.lens.embedding import embedding
-from unspool.lens.look import look
+from unspool.lens.look import get_activations
 
 
 def test_the_mean_of_the_final_vectors(tiny_lm, monkeypatch):
@@ -14,7 +14,10 @@ def test_the_mean_of_the_final_vectors(tiny_lm, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_TOKENS", 32)
     ids = [(7 * n) % 50 + 1 for n in range(100)]  # more than one chunk
     result = embedding(tiny_lm, ids)
-    final = [tiny_lm.model.normed(look(tiny_lm, ids, n).residuals[-1][None])[0] for n in range(100)]
+    final = [
+        tiny_lm.model.normed(get_activations(tiny_lm, ids, n).residuals[-1][None])[0]
+        for n in range(100)
+    ]
     mean = np.mean(final, axis=0, dtype=np.float64)
     assert np.allclose(result, mean / np.linalg.norm(mean), atol=1e-5)
     assert abs(np.linalg.norm(result) - 1) < 1e-6

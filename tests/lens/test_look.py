@@ -10,7 +10,7 @@ import tiny
 import torch
 
 from unspool.errors import ContextError, SettingsError, UnspoolError
-from unspool.lens.look import look
+from unspool.lens.look import get_activations
 
 TOKENS = [1, 40, 77, 3, 200, 11, 90, 54, 8, 130, 33, 2, 61, 7, 99, 25, 180, 14, 73, 5]
 
@@ -20,7 +20,7 @@ def test_attention_is_causal_and_sums_to_one(family, family_lm):
     lm = family_lm(family)
     config = lm.config
     for position in (0, 5, 19):
-        activations = look(lm, TOKENS, position)
+        activations = get_activations(lm, TOKENS, position)
         assert activations.attention.shape == (config.layers, config.heads, position + 1)
         for rows in (
             activations.attention,
@@ -38,7 +38,7 @@ def test_attention_is_causal_and_sums_to_one(family, family_lm):
                 before = max(0, position + 1 - config.window(layer))
                 assert (activations.attention[layer, :, :before] == 0).all()
         other_ending = [*TOKENS[: position + 1], 250, 251]
-        again = look(lm, other_ending, position)
+        again = get_activations(lm, other_ending, position)
         np.testing.assert_allclose(again.attention, activations.attention, atol=1e-5)
         assert again.picked == 250
 
@@ -54,7 +54,7 @@ def test_attention_and_residuals_are_those_of_transformers(family, family_lm):
             use_cache=False,
         )
     for position in (7, 19):
-        activations = look(lm, TOKENS, position)
+        activations = get_activations(lm, TOKENS, position)
         expected = np.stack([layer[0, :, position, : position + 1] for layer in outputs.attentions])
         np.testing.assert_allclose(activations.attention, expected, atol=2e-5)
         hidden = np.stack([layer[0, position].numpy() for layer in outputs.hidden_states])
@@ -65,7 +65,7 @@ def test_attention_and_residuals_are_those_of_transformers(family, family_lm):
 
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.NEWEST])
 def test_parts_add_up_to_the_residuals(family, family_lm):
-    activations = look(family_lm(family), TOKENS, 9)
+    activations = get_activations(family_lm(family), TOKENS, 9)
     np.testing.assert_allclose(
         activations.residuals[:-1] + activations.parts.sum(1), activations.residuals[1:], atol=1e-4
     )
@@ -87,8 +87,10 @@ def test_looking_changes_nothing(tiny_lm):
     np.testing.assert_array_equal(plain, looked)
     pages_before = lm.engine.tree.pool.used
     for position in range(0, 33, 4):
-        activations = look(lm, before, position)
-        np.testing.assert_array_equal(activations.logits, look(lm, before, position).logits)
+        activations = get_activations(lm, before, position)
+        np.testing.assert_array_equal(
+            activations.logits, get_activations(lm, before, position).logits
+        )
     after = lm.generate([1, 2, 3], max_tokens=30, seed=5)
     assert after.tokens == before.tokens
     logprobs = [step.logprob for step in before.steps]
@@ -108,16 +110,16 @@ def test_looking_costs_nothing_when_off(tiny_lm, monkeypatch):
     generation = tiny_lm.generate([9, 8, 7], max_tokens=5, seed=1)
     assert looks and all(inside is None for inside in looks)
     looks.clear()
-    look(tiny_lm, generation, 6)  # what came before is in the tree: one step, one token
+    get_activations(tiny_lm, generation, 6)  # what came before is in the tree: one step, one token
     assert len(looks) == 1 and len(looks[0].residuals) == 1
 
 
 def test_a_generation_is_looked_at_where_it_was_picked(tiny_lm):
     generation = tiny_lm.generate([4, 5, 6], max_tokens=6, temperature=0)
     for step in generation.steps:
-        activations = look(tiny_lm, generation, step.position - 1)
+        activations = get_activations(tiny_lm, generation, step.position - 1)
         assert activations.picked == step.token == activations.likeliest
-    last = look(tiny_lm, generation)
+    last = get_activations(tiny_lm, generation)
     assert last.position == 8 and last.picked is None
     assert last.tokens == (4, 5, 6, *generation.tokens)
 
@@ -125,24 +127,24 @@ def test_a_generation_is_looked_at_where_it_was_picked(tiny_lm):
 def test_long_prompts_come_in_chunks(family_lm):
     lm = family_lm("qwen3")
     tokens = [(7 * i) % 259 for i in range(127)]
-    activations = look(lm, tokens, 100)
+    activations = get_activations(lm, tokens, 100)
     assert activations.attention.shape[-1] == 101
 
 
 def test_what_cannot_be_looked_at(tiny_lm):
     for position in (20, -21, 1.5, True, None):
         with pytest.raises(SettingsError, match="position"):
-            look(tiny_lm, TOKENS, position)
+            get_activations(tiny_lm, TOKENS, position)
     with pytest.raises(UnspoolError, match="empty"):
-        look(tiny_lm, [], 0)
+        get_activations(tiny_lm, [], 0)
     with pytest.raises(UnspoolError, match="vocabulary"):
-        look(tiny_lm, [5000], 0)
+        get_activations(tiny_lm, [5000], 0)
     with pytest.raises(ContextError):
-        look(tiny_lm, [1] * 200, 0)
+        get_activations(tiny_lm, [1] * 200, 0)
 
 
 def test_for_json(tiny_lm):
-    activations = look(tiny_lm, TOKENS, 3)
+    activations = get_activations(tiny_lm, TOKENS, 3)
     small = json.loads(json.dumps(activations.to_dict()))
     assert len(small["attention_by_layer"]) == small["layers"] == 4
     assert "attention" not in small and len(small["norms"]) == 5
@@ -152,8 +154,8 @@ def test_for_json(tiny_lm):
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])
 def test_recurrent_layers_have_no_attention_but_a_state(family_lm, name: str):
-    activations = look(family_lm(name), TOKENS, 3)
-    recurrent = [layer for layer in range(4) if layer not in activations.attending]
+    activations = get_activations(family_lm(name), TOKENS, 3)
+    recurrent = [layer for layer in range(4) if layer not in activations.attention_layers]
     assert len(recurrent) == 3 and not activations.attention[recurrent].any()
     np.testing.assert_allclose(activations.attention_mean.sum(), 1, atol=1e-4)
     assert [state["layer"] - 1 for state in activations.states] == recurrent
@@ -165,7 +167,7 @@ def test_recurrent_layers_have_no_attention_but_a_state(family_lm, name: str):
 
 @pytest.mark.real
 def test_on_the_default_model(lm):
-    activations = look(lm, "The capital of Germany is")
+    activations = get_activations(lm, "The capital of Germany is")
     assert activations.texts[-1] == " is"
     assert (
         activations.likeliest

@@ -38,7 +38,7 @@ def saved_and_loaded(lm, generation, tmp_path):
 def test_reproduced(options, tiny_lm, tmp_path):
     generation = tiny_lm.generate(PROMPT, max_tokens=40, seed=9, **options)
     result = replay(tiny_lm, saved_and_loaded(tiny_lm, generation, tmp_path))
-    assert result.exact and result.other_model is None and result.judged == 0
+    assert result.exact and result.model_difference is None and result.judged == 0
     assert result.largest < 1e-4
     assert result.generation.tokens == generation.tokens
     now, then = result.generation.steps[-1], generation.steps[-1]
@@ -60,7 +60,7 @@ def test_by_another_model_it_differs_and_says_where(family_lm, tiny_lm, tmp_path
     trace = saved_and_loaded(tiny_lm, generation, tmp_path)
     result = replay(family_lm("mistral"), trace)
     assert not result.exact
-    assert result.other_model is not None
+    assert result.model_difference is not None
     difference = result.difference
     assert difference.kind in ("token", "logprob") and difference.position == 3 + difference.index
     assert difference.then == generation.steps[difference.index]
@@ -73,18 +73,18 @@ def test_by_another_model_it_differs_and_says_where(family_lm, tiny_lm, tmp_path
 def test_other_weights_and_other_settings_are_told(tiny_lm, family_lm, tmp_path):
     trace = saved_and_loaded(tiny_lm, tiny_lm.generate(PROMPT, max_tokens=3, seed=1), tmp_path)
     lm = family_lm("llama")  # the same as tiny_lm, loaded once more
-    assert replay(lm, trace).exact and replay(lm, trace).other_model is None
+    assert replay(lm, trace).exact and replay(lm, trace).model_difference is None
     weight = lm.transformer.layers[3].feed.down.weight.data
     kept_weight = weight.clone()
     weight.mul_(1.001)
     try:
-        assert replay(lm, trace, tolerance=10).other_model == "its weights are different"
+        assert replay(lm, trace, tolerance=10).model_difference == "its weights are different"
     finally:
         weight.copy_(kept_weight)
     model = dataclasses.replace(trace.model, config={**trace.model.config, "norm_eps": 0.5})
-    assert "norm_eps" in replay(lm, dataclasses.replace(trace, model=model)).other_model
+    assert "norm_eps" in replay(lm, dataclasses.replace(trace, model=model)).model_difference
     model = dataclasses.replace(trace.model, precision="bfloat16")
-    assert "bfloat16" in replay(lm, dataclasses.replace(trace, model=model)).other_model
+    assert "bfloat16" in replay(lm, dataclasses.replace(trace, model=model)).model_difference
 
 
 def test_each_kind_of_difference(tiny_lm, tmp_path):
@@ -276,14 +276,14 @@ def test_in_16_bits(tmp_path):
 
     import unspool
     from unspool.lens.attribution import attribution
-    from unspool.lens.look import look
+    from unspool.lens.look import get_activations
 
     tiny.save("qwen3", tmp_path / "model")
     lm = unspool.load(tmp_path / "model", backend="torch", dtype="bfloat16", memory=8 << 20)
     generation = lm.generate(PROMPT, max_tokens=10, seed=3, end=False)
     trace = saved_and_loaded(lm, generation, tmp_path)
     assert trace.model.precision == "bfloat16"
-    assert replay(lm, trace).other_model is None
-    activations = look(lm, generation, 6)
+    assert replay(lm, trace).model_difference is None
+    activations = get_activations(lm, generation, 6)
     result = attribution(lm, activations)
     assert abs(result.rest) < 0.02 * (1 + float(abs(activations.logits).max()))

@@ -13,12 +13,12 @@ import torch
 
 import unspool
 from unspool.errors import UnspoolError
-from unspool.model.adapters import Adapter, LowRank, adaptable, read_adapter, write_adapter
-from unspool.native import missing
+from unspool.model.adapters import Adapter, LowRank, adaptable_shapes, read_adapter, write_adapter
+from unspool.native import missing_reason
 
 TOKENS = [3, 141, 59, 26, 5, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28, 84, 19]
 FAMILIES = ["llama", "qwen3", "gemma2", "phi3", "gpt2", "gpt-neox"]
-_NATIVE = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+_NATIVE = pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
 BACKENDS = ["torch", pytest.param("native", marks=_NATIVE)]
 
 
@@ -45,7 +45,7 @@ def logits_of(model: Any, tokens: list[int] = TOKENS) -> Any:
 
 def our_logits(lm: Any, adapter: str | None = None, tokens: list[int] = TOKENS) -> Any:
     with lm.opened(tokens, adapter) as branch:
-        return np.asarray(lm.engine.extend(branch, wanted=len(tokens)))
+        return np.asarray(lm.engine.extend(branch, num_logits=len(tokens)))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -95,7 +95,7 @@ def test_patterns_and_rslora(tmp_path: Path) -> None:
 
 def test_a_head_of_its_own_is_adapted_too(tmp_path: Path) -> None:
     model = peft_model(tmp_path, "llama", target_modules=["lm_head", "v_proj"])
-    for backend in ("torch", "native") if missing() is None else ("torch",):
+    for backend in ("torch", "native") if missing_reason() is None else ("torch",):
         lm = unspool.load(tmp_path / "base", backend=backend, dtype="float32")
         lm.load_adapter("a", tmp_path / "adapter")
         assert np.abs(our_logits(lm, "a") - logits_of(model)).max() < 0.02
@@ -115,10 +115,10 @@ def test_rows_of_different_adapters_in_one_step(tmp_path: Path, backend: str) ->
     alone = [our_logits(lm, name) for name in names]
     branches = [engine.open(TOKENS, name) for name in names]
     assert [branch.reused > 0 for branch in branches] == [True] * 5  # each its own adapter's
-    together = engine.extend_all([(branch, [7, 8]) for branch in branches], wanted=2)
+    together = engine.extend_all([(branch, [7, 8]) for branch in branches], num_logits=2)
     for name, branch, result in zip(names, branches, together, strict=True):
         with lm.opened([*TOKENS, 7, 8], name) as fresh:
-            expected = np.asarray(engine.extend(fresh, wanted=len(TOKENS) + 2))
+            expected = np.asarray(engine.extend(fresh, num_logits=len(TOKENS) + 2))
         np.testing.assert_allclose(np.asarray(result), expected[-2:], atol=2e-5, rtol=1e-4)
         branch.release()
     assert np.abs(alone[0] - alone[1]).max() > 0.05 < np.abs(alone[1] - alone[2]).max()
@@ -199,7 +199,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
             read_adapter(tmp_path / "adapter", config)
     with pytest.raises(UnspoolError, match="no adapter"):
         read_adapter(tmp_path / "base", config)
-    assert "embed.weight" not in adaptable(config)
+    assert "embed.weight" not in adaptable_shapes(config)
 
 
 @_NATIVE
@@ -215,7 +215,7 @@ def test_over_packed_weights_an_adapter_does_what_it_does_over_floats(
             draw.standard_normal((rows, 4)).astype(np.float32) * 0.2,
             1.0,
         )
-        for name, (rows, columns) in adaptable(lm.config).items()
+        for name, (rows, columns) in adaptable_shapes(lm.config).items()
         if name.endswith(("q.weight", "down.weight"))
     }
     write_adapter(Adapter(parts), tmp_path, lm.config)

@@ -18,7 +18,7 @@ from unspool.model.config_hf import config_from_hf
 from unspool.model.families import FAMILIES
 from unspool.model.hub_files import RepoName, choose_files
 from unspool.model.kinds import READABLE, is_readable, kind_in_name
-from unspool.model.names import display_name, without_address
+from unspool.model.names import display_name, strip_hub_url
 from unspool.model.weights import parameter_count
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def test_figures_follow_from_the_shapes() -> None:
     for name, entry in catalogue().items():
         config = config_from_hf(SHAPES[name])
         assert (entry.parameters, entry.family) == (parameter_count(config), config.family), name
-        assert entry.kv_bytes == 2 * config.kv_numbers, name
+        assert entry.kv_bytes == 2 * config.kv_floats_per_token, name
         assert entry.state_bytes == config.state_bytes, name
 
 
@@ -106,7 +106,7 @@ def test_what_is_not_clear_is_told() -> None:
     ],
 )
 def test_addresses_as_others_write_them(written: str, plain: str) -> None:
-    assert without_address(written) == plain
+    assert strip_hub_url(written) == plain
     assert RepoName.parse(plain)
 
 
@@ -183,7 +183,7 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_memory_of_kinds_is_what_the_kernels_take() -> None:
     from unspool import native
 
-    if native.missing():
+    if native.missing_reason():
         pytest.skip("no native library")
     import ctypes
 
@@ -220,8 +220,8 @@ def test_the_guide_shows_the_catalogue() -> None:
     ]
     for entry in catalogue().values():
         kind, _ = entry.best(1 << 60)
-        size = f"{kind}, {memory.in_words(entry.bytes(kind))}"
-        needs = memory.in_words(entry.needs(kind))
+        size = f"{kind}, {memory.format_bytes(entry.bytes(kind))}"
+        needs = memory.format_bytes(entry.needs(kind))
         count = entry.parameters
         many = f"{count / 1e9:.1f} B" if count >= 950_000_000 else f"{count / 1e6:.0f} M"
         context = f"{entry.context:,}"

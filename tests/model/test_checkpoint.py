@@ -109,7 +109,7 @@ def test_gemma3_as_the_older_versions_and_the_pictures_model_write_it():
     config = config_from_hf({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]})
     assert config.windows == (5, 5, 5, 5, 5, 0, 5)
     assert config.end_ids == (1, 106)
-    first, sixth = config.layer_rotary(0), config.layer_rotary(5)
+    first, sixth = config.layer_rope(0), config.layer_rope(5)
     assert first is not None and sixth is not None
     assert (first.base, first.scaling) == (1e4, "none")
     assert (sixth.base, sixth.scaling, sixth.factor) == (1e6, "linear", 8.0)

@@ -190,7 +190,7 @@ def test_the_same_logits_as_transformers(case: str, tmp_path: Path) -> None:
     save_checkpoint(model, tmp_path / "again")
     again = load_transformer(open_checkpoint(tmp_path / "again"))
     assert difference(again(tokens()), expected) < CLOSE
-    if native.missing() is None and not checkpoint.config.state_bytes:
+    if native.missing_reason() is None and not checkpoint.config.state_bytes:
         assert difference(native_logits(checkpoint), expected[0]) < CLOSE
 
 
@@ -213,7 +213,7 @@ def longrope(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.no_grad()
-@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+@pytest.mark.skipif(native.missing_reason() is not None, reason=str(native.missing_reason()))
 @pytest.mark.parametrize("file", ["phi3-longrope", "phi3-longrope.gguf"])
 def test_longrope_goes_by_the_context(longrope: Path, file: str) -> None:
     """Short texts have the factors for short ones by default, long ones those for long ones."""

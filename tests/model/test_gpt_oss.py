@@ -23,7 +23,9 @@ from unspool.backends.torch.loaded import TorchModel
 from unspool.model.checkpoint import Checkpoint, load_transformer, open_checkpoint
 
 transformers.logging.disable_progress_bar()
-needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+needs_native = pytest.mark.skipif(
+    native.missing_reason() is not None, reason=str(native.missing_reason())
+)
 CLOSE = 1e-4
 LONGEST = 40
 

@@ -24,7 +24,7 @@ from unspool.model.default_model import DEFAULT
 from unspool.model.download import DownloadError, fetch
 from unspool.model.hub_files import RepoName, choose_files
 from unspool.model.packaged import cache_folder
-from unspool.model.removing import removal
+from unspool.model.removing import plan_removal
 
 SOURCE = Path(module.__file__).parents[2]
 DATA = os.urandom(3_000_000)
@@ -292,11 +292,11 @@ def test_hub_repositories(fake_hub: tuple[str, Path], tmp_path: Path) -> None:
 
 def test_removing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UnspoolError, match="nothing to remove"):
-        removal("default")
+        plan_removal("default")
     target = DEFAULT.target
     target.parent.mkdir(parents=True)
     target.write_bytes(b"xyz")
-    assert removal("default").run() == 3 and not target.exists()
+    assert plan_removal("default").run() == 3 and not target.exists()
 
 
 def test_importing_is_cheap() -> None:

@@ -13,14 +13,14 @@ import transformers
 from paged_texts import RandomCheckpoint, config
 from safetensors.torch import load_file, save_file
 
-from unspool.backends.cuda.available import lacking
+from unspool.backends.cuda.available import why_unsupported
 from unspool.backends.torch.loaded import TorchModel
 from unspool.errors import ModelFileError
 from unspool.model.checkpoint import load_transformer, open_checkpoint
 from unspool.model.config import LayerShape, ModelConfig
 from unspool.model.config_hf import config_from_hf
 from unspool.model.families import FAMILIES
-from unspool.model.glance import glance
+from unspool.model.glance import summarize_model
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -41,7 +41,7 @@ def test_one_shape_for_all_or_one_for_each() -> None:
     alike, different = config(), config(**DIFFERENT)
     assert [alike.shape(layer) for layer in range(2)] == [shape()] * 2
     assert different.shape(1).out_width == 32 and different.shape(1).kv_width == 16
-    assert different.kv_numbers == 2 * 16 * (2 + 1 + 2 + 1)
+    assert different.kv_floats_per_token == 2 * 16 * (2 + 1 + 2 + 1)
     again = ModelConfig.from_dict(json.loads(json.dumps(different.to_dict())))
     assert again == different
 
@@ -50,11 +50,11 @@ def test_layers_without_keys_read_those_of_the_last_of_their_kind() -> None:
     shared = config(layers=6, windows=(5, 0, 5, 5, 0, 5), kv_shared=2)
     assert [shared.kv_source(layer) for layer in range(6)] == [0, 1, 2, 3, 1, 3]
     assert shared.kv_layers == (0, 1, 2, 3)
-    assert shared.kv_numbers == 4 * 2 * 32
+    assert shared.kv_floats_per_token == 4 * 2 * 32
     backend = TorchModel(load_transformer(RandomCheckpoint(shared))).backend(
         memory=1 << 20, context=64
     )
-    assert backend.page_bytes == shared.kv_numbers * 16 * 4
+    assert backend.page_bytes == shared.kv_floats_per_token * 16 * 4
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_gpu_kernels_leave_to_plain_torch_what_they_cannot_do(name: str, tmp_pat
     tiny.make(name).config.save_pretrained(tmp_path)
     result = config_from_hf(json.loads((tmp_path / "config.json").read_text()))
     usual = ("mistral3", "qwen3-vl", "qwen3-vl-moe", "qwen2.5-vl", "olmo3", "mellum", "gemma")
-    assert (lacking(result) is None) == (name in usual)
+    assert (why_unsupported(result) is None) == (name in usual)
 
 
 @torch.no_grad()
@@ -126,8 +126,10 @@ def test_settings_of_models_that_see_pictures() -> None:
 def test_a_glance_knows_that_layers_share(tmp_path: Path) -> None:
     tiny.save("gemma4-shared", tmp_path)
     result = open_checkpoint(tmp_path).config
-    assert glance(tmp_path).kv_bytes == 2 * result.kv_numbers
-    assert result.kv_numbers == 2 * (3 * 2 * 8 + 2 * 2 * 16), "five of nine layers keep any"
+    assert summarize_model(tmp_path).kv_bytes == 2 * result.kv_floats_per_token
+    assert result.kv_floats_per_token == 2 * (3 * 2 * 8 + 2 * 2 * 16), (
+        "five of nine layers keep any"
+    )
 
 
 def test_every_family_says_what_it_is() -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import tiny_masked
 import unspool
-from unspool.backends.placement import Choice, Placement
+from unspool.backends.placement import Placement, PlacementChoice
 from unspool.backends.torch.loaded import TorchModel
 from unspool.errors import ModelFileError, UnspoolError, UnspoolWarning
 from unspool.loading import load_weights
@@ -252,15 +252,15 @@ def test_gpu_kernels_leave_what_they_cannot_do_to_torch(tmp_path: Path):
     tiny_masked.save("modernbert", tmp_path / "modern")
     tiny_masked.save("llada", tmp_path / "llada")
     modern = open_checkpoint(tmp_path / "modern")
-    gpu = Choice("cuda", "cpu")  # as if there were one: nothing is launched
+    gpu = PlacementChoice("cuda", "cpu")  # as if there were one: nothing is launched
     for request in ({"backend": "cuda"}, {"exact": True}, {"quantize": 4}):
         with pytest.raises(UnspoolError, match=f"embeddings; leave {next(iter(request))} out"):
             load_weights(modern, Placement(**request), gpu)
     with pytest.warns(UnspoolWarning, match="plain torch"):
         assert isinstance(load_weights(modern, Placement(), gpu), TorchModel)
-    from unspool.backends.cuda.available import lacking
+    from unspool.backends.cuda.available import why_unsupported
 
-    assert lacking(open_checkpoint(tmp_path / "llada").config) is None
+    assert why_unsupported(open_checkpoint(tmp_path / "llada").config) is None
 
 
 def test_what_the_guide_shows(capsys: pytest.CaptureFixture[str]):

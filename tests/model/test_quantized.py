@@ -19,11 +19,13 @@ from unspool import native
 from unspool.backends.cpu.loaded import load_cpu
 from unspool.errors import ModelFileError, UnspoolWarning
 from unspool.model.checkpoint import open_checkpoint
-from unspool.model.stored import Stored
+from unspool.model.stored import FileTensor
 
 transformers.logging.disable_progress_bar()
 
-needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+needs_native = pytest.mark.skipif(
+    native.missing_reason() is not None, reason=str(native.missing_reason())
+)
 Tensors = dict[str, torch.Tensor]
 # From a matrix's name and values: its tensors, and the numbers they stand for.
 Write = Callable[[str, Any, np.random.Generator], tuple[Tensors, Any]]
@@ -217,7 +219,7 @@ def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, P
     return (request.param, *checkpoints(request.param, tmp_path_factory.mktemp(request.param)))
 
 
-def matrices(folder: Path) -> dict[str, Stored]:
+def matrices(folder: Path) -> dict[str, FileTensor]:
     return {
         n: s for n, s in open_checkpoint(folder).weights() if ".attention." in n or ".feed." in n
     }
@@ -273,7 +275,9 @@ def test_a_gpu_keeps_what_its_kernels_know_and_unpacks_the_rest(
 
     packed, plain = checkpoints(name, tmp_path)
     here = torch.device("cpu")
-    result = load_weights(open_checkpoint(packed), dtype=torch.float32, device=here, keep=True)
+    result = load_weights(
+        open_checkpoint(packed), dtype=torch.float32, device=here, keep_packed=True
+    )
     matrix = result.layers[0].down
     assert isinstance(matrix, PackedMatrix) == stays_packed
     if not stays_packed:
@@ -310,7 +314,7 @@ def test_rows_move_without_being_built():
     np.testing.assert_array_equal(stacked.float32(), values)
     for number, part in enumerate(stacked.slices()):
         np.testing.assert_array_equal(part.float32(), values[number])
-    mixed = ConvertedTensor.stacked([complete.slices()[0], Stored.of(values[1])])
+    mixed = ConvertedTensor.stacked([complete.slices()[0], FileTensor.of(values[1])])
     np.testing.assert_array_equal(mixed.float32(), values[:2])
 
 

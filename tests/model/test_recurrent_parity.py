@@ -13,8 +13,8 @@ import transformers
 import tiny_recurrent
 from gguf_converted import RECURRENT, converted_models
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
-from unspool.model.glance import glance
-from unspool.model.weights import parameter_count, shapes
+from unspool.model.glance import summarize_model
+from unspool.model.weights import parameter_count, weight_shapes
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -71,7 +71,7 @@ def test_saved_checkpoint_loads_in_transformers(pair, tmp_path: Path):
 
 def test_names_and_shapes_are_those_of_the_module(pair):
     _, model = pair
-    listed = shapes(model.config)
+    listed = weight_shapes(model.config)
     assert {k: tuple(v.shape) for k, v in model.state_dict().items()} == listed
     assert parameter_count(model.config) == sum(p.numel() for p in model.parameters())
 
@@ -109,6 +109,6 @@ def test_llama_cpp_says_the_same(converted: Path, name: str):
 
 @pytest.mark.parametrize("name", ["granite-hybrid-moe", "nemotron-h", "nemotron-h-moe"])
 def test_memory_is_told_from_what_each_layer_is(converted: Path, name: str):
-    observed, complete = (glance(converted / file) for file in (f"{name}.gguf", name))
+    observed, complete = (summarize_model(converted / file) for file in (f"{name}.gguf", name))
     assert not observed.problem and observed.state_bytes > 0
     assert (observed.state_bytes, observed.kv_bytes) == (complete.state_bytes, complete.kv_bytes)

@@ -20,21 +20,21 @@ from unspool.cli.main import _exit_code
 from unspool.decoding.diffusion_options import make_plan
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.checkpoint import open_checkpoint
-from unspool.model.glance import glance
+from unspool.model.glance import summarize_model
 from unspool.model.hub import cached_models, find_model
-from unspool.model.removing import removal
+from unspool.model.removing import plan_removal
 from unspool.model.shipped import shipped_models
 from unspool.model.weights import parameter_count
 from unspool.train.export import export_folder
-from unspool.train.twins.puzzles.puzzle import puzzle_named
+from unspool.train.twins.puzzles.puzzle import puzzle_by_name
 
 NAMES = ["sudoku", "sudoku-causal"]
 MEMORY = 16 << 20
-SUDOKU = puzzle_named("sudoku:40")
+SUDOKU = puzzle_by_name("sudoku:40")
 
 
 def boards(count: int) -> list[str]:
-    return SUDOKU.made(count, np.random.default_rng(7))[0]
+    return SUDOKU.generate(count, np.random.default_rng(7))[0]
 
 
 def answers(name: str, prompts: list[str]) -> list[str]:
@@ -59,7 +59,7 @@ def test_they_are_small() -> None:
     for folder in shipped_models().values():
         assert sum(file.stat().st_size for file in folder.iterdir()) < 2_500_000, folder
         assert len(list(folder.glob("*.safetensors"))) == 1
-        assert glance(folder).kind == "MLX-4"  # shown by `unspool models list`
+        assert summarize_model(folder).kind == "MLX-4"  # shown by `unspool models list`
 
 
 def test_a_path_of_the_same_name_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_a_wrong_name_is_refused_and_the_right_one_said() -> None:
     with pytest.raises(ModelFileError, match="sudoko does not exist: did you mean sudoku"):
         find_model("sudoko", offline=True)
     with pytest.raises(UnspoolError, match="sudoku is shipped with Unspool"):
-        removal("sudoku")
+        plan_removal("sudoku")
 
 
 def test_they_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +142,7 @@ def test_puzzles_are_made_and_checked_without_torch() -> None:
 
 def test_the_diffusion_model_solves_sudokus() -> None:
     prompts = boards(5)
-    assert sum(map(SUDOKU.solved, prompts, answers("sudoku", prompts))) >= 3
+    assert sum(map(SUDOKU.is_solved, prompts, answers("sudoku", prompts))) >= 3
 
 
 def test_the_causal_model_writes_complete_boards() -> None:

@@ -25,15 +25,15 @@ from unspool.model.config import ModelConfig
 from unspool.model.config_hf import config_from_hf
 from unspool.model.positions import Rotary
 from unspool.model.split import (
-    Share,
-    check_split,
-    cut_of,
+    TensorParallelRank,
+    check_shardable,
     is_added_once,
-    part_config,
     reason_not_splittable,
+    shard_config,
+    shard_of,
 )
-from unspool.model.stored import Stored
-from unspool.model.weights import shapes
+from unspool.model.stored import FileTensor
+from unspool.model.weights import weight_shapes
 
 # Together they have all that is dealt out: experts, biases, shared keys, recurrent layers, ...
 NAMES = (
@@ -51,10 +51,10 @@ def test_the_parts_are_those_of_smaller_models_and_make_up_the_whole(name: str):
     config, ranks = config_of(name), 4
     assert reason_not_splittable(config, ranks) is None
     covered: dict[str, Any] = {}
-    for share in Share(0, ranks).every:
-        smaller = shapes(part_config(config, share))
-        for weight, shape in shapes(config).items():
-            cut = cut_of(config, weight, share)
+    for share in TensorParallelRank(0, ranks).all_ranks:
+        smaller = weight_shapes(shard_config(config, share))
+        for weight, shape in weight_shapes(config).items():
+            cut = shard_of(config, weight, share)
             if cut is None:
                 assert smaller[weight] == shape, weight
                 continue
@@ -67,13 +67,18 @@ def test_the_parts_are_those_of_smaller_models_and_make_up_the_whole(name: str):
         assert observed.min() == observed.max() >= 1, (
             f"{weight}: some rows are missing, or oftener there"
         )
-    split = sum(math.prod(shapes(config)[weight]) for weight in covered)
-    assert split > 0.8 * sum(map(math.prod, shapes(config).values())), "what is large is split"
+    split = sum(math.prod(weight_shapes(config)[weight]) for weight in covered)
+    assert split > 0.8 * sum(map(math.prod, weight_shapes(config).values())), (
+        "what is large is split"
+    )
 
 
 def test_key_heads_that_are_fewer_than_ranks_are_had_by_neighbours():
     config = config_of("llama3.1-8b")
-    rows = [cut_of(config, "layers.3.attention.k.weight", share) for share in Share(0, 16).every]
+    rows = [
+        shard_of(config, "layers.3.attention.k.weight", share)
+        for share in TensorParallelRank(0, 16).all_ranks
+    ]
     assert [int(cut.places[0]) // 128 for cut in rows if cut] == [n // 2 for n in range(16)]
     assert all(cut and len(cut.places) == 128 for cut in rows)
 
@@ -89,31 +94,34 @@ def test_key_heads_that_are_fewer_than_ranks_are_had_by_neighbours():
 )
 def test_what_does_not_divide_is_refused_in_words(name: str, ranks: int, words: str):
     with pytest.raises(SettingsError, match=f"over {ranks} processes.*{words}"):
-        check_split(config_of(name), ranks)
+        check_shardable(config_of(name), ranks)
 
 
 def test_widths_that_do_not_divide():
     config = config_of("qwen3.5-4b", linear_num_key_heads=2)
     with pytest.raises(SettingsError, match="recurrent layers have 2 key heads; 2 would fit"):
-        check_split(config, 4)
+        check_shardable(config, 4)
     config = config_of("gpt-oss-20b", intermediate_size=2882)
     with pytest.raises(SettingsError, match="experts have an inner width of 2882"):
-        check_split(config, 4)
+        check_shardable(config, 4)
     config = config_of("qwen3-0.6b", intermediate_size=3074)
     with pytest.raises(SettingsError, match="an inner width of 3074"):
-        check_split(config, 4)
+        check_shardable(config, 4)
     config = config_of("smollm2-135m", num_attention_heads=7, num_key_value_heads=7,
                        intermediate_size=30)  # fmt: skip
     with pytest.raises(SettingsError, match="it fits no number of them; put its layers onto"):
-        check_split(config, 2)
+        check_shardable(config, 2)
 
 
 def test_a_bias_behind_a_sum_is_added_once():
-    bias = Stored.of(np.ones(4, np.float32))
+    bias = FileTensor.of(np.ones(4, np.float32))
     config = config_of("gpt2")
     for name in ("layers.0.attention.out.bias", "layers.0.feed.down.bias"):
         assert is_added_once(name)
-        parts = [share.part_of(config, name, bias).float32() for share in Share(0, 3).every]
+        parts = [
+            share.local_part(config, name, bias).float32()
+            for share in TensorParallelRank(0, 3).all_ranks
+        ]
         assert np.array_equal(sum(parts), np.ones(4))
 
 
@@ -124,7 +132,7 @@ def test_packed_numbers_are_cut_along_every_axis(axes: int):
     shape = (3, 8, 64)[3 - axes :]
     numbers = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     packed = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType.Q8_0)
-    stored = Stored("Q8_0", packed, shape)
+    stored = FileTensor("Q8_0", packed, shape)
     for axis in range(axes - 2, axes):
         for places in (np.arange(2, 6), np.array([0, 3, 4])):
             part = stored.part(axis, places)
@@ -145,10 +153,10 @@ def test_no_rank_ever_holds_the_whole_model(tmp_path: Path):
     )  # fmt: skip
     torch.manual_seed(0)
     save_checkpoint(Transformer(config), tmp_path)
-    size = 4 * sum(math.prod(shape) for shape in shapes(config).values())
+    size = 4 * sum(math.prod(shape) for shape in weight_shapes(config).values())
     checkpoint = open_checkpoint(tmp_path)
     ranks: Any = SimpleNamespace(
-        share=Share(1, 8), device="cpu", groups=SimpleNamespace(sum=None, gather=None)
+        share=TensorParallelRank(1, 8), device="cpu", groups=SimpleNamespace(sum=None, gather=None)
     )
     load_part(checkpoint, ranks, "float32")  # imports what it needs
     tracemalloc.start()

@@ -10,7 +10,7 @@ import tiny
 from paged_texts import config
 
 from unspool.model import gguf
-from unspool.model.glance import glance
+from unspool.model.glance import summarize_model
 from unspool.model.memory import PLANNED_STATES, sequence_memory
 from unspool.model.recurrence import Recurrence
 
@@ -33,7 +33,7 @@ def test_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gguf, "GGUFFile", Header)
     monkeypatch.setattr(gguf, "part_paths", lambda path: [path])
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    observed = glance(tmp_path / "model.gguf")
+    observed = summarize_model(tmp_path / "model.gguf")
     shape = Recurrence(conv_kernel=4, key_heads=16, value_heads=16, key_width=128, value_width=128)
     mixers = ("delta", "delta", "delta", "attention") * 6
     complete = config(
@@ -42,14 +42,14 @@ def test_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert not observed.problem
     assert (
         observed.state_bytes == complete.state_bytes
-        and observed.kv_bytes == 2 * complete.kv_numbers
+        and observed.kv_bytes == 2 * complete.kv_floats_per_token
     )
     assert 18 << 20 < observed.state_bytes < 20 << 20
 
 
 def test_of_a_folder(tmp_path: Path):
     tiny.save("qwen3.5", tmp_path)
-    observed = glance(tmp_path)
+    observed = summarize_model(tmp_path)
     assert not observed.problem and observed.state_bytes > 0
     text = sequence_memory(observed.kv_bytes, observed.context)
     with_states = sequence_memory(observed.kv_bytes, observed.context, observed.state_bytes)

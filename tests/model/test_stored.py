@@ -14,27 +14,27 @@ from unspool.errors import ModelFileError
 from unspool.model.checkpoint import load_transformer, open_checkpoint
 from unspool.model.config import ModelConfig
 from unspool.model.gguf import BLOCK_TYPES
-from unspool.model.stored import FLOAT_TYPES, Stored
+from unspool.model.stored import FLOAT_TYPES, FileTensor
 from unspool.model.tensor_mapping import read_weights
-from unspool.model.weights import TensorRule, shapes
+from unspool.model.weights import TensorRule, weight_shapes
 
 ROWS, COLUMNS = 24, 512
 TYPES = [kind.name for kind in BLOCK_TYPES.values()]
 PACKED = [name for name in TYPES if name not in FLOAT_TYPES]
 
 
-def stored(kind: str, shape: tuple[int, ...] = (ROWS, COLUMNS), seed: int = 0) -> Stored:
+def stored(kind: str, shape: tuple[int, ...] = (ROWS, COLUMNS), seed: int = 0) -> FileTensor:
     """Random numbers of a type, all of them finite."""
     random = np.random.default_rng(seed)
     if kind in FLOAT_TYPES:
         values = random.standard_normal(shape).astype(np.float32)
         if kind == "BF16":
-            return Stored(kind, (values.view(np.uint32) >> 16).astype(np.uint16), shape)
-        return Stored(kind, values.astype(FLOAT_TYPES[kind]), shape)
+            return FileTensor(kind, (values.view(np.uint32) >> 16).astype(np.uint16), shape)
+        return FileTensor(kind, values.astype(FLOAT_TYPES[kind]), shape)
     block = next(block for block in BLOCK_TYPES.values() if block.name == kind)
     size = (*shape[:-1], shape[-1] // block.elements * block.size)
     # 0x3F as the high byte of a half is no NaN and no infinity, wherever the scales lie.
-    return Stored(kind, random.integers(0, 0x3F, size, dtype=np.uint8), shape)
+    return FileTensor(kind, random.integers(0, 0x3F, size, dtype=np.uint8), shape)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in PACKED if kind != "Q1_0"])
@@ -66,7 +66,7 @@ def test_rows_move_packed_as_they_move_unpacked(kind: str):
     assert moved.type == kind
     np.testing.assert_array_equal(moved.float32(), complete[order])
     other = stored(kind, seed=1)
-    pair = Stored.stacked([single, other])
+    pair = FileTensor.stacked([single, other])
     assert (pair.type, pair.shape) == (kind, (2, ROWS, COLUMNS))
     np.testing.assert_array_equal(pair.float32(), np.stack([complete, other.float32()]))
 
@@ -81,11 +81,11 @@ def test_changed_numbers(kind: str):
 
 
 def test_experts_of_several_types_and_shapes():
-    mixed = Stored.stacked([stored("Q4_1"), stored("Q8_0")])
+    mixed = FileTensor.stacked([stored("Q4_1"), stored("Q8_0")])
     assert mixed.type == "F32"
     np.testing.assert_array_equal(mixed.float32()[1], stored("Q8_0").float32())
     with pytest.raises(ModelFileError, match="different shapes"):
-        Stored.stacked([stored("F32"), stored("F32", (ROWS, 8))])
+        FileTensor.stacked([stored("F32"), stored("F32", (ROWS, 8))])
 
 
 CONFIG = ModelConfig(
@@ -94,11 +94,11 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def read(rule: TensorRule, reference: Stored) -> dict[str, Stored]:
+def read(rule: TensorRule, reference: FileTensor) -> dict[str, FileTensor]:
     """Weights of which some come by this rule, and the others under our own names."""
-    patterns = {name.replace("layers.0", "layers.{i}"): name for name in shapes(CONFIG)}
+    patterns = {name.replace("layers.0", "layers.{i}"): name for name in weight_shapes(CONFIG)}
     rules = [rule, *(TensorRule(p, (p,)) for p in patterns if p not in rule.weights)]
-    files = {name: stored("F32", shape) for name, shape in shapes(CONFIG).items()}
+    files = {name: stored("F32", shape) for name, shape in weight_shapes(CONFIG).items()}
     files[rule.tensor.replace("{i}", "0")] = reference
     return dict(read_weights(CONFIG, tuple(rules), files.get))
 

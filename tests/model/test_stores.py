@@ -16,7 +16,7 @@ from tiny_gguf import write_tiny
 import unspool
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model import hub, stores
-from unspool.model.removing import removal
+from unspool.model.removing import plan_removal
 
 
 @pytest.fixture(autouse=True)
@@ -228,15 +228,15 @@ def test_the_hubs_cache_and_removing(machine: Path) -> None:
     (machine / ".cache" / "huggingface" / "hub" / "models--org--empty").mkdir()
     (machine / ".cache" / "huggingface" / "hub" / "datasets--org--name").mkdir()
     assert list(names()) == ["org/name:Q4_0", "org/name:Q8_0"]
-    assert removal("org/name:q4_0").run() > 70_000
+    assert plan_removal("org/name:q4_0").run() > 70_000
     assert list(names()) == ["org/name:Q8_0"] and not (repo / "blobs" / "Q4_0").exists()
-    assert removal("hf.co/org/name").run() > 70_000
+    assert plan_removal("hf.co/org/name").run() > 70_000
     assert not repo.exists() and names() == {}
     tiny = write_tiny(machine / ".cache" / "llama.cpp" / "t.gguf")
     with pytest.raises(UnspoolError, match=r"store of llama\.cpp.*deleting the file"):
-        removal("t")
+        plan_removal("t")
     with pytest.raises(UnspoolError, match=r"there is llama\.cpp/t"):
-        removal("org/name")
+        plan_removal("org/name")
     assert tiny.exists()
 
 

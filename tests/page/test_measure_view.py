@@ -17,9 +17,9 @@ from running_server import Running, running, settled
 import unspool
 from decoding.worded import save_worded
 from unspool.costing import measuring, stored
-from unspool.costing.part import Example, Figure, Mark, Part, Series
+from unspool.costing.part import CostPart, Example, Figure, Series, TextMark
 from unspool.costing.report import Comparison, Report
-from unspool.costing.sample_texts import shipped
+from unspool.costing.sample_texts import packaged_sample
 from unspool.serve.core.registry import ModelEntry
 
 SLOW = 60_000  # milliseconds
@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     entry = ModelEntry("small", lambda: unspool.load(folder, memory=32 << 20, threads=1), 1 << 20)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stored, "cache_folder", lambda: kept)
-        patch.setattr(measuring, "sample_texts", lambda given: shipped())
+        patch.setattr(measuring, "sample_texts", lambda given: packaged_sample())
         with running([entry]) as found:
             yield found
 
@@ -65,9 +65,11 @@ def made(name: str, level: float) -> Report:
         Figure("share", 0.25, "%", 0.125, 0.5, 8),
         Figure("missing", None, why="it needs a head"),
     ]
-    example = Example("🍁 It said wrong.", [Mark(10, 15, "slip", "it was right")], "One slip")
+    example = Example("🍁 It said wrong.", [TextMark(10, 15, "slip", "it was right")], "One slip")
     table = [["option", "seconds"], ["greedy", "1.00×"]]
-    part = Part("waiting", "Waiting", "ms = s · 1000", figures, series, example, ["A note."], table)
+    part = CostPart(
+        "waiting", "Waiting", "ms = s · 1000", figures, series, example, ["A note."], table
+    )
     return Report(name, {"processor": "any"}, [part], 1.5)
 
 
@@ -154,7 +156,9 @@ def test_a_comparison_from_a_file_is_drawn(page: Page, view: Locator, tmp_path: 
 
 
 def test_kept_reports_are_put_side_by_side(view: Locator, page: Page):
-    names = [stored.keep(made(name, level).to_dict()) for name, level in (("a", 2.0), ("b", 9.0))]
+    names = [
+        stored.save_report(made(name, level).to_dict()) for name, level in (("a", 2.0), ("b", 9.0))
+    ]
     page.reload()
     view.get_by_role("button", name=f"Open {names[0]}").click()
     expect(view.locator(".msr-figures thead th")).to_have_count(4)

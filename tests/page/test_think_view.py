@@ -14,7 +14,7 @@ from running_server import Running, running, settled
 
 import unspool
 from decoding.worded import save_chatty
-from unspool.decoding.think.judges.names import VERIFIER_NAMES, JudgeName
+from unspool.decoding.think.judges.names import VERIFIER_NAMES, VerifierSpec
 from unspool.decoding.think.think import POLICIES, policy_options
 from unspool.serve.core.registry import ModelEntry
 
@@ -213,13 +213,13 @@ def test_what_can_be_chosen_is_what_the_server_knows(page: Page, view: Locator) 
         assert {one["name"] for one in told["options"]} <= policy_options(policy).keys()
     kinds = {"pattern": "a", "model": "critic", "weigher": "certainty", None: ""}
     asked = [
-        JudgeName.parse(name + kinds[told.get("needs")])
+        VerifierSpec.parse(name + kinds[told.get("needs")])
         for name, told in choices["JUDGES"].items()
         if name
     ]
     assert not any(judge.runs_code for judge in asked)  # nobody may have files run from afar
     known = {
-        JudgeName.parse(name) for name in VERIFIER_NAMES if ":" not in name and "+" not in name
+        VerifierSpec.parse(name) for name in VERIFIER_NAMES if ":" not in name and "+" not in name
     }
     assert known <= set(asked)
     view.locator("[name=judge]").select_option("ask:")

@@ -140,7 +140,7 @@ def test_what_is_forbidden_holds_while_what_is_before_it_stands():
         return 0 if tokens == (1, 5, 7) else tuple(tokens) in bad
 
     run = g.GuardRun(g.GuardPolicy((g.PredicateGuard(judge),)))
-    assert run.push(1, b"", -1, 1) == g.Verdict()
+    assert run.push(1, b"", -1, 1) == g.GuardVerdict()
     verdict = run.push(2, b"", -1, 1)
     assert (verdict.kind, verdict.to, verdict.forbid) == ("rewind", 1, {2})
     assert run.push(3, b"", -1, 1).forbid == {2, 3} == run.forbidden(1)
@@ -165,7 +165,7 @@ def test_the_earliest_trouble_counts_and_the_end_is_looked_at():
     run = g.GuardRun(g.GuardPolicy.parse(["ban=end"]))
     run.push(3, b"the ", -1, 1)
     assert run.push(4, b"end", -1, 1).kind == "keep"
-    assert run.finish() == g.Verdict("rewind", 1, frozenset({4}), "'end' is banned")
+    assert run.finish() == g.GuardVerdict("rewind", 1, frozenset({4}), "'end' is banned")
 
 
 # -- the default model ----------------------------------------------------------------------

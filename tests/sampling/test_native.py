@@ -28,7 +28,9 @@ from unspool.sampling import (
 from unspool.sampling.arrays import NumpyOperations
 from unspool.sampling.native_arrays import NativeOperations
 
-pytestmark = pytest.mark.skipif(native.missing() is not None, reason="the kernels are not built")
+pytestmark = pytest.mark.skipif(
+    native.missing_reason() is not None, reason="the kernels are not built"
+)
 
 Matrix = np.ndarray[Any, Any]
 INF = math.inf

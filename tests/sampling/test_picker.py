@@ -13,7 +13,7 @@ from picker_support import SETTINGS, random_logits, rows_of
 from unspool import native
 from unspool.sampling import BadLogitsError, Chain, RowInput, SamplingSettings
 from unspool.sampling import picker as picker_module
-from unspool.sampling.picker import is_ordinary, pick
+from unspool.sampling.picker import can_sample_on_device, pick_tokens
 
 
 @pytest.mark.parametrize("by_chain", [False, True], ids=["native", "chain"])
@@ -28,18 +28,18 @@ def test_the_same_token_as_the_chain(
     by_chain: bool, options: list[dict[str, Any]], width: int, spread: float, seed: int
 ):
     """Any settings, any batch, rows with equal logits and with forbidden tokens among them."""
-    if not by_chain and native.missing() is not None:
+    if not by_chain and native.missing_reason() is not None:
         pytest.skip("no native library")
     chance = np.random.default_rng(seed)
     settings_list = [SamplingSettings(**choice) for choice in options]
-    assert all(map(is_ordinary, settings_list))
+    assert all(map(can_sample_on_device, settings_list))
     logits = random_logits(chance, len(settings_list), width, spread).astype(np.float32)
     texts = [chance.integers(0, width, chance.integers(1, 30)) for _ in settings_list]
     rows = rows_of(settings_list, texts)
     picked = (
         picker_module._by_chain(logits, rows, range(len(settings_list)))
         if by_chain
-        else pick(logits, rows, threads=2)
+        else pick_tokens(logits, rows, threads=2)
     )
     inputs = [RowInput(text, 1, sample=n) for n, text in enumerate(texts)]
     expected = Chain(settings_list).pick(logits, inputs)
@@ -57,7 +57,7 @@ def test_draws_fall_as_often_as_they_should():
         for n in range(len(logits))
     ]
     rows = rows_of(settings_list, [np.array([0])] * len(settings_list))
-    counts = np.bincount(pick(logits, rows).tokens, minlength=4)
+    counts = np.bincount(pick_tokens(logits, rows).tokens, minlength=4)
     expected_probs = np.array([0.5, 0.3, 0.15, 0.0])
     assert counts[3] == 0, "a tenth of the likeliest is below min_p"
     expected = expected_probs / expected_probs.sum() * len(logits)
@@ -70,7 +70,7 @@ def test_logits_that_give_no_distribution_fail_alone():
     logits[2] = -np.inf
     logits[3, 5] = np.inf
     settings_list = [SamplingSettings(temperature=0)] * 4
-    picked = pick(logits, rows_of(settings_list, [np.array([0])] * 4))
+    picked = pick_tokens(logits, rows_of(settings_list, [np.array([0])] * 4))
     assert (picked.tokens[0], picked.tokens[3]) == (0, 5), "infinitely likely is picked"
     assert set(picked.failures) == {1, 2}
     assert isinstance(picked.failures[1], BadLogitsError)
@@ -93,4 +93,4 @@ def test_logits_that_give_no_distribution_fail_alone():
     ],
 )
 def test_what_is_ordinary(options: dict[str, Any], ordinary: bool):
-    assert is_ordinary(SamplingSettings.from_options(**options)) is ordinary
+    assert can_sample_on_device(SamplingSettings.from_options(**options)) is ordinary

@@ -20,7 +20,7 @@ from unspool.scale.replicas.listening import ServerThread
 from unspool.scale.replicas.pool import ReplicaPool, Target
 from unspool.scale.replicas.request_router import PolicyRouter
 from unspool.serve.core.registry import ModelEntry
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.settings import ServerSettings
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Front:
 def front(addresses: dict[str, str], wait: float = 5.0, **settings: Any) -> Iterator[Front]:
     """Run a gateway in a thread."""
     chooser = Chooser(dict(addresses))
-    serve_settings = ServeSettings(port=0, drain=2.0, **settings)
+    serve_settings = ServerSettings(port=0, drain=2.0, **settings)
     app, gateway = create_gateway(serve_settings, ReplicaPool(chooser, wait))
     server = ServerThread(app, serve_settings, "127.0.0.1", lambda: None)
     try:

@@ -9,7 +9,7 @@ import pytest
 
 from unspool.errors import SettingsError
 from unspool.scale.replicas.asking import RouteHints, read_hints, replica_of
-from unspool.scale.replicas.config import config_from
+from unspool.scale.replicas.config import replicas_config_from
 from unspool.scale.replicas.errors import ReplicaLostError
 from unspool.scale.replicas.gathering import merge_branches, merge_metrics
 from unspool.scale.replicas.request_router import PolicyRouter
@@ -152,10 +152,10 @@ def test_branches_of_all_replicas_the_newest_first():
 
 def test_an_unknown_name_in_the_configuration_is_refused():
     with pytest.raises(SettingsError, match="args has unknown name 'modles'; choose from models"):
-        config_from({"modles": []})
+        replicas_config_from({"modles": []})
     with pytest.raises(SettingsError, match="settings has unknown name 'prot'"):
-        config_from({"settings": {"prot": 1}})
+        replicas_config_from({"settings": {"prot": 1}})
     with pytest.raises(SettingsError, match=r"max_replicas must be >= replicas \(2\), got 1"):
-        config_from({"replicas": 2, "max_replicas": 1})
+        replicas_config_from({"replicas": 2, "max_replicas": 1})
     with pytest.raises(SettingsError, match="routing must be prefix or round-robin, got 'random'"):
-        config_from({"routing": "random"})
+        replicas_config_from({"routing": "random"})

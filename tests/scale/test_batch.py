@@ -13,7 +13,7 @@ from batch_support import batch, read_lines, some_rows, write_rows
 
 import unspool
 from unspool.errors import DataError
-from unspool.scale.batch.rows import read_rows, survey
+from unspool.scale.batch.rows import read_rows, scan_input
 from unspool.scale.batch.settings import row_seed
 
 
@@ -189,14 +189,14 @@ def test_what_is_refused_at_once(tmp_path: Path, chatty: Path, capsys: pytest.Ca
 def test_a_damaged_parquet_file_is_told(tmp_path: Path):
     (tmp_path / "in.parquet").write_bytes(b"PAR1 and nothing else")
     with pytest.raises(DataError, match="cannot be read as parquet"):
-        survey(tmp_path / "in.parquet")
+        scan_input(tmp_path / "in.parquet")
 
 
 def test_rows_are_numbered_as_an_editor_does(tmp_path: Path):
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"prompt": "b", "id": null}\n')
     assert [(row.number, row.id) for row in read_rows(path)] == [(1, 1), (3, 3)]
-    assert survey(path).rows == 2
+    assert scan_input(path).rows == 2
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]):

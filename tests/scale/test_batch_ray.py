@@ -23,8 +23,8 @@ from batch_support import (
 )
 
 from unspool.errors import UnspoolError
-from unspool.scale.batch.ray_pool import RayPool, WorkerActor, _shape
-from unspool.scale.batch.rows import Row
+from unspool.scale.batch.ray_pool import RayPool, WorkerActor, _cluster_layout
+from unspool.scale.batch.rows import BatchRow
 from unspool.scale.batch.worker import Outcome
 
 # -- retries, with a fake Ray ------------------------------------------------------------------
@@ -80,12 +80,12 @@ class FakeActor:
     """Answers up to 40 rows per call."""
 
     def __init__(self, ray: FakeRay) -> None:
-        self.ray, self.rows = ray, list[Row]()
+        self.ray, self.rows = ray, list[BatchRow]()
 
     def load(self) -> dict[str, str]:
         return {"fingerprint": "same"}
 
-    def exchange(self, rows: list[Row]) -> list[Outcome]:
+    def exchange(self, rows: list[BatchRow]) -> list[Outcome]:
         self.rows += rows
         if self.ray.deadly & {row.number for row in self.rows}:
             raise DiedError
@@ -93,10 +93,10 @@ class FakeActor:
         return [{"row": row.number, "answer": {}} for row in finished]
 
 
-def all_turns(pool: Any, rows: list[Row]) -> list[Outcome]:
+def all_turns(pool: Any, rows: list[BatchRow]) -> list[Outcome]:
     waiting, outcomes = list(rows), list[Outcome]()
 
-    def take_rows(count: int) -> list[Row]:
+    def take_rows(count: int) -> list[BatchRow]:
         block = waiting[:count]
         del waiting[:count]
         return block
@@ -111,7 +111,7 @@ def test_a_row_that_kills_workers_is_found(deadly: set[int], monkeypatch: pytest
     fake = FakeRay(deadly)
     monkeypatch.setitem(sys.modules, "ray", fake)
     pool = RayPool(SimpleNamespace(), workers=2)  # type: ignore[arg-type]
-    rows = [Row(number, number, {"prompt": "a"}) for number in range(1, 1501)]
+    rows = [BatchRow(number, number, {"prompt": "a"}) for number in range(1, 1501)]
     outcomes = all_turns(pool, rows)
     assert sorted(outcome["row"] for outcome in outcomes) == list(range(1, 1501))
     failed = {outcome["row"]: outcome["error"] for outcome in outcomes if "error" in outcome}
@@ -123,7 +123,7 @@ def test_a_row_that_kills_workers_is_found(deadly: set[int], monkeypatch: pytest
 def test_workers_that_only_die_end_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "ray", FakeRay(set(range(100))))
     pool = RayPool(SimpleNamespace(), workers=2)  # type: ignore[arg-type]
-    rows = [Row(number, number, {"prompt": "a"}) for number in range(1, 100)]
+    rows = [BatchRow(number, number, {"prompt": "a"}) for number in range(1, 100)]
     with pytest.raises(ValueError, match="workers died in a row"):
         all_turns(pool, rows)
 
@@ -132,10 +132,10 @@ def test_how_many_workers_a_cluster_gets():
     def nodes(*resources: dict[str, float]) -> Any:
         return SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": r} for r in resources])
 
-    assert _shape(nodes({"CPU": 8}, {"CPU": 16}), None, None) == (2, 8, 0)
-    assert _shape(nodes({"CPU": 8}, {"CPU": 16}), 6, None) == (6, 4, 0)
-    assert _shape(nodes({"CPU": 8}, {"CPU": 16}), None, 2) == (12, 2, 0)
-    assert _shape(nodes({"CPU": 8, "GPU": 4}), None, None) == (4, 1, 1)
+    assert _cluster_layout(nodes({"CPU": 8}, {"CPU": 16}), None, None) == (2, 8, 0)
+    assert _cluster_layout(nodes({"CPU": 8}, {"CPU": 16}), 6, None) == (6, 4, 0)
+    assert _cluster_layout(nodes({"CPU": 8}, {"CPU": 16}), None, 2) == (12, 2, 0)
+    assert _cluster_layout(nodes({"CPU": 8, "GPU": 4}), None, None) == (4, 1, 1)
 
 
 def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch):

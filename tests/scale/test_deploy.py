@@ -12,7 +12,7 @@ pytest.importorskip("ray.serve")
 import jsonschema
 import yaml
 
-from unspool.scale.replicas.config import config_from, gateway_config_from
+from unspool.scale.replicas.config import gateway_config_from, replicas_config_from
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 
@@ -128,7 +128,7 @@ def test_ray_serve_would_take_the_applications(name: str, tmp_path: Path):
         (deployment,) = application.deployments
         assert deployment.name == built[key].name
         if key == "replicas":
-            config = config_from(args)
+            config = replicas_config_from(args)
             assert deployment.ray_actor_options.num_cpus == config.cores
         else:
             gateway = gateway_config_from(args)

@@ -67,7 +67,7 @@ class Crowd:
 
     def __init__(self, server: Running, lm: Any, seed: int) -> None:
         self.server, self.chance = server, random.Random(seed)
-        self.wanted = {n: lm.generate(PROMPT, seed=n, max_tokens=16).text for n in range(8)}
+        self.num_logits = {n: lm.generate(PROMPT, seed=n, max_tokens=16).text for n in range(8)}
 
     def visit(self, vanishing: int, staying: int, at_once: int) -> None:
         asyncio.run(self._visit(vanishing, staying, at_once))
@@ -95,7 +95,7 @@ class Crowd:
     async def _stay(self, client: httpx.AsyncClient, places: asyncio.Semaphore, seed: int) -> None:
         async with places:
             answer = await client.post("/v1/completions", json=body_of(seed=seed))
-            assert answer.json()["choices"][0]["text"] == self.wanted[seed]
+            assert answer.json()["choices"][0]["text"] == self.num_logits[seed]
 
 
 def test_many_vanish_and_those_who_stay_get_their_texts(server, lm):

@@ -132,10 +132,12 @@ def test_embeddings_are_the_mean_of_the_final_vectors(client, server, lm):
     entry, near, far = (np.array(item.embedding) for item in answer.data)
     assert abs(np.linalg.norm(entry) - 1) < 1e-5 and len(entry) == lm.config.width
     assert entry @ near > entry @ far
-    from unspool.lens.look import look
+    from unspool.lens.look import get_activations
 
     ids = lm.tokenizer.encode_prompt(texts[0])
-    final = [lm.model.normed(look(lm, ids, i).residuals[-1][None])[0] for i in range(len(ids))]
+    final = [
+        lm.model.normed(get_activations(lm, ids, i).residuals[-1][None])[0] for i in range(len(ids))
+    ]
     mean = np.mean(final, axis=0)
     assert np.allclose(entry, mean / np.linalg.norm(mean), atol=1e-5)
     assert answer.usage.prompt_tokens == sum(len(lm.tokenizer.encode(t)) for t in texts)

@@ -14,7 +14,7 @@ from tree_client import read
 import unspool
 from decoding.worded import save_worded
 from unspool.costing import measuring, stored
-from unspool.costing.sample_texts import shipped
+from unspool.costing.sample_texts import packaged_sample
 from unspool.serve.core.registry import ModelEntry
 
 
@@ -24,7 +24,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setattr(stored, "cache_folder", lambda: folder)
-        patch.setattr(measuring, "sample_texts", lambda params: shipped())
+        patch.setattr(measuring, "sample_texts", lambda params: packaged_sample())
         yield folder / "reports"
 
 

@@ -19,13 +19,13 @@ from schemathesis.checks import not_a_server_error
 import unspool
 from unspool.serve.core.registry import ModelEntry, ModelRegistry
 from unspool.serve.http.app import create_app
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.settings import ServerSettings
 from unspool.serve.runs.trainer import Trainer
 
 
 def _document() -> dict[str, Any]:
     wrapped: Any = create_app(
-        ServeSettings(), ModelRegistry([ModelEntry("smollm", lambda: None, 1)], room=1)
+        ServerSettings(), ModelRegistry([ModelEntry("smollm", lambda: None, 1)], model_memory=1)
     )[0]
     return wrapped.app.openapi()
 

@@ -16,7 +16,7 @@ from unspool.serve.core.registry import ModelEntry, ModelRegistry
 from unspool.serve.http import app as apps
 from unspool.serve.http import threads
 from unspool.serve.http.app import create_app
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.settings import ServerSettings
 
 PATIENCE = 60.0
 
@@ -54,8 +54,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowImport]:
 
 
 def new_app() -> Any:
-    registry = ModelRegistry([ModelEntry("none", lambda: None, 1)], room=1)  # type: ignore
-    return create_app(ServeSettings(), registry, features=())[0]
+    registry = ModelRegistry([ModelEntry("none", lambda: None, 1)], model_memory=1)  # type: ignore
+    return create_app(ServerSettings(), registry, features=())[0]
 
 
 def client(app: Any) -> httpx.AsyncClient:

@@ -18,7 +18,7 @@ import pytest
 
 from unspool.cli import serve as command
 from unspool.errors import SettingsError
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.settings import ServerSettings
 
 SECRET = "a sentence that must not be logged"
 
@@ -167,7 +167,7 @@ def test_who_listens_everywhere_without_a_key_is_warned(monkeypatch: pytest.Monk
     from unspool.serve.http import listening, server
 
     message: list[str] = []
-    monkeypatch.setattr(listening, "bound_socket", lambda settings: None)
+    monkeypatch.setattr(listening, "bind_socket", lambda settings: None)
     monkeypatch.setattr(server, "run", lambda *params, **named: None)
     monkeypatch.setattr(command.o, "say", message.append)
     from unspool.cli.main import main
@@ -209,9 +209,9 @@ def test_settings_that_cannot_be():
         {"api_keys": ("a b c d e f",)},
     ):
         with pytest.raises(SettingsError):
-            ServeSettings(**bad)
-    assert ServeSettings(host="localhost").is_local and ServeSettings(host="::1").is_local
-    assert not ServeSettings(host="192.168.0.7").is_local
+            ServerSettings(**bad)
+    assert ServerSettings(host="localhost").is_local and ServerSettings(host="::1").is_local
+    assert not ServerSettings(host="192.168.0.7").is_local
 
 
 @pytest.mark.parametrize("name", ["serve", "page"])
@@ -245,7 +245,7 @@ def test_a_signal_that_comes_while_it_tells_of_its_start_stops_it():
     from starlette.applications import Starlette
 
     from unspool.serve.http import server
-    from unspool.serve.http.listening import bound_socket
+    from unspool.serve.http.listening import bind_socket
 
     stopped = []
 
@@ -253,7 +253,9 @@ def test_a_signal_that_comes_while_it_tells_of_its_start_stops_it():
         signal.raise_signal(signal.SIGTERM)
         return True
 
-    settings = ServeSettings(port=0)
-    bound = bound_socket(settings)
-    server.run(Starlette(), settings, bound, stopping=lambda: stopped.append(1), started=started)
+    settings = ServerSettings(port=0)
+    bound = bind_socket(settings)
+    server.run(
+        Starlette(), settings, bound, on_stopping=lambda: stopped.append(1), on_started=started
+    )
     assert stopped == [1]

@@ -13,7 +13,7 @@ from running_server import Running, running
 
 import canvas_support
 from unspool.serve.core.registry import ModelEntry
-from unspool.train.twins.puzzles.puzzle import puzzle_named
+from unspool.train.twins.puzzles.puzzle import puzzle_by_name
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +43,12 @@ def test_a_puzzle_is_made_anew_or_by_its_seed(client: httpx.Client) -> None:
     created = [ask(client, "/v1/puzzles", puzzle="sudoku", empty=48)["prompt"] for _ in range(2)]
     assert created[0] != created[1] and created[0].count(".") == 48
     repeated = [ask(client, "/v1/puzzles", puzzle="sudoku", seed=3) for _ in range(2)]
-    assert repeated[0] == repeated[1] and repeated[0]["places"] == puzzle_named("sudoku").answer
+    assert repeated[0] == repeated[1] and repeated[0]["places"] == puzzle_by_name("sudoku").answer
     ask(client, "/v1/puzzles", 400, puzzle="chess")
 
 
 def test_an_answer_is_judged(client: httpx.Client) -> None:
-    prompts, answers = puzzle_named("sudoku").made(1, np.random.default_rng(0))
+    prompts, answers = puzzle_by_name("sudoku").generate(1, np.random.default_rng(0))
     body, right = {"puzzle": "sudoku", "prompt": prompts[0]}, answers[0]
     assert ask(client, "/v1/puzzles/judge", **body, answer=right)["solved"] is True
     assert ask(client, "/v1/puzzles/judge", **body, answer=right[::-1])["solved"] is False

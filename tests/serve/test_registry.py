@@ -137,7 +137,7 @@ def write_adapter(folder: Path, content: str) -> None:
 def test_two_models_that_do_not_fit_together_are_both_answered():
     async def check() -> None:
         machine = Machine(room=10, delay=0.01)
-        registry = ModelRegistry([machine.entry("a", 7), machine.entry("b", 7)], room=10)
+        registry = ModelRegistry([machine.entry("a", 7), machine.entry("b", 7)], model_memory=10)
         await asyncio.gather(*(answer(registry, name) for name in "abab"))
         assert machine.loads == {"a": 1, "b": 1} and machine.peak == 7
         await registry.close_all()
@@ -152,7 +152,7 @@ def test_an_adapter_of_a_model_that_another_waits_for(tmp_path: Path):
         write_adapter(tmp_path / "poet", "poems")
         machine = Machine(room=10, delay=0.01)
         entries = [machine.entry("a", 7), machine.entry("b", 7)]
-        registry = ModelRegistry(entries, room=10, adapters=AdapterFolder(tmp_path))
+        registry = ModelRegistry(entries, model_memory=10, adapters=AdapterFolder(tmp_path))
         async with registry.use("a"):
             other = asyncio.ensure_future(answer(registry, "b"))
             await until(lambda: registry.is_loading("b"))
@@ -168,7 +168,7 @@ def test_an_adapter_of_a_model_that_another_waits_for(tmp_path: Path):
 def test_a_checkpoint_rewritten_while_in_use_is_loaded_anew():
     async def check() -> None:
         machine = Machine(room=100)
-        registry = ModelRegistry([machine.entry("first", 1)], room=100)
+        registry = ModelRegistry([machine.entry("first", 1)], model_memory=100)
         registry.find = lambda name: machine.find(name, 5) if name == "run@1" else None
         async with registry.use("run@1") as old:
             assert old.lm.content == 0
@@ -188,7 +188,7 @@ def test_a_checkpoint_rewritten_while_in_use_is_loaded_anew():
 def test_a_checkpoint_rewritten_while_it_is_loaded():
     async def check() -> None:
         machine = Machine(room=100, delay=0.05)
-        registry = ModelRegistry([machine.entry("first", 1)], room=100)
+        registry = ModelRegistry([machine.entry("first", 1)], model_memory=100)
         registry.find = lambda name: machine.find(name, 5) if name == "run@1" else None
         early = asyncio.ensure_future(answer(registry, "run@1"))
         await until(lambda: machine.loads["run@1"])
@@ -206,7 +206,7 @@ def test_a_checkpoint_rewritten_between_its_request_and_its_load():
 
     async def check() -> None:
         machine = Machine(room=100)
-        registry = ModelRegistry([machine.entry("first", 1)], room=100)
+        registry = ModelRegistry([machine.entry("first", 1)], model_memory=100)
 
         def find(name: str) -> ModelEntry | None:
             entry = machine.find(name, 5)
@@ -230,7 +230,7 @@ def test_closing_takes_away_only_the_model_it_closes():
 
     async def check() -> None:
         machine = Machine(room=100, delay=0.05)
-        registry = ModelRegistry([machine.entry("first", 1)], room=100)
+        registry = ModelRegistry([machine.entry("first", 1)], model_memory=100)
         registry.find = lambda name: machine.find(name, 5) if name == "run@1" else None
         async with registry.use("run@1") as old:
             machine.contents["run@1"] = 1
@@ -266,7 +266,7 @@ def test_adapters_have_short_names_as_models_do(tmp_path: Path, name: str, meani
     write_adapter(tmp_path / "poet", "poems")
     machine = Machine(room=10)
     entries = [machine.entry("SmolLM2-135M-Instruct.Q4", 1), machine.entry("Qwen3-0.6B", 1)]
-    registry = ModelRegistry(entries, room=10, adapters=AdapterFolder(tmp_path))
+    registry = ModelRegistry(entries, model_memory=10, adapters=AdapterFolder(tmp_path))
     if meaning is not None:
         assert registry.entry(name).name == meaning
         return
@@ -281,7 +281,7 @@ def test_adapters_have_short_names_as_models_do(tmp_path: Path, name: str, meani
 def test_a_steady_stream_for_one_model_starves_no_other():
     async def check() -> None:
         machine = Machine(room=10)
-        registry = ModelRegistry([machine.entry("a", 7), machine.entry("b", 7)], room=10)
+        registry = ModelRegistry([machine.entry("a", 7), machine.entry("b", 7)], model_memory=10)
         is_over = False
 
         async def stream() -> None:
@@ -301,7 +301,7 @@ def test_a_steady_stream_for_one_model_starves_no_other():
 def test_an_error_in_loading_reaches_all_who_wait_and_the_next_may_try_again():
     async def check() -> None:
         machine = Machine(room=10, delay=0.01, broken={"b"})
-        registry = ModelRegistry([machine.entry("a", 7), machine.entry("b", 7)], room=10)
+        registry = ModelRegistry([machine.entry("a", 7), machine.entry("b", 7)], model_memory=10)
         waiting = [answer(registry, name) for name in "abba"]
         result = await asyncio.gather(*waiting, return_exceptions=True)
         assert result[0] == result[3] == 0
@@ -318,7 +318,7 @@ def test_an_error_in_loading_reaches_all_who_wait_and_the_next_may_try_again():
 def test_who_gives_up_makes_way_for_those_behind():
     async def check() -> None:
         machine = Machine(room=10)
-        registry = ModelRegistry([machine.entry("a", 7), machine.entry("b", 7)], room=10)
+        registry = ModelRegistry([machine.entry("a", 7), machine.entry("b", 7)], model_memory=10)
         async with registry.use("a"):
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.01):
@@ -338,7 +338,7 @@ def test_a_second_model_for_one_request_never_deadlocks():
         entries = [
             machine.entry(name, size) for name, size in zip("abcd", (5, 5, 5, 7), strict=True)
         ]
-        registry = ModelRegistry(entries, room=10)
+        registry = ModelRegistry(entries, model_memory=10)
 
         async def nested(first: str, second: str, together: asyncio.Barrier) -> Any:
             async with registry.use(first) as holder:
@@ -373,7 +373,7 @@ def test_a_request_never_waits_for_the_model_that_it_holds_itself():
 
     async def check() -> None:
         machine = Machine(room=10)
-        registry = ModelRegistry([machine.entry("c", 3), machine.entry("b", 5)], room=10)
+        registry = ModelRegistry([machine.entry("c", 3), machine.entry("b", 5)], model_memory=10)
         registry.find = lambda name: machine.find(name, 4) if name == "run@1" else None
         await answer(registry, "c")
         async with registry.use("run@1") as old:
@@ -390,7 +390,7 @@ def test_a_request_never_waits_for_the_model_that_it_holds_itself():
 def test_an_idle_model_makes_room_before_an_old_version_in_use():
     async def check() -> None:
         machine = Machine(room=12)
-        registry = ModelRegistry([machine.entry("c", 3), machine.entry("b", 5)], room=12)
+        registry = ModelRegistry([machine.entry("c", 3), machine.entry("b", 5)], model_memory=12)
         registry.find = lambda name: machine.find(name, 4) if name == "run@1" else None
         async with registry.use("run@1"):
             machine.contents["run@1"] = 1
@@ -407,7 +407,7 @@ def test_a_steady_stream_does_not_starve_a_request_that_holds_a_model():
 
     async def check() -> None:
         machine = Machine(room=10)
-        registry = ModelRegistry([machine.entry(name, 5) for name in "abc"], room=10)
+        registry = ModelRegistry([machine.entry(name, 5) for name in "abc"], model_memory=10)
         is_over = False
 
         async def stream() -> None:
@@ -429,7 +429,7 @@ def test_a_steady_stream_does_not_starve_a_request_that_holds_a_model():
 def test_a_server_that_stops_fails_those_who_wait():
     async def check() -> None:
         machine = Machine(room=10, delay=0.02)
-        registry = ModelRegistry([machine.entry("a", 7), machine.entry("b", 7)], room=10)
+        registry = ModelRegistry([machine.entry("a", 7), machine.entry("b", 7)], model_memory=10)
         waiting = [asyncio.ensure_future(answer(registry, name)) for name in "ab"]
         await until(lambda: machine.models)
         await registry.close_all()
@@ -456,7 +456,7 @@ class Visitors:
         for name in ("poet", "clerk"):
             self.adapt(name)
         listed = [self.machine.entry(name, SIZES[name]) for name in "abc"]
-        self.registry = ModelRegistry(listed, room=ROOM, adapters=AdapterFolder(folder))
+        self.registry = ModelRegistry(listed, model_memory=ROOM, adapters=AdapterFolder(folder))
         self.registry.find = self.find
         self.tasks: list[asyncio.Task[Any]] = []
 

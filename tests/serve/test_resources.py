@@ -20,7 +20,7 @@ from running_server import Running, default_entry, running, settled
 from unspool.serve.core.registry import ModelEntry, ModelRegistry
 from unspool.serve.http import events
 from unspool.serve.http.app import create_app
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.settings import ServerSettings
 from unspool.serve.tree.branch_json import branch_store
 
 SHORT = {"prompt": ["tree"] * 64, "max_tokens": 1}
@@ -173,8 +173,8 @@ def test_a_request_may_be_cancelled_at_every_await(
 async def _cancel_everywhere(
     entry: ModelEntry, path: str, body: dict[str, Any], late: bool
 ) -> None:
-    registry = ModelRegistry([entry], room=1 << 33)
-    app, state = create_app(ServeSettings(max_running=8, max_queued=1), registry)
+    registry = ModelRegistry([entry], model_memory=1 << 33)
+    app, state = create_app(ServerSettings(max_running=8, max_queued=1), registry)
     async with registry.use(None) as served:
         state.ready = True
         await interrupted(app, "/v1/tree", {"prompt": "the tree"}, 10**9, late)
@@ -211,8 +211,8 @@ def test_a_watcher_may_be_cancelled_at_every_await(
     monkeypatch.setattr("unspool.serve.tree.writing._POLL_SECONDS", 0.05)
 
     async def check() -> None:
-        registry = ModelRegistry([small_entry], room=1 << 33)
-        app, state = create_app(ServeSettings(), registry)
+        registry = ModelRegistry([small_entry], model_memory=1 << 33)
+        app, state = create_app(ServerSettings(), registry)
         await interrupted(app, "/v1/tree", {"prompt": "the tree"}, 10**9, late)
         (branch,) = branch_store(state).all
         for number in range(1, 6):
@@ -226,8 +226,8 @@ def test_a_watcher_may_be_cancelled_at_every_await(
 
 def test_who_waits_in_line_may_be_cancelled_at_every_await(small_entry: ModelEntry):
     async def check() -> None:
-        registry = ModelRegistry([small_entry], room=1 << 33)
-        app, state = create_app(ServeSettings(max_running=2, max_queued=8), registry)
+        registry = ModelRegistry([small_entry], model_memory=1 << 33)
+        app, state = create_app(ServerSettings(max_running=2, max_queued=8), registry)
         body = {"prompt": ["the", "tree"], "max_tokens": 2}
         for late in (False, True):
             number, was_cancelled = 0, True

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from unspool.engine.steps import Step
 from unspool.serve.core.blocks import BlockClosed, BlockParser, Change
 from unspool.serve.openai.response_store import ResponseStore
-from unspool.text.tools.calls import ToolCallReader
+from unspool.text.tools.calls import ToolCallParser
 from unspool.text.tools.formats import ToolFormat
 
 SEED = {"unspool": {"seed": 7}}
@@ -227,7 +227,7 @@ def test_words_that_a_guard_takes_back_are_never_sent(client: openai.OpenAI) -> 
 def test_words_and_calls_are_blocks(one_call: bool) -> None:
     call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
     text = f"Sure. {call}{call}"
-    blocks = BlockParser(lambda _: ToolCallReader(ToolFormat("hermes")), one_call=one_call)
+    blocks = BlockParser(lambda _: ToolCallParser(ToolFormat("hermes")), one_call=one_call)
     changes: list[Change] = []
     for place, character in enumerate(text):
         end = "stop" if place == len(text) - 1 else None

@@ -13,7 +13,7 @@ import pytest
 from running_server import running
 
 from unspool.errors import SettingsError
-from unspool.model.adapters import Adapter, LowRank, adaptable, write_adapter
+from unspool.model.adapters import Adapter, LowRank, adaptable_shapes, write_adapter
 from unspool.model.checkpoint import open_checkpoint
 from unspool.serve.core.adapters import AdapterFolder
 from unspool.serve.core.registry import ModelEntry
@@ -28,7 +28,7 @@ def make_adapter(folder: Path, model: Path, seed: int) -> None:
             draw.standard_normal((rows, 4)).astype(np.float32) * 0.1,
             1.0,
         )
-        for name, (rows, columns) in adaptable(config).items()
+        for name, (rows, columns) in adaptable_shapes(config).items()
         if name.endswith("v.weight")
     }
     write_adapter(Adapter(parts), folder, config)

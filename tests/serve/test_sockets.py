@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from unspool.serve.http import server as serving
-from unspool.serve.http.listening import bound_socket
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.listening import bind_socket
+from unspool.serve.http.settings import ServerSettings
 
 PATIENCE = 60.0
 
@@ -25,7 +25,7 @@ class Endless:
     """An application that sends until its client has gone."""
 
     def __init__(self) -> None:
-        self.sent, self.is_over = 0, threading.Event()
+        self.sent, self.is_finished = 0, threading.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -40,19 +40,19 @@ class Endless:
             await send(body)
             self.sent += 1
             await asyncio.sleep(0)
-        self.is_over.set()
+        self.is_finished.set()
 
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_client_that_never_reads_is_dropped(reads: bool):
-    app, settings = Endless(), ServeSettings(port=0, write_seconds=0.2, drain=1.0)
-    bound, ready = bound_socket(settings), threading.Event()
+    app, settings = Endless(), ServerSettings(port=0, write_seconds=0.2, drain=1.0)
+    bound, ready = bind_socket(settings), threading.Event()
 
     def started(_: str) -> bool:
         ready.set()
         return True
 
-    server = serving.Server(app, settings, stopping=lambda: None, started=started)
+    server = serving.Server(app, settings, on_stopping=lambda: None, on_started=started)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])))
     thread.start()
     try:
@@ -62,10 +62,10 @@ def test_a_client_that_never_reads_is_dropped(reads: bool):
             if reads:  # a little now and then: slow, and still a client
                 for _ in range(10):
                     assert client.recv(1 << 20)
-                    assert not app.is_over.wait(0.05)
+                    assert not app.is_finished.wait(0.05)
             else:
-                assert app.is_over.wait(PATIENCE), "it still holds its place"
-        assert app.is_over.wait(PATIENCE)
+                assert app.is_finished.wait(PATIENCE), "it still holds its place"
+        assert app.is_finished.wait(PATIENCE)
     finally:
         server.stop()
         thread.join(PATIENCE)

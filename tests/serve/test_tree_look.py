@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tree_client import Tree, tokens
 
-from unspool.lens.look import look
+from unspool.lens.look import get_activations
 from unspool.serve.tree.look import MAX_CELL, MAX_CELLS, _position_json, _vectors
 
 
@@ -35,7 +35,7 @@ def whole(branch: dict[str, Any]) -> list[int]:
 
 def test_vectors_are_those_of_the_run(tree: Tree, branch: dict[str, Any], lm: Any):
     result = tree.see(branch, "look", step=2, include="vectors", top=3)
-    observed = look(lm, whole(branch), result["position"])
+    observed = get_activations(lm, whole(branch), result["position"])
     vectors = result["vectors"]
     assert vectors["every"] == 1 and vectors["width"] == lm.config.width
     cells, scales = np.array(vectors["cells"]), np.array(vectors["scales"])
@@ -89,7 +89,7 @@ def test_the_map_without_the_first_token(tree: Tree, branch: dict[str, Any]):
 
 
 def test_wide_vectors_are_told_by_their_furthest_numbers(lm: Any, branch: dict[str, Any]):
-    observed = look(lm, whole(branch), 3)
+    observed = get_activations(lm, whole(branch), 3)
     wide = replace(observed, residuals=np.tile(observed.residuals, (1, 9))[:, :5001])
     reply = _vectors(wide)
     cells = np.array(reply["cells"]) * np.array(reply["scales"])[:, None]

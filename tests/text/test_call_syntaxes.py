@@ -9,12 +9,12 @@ import pytest
 from tool_families import CLOCK, TEMPLATES, WEATHER, Letters, format_of, read, summary
 
 from thought_families import HARMONY, Marked
-from unspool.text.thoughts.formats import Start, thought_format
-from unspool.text.thoughts.reader import answer_reader
-from unspool.text.tools.calls import CallArguments, CallBegun, ToolCallReader
-from unspool.text.tools.formats import Tool, tool_format
+from unspool.text.thoughts.formats import OutputStart, reasoning_format
+from unspool.text.thoughts.reader import make_output_parser
+from unspool.text.tools.calls import ToolCallArguments, ToolCallParser, ToolCallStart
+from unspool.text.tools.formats import ToolSpec, tool_format
 
-TRIP = Tool(
+TRIP = ToolSpec(
     "trip",
     parameters={
         "type": "object",
@@ -38,8 +38,10 @@ WANTED: dict[str, Any] = {
 }
 
 
-def calls(name: str, *parts: str | int, tools: tuple[Tool, ...] = (TRIP, WEATHER, CLOCK)) -> Any:
-    result = summary(read(ToolCallReader(format_of(name), tools=tools), *parts))
+def calls(
+    name: str, *parts: str | int, tools: tuple[ToolSpec, ...] = (TRIP, WEATHER, CLOCK)
+) -> Any:
+    result = summary(read(ToolCallParser(format_of(name), tools=tools), *parts))
     return [item if isinstance(item, str) else (item[0], json.loads(item[1])) for item in result]
 
 
@@ -60,11 +62,11 @@ def test_what_is_written_is_read(name: str) -> None:
 def test_arguments_pass_as_they_come(name: str) -> None:
     format = format_of(name)
     text = format.written([{"name": "weather", "arguments": {"city": "Reykjavik"}}])
-    reader = ToolCallReader(format, tools=[WEATHER])
+    reader = ToolCallParser(format, tools=[WEATHER])
     place = text.index("javik")
     early = [piece for letter in text[:place] for piece in reader.push(-1, letter)]
-    assert CallBegun(0, "weather") in early
-    arguments = "".join(piece.text for piece in early if isinstance(piece, CallArguments))
+    assert ToolCallStart(0, "weather") in early
+    arguments = "".join(piece.text for piece in early if isinstance(piece, ToolCallArguments))
     assert arguments == '{"city": "Reyk'
     cut = reader.finish()
     assert cut and not reader.calls[0].is_complete
@@ -82,7 +84,7 @@ def test_gemma_quotes_are_one_token() -> None:
     begin, end, quote = (
         format.controls[mark] for mark in ("<|tool_call>", "<tool_call|>", '<|"|>')
     )
-    reader = ToolCallReader(format, tools=[WEATHER])
+    reader = ToolCallParser(format, tools=[WEATHER])
     result = read(reader, begin, "call:weather{city:", quote, 'a"b', quote, "}", end)
     assert summary(result) == [("weather", '{"city": "a\\"b"}')]
 
@@ -91,7 +93,7 @@ def test_tags_without_a_schema_are_texts() -> None:
     text = "<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
     assert calls("xml", text, tools=()) == [("f", {"n": "3"})]
     spoiled = text.replace("3", "three")
-    number = Tool("f", parameters={"type": "object", "properties": {"n": {"type": "integer"}}})
+    number = ToolSpec("f", parameters={"type": "object", "properties": {"n": {"type": "integer"}}})
     assert calls("xml", text, tools=(number,)) == [("f", {"n": 3})]
     assert calls("xml", spoiled, tools=(number,)) == [("f", {"n": "three"})]
 
@@ -108,14 +110,14 @@ def test_python_calls_as_models_write_them() -> None:
 
 def test_channels() -> None:
     tokenizer = Marked(HARMONY)
-    format, tools = thought_format(HARMONY, tokenizer), tool_format(HARMONY, tokenizer)
+    format, tools = reasoning_format(HARMONY, tokenizer), tool_format(HARMONY, tokenizer)
     assert (tools.name, tools.writes_calls) == ("harmony", True)
     heads = (
         " to=functions.weather<|channel|>commentary json<|message|>",
         "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>",
     )
     for head in heads:
-        reader = answer_reader(format, Start(header="assistant"), ToolCallReader(tools))
+        reader = make_output_parser(format, OutputStart(header="assistant"), ToolCallParser(tools))
         assert reader is not None
         text = (
             "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant" + head
@@ -123,8 +125,8 @@ def test_channels() -> None:
         )  # fmt: skip
         pieces = []
         for token in tokenizer.encode(text, specials=True):
-            pieces += reader.push(token, tokenizer.shown(token))
+            pieces += reader.push(token, tokenizer.display_text(token))
         pieces += reader.finish()
-        assert CallBegun(0, "weather") in pieces
+        assert ToolCallStart(0, "weather") in pieces
         (call,) = reader.calls
         assert (call.name, call.arguments, call.is_complete) == ("weather", '{"city": "Ulm"}', True)

@@ -17,7 +17,7 @@ from rich.console import Console
 from unspool.cli.explore_view import view
 from unspool.cli.explorer import Explorer
 from unspool.cli.show import quoted
-from unspool.text.tokenizer.characters import readable, readable_pieces, unfinished
+from unspool.text.tokenizer.characters import incomplete_utf8, readable, readable_pieces
 
 LEAF = "🍁".encode()
 
@@ -44,7 +44,7 @@ def test_nothing_is_ever_shown_as_a_question_mark(data: bytes, cuts: list[int]):
 
 @given(st.text(max_size=6), st.integers(0, 3))
 def test_what_a_text_leaves_unfinished(text: str, count: int):
-    assert unfinished(text.encode() + LEAF[:count]) == LEAF[:count]
+    assert incomplete_utf8(text.encode() + LEAF[:count]) == LEAF[:count]
 
 
 def test_bytes_stay_as_they_are_where_spaces_are_made_visible():

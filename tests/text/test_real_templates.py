@@ -11,7 +11,7 @@ from tool_families import WEATHER
 
 from thought_families import Marked
 from unspool.text.chat.template import ChatTemplate
-from unspool.text.thoughts.formats import tail_of, thought_format
+from unspool.text.thoughts.formats import prompt_tail, reasoning_format
 from unspool.text.tools.formats import tool_format
 
 TAGS = ("<think>", "</think>")
@@ -65,24 +65,24 @@ class Spelled(Marked):
 def test_published_templates(name: str) -> None:
     source = (assets.chat_templates() / f"{name}.jinja").read_text(encoding="utf-8")
     tokenizer = Spelled(source)
-    chat, format = ChatTemplate(source, tokenizer), thought_format(source, tokenizer)
+    chat, format = ChatTemplate(source, tokenizer), reasoning_format(source, tokenizer)
     mark, closing, place, place_off, calls = KNOWN[name]
     assert format is not None and (format.open, format.closing) == (mark, closing)
 
     def begins(**options: Any) -> str:
         ids = chat.encode(ASKED[1:2], **options).ids
-        return format.start(ids, "".join(map(tokenizer.token_text, tail_of(ids)))).place
+        return format.start(ids, "".join(map(tokenizer.token_text, prompt_tail(ids)))).place
 
     assert begins() == place
     if place_off is not None:
-        assert begins(**format.asked(False, None)[0]) == place_off
+        assert begins(**format.template_options(False, None)[0]) == place_off
     tools = tool_format(source, tokenizer)
     assert tools.name == calls
-    messages, tool_schemas = tools.prepared(ASKED, [WEATHER])
+    messages, tool_schemas = tools.prepare_messages(ASKED, [WEATHER])
     text = chat.render(messages, tools=tool_schemas)
     assert "weather" in text and "Ulm" in text and "wet" in text and "And now?" in text
     assert "An old thought." not in text and "A late thought." not in text
-    messages, tool_schemas = tools.prepared(
+    messages, tool_schemas = tools.prepare_messages(
         CALLED, [WEATHER]
     )  # reasoning continues after the result
     rendered = chat.render(messages, tools=tool_schemas)

@@ -71,7 +71,7 @@ def test_holds_only_what_can_become_a_stop(text: str, stops: list[str]) -> None:
     stream = TextStream(stops)
     for character in text:
         stream.push(character.encode())
-        pending = stream.held
+        pending = stream.pending_text
         if not pending or stream.stopped:
             continue
         ends = []
@@ -92,9 +92,9 @@ def test_half_a_character_is_held_and_lets_go_of_what_it_cannot_complete() -> No
     stream = TextStream(["ab"])
     assert stream.push(b"a") == ""
     assert stream.push("€".encode()[:1]) == "a"  # the next character cannot be a "b" any more
-    assert stream.held == "\ufffd"
+    assert stream.pending_text == "\ufffd"
     assert stream.push("€".encode()[1:]) == "€"
-    assert stream.held == ""
+    assert stream.pending_text == ""
 
 
 def test_stop_inside_a_token_and_across_tokens() -> None:
@@ -102,11 +102,11 @@ def test_stop_inside_a_token_and_across_tokens() -> None:
     assert stream.push(b"one ## two ") == "one ## two "
     assert stream.push(b"three<") == "three"
     assert stream.push(b"/en") == ""
-    assert stream.held == "</en"
+    assert stream.pending_text == "</en"
     assert stream.push(b"t ") == "</ent "
     assert stream.push(b"four###five") == "four"
     assert stream.stopped == "###"
-    assert stream.push(b"six") == "" and stream.finish() == "" and stream.held == ""
+    assert stream.push(b"six") == "" and stream.finish() == "" and stream.pending_text == ""
 
 
 def test_finish_gives_what_was_held_even_half_characters() -> None:

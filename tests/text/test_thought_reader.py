@@ -8,27 +8,34 @@ import pytest
 
 from thought_families import GEMMA, HARMONY, MISTRAL, PLAIN, QWEN, QWEN_OPEN, STRIPS, Marked
 from unspool.text.chat.template import ChatTemplate
-from unspool.text.thoughts.formats import Start, ThoughtFormat, tail_of, thought_format
-from unspool.text.thoughts.reader import answer_reader, told_apart
-from unspool.text.thoughts.tags import TagReader
+from unspool.text.thoughts.formats import (
+    OutputStart,
+    ReasoningFormat,
+    prompt_tail,
+    reasoning_format,
+)
+from unspool.text.thoughts.reader import make_output_parser, split_reasoning
+from unspool.text.thoughts.tags import TagReasoningParser
 
 ASKED = [{"role": "user", "content": "Is <think> a tag?"}]
 
 
-def format_of(template: str | None, *words: str) -> ThoughtFormat:
-    result = thought_format(template, Marked(template, *words))
+def format_of(template: str | None, *words: str) -> ReasoningFormat:
+    result = reasoning_format(template, Marked(template, *words))
     assert result is not None
     return result
 
 
-def start_of(template: str, messages=ASKED, words=("<think>", "</think>"), **options) -> Start:
+def start_of(
+    template: str, messages=ASKED, words=("<think>", "</think>"), **options
+) -> OutputStart:
     tokenizer = Marked(template, *words)
     ids = ChatTemplate(template, tokenizer).encode(messages, **options).ids
-    tail = "".join(map(tokenizer.token_text, tail_of(ids)))
+    tail = "".join(map(tokenizer.token_text, prompt_tail(ids)))
     return format_of(template, *words).start(ids, tail)
 
 
-def apart(template: str | None, text: str, start: Start, words=()) -> tuple[str, str]:
+def apart(template: str | None, text: str, start: OutputStart, words=()) -> tuple[str, str]:
     """Thought and answer of a text in which control tokens are spelled, however it is cut."""
     format, tokenizer = format_of(template, *words), Marked(template, *words)
     ids = tokenizer.encode(text, specials=True)
@@ -42,10 +49,10 @@ def apart(template: str | None, text: str, start: Start, words=()) -> tuple[str,
             for begin, end in itertools.pairwise(cuts):
                 part = group[begin:end]
                 if part:
-                    written.append((part[-1], "".join(map(tokenizer.shown, part))))
-        reader = answer_reader(format, start, None)
+                    written.append((part[-1], "".join(map(tokenizer.display_text, part))))
+        reader = make_output_parser(format, start, None)
         assert reader is not None
-        result.add(told_apart(reader, written))
+        result.add(split_reasoning(reader, written))
     assert len(result) == 1
     return result.pop()
 
@@ -56,11 +63,11 @@ def test_the_marks_are_found() -> None:
     assert format_of(QWEN).closing == "\n</think>\n\n"  # as the template writes it
     assert format_of(GEMMA).close == "<channel|>" and format_of(GEMMA).head == "thought\n"
     assert format_of(GEMMA).closing == "<channel|>"
-    assert format_of(HARMONY).channels and format_of(HARMONY).efforts
+    assert format_of(HARMONY).channels and format_of(HARMONY).has_efforts
     assert format_of(MISTRAL).open == "[THINK]"
     assert format_of(STRIPS).open == "<think>"
-    assert thought_format(PLAIN, Marked(PLAIN)) is None
-    assert thought_format(None, Marked(None)) is None
+    assert reasoning_format(PLAIN, Marked(PLAIN)) is None
+    assert reasoning_format(None, Marked(None)) is None
     assert format_of(PLAIN, "<think>", "</think>").closing == "</think>\n\n"  # by its vocabulary
 
 
@@ -73,7 +80,7 @@ def test_where_an_answer_begins() -> None:
         assert start_of(QWEN_OPEN, words=words, enable_thinking=False).place == "behind"
     assert start_of(GEMMA, words=()).place == "behind"
     assert start_of(GEMMA, words=(), enable_thinking=True).place == "before"
-    assert start_of(HARMONY, words=()) == Start(header="assistant")
+    assert start_of(HARMONY, words=()) == OutputStart(header="assistant")
     conversation = [*ASKED, {"role": "assistant", "content": "It"}]
     assert start_of(HARMONY, conversation, words=(), continue_final_message=True).place == "behind"
     assert start_of(QWEN, conversation, continue_final_message=True).place == "before"
@@ -82,7 +89,7 @@ def test_where_an_answer_begins() -> None:
 @pytest.mark.parametrize("words", [(), ("<think>", "</think>")])
 def test_think_tags(words: tuple[str, ...]) -> None:
     def read(text: str, place: str = "before") -> tuple[str, str]:
-        return apart(QWEN, text, Start(place), words)  # type: ignore[arg-type]
+        return apart(QWEN, text, OutputStart(place), words)  # type: ignore[arg-type]
 
     assert read("<think>\nHm, 2 < 3.\n</think>\n\nYes.") == ("Hm, 2 < 3.", "Yes.")
     assert read("\n <think>a</think>b") == ("a", "b")
@@ -101,43 +108,49 @@ def test_think_tags(words: tuple[str, ...]) -> None:
 
 def test_a_thought_that_was_never_opened() -> None:
     for words in ((), ("<think>", "</think>")):
-        reader = answer_reader(format_of(STRIPS, *words), Start(), None)
+        reader = make_output_parser(format_of(STRIPS, *words), OutputStart(), None)
         assert reader is not None
-        assert told_apart(reader, [(0, "Hm."), (0, "\n</think>"), (0, "\n\nYes.")]) == (
+        assert split_reasoning(reader, [(0, "Hm."), (0, "\n</think>"), (0, "\n\nYes.")]) == (
             "",
             "Hm.\nYes.",  # a stream cannot correct what it has shown, but shows no tag
         )
         assert reader.is_stray
-        assert apart(STRIPS, "Hm.\n</think>\n\nYes.", Start("inside"), words) == ("Hm.", "Yes.")
+        assert apart(STRIPS, "Hm.\n</think>\n\nYes.", OutputStart("inside"), words) == (
+            "Hm.",
+            "Yes.",
+        )
 
 
 def test_another_turn_in_the_same_text() -> None:
     tokenizer = Marked(QWEN, "<think>", "</think>")
-    reader = TagReader(format_of(QWEN, "<think>", "</think>"), Start("inside"))
+    reader = TagReasoningParser(format_of(QWEN, "<think>", "</think>"), OutputStart("inside"))
     turn, again = "Hm.</think>Say <think>!", "\nuser Hi\nassistant <think>So."
     for token in tokenizer.encode(turn):
-        reader.push(token, tokenizer.shown(token))
-    assert not reader.in_thought  # quoted in an answer, it is text
+        reader.push(token, tokenizer.display_text(token))
+    assert not reader.in_reasoning  # quoted in an answer, it is text
     reader.end_turn()
     for token in tokenizer.encode(again):
-        reader.push(token, tokenizer.shown(token))
-    assert reader.in_thought
+        reader.push(token, tokenizer.display_text(token))
+    assert reader.in_reasoning
 
 
 def test_control_tokens() -> None:
     text = "<|channel>thought\nSay <channel|> hi.<channel|>Hello."
-    assert apart(GEMMA, text, Start())[0].startswith("Say")
-    assert apart(GEMMA, "<|channel>thought\nHm.<channel|>Hello.", Start()) == ("Hm.", "Hello.")
-    assert apart(GEMMA, "<|channel><channel|>Hello.", Start()) == ("", "Hello.")
-    assert apart(GEMMA, "Hello.", Start("behind")) == ("", "Hello.")
-    assert apart(MISTRAL, "[THINK]a\n[/THINK]b", Start()) == ("a", "b")
+    assert apart(GEMMA, text, OutputStart())[0].startswith("Say")
+    assert apart(GEMMA, "<|channel>thought\nHm.<channel|>Hello.", OutputStart()) == (
+        "Hm.",
+        "Hello.",
+    )
+    assert apart(GEMMA, "<|channel><channel|>Hello.", OutputStart()) == ("", "Hello.")
+    assert apart(GEMMA, "Hello.", OutputStart("behind")) == ("", "Hello.")
+    assert apart(MISTRAL, "[THINK]a\n[/THINK]b", OutputStart()) == ("a", "b")
     # Letters that spell a control token are letters.
-    reader = answer_reader(format_of(MISTRAL), Start(), None)
-    assert reader is not None and told_apart(reader, [(0, "[THINK]a[/THINK]")])[0] == ""
+    reader = make_output_parser(format_of(MISTRAL), OutputStart(), None)
+    assert reader is not None and split_reasoning(reader, [(0, "[THINK]a[/THINK]")])[0] == ""
 
 
 def test_channels() -> None:
-    header = Start(header="assistant")
+    header = OutputStart(header="assistant")
     end = (
         "<|channel|>analysis<|message|>Greets.<|end|><|start|>assistant<|channel|>analysis"
         "<|message|>So I do.<|end|><|start|>assistant<|channel|>final<|message|>Hi!<|return|>"
@@ -149,16 +162,16 @@ def test_channels() -> None:
         "I look.",
     )
     assert apart(HARMONY, " to=python<|channel|>analysis<|message|>1+1<|call|>", header)[1] == ""
-    assert apart(HARMONY, "there.<|return|>", Start("behind")) == ("", "there.")
-    assert apart(HARMONY, "Hm.<|end|>", Start("inside")) == ("Hm.", "")
+    assert apart(HARMONY, "there.<|return|>", OutputStart("behind")) == ("", "there.")
+    assert apart(HARMONY, "Hm.<|end|>", OutputStart("inside")) == ("Hm.", "")
 
 
 def test_what_templates_are_told() -> None:
-    assert format_of(QWEN).asked(True, 9) == ({"enable_thinking": True}, 9)
-    assert format_of(QWEN).asked("none", None) == ({"enable_thinking": False}, 0)
-    assert format_of(QWEN).asked("high", None) == ({"enable_thinking": True}, None)
-    assert format_of(HARMONY).asked("high", None) == ({"reasoning_effort": "high"}, None)
+    assert format_of(QWEN).template_options(True, 9) == ({"enable_thinking": True}, 9)
+    assert format_of(QWEN).template_options("none", None) == ({"enable_thinking": False}, 0)
+    assert format_of(QWEN).template_options("high", None) == ({"enable_thinking": True}, None)
+    assert format_of(HARMONY).template_options("high", None) == ({"reasoning_effort": "high"}, None)
     # What cannot be switched off has no tokens to think with.
-    assert format_of(HARMONY).asked(False, None) == ({"reasoning_effort": "low"}, 0)
-    assert format_of(STRIPS).asked(False, None) == ({}, 0)
-    assert format_of(STRIPS).asked(None, 5) == ({}, 5)
+    assert format_of(HARMONY).template_options(False, None) == ({"reasoning_effort": "low"}, 0)
+    assert format_of(STRIPS).template_options(False, None) == ({}, 0)
+    assert format_of(STRIPS).template_options(None, 5) == ({}, 5)

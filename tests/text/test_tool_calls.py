@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from tool_families import TEMPLATES, format_of, read, summary
 
 from unspool.text.tools.calls import (
-    CallArguments,
-    CallBegun,
-    CallEnded,
+    ParsedToolCall,
     TextPiece,
-    ToolCall,
-    ToolCallReader,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallParser,
+    ToolCallStart,
 )
-from unspool.text.tools.json_scan import JsonScan
+from unspool.text.tools.json_scan import JsonScanner
 
 H = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
 F = ("f", '{"a": [1, "}"]}')
@@ -87,7 +87,7 @@ def test_calls_in_a_text_however_it_is_cut(
     name: str, text: str, expected: list[Any] | None, data: st.DataObject
 ) -> None:
     format = format_of(name)
-    reader = ToolCallReader(format)
+    reader = ToolCallParser(format)
     pieces = read(reader, text)
     assert summary(pieces) == ([text] if expected is None else expected)
     assert [(call.name, call.arguments) for call in reader.calls] == [
@@ -98,8 +98,8 @@ def test_calls_in_a_text_however_it_is_cut(
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
     edges = [0, *sorted(cuts), len(text)]
     parts = [text[a:b] for a, b in pairwise(edges)]
-    assert read(ToolCallReader(format), *parts) == pieces
-    assert read(ToolCallReader(format), *text) == pieces
+    assert read(ToolCallParser(format), *parts) == pieces
+    assert read(ToolCallParser(format), *text) == pieces
 
 
 SNIPPETS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "functools", "f", "}", "]",
@@ -114,34 +114,34 @@ SNIPPETS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "functools"
 def test_any_text_is_read_the_same_in_any_cut(name: str, parts: list[str], required: bool) -> None:
     format = format_of(name)
     text = "".join(parts)
-    pieces = read(ToolCallReader(format, required=required), *parts)
-    assert pieces == read(ToolCallReader(format, required=required), *text)
-    assert pieces == read(ToolCallReader(format, required=required), text)
-    if not any(isinstance(piece, CallBegun) for piece in pieces) and not required:
+    pieces = read(ToolCallParser(format, required=required), *parts)
+    assert pieces == read(ToolCallParser(format, required=required), *text)
+    assert pieces == read(ToolCallParser(format, required=required), text)
+    if not any(isinstance(piece, ToolCallStart) for piece in pieces) and not required:
         assert "".join(piece.text for piece in pieces if isinstance(piece, TextPiece)) == text
 
 
 def test_words_and_arguments_pass_at_once() -> None:
-    reader = ToolCallReader(format_of("hermes"))
+    reader = ToolCallParser(format_of("hermes"))
     assert reader.push(1, "Hello") == [TextPiece("Hello")]
     assert reader.push(1, " a < b <t") == [TextPiece(" a < b ")]  # <t may begin a mark
     assert reader.push(1, "d>") == [TextPiece("<td>")]
     assert reader.push(1, '<tool_call>{"name": "f", "arguments": ') == []
-    assert reader.push(1, '{"a') == [CallBegun(0, "f"), CallArguments(0, '{"a')]
-    assert reader.push(1, '": 1') == [CallArguments(0, '": 1')]
-    assert reader.push(1, "}}") == [CallArguments(0, "}"), CallEnded(0)]
-    assert reader.calls == [ToolCall("f", '{"a": 1}')]
+    assert reader.push(1, '{"a') == [ToolCallStart(0, "f"), ToolCallArguments(0, '{"a')]
+    assert reader.push(1, '": 1') == [ToolCallArguments(0, '": 1')]
+    assert reader.push(1, "}}") == [ToolCallArguments(0, "}"), ToolCallEnd(0)]
+    assert reader.calls == [ParsedToolCall("f", '{"a": 1}')]
     assert reader.push(1, "\n</tool_call>") == [] == reader.finish()
-    cut = ToolCallReader(format_of("hermes"))
+    cut = ToolCallParser(format_of("hermes"))
     cut.push(1, '<tool_call>{"name": "f", "arguments": {"a')
-    assert cut.finish() == [CallEnded(0)] and not cut.calls[0].is_complete
+    assert cut.finish() == [ToolCallEnd(0)] and not cut.calls[0].is_complete
 
 
 def test_only_the_named_functions_count_where_they_are_given() -> None:
     format = format_of("llama3")
     text = '{"name": "Ann", "parameters": {}}'
-    assert summary(read(ToolCallReader(format, names={"weather"}), text)) == [text]
-    assert summary(read(ToolCallReader(format, names={"Ann"}), text)) == [("Ann", "{}")]
+    assert summary(read(ToolCallParser(format, names={"weather"}), text)) == [text]
+    assert summary(read(ToolCallParser(format, names={"Ann"}), text)) == [("Ann", "{}")]
 
 
 def test_marks_that_are_control_tokens_are_known_by_their_id() -> None:
@@ -149,20 +149,20 @@ def test_marks_that_are_control_tokens_are_known_by_their_id() -> None:
     mark = format.controls["[TOOL_CALLS]"]
     spelled = '[TOOL_CALLS][{"name": "f", "arguments": {}}]'
     calls = ' [{"name": "f", "arguments": {}}]'
-    assert summary(read(ToolCallReader(format), spelled)) == [spelled]
-    assert summary(read(ToolCallReader(format), "Hm. ", mark, calls)) == ["Hm. ", ("f", "{}")]
-    assert summary(read(ToolCallReader(format), " ", mark, " no")) == ["  no"]
-    assert summary(read(ToolCallReader(format), mark, ' [{"name', mark, calls)) == [
+    assert summary(read(ToolCallParser(format), spelled)) == [spelled]
+    assert summary(read(ToolCallParser(format), "Hm. ", mark, calls)) == ["Hm. ", ("f", "{}")]
+    assert summary(read(ToolCallParser(format), " ", mark, " no")) == ["  no"]
+    assert summary(read(ToolCallParser(format), mark, ' [{"name', mark, calls)) == [
         ' [{"name', ("f", "{}")
     ]  # fmt: skip
     newer = format_of("mistral-args", "[TOOL_CALLS]", "[ARGS]")
     mark, arguments = newer.controls["[TOOL_CALLS]"], newer.controls["[ARGS]"]
-    pieces = read(ToolCallReader(newer), mark, "f", arguments, "{}", mark, "g", arguments, '{"a')
+    pieces = read(ToolCallParser(newer), mark, "f", arguments, "{}", mark, "g", arguments, '{"a')
     assert summary(pieces) == [("f", "{}"), ("g", '{"a')]
     tags = format_of("phi-tags", "<|tool_call|>", "<|/tool_call|>")
     mark, end = tags.controls["<|tool_call|>"], tags.controls["<|/tool_call|>"]
     call = '{"name": "f", "arguments": {}}'
-    assert summary(read(ToolCallReader(tags), mark, call, end, mark, call, "\n", end, "!")) == [
+    assert summary(read(ToolCallParser(tags), mark, call, end, mark, call, "\n", end, "!")) == [
         ("f", "{}"), ("f", "{}"), "!"
     ]  # fmt: skip
 
@@ -177,14 +177,14 @@ JSON = st.recursive(
 @given(JSON, st.sampled_from([None, 1]), st.booleans(), st.data())
 def test_the_scanner_knows_json(value: Any, indent: int | None, ascii: bool, data: Any) -> None:
     text = json.dumps({"value": value}, indent=indent, ensure_ascii=ascii)
-    scan = JsonScan()
+    scan = JsonScanner()
     for place, character in enumerate(text, start=1):
         assert scan.push(character)
         assert scan.is_done == (place == len(text))
     place = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.sampled_from('{}[],:"\\01.-+eEtfnu x'))
     changed = text[:place] + other + text[place + 1 :]
-    scan = JsonScan()
+    scan = JsonScanner()
     accepted = all(scan.push(character) for character in changed) and scan.is_done
     try:
         json.loads(changed)
@@ -204,7 +204,7 @@ def test_the_scanner_knows_json(value: Any, indent: int | None, ascii: bool, dat
 def test_a_long_text_takes_linear_time(text: str) -> None:
     for step in (3, len(text)):
         start = time.perf_counter()
-        reader = ToolCallReader(format_of("hermes"))
+        reader = ToolCallParser(format_of("hermes"))
         for place in range(0, len(text), step):
             reader.push(1, text[place : place + step])
         reader.finish()

@@ -25,8 +25,8 @@ from unspool.errors import UnspoolError
 from unspool.sampling import Grammar, GrammarSpec
 from unspool.text.chat.template import ChatTemplate
 from unspool.text.tokenizer.tokenizer import Tokenizer
-from unspool.text.tools.calls import TextPiece, ToolCallReader
-from unspool.text.tools.formats import Tool, tool_format
+from unspool.text.tools.calls import TextPiece, ToolCallParser
+from unspool.text.tools.formats import ToolSpec, tool_format
 
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "user", "content": "Rain?"},
@@ -44,7 +44,7 @@ CONVERSATION: list[dict[str, Any]] = [
 def test_templates_without_tools_get_words() -> None:
     format = format_of("generic")
     assert (format.name, format.in_template) == ("generic", False)
-    messages, tools = format.prepared(CONVERSATION, [WEATHER, CLOCK])
+    messages, tools = format.prepare_messages(CONVERSATION, [WEATHER, CLOCK])
     assert tools is None and [m["role"] for m in messages] == [
         "system", "user", "assistant", "user"
     ]  # fmt: skip
@@ -57,17 +57,17 @@ def test_templates_without_tools_get_words() -> None:
     assert messages[3]["content"] == (
         "<tool_response>\nwet\n</tool_response>\n<tool_response>\nnoon\n</tool_response>\nAnd now?"
     )
-    reader = ToolCallReader(format)
+    reader = ToolCallParser(format)
     assert len(summary(read(reader, messages[2]["content"]))) == 2  # it reads what it writes
     ChatTemplate(CHATML, Letters()).encode(messages, tools=tools)
     conversation = [{"role": "system", "content": "Be brief."}, CONVERSATION[0]]
-    system = format.prepared(conversation, [CLOCK])[0][0]["content"]
+    system = format.prepare_messages(conversation, [CLOCK])[0][0]["content"]
     assert system.startswith("Be brief.\n\n") and system.endswith("answer in plain words.")
-    assert format.prepared(conversation, []) == (conversation, None)
+    assert format.prepare_messages(conversation, []) == (conversation, None)
     no_system = CHATML.replace("{{'<", "{% if message.role == 'system' %}"
                                "{{ raise_exception('no') }}{% endif %}{{'<", 1)  # fmt: skip
     refuses = tool_format(no_system, Letters())
-    ready = refuses.prepared(CONVERSATION, [CLOCK])[0]
+    ready = refuses.prepare_messages(CONVERSATION, [CLOCK])[0]
     assert ready[0]["role"] == "user" and ready[0]["content"].endswith("\n\nRain?")
     plain = tool_format(None, Letters())
     assert plain.name == "generic" and plain.takes_system
@@ -77,7 +77,7 @@ def test_templates_without_tools_get_words() -> None:
 def test_templates_with_tools_get_tools(name: str) -> None:
     format = format_of(name)
     assert (format.name, format.in_template, format.writes_calls) == (name, True, True)
-    messages, tools = format.prepared(CONVERSATION, [WEATHER, CLOCK])
+    messages, tools = format.prepare_messages(CONVERSATION, [WEATHER, CLOCK])
     assert tools is not None and tools[0] == {
         "type": "function",
         "function": {"name": "weather", "description": WEATHER.description, "parameters": CITY},
@@ -91,7 +91,7 @@ def test_templates_with_tools_get_tools(name: str) -> None:
     assert CONVERSATION[1]["content"] is None  # the caller's own are untouched
     text = ChatTemplate(TEMPLATES[name], Letters()).render(messages, tools=tools)
     assert "Köln" in text and "weather" in text
-    assert format.prepared(CONVERSATION[:1], []) == (CONVERSATION[:1], None)
+    assert format.prepare_messages(CONVERSATION[:1], []) == (CONVERSATION[:1], None)
     if name == "llama3":  # which knows one call a message
         assert [m["role"] for m in messages] == ["user", *["assistant", "tool"] * 2, "user"]
     if name.startswith("mistral"):
@@ -108,7 +108,9 @@ def test_syntaxes_that_are_not_read_here_become_words() -> None:
     silent = TOOLS + "{% for m in messages %}{{ m.content }}{% endfor %}{{ '<tool_call>' }}"
     format = tool_format(silent + "{# arguments #}", Letters())
     assert (format.name, format.writes_calls) == ("hermes", False)
-    assert format.prepared(CONVERSATION, [CLOCK])[0][1]["content"].startswith("<tool_call>\n{")
+    assert format.prepare_messages(CONVERSATION, [CLOCK])[0][1]["content"].startswith(
+        "<tool_call>\n{"
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_real_templates(family: str, name: str) -> None:
     format = tool_format(tokenizer.chat_template, tokenizer)
     assert format.name == name
     answered = [*CONVERSATION[:4], {"role": "assistant", "content": "Wet."}, CONVERSATION[4]]
-    messages, tools = format.prepared(answered, [WEATHER, CLOCK])
+    messages, tools = format.prepare_messages(answered, [WEATHER, CLOCK])
     prompt = ChatTemplate(tokenizer.chat_template, tokenizer).encode(messages, tools=tools)
     assert '"name": "weather"' in prompt.text and "Köln" in prompt.text and "noon" in prompt.text
     if family == "qwen":  # the template writes what its model is to write
@@ -129,7 +131,7 @@ def test_real_templates(family: str, name: str) -> None:
     if family == "mistral":  # by ids: control tokens that have no text
         ids = prompt.ids[prompt.ids.index(format.controls["[TOOL_CALLS]"]) :]
         control = tokenizer.special_ids
-        reader = ToolCallReader(format)
+        reader = ToolCallParser(format)
         for token in ids[: ids.index(tokenizer.eos_id)]:
             reader.push(token, "" if token in control else tokenizer.decode([token]))
         assert [call.name for call in reader.calls] == ["weather", "clock"]
@@ -153,7 +155,7 @@ BAD = {
 @pytest.mark.parametrize("name", ["generic", "hermes"])
 def test_bad_calls_and_results(why: str, name: str) -> None:
     with pytest.raises(UnspoolError, match=why) as caught:
-        format_of(name).prepared(BAD[why], [CLOCK])
+        format_of(name).prepare_messages(BAD[why], [CLOCK])
     assert str(caught.value).startswith("message ") and "\n" not in str(caught.value)
 
 
@@ -204,15 +206,15 @@ def test_the_default_model_calls_when_it_must(lm: Any) -> None:
     assert format.name == "generic" and format.takes_system
     unit = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 10},
             "unit": {"enum": ["C", "F"]}}, "required": ["city", "unit"]}  # fmt: skip
-    tools = [Tool("weather", "The weather of a city", unit), CLOCK]
-    messages, tool_schemas = format.prepared(
+    tools = [ToolSpec("weather", "The weather of a city", unit), CLOCK]
+    messages, tool_schemas = format.prepare_messages(
         [{"role": "user", "content": "Is it raining in Paris?"}], tools
     )
     answer = lm.chat(
         messages, tools=tool_schemas, grammar=format.grammar(tools, parallel=False), temperature=0
     )
     assert answer.finish_reason != "length"
-    reader = ToolCallReader(format, required=True)
+    reader = ToolCallParser(format, required=True)
     pieces = [piece for step in answer.steps for piece in reader.push(step.token, step.text)]
     pieces += reader.finish()
     assert not any(isinstance(piece, TextPiece) for piece in pieces)

@@ -8,29 +8,29 @@ import time
 from pathlib import Path
 
 from unspool.train.scaling.side_by_side import is_orphaned
-from unspool.train.scaling.study import Planned, Study
+from unspool.train.scaling.study import PlannedRun, Study
 
 
-def train(run: Planned, folder: Path) -> float:
+def train(run: PlannedRun, folder: Path) -> float:
     """The loss of a run, and who trained it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "process").write_text(str(os.getpid()))
     return 1.5 + 400 / run.parameters**0.35 + 300 / run.tokens**0.3
 
 
-def broken(run: Planned, folder: Path) -> float:
+def broken(run: PlannedRun, folder: Path) -> float:
     """One of them cannot be trained."""
     if run.depth == 3:
         raise ValueError(f"no {run.name} today")
     return train(run, folder)
 
 
-def killed(run: Planned, folder: Path) -> float:
+def killed(run: PlannedRun, folder: Path) -> float:
     """A process that ends without a word."""
     os._exit(9)
 
 
-def endless(run: Planned, folder: Path) -> float:
+def endless(run: PlannedRun, folder: Path) -> float:
     """Runs until its parent process dies."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "process").write_text(str(os.getpid()))
@@ -40,5 +40,5 @@ def endless(run: Planned, folder: Path) -> float:
 
 
 if __name__ == "__main__":  # a study to be killed
-    runs = [Planned(depth, 1, 1, 1.0) for depth in (1, 2)]
+    runs = [PlannedRun(depth, 1, 1, 1.0) for depth in (1, 2)]
     Study(sys.argv[1]).measure(runs, endless, at_once=2)

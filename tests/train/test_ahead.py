@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from unspool.train.data.batches import Batch
+from unspool.train.data.batches import TrainingBatch
 from unspool.train.running.ahead import BatchPrefetcher
 from unspool.train.running.faults import TrainingError
 
@@ -16,11 +16,11 @@ class Counted:
     """Batches of their own number, and the order in which they were made."""
 
     def __init__(self) -> None:
-        self.made: list[int] = []
+        self.generate: list[int] = []
 
-    def batch(self, step: int) -> Batch:
-        self.made.append(step)
-        return Batch(torch.full((1, 3), step))
+    def batch(self, step: int) -> TrainingBatch:
+        self.generate.append(step)
+        return TrainingBatch(torch.full((1, 3), step))
 
 
 class Unmoved(torch.Tensor):
@@ -31,9 +31,9 @@ class Unmoved(torch.Tensor):
 
 
 class OnGpu(Counted):
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TrainingBatch:
         batch = super().batch(step)
-        return Batch(batch.ids.as_subclass(Unmoved))
+        return TrainingBatch(batch.ids.as_subclass(Unmoved))
 
 
 class Written(OnGpu):
@@ -45,7 +45,7 @@ def numbers(ahead: BatchPrefetcher, batches: Counted) -> list[tuple[int, list[in
     observed = []
     for index in range(3):
         ids = ahead.get(index).ids
-        before = list(batches.made)
+        before = list(batches.generate)
         ahead.prefetch(index + 1)
         observed.append((int(ids[0, 0]), before))
     return observed
@@ -73,7 +73,7 @@ def test_a_gpu_has_the_next_batch_ready_and_others_do_not_make_it() -> None:
         ahead = BatchPrefetcher(batches, 10, device)  # type: ignore[arg-type]
         ahead.get(0)
         ahead.prefetch(1)
-        assert batches.made == created
+        assert batches.generate == created
 
 
 def test_another_batch_than_the_prepared_one_is_made() -> None:

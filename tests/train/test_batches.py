@@ -10,17 +10,19 @@ import pytest
 import torch
 
 from unspool.errors import DataError, SettingsError
-from unspool.train.data.batches import Batches
-from unspool.train.data.shards import Packed
+from unspool.train.data.batches import PackedBatches
+from unspool.train.data.shards import PackedDocuments
 from unspool.train.data.shuffle import permuted
 
 
-def text(tokens: int, *borders: int) -> Packed:
+def text(tokens: int, *borders: int) -> PackedDocuments:
     """Ids that say where they stand."""
-    return Packed(np.arange(tokens, dtype=np.uint32), np.array([0, *borders, tokens]), None)
+    return PackedDocuments(
+        np.arange(tokens, dtype=np.uint32), np.array([0, *borders, tokens]), None
+    )
 
 
-def windows(batches: Batches, steps: range) -> list[int]:
+def windows(batches: PackedBatches, steps: range) -> list[int]:
     return [int(row[0]) // batches.length for step in steps for row in batches.batch(step).ids]
 
 
@@ -43,7 +45,7 @@ def test_the_shuffle_stays_what_it_is() -> None:
 
 
 def test_windows_hold_every_token_as_a_target_once() -> None:
-    batches = Batches(text(101), batch_size=2, length=10)
+    batches = PackedBatches(text(101), batch_size=2, length=10)
     assert batches.rows == 10 and batches.steps_per_epoch == 5
     observed = [batches.batch(step) for step in range(5)]
     targets = torch.cat([batch.targets for batch in observed]).flatten()
@@ -55,15 +57,15 @@ def test_windows_hold_every_token_as_a_target_once() -> None:
 
 
 def test_each_epoch_sees_every_window_in_another_order() -> None:
-    batches = Batches(text(64 * 8 + 1), batch_size=4, length=8, seed=3)
+    batches = PackedBatches(text(64 * 8 + 1), batch_size=4, length=8, seed=3)
     first, second = windows(batches, range(16)), windows(batches, range(16, 32))
     assert sorted(first) == sorted(second) == list(range(64))
     assert first != second and first != sorted(first)
-    assert windows(Batches(text(513), 4, 8, seed=4), range(16)) != first
+    assert windows(PackedBatches(text(513), 4, 8, seed=4), range(16)) != first
 
 
 def test_epochs_that_end_within_a_batch() -> None:
-    batches = Batches(text(7 * 8 + 1), batch_size=5, length=8)
+    batches = PackedBatches(text(7 * 8 + 1), batch_size=5, length=8)
     observed = windows(batches, range(7))
     for epoch in range(5):
         assert sorted(observed[epoch * 7 : epoch * 7 + 7]) == list(range(7))
@@ -71,39 +73,39 @@ def test_epochs_that_end_within_a_batch() -> None:
 
 def test_a_batch_depends_on_its_step_alone() -> None:
     packed = text(1000)
-    first, other = Batches(packed, 3, 16, seed=1), Batches(packed, 3, 16, seed=1)
+    first, other = PackedBatches(packed, 3, 16, seed=1), PackedBatches(packed, 3, 16, seed=1)
     for step in (5, 0, 5, 1_000_000):
         assert torch.equal(first.batch(step).ids, other.batch(step).ids)
 
 
 def test_ranks_share_what_one_would_see() -> None:
     packed = text(1000)
-    alone = Batches(packed, 6, 16, seed=1)
-    ranks = [Batches(packed, 2, 16, seed=1, rank=rank, world=3) for rank in range(3)]
+    alone = PackedBatches(packed, 6, 16, seed=1)
+    ranks = [PackedBatches(packed, 2, 16, seed=1, rank=rank, world=3) for rank in range(3)]
     for step in range(30):
         together = torch.cat([item.batch(step).ids for item in ranks])
         assert torch.equal(together, alone.batch(step).ids)
 
 
 def test_documents_in_a_window() -> None:
-    batches = Batches(text(21, 4, 5, 17), 1, 10, inside_documents=True)
+    batches = PackedBatches(text(21, 4, 5, 17), 1, 10, inside_documents=True)
     by_window = {int(b.ids[0, 0]): b.documents for b in map(batches.batch, range(2))}
     assert by_window[0].tolist() == [[0, 0, 0, 0, 1, 2, 2, 2, 2, 2]]
     assert by_window[10].tolist() == [[0, 0, 0, 0, 0, 0, 0, 1, 1, 1]]
     assert by_window[0].dtype == torch.int32
 
 
-def chat(*documents: tuple[int, list[int]]) -> Packed:
+def chat(*documents: tuple[int, list[int]]) -> PackedDocuments:
     """Documents by their length and the places in them that count."""
     lengths = [length for length, _ in documents]
     borders = np.concatenate([[0], np.cumsum(lengths)])
     loss_mask = np.zeros(borders[-1], bool)
     for begin, (_, places) in zip(borders, documents, strict=False):
         loss_mask[begin + np.array(places, int)] = True
-    return Packed(np.arange(1, borders[-1] + 1, dtype=np.uint16), borders, loss_mask)
+    return PackedDocuments(np.arange(1, borders[-1] + 1, dtype=np.uint16), borders, loss_mask)
 
 
-def rows(batches: Batches) -> dict[int, Any]:
+def rows(batches: PackedBatches) -> dict[int, Any]:
     result = {}
     for step in range(batches.rows):
         batch = batches.batch(step)
@@ -112,7 +114,7 @@ def rows(batches: Batches) -> dict[int, Any]:
 
 
 def test_conversations_have_rows_of_their_own() -> None:
-    batches = Batches(chat((5, [3, 4]), (40, [39]), (3, [1])), 1, 100, inside_documents=True)
+    batches = PackedBatches(chat((5, [3, 4]), (40, [39]), (3, [1])), 1, 100, inside_documents=True)
     result = rows(batches)
     assert sorted(result) == [1, 6, 46]
     short = result[1]
@@ -124,7 +126,7 @@ def test_conversations_have_rows_of_their_own() -> None:
 
 
 def test_a_long_conversation_takes_several_rows() -> None:
-    batches = Batches(chat((25, [0, 12, 24]), (4, [0]), (1, [0])), 1, 10)
+    batches = PackedBatches(chat((25, [0, 12, 24]), (4, [0]), (1, [0])), 1, 10)
     result = rows(batches)
     # A row without a target that counts is left out; a document's first token is never one.
     assert sorted(result) == [11, 21]
@@ -134,18 +136,18 @@ def test_a_long_conversation_takes_several_rows() -> None:
 
 def test_what_cannot_be() -> None:
     with pytest.raises(DataError, match="5 tokens, too few for one row of 8"):
-        Batches(text(5), 1, 8)
+        PackedBatches(text(5), 1, 8)
     with pytest.raises(DataError, match="too few"):
-        Batches(chat((4, [0])), 1, 8)
+        PackedBatches(chat((4, [0])), 1, 8)
     with pytest.raises(SettingsError, match="rank 2, world 2"):
-        Batches(text(100), 1, 8, rank=2, world=2)
+        PackedBatches(text(100), 1, 8, rank=2, world=2)
 
 
 def test_a_memory_map_is_read_where_it_is_needed(tmp_path: Path) -> None:
     """A batch from a file much larger than it costs no more than its rows."""
     np.arange(5_000_000, dtype=np.uint16).tofile(tmp_path / "ids")
     mapped = np.memmap(tmp_path / "ids", np.uint16, "r")
-    batches = Batches(Packed(mapped, np.array([0, len(mapped)]), None), 4, 64)
+    batches = PackedBatches(PackedDocuments(mapped, np.array([0, len(mapped)]), None), 4, 64)
     import tracemalloc
 
     batches.batch(0)

@@ -147,7 +147,7 @@ def test_only_the_same_job_finds_what_it_began(tmp_path: Path, monkeypatch: pyte
 
 def test_a_folder_that_is_not_shared_is_named(tmp_path: Path):
     with pytest.raises(RunError, match="on a disk that all machines share"):
-        open_run_everywhere(tmp_path, Parallel.alone("cpu"))
+        open_run_everywhere(tmp_path, Parallel.single_process("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,12 @@ from torch.nn import functional
 from unspool.model.checkpoint import load_transformer, open_checkpoint
 from unspool.model.transformer import Transformer
 from unspool.train.learning.cross_entropy import summed_loss, token_losses
-from unspool.train.learning.forward import AttentionMask, hidden, inside, recompute_activations
+from unspool.train.learning.forward import (
+    AttentionMask,
+    causal_within_documents,
+    hidden_states,
+    recompute_activations,
+)
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.shape import new_config, new_model
 
@@ -33,7 +38,7 @@ def test_every_family_forward_as_it_runs(family: str, tmp_path: Path):
     tiny.save(family, tmp_path)
     model = load_transformer(open_checkpoint(tmp_path))
     tokens = random_ids(2, 40, 259)
-    x = hidden(model, tokens, AttentionMask.build(model.config, tokens))
+    x = hidden_states(model, tokens, AttentionMask.build(model.config, tokens))
     assert torch.allclose(model.logits(x), model(tokens), atol=2e-4, rtol=1e-3)
 
 
@@ -118,12 +123,14 @@ def test_documents_do_not_see_each_other():
     ids = random_ids(1, 41)
     documents = torch.tensor([[0] * 25 + [1] * 15])
     tokens = ids[:, :-1]
-    packed = hidden(model, tokens, AttentionMask.build(model.config, tokens, inside(documents)))
+    packed = hidden_states(
+        model, tokens, AttentionMask.build(model.config, tokens, causal_within_documents(documents))
+    )
     first, second = tokens[:, :25], tokens[:, 25:]
-    alone = hidden(model, first, AttentionMask.build(model.config, first))
+    alone = hidden_states(model, first, AttentionMask.build(model.config, first))
     assert torch.allclose(packed[:, :25], alone, atol=1e-5)
     # Rotary positions are relative: the second document may begin anywhere.
-    alone = hidden(model, second, AttentionMask.build(model.config, second))
+    alone = hidden_states(model, second, AttentionMask.build(model.config, second))
     assert torch.allclose(packed[:, 25:], alone, atol=1e-4)
 
 
@@ -155,5 +162,5 @@ def test_layers_that_are_alike_are_compiled_once(kind: str):
     for layer in model.layers:
         layer.compile(backend=backend, dynamic=False)
     tokens = torch.arange(16).view(1, 16)
-    hidden(model, tokens, AttentionMask.build(config, tokens)).sum().backward()
+    hidden_states(model, tokens, AttentionMask.build(config, tokens)).sum().backward()
     assert len(graphs) == (1 if kind == "qwen3" else 2)

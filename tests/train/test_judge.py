@@ -13,7 +13,7 @@ import small_model as small
 import unspool
 from unspool.errors import SettingsError
 from unspool.train.judging.judge import bits_per_byte, windows
-from unspool.train.judging.likelihood import likelihoods
+from unspool.train.judging.likelihood import score_continuations
 
 TEXT = "The people of the United States, and their union in 1999. " * 5
 
@@ -92,7 +92,7 @@ def test_many_likelihoods_are_those_of_each_alone(lm: Any):
     pairs += [(rng.integers(4, 290, int(n)).tolist(), [7, 8]) for n in rng.integers(1, 90, 40)]
     best = int(np.argmax(np.asarray(_last_logits(lm, question))))
     pairs += [(question, [best]), (question, [])]
-    result = likelihoods(lm, pairs)
+    result = score_continuations(lm, pairs)
     for (context, target), first in zip(pairs, result, strict=True):
         expected = [logprob(lm, [*context, *target[:n]], token) for n, token in enumerate(target)]
         assert first.logprobs == pytest.approx(expected, rel=1e-3, abs=1e-4)
@@ -108,9 +108,9 @@ def _last_logits(lm: Any, tokens: list[int]) -> Any:
 
 def test_long_continuations_come_in_pieces(lm: Any, monkeypatch: pytest.MonkeyPatch):
     ids = np.random.default_rng(1).integers(4, 290, 120).tolist()
-    full = likelihoods(lm, [(ids[:2], ids[2:])])[0]
+    full = score_continuations(lm, [(ids[:2], ids[2:])])[0]
     monkeypatch.setattr("unspool.train.judging.likelihood._MAX_LOGIT_ROWS", 16)
-    pieces = likelihoods(lm, [(ids[:2], ids[2:]), (ids[:5], ids[5:9])])[0]
+    pieces = score_continuations(lm, [(ids[:2], ids[2:]), (ids[:5], ids[5:9])])[0]
     assert pieces.logprobs == pytest.approx(full.logprobs, rel=1e-3, abs=1e-4)
 
 
@@ -120,12 +120,12 @@ def test_what_cannot_be_judged(lm: Any):
     with pytest.raises(SettingsError, match="got 99"):
         bits_per_byte(lm, ["a"], context=32, stride=99)
     with pytest.raises(SettingsError, match="at least one context token"):
-        likelihoods(lm, [([], [1])])
+        score_continuations(lm, [([], [1])])
     with pytest.raises(SettingsError, match="the model's context of 256"):
-        likelihoods(lm, [([1], [2] * 300)])
+        score_continuations(lm, [([1], [2] * 300)])
 
 
 def test_a_context_that_is_too_long_is_cut_at_its_beginning(lm: Any):
     ids = np.random.default_rng(2).integers(4, 290, 300).tolist()
-    result = likelihoods(lm, [(ids[:290], ids[290:292])])[0]
+    result = score_continuations(lm, [(ids[:290], ids[290:292])])[0]
     assert result.logprobs[1] == pytest.approx(logprob(lm, ids[35:291], ids[291]), rel=1e-3)

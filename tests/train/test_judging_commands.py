@@ -12,8 +12,8 @@ from unspool.cli.main import _exit_code
 from unspool.errors import UnspoolError
 from unspool.model.gguf import GGUFFile
 from unspool.train.running.runs import Run
-from unspool.train.scaling.grid import Runs, held_out_loss, shared_vocabulary
-from unspool.train.scaling.study import Planned
+from unspool.train.scaling.grid import GridTrainer, held_out_loss, shared_vocabulary
+from unspool.train.scaling.study import PlannedRun
 from unspool.train.settings import NewSettings
 
 WORDS = ("the", "people", "of", "these", "states", "have", "come", "together", "in", "peace")
@@ -29,7 +29,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> GridTrainer:
     folder = tmp_path_factory.mktemp("study")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UNSPOOL_CACHE", str(folder / "cache"))
@@ -38,16 +38,16 @@ def runs(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     settings = NewSettings(
         data=(str(text),), held_out=0.1, tokenizer=str(vocabulary), device="cpu", keep=0
     )
-    return Runs(settings, size, length=32)
+    return GridTrainer(settings, size, length=32)
 
 
 @pytest.fixture(scope="module")
-def trained(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def trained(runs: GridTrainer, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One run of a grid."""
     folder: Path = tmp_path_factory.mktemp("runs") / "d1"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UNSPOOL_CACHE", str(folder.parent / "cache"))
-        planned = Planned(1, 1, 8192, 1e9)
+        planned = PlannedRun(1, 1, 8192, 1e9)
         loss = runs(planned, folder)
         run = Run.open(folder)
         assert loss == held_out_loss(run) < 5.5  # less than knowing nothing
@@ -62,7 +62,7 @@ def test_a_run_of_a_grid_keeps_its_finished_model(trained: Run):
 
 
 def test_a_run_that_was_stopped_is_told(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: GridTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     from unspool.train.running.events import RunEnded
 
@@ -71,7 +71,7 @@ def test_a_run_that_was_stopped_is_told(
         "unspool.train.scaling.grid.train", lambda run, on_event: RunEnded("stopped", 3)
     )
     with pytest.raises(UnspoolError, match="rerun the same command to resume"):
-        runs(Planned(1, 1, 8192, 1e9), tmp_path / "d1")
+        runs(PlannedRun(1, 1, 8192, 1e9), tmp_path / "d1")
 
 
 def test_judge_on_what_the_run_held_out(trained: Run, capsys: pytest.CaptureFixture[str]):
@@ -119,11 +119,11 @@ def test_scaling(
     monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path / "cache"))
     trained: list[str] = []
 
-    def train(self: Runs, run: Planned, folder: Path) -> float:
+    def train(self: GridTrainer, run: PlannedRun, folder: Path) -> float:
         trained.append(folder.name)
         return 1.5 + 20 / run.parameters**0.3 + 60 / run.tokens**0.3
 
-    monkeypatch.setattr(Runs, "__call__", train)
+    monkeypatch.setattr(GridTrainer, "__call__", train)
     words = [
         "train", "scaling", str(text), "--budgets", "1e14,3e14,1e15", "--depths", "3,4,5",
         "--check", "3e15", "--vocab-size", "280", "--redraws", "20", "--epochs", "1e9",

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from unspool.errors import DataError
-from unspool.text.chat.learning import counted_tokens
+from unspool.text.chat.learning import mask_conversation
 from unspool.text.chat.template import ChatTemplate
 from unspool.text.tokenizer.tokenizer import Tokenizer
-from unspool.train.data.batches import Batches
+from unspool.train.data.batches import PackedBatches
 from unspool.train.data.encoding import DocumentEncoder
 from unspool.train.data.shapes import Document
 from unspool.train.data.shards import prepare
-from unspool.train.data.tokenizer import TokenizerSettings, learn, save
+from unspool.train.data.tokenizer import TokenizerSettings, save_tokenizer_files, train_bpe
 
 WORDS = Path(__file__).parents[2].joinpath("docs", "how-it-works.md").read_text(encoding="utf-8")
 
@@ -45,7 +45,7 @@ CONVERSATIONS: list[tuple[list[dict[str, Any]], Any]] = [
 def folder_with(folder: Path, template: str | None, *specials: str) -> Path:
     every = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *specials)
     selected = TokenizerSettings(400 + len(every), specials=every, chat_template=template)
-    save(learn([WORDS], selected), selected, folder)
+    save_tokenizer_files(train_bpe([WORDS], selected), selected, folder)
     return folder
 
 
@@ -64,7 +64,7 @@ def theirs(folder: Path) -> Any:
 def learned(tokenizer: Tokenizer, messages: Any, tools: Any = None) -> str:
     """What counts, as text, with a bar between stretches."""
     chat = ChatTemplate(tokenizer.chat_template, tokenizer)
-    lesson = counted_tokens(chat, messages, tools, tokenizer.end_ids)
+    lesson = mask_conversation(chat, messages, tools, tokenizer.end_ids)
     assert lesson.ids == chat.encode(messages, tools=tools, add_generation_prompt=False).ids
     stretches: list[list[int]] = [[]]
     for token, counts in zip(lesson.ids, lesson.counted, strict=True):
@@ -80,7 +80,7 @@ def test_equal_to_transformers_mask(folder: Path, theirs: Any, number: int) -> N
     messages, tools = CONVERSATIONS[number]
     tokenizer = Tokenizer.from_file(folder)
     chat = ChatTemplate(tokenizer.chat_template, tokenizer)
-    lesson = counted_tokens(chat, messages, tools, tokenizer.end_ids)
+    lesson = mask_conversation(chat, messages, tools, tokenizer.end_ids)
     expected = theirs.apply_chat_template(
         messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -188,7 +188,7 @@ def test_from_a_file_to_batches(
     prepared = prepare(tmp_path / "a.jsonl", tokenizer, held_out=0)
     assert prepared.card.kind == "chat" and prepared.card.documents == 22
     assert 0 < prepared.card.counted_tokens < prepared.card.tokens
-    batches = Batches(prepared.train, 2, 64)
+    batches = PackedBatches(prepared.train, 2, 64)
     assert batches.rows == 22
     observed = set()
     for step in range(11):

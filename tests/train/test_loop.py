@@ -360,13 +360,13 @@ def test_a_slow_machine_gets_fewer_steps_within_the_time_budget(
     """Each step takes a second at first and four later: 100 planned steps no longer fit."""
     clock = [0.0]
     trainer = tiny_trainer(tmp_path / "run", 100, seconds=105.0, save_every=0)
-    take_step = trainer.one_step
+    take_step = trainer.train_step
 
     def slow_step() -> Any:
         clock[0] += 1.0 if trainer.step < 20 else 4.0
         return take_step()
 
-    monkeypatch.setattr(trainer, "one_step", slow_step)
+    monkeypatch.setattr(trainer, "train_step", slow_step)
     fake_time = SimpleNamespace(monotonic=lambda: clock[0])
     monkeypatch.setattr("unspool.train.running.loop.time", fake_time)
     events: list[Event] = []
@@ -382,13 +382,13 @@ def test_a_slow_machine_gets_fewer_steps_within_the_time_budget(
 def test_without_load_all_planned_steps_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     clock = [0.0]
     trainer = tiny_trainer(tmp_path / "run", 100, seconds=105.0, save_every=0)
-    take_step = trainer.one_step
+    take_step = trainer.train_step
 
     def slow_step() -> Any:  # the first steps compile
         clock[0] += 3.0 if trainer.step < 2 else 0.9
         return take_step()
 
-    monkeypatch.setattr(trainer, "one_step", slow_step)
+    monkeypatch.setattr(trainer, "train_step", slow_step)
     fake_time = SimpleNamespace(monotonic=lambda: clock[0])
     monkeypatch.setattr("unspool.train.running.loop.time", fake_time)
     assert trainer.run().step == 100

@@ -16,12 +16,12 @@ from unspool.errors import SettingsError
 from unspool.model.adapters import read_adapter, write_adapter
 from unspool.model.checkpoint import load_transformer, open_checkpoint
 from unspool.train.learning.lora import (
-    Lora,
+    LoraConfig,
     adapter_of,
     add_lora,
+    load_adapter,
     lora_modules,
     merge,
-    put_adapter,
     switch_lora,
 )
 from unspool.train.tuning.grpo import advantages, grpo_losses
@@ -42,7 +42,7 @@ def transformer(folder: Path) -> Any:
 
 def with_lora(folder: Path, **settings: Any) -> Any:
     model = transformer(folder)
-    add_lora(model, Lora(**{"rank": 4, **settings}))
+    add_lora(model, LoraConfig(**{"rank": 4, **settings}))
     with torch.no_grad():
         for number, (_, module) in enumerate(lora_modules(model)):
             torch.manual_seed(number)
@@ -52,15 +52,15 @@ def with_lora(folder: Path, **settings: Any) -> Any:
 
 def test_it_begins_as_the_model_itself_and_trains_only_what_was_added(folder: Path) -> None:
     plain, model = transformer(folder), transformer(folder)
-    add_lora(model, Lora(rank=4))
+    add_lora(model, LoraConfig(rank=4))
     torch.testing.assert_close(model(TOKENS), plain(TOKENS), rtol=0, atol=0)
     trained = [name for name, item in model.named_parameters() if item.requires_grad]
     assert trained and all(name.endswith((".down", ".up")) for name in trained)
     few = transformer(folder)
-    add_lora(few, Lora(rank=4, layers=1, targets=("q",)))
+    add_lora(few, LoraConfig(rank=4, layers=1, targets=("q",)))
     assert [name for name, _ in lora_modules(few)] == ["layers.3.attention.q.weight"]
     again = transformer(folder)
-    add_lora(again, Lora(rank=4))  # the same seed, the same numbers
+    add_lora(again, LoraConfig(rank=4))  # the same seed, the same numbers
     for (_, first), (_, other) in zip(lora_modules(model), lora_modules(again), strict=True):
         torch.testing.assert_close(first.down, other.down, rtol=0, atol=0)
 
@@ -86,7 +86,7 @@ def test_what_was_trained_gives_pefts_logits_ours_and_those_of_the_merged_model(
     lm = unspool.load(folder / "base", backend="torch")
     lm.load_adapter("a", folder / "adapter")
     with lm.opened(TOKENS[0].tolist(), "a") as branch:
-        served = np.asarray(lm.engine.extend(branch, wanted=TOKENS.shape[1]))
+        served = np.asarray(lm.engine.extend(branch, num_logits=TOKENS.shape[1]))
     np.testing.assert_allclose(served, expected[0].numpy(), atol=1e-4)
 
 
@@ -97,20 +97,20 @@ def test_it_can_be_switched_off_and_gone_on_with(folder: Path) -> None:
         switch_lora(model, False)
         torch.testing.assert_close(model(TOKENS), plain(TOKENS), rtol=0, atol=0)
         again = transformer(folder)
-        add_lora(again, Lora(rank=4, alpha=1))  # another scale, the same product
-        put_adapter(again, adapter_of(model))
+        add_lora(again, LoraConfig(rank=4, alpha=1))  # another scale, the same product
+        load_adapter(again, adapter_of(model))
         torch.testing.assert_close(again(TOKENS), on, rtol=0, atol=1e-5)
     other = transformer(folder)
-    add_lora(other, Lora(rank=5))
+    add_lora(other, LoraConfig(rank=5))
     with pytest.raises(SettingsError, match="another rank"):
-        put_adapter(other, adapter_of(model))
+        load_adapter(other, adapter_of(model))
 
 
 def test_what_lora_cannot_be_is_refused() -> None:
     with pytest.raises(SettingsError, match="choose from"):
-        Lora(targets=("q", "embed"))
+        LoraConfig(targets=("q", "embed"))
     with pytest.raises(SettingsError, match="rank"):
-        Lora(rank=0)
+        LoraConfig(rank=0)
 
 
 def test_dpo_is_the_papers_formula() -> None:

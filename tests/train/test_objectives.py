@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from unspool.model.transformer import Transformer, attention_weights
 from unspool.train.learning import objectives
-from unspool.train.learning.forward import AttentionMask, hidden
+from unspool.train.learning.forward import AttentionMask, hidden_states
 from unspool.train.learning.objectives import BlockDiffusion, Masked, block_diffusion_mask
 
 MASK = 28
@@ -45,7 +45,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
 def looking(model: Transformer, tokens: Tensor, positions: list[int], ends: list[int]) -> Tensor:
     """Vectors of one row by the specification's own weights: token i sees those before ends[i]."""
     where = torch.tensor(positions)
-    angles = model.angles(where.numpy(), max(positions) + 1)
+    angles = model.rope_tables(where.numpy(), max(positions) + 1)
     x = model.embed(tokens)[None]
     for layer, turned in zip(model.layers, angles, strict=True):
 
@@ -132,7 +132,7 @@ def test_the_clean_half_is_the_causal_model():
     allowed = block_diffusion_mask(20, 8, None)
     both = torch.cat((tokens, torch.full_like(tokens, MASK)), 1)
     attention = AttentionMask.build(model.config, both, allowed)
-    x = hidden(model, both, attention, np.tile(np.arange(20), 2))
+    x = hidden_states(model, both, attention, np.tile(np.arange(20), 2))
     assert torch.allclose(model.logits(x[:, :20]), model(tokens), atol=1e-4)
 
 

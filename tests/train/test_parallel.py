@@ -137,10 +137,10 @@ def test_two_processes_tune_as_one_does(
 
 
 def test_what_cannot_be_shared_is_said(runs: Path):
-    parallel = Parallel(torch.device("cpu"), world=3)
+    parallel = Parallel(torch.device("cpu"), world_size=3)
     with pytest.raises(SettingsError, match="--batch 4 must be a multiple of the 3 processes"):
         _TuningJob._share(SimpleNamespace(parallel=parallel), 4, "--batch")
-    sharded = Parallel(torch.device("cpu"), world=2, shard=True)
+    sharded = Parallel(torch.device("cpu"), world_size=2, shard=True)
     settings = TuneSettings(kind="grpo", data=("x",), judge="a:b")
     with pytest.raises(SettingsError, match="leave out --shard"):
         _TuningJob(settings, Run(runs), sharded)

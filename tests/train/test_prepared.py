@@ -17,8 +17,8 @@ import pytest
 from unspool.errors import DataError, SettingsError
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data import shards
-from unspool.train.data.shards import Packed, Prepared, prepare
-from unspool.train.data.tokenizer import TokenizerSettings, learn, save
+from unspool.train.data.shards import PackedDocuments, PreparedData, prepare
+from unspool.train.data.tokenizer import TokenizerSettings, save_tokenizer_files, train_bpe
 
 ROOT = Path(__file__).parents[2]
 WORDS = ROOT.joinpath("docs", "how-it-works.md").read_text(encoding="utf-8")
@@ -29,7 +29,7 @@ ROWS = [f"Document {n}. {WORDS[n * 40 : n * 40 + 100]}" for n in range(200)]
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     chosen = TokenizerSettings(500)
-    save(learn([WORDS], chosen), chosen, folder)
+    save_tokenizer_files(train_bpe([WORDS], chosen), chosen, folder)
     return folder
 
 
@@ -49,7 +49,7 @@ def rows_file(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def texts_in(packed: Packed, tokenizer: Tokenizer) -> list[str]:
+def texts_in(packed: PackedDocuments, tokenizer: Tokenizer) -> list[str]:
     bounds = zip(packed.borders[:-1], packed.borders[1:], strict=True)
     return [tokenizer.decode(packed.ids[begin:end].tolist()) for begin, end in bounds]
 
@@ -98,14 +98,14 @@ def test_prepared_once_and_found_again(
         prepare(file, tokenizer, limit=50), prepare(rows_file(file, ROWS[:-1]), tokenizer),
     ]  # fmt: skip
     assert len({first.folder, *(other.folder for other in others)}) == 5
-    again = Prepared.open(first.folder)
+    again = PreparedData.open(first.folder)
     assert again.card == first.card and (again.train.ids == first.train.ids).all()
 
 
 def test_another_tokenizer_is_another_preparation(tmp_path: Path, tokenizer: Tokenizer) -> None:
     file = rows_file(tmp_path / "a.jsonl", ROWS)
     chosen = TokenizerSettings(400)
-    save(learn([WORDS], chosen), chosen, tmp_path)
+    save_tokenizer_files(train_bpe([WORDS], chosen), chosen, tmp_path)
     other = prepare(file, Tokenizer.from_file(tmp_path))
     assert other.folder != prepare(file, tokenizer).folder and other.card.vocab_size == 400
 
@@ -214,7 +214,7 @@ def test_nothing_to_learn_from(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 def test_a_folder_that_is_no_preparation(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no valid prepared data"):
-        Prepared.open(tmp_path)
+        PreparedData.open(tmp_path)
 
 
 PREPARE = """

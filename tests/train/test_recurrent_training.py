@@ -19,8 +19,8 @@ from unspool.model.checkpoint import (
     save_checkpoint,
 )
 from unspool.model.tensor_mapping import write_weights
-from unspool.train.data.batches import Batch
-from unspool.train.learning.forward import AttentionMask, hidden, inside
+from unspool.train.data.batches import TrainingBatch
+from unspool.train.learning.forward import AttentionMask, causal_within_documents, hidden_states
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import make_optimizers, parameter_groups
 from unspool.train.learning.shape import new_model, rates_for
@@ -44,7 +44,9 @@ def some_tokens(rows: int, count: int) -> torch.Tensor:
 def test_chunks_give_what_single_tokens_give(name: str):
     model, tokens = model_of(name), some_tokens(2, 150)  # three chunks, the last not full
     with torch.no_grad():
-        chunks = model.logits(hidden(model, tokens, AttentionMask.build(model.config, tokens)))
+        chunks = model.logits(
+            hidden_states(model, tokens, AttentionMask.build(model.config, tokens))
+        )
         assert (chunks - model(tokens)).abs().max() < 1e-3 and chunks.std() > 0.1
 
 
@@ -55,7 +57,7 @@ def test_in_16_bits_it_learns_nearly_the_same(name: str):
     for bits in (32, 16):
         model = model_of(name)
         with torch.autocast("cpu", torch.bfloat16, enabled=bits == 16):
-            loss = next_token(model, Batch(some_tokens(2, 80)), torch.Generator()).total
+            loss = next_token(model, TrainingBatch(some_tokens(2, 80)), torch.Generator()).total
         loss.backward()
         named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         gradients.append(torch.cat([named[n].flatten() for n in sorted(named)]))
@@ -69,15 +71,15 @@ def test_no_document_knows_of_another(name: str):
     model, tokens = model_of(name), some_tokens(1, 150)
     lengths = [3, 1, 60, 70, 16]  # one ends inside a chunk, another goes over a border
     documents = torch.repeat_interleave(torch.arange(5), torch.tensor(lengths))[None]
-    sight = AttentionMask.build(model.config, tokens, inside(documents), documents)
+    sight = AttentionMask.build(model.config, tokens, causal_within_documents(documents), documents)
     # The same positions, alone: only what lies before it may differ.
     starts = np.concatenate(([0], np.cumsum(lengths)))
     with torch.no_grad():
-        together = hidden(model, tokens, sight)
+        together = hidden_states(model, tokens, sight)
         changed = tokens.clone()
         for first, end in pairwise(starts.tolist()):
             changed[0, :first] = (tokens[0, :first] + 1) % 67
-            alone = hidden(model, changed, sight)
+            alone = hidden_states(model, changed, sight)
             assert (alone[0, first:end] - together[0, first:end]).abs().max() < 1e-4
             changed = tokens.clone()
 
@@ -94,7 +96,7 @@ def test_it_learns_to_repeat_what_lies_further_back(name: str, tmp_path):
     rng, losses = torch.Generator().manual_seed(0), []
     for _ in range(80):
         start = torch.randint(0, 8, (16, 3), generator=rng)
-        batch = Batch(start.repeat(1, 8), None, None)
+        batch = TrainingBatch(start.repeat(1, 8), None, None)
         loss = next_token(model, batch, rng)
         loss.total.backward()
         for optimizer in chosen:
@@ -131,7 +133,7 @@ def assert_alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 def test_gradients_are_those_of_the_plain_recurrence(name: str):
     """Backward through chunks, and through one token after the other."""
     model, tokens = model_of(name), some_tokens(2, 80)
-    chunks = next_token(model, Batch(tokens, None, None), torch.Generator()).total
+    chunks = next_token(model, TrainingBatch(tokens, None, None), torch.Generator()).total
     logits = model(tokens[:, :-1])
     plain = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     assert torch.allclose(chunks, plain, rtol=1e-4)
@@ -143,7 +145,7 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path):
     theirs = tiny.save(name, tmp_path)
     model = load_transformer(open_checkpoint(tmp_path)).requires_grad_(True)
     tokens = torch.randint(3, 259, (2, 70), generator=torch.Generator().manual_seed(1))
-    loss = next_token(model, Batch(tokens, None, None), torch.Generator()).total
+    loss = next_token(model, TrainingBatch(tokens, None, None), torch.Generator()).total
     wanted = theirs(tokens, labels=tokens).loss
     assert torch.allclose(loss, wanted, rtol=1e-4)
     # A gradient has the layout of its weight, so the rules for weights name it as they do.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unspool.train.running.runs import Run, RunError, film_steps
+from unspool.train.running.runs import Run, RunError, milestone_steps
 
 
 @pytest.fixture
@@ -102,8 +102,8 @@ def test_a_damaged_run_says_so(run: Run):
 
 
 def test_the_film_has_its_steps():
-    assert film_steps(1000) == (0, 10, 30, 100, 300, 1000)
-    assert film_steps(3) == (0, 1, 3)
+    assert milestone_steps(1000) == (0, 10, 30, 100, 300, 1000)
+    assert milestone_steps(3) == (0, 1, 3)
 
 
 def test_reading_runs_needs_no_torch():

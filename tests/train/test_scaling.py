@@ -18,7 +18,7 @@ from unspool.model.config import ModelConfig
 from unspool.model.positions import Rotary
 from unspool.train.learning.flops import compute_parameters, training_flops
 from unspool.train.scaling.plot import draw
-from unspool.train.scaling.study import Planned, Study, plan
+from unspool.train.scaling.study import PlannedRun, Study, plan
 
 DEPTHS = (2, 3, 4, 6, 8)
 BUDGETS = (3e13, 1e14, 3e14)
@@ -33,7 +33,7 @@ def config_of(depth: int) -> ModelConfig:
     )  # fmt: skip
 
 
-def law(run: Planned) -> float:
+def law(run: PlannedRun) -> float:
     return 1.2 + 30.0 / run.parameters**0.3 + 90.0 / run.tokens**0.32
 
 
@@ -54,7 +54,7 @@ def test_a_study_goes_on_predicts_and_is_checked(tmp_path: Path):
     grid = plan(config_of, depths=DEPTHS, budgets=BUDGETS, length=LENGTH)
     trained: list[str] = []
 
-    def train(run: Planned, folder: Path) -> float:
+    def train(run: PlannedRun, folder: Path) -> float:
         if len(trained) == 4:
             raise KeyboardInterrupt
         trained.append(folder.name)
@@ -66,7 +66,7 @@ def test_a_study_goes_on_predicts_and_is_checked(tmp_path: Path):
     assert len(study.runs) == 4
     again: list[str] = []
 
-    def train_on(run: Planned, folder: Path) -> float:
+    def train_on(run: PlannedRun, folder: Path) -> float:
         again.append(folder.name)
         return law(run)
 
@@ -76,7 +76,7 @@ def test_a_study_goes_on_predicts_and_is_checked(tmp_path: Path):
     check = study.check(config_of, (6, 8, 10, 12), 3e15, LENGTH, train_on)
     assert abs(check.error) < 0.01
     assert check.measured == law(check.run)
-    others = [Planned(d, compute_parameters(config_of(d)), 0, 3e15) for d in (6, 8, 10, 12)]
+    others = [PlannedRun(d, compute_parameters(config_of(d)), 0, 3e15) for d in (6, 8, 10, 12)]
     assert check.run.depth in {run.depth for run in others}
     largest = [run for run in grid if run.flops == BUDGETS[-1]]
     assert sorted(study.left_out(), key=lambda run: run.depth) == largest
@@ -97,7 +97,7 @@ def test_runs_side_by_side_are_the_same_runs(tmp_path: Path):
     assert all(run.depth != 3 for run in together.runs)
     together.measure(grid, known_law.train, at_once=2)  # those that are missing
     assert together.runs == alone.runs
-    told: list[Planned] = []
+    told: list[PlannedRun] = []
     together = Study(tmp_path / "together again")
     together.measure(grid, known_law.train, lambda run, loss: told.append(run), at_once=2)
     assert together.runs == alone.runs

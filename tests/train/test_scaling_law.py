@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 from scipy.special import logsumexp
 
 from unspool.errors import SettingsError
-from unspool.train.scaling.law import HUBER_DELTA, Measured, fit
+from unspool.train.scaling.law import HUBER_DELTA, RunResult, fit
 
 # Chinchilla's own figures (Hoffmann et al. 2022, approach 3).
 E, A, ALPHA, B, BETA = 1.69, 406.4, 0.34, 410.7, 0.28
@@ -23,10 +23,10 @@ def true_loss(parameters: float, tokens: float) -> float:
     return E + A / parameters**ALPHA + B / tokens**BETA
 
 
-def runs(noise: float = 0.0, seed: int = 0) -> list[Measured]:
+def runs(noise: float = 0.0, seed: int = 0) -> list[RunResult]:
     rng = np.random.default_rng(seed)
     return [
-        Measured(n, d, true_loss(n, d) * float(np.exp(noise * rng.standard_normal())))
+        RunResult(n, d, true_loss(n, d) * float(np.exp(noise * rng.standard_normal())))
         for n, d in product(SIZES, TOKENS)
     ]
 
@@ -80,7 +80,7 @@ def test_a_larger_run_is_predicted_and_lies_in_the_interval():
 def test_one_odd_run_hardly_pulls():
     measured = runs(noise=0.002, seed=2)
     odd = measured[7]
-    measured[7] = Measured(odd.parameters, odd.tokens, odd.loss * 1.3)
+    measured[7] = RunResult(odd.parameters, odd.tokens, odd.loss * 1.3)
     law = fit(measured, redraws=0)
     assert law.loss(1e9, 1e10) == pytest.approx(true_loss(1e9, 1e10), rel=0.02)
 
@@ -101,4 +101,4 @@ def test_too_little_to_fit():
     with pytest.raises(SettingsError, match="at least 6 runs, got 5"):
         fit(runs()[:5])
     with pytest.raises(SettingsError, match="two sizes"):
-        fit([Measured(1e6, d * 1e6, 3.0) for d in range(1, 9)])
+        fit([RunResult(1e6, d * 1e6, 3.0) for d in range(1, 9)])

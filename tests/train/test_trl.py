@@ -12,7 +12,7 @@ import torch
 
 from unspool.model.checkpoint import load_transformer, open_checkpoint, rules_for_hf
 from unspool.model.tensor_mapping import write_weights
-from unspool.train.data.batches import Batch
+from unspool.train.data.batches import TrainingBatch
 from unspool.train.data.encoding import Encoded
 from unspool.train.tuning.grpo import grpo_losses
 from unspool.train.tuning.preference import Dpo, PairBatch, log_probabilities, padded
@@ -36,11 +36,11 @@ def quiet_vocabulary(folder: Path) -> Any:
     """A byte tokenizer: the texts here are tokens already, but trl needs a tokenizer."""
     from transformers import AutoTokenizer
 
-    from unspool.train.data.tokenizer import TokenizerSettings, learn, save
+    from unspool.train.data.tokenizer import TokenizerSettings, save_tokenizer_files, train_bpe
 
     settings = TokenizerSettings(vocab_size=259)
     folder.mkdir()
-    save(learn([], settings), settings, folder)
+    save_tokenizer_files(train_bpe([], settings), settings, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
     return tokenizer
@@ -85,7 +85,7 @@ def test_tuning_on_answers_is_trls_sft(model: tuple[Any, Any], tmp_path: Path):
     theirs.train()
     loss = trainer.compute_loss(theirs, trainer.data_collator(rows))
     ids, loss_mask = padded([row(p, c) for p, c in zip(PROMPTS, CHOSEN, strict=True)])
-    own = answers_only(ours, Batch(ids, loss_mask), torch.Generator()).total
+    own = answers_only(ours, TrainingBatch(ids, loss_mask), torch.Generator()).total
     assert_same_gradients(theirs, loss, ours, own)
 
 

@@ -14,7 +14,7 @@ import tiny
 import unspool
 from unspool.cli.main import _exit_code
 from unspool.errors import UnspoolError
-from unspool.train.data.tokenizer import TokenizerSettings, learn, save
+from unspool.train.data.tokenizer import TokenizerSettings, save_tokenizer_files, train_bpe
 from unspool.train.running.events import Event, StepLogged
 from unspool.train.running.runs import Run
 from unspool.train.tuning.tasks import Task, accuracy, load_reward_function
@@ -31,7 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("UNSPOOL_RUNS", str(tmp_path / "runs"))
     tiny.save("llama", tmp_path / "model")
     settings = TokenizerSettings(vocab_size=259)
-    save(learn([], settings), settings, tmp_path / "model")
+    save_tokenizer_files(train_bpe([], settings), settings, tmp_path / "model")
     rows = [{"prompt": p, "completion": c} for p, c in ANSWERS.items()] * 8
     rows = [{**row, "prompt": f"{row['prompt']}{n}"} for n, row in enumerate(rows)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)

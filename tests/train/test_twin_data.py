@@ -12,24 +12,24 @@ import tiny
 import unspool
 from unspool.errors import DataError
 from unspool.model.checkpoint import open_checkpoint
-from unspool.train.data.shards import Packed
-from unspool.train.data.tokenizer import TokenizerSettings, learn, save
+from unspool.train.data.shards import PackedDocuments
+from unspool.train.data.tokenizer import TokenizerSettings, save_tokenizer_files, train_bpe
 from unspool.train.twins import written
 from unspool.train.twins.mixture import Mixture
-from unspool.train.twins.written import WritingSettings, written_texts
+from unspool.train.twins.written import WritingSettings, generated_texts
 
 
-def text(count: int = 100) -> Packed:
-    return Packed(np.arange(count, dtype=np.uint16), np.array([0, 30, count]), None)
+def text(count: int = 100) -> PackedDocuments:
+    return PackedDocuments(np.arange(count, dtype=np.uint16), np.array([0, 30, count]), None)
 
 
-def chats() -> Packed:
+def chats() -> PackedDocuments:
     """Documents of 5, 9 and 23 tokens, from 1000 on; the first two of each do not count."""
     borders = np.array([0, 5, 14, 37])
     loss_mask = np.ones(37, bool)
     for begin in borders[:-1]:
         loss_mask[begin : begin + 2] = False
-    return Packed(np.arange(1000, 1037).astype(np.uint16), borders, loss_mask)
+    return PackedDocuments(np.arange(1000, 1037).astype(np.uint16), borders, loss_mask)
 
 
 def test_text_comes_in_windows_that_know_their_documents():
@@ -81,17 +81,17 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(written, "PART", 4)
     tiny.save("llama", tmp_path / "model")
     settings = TokenizerSettings(vocab_size=259)
-    save(learn([], settings), settings, tmp_path / "model")
+    save_tokenizer_files(train_bpe([], settings), settings, tmp_path / "model")
     return tmp_path / "model"
 
 
-def write(model: Path, texts: int, loads: list[int], **more: Any) -> Packed:
+def write(model: Path, texts: int, loads: list[int], **more: Any) -> PackedDocuments:
     def load() -> Any:
         loads.append(texts)
         return unspool.load(model, backend="torch")
 
     settings = WritingSettings(texts=texts, max_tokens=8, question_tokens=24, questions=("Why?",))
-    return written_texts(model, open_checkpoint(model).config, settings, load, **more)
+    return generated_texts(model, open_checkpoint(model).config, settings, load, **more)
 
 
 def test_texts_are_written_once_and_gone_on_with(model: Path):

@@ -12,12 +12,12 @@ from tiny_training import tiny_model
 from torch import Tensor
 
 from unspool.model.transformer import Transformer, turn
-from unspool.train.data.batches import Batch
+from unspool.train.data.batches import TrainingBatch
 from unspool.train.twins.draft import (
     DraftHead,
     DraftHeadObjective,
-    Drafts,
     HeadShape,
+    UnrolledDrafts,
     feature_layers,
     most_frequent_tokens,
     rms,
@@ -38,13 +38,13 @@ def a_head(model: Transformer) -> DraftHead:
     return head
 
 
-def a_batch() -> Batch:
+def a_batch() -> TrainingBatch:
     ids = torch.randint(0, 29, (2, 25), generator=rng(3))
     documents = torch.zeros(2, 24, dtype=torch.int32)
     documents[1, 13:] = 1
     loss_mask = torch.ones(2, 24, dtype=torch.bool)
     loss_mask[:, :7] = False
-    return Batch(ids, loss_mask, documents)
+    return TrainingBatch(ids, loss_mask, documents)
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def drafted(
     count = len(text) - 1
     f = head.fused(inner(model, text)[:count])
     places = np.arange(first, first + len(text) + len(more))
-    tables = model.angles(places, 64)[-1]
+    tables = model.rope_tables(places, 64)[-1]
     assert tables is not None
     cosine, sine = tables.cosine, tables.sine
     x = rms(f, head.context_norm, eps)
@@ -111,7 +111,7 @@ def drafted(
 def test_drafts_of_whole_rows_are_those_of_one_text():
     model, batch = tiny_model().requires_grad_(False), a_batch()
     head = a_head(model)
-    drafts = Drafts(model, head, batch, {})
+    drafts = UnrolledDrafts(model, head, batch, {})
     found = [drafts.step(ahead) for ahead in range(3)]
     for row, begin, place in ((0, 0, 9), (0, 0, 5), (1, 13, 18)):
         text = batch.inputs[row, begin : place + 1]
@@ -124,7 +124,7 @@ def test_the_loss_compares_with_what_the_causal_model_says():
     model, batch = tiny_model().requires_grad_(False), a_batch()
     head = a_head(model)
     loss = DraftHeadObjective(model, steps=3)(head, batch, rng())
-    drafts = Drafts(model, head, batch, {})
+    drafts = UnrolledDrafts(model, head, batch, {})
     table = model.embed.weight[3:23]
     weights = [math.exp(-ahead / 4) for ahead in range(3)]
     total = torch.tensor(0.0)

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from unspool.model.transformer import Transformer
-from unspool.train.data.batches import Batch
+from unspool.train.data.batches import TrainingBatch
 from unspool.train.learning import forward
-from unspool.train.learning.lora import Lora, add_lora
+from unspool.train.learning.lora import LoraConfig, add_lora
 from unspool.train.twins import block, fill, noise
 from unspool.train.twins.block import BlockTwinObjective
-from unspool.train.twins.fill import FillTwin, quarter_rows
-from unspool.train.twins.halves import Halves, block_starts, document_starts
+from unspool.train.twins.fill import FillTwinObjective, quarter_rows
+from unspool.train.twins.halves import CleanNoisyPasses, block_starts, document_starts
 from unspool.train.twins.mask_token import add_mask_embedding
 
 MASK = 28
@@ -27,7 +27,7 @@ def rng(seed: int = 1) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def a_batch(rows: int = 4) -> Batch:
+def a_batch(rows: int = 4) -> TrainingBatch:
     """Two documents a row; the end of the first row belongs to none."""
     ids = torch.randint(0, MASK, (rows, 41), generator=rng(3))
     documents = torch.zeros(rows, 40, dtype=torch.int32)
@@ -35,7 +35,7 @@ def a_batch(rows: int = 4) -> Batch:
     documents[0, 35:] = -1
     loss_mask = torch.ones(rows, 40, dtype=torch.bool)
     loss_mask[:, :9] = False
-    return Batch(ids, loss_mask, documents)
+    return TrainingBatch(ids, loss_mask, documents)
 
 
 def a_pair() -> tuple[Transformer, Transformer]:
@@ -63,8 +63,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     watch(block, "draw_grid")
     watch(block, "mask_blocks")
     watch(fill, "mask_uniformly")
-    watch(FillTwin, "_draw_masks")
-    watch(FillTwin, "_sample_tokens")
+    watch(FillTwinObjective, "_draw_masks")
+    watch(FillTwinObjective, "_sample_tokens")
     return seen
 
 
@@ -95,12 +95,12 @@ def block_vectors(
     kept = [(none, none) for _ in clean.layers]
     for place, token in enumerate(text):
         x = clean.embed(token[None, None])
-        angles = clean.angles(places[place : place + 1], 64)
+        angles = clean.rope_tables(places[place : place + 1], 64)
         for layer in range(len(kept)):
             x, key, value = looking_at(clean, x, layer, angles[layer], *kept[layer])
             kept[layer] = torch.cat((kept[layer][0], key), 2), torch.cat((kept[layer][1], value), 2)
     x = twin.embed(tokens[None])
-    angles = twin.angles(places[len(text) :], 64)
+    angles = twin.rope_tables(places[len(text) :], 64)
     for layer in range(len(kept)):
         x, _, _ = looking_at(twin, x, layer, angles[layer], *kept[layer])
     return x[0]
@@ -133,7 +133,7 @@ def test_the_causal_model_reads_as_it_always_did():
     """Logits of the clean pass are those of the causal model, with any twin."""
     clean, twin = a_pair()
     tokens = a_batch().inputs
-    halves = Halves(clean.config, 4, 40, tokens.device)
+    halves = CleanNoisyPasses(clean.config, 4, 40, tokens.device)
     halves.place(torch.zeros(4, 40))
     assert torch.allclose(clean.logits(halves.read(clean, tokens)), clean(tokens), atol=1e-4)
     before = {name: value.clone() for name, value in clean.state_dict().items()}
@@ -148,7 +148,7 @@ def test_the_causal_model_reads_as_it_always_did():
 def test_as_an_adapter_the_clean_half_is_the_model_without_it(drawn: dict[str, Any]):
     """With LoRA the loss is that of a frozen copy beside the adapted model."""
     adapted = tiny_model()
-    add_lora(adapted, Lora(rank=2))
+    add_lora(adapted, LoraConfig(rank=2))
     for name, value in adapted.named_parameters():
         if name.endswith(".up"):
             torch.nn.init.normal_(value, 0, 0.1, generator=rng(7))
@@ -161,7 +161,7 @@ def test_as_an_adapter_the_clean_half_is_the_model_without_it(drawn: dict[str, A
 
 def test_fill_guesses_from_both_sides_and_corrects_what_is_wrong(drawn: dict[str, Any]):
     batch, (clean, twin) = a_batch(), a_pair()
-    loss = FillTwin(MASK, clean)(twin, batch, rng())
+    loss = FillTwinObjective(MASK, clean)(twin, batch, rng())
     tokens, quarter = batch.inputs, quarter_rows(4)
     assert [part.start for part in quarter] == [0, 1, 2, 3]
     wrong, others = drawn["mask_uniformly"][0], drawn["_sample_tokens"][0]
@@ -202,7 +202,7 @@ def test_wrong_tokens_are_what_the_causal_model_might_have_written():
     batch = a_batch(64)
     with torch.no_grad():  # one token is far likelier than all others
         clean.norm.weight.mul_(30)
-    found = FillTwin(MASK, clean)._sample_tokens(
+    found = FillTwinObjective(MASK, clean)._sample_tokens(
         twin, batch.inputs, document_starts(torch.zeros(64, 40)), rng()
     )
     likeliest = clean(batch.inputs)[:, :-1].argmax(-1)
@@ -247,7 +247,7 @@ def test_another_batch_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
     clean, twin = a_pair()
     twin.requires_grad_(False)
     wanted = BlockTwinObjective(MASK, clean)(twin, a_batch(), rng(2))
-    filled = FillTwin(MASK, clean)(twin, a_batch(), rng(2))
+    filled = FillTwinObjective(MASK, clean)(twin, a_batch(), rng(2))
 
     def looking(allowed: Any, rows: int, queries: int, keys: int, device: Any, config: Any) -> Any:
         return create_block_mask(allowed, rows, None, queries, keys, device=device)
@@ -257,7 +257,7 @@ def test_another_batch_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
     torch._dynamo.reset()
     for layer in (*clean.layers, *twin.layers):
         layer.compile(backend="eager", dynamic=False)
-    block_twin, fill_twin = BlockTwinObjective(MASK, clean), FillTwin(MASK, clean)
+    block_twin, fill_twin = BlockTwinObjective(MASK, clean), FillTwinObjective(MASK, clean)
     with torch.no_grad():
         block_twin(twin, a_batch(), rng(1))
         fill_twin(twin, a_batch(), rng(1))

@@ -16,14 +16,14 @@ from unspool.train.twins.kinds.puzzle import puzzle_config
 from unspool.train.twins.puzzles.puzzle import (
     MASK,
     PuzzleBatches,
-    decoded,
-    encoded,
-    puzzle_named,
+    decode_rows,
+    encode_texts,
+    puzzle_by_name,
     save_tokenizer,
     token_ids,
 )
 from unspool.train.twins.puzzles.sudoku import Sudoku, base_boards
-from unspool.train.twins.solving import ORDERS, solutions
+from unspool.train.twins.solving import ORDERS, solve
 
 NAMES = ("sudoku:48", "sudoku4", "countdown", "countdown:3")
 
@@ -34,71 +34,73 @@ def rng(seed: int = 0) -> np.random.Generator:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_made_is_solved(name: str):
-    puzzle = puzzle_named(name)
-    prompts, answers = puzzle.made(300, rng())
+    puzzle = puzzle_by_name(name)
+    prompts, answers = puzzle.generate(300, rng())
     assert {len(prompt) for prompt in prompts} == {puzzle.prompt}
     assert {len(answer) for answer in answers} == {puzzle.answer}
-    assert all(map(puzzle.solved, prompts, answers))
+    assert all(map(puzzle.is_solved, prompts, answers))
     assert len(set(prompts)) > 250
-    assert puzzle.made(3, rng(5)) == puzzle.made(3, rng(5))
+    assert puzzle.generate(3, rng(5)) == puzzle.generate(3, rng(5))
 
 
 def test_a_sudoku_must_hold_every_rule():
     sudoku = Sudoku()
-    prompts, answers = sudoku.made(1, rng())
+    prompts, answers = sudoku.generate(1, rng())
     answer = answers[0]
-    assert sudoku.solved("." * 81, answer)
+    assert sudoku.is_solved("." * 81, answer)
     swapped = answer[1] + answer[0] + answer[2:]  # right rows, wrong columns
-    assert not sudoku.solved("." * 81, swapped)
+    assert not sudoku.is_solved("." * 81, swapped)
     shifted = answer[9:18] + answer[:9] + answer[18:]  # right lines and boxes, other givens
-    assert sudoku.solved("." * 81, shifted)
-    assert not sudoku.solved(answer[:9] + "." * 72, shifted)
+    assert sudoku.is_solved("." * 81, shifted)
+    assert not sudoku.is_solved(answer[:9] + "." * 72, shifted)
     other = "2" if answer[0] == "1" else "1"
-    assert not sudoku.solved(prompts[0], other + answer[1:])
-    assert not sudoku.solved(prompts[0], answer[:80]) and not sudoku.solved(prompts[0], "x" * 81)
+    assert not sudoku.is_solved(prompts[0], other + answer[1:])
+    assert not sudoku.is_solved(prompts[0], answer[:80]) and not sudoku.is_solved(
+        prompts[0], "x" * 81
+    )
     assert len({tuple(board) for board in base_boards().tolist()}) == 64
 
 
 def test_empty_cells_are_as_many_as_was_asked():
-    prompts, _ = puzzle_named("sudoku:48").made(50, rng())
+    prompts, _ = puzzle_by_name("sudoku:48").generate(50, rng())
     assert {prompt.count(".") for prompt in prompts} == {48}
-    prompts, _ = puzzle_named("sudoku:10-12").made(50, rng())
+    prompts, _ = puzzle_by_name("sudoku:10-12").generate(50, rng())
     assert {prompt.count(".") for prompt in prompts} == {10, 11, 12}
 
 
 def test_a_countdown_uses_every_number_once():
-    puzzle = puzzle_named("countdown")
+    puzzle = puzzle_by_name("countdown")
     asked = "86,28,13,31= 96;"
-    assert puzzle.solved(asked, " 86+ 28=114, 31- 13= 18,114- 18= 96")
-    assert not puzzle.solved(asked, " 86+ 28=114, 31- 13= 17,114- 18= 96")  # a wrong sum
-    assert not puzzle.solved(asked, " 86+ 28=114, 28- 13= 15,114- 18= 96")  # 28 twice
-    assert not puzzle.solved(asked, " 86+ 28=114, 31- 13= 18,114+ 18=132")  # another target
-    assert not puzzle.solved(asked, " 86+ 28=114, 31- 13= 18,114- 18= 9?")
-    assert not puzzle.solved("10, 3, 5, 4= 30;", " 10/  3=  3,  3*  5= 15, 15+  4= 19")
+    assert puzzle.is_solved(asked, " 86+ 28=114, 31- 13= 18,114- 18= 96")
+    assert not puzzle.is_solved(asked, " 86+ 28=114, 31- 13= 17,114- 18= 96")  # a wrong sum
+    assert not puzzle.is_solved(asked, " 86+ 28=114, 28- 13= 15,114- 18= 96")  # 28 twice
+    assert not puzzle.is_solved(asked, " 86+ 28=114, 31- 13= 18,114+ 18=132")  # another target
+    assert not puzzle.is_solved(asked, " 86+ 28=114, 31- 13= 18,114- 18= 9?")
+    assert not puzzle.is_solved("10, 3, 5, 4= 30;", " 10/  3=  3,  3*  5= 15, 15+  4= 19")
 
 
 def test_names_that_say_nothing_are_refused():
     for name in ("chess", "sudoku:many", "sudoku:70", "sudoku:9-3", "countdown:9", "countdown:x"):
         with pytest.raises(SettingsError):
-            puzzle_named(name)
+            puzzle_by_name(name)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_vocabulary_reads_and_writes_its_puzzles(name: str, tmp_path: Path):
-    puzzle = puzzle_named(name)
+    puzzle = puzzle_by_name(name)
     tokenizer = save_tokenizer(puzzle, tmp_path)
-    prompts, answers = puzzle.made(5, rng())
+    prompts, answers = puzzle.generate(5, rng())
     for text in (*prompts, *answers):
-        ids = encoded(puzzle, [text])
+        ids = encode_texts(puzzle, [text])
         assert tokenizer.encode(text) == ids[0].tolist()
         assert tokenizer.decode(ids[0].tolist()) == text
-        assert decoded(puzzle, ids) == [text]
+        assert decode_rows(puzzle, ids) == [text]
     assert tokenizer.vocab_size == len(token_ids(puzzle))
     assert tokenizer.eos_id == 0 and tokenizer.special_tokens[MASK] == 1
 
 
 def test_both_twins_have_the_same_rows_and_as_many_weights():
-    puzzle = puzzle_named("sudoku")
+    puzzle = puzzle_by_name("sudoku")
     batch = PuzzleBatches(puzzle, 4, seed=3).batch(7)
     again = PuzzleBatches(puzzle, 4, seed=3).batch(7)
     assert torch.equal(batch.ids, again.ids)
@@ -116,35 +118,35 @@ def test_both_twins_have_the_same_rows_and_as_many_weights():
 
 
 def test_every_order_fills_the_canvas():
-    puzzle = puzzle_named("countdown")
-    prompts, _ = puzzle.made(6, rng())
+    puzzle = puzzle_by_name("countdown")
+    prompts, _ = puzzle.generate(6, rng())
     model = new_model(puzzle_config(puzzle, "whole", 2, 32, 4), seed=1)
     with torch.no_grad():  # sure of something
         model.norm.weight.mul_(60)
     passes = {}
     for order in ORDERS:
-        found = solutions(model, puzzle, prompts, order)
+        found = solve(model, puzzle, prompts, order)
         assert {len(answer) for answer in found.answers} == {puzzle.answer}
         passes[order] = found.passes
     assert passes["all"] == 1 and passes["left"] == passes["confident"] == puzzle.answer
     assert 1 <= passes["0.9"] <= passes["0.99"] <= puzzle.answer
-    again = solutions(model, puzzle, prompts, "random", seed=3).answers
-    assert again == solutions(model, puzzle, prompts, "random", seed=3).answers
+    again = solve(model, puzzle, prompts, "random", seed=3).answers
+    assert again == solve(model, puzzle, prompts, "random", seed=3).answers
     with pytest.raises(SettingsError, match="unknown order 'upwards'"):
-        solutions(model, puzzle, prompts, "upwards")
+        solve(model, puzzle, prompts, "upwards")
 
 
 def test_a_causal_twin_writes_from_left_to_right():
-    puzzle = puzzle_named("countdown:3")
-    prompts, _ = puzzle.made(2, rng())
+    puzzle = puzzle_by_name("countdown:3")
+    prompts, _ = puzzle.generate(2, rng())
     model = new_model(puzzle_config(puzzle, "causal", 1, 32, 4), seed=1)
-    found = solutions(model, puzzle, prompts)
-    text = torch.from_numpy(encoded(puzzle, prompts))
+    found = solve(model, puzzle, prompts)
+    text = torch.from_numpy(encode_texts(puzzle, prompts))
     for _ in range(puzzle.answer):
         text = torch.cat((text, model(text)[:, -1].argmax(-1, keepdim=True)), 1)
-    assert found.answers == decoded(puzzle, text[:, puzzle.prompt :].numpy())
+    assert found.answers == decode_rows(puzzle, text[:, puzzle.prompt :].numpy())
     with pytest.raises(SettingsError, match="left to right"):
-        solutions(model, puzzle, prompts, "confident")
+        solve(model, puzzle, prompts, "confident")
 
 
 def test_the_guide(capsys: pytest.CaptureFixture[str]):

@@ -16,9 +16,9 @@ import unspool
 from unspool.cli.main import _exit_code
 from unspool.decoding.heads.files import SHIPPED
 from unspool.errors import UnspoolError
-from unspool.model.adapters import Twin, read_adapter
+from unspool.model.adapters import CanvasAdapterSettings, read_adapter
 from unspool.model.checkpoint import load_transformer, open_checkpoint
-from unspool.train.data.tokenizer import TokenizerSettings, learn, save
+from unspool.train.data.tokenizer import TokenizerSettings, save_tokenizer_files, train_bpe
 from unspool.train.running.events import Event, StepLogged
 from unspool.train.running.loop import Trainer
 from unspool.train.running.runs import Run
@@ -40,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("UNSPOOL_RUNS", str(tmp_path / "runs"))
     tiny.save("llama", tmp_path / "model")
     settings = TokenizerSettings(vocab_size=259)
-    save(learn([], settings), settings, tmp_path / "model")
+    save_tokenizer_files(train_bpe([], settings), settings, tmp_path / "model")
     words = "\n\n".join(f"the {n} people of these states go on {n * n}" for n in range(120))
     (tmp_path / "words.txt").write_text(words)
     return tmp_path
@@ -86,7 +86,7 @@ def test_as_an_adapter_it_is_peft_with_a_note(here: Path):
     }  # fmt: skip
     adapter = read_adapter(run.final, open_checkpoint(here / "model").config)
     assert any(np.abs(part.up).max() > 0 for part in adapter.parts.values())
-    assert adapter.twin == Twin(mask_id=0, block=8, shifted=True)
+    assert adapter.twin == CanvasAdapterSettings(mask_id=0, block=8, shifted=True)
 
 
 def test_a_canvas_is_filled_as_the_twin_says(here: Path):

@@ -8,7 +8,7 @@ from typing import Any
 
 import tiny
 
-from unspool.train.data.tokenizer import TokenizerSettings, learn, save
+from unspool.train.data.tokenizer import TokenizerSettings, save_tokenizer_files, train_bpe
 from unspool.train.running.parallel import Parallel
 from unspool.train.running.runs import Run
 from unspool.train.tuning.tune import TuneSettings, new_run, tune
@@ -36,7 +36,7 @@ def make_data(folder: Path) -> None:
     """A tiny model with a vocabulary of bytes, and something to learn for each kind."""
     tiny.save("llama", folder / "model")
     settings = TokenizerSettings(vocab_size=259)
-    save(learn([], settings), settings, folder / "model")
+    save_tokenizer_files(train_bpe([], settings), settings, folder / "model")
     numbers = range(24)
     rows = {
         "told": [{"prompt": f"number {n}", "completion": "x" * (n % 5 + 1)} for n in numbers],

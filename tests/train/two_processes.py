@@ -60,7 +60,7 @@ def train(folder: Path, parallel: Parallel, steps: int = 99) -> str:
     trainer = Trainer(
         model, batches, objective, lambda model: make_optimizers(model, Rates()),
         TrainSettings(steps=8, warmup=2, save_every=4, accumulate=2), Run(folder),
-        parallel=parallel, judge=judge,
+        parallel=parallel, evaluate=judge,
         save_model=lambda weights, folder: save_weights(model.config, weights, folder),
     )  # fmt: skip
     return trainer.run(

@@ -14,12 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from unspool.backends.step import Floats, Handle, StepBatch
+from unspool.backends.step import Floats, StepBatch, StepHandle
 from unspool.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from unspool.model.adapters import Adapter as Adapter  # re-exported for the engine
-    from unspool.model.adapters import Twin as Twin
+    from unspool.model.adapters import CanvasAdapterSettings as CanvasAdapterSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class Backend(Protocol):
     overlaps: bool  # whether a step can be launched before the previous result is read
     echoes: bool  # whether a token's keys and values can be written to several rows
 
-    def launch(self, batch: StepBatch) -> Handle:
+    def launch(self, batch: StepBatch) -> StepHandle:
         """Start a step; its result may be read later."""
 
     def set_adapter(self, number: int, adapter: Adapter | None) -> None:
         """Register an adapter under a number (1 and up) for later steps; None removes it."""
 
 
-class Loaded(Protocol):
+class LoadedModel(Protocol):
     """A model with its weights in memory, in any format."""
 
     @property

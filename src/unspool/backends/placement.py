@@ -20,7 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 _NVIDIA_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
-class Choice(NamedTuple):
+class PlacementChoice(NamedTuple):
     """Where a model will run, and a remark to show to the user."""
 
     backend: str
@@ -81,14 +81,14 @@ class Placement:
             raise SettingsError(
                 f"devices must be device names, like cuda:0,cuda:1, or auto; got {self.devices!r}"
             )
-        if self.ranks > 1 and names != ["auto"] and len(names) != count:
+        if self.num_ranks > 1 and names != ["auto"] and len(names) != count:
             raise SettingsError(
                 f"devices must name one device per process: tensor_parallel is {count}, got "
                 f"{len(names)} names"
             )
 
     @property
-    def ranks(self) -> int:
+    def num_ranks(self) -> int:
         """Number of processes that share the model."""
         return self.tensor_parallel or 1
 
@@ -97,7 +97,7 @@ class Placement:
         """Bits per value in the native backend's KV cache: 32 for float32, else 16."""
         return self.kv_bits or (32 if self.dtype == "float32" else 16)
 
-    def plain_dtype(self, device: str) -> str:
+    def activation_dtype(self, device: str) -> str:
         """Precision of activations and KV cache on the torch and cuda backends."""
         if self.dtype != "auto":
             return self.dtype
@@ -110,18 +110,18 @@ class Placement:
             return [name.strip() for name in devices.split(",")]
         return list(devices)
 
-    def chosen(self) -> Choice:
+    def resolve(self) -> PlacementChoice:
         """Resolve backend and device, or raise an error that says what to change."""
-        if self.ranks > 1 or self.devices is not None:
+        if self.num_ranks > 1 or self.devices is not None:
             return self._resolve_multi_device()
         device = self._resolve_device()
         if self.backend in ("cuda", "torch") or device != "cpu":
             return self._resolve_gpu_or_torch(device)
-        from unspool.native import missing
+        from unspool.native import missing_reason
 
-        reason = missing()
+        reason = missing_reason()
         if reason is None:
-            return Choice("native", "cpu")
+            return PlacementChoice("native", "cpu")
         if self.backend == "native":
             raise UnspoolError(f"the native backend cannot be used here: {reason}")
         self._reject_native_options(
@@ -134,19 +134,21 @@ class Placement:
                 f"no backend can run here: the native backend is missing ({reason}), and torch is "
                 f"not installed; fix the first, or {INSTALL_TORCH}"
             ) from None
-        return Choice("torch", "cpu", f"running on torch, which is slower on a CPU: {reason}")
+        return PlacementChoice(
+            "torch", "cpu", f"running on torch, which is slower on a CPU: {reason}"
+        )
 
-    def _resolve_gpu_or_torch(self, device: str) -> Choice:
+    def _resolve_gpu_or_torch(self, device: str) -> PlacementChoice:
         """Use the Triton kernels where they can run, else plain torch."""
         check_torch(device)
         remark = None
         if self.backend != "torch":
-            from unspool.backends.cuda.available import missing
+            from unspool.backends.cuda.available import why_unavailable
 
-            reason = missing(device)
+            reason = why_unavailable(device)
             if reason is None:
                 self._reject_native_options(f"this would run on {device}: leave it out", device)
-                return Choice("cuda", device)
+                return PlacementChoice("cuda", device)
             if self.backend == "cuda":
                 raise UnspoolError(f"the cuda backend cannot be used here: {reason}")
             if device.startswith("cuda"):
@@ -157,9 +159,9 @@ class Placement:
             quantize=self.quantize is not None,
         )
         self._reject_exact(f" ({remark})" if remark else "")
-        return Choice("torch", device, remark)
+        return PlacementChoice("torch", device, remark)
 
-    def _resolve_multi_device(self) -> Choice:
+    def _resolve_multi_device(self) -> PlacementChoice:
         """Only plain torch runs a model spread over several devices or processes."""
         devices = self.named_devices
         if devices == ["auto"]:
@@ -171,7 +173,7 @@ class Placement:
             devices = [self._resolve_device()]
             if devices[0].startswith("cuda:"):
                 raise SettingsError(
-                    f"tensor_parallel {self.ranks} needs one GPU per process, got device "
+                    f"tensor_parallel {self.num_ranks} needs one GPU per process, got device "
                     f"{devices[0]}; leave device out, or name all GPUs with devices"
                 )
         for device in dict.fromkeys(devices):
@@ -182,7 +184,7 @@ class Placement:
             quantize=self.quantize is not None,
         )
         self._reject_exact()
-        return Choice("torch", devices[0], devices=tuple(devices))
+        return PlacementChoice("torch", devices[0], devices=tuple(devices))
 
     def _reject_exact(self, remark: str = "") -> None:
         if self.exact:
@@ -201,7 +203,7 @@ class Placement:
                     "or give backend torch"
                 )
             return self.device
-        if self.backend != "native" and has_nvidia():
+        if self.backend != "native" and has_nvidia_driver():
             try:
                 import torch
             except ImportError:  # a driver without torch: use the CPU
@@ -211,7 +213,7 @@ class Placement:
 
     def _reject_native_options(self, hint: str, device: str, *, quantize: bool = False) -> None:
         """Reject options that only the native backend has; `quantize`: reject that as well."""
-        dtype = self.plain_dtype(device)
+        dtype = self.activation_dtype(device)
         bits = 32 if dtype == "float32" else 16
         if self.kv_bits not in (None, bits):
             raise SettingsError(
@@ -223,7 +225,7 @@ class Placement:
             raise SettingsError(f"{name} is for the native CPU backend; {hint}")
 
 
-def has_nvidia() -> bool:
+def has_nvidia_driver() -> bool:
     """Whether an NVIDIA driver is installed; does not import torch."""
     return any(path.exists() for path in _NVIDIA_FILES)
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool.errors import UnspoolError
-from unspool.sampling.picker import PickRows
+from unspool.sampling.picker import SamplingRows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,43 +33,43 @@ _MAX_TABLE_ENTRIES = 1 << 28
 _SMALL_ARRAY = 64  # elements: up to this size a Python loop is quicker than a numpy reduction
 
 
-def no_ints() -> Ints:
+def empty_ints() -> Ints:
     return np.empty(0, np.int64)
 
 
-def largest(numbers: Ints) -> int:
+def max_int(numbers: Ints) -> int:
     return max(numbers.tolist()) if len(numbers) <= _SMALL_ARRAY else int(numbers.max())
 
 
-def smallest(numbers: Ints) -> int:
+def min_int(numbers: Ints) -> int:
     return min(numbers.tolist()) if len(numbers) <= _SMALL_ARRAY else int(numbers.min())
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class ObserveRequest:
     """Which internal values to return, each for the given token indices of the batch."""
 
-    residuals: Ints = field(default_factory=no_ints)
+    residuals: Ints = field(default_factory=empty_ints)
     # Which residual vectors: n is the input of layer n; None: all of them.
     layers: tuple[int, ...] | None = None
-    attention: Ints = field(default_factory=no_ints)
-    parts: Ints = field(default_factory=no_ints)
+    attention: Ints = field(default_factory=empty_ints)
+    parts: Ints = field(default_factory=empty_ints)
 
     def __bool__(self) -> bool:
         return bool(len(self.residuals) or len(self.attention) or len(self.parts))
 
     @property
-    def is_tap(self) -> bool:
+    def is_layer_tap(self) -> bool:
         """Whether only the inputs of some layers are requested, as drafting heads do."""
         return self.layers is not None and not len(self.attention) and not len(self.parts)
 
-    def chosen(self, vectors: list[Tensor]) -> list[Tensor]:
+    def select_layers(self, vectors: list[Tensor]) -> list[Tensor]:
         """Select the requested layers from the inputs of all layers and the final output."""
         return vectors if self.layers is None else [vectors[layer] for layer in self.layers]
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class Observations:
     """Observed internal values, from the same forward pass that computed the logits."""
 
     # [layers + 1, tokens, width]: the input of the first layer and the output of each; or only the
@@ -80,7 +80,7 @@ class Inside:
     attention: list[Floats] = field(default_factory=list)
     # [layers, 2, tokens, width]: what attention and feed-forward added to the residual stream.
     parts: Floats | None = None
-    first: int = 0  # position of the first observed token
+    first_position: int = 0  # position of the first observed token
     # Models with recurrent layers, one array per token whose attention is observed: [layers, 3,
     # heads] with the gate (how much is written, or let out), the decay of the old state, and the
     # norm of the new state; NaN in attention layers.
@@ -96,9 +96,9 @@ class TableUpdates:
     changes are sent.
     """
 
-    slots: Ints = field(default_factory=no_ints)
-    columns: Ints = field(default_factory=no_ints)
-    pages: Ints = field(default_factory=no_ints)
+    slots: Ints = field(default_factory=empty_ints)
+    columns: Ints = field(default_factory=empty_ints)
+    pages: Ints = field(default_factory=empty_ints)
 
 
 @dataclass(slots=True)  # not frozen: that would triple the construction time, paid in every step
@@ -113,19 +113,21 @@ class StepBatch:
     tokens: Ints  # [n]
     positions: Ints  # [n]
     visible_end: Ints  # [n]: each token attends to positions below this; causal: position + 1
-    starts: Ints  # [rows + 1]
+    row_starts: Ints  # [rows + 1]
     slots: Ints  # [rows]: each row's slot in the block table
-    updates: TableUpdates = field(default_factory=TableUpdates)  # applied first
+    table_updates: TableUpdates = field(default_factory=TableUpdates)  # applied first
     # Pages to copy next, [n, 2]: source, target. No source is a target and no target occurs twice,
     # so a backend may copy in any order, or in parallel.
-    copies: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    page_copies: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
     # Indices of the tokens after which a next token is sampled, ascending.
-    sampled: Ints = field(default_factory=no_ints)
-    pick: PickRows | None = None  # sampling settings, one row per entry of `sampled`
-    logits: Ints = field(default_factory=no_ints)  # indices of the tokens whose logits to return
-    look: Look | None = None
+    sample_indices: Ints = field(default_factory=empty_ints)
+    sampling: SamplingRows | None = None  # sampling settings, one row per entry of `sampled`
+    logits_indices: Ints = field(
+        default_factory=empty_ints
+    )  # indices of the tokens whose logits to return
+    observe: ObserveRequest | None = None
     # [rows]: each row's adapter number, 0: none; empty if no row has one.
-    adapters: Ints = field(default_factory=no_ints)
+    adapters: Ints = field(default_factory=empty_ints)
     # Tokens that belong to several rows but are computed once, [n, 2]: token index, slot in the
     # block table to which its keys and values are also written, at the same position; ascending.
     echoes: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
@@ -133,10 +135,10 @@ class StepBatch:
     # (-1: a zero state), and the slot that receives the state after its last token. Both may be
     # equal. Otherwise no row reads a slot written in the same step, and each slot is written by one
     # row only; any number of rows may read one slot.
-    states: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    state_slots: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
     # Intermediate states to save, [n, 2]: token index, slot that receives the state after it;
     # ascending.
-    captures: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    state_captures: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
 
 
 @dataclass(slots=True)
@@ -146,11 +148,11 @@ class StepResult:
     tokens: Ints  # [sampled]: sampled tokens; -1 where sampling failed
     logprobs: npt.NDArray[np.float64]  # [sampled]: under the model, before any sampling stage
     logits: Logits  # [requested logits, vocabulary]
-    inside: Inside | None = None
+    observations: Observations | None = None
     failures: dict[int, Exception] = field(default_factory=dict)  # by index into `sampled`
 
 
-class Handle(Protocol):
+class StepHandle(Protocol):
     """A launched step."""
 
     def result(self) -> StepResult:
@@ -161,13 +163,13 @@ class Handle(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CompletedStep:
     """The handle of a step that has already finished, for synchronous backends."""
 
-    outcome: StepResult
+    step_result: StepResult
 
     def result(self) -> StepResult:
-        return self.outcome
+        return self.step_result
 
     def ready(self) -> bool:
         return True

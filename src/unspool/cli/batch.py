@@ -104,24 +104,24 @@ def batch(
     options = {name: value for name, value in options.items() if value is not None}
     o.check(options)
     chosen.check()
-    from unspool.scale.batch.job import LocalPool, Pool, job_facts
+    from unspool.scale.batch.job import LocalPool, WorkerPool, job_identity
     from unspool.scale.batch.journal import Journal, finished_job, is_unfinished
     from unspool.scale.batch.plan import WorkerPlan
-    from unspool.scale.batch.rows import check_kind, survey
+    from unspool.scale.batch.rows import check_file_type, scan_input
     from unspool.scale.batch.settings import BatchSettings
     from unspool.scale.needs_ray import require_ray
 
-    check_kind(rows, "INPUT")
-    check_kind(output, "OUTPUT")
+    check_file_type(rows, "INPUT")
+    check_file_type(output, "OUTPUT")
     if on_cluster:
         require_ray("a batch on a cluster")
-    facts = survey(rows)
+    facts = scan_input(rows)
     _check_output(rows, output, restart)
     with Journal(output) as journal:
         seed = options.pop("seed", None)
         record = None if restart or is_unfinished(output) else finished_job(output)
         if seed is None and not restart:
-            seed = record["settings"]["seed"] if record else journal.begun_seed()
+            seed = record["settings"]["seed"] if record else journal.unfinished_seed()
         settings = BatchSettings(
             seed=secrets.randbits(32) if seed is None else seed,
             options=options,
@@ -132,12 +132,12 @@ def batch(
             any_model=any_model,
         )
         plan = WorkerPlan(_whole_path(chosen.model), chosen.options, settings, _whole_path(adapter))
-        job = job_facts(facts, plan)
+        job = job_identity(facts, plan)
         if record is not None:
             return _say_finished(output, record, job)
         journal.open(job, restart=restart)
 
-        def hire() -> Pool:
+        def hire() -> WorkerPool:
             if not on_cluster:
                 return LocalPool(plan.worker())
             from unspool.scale.batch.ray_pool import RayPool
@@ -168,10 +168,10 @@ def _check_output(rows: Path, output: Path, restart: bool) -> None:
 def _say_finished(output: Path, record: dict[str, Any], job: dict[str, Any]) -> int:
     """The exit code of a batch that was finished before; UnspoolError if it was another one."""
     from unspool.cli.batch_progress import SET_ASIDE
-    from unspool.scale.batch.journal import changes
+    from unspool.scale.batch.journal import describe_changes
     from unspool.scale.batch.output import errors_file
 
-    differences = changes(record, job)
+    differences = describe_changes(record, job)
     if record["model_name"] != job["model_name"]:
         differences = f"model {record['model_name']!r} (now {job['model_name']!r})"
     if differences:

@@ -16,7 +16,7 @@ from unspool.cli.show import err, say
 from unspool.errors import UnspoolError, count
 
 if TYPE_CHECKING:
-    from unspool.scale.batch.job import BatchProgress, Pool
+    from unspool.scale.batch.job import BatchProgress, WorkerPool
     from unspool.scale.batch.journal import Journal
 
     Tell = Callable[[BatchProgress], None]
@@ -30,30 +30,32 @@ class _Terminated(KeyboardInterrupt):
     """SIGTERM, which stops a batch as Ctrl-C does."""
 
 
-def answer(rows: Path, journal: Journal, hire: Callable[[], Pool], *, quiet: bool) -> int:
+def answer(rows: Path, journal: Journal, hire: Callable[[], WorkerPool], *, quiet: bool) -> int:
     """Answer all rows, and say how that goes; the exit code."""
     from unspool.cli.options import warnings_said
-    from unspool.scale.batch.job import run
+    from unspool.scale.batch.job import run_batch
 
-    begun, total = journal.done, journal.job["rows"]
+    begun, total = journal.num_done, journal.job["rows"]
     if begun and not quiet:
         say(f"resuming: {begun:,} of {count(total, 'row')} done already")
     started = time.monotonic()
     try:
         with _stopping(), _shown(begun, quiet) as tell, warnings_said():
-            state = run(rows, journal, hire, tell)
+            state = run_batch(rows, journal, hire, tell)
     except KeyboardInterrupt as stopped:
-        say(f"stopped: {journal.done:,} of {total:,} rows are done and kept in {journal.folder}; "
-            "the same command goes on")  # fmt: skip
+        say(
+            f"stopped: {journal.num_done:,} of {total:,} rows are done and kept in "
+            f"{journal.folder}; rerun the same command to resume"
+        )
         return _TERMINATED if isinstance(stopped, _Terminated) else interrupt.INTERRUPTED
     except OSError as error:
         raise UnspoolError(
-            f"{error}: {journal.done:,} of {total:,} rows are done and kept in {journal.folder}; "
-            "put that right, and the same command goes on"
+            f"{error}: {journal.num_done:,} of {total:,} rows are done and kept in "
+            f"{journal.folder}; fix it, then rerun the same command to resume"
         ) from None
     if not quiet:
-        say(_closing(state, state.done - begun, time.monotonic() - started, journal))
-    return SET_ASIDE if state.bad else 0
+        say(_closing(state, state.num_done - begun, time.monotonic() - started, journal))
+    return SET_ASIDE if state.num_failed else 0
 
 
 @contextmanager
@@ -98,7 +100,7 @@ def _bar(begun: int) -> Iterator[Tell]:
 
         def tell(state: BatchProgress) -> None:
             label = "writing" if state.workers == 1 else f"writing with {state.workers} workers"
-            bar.update(task, description=label, total=state.rows, completed=state.done,
+            bar.update(task, description=label, total=state.rows, completed=state.num_done,
                        speed=clock.speed(state))  # fmt: skip
 
         yield tell
@@ -112,7 +114,7 @@ def _lines(begun: int) -> Tell:
         speed = clock.speed(state)
         if speed and time.monotonic() > told + _BETWEEN:
             told = time.monotonic()
-            say(f"{state.done:,} of {state.rows:,} rows · {speed}")
+            say(f"{state.num_done:,} of {state.rows:,} rows · {speed}")
 
     return tell
 
@@ -126,11 +128,11 @@ class _Clock:
     def speed(self, state: BatchProgress) -> str:
         now = time.monotonic()
         self.started = self.started or now
-        written, seconds = state.done - self.begun, now - self.started
+        written, seconds = state.num_done - self.begun, now - self.started
         if not written or seconds <= 0:
             return ""
-        left = (state.rows - state.done) * seconds / written
-        bad = f" · {state.bad:,} set aside" if state.bad else ""
+        left = (state.rows - state.num_done) * seconds / written
+        bad = f" · {state.num_failed:,} set aside" if state.num_failed else ""
         return (
             f"{written / seconds:,.1f} rows/s · {state.tokens / seconds:,.0f} tokens/s · "
             f"{_duration(left)} left{bad}"
@@ -149,16 +151,16 @@ def _closing(state: BatchProgress, written: int, seconds: float, journal: Journa
     from unspool.scale.batch.output import errors_file
 
     told = f"{count(written, 'row')} in {_duration(seconds)}"
-    if state.bad:
-        answered = state.done - state.bad
+    if state.num_failed:
+        answered = state.num_done - state.num_failed
         told = (
-            f"{answered:,} of {count(state.rows, 'row')} answered, {state.bad:,} failed, in "
+            f"{answered:,} of {count(state.rows, 'row')} answered, {state.num_failed:,} failed, in "
             f"{_duration(seconds)}"
         )
     if written and seconds > 0:
         told += f" ({written / seconds:,.1f} rows/s, {state.tokens / seconds:,.0f} tokens/s)"
     told += f": {journal.output}"
-    if state.bad:
+    if state.num_failed:
         first = next(one["error"] for one in journal.outcomes() if "error" in one)["error"]
         reason = first["message"] if isinstance(first, dict) else first
         told += f"; those that failed: {errors_file(journal.output)} (the first: {reason})"

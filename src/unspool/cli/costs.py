@@ -58,11 +58,11 @@ def costs(
       unspool costs smollm2-135m qwen3-0.6b --parts loops,whole
       unspool costs ./my-model --texts notes.txt
     """
-    from unspool.costing.measuring import chosen_parts
+    from unspool.costing.measuring import select_parts
     from unspool.costing.sample_texts import sample_texts
 
     names = _models(models, chosen)
-    wanted = chosen_parts([part.strip() for part in parts.split(",")] if parts else None)
+    wanted = select_parts([part.strip() for part in parts.split(",")] if parts else None)
     sample = sample_texts(texts)
     _check_writable(report)
     found = []

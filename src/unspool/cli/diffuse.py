@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from unspool.decoding.diffusion import DiffusionStream
-    from unspool.decoding.passes import Diffusion, Pass
+    from unspool.decoding.passes import Diffusion, DiffusionPass
     from unspool.language_model import LanguageModel
 
 # What `unspool run` gives to every text, also where it was not asked for.
@@ -38,14 +38,14 @@ def checked(diffusion: dict[str, Any], options: dict[str, Any], several: bool) -
             "--diffuse writes one text, and no trace; leave --samples, --best-of, --beam and "
             "--trace out"
         )
-    from unspool.decoding.diffusion_options import NAMES
-    from unspool.decoding.orders import order_of
+    from unspool.decoding.diffusion_options import DIFFUSION_OPTION_NAMES
+    from unspool.decoding.orders import make_order
 
-    order_of(given.get("order", "threshold"))
+    make_order(given.get("order", "threshold"))
     wanted = {n: v for n, v in options.items() if v is not None and v != _UNASKED.get(n)}
     wanted.pop("explain", None)
     for name in wanted:
-        if name not in NAMES:
+        if name not in DIFFUSION_OPTION_NAMES:
             raise SettingsError(
                 f"--{name.replace('_', '-')} has no meaning for --diffuse; leave one of them out"
             )
@@ -124,7 +124,7 @@ def _live(lm: LanguageModel, stream: DiffusionStream, probs: bool) -> None:
             console.print(legend())
 
 
-def picture(lm: LanguageModel, one: Pass) -> Text:
+def picture(lm: LanguageModel, one: DiffusionPass) -> Text:
     """The text as it stands after a pass."""
     from rich.text import Text
 

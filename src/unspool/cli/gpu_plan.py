@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from unspool.cli.table import print_columns, print_json
 from unspool.errors import SettingsError
-from unspool.model.fitting import Fit, fits
-from unspool.model.memory import PLANNED_CONTEXT, in_words, size_in
+from unspool.model.fitting import MemoryPlan, plan_memory
+from unspool.model.memory import PLANNED_CONTEXT, format_bytes, parse_size
 
 if TYPE_CHECKING:
     from unspool.model.config import ModelConfig
@@ -36,10 +36,10 @@ def gpu_plan(
     count = gpus or len(here) or 1
     if count > _MOST_GPUS:
         raise SettingsError(f"--gpus is {count}; it may be up to {_MOST_GPUS:,}")
-    each = size_in(memory) if memory is not None else min(here, default=_USUAL_MEMORY)
+    each = parse_size(memory) if memory is not None else min(here, default=_USUAL_MEMORY)
     config, packed = _settings(model, offline)
     length = min(context or PLANNED_CONTEXT, config.context)
-    found = fits(config, gpus=count, memory=each, packed=packed)
+    found = plan_memory(config, gpus=count, memory=each, packed=packed)
     if as_json:
         rows = [{**asdict(fit), "texts": fit.texts(length)} for fit in found]
         print_json({"gpus": count, "memory": each, "context": length, "ways": rows})
@@ -47,7 +47,7 @@ def gpu_plan(
     _say_model(config)
     wanted = f" · {batch} at once" if batch else ""
     gpu_words = "1 GPU" if count == 1 else f"{count} GPUs"
-    print(f"{gpu_words} of {in_words(each)} · texts of {length:,} tokens{wanted}\n")
+    print(f"{gpu_words} of {format_bytes(each)} · texts of {length:,} tokens{wanted}\n")
     titles = ["", "weights a GPU", "a token", "tokens", f"texts of {length:,}", "fits"]
     print_columns([titles, *(_row(fit, length, batch or 1) for fit in found)])
     print(f"\n{_advice(found, length, batch or 1)}")
@@ -57,29 +57,29 @@ def _say_model(config: ModelConfig) -> None:
     from unspool.model.weights import parameter_count
 
     parameters = parameter_count(config)
-    kept = f"{2 * config.kv_numbers:,} bytes of keys and values a token"
-    state = f", {in_words(config.state_bytes)} a recurrent state" if config.state_bytes else ""
+    kept = f"{2 * config.kv_floats_per_token:,} bytes of keys and values a token"
+    state = f", {format_bytes(config.state_bytes)} a recurrent state" if config.state_bytes else ""
     print(
-        f"{config.family} · {parameters / 1e9:,.1f} billion parameters, {in_words(2 * parameters)} "
-        f"in 16 bits · {kept}{state}"
+        f"{config.family} · {parameters / 1e9:,.1f} billion parameters, "
+        f"{format_bytes(2 * parameters)} in 16 bits · {kept}{state}"
     )
 
 
-def _row(fit: Fit, context: int, batch: int) -> list[str]:
+def _row(fit: MemoryPlan, context: int, batch: int) -> list[str]:
     if fit.problem:
         return [fit.how, "", "", "", "", fit.problem]
     texts = fit.texts(context)
     if not fit.tokens:
         verdict = "no: the weights leave no room"
     elif texts < batch:
-        verdict = f"no: {batch} such texts need {in_words(batch * context * fit.token)} a GPU"
+        verdict = f"no: {batch} such texts need {format_bytes(batch * context * fit.token)} a GPU"
     else:
         verdict = "yes"
     size = f"{fit.token:,} bytes"
-    return [fit.how, in_words(fit.weights), size, f"{fit.tokens:,}", f"{texts:,}", verdict]
+    return [fit.how, format_bytes(fit.weights), size, f"{fit.tokens:,}", f"{texts:,}", verdict]
 
 
-def _advice(found: list[Fit], context: int, batch: int) -> str:
+def _advice(found: list[MemoryPlan], context: int, batch: int) -> str:
     good = [fit for fit in found if not fit.problem and fit.texts(context) >= batch]
     if not good:
         return "None of it fits: more or larger GPUs, fewer bits a weight, or shorter texts."
@@ -114,9 +114,9 @@ def _settings(model: str | None, offline: bool) -> tuple[ModelConfig, int]:
 
 def _gpus_here() -> list[int]:
     """The memory of each GPU of this machine."""
-    from unspool.backends.placement import has_nvidia
+    from unspool.backends.placement import has_nvidia_driver
 
-    if not has_nvidia():
+    if not has_nvidia_driver():
         return []
     try:
         import torch

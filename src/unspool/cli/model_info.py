@@ -31,20 +31,21 @@ def info(model: Model = None, offline: o.Offline = False) -> None:
       unspool models show ./model.gguf
     """
     from unspool.loading import open_tokenizer
-    from unspool.model.glance import glance
-    from unspool.model.memory import free_memory, in_words
+    from unspool.model.glance import summarize_model
+    from unspool.model.memory import format_bytes, free_memory
     from unspool.model.weights import parameter_count
 
     checkpoint = find_checkpoint(model, offline)
     config, tokenizer = checkpoint.config, open_tokenizer(checkpoint)
-    cache = 2 * config.kv_numbers
-    seen = glance(checkpoint.path)
+    cache = 2 * config.kv_floats_per_token
+    seen = summarize_model(checkpoint.path)
     rows = {
         "path": str(checkpoint.path),
         "family": config.family,
         "parameters": f"{parameter_count(config):,}",
-        "size": in_words(seen.bytes) + (f", {seen.kind}" if seen.kind else ""),
-        "memory": f"about {in_words(seen.needs)} to run; {in_words(free_memory())} are free",
+        "size": format_bytes(seen.bytes) + (f", {seen.kind}" if seen.kind else ""),
+        "memory": f"about {format_bytes(seen.required_bytes)} to run; "
+        f"{format_bytes(free_memory())} are free",
         "bits per weight": f"{checkpoint.bits_per_weight():.2f}",
         "context": _context(config),
         "layers": f"{config.layers} of width {config.width}, {_heads(config)}",
@@ -89,9 +90,9 @@ def plan(
       unspool models plan ./model --gpus 4 --memory 80GB --context 32768 --batch 8
     """
     if (gpus, memory, context, batch) == (None, None, None, None):
-        from unspool.backends.cpu.plan_builder import printed
+        from unspool.backends.cpu.plan_builder import format_plan
 
-        print(printed(find_checkpoint(model, offline)))
+        print(format_plan(find_checkpoint(model, offline)))
         return
     from unspool.cli.gpu_plan import gpu_plan
 

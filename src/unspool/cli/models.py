@@ -15,7 +15,7 @@ from unspool.cli.table import print_json, print_table
 from unspool.errors import UnspoolError
 
 if TYPE_CHECKING:
-    from unspool.model.catalogue import Entry
+    from unspool.model.catalogue import CatalogueEntry
     from unspool.model.hub import CachedModel
 
 All = Annotated[bool, typer.Option("--all", help="Also what can be fetched.")]
@@ -42,7 +42,7 @@ def list_models(everything: All = False, as_json: Json = False) -> None:
     """
     from unspool.model.hub import cached_models
 
-    found = sorted(cached_models(everything=True), key=lambda model: bool(model.problem))
+    found = sorted(cached_models(include_unusable=True), key=lambda model: bool(model.problem))
     if as_json:
         rows = [_model_facts(model) for model in found]
         print_json({"models": rows, "catalogue": _catalogue_facts()} if everything else rows)
@@ -107,15 +107,17 @@ def rm(
       unspool models rm qwen3-0.6b
       unspool models rm HuggingFaceTB/SmolLM2-360M-Instruct --yes
     """
-    from unspool.model.memory import in_words
-    from unspool.model.removing import removal
+    from unspool.model.memory import format_bytes
+    from unspool.model.removing import plan_removal
 
-    for going in [removal(name) for name in names]:
+    for going in [plan_removal(name) for name in names]:
         if not yes:
             if not sys.stdin.isatty():
                 raise UnspoolError(f"removing {going.name} must be confirmed: add --yes")
-            typer.confirm(f"remove {going.name} ({in_words(going.bytes)})?", abort=True, err=True)
-        print(f"removed {going.name}, {in_words(going.run())}")
+            typer.confirm(
+                f"remove {going.name} ({format_bytes(going.bytes)})?", abort=True, err=True
+            )
+        print(f"removed {going.name}, {format_bytes(going.run())}")
 
 
 models.command("show")(info)
@@ -137,22 +139,22 @@ def _print_catalogue() -> None:
     print_table("name size kind fits licence for", rows)
 
 
-def _entry_row(entry: Entry, free: int) -> list[str]:
-    from unspool.model.memory import in_words
+def _entry_row(entry: CatalogueEntry, free: int) -> list[str]:
+    from unspool.model.memory import format_bytes
 
     kind, fits = entry.best(free)
-    enough = "yes" if fits else f"needs {in_words(entry.needs(kind))}"
-    return [entry.name, in_words(entry.bytes(kind)), kind, enough, entry.licence, entry.use]
+    enough = "yes" if fits else f"needs {format_bytes(entry.required_bytes(kind))}"
+    return [entry.name, format_bytes(entry.bytes(kind)), kind, enough, entry.licence, entry.use]
 
 
 def _model_row(model: CachedModel) -> list[str]:
-    from unspool.model.memory import in_words
+    from unspool.model.memory import format_bytes
 
     if model.problem:
         fits = f"cannot be opened: {model.problem.partition(';')[0]}"
     else:
-        fits = "yes" if model.fits else f"needs {in_words(model.needs)}"
-    return [model.name, in_words(model.bytes), model.kind or "", model.source, fits]
+        fits = "yes" if model.fits else f"needs {format_bytes(model.required_bytes)}"
+    return [model.name, format_bytes(model.bytes), model.kind or "", model.source, fits]
 
 
 def _model_facts(model: CachedModel) -> dict[str, Any]:
@@ -162,7 +164,7 @@ def _model_facts(model: CachedModel) -> dict[str, Any]:
         "bytes": model.bytes,
         "kind": model.kind,
         "source": model.source,
-        "needs": model.needs,
+        "needs": model.required_bytes,
         "fits": model.fits and not model.problem,
         "problem": model.problem or None,
     }
@@ -178,6 +180,6 @@ def _catalogue_facts() -> list[dict[str, Any]]:
     facts = []
     for entry in catalogue().values():
         kind, fits = entry.best(free)
-        chosen = {"kind": kind, "bytes": entry.bytes(kind), "needs": entry.needs(kind)}
+        chosen = {"kind": kind, "bytes": entry.bytes(kind), "needs": entry.required_bytes(kind)}
         facts.append({**asdict(entry), **chosen, "fits": fits})
     return facts

@@ -107,7 +107,7 @@ class ModelChoice:
 
     def device(self) -> str:
         """Where it will run."""
-        return self._placement().chosen().device
+        return self._placement().resolve().device
 
     def _placement(self) -> Placement:
         from unspool.loading import check_load_options
@@ -121,7 +121,7 @@ class ModelChoice:
 
         options = {"tensor_parallel": None, **self.options}
         if options["tensor_parallel"] is None:
-            options["tensor_parallel"] = torchrun.ranks()
+            options["tensor_parallel"] = torchrun.world_size()
         for name, value in instead.items():
             if options[name] in (None, "auto"):
                 options[name] = value

@@ -13,14 +13,14 @@ import typer
 
 from unspool.cli import options as o
 from unspool.cli.starting import Starting
-from unspool.collecting import collecting_later
+from unspool.collecting import gc_paused
 from unspool.errors import UnspoolError
 
 _PORT = 8000
 
 
 @o.several_models_options
-@collecting_later()
+@gc_paused()
 def page(
     port: Annotated[
         int | None, typer.Option(help="On which port; 0: any free one. Default: 8000, if free.")
@@ -49,19 +49,19 @@ def page(
       unspool page --no-open --port 9000
       unspool page --run runs/speeches
     """
-    from unspool.serve.http.listening import bound_socket
-    from unspool.serve.http.logs import set_up
-    from unspool.serve.http.settings import ServeSettings
+    from unspool.serve.http.listening import bind_socket
+    from unspool.serve.http.logs import configure_logging
+    from unspool.serve.http.settings import ServerSettings
 
     start = ""
     if run is not None:
         runs, start, chosen = _opened(run, runs, chosen)
     if runs is not None and not runs.is_dir():
         raise UnspoolError(f"--runs {runs}: there is no such folder")
-    settings = ServeSettings(port=_usual_port() if port is None else port, drain=2.0, runs=runs)
-    bound = bound_socket(settings)
+    settings = ServerSettings(port=_usual_port() if port is None else port, drain=2.0, runs=runs)
+    bound = bind_socket(settings)
     starting = Starting(chosen)
-    set_up("warning", as_json=False)
+    configure_logging("warning", as_json=False)
 
     def started(address: str, names: list[str]) -> None:
         address += start

@@ -28,7 +28,7 @@ def ps(
       unspool ps
       unspool ps --url http://127.0.0.1:9000
     """
-    from unspool.model.memory import in_words
+    from unspool.model.memory import format_bytes
 
     loaded = _loaded(url if "://" in url else f"http://{url}")
     if as_json:
@@ -37,7 +37,7 @@ def ps(
         print("no model is loaded")
     else:
         rows = [
-            [str(each.get("name", "?")), in_words(int(each.get("size") or 0)), _until(each)]
+            [str(each.get("name", "?")), format_bytes(int(each.get("size") or 0)), _until(each)]
             for each in loaded
         ]
         print_table("name size until", rows)

@@ -46,7 +46,7 @@ def replay(
     out().print(line)
     err().print(legend())
     say(result.describe())
-    if result.other_model:
+    if result.model_difference:
         say(f"the trace was written by {_shown(trace.model.name)}; --model says where it is")
     if not result.exact:
         raise typer.Exit(1)

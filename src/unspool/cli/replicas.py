@@ -9,12 +9,12 @@ from pathlib import Path
 
 from unspool.cli import options as o
 from unspool.cli.interrupt import raised
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.settings import ServerSettings
 
 
 def serve_replicas(
     chosen: list[o.ModelChoice],
-    settings: ServeSettings,
+    settings: ServerSettings,
     bound: socket.socket,
     started: Callable[[str, list[str]], None],
     *,
@@ -32,7 +32,7 @@ def serve_replicas(
     from unspool.scale.needs_ray import require_ray
 
     require_ray("--replicas")
-    from unspool.scale.replicas.config import ModelConfig, ReplicasConfig
+    from unspool.scale.replicas.config import ReplicaModelConfig, ReplicasConfig
     from unspool.scale.replicas.local import serve_replicas as serve
     from unspool.serve.core.locating import locate
 
@@ -45,7 +45,9 @@ def serve_replicas(
         choice.check()
         found = locate(choice.model, offline=bool(choice.options.get("offline")))
         where = None if found.path is None else f"{found.name}={Path(found.path).resolve()}"
-        models.append(ModelConfig(model=where, options={**choice.options, "memory": cache_memory}))
+        models.append(
+            ReplicaModelConfig(model=where, options={**choice.options, "memory": cache_memory})
+        )
     config = ReplicasConfig(
         models=tuple(models),
         settings=settings,

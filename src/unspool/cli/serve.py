@@ -11,7 +11,7 @@ import typer
 
 from unspool.cli import options as o
 from unspool.cli.starting import Starting
-from unspool.collecting import collecting_later
+from unspool.collecting import gc_paused
 from unspool.errors import SettingsError, UnspoolError
 
 _LIMITS, _OPERATION, _REPLICAS = "Limits", "Operation", r"Replicas (pip install 'unspool\[ray]')"
@@ -22,7 +22,7 @@ _WARNING = (
 
 
 @o.several_models_options
-@collecting_later()
+@gc_paused()
 def serve(
     host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="On which port; 0: any free one.")] = 8000,
@@ -167,11 +167,11 @@ def serve(
     if log_format not in ("auto", "json", "text"):
         raise SettingsError(f"--log-format is {log_format!r}; it may be json, text or auto")
     keys = [*(api_key or ()), *_keys_in(api_key_file), *_keys_in_environment()]
-    from unspool.serve.http.listening import bound_socket
-    from unspool.serve.http.logs import set_up
-    from unspool.serve.http.settings import ServeSettings
+    from unspool.serve.http.listening import bind_socket
+    from unspool.serve.http.logs import configure_logging
+    from unspool.serve.http.settings import ServerSettings
 
-    settings = ServeSettings(
+    settings = ServerSettings(
         host=host,
         port=port,
         api_keys=tuple(keys),
@@ -201,13 +201,13 @@ def serve(
     )
     if replicas is None and (max_replicas or cores):
         raise SettingsError("--max-replicas and --cores are of replicas; give --replicas too")
-    bound = bound_socket(settings)
+    bound = bind_socket(settings)
     log = (
         log_level,
         log_format == "json" or not (log_format == "text" or sys.stderr.isatty()),
     )
     starting = Starting(chosen, cache_memory) if replicas is None else None
-    set_up(*log)
+    configure_logging(*log)
 
     def started(address: str, names: list[str]) -> None:
         if sys.stderr.isatty():

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from unspool.language_model import LanguageModel
     from unspool.serve.core.registry import ModelEntry
-    from unspool.serve.http.settings import ServeSettings
+    from unspool.serve.http.settings import ServerSettings
 
 
 class Starting:
@@ -35,7 +35,7 @@ class Starting:
 
     def run(
         self,
-        settings: ServeSettings,
+        settings: ServerSettings,
         bound: socket.socket,
         started: Callable[[str, list[str]], None],
         *,
@@ -54,7 +54,7 @@ class Starting:
         from unspool.serve.http.logs import log_event
 
         def give_up(reason: str) -> None:
-            state.fault = UnspoolError(reason)
+            state.startup_error = UnspoolError(reason)
             os.kill(os.getpid(), signal.SIGTERM)
 
         loads = [self._preload.load, *(model.choice.load for model in self._located[1:])]
@@ -64,18 +64,18 @@ class Starting:
         ]
         registry = ModelRegistry(
             entries,
-            room=model_memory or _model_memory(),
-            idle=unload_after,
+            model_memory=model_memory or _model_memory(),
+            keep_alive=unload_after,
             adapters=AdapterFolder(adapters) if adapters is not None else None,
         )
         app, state = create_app(settings, registry)
 
         def stopping() -> None:
-            state.admission.refusing = True
+            state.admission.is_stopping = True
             log_event("stopping", running=state.admission.running, queued=state.admission.queued)
 
         def on_started(address: str) -> bool:
-            if state.fault is not None:
+            if state.startup_error is not None:
                 return False
             gc.freeze()  # so that later collections need not look at it
             gc.enable()
@@ -86,9 +86,9 @@ class Starting:
                 Thread(target=lambda: registry.add(self._others()), daemon=True).start()
             return True
 
-        server.run(app, settings, bound, stopping=stopping, started=on_started)
-        if state.fault is not None:
-            raise state.fault
+        server.run(app, settings, bound, on_stopping=stopping, on_started=on_started)
+        if state.startup_error is not None:
+            raise state.startup_error
 
     def _others(self) -> list[ModelEntry]:
         """The models on this machine that were not chosen; loaded when somebody picks one. Those

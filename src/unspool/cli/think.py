@@ -15,7 +15,7 @@ from unspool.cli import options as o
 from unspool.errors import SettingsError, UnspoolError
 
 if TYPE_CHECKING:
-    from unspool.decoding.think.events import Event
+    from unspool.decoding.think.events import SearchEvent
     from unspool.decoding.think.think import ThoughtStream
     from unspool.decoding.think.thought import Thought
 
@@ -95,7 +95,7 @@ def think(
       unspool think "What is 17 * 24?" -m MODEL --policy beam --judge process:REWARD_MODEL
     """
     from unspool.cli.run import _check_trace, read_prompt
-    from unspool.decoding.think.think import most_tokens
+    from unspool.decoding.think.think import default_max_tokens
 
     if mistaken := hints.model_hint(prompt or ""):
         raise UnspoolError(mistaken)
@@ -107,7 +107,7 @@ def think(
     own = dict(map(_named_value, option or ()))
     _check(policy, judge, own, budget)
     options: dict[str, Any] = {
-        "max_tokens": most_tokens(policy, max_tokens),
+        "max_tokens": default_max_tokens(policy, max_tokens),
         "stop": (),
         **sampling,
     }
@@ -121,9 +121,9 @@ def think(
         thinks = True if policy == "think" and lm.thought_format is not None else None
         ids = lm.chat_prompt(messages, **lm.think_options(thinks, options)).ids
         options["stop"] += lm.chat_template.stops
-    from unspool.decoding.think.judges.names import judge_named
+    from unspool.decoding.think.judges.names import make_verifier
 
-    judged = None if judge is None else judge_named(lm, judge, conversation=messages)
+    judged = None if judge is None else make_verifier(lm, judge, conversation=messages)
     stream = lm.stream_think(ids, policy=policy, judge=judged, budget=budget, **own, **options)
     asked = {"model": str(chosen.model or "default"), "prompt": text, "judge": judge, **own}
     _run(stream, asked, as_json=as_json, trace=trace, quiet=quiet)
@@ -131,14 +131,14 @@ def think(
 
 def _check(policy: str, judge: str | None, own: dict[str, Any], budget: int) -> None:
     """Refuse what cannot be, before a model is loaded."""
-    from unspool.decoding.think.budget import Budget
-    from unspool.decoding.think.judges.names import JudgeName
+    from unspool.decoding.think.budget import TokenBudget
+    from unspool.decoding.think.judges.names import VerifierSpec
     from unspool.decoding.think.think import check_policy
 
     if judge is not None:
-        JudgeName.parse(judge)
+        VerifierSpec.parse(judge)
     check_policy(policy, own)
-    Budget(budget)
+    TokenBudget(budget)
 
 
 def _named_value(given: str) -> tuple[str, Any]:
@@ -154,7 +154,7 @@ def _named_value(given: str) -> tuple[str, Any]:
 def _run(
     stream: ThoughtStream, asked: dict[str, Any], *, as_json: bool, trace: Path | None, quiet: bool
 ) -> None:
-    events: list[Event] = []
+    events: list[SearchEvent] = []
     try:
         with interrupt.raised(), stream:
             if as_json:
@@ -181,14 +181,14 @@ def _run(
         _close(thought, events)
 
 
-def _json_lines(stream: ThoughtStream, events: list[Event]) -> None:
+def _json_lines(stream: ThoughtStream, events: list[SearchEvent]) -> None:
     for event in stream:
         events.append(event)
         print(json.dumps(event.to_dict(), ensure_ascii=False), flush=True)
     print(json.dumps({"thought": stream.result.to_dict()}, ensure_ascii=False), flush=True)
 
 
-def _live(stream: ThoughtStream, events: list[Event]) -> None:
+def _live(stream: ThoughtStream, events: list[SearchEvent]) -> None:
     """The tree on stderr, drawn again as it grows, and left there when it is done."""
     from rich.live import Live
 
@@ -206,14 +206,16 @@ def _live(stream: ThoughtStream, events: list[Event]) -> None:
         live.update(view.rich(console.width, console.height), refresh=True)
 
 
-def _save(file: Path, asked: dict[str, Any], events: list[Event], stream: ThoughtStream) -> None:
+def _save(
+    file: Path, asked: dict[str, Any], events: list[SearchEvent], stream: ThoughtStream
+) -> None:
     told = [event.to_dict() for event in events]
-    thought = stream.result.to_dict() if stream.is_over else None
+    thought = stream.result.to_dict() if stream.is_finished else None
     content = {"version": 1, **asked, "events": told, "thought": thought}
     file.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
-def _close(thought: Thought, events: list[Event]) -> None:
+def _close(thought: Thought, events: list[SearchEvent]) -> None:
     from unspool.cli.think_view import TreeView
 
     view = TreeView()

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from unspool.decoding.think.events import Event, Grown, Judged, Pruned, Spending, Won
+from unspool.decoding.think.events import (
+    BudgetUsed,
+    NodeAdded,
+    NodePruned,
+    NodeScored,
+    SearchEvent,
+    SearchFinished,
+)
 from unspool.engine.steps import brief
 
 if TYPE_CHECKING:
@@ -30,23 +37,23 @@ class TreeView:
 
     def __init__(self) -> None:
         self.nodes: dict[int, _Shown] = {0: _Shown()}
-        self.spending: Spending | None = None
+        self.spending: BudgetUsed | None = None
 
-    def take(self, event: Event) -> None:
+    def take(self, event: SearchEvent) -> None:
         """One more event."""
-        if isinstance(event, Grown):
+        if isinstance(event, NodeAdded):
             fate = "ended" if event.finished else ""
             self.nodes[event.node] = _Shown(event.text, fate=fate, parent=event.parent)
             self.nodes[event.parent].below.append(event.node)
-        elif isinstance(event, Judged):
+        elif isinstance(event, NodeScored):
             node = self.nodes[event.node]
             node.score, node.why = event.score, event.why
             node.fate = "failed" if event.score is None else node.fate
-        elif isinstance(event, Pruned):
+        elif isinstance(event, NodePruned):
             self.nodes[event.node].fate = "pruned"
-        elif isinstance(event, Won):
+        elif isinstance(event, SearchFinished):
             self.nodes[event.node].fate = "best"
-        elif isinstance(event, Spending):
+        elif isinstance(event, BudgetUsed):
             self.spending = event
 
     def spent(self) -> str:

@@ -6,19 +6,19 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from unspool.text.thoughts.pieces import ThoughtPiece
-from unspool.text.thoughts.reader import answer_reader
+from unspool.text.thoughts.pieces import ReasoningPiece
+from unspool.text.thoughts.reader import make_output_parser
 from unspool.text.tools.calls import TextPiece
 
 if TYPE_CHECKING:
     from unspool.engine.generation import Generation
     from unspool.engine.steps import Step
-    from unspool.engine.thinking import Thinking
+    from unspool.engine.thinking import ReasoningSpec
 
 _DIM, _NORMAL = "\x1b[2m", "\x1b[0m"
 
 
-def show_answer(steps: Iterable[Step], generation: Generation, thinking: Thinking) -> None:
+def show_answer(steps: Iterable[Step], generation: Generation, thinking: ReasoningSpec) -> None:
     """Text as it comes; what a guard may take back goes into a pipe only when it is final."""
     watched, guarded = sys.stdout.isatty(), generation.request.guards is not None
     screen = _Screen(generation, thinking, shown=watched or not guarded)
@@ -42,8 +42,8 @@ def show_answer(steps: Iterable[Step], generation: Generation, thinking: Thinkin
 class _Screen:
     """What was read so far, and in which colour it stands there."""
 
-    def __init__(self, generation: Generation, thinking: Thinking, *, shown: bool) -> None:
-        self._reader = answer_reader(thinking.format, thinking.start, None)
+    def __init__(self, generation: Generation, thinking: ReasoningSpec, *, shown: bool) -> None:
+        self._reader = make_output_parser(thinking.format, thinking.start, None)
         self._generation, self._shown, self._is_dim = generation, shown, False
 
     def take(self, step: Step) -> None:
@@ -60,7 +60,7 @@ class _Screen:
         if not self._shown:
             return
         for piece in pieces:
-            if isinstance(piece, ThoughtPiece) and sys.stdout.isatty():
+            if isinstance(piece, ReasoningPiece) and sys.stdout.isatty():
                 sys.stdout.write(piece.text if self._is_dim else f"{_DIM}{piece.text}")
                 self._is_dim = True
             elif isinstance(piece, TextPiece):

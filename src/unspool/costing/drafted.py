@@ -14,7 +14,7 @@ from unspool.language_model import LanguageModel
 
 
 @dataclass(frozen=True)
-class Drafted:
+class DraftResult:
     """One drafter on one kind of text."""
 
     name: str
@@ -36,25 +36,29 @@ class Drafted:
         ]  # fmt: skip
 
 
-def drafted(lm: LanguageModel, ids: Sequence[int], rounds: int, tokens: int) -> list[Drafted]:
+def measure_drafts(
+    lm: LanguageModel, ids: Sequence[int], rounds: int, tokens: int
+) -> list[DraftResult]:
     """Measure drafters on free text and on text to copy; a draft head if the model has one."""
     half = len(ids) // 2
     copying = [*ids[:half], *ids[:half], *ids[: half // 2]]  # the third copy can be looked up
     results = []
     for drafter, spec in (("lookup drafts", "lookup"), ("a draft head", "head")):
         with suppress(UnspoolError):  # a model without a head, or that cannot be rewound
-            results.append(_timed(lm, f"{drafter}, free text", ids, spec, rounds, tokens))
-            results.append(_timed(lm, f"{drafter}, copying", copying, spec, rounds, tokens))
+            results.append(_measure_drafter(lm, f"{drafter}, free text", ids, spec, rounds, tokens))
+            results.append(
+                _measure_drafter(lm, f"{drafter}, copying", copying, spec, rounds, tokens)
+            )
     return results
 
 
-def _timed(
+def _measure_drafter(
     lm: LanguageModel, name: str, ids: Sequence[int], spec: str, rounds: int, tokens: int
-) -> Drafted:
+) -> DraftResult:
     savings = []
     lm.generate(ids, max_tokens=1)  # prefill before both
     for _ in range(rounds):
         plain = lm.generate(ids, max_tokens=tokens, temperature=0.0, end=False)
         text = lm.generate(ids, max_tokens=tokens, temperature=0.0, end=False, speculate=spec)
         savings.append(plain.usage.total_seconds / text.usage.total_seconds)
-    return Drafted(name, savings, text)
+    return DraftResult(name, savings, text)

@@ -85,7 +85,7 @@ What is frozen water called? | ice | steam | fog | dew
 """  # noqa: E501 (a line is a question)
 
 
-def items() -> list[Item]:
+def load_items() -> list[Item]:
     """Return all questions, with subjects mixed: the first n are a fair sample."""
     every = []
     for line in _ITEMS.strip().splitlines():

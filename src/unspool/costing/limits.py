@@ -35,20 +35,20 @@ def weight_bytes(lm: Session) -> int:
     """
     if is_native(lm):
         return _packed_bytes(lm.model)  # type: ignore[arg-type]
-    from unspool.model.weights import parameter_count, shapes
+    from unspool.model.weights import parameter_count, weight_shapes
 
     config = lm.config
     share = config.experts_per_token / config.experts if config.experts else 1.0
     read = 0.0
-    for name, shape in shapes(config).items():
+    for name, shape in weight_shapes(config).items():
         if name == "embed.weight" and not config.tied:
             continue
         read += math.prod(shape) * (share if len(shape) == 3 else 1.0)
     if lm.model.precision in _BYTES:
         return round(read * _BYTES[lm.model.precision])
-    from unspool.model.glance import glance
+    from unspool.model.glance import summarize_model
 
-    stored = glance(lm.path).bytes if lm.path is not None else 2 * parameter_count(config)
+    stored = summarize_model(lm.path).bytes if lm.path is not None else 2 * parameter_count(config)
     return round(read * stored / parameter_count(config))
 
 
@@ -80,11 +80,13 @@ def bandwidth(lm: Session, repeat: int = 7) -> list[float]:
 
 
 def _native_reader(lm: Session) -> Callable[[], object]:
-    from unspool.backends.cpu.structures import address, functions
+    from unspool.backends.cpu.structures import address_of, native_functions
 
     block = np.ones(_BLOCK, np.uint8)  # written, as untouched memory is one page of zeros
     threads = int(getattr(lm.model, "threads", 1))
-    return lambda: functions().unspool_read_memory(address(block), block.nbytes, threads, 1)
+    return lambda: native_functions().unspool_read_memory(
+        address_of(block), block.nbytes, threads, 1
+    )
 
 
 def _torch_reader(lm: Session) -> Callable[[], object]:

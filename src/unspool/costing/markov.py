@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from unspool.model.packaged import cache_folder
 
 if TYPE_CHECKING:
-    from unspool.train.data.batches import Batch
+    from unspool.train.data.batches import TrainingBatch
 
 LETTERS = "abcdefghABCDEFGH"
 LENGTH = 64  # letters of a text, the first two given
@@ -41,7 +41,7 @@ class MarkovSource:
     seed: int = 0
 
     @cached_property
-    def chances(self) -> NDArray[np.float64]:
+    def probabilities(self) -> NDArray[np.float64]:
         """Probabilities [second to last, last, next letter]."""
         random, count = np.random.default_rng(self.seed), len(LETTERS)
         lower, upper = random.dirichlet([_CONCENTRATION] * _HALF, (2, count, count))
@@ -54,7 +54,7 @@ class MarkovSource:
         """Draw `count` texts of LENGTH letters, each starting with two lower-case letters."""
         texts = np.empty((count, LENGTH), np.int64)
         texts[:, :2] = random.integers(0, _HALF, (count, 2))
-        cumulative = self.chances.cumsum(2)
+        cumulative = self.probabilities.cumsum(2)
         for at in range(2, LENGTH):
             thresholds = cumulative[texts[:, at - 2], texts[:, at - 1]]
             letters = (random.random((count, 1)) > thresholds).sum(1)
@@ -68,7 +68,7 @@ class MarkovSource:
 
         `logprobs` [texts, LENGTH - 2, letters] are the model's.
         """
-        true = self.chances[texts[:, :-2], texts[:, 1:-1]]
+        true = self.probabilities[texts[:, :-2], texts[:, 1:-1]]
         divergence: NDArray[np.float64] = (true * (np.log(true) - logprobs)).sum(2)
         return divergence
 
@@ -79,13 +79,13 @@ class _Texts:
     def __init__(self, source: MarkovSource) -> None:
         self.source = source
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TrainingBatch:
         import torch
 
-        from unspool.train.data.batches import Batch
+        from unspool.train.data.batches import TrainingBatch
 
         random = np.random.default_rng((self.source.seed, step))
-        return Batch(torch.from_numpy(self.source.texts(_ROWS, random)))
+        return TrainingBatch(torch.from_numpy(self.source.texts(_ROWS, random)))
 
 
 def trained_model(
@@ -98,7 +98,7 @@ def trained_model(
 
     Training needs torch.
     """
-    from unspool.train.data.made_once import made_once
+    from unspool.train.data.made_once import build_once
 
     key = f"{source.seed}-{scheduled_sampling:g}-{unlikelihood:g}-{STEPS}"
     target = cache_folder() / "costs" / f"markov-v{_VERSION}-{key}"
@@ -106,7 +106,7 @@ def trained_model(
     def make(folder: Path) -> None:
         _train(source, scheduled_sampling, unlikelihood, tell, folder)
 
-    return made_once(target, make)
+    return build_once(target, make)
 
 
 def _train(

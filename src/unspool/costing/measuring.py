@@ -19,8 +19,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from unspool.costing.machine import machine_facts, model_name
-from unspool.costing.part import Part
-from unspool.costing.plan import Plan
+from unspool.costing.part import CostPart
+from unspool.costing.plan import MeasurementPlan
 from unspool.costing.report import Report
 from unspool.costing.sample_texts import SampleTexts, sample_texts
 from unspool.decoding.progress import progress_bar
@@ -42,7 +42,7 @@ PARTS: dict[str, int] = {
 }
 # Called with a part's name, its progress (0 to 1), and at the end the part. An exception from it
 # ends the measurement.
-Watch = Callable[[str, float, Part | None], object]
+Watch = Callable[[str, float, CostPart | None], object]
 _PACKAGE = f"{__package__}.parts"
 _STEPS = 100  # of the progress bar per unit of duration
 
@@ -70,19 +70,19 @@ def costs(
         progress: Show a progress bar.
         watch: Called with each part's progress, and with the part when it is complete.
     """
-    names = chosen_parts(parts)
-    lm.config.check_left_to_right()
+    names = select_parts(parts)
+    lm.config.require_causal()
     sample = texts if isinstance(texts, SampleTexts) else sample_texts(texts)
-    plan = Plan(quick, seed, sample.texts, twin=twin)
+    plan = MeasurementPlan(quick, seed, sample.texts, twin=twin)
     started = perf_counter()
-    results: list[Part] = []
+    results: list[CostPart] = []
     total = sum(PARTS[name] for name in names)
     with progress_bar("measuring", _STEPS * total, show=progress) as update_bar:
         done = 0
         for name in names:
             report_progress = _progress_callback(update_bar, done, name, watch)
             report_progress(0.0)
-            results.append(measured(lm, name, replace(plan, tell=report_progress)))
+            results.append(measure_part(lm, name, replace(plan, on_progress=report_progress)))
             done += PARTS[name]
             update_bar(_STEPS * done)
             if watch is not None:
@@ -99,7 +99,7 @@ def costs(
     )
 
 
-def chosen_parts(requested: Sequence[str] | None) -> list[str]:
+def select_parts(requested: Sequence[str] | None) -> list[str]:
     """Return the requested parts in the order of PARTS; all if None."""
     if requested is None:
         return list(PARTS)
@@ -113,7 +113,7 @@ def chosen_parts(requested: Sequence[str] | None) -> list[str]:
     return [name for name in PARTS if name in requested]
 
 
-def measured(lm: LanguageModel, name: str, plan: Plan) -> Part:
+def measure_part(lm: LanguageModel, name: str, plan: MeasurementPlan) -> CostPart:
     """Measure one part and its duration.
 
     If the part cannot be measured with this model, return a part with the reason, so that the
@@ -121,9 +121,9 @@ def measured(lm: LanguageModel, name: str, plan: Plan) -> Part:
     """
     started = perf_counter()
     try:
-        part: Part = import_module(f"{_PACKAGE}.{name}").measure(lm, plan)
+        part: CostPart = import_module(f"{_PACKAGE}.{name}").measure(lm, plan)
     except UnspoolError as error:
-        part = Part(name, name.capitalize(), "", notes=[f"Could not be measured: {error}."])
+        part = CostPart(name, name.capitalize(), "", notes=[f"Could not be measured: {error}."])
     return replace(part, seconds=perf_counter() - started)
 
 

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 from unspool.costing.part import (
     VOCABULARY,
+    CostPart,
     Example,
     Figure,
-    Part,
     Series,
     figure_names,
     figure_or_empty,
     group_parts,
 )
 from unspool.costing.style import PAGE, STYLE
-from unspool.costing.svg import colour, plot, rise
-from unspool.notebook import escape
+from unspool.costing.svg import colour, plot, y_range
+from unspool.notebook import escape_html
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class Column:
 
     model: str
     machine: Mapping[str, str]
-    parts: Sequence[Part]
+    parts: Sequence[CostPart]
 
 
-def page(columns: Sequence[Column], subtitle: str) -> str:
+def render_page(columns: Sequence[Column], subtitle: str) -> str:
     """Return the HTML file."""
     rows = group_parts([column.parts for column in columns])
     models = " · ".join(column.model for column in columns)
     return PAGE.format(
-        title=escape(f"Costs of {models}"),
+        title=escape_html(f"Costs of {models}"),
         style=STYLE,
-        head=f"<h1>Costs of autoregressive decoding</h1><p class='sub'>{escape(models)}</p>"
-        f"<p class='dim'>{escape(subtitle)}</p>",
+        head=f"<h1>Costs of autoregressive decoding</h1><p class='sub'>{escape_html(models)}</p>"
+        f"<p class='dim'>{escape_html(subtitle)}</p>",
         facts="".join(_facts(column) for column in columns),
         cards="".join(_card(parts) for parts in rows),
         parts="".join(_part(parts, columns) for parts in rows),
@@ -49,26 +49,26 @@ def page(columns: Sequence[Column], subtitle: str) -> str:
 
 def _facts(column: Column) -> str:
     rows = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>"
+        f"<dt>{escape_html(name)}</dt><dd>{escape_html(value)}</dd>"
         for name, value in {"model": column.model, **column.machine}.items()
     )
     return f"<dl>{rows}</dl>"
 
 
-def _card(parts: Sequence[Part]) -> str:
+def _card(parts: Sequence[CostPart]) -> str:
     """Return a link to a part with its first figure for each model."""
     name, inside = parts[0].name, ""
     if names := figure_names(parts)[:1]:
         values = " · ".join(figure_or_empty(part, names[0]).formatted() for part in parts)
-        inside = f"<b>{escape(values)}</b><span>{escape(names[0])}</span>"
-    return f'<a class="card" href="#{name}"><em>{escape(name)}</em>{inside}</a>'
+        inside = f"<b>{escape_html(values)}</b><span>{escape_html(names[0])}</span>"
+    return f'<a class="card" href="#{name}"><em>{escape_html(name)}</em>{inside}</a>'
 
 
-def _part(parts: Sequence[Part], columns: Sequence[Column]) -> str:
+def _part(parts: Sequence[CostPart], columns: Sequence[Column]) -> str:
     part = parts[0]
     inside = [
-        f"<h2>{escape(part.title)}</h2>",
-        f"<p class='formula'>{escape(part.formula)}</p>",
+        f"<h2>{escape_html(part.title)}</h2>",
+        f"<p class='formula'>{escape_html(part.formula)}</p>",
         _figures(parts, columns),
         _plots(parts, columns),
         *(_table(item, column) for item, column in zip(parts, columns, strict=True)),
@@ -81,12 +81,12 @@ def _part(parts: Sequence[Part], columns: Sequence[Column]) -> str:
 # -- figures --------------------------------------------------------------------------------------
 
 
-def _figures(parts: Sequence[Part], columns: Sequence[Column]) -> str:
+def _figures(parts: Sequence[CostPart], columns: Sequence[Column]) -> str:
     if not figure_names(parts):
         return ""
     several = len(columns) > 1
     heads = "".join(
-        f"<th>{escape(column.model)}</th><th>95 % interval</th>" for column in columns
+        f"<th>{escape_html(column.model)}</th><th>95 % interval</th>" for column in columns
     ) if several else "<th>value</th><th>95 % interval</th><th>n</th>"  # fmt: skip
     same_vocabulary = len({column.machine.get(VOCABULARY) for column in columns}) == 1
     rows = "".join(_row(name, parts, several, same_vocabulary) for name in figure_names(parts))
@@ -96,21 +96,22 @@ def _figures(parts: Sequence[Part], columns: Sequence[Column]) -> str:
     )
 
 
-def _row(name: str, parts: Sequence[Part], several: bool, same_tokens: bool) -> str:
+def _row(name: str, parts: Sequence[CostPart], several: bool, same_tokens: bool) -> str:
     figures = [figure_or_empty(part, name) for part in parts]
-    best = winner(figures, same_tokens)
+    best = best_model(figures, same_tokens)
     why = next((figure.why for figure in figures if figure.why), "")
-    small = f"<small>{escape(why)}</small>" if why else ""
-    cells = f"<td>{escape(name)}{small}</td>"
+    small = f"<small>{escape_html(why)}</small>" if why else ""
+    cells = f"<td>{escape_html(name)}{small}</td>"
     for number, figure in enumerate(figures):
         kind = ' class="best"' if number == best else ""
-        cells += f"<td{kind}>{escape(figure.formatted())}</td><td>{escape(figure.interval())}</td>"
+        cells += f"<td{kind}>{escape_html(figure.formatted())}</td>"
+        cells += f"<td>{escape_html(figure.interval())}</td>"
     if not several:
         cells += f"<td>{'' if figures[0].n is None else f'{figures[0].n:,}'}</td>"
     return f"<tr>{cells}</tr>"
 
 
-def winner(figures: Sequence[Figure], same_tokens: bool = True) -> int | None:
+def best_model(figures: Sequence[Figure], same_tokens: bool = True) -> int | None:
     """Return the index of the model that is significantly better, None if there is none.
 
     Its interval must not overlap with any other. Nats are comparable only between models with the
@@ -136,18 +137,18 @@ def winner(figures: Sequence[Figure], same_tokens: bool = True) -> int | None:
 # -- plots ----------------------------------------------------------------------------------------
 
 
-def _plots(parts: Sequence[Part], columns: Sequence[Column]) -> str:
+def _plots(parts: Sequence[CostPart], columns: Sequence[Column]) -> str:
     titles = list(dict.fromkeys(series.plot for part in parts for series in part.series))
-    pictures = "".join(_pictures(title, parts, columns) for title in titles)
+    pictures = "".join(_plot_per_model(title, parts, columns) for title in titles)
     return f'<div class="plots">{pictures}</div>' if pictures else ""
 
 
-def _pictures(title: str, parts: Sequence[Part], columns: Sequence[Column]) -> str:
+def _plot_per_model(title: str, parts: Sequence[CostPart], columns: Sequence[Column]) -> str:
     """Return one plot per model, with the same y axis."""
     by_model = [
         [line for line in part.series if line.plot == title and len(line.x)] for part in parts
     ]
-    ranges = [rise(series) for series in by_model if series]
+    ranges = [y_range(series) for series in by_model if series]
     if not ranges:
         return ""
     up = min(low for low, _ in ranges), max(high for _, high in ranges)
@@ -156,7 +157,9 @@ def _pictures(title: str, parts: Sequence[Part], columns: Sequence[Column]) -> s
         if series:
             model = f" · {column.model}" if len(columns) > 1 else ""
             picture = plot(series, up) + _legend(series)
-            html += f"<figure><figcaption>{escape(title + model)}</figcaption>{picture}</figure>"
+            html += (
+                f"<figure><figcaption>{escape_html(title + model)}</figcaption>{picture}</figure>"
+            )
     return html
 
 
@@ -167,39 +170,39 @@ def _legend(series: Sequence[Series]) -> str:
     for number, line in enumerate(series):
         style = "border-top:2px dashed var(--dim)" if line.kind == "reference" else ""
         style = style or f"background:{colour(number)}"
-        items += f'<li><i style="{style}"></i>{escape(line.name)}</li>'
+        items += f'<li><i style="{style}"></i>{escape_html(line.name)}</li>'
     return f"<ul class='legend'>{items}</ul>"
 
 
 # -- words ----------------------------------------------------------------------------------------
 
 
-def _table(part: Part, column: Column) -> str:
+def _table(part: CostPart, column: Column) -> str:
     if not part.table:
         return ""
     head, *body = part.table
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    top = "".join(f"<th>{escape_html(cell)}</th>" for cell in head)
     rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in body
+        "<tr>" + "".join(f"<td>{escape_html(cell)}</td>" for cell in row) + "</tr>" for row in body
     )
     return (
-        f"<div class='wide'><table><caption>{escape(column.model)}</caption><thead><tr>{top}</tr>"
-        f"</thead><tbody>{rows}</tbody></table></div>"
+        f"<div class='wide'><table><caption>{escape_html(column.model)}</caption>"
+        f"<thead><tr>{top}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
 
-def _example(part: Part, column: Column, columns: Sequence[Column]) -> str:
+def _example(part: CostPart, column: Column, columns: Sequence[Column]) -> str:
     example = part.example
     if example is None:
         return ""
     kinds = list(dict.fromkeys(mark.kind for mark in example.marks))
     whose = f"{column.model}: " if len(columns) > 1 else ""
     legend = "".join(
-        f'<li><mark class="m{number % 4}">{escape(kind)}</mark></li>'
+        f'<li><mark class="m{number % 4}">{escape_html(kind)}</mark></li>'
         for number, kind in enumerate(kinds)
     )
     return (
-        f'<div class="example"><p class="caption">{escape(whose + example.caption)}</p>'
+        f'<div class="example"><p class="caption">{escape_html(whose + example.caption)}</p>'
         f"<blockquote>{_marked(example, kinds)}</blockquote>"
         + (f"<ul class='legend'>{legend}</ul>" if legend else "")
         + "</div>"
@@ -210,13 +213,13 @@ def _marked(example: Example, kinds: Sequence[str]) -> str:
     html = ""
     for text, mark in example.pieces():
         if mark is None:
-            html += escape(text)
+            html += escape_html(text)
             continue
-        title = f' title="{escape(mark.title)}"' if mark.title else ""
-        html += f'<mark class="m{kinds.index(mark.kind) % 4}"{title}>{escape(text)}</mark>'
+        title = f' title="{escape_html(mark.title)}"' if mark.title else ""
+        html += f'<mark class="m{kinds.index(mark.kind) % 4}"{title}>{escape_html(text)}</mark>'
     return html
 
 
-def _notes(part: Part) -> str:
+def _notes(part: CostPart) -> str:
     notes = [*part.notes, f"Measured in {part.seconds:.1f} s."]
-    return f"<ul class='notes'>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"
+    return f"<ul class='notes'>{''.join(f'<li>{escape_html(note)}</li>' for note in notes)}</ul>"

@@ -46,14 +46,14 @@ class Figure(_JsonSerializable):
 
     def formatted(self) -> str:
         """Return the value with its unit."""
-        return number(self.value, self.unit)
+        return format_number(self.value, self.unit)
 
     def interval(self) -> str:
         """Return the interval as text, empty if there is none."""
         if self.low is None or self.high is None:
             return ""
-        low = number(self.low, self.unit).removesuffix(self.unit).rstrip()
-        return f"{low} … {number(self.high, self.unit)}"
+        low = format_number(self.low, self.unit).removesuffix(self.unit).rstrip()
+        return f"{low} … {format_number(self.high, self.unit)}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Series(_JsonSerializable):
 
 
 @dataclass(frozen=True)
-class Mark(_JsonSerializable):
+class TextMark(_JsonSerializable):
     """A marked range of characters in an example."""
 
     start: int
@@ -95,12 +95,12 @@ class Example(_JsonSerializable):
     """A text that illustrates the figures. Marks do not overlap."""
 
     text: str
-    marks: Sequence[Mark] = ()
+    marks: Sequence[TextMark] = ()
     caption: str = ""
 
-    def pieces(self) -> list[tuple[str, Mark | None]]:
+    def pieces(self) -> list[tuple[str, TextMark | None]]:
         """Split the text into marked and unmarked pieces."""
-        pieces: list[tuple[str, Mark | None]] = []
+        pieces: list[tuple[str, TextMark | None]] = []
         at = 0
         for mark in sorted(self.marks, key=lambda mark: mark.start):
             start, end = max(mark.start, at), min(mark.end, len(self.text))
@@ -114,7 +114,7 @@ class Example(_JsonSerializable):
 
 
 @dataclass(frozen=True)
-class Part(_JsonSerializable):
+class CostPart(_JsonSerializable):
     """One measured cost.
 
     Attributes:
@@ -140,28 +140,28 @@ class Part(_JsonSerializable):
         return next(figure for figure in self.figures if figure.name == name)
 
 
-def group_parts(reports: Sequence[Sequence[Part]]) -> list[list[Part]]:
+def group_parts(reports: Sequence[Sequence[CostPart]]) -> list[list[CostPart]]:
     """Group parts by name, one per report; an empty one where a report does not have it."""
     names = dict.fromkeys(part.name for parts in reports for part in parts)
     grouped = []
     for name in names:
         group = [next((part for part in parts if part.name == name), None) for parts in reports]
         template = next(part for part in group if part is not None)
-        grouped.append([part or Part(name, template.title, template.formula) for part in group])
+        grouped.append([part or CostPart(name, template.title, template.formula) for part in group])
     return grouped
 
 
-def figure_names(parts: Sequence[Part]) -> list[str]:
+def figure_names(parts: Sequence[CostPart]) -> list[str]:
     """Return the distinct figure names of all parts, in order."""
     return list(dict.fromkeys(figure.name for part in parts for figure in part.figures))
 
 
-def figure_or_empty(part: Part, name: str) -> Figure:
+def figure_or_empty(part: CostPart, name: str) -> Figure:
     """Return a part's figure with this name, or one without a value."""
     return next((figure for figure in part.figures if figure.name == name), Figure(name, None))
 
 
-def number(value: float | None, unit: str = "") -> str:
+def format_number(value: float | None, unit: str = "") -> str:
     """Format a number: three digits, shares as percent."""
     if value is None:
         return "–"

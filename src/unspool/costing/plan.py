@@ -14,7 +14,7 @@ def _ignore_progress(share: float) -> object:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeasurementPlan:
     """Settings of a measurement.
 
     Attributes:
@@ -28,7 +28,7 @@ class Plan:
     quick: bool
     seed: int
     texts: Sequence[str]
-    tell: Callable[[float], object] = _ignore_progress
+    on_progress: Callable[[float], object] = _ignore_progress
     twin: object | None = None
 
     def pick(self, quick: _T, full: _T) -> _T:

@@ -25,13 +25,13 @@ def last_logits(
     for start in range(0, len(texts), _BATCH):
         group = texts[start : start + _BATCH]
         with ExitStack() as stack:
-            branches = [stack.enter_context(lm.opened(text[:-1])) for text in group]
-            logits = lm.engine.extend_all([(branch, ()) for branch in branches], wanted=last)
+            branches = [stack.enter_context(lm.open_branch(text[:-1])) for text in group]
+            logits = lm.engine.extend_all([(branch, ()) for branch in branches], num_logits=last)
         yield from logits
         tell(min(1.0, (start + len(group)) / len(texts)))
 
 
-def surprises(
+def token_nlls(
     lm: Session,
     texts: Sequence[Sequence[int]],
     last: int,
@@ -39,9 +39,9 @@ def surprises(
 ) -> NDArray[np.float64]:
     """Return the negative log-likelihood in nats of the last tokens: [texts, last]."""
     rows = zip(texts, last_logits(lm, texts, last, tell), strict=True)
-    return np.array([nats(logits, text[-last:]) for text, logits in rows])
+    return np.array([nll(logits, text[-last:]) for text, logits in rows])
 
 
-def nats(logits: Logits, tokens: Sequence[int]) -> NDArray[np.float64]:
+def nll(logits: Logits, tokens: Sequence[int]) -> NDArray[np.float64]:
     """Return the negative log-likelihood of each token, in nats."""
     return np.array([-float(value) for value in score(logits, tokens).logprobs])

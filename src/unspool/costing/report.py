@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unspool.costing.page import Column, page
-from unspool.costing.part import Part
+from unspool.costing.page import Column, render_page
+from unspool.costing.part import CostPart
 from unspool.costing.terminal import summary
 
 VERSION = 1  # of the JSON
@@ -23,7 +23,7 @@ class Report:
 
     model: str
     machine: Mapping[str, str]
-    parts: Sequence[Part]
+    parts: Sequence[CostPart]
     seconds: float
     quick: bool = False
     seed: int = 0
@@ -32,7 +32,7 @@ class Report:
         names = ", ".join(part.name for part in self.parts)
         return f"<Report {self.model}: {names}, {self.seconds:.0f} s>"
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> CostPart:
         """Return the part with this name."""
         return next(part for part in self.parts if part.name == name)
 
@@ -54,9 +54,9 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Show the page in an iframe in notebooks, as it has its own style."""
-        from unspool.notebook import escape
+        from unspool.notebook import escape_html
 
-        return f'<iframe srcdoc="{escape(self.html())}" width="100%" height="700"></iframe>'
+        return f'<iframe srcdoc="{escape_html(self.html())}" width="100%" height="700"></iframe>'
 
     def __str__(self) -> str:
         return str(Comparison([self]))
@@ -78,7 +78,7 @@ class Comparison:
         seconds = sum(report.seconds for report in self.reports)
         first = self.reports[0]
         kind = "quick measurement, wide intervals" if first.quick else "complete measurement"
-        return page(columns, f"{kind}, seed {first.seed}, {seconds:.0f} s")
+        return render_page(columns, f"{kind}, seed {first.seed}, {seconds:.0f} s")
 
     def __str__(self) -> str:
         names = [report.model for report in self.reports]

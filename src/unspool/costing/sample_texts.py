@@ -33,9 +33,9 @@ def sample_texts(source: Sequence[str] | str | Path | None = None) -> SampleText
     if source is None:
         return _addresses()
     if isinstance(source, str | Path):
-        from unspool.train.judging.judged_text import texts_of
+        from unspool.train.judging.judged_text import source_texts
 
-        return _checked(list(texts_of([str(source)], limit=_COUNT)), str(source))
+        return _checked(list(source_texts([str(source)], limit=_COUNT)), str(source))
     return _checked(list(source), f"{len(source)} texts of the caller")
 
 
@@ -50,22 +50,22 @@ def _checked(texts: list[str], source: str) -> SampleTexts:
 
 def _addresses() -> SampleTexts:
     from unspool.train.data.sources import DEFAULT_SOURCE
-    from unspool.train.judging.judged_text import texts_of
+    from unspool.train.judging.judged_text import source_texts
 
     try:
-        every = list(texts_of([DEFAULT_SOURCE]))[_FIRST:]
+        every = list(source_texts([DEFAULT_SOURCE]))[_FIRST:]
     except (UnspoolError, OSError) as error:
         warnings.warn(
             f"measuring on a short sample text instead of the default texts: {error}",
             UnspoolWarning,
             stacklevel=2,
         )
-        return shipped()
+        return packaged_sample()
     step = max(1, len(every) // _COUNT)
     return _checked(every[::step][:_COUNT], "State of the Union addresses, 1890 to today")
 
 
-def shipped() -> SampleTexts:
+def packaged_sample() -> SampleTexts:
     """Return the pages in this package."""
     texts = _SAMPLE_FILE.read_text(encoding="utf-8").split(_SEPARATOR)
     return _checked(texts, "a few pages of State of the Union addresses")

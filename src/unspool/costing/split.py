@@ -15,7 +15,7 @@ import numpy as np
 
 from unspool.costing.limits import is_native
 from unspool.language_model import LanguageModel
-from unspool.sampling.picker import PickRows, pick, row_numbers
+from unspool.sampling.picker import SamplingRows, encode_settings, pick_tokens
 
 _MS_PER_S = 1000.0
 _WEIGHTS = ("linear", "embed", "route", "experts", "combine")
@@ -24,7 +24,7 @@ _PICKS = 15  # repetitions of the sampling measurement
 
 
 @dataclass(frozen=True)
-class Split:
+class TimeSplit:
     """Milliseconds per token after `past` tokens, by operation; None if not measurable."""
 
     past: int
@@ -49,7 +49,7 @@ class Split:
         ]
 
 
-def split_at(lm: LanguageModel, ids: Sequence[int], tokens: int) -> Split:
+def measure_split(lm: LanguageModel, ids: Sequence[int], tokens: int) -> TimeSplit:
     """Measure the time per token after these tokens, by operation."""
     options: Any = {"max_tokens": tokens, "temperature": 0.8, "seed": 0, "end": False}
     lm.generate(ids, **{**options, "max_tokens": 1})  # fills the prefix cache
@@ -59,10 +59,10 @@ def split_at(lm: LanguageModel, ids: Sequence[int], tokens: int) -> Split:
     total = _mean(lm, ids, options)
     slope = max(0.0, total - short) / max(1, len(ids) - len(ids) // 4)
     sampling = _sampling_ms(lm, ids) if lm.model.device == "cpu" else None
-    return Split(len(ids), total, None, slope * len(ids), sampling, tokens, False)
+    return TimeSplit(len(ids), total, None, slope * len(ids), sampling, tokens, False)
 
 
-def _profiled(lm: LanguageModel, ids: Sequence[int], options: Any) -> Split:
+def _profiled(lm: LanguageModel, ids: Sequence[int], options: Any) -> TimeSplit:
     backend: Any = lm.engine.backend
     plan: Any = getattr(lm.model, "plan")  # noqa: B009 (the native model's)
     backend.profile()  # reset
@@ -75,7 +75,7 @@ def _profiled(lm: LanguageModel, ids: Sequence[int], options: Any) -> Split:
         times = [s for s, kind in zip(seconds, kinds, strict=True) if kind in selected]
         return _MS_PER_S * float(sum(times)) / steps
 
-    return Split(
+    return TimeSplit(
         len(ids), total, ms_of(_WEIGHTS), ms_of(_ATTENTION), _sampling_ms(lm, ids), steps, True
     )
 
@@ -88,14 +88,14 @@ def _mean(lm: LanguageModel, ids: Sequence[int], options: Any) -> float:
 
 def _sampling_ms(lm: LanguageModel, ids: Sequence[int]) -> float:
     """Return the milliseconds to sample one token from this model's logits, default settings."""
-    settings = lm.draft(ids, seed=0).request.settings
-    with lm.opened(ids[-16:]) as branch:
+    settings = lm.prepare_generation(ids, seed=0).request.settings
+    with lm.open_branch(ids[-16:]) as branch:
         logits: Any = lm.engine.extend(branch)
-    floats, ints = row_numbers(settings, 0)
-    rows = PickRows(np.array([floats]), np.array([ints], np.int64), np.empty(0, np.int64))
+    floats, ints = encode_settings(settings, 0)
+    rows = SamplingRows(np.array([floats]), np.array([ints], np.int64), np.empty(0, np.int64))
     times = []
     for _ in range(_PICKS):
         started = perf_counter()
-        pick(logits, rows, int(getattr(lm.model, "threads", 1)))
+        pick_tokens(logits, rows, int(getattr(lm.model, "threads", 1)))
         times.append(perf_counter() - started)
     return _MS_PER_S * float(np.median(times))

@@ -16,31 +16,31 @@ from unspool.model.packaged import cache_folder
 _VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
-def folder() -> Path:
+def reports_folder() -> Path:
     """Return the folder of the reports."""
     return cache_folder() / "reports"
 
 
-def keep(report: Mapping[str, Any]) -> str:
+def save_report(report: Mapping[str, Any]) -> str:
     """Store a report's JSON; return its name."""
     model = re.sub(r"[^A-Za-z0-9._-]+", "-", str(report["model"])).strip("-.") or "model"
     stem = f"{model[:60]}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder().mkdir(parents=True, exist_ok=True)
+    reports_folder().mkdir(parents=True, exist_ok=True)
     number, name = 1, stem
     while _file(name).exists():  # two in one second
         number += 1
         name = f"{stem}-{number}"
     # Write to a temporary file and rename: readers never see half a report.
-    partial = folder() / f".{name}.part"
+    partial = reports_folder() / f".{name}.part"
     partial.write_text(json.dumps(report, ensure_ascii=False) + "\n", encoding="utf-8")
     partial.replace(_file(name))
     return name
 
 
-def known() -> list[dict[str, Any]]:
+def list_reports() -> list[dict[str, Any]]:
     """Return name and summary of all reports, the newest first."""
     reports = []
-    for path in folder().glob("*.json"):
+    for path in reports_folder().glob("*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):  # not a report
             report = json.loads(path.read_text(encoding="utf-8"))
             about = {name: report[name] for name in ("model", "quick", "seed", "seconds")}
@@ -51,25 +51,25 @@ def known() -> list[dict[str, Any]]:
     return sorted(reports, key=lambda report: (-report["made"], report["name"]))
 
 
-def read(name: str) -> dict[str, Any]:
+def read_report(name: str) -> dict[str, Any]:
     """Return the report with this name."""
     try:
         report: dict[str, Any] = json.loads(_file(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UnspoolError(f"no such report: {name[:100]!r} in {folder()}") from error
+        raise UnspoolError(f"no such report: {name[:100]!r} in {reports_folder()}") from error
     return report
 
 
-def forget(name: str) -> None:
+def delete_report(name: str) -> None:
     """Delete the report with this name."""
     try:
         _file(name).unlink()
     except OSError as error:
-        raise UnspoolError(f"no such report: {name[:100]!r} in {folder()}") from error
+        raise UnspoolError(f"no such report: {name[:100]!r} in {reports_folder()}") from error
 
 
 def _file(name: str) -> Path:
     """Return the file of a report; only plain file names are valid."""
     if not _VALID_NAME.fullmatch(name):
-        raise UnspoolError(f"no such report: {name[:100]!r} in {folder()}")
-    return folder() / f"{name}.json"
+        raise UnspoolError(f"no such report: {name[:100]!r} in {reports_folder()}")
+    return reports_folder() / f"{name}.json"

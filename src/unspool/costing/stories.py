@@ -102,7 +102,7 @@ _TEMPLATES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 _NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry")
 
 
-def stories(seed: int) -> list[Story]:
+def make_stories(seed: int) -> list[Story]:
     """Return every template with every value, mixed: the first n are a fair sample."""
     draw = random.Random(seed)
     result = []

@@ -10,7 +10,7 @@ from typing import Any
 
 from unspool.costing.part import Figure
 from unspool.costing.statistics import share_figure
-from unspool.costing.writing import encoded
+from unspool.costing.writing import encode_with_start
 from unspool.errors import UnspoolError
 from unspool.language_model import LanguageModel
 
@@ -23,7 +23,7 @@ _EXAMPLES = "Q: What is 4 + 3?\nA: 4 + 3 = 7\n\nQ: What is 6 + 8?\nA: 6 + 8 = 14
 _FORCED = "budget forcing"
 
 
-def number_in(text: str) -> str:
+def extract_number(text: str) -> str:
     """Return the answer in a text, "" if there is none; reasoning is ignored.
 
     It is the number after the first = of the first line, or else the first number.
@@ -33,12 +33,12 @@ def number_in(text: str) -> str:
     return "" if match is None else match[1]
 
 
-WAYS: dict[str, dict[str, Any]] = {
+POLICIES: dict[str, dict[str, Any]] = {
     "one sample": {"policy": "best-of", "n": 1},
     f"vote of {_SAMPLES}": {
         "policy": "vote",
         "n": _SAMPLES,
-        "extract": lambda text: number_in(text.text),
+        "extract": lambda text: extract_number(text.text),
     },
     f"best of {_SAMPLES}, the likeliest": {"policy": "best-of", "n": _SAMPLES},
     f"best of {_SAMPLES}, asked yes or no": {"policy": "best-of", "n": _SAMPLES, "judge": "ask"},
@@ -64,11 +64,11 @@ class Sum:
 
     def is_right(self, text: str) -> bool:
         """Return whether a text gives the correct answer."""
-        return number_in(text) == str(self.a + self.b)
+        return extract_number(text) == str(self.a + self.b)
 
 
 @dataclass(frozen=True)
-class Answered:
+class SumResult:
     """Accuracy and cost of one decoding policy."""
 
     name: str
@@ -77,7 +77,7 @@ class Answered:
     tokens: int  # computed
     seconds: float
 
-    def figure(self, baseline: Answered) -> Figure:
+    def figure(self, baseline: SumResult) -> Figure:
         """Return the share of correct answers, with the cost relative to `baseline`."""
         tokens = self.tokens / self.count
         why = f"{tokens:.0f} tokens and {self.seconds / self.count:.2f} s per sum"
@@ -90,7 +90,7 @@ class Answered:
         )
 
 
-def sums(count: int) -> list[Sum]:
+def make_sums(count: int) -> list[Sum]:
     """Return `count` different small sums."""
     return [Sum(2 + number * 7 % 9, 1 + number * 5 % 8) for number in range(count)]
 
@@ -103,28 +103,28 @@ def sum_figures(
     tell: Callable[[float], object],
 ) -> tuple[list[Figure], list[str]]:
     """Return a figure for each policy, and error messages of those that failed."""
-    results: list[Answered] = []
+    results: list[SumResult] = []
     failed: list[str] = []
     for number, name in enumerate(ways):
         try:
-            results.append(answered(lm, name, problems, seed))
+            results.append(answer_sums(lm, name, problems, seed))
         except UnspoolError as error:  # a context that is too short, a model without a template
             failed.append(f"{name}: {error}")
         tell((number + 1) / len(ways))
     return [result.figure(results[0]) for result in results], failed
 
 
-def answered(lm: LanguageModel, name: str, problems: Sequence[Sum], seed: int) -> Answered:
+def answer_sums(lm: LanguageModel, name: str, problems: Sequence[Sum], seed: int) -> SumResult:
     """Answer all sums with one policy. Prefill is not measured."""
     right = tokens = 0
     seconds = 0.0
     for problem in problems:
-        prompt = encoded(lm, problem.prompt(thinking=name == _FORCED))
+        prompt = encode_with_start(lm, problem.prompt(thinking=name == _FORCED))
         lm.generate(prompt, max_tokens=1)
         started = perf_counter()
-        options = {"max_tokens": _ANSWER_TOKENS, **WAYS[name]}
+        options = {"max_tokens": _ANSWER_TOKENS, **POLICIES[name]}
         result = lm.think(prompt, budget=None, seed=seed, progress=False, **options)
         seconds += perf_counter() - started
         right += problem.is_right(result.text)
         tokens += result.spent.written + result.spent.judged
-    return Answered(name, right, len(problems), tokens, seconds)
+    return SumResult(name, right, len(problems), tokens, seconds)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from unspool.costing.part import Series
-from unspool.notebook import escape
-from unspool.train.scaling.plot import decades, nice, short
+from unspool.notebook import escape_html
+from unspool.train.scaling.plot import linear_ticks, log_ticks, short_label
 
 WIDTH, HEIGHT = 440, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 14, 46
@@ -46,7 +46,7 @@ def plot(series: Sequence[Series], up: Range | None = None) -> str:
     """Return a plot of series with common axes; `up` is the y range if plots share it."""
     first = series[0]
     bars = any(line.kind == "bars" for line in series)
-    frame = _Frame(_across(series, bars), up or rise(series), first.log_x and not bars)
+    frame = _Frame(x_range(series, bars), up or y_range(series), first.log_x and not bars)
     parts = [_axes(frame, first, _bar_names(series) if bars else None)]
     parts += _stacks(frame, series) if bars else []
     crowded = sum(line.low is not None for line in series) > _MAX_BANDS
@@ -56,7 +56,7 @@ def plot(series: Sequence[Series], up: Range | None = None) -> str:
     for number, line in enumerate(series):
         if line.kind != "bars":
             parts.append(_line(frame, line, colour(number)))
-    label = escape(f"{first.plot or first.y_label}, by {first.x_label}")
+    label = escape_html(f"{first.plot or first.y_label}, by {first.x_label}")
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
         + "".join(parts)
@@ -69,7 +69,7 @@ def colour(number: int) -> str:
     return f"var(--c{number % _COLOURS})"
 
 
-def rise(series: Sequence[Series]) -> Range:
+def y_range(series: Sequence[Series]) -> Range:
     """Return the range of all y values and intervals; it starts at 0 if none is negative."""
     if any(line.kind == "bars" for line in series):
         stacked = [sum(column) for column in zip(*(line.y for line in series), strict=True)]
@@ -86,7 +86,7 @@ def rise(series: Sequence[Series]) -> Range:
     return low, high * 1.05 if high > low else low + 1.0
 
 
-def _across(series: Sequence[Series], bars: bool) -> Range:
+def x_range(series: Sequence[Series], bars: bool) -> Range:
     if bars:
         return -0.5, len(series[0].x) - 0.5
     every = [x for line in series for x in line.x]
@@ -97,25 +97,29 @@ def _across(series: Sequence[Series], bars: bool) -> Range:
 
 
 def _bar_names(series: Sequence[Series]) -> list[str]:
-    return [short(x) for x in series[0].x]
+    return [short_label(x) for x in series[0].x]
 
 
 def _axes(frame: _Frame, first: Series, names: list[str] | None) -> str:
     bottom, right = HEIGHT - _BOTTOM, WIDTH - _RIGHT
     parts = [f'<path class="axis" d="M{_LEFT},{_TOP}V{bottom}H{right}"/>']
-    for value in nice(frame.up):
+    for value in linear_ticks(frame.up):
         y = frame.y(value)
         parts.append(f'<path class="grid" d="M{_LEFT},{y:.1f}H{right}"/>')
-        parts.append(f'<text class="end" x="{_LEFT - 7}" y="{y + 4:.1f}">{short(value)}</text>')
+        parts.append(
+            f'<text class="end" x="{_LEFT - 7}" y="{y + 4:.1f}">{short_label(value)}</text>'
+        )
     for value, name in _across_names(frame, names):
         x = frame.x(value)
         parts.append(f'<text class="mid" x="{x:.1f}" y="{bottom + 17}">{name}</text>')
     middle = (_LEFT + right) / 2
-    parts.append(f'<text class="mid" x="{middle}" y="{HEIGHT - 8}">{escape(first.x_label)}</text>')
+    parts.append(
+        f'<text class="mid" x="{middle}" y="{HEIGHT - 8}">{escape_html(first.x_label)}</text>'
+    )
     y = (_TOP + bottom) / 2
     parts.append(
         f'<text class="mid" x="13" y="{y}" transform="rotate(-90 13 {y})">'
-        f"{escape(first.y_label)}</text>"
+        f"{escape_html(first.y_label)}</text>"
     )
     return "".join(parts)
 
@@ -123,9 +127,11 @@ def _axes(frame: _Frame, first: Series, names: list[str] | None) -> str:
 def _across_names(frame: _Frame, names: list[str] | None) -> Iterable[tuple[float, str]]:
     if names is not None:
         return [(float(number), name) for number, name in enumerate(names)]
-    ticks = decades(frame.across) if frame.log else []
-    ticks = ticks if len(ticks) > 1 else nice(frame.across)  # also where powers of ten are too few
-    return [(value, short(value)) for value in ticks]
+    ticks = log_ticks(frame.across) if frame.log else []
+    ticks = (
+        ticks if len(ticks) > 1 else linear_ticks(frame.across)
+    )  # also where powers of ten are too few
+    return [(value, short_label(value)) for value in ticks]
 
 
 def _line(frame: _Frame, line: Series, stroke: str) -> str:
@@ -136,7 +142,7 @@ def _line(frame: _Frame, line: Series, stroke: str) -> str:
         return f'<path class="reference" d="{path}"/>'
     svg = f'<path class="line" style="stroke:{stroke}" d="{path}"/>'
     for n, (x, y) in zip(finite, points, strict=True):
-        title = escape(f"{line.name}: {line.y[n]:.4g} at {line.x[n]:g}")
+        title = escape_html(f"{line.name}: {line.y[n]:.4g} at {line.x[n]:g}")
         svg += (
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" style="fill:{stroke}">'
             f"<title>{title}</title></circle>"
@@ -170,7 +176,7 @@ def _stacks(frame: _Frame, series: Sequence[Series]) -> list[str]:
         for number, line in enumerate(series):
             value = line.y[index]
             top, bottom = frame.y(below + value), frame.y(below)
-            title = escape(f"{line.name}: {value:.3g} at {x:g}")
+            title = escape_html(f"{line.name}: {value:.3g} at {x:g}")
             bars.append(
                 f'<rect x="{frame.x(index) - room / 2:.1f}" y="{top:.1f}" width="{room:.1f}" '
                 f'height="{max(0.0, bottom - top):.1f}" style="fill:{colour(number)}">'

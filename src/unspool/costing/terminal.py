@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unspool.costing.part import Part, figure_names, figure_or_empty, group_parts
+from unspool.costing.part import CostPart, figure_names, figure_or_empty, group_parts
 
 
-def summary(models: Sequence[str], reports: Sequence[Sequence[Part]]) -> str:
+def summary(models: Sequence[str], reports: Sequence[Sequence[CostPart]]) -> str:
     """Return the figures of one model, or of several in columns."""
     lines: list[str] = []
     if len(models) > 1:
@@ -22,7 +22,7 @@ def summary(models: Sequence[str], reports: Sequence[Sequence[Part]]) -> str:
     return "\n".join(lines).strip("\n")
 
 
-def _rows(parts: Sequence[Part]) -> list[str]:
+def _rows(parts: Sequence[CostPart]) -> list[str]:
     """Return a line per figure, with columns for all parts."""
     heads = [cell for number in range(len(parts)) for cell in (f"[{number + 1}]", "")]
     rows = [["", *heads]] if len(parts) > 1 else []

@@ -17,7 +17,9 @@ from unspool.language_model import LanguageModel
 _MAX_WEIGHT_BYTES = 2 << 30  # of a model to load a second time
 
 
-def last_of(tokens: Sequence[int], judged: int, width: int, num_sinks: int = 0) -> list[int]:
+def truncate_context(
+    tokens: Sequence[int], judged: int, width: int, num_sinks: int = 0
+) -> list[int]:
     """Return the last `judged` tokens of a text after `width` tokens of context.
 
     The context is the first `kept` tokens, and the ones directly before.
@@ -28,12 +30,12 @@ def last_of(tokens: Sequence[int], judged: int, width: int, num_sinks: int = 0) 
     return [*before[:num_sinks], *before[len(before) - (width - num_sinks) :], *end]
 
 
-def sinks_and_last(tokens: Sequence[int], judged: int, width: int) -> list[int]:
+def truncate_with_sinks(tokens: Sequence[int], judged: int, width: int) -> list[int]:
     """As `last_of`, with the attention sinks (the first four tokens) in the context."""
-    return last_of(tokens, judged, width, min(SINKS, width // 2))
+    return truncate_context(tokens, judged, width, min(SINKS, width // 2))
 
 
-def with_window(lm: LanguageModel, width: int) -> LanguageModel | str:
+def load_with_window(lm: LanguageModel, width: int) -> LanguageModel | str:
     """Load the model again with sliding-window attention of `width` tokens in every layer.
 
     Returns the reason as text if that is not possible. The caller closes the model.
@@ -51,7 +53,7 @@ def with_window(lm: LanguageModel, width: int) -> LanguageModel | str:
         return "the model is too large to be loaded again for this"
     checkpoint.config = replace(checkpoint.config, windows=(width,) * checkpoint.config.layers)
     load_options = check_load_options(device=lm.model.device)
-    weights = load_weights(checkpoint, load_options, load_options.chosen())
+    weights = load_weights(checkpoint, load_options, load_options.resolve())
     return LanguageModel(weights, lm.tokenizer, path=lm.path, context=lm.context, memory=256 << 20)
 
 

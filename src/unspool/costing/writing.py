@@ -14,12 +14,12 @@ from unspool.engine.options import Options
 from unspool.engine.stream import StepStream
 from unspool.errors import SettingsError
 from unspool.session import Session
-from unspool.train.judging.judge import first_token
+from unspool.train.judging.judge import leading_token
 
 
-def encoded(lm: Session, text: str) -> list[int]:
+def encode_with_start(lm: Session, text: str) -> list[int]:
     """Return a text's tokens, after the model's start token if it has one."""
-    lead = first_token(lm)
+    lead = leading_token(lm)
     return [*([] if lead is None else [lead]), *lm.tokenizer.encode(text)]
 
 
@@ -29,7 +29,7 @@ def excerpts(lm: Session, texts: Sequence[str], count: int, tokens: int) -> list
     One of each text, then a second one of each, and so on. They begin at paragraphs.
     """
     results: list[list[int]] = []
-    waiting = [_stretches(lm, text, tokens) for text in texts]
+    waiting = [_excerpts_of(lm, text, tokens) for text in texts]
     while waiting and len(results) < count:
         remaining = []
         for stretches in waiting:
@@ -45,14 +45,14 @@ def excerpts(lm: Session, texts: Sequence[str], count: int, tokens: int) -> list
     return results[:count]
 
 
-def _stretches(lm: Session, text: str, tokens: int) -> Iterator[list[int]]:
+def _excerpts_of(lm: Session, text: str, tokens: int) -> Iterator[list[int]]:
     """Yield excerpts of one text, each from the first paragraph after the previous one."""
     start = 0
     while start < len(text):
         # Tokens are rarely longer than eight characters, so this prefix is usually enough.
-        ids = encoded(lm, text[start : start + 8 * tokens + 64])
+        ids = encode_with_start(lm, text[start : start + 8 * tokens + 64])
         if len(ids) < tokens:
-            ids = encoded(lm, text[start:])
+            ids = encode_with_start(lm, text[start:])
         if len(ids) < tokens:
             return
         yield ids[:tokens]
@@ -62,7 +62,7 @@ def _stretches(lm: Session, text: str, tokens: int) -> Iterator[list[int]]:
 
 
 @dataclass(frozen=True)
-class Written:
+class GeneratedBatch:
     """Texts generated as one batch.
 
     Attributes:
@@ -84,13 +84,15 @@ class Written:
         return [mean_logprob(text) for text in self.texts if text.steps]
 
 
-def write(lm: Session, prompts: Sequence[Sequence[int]], **options: Unpack[Options]) -> Written:
+def generate_batch(
+    lm: Session, prompts: Sequence[Sequence[int]], **options: Unpack[Options]
+) -> GeneratedBatch:
     """Generate a text after each prompt, all in one batch."""
     started = perf_counter()
     # Different sample numbers: otherwise all texts would use the same random draws.
     samples: list[Options] = [{"sample": number, **options} for number in range(len(prompts))]
     texts = [
-        lm.draft(prompt, **sample_options)
+        lm.prepare_generation(prompt, **sample_options)
         for prompt, sample_options in zip(prompts, samples, strict=True)
     ]
     streams: list[StepStream] = []
@@ -102,10 +104,10 @@ def write(lm: Session, prompts: Sequence[Sequence[int]], **options: Unpack[Optio
     finally:
         for stream in streams:
             stream.close()
-    return Written(tuple(texts), computed, perf_counter() - started)
+    return GeneratedBatch(tuple(texts), computed, perf_counter() - started)
 
 
-def distinct(texts: Sequence[Sequence[int]], n: int = 2) -> float:
+def distinct_n(texts: Sequence[Sequence[int]], n: int = 2) -> float:
     """Return distinct-n: the share of different n-grams of tokens in all texts."""
     runs = [tuple(text[at : at + n]) for text in texts for at in range(len(text) - n + 1)]
     return len(set(runs)) / len(runs) if runs else math.nan

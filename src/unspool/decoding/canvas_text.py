@@ -12,9 +12,9 @@ from unspool.backends.step import Logits
 from unspool.decoding.diffusion_options import DiffusionPlan
 from unspool.decoding.guessing import CanvasSampler
 from unspool.decoding.orders import spread
-from unspool.decoding.passes import Diffusion, Pass, Place
+from unspool.decoding.passes import CanvasPosition, Diffusion, DiffusionPass
 from unspool.engine.canvas import Window, open_canvas
-from unspool.engine.ending import Ending
+from unspool.engine.ending import StopChecker
 from unspool.engine.steps import Step
 from unspool.errors import SettingsError
 from unspool.sampling import GrammarState, Pick
@@ -144,7 +144,7 @@ class CanvasText:
 
     # -- a pass -----------------------------------------------------------------------------------
 
-    def apply_first(self, logits: Logits) -> Pass:
+    def apply_first(self, logits: Logits) -> DiffusionPass:
         """Set the first position of a block from the logits of the finished text before it."""
         first = self._done
         if self._grammar is not None:
@@ -157,7 +157,7 @@ class CanvasText:
         self._after_pass(True, False)
         return result
 
-    def apply_pass(self, logits_rows: list[Logits]) -> Pass:
+    def apply_pass(self, logits_rows: list[Logits]) -> DiffusionPass:
         """Apply the logits of a pass over the canvas."""
         block, first = self._block, self._done
         offset = 0 if self.window is not None else self._offset
@@ -234,7 +234,9 @@ class CanvasText:
             return False
         return masked or self._checks < self.plan.edit_passes
 
-    def _revise(self, filled: list[int], places: dict[int, Place], logits: Any) -> dict[int, Pick]:
+    def _revise(
+        self, filled: list[int], places: dict[int, CanvasPosition], logits: Any
+    ) -> dict[int, Pick]:
         """Edit and remask tokens set earlier; returns the edited ones."""
         plan, edited = self.plan, dict[int, Pick]()
         if plan.edit is not None:
@@ -268,9 +270,9 @@ class CanvasText:
     # -- recording --------------------------------------------------------------------------------
 
     def _record(
-        self, kind: Literal["canvas", "text", "look"], places: dict[int, Place],
+        self, kind: Literal["canvas", "text", "look"], places: dict[int, CanvasPosition],
         accepted: dict[int, Pick],
-    ) -> Pass:  # fmt: skip
+    ) -> DiffusionPass:  # fmt: skip
         """Write the decisions to the canvas and record the pass. Positions of the last block beyond
         the text are not reported."""
         now, number = perf_counter(), len(self.result.passes)
@@ -286,7 +288,7 @@ class CanvasText:
             for canvas in self.canvases:
                 token = self.plan.kind.mask_id if place.token is None else place.token
                 canvas.set(self._prompt + place.number - canvas.start, token)
-        result = Pass(
+        result = DiffusionPass(
             number,
             kind,
             tuple(None if step is None else step.token for step in self._all_steps()),
@@ -319,17 +321,19 @@ class CanvasText:
         """Steps up to the first masked position, and the finish reason if the text ends there (end
         token, stop string, grammar, or length)."""
         limits = replace(self.plan.request.limits, max_tokens=self.plan.length, context=1 << 62)
-        ending, steps = Ending(limits, self._prompt), list[Step]()
+        ending, steps = StopChecker(limits, self._prompt), list[Step]()
         for number, step in enumerate(self._all_steps()):
             if step is None:
                 break
-            partial_utf8 = ending.text.half
+            partial_utf8 = ending.text.partial_utf8
             must_end = self._grammar is not None and number + 1 == len(self._grammar)
             must_end = must_end and self._grammar is not None and self._grammar.must_end
             length = self._prompt + number + 1
             text_piece, finish = ending.push(step.token, step.bytes, length, must_end)
             text_piece += ending.finish() if finish else ""
-            steps.append(replace(step, text=text_piece, begun=partial_utf8, finish_reason=finish))
+            steps.append(
+                replace(step, text=text_piece, partial_utf8=partial_utf8, finish_reason=finish)
+            )
             if finish:
                 return steps, finish
         if steps and (tail := ending.finish()):

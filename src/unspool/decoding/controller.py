@@ -21,7 +21,7 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import NamedTuple
 
-from unspool.decoding.heads.growing import Shape
+from unspool.decoding.heads.growing import DraftShape
 from unspool.engine.request import Drafter, DraftTree
 
 LONGEST = 16  # tokens of a draft without a head
@@ -234,10 +234,14 @@ class AdaptiveDrafter(DraftController):
 # -- shapes of a drafting head -----------------------------------------------------------------
 
 SHAPES = (
-    Shape(5, min_probability=0.8), Shape(5, min_probability=0.6), Shape(5, min_probability=0.4),
-    Shape(7, min_probability=0.25), Shape(7, min_probability=0.12), Shape(15, width=4, depth=6),
-    Shape(31, width=8, depth=7),
-)  # fmt: skip
+    DraftShape(5, min_probability=0.8),
+    DraftShape(5, min_probability=0.6),
+    DraftShape(5, min_probability=0.4),
+    DraftShape(7, min_probability=0.25),
+    DraftShape(7, min_probability=0.12),
+    DraftShape(15, width=4, depth=6),
+    DraftShape(31, width=8, depth=7),
+)
 SHAPE_PACE = Pace(
     first_baseline=8, baseline=3, baseline_every=64, baseline_after_pause=3, skip_first=True,
     first_pause=128, max_pause=4096,
@@ -273,7 +277,7 @@ class ShapeController(DraftController):
         measuring = self._current == BASELINE and not self.paused
         return self.paused <= RESUME_READING and (self.costs.observing_is_free or not measuring)
 
-    def choose(self) -> Shape | None:
+    def choose(self) -> DraftShape | None:
         """Shape of the next draft; None: decode without one."""
         self._current = self.size if self._wants_draft() else BASELINE
         if self._current == BASELINE:
@@ -367,10 +371,10 @@ class FixedShape:
 
     reading = True
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: DraftShape) -> None:
         self.shape = shape
 
-    def choose(self) -> Shape | None:
+    def choose(self) -> DraftShape | None:
         return self.shape
 
     def skip(self) -> None:

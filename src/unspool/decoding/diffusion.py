@@ -21,9 +21,9 @@ from typing import Any
 
 from unspool.decoding.canvas_text import CanvasText
 from unspool.decoding.diffusion_options import DiffusionPlan, make_plan
-from unspool.decoding.passes import Diffusion, Diffusions, Pass
+from unspool.decoding.passes import Diffusion, DiffusionPass, Diffusions
 from unspool.decoding.progress import progress_bar
-from unspool.engine.canvas import first_guesses, run_passes
+from unspool.engine.canvas import first_place_logits, run_passes
 from unspool.session import Prompt, Session
 
 _MAX_TEXTS = 64  # per pass: more rows make it longer and hardly more efficient
@@ -49,7 +49,7 @@ def diffuse_all(
     return results
 
 
-class DiffusionStream(Iterator[Pass]):
+class DiffusionStream(Iterator[DiffusionPass]):
     """The denoising passes of one text; leaving the loop in any way ends it."""
 
     def __init__(self, lm: Session, prompt: Prompt, options: dict[str, Any]) -> None:
@@ -58,14 +58,14 @@ class DiffusionStream(Iterator[Pass]):
         self.length = plan.length  # number of positions
         self._passes = _run_passes(lm, [plan], [self.result])
 
-    def __iter__(self) -> Iterator[Pass]:
+    def __iter__(self) -> Iterator[DiffusionPass]:
         try:
             for _, denoising_pass in self._passes:
                 yield denoising_pass
         finally:
             self.close()
 
-    def __next__(self) -> Pass:
+    def __next__(self) -> DiffusionPass:
         return next(self._passes)[1]
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ def stream_diffusion(lm: Session, prompt: Prompt, **options: Any) -> DiffusionSt
 
 def _run_passes(
     lm: Session, plans: Sequence[DiffusionPlan], results: Sequence[Diffusion]
-) -> Generator[tuple[int, Pass], None, None]:
+) -> Generator[tuple[int, DiffusionPass], None, None]:
     """Run diffusions in parallel, as many as fit in memory; yields (text index, pass)."""
     active: list[tuple[int, CanvasText]] = []
     waiting = deque(enumerate(zip(plans, results, strict=True)))
@@ -98,12 +98,12 @@ def _run_passes(
             text.close()
 
 
-def _run_round(active: Sequence[tuple[int, CanvasText]]) -> Iterator[tuple[int, Pass]]:
+def _run_round(active: Sequence[tuple[int, CanvasText]]) -> Iterator[tuple[int, DiffusionPass]]:
     """Run one pass of every text; a new block may get its first token before that."""
     for _, text in active:
         text.since = perf_counter()
     starting = [(number, text) for number, text in active if text.begins]
-    guessed = first_guesses([text.canvas for _, text in starting])
+    guessed = first_place_logits([text.canvas for _, text in starting])
     for (number, text), logits in zip(starting, guessed, strict=True):
         text.begins = False
         if logits is not None and text.needs_first:

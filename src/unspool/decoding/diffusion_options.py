@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
-from unspool.decoding.orders import Order, order_of
+from unspool.decoding.orders import Order, make_order
 from unspool.decoding.written import check_int
 from unspool.engine.canvas import CanvasKind
 from unspool.engine.options import SamplingOptions
@@ -65,7 +65,9 @@ class DiffusionOptions(SamplingOptions, total=False):
     grammar: Annotated[str | GrammarSpec | None, "... of this Lark or GBNF grammar"]
 
 
-NAMES = tuple(DiffusionOptions.__annotations__) + tuple(SamplingOptions.__annotations__)
+DIFFUSION_OPTION_NAMES = tuple(DiffusionOptions.__annotations__) + tuple(
+    SamplingOptions.__annotations__
+)
 _REQUEST_OPTIONS = {
     *SamplingOptions.__annotations__, "stop", "end", "seed", "sample", "adapter",
     "json", "json_schema", "regex", "choice", "grammar",
@@ -110,7 +112,7 @@ def make_plan(lm: Session, prompt: Prompt, options: dict[str, Any]) -> Diffusion
     order_options = {name: values[name] for name in ("factor", "entropy_bound") if name in values}
     for name, value in order_options.items():
         _non_negative(name, value)
-    order = order_of(values.get("order", "threshold"), threshold=threshold, **order_options)
+    order = make_order(values.get("order", "threshold"), threshold=threshold, **order_options)
     kind = canvas_kind(lm, values)
     request = lm.request(prompt, {"temperature": 0, **_request_options(values)})
     start = _start(lm, kind, values.get("given", ()))
@@ -141,7 +143,7 @@ def make_plan(lm: Session, prompt: Prompt, options: dict[str, Any]) -> Diffusion
 
 def canvas_kind(lm: Session, values: dict[str, Any]) -> CanvasKind:
     """How this model reads a canvas: mask token, attention, block length."""
-    config, twin = lm.config, lm.engine.adapters.twin(values.get("twin"))
+    config, twin = lm.config, lm.engine.adapters.canvas_settings(values.get("twin"))
     mask = values.get("mask", config.mask_id if twin is None else twin.mask_id)
     if isinstance(mask, str):
         mask = lm.single_token(mask)
@@ -162,7 +164,7 @@ def canvas_kind(lm: Session, values: dict[str, Any]) -> CanvasKind:
         block=check_int("block", block) if config.sight == "block" else 0,
         shifted=bool(values.get("shifted", config.shifted if twin is None else twin.shifted)),
         adapter=values.get("adapter", lm.adapter),
-        twin=values.get("twin"),
+        canvas_adapter=values.get("twin"),
     )
 
 
@@ -172,7 +174,7 @@ def _block(lm: Session, kind: CanvasKind, requested: int | None, length: int) ->
         return requested
     if kind.sight == "whole":
         return length
-    twin = lm.engine.adapters.twin(kind.twin)
+    twin = lm.engine.adapters.canvas_settings(kind.canvas_adapter)
     return (lm.config.block if twin is None else twin.block) or _DEFAULT_BLOCK
 
 
@@ -245,8 +247,8 @@ def _check_combinations(plan: DiffusionPlan, values: dict[str, Any]) -> None:
 
 def _check_names(options: dict[str, Any]) -> None:
     for name in options:
-        if name not in NAMES:
-            close = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.6)
+        if name not in DIFFUSION_OPTION_NAMES:
+            close = difflib.get_close_matches(name, DIFFUSION_OPTION_NAMES, n=1, cutoff=0.6)
             hint = f"did you mean {close[0]!r}?" if close else "see help(lm.diffuse)"
             raise SettingsError(f"diffusion has no option {name!r}; {hint}")
 

@@ -17,7 +17,7 @@ from itertools import count
 from unspool.backends.step import Logits
 from unspool.engine.branch import Branch
 from unspool.engine.loop import Loop
-from unspool.engine.scheduler import Task
+from unspool.engine.scheduler import EngineTask
 from unspool.session import Session
 
 _MIN_TOKENS = 4096  # KV-cache capacity of the backend
@@ -27,7 +27,7 @@ _MIN_STATES = 32  # of recurrent layers: more than the tokens of a draft
 _STATES_PER_SEQUENCE = 4
 
 
-class _UpdateTask(Task):
+class _UpdateTask(EngineTask):
     """Task that computes the new tokens of a draft sequence."""
 
     __slots__ = ("done", "error", "loop")
@@ -49,7 +49,7 @@ class DraftSequences:
     """The sequences of one draft model. Thread-safe; the backend is built on first use."""
 
     def __init__(self, model: Session) -> None:
-        model.config.check_left_to_right()
+        model.config.require_causal()
         self._model = model
         self._lock = threading.Lock()
         self._loop: Loop | None = None
@@ -101,12 +101,12 @@ class DraftSequences:
             tree.rewind(branch, shared, store=False)
             tree.append(branch, tokens[shared:])
         self._branches[number] = branch  # most recently used last
-        if branch.computed == 0 and not branch.pages:
+        if branch.num_computed == 0 and not branch.pages:
             tree.adopt(branch)
         task = _UpdateTask(loop, branch)
         max_tokens = loop.scheduler.limits.prefill_tokens if max_tokens is None else max_tokens
-        if branch.length - branch.computed > max_tokens:
-            task.stop = branch.computed + max_tokens
+        if branch.length - branch.num_computed > max_tokens:
+            task.compute_end = branch.num_computed + max_tokens
         self._free_pages(loop, branch)
         loop.scheduler.add(task)
         while not task.done:
@@ -125,7 +125,7 @@ class DraftSequences:
             tokens = 1 << (total - 1).bit_length()
             config = self._model.config
             # 32-bit floats are the widest KV cache.
-            memory = (tokens + _LARGEST_PAGE) * config.kv_numbers * 4
+            memory = (tokens + _LARGEST_PAGE) * config.kv_floats_per_token * 4
             if config.state_bytes:  # recurrent states get half of it
                 states = max(_MIN_STATES, _STATES_PER_SEQUENCE * len(self._capacities))
                 memory = 2 * max(memory, states * config.state_bytes)

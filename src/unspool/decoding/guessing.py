@@ -11,11 +11,11 @@ import numpy as np
 
 from unspool.decoding.diffusion_options import DiffusionPlan
 from unspool.decoding.orders import Predictions
-from unspool.decoding.passes import Change, Place
+from unspool.decoding.passes import CanvasPosition, Change
 from unspool.engine.steps import Candidate, Step, explained_step
 from unspool.sampling import Chain, Pick, RowInput, score
-from unspool.sampling.draw import ORDER_STREAM, in_pass, uniform
-from unspool.sampling.picker import sees_history
+from unspool.sampling.draw import ORDER_STREAM, stream_of_pass, uniform
+from unspool.sampling.picker import needs_history
 from unspool.session import Session
 
 
@@ -26,7 +26,7 @@ class CanvasSampler:
         self._lm, self._plan = lm, plan
         self._prompt = plan.request.prompt
         self._chains: dict[int, Chain] = {}  # by number of rows
-        self._sees_history = sees_history(plan.request.settings)
+        self._sees_history = needs_history(plan.request.settings)
 
     def guided_logits(self, logits_rows: Sequence[Any], rows: slice) -> Any:
         """Logits with guidance applied (classifier-free) and the mask token excluded."""
@@ -64,7 +64,7 @@ class CanvasSampler:
     def guesses(self, places: Sequence[int], picks: Sequence[Pick], number: int) -> Predictions:
         """Convert picks to the input of an order."""
         request, start = self._plan.request, len(self._prompt)
-        stream, seed = in_pass(ORDER_STREAM, number), request.settings.seed
+        stream, seed = stream_of_pass(ORDER_STREAM, number), request.settings.seed
         return Predictions(
             places,
             [pick.token for pick in picks],
@@ -74,15 +74,15 @@ class CanvasSampler:
             np.array([uniform(seed, request.limits.sample, start + n, stream) for n in places]),
         )
 
-    def place(self, number: int, pick: Pick, change: Change = None) -> Place:
+    def place(self, number: int, pick: Pick, change: Change = None) -> CanvasPosition:
         """Describe a position with its sampled token and whether that was set."""
         candidates = self._candidates((c.token, c.logprob, c.probability) for c in pick.candidates)
         token, text = pick.token if change else None, self._lm.readable(pick.token)
-        return Place(number, token, text, math.exp(pick.logprob), candidates, change)
+        return CanvasPosition(number, token, text, math.exp(pick.logprob), candidates, change)
 
     def describe_filled(
         self, logits: Any, places: Sequence[int], tokens: Sequence[int]
-    ) -> list[Place]:
+    ) -> list[CanvasPosition]:
         """Describe positions that have a token, with its probability in this pass."""
         if not len(places):
             return []
@@ -92,10 +92,12 @@ class CanvasSampler:
             best = zip(scores.top_tokens[row], scores.top_logprobs[row], strict=True)
             candidates = self._candidates((int(t), float(p), math.exp(p)) for t, p in best)
             chance = math.exp(scores.logprobs[row])
-            result.append(Place(number, token, self._lm.readable(token), chance, candidates))
+            result.append(
+                CanvasPosition(number, token, self._lm.readable(token), chance, candidates)
+            )
         return result
 
-    def step(self, place: Place, pick: Pick, number: int) -> Step:
+    def step(self, place: CanvasPosition, pick: Pick, number: int) -> Step:
         """Build the step of a token that was set."""
         position, token_bytes = len(self._prompt) + place.number, self._lm.engine.token_bytes
         step = explained_step(pick, position, place.text, token_bytes, 0.0, None)

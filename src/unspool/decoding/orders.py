@@ -120,7 +120,7 @@ def _count_leading(holds: npt.NDArray[np.bool_]) -> int:
 ORDERS = ("threshold", "factor", "entropy", "left", "fixed", "margin", "random")
 
 
-def order_of(
+def make_order(
     order: Any, *, threshold: float = 0.9, factor: float = 1.0, entropy_bound: float = 0.1
 ) -> Order:
     """Look up an order by name; a function is an order already."""

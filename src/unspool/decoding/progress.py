@@ -11,16 +11,16 @@ from typing import Any
 _DELAY_S = 1.0  # before the bar appears
 _NOTEBOOK_INTERVAL_S = 0.2  # between updates
 
-Tell = Callable[[int], object]
+ProgressCallback = Callable[[int], object]
 
 
 @contextmanager
-def progress_bar(label: str, total: int, *, show: bool = True) -> Iterator[Tell]:
+def progress_bar(label: str, total: int, *, show: bool = True) -> Iterator[ProgressCallback]:
     """Yield a function that takes the completed amount; the bar appears after one second."""
     make = (_in_notebook() or _in_terminal()) if show else None
     started = monotonic()
     with ExitStack() as stack:
-        bar: list[Tell] = []
+        bar: list[ProgressCallback] = []
 
         def tell(done: int) -> None:
             if make is not None and not bar and monotonic() - started > _DELAY_S:
@@ -36,7 +36,7 @@ def _in_terminal() -> Any:
 
 
 @contextmanager
-def _terminal_bar(label: str, total: int) -> Iterator[Tell]:
+def _terminal_bar(label: str, total: int) -> Iterator[ProgressCallback]:
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
@@ -53,7 +53,7 @@ def _in_notebook() -> Any:
 
 
 @contextmanager
-def _notebook_bar(label: str, total: int) -> Iterator[Tell]:
+def _notebook_bar(label: str, total: int) -> Iterator[ProgressCallback]:
     from IPython.display import HTML, display
 
     started = monotonic()

@@ -16,12 +16,12 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Unpack
 
-from unspool.decoding.together import write_all
+from unspool.decoding.together import run_all
 from unspool.decoding.voting import Extract, answer_finder, tally
 from unspool.decoding.written import Prompt, Ranking, Scorer, check_int, mean_logprob, score_text
 from unspool.engine.generation import Generation, Generations
 from unspool.engine.options import Options
-from unspool.notebook import bar, escape, note, picture, table
+from unspool.notebook import bar_html, escape_html, note_html, notebook_html, table_html
 from unspool.session import Session
 
 
@@ -31,7 +31,7 @@ def samples(lm: Session, prompt: Prompt, n: int, **options: Unpack[Options]) -> 
     if options.get("seed") is None:
         options["seed"] = secrets.randbits(32)  # one seed for all; the sample index differs
     # Validate prompt and options once; the requests differ only in the sample index.
-    draft = lm.draft(prompt, **options)
+    draft = lm.prepare_generation(prompt, **options)
     limits = draft.request.limits
     numbered_limits = [
         replace(limits, sample=number) for number in range(limits.sample, limits.sample + n)
@@ -40,7 +40,7 @@ def samples(lm: Session, prompt: Prompt, n: int, **options: Unpack[Options]) -> 
         replace(draft, steps=[], request=replace(draft.request, limits=sample_limits))
         for sample_limits in numbered_limits
     )
-    write_all(lm, texts, patient=False)
+    run_all(lm, texts, patient=False)
     return texts
 
 
@@ -72,10 +72,12 @@ class Vote:
     def _repr_html_(self) -> str:
         most = max(self.counts.values(), default=0)
         rows = [
-            (escape(str(answer)), bar(votes, most) + f" {votes}")
+            (escape_html(str(answer)), bar_html(votes, most) + f" {votes}")
             for answer, votes in self.counts.items()
         ]
-        return picture(table(("answer", "votes"), rows), note(f"of {len(self.answers)} texts"))
+        return notebook_html(
+            table_html(("answer", "votes"), rows), note_html(f"of {len(self.answers)} texts")
+        )
 
 
 def vote(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Unpack, cast
 
 from unspool.decoding.search_tree import SearchNode, SearchTree
-from unspool.decoding.think.budget import Budget
+from unspool.decoding.think.budget import TokenBudget
 from unspool.decoding.think.search import Search, run_moves
 from unspool.decoding.written import Prompt, Scorer, check_int, prepare_generation, score_text
 from unspool.engine.generation import Generation
@@ -57,7 +57,7 @@ def tree_search(
             "a search writes tokens * depth tokens; set tokens and depth, not max_tokens"
         )
     settings = cast(dict[str, Any], {**options, "max_tokens": tokens * depth})
-    with Search(lm, prepare_generation(lm, prompt, **settings), None, Budget()) as search:
+    with Search(lm, prepare_generation(lm, prompt, **settings), None, TokenBudget()) as search:
         level, leaves = [search.root], list[SearchNode]()
         for _ in range(depth):
             if expand is not None:

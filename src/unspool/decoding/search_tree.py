@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step, brief
 from unspool.errors import count
-from unspool.notebook import escape, picture
+from unspool.notebook import escape_html, notebook_html
 
 if TYPE_CHECKING:
     from rich.tree import Tree as RichTree
@@ -66,7 +66,7 @@ class SearchTree:
 
     def _repr_html_(self) -> str:
         lines = "\n".join(self._lines(self.root, "", ""))
-        return picture(f'<pre tabindex="0">{escape(lines)}</pre>')
+        return notebook_html(f'<pre tabindex="0">{escape_html(lines)}</pre>')
 
     @property
     def best(self) -> Generation:

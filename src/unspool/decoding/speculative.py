@@ -210,8 +210,8 @@ def _shared_sequences(model: Session) -> DraftSequences:
 
 def _base_session(model: Session) -> Session:
     """The base model, if this is a view of it with an adapter."""
-    while model.seen_of is not None:
-        model = model.seen_of
+    while model.view_of is not None:
+        model = model.view_of
     return model
 
 

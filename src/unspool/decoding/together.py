@@ -35,12 +35,12 @@ def generate_all(
         _draft(lm, number, prompt, options) for number, prompt in enumerate(prompts)
     )
     with progress_bar("writing", len(texts), show=progress) as report:
-        failed = write_all(lm, texts, report)
+        failed = run_all(lm, texts, report)
     _raise_failures(texts, failed)
     return texts
 
 
-async def write_async(lm: Session, text: Generation) -> None:
+async def run_async(lm: Session, text: Generation) -> None:
     """Run a prepared request on an event loop; cancelling the task cancels the request."""
     import asyncio  # slow to import, and only needed here
 
@@ -56,7 +56,7 @@ async def generate_all_async(
 
     async def write(text: Generation) -> None:
         async with running:
-            await write_async(lm, text)
+            await run_async(lm, text)
 
     running = asyncio.Semaphore(_MAX_SUBMITTED)
     texts = await asyncio.to_thread(_draft_all, lm, prompts, options)
@@ -76,7 +76,7 @@ def _draft_all(lm: Session, prompts: Sequence[Prompt], options: dict[str, Any]) 
         _draft(lm, number, prompt, options) for number, prompt in enumerate(prompts)
     )
     if len(texts) > 1:
-        read_what_all_share(lm, texts)
+        prefill_common_prefix(lm, texts)
     return texts
 
 
@@ -93,12 +93,12 @@ def _raise_failures(texts: Generations, failed: dict[int, Exception]) -> None:
 
 def _draft(lm: Session, number: int, prompt: Prompt, options: dict[str, Any]) -> Generation:
     try:
-        return lm.draft(prompt, **options)
+        return lm.prepare_generation(prompt, **options)
     except UnspoolError as error:
         raise type(error)(f"prompt {number}: {error}") from None
 
 
-def write_all(
+def run_all(
     lm: Session,
     texts: Sequence[Generation],
     tell: Callable[[int], object] = lambda done: None,
@@ -112,7 +112,7 @@ def write_all(
     """
     failed: dict[int, Exception] = {}
     if len(texts) > 1:
-        read_what_all_share(lm, texts)
+        prefill_common_prefix(lm, texts)
     writing = run_in_order(lm, texts, [], tell)
     for number, error in writing:
         if error is not None and not patient:
@@ -158,7 +158,7 @@ def run_in_order(
             steps.close()
 
 
-def read_what_all_share(lm: Session, texts: Sequence[Generation]) -> None:
+def prefill_common_prefix(lm: Session, texts: Sequence[Generation]) -> None:
     """Prefill the common prefix of all prompts once.
 
     Without this, texts that start in the same step would each compute it. Each text computes its
@@ -170,5 +170,5 @@ def read_what_all_share(lm: Session, texts: Sequence[Generation]) -> None:
     alike = takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False))
     count = min(sum(1 for _ in alike), min(map(len, prompts)) - 1)
     if count > 0:
-        with lm.opened(prompts[0][:count], adapter) as branch:
+        with lm.open_branch(prompts[0][:count], adapter) as branch:
             lm.engine.extend(branch)

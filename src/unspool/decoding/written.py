@@ -18,10 +18,10 @@ import numpy as np
 
 from unspool.backends.step import Logits
 from unspool.engine.branch import Branch
-from unspool.engine.ending import Ending
+from unspool.engine.ending import StopChecker
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation, texts_html, why_full
-from unspool.engine.picking import joined
+from unspool.engine.picking import concat_logits
 from unspool.engine.steps import Step, explained_step
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling import Candidate, Pick, Scores, score
@@ -100,7 +100,7 @@ class PartialText:
     start: Generation  # without steps: the prompt and the stop conditions
     token_bytes: Callable[[int], bytes]
     steps: tuple[Step, ...] = ()
-    ending: Ending | None = None
+    ending: StopChecker | None = None
     since: float = field(default_factory=perf_counter)
 
     @property
@@ -117,8 +117,8 @@ class PartialText:
         """Return the line with one more token, finished if that token ends it."""
         limits, prompt = self.start.request.limits, len(self.start.prompt)
         position = prompt + len(self.steps)
-        ending = self.ending.copy() if self.ending else Ending(limits, prompt)
-        partial_utf8 = ending.text.half
+        ending = self.ending.copy() if self.ending else StopChecker(limits, prompt)
+        partial_utf8 = ending.text.partial_utf8
         text_piece, finish = ending.push(pick.token, self.token_bytes(pick.token), position + 1)
         if finish:
             text_piece += ending.finish()
@@ -130,7 +130,7 @@ class PartialText:
             self.token_bytes,
             now - self.since,
             finish,
-            begun=partial_utf8,
+            partial_utf8=partial_utf8,
         )
         return PartialText(self.start, self.token_bytes, (*self.steps, step), ending, now)
 
@@ -176,7 +176,7 @@ class NextTokens:
 
 def top_next_tokens(logits: Sequence[Logits], count: int, top: int) -> NextTokens:
     """Compute the `count` likeliest next tokens per text; logits are [1, vocabulary] each."""
-    rows = joined(logits)
+    rows = concat_logits(logits)
     return NextTokens(score(rows, [0] * len(rows), max(count, top)), top)
 
 

@@ -14,7 +14,7 @@ from unspool.engine.loop import Loop
 from unspool.errors import SettingsError, UnspoolError
 
 if TYPE_CHECKING:
-    from unspool.backends.base import Adapter, Twin
+    from unspool.backends.base import Adapter, CanvasAdapterSettings
 
 
 class EngineAdapters:
@@ -23,7 +23,7 @@ class EngineAdapters:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._numbers: dict[str, int] = {}
-        self._twins: dict[str, Twin] = {}
+        self._twins: dict[str, CanvasAdapterSettings] = {}
         self._retired: set[int] = set()  # unloaded, and perhaps still in use
         self._count = 0
         loop.tree.on_adapter_unused = self._free_unused
@@ -45,7 +45,7 @@ class EngineAdapters:
             )
         return number
 
-    def twin(self, name: str | None) -> Twin | None:
+    def canvas_settings(self, name: str | None) -> CanvasAdapterSettings | None:
         """Return the adapter's settings for filling a canvas; None if it has none."""
         self.number(name)
         return None if name is None else self._twins.get(name)
@@ -58,8 +58,8 @@ class EngineAdapters:
             self._count += 1
             self._retire(name)
             self._numbers[name] = self._count
-            if adapter.twin is not None:
-                self._twins[name] = adapter.twin
+            if adapter.canvas is not None:
+                self._twins[name] = adapter.canvas
 
         self._loop.call(load)
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unspool.backends.step import Inside, Look, StepBatch, StepResult, TableUpdates
+from unspool.backends.step import Observations, ObserveRequest, StepBatch, StepResult, TableUpdates
 from unspool.engine.branch import Branch
 from unspool.engine.drafts import DraftRow
-from unspool.engine.scheduler import Task
+from unspool.engine.scheduler import EngineTask
 from unspool.engine.tree import Tree
-from unspool.sampling.picker import HISTORY_END, HISTORY_START, POSITION, Ints, PickRows
+from unspool.sampling.picker import HISTORY_END, HISTORY_START, POSITION, Ints, SamplingRows
 
 _EMPTY = np.empty(0, np.int64)
 _ONE = np.ones(1, np.int64)  # adding an array takes half the time of adding a number
@@ -23,7 +23,7 @@ _NO_UPDATES = TableUpdates()
 class RowSlice:
     """One row's part of a step."""
 
-    task: Task
+    task: EngineTask
     end: int  # the row computes the positions up to here
     num_outputs: int  # of its last tokens
     observed: list[int]  # positions whose activations are returned
@@ -41,7 +41,7 @@ class BatchBuilder:
         self._floats, self._ints = np.zeros((8, 6)), np.zeros((8, 6), np.int64)
         self._range = np.arange(8)
 
-    def build(self, rows: list[Task]) -> tuple[StepBatch, list[RowSlice]]:
+    def build(self, rows: list[EngineTask]) -> tuple[StepBatch, list[RowSlice]]:
         """Build the step that computes each task's branch up to `task.until`."""
         tree, size = self._tree, self._tree.page_size
         # Not `list[int]()`, which takes ten times as long.
@@ -62,7 +62,7 @@ class BatchBuilder:
         adapters: list[int] = []
         histories: _PenaltyHistories | None = None
         for row, task in enumerate(rows):
-            branch, first, until = task.branch, task.first, task.until
+            branch, first, until = task.branch, task.scheduled_start, task.scheduled_end
             start, at = branch.start, starts[row]
             tokens += branch.tail[first - start : until - start]
             end = at + until - first
@@ -78,7 +78,7 @@ class BatchBuilder:
                     table.append((slot, column, page))
                     column += 1
                 branch.num_table_pages = column
-            num_outputs = max(0, until - max(first, branch.length - task.wanted))
+            num_outputs = max(0, until - max(first, branch.length - task.num_logits))
             if num_outputs:
                 if task.samples_on_host:
                     logits += range(end - num_outputs, end)
@@ -105,7 +105,7 @@ class BatchBuilder:
                 draft_rows.append((slot, task))
             if branch.provisional is not None or branch.block:
                 bidirectional.append(row)
-            task.flights += 1
+            task.steps_in_flight += 1
             slices.append(RowSlice(task, until, num_outputs, row_observed))
         count = len(tokens)
         positions, row_slots = np.array(firsts), np.array(slots)
@@ -131,7 +131,7 @@ class BatchBuilder:
             ints = self._ints.take(pick_slots, 0)
             ints[:, POSITION] += pick_positions  # on top of the truncated tokens
             history = histories.write(ints) if histories else _EMPTY
-            pick = PickRows(self._floats.take(pick_slots, 0), ints, history)
+            pick = SamplingRows(self._floats.take(pick_slots, 0), ints, history)
         states = captures = _NO_COPIES
         if tree.states is not None:
             states, captures = tree.states.rows([task.branch for task in rows], firsts, starts)
@@ -140,18 +140,18 @@ class BatchBuilder:
             tokens=np.array(tokens),
             positions=positions,
             visible_end=visible_end,
-            starts=row_starts,
+            row_starts=row_starts,
             slots=row_slots,
-            updates=TableUpdates(*np.array(table).T) if table else _NO_UPDATES,
-            copies=np.array(copies) if copies else _NO_COPIES,
-            sampled=sampled_at,
-            pick=pick,
-            logits=np.array(logits) if logits else _EMPTY,
-            look=_build_look(observed, deep, layers) if observed else None,
+            table_updates=TableUpdates(*np.array(table).T) if table else _NO_UPDATES,
+            page_copies=np.array(copies) if copies else _NO_COPIES,
+            sample_indices=sampled_at,
+            sampling=pick,
+            logits_indices=np.array(logits) if logits else _EMPTY,
+            observe=_build_look(observed, deep, layers) if observed else None,
             adapters=np.array(adapters) if any(adapters) else _EMPTY,
             echoes=_find_echoes(rows, starts, draft_rows) if draft_rows else _NO_COPIES,
-            states=states,
-            captures=captures,
+            state_slots=states,
+            state_captures=captures,
         ), slices
 
     def _first_integers(self, count: int) -> Ints:
@@ -160,7 +160,7 @@ class BatchBuilder:
             self._range = np.arange(2 * count)
         return self._range[:count]
 
-    def _assign_slot(self, task: Task) -> int:
+    def _assign_slot(self, task: EngineTask) -> int:
         """Give a task its slot at its first step, and store its sampling parameters there."""
         slot = self._tree.slot_of(task.branch)
         if task.pick_floats is not None:
@@ -187,19 +187,21 @@ def _visible_end(branch: Branch, positions: Ints) -> Ints:
     return np.where(positions >= (branch.provisional or 0), branch.length, positions + 1)
 
 
-def _build_look(observed: list[int], deep: list[int], layers: set[int] | None) -> Look:
+def _build_look(observed: list[int], deep: list[int], layers: set[int] | None) -> ObserveRequest:
     indices = np.array(deep, np.int64)
     sorted_layers = None if layers is None else tuple(sorted(layers))
-    return Look(
+    return ObserveRequest(
         residuals=np.array(observed), layers=sorted_layers, attention=indices, parts=indices
     )
 
 
 def _find_echoes(
-    rows: list[Task], starts: list[int], draft_rows: list[tuple[int, DraftRow]]
+    rows: list[EngineTask], starts: list[int], draft_rows: list[tuple[int, DraftRow]]
 ) -> Ints:
     """Return (token index, slot) for each token that is written into another row's pages too."""
-    offsets = {task: start - task.first for task, start in zip(rows, starts, strict=False)}
+    offsets = {
+        task: start - task.scheduled_start for task, start in zip(rows, starts, strict=False)
+    }
     echoes = [
         (offsets[source] + position, slot)
         for slot, draft_row in draft_rows
@@ -217,7 +219,7 @@ class _PenaltyHistories:
         self._length = 0
         self._ranges: list[tuple[int, int, int]] = []  # index of the pick, start, end
 
-    def add(self, task: Task, first_pick: int, count: int) -> None:
+    def add(self, task: EngineTask, first_pick: int, count: int) -> None:
         """Add the ranges of `count` picks of one text."""
         tokens, ranges = task.penalty_ranges(count)
         first, last = ranges[0][0], ranges[-1][1]
@@ -236,7 +238,7 @@ class _PenaltyHistories:
 
 def scatter_results(
     tree: Tree, slices: list[RowSlice], result: StepResult, layers: tuple[int, ...] | None = None
-) -> list[tuple[Task, Exception | None]]:
+) -> list[tuple[EngineTask, Exception | None]]:
     """Advance each branch and give each task its part of the result.
 
     Returns:
@@ -244,10 +246,10 @@ def scatter_results(
     """
     picks = list(zip(result.tokens.tolist(), result.logprobs.tolist(), strict=True))
     num_logits = num_picked = num_observed = num_deep = 0  # outputs handed out so far
-    complete: list[tuple[Task, Exception | None]] = []
+    complete: list[tuple[EngineTask, Exception | None]] = []
     for part in slices:
         task, count, error = part.task, part.num_outputs, None
-        task.flights -= 1
+        task.steps_in_flight -= 1
         if count and not task.samples_on_host:
             if result.failures:
                 error = _find_failure(result, range(num_picked, num_picked + count))
@@ -256,15 +258,17 @@ def scatter_results(
         elif count:
             task.logits.append(result.logits[num_logits : num_logits + count])
             num_logits += count
-        if part.observed and result.inside is not None:
-            task.inside.append(_slice_inside(result.inside, part, layers, num_observed, num_deep))
+        if part.observed and result.observations is not None:
+            task.inside.append(
+                _slice_inside(result.observations, part, layers, num_observed, num_deep)
+            )
             num_observed += len(part.observed)
             if task.observe_attention and task.observed_positions:
                 num_deep += len(part.observed)
         if not task.queued:
             continue  # cancelled while the step was in flight
         tree.advance(task.branch, part.end)
-        if error is not None or task.branch.computed >= task.goal - task.ahead:
+        if error is not None or task.branch.num_computed >= task.target_len - task.has_placeholder:
             complete.append((task, error))
         else:
             task.report_progress()
@@ -276,8 +280,8 @@ def _find_failure(result: StepResult, picks: range) -> Exception | None:
 
 
 def _slice_inside(
-    inside: Inside, row: RowSlice, layers: tuple[int, ...] | None, start: int, deep_start: int
-) -> Inside:
+    inside: Observations, row: RowSlice, layers: tuple[int, ...] | None, start: int, deep_start: int
+) -> Observations:
     """Return one row's part of the activations."""
     task, count, residuals = row.task, len(row.observed), inside.residuals
     part = slice(start, start + count)
@@ -292,4 +296,4 @@ def _slice_inside(
     deep = slice(deep_start, deep_start + (count if is_deep else 0))
     parts = None if inside.parts is None else inside.parts[:, :, deep]
     recurrent = inside.recurrent[deep]
-    return Inside(residuals, inside.attention[deep], parts, row.observed[0], recurrent)
+    return Observations(residuals, inside.attention[deep], parts, row.observed[0], recurrent)

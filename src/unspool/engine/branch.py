@@ -26,9 +26,24 @@ class Branch:
     """A text: its tokens, and the pages with their keys and values."""
 
     __slots__ = (
-        "adapter", "block", "canvas_adapter", "closed", "computed", "length", "node",
-        "num_table_pages", "owner", "pages", "private_id", "provisional", "reused", "shared_tail",
-        "slot", "start", "state", "tail",
+        "adapter",
+        "block",
+        "canvas_adapter",
+        "closed",
+        "length",
+        "node",
+        "num_computed",
+        "num_reused",
+        "num_table_pages",
+        "owner",
+        "pages",
+        "private_id",
+        "provisional",
+        "shared_tail",
+        "slot",
+        "start",
+        "state",
+        "tail",
     )  # fmt: skip
 
     def __init__(
@@ -41,12 +56,12 @@ class Branch:
         self.start = 0  # tokens in full pages
         self.tail: list[int] = []  # the tokens after them
         self.length = 0  # tokens in all
-        self.computed = 0  # tokens whose keys and values are in pages
+        self.num_computed = 0  # tokens whose keys and values are in pages
         self.pages: list[int] = []  # the branch's own, from position `start` on
         # The cache node whose page holds tail[:computed - start], while the branch has no own page.
         self.shared_tail: PageNode | None = None
         self.provisional: int | None = None  # position from which on tokens may still change
-        self.reused = 0  # cached tokens when the branch was opened
+        self.num_reused = 0  # cached tokens when the branch was opened
         self.closed = False
         # Not 0 if hooks changed its activations: then its pages are not shared.
         self.private_id = 0

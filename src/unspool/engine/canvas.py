@@ -30,7 +30,7 @@ from unspool.engine.branch import Branch
 from unspool.engine.canvas_pass import CanvasPass
 from unspool.engine.engine import Engine
 from unspool.engine.loop import Loop
-from unspool.engine.picking import joined
+from unspool.engine.picking import concat_logits
 from unspool.errors import ContextError, SettingsError, UnspoolError
 
 Result = TypeVar("Result")
@@ -46,7 +46,7 @@ class CanvasKind:
     block: int = 0  # tokens of a block, where sight is "block"
     shifted: bool = False  # a token's logits predict the next token, not the token itself
     adapter: str | None = None  # LoRA adapter of the whole text
-    twin: str | None = None  # LoRA adapter of the canvas alone, if it has another
+    canvas_adapter: str | None = None  # LoRA adapter of the canvas alone, if it has another
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def open_canvas(engine: Engine, text: Sequence[int], length: int, kind: CanvasKi
 
     def begin() -> Branch:
         block = kind.block if kind.sight == "block" else 0
-        canvas_adapter = None if kind.twin is None else number(kind.twin)
+        canvas_adapter = None if kind.canvas_adapter is None else number(kind.canvas_adapter)
         branch = tree.open(text[:num_final], adapter=number(kind.adapter), block=block)
         branch.owner, branch.canvas_adapter = engine, canvas_adapter
         tree.append(branch, [*text[num_final:], *[kind.mask_id] * length], provisional=True)
@@ -150,7 +150,7 @@ class Canvas:
 
         None if the model predicts each place at its own position, or no text is final.
         """
-        return first_guesses([self])[0]
+        return first_place_logits([self])[0]
 
     # -- changes --------------------------------------------------------------------------------
 
@@ -247,7 +247,9 @@ class Canvas:
             branch.block
         ):  # a final token attends to its block too, so its keys and values stay valid
             if branch.canvas_adapter is not None and branch.provisional is not None:
-                branch.computed = min(branch.computed, branch.provisional)  # ... by another adapter
+                branch.num_computed = min(
+                    branch.num_computed, branch.provisional
+                )  # ... by another adapter
             tree.commit(branch, self._num_final(end))
         elif self.kind.sight == "causal":
             self._restore(branch.tokens, end)
@@ -322,7 +324,7 @@ def run_passes(requests: Sequence[tuple[Canvas, Window]]) -> list[Logits]:
     return [logits[index] for index in range(len(requests))]
 
 
-def first_guesses(canvases: Sequence[Canvas]) -> list[Logits | None]:
+def first_place_logits(canvases: Sequence[Canvas]) -> list[Logits | None]:
     """Return `Canvas.next_logits` of several canvases, computed in the same steps."""
     passes: dict[Canvas, CanvasPass] = {}
 
@@ -353,14 +355,14 @@ def _plan_pass(canvas: Canvas, window: Window) -> CanvasPass:
     """Return the pass that computes the logits of all places, or of those in a window."""
     branch, kind = canvas.branch, canvas.kind
     first, last = (0, len(canvas)) if window is None else _check_window(canvas, window)
-    is_intact = branch.computed == branch.length and canvas._window in (None, (first, last))
+    is_intact = branch.num_computed == branch.length and canvas._window in (None, (first, last))
     canvas._write()
     begin = canvas.start + first
     if kind.shifted and begin and canvas._first_logits is None:
         begin -= 1
     if window is None or canvas._last_full_pass is None:
         if kind.sight == "whole":  # a full pass: afterwards nothing is approximate
-            canvas._last_full_pass, branch.computed = (*branch.tail,), 0
+            canvas._last_full_pass, branch.num_computed = (*branch.tail,), 0
         canvas._window = None
         return CanvasPass(canvas.engine, branch, begin)
     canvas._window = (first, last)
@@ -398,14 +400,14 @@ def _logits_of_places(
     if canvas_pass.span is not None:
         base = canvas_pass.span[0]
     else:
-        base = canvas.branch.length - canvas_pass.wanted
+        base = canvas.branch.length - canvas_pass.num_logits
     if shifted and canvas._first_logits is not None:
-        rows = joined([canvas._first_logits, rows])
+        rows = concat_logits([canvas._first_logits, rows])
         base -= 1
     elif shifted and _text_predicts_first(canvas):
         canvas._first_logits = rows[:1]
     if position < 0:  # the first token of a text is predicted at its own position
-        rows, position = joined([rows[:1], rows]), 0
+        rows, position = concat_logits([rows[:1], rows]), 0
     logits = rows[position - base : position - base + last - first]
     if window is None:
         canvas._logits = logits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from unspool.backends.step import Logits
 from unspool.engine.branch import Branch
 from unspool.engine.engine import AwaitedTask, Engine
-from unspool.engine.picking import joined
+from unspool.engine.picking import concat_logits
 from unspool.engine.scheduler import Scheduler
 
 
@@ -39,7 +39,7 @@ class CanvasPass(AwaitedTask[Logits]):
             is_intact: Whether the keys and values of that pass are still there.
         """
         super().__init__(branch, branch.length - first)
-        self.engine, self.full_pass_tokens, self.stop = engine, full_pass_tokens, stop
+        self.engine, self.full_pass_tokens, self.compute_end = engine, full_pass_tokens, stop
         self.decoding = True
         self.span = None if full_pass_tokens is None or stop is None else (first, stop)
         # The canvas's current tokens, while the last full pass is computed again.
@@ -49,7 +49,7 @@ class CanvasPass(AwaitedTask[Logits]):
 
     def begin(self, scheduler: Scheduler) -> None:
         if self.span is not None and self.tokens_to_restore is None:
-            self.branch.computed = self.span[0]
+            self.branch.num_computed = self.span[0]
         super().begin(scheduler)
 
     def preempted(self) -> None:
@@ -61,9 +61,9 @@ class CanvasPass(AwaitedTask[Logits]):
         assert self.full_pass_tokens is not None
         if self.tokens_to_restore is None:
             self.tokens_to_restore = self.branch.tail.copy()
-        self.stop, self.wanted = None, 1
+        self.compute_end, self.num_logits = None, 1
         self.branch.tail[:] = self.full_pass_tokens
-        self.branch.computed = 0
+        self.branch.num_computed = 0
 
     def _restore_tokens(self) -> None:
         assert self.tokens_to_restore is not None
@@ -72,17 +72,17 @@ class CanvasPass(AwaitedTask[Logits]):
     def complete(self) -> None:
         if self.tokens_to_restore is not None and self.span is not None:
             self._restore_tokens()
-            self.branch.computed, self.stop = self.span
-            self.wanted = self.branch.length - self.span[0]
+            self.branch.num_computed, self.compute_end = self.span
+            self.num_logits = self.branch.length - self.span[0]
             self.logits.clear()
             return
         self.engine.scheduler.remove(self)
         if self.span is not None:
-            self.branch.computed = self.branch.length
-        self.future.set_result(joined(self.logits))
+            self.branch.num_computed = self.branch.length
+        self.future.set_result(concat_logits(self.logits))
 
     def fail(self, error: BaseException) -> None:
         if self.tokens_to_restore is not None:
             self._restore_tokens()
-            self.branch.computed = 0
+            self.branch.num_computed = 0
         super().fail(error)

@@ -22,7 +22,7 @@ import numpy as np
 from unspool.engine.branch import Branch
 from unspool.engine.following import TokenConstraint
 from unspool.engine.request import Drafter, DraftTree, ReadingDrafter
-from unspool.engine.scheduler import Scheduler, Task
+from unspool.engine.scheduler import EngineTask, Scheduler
 from unspool.engine.stream import StepQueue
 from unspool.engine.tree import Tree
 from unspool.sampling import SamplingSettings
@@ -39,7 +39,7 @@ class DraftChain:
     depth: int = 0  # of its first token; the token right after the text has depth 0
     # By offset and first token.
     children: dict[tuple[int, int], DraftChain] = field(default_factory=dict)
-    row: Task | None = None  # the row that computes it; None: not computed
+    row: EngineTask | None = None  # the row that computes it; None: not computed
 
     def tokens_before(self) -> list[int]:
         """Return the draft tokens between the text and the first token of this chain."""
@@ -107,7 +107,7 @@ class PendingDraft:
         return len(self.main_tokens) + sum(len(row.chain.tokens) for row in self.rows)
 
     @property
-    def next_output(self) -> tuple[Task | None, int]:
+    def next_output(self) -> tuple[EngineTask | None, int]:
         """The row that holds the next token's output (None: the text's own), and its index."""
         chain, index = self.chain, self.num_matched
         return chain.row, index if chain.parent is None else index - 1
@@ -136,7 +136,7 @@ class PendingDraft:
         return True
 
 
-class DraftRow(Task):
+class DraftRow(EngineTask):
     """A side chain of a draft tree, computed in the same step as its sequence.
 
     The scheduler does not know it as a task; `Task.side_rows` brings it.
@@ -150,18 +150,18 @@ class DraftRow(Task):
         self.context, self.chain = context, chain
         self.pick_floats, self.pick_ints = main.pick_floats, main.pick_ints
         self.sees_history, self.hidden_layers = main.sees_history, main.hidden_layers
-        self.first, self.until = main.first, branch.length
+        self.scheduled_start, self.scheduled_end = main.scheduled_start, branch.length
         # The rows and positions of the tokens between the text's past and this chain.
-        self.sources: list[tuple[Task, range]] = []
+        self.sources: list[tuple[EngineTask, range]] = []
 
     def use_echoes(self) -> None:
         """Compute only the chain's own tokens; other rows write the ones before into its pages."""
-        self.first = self.until - len(self.chain.tokens)
-        end, chain = self.first, self.chain
+        self.scheduled_start = self.scheduled_end - len(self.chain.tokens)
+        end, chain = self.scheduled_start, self.chain
         while chain.parent is not None:
             row = chain.parent.row
             assert row is not None
-            begin = row.first if chain.parent.parent is None else end - chain.offset
+            begin = row.scheduled_start if chain.parent.parent is None else end - chain.offset
             self.sources.append((row, range(begin, end)))
             end, chain = begin, chain.parent
 
@@ -177,7 +177,7 @@ class DraftRow(Task):
 class DraftContext:
     """What a draft row needs to know of its sequence."""
 
-    row: Task
+    row: EngineTask
     history: Ints
     prompt_length: int
     settings: SamplingSettings
@@ -189,7 +189,7 @@ def add_side_rows(
 ) -> None:
     """Add rows for the side chains, as far as there are pages and state slots for them."""
     branch = context.row.branch
-    pending_tokens = context.history[branch.computed + context.num_dropped :].tolist()
+    pending_tokens = context.history[branch.num_computed + context.num_dropped :].tolist()
     draft.chains[0].row = context.row
     if tree.states is not None:  # leave the state slots that running sequences need
         max_rows = min(max_rows, tree.states.spare)
@@ -268,7 +268,7 @@ class SequenceDrafter:
         self.queue.accepted += self.asked_at is not None
         return "accepted"
 
-    def end_round(self, sequence: Task, scheduler: Scheduler) -> None:
+    def end_round(self, sequence: EngineTask, scheduler: Scheduler) -> None:
         """Report the verified draft to the drafter, and keep the branch that holds the result."""
         if sequence.hidden_layers:
             self._show_hidden_states(sequence)
@@ -284,7 +284,7 @@ class SequenceDrafter:
 
     def _propose(self, tokens: Ints, max_tokens: int) -> list[DraftChain]:
         if self.constraint is not None:
-            forced = self.constraint.forced()[:max_tokens]
+            forced = self.constraint.forced_tokens()[:max_tokens]
             if forced:
                 return [DraftChain(forced)]
         if self.drafter is None:
@@ -313,11 +313,11 @@ class SequenceDrafter:
             if token in self.end_ids:
                 break
         if self.constraint is not None and num_usable:
-            num_allowed = self.constraint.accepts([*before, *chain.tokens[:num_usable]])
+            num_allowed = self.constraint.num_accepted([*before, *chain.tokens[:num_usable]])
             num_usable = max(0, num_allowed - len(before))
         return num_usable
 
-    def _show_hidden_states(self, sequence: Task) -> None:
+    def _show_hidden_states(self, sequence: EngineTask) -> None:
         """Give the drafter the hidden states of the accepted tokens, row by row."""
         rows = [chain.row or sequence for chain in self.draft.path]
         try:
@@ -342,7 +342,7 @@ class SequenceDrafter:
         if note:
             self.queue.notes.append(note)
 
-    def _keep_branch(self, sequence: Task, scheduler: Scheduler) -> None:
+    def _keep_branch(self, sequence: EngineTask, scheduler: Scheduler) -> None:
         """Continue on the branch of the last accepted draft token; close the other branches."""
         last_row = self.draft.chain.row
         for row in self.draft.rows:
@@ -350,7 +350,7 @@ class SequenceDrafter:
                 scheduler.tree.close(row.branch, store=False)
         if isinstance(last_row, DraftRow):
             scheduler.change_branch(sequence, last_row.branch)
-            scheduler.tree.advance(sequence.branch, last_row.until)
+            scheduler.tree.advance(sequence.branch, last_row.scheduled_end)
 
     def close(self, tree: Tree) -> None:
         """Release the branches of the pending draft."""

@@ -32,7 +32,7 @@ class Limits:
             return self.max_tokens
         return max(0, min(self.max_tokens, self.context - prompt_length))
 
-    def forgotten(self, length: int) -> int:
+    def num_truncated(self, length: int) -> int:
         """Return how many of a text's `length` tokens the model no longer sees."""
         return 0 if self.endless is None else num_truncated(length, self.context, self.endless)
 
@@ -58,7 +58,7 @@ def check_fits(length: int, context: int, max_context: int = 0) -> None:
         )
 
 
-class Ending:
+class StopChecker:
     """Incremental detokenizer and stop conditions of one text."""
 
     __slots__ = ("_limits", "_pause_window", "_prompt_length", "text")
@@ -68,15 +68,15 @@ class Ending:
         self.text = TextStream(limits.stop) if text is None else text
         self._pause_window = b""  # the last bytes, in which a pause string may have started
 
-    def copy(self) -> Ending:
-        other = Ending(self._limits, self._prompt_length, self.text.copy())
+    def copy(self) -> StopChecker:
+        other = StopChecker(self._limits, self._prompt_length, self.text.copy())
         other._pause_window = self._pause_window
         return other
 
     @property
     def stopped_by(self) -> str | None:
         """The stop string that ended the text."""
-        return self.text.stopped
+        return self.text.matched_stop
 
     def push(
         self, token: int, piece: bytes, length: int, must_end: bool = False
@@ -93,7 +93,7 @@ class Ending:
         if token in limits.end_ids:
             return self.text.push(b""), "stop"
         text = self.text.push(piece)
-        if self.text.stopped is not None or must_end:
+        if self.text.matched_stop is not None or must_end:
             return text, "stop"
         if length - self._prompt_length >= limits.max_tokens:
             return text, "length"

@@ -21,13 +21,13 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from unspool.backends.base import Backend
-from unspool.backends.step import Inside, Logits
+from unspool.backends.step import Logits, Observations
 from unspool.engine.adapters import EngineAdapters
 from unspool.engine.branch import Branch
 from unspool.engine.loop import Loop
-from unspool.engine.picking import joined
+from unspool.engine.picking import concat_logits
 from unspool.engine.request import ReadingDrafter, Request
-from unspool.engine.scheduler import Scheduler, Task
+from unspool.engine.scheduler import EngineTask, Scheduler
 from unspool.engine.sequence import Sequence as RunningSequence
 from unspool.engine.stream import StepQueue, StepStream
 from unspool.engine.tree import Tree
@@ -49,16 +49,16 @@ class Computed:
     """Logits of a branch's last tokens, and the activations that were observed."""
 
     logits: Logits  # [wanted, vocabulary]
-    inside: list[Inside] = field(default_factory=list)  # one for each chunk
+    inside: list[Observations] = field(default_factory=list)  # one for each chunk
 
 
-class AwaitedTask(Task, Generic[Result]):
+class AwaitedTask(EngineTask, Generic[Result]):
     """A task whose caller waits for its result; see `Engine.run_tasks`."""
 
     __slots__ = ("future",)
 
-    def __init__(self, branch: Branch, wanted: int) -> None:
-        super().__init__(branch, wanted)
+    def __init__(self, branch: Branch, num_logits: int) -> None:
+        super().__init__(branch, num_logits)
         self.future: Future[Result] = Future()
 
     def begin(self, scheduler: Scheduler) -> None:
@@ -74,13 +74,13 @@ class _Computation(AwaitedTask[Computed]):
 
     __slots__ = ("loop",)
 
-    def __init__(self, loop: Loop, branch: Branch, wanted: int) -> None:
-        super().__init__(branch, wanted)
+    def __init__(self, loop: Loop, branch: Branch, num_logits: int) -> None:
+        super().__init__(branch, num_logits)
         self.loop = loop
 
     def complete(self) -> None:
         self.loop.scheduler.remove(self)
-        self.future.set_result(Computed(joined(self.logits), self.inside))
+        self.future.set_result(Computed(concat_logits(self.logits), self.inside))
 
 
 class Engine:
@@ -135,22 +135,24 @@ class Engine:
         branch.owner = self
         return branch
 
-    def extend(self, branch: Branch, tokens: Sequence[int] = (), *, wanted: int = 1) -> Logits:
+    def extend(self, branch: Branch, tokens: Sequence[int] = (), *, num_logits: int = 1) -> Logits:
         """Append tokens, compute the branch to its end, and return the last `wanted` logits."""
-        return self.extend_all([(branch, tokens)], wanted=wanted)[0]
+        return self.extend_all([(branch, tokens)], num_logits=num_logits)[0]
 
     def extend_all(
         self,
         additions: Sequence[tuple[Branch, Sequence[int]]],
         *,
-        wanted: int | Sequence[int] = 1,
+        num_logits: int | Sequence[int] = 1,
     ) -> list[Logits]:
         """`extend` for several branches, computed in the same steps.
 
         `wanted` is the number of logits of every branch, or one number for each.
         """
         self.check_head()
-        return [result.logits for result in self._compute(additions, wanted, frozenset(), False)]
+        return [
+            result.logits for result in self._compute(additions, num_logits, frozenset(), False)
+        ]
 
     def look(
         self,
@@ -158,14 +160,14 @@ class Engine:
         tokens: Sequence[int] = (),
         *,
         at: frozenset[int],
-        wanted: int = 1,
+        num_logits: int = 1,
         deep: bool = True,
     ) -> Computed:
         """`extend`, with the activations at some positions.
 
         Returns residuals and, if `deep`, attention weights and each layer's contribution.
         """
-        return self._compute([(branch, tokens)], wanted, at, deep)[0]
+        return self._compute([(branch, tokens)], num_logits, at, deep)[0]
 
     def look_all(
         self,
@@ -182,13 +184,13 @@ class Engine:
     def _compute(
         self,
         additions: Sequence[tuple[Branch, Sequence[int]]],
-        wanted: int | Sequence[int],
+        num_logits: int | Sequence[int],
         positions: frozenset[int] | Sequence[frozenset[int]],
         deep: bool,
     ) -> list[Computed]:
         for branch, tokens in additions:
             self._check_length(branch.length + len(tokens))
-        counts = [wanted] * len(additions) if isinstance(wanted, int) else wanted
+        counts = [num_logits] * len(additions) if isinstance(num_logits, int) else num_logits
         if isinstance(positions, frozenset):
             positions = [positions] * len(additions)
         observed = positions

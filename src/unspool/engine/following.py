@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from unspool.engine.ending import Ending
+from unspool.engine.ending import StopChecker
 from unspool.engine.request import Request
-from unspool.engine.thinking import ThinkingState
+from unspool.engine.thinking import ReasoningState
 from unspool.sampling import GrammarState, StageState
 
-TokenConstraint = GrammarState | ThinkingState
+TokenConstraint = GrammarState | ReasoningState
 """Follows a text token by token and says which tokens may come next."""
 
 
@@ -19,7 +19,7 @@ class RewindPoint:
     """The state right after a written token, for a guard that rewinds to it."""
 
     sampler_state: StageState | None
-    stop_checker: Ending  # a copy
+    stop_checker: StopChecker  # a copy
 
 
 class TextConstraints:
@@ -41,9 +41,9 @@ class TextConstraints:
     ) -> None:
         grammar = None if request.grammar is None else request.grammar.start()
         self.tokens: TokenConstraint | None = grammar
-        self.reasoning: ThinkingState | None = None
+        self.reasoning: ReasoningState | None = None
         if request.thinking is not None:
-            self.reasoning = ThinkingState(request.thinking, grammar, token_bytes, vocab_size)
+            self.reasoning = ReasoningState(request.thinking, grammar, token_bytes, vocab_size)
             has_limit = grammar is not None or request.thinking.budget is not None
             self.tokens = self.reasoning if has_limit else None
         self._follower = self.reasoning if self.tokens is None else self.tokens
@@ -60,7 +60,7 @@ class TextConstraints:
     @property
     def is_forcing(self) -> bool:
         """Whether only one token can come next."""
-        return self.tokens is not None and bool(self.tokens.forced())
+        return self.tokens is not None and bool(self.tokens.forced_tokens())
 
     @property
     def may_force_soon(self) -> bool:
@@ -68,7 +68,7 @@ class TextConstraints:
         tokens = self.tokens
         if tokens is None:
             return False
-        return not isinstance(tokens, ThinkingState) or tokens.is_near_budget
+        return not isinstance(tokens, ReasoningState) or tokens.is_near_budget
 
     @property
     def must_end(self) -> bool:

@@ -25,10 +25,10 @@ from unspool.sampling.settings import SamplingSettings
 from unspool.text.tokenizer.stream import TextStream
 
 
-class Source(Protocol):
+class GenerationModel(Protocol):
     """The model that wrote a generation and can continue it."""
 
-    def write_on(self, generation: Generation, **options: Unpack[Options]) -> StepStream:
+    def continue_generation(self, generation: Generation, **options: Unpack[Options]) -> StepStream:
         """Continue a generation; return the stream of new steps."""
 
     def choices(
@@ -55,7 +55,7 @@ class Generation:
     request: Request = field(repr=False)  # as submitted; `resume` continues with it
     steps: list[Step] = field(default_factory=list)
     empty_reason: str | None = None  # finish reason of a request that allows no token
-    source: Source | None = field(default=None, repr=False)
+    source: GenerationModel | None = field(default=None, repr=False)
     notes: list[str] = field(default_factory=list)  # remarks of the engine
     reused: int = 0  # tokens of the prompt that were cached
 
@@ -63,17 +63,17 @@ class Generation:
         """Append steps as they arrive, and yield them; steps that a guard retracts are removed."""
         for step in steps:
             self.reused = steps.prompt_reused
-            self.take(step)
+            self.append_step(step)
             yield step
         self.notes = list(steps.notes)
 
     async def extend_async(self, steps: StepStream) -> None:
         """Append all steps without blocking the event loop; cancelling it cancels the request."""
         async for step in steps:
-            self.take(step)
+            self.append_step(step)
         self.reused, self.notes = steps.prompt_reused, list(steps.notes)
 
-    def take(self, step: Step) -> None:
+    def append_step(self, step: Step) -> None:
         """Append a step, and remove those that it retracts."""
         if step.retracts:
             del self.steps[len(self.steps) - step.retracts :]
@@ -106,7 +106,7 @@ class Generation:
         forked = self.fork()
         forked.steps = _redecode(forked.steps + steps, TextStream(), is_complete=True)
         if self.request.thinking is not None:
-            forked.steps = self.request.thinking.marked(forked.steps)
+            forked.steps = self.request.thinking.mark_steps(forked.steps)
         return forked
 
     def resume(self, **options: Unpack[Options]) -> Generation:
@@ -116,15 +116,15 @@ class Generation:
         may grow to the length that was allowed before, so `text.rewind(3).resume()` writes it
         again; a text that has that length gets as many new tokens as the last call allowed.
         """
-        continued, steps = self.going_on(**options)
+        continued, steps = self.start_resume(**options)
         for _ in continued.extend(steps):
             pass
         return continued
 
-    def going_on(self, **options: Unpack[Options]) -> tuple[Generation, StepStream]:
+    def start_resume(self, **options: Unpack[Options]) -> tuple[Generation, StepStream]:
         """Start `resume`; return the generation and the stream of its new steps."""
         continued = self.fork()
-        steps = self._writer().write_on(continued, **options)
+        steps = self._writer().continue_generation(continued, **options)
         continued.empty_reason = why_full(continued.request, len(continued.steps))
         # Text that was shown only because the generation ended is held back again.
         stream = TextStream(continued.request.limits.stop)
@@ -140,7 +140,7 @@ class Generation:
         tokens = [*self.prompt, *self.tokens[:index]]
         return self._writer().choices(tokens, top, self.request.adapter)
 
-    def _writer(self) -> Source:
+    def _writer(self) -> GenerationModel:
         if self.source is None:
             raise UnspoolError(
                 "this generation has no model, as after unpickling; attach one: "
@@ -236,13 +236,15 @@ class Generation:
         return f"<Generation {text}, {count(len(self.steps), 'token')}, {self.finish_reason}>"
 
     def _repr_html_(self) -> str:
-        from unspool.notebook import legend, note, picture, steps_table, text_html
+        from unspool.notebook import legend_html, note_html, notebook_html, steps_table, text_html
 
         pieces = [step.as_piece() for step in self.steps]
         seconds = self.usage.total_seconds
         length = count(len(pieces), "token")
         facts = f"{length}, {self.finish_reason}, seed {self.seed}, {seconds:.2f} s"
-        return picture(text_html(pieces), note(facts), legend(), steps_table(pieces))
+        return notebook_html(
+            text_html(pieces), note_html(facts), legend_html(), steps_table(pieces)
+        )
 
     # -- copies ------------------------------------------------------------------------------
 
@@ -270,12 +272,12 @@ class Generations(list[Generation]):
 
 def texts_html(texts: Sequence[Generation], labels: Sequence[str]) -> str:
     """Return several texts as HTML for a notebook, each below its label."""
-    from unspool.notebook import legend, note, picture, text_html
+    from unspool.notebook import legend_html, note_html, notebook_html, text_html
 
     parts: list[str] = []
     for text, label in zip(texts, labels, strict=True):
-        parts += [note(label), text_html([step.as_piece() for step in text.steps])]
-    return picture(*parts, legend())
+        parts += [note_html(label), text_html([step.as_piece() for step in text.steps])]
+    return notebook_html(*parts, legend_html())
 
 
 def check_generation(value: object) -> None:
@@ -295,13 +297,13 @@ def why_full(request: Request, num_written: int) -> str | None:
 
 def _redecode(steps: list[Step], stream: TextStream, *, is_complete: bool) -> list[Step]:
     """Decode the bytes of the steps again, with the stop strings of another stream."""
-    decoded = [(stream.half, stream.push(step.bytes)) for step in steps]
+    decoded = [(stream.partial_utf8, stream.push(step.bytes)) for step in steps]
     if is_complete and decoded:
         partial, text = decoded[-1]
         decoded[-1] = (partial, text + stream.finish())
     return [
         step
-        if (step.begun, step.text) == (partial, text)
-        else replace(step, begun=partial, text=text)
+        if (step.partial_utf8, step.text) == (partial, text)
+        else replace(step, partial_utf8=partial, text=text)
         for step, (partial, text) in zip(steps, decoded, strict=True)
     ]

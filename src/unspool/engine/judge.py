@@ -13,12 +13,12 @@ from unspool.engine.request import Request
 from unspool.engine.steps import Candidate, Score, Step, TokenScore, explained_step
 from unspool.sampling import Chain, RowInput
 from unspool.sampling import score as score_logits
-from unspool.text.tokenizer.characters import unfinished
+from unspool.text.tokenizer.characters import incomplete_utf8
 
 _CHUNK = 256  # rows of logits computed together: bounds the memory for a long text
 
 
-def judge(
+def score_tokens(
     engine: Engine,
     branch: Branch,
     ids: Sequence[int],
@@ -40,11 +40,11 @@ def judge(
     positions: list[TokenScore] = []
     if not lead:
         positions.append(TokenScore(ids[0], readable(ids[0], b""), None, None, None))
-    partial = unfinished(engine.token_bytes(ids[0]))
+    partial = incomplete_utf8(engine.token_bytes(ids[0]))
     for start in range(0, len(ids) - 1, _CHUNK):
         end = min(start + _CHUNK, len(ids) - 1)
         targets = ids[start + 1 : end + 1]
-        logits = engine.extend(branch, ids[max(start, 1) : end], wanted=end - start)
+        logits = engine.extend(branch, ids[max(start, 1) : end], num_logits=end - start)
         scores = score_logits(logits, targets, top)
         for row, token in enumerate(targets):
             best = zip(scores.top_tokens[row], scores.top_logprobs[row], strict=True)
@@ -61,7 +61,7 @@ def judge(
                     ),
                 )
             )
-            partial = unfinished(partial + engine.token_bytes(token))
+            partial = incomplete_utf8(partial + engine.token_bytes(token))
     return Score(positions)
 
 
@@ -103,7 +103,7 @@ def explain(
     for start in range(0, len(steps), _CHUNK):
         part = steps[start : start + _CHUNK]
         tokens = [step.token for step in steps[max(0, start - 1) : start + len(part) - 1]]
-        logits = engine.extend(branch, tokens, wanted=len(part))
+        logits = engine.extend(branch, tokens, num_logits=len(part))
         scores = score_logits(logits, [step.token for step in part])
         for row, step in enumerate(part):
             row_input = RowInput(history, len(request.prompt), request.limits.sample, state=state)
@@ -112,7 +112,7 @@ def explain(
             history.append(step.token)
             detailed = explained_step(
                 pick, step.position, step.text, engine.token_bytes, step.seconds,
-                step.finish_reason, step.draft, step.retracts, begun=step.begun,
+                step.finish_reason, step.draft, step.retracts, partial_utf8=step.partial_utf8,
             )  # fmt: skip
             if pick.token != step.token:
                 detailed = replace(

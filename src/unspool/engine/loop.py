@@ -15,10 +15,10 @@ import contextlib
 from dataclasses import dataclass
 
 from unspool.backends.base import Backend
-from unspool.backends.step import Handle
+from unspool.backends.step import StepHandle
 from unspool.engine.batch import BatchBuilder, RowSlice, scatter_results
 from unspool.engine.picking import ChainPicker
-from unspool.engine.scheduler import Scheduler, Task
+from unspool.engine.scheduler import EngineTask, Scheduler
 from unspool.engine.sequence import Sequence
 from unspool.engine.states import StatePool
 from unspool.engine.thread import SupervisedThread
@@ -33,7 +33,7 @@ class StepInFlight:
     """A step that is launched and not settled."""
 
     slices: list[RowSlice]
-    handle: Handle
+    handle: StepHandle
     layers: tuple[int, ...] | None = None  # whose hidden states are returned; None: all
 
 
@@ -80,10 +80,10 @@ class Loop(SupervisedThread):
             self._settle()
         self._pick()
 
-    def _launch(self, rows: list[Task]) -> StepInFlight | None:
+    def _launch(self, rows: list[EngineTask]) -> StepInFlight | None:
         try:
             batch, slices = self._batches.build(rows)
-            layers = batch.look.layers if batch.look else None
+            layers = batch.observe.layers if batch.observe else None
             was_hooked = self.tree.is_hooked()
             step = StepInFlight(slices, self.backend.launch(batch), layers)
             if was_hooked or self.tree.is_hooked():  # another thread may set hooks meanwhile
@@ -110,7 +110,7 @@ class Loop(SupervisedThread):
                 if failure is not None:
                     raise failure
                 if isinstance(task, Sequence) and task.samples_on_host:
-                    task.flights += 1  # keeps it out of the next steps until it is sampled
+                    task.steps_in_flight += 1  # keeps it out of the next steps until it is sampled
                     self._unpicked.append(task)
                 else:
                     task.complete()
@@ -124,7 +124,7 @@ class Loop(SupervisedThread):
         while self._unpicked:
             batch, self._unpicked = self._unpicked[:batch_size], self._unpicked[batch_size:]
             for sequence in batch:
-                sequence.flights -= 1
+                sequence.steps_in_flight -= 1
             ready = [sequence for sequence in batch if sequence.queued]
             for sequence, error in self._picker.pick(ready):
                 self.fail(sequence, error)
@@ -148,7 +148,7 @@ class Loop(SupervisedThread):
             ),
         )
 
-    def _lose(self, tasks: list[Task], error: BaseException) -> None:
+    def _lose(self, tasks: list[EngineTask], error: BaseException) -> None:
         """Fail the tasks of a step that failed, and compute their branches anew.
 
         The step's block-table updates and page copies may be missing. A task may have been
@@ -161,7 +161,7 @@ class Loop(SupervisedThread):
             if not task.branch.closed:
                 self.tree.preempt(task.branch)
 
-    def fail(self, task: Task, error: BaseException) -> None:
+    def fail(self, task: EngineTask, error: BaseException) -> None:
         """End one task with an error."""
         if task.queued:
             self.scheduler.remove(task)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypedDict, TypeVar, get_type_hints
 from unspool.engine.request import Drafter, DraftMaker
 from unspool.sampling import GrammarSpec
 from unspool.sampling.guards import GuardPolicy
-from unspool.sampling.own_stage import OwnStage, StageFunction
+from unspool.sampling.own_stage import CustomStage, StageFunction
 
 _Flag = bool | None
 _Int = int | None
@@ -67,7 +67,7 @@ class SamplingOptions(TypedDict, total=False):
     mirostat_tau: Annotated[_Float, "mirostat 2: target surprise in bits; 0: off (0)"]
     mirostat_eta: Annotated[_Float, "mirostat learning rate (0.1)"]
     stages: Annotated[
-        Sequence[str | StageFunction | OwnStage | EllipsisType] | None,
+        Sequence[str | StageFunction | CustomStage | EllipsisType] | None,
         "order of the sampling stages: names, functions of (tokens, logits), ... for the default",
     ]
 
@@ -120,7 +120,7 @@ NAMES = (*_GENERAL, *SamplingOptions.__annotations__)
 """All option names, those of sampling last."""
 
 
-def tells_options(function: _Function) -> _Function:
+def document_options(function: _Function) -> _Function:
     """Add all options to a function's help and signature."""
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]

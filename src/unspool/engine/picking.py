@@ -12,7 +12,7 @@ import numpy as np
 from unspool.backends.step import Logits
 from unspool.engine.sequence import Sequence
 from unspool.sampling import Chain, Pick, RowInput, SamplingSettings
-from unspool.sampling.faults import ROW_FAULTS
+from unspool.sampling.faults import ROW_ERRORS
 
 
 class ChainPicker:
@@ -61,11 +61,11 @@ class ChainPicker:
         for (top, explain), members in groups.items():
             while members:
                 chain = self._chain([sequence.request.settings for sequence, _, _ in members])
-                stacked = joined([logits for _, logits, _ in members])
+                stacked = concat_logits([logits for _, logits, _ in members])
                 rows = [row for _, _, row in members]
                 try:
                     picks = chain.pick(stacked, rows, top=top, explain=explain)
-                except ROW_FAULTS as error:
+                except ROW_ERRORS as error:
                     failed += [(members[number][0], error) for number in error.rows]
                     members = [m for n, m in enumerate(members) if n not in error.rows]
                     continue
@@ -85,7 +85,7 @@ class ChainPicker:
         return self._chains[key]
 
 
-def joined(parts: AbstractSequence[Logits]) -> Logits:
+def concat_logits(parts: AbstractSequence[Logits]) -> Logits:
     """Concatenate rows of logits: as a tensor if all parts are tensors, else as a numpy array."""
     if len(parts) == 1:
         return parts[0]

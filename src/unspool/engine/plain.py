@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from unspool.engine.ending import Ending, Limits
+from unspool.engine.ending import Limits, StopChecker
 from unspool.engine.steps import Step, explained_step
 from unspool.sampling import Chain, RowInput, SamplingSettings
 
@@ -31,7 +31,7 @@ def write(
     token_bytes: Callable[[int], bytes],
 ) -> Iterator[Step]:
     """Yield a step for each token, until an end token, a stop string or a limit."""
-    chain, stop_checker = Chain([settings]), Ending(limits, len(prompt))
+    chain, stop_checker = Chain([settings]), StopChecker(limits, len(prompt))
     history, state, started = list(prompt), None, perf_counter()
     tokens: Sequence[int] = prompt  # what the model has not read yet
     for _ in range(limits.room(len(prompt))):
@@ -40,13 +40,19 @@ def write(
         pick = chain.pick(logits[None], [row], top=limits.top, explain=limits.explain)[0]
         tokens, state = [pick.token], pick.state
         history.append(pick.token)
-        partial = stop_checker.text.half
+        partial = stop_checker.text.partial_utf8
         text_piece, finish = stop_checker.push(pick.token, token_bytes(pick.token), len(history))
         if finish:
             text_piece += stop_checker.finish()
         now = perf_counter()
         yield explained_step(
-            pick, len(history) - 1, text_piece, token_bytes, now - started, finish, begun=partial
+            pick,
+            len(history) - 1,
+            text_piece,
+            token_bytes,
+            now - started,
+            finish,
+            partial_utf8=partial,
         )
         if finish:
             return

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from unspool.backends.step import Floats
 from unspool.engine.ending import Limits
 from unspool.engine.steps import Step
-from unspool.engine.thinking import Thinking
+from unspool.engine.thinking import ReasoningSpec
 from unspool.errors import count
 from unspool.sampling import Grammar, SamplingSettings
 from unspool.sampling.guards import GuardPolicy
@@ -74,7 +74,7 @@ class Request:
     drafter: Drafter | DraftMaker | None = None
     guards: GuardPolicy | None = None
     grammar: Grammar | None = None  # of the answer, after the reasoning
-    thinking: Thinking | None = None  # how the text contains reasoning; None: it does not
+    thinking: ReasoningSpec | None = None  # how the text contains reasoning; None: it does not
     adapter: str | None = None  # name of the LoRA adapter
     cached: bool = True  # False: the whole text is computed again for every token
 

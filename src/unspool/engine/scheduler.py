@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Sequence
 
 from unspool.backends.base import StepLimits
-from unspool.backends.step import Inside, Logits
+from unspool.backends.step import Logits, Observations
 from unspool.engine.branch import Branch
 from unspool.engine.pages import OutOfPagesError
 from unspool.engine.states import OutOfStatesError
@@ -31,26 +31,49 @@ SMALLEST_CHUNK = 16  # tokens, of a prompt that does not end with the chunk
 _MAX_ADMITTED_PER_STEP = 64
 
 
-class Task:
+class EngineTask:
     """A branch to be computed, and which outputs are needed. Subclasses take the outputs."""
 
     __slots__ = (
-        "admitted", "ahead", "arrival", "backlogged", "branch", "cached", "decoding", "first",
-        "flights", "group", "has_side_rows", "hidden_layers", "inside", "logits",
-        "observe_attention", "observed_positions", "pick_floats", "pick_ints", "pick_number",
-        "picked", "priority", "queued", "sees_history", "state_marks", "stop", "until", "wanted",
+        "admitted",
+        "arrival",
+        "backlogged",
+        "branch",
+        "cached",
+        "compute_end",
+        "decoding",
+        "group",
+        "has_placeholder",
+        "has_side_rows",
+        "hidden_layers",
+        "inside",
+        "logits",
+        "num_logits",
+        "observe_attention",
+        "observed_positions",
+        "pick_floats",
+        "pick_ints",
+        "pick_number",
+        "picked",
+        "priority",
+        "queued",
+        "scheduled_end",
+        "scheduled_start",
+        "sees_history",
+        "state_marks",
+        "steps_in_flight",
     )  # fmt: skip
 
     def __init__(self, branch: Branch, wanted: int = 1, priority: int = 0) -> None:
         self.branch = branch
-        self.wanted = wanted  # outputs are needed for this many of the last tokens
+        self.num_logits = wanted  # outputs are needed for this many of the last tokens
         # Numbers for sampling on the backend; None: the backend returns logits instead.
         self.pick_floats: list[float] | None = None
         self.pick_ints: list[int] = []
         self.sees_history = False  # whether penalties apply
         self.picked: list[tuple[int, float]] = []  # sampled tokens and their log-probabilities
         self.logits: list[Logits] = []  # or the logits, one array a chunk
-        self.inside: list[Inside] = []
+        self.inside: list[Observations] = []
         self.observed_positions: frozenset[int] = frozenset()  # return activations of these
         self.observe_attention = True  # also attention and each layer's parts, not only residuals
         self.hidden_layers: tuple[int, ...] = ()  # hidden states to return for all tokens computed
@@ -61,12 +84,14 @@ class Task:
         self.group: object = None  # the request that it shares its turns with; None: no other task
         self.cached = True  # whether the prefix cache may be used
         self.decoding = False  # the prompt is computed: only next tokens remain
-        self.stop: int | None = None  # compute up to here instead of the branch's end
-        self.first = 0  # the next step computes the positions from here ...
-        self.until = 0  # ... up to here
-        self.flights = 0  # steps with it that are launched and not settled
+        self.compute_end: int | None = None  # compute up to here instead of the branch's end
+        self.scheduled_start = 0  # the next step computes the positions from here ...
+        self.scheduled_end = 0  # ... up to here
+        self.steps_in_flight = 0  # steps with it that are launched and not settled
         self.pick_number = 0  # index of its first sampled token in the last of these steps
-        self.ahead = False  # the last token of the branch is a placeholder, not sampled yet
+        self.has_placeholder = (
+            False  # the last token of the branch is a placeholder, not sampled yet
+        )
         self.queued = False  # whether the scheduler has it
         self.admitted = False  # whether it is running
         self.backlogged = False  # whether it waits for another task of its group
@@ -100,7 +125,7 @@ class Task:
         """
         return False
 
-    def side_rows(self, max_rows: int) -> Sequence[Task]:
+    def side_rows(self, max_rows: int) -> Sequence[EngineTask]:
         """Return rows to compute in the same step, with their pages. Called if `has_side_rows`."""
         return ()
 
@@ -114,11 +139,11 @@ class Task:
         That is the position before the part that is computed again if the same text is requested.
         """
         is_long = self.num_remaining >= page_size
-        return {self.branch.length - max(1, self.wanted)} if is_long else ()
+        return {self.branch.length - max(1, self.num_logits)} if is_long else ()
 
     def first_needed(self) -> int:
         """Return the first position that must be computed: outputs come from running a token."""
-        first = self.branch.length - max(1, self.wanted)
+        first = self.branch.length - max(1, self.num_logits)
         observed = self.observed_positions
         return max(0, min([first, *observed]) if observed else first)
 
@@ -129,25 +154,25 @@ class Task:
         return -self.priority, self.arrival
 
     @property
-    def goal(self) -> int:
+    def target_len(self) -> int:
         """The position up to which the branch is to be computed."""
-        return self.branch.length if self.stop is None else self.stop
+        return self.branch.length if self.compute_end is None else self.compute_end
 
     @property
     def num_remaining(self) -> int:
         """Tokens that are still to be computed."""
-        return self.goal - self.branch.computed
+        return self.target_len - self.branch.num_computed
 
 
-def _order(task: Task) -> tuple[int, int]:
+def _order(task: EngineTask) -> tuple[int, int]:
     return task.order
 
 
-def _group(task: Task) -> object:
+def _group(task: EngineTask) -> object:
     return task if task.group is None else task.group
 
 
-def _split_budget(prompts: list[Task], budget: int) -> list[tuple[Task, int]]:
+def _split_budget(prompts: list[EngineTask], budget: int) -> list[tuple[EngineTask, int]]:
     """Return how many tokens of each prompt to prefill; `prompts` are in the order of their turn.
 
     Half of the budget goes to the prompt that waits longest, so that none starves; the other half
@@ -158,9 +183,9 @@ def _split_budget(prompts: list[Task], budget: int) -> list[tuple[Task, int]]:
         return []
     first = prompts[0]
     reserved = min(first.num_remaining, max(SMALLEST_CHUNK, budget // 2))
-    room, others = budget - reserved, list[tuple[Task, int]]()
+    room, others = budget - reserved, list[tuple[EngineTask, int]]()
     ranks = Counter([_group(first)])  # rows of each request so far
-    ranked = list[tuple[int, int, int, int, Task]]()
+    ranked = list[tuple[int, int, int, int, EngineTask]]()
     for task in sorted(prompts[1:], key=lambda task: (task.num_remaining, task.arrival)):
         rank = ranks[_group(task)]
         ranked.append((-task.priority, rank, task.num_remaining, task.arrival, task))
@@ -180,11 +205,13 @@ class Scheduler:
     def __init__(self, tree: Tree, limits: StepLimits, *, echoes: bool = True) -> None:
         self.tree, self.limits = tree, limits
         self.echoes = echoes  # whether the backend can write a token into the pages of several rows
-        self.running: list[Task] = []
-        self.waiting: list[Task] = []
-        self._heads: dict[object, Task] = {}  # of each group, the task in the queue
-        self._backlog: dict[object, deque[Task]] = {}  # of each group, the tasks after that one
-        self._tasks: dict[Branch, Task] = {}
+        self.running: list[EngineTask] = []
+        self.waiting: list[EngineTask] = []
+        self._heads: dict[object, EngineTask] = {}  # of each group, the task in the queue
+        self._backlog: dict[
+            object, deque[EngineTask]
+        ] = {}  # of each group, the tasks after that one
+        self._tasks: dict[Branch, EngineTask] = {}
         self.preemptions = 0
         # After rejected drafts a recurrent text restarts from its last kept state: a decoding row
         # may have this many tokens to compute again.
@@ -194,11 +221,11 @@ class Scheduler:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def tasks(self) -> list[Task]:
+    def tasks(self) -> list[EngineTask]:
         backlog = [task for tasks in self._backlog.values() for task in tasks]
         return [*self.running, *self.waiting, *backlog]
 
-    def task_of(self, branch: Branch) -> Task | None:
+    def task_of(self, branch: Branch) -> EngineTask | None:
         """Return the task that computes a branch; None if it is idle."""
         return self._tasks.get(branch)
 
@@ -211,7 +238,7 @@ class Scheduler:
                 "this branch is being computed for another caller; wait for that, or fork it"
             )
 
-    def add(self, task: Task) -> None:
+    def add(self, task: EngineTask) -> None:
         """Queue a task; its branch must be idle."""
         branch = task.branch
         self.check_fits(branch.length)
@@ -230,7 +257,7 @@ class Scheduler:
             self._heads[group] = task
             insort(self.waiting, task, key=_order)
 
-    def remove(self, task: Task) -> None:
+    def remove(self, task: EngineTask) -> None:
         """Forget a task, wherever it is. Safe to call twice."""
         if task.queued:
             task.queued = False
@@ -241,7 +268,7 @@ class Scheduler:
                 self._leave_queue(task)
             self._set_running(task, False)
 
-    def _leave_queue(self, task: Task) -> None:
+    def _leave_queue(self, task: EngineTask) -> None:
         """Remove a waiting task; the next one of its group joins the end of the queue."""
         group = _group(task)
         backlog = self._backlog.get(group)
@@ -261,7 +288,7 @@ class Scheduler:
         if backlog is not None and not backlog:
             del self._backlog[group]
 
-    def change_branch(self, task: Task, branch: Branch) -> None:
+    def change_branch(self, task: EngineTask, branch: Branch) -> None:
         """Let a task continue on another branch, and close the one it had."""
         del self._tasks[task.branch]
         self.tree.close(task.branch, store=False)
@@ -278,34 +305,36 @@ class Scheduler:
                 f"{capacity:,}; allow more memory, or make the text shorter"
             )
 
-    def plan(self) -> list[Task]:
+    def plan(self) -> list[EngineTask]:
         """Return the rows of the next step, with their pages reserved. Empty: nothing can run."""
         if self.waiting:
             self._admit()
         limits = self.limits
-        rows: list[Task] = []
-        prompts: list[Task] = []
-        drafted: list[Task] = []
+        rows: list[EngineTask] = []
+        prompts: list[EngineTask] = []
+        drafted: list[EngineTask] = []
         for task in self.running.copy():
             branch = task.branch
             if not task.admitted or len(rows) == limits.max_rows:
                 continue  # preempted for a row planned before it
-            if task.flights:
+            if task.steps_in_flight:
                 if not self._runs_ahead(task):
                     continue
             elif (
                 not task.decoding
-                or branch.length - branch.computed > task.wanted + self._max_recomputed
+                or branch.length - branch.num_computed > task.num_logits + self._max_recomputed
             ):
                 prompts.append(task)
                 continue
-            launched_end, end = task.until, task.goal
+            launched_end, end = task.scheduled_end, task.target_len
             # Most often the last page has room, and nothing needs to be reserved.
             reserved = branch.start + len(branch.pages) * self.tree.page_size
             if end <= reserved or self._reserve(task, end, rows):
-                task.first = launched_end if task.flights else branch.computed
+                task.scheduled_start = launched_end if task.steps_in_flight else branch.num_computed
                 has_adapter = branch.canvas_adapter is not None
-                task.until = branch.step_end(task.first, end) if has_adapter else end
+                task.scheduled_end = (
+                    branch.step_end(task.scheduled_start, end) if has_adapter else end
+                )
                 if branch.state is not None and not self._reserve_states(task, rows):
                     continue
                 rows.append(task)
@@ -323,17 +352,17 @@ class Scheduler:
             rows += task.side_rows(limits.max_rows - max(len(rows), len(self.running)))
         return rows or self._plan_oldest_alone()
 
-    def _chunk_end(self, task: Task, count: int) -> int:
+    def _chunk_end(self, task: EngineTask, count: int) -> int:
         """Return the end of a chunk of about `count` tokens; tokens that see each other stay
         together."""
-        first = task.branch.computed
-        return min(task.goal, task.branch.step_end(first, first + count))
+        first = task.branch.num_computed
+        return min(task.target_len, task.branch.step_end(first, first + count))
 
-    def _runs_ahead(self, task: Task) -> bool:
+    def _runs_ahead(self, task: EngineTask) -> bool:
         """Return whether a task's next step can be launched before the last one is settled."""
-        if not task.ahead:
-            task.ahead = task.until == task.branch.length and task.run_ahead()
-        return task.ahead and task.until < task.branch.length
+        if not task.has_placeholder:
+            task.has_placeholder = task.scheduled_end == task.branch.length and task.run_ahead()
+        return task.has_placeholder and task.scheduled_end < task.branch.length
 
     def _admit(self) -> None:
         """Admit waiting tasks that fit, in the order of their turn."""
@@ -346,7 +375,7 @@ class Scheduler:
             task = self.waiting[0]
             # More may be cached since it arrived or was preempted. (A canvas may have pages
             # although nothing is computed.)
-            if task.cached and task.branch.computed == 0 and not task.branch.pages:
+            if task.cached and task.branch.num_computed == 0 and not task.branch.pages:
                 self.tree.adopt(task.branch)
                 self.tree.recompute(task.branch, task.first_needed())
             pages = self._missing_pages(task)
@@ -357,21 +386,21 @@ class Scheduler:
             promised += 1 + pages
             self._start_running(task)
 
-    def _start_running(self, task: Task) -> None:
+    def _start_running(self, task: EngineTask) -> None:
         self._leave_queue(task)
         insort(self.running, task, key=_order)
         self._set_running(task, True)
 
-    def _set_running(self, task: Task, running: bool) -> None:
+    def _set_running(self, task: EngineTask, running: bool) -> None:
         task.admitted = running
         if self.tree.states is not None and not task.branch.closed:
             self.tree.states.set_running(task.branch, running)
 
-    def _missing_pages(self, task: Task) -> int:
+    def _missing_pages(self, task: EngineTask) -> int:
         branch, size = task.branch, self.tree.page_size
         return -(-branch.length // size) - branch.node.depth - len(branch.pages)
 
-    def _reserve(self, task: Task, until: int, rows: list[Task]) -> bool:
+    def _reserve(self, task: EngineTask, until: int, rows: list[EngineTask]) -> bool:
         """Get pages for a row, preempting other tasks if needed; False if it has to wait."""
         while True:
             try:
@@ -381,21 +410,30 @@ class Scheduler:
                     return False
             else:
                 # A shared page may have been lost: then more has to be computed than planned.
-                first = task.branch.computed
-                task.first, task.until = first, min(task.goal, task.branch.step_end(first, until))
+                first = task.branch.num_computed
+                task.scheduled_start, task.scheduled_end = (
+                    first,
+                    min(task.target_len, task.branch.step_end(first, until)),
+                )
                 return True
 
-    def _reserve_states(self, task: Task, rows: list[Task]) -> bool:
+    def _reserve_states(self, task: EngineTask, rows: list[EngineTask]) -> bool:
         """Get slots for a row's recurrent states, the same way."""
         states, branch = self.tree.states, task.branch
         if states is None:
             return True
         has_draft = task.decoding and branch.provisional is None
-        num_draft = min(task.wanted, task.until - task.first) - 1 if has_draft else 0
+        num_draft = (
+            min(task.num_logits, task.scheduled_end - task.scheduled_start) - 1 if has_draft else 0
+        )
         while True:
             try:
                 states.plan(
-                    branch, task.until, task.state_marks, num_draft, has_forks=task.has_side_rows
+                    branch,
+                    task.scheduled_end,
+                    task.state_marks,
+                    num_draft,
+                    has_forks=task.has_side_rows,
                 )
             except OutOfStatesError:
                 if not self._preempt_last(task, rows):
@@ -403,22 +441,22 @@ class Scheduler:
             else:
                 return True
 
-    def _preempt_last(self, task: Task, rows: list[Task]) -> bool:
+    def _preempt_last(self, task: EngineTask, rows: list[EngineTask]) -> bool:
         """Preempt the last task, in the order of turns, that comes after this one and is not in
         this step; False if there is none."""
         planned = set(rows)
         for victim in sorted(self.tasks(), key=_order, reverse=True):
             if victim is task:
                 return False
-            if victim not in planned and not victim.flights and self._holds_pages(victim):
+            if victim not in planned and not victim.steps_in_flight and self._holds_pages(victim):
                 self.preempt(victim)
                 return True
         return False
 
-    def _holds_pages(self, task: Task) -> bool:
-        return task.branch.computed > 0 or bool(task.branch.pages)
+    def _holds_pages(self, task: EngineTask) -> bool:
+        return task.branch.num_computed > 0 or bool(task.branch.pages)
 
-    def preempt(self, task: Task) -> None:
+    def preempt(self, task: EngineTask) -> None:
         """Take the pages of a task; it waits, and is computed again later."""
         if task.admitted:
             self.running.remove(task)
@@ -431,9 +469,9 @@ class Scheduler:
         task.inside.clear()
         task.preempted()
 
-    def _plan_oldest_alone(self) -> list[Task]:
+    def _plan_oldest_alone(self) -> list[EngineTask]:
         """Preempt every other task, so that the first one can run."""
-        if any(task.flights for task in self.running):
+        if any(task.steps_in_flight for task in self.running):
             return []  # settling the step in flight makes progress
         first = min(self.tasks(), key=_order)
         for task in self.tasks():
@@ -441,6 +479,6 @@ class Scheduler:
                 self.preempt(task)
         if not first.admitted:
             self._start_running(first)
-        count = min(first.num_remaining, max(SMALLEST_CHUNK, first.wanted))
+        count = min(first.num_remaining, max(SMALLEST_CHUNK, first.num_logits))
         fits = self._reserve(first, self._chunk_end(first, count), [])
         return [first] if fits and self._reserve_states(first, []) else []

@@ -28,11 +28,11 @@ import numpy as np
 from unspool.backends.step import Logits
 from unspool.engine.branch import Branch
 from unspool.engine.drafts import DraftContext, SequenceDrafter, add_side_rows
-from unspool.engine.ending import Ending, Limits
+from unspool.engine.ending import Limits, StopChecker
 from unspool.engine.endless import truncation_note
 from unspool.engine.following import RewindPoint, TextConstraints
 from unspool.engine.request import Drafter, Request
-from unspool.engine.scheduler import Scheduler, Task
+from unspool.engine.scheduler import EngineTask, Scheduler
 from unspool.engine.state_policy import message_ends
 from unspool.engine.steps import Step, explained_step, plain_step
 from unspool.engine.stream import StepQueue
@@ -41,10 +41,10 @@ from unspool.sampling import Pick, RowInput, StageState, next_state
 from unspool.sampling.picker import (
     POSITION,
     Ints,
+    can_sample_on_device,
+    encode_settings,
     history_range,
-    is_ordinary,
-    row_numbers,
-    sees_history,
+    needs_history,
 )  # fmt: skip
 
 
@@ -55,11 +55,11 @@ class ContextTruncation:
 
     def __init__(self, limits: Limits, length: int) -> None:
         self.limits = limits
-        self.num_dropped = limits.forgotten(length)  # tokens that are not in the branch
+        self.num_dropped = limits.num_truncated(length)  # tokens that are not in the branch
 
     def update(self, length: int) -> bool:
         """Follow the text to this length; return whether other tokens are visible now."""
-        before, self.num_dropped = self.num_dropped, self.limits.forgotten(length)
+        before, self.num_dropped = self.num_dropped, self.limits.num_truncated(length)
         return self.num_dropped != before
 
     def note(self, length: int) -> str | None:
@@ -70,7 +70,7 @@ class ContextTruncation:
         return truncation_note(length, limits.context, limits.endless)
 
 
-class Sequence(Task):
+class Sequence(EngineTask):
     """A running request. Owned by the engine thread; not thread-safe."""
 
     __slots__ = (
@@ -98,7 +98,7 @@ class Sequence(Task):
         max_length = self.prompt_length + limits.room(self.prompt_length)
         self.history = np.empty(max(max_length, self.length), np.int64)
         self.history[: self.length] = tokens
-        self.stop_checker = Ending(limits, self.prompt_length)
+        self.stop_checker = StopChecker(limits, self.prompt_length)
         self.sampler_state: StageState | None = (
             None  # what sampling stages carry from token to token
         )
@@ -129,19 +129,19 @@ class Sequence(Task):
         """Choose where tokens are sampled, and report how much of the prompt is cached."""
         request, limits, settings = self.request, self.request.limits, self.request.settings
         self.cached = request.cached
-        self.sees_history = sees_history(settings)
+        self.sees_history = needs_history(settings)
         # A reasoning budget alone forces tokens only where it ends the reasoning: those steps are
         # sampled on the host (see `samples_on_host`), all others on the backend.
         on_host = request.grammar is not None or request.guards is not None
         if self.drafting is not None and self.drafting.drafter is not None:
             on_host = on_host or self.drafting.constraint is not None
-        if not (on_host or limits.top or limits.explain) and is_ordinary(settings):
-            self.pick_floats, self.pick_ints = row_numbers(settings, limits.sample)
+        if not (on_host or limits.top or limits.explain) and can_sample_on_device(settings):
+            self.pick_floats, self.pick_ints = encode_settings(settings, limits.sample)
             # The random number of a token follows from its position in the whole text.
             self.pick_ints[POSITION] = self.num_dropped
         if self.drafting is not None:
             self.hidden_layers = self.drafting.hidden_layers()
-        self.queue.prompt_reused = min(self.branch.reused, self.first_needed())
+        self.queue.prompt_reused = min(self.branch.num_reused, self.first_needed())
         self.queue.report_prompt(self.queue.prompt_reused)
         self.last_step_at = perf_counter()
 
@@ -178,7 +178,7 @@ class Sequence(Task):
         return self.constraints is not None and self.constraints.is_forcing
 
     def first_needed(self) -> int:
-        first = max(0, self.branch.length - max(1, self.wanted))
+        first = max(0, self.branch.length - max(1, self.num_logits))
         if self.drafting is None or not self.hidden_layers:
             return first
         return self.drafting.first_needed(self.history[: self.length], first)
@@ -188,7 +188,7 @@ class Sequence(Task):
         return {self.branch.length - 1, *message_ends(prompt, self.request.limits.end_ids)}
 
     def report_progress(self) -> None:
-        self.queue.report_prompt(min(self.branch.computed, self.prompt_length))
+        self.queue.report_prompt(min(self.branch.num_computed, self.prompt_length))
 
     def complete(self) -> None:
         """Take the tokens that the backend sampled: one, and as many draft tokens as match."""
@@ -220,7 +220,7 @@ class Sequence(Task):
         self.scheduler.tree.append(self.branch, [-1 - self.pick_number])
         return True
 
-    def side_rows(self, max_rows: int) -> AbstractSequence[Task]:
+    def side_rows(self, max_rows: int) -> AbstractSequence[EngineTask]:
         assert self.drafting is not None
         scheduler, draft = self.scheduler, self.drafting.draft
         tree = scheduler.tree
@@ -238,7 +238,7 @@ class Sequence(Task):
 
     def penalty_ranges(self, count: int) -> tuple[Ints, list[tuple[int, int]]]:
         settings, prompt, length = self.request.settings, self.prompt_length, self.length
-        if self.ahead:  # a placeholder, until the token is sampled
+        if self.has_placeholder:  # a placeholder, until the token is sampled
             self.history[length] = -1 - self.pick_number
             length += 1
         elif self.drafting is not None:
@@ -296,9 +296,9 @@ class Sequence(Task):
         if drafting is not None:
             drafting.end_round(self, self.scheduler)
         branch, draft = self.branch, list[int]()
-        if self.ahead:  # the branch has a placeholder for the token
+        if self.has_placeholder:  # the branch has a placeholder for the token
             branch.tail[-1] = int(self.history[self.length - 1])
-            self.ahead = False
+            self.has_placeholder = False
         else:
             if self.truncation is not None and self.truncation.update(self.length):
                 branch = self._reopen_branch()
@@ -315,7 +315,7 @@ class Sequence(Task):
         if drafting is not None:
             self.hidden_layers = drafting.hidden_layers()
             self.has_side_rows = len(drafting.draft.chains) > 1
-        self.wanted = len(draft) + 1
+        self.num_logits = len(draft) + 1
         self.decoding = True
         self.picked.clear()
         self.logits.clear()
@@ -344,7 +344,7 @@ class Sequence(Task):
         """Send the step of a token, or rewind if a guard objects. True if the text continues."""
         constraints, checker = self.constraints, self.stop_checker
         piece = self.token_bytes(token)
-        partial, num_retracted = checker.text.half, 0
+        partial, num_retracted = checker.text.partial_utf8, 0
         if constraints is None:
             new_text, finish = checker.push(token, piece, self.length)
             is_reasoning = False
@@ -384,9 +384,9 @@ class Sequence(Task):
                     self._add_rewind_point(constraints)
             step = explained_step(
                 pick, position, new_text, self.token_bytes, seconds, finish, draft_result,
-                num_retracted, begun=partial, thought=is_reasoning,
+                num_retracted, partial_utf8=partial, is_reasoning=is_reasoning,
             )  # fmt: skip
-        self.queue.put(step)
+        self.queue.add(step)
         if finish:
             self.end(None)
             return False
@@ -405,7 +405,7 @@ class Sequence(Task):
         self.length = self.prompt_length + num_written
         if point is None:
             self.sampler_state = None
-            self.stop_checker = Ending(self.request.limits, self.prompt_length)
+            self.stop_checker = StopChecker(self.request.limits, self.prompt_length)
         else:
             self.sampler_state = point.sampler_state
             self.stop_checker = point.stop_checker.copy()

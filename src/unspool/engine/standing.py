@@ -66,7 +66,7 @@ class StateBranch(Protocol):
     """A branch, as the state pool sees it."""
 
     start: int
-    computed: int
+    num_computed: int
     length: int
     provisional: int | None
 

@@ -61,7 +61,7 @@ class StatePool:
         self.count, self.cheap, self._size = count, cheap, page_size
         self.num_running = 0  # branches
         self.clock = 0  # tokens computed so far
-        self.forgotten = 0  # states evicted so far
+        self.num_evicted = 0  # states evicted so far
         # Called with a branch whose current state was evicted.
         self.on_state_lost: Callable[[Any], None] = lambda branch: None
         self._free = list(range(count - 1, -1, -1))
@@ -200,8 +200,8 @@ class StatePool:
     def publish_tip(self, branch: StateBranch, reason: int = MARK) -> None:
         """Put a branch's current state into the prefix cache: texts part here, or one ends."""
         tip = cursor_of(branch).tip
-        node = branch.node if branch.computed == branch.start else branch.shared_tail
-        if tip is not None and tip.length == branch.computed and node is not None:
+        node = branch.node if branch.num_computed == branch.start else branch.shared_tail
+        if tip is not None and tip.length == branch.num_computed and node is not None:
             self._attach(node, tip, reason)
 
     # -- pages that enter and leave the prefix cache -----------------------------------------------
@@ -318,7 +318,7 @@ class StatePool:
         return states
 
     def _evict_state(self, state: State) -> None:
-        self.forgotten += 1
+        self.num_evicted += 1
         if state.node is not None:
             self._detach(state)
         for keeper in state.keepers.copy():

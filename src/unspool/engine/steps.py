@@ -14,7 +14,7 @@ from unspool.text.tokenizer.characters import readable
 _Bytes = bytes  # inside `Step`, where the field `bytes` hides the type
 
 if TYPE_CHECKING:
-    from unspool.notebook import Piece
+    from unspool.notebook import NotebookToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +60,21 @@ class Step:
     # The canvas pass that set it. None: generated left to right, as everything that traces save.
     canvas_pass: int | None = field(default=None, compare=False)
     # The incomplete UTF-8 character before this token. Follows from earlier tokens; not saved.
-    begun: _Bytes = field(default=b"", compare=False)
+    partial_utf8: _Bytes = field(default=b"", compare=False)
 
     @property
     def piece(self) -> str:
         """The token in readable form: with the whole character that it completes; bytes that are
         no character are in ⟨⟩."""
-        return readable(self.bytes, self.begun)
+        return readable(self.bytes, self.partial_utf8)
 
     def __repr__(self) -> str:
         rank = "" if self.rank is None else f", rank {self.rank}"
         return f"<Step {self.piece!r} ({self.token}), p {math.exp(self.logprob):.3g}{rank}>"
 
-    def as_piece(self) -> Piece:
+    def as_piece(self) -> NotebookToken:
         """Return the step as a notebook shows it."""
-        from unspool.notebook import Piece, percent
+        from unspool.notebook import NotebookToken, percent
 
         facts = [f"token {self.token}, probability {percent(math.exp(self.logprob))}"]
         if self.rank is not None and self.entropy is not None:
@@ -89,15 +89,15 @@ class Step:
         probability = math.exp(self.logprob)
         # A control token has no text, and a part of a character has none yet.
         display_text = self.text or ("" if self.bytes else f"⟨{self.token}⟩")
-        return Piece(self.piece, probability, facts, display_text)
+        return NotebookToken(self.piece, probability, facts, display_text)
 
     def _repr_html_(self) -> str:
-        from unspool.notebook import note, picture, text_html
+        from unspool.notebook import note_html, notebook_html, text_html
 
         piece = self.as_piece()
-        return picture(
-            text_html([replace(piece, shown=None if self.bytes else piece.shown)]),
-            *map(note, piece.facts),
+        return notebook_html(
+            text_html([replace(piece, display_text=None if self.bytes else piece.display_text)]),
+            *map(note_html, piece.facts),
         )
 
     @property
@@ -151,8 +151,8 @@ def explained_step(
     draft: str | None = None,
     retracts: int = 0,
     *,
-    begun: _Bytes = b"",
-    thought: bool = False,
+    partial_utf8: _Bytes = b"",
+    is_reasoning: bool = False,
 ) -> Step:
     """Create a step with all details of the sampling."""
     return Step(
@@ -168,14 +168,16 @@ def explained_step(
         pick.probability,
         pick.draw,
         tuple(
-            Candidate(c.token, readable(token_bytes(c.token), begun), c.logprob, c.probability)
+            Candidate(
+                c.token, readable(token_bytes(c.token), partial_utf8), c.logprob, c.probability
+            )
             for c in pick.candidates
         ),
         pick.stages,
         draft,
         retracts,
-        begun=begun,
-        thought=thought,
+        partial_utf8=partial_utf8,
+        thought=is_reasoning,
     )
 
 
@@ -231,18 +233,18 @@ class TokenScore:
             score = f", p {math.exp(self.logprob):.3g}, rank {self.rank}"
         return f"<TokenScore {self.text!r} ({self.token}){score}>"
 
-    def as_piece(self) -> Piece:
+    def as_piece(self) -> NotebookToken:
         """Return the token as a notebook shows it."""
-        from unspool.notebook import Piece, percent
+        from unspool.notebook import NotebookToken, percent
 
         facts, display_text = [f"token {self.token}"], self.text or f"⟨{self.token}⟩"
         if self.logprob is None or self.rank is None or self.entropy is None:
-            return Piece(self.text, None, [*facts, "nothing before it"], display_text)
+            return NotebookToken(self.text, None, [*facts, "nothing before it"], display_text)
         facts.append(f"probability {percent(math.exp(self.logprob))}, rank {self.rank + 1}")
         facts.append(f"entropy {self.entropy:.2f} nats")
         if self.candidates:
             facts.append("candidates: " + ", ".join(map(_describe, self.candidates)))
-        return Piece(self.text, math.exp(self.logprob), facts, display_text)
+        return NotebookToken(self.text, math.exp(self.logprob), facts, display_text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,10 +285,12 @@ class Score:
         return math.exp(-math.fsum(logprobs) / len(logprobs)) if logprobs else math.nan
 
     def _repr_html_(self) -> str:
-        from unspool.notebook import legend, note, picture, steps_table, text_html
+        from unspool.notebook import legend_html, note_html, notebook_html, steps_table, text_html
 
         pieces = [position.as_piece() for position in self.positions]
-        return picture(text_html(pieces), note(self.describe()), legend(), steps_table(pieces))
+        return notebook_html(
+            text_html(pieces), note_html(self.describe()), legend_html(), steps_table(pieces)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -36,7 +36,7 @@ class StepQueue:
         self.drafted = self.accepted = 0  # draft tokens proposed, and accepted
         self.on_start: Callable[[], object] | None = None  # called at the first step, or the end
 
-    def put(self, step: Step) -> None:
+    def add(self, step: Step) -> None:
         self.steps.append(step)
         if self.readers or self.listeners or self.on_start is not None:
             self._notify()
@@ -185,11 +185,11 @@ class StepStream(Iterator[Step]):
         def wake() -> None:
             loop.call_soon_threadsafe(news.set)
 
-        self.listen(wake)
+        self.add_listener(wake)
         try:
             while True:
                 news.clear()
-                steps, ended = self.waiting()
+                steps, ended = self.read_available()
                 for step in steps:
                     yield step
                 if ended:
@@ -202,24 +202,24 @@ class StepStream(Iterator[Step]):
                 except TimeoutError:
                     self._check_alive()
         finally:
-            self.unlisten(wake)
+            self.remove_listener(wake)
             self.close()
 
     # -- reading without waiting -------------------------------------------------------------
 
-    def listen(self, listener: Callable[[], object]) -> None:
+    def add_listener(self, listener: Callable[[], object]) -> None:
         """Call `listener` on the engine's thread for every news; also now, if there is any."""
         with self._queue.changed:
             self._queue.listeners.append(listener)
             if self._queue.steps or self._queue.ended:
                 listener()
 
-    def unlisten(self, listener: Callable[[], object]) -> None:
+    def remove_listener(self, listener: Callable[[], object]) -> None:
         """Stop calling `listener`."""
         with self._queue.changed, contextlib.suppress(ValueError):
             self._queue.listeners.remove(listener)
 
-    def waiting(self) -> tuple[list[Step], bool]:
+    def read_available(self) -> tuple[list[Step], bool]:
         """Return the steps that arrived since the last call, and whether they were the last ones.
 
         If the text ended with an error, that is raised once its steps have been read.

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unspool.errors import SettingsError
-from unspool.text.thoughts.channels import ChannelReader
-from unspool.text.thoughts.formats import CHANNEL, Start, ThoughtFormat, tail_of
-from unspool.text.thoughts.reader import answer_reader, told_apart
-from unspool.text.thoughts.tags import TagReader
+from unspool.text.thoughts.channels import HarmonyParser
+from unspool.text.thoughts.formats import CHANNEL, OutputStart, ReasoningFormat, prompt_tail
+from unspool.text.thoughts.reader import make_output_parser, split_reasoning
+from unspool.text.thoughts.tags import TagReasoningParser
 
 if TYPE_CHECKING:
     from unspool.engine.steps import Step
@@ -29,11 +29,11 @@ CALL = "call"  # as the option `thoughts`: the grammar is that of a tool call
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
+class ReasoningSpec:
     """How the answer to a prompt contains reasoning, as known before it is generated."""
 
-    format: ThoughtFormat
-    start: Start
+    format: ReasoningFormat
+    start: OutputStart
     budget: int | None = None  # most tokens of reasoning
     is_call: bool = False  # the grammar is that of a tool call, which names its own channel
     ends: frozenset[int] = frozenset()  # tokens that end a turn; another turn follows
@@ -41,16 +41,16 @@ class Thinking:
     def split(self, steps: Sequence[Step]) -> tuple[str, str]:
         """Return the reasoning and the answer of a generated text."""
         pieces = [(step.token, step.text) for step in steps]
-        reader = answer_reader(self.format, self.start, None)
+        reader = make_output_parser(self.format, self.start, None)
         assert reader is not None
-        parts = told_apart(reader, pieces)
-        if not reader.is_stray:
+        parts = split_reasoning(reader, pieces)
+        if not reader.has_stray_close:
             return parts
-        return replace(self, start=Start("inside")).split(steps)
+        return replace(self, start=OutputStart("inside")).split(steps)
 
-    def marked(self, steps: Sequence[Step]) -> list[Step]:
+    def mark_steps(self, steps: Sequence[Step]) -> list[Step]:
         """Set `thought` of each step, also of those that a person wrote."""
-        state = ThinkingState(self, None, lambda token: b"", 0)
+        state = ReasoningState(self, None, lambda token: b"", 0)
         marked: list[Step] = []
         for step in steps:
             state._follow(step.token, step.bytes)
@@ -59,19 +59,19 @@ class Thinking:
         return marked
 
 
-def thinking_of(
-    format: ThoughtFormat,
+def find_reasoning(
+    format: ReasoningFormat,
     prompt: Sequence[int],
     token_text: Callable[[int], str],
     ends: frozenset[int],
-) -> Thinking:
+) -> ReasoningSpec:
     """Return how the answer to a prompt starts: in the reasoning, before it, or after it."""
-    text = "".join(token_text(token) for token in tail_of(prompt))
-    return Thinking(format, format.start(prompt, text), ends=ends)
+    text = "".join(token_text(token) for token in prompt_tail(prompt))
+    return ReasoningSpec(format, format.start(prompt, text), ends=ends)
 
 
 def think_options(
-    format: ThoughtFormat | None, think: bool | str | None, options: dict[str, Any]
+    format: ReasoningFormat | None, think: bool | str | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """See `Session.think_options`."""
     budget = options.get("think_budget")
@@ -83,12 +83,12 @@ def think_options(
             )
         options.pop("think_budget", None)
         return {}
-    template_options, options["think_budget"] = format.asked(think, budget)
+    template_options, options["think_budget"] = format.template_options(think, budget)
     options["thoughts"] = options.get("thoughts") or True
     return template_options
 
 
-class ThinkingState:
+class ReasoningState:
     """The reasoning state of one text. Not thread-safe."""
 
     __slots__ = (
@@ -107,7 +107,7 @@ class ThinkingState:
 
     def __init__(
         self,
-        thinking: Thinking,
+        thinking: ReasoningSpec,
         grammar: GrammarState | None,
         token_bytes: Callable[[int], bytes],
         vocab_size: int,
@@ -118,33 +118,33 @@ class ThinkingState:
 
     def _reset(self) -> None:
         thinking, format = self._thinking, self._thinking.format
-        self._reader: TagReader | ChannelReader
-        if format.channels:
-            self._reader = ChannelReader(format, thinking.start, calls_count=True)
+        self._reader: TagReasoningParser | HarmonyParser
+        if format.uses_channels:
+            self._reader = HarmonyParser(format, thinking.start, parse_calls=True)
         else:
-            self._reader = TagReader(format, thinking.start)
+            self._reader = TagReasoningParser(format, thinking.start)
         self._tokens: list[int] = []
         self._is_for_grammar: list[bool] = []  # of each token: whether the grammar reads it
         self._num_reasoning = 0  # tokens
         self._was_aside = False
         self._forced: list[int] = []
-        if format.channels and self._has_grammar and thinking.start.place == "before":
-            first = format.behind_ids.index(format.ids[CHANNEL])  # the prompt has the rest
-            answer = [] if thinking.is_call else [*format.behind_ids[first:]]
+        if format.uses_channels and self._has_grammar and thinking.start.state == "before":
+            first = format.after_close_ids.index(format.ids[CHANNEL])  # the prompt has the rest
+            answer = [] if thinking.is_call else [*format.after_close_ids[first:]]
             self._forced = answer if thinking.budget == 0 else [*format.opening_ids]
         self._close_at_budget()
 
     def _tokens_to_grammar(self) -> Sequence[int]:
         """Return the tokens between the end of the reasoning and the start of the grammar."""
-        tokens, ids = self._thinking.format.behind_ids, self._thinking.format.ids
-        if self._thinking.is_call and self._thinking.format.channels:
+        tokens, ids = self._thinking.format.after_close_ids, self._thinking.format.ids
+        if self._thinking.is_call and self._thinking.format.uses_channels:
             return tokens[: tokens.index(ids[CHANNEL])]  # a tool call names its own channel
         return tokens
 
     @property
     def is_thought(self) -> bool:
         """Whether the last token is not part of the answer: reasoning, or its tags."""
-        return self._was_aside or self._reader.is_aside
+        return self._was_aside or self._reader.last_is_reasoning
 
     # -- which tokens may come next, as in `GrammarState` --------------------------------------
 
@@ -154,7 +154,7 @@ class ThinkingState:
             allowed = np.zeros(self._vocab_size, bool)
             allowed[self._forced[0]] = True
             return allowed
-        if self._grammar is None or self._reader.in_thought:
+        if self._grammar is None or self._reader.in_reasoning:
             return None
         allowed = self._grammar.mask()
         if self._may_open:
@@ -166,17 +166,17 @@ class ThinkingState:
     def _may_open(self) -> bool:
         """Whether reasoning may start here, where the grammar would."""
         thinking = self._thinking
-        is_first = not self._tokens and thinking.start.place == "before" and thinking.budget != 0
+        is_first = not self._tokens and thinking.start.state == "before" and thinking.budget != 0
         return (
             is_first
-            and not thinking.format.channels
+            and not thinking.format.uses_channels
             and thinking.format.open in (thinking.format.ids)
         )
 
     @property
     def must_end(self) -> bool:
         """Whether the text can only end here."""
-        if self._grammar is None or self._forced or self._reader.in_thought:
+        if self._grammar is None or self._forced or self._reader.in_reasoning:
             return False
         return self._grammar.must_end
 
@@ -186,16 +186,16 @@ class ThinkingState:
         budget = self._thinking.budget
         return budget is not None and self._num_reasoning + 1 >= budget
 
-    def forced(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         """Return the tokens that must follow, as far as only one continuation is possible."""
-        if self._forced or self._grammar is None or self._reader.in_thought or self._may_open:
+        if self._forced or self._grammar is None or self._reader.in_reasoning or self._may_open:
             return self._forced.copy()
-        return self._grammar.forced()
+        return self._grammar.forced_tokens()
 
-    def accepts(self, tokens: Sequence[int]) -> int:
+    def num_accepted(self, tokens: Sequence[int]) -> int:
         """Return how many first tokens of a draft are allowed. Changes nothing."""
         grammar = None if self._grammar is None else self._grammar.copy()
-        trial = ThinkingState(self._thinking, grammar, self._bytes, self._vocab_size)
+        trial = ReasoningState(self._thinking, grammar, self._bytes, self._vocab_size)
         for token in self._tokens:
             trial._follow(token, self._bytes(token))
         for count, token in enumerate(tokens):
@@ -214,12 +214,12 @@ class ThinkingState:
 
     def _follow(self, token: int, piece: bytes) -> bool:
         """Append a token; return whether the grammar is to read it too."""
-        was_forced, was_reasoning = bool(self._forced), self._reader.in_thought
-        self._was_aside = self._reader.is_inside
+        was_forced, was_reasoning = bool(self._forced), self._reader.in_reasoning
+        self._was_aside = self._reader.next_is_reasoning
         self._reader.push(token, piece.decode("utf-8", "replace"))
         if token in self._thinking.ends:
             self._reader.end_turn()
-        is_reasoning = self._reader.in_thought
+        is_reasoning = self._reader.in_reasoning
         if was_forced:
             self._forced = self._forced[1:] if token == self._forced[0] else []
         self._num_reasoning += was_reasoning and is_reasoning
@@ -232,11 +232,11 @@ class ThinkingState:
 
     def _close_at_budget(self) -> None:
         thinking = self._thinking
-        if thinking.budget is None or not self._reader.in_thought or self._forced:
+        if thinking.budget is None or not self._reader.in_reasoning or self._forced:
             return
         if self._num_reasoning >= thinking.budget:
             format = thinking.format
-            after = self._tokens_to_grammar() if self._has_grammar else format.behind_ids
+            after = self._tokens_to_grammar() if self._has_grammar else format.after_close_ids
             self._forced = [*format.close_ids, *after]
 
     def rewind(self, count: int) -> None:

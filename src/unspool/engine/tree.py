@@ -61,7 +61,7 @@ class Tree:
             self.make_private(branch)
         if cached:
             self.adopt(branch)
-        branch.reused = branch.computed
+        branch.num_reused = branch.num_computed
         return branch
 
     def make_private(self, branch: Branch) -> None:
@@ -74,7 +74,7 @@ class Tree:
 
     def adopt(self, branch: Branch) -> None:
         """Find cached pages for a branch of which nothing is computed."""
-        assert branch.computed == 0 and not branch.pages
+        assert branch.num_computed == 0 and not branch.pages
         if branch.private_id or self.is_hooked():
             return
         # The last token is always computed, for its logits; so are provisional tokens, which
@@ -91,7 +91,7 @@ class Tree:
         length = max(branch.start, branch.whole_blocks(length))
         if partial is not None and length > branch.start:
             self._share_tail(branch, partial)
-        branch.computed = length
+        branch.num_computed = length
         self._fall_back(branch)
 
     def append(self, branch: Branch, tokens: Sequence[int], *, provisional: bool = False) -> None:
@@ -99,9 +99,9 @@ class Tree:
         if provisional and branch.provisional is None:
             branch.provisional = branch.length
         if branch.block:
-            branch.computed = min(branch.computed, branch.whole_blocks(branch.length))
+            branch.num_computed = min(branch.num_computed, branch.whole_blocks(branch.length))
         if branch.provisional is not None:  # provisional tokens attend to those after them
-            branch.computed = min(branch.computed, branch.provisional)
+            branch.num_computed = min(branch.num_computed, branch.provisional)
             self._fall_back(branch, store=False)
         branch.tail.extend(tokens)
         branch.length += len(tokens)
@@ -114,13 +114,13 @@ class Tree:
             raise ValueError("only provisional tokens can be replaced")
         offset = position - branch.start
         branch.tail[offset : offset + len(tokens)] = tokens
-        branch.computed = min(branch.computed, first)
+        branch.num_computed = min(branch.num_computed, first)
         self._fall_back(branch, store=False)
 
     def commit(self, branch: Branch, length: int | None = None) -> None:
         """Make provisional tokens final (those before `length`, if given) and share their pages."""
         branch.provisional = None if length is None or length >= branch.length else length
-        self.advance(branch, branch.computed)
+        self.advance(branch, branch.num_computed)
 
     def fork(self, branch: Branch) -> Branch:
         """Return another branch with the same past.
@@ -130,7 +130,7 @@ class Tree:
         """
         self._store_tail(branch)
         if branch.provisional is not None:
-            branch.computed = min(branch.computed, branch.provisional)
+            branch.num_computed = min(branch.num_computed, branch.provisional)
         if self.states is not None:
             self._fall_back(branch)
             self.states.publish_tip(branch)
@@ -142,8 +142,8 @@ class Tree:
         other.canvas_adapter = branch.canvas_adapter
         if branch.private_id:
             self.make_private(other)
-        num_shared = branch.start if branch.shared_tail is None else branch.computed
-        other.computed = other.reused = min(branch.computed, num_shared)
+        num_shared = branch.start if branch.shared_tail is None else branch.num_computed
+        other.num_computed = other.num_reused = min(branch.num_computed, num_shared)
         other.owner = branch.owner
         if branch.shared_tail is not None:
             self._share_tail(other, branch.shared_tail)
@@ -159,13 +159,13 @@ class Tree:
         """
         other = self._new(branch.node, branch.adapter)
         self.index.attach(other.node)
-        other.start, other.computed = branch.start, branch.computed
+        other.start, other.num_computed = branch.start, branch.num_computed
         if branch.private_id:
             self.make_private(other)
-        other.tail = [*branch.tail[: branch.computed - branch.start], *tokens]
-        other.length = branch.computed + len(tokens)
+        other.tail = [*branch.tail[: branch.num_computed - branch.start], *tokens]
+        other.length = branch.num_computed + len(tokens)
         try:
-            if branch.computed > branch.start:
+            if branch.num_computed > branch.start:
                 other.pages.append(self._copy_page(branch.pages[0]))
             self.reserve(other, other.length)
             if self.states is not None:
@@ -181,7 +181,7 @@ class Tree:
         if not 0 <= length <= branch.length:
             raise ValueError(f"cannot rewind {branch.length} tokens to {length}")
         if branch.provisional is not None:  # the remaining ones attended to what is dropped
-            branch.computed = min(branch.computed, branch.provisional)
+            branch.num_computed = min(branch.num_computed, branch.provisional)
             if branch.provisional >= length:
                 branch.provisional = None
         if branch.block:
@@ -191,17 +191,17 @@ class Tree:
             self._leave_pages(branch, length, store)
             del branch.tail[length - branch.start :]
         else:
-            if branch.computed > length:
+            if branch.num_computed > length:
                 if store:
                     self._store_tail(branch)
-                branch.computed = min(branch.computed, length)
+                branch.num_computed = min(branch.num_computed, length)
             del branch.tail[length - branch.start :]
             self._trim(branch)
         branch.length = length
 
     def recompute(self, branch: Branch, first: int) -> None:
         """Keep the tokens, but compute those from `first` on again."""
-        if branch.computed <= first:
+        if branch.num_computed <= first:
             return
         if self.states is not None:
             self._fall_back(branch, first)
@@ -248,7 +248,7 @@ class Tree:
             self.states.seek(branch, None)
         self._drop_tail(branch)
         self._move(branch, self.index.root(branch.adapter, branch.block))
-        branch.tail, branch.computed = tokens, 0
+        branch.tail, branch.num_computed = tokens, 0
 
     def reserve(self, branch: Branch, length: int) -> None:
         """Give the branch own pages to write up to `length` tokens.
@@ -264,7 +264,7 @@ class Tree:
             return
         lender, takes_over = branch.shared_tail, False
         if lender is not None:
-            filled = branch.computed - branch.start
+            filled = branch.num_computed - branch.start
             takes_over = lender.live == 1 and not lender.children and len(lender.tokens) <= filled
         missing = needed - takes_over - self.pool.free
         try:
@@ -291,7 +291,7 @@ class Tree:
 
     def advance(self, branch: Branch, computed: int) -> None:
         """Note that the branch is computed up to here; its full pages enter the prefix cache."""
-        branch.computed = computed
+        branch.num_computed = computed
         size, final = self.page_size, computed
         if branch.provisional is not None and branch.provisional < final:
             final = branch.provisional
@@ -357,9 +357,9 @@ class Tree:
         """
         if self.states is None or branch.state is None:
             return
-        limit = branch.computed if first is None else min(first, branch.computed)
+        limit = branch.num_computed if first is None else min(first, branch.num_computed)
         tip = branch.state.tip
-        if limit == branch.computed == (0 if tip is None else tip.length):
+        if limit == branch.num_computed == (0 if tip is None else tip.length):
             return
         if store:
             self._store_tail(branch)
@@ -381,7 +381,7 @@ class Tree:
         else:
             if store:
                 self._store_tail(branch)
-            branch.computed = min(branch.computed, first)
+            branch.num_computed = min(branch.num_computed, first)
             self._trim(branch)
 
     def _move(self, branch: Branch, node: PageNode) -> None:
@@ -408,11 +408,11 @@ class Tree:
             self._share_tail(branch, next_node)  # first: it keeps the page from being evicted
         self._move(branch, node)
         branch.tail = list(next_node.tokens) if branch.shared_tail is not None else []
-        branch.computed = length
+        branch.num_computed = length
 
     def _trim(self, branch: Branch) -> None:
         """Release the pages after the computed tokens."""
-        needed = -(-(branch.computed - branch.start) // self.page_size)
+        needed = -(-(branch.num_computed - branch.start) // self.page_size)
         if needed < len(branch.pages):
             self.pool.release(branch.pages[needed:])
             del branch.pages[needed:]
@@ -423,7 +423,7 @@ class Tree:
 
     def _store_tail(self, branch: Branch) -> None:
         """Move the computed part of the unfinished page into the prefix cache, and share it."""
-        filled = branch.computed - branch.start
+        filled = branch.num_computed - branch.start
         if branch.provisional is not None:
             filled = min(filled, branch.provisional - branch.start)
         filled = branch.whole_blocks(branch.start + filled) - branch.start
@@ -437,14 +437,14 @@ class Tree:
         self.pool.release(branch.pages[1:])
         branch.pages.clear()
         branch.num_table_pages = min(branch.num_table_pages, branch.node.depth)
-        branch.computed = branch.start + len(chunk)
+        branch.num_computed = branch.start + len(chunk)
 
     def _drop_tail(self, branch: Branch) -> None:
         """Release everything after the full pages."""
         self.pool.release(branch.pages)
         branch.pages.clear()
         branch.num_table_pages = min(branch.num_table_pages, branch.node.depth)
-        branch.computed = min(branch.computed, branch.start)
+        branch.num_computed = min(branch.num_computed, branch.start)
         if branch.shared_tail is not None:
             self.index.detach(branch.shared_tail)
             branch.shared_tail = None

@@ -20,10 +20,10 @@ from typing import Any, Literal
 import numpy as np
 
 from unspool.lens.logit_lens import target_token
-from unspool.lens.look import Look
+from unspool.lens.look import Activations
 from unspool.lens.subject import resolve_token
 from unspool.lens.weights import Doubles, final_norm, head_row
-from unspool.notebook import bar, escape, note, picture, table
+from unspool.notebook import bar_html, escape_html, note_html, notebook_html, table_html
 from unspool.session import Session
 
 _NOTEBOOK_PARTS = 16  # parts shown in a notebook
@@ -72,9 +72,9 @@ class Attribution:
         largest = max((abs(part.value) for part in parts_shown), default=0.0)
         rows = [
             (
-                escape(part.name.replace("_", " ")),
+                escape_html(part.name.replace("_", " ")),
                 "" if part.layer is None else str(part.layer),
-                f"{bar(part.value, largest)} {part.value:+.3f}",
+                f"{bar_html(part.value, largest)} {part.value:+.3f}",
             )
             for part in parts_shown
         ]
@@ -84,7 +84,7 @@ class Attribution:
         caption = (
             f"logit of {self.text!r}{difference}: {self.logit:.4g}, the strongest of its parts"
         )
-        return picture(note(caption), table(("part", "layer", "adds"), rows))
+        return notebook_html(note_html(caption), table_html(("part", "layer", "adds"), rows))
 
     @property
     def rest(self) -> float:
@@ -102,7 +102,7 @@ class Attribution:
 
 def attribution(
     lm: Session,
-    activations: Look,
+    activations: Activations,
     *,
     token: int | str | None = None,
     against: int | str | None = None,
@@ -144,7 +144,7 @@ def attribution(
 
 
 def _parts(
-    lm: Session, activations: Look, direction: Doubles, head_bias: float | None
+    lm: Session, activations: Activations, direction: Doubles, head_bias: float | None
 ) -> tuple[list[Part], float]:
     """Parts, and the logit (before any cap) of the whole vector computed the same way."""
     norm = final_norm(lm)
@@ -171,7 +171,9 @@ def _parts(
     return [*parts, *biases], exact
 
 
-def _relative_logit(activations: Look, token: int, against: int | Literal["mean"] | None) -> float:
+def _relative_logit(
+    activations: Activations, token: int, against: int | Literal["mean"] | None
+) -> float:
     """The model's logit, relative to `against`."""
     logit = float(activations.logits[token])
     if against is None:

@@ -16,13 +16,13 @@ import numpy as np
 
 from unspool.backends.step import Floats
 from unspool.errors import UnspoolError
-from unspool.lens.subject import Text, adapter_name, to_token_ids
+from unspool.lens.subject import TextLike, adapter_name, to_token_ids
 from unspool.session import Session
 
 _CHUNK_TOKENS = 128  # bounds the memory for hidden states of all layers
 
 
-def embeddings(lm: Session, texts: Sequence[Text]) -> Floats:
+def embeddings(lm: Session, texts: Sequence[TextLike]) -> Floats:
     """Embed several texts, one row each. All texts are validated before any is computed."""
     token_lists: list[list[int]] = []
     for number, text in enumerate(texts):
@@ -38,14 +38,14 @@ def embeddings(lm: Session, texts: Sequence[Text]) -> Floats:
     )
 
 
-def embedding(lm: Session, text: Text) -> Floats:
+def embedding(lm: Session, text: TextLike) -> Floats:
     """Embed a text: mean of its final hidden states, scaled to length one."""
     return _mean_vector(lm, to_token_ids(lm, text), adapter_name(text))
 
 
 def _mean_vector(lm: Session, tokens: list[int], adapter: str | None) -> Floats:
     sum_vector = np.zeros(lm.config.width, np.float64)
-    with lm.opened(tokens[:1], adapter) as branch:
+    with lm.open_branch(tokens[:1], adapter) as branch:
         for start in range(0, len(tokens), _CHUNK_TOKENS):
             end = min(start + _CHUNK_TOKENS, len(tokens))
             new_tokens, positions = tokens[max(start, 1) : end], frozenset(range(start, end))

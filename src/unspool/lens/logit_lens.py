@@ -20,9 +20,9 @@ import numpy as np
 from unspool.backends.step import Floats
 from unspool.engine.steps import Candidate
 from unspool.errors import SettingsError
-from unspool.lens.look import Look
+from unspool.lens.look import Activations
 from unspool.lens.subject import resolve_token
-from unspool.notebook import bar, percent, picture, table, tinted
+from unspool.notebook import bar_html, notebook_html, percent, table_html, tinted_html
 from unspool.sampling import log_softmax, score
 from unspool.session import Session
 
@@ -30,7 +30,7 @@ _CHUNK_LAYERS = 8  # bounds the memory for logits
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSaid:
+class LayerPrediction:
     """Prediction of one layer."""
 
     layer: int  # 0: the embedding, before the first layer; n: after the n-th
@@ -52,7 +52,7 @@ class LogitLens:
     position: int
     token: int  # the target token
     text: str
-    layers: tuple[LayerSaid, ...]
+    layers: tuple[LayerPrediction, ...]
     logprobs: Floats | None = None  # [layers + 1, vocabulary], if requested
 
     def __repr__(self) -> str:
@@ -66,16 +66,17 @@ class LogitLens:
         rows = [
             (
                 str(layer.layer),
-                f"{bar(layer.probability, 1.0)} {percent(layer.probability)}, "
+                f"{bar_html(layer.probability, 1.0)} {percent(layer.probability)}, "
                 f"rank {layer.rank + 1}",
                 " ".join(
-                    tinted(repr(token.text), math.exp(token.logprob)) for token in layer.candidates
+                    tinted_html(repr(token.text), math.exp(token.logprob))
+                    for token in layer.candidates
                 ),
             )
             for layer in self.layers
         ]
         head = ("after layer", f"probability of {self.text!r}", "prediction")
-        return picture(table(head, rows))
+        return notebook_html(table_html(head, rows))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, without the full vocabulary."""
@@ -89,11 +90,11 @@ class LogitLens:
 
 def logit_lens(
     lm: Session,
-    activations: Look,
+    activations: Activations,
     *,
     top: int = 5,
     token: int | str | None = None,
-    whole: bool = False,
+    full_vocabulary: bool = False,
 ) -> LogitLens:
     """Predictions of each layer at one position.
 
@@ -105,19 +106,22 @@ def logit_lens(
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 0:
         raise SettingsError(f"top must be an integer >= 0, got {top!r}")
-    token_id, partial_utf8 = target_token(lm, activations, token), lm.begun(activations.tokens)
-    layers: list[LayerSaid] = []
+    token_id, partial_utf8 = (
+        target_token(lm, activations, token),
+        lm.partial_utf8(activations.tokens),
+    )
+    layers: list[LayerPrediction] = []
     logprobs: list[Floats] = []
     for start in range(0, len(activations.residuals), _CHUNK_LAYERS):
         logits = lm.model.logits(activations.residuals[start : start + _CHUNK_LAYERS])
         scores = score(logits, [token_id] * len(logits), top)
-        if whole:
+        if full_vocabulary:
             logprobs.append(np.asarray(log_softmax(logits), np.float32))
         for row in range(len(logits)):
             candidates = zip(scores.top_tokens[row], scores.top_logprobs[row], strict=True)
             logprob = float(scores.logprobs[row])
             layers.append(
-                LayerSaid(
+                LayerPrediction(
                     layer=start + row,
                     probability=math.exp(logprob),
                     logprob=logprob,
@@ -133,15 +137,15 @@ def logit_lens(
         token=token_id,
         text=lm.readable(token_id, partial_utf8),
         layers=tuple(layers),
-        logprobs=np.concatenate(logprobs) if whole else None,
+        logprobs=np.concatenate(logprobs) if full_vocabulary else None,
     )
 
 
-def target_token(lm: Session, activations: Look, token: int | str | None) -> int:
+def target_token(lm: Session, activations: Activations, token: int | str | None) -> int:
     """Token that a lens is about: the requested one, the picked one, or the most likely."""
     if token is not None:
         return resolve_token(lm, token)
-    return activations.likeliest if activations.picked is None else activations.picked
+    return activations.most_likely if activations.picked is None else activations.picked
 
 
 def _candidate(lm: Session, token: int, logprob: float, partial_utf8: bytes) -> Candidate:

@@ -18,10 +18,10 @@ import numpy as np
 
 from unspool.backends.step import Floats
 from unspool.errors import SettingsError, count
-from unspool.lens.subject import Text, adapter_name, to_token_ids
-from unspool.lens.weights import host
+from unspool.lens.subject import TextLike, adapter_name, to_token_ids
+from unspool.lens.weights import to_numpy
 from unspool.model.recurrence import STATELESS
-from unspool.notebook import bar, escape, note, picture, table
+from unspool.notebook import bar_html, escape_html, note_html, notebook_html, table_html
 from unspool.session import Session
 
 _JSON_DECIMALS = 6  # decimals of an attention weight in JSON
@@ -29,7 +29,7 @@ _NOTEBOOK_TOKENS = 24  # tokens with the most attention shown in a notebook
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Look:
+class Activations:
     """Activations at one position; the input of the other lenses, which need no further run."""
 
     position: int
@@ -56,21 +56,21 @@ class Look:
         rows = [
             (
                 str(at),
-                escape(repr(self.texts[at])),
-                f"{bar(mean_attention[at], mean_attention.max())} {mean_attention[at]:.1%}",
+                escape_html(repr(self.texts[at])),
+                f"{bar_html(mean_attention[at], mean_attention.max())} {mean_attention[at]:.1%}",
             )
             for at in sorted(map(int, top_positions))
         ]
         caption = f"attention of {self.texts[-1]!r} at {self.position}, mean over layers and heads"
-        blocks = [note(caption), table(("position", "token", "attention"), rows)]
+        blocks = [note_html(caption), table_html(("position", "token", "attention"), rows)]
         if states := self.states:
             cells = [tuple(_format_cell(value) for value in state.values()) for state in states]
             caption = "recurrent layers have a state instead of attention (means over heads)"
-            blocks += [note(caption), table(tuple(states[0]), cells)]
-        return picture(*blocks)
+            blocks += [note_html(caption), table_html(tuple(states[0]), cells)]
+        return notebook_html(*blocks)
 
     @property
-    def attending(self) -> list[int]:
+    def attention_layers(self) -> list[int]:
         """Layers that have attention."""
         kinds = self.mixers or ("attention",) * len(self.attention)
         return [layer for layer, kind in enumerate(kinds) if kind == "attention"]
@@ -96,12 +96,14 @@ class Look:
     @property
     def attention_by_head(self) -> Floats:
         """Mean over the layers, [heads, past]."""
-        return np.asarray(self.attention[self.attending].mean(0, dtype=np.float64), np.float32)
+        return np.asarray(
+            self.attention[self.attention_layers].mean(0, dtype=np.float64), np.float32
+        )
 
     @property
     def attention_mean(self) -> Floats:
         """Mean over layers and heads, [past]."""
-        weights = self.attention[self.attending]
+        weights = self.attention[self.attention_layers]
         return np.asarray(weights.mean((0, 1), dtype=np.float64), np.float32)
 
     @property
@@ -115,7 +117,7 @@ class Look:
         return np.asarray(np.linalg.norm(self.parts, axis=-1), np.float32)
 
     @property
-    def likeliest(self) -> int:
+    def most_likely(self) -> int:
         """The token with the largest logit."""
         return int(self.logits.argmax())
 
@@ -126,7 +128,7 @@ class Look:
             "tokens": list(self.tokens),
             "texts": list(self.texts),
             "picked": self.picked,
-            "likeliest": self.likeliest,
+            "likeliest": self.most_likely,
             "layers": self.attention.shape[0],
             "heads": self.attention.shape[1],
             "attention_mean": _round(self.attention_mean),
@@ -141,9 +143,9 @@ class Look:
         return result
 
 
-def look(lm: Session, text: Text, position: int = -1) -> Look:
+def get_activations(lm: Session, text: TextLike, position: int = -1) -> Activations:
     """Get the activations at one position of a text; negative positions count from the end."""
-    lm.config.check_head()
+    lm.config.require_head()
     tokens = to_token_ids(lm, text)
     if isinstance(position, bool) or not isinstance(position, int):
         raise SettingsError(f"position must be an integer, got {position!r}")
@@ -154,11 +156,11 @@ def look(lm: Session, text: Text, position: int = -1) -> Look:
         )
     position %= len(tokens)
     prefix = tokens[: position + 1]  # later tokens cannot change the activations here
-    with lm.opened(prefix, adapter_name(text)) as branch:
+    with lm.open_branch(prefix, adapter_name(text)) as branch:
         observed = lm.engine.look(branch, at=frozenset({position}))
     (inside,) = observed.inside  # one position is in one chunk
     assert inside.residuals is not None and inside.parts is not None
-    return Look(
+    return Activations(
         position=position,
         tokens=tuple(prefix),
         texts=tuple(lm.readable_all(prefix)),
@@ -166,7 +168,7 @@ def look(lm: Session, text: Text, position: int = -1) -> Look:
         attention=inside.attention[0],
         residuals=inside.residuals[:, 0],
         parts=inside.parts[:, :, 0],
-        logits=host(observed.logits)[-1],
+        logits=to_numpy(observed.logits)[-1],
         mixers=lm.config.mixers,
         recurrent=inside.recurrent[0] if inside.recurrent else None,
     )

@@ -22,10 +22,10 @@ from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation
 from unspool.engine.request import Request
 from unspool.engine.steps import Step
-from unspool.engine.thinking import CALL, Thinking
+from unspool.engine.thinking import CALL, ReasoningSpec
 from unspool.errors import ContextError, SettingsError, UnspoolError, count
 from unspool.lens.trace import Trace, fingerprint
-from unspool.lens.weights import host
+from unspool.lens.weights import to_numpy
 from unspool.sampling import Grammar, score
 from unspool.sampling.guards import GuardPolicy
 from unspool.session import Session
@@ -71,10 +71,10 @@ class Replay:
     """Result of replaying a trace."""
 
     generation: Generation  # the new one
-    judged: int  # number of first tokens that were scored, not generated
+    num_scored: int  # number of first tokens that were scored, not generated
     difference: Difference | None
-    largest: float  # largest difference of log-probabilities before `difference`
-    other_model: str | None  # how the model differs; None: the same model
+    max_logprob_difference: float  # largest difference of log-probabilities before `difference`
+    model_difference: str | None  # how the model differs; None: the same model
 
     def __repr__(self) -> str:
         return f"<Replay: {self.describe()}>"
@@ -86,17 +86,21 @@ class Replay:
 
     def describe(self) -> str:
         """Describe the result in one or two sentences."""
-        written = len(self.generation.steps) - self.judged
+        written = len(self.generation.steps) - self.num_scored
         if self.difference is not None:
             summary = self.difference.describe()
-        elif self.judged:
+        elif self.num_scored:
             summary = (
-                f"reproduced exactly: {count(self.judged, 'token')} scored with the same "
+                f"reproduced exactly: {count(self.num_scored, 'token')} scored with the same "
                 f"probabilities, {written} generated again"
             )
         else:
             summary = f"reproduced exactly: {count(written, 'token')}"
-        return f"{summary}; different model: {self.other_model}" if self.other_model else summary
+        return (
+            f"{summary}; different model: {self.model_difference}"
+            if self.model_difference
+            else summary
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -104,10 +108,10 @@ class Replay:
             "exact": self.exact,
             "text": self.generation.text,
             "tokens": self.generation.tokens,
-            "judged": self.judged,
+            "judged": self.num_scored,
             "difference": self.difference.to_dict() if self.difference else None,
-            "largest_logprob_difference": self.largest,
-            "other_model": self.other_model,
+            "largest_logprob_difference": self.max_logprob_difference,
+            "other_model": self.model_difference,
             "summary": self.describe(),
         }
 
@@ -160,7 +164,7 @@ def replay(
     return Replay(now, num_given, difference, largest, fingerprint(lm).differs_from(trace.model))
 
 
-def _thinking(lm: Session, trace: Trace) -> Thinking | None:
+def _thinking(lm: Session, trace: Trace) -> ReasoningSpec | None:
     """Reasoning format and budget of the trace."""
     thinking = lm.thinking(trace.prompt) if trace.thoughts else None
     if thinking is None:
@@ -204,12 +208,12 @@ def _score_steps(lm: Session, trace: Trace, count: int) -> list[Step]:
         return []
     scored: list[Step] = []
     tokens = trace.tokens
-    with lm.opened(trace.prompt) as branch:
-        logits = lm.engine.extend(branch, wanted=1)
+    with lm.open_branch(trace.prompt) as branch:
+        logits = lm.engine.extend(branch, num_logits=1)
         while True:
             start = len(scored)
             steps = trace.steps[start : start + len(logits)]
-            scores = score(host(logits), [step.token for step in steps])
+            scores = score(to_numpy(logits), [step.token for step in steps])
             for row, step in enumerate(steps):
                 scored.append(
                     replace(
@@ -225,7 +229,7 @@ def _score_steps(lm: Session, trace: Trace, count: int) -> list[Step]:
             # The logits after a token predict the next one.
             first = len(scored) - 1
             new_tokens = tokens[first : min(first + _SCORE_CHUNK, count - 1)]
-            logits = lm.engine.extend(branch, new_tokens, wanted=len(new_tokens))
+            logits = lm.engine.extend(branch, new_tokens, num_logits=len(new_tokens))
 
 
 def _first_difference(

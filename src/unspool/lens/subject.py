@@ -8,17 +8,17 @@ from unspool.engine.generation import Generation
 from unspool.errors import SettingsError
 from unspool.session import Session
 
-Text = str | Sequence[int] | Generation
+TextLike = str | Sequence[int] | Generation
 """A text, its token ids, or a generation (prompt and new tokens)."""
 
 
-def to_token_ids(lm: Session, text: Text) -> list[int]:
+def to_token_ids(lm: Session, text: TextLike) -> list[int]:
     if isinstance(text, Generation):
         return lm.prompt_ids([*text.prompt, *text.tokens])
     return lm.prompt_ids(text)
 
 
-def adapter_name(text: Text) -> str | None:
+def adapter_name(text: TextLike) -> str | None:
     """Adapter of a generation."""
     return text.request.adapter if isinstance(text, Generation) else None
 

@@ -17,7 +17,7 @@ Doubles = npt.NDArray[np.float64]
 _CHUNK_ROWS = 4096  # bounds the memory for any vocabulary
 
 
-def host(array: Any) -> Floats:
+def to_numpy(array: Any) -> Floats:
     """Convert an array or tensor to a float32 numpy array."""
     if isinstance(array, np.ndarray):
         return np.asarray(array, np.float32)

@@ -28,10 +28,10 @@ from unspool.model.config_hf import read_json
 from unspool.model.run_folder import find_run, resolve_run
 from unspool.model.safetensors_file import SafetensorsFile
 from unspool.model.tensor_mapping import row_order
-from unspool.model.weights import TensorRule, shapes
+from unspool.model.weights import TensorRule, weight_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-TWIN = "twin.json"  # settings of an adapter that fills a canvas
+CANVAS_SETTINGS = "twin.json"  # settings of an adapter that fills a canvas
 Floats = npt.NDArray[np.float32]
 
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
@@ -64,7 +64,7 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Twin:
+class CanvasAdapterSettings:
     """How an adapter fills a canvas after the text of its causal base model."""
 
     mask_id: int
@@ -78,7 +78,7 @@ class Adapter:
 
     parts: Mapping[str, LowRank]
     base: str = ""  # the base model, as named in its file
-    twin: Twin | None = None  # how it fills a canvas, if it was trained to
+    canvas: CanvasAdapterSettings | None = None  # how it fills a canvas, if it was trained to
 
     @property
     def nbytes(self) -> int:
@@ -94,12 +94,12 @@ class _Module:
     rule: TensorRule
 
 
-def adaptable(config: ModelConfig) -> dict[str, tuple[int, int]]:
+def adaptable_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Shapes of the matrices that an adapter may update: those of layers except experts, and an
     untied head."""
     return {
         name: (shape[0], shape[1])
-        for name, shape in shapes(config).items()
+        for name, shape in weight_shapes(config).items()
         if len(shape) == 2
         and (name.startswith("layers.") or name == "head.weight")
         and ".router." not in name
@@ -110,7 +110,7 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def base_of(folder: Path) -> str:
+def base_model_of(folder: Path) -> str:
     """The base model of an adapter, as named in its file; "": none is named."""
     folder = _adapter_folder(folder)
     if not is_adapter(folder):
@@ -165,19 +165,19 @@ def read_adapter(folder: Path, config: ModelConfig) -> Adapter:
     return Adapter(parts, base, _twin(folder, config))
 
 
-def _twin(folder: Path, config: ModelConfig) -> Twin | None:
+def _twin(folder: Path, config: ModelConfig) -> CanvasAdapterSettings | None:
     """Read the canvas settings of an adapter, if it has any."""
-    if not (folder / TWIN).is_file():
+    if not (folder / CANVAS_SETTINGS).is_file():
         return None
-    settings = read_json(folder / TWIN)
+    settings = read_json(folder / CANVAS_SETTINGS)
     mask, block = settings.get("mask_id"), settings.get("block")
     is_token = isinstance(mask, int) and 0 <= mask < config.vocab_size
     if not is_token or not isinstance(block, int) or not 0 <= block <= config.context:
         raise ModelFileError(
-            f"{folder / TWIN}: mask_id is {mask!r} and block {block!r}; they must be a token of "
-            "the model and a number of tokens"
+            f"{folder / CANVAS_SETTINGS}: mask_id is {mask!r} and block {block!r}; they must be a "
+            "token of the model and a number of tokens"
         )
-    return Twin(int(mask or 0), block, settings.get("shifted") is True)
+    return CanvasAdapterSettings(int(mask or 0), block, settings.get("shifted") is True)
 
 
 def write_adapter(
@@ -286,7 +286,7 @@ def _pattern(table: Any, name: str, default: Any) -> Any:
 
 def _modules(config: ModelConfig) -> Iterator[_Module]:
     """The modules that hold adaptable matrices, in layer order."""
-    matrix_shapes, seen_matrices = adaptable(config), set[str]()
+    matrix_shapes, seen_matrices = adaptable_shapes(config), set[str]()
     for name in matrix_shapes:
         if name in seen_matrices:
             continue
@@ -308,7 +308,7 @@ def _split(
     folder: Path, module: _Module, down: Floats, up: Floats, scale: float, config: ModelConfig
 ) -> dict[str, LowRank]:
     """Split a fused module's update into those of its matrices."""
-    matrix_shapes = adaptable(config)
+    matrix_shapes = adaptable_shapes(config)
     rows = [matrix_shapes[name][0] for name in module.matrices]
     columns = matrix_shapes[module.matrices[0]][1]
     if down.shape[1] != columns or up.shape != (sum(rows), len(down)):
@@ -330,7 +330,7 @@ def _split(
 def _join(module: _Module, adapter: Adapter, config: ModelConfig) -> LowRank:
     """Combine the updates of a fused module's matrices; the ranks add up unless `down` is
     shared."""
-    matrix_shapes = adaptable(config)
+    matrix_shapes = adaptable_shapes(config)
     parts = [adapter.parts.get(name) for name in module.matrices]
     present = [part for part in parts if part is not None]
     scale = present[0].scale

@@ -19,12 +19,12 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 GROUP = 32
-OWN_TYPES = {"ZERO4": 19, "ZERO8": 35, "AFFINE8": 36}  # bytes of a block
+UNSPOOL_BLOCK_BYTES = {"ZERO4": 19, "ZERO8": 35, "AFFINE8": 36}  # bytes of a block
 
 
-def unpacked(type: str, data: Bytes) -> Floats:
+def dequantize_blocks(type: str, data: Bytes) -> Floats:
     """Dequantize rows of blocks to [..., columns]."""
-    if type in OWN_TYPES:
+    if type in UNSPOOL_BLOCK_BYTES:
         return _dequantize_unspool(type, data)
     if type == "Q1_0":
         return _dequantize_q1(data)
@@ -36,7 +36,7 @@ def unpacked(type: str, data: Bytes) -> Floats:
 
 
 def _dequantize_unspool(type: str, data: Bytes) -> Floats:
-    blocks = data.reshape(-1, OWN_TYPES[type])
+    blocks = data.reshape(-1, UNSPOOL_BLOCK_BYTES[type])
     scale, minimum = _halves(blocks, 0), np.zeros((1, 1), np.float32)
     if type == "AFFINE8":
         numbers, minimum = blocks[:, 4:], _halves(blocks, 2)

@@ -20,7 +20,7 @@ _IGNORED_SUFFIX = re.compile(r"[-:](instruct|it|chat|latest)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogueEntry:
     """One model of the catalogue."""
 
     name: str
@@ -46,7 +46,7 @@ class Entry:
     def bytes(self, kind: str) -> int:
         return round(self.size[kind] * 1e9)
 
-    def needs(self, kind: str) -> int:
+    def required_bytes(self, kind: str) -> int:
         """Approximate bytes of memory to run it in this kind."""
         return memory_needed(self.bytes(kind), kind, self.text_memory)
 
@@ -54,20 +54,20 @@ class Entry:
         """The best kind for `free` bytes of memory, and whether it fits."""
         free = free_memory() if free is None else free
         kinds = by_preference({kind: self.bytes(kind) for kind in self.size})
-        fitting = [kind for kind in kinds if self.needs(kind) <= free]
-        return (fitting or [min(kinds, key=self.needs)])[0], bool(fitting)
+        fitting = [kind for kind in kinds if self.required_bytes(kind) <= free]
+        return (fitting or [min(kinds, key=self.required_bytes)])[0], bool(fitting)
 
 
 @cache
-def catalogue() -> dict[str, Entry]:
+def catalogue() -> dict[str, CatalogueEntry]:
     """All models, by name."""
     import tomllib
 
     text = Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8")
-    return {name: Entry(name=name, **facts) for name, facts in tomllib.loads(text).items()}
+    return {name: CatalogueEntry(name=name, **facts) for name, facts in tomllib.loads(text).items()}
 
 
-def find_entries(name: str) -> tuple[list[Entry], str | None]:
+def find_entries(name: str) -> tuple[list[CatalogueEntry], str | None]:
     """The models that match a name (one if it is unambiguous), and the kind in it.
 
     Case, separators and suffixes such as `instruct` are ignored, and a prefix is enough.

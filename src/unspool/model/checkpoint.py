@@ -30,12 +30,12 @@ from unspool.model.config_hf import config_from_hf, config_to_hf, read_json
 from unspool.model.families import FAMILIES
 from unspool.model.float8 import SCALES, scale_block_size
 from unspool.model.gguf import GGUFFile, part_paths
-from unspool.model.layer_places import Places
+from unspool.model.layer_places import DeviceMap
 from unspool.model.mask_token import add_block_from_name, find_mask_id, has_mask_setting
 from unspool.model.quantized import scheme_of
 from unspool.model.recurrent_config import needs_unspool_format
 from unspool.model.safetensors_file import PICKLE_SUFFIXES, SafetensorsFile
-from unspool.model.stored import Stored
+from unspool.model.stored import FileTensor
 from unspool.model.tensor_mapping import (
     check_tensors,
     is_in_file,
@@ -43,7 +43,7 @@ from unspool.model.tensor_mapping import (
     read_weights,
     write_weights,
 )
-from unspool.model.weights import TensorRule, parameter_count, shapes
+from unspool.model.weights import TensorRule, parameter_count, weight_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class Checkpoint(Protocol):
     path: Path
     config: ModelConfig
 
-    def weights(self) -> Iterator[tuple[str, Stored]]: ...
+    def weights(self) -> Iterator[tuple[str, FileTensor]]: ...
 
     @property
     def losses(self) -> str: ...
@@ -202,7 +202,7 @@ class SafetensorsCheckpoint:
         names = (rule.tensor for rule in self._named_rules(self.rules) if weight in rule.weights)
         return next((name for name in names if is_in_file(name, self._file_of)), None)
 
-    def _fetch(self, name: str) -> Stored | None:
+    def _fetch(self, name: str) -> FileTensor | None:
         if self._scheme is not None:
             quantized = self._scheme.stored(name, _Tensors(self._file_of))
             if quantized is not None:
@@ -210,10 +210,10 @@ class SafetensorsCheckpoint:
         file = self._file_of.get(name)
         return None if file is None else file.stored(name, self._scales(name), self._block)
 
-    def weights(self) -> Iterator[tuple[str, Stored]]:
+    def weights(self) -> Iterator[tuple[str, FileTensor]]:
         return read_weights(self.config, self._named_rules(self.rules), self._fetch)
 
-    def _scales(self, name: str) -> Stored | None:
+    def _scales(self, name: str) -> FileTensor | None:
         """The scales of an FP8 tensor."""
         for scales_name in (name + ending for ending in SCALES):
             if scales_name in self._file_of:
@@ -243,7 +243,7 @@ class _Tensors:
         return self._file(name).stored(name).float32()
 
     def integers(self, name: str) -> npt.NDArray[Any]:
-        return self._file(name).whole_numbers(name)
+        return self._file(name).integers(name)
 
     def _file(self, name: str) -> SafetensorsFile:
         if name not in self._file_of:
@@ -270,10 +270,10 @@ class GGUFCheckpoint:
                 spare_layers=int(num_draft_layers),  # multi-token prediction
             )
 
-    def _fetch(self, name: str) -> Stored | None:
+    def _fetch(self, name: str) -> FileTensor | None:
         return self.file.stored(name) if name in self.file.tensors else None
 
-    def weights(self) -> Iterator[tuple[str, Stored]]:
+    def weights(self) -> Iterator[tuple[str, FileTensor]]:
         return read_weights(self.config, rules_for_gguf(self.config), self._fetch)
 
     def bits_per_weight(self) -> float:
@@ -294,7 +294,7 @@ def rules_for_hf(config: ModelConfig) -> tuple[TensorRule, ...]:
     """The family's rules; in Unspool's own format tensors have the names of the weights."""
     if config.family in FAMILIES and not needs_unspool_format(config):
         return FAMILIES[config.family].rules
-    names = {**shapes(config), **shapes(replace(config, tied=not config.tied))}
+    names = {**weight_shapes(config), **weight_shapes(replace(config, tied=not config.tied))}
     patterns = dict.fromkeys(re.sub(r"^layers\.\d+", "layers.{i}", n) for n in names)
     return tuple(TensorRule(pattern, (pattern,)) for pattern in patterns)
 
@@ -305,7 +305,7 @@ def prefixes_for_hf(config: ModelConfig) -> tuple[str, ...]:
 
 
 def load_transformer(
-    checkpoint: Checkpoint, *, dtype: str = "float32", device: str | Places = "cpu"
+    checkpoint: Checkpoint, *, dtype: str = "float32", device: str | DeviceMap = "cpu"
 ) -> Transformer:
     """Build the plain torch transformer with the checkpoint's weights in the given dtype, on one
     device or with its layers over several."""
@@ -315,18 +315,18 @@ def load_transformer(
 
     with torch.device("meta"):  # no memory until the real weights come
         model = Transformer(checkpoint.config)
-    device_of = (lambda name: device) if isinstance(device, str) else device.of
-    fill_transformer(model, checkpoint, dtype=dtype, device_of=device_of)
+    device_of = (lambda name: device) if isinstance(device, str) else device.device_of
+    load_weights_into(model, checkpoint, dtype=dtype, device_of=device_of)
     return model
 
 
-def fill_transformer(
+def load_weights_into(
     model: Transformer,
     checkpoint: Checkpoint,
     *,
     dtype: str,
     device_of: Callable[[str], str],
-    part_of: Callable[[str, Stored], Stored] = lambda name, stored: stored,
+    part_of: Callable[[str, FileTensor], FileTensor] = lambda name, stored: stored,
 ) -> None:
     """Load a checkpoint's weights into a model on the meta device, one at a time.
 
@@ -351,7 +351,7 @@ def fill_transformer(
     model.eval().requires_grad_(False)
 
 
-def _tensor(stored: Stored) -> torch.Tensor:
+def _tensor(stored: FileTensor) -> torch.Tensor:
     """Copy a tensor to torch; a view would write into the file."""
     import torch
 

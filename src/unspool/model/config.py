@@ -190,7 +190,7 @@ class ModelConfig:
             if rotary is not None:
                 self._check_rotary(rotary)
         for layer in range(self.layers if self.shapes else 0):
-            rotary_of_layer = self.layer_rotary(layer)
+            rotary_of_layer = self.layer_rope(layer)
             fits = rotary_of_layer is None or rotary_of_layer.width <= self.shape(layer).head_width
             self._need(fits, "shapes", "heads at least as wide as their rotary width")
         if self.experts:
@@ -264,7 +264,7 @@ class ModelConfig:
             value = getattr(owner, name.removeprefix("rotary."), None)
             raise ModelFileError(f"invalid model settings: {name} must be {allowed}, got {value!r}")
 
-    def check_left_to_right(self) -> None:
+    def require_causal(self) -> None:
         """Raise if the model is not causal and cannot be decoded token by token."""
         if self.sight == "causal":
             return
@@ -277,7 +277,7 @@ class ModelConfig:
             f"is bidirectional{blocks}: {advice}"
         )
 
-    def check_head(self) -> None:
+    def require_head(self) -> None:
         """Raise if the checkpoint has no output head to compute logits with."""
         if self.headless:
             raise UnspoolError(
@@ -304,7 +304,7 @@ class ModelConfig:
         return self.recurrence.state_floats(self.mixer(layer), self.width)
 
     @property
-    def state_starts(self) -> tuple[int, ...]:
+    def state_offsets(self) -> tuple[int, ...]:
         """Offset of each layer's state in the sequence's state, and the total at the end."""
         floats = (self.state_floats(layer) for layer in range(self.layers))
         return tuple(accumulate(floats, initial=0))
@@ -312,7 +312,7 @@ class ModelConfig:
     @property
     def state_bytes(self) -> int:
         """Size of a sequence's recurrent state; 0: the model has no recurrent layers."""
-        return 4 * self.state_starts[-1] if self.recurrence else 0
+        return 4 * self.state_offsets[-1] if self.recurrence else 0
 
     def shape(self, layer: int) -> LayerShape:
         """The sizes of this layer."""
@@ -345,7 +345,7 @@ class ModelConfig:
         return tuple(layer for layer in own_kv if self.mixer(layer) == "attention")
 
     @property
-    def kv_numbers(self) -> int:
+    def kv_floats_per_token(self) -> int:
         """Numbers a token takes in the KV cache, all layers together."""
         return sum(2 * self.shape(layer).kv_width for layer in self.kv_layers)
 
@@ -353,14 +353,14 @@ class ModelConfig:
         """Whether a layer has a value projection, rather than use keys as values."""
         return layer not in self.keys_as_values
 
-    def normed_attention(self, layer: int) -> bool:
+    def has_attention_norm(self, layer: int) -> bool:
         """Whether a layer normalizes the input of its attention."""
         mixes = self.mixer(layer) != "none"
         return mixes and self.norm_before and not (self.embedding_norm and layer == 0)
 
     def has_feed_norm(self, layer: int) -> bool:
         """Whether a layer has one norm for the input of its feed-forward."""
-        return self.has_feed(layer) and self.norm_before and not self.has_both(layer)
+        return self.has_feed(layer) and self.norm_before and not self.has_dense_and_experts(layer)
 
     def visible_end(self, position: int, length: int) -> int:
         """End (exclusive) of the positions that `position` attends to in `length` tokens."""
@@ -370,7 +370,7 @@ class ModelConfig:
             return min(length, (position // self.block + 1) * self.block)
         return position + 1
 
-    def layer_rotary(self, layer: int) -> Rotary | None:
+    def layer_rope(self, layer: int) -> Rotary | None:
         """The RoPE settings of a layer; None: it has no RoPE."""
         if self.positions != "rotary" or layer in self.unrotated_layers:
             return None
@@ -384,7 +384,7 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         return self.experts > 0 and self.has_feed(layer) and layer not in self.dense_layers
 
-    def has_both(self, layer: int) -> bool:
+    def has_dense_and_experts(self, layer: int) -> bool:
         """Whether a layer has a dense feed-forward and experts in parallel."""
         return self.dense_beside_experts and self.has_experts(layer)
 

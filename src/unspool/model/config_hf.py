@@ -516,7 +516,7 @@ def _default_bases(family: Family, full: Raw) -> dict[str, float]:
     }
 
 
-def rotary_of(full: Raw, head_width: int) -> Rotary:
+def rope_from_hf(full: Raw, head_width: int) -> Rotary:
     """RoPE settings of a Llama-like layer that is not a model: a drafting head."""
     check_types(full, ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings"))
     rope = full.get("rope_scaling") or full.get("rope_parameters") or {}

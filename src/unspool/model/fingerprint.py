@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool.model.checkpoint import Checkpoint
-from unspool.model.stored import Stored
+from unspool.model.stored import FileTensor
 
 _SAMPLED = 64  # numbers of each weight
 
@@ -25,10 +25,10 @@ Indices = npt.NDArray[np.int64]
 
 def fingerprint(checkpoint: Checkpoint) -> str:
     named = sorted(checkpoint.weights(), key=lambda named: named[0])
-    return hashed((name, stored.shape, _numbers(stored)) for name, stored in named)
+    return hash_weights((name, stored.shape, _numbers(stored)) for name, stored in named)
 
 
-def hashed(weights: Iterable[tuple[str, tuple[int, ...], npt.NDArray[Any]]]) -> str:
+def hash_weights(weights: Iterable[tuple[str, tuple[int, ...], npt.NDArray[Any]]]) -> str:
     """Hash the names of all weights in order, their shapes, and the numbers at their `places`."""
     digest = hashlib.sha256()
     for name, shape, numbers in weights:
@@ -37,14 +37,14 @@ def hashed(weights: Iterable[tuple[str, tuple[int, ...], npt.NDArray[Any]]]) -> 
     return digest.hexdigest()
 
 
-def places(shape: tuple[int, ...]) -> Indices:
+def sample_indices(shape: tuple[int, ...]) -> Indices:
     """Flat indices of the sampled numbers of a tensor."""
     return np.linspace(0, math.prod(shape) - 1, _SAMPLED).astype(np.int64)
 
 
-def _numbers(stored: Stored) -> Numbers:
+def _numbers(stored: FileTensor) -> Numbers:
     """The sampled numbers of a tensor; only their rows are dequantized."""
-    indices = places(stored.shape)
+    indices = sample_indices(stored.shape)
     if len(stored.shape) == 1:
         return stored.float32()[indices]
     rows, columns = np.divmod(indices, stored.shape[-1])
@@ -58,6 +58,6 @@ def _numbers(stored: Stored) -> Numbers:
     return values
 
 
-def _picked(matrix: Stored, rows: Indices, columns: Indices) -> Numbers:
+def _picked(matrix: FileTensor, rows: Indices, columns: Indices) -> Numbers:
     unique_rows, row_index = np.unique(rows, return_inverse=True)
     return matrix.part(0, unique_rows).float32()[row_index, columns]

@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 from unspool.errors import SettingsError
 from unspool.model.config import ModelConfig
-from unspool.model.layer_places import places_of
-from unspool.model.memory import share_beside_kernels, share_beside_torch
-from unspool.model.split import Share, cut_of, reason_not_splittable
-from unspool.model.weights import shapes
+from unspool.model.layer_places import build_device_map
+from unspool.model.memory import kv_budget_with_kernels, kv_budget_with_torch
+from unspool.model.split import TensorParallelRank, reason_not_splittable, shard_of
+from unspool.model.weights import weight_shapes
 
 PROCESS = 1_000_000_000  # bytes of GPU memory of an idle process
 _NUMBER = 2  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class MemoryPlan:
     """One way to place a model on GPUs. Sizes are those of the fullest GPU."""
 
     how: str
@@ -41,7 +41,7 @@ class Fit:
         return self.tokens // context if context else 0
 
 
-def fits(config: ModelConfig, *, gpus: int, memory: int, packed: int) -> list[Fit]:
+def plan_memory(config: ModelConfig, *, gpus: int, memory: int, packed: int) -> list[MemoryPlan]:
     """The ways to place a model on `gpus` GPUs with `memory` bytes each. `packed`: bytes of its
     weights on one GPU."""
     options = [_on_one(config, memory, packed)]
@@ -50,51 +50,51 @@ def fits(config: ModelConfig, *, gpus: int, memory: int, packed: int) -> list[Fi
     return options
 
 
-def _on_one(config: ModelConfig, memory: int, packed: int) -> Fit:
-    token = _NUMBER * config.kv_numbers
-    room = share_beside_kernels(max(0, memory - PROCESS - packed))
+def _on_one(config: ModelConfig, memory: int, packed: int) -> MemoryPlan:
+    token = _NUMBER * config.kv_floats_per_token
+    room = kv_budget_with_kernels(max(0, memory - PROCESS - packed))
     tokens = _tokens(room, token, config.state_bytes)
-    return Fit("one GPU", 1, "--device cuda", packed, token, config.state_bytes, tokens)
+    return MemoryPlan("one GPU", 1, "--device cuda", packed, token, config.state_bytes, tokens)
 
 
-def _by_layers(config: ModelConfig, gpus: int, memory: int) -> Fit:
+def _by_layers(config: ModelConfig, gpus: int, memory: int) -> MemoryPlan:
     how, options = f"layers over {gpus} GPUs", "--devices auto"
     try:
-        places = places_of(config, [str(number) for number in range(gpus)])
+        places = build_device_map(config, [str(number) for number in range(gpus)])
     except SettingsError as error:
-        return Fit(how, gpus, options, problem=str(error))
+        return MemoryPlan(how, gpus, options, problem=str(error))
     weights, token, state = ([0] * gpus for _ in range(3))
-    for name, shape in shapes(config).items():
-        weights[int(places.of(name))] += _NUMBER * math.prod(shape)
+    for name, shape in weight_shapes(config).items():
+        weights[int(places.device_of(name))] += _NUMBER * math.prod(shape)
     for layer, place in enumerate(map(int, places.layers)):
         if layer in config.kv_layers:
             token[place] += _NUMBER * 2 * config.shape(layer).kv_width
         state[place] += 4 * config.state_floats(layer)
     rooms = (
-        share_beside_torch(max(0, memory - PROCESS - weight_bytes)) for weight_bytes in weights
+        kv_budget_with_torch(max(0, memory - PROCESS - weight_bytes)) for weight_bytes in weights
     )
     tokens = min(_tokens(*device) for device in zip(rooms, token, state, strict=True))
-    return Fit(how, gpus, options, max(weights), max(token), max(state), tokens)
+    return MemoryPlan(how, gpus, options, max(weights), max(token), max(state), tokens)
 
 
-def _split(config: ModelConfig, gpus: int, memory: int) -> Fit:
+def _split(config: ModelConfig, gpus: int, memory: int) -> MemoryPlan:
     how, options = f"split over {gpus} GPUs", f"--tensor-parallel {gpus}"
     if reason := reason_not_splittable(config, gpus):
-        return Fit(how, gpus, options, problem=f"cannot be: {reason}")
-    share = Share(0, gpus)
+        return MemoryPlan(how, gpus, options, problem=f"cannot be: {reason}")
+    share = TensorParallelRank(0, gpus)
     weights = 0
-    for name, shape in shapes(config).items():
-        cut = cut_of(config, name, share)
+    for name, shape in weight_shapes(config).items():
+        cut = shard_of(config, name, share)
         part = math.prod(shape) if cut is None else math.prod(shape) // shape[cut.axis]
-        weights += _NUMBER * part * (1 if cut is None else len(cut.places))
+        weights += _NUMBER * part * (1 if cut is None else len(cut.indices))
     token = sum(
-        _NUMBER * 2 * len(share.key_heads(config.shape(layer).kv_heads))
+        _NUMBER * 2 * len(share.local_kv_heads(config.shape(layer).kv_heads))
         * config.shape(layer).head_width
         for layer in config.kv_layers
     )  # fmt: skip
     state = config.state_bytes // (gpus if "delta" in config.mixers else 1)
-    room = share_beside_torch(max(0, memory - PROCESS - weights))
-    return Fit(how, gpus, options, weights, token, state, _tokens(room, token, state))
+    room = kv_budget_with_torch(max(0, memory - PROCESS - weights))
+    return MemoryPlan(how, gpus, options, weights, token, state, _tokens(room, token, state))
 
 
 def _tokens(room: int, token: int, state: int) -> int:

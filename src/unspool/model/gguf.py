@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool.errors import ModelFileError
-from unspool.model.stored import FLOAT_TYPES, Stored, mapped
+from unspool.model.stored import FLOAT_TYPES, FileTensor, map_file
 
 # Types of metadata values: number -> (struct letter, numpy type).
 _SCALARS = {
@@ -121,7 +121,7 @@ class GGUFFile:
     def __init__(self, path: str | Path, *, glance: bool = False) -> None:
         """Parse the header; with `glance` only the metadata before the vocabulary (quick)."""
         self.path = Path(path)
-        self._map = mapped(self.path)
+        self._map = map_file(self.path)
         self._parts: dict[str, GGUFFile] = {}  # tensors in further files of a split model
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}
@@ -262,15 +262,15 @@ class GGUFFile:
         flat = np.frombuffer(file._map, np.uint8, tensor.nbytes, tensor.start)
         return flat.reshape(*tensor.shape[:-1], -1)
 
-    def stored(self, name: str) -> Stored:
+    def stored(self, name: str) -> FileTensor:
         """A tensor packed as in the file; a view."""
         tensor, raw = self.tensors[name], self.raw(name)
         kind = tensor.type.name
         if kind in FLOAT_TYPES:
-            return Stored(kind, raw.view(FLOAT_TYPES[kind]), tensor.shape)
-        stored = Stored(kind, raw, tensor.shape, factor=self._factor(name, kind))
+            return FileTensor(kind, raw.view(FLOAT_TYPES[kind]), tensor.shape)
+        stored = FileTensor(kind, raw, tensor.shape, factor=self._factor(name, kind))
         # Packed vectors do not occur in practice; Stored does not support them.
-        return Stored.of(stored.float32()) if len(tensor.shape) == 1 else stored
+        return FileTensor.from_float32(stored.float32()) if len(tensor.shape) == 1 else stored
 
     def _factor(self, name: str, kind: str) -> npt.NDArray[np.float32] | None:
         """The global scale of an NVFP4 tensor (or of each expert's)."""

@@ -67,7 +67,7 @@ def write_recurrent_settings(writer: GGUFWriter, config: ModelConfig) -> None:
         writer.add_ssm_state_size(recurrence.key_width)
         writer.add_ssm_group_count(recurrence.key_heads)
         writer.add_ssm_time_step_rank(recurrence.value_heads)
-        writer.add_ssm_inner_size(recurrence.values)
+        writer.add_ssm_inner_size(recurrence.value_dim)
         writer.add_full_attention_interval(_interval(config))
         if config.family != "qwen3-next" and config.rotary is not None:
             # M-RoPE: sections of pairs for time, height and width; for text all three are the
@@ -120,8 +120,12 @@ def _reordered(name: str, weight: Tensor, recurrence: Recurrence) -> Tensor:
 
     _, _, part = name.partition(".mixer.")
     heads = torch.arange(recurrence.value_heads).view(recurrence.key_heads, -1).t().reshape(-1)
-    value_rows = torch.arange(recurrence.values).view(recurrence.value_heads, -1)[heads].reshape(-1)
-    channels = torch.cat((torch.arange(2 * recurrence.keys), 2 * recurrence.keys + value_rows))
+    value_rows = (
+        torch.arange(recurrence.value_dim).view(recurrence.value_heads, -1)[heads].reshape(-1)
+    )
+    channels = torch.cat(
+        (torch.arange(2 * recurrence.key_dim), 2 * recurrence.key_dim + value_rows)
+    )
     if part in ("b.weight", "a.weight", "a_log", "dt_bias"):
         return weight[heads]
     if part == "z.weight":

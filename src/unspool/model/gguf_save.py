@@ -55,7 +55,7 @@ def save_gguf(
     type: str = "Q8_0",
     vocabulary: Mapping[str, Any],
     name: str = "",
-    told: Callable[[int], object] = lambda done: None,
+    on_tensor: Callable[[int], object] = lambda done: None,
 ) -> None:
     """Write a GGUF file. It gets its name when it is complete.
 
@@ -86,7 +86,7 @@ def save_gguf(
         writer.write_ti_data_to_file()
         for number, (key, array) in enumerate(arrays.items(), 1):
             writer.write_tensor_data(_packed(array, kinds[key]))
-            told(number)
+            on_tensor(number)
         writer.flush()
         for file in writer.fout or ():
             os.fsync(file.fileno())

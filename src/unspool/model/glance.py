@@ -33,13 +33,13 @@ class ModelSummary:
     state_bytes: int = 0  # of a recurrent state
 
     @property
-    def needs(self) -> int:
+    def required_bytes(self) -> int:
         """Approximate bytes of memory to run it."""
         text = sequence_memory(self.kv_bytes, self.context, self.state_bytes)
         return memory_needed(self.bytes, self.kind, text)
 
 
-def glance(path: Path, kind: str | None = None) -> ModelSummary:
+def summarize_model(path: Path, kind: str | None = None) -> ModelSummary:
     """Summarize a GGUF file or a safetensors folder; `kind` is used if the file has none."""
     from unspool.model.gguf import part_paths
 
@@ -129,7 +129,7 @@ def _folder(path: Path, size: int) -> ModelSummary:
             raise ModelFileError(f"{name} is missing")
     raw = read_json(path / "config.json")
     config = config_from_hf(raw)
-    kv_bytes = 2 * config.kv_numbers
+    kv_bytes = 2 * config.kv_floats_per_token
     context = config.default_context
     return ModelSummary(size, _kind(raw), kv_bytes, context, state_bytes=config.state_bytes)
 

@@ -42,7 +42,7 @@ class CachedModel:
     bytes: int
     source: str = "unspool"  # its store: unspool, huggingface, ollama, ...; shipped: in the package
     kind: str | None = None  # Q4_K_M, BF16, ...
-    needs: int = 0  # approximate bytes of memory to run it
+    required_bytes: int = 0  # approximate bytes of memory to run it
     problem: str = ""  # why it cannot be opened
 
     @property
@@ -50,7 +50,7 @@ class CachedModel:
         """Whether enough memory is free."""
         from unspool.model.memory import free_memory
 
-        return self.needs <= free_memory()
+        return self.required_bytes <= free_memory()
 
 
 def is_default(name: str | Path | None) -> bool:
@@ -88,9 +88,9 @@ def find_model(
         return shipped
     if (run := find_run(str(name))) is not None:
         return resolve_run(run)
-    from unspool.model.names import find_in_stores, without_address
+    from unspool.model.names import find_in_stores, strip_hub_url
 
-    plain_name = without_address(str(name))
+    plain_name = strip_hub_url(str(name))
     stored = find_in_stores(plain_name)
     if stored is not None:
         return stored
@@ -175,25 +175,27 @@ def _near_paths(path: Path) -> list[Path]:
     return [path.with_name(name) for name in difflib.get_close_matches(path.name, names, n=3)]
 
 
-def cached_models(*, everything: bool = False) -> list[CachedModel]:
+def cached_models(*, include_unusable: bool = False) -> list[CachedModel]:
     """The models on this machine: the default model, the hub's cache, other programs' stores, and
     those shipped with Unspool.
 
     Args:
         everything: Also list models that cannot be opened; they have a `problem`.
     """
-    from unspool.model.glance import glance
+    from unspool.model.glance import summarize_model
     from unspool.model.hub_cache import cached_repos
     from unspool.model.stores import is_file, stored_models
 
     models = []
 
     def add(name: str, path: Path, source: str, kind: str | None = None, problem: str = "") -> None:
-        summary = glance(path, kind)
+        summary = summarize_model(path, kind)
         problem = problem or summary.problem
-        if everything or not problem:
+        if include_unusable or not problem:
             models.append(
-                CachedModel(name, path, summary.bytes, source, summary.kind, summary.needs, problem)
+                CachedModel(
+                    name, path, summary.bytes, source, summary.kind, summary.required_bytes, problem
+                )
             )
 
     default_path = cache_folder() / "models" / DEFAULT.file_name

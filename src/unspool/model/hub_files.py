@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.kinds import by_preference, kind_in_name
-from unspool.model.memory import free_memory, in_words, memory_needed
+from unspool.model.memory import format_bytes, free_memory, memory_needed
 
 _BESIDE_WEIGHTS = re.compile(r"[^/]+\.(json|jinja|tiktoken|model|txt)")
 _NAME = re.compile(
@@ -119,9 +119,9 @@ def _best_for_here(
     if not fitting:
         least = min(kinds, key=lambda kind: needs[kind])
         raise UnspoolError(
-            f"none of the {len(kinds)} GGUF files of {repo} fits the {in_words(free)} of memory"
-            f" that are free: the smallest, {least}, needs about {in_words(needs[least])}; choose a"
-            f" smaller model (unspool models list --all), or force it with {repo}:{least}"
+            f"none of the {len(kinds)} GGUF files of {repo} fits the {format_bytes(free)} of memory"
+            f" that are free: the smallest, {least}, needs about {format_bytes(needs[least])};"
+            f" choose a smaller model (unspool models list --all), or force it with {repo}:{least}"
         )
     cached_kinds = [kind for kind in fitting if file_of[kind] in cached]
     return file_of[(cached_kinds or fitting)[0]]

@@ -18,7 +18,7 @@ from typing import Any
 from unspool.errors import UnspoolError
 from unspool.model.hub_files import FileSelection, RepoName, choose_files
 from unspool.model.kinds import kind_in_name
-from unspool.model.memory import free_memory, in_words, memory_needed
+from unspool.model.memory import format_bytes, free_memory, memory_needed
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class HubRequest:
             words.insert(0, repo)
         if size:
             needs, free = memory_needed(size, kind, self.text), free_memory()
-            words += [in_words(size), f"needs about {in_words(needs)}"]
+            words += [format_bytes(size), f"needs about {format_bytes(needs)}"]
             if needs > free:
-                words.append(f"and only {in_words(free)} of memory are free")
+                words.append(f"and only {format_bytes(free)} of memory are free")
         print(f"{self.label or repo}: {', '.join(words)}", file=sys.stderr, flush=True)
 
 
@@ -60,7 +60,7 @@ def find_in_hub(
     from huggingface_hub import constants
 
     name = request.name
-    with errors_in_words(name), _progress_bars(progress):
+    with translate_hub_errors(name), _progress_bars(progress):
         if offline or constants.HF_HUB_OFFLINE:
             return _find_cached(request, progress)
         if cached_first and (cached_path := _cached_or_none(request, progress)):
@@ -147,7 +147,7 @@ def is_network_problem(error: Exception) -> bool:
 
 
 @contextmanager
-def errors_in_words(name: RepoName) -> Iterator[None]:
+def translate_hub_errors(name: RepoName) -> Iterator[None]:
     """Translate huggingface_hub's exceptions to one line with advice."""
     from huggingface_hub import constants, errors
 

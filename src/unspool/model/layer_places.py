@@ -18,29 +18,29 @@ from itertools import accumulate
 
 from unspool.errors import SettingsError
 from unspool.model.config import ModelConfig
-from unspool.model.weights import shapes
+from unspool.model.weights import weight_shapes
 
 _AT_THE_END = ("transform.", "norm.", "head.", "head_bias")
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class DeviceMap:
     """The device of each layer, of the embedding and of the head."""
 
     layers: tuple[str, ...]
-    first: str
-    last: str
+    embedding_device: str
+    head_device: str
 
-    def of(self, name: str) -> str:
+    def device_of(self, name: str) -> str:
         """The device of a weight."""
         if name.startswith("layers."):
             return self.layers[int(name.split(".")[1])]
-        return self.last if name.startswith(_AT_THE_END) else self.first
+        return self.head_device if name.startswith(_AT_THE_END) else self.embedding_device
 
 
-def places_of(
+def build_device_map(
     config: ModelConfig, devices: Sequence[str], room: Sequence[float] | None = None
-) -> Places:
+) -> DeviceMap:
     """Distribute the layers so that each device has the same share of the weights, or a share in
     proportion to its `room`."""
     groups = _together(config)
@@ -64,7 +64,7 @@ def places_of(
             device, num_groups_here = device + 1, 0
         layers += [devices[device]] * len(group)
         filled, num_groups_here = filled + size, num_groups_here + 1
-    return Places(tuple(layers), devices[0], devices[0] if config.tied else devices[-1])
+    return DeviceMap(tuple(layers), devices[0], devices[0] if config.tied else devices[-1])
 
 
 def _together(config: ModelConfig) -> list[list[int]]:
@@ -78,7 +78,7 @@ def _together(config: ModelConfig) -> list[list[int]]:
 def _group_sizes(config: ModelConfig, groups: list[list[int]]) -> list[int]:
     """Number of weights of each group; the head counts for the last one."""
     layer_sizes = [0] * config.layers
-    for name, shape in shapes(config).items():
+    for name, shape in weight_shapes(config).items():
         if name.startswith("layers."):
             layer_sizes[int(name.split(".")[1])] += math.prod(shape)
         elif name.startswith("head."):

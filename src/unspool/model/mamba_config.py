@@ -158,7 +158,7 @@ def _granite_to_hf(config: ModelConfig) -> dict[str, Any]:
         raw |= {"intermediate_size": config.expert_width}
     recurrence_settings = _recurrence_to_hf(config, _GRANITE_KEYS)
     if config.recurrence is not None:
-        recurrence_settings["mamba_expand"] = config.recurrence.values // config.width
+        recurrence_settings["mamba_expand"] = config.recurrence.value_dim // config.width
     return {**raw, **recurrence_settings}
 
 

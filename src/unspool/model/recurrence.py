@@ -33,16 +33,16 @@ class Recurrence:
     norm_groups: int = 1  # Mamba-2: number of groups of its gated norm
 
     @property
-    def keys(self) -> int:
+    def key_dim(self) -> int:
         return self.key_heads * self.key_width
 
     @property
-    def values(self) -> int:
+    def value_dim(self) -> int:
         return self.value_heads * self.value_width
 
     def channels(self, mixer: str, width: int) -> int:
         """Number of convolution channels."""
-        return width if mixer == "conv" else 2 * self.keys + self.values
+        return width if mixer == "conv" else 2 * self.key_dim + self.value_dim
 
     def conv_floats(self, mixer: str, width: int) -> int:
         return (self.conv_kernel - 1) * self.channels(mixer, width)
@@ -85,4 +85,6 @@ def check_mixers(mixers: tuple[str, ...], recurrence: Recurrence | None, layers:
         divides = recurrence.value_heads % recurrence.key_heads == 0
         need(divides, "value_heads must be a multiple of key_heads")
         groups = recurrence.norm_groups
-        need(groups >= 1 and recurrence.values % groups == 0, "norm_groups must divide the values")
+        need(
+            groups >= 1 and recurrence.value_dim % groups == 0, "norm_groups must divide the values"
+        )

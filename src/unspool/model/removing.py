@@ -14,7 +14,7 @@ from unspool.model.default_model import default_files
 from unspool.model.gguf import part_paths
 from unspool.model.hub import cached_models, is_default
 from unspool.model.hub_cache import CachedRepo, cached_repos, hub_cache_folder
-from unspool.model.names import without_address
+from unspool.model.names import strip_hub_url
 from unspool.model.shipped import shipped_models
 from unspool.model.stores import stored_models
 
@@ -53,11 +53,11 @@ class ModelRemoval:
         return freed
 
 
-def removal(name: str) -> ModelRemoval:
+def plan_removal(name: str) -> ModelRemoval:
     """The files of a model to delete; raises if it cannot be removed."""
     from unspool.model.catalogue import find_entries
 
-    plain_name = without_address(name)
+    plain_name = strip_hub_url(name)
     entries, kind = ([], None) if "/" in plain_name else find_entries(plain_name)
     if is_default(plain_name) or (len(entries) == 1 and entries[0].is_default and kind is None):
         files = default_files()

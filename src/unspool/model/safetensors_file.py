@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from unspool.errors import ModelFileError
 from unspool.model.float8 import FLOAT8, scales_of_rows
-from unspool.model.stored import FLOAT_TYPES, Stored, mapped
+from unspool.model.stored import FLOAT_TYPES, FileTensor, map_file
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")  # refused
 _LARGEST_HEADER = 100_000_000  # bytes, as in the format's own reader
@@ -74,7 +74,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = mapped(path)
+        self._map = map_file(path)
         self.tensors = self._parse()
 
     def _broken(self, why: str) -> ModelFileError:
@@ -129,7 +129,9 @@ class SafetensorsFile:
             )
         return TensorEntry(kind, tuple(shape), data_start + start)
 
-    def stored(self, name: str, scales: Stored | None = None, block: Block = (128, 128)) -> Stored:
+    def stored(
+        self, name: str, scales: FileTensor | None = None, block: Block = (128, 128)
+    ) -> FileTensor:
         """A floating-point tensor; a view into the file, except for F64.
 
         Args:
@@ -140,15 +142,15 @@ class SafetensorsFile:
         if placed.type in FLOAT_TYPES:
             layout = FLOAT_TYPES[placed.type]
             flat = np.frombuffer(self._map, layout, placed.count, placed.start)
-            return Stored(placed.type, flat.reshape(placed.shape), placed.shape)
+            return FileTensor(placed.type, flat.reshape(placed.shape), placed.shape)
         if placed.type == "F64":
             wide = np.frombuffer(self._map, "<f8", placed.count, placed.start)
             with np.errstate(over="ignore"):  # overflow becomes infinite, which loading refuses
-                return Stored.of(wide.astype(np.float32).reshape(placed.shape))
+                return FileTensor.from_float32(wide.astype(np.float32).reshape(placed.shape))
         if placed.type == FLOAT8 and len(placed.shape) in (2, 3) and scales is not None:
             bytes_ = np.frombuffer(self._map, np.uint8, placed.count, placed.start)
             of_rows = scales_of_rows(name, placed.shape, scales.float32(), block)
-            return Stored(FLOAT8, bytes_.reshape(placed.shape), placed.shape, of_rows)
+            return FileTensor(FLOAT8, bytes_.reshape(placed.shape), placed.shape, of_rows)
         if placed.type == FLOAT8:
             raise ModelFileError(
                 f"tensor {name} holds FP8 numbers, and the checkpoint has no {name}_scale or "
@@ -159,7 +161,7 @@ class SafetensorsFile:
             "bfloat16 and FP8 (e4m3) checkpoints and GGUF files are supported"
         )
 
-    def whole_numbers(self, name: str) -> npt.NDArray[Any]:
+    def integers(self, name: str) -> npt.NDArray[Any]:
         """A tensor of integers, booleans or FP8 bits; a view into the file."""
         placed = self.tensors[name]
         kind = {"BOOL": "?", "U8": "u1", "I8": "i1", FLOAT8: "u1"}.get(placed.type)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from unspool.errors import SettingsError
 from unspool.model.config import LayerShape, ModelConfig
 from unspool.model.recurrence import Recurrence
-from unspool.model.stored import Stored
+from unspool.model.stored import FileTensor
 
 Ints = npt.NDArray[np.int64]
 
@@ -34,41 +34,45 @@ _VOCABULARY = (
 _MOST_RANKS = 64  # rank counts up to this are suggested if the requested one does not fit
 
 
-class Cut(NamedTuple):
+class WeightShard(NamedTuple):
     """The indices along one axis of a weight that a rank has."""
 
     axis: int
-    places: Ints
+    indices: Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TensorParallelRank:
     """A rank of a tensor-parallel group."""
 
     rank: int
     ranks: int
 
     @property
-    def every(self) -> list[Share]:
+    def all_ranks(self) -> list[TensorParallelRank]:
         """All ranks of the group."""
-        return [Share(rank, self.ranks) for rank in range(self.ranks)]
+        return [TensorParallelRank(rank, self.ranks) for rank in range(self.ranks)]
 
-    def span(self, count: int) -> Ints:
+    def local_range(self, count: int) -> Ints:
         """This rank's range of `count` items; ranges differ by one if it does not divide evenly."""
         start, end = (count * n // self.ranks for n in (self.rank, self.rank + 1))
         return np.arange(start, end)
 
-    def key_heads(self, count: int) -> Ints:
+    def local_kv_heads(self, count: int) -> Ints:
         """This rank's KV heads; several ranks may share one."""
         if count >= self.ranks:
-            return self.span(count)
+            return self.local_range(count)
         return np.array([self.rank * count // self.ranks])
 
-    def part_of(self, config: ModelConfig, name: str, tensor: Stored) -> Stored:
+    def local_part(self, config: ModelConfig, name: str, tensor: FileTensor) -> FileTensor:
         """This rank's part of a weight. Biases of summed outputs are zero except on rank 0."""
         if is_added_once(name):
-            return tensor if self.rank == 0 else Stored.of(np.zeros(tensor.shape, np.float32))
-        cut = cut_of(config, name, self)
+            return (
+                tensor
+                if self.rank == 0
+                else FileTensor.from_float32(np.zeros(tensor.shape, np.float32))
+            )
+        cut = shard_of(config, name, self)
         return tensor if cut is None else tensor.part(*cut)
 
 
@@ -77,10 +81,10 @@ def is_added_once(name: str) -> bool:
     return name.endswith((".attention.out.bias", ".down.bias"))
 
 
-def cut_of(config: ModelConfig, name: str, share: Share) -> Cut | None:
+def shard_of(config: ModelConfig, name: str, share: TensorParallelRank) -> WeightShard | None:
     """The part of a weight that a rank has; None: all of it."""
     if name in _VOCABULARY:
-        return Cut(0, share.span(config.vocab_size))
+        return WeightShard(0, share.local_range(config.vocab_size))
     if not name.startswith("layers."):
         return None
     _, number, part, *inner = name.split(".")
@@ -95,26 +99,30 @@ def cut_of(config: ModelConfig, name: str, share: Share) -> Cut | None:
     return None
 
 
-def _attention_cut(config: ModelConfig, layer: int, inner: list[str], share: Share) -> Cut | None:
+def _attention_cut(
+    config: ModelConfig, layer: int, inner: list[str], share: TensorParallelRank
+) -> WeightShard | None:
     shape = config.shape(layer)
-    heads, key_heads = share.span(shape.heads), share.key_heads(shape.kv_heads)
+    heads, key_heads = share.local_range(shape.heads), share.local_kv_heads(shape.kv_heads)
     match inner:
         case ["sinks"]:
-            return Cut(0, heads)
+            return WeightShard(0, heads)
         case ["q" | "gate", _]:
-            return Cut(0, _of_heads(heads, shape.head_width))
+            return WeightShard(0, _of_heads(heads, shape.head_width))
         case ["k" | "v", _]:
-            return Cut(0, _of_heads(key_heads, shape.head_width))
+            return WeightShard(0, _of_heads(key_heads, shape.head_width))
         case ["out", "weight"]:
-            return Cut(1, _of_heads(heads, shape.head_width))
+            return WeightShard(1, _of_heads(heads, shape.head_width))
         case ["q_norm", _] if config.qk_norm == "whole":
-            return Cut(0, _of_heads(heads, shape.head_width))
+            return WeightShard(0, _of_heads(heads, shape.head_width))
         case ["k_norm", _] if config.qk_norm == "whole":
-            return Cut(0, _of_heads(key_heads, shape.head_width))
+            return WeightShard(0, _of_heads(key_heads, shape.head_width))
     return None
 
 
-def _feed_cut(config: ModelConfig, layer: int, inner: list[str], share: Share) -> Cut | None:
+def _feed_cut(
+    config: ModelConfig, layer: int, inner: list[str], share: TensorParallelRank
+) -> WeightShard | None:
     *owner, side, kind = ["", *inner]
     if side not in ("gate", "up", "down"):
         return None
@@ -125,39 +133,41 @@ def _feed_cut(config: ModelConfig, layer: int, inner: list[str], share: Share) -
     else:
         stacked, width = 0, config.shape(layer).ff_width
     if side == "down":
-        return Cut(stacked + 1, share.span(width)) if kind == "weight" else None
-    return Cut(stacked, share.span(width))
+        return WeightShard(stacked + 1, share.local_range(width)) if kind == "weight" else None
+    return WeightShard(stacked, share.local_range(width))
 
 
-def _delta_cut(recurrence: Recurrence, inner: list[str], share: Share) -> Cut | None:
+def _delta_cut(
+    recurrence: Recurrence, inner: list[str], share: TensorParallelRank
+) -> WeightShard | None:
     """Gated DeltaNet: key heads in order, with their value heads."""
-    keys = _of_heads(share.span(recurrence.key_heads), recurrence.key_width)
-    heads = value_heads(recurrence, share)
+    keys = _of_heads(share.local_range(recurrence.key_heads), recurrence.key_width)
+    heads = local_value_heads(recurrence, share)
     values = _of_heads(heads, recurrence.value_width)
     match inner:
         case ["qkv", _]:
-            return Cut(0, _channels(recurrence, keys, values))
+            return WeightShard(0, _channels(recurrence, keys, values))
         case ["conv", _]:
-            return Cut(1, _channels(recurrence, keys, values))
+            return WeightShard(1, _channels(recurrence, keys, values))
         case ["z", _]:
-            return Cut(0, values)
+            return WeightShard(0, values)
         case ["a" | "b", _] | ["a_log" | "dt_bias"]:
-            return Cut(0, heads)
+            return WeightShard(0, heads)
         case ["out", _]:
-            return Cut(1, values)
+            return WeightShard(1, values)
     return None
 
 
-def value_heads(recurrence: Recurrence, share: Share) -> Ints:
+def local_value_heads(recurrence: Recurrence, share: TensorParallelRank) -> Ints:
     """The value heads that use a rank's key heads."""
-    local_keys = set(share.span(recurrence.key_heads).tolist())
+    local_keys = set(share.local_range(recurrence.key_heads).tolist())
     heads = [h for h in range(recurrence.value_heads) if recurrence.key_head(h) in local_keys]
     return np.array(heads, np.int64)
 
 
 def _channels(recurrence: Recurrence, keys: Ints, values: Ints) -> Ints:
     """Indices of queries, keys and values, concatenated."""
-    return np.concatenate((keys, recurrence.keys + keys, 2 * recurrence.keys + values))
+    return np.concatenate((keys, recurrence.key_dim + keys, 2 * recurrence.key_dim + values))
 
 
 def _of_heads(heads: Ints, width: int) -> Ints:
@@ -168,7 +178,7 @@ def _of_heads(heads: Ints, width: int) -> Ints:
 # -- the model that one rank runs ------------------------------------------------------------------
 
 
-def part_config(config: ModelConfig, share: Share) -> ModelConfig:
+def shard_config(config: ModelConfig, share: TensorParallelRank) -> ModelConfig:
     """The config of a rank's transformer: its heads, inner widths and part of the vocabulary."""
     ranks = share.ranks
     shapes = [_part_shape(config.shape(layer), ranks) for layer in range(config.layers)]
@@ -181,7 +191,7 @@ def part_config(config: ModelConfig, share: Share) -> ModelConfig:
         )
     return dataclasses.replace(
         config,
-        vocab_size=len(share.span(config.vocab_size)),
+        vocab_size=len(share.local_range(config.vocab_size)),
         heads=max(shape.heads for shape in shapes),
         kv_heads=max(shape.kv_heads for shape in shapes),
         ff_width=max(shape.ff_width for shape in shapes),
@@ -204,13 +214,13 @@ def _part_shape(shape: LayerShape, ranks: int) -> LayerShape:
 
 
 def _is_dense(config: ModelConfig, layer: int) -> bool:
-    return not config.has_experts(layer) or config.has_both(layer)
+    return not config.has_experts(layer) or config.has_dense_and_experts(layer)
 
 
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def check_split(config: ModelConfig, ranks: int) -> None:
+def check_shardable(config: ModelConfig, ranks: int) -> None:
     """Raise if the model cannot be divided evenly over this number of ranks."""
     reason = reason_not_splittable(config, ranks)
     if reason is None:

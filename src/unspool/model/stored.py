@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool.errors import ModelFileError
-from unspool.model.block_types import unpacked
+from unspool.model.block_types import dequantize_blocks
 from unspool.model.float8 import float8_to_float32
 
 FLOAT_TYPES: dict[str, np.dtype[Any]] = {
@@ -26,7 +26,7 @@ FLOAT_TYPES: dict[str, np.dtype[Any]] = {
 }
 
 
-def mapped(path: Path) -> mmap.mmap:
+def map_file(path: Path) -> mmap.mmap:
     """Memory-map a file for reading."""
     try:
         with path.open("rb") as handle:
@@ -38,7 +38,7 @@ def mapped(path: Path) -> mmap.mmap:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stored:
+class FileTensor:
     """A tensor of a file; converted only on request, and copied only if necessary.
 
     Attributes:
@@ -57,7 +57,7 @@ class Stored:
     factor: npt.NDArray[np.float32] | None = None
 
     @classmethod
-    def of(cls, values: npt.NDArray[np.float32]) -> Stored:
+    def from_float32(cls, values: npt.NDArray[np.float32]) -> FileTensor:
         return cls("F32", values, values.shape)
 
     @property
@@ -83,43 +83,45 @@ class Stored:
             return (self.data.astype(np.uint32) << 16).view(np.float32)
         if self.scales is not None:
             return float8_to_float32(self.data, self.scales)
-        values = unpacked(self.type, self.data).reshape(self.shape)
+        values = dequantize_blocks(self.type, self.data).reshape(self.shape)
         return values if self.factor is None else values * self.factor[..., None, None]
 
     # -- rows: the same for packed and plain tensors -------------------------------------------
 
-    def rows(self, start: int, stop: int) -> Stored:
+    def rows(self, start: int, stop: int) -> FileTensor:
         """A range of rows; a view."""
         data = self.data[start:stop]
         scales = None if self.scales is None else self.scales[start:stop]
-        return Stored(self.type, data, (len(data), *self.shape[1:]), scales, self.factor)
+        return FileTensor(self.type, data, (len(data), *self.shape[1:]), scales, self.factor)
 
-    def inner_rows(self, start: int, stop: int) -> Stored:
+    def inner_rows(self, start: int, stop: int) -> FileTensor:
         """A range of rows of every matrix of a tensor with three axes; a view."""
         data = self.data[:, start:stop]
         scales = None if self.scales is None else self.scales[:, start:stop]
         shape = (self.shape[0], data.shape[1], self.shape[2])
-        return Stored(self.type, data, shape, scales, self.factor)
+        return FileTensor(self.type, data, shape, scales, self.factor)
 
-    def reordered(self, order: npt.NDArray[np.int64]) -> Stored:
+    def reordered(self, order: npt.NDArray[np.int64]) -> FileTensor:
         """All rows, permuted."""
         scales = None if self.scales is None else self.scales[order]
-        return Stored(self.type, self.data[order], self.shape, scales, self.factor)
+        return FileTensor(self.type, self.data[order], self.shape, scales, self.factor)
 
-    def every_second(self, first: int) -> Stored:
+    def every_second(self, first: int) -> FileTensor:
         """Every second row of each matrix along the first axis, from `first` on; a view."""
         data = self.data[:, first::2]
         scales = None if self.scales is None else self.scales[:, first::2]
         shape = (data.shape[0], data.shape[1], *self.shape[2:])
-        return Stored(self.type, data, shape, scales, self.factor)
+        return FileTensor(self.type, data, shape, scales, self.factor)
 
-    def part(self, axis: int, index: npt.NDArray[np.int64]) -> Stored:
+    def part(self, axis: int, index: npt.NDArray[np.int64]) -> FileTensor:
         """Select indices along one axis. Along the last axis a packed tensor is dequantized, one
         matrix at a time."""
         if axis == len(self.shape) - 1 and self.packed:
             if axis == 2:
-                return Stored.of(np.stack([matrix.part(1, index).data for matrix in self.slices()]))
-            return Stored.of(np.ascontiguousarray(self.float32()[..., index]))
+                return FileTensor.from_float32(
+                    np.stack([matrix.part(1, index).data for matrix in self.slices()])
+                )
+            return FileTensor.from_float32(np.ascontiguousarray(self.float32()[..., index]))
         is_contiguous = bool(len(index)) and int(index[-1] - index[0]) == len(index) - 1
         selection = (
             slice(int(index[0]), int(index[-1]) + 1) if is_contiguous else index
@@ -127,20 +129,20 @@ class Stored:
         position = (slice(None),) * axis + (selection,)
         shape = (*self.shape[:axis], len(index), *self.shape[axis + 1 :])
         scales = None if self.scales is None else self.scales[position]
-        return Stored(self.type, self.data[position], shape, scales, self.factor)
+        return FileTensor(self.type, self.data[position], shape, scales, self.factor)
 
-    def slices(self) -> list[Stored]:
+    def slices(self) -> list[FileTensor]:
         """The tensors along the first axis; views."""
         count = len(self.data)
         scales = [None] * count if self.scales is None else list(self.scales)
         factors = [None] * count if self.factor is None else list(self.factor)
         return [
-            Stored(self.type, data, self.shape[1:], scale, factor)
+            FileTensor(self.type, data, self.shape[1:], scale, factor)
             for data, scale, factor in zip(self.data, scales, factors, strict=True)
         ]
 
     @staticmethod
-    def stacked(parts: Sequence[Stored]) -> Stored:
+    def stacked(parts: Sequence[FileTensor]) -> FileTensor:
         """Stack tensors of one shape along a new first axis."""
         shapes = {part.shape for part in parts}
         if len(shapes) != 1:
@@ -154,23 +156,23 @@ class Stored:
             data = np.stack([part.data for part in parts])
             scales = [part.scales for part in parts if part.scales is not None]
             factors = [part.factor for part in parts if part.factor is not None]
-            return Stored(
+            return FileTensor(
                 parts[0].type,
                 data,
                 (len(parts), *shape),
                 np.stack(scales) if scales else None,
                 np.stack(factors) if factors else None,
             )
-        return Stored.of(np.stack([part.float32() for part in parts]))
+        return FileTensor.from_float32(np.stack([part.float32() for part in parts]))
 
     # -- changes to single numbers: packed tensors are dequantized -----------------------------
 
-    def transposed(self) -> Stored:
+    def transposed(self) -> FileTensor:
         """Transpose the last two axes."""
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
         if self.packed:
-            return Stored.of(self.float32().swapaxes(-1, -2))
-        return Stored(self.type, self.data.swapaxes(-1, -2), shape)
+            return FileTensor.from_float32(self.float32().swapaxes(-1, -2))
+        return FileTensor(self.type, self.data.swapaxes(-1, -2), shape)
 
-    def minus_one(self) -> Stored:
-        return Stored.of(self.float32() - np.float32(1))
+    def minus_one(self) -> FileTensor:
+        return FileTensor.from_float32(self.float32() - np.float32(1))

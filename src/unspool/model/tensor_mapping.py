@@ -18,18 +18,18 @@ import numpy.typing as npt
 from unspool.errors import ModelFileError, UnspoolWarning
 from unspool.model.config import ModelConfig
 from unspool.model.recurrence import Recurrence
-from unspool.model.stored import Stored
-from unspool.model.weights import Layout, Shape, TensorRule, shapes
+from unspool.model.stored import FileTensor
+from unspool.model.weights import Layout, Shape, TensorRule, weight_shapes
 
 if TYPE_CHECKING:
     import torch
 
-Fetch = Callable[[str], Stored | None]
+Fetch = Callable[[str], FileTensor | None]
 
 
 def read_weights(
     config: ModelConfig, rules: tuple[TensorRule, ...], fetch: Fetch
-) -> Iterator[tuple[str, Stored]]:
+) -> Iterator[tuple[str, FileTensor]]:
     """Yield every weight of the model with its tensor.
 
     Args:
@@ -37,7 +37,7 @@ def read_weights(
 
     Tensors stay packed as in the file wherever only rows are moved.
     """
-    expected_shapes = shapes(config)
+    expected_shapes = weight_shapes(config)
     read_names: set[str] = set()
     for name in expected_shapes:
         if name in read_names:
@@ -133,7 +133,7 @@ def check_tensors(
 
     Warns about tensors outside the layers that are neither used nor known (`UNUSED_TENSORS`).
     """
-    expected_shapes = shapes(config)
+    expected_shapes = weight_shapes(config)
     used: dict[str, str] = {}  # weight -> the tensor it is read from
     read: set[str] = set()
     missing: list[str] = []
@@ -248,7 +248,7 @@ def _is_redundant(
     return False
 
 
-def is_same(tensor: Stored, other: Stored) -> bool:
+def is_same(tensor: FileTensor, other: FileTensor) -> bool:
     """Whether two tensors are equal; reads a part at a time."""
     if tensor.shape != other.shape:
         return False
@@ -267,8 +267,8 @@ def write_weights(
     """The tensors of a file that hold these weights, by the first matching rule of each."""
     import torch
 
-    config.check_head()
-    expected_shapes = shapes(config)
+    config.require_head()
+    expected_shapes = weight_shapes(config)
     result: dict[str, torch.Tensor] = {}
     written: set[str] = set()
     for name in expected_shapes:
@@ -309,7 +309,7 @@ def _fitting(
             yield rule, rule.tensor.replace("{i}", layer), parts
 
 
-def _fetch(name: str, config: ModelConfig, fetch: Fetch) -> Stored | None:
+def _fetch(name: str, config: ModelConfig, fetch: Fetch) -> FileTensor | None:
     if "{e}" not in name:
         return fetch(name)
     experts = [fetch(name.replace("{e}", str(expert))) for expert in range(config.experts)]
@@ -317,17 +317,19 @@ def _fetch(name: str, config: ModelConfig, fetch: Fetch) -> Stored | None:
     return type(tensors[0]).stacked(tensors) if len(tensors) == config.experts else None
 
 
-def _readable_rows(rule: TensorRule, tensor: Stored, fetch: Fetch) -> Stored:
+def _readable_rows(rule: TensorRule, tensor: FileTensor, fetch: Fetch) -> FileTensor:
     """The tensor without reserved rows, and with the rule's added tensor."""
     if rule.reserved:
         tensor = tensor.rows(rule.reserved, tensor.shape[0])
     added = fetch(rule.added_tensor) if rule.added_tensor else None
-    return tensor if added is None else Stored.of(tensor.float32() + added.float32()[0])
+    return (
+        tensor if added is None else FileTensor.from_float32(tensor.float32() + added.float32()[0])
+    )
 
 
 def _split(
-    rule: TensorRule, tensor: Stored, parts: list[Shape], config: ModelConfig
-) -> list[Stored]:
+    rule: TensorRule, tensor: FileTensor, parts: list[Shape], config: ModelConfig
+) -> list[FileTensor]:
     if rule.layout in ("transposed", "pairs_transposed") and len(tensor.shape) >= 2:
         tensor = tensor.transposed()
     if rule.layout in ("pairs", "pairs_transposed"):
@@ -340,13 +342,13 @@ def _split(
         tensor = tensor.minus_one()
     elif rule.layout == "channels":  # a convolution: [channels, (1,) kernel] in files
         if len(tensor.shape) > 1:
-            tensor = Stored.of(
+            tensor = FileTensor.from_float32(
                 np.ascontiguousarray(tensor.float32().reshape(tensor.shape[0], -1).T)
             )
     elif rule.layout == "log_of_minus":
-        tensor = Stored.of(np.log(-tensor.float32().reshape(-1)))
+        tensor = FileTensor.from_float32(np.log(-tensor.float32().reshape(-1)))
     elif rule.layout == "flat":
-        tensor = Stored.of(tensor.float32().reshape(-1))
+        tensor = FileTensor.from_float32(tensor.float32().reshape(-1))
     else:
         order = row_order(rule.layout, tensor.shape[0], config)
         if order is not None:
@@ -359,7 +361,7 @@ def _split(
     return [tensor.rows(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _split_experts(tensor: Stored, parts: list[Shape]) -> list[Stored]:
+def _split_experts(tensor: FileTensor, parts: list[Shape]) -> list[FileTensor]:
     """Matrices of all experts; some files hold them transposed or concatenated."""
     rows, columns = sum(shape[1] for shape in parts), parts[0][2]
     if tensor.shape[1:] == (columns, rows) and rows != columns:
@@ -393,9 +395,9 @@ def row_order(layout: Layout, count: int, config: ModelConfig) -> npt.NDArray[np
 
 def _grouped_order(recurrence: Recurrence, count: int) -> npt.NDArray[np.int64] | None:
     """Queries, keys, values and gates of all heads, from rows grouped by key head."""
-    if count != 2 * (recurrence.keys + recurrence.values):
+    if count != 2 * (recurrence.key_dim + recurrence.value_dim):
         return None
-    key, value = recurrence.key_width, recurrence.values // recurrence.key_heads
+    key, value = recurrence.key_width, recurrence.value_dim // recurrence.key_heads
     groups = np.arange(count).reshape(recurrence.key_heads, -1)
     parts = np.split(groups, np.cumsum((key, key, value)), axis=1)
     return np.concatenate([part.reshape(-1) for part in parts])

@@ -28,11 +28,11 @@ from unspool.model.config import ModelConfig
 from unspool.model.layers.beside import PerLayerEmbeddings, PerLayerInput
 from unspool.model.layers.kinds import new_feed, new_mixer
 from unspool.model.layers.mixers import Mixer
-from unspool.model.layers.parts import HeadTransform, Norm, new_norm_if, turn, unit
+from unspool.model.layers.parts import HeadTransform, Norm, apply_rope, new_norm_if, rms_normalize
 from unspool.model.positions import Rotary, sinusoidal
 
 # Queries per attention chunk: bounds the memory for the scores of a long prompt.
-QUERIES_AT_ONCE = 256
+QUERY_CHUNK = 256
 
 
 class Cache:
@@ -65,17 +65,17 @@ class Cache:
         self.length = length
 
 
-class Angles(NamedTuple):
+class RopeTables(NamedTuple):
     """RoPE tables of a layer for some positions."""
 
     cosine: Tensor
     sine: Tensor
     query_scale: Tensor | None = None  # [positions, 1]: position-dependent scale of the queries
 
-    def to(self, x: Tensor) -> Angles:
+    def to(self, x: Tensor) -> RopeTables:
         """The tables on the device and in the dtype of `x`."""
         scale = None if self.query_scale is None else self.query_scale.to(x)
-        return Angles(self.cosine.to(x), self.sine.to(x), scale)
+        return RopeTables(self.cosine.to(x), self.sine.to(x), scale)
 
 
 # Keys and values of earlier layers, for layers that have none.
@@ -93,7 +93,7 @@ class Attention(nn.Module):
         width, out, shared = config.width, self.shape.out_width, self.shape.kv_width
         # Whether the layer has keys and values, and whether later layers read them. Stored as
         # attributes, because a compiled layer is reused for layers with equal attributes.
-        self.own = has_own_kv = self.source == layer
+        self.has_own_kv = has_own_kv = self.source == layer
         self.has_kv_borrowers = any(
             config.kv_source(later) == layer for later in range(layer + 1, config.layers)
         )
@@ -118,14 +118,14 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        angles: Angles | None,
+        angles: RopeTables | None,
         cache: Cache | None,
-        attend: Attend | None = None,
+        attend: AttentionFunction | None = None,
         shared: Shared | None = None,
     ) -> Tensor:
         batch, count, _ = x.shape
         query = self.queries(x, angles)
-        if self.own:
+        if self.has_own_kv:
             key, value = self.keys_values(x, angles)
             if self.has_kv_borrowers and shared is not None:
                 shared[self.layer] = key, value
@@ -134,46 +134,46 @@ class Attention(nn.Module):
             key, value = shared[self.source]
         if attend is not None:
             mixed = attend(self, query, key, value)
-            return self.finish(mixed.transpose(1, 2).reshape(batch, count, -1), x)
+            return self.project_output(mixed.transpose(1, 2).reshape(batch, count, -1), x)
         start = 0
         if cache is not None:
             start, end = cache.length, cache.length + count
             keys, values = cache.keys[self.source], cache.values[self.source]
-            if self.own:
+            if self.has_own_kv:
                 keys[:, :, start:end], values[:, :, start:end] = key, value
             key, value = keys[:, :, :end], values[:, :, :end]
         mixed = torch.cat(
             [
-                self._attend(query[:, :, at : at + QUERIES_AT_ONCE], key, value, start + at)
-                for at in range(0, count, QUERIES_AT_ONCE)
+                self._attend(query[:, :, at : at + QUERY_CHUNK], key, value, start + at)
+                for at in range(0, count, QUERY_CHUNK)
             ],
             dim=2,
         )
-        return self.finish(mixed.transpose(1, 2).reshape(batch, count, -1), x)
+        return self.project_output(mixed.transpose(1, 2).reshape(batch, count, -1), x)
 
-    def finish(self, mixed: Tensor, x: Tensor) -> Tensor:
+    def project_output(self, mixed: Tensor, x: Tensor) -> Tensor:
         """Gate and project the heads' outputs; `x` is the layer's input."""
         if self.gate is not None:
             mixed = mixed * torch.sigmoid(self.gate(x))
         output: Tensor = self.out(mixed)
         return output
 
-    def queries(self, x: Tensor, angles: Angles | None) -> Tensor:
+    def queries(self, x: Tensor, angles: RopeTables | None) -> Tensor:
         """Queries with RoPE, [batch, heads, count, head_width]."""
         query = self._normed(self.q(x), self.q_norm)
         if angles is None:
             return query
-        query = turn(query, angles.cosine, angles.sine)
+        query = apply_rope(query, angles.cosine, angles.sine)
         return query if angles.query_scale is None else query * angles.query_scale
 
-    def keys_values(self, x: Tensor, angles: Angles | None) -> tuple[Tensor, Tensor]:
+    def keys_values(self, x: Tensor, angles: RopeTables | None) -> tuple[Tensor, Tensor]:
         """Keys with RoPE and values, [batch, kv_heads, count, head_width] each."""
         plain = self.k(x)
         key = self._normed(plain, self.k_norm)
         value = self._heads(plain if self.v is None else self.v(x))
         if self.config.value_norm:
-            value = unit(value, self.config.norm_eps)
-        return (key if angles is None else turn(key, angles.cosine, angles.sine)), value
+            value = rms_normalize(value, self.config.norm_eps)
+        return (key if angles is None else apply_rope(key, angles.cosine, angles.sine)), value
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         """Split queries or keys into heads, normalized per head or over the whole vector."""
@@ -190,7 +190,7 @@ class Attention(nn.Module):
         count, length = query.shape[2], key.shape[2]
         ends = [self.config.visible_end(at, length) for at in range(start, start + count)]
         # Skip keys that no query of this chunk may attend to.
-        first_key, key_end = self.reach(start, count, max(ends))
+        first_key, key_end = self.key_range(start, count, max(ends))
         key, value = key[:, :, first_key:key_end], value[:, :, first_key:key_end]
         query_positions = torch.arange(start, start + count, device=key.device)
         key_positions = torch.arange(first_key, key_end, device=key.device)
@@ -202,7 +202,7 @@ class Attention(nn.Module):
         mixed = weights.unflatten(1, (-1, group)).flatten(2, 3) @ value
         return mixed.unflatten(2, (group, count)).flatten(1, 2)
 
-    def reach(self, start: int, count: int, end: int) -> tuple[int, int]:
+    def key_range(self, start: int, count: int, end: int) -> tuple[int, int]:
         """Range of keys that `count` queries from position `start` on attend to; keys end at
         `end`."""
         if not self.window:
@@ -240,10 +240,10 @@ class Attention(nn.Module):
 
 
 # An attention function over full sequences: [batch, heads, count, head_width] in and out.
-Attend = Callable[[Attention, Tensor, Tensor, Tensor], Tensor]
+AttentionFunction = Callable[[Attention, Tensor, Tensor, Tensor], Tensor]
 
 
-class StepRun(ABC):
+class BackendStep(ABC):
     """The `Attend` of a backend: one step of many sequences, whose caches the backend keeps."""
 
     @abstractmethod
@@ -255,7 +255,7 @@ class StepRun(ABC):
         """Output of a recurrent layer from each sequence's state."""
 
     @abstractmethod
-    def note_attended(self, x: Tensor) -> None:
+    def observe_attention_output(self, x: Tensor) -> None:
         """Receive the residual stream between attention and feed-forward, for observation."""
 
 
@@ -290,10 +290,10 @@ def attention_weights(
             )
     if is_masked.ndim == 3:  # one mask per sequence of the batch, the same for all heads
         is_masked = is_masked[:, None]
-    return with_sinks(scores.masked_fill(is_masked, -math.inf), sinks)
+    return softmax_with_sinks(scores.masked_fill(is_masked, -math.inf), sinks)
 
 
-def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax over the keys and the head's sink, whose share of the weight is dropped."""
     if sinks is None:
         return scores.softmax(-1)
@@ -310,7 +310,7 @@ class Layer(nn.Module):
         self.parallel, self.norm_sums = config.parallel, config.norm_sums
         self.residual_scale = config.residual_scale
         after = config.norm_after or config.norm_sums
-        self.attention_norm = new_norm_if(config, config.normed_attention(layer))
+        self.attention_norm = new_norm_if(config, config.has_attention_norm(layer))
         self.layer = layer
         self.mixes = config.mixer(layer) != "none"
         self.mixer: Mixer | None = None
@@ -328,9 +328,9 @@ class Layer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        angles: Angles | None,
+        angles: RopeTables | None,
         cache: Cache | None,
-        attend: Attend | None = None,
+        attend: AttentionFunction | None = None,
         shared: Shared | None = None,
         token: Tensor | None = None,
     ) -> Tensor:
@@ -344,19 +344,19 @@ class Layer(nn.Module):
             else:
                 attended = self.attention(normed, angles, cache, attend, shared)
             between = self.add_attention(x, attended)
-        if isinstance(attend, StepRun):
-            attend.note_attended(between)
+        if isinstance(attend, BackendStep):
+            attend.observe_attention_output(between)
         return self.add_feed(x, between, token)
 
     def _recurred(
-        self, mixer: Mixer, x: Tensor, cache: Cache | None, attend: Attend | None
+        self, mixer: Mixer, x: Tensor, cache: Cache | None, attend: AttentionFunction | None
     ) -> Tensor:
-        if isinstance(attend, StepRun):
+        if isinstance(attend, BackendStep):
             return attend.recur(self.layer, mixer, x)
         if attend is not None:  # full rows of tokens, which may hold several documents
             return mixer.forward_documents(x, getattr(attend, "documents", None))
         parts = mixer.project(x)
-        state = cache.states[self.layer] if cache else mixer.fresh(len(x), x.device)
+        state = cache.states[self.layer] if cache else mixer.zero_state(len(x), x.device)
         mixed, state = mixer.recur(parts, state)
         if cache is not None:
             cache.states[self.layer] = state
@@ -428,9 +428,9 @@ class Transformer(nn.Module):
         if cache is not None and start + count > cache.capacity:
             raise ValueError(f"{start + count} tokens do not fit a cache of {cache.capacity}")
         positions = np.arange(start, start + count)
-        angles = self.angles(positions, cache.capacity if cache else count)
-        x = self.embedded(tokens, positions)
-        layer_inputs, shared = self.told(tokens, x), Shared()
+        angles = self.rope_tables(positions, cache.capacity if cache else count)
+        x = self.embed_tokens(tokens, positions)
+        layer_inputs, shared = self.per_layer_embeddings(tokens, x), Shared()
         for index, layer in enumerate(self.layers):
             x = layer(x, angles[index], cache, None, shared, layer_inputs[index])
         if cache is not None:
@@ -452,7 +452,7 @@ class Transformer(nn.Module):
             scores = torch.tanh(scores / cap) * cap
         return scores
 
-    def embedded(
+    def embed_tokens(
         self, tokens: Tensor, positions: np.ndarray[tuple[int], np.dtype[np.int64]]
     ) -> Tensor:
         x: Tensor = self.embed(tokens)
@@ -466,27 +466,27 @@ class Transformer(nn.Module):
         normed: Tensor = self.embed_norm(x)
         return normed
 
-    def told(self, tokens: Tensor, x: Tensor) -> Sequence[Tensor | None]:
+    def per_layer_embeddings(self, tokens: Tensor, x: Tensor) -> Sequence[Tensor | None]:
         """Per-layer embeddings of the tokens (Gemma 4), one tensor per layer; `x` are the token
         embeddings."""
         if self.token_inputs is None:
             return [None] * self.config.layers
         return cast(Tensor, self.token_inputs(tokens, x)).unbind(-2)
 
-    def angles(
+    def rope_tables(
         self, positions: np.ndarray[tuple[int], np.dtype[np.int64]], length: int
-    ) -> list[Angles | None]:
+    ) -> list[RopeTables | None]:
         """RoPE tables of each layer; layers with equal settings share one set."""
-        reference, tables = self.embed.weight, dict[Rotary, Angles]()
+        reference, tables = self.embed.weight, dict[Rotary, RopeTables]()
         config, query_scale = self.config, None
         if config.query_growth:
             growth = np.log1p(positions // config.query_span) * config.query_growth
             query_scale = torch.from_numpy(1 + growth)[:, None].to(reference)
-        rotaries = [config.layer_rotary(layer) for layer in range(config.layers)]
+        rotaries = [config.layer_rope(layer) for layer in range(config.layers)]
         for rotary in set(rotaries) - {None}:
             assert rotary is not None
             cosine, sine = (
                 torch.from_numpy(t).to(reference) for t in rotary.tables(positions, length)
             )
-            tables[rotary] = Angles(cosine, sine, query_scale)
+            tables[rotary] = RopeTables(cosine, sine, query_scale)
         return [tables[rotary] if rotary is not None else None for rotary in rotaries]

@@ -19,7 +19,7 @@ Layout = Literal[
 ]  # fmt: skip
 
 
-def shapes(config: ModelConfig) -> dict[str, Shape]:
+def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
     """The shape of every weight, by name."""
     width = config.width
     result: dict[str, Shape] = {"embed.weight": (config.vocab_size, width)}
@@ -46,7 +46,7 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
     sides = ("gate", "up") if config.gated else ("up",)
     for layer in range(config.layers):
         prefix = f"layers.{layer}"
-        if config.normed_attention(layer):
+        if config.has_attention_norm(layer):
             norm(f"{prefix}.attention_norm")
         shape = config.shape(layer)
         if config.mixer(layer) == "attention":
@@ -58,7 +58,7 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
         if config.has_feed_norm(layer):
             norm(f"{prefix}.feed_norm")
         experts = dense = f"{prefix}.feed"
-        if config.has_both(layer):
+        if config.has_dense_and_experts(layer):
             dense, experts = f"{prefix}.feed.dense", f"{prefix}.feed.experts"
             for side in ("dense_norm", "dense_post_norm", "experts_norm", "experts_post_norm"):
                 norm(f"{prefix}.feed.{side}")
@@ -81,7 +81,9 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
                 result[f"{experts}.{name}.weight"] = (count, rows, columns)
                 if config.expert_bias:
                     result[f"{experts}.{name}.bias"] = (count, rows)
-        if config.has_feed(layer) and (not config.has_experts(layer) or config.has_both(layer)):
+        if config.has_feed(layer) and (
+            not config.has_experts(layer) or config.has_dense_and_experts(layer)
+        ):
             for side in sides:
                 linear(f"{dense}.{side}", shape.ff_width, width, config.ff_bias)
             linear(f"{dense}.down", width, shape.ff_width, config.ff_bias)
@@ -137,7 +139,7 @@ def _mixer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     recurrence, width, mixer = config.recurrence, config.width, config.mixer(layer)
     assert recurrence is not None
     channels = recurrence.channels(mixer, width)
-    heads, values = recurrence.value_heads, recurrence.values
+    heads, values = recurrence.value_heads, recurrence.value_dim
     if mixer == "conv":
         result: dict[str, Shape] = {f"{name}.weight": (width, width) for name in "bcx"}
         values = width
@@ -157,7 +159,7 @@ def _mixer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    return sum(map(math.prod, shapes(config).values()))
+    return sum(map(math.prod, weight_shapes(config).values()))
 
 
 @dataclass(frozen=True, slots=True)

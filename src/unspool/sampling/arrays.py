@@ -96,7 +96,7 @@ class NumpyOperations:
     def copy(self, x: Array) -> Array:
         return x.copy()
 
-    def host(self, x: Array) -> np.ndarray[Any, Any]:
+    def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         return np.asarray(x)
 
     def softmax_stats(
@@ -255,7 +255,7 @@ class TorchOperations:
     def copy(self, x: Array) -> Array:
         return x.clone()
 
-    def host(self, x: Array) -> np.ndarray[Any, Any]:
+    def to_numpy(self, x: Array) -> np.ndarray[Any, Any]:
         array: np.ndarray[Any, Any] = x.detach().cpu().numpy()
         return array
 

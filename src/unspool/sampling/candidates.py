@@ -15,7 +15,7 @@ import numpy as np
 
 from unspool.sampling.arrays import LOWEST, Array
 from unspool.sampling.faults import BadLogitsError, NoCandidateError
-from unspool.sampling.operations import Operations, operations
+from unspool.sampling.operations import Operations, array_operations
 
 SLACK = 1e-6
 """Relative tolerance of masses and probabilities: float32 logits are not more precise, and
@@ -53,7 +53,7 @@ class Candidates:
         peak: Array | None = None,
         ops: Operations | None = None,
     ) -> None:
-        self.ops = ops or operations(logits)
+        self.ops = ops or array_operations(logits)
         self.logits = logits
         self.ids = ids
         self.vocabulary = vocabulary or logits.shape[-1]
@@ -81,7 +81,7 @@ class Candidates:
         return self._set_peak(self.ops.to_float64(peak))
 
     def _set_peak(self, peak: Array) -> Array:
-        peaks = self.ops.host(peak)[:, 0]
+        peaks = self.ops.to_numpy(peak)[:, 0]
         if not all(map(math.isfinite, peaks.tolist())):
             self._raise_if_invalid(peaks)
             # +inf logits: only these candidates remain, all equal.
@@ -238,9 +238,9 @@ class Candidates:
         keys = rows * self.vocabulary + tokens
         order = np.argsort(keys)
         keys = keys[order]
-        ids = self.ops.host(self.ids) + np.arange(self.rows)[:, None] * self.vocabulary
+        ids = self.ops.to_numpy(self.ids) + np.arange(self.rows)[:, None] * self.vocabulary
         nearest = np.minimum(np.searchsorted(keys, ids), keys.size - 1)
-        is_match = (keys[nearest] == ids) & (self.ops.host(self.logits) > -INF)
+        is_match = (keys[nearest] == ids) & (self.ops.to_numpy(self.logits) > -INF)
         row, column = np.nonzero(is_match)
         source = order[nearest[row, column]]
         return row, column, tuple(amount[source] for amount in amounts)

@@ -19,9 +19,9 @@ from unspool.errors import SettingsError
 from unspool.sampling.arrays import Array
 from unspool.sampling.candidates import Candidates
 from unspool.sampling.draw import TOKEN_STREAM, sample_index
-from unspool.sampling.faults import ROW_FAULTS, BadLogitsError, NoCandidateError
-from unspool.sampling.operations import operations
-from unspool.sampling.own_stage import OwnStage
+from unspool.sampling.faults import ROW_ERRORS, BadLogitsError, NoCandidateError
+from unspool.sampling.operations import array_operations
+from unspool.sampling.own_stage import CustomStage
 from unspool.sampling.penalties import Allowed, Forbidden
 from unspool.sampling.records import (
     Candidate,
@@ -68,7 +68,7 @@ class Chain:
     def __init__(self, settings: SamplingSettings | Sequence[SamplingSettings]) -> None:
         rows = (settings,) if isinstance(settings, SamplingSettings) else tuple(settings)
         self.settings = rows
-        groups: dict[tuple[bool, tuple[str | OwnStage, ...]], list[int]] = {}
+        groups: dict[tuple[bool, tuple[str | CustomStage, ...]], list[int]] = {}
         for number, row in enumerate(rows):
             groups.setdefault((row.greedy, active_stages(row)), []).append(number)
         self._groups = [
@@ -95,7 +95,7 @@ class Chain:
             top: number of most likely candidates to report.
             explain: whether to report what each stage did.
         """
-        logits = operations(logits).prepare(logits)
+        logits = array_operations(logits).prepare(logits)
         inputs = [_NO_INPUT] * len(self.settings) if rows is None else list(rows)
         if logits.ndim != 2 or logits.shape[0] != len(self.settings) or len(inputs) != len(logits):
             raise SettingsError(
@@ -111,7 +111,7 @@ class Chain:
                     group_picks = self._pick_group(
                         group, part, [inputs[n] for n in group.rows], top, explain
                     )
-                except ROW_FAULTS as error:
+                except ROW_ERRORS as error:
                     error.rows = tuple(group.rows[n] for n in error.rows)
                     raise
                 for number, pick in zip(group.rows, group_picks, strict=True):
@@ -143,7 +143,7 @@ class Chain:
         if explain and group.greedy:
             reports.append(report("greedy", final, final.top(1)))
 
-        ops, host = model.ops, model.ops.host
+        ops, host = model.ops, model.ops.to_numpy
         tokens = np.array([choice.token for choice in sampled])
         logit, rank = ops.logit_and_rank(model.logits, tokens)
         ranks = host(rank).tolist()
@@ -166,13 +166,13 @@ class Chain:
         ]
 
 
-def active_stages(settings: SamplingSettings) -> tuple[str | OwnStage, ...]:
+def active_stages(settings: SamplingSettings) -> tuple[str | CustomStage, ...]:
     """Stages that have an effect, in the user's order; greedy: only those that edit logits."""
     listed = (stage for stage in settings.stages if not settings.is_neutral(stage))
     if not settings.greedy:
         return tuple(listed)
     return tuple(
-        stage for stage in listed if isinstance(stage, OwnStage) or stage in EDITING_STAGES
+        stage for stage in listed if isinstance(stage, CustomStage) or stage in EDITING_STAGES
     )
 
 
@@ -221,7 +221,7 @@ def _greedy(candidates: Candidates) -> list[_SampledToken]:
     columns = candidates.ops.first_max(candidates.logits)[:, None]
     ids = candidates.ids
     tokens = columns if ids is None else candidates.ops.take_columns(ids, columns)
-    return [_SampledToken(token, 1.0) for token in candidates.ops.host(tokens)[:, 0].tolist()]
+    return [_SampledToken(token, 1.0) for token in candidates.ops.to_numpy(tokens)[:, 0].tolist()]
 
 
 def _sample(candidates: Candidates, rows: Rows) -> list[_SampledToken]:
@@ -229,7 +229,7 @@ def _sample(candidates: Candidates, rows: Rows) -> list[_SampledToken]:
 
     If many candidates remain, only the most likely are sorted, as long as that is enough.
     """
-    host = candidates.ops.host
+    host = candidates.ops.to_numpy
     width = candidates.logits.shape[-1]
     # Summed before sorting, because how many are sorted depends on the widest row.
     total = host(candidates.softmax_stats().total)[:, 0]
@@ -269,7 +269,7 @@ def _top_candidates(
     """Most likely tokens of each row, and their probabilities after all stages."""
     most_likely = model.top(top)
     stats = model.softmax_stats()
-    host = model.ops.host
+    host = model.ops.to_numpy
     if greedy:
         picked = [[choice.token] for choice in sampled]
         probabilities = (host(most_likely.ids) == picked).astype(np.float64)

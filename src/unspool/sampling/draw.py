@@ -81,7 +81,7 @@ def uniform(seed: int, sample: int, position: int, stream: int = TOKEN_STREAM) -
     return float(((w0 << 32) | w1) >> 11) * 2.0**-53
 
 
-def in_pass(stream: int, canvas_pass: int | None) -> int:
+def stream_of_pass(stream: int, canvas_pass: int | None) -> int:
     """Stream of one denoising step of a canvas; None: the stream of ordinary text."""
     return stream if canvas_pass is None else stream | (canvas_pass + 1) << _PASS_BITS
 
@@ -96,7 +96,7 @@ def uniforms(
     """`uniform` for many rows; bit-identical."""
     streams = [stream] * len(seeds)
     if passes is not None:
-        streams = [in_pass(stream, canvas_pass) for canvas_pass in passes]
+        streams = [stream_of_pass(stream, canvas_pass) for canvas_pass in passes]
     if len(seeds) <= 8:  # array arithmetic costs 100 µs for any number of rows, ints 5 µs per row
         rows = zip(seeds, samples, positions, streams, strict=True)
         return np.array([uniform(*row) for row in rows], dtype=np.float64)

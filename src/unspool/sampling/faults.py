@@ -31,5 +31,5 @@ class NoCandidateError(RowError, SettingsError):
     """The settings forbid every token of the vocabulary."""
 
 
-ROW_FAULTS = (BadLogitsError, StageError, NoCandidateError)
+ROW_ERRORS = (BadLogitsError, StageError, NoCandidateError)
 """Errors that concern some rows only."""

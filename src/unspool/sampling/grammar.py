@@ -74,7 +74,7 @@ class GrammarVocabulary:
         self._grammars: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
 
     @classmethod
-    def of(cls, tokenizer: Any) -> GrammarVocabulary:
+    def from_tokenizer(cls, tokenizer: Any) -> GrammarVocabulary:
         """From a tokenizer: `vocab_size`, `token_bytes`, `end_ids`, `special_ids`, `encode`."""
         return cls(
             [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)],
@@ -247,7 +247,7 @@ class GrammarState:
                 f"the grammar does not allow token {token}{text} after {len(self)} tokens"
             )
 
-    def accepts(self, tokens: Sequence[int]) -> int:
+    def num_accepted(self, tokens: Sequence[int]) -> int:
         """Number of a draft's tokens, from the first on, that are allowed. Changes nothing."""
         return self.copy()._advance_many(tokens) if len(tokens) else 0
 
@@ -276,7 +276,7 @@ class GrammarState:
         other._position = self._position
         return other
 
-    def forced(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         """Tokens of the only text that can follow, in its usual tokenization; for drafts.
 
         Other tokenizations are allowed too. Trailing tokens that might be part of a longer token

@@ -39,11 +39,11 @@ __all__ = [
     "GuardMonitor",
     "GuardPolicy",
     "GuardRun",
+    "GuardVerdict",
     "LoopGuard",
     "MonitoredText",
     "PredicateGuard",
     "SurpriseGuard",
-    "Verdict",
     "Violation",
     "repetition_rate",
 ]
@@ -141,7 +141,7 @@ _PARSERS: dict[str, Callable[[str], Guard]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GuardVerdict:
     """What to do after a token.
 
     keep     continue.
@@ -155,7 +155,7 @@ class Verdict:
     reason: str | None = None
 
 
-_KEEP = Verdict()
+_KEEP = GuardVerdict()
 _NO_TOKENS: frozenset[int] = frozenset()
 
 
@@ -181,7 +181,7 @@ class GuardRun:
         """Tokens that must not be picked at this index of the generated text."""
         return self._forbidden.get(index, _NO_TOKENS)
 
-    def push(self, token: int, piece: bytes, logprob: float, entropy: float) -> Verdict:
+    def push(self, token: int, piece: bytes, logprob: float, entropy: float) -> GuardVerdict:
         """Add a token. A `GuardError` means that this text must fail."""
         self._tokens.append(token)
         if self._is_disabled:
@@ -190,7 +190,7 @@ class GuardRun:
             [monitor.push(token, piece, logprob, entropy) for monitor in self._monitors]
         )
 
-    def finish(self) -> Verdict:
+    def finish(self) -> GuardVerdict:
         """Check the finished text. Call once, after an end token or at the token limit."""
         return (
             _KEEP
@@ -198,24 +198,24 @@ class GuardRun:
             else self._decide([monitor.finish() for monitor in self._monitors])
         )
 
-    def _decide(self, reports: Sequence[Violation | None]) -> Verdict:
+    def _decide(self, reports: Sequence[Violation | None]) -> GuardVerdict:
         violations = [violation for violation in reports if violation is not None]
         if not violations:
             return _KEEP
         first = min(violations, key=lambda violation: violation.start)
         if self.policy.action == "stop":
-            return Verdict("stop", first.start, reason=first.reason)
+            return GuardVerdict("stop", first.start, reason=first.reason)
         if len(self.repairs) >= self.policy.retries:
             if self.policy.exhausted == "stop":
                 reason = f"{first.reason}, after {len(self.repairs)} repairs"
-                return Verdict("stop", first.start, reason=reason)
+                return GuardVerdict("stop", first.start, reason=reason)
             self._is_disabled = True
             return _KEEP
         self.repairs.append(first)
         banned = self.forbidden(first.start) | {self._tokens[first.start]}
         self.rewind(first.start)
         self._forbidden[first.start] = banned
-        return Verdict("rewind", first.start, banned, first.reason)
+        return GuardVerdict("rewind", first.start, banned, first.reason)
 
     def rewind(self, length: int) -> None:
         """Drop all tokens from index `length` on, and bans after it."""

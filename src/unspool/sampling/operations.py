@@ -16,11 +16,11 @@ _numpy: NumpyOperations | None = None
 _torch: TorchOperations | None = None
 
 
-def operations(array: Array) -> Operations:
+def array_operations(array: Array) -> Operations:
     """Operations for a numpy array or a torch tensor."""
     global _torch
     if isinstance(array, np.ndarray):
-        return on_host()
+        return numpy_operations()
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         if _torch is None:
@@ -29,9 +29,9 @@ def operations(array: Array) -> Operations:
     raise TypeError(f"logits must be a numpy array or a torch tensor, not {type(array).__name__}")
 
 
-def on_host() -> NumpyOperations:
+def numpy_operations() -> NumpyOperations:
     """Operations for numpy, with the compiled library if it is there."""
     global _numpy
     if _numpy is None:
-        _numpy = NativeOperations() if native.missing() is None else NumpyOperations()
+        _numpy = NativeOperations() if native.missing_reason() is None else NumpyOperations()
     return _numpy

@@ -33,7 +33,7 @@ class _Histories(Protocol):
     def histories(self) -> Sequence[npt.NDArray[np.int64]]: ...
 
 
-class OwnStage:
+class CustomStage:
     """A caller's function as a stage. Pickling keeps only its name."""
 
     def __init__(self, function: StageFunction | None, name: str | None = None) -> None:
@@ -44,11 +44,11 @@ class OwnStage:
         return f"<stage {self.name}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OwnStage, (None, self.name)
+        return CustomStage, (None, self.name)
 
     def apply(self, candidates: Candidates, rows: _Histories) -> Candidates:
         """Call the function for each row."""
-        host = candidates.ops.host
+        host = candidates.ops.to_numpy
         logits = host(candidates.logits).astype(np.float64)
         ids = None if candidates.ids is None else host(candidates.ids)
         for row, history in enumerate(rows.histories):

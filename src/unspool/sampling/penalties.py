@@ -104,7 +104,7 @@ class Allowed:
             padded_row[: mask.size] = mask[:width]
         row_index = np.array(list(masks), np.int64)
         if candidates.ids is not None:
-            padded = np.take_along_axis(padded, ops.host(candidates.ids)[row_index], axis=-1)
+            padded = np.take_along_axis(padded, ops.to_numpy(candidates.ids)[row_index], axis=-1)
         allowed = ops.to_array_like(padded, candidates.logits)
         if len(masks) == candidates.rows:
             return candidates.with_logits(ops.where(allowed, candidates.logits, -INF))
@@ -134,6 +134,6 @@ def keep_only(candidates: Candidates, pairs: list[tuple[int, int]]) -> Candidate
     allowed = np.zeros((candidates.rows, candidates.vocabulary), bool)
     allowed[row_index[:, 0], row_index[:, 1]] = True
     if candidates.ids is not None:
-        allowed = np.take_along_axis(allowed, candidates.ops.host(candidates.ids), axis=-1)
+        allowed = np.take_along_axis(allowed, candidates.ops.to_numpy(candidates.ids), axis=-1)
     mask = candidates.ops.to_array_like(allowed | ~rows, candidates.logits)
     return candidates.with_logits(candidates.ops.where(mask, candidates.logits, -INF))

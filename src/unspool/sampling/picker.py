@@ -22,9 +22,9 @@ from unspool import native
 from unspool.sampling.arrays import Array
 from unspool.sampling.chain import Chain, active_stages
 from unspool.sampling.draw import seed_bits
-from unspool.sampling.faults import ROW_FAULTS
+from unspool.sampling.faults import ROW_ERRORS
 from unspool.sampling.native_arrays import MIN_NATIVE_WIDTH
-from unspool.sampling.operations import operations
+from unspool.sampling.operations import array_operations
 from unspool.sampling.rows import RowInput
 from unspool.sampling.settings import SamplingSettings
 
@@ -43,7 +43,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class PickRows:
+class SamplingRows:
     """Sampling settings of several rows."""
 
     floats: npt.NDArray[np.float64]  # [rows, 6]
@@ -73,17 +73,17 @@ class PickedTokens:
     failures: dict[int, Exception]
 
 
-def is_ordinary(settings: SamplingSettings) -> bool:
+def can_sample_on_device(settings: SamplingSettings) -> bool:
     """Whether a backend can sample with these settings: only common stages in the default order."""
     stages = active_stages(settings)
     return list(stages) == [name for name in _ORDER if name in stages]
 
 
-def sees_history(settings: SamplingSettings) -> bool:
+def needs_history(settings: SamplingSettings) -> bool:
     return not _PENALTIES.isdisjoint(active_stages(settings))
 
 
-def row_numbers(settings: SamplingSettings, sample: int) -> tuple[list[float], list[int]]:
+def encode_settings(settings: SamplingSettings, sample: int) -> tuple[list[float], list[int]]:
     """Encode the settings of a row that do not change from token to token: floats, ints."""
     floats = [float(getattr(settings, name)) for name in FLOATS]
     bits = seed_bits(settings.seed)
@@ -101,11 +101,11 @@ def history_range(settings: SamplingSettings, prompt_length: int, length: int) -
     return start, length
 
 
-def pick(logits: Array, rows: PickRows, threads: int = 1) -> PickedTokens:
+def pick_tokens(logits: Array, rows: SamplingRows, threads: int = 1) -> PickedTokens:
     """Pick a token for each row of logits [rows, vocabulary], numpy or torch."""
     is_float32 = isinstance(logits, np.ndarray) and logits.dtype == np.float32
     # For narrow rows the chain uses numpy, which rounds sums differently from the kernels.
-    if not is_float32 or logits.shape[-1] < MIN_NATIVE_WIDTH or native.missing() is not None:
+    if not is_float32 or logits.shape[-1] < MIN_NATIVE_WIDTH or native.missing_reason() is not None:
         return _pick_with_chain(logits, rows, range(len(rows.ints)))
     logits = np.ascontiguousarray(logits)
     count = len(rows.ints)
@@ -125,18 +125,18 @@ def pick(logits: Array, rows: PickRows, threads: int = 1) -> PickedTokens:
     )
 
 
-def _pick_with_chain(logits: Array, rows: PickRows, row_index: Sequence[int]) -> PickedTokens:
+def _pick_with_chain(logits: Array, rows: SamplingRows, row_index: Sequence[int]) -> PickedTokens:
     """Pick with the chain. Row n of `logits` belongs to row `row_index[n]` of `rows`."""
     tokens, logprobs = np.full(len(row_index), -1, np.int64), np.zeros(len(row_index))
     failures: dict[int, Exception] = {}
     pending = list(range(len(row_index)))
-    logits = operations(logits).prepare(logits)
+    logits = array_operations(logits).prepare(logits)
     while pending:
         chain = Chain([rows.settings(row_index[n]) for n in pending])
         part = logits if len(pending) == len(row_index) else logits[pending]
         try:
             picks = chain.pick(part, [rows.row_input(row_index[n]) for n in pending])
-        except ROW_FAULTS as error:
+        except ROW_ERRORS as error:
             for row in error.rows:
                 failures[pending[row]] = error
             pending = [n for n in pending if n not in failures]

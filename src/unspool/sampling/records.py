@@ -83,7 +83,7 @@ REPORT_TOP = 8
 
 def report(name: str, before: Candidates, after: Candidates) -> list[StageReport]:
     """Report what a stage did to each row."""
-    host, stats_after = after.ops.host, after.softmax_stats()
+    host, stats_after = after.ops.to_numpy, after.softmax_stats()
     num_kept = host(after.remaining())
     removed = host(before.remaining()) - num_kept
     logits_before = _logits_before(before, after)
@@ -111,7 +111,7 @@ def _logits_before(before: Candidates, after: Candidates) -> Array:
     width = after.logits.shape[-1]
     if width <= before.logits.shape[-1] and bool((before.ids[:, :width] == after.ids).all()):
         return before.logits[:, :width]
-    ops, host = before.ops, before.ops.host
+    ops, host = before.ops, before.ops.to_numpy
     columns_of = []
     for ids, targets in zip(host(before.ids), host(after.ids), strict=True):
         order = np.argsort(ids, kind="stable")  # padding repeats an id: use the first
@@ -123,8 +123,8 @@ def _changed(logits_before: Array, before: Candidates, after: Candidates, remove
     """Number of remaining candidates of each row with another logit."""
     differ = logits_before != after.logits
     if logits_before is before.logits:  # same columns: removed candidates differ too
-        return after.ops.host(after.ops.count(differ)) - removed
-    return after.ops.host(after.ops.count(differ & (after.logits > -INF)))
+        return after.ops.to_numpy(after.ops.count(differ)) - removed
+    return after.ops.to_numpy(after.ops.count(differ & (after.logits > -INF)))
 
 
 def _kept_masses(
@@ -135,13 +135,13 @@ def _kept_masses(
         return [1.0] * after.rows
     ops, stats_before, stats_after = after.ops, before.softmax_stats(), after.softmax_stats()
     # If a row's logits did not change, the sum over the remaining is known already.
-    mass = ops.host(
+    mass = ops.to_numpy(
         stats_after.total * ops.exp(stats_after.peak - stats_before.peak) / stats_before.total
     )[:, 0]
     if (changed > 0).any():
         weights = ops.exp(ops.to_float64(logits_before) - stats_before.peak)
         sums = ops.where(after.logits > -INF, weights, 0.0).cumsum(-1)[:, -1:] / stats_before.total
-        mass = np.where(changed > 0, ops.host(sums)[:, 0], mass)
+        mass = np.where(changed > 0, ops.to_numpy(sums)[:, 0], mass)
     masses: list[float] = np.where(removed > 0, mass.clip(max=1.0), 1.0).tolist()
     return masses
 
@@ -151,7 +151,11 @@ def final_probabilities(candidates: Candidates, tokens: Array) -> np.ndarray[Any
     ops, stats = candidates.ops, candidates.softmax_stats()
     if candidates.ids is None:
         logits = ops.to_float64(ops.take_columns(candidates.logits, tokens))
-        return ops.host(ops.exp(logits - stats.peak) / stats.total)
-    weights, ids, targets = ops.host(stats.weights), ops.host(candidates.ids), ops.host(tokens)
+        return ops.to_numpy(ops.exp(logits - stats.peak) / stats.total)
+    weights, ids, targets = (
+        ops.to_numpy(stats.weights),
+        ops.to_numpy(candidates.ids),
+        ops.to_numpy(tokens),
+    )
     masses = [weights[row] @ (ids[row][:, None] == targets[row]) for row in range(len(ids))]
-    return np.asarray(np.array(masses) / ops.host(stats.total))
+    return np.asarray(np.array(masses) / ops.to_numpy(stats.total))

@@ -14,7 +14,7 @@ import numpy as np
 
 from unspool.sampling.arrays import Array
 from unspool.sampling.draw import uniforms
-from unspool.sampling.operations import on_host, operations
+from unspool.sampling.operations import array_operations, numpy_operations
 from unspool.sampling.settings import SamplingSettings
 
 Tokens = np.ndarray[Any, np.dtype[np.int64]]
@@ -61,7 +61,7 @@ class RowSettings:
         key = (name, logits.dtype, getattr(logits, "device", None))
         if key not in self._columns:
             values = np.array([[float(getattr(s, name))] for s in self.settings])
-            self._columns[key] = operations(logits).to_array_like(values, logits)
+            self._columns[key] = array_operations(logits).to_array_like(values, logits)
         return self._columns[key]
 
 
@@ -94,7 +94,7 @@ class Rows:
                 start = 0 if settings.penalize_prompt else self.inputs[row].prompt_length
                 if settings.penalty_window >= 0:
                     start = max(start, len(history) - settings.penalty_window)
-                row_counts.append(on_host().count_tokens(history[start:], vocabulary))
+                row_counts.append(numpy_operations().count_tokens(history[start:], vocabulary))
             tokens, counts = row_counts[0]
             if len(row_counts) > 1:
                 tokens = np.concatenate([tokens for tokens, _ in row_counts])

@@ -15,7 +15,7 @@ import numpy as np
 from unspool.errors import SettingsError
 from unspool.sampling.arrays import Array
 from unspool.sampling.candidates import Candidates
-from unspool.sampling.operations import operations
+from unspool.sampling.operations import array_operations
 from unspool.sampling.rows import Tokens
 
 _ROWS_PER_CHUNK = 64  # bounds the size of intermediate arrays
@@ -36,7 +36,7 @@ class Scores:
 
 def log_softmax(logits: Array) -> Array:
     """Log-probabilities [rows, vocabulary], in the same type of array."""
-    ops = operations(logits)
+    ops = array_operations(logits)
     model = Candidates(ops.prepare(logits))
     stats = model.softmax_stats()
     return model.logits - ops.to_array_like(stats.peak + ops.log(stats.total), model.logits)
@@ -44,7 +44,7 @@ def log_softmax(logits: Array) -> Array:
 
 def score(logits: Array, targets: Sequence[int] | Tokens, top: int = 0) -> Scores:
     """Score a target at every row of logits, with the `top` most likely tokens."""
-    ops = operations(logits)
+    ops = array_operations(logits)
     target_ids = np.asarray(targets, dtype=np.int64)
     length, size = logits.shape
     if target_ids.shape != (length,):
@@ -67,11 +67,11 @@ def score(logits: Array, targets: Sequence[int] | Tokens, top: int = 0) -> Score
         stats = model.softmax_stats(entropy=True)
         norm = stats.peak + ops.log(stats.total)
         logit, rank = ops.logit_and_rank(model.logits, target_ids[chunk])
-        scores.logprobs[chunk] = ops.host(logit - norm)[:, 0]
-        scores.ranks[chunk] = ops.host(rank)
-        scores.entropies[chunk] = ops.host(stats.entropy)[:, 0]
+        scores.logprobs[chunk] = ops.to_numpy(logit - norm)[:, 0]
+        scores.ranks[chunk] = ops.to_numpy(rank)
+        scores.entropies[chunk] = ops.to_numpy(stats.entropy)[:, 0]
         if top:
             most_likely = model.top(top)
-            scores.top_tokens[chunk] = ops.host(most_likely.ids)
-            scores.top_logprobs[chunk] = ops.host(most_likely.logits - norm)
+            scores.top_tokens[chunk] = ops.to_numpy(most_likely.ids)
+            scores.top_logprobs[chunk] = ops.to_numpy(most_likely.logits - norm)
     return scores

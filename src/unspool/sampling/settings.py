@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unspool.errors import SettingsError
-from unspool.sampling.own_stage import OwnStage
+from unspool.sampling.own_stage import CustomStage
 
 EDITING_STAGES = (
     "repetition_penalty",
@@ -140,7 +140,7 @@ class SamplingSettings:
     mirostat_tau: float = 0.0  # target surprisal in bits (mirostat v2); 0: off
     mirostat_eta: float = 0.1  # learning rate
     seed: int = 0  # any int; with sample and position it determines every draw
-    stages: tuple[str | OwnStage, ...] = (
+    stages: tuple[str | CustomStage, ...] = (
         DEFAULT_STAGES  # names, functions, and `...` for the defaults
     )
 
@@ -200,9 +200,9 @@ class SamplingSettings:
         """Whether the most likely token is always picked."""
         return self.temperature == 0
 
-    def is_neutral(self, stage: str | OwnStage) -> bool:
+    def is_neutral(self, stage: str | CustomStage) -> bool:
         """Whether the stage has no effect with these settings."""
-        if isinstance(stage, OwnStage):
+        if isinstance(stage, CustomStage):
             return False
         enabling_setting = STAGE_SETTINGS[stage][0]
         if stage == "temperature" and self.dynatemp_range > 0 and not self.greedy:
@@ -293,13 +293,13 @@ def _check_bias(value: Any) -> dict[int, float]:
     return {token: float(amount) for token, amount in value.items()}
 
 
-def _check_stages(value: Any, default_stages: tuple[str, ...]) -> tuple[str | OwnStage, ...]:
+def _check_stages(value: Any, default_stages: tuple[str, ...]) -> tuple[str | CustomStage, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise SettingsError(
             f"stages must be a list of functions, `...` (the default stages) and stage names, got "
             f"{value!r}; stage names: {', '.join(STAGE_SETTINGS)}"
         )
-    stages: list[str | OwnStage] = []
+    stages: list[str | CustomStage] = []
     for item in value:
         for stage in default_stages if item is ... else (_check_stage(item),):
             if stage in stages:
@@ -308,11 +308,11 @@ def _check_stages(value: Any, default_stages: tuple[str, ...]) -> tuple[str | Ow
     return tuple(stages)
 
 
-def _check_stage(item: Any) -> str | OwnStage:
-    if isinstance(item, OwnStage):
+def _check_stage(item: Any) -> str | CustomStage:
+    if isinstance(item, CustomStage):
         return item
     if callable(item):
-        return OwnStage(item)
+        return CustomStage(item)
     name = item.replace("-", "_") if isinstance(item, str) else item
     if name not in STAGE_SETTINGS:
         raise SettingsError(f"unknown stage {item!r}{_suggest(str(item), STAGE_SETTINGS)}")

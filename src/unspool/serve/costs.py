@@ -17,8 +17,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from unspool.costing import stored
-from unspool.costing.measuring import PARTS, chosen_parts, costs
-from unspool.costing.part import Part
+from unspool.costing.measuring import PARTS, costs, select_parts
+from unspool.costing.part import CostPart
 from unspool.costing.report import Report
 from unspool.errors import UnspoolError
 from unspool.serve.core.schema import Seed, Strict
@@ -49,7 +49,7 @@ async def list_reports(request: Request) -> Response:
     return JsonReply(
         {
             "object": "list",
-            "data": await in_thread(stored.known),
+            "data": await in_thread(stored.list_reports),
             "parts": list(PARTS),
             "may_measure": refusal is None,
             "why_not": refusal,
@@ -59,13 +59,13 @@ async def list_reports(request: Request) -> Response:
 
 @router.get("/{name}", summary="One report")
 async def get_report(name: str) -> Response:
-    return JsonReply(await in_thread(_find_report, stored.read, name))
+    return JsonReply(await in_thread(_find_report, stored.read_report, name))
 
 
 @router.delete("/{name}", summary="Delete a report")
 async def delete_report(name: str, request: Request) -> Response:
     _check_may_measure(request)
-    await in_thread(_find_report, stored.forget, name)
+    await in_thread(_find_report, stored.delete_report, name)
     return JsonReply({"name": name, "object": "costs.report", "deleted": True})
 
 
@@ -75,7 +75,7 @@ async def measure(body: CostsRequest, request: Request) -> Response:
     `part` has the result of one; `done` has the report and the name it is stored under.
     Disconnecting stops the measurement, and nothing is stored."""
     _check_may_measure(request)
-    names = chosen_parts(body.parts)
+    names = select_parts(body.parts)
     call = await state_of(request).enter(request, body.model)
     measurement = await call.hold(_Measurement(call, body, names))
     return EventStream(writer_from(measurement.events()), until=None, failed=error_event)
@@ -133,7 +133,7 @@ class _Measurement:
         while (data := await self._events.get()) is not None:
             yield data
         report = (await self._work).to_dict()
-        name = await in_thread(stored.keep, report)
+        name = await in_thread(stored.save_report, report)
         yield event({"name": name, "report": report}, "done")
 
     def _measure(self) -> Report:
@@ -150,7 +150,7 @@ class _Measurement:
             _measuring.release()
             self._send(None)
 
-    def _on_progress(self, name: str, share: float, part: Part | None) -> None:
+    def _on_progress(self, name: str, share: float, part: CostPart | None) -> None:
         if self._stops.is_set():
             raise _StoppedError
         if part is None:

@@ -16,7 +16,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from unspool.decoding.diffusion import DiffusionStream, stream_diffusion
-from unspool.decoding.passes import Pass, Place
+from unspool.decoding.passes import CanvasPosition, DiffusionPass
 from unspool.serve.core.schema import Sampling, Seed, StopStrings, Tokens, stops
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.http.errors import bad_request
@@ -87,7 +87,7 @@ async def diffuse(body: DiffuseRequest, request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     call = await state_of(request).enter(request, body.model)
-    prompt, stream = await call.thread(_open_stream, call, body)
+    prompt, stream = await call.compute(_open_stream, call, body)
     passes = await call.hold(Worker(stream, call.run))
     start = _start(call, body, prompt, stream)
     if body.stream:
@@ -137,7 +137,7 @@ def _start(
     }
 
 
-def pass_json(diffusion_pass: Pass) -> dict[str, Any]:
+def pass_json(diffusion_pass: DiffusionPass) -> dict[str, Any]:
     return {
         "number": diffusion_pass.number,
         "kind": diffusion_pass.kind,
@@ -150,7 +150,7 @@ def pass_json(diffusion_pass: Pass) -> dict[str, Any]:
     }
 
 
-def _place_json(place: Place) -> dict[str, Any]:
+def _place_json(place: CanvasPosition) -> dict[str, Any]:
     candidates = [
         {"token": c.token, "text": c.text, "probability": math.exp(c.logprob)}
         for c in place.candidates
@@ -166,7 +166,7 @@ def _place_json(place: Place) -> dict[str, Any]:
 
 
 async def _events(
-    start: dict[str, Any], passes: Worker[Pass], stream: DiffusionStream
+    start: dict[str, Any], passes: Worker[DiffusionPass], stream: DiffusionStream
 ) -> AsyncGenerator[bytes, None]:
     yield event(start, "start")
     async for diffusion_pass in passes:
@@ -175,7 +175,7 @@ async def _events(
 
 
 async def _complete_reply(
-    start: dict[str, Any], passes: Worker[Pass], stream: DiffusionStream
+    start: dict[str, Any], passes: Worker[DiffusionPass], stream: DiffusionStream
 ) -> dict[str, Any]:
     data = [pass_json(diffusion_pass) async for diffusion_pass in passes]
     return {**start, **stream.result.to_dict(), "data": data}

@@ -12,7 +12,7 @@ from unspool.serve.core.schema import ShortText, Strict
 from unspool.serve.http.errors import bad_request
 from unspool.serve.http.routes import JsonReply, new_router
 from unspool.serve.http.threads import in_thread
-from unspool.train.twins.puzzles.puzzle import puzzle_named
+from unspool.train.twins.puzzles.puzzle import puzzle_by_name
 
 router = new_router("Puzzles", "/v1/puzzles")
 Kind = Literal["sudoku"]
@@ -42,9 +42,9 @@ class AnswerRequest(Strict):
 async def make(body: PuzzleRequest) -> Response:
     """`models` names one that fills it in any order (`/v1/diffuse` with `places` tokens) and one
     that writes it from left to right."""
-    puzzle = puzzle_named(body.puzzle if body.empty is None else f"{body.puzzle}:{body.empty}")
+    puzzle = puzzle_by_name(body.puzzle if body.empty is None else f"{body.puzzle}:{body.empty}")
     # The first boards are found by search, which takes a moment.
-    prompts, _ = await in_thread(puzzle.made, 1, np.random.default_rng(body.seed))
+    prompts, _ = await in_thread(puzzle.generate, 1, np.random.default_rng(body.seed))
     return JsonReply(
         {
             "object": "puzzle",
@@ -59,7 +59,7 @@ async def make(body: PuzzleRequest) -> Response:
 @router.post("/judge", summary="Check an answer")
 async def judge(body: AnswerRequest) -> Response:
     try:
-        solved = puzzle_named(body.puzzle).solved(body.prompt, body.answer)
+        solved = puzzle_by_name(body.puzzle).is_solved(body.prompt, body.answer)
     except ValueError:
         raise bad_request(f"the prompt is not a {body.puzzle} puzzle", "prompt") from None
     return JsonReply({"object": "puzzle.judgement", "solved": solved})

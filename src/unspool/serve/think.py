@@ -13,7 +13,7 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
-from unspool.decoding.think.think import most_tokens
+from unspool.decoding.think.think import default_max_tokens
 from unspool.serve.core.schema import Sampling, Seed, StopStrings, Think, Tokens, stops
 from unspool.serve.core.state import Call, state_of
 from unspool.serve.core.thinking import (
@@ -67,8 +67,8 @@ async def think(body: ThinkRequest, request: Request) -> Response:
     judge = check_think(body.think, state.settings)
     call = await state.enter(request, body.model, places_of(body.think))
     options = body.options()
-    ids, messages = await call.thread(_prompt, call, body, options)
-    limit = most_tokens(body.think.policy, body.max_tokens)
+    ids, messages = await call.compute(_prompt, call, body, options)
+    limit = default_max_tokens(body.think.policy, body.max_tokens)
     options["max_tokens"] = call.token_limit(limit, len(ids), budget_of(body.think, call.settings))
     search = await begin_search(call, body.think, judge, ids, options, messages)
     start = _start(call, body, ids, options["seed"])
@@ -99,7 +99,7 @@ def _start(call: Call, body: ThinkRequest, ids: list[int], seed: int) -> dict[st
         "prompt": [{"id": token, "text": lm.readable(token)} for token in ids],
         **body.think.model_dump(),
         "budget": budget_of(body.think, call.settings),
-        "max_tokens": most_tokens(body.think.policy, body.max_tokens),
+        "max_tokens": default_max_tokens(body.think.policy, body.max_tokens),
         "seed": seed,
     }
 

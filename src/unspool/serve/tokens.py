@@ -95,7 +95,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     if (body.content is None) == (body.prompt is None):
         raise bad_request("give either content or prompt", "content")
     call = await state_of(request).enter(request, body.model, places=0)
-    return await call.reply(call.thread(_tokenize, call, body))
+    return await call.reply(call.compute(_tokenize, call, body))
 
 
 def _tokenize(call: Call, body: TokenizeRequest) -> dict[str, Any]:
@@ -165,13 +165,13 @@ def _piece_text(piece: bytes) -> str:
 @router.get("/vocabularies", summary="Further vocabularies of /tokenize")
 async def vocabularies(request: Request) -> Response:
     call = await state_of(request).enter(request, None, places=0)
-    return await call.reply(call.thread(lambda: {"data": [available(name) for name in NAMES]}))
+    return await call.reply(call.compute(lambda: {"data": [available(name) for name in NAMES]}))
 
 
 @router.post("/detokenize", summary="Decode tokens")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     call = await state_of(request).enter(request, body.model, places=0)
-    return await call.reply(call.thread(_detokenize, call, body.tokens))
+    return await call.reply(call.compute(_detokenize, call, body.tokens))
 
 
 def _detokenize(call: Call, tokens: list[int]) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def check_token(tokenizer: Tokenizer, token: int, field: str) -> None:
 @router.get("/tokenizer_info", summary="Special tokens and the chat template")
 async def tokenizer_info(request: Request, model: str | None = None) -> Response:
     call = await state_of(request).enter(request, model, places=0)
-    return await call.reply(call.thread(_tokenizer_json, call))
+    return await call.reply(call.compute(_tokenizer_json, call))
 
 
 def _tokenizer_json(call: Call) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def _tokenizer_json(call: Call) -> dict[str, Any]:
 @router.post("/apply-template", summary="Render a conversation with the chat template")
 async def apply_template(body: TemplateRequest, request: Request) -> Response:
     call = await state_of(request).enter(request, body.model, places=0)
-    return await call.reply(call.thread(_apply_template, call, body))
+    return await call.reply(call.compute(_apply_template, call, body))
 
 
 def _apply_template(call: Call, body: TemplateRequest) -> dict[str, Any]:
@@ -239,7 +239,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
     if (body.text is None) == (body.tokens is None):
         raise bad_request("give either text or tokens", "text")
     call = await state_of(request).enter(request, body.model)
-    return await call.reply(call.thread(_score, call, body))
+    return await call.reply(call.compute(_score, call, body))
 
 
 def _score(call: Call, body: ScoreRequest) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from unspool.model.checkpoint import (
 from unspool.model.gguf_save import check_writable, save_gguf
 from unspool.model.hub import find_model
 from unspool.model.mlx_save import quantize_folder
-from unspool.model.weights import shapes
+from unspool.model.weights import weight_shapes
 
 MLX_BITS = {"mlx8": 8, "mlx4": 4}
 
@@ -90,7 +90,7 @@ def export_gguf(
     _check_target(target, force)
     vocabulary = _vocabulary(checkpoint)
     target.parent.mkdir(parents=True, exist_ok=True)
-    total = len(shapes(checkpoint.config))
+    total = len(weight_shapes(checkpoint.config))
     with (
         progress_bar("writing tensors", total, show=progress) as on_progress,
         _write_errors(target),
@@ -101,7 +101,7 @@ def export_gguf(
             type=type,
             vocabulary=vocabulary,
             name=name or target.stem,
-            told=on_progress,
+            on_tensor=on_progress,
         )
     return target
 

@@ -28,17 +28,17 @@ from unspool.model.run_folder import runs_folder
 from unspool.model.transformer import Transformer
 from unspool.model.weights import parameter_count
 from unspool.text.tokenizer.tokenizer import Tokenizer
-from unspool.train.data.batches import Batches
-from unspool.train.data.shards import Prepared, prepare
+from unspool.train.data.batches import PackedBatches
+from unspool.train.data.shards import PreparedData, prepare
 from unspool.train.data.tokenizer import TokenizerSettings, make_tokenizer
 from unspool.train.learning.mitigations import MitigatedNextToken
 from unspool.train.learning.objectives import BlockDiffusion, Masked, Objective, next_token
 from unspool.train.learning.optimizers import make_optimizers
 from unspool.train.learning.shape import (
     SMALLEST,
-    Shape,
+    ModelPlan,
     batch_tokens,
-    batch_tokens_of,
+    batch_tokens_for_steps,
     config_like,
     micro_batch_tokens,
     new_config,
@@ -48,11 +48,11 @@ from unspool.train.learning.shape import (
 )
 from unspool.train.running.elastic import job_facts
 from unspool.train.running.events import Event, RunEnded
-from unspool.train.running.held_out import HeldOut
+from unspool.train.running.held_out import HeldOutEvaluation
 from unspool.train.running.loop import Trainer, TrainSettings
 from unspool.train.running.parallel import Parallel
 from unspool.train.running.runs import Run, RunError
-from unspool.train.running.samples import Samples, first_words
+from unspool.train.running.samples import SampleGenerator, first_words
 from unspool.train.settings import NewSettings, settings_of
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def create_run(
     offline: bool = False,
 ) -> Run:
     """Prepare the data, resolve all settings, and create the run folder."""
-    parallel = parallel or Parallel.alone(settings.device)
+    parallel = parallel or Parallel.single_process(settings.device)
     if folder is not None and (folder / "run.json").exists():
         raise RunError(f"{folder}: has a run already; continue it with --resume, or name another")
     job = job_facts(settings)
@@ -134,7 +134,7 @@ def _tokenizer(settings: NewSettings, progress: Progress | None, offline: bool) 
 
 def _prepare(
     settings: NewSettings, tokenizer: Tokenizer, progress: Progress | None, offline: bool
-) -> Prepared:
+) -> PreparedData:
     return prepare(
         settings.data, tokenizer, field=settings.field, limit=settings.limit,
         held_out=settings.held_out, seed=settings.seed, progress=progress, offline=offline,
@@ -184,7 +184,7 @@ def _resolve(
     settings: NewSettings,
     config: ModelConfig,
     tokenizer: Tokenizer,
-    prepared: Prepared,
+    prepared: PreparedData,
     parallel: Parallel,
 ) -> NewSettings:
     """Replace every None by its value for this model, data and machine."""
@@ -200,17 +200,17 @@ def _resolve(
         batch=settings.batch or max(1, micro_batch_tokens(config, _gpu_bytes(parallel)) // length),
     )
     rows = settings.batch or 1
-    tokens = settings.tokens or Shape.around(config).tokens
+    tokens = settings.tokens or ModelPlan.for_config(config).tokens
     if settings.minutes:
         # On a CPU few rows are as fast per token, and the trial is over sooner; not on a GPU.
         trial = settings if cuda else replace(settings, batch=max(1, min(rows, 2048 // length)))
         speed = _measure_speed(trial, config, prepared, parallel)
         tokens = int(speed * settings.minutes * 60 * _TRAINING_SHARE)
-    default = batch_tokens_of(settings.steps) if settings.steps else batch_tokens(tokens)
+    default = batch_tokens_for_steps(settings.steps) if settings.steps else batch_tokens(tokens)
     target = settings.batch_tokens or default
-    rows = max(1, min(rows, target // (length * parallel.world)))
-    accumulate = max(1, round(target / (rows * length * parallel.world)))
-    step_tokens = rows * accumulate * length * parallel.world
+    rows = max(1, min(rows, target // (length * parallel.world_size)))
+    accumulate = max(1, round(target / (rows * length * parallel.world_size)))
+    step_tokens = rows * accumulate * length * parallel.world_size
     steps = settings.steps or max(1, tokens // step_tokens)
     return replace(
         settings,
@@ -233,7 +233,7 @@ def _gpu_bytes(parallel: Parallel) -> int | None:
 
 
 def _measure_speed(
-    settings: NewSettings, config: ModelConfig, prepared: Prepared, parallel: Parallel
+    settings: NewSettings, config: ModelConfig, prepared: PreparedData, parallel: Parallel
 ) -> float:
     """Tokens per second of all processes, from three discarded steps of this one."""
     alone = Parallel(parallel.device)
@@ -246,9 +246,9 @@ def _measure_speed(
     seconds = []
     for _ in range(3):
         step_start = time.monotonic()
-        *_, tokens, _ = trainer.one_step()
+        *_, tokens, _ = trainer.train_step()
         seconds.append(time.monotonic() - step_start)
-    return tokens / min(seconds[1:]) * parallel.world
+    return tokens / min(seconds[1:]) * parallel.world_size
 
 
 # -- the training ---------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def train(
 ) -> RunEnded:
     """Train a run to the end, from its last checkpoint if it has one."""
     settings = settings_of(run)
-    parallel = parallel or Parallel.alone(settings.device)
+    parallel = parallel or Parallel.single_process(settings.device)
     tokenizer = Tokenizer.from_file(run.folder / "tokenizer")
     with parallel.all_succeed():  # each machine prepares the data if it is not in its cache
         prepared = _open_data(run, settings, tokenizer)
@@ -270,12 +270,14 @@ def train(
     objective = _objective(settings, config)
     rates = rates_for(config).times(settings.rate)
     rates = replace(rates, weight_decay=settings.weight_decay)
-    settings, accumulate = _divide_batch(settings, parallel.world)
+    settings, accumulate = _divide_batch(settings, parallel.world_size)
     assert settings.length is not None
     # Evaluated with the plain loss, so that runs can be compared.
     evaluated = next_token if settings.is_mitigated else objective
-    judge = HeldOut(prepared.held_out, tokenizer, evaluated, settings.length, rows=64)
-    sampler = Samples(tokenizer, settings.prompts) if settings.objective == "next_token" else None
+    judge = HeldOutEvaluation(prepared.held_out, tokenizer, evaluated, settings.length, rows=64)
+    sampler = (
+        SampleGenerator(tokenizer, settings.prompts) if settings.objective == "next_token" else None
+    )
     trainer = Trainer(
         parallel.place(_model(settings, config)),
         _batches(settings, prepared, parallel),
@@ -284,7 +286,7 @@ def train(
         _train_settings(settings, accumulate),
         run,
         save_model=lambda weights, folder: save_model(config, weights, tokenizer, folder),
-        judge=judge if judge.batches else None,
+        evaluate=judge if judge.batches else None,
         sampler=sampler,
         parallel=parallel,
     )
@@ -317,11 +319,11 @@ def save_model(
     tokenizer.save(folder)
 
 
-def _open_data(run: Run, settings: NewSettings, tokenizer: Tokenizer) -> Prepared:
+def _open_data(run: Run, settings: NewSettings, tokenizer: Tokenizer) -> PreparedData:
     """The data that the run started with; a resumed run must see the same batches."""
     folder = Path(run.facts["data"]["folder"])
     if (folder / "card.json").exists():
-        return Prepared.open(folder)
+        return PreparedData.open(folder)
     prepared = _prepare(settings, tokenizer, None, False)
     if prepared.folder.name != folder.name:
         raise RunError(
@@ -335,7 +337,7 @@ def _model(settings: NewSettings, config: ModelConfig) -> Transformer:
     if settings.start is None:
         return new_model(config, settings.seed)
     checkpoint = open_checkpoint(find_model(settings.start))
-    checkpoint.config.check_head()
+    checkpoint.config.require_head()
     return load_transformer(checkpoint).requires_grad_(True)
 
 
@@ -350,11 +352,11 @@ def _objective(settings: NewSettings, config: ModelConfig) -> Objective:
     return next_token
 
 
-def _batches(settings: NewSettings, prepared: Prepared, parallel: Parallel) -> Batches:
+def _batches(settings: NewSettings, prepared: PreparedData, parallel: Parallel) -> PackedBatches:
     assert settings.batch is not None and settings.length is not None
-    return Batches(
+    return PackedBatches(
         prepared.train, settings.batch, settings.length, settings.seed, parallel.rank,
-        parallel.world, settings.inside_documents,
+        parallel.world_size, settings.inside_documents,
     )  # fmt: skip
 
 

@@ -20,13 +20,15 @@ from unspool.backends.base import Backend
 from unspool.backends.cpu.backend import CpuBackend
 from unspool.backends.cpu.layout import PACKINGS
 from unspool.backends.cpu.loaded import load_cpu
-from unspool.backends.step import Look
+from unspool.backends.step import ObserveRequest
 from unspool.backends.torch.loaded import TorchModel
 from unspool.model.checkpoint import Checkpoint, load_transformer, open_checkpoint
 from unspool.model.config import LayerShape
-from unspool.model.stored import Stored
+from unspool.model.stored import FileTensor
 
-pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+pytestmark = pytest.mark.skipif(
+    native.missing_reason() is not None, reason=str(native.missing_reason())
+)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 CLOSE = 1e-4
@@ -136,7 +138,7 @@ def test_texts_of_several_segments(windows: tuple[int, ...], experts: bool):
     read(native_side, [(late, 1540)])
     other = library.again(text.tokens)
     read(torch_side, [(other, 1540)])
-    last = Look(attention=np.array([0]))
+    last = ObserveRequest(attention=np.array([0]))
     _, ours_seen = look(native_side, [(late, 1)], last)
     _, theirs_seen = look(torch_side, [(other, 1)], last)
     assert ours_seen is not None and theirs_seen is not None
@@ -198,7 +200,7 @@ def test_quantized_weights_are_not_requantized():
 def test_floats_that_need_no_rounding_are_not_called_quantized():
     """Unpacked from 8 bits and packed again: no value changes, but floats were quantized."""
     packed = RandomCheckpoint(config(ff_width=64), "Q8_0")
-    weights = [(name, Stored.of(stored.float32())) for name, stored in packed.weights()]
+    weights = [(name, FileTensor.of(stored.float32())) for name, stored in packed.weights()]
     packed.weights = lambda: iter(weights)  # type: ignore[method-assign]
     model = load_cpu(packed, store="8").wait()
     assert "rounded to 8 bits" in str(model.quantization_error)

@@ -20,11 +20,13 @@ import unspool
 from unspool import native
 from unspool.backends.cpu.backend import CpuBackend
 from unspool.backends.cpu.loaded import load_cpu
-from unspool.backends.step import Look, StepBatch
+from unspool.backends.step import ObserveRequest, StepBatch
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
 from unspool.sampling import BadLogitsError
 
-pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+pytestmark = pytest.mark.skipif(
+    native.missing_reason() is not None, reason=str(native.missing_reason())
+)
 
 # -- files -----------------------------------------------------------------------------------
 
@@ -291,7 +293,7 @@ def test_invalid_batches(name: str, backend: CpuBackend):
 @pytest.mark.parametrize("kind", ["residuals", "attention", "parts"])
 @pytest.mark.parametrize("token", [-1, 5, 1 << 40])
 def test_observing_tokens_that_do_not_exist(kind: str, token: int, backend: CpuBackend):
-    batch = batch_of([(Library(8, 67).text(5), 5)], Look(**{kind: np.array([token])}))
+    batch = batch_of([(Library(8, 67).text(5), 5)], ObserveRequest(**{kind: np.array([token])}))
     with pytest.raises(UnspoolError, match="observed tokens are not in the batch"):
         backend.launch(batch)
 

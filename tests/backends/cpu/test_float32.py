@@ -16,7 +16,9 @@ import torch
 import unspool
 from unspool import native
 
-pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+pytestmark = pytest.mark.skipif(
+    native.missing_reason() is not None, reason=str(native.missing_reason())
+)
 TOKENS = [int(token) for token in np.random.default_rng(4).integers(3, 259, 90)]
 
 
@@ -24,11 +26,11 @@ def read_logits(folder: Path, **options: Any) -> np.ndarray[Any, Any]:
     """The logits of every token; a fork and a rewind must give the same bits."""
     with unspool.load(folder, backend="native", threads=1, memory=8 << 20, **options) as lm:
         branch = lm.engine.open(TOKENS[:1])
-        logits = np.array(lm.engine.extend(branch, TOKENS[1:], wanted=len(TOKENS)))
+        logits = np.array(lm.engine.extend(branch, TOKENS[1:], num_logits=len(TOKENS)))
         fork = lm.engine.fork(branch)
         lm.engine.extend(fork, [5, 6, 7])
         lm.engine.rewind(fork, 33)
-        again = lm.engine.extend(fork, TOKENS[33:], wanted=len(TOKENS) - 33)
+        again = lm.engine.extend(fork, TOKENS[33:], num_logits=len(TOKENS) - 33)
         assert np.array_equal(np.array(again), logits[33:])
     return logits
 

@@ -25,10 +25,12 @@ from paged_texts import (
 from unspool import native
 from unspool.backends.cpu.backend import CpuBackend
 from unspool.backends.cpu.loaded import CpuModel
-from unspool.backends.step import Floats, Look
+from unspool.backends.step import Floats, ObserveRequest
 from unspool.model.config import LayerShape
 
-pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+pytestmark = pytest.mark.skipif(
+    native.missing_reason() is not None, reason=str(native.missing_reason())
+)
 
 KINDS = [
     ("Q4_1", 16, False),
@@ -138,18 +140,18 @@ def test_alone_and_among_up_to_forty(case: Case):
 def test_while_observed(case: Case):
     text = Library(PAGES, 67, seed=7).again(case.tokens)
     every = np.arange(530)
-    taps = Look(residuals=every[::50], attention=every[::50], parts=every[::90])
+    taps = ObserveRequest(residuals=every[::50], attention=every[::50], parts=every[::90])
     start, inside = look(case.backend, [(text, 530)], taps)
     first = np.array([0])
     steps = [
-        look(case.backend, [(text, 1)], Look(residuals=first, attention=first))[0][0]
+        look(case.backend, [(text, 1)], ObserveRequest(residuals=first, attention=first))[0][0]
         for _ in range(10)
     ]
     assert_same_bits(np.concatenate([*start, *steps]), case.expected)
     assert inside is not None and inside.residuals is not None
     again = Library(PAGES, 67, seed=8).again(case.tokens)
     read(case.backend, [(again, 477)])
-    _, later = look(case.backend, [(again, 30)], Look(residuals=np.array([23])))
+    _, later = look(case.backend, [(again, 30)], ObserveRequest(residuals=np.array([23])))
     assert later is not None and later.residuals is not None
     assert np.array_equal(inside.residuals[:, 10], later.residuals[:, 0]), "the taps see the same"
 

@@ -20,9 +20,11 @@ from unspool.backends.cpu import packing
 from unspool.backends.cpu.layout import PACKINGS, MatrixStruct, PackedFormat
 from unspool.backends.cpu.packing import pack, pack_all, packing_for
 from unspool.errors import ModelFileError, SettingsError
-from unspool.model.stored import Stored
+from unspool.model.stored import FileTensor
 
-pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+pytestmark = pytest.mark.skipif(
+    native.missing_reason() is not None, reason=str(native.missing_reason())
+)
 
 
 def random_halves(rng: np.random.Generator, count: int) -> Any:
@@ -31,13 +33,13 @@ def random_halves(rng: np.random.Generator, count: int) -> Any:
     return bits.astype("<u2")
 
 
-def random_stored(kind: str, rows: int, blocks: int, rng: np.random.Generator) -> Stored:
+def random_stored(kind: str, rows: int, blocks: int, rng: np.random.Generator) -> FileTensor:
     """Random bytes with finite scales."""
     elements, size = SIZES[kind]
     data = rng.integers(0, 256, (rows, blocks, size)).astype(np.uint8)
     halves = random_halves(rng, halves_of(kind) * rows * blocks).view("<f2")
     set_halves(kind, data, halves.reshape(-1, rows, blocks))
-    return Stored(kind, data.reshape(rows, -1), (rows, blocks * elements))
+    return FileTensor(kind, data.reshape(rows, -1), (rows, blocks * elements))
 
 
 def same_bits(a: Any, b: Any) -> bool:
@@ -62,7 +64,7 @@ def test_the_structure_matches_the_header():
 
 def test_floats_lie_column_by_column():
     values = np.arange(3 * 5, dtype=np.float32).reshape(3, 5)
-    packed = pack(Stored.of(values))
+    packed = pack(FileTensor.of(values))
     lanes = packed.memory.view(np.float32).reshape(5, 16)
     assert np.array_equal(lanes[:, :3], values.T)
     assert not lanes[:, 3:].any()
@@ -75,7 +77,7 @@ def test_a_tile_of_q4_1_by_hand():
     data[:, 2:4] = np.float16(-2).tobytes()[0], np.float16(-2).tobytes()[1]
     data[3, 4 + 6] = 0xA7  # row 3: column 6 is 7, column 22 is 10
     data[16, 4 + 15] = 0x10  # row 16, the second block's first: column 31 is 1
-    packed = pack(Stored("Q4_1", data, (17, 32)))
+    packed = pack(FileTensor("Q4_1", data, (17, 32)))
     first, second = packed.memory.reshape(2, 256 + 32 + 32)
     assert first[64 * 1 + 4 * 3 + 2] == 0xA7  # piece 1, byte 4 * row + 2
     assert np.count_nonzero(first[:256]) == 1
@@ -91,7 +93,7 @@ def test_a_tile_of_q8_0_by_hand():
     data = np.zeros((16, 34), np.uint8)
     data[:, 0:2] = np.frombuffer(np.float16(2).tobytes(), np.uint8)
     data[5, 2 + 9] = np.uint8(256 - 3)  # row 5, column 9: -3
-    packed = pack(Stored("Q8_0", data, (16, 32)))
+    packed = pack(FileTensor("Q8_0", data, (16, 32)))
     tile = packed.memory
     assert tile.size == 512 + 32
     assert tile[64 * 2 + 4 * 5 + 1] == 128 - 3  # piece 2, byte 4 * row + 1
@@ -105,7 +107,7 @@ def test_a_super_group_of_q6_k_by_hand():
     data[0, 128] = 0x03  # the upper bits of column 0
     data[0, 192:208] = np.arange(-8, 8).astype(np.int8).view(np.uint8)
     data[0, 208:210] = np.frombuffer(np.float16(0.25).tobytes(), np.uint8)
-    packed = pack(Stored("Q6_K", data, (1, 256)))
+    packed = pack(FileTensor("Q6_K", data, (1, 256)))
     memory = packed.memory
     assert memory.size == 32 + 8 * (512 + 32)
     assert memory[:32].view("<f2").tolist() == [0.25] + [0.0] * 15
@@ -153,9 +155,9 @@ def test_floats_are_kept_to_the_bit(kind: str, shape: tuple[int, int]):
 def test_every_half():
     bits = np.arange(65536, dtype="<u2")
     finite = bits[(bits & 0x7C00) != 0x7C00].reshape(-1, 64)
-    stored = Stored("F16", finite.view("<f2"), finite.shape)
+    stored = FileTensor("F16", finite.view("<f2"), finite.shape)
     assert same_bits(pack(stored).float32(), stored.float32())
-    again = Stored.of(stored.float32())
+    again = FileTensor.of(stored.float32())
     assert np.array_equal(pack(again, store="float16").memory, pack(stored).memory)
 
 
@@ -180,7 +182,7 @@ def test_rounding_to_the_nearest_even(store: str):
             small = values * np.float32(0.5)
             raw = quantize(small, gguf.GGMLQuantizationType.BF16)
             expected = dequantize(raw, gguf.GGMLQuantizationType.BF16)
-        assert same_bits(pack(Stored.of(small), store=store).float32(), expected)
+        assert same_bits(pack(FileTensor.of(small), store=store).float32(), expected)
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
@@ -212,15 +214,15 @@ def test_rows_in_any_order_and_columns_from_a_transposed_tensor():
     stored = random_stored("Q4_K", 40, 1, np.random.default_rng(5))
     order = np.random.default_rng(6).permutation(40)
     assert same_bits(pack(stored.reordered(order)).float32(), stored.float32()[order])
-    every_second = Stored("Q4_K", stored.data[::2], (20, 256))
+    every_second = FileTensor("Q4_K", stored.data[::2], (20, 256))
     assert same_bits(pack(every_second).float32(), stored.float32()[::2])
     values = np.random.default_rng(7).standard_normal((30, 20)).astype(np.float32)
-    assert same_bits(pack(Stored.of(values).transposed()).float32(), values.T.copy())
+    assert same_bits(pack(FileTensor.of(values).transposed()).float32(), values.T.copy())
 
 
 def test_experts_are_matrices():
     parts = [random_stored("Q5_0", 24, 2, np.random.default_rng(seed)) for seed in range(3)]
-    experts = Stored.stacked(parts).slices()
+    experts = FileTensor.stacked(parts).slices()
     packed = pack_all({str(i): expert for i, expert in enumerate(experts)}, threads=2)
     for i, part in enumerate(parts):
         assert same_bits(packed[str(i)].float32(), part.float32())
@@ -232,7 +234,7 @@ def test_pages_of_the_file_are_given_back(tmp_path: Path):
     with (tmp_path / "weights").open("rb") as handle:
         mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
     view = np.frombuffer(mapped, np.float32, values.size, 100).reshape(values.shape)
-    packed = pack(Stored.of(view))
+    packed = pack(FileTensor.of(view))
     assert same_bits(packed.float32(), values)
     assert same_bits(view, values)  # still there: the file is read again
     packing.release_pages(values)  # memory that is no file's is left alone
@@ -291,17 +293,17 @@ def test_a_weight_that_is_nan(kind: str, store: str | None, bad: float):
 def test_a_weight_that_is_too_large(store: str):
     values = np.full((2, 2), 1e30, np.float32)
     with pytest.raises(ModelFileError, match=r"too large for .*; store it as float32"):
-        pack(Stored.of(values), store=store)
+        pack(FileTensor.of(values), store=store)
 
 
 def test_sizes_that_do_not_fit():
     stored = random_stored("Q4_0", 4, 2, np.random.default_rng(12))
     for shape in [(5, 64), (4, 32), (4, 65), (1 << 39, 32), (1 << 50, 32)]:
         with pytest.raises(ModelFileError, match=r"tensor out: its 144 bytes are not a matrix"):
-            pack(Stored("Q4_0", stored.data, shape), name="out")
+            pack(FileTensor("Q4_0", stored.data, shape), name="out")
     for wrong in [(256,), (0, 64), (2, 2, 64)]:
         with pytest.raises(ModelFileError, match="tensor out must be a matrix"):
-            pack(Stored("Q4_0", stored.data, wrong), name="out")
+            pack(FileTensor("Q4_0", stored.data, wrong), name="out")
     with pytest.raises(IndexError):
         pack(stored).float32(0, 5)
 

@@ -10,11 +10,11 @@ import tiny_gguf
 from paged_texts import config
 
 from unspool.backends.cpu import structures
-from unspool.backends.cpu.plan import Plan
+from unspool.backends.cpu.plan import ExecutionPlan
 from unspool.backends.cpu.plan_builder import build_plan
 from unspool.cli.main import _exit_code
 from unspool.errors import ModelFileError
-from unspool.model.weights import shapes
+from unspool.model.weights import weight_shapes
 
 LLAMA = """\
 buffers: x 32 (tokens), qkv 128 (tokens), mixed 64 (tokens), hidden 96 (tokens), \
@@ -34,7 +34,7 @@ norm(x)
   11  linear    logits    = head * norm(last)"""
 
 
-def summarize(plan: Plan) -> list[str]:
+def summarize(plan: ExecutionPlan) -> list[str]:
     """Each operation of a one-layer model in short form."""
     return [
         f"{o.kind} {o.source}>{o.target}{'+' * o.add}"
@@ -112,7 +112,7 @@ def test_every_weight_is_used_and_nothing_else(name: str):
     shape = config(**changes[name])
     plan = build_plan(shape)
     used = {m.split("[")[0] for o in plan.operations for m in o.matrices} | set(plan.vectors)
-    assert used == set(shapes(shape))
+    assert used == set(weight_shapes(shape))
 
 
 def test_limits_of_the_kernels():

@@ -24,7 +24,9 @@ from unspool import native
 from unspool.backends.cpu.loaded import CpuModel, load_cpu
 from unspool.errors import UnspoolError
 
-needs_native = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+needs_native = pytest.mark.skipif(
+    native.missing_reason() is not None, reason=str(native.missing_reason())
+)
 SOURCES = Path(unspool.__file__).parent
 
 
@@ -317,7 +319,7 @@ def test_a_library_of_another_version(monkeypatch: pytest.MonkeyPatch):
 
 @needs_native
 def test_a_library_of_other_sources(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native, "_NEEDED", (*native._NEEDED, "of_tomorrow"))
+    monkeypatch.setattr(native, "_FUNCTIONS", (*native._FUNCTIONS, "of_tomorrow"))
     assert "built from other sources (they lack of_tomorrow)" in reason(native.path(), monkeypatch)
 
 
@@ -326,7 +328,7 @@ def test_all_called_functions_are_checked():
     called = set(
         re.findall(r"(?:library|library\(\)|functions\(\)|found|_library\(\))\.unspool_(\w+)", text)
     )
-    assert called == {*native._NEEDED, "version"}
+    assert called == {*native._FUNCTIONS, "version"}
 
 
 @needs_native

@@ -21,23 +21,25 @@ from paged_texts import random_blocks
 
 from unspool import native
 from unspool.backends.cpu.layout import PACKINGS
-from unspool.backends.cpu.packing import Packed, pack
-from unspool.backends.cpu.structures import address, functions
+from unspool.backends.cpu.packing import PackedMatrix, pack
+from unspool.backends.cpu.structures import address_of, native_functions
 from unspool.model.float8 import FLOAT8
 
 KINDS = [kind for kind in PACKINGS if kind != FLOAT8]  # FP8 is bfloat16 once it is packed
 
-pytestmark = pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
+pytestmark = pytest.mark.skipif(
+    native.missing_reason() is not None, reason=str(native.missing_reason())
+)
 
 ROUNDING = 3e-6  # of the sum of all sizes: some hundred additions of 24 bits
 ALL_SETS = ("plain", "neon", "avx2", "avx512", "amx")
 
 
-def multiply(packed: Packed, rows: Any, threads: int = 1) -> Any:
+def multiply(packed: PackedMatrix, rows: Any, threads: int = 1) -> Any:
     rows = np.ascontiguousarray(rows, np.float32)
     out = np.full((len(rows), packed.shape[0]), np.nan, np.float32)
-    status = functions().unspool_multiply(
-        ctypes.byref(packed.matrix), address(rows), len(rows), address(out), threads, 1
+    status = native_functions().unspool_multiply(
+        ctypes.byref(packed.matrix), address_of(rows), len(rows), address_of(out), threads, 1
     )
     assert status == 0
     return out
@@ -57,7 +59,7 @@ def rounded(rows: Any) -> Any:
     return (numbers.astype(np.float64) * scale).reshape(count, -1)[:, :width]
 
 
-def check(packed: Packed, rows: Any, result: Any, quantized: bool) -> None:
+def check(packed: PackedMatrix, rows: Any, result: Any, quantized: bool) -> None:
     weights = packed.float32().astype(np.float64)
     acts = rounded(rows) if quantized else rows.astype(np.float64)
     size = np.abs(acts) @ np.abs(weights).T + 1e-30
@@ -177,8 +179,8 @@ def test_every_instruction_set_gives_the_same(isa: str, tmp_path: Path):
 
 
 if __name__ == "__main__":
-    if native.missing():
-        print(native.missing())
+    if native.missing_reason():
+        print(native.missing_reason())
     else:
         print(native.instruction_set())
         np.savez(sys.argv[1], **every_product())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unspool.backends.cuda import attention
-from unspool.backends.cuda.attention import PAGE_SIZE, AttentionLayer, Lines, Scratch
+from unspool.backends.cuda.attention import PAGE_SIZE, AttentionLayer, AttentionScratch, DecodeRows
 
 if TYPE_CHECKING:
     import pytest
@@ -60,7 +60,7 @@ class Texts:
     table: Tensor
     qkv: Tensor
     starts: np.ndarray
-    lines: Lines
+    lines: DecodeRows
 
     def copy(self) -> Texts:
         return Texts(
@@ -74,8 +74,8 @@ class Texts:
         return torch.full_like(self.qkv[:, : layer.heads * layer.head_width], math.nan)
 
     @property
-    def scratch(self) -> Scratch:
-        return Scratch.for_lines(len(self.lines), self.layer, self.qkv.device)
+    def scratch(self) -> AttentionScratch:
+        return AttentionScratch.for_rows(len(self.lines), self.layer, self.qkv.device)
 
 
 def some_texts(
@@ -111,7 +111,7 @@ def some_texts(
         tensor = getattr(layer, name)
         if tensor is not None and str(tensor.device) != device:
             object.__setattr__(layer, name, tensor.to(device))
-    lines = Lines(
+    lines = DecodeRows(
         on(table[np.argsort(rows)]),
         on(np.repeat(rows, counts)),
         on(positions),

@@ -31,17 +31,17 @@ from adapter_support import random_adapter
 from heads_support import save_own
 from unspool.backends.cuda.adapters import CudaAdapters
 from unspool.backends.cuda.attention import (
-    attend,
     chunk_tiles,
-    prefill,
+    decode_attention,
+    prefill_attention,
     prefill_rows,
     store_keys,
 )
 from unspool.backends.cuda.experts import ExpertScratch, run_experts
 from unspool.backends.cuda.packed import PackedMatrix
 from unspool.backends.cuda.packing import PACKINGS, repack
-from unspool.backends.cuda.products import Around, NormWeights
-from unspool.backends.cuda.weights import fused
+from unspool.backends.cuda.products import Epilogue, NormWeights
+from unspool.backends.cuda.weights import fuse_weights
 from unspool.decoding.heads.drafter import load_head
 from unspool.model.checkpoint import load_transformer
 
@@ -84,14 +84,16 @@ def attention(dtype: torch.dtype, lines: int, **options: Any) -> None:
     shared_args = (texts.keys, texts.values, layer, texts.lines)
     store_keys(texts.qkv, *shared_args, pdl=True)
     for new in (True, False):
-        attend(texts.qkv, texts.out, *shared_args, texts.scratch, new=new, pdl=True)
-    attend(texts.qkv, texts.out, *shared_args, texts.scratch, new=True, pieces=4, pdl=True)
+        decode_attention(texts.qkv, texts.out, *shared_args, texts.scratch, new=new, pdl=True)
+    decode_attention(
+        texts.qkv, texts.out, *shared_args, texts.scratch, new=True, pieces=4, pdl=True
+    )
     for exact in (False, True):
         tiles = chunk_tiles(
             np.array([0, lines]), np.array([0]), np.full(lines, 40), layer,
             prefill_rows(dtype, exact),
         )  # fmt: skip
-        prefill(texts.qkv, texts.out, *shared_args, torch.from_numpy(tiles), exact=exact)
+        prefill_attention(texts.qkv, texts.out, *shared_args, torch.from_numpy(tiles), exact=exact)
 
 
 def routed(dtype: torch.dtype, tokens: int) -> None:
@@ -106,15 +108,15 @@ def packed(kind: str, dtype: torch.dtype) -> None:
     parts = repack(kind, torch.from_numpy(random_blocks(kind, 64, 1024)))
     matrix = PackedMatrix(PACKINGS[kind], parts, 64, 1024, dtype)
     x, out = torch.zeros(1024, dtype=dtype), torch.zeros(64, dtype=dtype)
-    by = Around(1e-5, NormWeights(torch.ones(1024)), "silu", gated=True, pdl=True)
-    matrix.times_each(x, out[:32], by)
-    matrix.times_each(x, out, Around(1e-5, residual=out, pdl=True))
+    by = Epilogue(1e-5, NormWeights(torch.ones(1024)), "silu", gated=True, pdl=True)
+    matrix.gemv(x, out[:32], by)
+    matrix.gemv(x, out, Epilogue(1e-5, residual=out, pdl=True))
     matrix.gemm(x[None], out[None])
 
 
 def adapted(dtype: torch.dtype, rank: int) -> None:
     config = shape(layers=1, width=128, head_width=32)
-    weights = fused(load_transformer(RandomCheckpoint(config)).to(dtype))
+    weights = fuse_weights(load_transformer(RandomCheckpoint(config)).to(dtype))
     adapters = CudaAdapters(weights, rows=4)
     adapters.set(1, random_adapter(config, rank, seed=0))
     adapt = adapters.for_rows(torch.ones(4, dtype=torch.int32), pdl=True)

@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unspool.backends.cuda import attention
-from unspool.backends.cuda.attention import attend, pieces_for, store_keys
+from unspool.backends.cuda.attention import decode_attention, num_pieces, store_keys
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def run(texts: Texts, new: bool, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     texts, out, scratch = texts.copy(), texts.out, texts.scratch
-    options.setdefault("pieces", pieces_for(texts.layer, int(texts.lines.ends.max())))
+    options.setdefault("pieces", num_pieces(texts.layer, int(texts.lines.ends.max())))
     if not new:
         store_keys(texts.qkv, texts.keys, texts.values, texts.layer, texts.lines, pdl=False)
-    attend(
+    decode_attention(
         texts.qkv, out, texts.keys, texts.values, texts.layer, texts.lines, scratch,
         new=new, pdl=False, **options,
     )  # fmt: skip
@@ -114,10 +114,10 @@ def test_the_same_bits_alone_and_together_fresh_or_stored(
         alone = texts.copy()
         alone.qkv = alone.qkv[n : n + 1]
         lines = texts.lines
-        alone.lines = attention.Lines(
+        alone.lines = attention.DecodeRows(
             lines.table, lines.lines[n : n + 1], lines.positions[n : n + 1], lines.ends[n : n + 1]
         )
-        few = pieces_for(texts.layer, length)
+        few = num_pieces(texts.layer, length)
         assert torch.equal(run(alone, True, pieces=few)[0][0], out[n])
     monkeypatch.setattr(attention, "MANY_PROGRAMS", 0)
     assert torch.equal(run(texts, True)[0], out)
@@ -133,4 +133,4 @@ def test_room_for_the_pieces_of_every_length():
                 size *= 2
             size *= attention.TILE
             pieces = (length - 1) // size + 1 - first // size
-            assert pieces <= pieces_for(layer, length) <= attention.MOST_PIECES
+            assert pieces <= num_pieces(layer, length) <= attention.MOST_PIECES

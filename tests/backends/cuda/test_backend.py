@@ -29,8 +29,8 @@ from cuda_support import (
 from paged_texts import Library, RandomCheckpoint, batch_of, config, look
 from parity import ODD_SHAPES, check_seen, difference
 
-from unspool.backends.cuda.weights import fused
-from unspool.backends.step import Look
+from unspool.backends.cuda.weights import fuse_weights
+from unspool.backends.step import ObserveRequest
 from unspool.model.checkpoint import load_transformer
 from unspool.model.positions import Rotary
 from unspool.sampling import SamplingSettings
@@ -80,7 +80,7 @@ def test_however_the_tokens_arrive(name: str):
 @pytest.mark.parametrize("name", [n for n in tiny.FAMILIES if not n.startswith("gpt-oss")])
 def test_weights_lie_as_the_kernels_read_them(name: str, tmp_path: Path):
     """Row behind row, in every family: of some files a matrix is only seen turned."""
-    weights = fused(load_transformer(family(name, tmp_path)))
+    weights = fuse_weights(load_transformer(family(name, tmp_path)))
     for layer in weights.layers:
         matrices = [layer.qkv, layer.out, layer.gate_up, layer.down]
         assert all(matrix.weight.is_contiguous() for matrix in matrices if matrix is not None)
@@ -124,7 +124,7 @@ def test_looks_beside_a_text_that_is_written():
         running, library = backend(make(RandomCheckpoint(SMALL))), Library(PAGES, SMALL.vocab_size)
         a, b = library.text(20), library.text(21)
         look(running, [(a, 19)], None)
-        taps = Look(
+        taps = ObserveRequest(
             residuals=np.array([0, 3, 21]), attention=np.array([5, 21]), parts=np.array([4])
         )
         results.append(look(running, [(b, 21), (a, 1)], taps))
@@ -145,7 +145,9 @@ def test_what_a_drafting_head_reads_is_part_of_a_captured_step():
             ([(a, 1), (b, 1)], [1], (1,)),
             ([(a, 1)], [0], (0, 1)),
         ):
-            inside = look(running, parts, Look(residuals=np.array(rows), layers=layers))[1]
+            inside = look(running, parts, ObserveRequest(residuals=np.array(rows), layers=layers))[
+                1
+            ]
             assert inside is not None
             there: Any = inside.residuals
             assert isinstance(there, np.ndarray) == (make is torch_model), "it stays on the device"

@@ -19,7 +19,7 @@ from unspool.decoding.controller import FixedShape
 from unspool.decoding.heads import captured
 from unspool.decoding.heads.drafter import HeadDrafter, load_head
 from unspool.decoding.heads.files import read_head
-from unspool.decoding.heads.growing import Shape, build_draft
+from unspool.decoding.heads.growing import DraftShape, build_draft
 from unspool.decoding.heads.own import UnspoolHead
 
 pytest.importorskip("triton")
@@ -67,8 +67,8 @@ def read(head: Any, text: list[int]) -> Any:
 
 def guesses(context: Any, tokens: list[int], ids: Any, most: int = 1) -> list[list[int]]:
     """A chain, and a tree."""
-    tree: Any = build_draft(context, tokens, ids, Shape(9, width=3, depth=3), 0.7)
-    return [build_draft(context, tokens, ids, Shape(most), 0.7), [*tree.tokens, *tree.parents]]  # type: ignore[list-item]
+    tree: Any = build_draft(context, tokens, ids, DraftShape(9, width=3, depth=3), 0.7)
+    return [build_draft(context, tokens, ids, DraftShape(most), 0.7), [*tree.tokens, *tree.parents]]  # type: ignore[list-item]
 
 
 def test_what_it_guesses(lm: Any, head_folder: Path):
@@ -131,7 +131,7 @@ def test_the_text_is_the_same(lm: Any, head_folder: Path, tmp_path: Path, kind: 
     expected = [lm.generate(prompt, **options).tokens for prompt in prompts]
     drafted = lm.generate(
         prompts, progress=False, **options,
-        speculate=lambda request: HeadDrafter(head, request, FixedShape(Shape(2))),
+        speculate=lambda request: HeadDrafter(head, request, FixedShape(DraftShape(2))),
     )  # fmt: skip
     assert [text.tokens for text in drafted] == expected
     assert any(step.draft for text in drafted for step in text.steps)
@@ -144,7 +144,7 @@ def test_what_is_read_is_what_a_look_sees(lm: Any, head_folder: Path, device: st
     vectors_seen: list[tuple[int, Any]] = []
 
     def make(request: Any) -> HeadDrafter:
-        drafters.append(HeadDrafter(head, request, FixedShape(Shape(2))))
+        drafters.append(HeadDrafter(head, request, FixedShape(DraftShape(2))))
         see = drafters[0].see
         drafters[0].see = lambda first, vectors: (
             vectors_seen.append((first, vectors)),

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from unspool.backends.cuda.products import Around, NormWeights  # noqa: E402
+from unspool.backends.cuda.products import Epilogue, NormWeights  # noqa: E402
 from unspool.backends.cuda.weights import PlainMatrix  # noqa: E402
 from unspool.model.layers.parts import activate  # noqa: E402
 
@@ -37,7 +37,7 @@ def test_a_product_with_all_around_it(kind, activation, gated):
     if kind != "none":
         norm = NormWeights(torch.rand(columns), torch.randn(columns) if kind == "layer" else None)
     x, residual, out = torch.randn(columns), torch.randn(rows), torch.full((rows,), torch.nan)
-    matrix.times_each(x, out, Around(eps, norm, activation, gated, residual))
+    matrix.gemv(x, out, Epilogue(eps, norm, activation, gated, residual))
     y = matrix.weight @ normed(x, norm, eps) + matrix.bias
     bent = y if activation == "none" else activate(activation, y)
     expected = activate(activation, y[:rows]) * y[rows:] if gated and activation != "none" else bent
@@ -52,7 +52,7 @@ def test_one_vector_and_many_agree(dtype):
     matrix = PlainMatrix(torch.randn(300, 130).to(dtype))
     x = torch.randn(3, 130).to(dtype)
     single, many = torch.empty(300, dtype=dtype), torch.empty(3, 300, dtype=dtype)
-    matrix.times_each(x[1], single, Around(1e-6))
+    matrix.gemv(x[1], single, Epilogue(1e-6))
     matrix.gemm(x, many)
     bound = 1e-5 if dtype == torch.float32 else 0.02
     assert torch.allclose(single.float(), many[1].float(), rtol=bound, atol=bound)

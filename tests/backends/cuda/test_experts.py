@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from unspool.backends.cuda import experts as module
 from unspool.backends.cuda.experts import ExpertScratch, run_experts
-from unspool.backends.cuda.weights import ExpertWeights, Weights, fused
+from unspool.backends.cuda.weights import ExpertWeights, Weights, fuse_weights
 from unspool.model.config import ModelConfig
 from unspool.model.layers.feed import Experts
 from unspool.model.transformer import Transformer
@@ -28,7 +28,7 @@ def make_experts(
     )  # fmt: skip
     torch.manual_seed(count)
     model = Transformer(config).to(DEVICE, dtype).requires_grad_(False)
-    weights, feed = fused(model), model.layers[0].feed
+    weights, feed = fuse_weights(model), model.layers[0].feed
     expert_weights = weights.layers[0].experts
     assert expert_weights is not None and isinstance(feed, Experts)
     return feed, expert_weights, weights

@@ -17,7 +17,7 @@ from packed_support import numbers, random_blocks  # noqa: E402
 
 from unspool.backends.cuda.load import load_weights  # noqa: E402
 from unspool.backends.cuda.packed import PackedMatrix, StackedMatrix  # noqa: E402
-from unspool.backends.cuda.weights import PlainMatrix, Weights, fused  # noqa: E402
+from unspool.backends.cuda.weights import PlainMatrix, Weights, fuse_weights  # noqa: E402
 from unspool.errors import ModelFileError, UnspoolError  # noqa: E402
 from unspool.model.checkpoint import load_transformer, open_checkpoint  # noqa: E402
 
@@ -54,7 +54,7 @@ def test_the_same_tensors_as_of_a_plain_transformer(family, tmp_path, monkeypatc
     monkeypatch.setattr("unspool.backends.cuda.load._CHUNK_BYTES", 1000)  # several pieces a matrix
     tiny.save(family, tmp_path)
     actual = tensors_of(loaded(tmp_path))
-    expected = tensors_of(fused(load_transformer(open_checkpoint(tmp_path))))
+    expected = tensors_of(fuse_weights(load_transformer(open_checkpoint(tmp_path))))
     assert actual.keys() == expected.keys()
     for name, tensor in actual.items():
         assert torch.equal(tensor, expected[name]), name
@@ -255,9 +255,9 @@ def test_float8_without_scales_is_refused(tmp_path):
 def test_float8_on_the_cpu(tmp_path):
     """The native backend reads the same checkpoint, in 16 bits."""
     from unspool.backends.cpu.loaded import load_cpu
-    from unspool.native import missing
+    from unspool.native import missing_reason
 
-    if missing():
+    if missing_reason():
         pytest.skip("no native library")
     plain = float8_checkpoint(tmp_path, "block")
     model = load_cpu(open_checkpoint(tmp_path))

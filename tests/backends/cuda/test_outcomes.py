@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from unspool.backends.cuda.outcomes import StepOutputs  # noqa: E402
-from unspool.engine.picking import joined  # noqa: E402
+from unspool.engine.picking import concat_logits  # noqa: E402
 
 LINES, PROMPTS, VOCABULARY = 8, 20, 5
 
@@ -101,6 +101,6 @@ def test_logits_are_read_after_the_next_step_was_launched():
 
 def test_logits_of_different_places_are_joined_on_the_host():
     """Few rows are brought there with their step, many stay on the device."""
-    joined_logits = joined([np.zeros((1, 4), np.float32), torch.ones(2, 4)])
+    joined_logits = concat_logits([np.zeros((1, 4), np.float32), torch.ones(2, 4)])
     assert isinstance(joined_logits, np.ndarray) and joined_logits.sum(1).tolist() == [0, 4, 4]
-    assert torch.is_tensor(joined([torch.ones(1, 4), torch.ones(2, 4)]))
+    assert torch.is_tensor(concat_logits([torch.ones(1, 4), torch.ones(2, 4)]))

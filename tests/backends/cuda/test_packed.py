@@ -18,7 +18,7 @@ from unspool.backends.cuda.packing import (  # noqa: E402
     quantize,
     repack,
 )
-from unspool.backends.cuda.products import Around, NormWeights  # noqa: E402
+from unspool.backends.cuda.products import Epilogue, NormWeights  # noqa: E402
 from unspool.model.float8 import float8_to_float32  # noqa: E402
 
 ROWS, COLUMNS = 37, 256
@@ -63,7 +63,7 @@ def test_one_vector(kind):
     matrix, plain = packed(kind, FEW_ROWS)
     x, out = torch.randn(COLUMNS), torch.full((FEW_ROWS,), torch.nan)
     norm = NormWeights(torch.rand(COLUMNS))
-    matrix.times_each(x, out, Around(1e-5, norm))
+    matrix.gemv(x, out, Epilogue(1e-5, norm))
     assert near(out, plain @ torch.nn.functional.rms_norm(x, (COLUMNS,), norm.gain, 1e-5))
 
 
@@ -75,7 +75,7 @@ def test_one_vector_of_16_bits(kind):
     x, out = torch.randn(COLUMNS).half(), torch.full((FEW_ROWS,), torch.nan)
     x[32:64] = 0
     x[64:96] *= 1000
-    matrix.times_each(x, out, Around(1e-5))
+    matrix.gemv(x, out, Epilogue(1e-5))
     assert near(out, plain @ x.float(), 2e-4)
 
 
@@ -84,7 +84,7 @@ def test_what_is_no_number_stays_none(broken):
     matrix, _ = packed("Q4_0")
     x, out = torch.randn(COLUMNS).half(), torch.zeros(ROWS)
     x[100] = broken
-    matrix.times_each(x, out, Around(1e-5))
+    matrix.gemv(x, out, Epilogue(1e-5))
     assert not out.isfinite().any()
 
 
@@ -98,7 +98,7 @@ def test_one_vector_with_all_around_it(kind, gated):
     num_out = rows // (1 + gated)
     norm = NormWeights(torch.rand(columns), torch.randn(columns))
     x, residual, out = torch.randn(columns), torch.randn(num_out), torch.full((num_out,), torch.nan)
-    matrix.times_each(x, out, Around(1e-5, norm, "silu", gated, residual))
+    matrix.gemv(x, out, Epilogue(1e-5, norm, "silu", gated, residual))
     normed = torch.nn.functional.layer_norm(x, (columns,), norm.gain, norm.bias, 1e-5)
     y = plain @ normed + bias
     bent = torch.nn.functional.silu(y[:num_out])
@@ -154,7 +154,7 @@ def test_matrices_of_different_types_one_above_the_other():
     assert (matrix.rows, matrix.columns) == plain.shape
     x, residual = torch.randn(70, COLUMNS), torch.randn(len(plain))
     single, few, many = (torch.full((n, len(plain)), torch.nan) for n in (1, 2, 70))
-    matrix.times_each(x[0], single[0], Around(1e-5, residual=residual))
+    matrix.gemv(x[0], single[0], Epilogue(1e-5, residual=residual))
     matrix.gemm(x[:2], few)
     matrix.gemm(x, many)
     assert near(single[0], plain @ x[0] + residual)

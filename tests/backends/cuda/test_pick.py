@@ -16,10 +16,10 @@ pytest.importorskip("triton")
 from unspool.backends.cuda.pick import DevicePicker  # noqa: E402
 from unspool.sampling import Chain, RowInput, SamplingSettings  # noqa: E402
 from unspool.sampling.chain import Pick  # noqa: E402
-from unspool.sampling.picker import PickRows, is_ordinary  # noqa: E402
+from unspool.sampling.picker import SamplingRows, can_sample_on_device  # noqa: E402
 
 
-def filled(rows: PickRows, vocabulary: int) -> DevicePicker:
+def filled(rows: SamplingRows, vocabulary: int) -> DevicePicker:
     count = len(rows.ints)
     picker = DevicePicker(count, vocabulary, "cpu", history=max(1, len(rows.history)))
     picker.floats.copy_(torch.from_numpy(rows.floats))
@@ -60,7 +60,7 @@ def test_the_same_token_as_the_chain(
     """Any settings, any batch, rows with equal logits and with forbidden tokens among them."""
     chance = np.random.default_rng(seed)
     settings_list = [SamplingSettings(**choice) for choice in options]
-    assert all(map(is_ordinary, settings_list))
+    assert all(map(can_sample_on_device, settings_list))
     rounded = random_logits(chance, len(settings_list), width, spread)
     tensor = torch.from_numpy(rounded).to(getattr(torch, kind))
     logits = tensor.float().numpy()
@@ -109,7 +109,7 @@ def test_a_row_alone_is_as_among_others():
     together = filled(rows, 3_000)
     together.launch(tensor)
     for n in range(4):
-        choice = PickRows(rows.floats[n : n + 1], rows.ints[n : n + 1], rows.history)
+        choice = SamplingRows(rows.floats[n : n + 1], rows.ints[n : n + 1], rows.history)
         alone = filled(choice, 3_000)
         alone.launch(tensor[n : n + 1], penalties=False, sampled=n < 3)
         assert alone.picks[0] == together.picks[n]

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unspool.backends.cuda.attention import (
-    attend,
     chunk_tiles,
-    pieces_for,
-    prefill,
+    decode_attention,
+    num_pieces,
+    prefill_attention,
     prefill_rows,
     store_keys,
 )
@@ -38,7 +38,7 @@ def run(texts: Texts, exact: bool = False) -> torch.Tensor:
         texts.starts, slots, lines.ends.cpu().numpy().astype(np.int64), texts.layer,
         prefill_rows(texts.qkv.dtype, exact),
     )  # fmt: skip
-    prefill(
+    prefill_attention(
         texts.qkv, out, texts.keys, texts.values, texts.layer, lines,
         torch.from_numpy(tiles).to(DEVICE), exact=exact,
     )  # fmt: skip
@@ -111,9 +111,9 @@ def test_the_bits_of_decoding(chunks: list[tuple[int, int]], group: int, seed: i
         texts = some_texts(layer, lengths, counts, device=DEVICE, seed=seed, dtype=torch.float16)
         texts = stored(texts)
         out, scratch = texts.out, texts.scratch
-        attend(
+        decode_attention(
             texts.qkv, out, texts.keys, texts.values, layer, texts.lines, scratch,
-            new=False, pdl=False, pieces=pieces_for(layer, max(lengths)),
+            new=False, pdl=False, pieces=num_pieces(layer, max(lengths)),
         )  # fmt: skip
         assert torch.equal(run(texts, exact=True), out)
 

@@ -17,14 +17,16 @@ from unspool.backends.torch.loaded import TorchModel
 from unspool.errors import SettingsError
 from unspool.model.checkpoint import load_transformer
 from unspool.model.config_hf import config_from_hf
-from unspool.model.layer_places import Places, places_of
+from unspool.model.layer_places import DeviceMap, build_device_map
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "model"))
 from catalogue_shapes import SHAPES
 
 
-def places(name: str, count: int, **options: Any) -> Places:
-    return places_of(config_from_hf(SHAPES[name]), [f"cuda:{n}" for n in range(count)], **options)
+def places(name: str, count: int, **options: Any) -> DeviceMap:
+    return build_device_map(
+        config_from_hf(SHAPES[name]), [f"cuda:{n}" for n in range(count)], **options
+    )
 
 
 def test_layers_are_in_order_and_divided_evenly():
@@ -68,7 +70,7 @@ def test_texts_are_the_same_as_on_one(name: str, tmp_path: Path, monkeypatch: py
     single = TorchModel(load_transformer(checkpoint))
     expected = read_by_engine(single)
     two = TorchModel(
-        load_transformer(checkpoint, device=places_of(checkpoint.config, ["cpu", "cpu"]))
+        load_transformer(checkpoint, device=build_device_map(checkpoint.config, ["cpu", "cpu"]))
     )
     devices = [torch.device("cpu", min(n, 1)) for n in range(checkpoint.config.layers)]
     monkeypatch.setattr(paged, "layer_devices", lambda model: devices)

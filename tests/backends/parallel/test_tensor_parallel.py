@@ -55,8 +55,8 @@ def test_a_family(name: str, ranks: Ranks, tmp_path: Path):
     assert split.fingerprint() == single.fingerprint(), "independent of the number of ranks"
     alone, together = language_model(single, memory=4 << 20), language_model(split, memory=4 << 20)
     with alone.opened(PROMPT) as a, together.opened(PROMPT) as b:
-        expected = alone.engine.extend(a, wanted=len(PROMPT))
-        result = together.engine.extend(b, wanted=len(PROMPT))
+        expected = alone.engine.extend(a, num_logits=len(PROMPT))
+        result = together.engine.extend(b, num_logits=len(PROMPT))
     assert np.abs(expected).max() > 1, "the logits must not be trivial"
     assert np.abs(result - expected).max() < FAMILIES[name]
     texts = [lm.generate(PROMPT, temperature=0, max_tokens=12).tokens for lm in (alone, together)]

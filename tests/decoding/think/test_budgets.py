@@ -11,7 +11,7 @@ from null_model import NullModel
 
 from decoding.support import PROMPT, pages_left
 from decoding.think.support import WARM, metered
-from unspool.decoding.think.budget import Budget, Spent
+from unspool.decoding.think.budget import Spent, TokenBudget
 from unspool.decoding.think.judge import Verdict
 from unspool.decoding.think.think import think
 from unspool.engine.engine import Engine
@@ -128,7 +128,7 @@ def test_what_a_device_begins_ahead_is_counted_too(tiny_lm, policy):
 
 
 def test_arithmetic():
-    budget = Budget(10)
+    budget = TokenBudget(10)
     budget.reserve("prompt", 4)
     budget.credit_cached(3)  # of the four, three were known: not spent, and no room for others
     assert (budget.spent, budget.remaining) == (Spent(prompt=1), 6)
@@ -138,4 +138,4 @@ def test_arithmetic():
     budget.refund("written", 2)
     budget.reserve("judged", 2)
     assert budget.spent.to_dict() == {"prompt": 1, "written": 4, "judged": 2, "total": 7}
-    assert Budget().remaining > 1 << 60
+    assert TokenBudget().remaining > 1 << 60

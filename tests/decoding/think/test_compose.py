@@ -9,7 +9,7 @@ import pytest
 
 from decoding.support import pages_left
 from decoding.think.support import forget, metered
-from unspool.decoding.think.budget import Budget
+from unspool.decoding.think.budget import TokenBudget
 from unspool.decoding.think.policies.compose import _title
 from unspool.decoding.think.revising import WORD_COST, doubtful_words, revise
 from unspool.decoding.think.search import Search, run_moves
@@ -75,7 +75,7 @@ def test_a_doubtful_word_is_replaced_where_another_fits_better(worded_lm):
     lm = worded_lm
     ids = lm.tokenizer.encode(" and the pages of the node are the tree. The page of the node is.")
     start = lm.draft(PROMPT, max_tokens=64, temperature=0)
-    with metered(lm) as meter, Search(lm, start, None, Budget()) as search:
+    with metered(lm) as meter, Search(lm, start, None, TokenBudget()) as search:
         (node,) = run_moves(search.append([(search.root, ids)]))
         looked_at = sorted(doubtful_words(node.generation.steps)[:4], reverse=True)
         created = run_moves(revise(search, node, 4))

@@ -8,8 +8,14 @@ import pytest
 
 from decoding.support import PROMPT, pages_left
 from decoding.think.support import WARM, forget, held_pages, metered
-from unspool.decoding.think.budget import Budget
-from unspool.decoding.think.events import Grown, Judged, Pruned, Spending, Won
+from unspool.decoding.think.budget import TokenBudget
+from unspool.decoding.think.events import (
+    BudgetUsed,
+    NodeAdded,
+    NodePruned,
+    NodeScored,
+    SearchFinished,
+)
 from unspool.decoding.think.judge import LogprobVerifier
 from unspool.decoding.think.search import Search, run_moves
 from unspool.decoding.think.think import POLICIES, stream_think, think
@@ -67,7 +73,7 @@ def test_losers_give_their_pages_back_at_once(tiny_lm):
     forget(tiny_lm)
     assert held_pages(tiny_lm) == 0
     start = tiny_lm.draft(PROMPT, max_tokens=60, end=False, **WARM)
-    with Search(tiny_lm, start, None, Budget()) as search:
+    with Search(tiny_lm, start, None, TokenBudget()) as search:
         texts = run_moves(search.sample([search.root], 4, 40))
         full = held_pages(tiny_lm)
         run_moves(search.prune(texts[:2]))
@@ -80,7 +86,7 @@ def test_losers_give_their_pages_back_at_once(tiny_lm):
 
 def test_a_parent_is_let_go_with_its_last_child(tiny_lm):
     start = tiny_lm.draft(PROMPT, max_tokens=60, end=False, **WARM)
-    with Search(tiny_lm, start, None, Budget()) as search:
+    with Search(tiny_lm, start, None, TokenBudget()) as search:
         before = run_moves(search.sample([search.root], 1, 20))
         children = run_moves(search.sample(before, 2, 20))
         run_moves(search.prune(children[:1]))
@@ -143,7 +149,7 @@ def test_events_tell_the_whole_tree(tiny_lm):
     events = list(stream)
     result = stream.result
     nodes = {node.number: node for node in result.tree.root.walk()}
-    grown = [event for event in events if isinstance(event, Grown)]
+    grown = [event for event in events if isinstance(event, NodeAdded)]
     assert [event.node for event in grown] == list(range(1, len(nodes)))
     for event in grown:
         node = nodes[event.node]
@@ -151,15 +157,15 @@ def test_events_tell_the_whole_tree(tiny_lm):
         assert list(event.tokens) == [step.token for step in node.steps]
         assert event.logprob == pytest.approx(sum(step.logprob for step in node.steps))
         assert event.finished == (len(node.generation.tokens) == 9)
-    scores = {event.node: event.score for event in events if isinstance(event, Judged)}
+    scores = {event.node: event.score for event in events if isinstance(event, NodeScored)}
     assert scores == {n: node.score for n, node in nodes.items() if node.score is not None}
-    pruned = [event.node for event in events if isinstance(event, Pruned)]
+    pruned = [event.node for event in events if isinstance(event, NodePruned)]
     assert set(pruned) == {n for n, node in nodes.items() if node.pruned}
     assert len(pruned) == len(set(pruned))
     won = events[-1]
-    assert isinstance(won, Won) and nodes[won.node] is result.tree.leaf
+    assert isinstance(won, SearchFinished) and nodes[won.node] is result.tree.leaf
     assert not any(node.pruned for node in result.tree.best_path)
-    reported = [event for event in events if isinstance(event, Spending)][-1]
+    reported = [event for event in events if isinstance(event, BudgetUsed)][-1]
     assert (reported.prompt, reported.written, reported.judged, reported.limit) == (
         result.spent.prompt, result.spent.written, 0, 400,
     )  # fmt: skip
@@ -171,7 +177,7 @@ def test_events_tell_the_whole_tree(tiny_lm):
 def test_what_is_put_is_judged_and_counted(tiny_lm):
     forget(tiny_lm)
     start = tiny_lm.draft(PROMPT, max_tokens=20, **WARM)
-    with metered(tiny_lm) as meter, Search(tiny_lm, start, None, Budget(60)) as search:
+    with metered(tiny_lm) as meter, Search(tiny_lm, start, None, TokenBudget(60)) as search:
         item, two = run_moves(search.append([(search.root, [9, 8, 7]), (search.root, [9, 8, 6])]))
         assert meter.tokens == search.budget.spent.total == len(PROMPT) - 1 + 6
         (three,) = run_moves(search.sample([two], 1, 2))

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool.backends.cpu.packing import LANES
-from unspool.backends.cpu.structures import LOW_RANK, AdaptersStruct, address
+from unspool.backends.cpu.structures import LOW_RANK, AdaptersStruct, address_of
 from unspool.backends.step import Floats, Ints, StepBatch
 from unspool.errors import UnspoolError
 
 if TYPE_CHECKING:
-    from unspool.backends.cpu.plan import Plan
+    from unspool.backends.cpu.plan import ExecutionPlan
     from unspool.model.adapters import Adapter
 
 
@@ -35,8 +35,8 @@ class RowAdapters:
 class CpuAdapters:
     """The adapters of one backend: a table [adapters, matrices of the plan] of low-rank updates."""
 
-    def __init__(self, plan: Plan) -> None:
-        _, self._names = plan.encoded()
+    def __init__(self, plan: ExecutionPlan) -> None:
+        _, self._names = plan.encode()
         # Matrices of one operation are multiplied together, and so are their updates.
         counts = [len(operation.matrices) for operation in plan.operations]
         self._starts = [0, *itertools.accumulate(counts)]
@@ -75,7 +75,7 @@ class CpuAdapters:
             padded[: len(part.up)] = part.up * np.float32(part.scale)
             up = np.ascontiguousarray(padded.reshape(blocks, LANES, -1).transpose(0, 2, 1))
             down = np.ascontiguousarray(part.down, np.float32)
-            line[index] = (address(down), address(up), part.rank)
+            line[index] = (address_of(down), address_of(up), part.rank)
             arrays += [down, up]
         return line, arrays
 
@@ -87,6 +87,6 @@ class CpuAdapters:
             raise UnspoolError("the step names an adapter that is not loaded")
         row_adapters = np.ascontiguousarray(lines, np.int64)
         struct = AdaptersStruct(
-            address(row_adapters), address(self._table), len(self._table), self._max_rank
+            address_of(row_adapters), address_of(self._table), len(self._table), self._max_rank
         )
         return RowAdapters(struct, row_adapters)

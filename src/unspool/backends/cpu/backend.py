@@ -26,28 +26,28 @@ from unspool.backends.cpu.structures import (
     LayerPagesStruct,
     RopeTableStruct,
     TapsStruct,
-    address,
+    address_of,
     contiguous,
-    functions,
+    native_functions,
 )
 from unspool.backends.cpu.threads import FORKED
-from unspool.backends.memory import free_memory, pages_and_states
+from unspool.backends.memory import free_memory, num_pages_and_states
 from unspool.backends.step import (
     BlockTable,
-    Done,
+    CompletedStep,
     Floats,
-    Inside,
     Ints,
-    Look,
+    Observations,
+    ObserveRequest,
     StepBatch,
     StepResult,
-    no_ints,
+    empty_ints,
 )
 from unspool.errors import UnspoolError
-from unspool.sampling.picker import pick
+from unspool.sampling.picker import pick_tokens
 
 if TYPE_CHECKING:
-    from unspool.backends.cpu.plan import Plan
+    from unspool.backends.cpu.plan import ExecutionPlan
     from unspool.backends.cpu.program import CompiledPlan
     from unspool.model.adapters import Adapter
     from unspool.model.config import ModelConfig
@@ -89,7 +89,7 @@ class PlannedModel(Protocol):
     def config(self) -> ModelConfig: ...
 
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> ExecutionPlan: ...
 
     def new_runner(self) -> CompiledPlan: ...
 
@@ -109,7 +109,7 @@ class CpuBackend:
             memory = min(2 << 30, free_memory() // 4)
         self.state_bytes = config.state_bytes
         self.echoes = not self.state_bytes  # recurrent states belong to a single row
-        self.page_count, self.state_count = pages_and_states(
+        self.page_count, self.state_count = num_pages_and_states(
             memory, self.page_bytes, self.state_bytes
         )
         self.vocab_size = config.vocab_size
@@ -117,7 +117,7 @@ class CpuBackend:
         self._memory = _reserve_zeros(self.page_count * self.page_bytes)
         self._states = _reserve_zeros(max(1, self.state_count * self.state_bytes))
         self._kv_cache = KvCacheStruct(
-            data=address(self._memory),
+            data=address_of(self._memory),
             pages=self.page_count,
             page_bytes=self.page_bytes,
             layers=layers,
@@ -131,15 +131,15 @@ class CpuBackend:
         self._adapters = CpuAdapters(model.plan)
         self._logits = np.empty((0, self.vocab_size), np.float32)
 
-    def launch(self, batch: StepBatch) -> Done:
+    def launch(self, batch: StepBatch) -> CompletedStep:
         """Run the whole step in one call of the library, and sample in another. Thread-safe."""
         if os.getpid() != self._process:
             raise UnspoolError(FORKED)
         with self._lock:
-            self._table.apply(batch.updates)
-            for source, target in batch.copies.tolist():
+            self._table.apply(batch.table_updates)
+            for source, target in batch.page_copies.tolist():
                 self._copy_page(source, target)
-            return Done(self._run(batch))
+            return CompletedStep(self._run(batch))
 
     def set_adapter(self, number: int, adapter: Adapter | None) -> None:
         with self._lock:
@@ -150,69 +150,71 @@ class CpuBackend:
             raise UnspoolError(
                 f"pages must be within 0 to {self.page_count - 1}, got {source} and {target}"
             )
-        functions().unspool_copy_page(ctypes.byref(self._kv_cache), source, target)
+        native_functions().unspool_copy_page(ctypes.byref(self._kv_cache), source, target)
 
     def _run(self, batch: StepBatch) -> StepResult:
-        num_sampled, num_logits = len(batch.sampled), len(batch.logits)
+        num_sampled, num_logits = len(batch.sample_indices), len(batch.logits_indices)
         output_tokens = (
-            np.concatenate((batch.sampled, batch.logits)) if num_logits else batch.sampled
+            np.concatenate((batch.sample_indices, batch.logits_indices))
+            if num_logits
+            else batch.sample_indices
         )
         arrays = [
             contiguous(array)
             for array in (
-                batch.tokens, batch.positions, batch.visible_end, batch.starts, batch.slots,
+                batch.tokens, batch.positions, batch.visible_end, batch.row_starts, batch.slots,
                 self._table.pages, output_tokens,
             )
         ]  # fmt: skip
-        count, rows = len(batch.tokens), len(batch.starts) - 1
+        count, rows = len(batch.tokens), len(batch.row_starts) - 1
         if {len(batch.positions), len(batch.visible_end)} != {count} or len(batch.slots) != rows:
             raise UnspoolError(_ERRORS[3])
         structure = BatchStruct(
-            *map(address, arrays), count, rows, *self._table.pages.shape, len(output_tokens)
+            *map(address_of, arrays), count, rows, *self._table.pages.shape, len(output_tokens)
         )
         adapters = self._adapters.for_batch(batch) if len(batch.adapters) else None
         structure.adapters = ctypes.addressof(adapters.struct) if adapters else None
         if len(batch.echoes):
             echo_slots = contiguous(batch.echoes[:, 1])
             starts = contiguous(np.searchsorted(batch.echoes[:, 0], np.arange(count + 1)))
-            structure.echo_starts, structure.echo_slots = address(starts), address(echo_slots)
+            structure.echo_starts, structure.echo_slots = address_of(starts), address_of(echo_slots)
         state_arrays = self._set_states(structure, batch) if self.state_bytes else ()
         logits = self._logits_buffer(num_sampled, num_logits)
-        observer = _CpuObserver(self.model, batch, batch.look) if batch.look else None
-        status = functions().unspool_run(
+        observer = _CpuObserver(self.model, batch, batch.observe) if batch.observe else None
+        status = native_functions().unspool_run(
             self._runner.handle,
             ctypes.addressof(self._kv_cache),
             self._rope_tables.address_for(int(arrays[1].max()) + 1 if count else 0),
             ctypes.addressof(structure),
             ctypes.addressof(observer.taps) if observer else None,
-            address(logits),
+            address_of(logits),
         )
         del state_arrays
         if status:
             raise UnspoolError(_ERRORS[status].format(count=count))
         inside = observer.inside() if observer else None
-        if batch.pick is None:
-            return StepResult(no_ints(), _NO_LOGPROBS, logits[num_sampled:], inside)
-        picks = pick(logits[:num_sampled], batch.pick, self.model.threads)
+        if batch.sampling is None:
+            return StepResult(empty_ints(), _NO_LOGPROBS, logits[num_sampled:], inside)
+        picks = pick_tokens(logits[:num_sampled], batch.sampling, self.model.threads)
         return StepResult(
             picks.tokens, picks.logprobs, logits[num_sampled:], inside, picks.failures
         )
 
     def _set_states(self, structure: BatchStruct, batch: StepBatch) -> tuple[Ints, ...]:
         """Set the recurrent state slots of `structure`; returns arrays that must outlive it."""
-        rows, count = len(batch.starts) - 1, len(batch.tokens)
-        tokens = batch.captures[:, 0]
+        rows, count = len(batch.row_starts) - 1, len(batch.tokens)
+        tokens = batch.state_captures[:, 0]
         in_range = len(tokens) == 0 or (tokens[0] >= 0 and tokens[-1] < count)
-        if batch.states.shape != (rows, 2) or not in_range or (np.diff(tokens) < 0).any():
+        if batch.state_slots.shape != (rows, 2) or not in_range or (np.diff(tokens) < 0).any():
             raise UnspoolError(_ERRORS[3])
-        states = contiguous(batch.states)
-        structure.state_data, structure.state_slots = address(self._states), self.state_count
-        structure.state_floats, structure.states = self.state_bytes // 4, address(states)
+        states = contiguous(batch.state_slots)
+        structure.state_data, structure.state_slots = address_of(self._states), self.state_count
+        structure.state_floats, structure.states = self.state_bytes // 4, address_of(states)
         if not len(tokens):
             return (states,)
-        slots = contiguous(batch.captures[:, 1])
+        slots = contiguous(batch.state_captures[:, 1])
         starts = contiguous(np.searchsorted(tokens, np.arange(count + 1)))
-        structure.capture_starts, structure.capture_slots = address(starts), address(slots)
+        structure.capture_starts, structure.capture_slots = address_of(starts), address_of(slots)
         return states, slots, starts
 
     def _logits_buffer(self, num_sampled: int, num_logits: int) -> Floats:
@@ -226,7 +228,7 @@ class CpuBackend:
     def profile(self) -> Floats:
         """Seconds spent in each operation since the last call; the first call starts measuring."""
         seconds = np.zeros(len(self.model.plan.operations), np.float64)
-        functions().unspool_profile(self._runner.handle, address(seconds))
+        native_functions().unspool_profile(self._runner.handle, address_of(seconds))
         return seconds.astype(np.float32)
 
 
@@ -268,7 +270,7 @@ class _RopeTables:
                 )
                 self._tables += [cosine, sine]
                 self._structures[index] = RopeTableStruct(
-                    address(cosine), address(sine), self._size, rope.width // 2
+                    address_of(cosine), address_of(sine), self._size, rope.width // 2
                 )
         return ctypes.addressof(self._structures)
 
@@ -276,7 +278,7 @@ class _RopeTables:
 class _CpuObserver:
     """Buffers that the kernels fill with observed values, and their conversion to `Inside`."""
 
-    def __init__(self, model: PlannedModel, batch: StepBatch, look: Look) -> None:
+    def __init__(self, model: PlannedModel, batch: StepBatch, look: ObserveRequest) -> None:
         config = model.config
         self._look = look
         self._rows = np.union1d(look.residuals, look.parts).astype(np.int64)
@@ -299,12 +301,12 @@ class _CpuObserver:
         self._offsets = np.full(len(batch.tokens), -1, np.int64)
         self._offsets[look.attention] = self._starts[:-1]
         self.taps = TapsStruct(
-            address(self._rows),
+            address_of(self._rows),
             len(self._rows),
-            address(self._snapshots),
-            address(self._offsets) if len(look.attention) else None,
-            address(self._weights),
-            None if self._snapshot_rows is None else address(self._snapshot_rows),
+            address_of(self._snapshots),
+            address_of(self._offsets) if len(look.attention) else None,
+            address_of(self._weights),
+            None if self._snapshot_rows is None else address_of(self._snapshot_rows),
             config.heads,
         )
         self._recurrent = None
@@ -312,7 +314,7 @@ class _CpuObserver:
             self._recurrent = RecurrentObserver(config, look, len(batch.tokens))
             self._recurrent.set_taps(self.taps)
 
-    def inside(self) -> Inside:
+    def inside(self) -> Observations:
         residuals = parts = None
         if len(self._look.residuals):
             indices = np.searchsorted(self._rows, self._look.residuals)
@@ -328,4 +330,4 @@ class _CpuObserver:
             )
         ]
         recurrent = self._recurrent.stats() if self._recurrent else []
-        return Inside(residuals, attention, parts, recurrent=recurrent)
+        return Observations(residuals, attention, parts, recurrent=recurrent)

@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unspool.backends.cpu.layout import MatrixStruct
-from unspool.backends.cpu.packing import Packed, pack_all, relative_error
-from unspool.backends.cpu.plan import Plan
+from unspool.backends.cpu.packing import PackedMatrix, pack_all, relative_error
+from unspool.backends.cpu.plan import ExecutionPlan
 from unspool.backends.cpu.plan_builder import build_plan
 from unspool.backends.cpu.program import CompiledPlan
-from unspool.backends.cpu.structures import address, functions
+from unspool.backends.cpu.structures import address_of, native_functions
 from unspool.backends.cpu.threads import FORKED, choose_threads
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.checkpoint import Checkpoint
 from unspool.model.config import ModelConfig
-from unspool.model.fingerprint import hashed, places
+from unspool.model.fingerprint import hash_weights, sample_indices
 from unspool.model.float8 import FLOAT8
 from unspool.model.positions import sinusoidal
-from unspool.model.stored import Stored
-from unspool.model.weights import shapes
+from unspool.model.stored import FileTensor
+from unspool.model.weights import weight_shapes
 
 if TYPE_CHECKING:
     from unspool.backends.cpu.backend import CpuBackend
@@ -70,8 +70,8 @@ class CpuModel:
     ) -> None:
         self.config: ModelConfig = checkpoint.config
         self.threads, self.kv_bits = threads, kv_bits
-        self.plan: Plan = build_plan(self.config)
-        self.packed: dict[str, Packed] = {}
+        self.plan: ExecutionPlan = build_plan(self.config)
+        self.packed: dict[str, PackedMatrix] = {}
         self.vectors: dict[str, Floats] = {}
         self._precision = ""
         self._fingerprint: str | None = None
@@ -112,7 +112,7 @@ class CpuModel:
             self._fault = error
 
     def _repack(self, checkpoint: Checkpoint, store: str | None) -> None:
-        matrices: dict[str, Stored] = {}
+        matrices: dict[str, FileTensor] = {}
         for name, stored in checkpoint.weights():
             is_conv = name.endswith(".conv.weight")
             if len(stored.shape) == 1 or is_conv or name == "position_embed.weight":
@@ -151,7 +151,7 @@ class CpuModel:
                 else f"weights were rounded to {store} bits; they differ by {error:.2%} on average"
             )
 
-    def _vector(self, name: str, stored: Stored, checkpoint: Checkpoint) -> Floats:
+    def _vector(self, name: str, stored: FileTensor, checkpoint: Checkpoint) -> Floats:
         values = np.ascontiguousarray(stored.float32(), np.float32)
         if not np.isfinite(values).all():
             raise ModelFileError(
@@ -240,9 +240,10 @@ class CpuModel:
         """Hash of the names and shapes of all weights and of a few values of each: equal on every
         backend that stores them exactly."""
         if self._fingerprint is None:
-            named = sorted(shapes(self.wait().config).items())
-            self._fingerprint = hashed(
-                (name, shape, self._values_at(name, shape, places(shape))) for name, shape in named
+            named = sorted(weight_shapes(self.wait().config).items())
+            self._fingerprint = hash_weights(
+                (name, shape, self._values_at(name, shape, sample_indices(shape)))
+                for name, shape in named
             )
         return self._fingerprint
 
@@ -269,11 +270,11 @@ class Runner(CompiledPlan):
 
     def __init__(self, model: CpuModel) -> None:
         plan, config = model.plan, model.config
-        _, names = plan.encoded()
+        _, names = plan.encode()
         bias_index = {name: index for index, name in enumerate(plan.vectors)}
         matrices = [MatrixStruct.from_buffer_copy(model.packed[name].matrix) for name in names]
         for name, matrix in zip(names, matrices, strict=True):
-            matrix.bias = bias_index.get(plan.bias(name), -1)
+            matrix.bias = bias_index.get(plan.bias_name(name), -1)
         super().__init__(
             plan,
             matrices,
@@ -289,8 +290,8 @@ class Runner(CompiledPlan):
     def head(self, vectors: Floats) -> Floats:
         """Apply the final norm and the head: [n, width] to [n, vocabulary]."""
         logits = np.empty((len(vectors), self._vocab_size), np.float32)
-        status = functions().unspool_run_head(
-            self.handle, address(vectors), len(vectors), self._head, address(logits)
+        status = native_functions().unspool_run_head(
+            self.handle, address_of(vectors), len(vectors), self._head, address_of(logits)
         )
         if status:
             raise UnspoolError("not enough memory, or no thread could be started")
@@ -298,11 +299,11 @@ class Runner(CompiledPlan):
 
 
 def _by_store(
-    matrices: dict[str, Stored], store: str | None
-) -> dict[str | None, dict[str, Stored]]:
+    matrices: dict[str, FileTensor], store: str | None
+) -> dict[str | None, dict[str, FileTensor]]:
     """Group matrices by how they are stored: routers are too sensitive to be rounded, and the
     embedding and the head gain most from 8 bits."""
-    groups: dict[str | None, dict[str, Stored]] = {}
+    groups: dict[str | None, dict[str, FileTensor]] = {}
     for name, stored in matrices.items():
         kind = store
         if store in ("4", "8") and (".router." in name or ".shared_gate." in name):

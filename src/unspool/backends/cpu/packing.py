@@ -27,7 +27,7 @@ import numpy.typing as npt
 from unspool import native
 from unspool.backends.cpu.layout import PACKINGS, MatrixStruct, PackedFormat, grid_codes
 from unspool.errors import ModelFileError, SettingsError
-from unspool.model.block_types import OWN_TYPES
+from unspool.model.block_types import UNSPOOL_BLOCK_BYTES
 from unspool.model.float8 import FLOAT8
 from unspool.model.gguf import BLOCK_TYPES
 
@@ -36,7 +36,7 @@ ALIGNMENT = 64  # bytes, of a matrix: a cache line and the widest vector registe
 CHUNK = 1 << 20  # bytes of packed memory per work item of a thread
 
 _TYPE_NUMBERS = {kind.name: number for number, kind in BLOCK_TYPES.items()}
-_TYPE_NUMBERS |= {name: 1000 + index for index, name in enumerate(OWN_TYPES)}
+_TYPE_NUMBERS |= {name: 1000 + index for index, name in enumerate(UNSPOOL_BLOCK_BYTES)}
 
 
 class StoredTensor(Protocol):
@@ -81,7 +81,7 @@ def packing_for(type: str, store: str | None) -> PackedFormat:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class PackedMatrix:
     """A packed matrix with its memory."""
 
     matrix: MatrixStruct
@@ -110,7 +110,7 @@ class Packed:
         return out
 
 
-def relative_error(matrices: Iterable[Packed]) -> float:
+def relative_error(matrices: Iterable[PackedMatrix]) -> float:
     """Relative RMS error of quantization over all these matrices."""
     errors, weights = 0.0, 0.0
     for packed in matrices:
@@ -227,12 +227,14 @@ class _PackTask:
         else:
             self._source = np.ascontiguousarray(self.stored.data)
 
-    def finish(self) -> Packed:
+    def finish(self) -> PackedMatrix:
         if not self.finite:
             raise ModelFileError(f"tensor {self.name} {self._why_not_finite()}")
         errors, weights = self.squares.sum(axis=0).tolist()
         rows, columns = self.stored.shape
-        return Packed(self.matrix, self.memory, self.packing, (rows, columns), (errors, weights))
+        return PackedMatrix(
+            self.matrix, self.memory, self.packing, (rows, columns), (errors, weights)
+        )
 
     def _misfit(self) -> ModelFileError:
         return ModelFileError(
@@ -249,7 +251,7 @@ class _PackTask:
 
 def pack(
     stored: StoredTensor, *, store: str | None = None, name: str = "weight", threads: int = 1
-) -> Packed:
+) -> PackedMatrix:
     """Pack one matrix."""
     return pack_all({name: stored}, store=store, threads=threads)[name]
 
@@ -260,7 +262,7 @@ def pack_all(
     store: str | None = None,
     threads: int = 1,
     release: bool = True,
-) -> dict[str, Packed]:
+) -> dict[str, PackedMatrix]:
     """Pack many matrices into one block of memory, with `threads` threads.
 
     `release`: return the pages of a mapped file to the system once they are packed. They can still

@@ -99,7 +99,7 @@ class Operation:
 
 
 @dataclass(slots=True)
-class Plan:
+class ExecutionPlan:
     """Operations, and the buffers and weights they use."""
 
     config: ModelConfig
@@ -122,10 +122,10 @@ class Plan:
         """Index of the first operation of the head, which turns vectors into logits."""
         return next(n for n, o in enumerate(self.operations) if o.source == "last")
 
-    def bias(self, matrix: str) -> str:
+    def bias_name(self, matrix: str) -> str:
         return _bias_of(self.config, matrix)
 
-    def encoded(self) -> tuple[list[OpStruct], list[str]]:
+    def encode(self) -> tuple[list[OpStruct], list[str]]:
         """The operations as structs for the kernels, and the names of the matrices by index."""
         buffers = {name: number for number, name in enumerate(self.buffers)}
         vectors = {name: number for number, name in enumerate(self.vectors)}

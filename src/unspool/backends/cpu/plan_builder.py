@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unspool.backends.cpu.plan import Operation, Plan
+from unspool.backends.cpu.plan import ExecutionPlan, Operation
 from unspool.backends.cpu.plan_feed import feed
 from unspool.backends.cpu.plan_parts import PlanParts
 from unspool.backends.cpu.plan_recurrent import check_recurrence, recurrent
@@ -17,7 +17,7 @@ MAX_GROUP = 64  # query heads per key head
 MAX_HEAD_WIDTH = 2048
 
 
-def build_plan(config: ModelConfig, *, embedding_scale: float | None = None) -> Plan:
+def build_plan(config: ModelConfig, *, embedding_scale: float | None = None) -> ExecutionPlan:
     """Build the plan of one step. `embedding_scale` replaces that of the config."""
     shapes = [config.shape(layer) for layer in range(config.layers)]
     group = max(shape.heads // shape.kv_heads for shape in shapes)
@@ -52,7 +52,7 @@ class _PlanBuilder(PlanParts):
             gates = shape.out_width if config.attention_gate else 0
             self.buffer("qkv", shape.out_width + 2 * shape.kv_width + gates)
             self.buffer("mixed", shape.out_width)
-            rotary = config.layer_rotary(layer)
+            rotary = config.layer_rope(layer)
             if rotary is not None and rotary not in self.plan.rotary:
                 self.plan.rotary.append(rotary)
 
@@ -106,7 +106,7 @@ class _PlanBuilder(PlanParts):
         parts += [
             "gate"
         ] * config.attention_gate  # such models compute keys and values in every layer
-        norm = f"layers.{layer}.attention_norm" if config.normed_attention(layer) else ""
+        norm = f"layers.{layer}.attention_norm" if config.has_attention_norm(layer) else ""
         self.linear("x", "qkv", tuple(f"{prefix}.{part}.weight" for part in parts), norm=norm)
         if config.qk_norm == "whole":
             sizes = {"q_norm": (0, shape.out_width), "k_norm": (shape.out_width, shape.kv_width)}
@@ -115,7 +115,7 @@ class _PlanBuilder(PlanParts):
                     "qkv", "qkv", f"{prefix}.{part}", offset=offset, width=width, centred=False
                 )
         by_head = config.qk_norm == "head"
-        rotary = config.layer_rotary(layer)
+        rotary = config.layer_rope(layer)
         self.add(
             Operation(
                 kind="rope",
@@ -265,6 +265,6 @@ class _PlanBuilder(PlanParts):
             )
 
 
-def printed(checkpoint: Checkpoint) -> str:
+def format_plan(checkpoint: Checkpoint) -> str:
     """The plan of a checkpoint's model as text."""
     return str(build_plan(checkpoint.config))

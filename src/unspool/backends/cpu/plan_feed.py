@@ -12,7 +12,7 @@ from unspool.model.config import ModelConfig
 def feed(build: PlanParts, layer: int) -> Operation:
     """Add all but the last operation of a feed-forward; returns the last, which adds to x."""
     config, prefix = build.config, f"layers.{layer}.feed"
-    if config.has_both(layer):
+    if config.has_dense_and_experts(layer):
         return _dense_and_experts(build, layer)
     norm = f"layers.{layer}.feed_norm" if config.norm_before else ""
     if config.has_experts(layer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unspool.backends.cpu.plan import Operation, Plan
+from unspool.backends.cpu.plan import ExecutionPlan, Operation
 from unspool.model.config import ModelConfig
 
 
@@ -11,7 +11,7 @@ class PlanParts:
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
-        self.plan = Plan(config)
+        self.plan = ExecutionPlan(config)
 
     def buffer(self, name: str, width: int, rows: str = "tokens") -> str:
         """Declare a buffer; its width is the maximum over all declarations."""

@@ -33,7 +33,7 @@ def recurrent(build: PlanParts, layer: int) -> Operation:
     """Add all but the last operation of a recurrent layer; returns the last, which adds to x."""
     config, prefix = build.config, f"layers.{layer}.mixer"
     assert config.recurrence is not None
-    norm = f"layers.{layer}.attention_norm" if config.normed_attention(layer) else ""
+    norm = f"layers.{layer}.attention_norm" if config.has_attention_norm(layer) else ""
     if config.mixer(layer) == "conv":
         build.buffer("mix", 3 * config.width)
         width = config.width
@@ -41,7 +41,7 @@ def recurrent(build: PlanParts, layer: int) -> Operation:
         build.linear("x", "mix", tuple(f"{prefix}.{part}.weight" for part in "bcx"), norm=norm)
         build.add(_convolution(config, layer, "recurred"))
     else:
-        width = config.recurrence.values
+        width = config.recurrence.value_dim
         _with_heads(build, layer, norm)
     return Operation(
         kind="linear",
@@ -66,7 +66,7 @@ def _convolution(config: ModelConfig, layer: int, target: str) -> Operation:
         window=recurrence.conv_kernel,
         gated=mixer == "conv",
         layer=layer,
-        state_offset=config.state_starts[layer],
+        state_offset=config.state_offsets[layer],
     )
 
 
@@ -79,9 +79,9 @@ def _with_heads(build: PlanParts, layer: int, norm: str) -> None:
     channels = shape.channels(mixer, config.width)
     # "mix" holds the channels to convolve, the gate z, and two values per head (DeltaNet: b and a;
     # Mamba: dt and the decay).
-    build.buffer("mix", channels + shape.values + 2 * shape.value_heads)
+    build.buffer("mix", channels + shape.value_dim + 2 * shape.value_heads)
     build.buffer("convolved", channels)
-    build.buffer("recurred", shape.values)
+    build.buffer("recurred", shape.value_dim)
     parts = ("vkq", "z", "dt") if is_mamba else ("qkv", "z", "b", "a")
     build.linear("x", "mix", tuple(f"{prefix}.{part}.weight" for part in parts), norm=norm)
     build.add(_convolution(config, layer, "convolved"))
@@ -91,7 +91,7 @@ def _with_heads(build: PlanParts, layer: int, norm: str) -> None:
             source="convolved",
             second_source="mix",
             target="recurred",
-            offset=channels + shape.values,
+            offset=channels + shape.value_dim,
             vector=f"{prefix}.a_log",
             second_vector=f"{prefix}.dt_bias",
             third_vector=f"{prefix}.d" if is_mamba else "",
@@ -101,7 +101,7 @@ def _with_heads(build: PlanParts, layer: int, norm: str) -> None:
             value_width=shape.value_width,
             tiled_heads=shape.tiled and not is_mamba,
             layer=layer,
-            state_offset=config.state_starts[layer] + shape.conv_floats(mixer, config.width),
+            state_offset=config.state_offsets[layer] + shape.conv_floats(mixer, config.width),
         )
     )
     groups = shape.norm_groups if is_mamba else shape.value_heads
@@ -110,13 +110,13 @@ def _with_heads(build: PlanParts, layer: int, norm: str) -> None:
         source="recurred",
         target="recurred",
         vector=f"{prefix}.norm_weight",
-        width=shape.values // groups,
+        width=shape.value_dim // groups,
         heads=groups,
         group_weights=is_mamba,
         epsilon=config.norm_eps,
     )
     gated = Operation(
-        kind="gate", source="mix", target="recurred", offset=channels, width=shape.values,
+        kind="gate", source="mix", target="recurred", offset=channels, width=shape.value_dim,
         activation="silu",
     )  # fmt: skip
     for operation in (gated, normed) if is_mamba else (normed, gated):

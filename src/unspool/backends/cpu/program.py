@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from unspool.backends.cpu.layout import MatrixStruct
-from unspool.backends.cpu.packing import Packed
-from unspool.backends.cpu.plan import Plan
+from unspool.backends.cpu.packing import PackedMatrix
+from unspool.backends.cpu.plan import ExecutionPlan
 from unspool.backends.cpu.structures import (
     ROWS,
     BatchStruct,
@@ -30,8 +30,8 @@ from unspool.backends.cpu.structures import (
     OpStruct,
     RopeTableStruct,
     VectorStruct,
-    address,
-    functions,
+    address_of,
+    native_functions,
 )
 from unspool.backends.step import Floats, Ints
 from unspool.errors import UnspoolError
@@ -47,7 +47,7 @@ class CompiledPlan:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ExecutionPlan,
         matrices: Sequence[MatrixStruct],
         vectors: Sequence[Floats],
         *,
@@ -59,8 +59,8 @@ class CompiledPlan:
     ) -> None:
         """`matrices` in the order of `Plan.encoded`, `vectors` in that of `Plan.vectors`; `owner`
         keeps the memory of the matrices alive."""
-        ops, _ = plan.encoded()
-        structs = [VectorStruct(address(vector), vector.size) for vector in vectors]
+        ops, _ = plan.encode()
+        structs = [VectorStruct(address_of(vector), vector.size) for vector in vectors]
         widths = np.array([width for width, _ in plan.buffers.values()], np.int64)
         rows = np.array([ROWS[kind] for _, kind in plan.buffers.values()], np.int32)
         self._spec = ModelSpecStruct(
@@ -70,8 +70,8 @@ class CompiledPlan:
             matrix_count=len(matrices),
             vectors=(VectorStruct * max(1, len(structs)))(*structs),
             vector_count=len(structs),
-            buffer_widths=address(widths),
-            buffer_rows=address(rows),
+            buffer_widths=address_of(widths),
+            buffer_rows=address_of(rows),
             buffer_count=len(widths),
             logits_buffer=logits_buffer,
             experts=experts,
@@ -79,8 +79,8 @@ class CompiledPlan:
             threads=threads,
         )
         self._alive: tuple[Any, ...] = (owner, vectors, widths, rows)  # the library points at them
-        self._free = functions().unspool_model_free
-        self.handle = functions().unspool_model_new(ctypes.byref(self._spec))
+        self._free = native_functions().unspool_model_free
+        self.handle = native_functions().unspool_model_new(ctypes.byref(self._spec))
         if not self.handle:
             raise UnspoolError("not enough memory to run the model")
 
@@ -91,16 +91,16 @@ class CompiledPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenRows:
     """Tokens, one per row, that attend to the same pages."""
 
     tokens: Ints
     positions: Ints
-    visible: int  # number of keys they attend to
-    pages: int  # number of pages
+    num_visible: int  # number of keys they attend to
+    num_pages: int  # number of pages
 
 
-class PagedFloats:
+class FloatKvPages:
     """Keys and values of one layer in float32, in consecutive pages."""
 
     def __init__(self, heads: int, width: int, cosine: Floats, sine: Floats) -> None:
@@ -124,33 +124,33 @@ class PagedFloats:
         self._memory[:, 0].reshape(count, heads, padded, PAGE)[page, :, :width, slot] = keys
         self._memory[:, 1].reshape(count, heads, PAGE, padded)[page, :, slot, :width] = values
 
-    def copy(self, count: int) -> PagedFloats:
+    def copy(self, count: int) -> FloatKvPages:
         """Copy the first `count` positions."""
         heads, width = self._shape
-        other = PagedFloats(heads, width, *self._angles)
+        other = FloatKvPages(heads, width, *self._angles)
         other._memory = self._memory[: -(-count // PAGE)].copy()
         return other
 
     @property
-    def pages(self) -> int:
+    def num_pages(self) -> int:
         """Number of pages."""
         return len(self._memory)
 
     def structures(self) -> tuple[KvCacheStruct, RopeTableStruct]:
         cosine, sine = self._angles
         layers = (LayerPagesStruct * 1)(LayerPagesStruct(0, *self._shape))
-        page_bytes = self._memory[0].nbytes if self.pages else 0
-        kv_cache = KvCacheStruct(address(self._memory), self.pages, page_bytes, layers, 32)
-        return kv_cache, RopeTableStruct(address(cosine), address(sine), *cosine.shape)
+        page_bytes = self._memory[0].nbytes if self.num_pages else 0
+        kv_cache = KvCacheStruct(address_of(self._memory), self.num_pages, page_bytes, layers, 32)
+        return kv_cache, RopeTableStruct(address_of(cosine), address_of(sine), *cosine.shape)
 
 
-class Program(CompiledPlan):
+class NativeProgram(CompiledPlan):
     """A plan without a model. The caller shares the buffers named in `shared`."""
 
     def __init__(
         self,
-        plan: Plan,
-        matrices: Mapping[str, Packed],
+        plan: ExecutionPlan,
+        matrices: Mapping[str, PackedMatrix],
         vectors: Mapping[str, Floats],
         *,
         threads: int,
@@ -161,7 +161,7 @@ class Program(CompiledPlan):
         self.buffers: dict[str, Floats] = {
             name: np.zeros((rows + _SLACK, plan.buffers[name][0]), np.float32) for name in shared
         }
-        _, names = plan.encoded()
+        _, names = plan.encode()
         super().__init__(
             plan,
             [matrices[name].matrix for name in names],
@@ -169,7 +169,9 @@ class Program(CompiledPlan):
             threads=threads,
             owner=matrices,
         )
-        addresses = [address(self.buffers[n]) if n in self.buffers else None for n in plan.buffers]
+        addresses = [
+            address_of(self.buffers[n]) if n in self.buffers else None for n in plan.buffers
+        ]
         self._buffer_addresses = (ctypes.c_void_p * len(addresses))(*addresses)
         self._indices = np.arange(rows + 1)
         self._zeros = np.zeros(rows, np.int64)
@@ -178,19 +180,19 @@ class Program(CompiledPlan):
         """Run the operations on the first `count` rows of the buffers."""
         self._launch(BatchStruct(selected_count=count), KvCacheStruct(), RopeTableStruct())
 
-    def run_tokens(self, rows: Tokens, memory: PagedFloats) -> None:
+    def run_tokens(self, rows: TokenRows, memory: FloatKvPages) -> None:
         """Run the operations on single tokens; all of their rows are selected."""
         count = len(rows.tokens)
-        indices, table = self._indices, np.arange(rows.pages)
-        visible = np.full(count, rows.visible, np.int64)
+        indices, table = self._indices, np.arange(rows.num_pages)
+        visible = np.full(count, rows.num_visible, np.int64)
         arrays = (rows.tokens, rows.positions, visible, indices, self._zeros, table, indices)
-        batch = BatchStruct(*map(address, arrays), count, count, 1, len(table), count)
+        batch = BatchStruct(*map(address_of, arrays), count, count, 1, len(table), count)
         self._launch(batch, *memory.structures())
 
     def _launch(
         self, batch: BatchStruct, kv_cache: KvCacheStruct, rope_table: RopeTableStruct
     ) -> None:
-        status = functions().unspool_run_buffers(
+        status = native_functions().unspool_run_buffers(
             self.handle,
             ctypes.addressof(kv_cache),
             ctypes.addressof(rope_table),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from unspool.backends.cpu.packing import LANES
-from unspool.backends.cpu.structures import TapsStruct, address
-from unspool.backends.step import RECURRENT_STATS, Floats, Look
+from unspool.backends.cpu.structures import TapsStruct, address_of
+from unspool.backends.step import RECURRENT_STATS, Floats, ObserveRequest
 from unspool.model.config import ModelConfig
 
 _COLUMNS = 2 * LANES  # columns of a head's state per task: kColumns in `native/kernels`
@@ -15,7 +15,7 @@ _COLUMNS = 2 * LANES  # columns of a head's state per task: kColumns in `native/
 class RecurrentObserver:
     """Buffer for the partial sums of the kernels, and their reduction to gate, decay and norm."""
 
-    def __init__(self, config: ModelConfig, look: Look, count: int) -> None:
+    def __init__(self, config: ModelConfig, look: ObserveRequest, count: int) -> None:
         shape = config.recurrence
         assert shape is not None
         self._config, self._heads = config, max(1, shape.value_heads)
@@ -27,7 +27,10 @@ class RecurrentObserver:
         self._offsets[look.attention] = np.arange(len(look.attention)) * config.layers * stride
 
     def set_taps(self, taps: TapsStruct) -> None:
-        taps.recurrent_offsets, taps.recurrent_stats = address(self._offsets), address(self._sums)
+        taps.recurrent_offsets, taps.recurrent_stats = (
+            address_of(self._offsets),
+            address_of(self._sums),
+        )
         taps.recurrent_stride = self._sums.shape[2]
 
     def stats(self) -> list[Floats]:

@@ -172,7 +172,7 @@ class ModelSpecStruct(ctypes.Structure):
 
 
 @functools.cache
-def functions() -> ctypes.CDLL:
+def native_functions() -> ctypes.CDLL:
     """Load the native library and declare the functions that run a plan."""
     library = native.library()
     library.unspool_model_new.argtypes = [ctypes.POINTER(ModelSpecStruct)]
@@ -198,7 +198,7 @@ def functions() -> ctypes.CDLL:
     return library
 
 
-def address(array: npt.NDArray[Any]) -> int:
+def address_of(array: npt.NDArray[Any]) -> int:
     """Address of an array's data. Quicker than `array.ctypes.data`."""
     return int(array.__array_interface__["data"][0])
 

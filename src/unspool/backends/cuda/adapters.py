@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unspool.backends.cuda.kernels.adapters import expand, shrink
-from unspool.backends.cuda.products import power_of_two
+from unspool.backends.cuda.products import next_power_of_two
 from unspool.backends.cuda.weights import WeightMatrix, Weights
 from unspool.backends.step import Ints
 from unspool.errors import UnspoolError
@@ -69,8 +69,8 @@ class CudaAdapters:
         grows = slot >= self._slots or rank > self._rank
         backup = dict(self._matrix_adapters), self._slots, self._rank
         if grows:
-            self._slots = max(self._slots, power_of_two(slot + 1))
-            self._rank = max(self._rank, power_of_two(rank))
+            self._slots = max(self._slots, next_power_of_two(slot + 1))
+            self._rank = max(self._rank, next_power_of_two(rank))
             self._matrix_adapters = {}
         has_moved = grows or any(
             matrix not in self._matrix_adapters
@@ -109,7 +109,8 @@ class CudaAdapters:
                 low = torch.empty(count, ranks, dtype=torch.float32, device=x.device)
             shrink[(count, -(-ranks // _SHRINK_RANKS))](
                 x, weights.down, slots, low, K=weights.columns, N=ranks,
-                BK=min(_SHRINK_COLUMNS, power_of_two(weights.columns)), BN=_SHRINK_RANKS, PDL=pdl,
+                BK=min(_SHRINK_COLUMNS, next_power_of_two(weights.columns)), BN=_SHRINK_RANKS,
+                PDL=pdl,
                 num_warps=4, launch_pdl=pdl,
             )  # fmt: skip
             second, third = [*weights.borders[1:-1], rows, rows][:2]

@@ -98,7 +98,7 @@ class AttentionLayer:
 def attention_layers(weights: Weights, context: int) -> list[AttentionLayer]:
     """Attention parameters of all layers. Layers with the same RoPE share its tables."""
     config, rope_tables = weights.config, {}
-    for rotary in {config.layer_rotary(layer) for layer in range(config.layers)}:
+    for rotary in {config.layer_rope(layer) for layer in range(config.layers)}:
         rope_tables[rotary] = _rope_tables(rotary, context, weights.device)
     per_head = config.qk_norm == "head"
     return [
@@ -112,8 +112,8 @@ def attention_layers(weights: Weights, context: int) -> list[AttentionLayer]:
             norm_eps=config.norm_eps,
             q_norm=layer.q_norm.gain if per_head and layer.q_norm else None,
             k_norm=layer.k_norm.gain if per_head and layer.k_norm else None,
-            cosine=rope_tables[config.layer_rotary(number)][0],
-            sine=rope_tables[config.layer_rotary(number)][1],
+            cosine=rope_tables[config.layer_rope(number)][0],
+            sine=rope_tables[config.layer_rope(number)][1],
         )
         for number, layer in enumerate(weights.layers)
     ]
@@ -134,20 +134,20 @@ def tile_width(size: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lines:
+class DecodeRows:
     """New tokens, one per row: their block tables, positions and visible context."""
 
     table: Tensor  # [sequences, columns]: block table of pages
-    lines: Tensor  # [n]: row of the block table
+    table_rows: Tensor  # [n]: row of the block table
     positions: Tensor  # [n]
     ends: Tensor  # [n]: positions before this one are visible
 
     def __len__(self) -> int:
-        return len(self.lines)
+        return len(self.table_rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scratch:
+class AttentionScratch:
     """Partial results of the pieces, which the last program of a row combines."""
 
     parts: Tensor
@@ -155,9 +155,9 @@ class Scratch:
     arrived: Tensor  # all zero between launches
 
     @classmethod
-    def for_lines(
+    def for_rows(
         cls, lines: int, config: ModelConfig | AttentionLayer, device: torch.device
-    ) -> Scratch:
+    ) -> AttentionScratch:
         """Allocate for up to `lines` rows of any context length."""
         groups = lines * config.kv_heads * -(-config.heads // config.kv_heads // ROWS)
         rows = groups * MOST_PIECES * min(ROWS, config.heads // config.kv_heads)
@@ -169,14 +169,20 @@ class Scratch:
         )
 
 
-def pieces_for(layer: AttentionLayer, longest: int) -> int:
+def num_pieces(layer: AttentionLayer, longest: int) -> int:
     """Number of pieces of a context of up to `longest` tokens."""
     visible = min(longest, layer.window + TILE) if layer.window else longest
     return min(MOST_PIECES, -(-visible // TILE) + (1 if layer.window else 0))
 
 
 def store_keys(
-    qkv: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer, lines: Lines, *, pdl: bool
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layer: AttentionLayer,
+    lines: DecodeRows,
+    *,
+    pdl: bool,
 ) -> None:
     """Apply QK norm and RoPE: queries in place; keys are stored in the pages, as are values.
 
@@ -184,20 +190,20 @@ def store_keys(
     """
     heads = layer.heads + layer.kv_heads
     kernels.store_keys[(len(lines), -(-heads // ROWS))](
-        qkv, keys, values, lines.table, lines.lines, lines.positions,
+        qkv, keys, values, lines.table, lines.table_rows, lines.positions,
         *_optional_tensors(layer, qkv), layer.norm_eps, lines.table.shape[1], **layer.shape,
         **layer.qk_constants, ROWS=ROWS, PDL=pdl, num_warps=4, **_launch_options(pdl),
     )  # fmt: skip
 
 
-def attend(
+def decode_attention(
     qkv: Tensor,
     out: Tensor,
     keys: Tensor,
     values: Tensor,
     layer: AttentionLayer,
-    lines: Lines,
-    scratch: Scratch,
+    lines: DecodeRows,
+    scratch: AttentionScratch,
     *,
     new: bool,
     pdl: bool,
@@ -220,7 +226,7 @@ def attend(
     pieces_per_program = SEVERAL if many else 1
     warps = NEW_WARPS if new else MANY_WARPS if many else WARPS
     kernels.attend[(len(lines), groups, -(-pieces // pieces_per_program))](
-        qkv, out, keys, values, lines.table, lines.lines, lines.positions, lines.ends,
+        qkv, out, keys, values, lines.table, lines.table_rows, lines.positions, lines.ends,
         *_optional_tensors(layer, qkv), qkv if layer.sinks is None else layer.sinks, scratch.parts,
         scratch.stats, scratch.arrived, layer.score_scale, layer.norm_eps, lines.table.shape[1],
         MOST_PIECES, pieces_per_program, **layer.shape, **layer.qk_constants,
@@ -258,13 +264,13 @@ def prefill_rows(dtype: torch.dtype, exact: bool) -> int:
     return EXACT_ROWS if exact else PREFILL_ROWS
 
 
-def prefill(
+def prefill_attention(
     qkv: Tensor,
     out: Tensor,
     keys: Tensor,
     values: Tensor,
     layer: AttentionLayer,
-    lines: Lines,
+    lines: DecodeRows,
     tiles: Tensor,
     *,
     exact: bool,

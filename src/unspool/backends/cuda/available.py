@@ -9,7 +9,7 @@ from unspool.model.config import ModelConfig
 _MIN_CAPABILITY = (8, 0)  # Ampere: the first with bfloat16
 
 
-def missing(device: str) -> str | None:
+def why_unavailable(device: str) -> str | None:
     """Why the GPU kernels cannot run on this device; None: they can."""
     import torch
 
@@ -25,7 +25,7 @@ def missing(device: str) -> str | None:
     return None
 
 
-def lacking(config: ModelConfig) -> str | None:
+def why_unsupported(config: ModelConfig) -> str | None:
     """Why the GPU kernels cannot run a model; None: they can. Plain torch runs all models."""
     reasons = {
         "it normalizes residual sums": config.norm_sums,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unspool.backends.base import StepLimits
 from unspool.backends.cuda.attention import PAGE_SIZE
-from unspool.backends.cuda.graphs import BATCH_SIZES, Graphs, length_bucket, padded
+from unspool.backends.cuda.graphs import BATCH_SIZES, GraphCache, length_bucket, padded_batch_size
 from unspool.backends.cuda.inputs import MAX_TABLE_UPDATES, StepInputs, to_device
 from unspool.backends.cuda.looks import StepObserver
 from unspool.backends.cuda.outcomes import CudaStepHandle, StepOutputs
@@ -26,17 +26,25 @@ from unspool.backends.cuda.program import ModelRunner
 from unspool.backends.cuda.prompts import PrefillRunner
 from unspool.backends.cuda.taps import ResidualTap
 from unspool.backends.cuda.weights import Weights
-from unspool.backends.step import Inside, Ints, Look, StepBatch, largest, no_ints, smallest
+from unspool.backends.step import (
+    Ints,
+    Observations,
+    ObserveRequest,
+    StepBatch,
+    empty_ints,
+    max_int,
+    min_int,
+)
 from unspool.errors import UnspoolError
 from unspool.model.adapters import Adapter
-from unspool.sampling.picker import HISTORY_END, HISTORY_START, PickRows
+from unspool.sampling.picker import HISTORY_END, HISTORY_START, SamplingRows
 
 _MAX_ROWS = BATCH_SIZES[-1]
 _MAX_DECODE_TOKENS = 16  # a row with at most this many new tokens is decoded in a captured graph
 _PREFILL_TOKENS = 8192  # a step: enough to keep the tensor cores busy
 _PREFILL_DELAY_S = 0.05  # how long prefill may delay the next tokens of running sequences, about
 _FLOPS_PER_SM = 3e12  # about what prefill reaches on a Hopper multiprocessor
-_NO_INTS = no_ints()
+_NO_INTS = empty_ints()
 
 
 class CudaBackend:
@@ -67,7 +75,7 @@ class CudaBackend:
             _MAX_ROWS, self._outputs.picks, columns, pages.padding_page, device
         )
         self.runner = ModelRunner(weights, pages, self.inputs, context, exact)
-        self._graphs = Graphs(device)
+        self._graphs = GraphCache(device)
         self._prefill = PrefillRunner(self.runner)
         self._taps: dict[tuple[int, ...], ResidualTap] = {}
         picks = self._outputs.picks
@@ -95,20 +103,24 @@ class CudaBackend:
             if len(batch.adapters):
                 split.set_adapters(batch, self.runner.adapters.slots_for(batch.adapters))
             table_updates = _NO_INTS, _NO_INTS
-            if len(batch.updates.slots):
-                entries = self.inputs.table_index(batch.updates.slots, batch.updates.columns)
-                table_updates = entries, batch.updates.pages
+            if len(batch.table_updates.slots):
+                entries = self.inputs.table_index(
+                    batch.table_updates.slots, batch.table_updates.columns
+                )
+                table_updates = entries, batch.table_updates.pages
             if (
                 len(split.prefill_tokens)
-                or len(batch.copies)
+                or len(batch.page_copies)
                 or len(table_updates[0]) > MAX_TABLE_UPDATES
             ):
                 with torch.inference_mode():
                     return self._launch_mixed(batch, split, table_updates)
             logits = self._run_graph(batch, split, table_updates)
-            inside = self._tapped_residuals(batch.look) if batch.look else None
+            inside = self._tapped_residuals(batch.observe) if batch.observe else None
             self._previous_index = split.pick_index
-            return self._outputs.copy_to_host(batch.sampled, logits, inside, has_prefill=False)
+            return self._outputs.copy_to_host(
+                batch.sample_indices, logits, inside, has_prefill=False
+            )
         except torch.OutOfMemoryError as error:
             raise UnspoolError(
                 f"out of GPU memory in a step of {len(batch.tokens):,} tokens; reserve less "
@@ -121,10 +133,10 @@ class CudaBackend:
         """Run a step that has prefill tokens, page copies or many block table updates."""
         if len(table_updates[0]):
             self.inputs.update_table(*table_updates)
-        if len(batch.copies):
-            self._pages.copy(batch.copies)
+        if len(batch.page_copies):
+            self._pages.copy(batch.page_copies)
         logits: list[Tensor] = []
-        inside: Inside | None = None
+        inside: Observations | None = None
         prefill = None
         if len(split.prefill_tokens):  # first: the graph overwrites the previous step's picks
             prefill = self._prefill.build_batch(
@@ -135,19 +147,19 @@ class CudaBackend:
         if split.num_decode:
             decoded = self._run_graph(batch, split, (_NO_INTS, _NO_INTS))
             logits += [] if decoded is None else [decoded]
-            inside = self._tapped_residuals(batch.look) if batch.look else None
+            inside = self._tapped_residuals(batch.observe) if batch.observe else None
         if prefill is not None:
-            observer = StepObserver(self.runner, batch, batch.look) if batch.look else None
+            observer = StepObserver(self.runner, batch, batch.observe) if batch.observe else None
             prefilled = self._prefill.run(prefill, observer)
             inside = observer.inside() if observer else None
             if split.prefill_pick is not None:
                 self._sample_prefill(prefilled[: len(split.prefill_pick.ints)], split.prefill_pick)
             logits.append(prefilled[len(split.sampled_prefill) :])
-        requested = torch.cat(logits) if len(batch.logits) else None
+        requested = torch.cat(logits) if len(batch.logits_indices) else None
         if requested is not None and split.logits_order is not None:
             requested = requested[to_device(split.logits_order, self._device)]
         self._previous_index = split.pick_index
-        pick_index = batch.sampled if split.pick_index is None else split.pick_index
+        pick_index = batch.sample_indices if split.pick_index is None else split.pick_index
         return self._outputs.copy_to_host(
             pick_index, requested, inside, has_prefill=len(split.sampled_prefill) > 0
         )
@@ -160,7 +172,10 @@ class CudaBackend:
         """Run the decode rows in a graph; return the requested logits of these rows."""
         decode_rows, num_decode = split.decode_rows, split.num_decode
         ends = batch.visible_end[decode_rows]
-        size, max_context = padded(num_decode), min(length_bucket(largest(ends)), self.context)
+        size, max_context = (
+            padded_batch_size(num_decode),
+            min(length_bucket(max_int(ends)), self.context),
+        )
         sampled, penalties = False, False
         picks = None
         if split.decode_pick is not None:
@@ -180,7 +195,7 @@ class CudaBackend:
         )  # fmt: skip
         single_tokens, picker = split.single_tokens, self._picker
         adapted = split.decode_adapters is not None
-        layers = batch.look.layers if batch.look else None
+        layers = batch.observe.layers if batch.observe else None
         tap = None if layers is None else self._tap_for(layers)
 
         def launch() -> None:
@@ -205,18 +220,18 @@ class CudaBackend:
                 tap = self._taps[layers] = ResidualTap(layers, _MAX_ROWS, self.runner.weights)
         return tap
 
-    def _tapped_residuals(self, look: Look) -> Inside:
+    def _tapped_residuals(self, look: ObserveRequest) -> Observations:
         """Residual vectors of the graph that was launched last, left on the device."""
         assert look.layers is not None
         first, last = int(look.residuals[0]), int(look.residuals[-1]) + 1
         vectors: Any = self._taps[look.layers].vectors(first, last)
         if last - first != len(look.residuals):
             vectors = vectors[:, to_device(look.residuals - first, self._device)]
-        return Inside(residuals=vectors)
+        return Observations(residuals=vectors)
 
     def _pick_indices(self, tokens: Ints) -> Ints:
         """Map tokens -1 - n (pick n of the previous step) to -1 - (index of that pick)."""
-        if self._previous_index is None or smallest(tokens) >= 0:
+        if self._previous_index is None or min_int(tokens) >= 0:
             return tokens
         is_pick, tokens = tokens < 0, tokens.copy()
         tokens[is_pick] = -1 - self._previous_index[-1 - tokens[is_pick]]
@@ -227,12 +242,12 @@ class CudaBackend:
     def _prefill_token_ids(self, batch: StepBatch, split: _BatchSplit) -> Tensor:
         """Token ids of the prefill on the device, previous picks included."""
         tokens = to_device(self._pick_indices(batch.tokens[split.prefill_tokens]), self._device)
-        if smallest(batch.tokens[split.prefill_tokens]) < 0:
+        if min_int(batch.tokens[split.prefill_tokens]) < 0:
             picked = self.inputs.previous[(-1 - tokens).clamp_min(0)].clamp_min(0)
             tokens = torch.where(tokens < 0, picked, tokens)
         return tokens
 
-    def _sample_prefill(self, logits: Tensor, pick: PickRows) -> None:
+    def _sample_prefill(self, logits: Tensor, pick: SamplingRows) -> None:
         picker, num_rows = self._prefill_picker, len(pick.ints)
         picker.floats[:num_rows].copy_(to_device(pick.floats, self._device))
         picker.ints[:num_rows].copy_(to_device(pick.ints, self._device))
@@ -258,15 +273,15 @@ class _BatchSplit:
     prefill_adapters: Ints | None = None
 
     def __init__(self, batch: StepBatch) -> None:
-        causal = largest(batch.visible_end - batch.positions) == 1
+        causal = max_int(batch.visible_end - batch.positions) == 1
         self.single_tokens = causal
-        look = batch.look
-        reads_layers = look is not None and bool(look) and not look.is_tap
+        look = batch.observe
+        reads_layers = look is not None and bool(look) and not look.is_layer_tap
         if len(batch.tokens) == len(batch.slots) <= _MAX_ROWS and not reads_layers:
             self._all_decode(batch, batch.slots)  # one token per row: the common case
             return
-        counts = np.diff(batch.starts)
-        token_indices, pick = np.arange(len(batch.tokens)), batch.pick
+        counts = np.diff(batch.row_starts)
+        token_indices, pick = np.arange(len(batch.tokens)), batch.sampling
         is_short = counts <= _MAX_DECODE_TOKENS
         run_together = bool(look) and (
             reads_layers or not is_short.all()
@@ -283,28 +298,28 @@ class _BatchSplit:
         self.num_decode, self.slots = len(self.decode_rows), token_slots[is_decode]
         self.prefill_seqs = np.flatnonzero(~is_short)
         token_number = np.where(is_decode, np.cumsum(is_decode), np.cumsum(~is_decode)) - 1
-        sampled_in_decode = is_decode[batch.sampled]
-        logits_in_decode = is_decode[batch.logits]
-        self.sampled_decode = token_number[batch.sampled[sampled_in_decode]]
-        self.sampled_prefill = token_number[batch.sampled[~sampled_in_decode]]
+        sampled_in_decode = is_decode[batch.sample_indices]
+        logits_in_decode = is_decode[batch.logits_indices]
+        self.sampled_decode = token_number[batch.sample_indices[sampled_in_decode]]
+        self.sampled_prefill = token_number[batch.sample_indices[~sampled_in_decode]]
         self.decode_pick, self.prefill_pick = (
             _select_picks(pick, sampled_in_decode),
             _select_picks(pick, ~sampled_in_decode),
         )
-        pick_index = np.empty(len(batch.sampled), np.int64)
+        pick_index = np.empty(len(batch.sample_indices), np.int64)
         pick_index[sampled_in_decode] = self.sampled_decode
         pick_index[~sampled_in_decode] = _MAX_ROWS + np.arange(len(self.sampled_prefill))
         self.pick_index = pick_index
-        self.decode_logits = token_number[batch.logits[logits_in_decode]]
-        self.prefill_logits = token_number[batch.logits[~logits_in_decode]]
-        order = np.empty(len(batch.logits), np.int64)
+        self.decode_logits = token_number[batch.logits_indices[logits_in_decode]]
+        self.prefill_logits = token_number[batch.logits_indices[~logits_in_decode]]
+        order = np.empty(len(batch.logits_indices), np.int64)
         order[logits_in_decode] = np.arange(logits_in_decode.sum())
         order[~logits_in_decode] = np.arange(logits_in_decode.sum(), len(order))
         self.logits_order = order
 
     def set_adapters(self, batch: StepBatch, slots: Ints) -> None:
         """Set the adapter slot of each token."""
-        token_adapters = np.repeat(slots, np.diff(batch.starts))
+        token_adapters = np.repeat(slots, np.diff(batch.row_starts))
         decode, prefill = token_adapters[self.decode_rows], token_adapters[self.prefill_tokens]
         self.decode_adapters = decode if decode.any() else None
         self.prefill_adapters = prefill if prefill.any() else None
@@ -312,31 +327,31 @@ class _BatchSplit:
     def _all_decode(self, batch: StepBatch, slots: Ints) -> None:
         self.decode_rows, self.prefill_tokens = slice(None), _NO_INTS
         self.num_decode, self.slots = len(slots), slots
-        self.sampled_decode, self.sampled_prefill = batch.sampled, _NO_INTS
-        self.decode_pick, self.prefill_pick = batch.pick, None
-        self.pick_index = None if len(batch.sampled) == len(slots) else batch.sampled
-        self.decode_logits, self.logits_order = batch.logits, None
+        self.sampled_decode, self.sampled_prefill = batch.sample_indices, _NO_INTS
+        self.decode_pick, self.prefill_pick = batch.sampling, None
+        self.pick_index = None if len(batch.sample_indices) == len(slots) else batch.sample_indices
+        self.decode_logits, self.logits_order = batch.logits_indices, None
 
 
-def _select_picks(pick: PickRows | None, rows: npt.NDArray[np.bool_]) -> PickRows | None:
+def _select_picks(pick: SamplingRows | None, rows: npt.NDArray[np.bool_]) -> SamplingRows | None:
     if pick is None or not rows.any():
         return None
     if rows.all():
         return pick
     ints = pick.ints[rows]
     has_history = bool((ints[:, HISTORY_END] > ints[:, HISTORY_START]).any())
-    return PickRows(pick.floats[rows], ints, pick.history if has_history else _NO_INTS)
+    return SamplingRows(pick.floats[rows], ints, pick.history if has_history else _NO_INTS)
 
 
 def _check(batch: StepBatch, backend: CudaBackend) -> None:
     """Raise if an index is out of range: a kernel would write outside its buffers."""
-    size, pages = len(batch.tokens), batch.updates.pages
+    size, pages = len(batch.tokens), batch.table_updates.pages
     is_invalid = (
         size == 0
-        or largest(batch.tokens) >= backend.vocab_size
-        or smallest(batch.positions) < 0
-        or largest(batch.visible_end) > backend.context
-        or (len(pages) and not 0 <= smallest(pages) <= largest(pages) < backend.page_count)
+        or max_int(batch.tokens) >= backend.vocab_size
+        or min_int(batch.positions) < 0
+        or max_int(batch.visible_end) > backend.context
+        or (len(pages) and not 0 <= min_int(pages) <= max_int(pages) < backend.page_count)
     )
     if is_invalid:
         raise UnspoolError("the batch has a token, position or page out of range")

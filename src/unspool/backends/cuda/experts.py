@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unspool.backends.cuda.kernels import experts as kernels
 from unspool.backends.cuda.kernels.common import ACTIVATIONS
-from unspool.backends.cuda.products import power_of_two
+from unspool.backends.cuda.products import next_power_of_two
 from unspool.backends.cuda.weights import ExpertWeights, Weights
 from unspool.model.config import ModelConfig
 
@@ -85,7 +85,7 @@ def run_experts(
     columns, depth = (
         (32, 32) if is_float32 else (128 if large_blocks else 32, 64 if large_blocks else 128)
     )
-    expert_counts = {"E": config.experts, "EP": power_of_two(config.experts)}
+    expert_counts = {"E": config.experts, "EP": next_power_of_two(config.experts)}
     launch_options = {"PDL": pdl, "launch_pdl": pdl, "num_warps": 4}
     block_args = (scratch.pairs, scratch.blocks, scratch.total)
     blocks = _max_blocks(pairs, config, rows)
@@ -95,7 +95,7 @@ def run_experts(
     )  # fmt: skip
     kernels.select_experts[(n,)](
         scratch.scores, scratch.expert_ids, scratch.gates, scratch.counts, **expert_counts, K=top_k,
-        KP=power_of_two(top_k), NORMALIZE=config.normalize_experts, **launch_options,
+        KP=next_power_of_two(top_k), NORMALIZE=config.normalize_experts, **launch_options,
     )  # fmt: skip
     kernels.group_pairs[(config.experts,)](
         scratch.expert_ids,

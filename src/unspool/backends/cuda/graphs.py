@@ -18,7 +18,7 @@ _PADDED_SIZES = [
 _SHORTEST = 512  # tokens: the smallest captured context length
 
 
-def padded(count: int) -> int:
+def padded_batch_size(count: int) -> int:
     """Smallest captured batch size that holds `count` rows."""
     return _PADDED_SIZES[count]
 
@@ -31,7 +31,7 @@ def length_bucket(length: int) -> int:
     return bucket
 
 
-class Graphs:
+class GraphCache:
     """Runs steps from captured graphs; captures those that are missing."""
 
     def __init__(self, device: torch.device) -> None:

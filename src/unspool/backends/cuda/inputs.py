@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from unspool.backends.cuda.attention import Lines
-from unspool.backends.step import Ints, largest
+from unspool.backends.cuda.attention import DecodeRows
+from unspool.backends.step import Ints, max_int
 from unspool.sampling.picker import FLOATS
 
 MAX_TABLE_UPDATES = 512  # block table updates in one graph launch; more are applied before it
@@ -107,9 +107,9 @@ class StepInputs:
         self.history = torch.zeros(0, dtype=torch.int64, device=device)  # for penalties
         self._host_histories: list[Tensor] = []
 
-    def decode_rows(self, count: int) -> Lines:
+    def decode_rows(self, count: int) -> DecodeRows:
         """Inputs of attention for the first `count` rows."""
-        return Lines(self.table, self.slots[:count], self.positions[:count], self.ends[:count])
+        return DecodeRows(self.table, self.slots[:count], self.positions[:count], self.ends[:count])
 
     # -- the block table -----------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class StepInputs:
 
     def grow_table(self, slots: Ints) -> bool:
         """Grow the block table if needed. Return whether it moved: graphs must be recaptured."""
-        before, needed = self._table_rows, largest(slots) + 2
+        before, needed = self._table_rows, max_int(slots) + 2
         if needed <= before:
             return False
         self._table_rows = max(needed, 2 * before)

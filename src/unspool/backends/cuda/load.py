@@ -47,8 +47,8 @@ from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.checkpoint import Checkpoint
 from unspool.model.download import progress_bar
 from unspool.model.float8 import FLOAT8
-from unspool.model.memory import in_words
-from unspool.model.stored import Stored
+from unspool.model.memory import format_bytes
+from unspool.model.stored import FileTensor
 
 _THREADS = 8
 _CHUNK_BYTES = 1 << 25  # of the file per job
@@ -63,8 +63,8 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    keep: bool = True,
-    bits: int | None = None,
+    keep_packed: bool = True,
+    quantize_bits: int | None = None,
     progress: bool = False,
 ) -> Weights:
     """Load all weights.
@@ -74,13 +74,13 @@ def load_weights(
         keep: whether quantized weights stay packed.
         bits: 4 or 8 to quantize unquantized weights; None: leave them.
     """
-    loader = WeightLoader(checkpoint, dtype, device, keep, bits)
+    loader = WeightLoader(checkpoint, dtype, device, keep_packed, quantize_bits)
     try:
         weights = loader.weights()
         loader.run(progress)
     except torch.OutOfMemoryError as error:
         raise UnspoolError(
-            f"{checkpoint.path}: weights of about {in_words(loader.size)} do not fit into the "
+            f"{checkpoint.path}: weights of about {format_bytes(loader.size)} do not fit into the "
             f"memory of {device}{_free_memory(device)}; use a smaller model or a quantized one "
             "(quantize 4, or a GGUF file)"
         ) from error
@@ -90,7 +90,7 @@ def load_weights(
 def _free_memory(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
-    return f" ({in_words(torch.cuda.mem_get_info(device)[0])} free)"
+    return f" ({format_bytes(torch.cuda.mem_get_info(device)[0])} free)"
 
 
 class StagingLane:
@@ -267,13 +267,13 @@ class WeightLoader:
 
     # -- jobs -------------------------------------------------------------------------------------
 
-    def _fill(self, name: str, stored: Stored, buffer: Tensor) -> None:
+    def _fill(self, name: str, stored: FileTensor, buffer: Tensor) -> None:
         """Add jobs that convert a tensor into `room`, of the same shape."""
         self.weights_by_format["BF16"] += math.prod(stored.shape)
         if stored.packed and not _packing_key(stored):
-            stored = Stored.of(stored.float32())
+            stored = FileTensor.from_float32(stored.float32())
 
-        def job(chunk: Stored, first: int) -> Job:
+        def job(chunk: FileTensor, first: int) -> Job:
             def run(lane: StagingLane) -> None:
                 target = buffer[first : first + chunk.shape[0]]
                 if chunk.packed:
@@ -294,7 +294,7 @@ class WeightLoader:
     def _pack(
         self,
         name: str,
-        stored: Stored,
+        stored: FileTensor,
         parts: PackedTensors,
         start: int,
         packing: PackedLayout,
@@ -303,7 +303,7 @@ class WeightLoader:
         weight_format = stored.type if bits is None else f"{self.bits} bits"
         self.weights_by_format[weight_format] += math.prod(stored.shape)
 
-        def job(chunk: Stored, first: int) -> Job:
+        def job(chunk: FileTensor, first: int) -> Job:
             def run(lane: StagingLane) -> None:
                 _, packed = _repack_chunk(chunk, lane.copy_to_device, self.device, bits)
                 parts.copy_rows(start + first, packed)
@@ -313,7 +313,7 @@ class WeightLoader:
 
         self._add_jobs(stored, job)
 
-    def _add_jobs(self, stored: Stored, job: Callable[[Stored, int], Job]) -> None:
+    def _add_jobs(self, stored: FileTensor, job: Callable[[FileTensor, int], Job]) -> None:
         """Add one job per chunk of a tensor's rows."""
         rows = stored.shape[0]
         step = max(1, _CHUNK_BYTES * rows // max(1, stored.data.nbytes))
@@ -377,20 +377,20 @@ def _cancel_on_error(pool: ThreadPoolExecutor) -> Iterator[None]:
 CopyToDevice = Callable[[npt.NDArray[np.uint8]], Tensor]
 
 
-def _packing_key(stored: Stored) -> Any:
+def _packing_key(stored: FileTensor) -> Any:
     """Packing of a matrix; equal for matrices that can be stacked. None: cannot be packed."""
     if stored.type == FLOAT8 and stored.scales is not None and stored.shape[-1] % 16 == 0:
         return stored.type, stored.scales.shape[-1]
     return stored.type if stored.type in PACKINGS else None
 
 
-def _copy_plain(chunk: Stored, copy_to_device: CopyToDevice) -> Tensor:
+def _copy_plain(chunk: FileTensor, copy_to_device: CopyToDevice) -> Tensor:
     data = np.ascontiguousarray(chunk.data).reshape(-1)
     return copy_to_device(data.view(np.uint8)).view(_DTYPES[chunk.type]).view(chunk.shape)
 
 
 def _repack_chunk(
-    chunk: Stored, copy_to_device: CopyToDevice, device: torch.device, bits: int | None = None
+    chunk: FileTensor, copy_to_device: CopyToDevice, device: torch.device, bits: int | None = None
 ) -> tuple[PackedLayout, PackedTensors]:
     """Copy a chunk of a matrix to the device and repack it, or quantize it to `bits`."""
     if bits is not None:

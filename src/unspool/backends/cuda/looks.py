@@ -15,14 +15,14 @@ from unspool.backends.cuda.inputs import to_device
 from unspool.backends.cuda.products import NormWeights
 from unspool.backends.cuda.program import ModelRunner
 from unspool.backends.cuda.weights import LayerWeights
-from unspool.backends.step import Inside, Look, StepBatch
+from unspool.backends.step import Observations, ObserveRequest, StepBatch
 from unspool.model.transformer import attention_weights
 
 
 class StepObserver:
     """Records intermediate values of a step in which all tokens are prefilled."""
 
-    def __init__(self, runner: ModelRunner, batch: StepBatch, look: Look) -> None:
+    def __init__(self, runner: ModelRunner, batch: StepBatch, look: ObserveRequest) -> None:
         self._runner, config = runner, runner.weights.config
         device = runner.weights.device
         self._look = look
@@ -34,7 +34,7 @@ class StepObserver:
         self._rows = look.attention.tolist()
         self._ends = batch.visible_end[look.attention].tolist()
         self._positions = batch.positions[look.attention].tolist()
-        batch_rows = batch.starts.searchsorted(look.attention, side="right") - 1
+        batch_rows = batch.row_starts.searchsorted(look.attention, side="right") - 1
         self._table_rows = (batch.slots[batch_rows] + 1).tolist()
         self._query_shape = (config.heads, config.head_width)
 
@@ -67,12 +67,12 @@ class StepObserver:
                 torch.stack((attention, normed(ffn_out[rows], layer.feed_post_norm, eps)))
             )
 
-    def inside(self) -> Inside:
+    def inside(self) -> Observations:
         def host(tensors: list[Tensor]) -> Any:
             return torch.stack(tensors).float().cpu().numpy()
 
-        return Inside(
-            residuals=host(self._look.chosen(self._residuals)) if self._residuals else None,
+        return Observations(
+            residuals=host(self._look.select_layers(self._residuals)) if self._residuals else None,
             attention=[host(layers) for layers in self._attention],
             parts=host(self._parts) if self._parts else None,
         )

@@ -9,9 +9,9 @@ import torch
 from unspool.backends.cuda.attention import PAGE_SIZE
 from unspool.backends.cuda.pages import KVCache, page_bytes
 from unspool.backends.cuda.weights import Weights
-from unspool.backends.memory import pages_in
+from unspool.backends.memory import num_pages_in
 from unspool.errors import UnspoolError, UnspoolWarning
-from unspool.model.memory import in_words, share_beside_kernels
+from unspool.model.memory import format_bytes, kv_budget_with_kernels
 
 _MAX_SEQUENCES = 512  # of full length: more pages are never used
 _MIN_PAGES = 16
@@ -30,7 +30,7 @@ def allocate_kv_cache(weights: Weights, memory: int | None, context: int) -> KVC
             _default_bytes(device) // bytes_per_page, _MAX_SEQUENCES * -(-context // PAGE_SIZE)
         )
     else:
-        count = pages_in(memory, bytes_per_page)
+        count = num_pages_in(memory, bytes_per_page)
     requested = max(count, _MIN_PAGES)
     count = requested
     while True:
@@ -44,8 +44,8 @@ def allocate_kv_cache(weights: Weights, memory: int | None, context: int) -> KVC
             count = max(_MIN_PAGES, count * 3 // 4)
     if count < requested:
         warnings.warn(
-            f"{device} has no memory for a KV cache of {in_words(requested * bytes_per_page)};"
-            f" using {in_words(count * bytes_per_page)} ({count * PAGE_SIZE:,} tokens)",
+            f"{device} has no memory for a KV cache of {format_bytes(requested * bytes_per_page)};"
+            f" using {format_bytes(count * bytes_per_page)} ({count * PAGE_SIZE:,} tokens)",
             UnspoolWarning,
             stacklevel=3,
         )
@@ -54,7 +54,7 @@ def allocate_kv_cache(weights: Weights, memory: int | None, context: int) -> KVC
 
 def _default_bytes(device: torch.device) -> int:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 30
-    return share_beside_kernels(free)
+    return kv_budget_with_kernels(free)
 
 
 def _out_of_memory(device: torch.device) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unspool.backends.step import Floats, Inside, Ints, StepResult, smallest
+from unspool.backends.step import Floats, Ints, Observations, StepResult, min_int
 from unspool.sampling.faults import BadLogitsError
 
 _NUM_RESULTS = 4  # results in copy_to_host
@@ -41,7 +41,12 @@ class StepOutputs:
         self._no_logits = np.empty((0, vocab_size), np.float32)
 
     def copy_to_host(
-        self, pick_index: Ints, logits: Tensor | None, inside: Inside | None, *, has_prefill: bool
+        self,
+        pick_index: Ints,
+        logits: Tensor | None,
+        inside: Observations | None,
+        *,
+        has_prefill: bool,
     ) -> CudaStepHandle:
         """Start copying a step's results to the host: the picks at `pick_index`, and logits.
 
@@ -96,7 +101,7 @@ class CudaStepHandle:
     buffer: ResultBuffer
     pick_index: Ints
     logits: Tensor | Floats
-    inside: Inside | None
+    inside: Observations | None
 
     def ready(self) -> bool:
         return self.buffer.done is None or self.buffer.done.query()
@@ -109,7 +114,7 @@ class CudaStepHandle:
         # Logprobs of decode are stored last: index them from the end.
         logprobs = buffer.logprobs.take(self.pick_index - buffer.max_decode)
         failures: dict[int, Exception] = {}
-        if len(tokens) and smallest(tokens) < 0:
+        if len(tokens) and min_int(tokens) < 0:
             for number in np.flatnonzero(tokens < 0).tolist():
                 failures[number] = BadLogitsError(
                     "cannot sample from the model's logits: they contain NaN or are all -inf",

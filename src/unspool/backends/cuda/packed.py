@@ -15,12 +15,12 @@ from unspool.backends.cuda.kernels.packed import dequantize_rows_kernel, packed_
 from unspool.backends.cuda.kernels.packed_gemv import packed_gemv
 from unspool.backends.cuda.packing import PackedLayout, PackedTensors
 from unspool.backends.cuda.products import (
-    Around,
+    Epilogue,
     gemm,
+    next_power_of_two,
     norm_kind,
     num_multiprocessors,
     num_vectors,
-    power_of_two,
     row_strides,
 )
 
@@ -76,7 +76,7 @@ class PackedMatrix:
             "SHARE": packing.share,
         }  # fmt: skip
 
-    def times_each(self, x: Tensor, out: Tensor, epilogue: Around) -> None:
+    def gemv(self, x: Tensor, out: Tensor, epilogue: Epilogue) -> None:
         """out = W · x for one vector or each of a few, with fused operations."""
         rows, norm, vectors = self.rows // (1 + epilogue.gated), epilogue.norm, num_vectors(x)
         block_rows, warps, programs = packed_gemv_tiling(
@@ -94,7 +94,7 @@ class PackedMatrix:
             epilogue.eps,
             *row_strides(x, epilogue.residual, out),
             K=self.columns,
-            UP=power_of_two(self._units),
+            UP=next_power_of_two(self._units),
             **self._constants(),
             BN=block_rows,
             NORM=norm_kind(norm),
@@ -126,7 +126,7 @@ class PackedMatrix:
 
     def _small_gemm(self, x: Tensor, out: Tensor) -> None:
         vectors = len(x)
-        block_rows = min(64, max(16, power_of_two(vectors)))
+        block_rows = min(64, max(16, next_power_of_two(vectors)))
         grid = (-(-self.rows // 64), -(-vectors // block_rows))
         packed_gemm[grid](
             x,
@@ -147,7 +147,7 @@ class PackedMatrix:
 
     def dequantize(self, first: int, out: Tensor) -> None:
         """Dequantize rows from `first` on, as many as `out` has."""
-        units = min(64, power_of_two(self._units))
+        units = min(64, next_power_of_two(self._units))
         grid = (-(-len(out) // 4), -(-self._units // units))
         dequantize_rows_kernel[grid](
             *self._tensors(), out, out, out, first, first + len(out),
@@ -156,7 +156,7 @@ class PackedMatrix:
 
     def embed_tokens(self, tokens: Tensor, previous: Tensor, out: Tensor) -> None:
         """Embed tokens; a token -1 - n stands for `previous[n]`."""
-        units = min(128, power_of_two(self._units))
+        units = min(128, next_power_of_two(self._units))
         grid = (len(tokens), -(-self._units // units))
         dequantize_rows_kernel[grid](
             *self._tensors(), tokens, previous, out, 0, self.rows,
@@ -199,11 +199,11 @@ class StackedMatrix:
             yield part, slice(first, first + part.rows)
             first += part.rows
 
-    def times_each(self, x: Tensor, out: Tensor, epilogue: Around) -> None:
+    def gemv(self, x: Tensor, out: Tensor, epilogue: Epilogue) -> None:
         """out = W · x for one vector or each of a few; never gated (see `WeightLoader`)."""
         for part, rows in self._row_slices():
             residual = None if epilogue.residual is None else epilogue.residual[..., rows]
-            part.times_each(x, out[..., rows], replace(epilogue, residual=residual))
+            part.gemv(x, out[..., rows], replace(epilogue, residual=residual))
 
     def gemm(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
         for part, rows in self._row_slices():
@@ -227,7 +227,7 @@ def packed_gemv_tiling(
 
     All programs run at the same time: each iterates over its share of the rows.
     """
-    padded_units = power_of_two(units)
+    padded_units = next_power_of_two(units)
     warps = max(1, min(_MAX_WARPS, padded_units // 32))
     block_rows = max(1, _UNITS_PER_THREAD * 32 * warps // padded_units // tiles)
     programs = num_multiprocessors(device) * min(16, _PACKED_WARPS_PER_SM // warps)

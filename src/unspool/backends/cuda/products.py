@@ -25,7 +25,7 @@ class NormWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Around:
+class Epilogue:
     """Operations fused into a GEMV: norm before it; activation, gate and residual after it."""
 
     eps: float
@@ -43,7 +43,7 @@ def norm_kind(norm: NormWeights | None) -> int:
     return RMS if norm.bias is None else LAYER
 
 
-def power_of_two(number: int) -> int:
+def next_power_of_two(number: int) -> int:
     """Smallest power of two >= number."""
     return 1 << (number - 1).bit_length()
 
@@ -79,7 +79,7 @@ def gemv_tiling(
     return [block_rows, warps, min(-(-rows // block_rows), -(-programs // vectors))]
 
 
-def gemv(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, epilogue: Around) -> None:
+def gemv(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """out = W · x for one vector or each of a few, with fused operations."""
     rows, columns = weight.shape[0] // (1 + epilogue.gated), weight.shape[1]
     tiles, vectors = 1 + epilogue.gated, num_vectors(x)
@@ -99,7 +99,7 @@ def gemv(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, epilogue: 
         epilogue.eps,
         *row_strides(x, epilogue.residual, out),
         K=columns,
-        KP=power_of_two(columns),
+        KP=next_power_of_two(columns),
         BN=block_rows,
         NORM=norm_kind(norm),
         GLU=epilogue.gated,

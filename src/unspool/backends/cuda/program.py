@@ -22,7 +22,7 @@ from unspool.backends.cuda.inputs import MAX_TABLE_UPDATES, StepInputs
 from unspool.backends.cuda.kernels import rows as row_kernels
 from unspool.backends.cuda.kernels.common import ACTIVATIONS
 from unspool.backends.cuda.pages import KVCache
-from unspool.backends.cuda.products import Around, NormWeights, norm_kind, power_of_two
+from unspool.backends.cuda.products import Epilogue, NormWeights, next_power_of_two, norm_kind
 from unspool.backends.cuda.weights import LayerWeights, PlainMatrix, WeightMatrix, Weights
 from unspool.model.positions import sinusoidal
 
@@ -91,7 +91,7 @@ class ModelRunner:
         self.attention_layers = attention.attention_layers(weights, context)
         self._keys = [pages.keys(layer) for layer in range(config.layers)]
         self._values = [pages.values(layer) for layer in range(config.layers)]
-        self._scratch = attention.Scratch.for_lines(rows, config, weights.device)
+        self._scratch = attention.AttentionScratch.for_rows(rows, config, weights.device)
         self._expert_scratch = ExpertScratch.for_tokens(rows, config, weights)
         self._position_embed = position_vectors(weights, context)
         self.max_fused_rows = max_fused_rows(weights)
@@ -153,14 +153,14 @@ class ModelRunner:
                 observer.on_residual(number, a.h)
             # `attend` must not read the block table before `begin` has updated it.
             epilogue = self._epilogue(norm=layer.attention_norm, early=number > 0)
-            layer.qkv.times_each(a.h, a.qkv, epilogue)
+            layer.qkv.gemv(a.h, a.qkv, epilogue)
             self._norm_qk(a.qkv, layer)
             self._attend(number, a.qkv, a.heads_out, rows, max_context, single_tokens)
             residual = a.h_attended if config.parallel else a.h
             if layer.attention_post_norm is None:
-                layer.out.times_each(a.heads_out, residual, self._epilogue(residual=a.h))
+                layer.out.gemv(a.heads_out, residual, self._epilogue(residual=a.h))
             else:
-                layer.out.times_each(a.heads_out, a.attn_out, self._epilogue())
+                layer.out.gemv(a.heads_out, a.attn_out, self._epilogue())
                 self._add_norm(a, a.attn_out, post=layer.attention_post_norm, out=a.h)
             if layer.gate_up is None or layer.down is None:
                 self._add_norm(a, norm=layer.feed_norm, out=a.x)
@@ -172,29 +172,29 @@ class ModelRunner:
             epilogue = self._epilogue(
                 norm=layer.feed_norm, activation=config.activation, gated=config.gated
             )
-            layer.gate_up.times_each(a.h, inner, epilogue)
+            layer.gate_up.gemv(a.h, inner, epilogue)
             if layer.feed_post_norm is None:
-                layer.down.times_each(inner, a.h, self._epilogue(residual=residual))
+                layer.down.gemv(inner, a.h, self._epilogue(residual=residual))
             else:
-                layer.down.times_each(inner, a.ffn_out, self._epilogue())
+                layer.down.gemv(inner, a.ffn_out, self._epilogue())
                 self._add_norm(a, a.ffn_out, post=layer.feed_post_norm, out=a.h)
         if observer:
             observer.on_residual(len(self.weights.layers), a.h)
         logits = self.logits[:count]
-        self.weights.head.times_each(a.h, logits, self._epilogue(norm=self.weights.norm))
+        self.weights.head.gemv(a.h, logits, self._epilogue(norm=self.weights.norm))
         self._softcap(logits)
 
     def _attend(
-        self, layer: int, qkv: Tensor, heads_out: Tensor, rows: attention.Lines, max_context: int,
-        single_tokens: bool,
+        self, layer: int, qkv: Tensor, heads_out: Tensor, rows: attention.DecodeRows,
+        max_context: int, single_tokens: bool,
     ) -> None:  # fmt: skip
         shape = self.attention_layers[layer]
         keys, values = self._keys[layer], self._values[layer]
         if not single_tokens:
             attention.store_keys(qkv, keys, values, shape, rows, pdl=self.pdl)
-        attention.attend(
+        attention.decode_attention(
             qkv, heads_out, keys, values, shape, rows, self._scratch, new=single_tokens,
-            pieces=attention.pieces_for(shape, max_context), pdl=self.pdl,
+            pieces=attention.num_pieces(shape, max_context), pdl=self.pdl,
         )  # fmt: skip
 
     # -- shared by decode and prefill ------------------------------------------------------------
@@ -255,11 +255,11 @@ class ModelRunner:
         packed = not isinstance(embed, PlainMatrix)
         if not isinstance(embed, PlainMatrix):
             embed.embed_tokens(tokens[: len(h)], inputs.previous, h)
-        row_kernels.begin[(len(h) + 1,)](
+        row_kernels.embed_and_update[(len(h) + 1,)](
             updates, inputs.table, tokens, inputs.previous, positions,
             embed.weight if isinstance(embed, PlainMatrix) else h,
             h if position_embed is None else position_embed, h, self._embed_scale,
-            MAX_TABLE_UPDATES, D=config.width, DP=power_of_two(config.width), UNPACKED=packed,
+            MAX_TABLE_UPDATES, D=config.width, DP=next_power_of_two(config.width), UNPACKED=packed,
             SCALED=config.embedding_scale != 1, POSITIONS=position_embed is not None, num_warps=4,
         )  # fmt: skip
 
@@ -278,7 +278,7 @@ class ModelRunner:
         row_kernels.add_norm[(len(h),)](
             h, h if first is None else first, h if second is None else second,
             *_norm_tensors(post, h), *_norm_tensors(norm, h), out, config.norm_eps,
-            D=config.width, DP=power_of_two(config.width),
+            D=config.width, DP=next_power_of_two(config.width),
             ADDED=(first is not None) + (second is not None), POST=norm_kind(post),
             NORM=norm_kind(norm), PDL=self.pdl, num_warps=4, launch_pdl=self.pdl,
         )  # fmt: skip
@@ -314,7 +314,7 @@ class ModelRunner:
         query_width = config.heads * config.head_width
         row_kernels.norm_all_heads[(len(qkv), 2)](
             qkv, layer.q_norm.gain, layer.k_norm.gain, config.norm_eps, Q=query_width,
-            K=config.kv_width, WIDTH=qkv.shape[1], P=power_of_two(query_width), PDL=self.pdl,
+            K=config.kv_width, WIDTH=qkv.shape[1], P=next_power_of_two(query_width), PDL=self.pdl,
             num_warps=4, launch_pdl=self.pdl,
         )  # fmt: skip
 
@@ -338,9 +338,9 @@ class ModelRunner:
         gated: bool = False,
         residual: Tensor | None = None,
         early: bool = True,
-    ) -> Around:
+    ) -> Epilogue:
         eps = self.weights.config.norm_eps
-        return Around(eps, norm, activation, gated, residual, early, self.pdl)
+        return Epilogue(eps, norm, activation, gated, residual, early, self.pdl)
 
 
 def max_fused_rows(weights: Weights) -> int:

@@ -26,7 +26,7 @@ class PrefillBatch:
     """Prefill tokens of a step, on the device."""
 
     tokens: Tensor
-    rows: attention.Lines
+    rows: attention.DecodeRows
     tiles: Tensor  # one entry per program of the attention kernel
     logits_index: Tensor  # tokens whose logits are returned
     adapters: Ints | None  # adapter slot of each token
@@ -57,13 +57,13 @@ class PrefillRunner:
             adapters: adapter slot of each token; None: no token has an adapter.
         """
         device, inputs = self._runner.weights.device, self._runner.inputs
-        counts = np.diff(batch.starts)[batch_rows]
+        counts = np.diff(batch.row_starts)[batch_rows]
         slots = np.repeat(batch.slots[batch_rows], counts) + 1
         indices = np.concatenate(
             (slots, batch.positions[token_index], batch.visible_end[token_index])
         )
         on_device = to_device(indices.astype(np.int32), device).view(3, -1)
-        rows = attention.Lines(inputs.table, on_device[0], on_device[1], on_device[2])
+        rows = attention.DecodeRows(inputs.table, on_device[0], on_device[1], on_device[2])
         starts = np.concatenate(([0], np.cumsum(counts)))
         tiles = attention.chunk_tiles(
             starts,
@@ -90,7 +90,7 @@ class PrefillRunner:
                 pages.values(layer),
             )
             attention.store_keys(qkv, keys, values, shape, prefill.rows, pdl=False)
-            attention.prefill(
+            attention.prefill_attention(
                 qkv, heads_out, keys, values, shape, prefill.rows, prefill.tiles, exact=runner.exact
             )
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from unspool.backends.cuda.backend import CudaBackend
 from unspool.backends.step import StepBatch
-from unspool.sampling.picker import PickRows
+from unspool.sampling.picker import SamplingRows
 
 _WARMUP_TOKENS = 32  # tokens of the prompt
 _MESSAGE_DELAY_S = 2.0  # seconds
@@ -31,7 +31,7 @@ def warm_up(backend: CudaBackend) -> None:
 
 def _batch(count: int, temperature: float) -> StepBatch:
     positions = np.arange(count)
-    pick = PickRows(
+    pick = SamplingRows(
         np.array([[temperature, 0.9, 0.0, 1.0, 0.0, 0.0]]),
         np.zeros((1, 6), np.int64),
         np.empty(0, np.int64),
@@ -40,10 +40,10 @@ def _batch(count: int, temperature: float) -> StepBatch:
         tokens=np.zeros(count, np.int64),
         positions=positions,
         visible_end=positions + 1,
-        starts=np.array([0, count]),
+        row_starts=np.array([0, count]),
         slots=np.zeros(1, np.int64),
-        sampled=np.array([count - 1]),
-        pick=pick,
+        sample_indices=np.array([count - 1]),
+        sampling=pick,
     )
 
 

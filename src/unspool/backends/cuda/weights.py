@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unspool.backends.cuda.exact import exact_gemm
 from unspool.backends.cuda.packed import PackedMatrix
-from unspool.backends.cuda.products import Around, NormWeights, gemm, gemv
+from unspool.backends.cuda.products import Epilogue, NormWeights, gemm, gemv
 from unspool.model.config import ModelConfig
 from unspool.model.layers.feed import Experts, FeedForward
 from unspool.model.layers.parts import Norm
@@ -37,7 +37,7 @@ class WeightMatrix(Protocol):
     @property
     def bias(self) -> Tensor | None: ...
 
-    def times_each(self, x: Tensor, out: Tensor, epilogue: Around) -> None:
+    def gemv(self, x: Tensor, out: Tensor, epilogue: Epilogue) -> None:
         """Multiply x [columns], or each row of x [n, columns], with fused operations.
 
         A row's result does not depend on n.
@@ -80,7 +80,7 @@ class PlainMatrix:
     def device(self) -> torch.device:
         return self.weight.device
 
-    def times_each(self, x: Tensor, out: Tensor, epilogue: Around) -> None:
+    def gemv(self, x: Tensor, out: Tensor, epilogue: Epilogue) -> None:
         gemv(self.weight, self.bias, x, out, epilogue)
 
     def gemm(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
@@ -155,7 +155,7 @@ class Weights:
         return self.embed.device
 
 
-def fused(model: Transformer) -> Weights:
+def fuse_weights(model: Transformer) -> Weights:
     """Fuse the weights of a plain transformer; it may be freed afterwards."""
     embed = PlainMatrix(model.embed.weight)
     position = model.position_embed

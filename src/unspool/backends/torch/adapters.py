@@ -48,8 +48,8 @@ class TorchAdapters:
         if not len(batch.adapters):
             yield
             return
-        numbers = np.repeat(batch.adapters, np.diff(batch.starts))
-        output_tokens = np.concatenate((batch.sampled, batch.logits))
+        numbers = np.repeat(batch.adapters, np.diff(batch.row_starts))
+        output_tokens = np.concatenate((batch.sample_indices, batch.logits_indices))
         layer_rows, head_rows = self._rows(numbers), self._rows(numbers[output_tokens])
         hooks = []
         try:

@@ -9,7 +9,7 @@ from torch import Tensor
 from unspool.backends.step import Floats, Ints
 from unspool.backends.torch.paged import TorchBackend, cache_size
 from unspool.model.config import ModelConfig
-from unspool.model.fingerprint import hashed, places
+from unspool.model.fingerprint import hash_weights, sample_indices
 from unspool.model.transformer import Transformer
 
 
@@ -59,7 +59,9 @@ class TorchModel:
 
     def fingerprint(self) -> str:
         named = sorted(self.transformer.named_parameters())
-        return hashed((name, tuple(tensor.shape), _sample_values(tensor)) for name, tensor in named)
+        return hash_weights(
+            (name, tuple(tensor.shape), _sample_values(tensor)) for name, tensor in named
+        )
 
     def _device_array(self, vectors: Floats) -> Tensor:
         weight = self.transformer.embed.weight
@@ -68,7 +70,7 @@ class TorchModel:
 
 def fingerprint_indices(shape: tuple[int, ...]) -> tuple[Ints, ...]:
     """Indices, one array per axis, of the values that a fingerprint includes."""
-    return np.unravel_index(places(shape), shape)
+    return np.unravel_index(sample_indices(shape), shape)
 
 
 def _sample_values(tensor: Tensor) -> Floats:

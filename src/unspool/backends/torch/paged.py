@@ -17,32 +17,32 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from unspool.backends.base import StepLimits
-from unspool.backends.memory import free_memory, pages_and_states
+from unspool.backends.memory import free_memory, num_pages_and_states
 from unspool.backends.step import (
     BlockTable,
-    Done,
-    Inside,
+    CompletedStep,
     Ints,
-    Look,
+    Observations,
+    ObserveRequest,
     StepBatch,
     StepResult,
-    no_ints,
+    empty_ints,
 )
 from unspool.backends.torch.adapters import TorchAdapters
-from unspool.backends.torch.states import StateObserver, StateSlots, recurrent_chunks
+from unspool.backends.torch.states import RecurrentObserver, StateSlots, recurrent_chunks
 from unspool.model.adapters import Adapter
 from unspool.model.config import ModelConfig
 from unspool.model.layers.mixers import Mixer
-from unspool.model.memory import share_beside_torch
+from unspool.model.memory import kv_budget_with_torch
 from unspool.model.transformer import (
-    QUERIES_AT_ONCE,
+    QUERY_CHUNK,
     Attention,
+    BackendStep,
     Layer,
     Shared,
-    StepRun,
     Transformer,
 )
-from unspool.sampling.picker import pick
+from unspool.sampling.picker import pick_tokens
 
 PAGE_SIZE = 16
 
@@ -89,12 +89,12 @@ class TorchBackend:
         )
 
     @torch.inference_mode()
-    def launch(self, batch: StepBatch) -> Done:
-        self._table.apply(batch.updates)
-        for source, target in batch.copies.tolist():
+    def launch(self, batch: StepBatch) -> CompletedStep:
+        self._table.apply(batch.table_updates)
+        for source, target in batch.page_copies.tolist():
             self._copy_page(source, target)
         with self._adapters.applied(batch):
-            return Done(self._run(batch))
+            return CompletedStep(self._run(batch))
 
     def set_adapter(self, number: int, adapter: Adapter | None) -> None:
         self._adapters.set(number, adapter)
@@ -132,14 +132,14 @@ class TorchBackend:
         # Call modules, not their methods, so that hooks run.
         tensor = self.model(tokens, step=run.compute).float()
         logits = tensor if tensor.device.type != "cpu" else tensor.numpy()
-        count, inside = len(batch.sampled), run.observer.inside() if run.observer else None
-        if batch.pick is None:
-            return StepResult(no_ints(), np.empty(0), logits, inside)
-        picks = pick(logits[:count], batch.pick)
+        count, inside = len(batch.sample_indices), run.observer.inside() if run.observer else None
+        if batch.sampling is None:
+            return StepResult(empty_ints(), np.empty(0), logits, inside)
+        picks = pick_tokens(logits[:count], batch.sampling)
         return StepResult(picks.tokens, picks.logprobs, logits[count:], inside, picks.failures)
 
 
-class _StepForward(StepRun):
+class _StepForward(BackendStep):
     """The forward pass of one batch."""
 
     def __init__(self, backend: TorchBackend, batch: StepBatch) -> None:
@@ -156,11 +156,11 @@ class _StepForward(StepRun):
     def compute(self, tokens: Tensor) -> Tensor:
         """Run the model on tokens [1, count]; returns logits at the requested tokens."""
         backend, batch, model = self._backend, self._batch, self._backend.model
-        angles = model.angles(batch.positions, backend.context)
-        x = model.embedded(tokens, batch.positions)
-        observer = _TorchObserver(batch.look, x, model.config) if batch.look else None
+        angles = model.rope_tables(batch.positions, backend.context)
+        x = model.embed_tokens(tokens, batch.positions)
+        observer = _TorchObserver(batch.observe, x, model.config) if batch.observe else None
         self.observer = observer
-        token_inputs, shared = model.told(tokens, x), Shared()
+        token_inputs, shared = model.per_layer_embeddings(tokens, x), Shared()
         for number, layer in enumerate(model.layers):
             assert isinstance(layer, Layer)
             self._current, token = self._indices[backend._devices[number]], token_inputs[number]
@@ -178,10 +178,12 @@ class _StepForward(StepRun):
                 attended = self._attended.float()
                 observer.record_layer(after, attended - x.float(), after.float() - attended)
             x = after
-        outputs = torch.from_numpy(np.concatenate((batch.sampled, batch.logits))).to(x.device)
+        outputs = torch.from_numpy(np.concatenate((batch.sample_indices, batch.logits_indices))).to(
+            x.device
+        )
         return model.logits(x[0, outputs].to(model.norm.weight.device))
 
-    def note_attended(self, x: Tensor) -> None:
+    def observe_attention_output(self, x: Tensor) -> None:
         self._attended = x
 
     def recur(self, layer: int, mixer: Mixer, x: Tensor) -> Tensor:
@@ -194,7 +196,7 @@ class _StepForward(StepRun):
     def __call__(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         batch, source = self._current, attention.source
         keys, values = self._backend._keys[source], self._backend._values[source]
-        if attention.own:
+        if attention.has_own_kv:
             slots = batch.slots
             keys[slots], values[slots] = key[0].transpose(0, 1), value[0].transpose(0, 1)
             if batch.echo_tokens is not None:
@@ -232,12 +234,12 @@ def cache_size(model: Transformer, memory: int | None) -> tuple[int, int]:
     layers, half of the free memory of a GPU, or a quarter of it elsewhere (at most 2 GB)."""
     config, devices = model.config, layer_devices(model)
     if memory is not None:
-        return pages_and_states(memory, page_bytes(model), config.state_bytes)
+        return num_pages_and_states(memory, page_bytes(model), config.state_bytes)
     all_pages, all_states = [], []
     for device in dict.fromkeys(devices):
         layers = [layer for layer in range(config.layers) if devices[layer] == device]
         page, state = page_bytes(model, layers), 4 * sum(map(config.state_floats, layers))
-        pages, states = pages_and_states(_cache_memory(device), max(1, page), state)
+        pages, states = num_pages_and_states(_cache_memory(device), max(1, page), state)
         all_pages += [pages] if page else []
         all_states += [states] if state else []
     return min(all_pages), min(all_states, default=0)
@@ -245,7 +247,7 @@ def cache_size(model: Transformer, memory: int | None) -> tuple[int, int]:
 
 def _cache_memory(device: torch.device) -> int:
     if device.type == "cuda":
-        return share_beside_torch(torch.cuda.mem_get_info(device)[0])
+        return kv_budget_with_torch(torch.cuda.mem_get_info(device)[0])
     return min(2 << 30, free_memory() // 4)
 
 
@@ -255,7 +257,7 @@ class _BatchIndices:
     def __init__(
         self, batch: StepBatch, table: BlockTable, page_size: int, device: torch.device
     ) -> None:
-        counts = np.diff(batch.starts)
+        counts = np.diff(batch.row_starts)
         rows = np.repeat(batch.slots, counts)
         slots = table.pages[rows, batch.positions // page_size] * page_size
         self.device = device
@@ -294,7 +296,7 @@ class _DecodeRows:
         page_size: int,
         device: torch.device,
     ) -> None:
-        tokens = batch.starts[rows]
+        tokens = batch.row_starts[rows]
         ends = batch.visible_end[tokens]
         slots = np.zeros((len(rows), int(ends.max())), np.int64)
         for index, (row, end) in enumerate(zip(rows, ends, strict=True)):
@@ -340,7 +342,7 @@ class _PrefillRow:
         page_size: int,
         device: torch.device,
     ) -> None:
-        self.first, self.end = int(batch.starts[row]), int(batch.starts[row + 1])
+        self.first, self.end = int(batch.row_starts[row]), int(batch.row_starts[row + 1])
         self.start = int(batch.positions[self.first])
         self.ends = batch.visible_end[self.first : self.end]
         length = int(self.ends.max())
@@ -357,11 +359,11 @@ class _PrefillRow:
         mixed: Tensor,
         observer: _TorchObserver | None,
     ) -> None:
-        for first in range(self.first, self.end, QUERIES_AT_ONCE):
-            end = min(first + QUERIES_AT_ONCE, self.end)
+        for first in range(self.first, self.end, QUERY_CHUNK):
+            end = min(first + QUERY_CHUNK, self.end)
             position = self.start + first - self.first
             ends = self.ends[first - self.first : end - self.first]
-            oldest, newest = attention.reach(position, end - first, int(ends.max()))
+            oldest, newest = attention.key_range(position, end - first, int(ends.max()))
             slots, key_positions = self.slots[oldest:newest], self.positions[oldest:newest]
             key, value = (store[slots].transpose(0, 1)[None] for store in (keys, values))
             query_positions = self.positions[position : position + end - first]
@@ -384,10 +386,10 @@ class _PrefillRow:
 class _TorchObserver:
     """Collects observed values while the layers run."""
 
-    def __init__(self, look: Look, x: Tensor, config: ModelConfig) -> None:
+    def __init__(self, look: ObserveRequest, x: Tensor, config: ModelConfig) -> None:
         self._look = look
         self._heads = config.heads
-        self.states = StateObserver(config, look) if config.state_bytes else None
+        self.states = RecurrentObserver(config, look) if config.state_bytes else None
         self._residual_rows = torch.from_numpy(look.residuals)
         self._part_rows = torch.from_numpy(look.parts)
         self._attention_index = {int(token): index for index, token in enumerate(look.attention)}
@@ -416,12 +418,12 @@ class _TorchObserver:
             rows = self._part_rows
             self._parts.append(torch.stack((attended[0, rows], fed[0, rows])))
 
-    def inside(self) -> Inside:
+    def inside(self) -> Observations:
         def host(tensors: list[Tensor]) -> Any:
             return torch.stack([tensor.float().cpu() for tensor in tensors]).numpy()
 
-        return Inside(
-            residuals=host(self._look.chosen(self._residuals))
+        return Observations(
+            residuals=host(self._look.select_layers(self._residuals))
             if len(self._residual_rows)
             else None,
             attention=[host(layers) for layers in self._attention],

@@ -13,26 +13,26 @@ from unspool.backends.torch.parallel.loaded import SplitModel, split_model
 from unspool.backends.torch.parallel.ranks import Device, Ranks
 from unspool.errors import SettingsError
 from unspool.model.checkpoint import Checkpoint, load_transformer
-from unspool.model.layer_places import places_of
-from unspool.model.split import check_split
+from unspool.model.layer_places import build_device_map
+from unspool.model.split import check_shardable
 
 _torchrun_ranks: list[Ranks] = []  # shared by all models of this process
 
 
-def load_on_several(
+def load_on_devices(
     checkpoint: Checkpoint, devices: Sequence[str], ranks: int, dtype: str, name: str = ""
 ) -> TorchModel | SplitModel:
     """Load a model with tensor parallelism over `ranks`; 1: with its layers over the devices."""
     if ranks == 1:
-        layer_devices = places_of(checkpoint.config, devices, _free_memory(devices))
+        layer_devices = build_device_map(checkpoint.config, devices, _free_memory(devices))
         return TorchModel(load_transformer(checkpoint, dtype=dtype, device=layer_devices))
-    check_split(checkpoint.config, ranks)  # before starting processes
+    check_shardable(checkpoint.config, ranks)  # before starting processes
     if 1 < len(devices) < ranks:
         raise SettingsError(
             f"tensor_parallel must be <= {len(devices)}, the GPUs here, got {ranks}"
         )
     device: Device = devices[0] if len(devices) == 1 else list(devices[:ranks])
-    world_size = torchrun.ranks()
+    world_size = torchrun.world_size()
     if world_size is None:
         spawned = Ranks.spawn(ranks, device)
         try:

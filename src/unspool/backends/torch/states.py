@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unspool.backends.step import RECURRENT_STATS, Floats, Ints, Look, StepBatch
+from unspool.backends.step import RECURRENT_STATS, Floats, Ints, ObserveRequest, StepBatch
 from unspool.errors import UnspoolError
 from unspool.model.config import ModelConfig
-from unspool.model.layers.mixers import Mixer, Seen
+from unspool.model.layers.mixers import Mixer, StateObserver
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +26,20 @@ class RecurrentChunk:
 
 def recurrent_chunks(batch: StepBatch, slots: int) -> list[RecurrentChunk]:
     """Divide a step into chunks, the same for all recurrent layers; `slots`: number of slots."""
-    rows, captures = len(batch.starts) - 1, batch.captures
-    is_valid = batch.states.shape == (rows, 2) and bool((batch.states >= (-1, 0)).all())
-    is_valid = is_valid and bool((batch.states < slots).all() and (captures >= 0).all())
+    rows, captures = len(batch.row_starts) - 1, batch.state_captures
+    is_valid = batch.state_slots.shape == (rows, 2) and bool((batch.state_slots >= (-1, 0)).all())
+    is_valid = is_valid and bool((batch.state_slots < slots).all() and (captures >= 0).all())
     is_valid = is_valid and bool((captures < (len(batch.tokens), slots)).all())
     if not is_valid or (np.diff(captures[:, 0]) < 0).any():
         raise UnspoolError("the batch names a recurrent state or a token that does not exist")
     capture_slots: dict[int, list[int]] = {}
     for token, slot in captures.tolist():
         capture_slots.setdefault(token, []).append(slot)
-    counts = np.diff(batch.starts)
+    counts = np.diff(batch.row_starts)
     chunks = [_decode_chunk(batch, np.flatnonzero(counts == 1), capture_slots)]
     for row in np.flatnonzero(counts > 1).tolist():
-        first, end = batch.starts[row : row + 2].tolist()
-        first_slot, last_slot = batch.states[row].tolist()
+        first, end = batch.row_starts[row : row + 2].tolist()
+        first_slot, last_slot = batch.state_slots[row].tolist()
         reads = [first_slot]
         for token in range(first, end):
             writes = capture_slots.get(token, []) + [last_slot] * (token == end - 1)
@@ -54,11 +54,13 @@ def _decode_chunk(
     batch: StepBatch, rows: Ints, capture_slots: dict[int, list[int]]
 ) -> RecurrentChunk:
     """The chunk of all rows with a single token."""
-    tokens = batch.starts[rows]
-    writes = list(enumerate(batch.states[rows, 1].tolist()))
+    tokens = batch.row_starts[rows]
+    writes = list(enumerate(batch.state_slots[rows, 1].tolist()))
     for row, token in enumerate(tokens.tolist()):
         writes += [(row, slot) for slot in capture_slots.get(token, [])]
-    return RecurrentChunk(torch.from_numpy(tokens)[:, None], batch.states[rows, 0].tolist(), writes)
+    return RecurrentChunk(
+        torch.from_numpy(tokens)[:, None], batch.state_slots[rows, 0].tolist(), writes
+    )
 
 
 class StateSlots:
@@ -76,7 +78,7 @@ class StateSlots:
         mixer: Mixer,
         x: Tensor,
         chunks: list[RecurrentChunk],
-        observer: StateObserver | None,
+        observer: RecurrentObserver | None,
     ) -> Tensor:
         """Run a recurrent layer on the tokens of all rows, [1, tokens, width]."""
         parts = mixer.project(x)
@@ -99,17 +101,17 @@ class StateSlots:
         return mixer.finish(mixed[None], parts)
 
 
-class StateObserver:
+class RecurrentObserver:
     """Gate, decay and state norm of recurrent layers at the observed tokens."""
 
-    def __init__(self, config: ModelConfig, look: Look) -> None:
+    def __init__(self, config: ModelConfig, look: ObserveRequest) -> None:
         heads = max(1, config.recurrence.value_heads if config.recurrence else 0)
         shape = (config.layers, RECURRENT_STATS, heads)
         self.stats: dict[int, Floats] = {
             int(token): np.full(shape, np.nan, np.float32) for token in look.attention
         }
 
-    def recorder(self, layer: int, tokens: Tensor) -> Seen:
+    def recorder(self, layer: int, tokens: Tensor) -> StateObserver:
         """A callback that records the tokens of one chunk in one layer."""
 
         def record(column: int, gate: Tensor, decay: Tensor, norm: Tensor) -> None:

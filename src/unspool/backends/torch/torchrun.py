@@ -11,28 +11,28 @@ import os
 import sys
 
 
-def ranks() -> int | None:
+def world_size() -> int | None:
     """World size of torchrun; None if this process is not one of several."""
     count = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     return count if count > 1 else None
 
 
-def is_first() -> bool:
-    return ranks() is None or os.environ.get("RANK") == "0"
+def is_rank_zero() -> bool:
+    return world_size() is None or os.environ.get("RANK") == "0"
 
 
-def work_unless_first() -> None:
+def run_worker_unless_rank_zero() -> None:
     """On ranks other than 0: compute for rank 0 until it ends, then exit."""
-    if not is_first():
+    if not is_rank_zero():
         from unspool.backends.torch.parallel.worker import work_for_torchrun
 
         work_for_torchrun()
         sys.exit(0)
 
 
-def let_go() -> None:
+def release_workers() -> None:
     """On rank 0, at exit: release the other ranks if they were never used."""
-    if ranks() is not None and is_first():
+    if world_size() is not None and is_rank_zero():
         from unspool.backends.torch.parallel.ranks import release_torchrun
 
         release_torchrun()

@@ -11,7 +11,7 @@ from unspool.cli.train import source as s
 
 if TYPE_CHECKING:
     from unspool.text.tokenizer.tokenizer import Tokenizer
-    from unspool.train.data.shards import Packed
+    from unspool.train.data.shards import PackedDocuments
 
 _MAX_SHOWN_TOKENS = 2000  # of a document
 
@@ -66,19 +66,19 @@ def data(
         print_json({**prepared.card.to_json(), "folder": str(prepared.folder)})
         return
     print_columns([*prepared.card.rows(), ["folder", str(prepared.folder)]])
-    for number in range(min(show, prepared.train.documents)):
+    for number in range(min(show, prepared.train.num_documents)):
         print()
         _show_document(prepared.train, number, vocabulary)
 
 
-def _show_document(packed: Packed, number: int, tokenizer: Tokenizer) -> None:
+def _show_document(packed: PackedDocuments, number: int, tokenizer: Tokenizer) -> None:
     """Print a document; tokens in the loss are coloured."""
     from rich.text import Text
 
     from unspool.cli.show import out, piece_style
     from unspool.text.tokenizer.characters import readable_pieces
 
-    start, end = packed.borders[number : number + 2].tolist()
+    start, end = packed.offsets[number : number + 2].tolist()
     end = min(end, start + _MAX_SHOWN_TOKENS)
     pieces = readable_pieces(
         [tokenizer.token_bytes(token) for token in packed.ids[start:end].tolist()]

@@ -109,11 +109,11 @@ def judge(
 
 def _texts(models: list[str], data: list[str] | None, limit: int | None) -> list[str]:
     """The given data, or the held-out text of the first run."""
-    from unspool.train.judging.judged_text import held_out_texts, texts_of
+    from unspool.train.judging.judged_text import held_out_texts, source_texts
     from unspool.train.running.runs import Run
 
     if data:
-        return list(texts_of(data, limit=limit))
+        return list(source_texts(data, limit=limit))
     return list(held_out_texts(Run.open(models[0]), limit=limit))
 
 

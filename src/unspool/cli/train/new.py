@@ -162,16 +162,16 @@ def _train(
     from unspool.train.running.parallel import Parallel
     from unspool.train.running.reports import Listener, combine_listeners
 
-    with Parallel.started(settings.device, shard=shard, timeout=timeout) as parallel:
+    with Parallel.from_environment(settings.device, shard=shard, timeout=timeout) as parallel:
         folder, trackers = None, list[Listener]()
         with parallel.all_succeed():
-            if parallel.first:
+            if parallel.is_first:
                 run = _open_run(settings, name, resume, parallel, offline)
                 folder, trackers = run.folder, s.open_trackers(reports, run)
         run = open_run_everywhere(folder, parallel)
-        with TrainingDisplay(run, quiet=quiet or not parallel.first) as display:
+        with TrainingDisplay(run, quiet=quiet or not parallel.is_first) as display:
             ended = train(run, combine_listeners(display, *trackers), parallel=parallel)
-        if parallel.first:
+        if parallel.is_first:
             display.close(ended)
             s.exit_if_signalled(run)
 
@@ -187,7 +187,7 @@ def _open_run(
 
     run = Run.open(resume) if resume is not None else find_restarted_run(settings)
     if run is not None:
-        run.take_over()
+        run.resume_here()
         return run
     where = runs_folder() / name if name else None
     with s.reading_bar() as progress:

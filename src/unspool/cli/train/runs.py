@@ -40,7 +40,7 @@ def runs(
         return
     opened = Run.open(run)
     for command in commands:
-        opened.ask(command)
+        opened.send_command(command)
         print(f"{opened.name}: asked to {command}")
     if not commands:
         _show_run(opened, samples, as_json)

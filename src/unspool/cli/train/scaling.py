@@ -37,7 +37,7 @@ def scaling(
     seed: s.Seed = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "auto",
     at_once: Annotated[
-        int, typer.Option(min=1, help="Runs in parallel; small models leave a GPU idle.")
+        int, typer.Option(min=1, help="GridTrainer in parallel; small models leave a GPU idle.")
     ] = 1,
     redraws: Annotated[int, typer.Option(help="Bootstrap samples for the intervals.")] = 200,
     picture: Annotated[
@@ -63,10 +63,10 @@ def scaling(
     from unspool.errors import SettingsError
     from unspool.model.run_folder import runs_folder
     from unspool.train.data.sources import DEFAULT_SOURCE
-    from unspool.train.scaling.grid import Runs, prepared_tokens, shared_vocabulary
+    from unspool.train.scaling.grid import GridTrainer, prepared_tokens, shared_vocabulary
     from unspool.train.scaling.law import MIN_RUNS
     from unspool.train.scaling.plot import draw
-    from unspool.train.scaling.study import Planned, Study, plan
+    from unspool.train.scaling.study import PlannedRun, Study, plan
     from unspool.train.settings import NewSettings
 
     study = Study(runs_folder() / name)
@@ -85,7 +85,7 @@ def scaling(
         data=sources, field=field, limit=limit, held_out=split, tokenizer=str(vocabulary),
         seed=seed, device=device, keep=0,
     )  # fmt: skip
-    runs = Runs(settings, count, length, aspect)
+    runs = GridTrainer(settings, count, length, aspect)
     grid = plan(
         runs.config_of,
         depths=depth_list,
@@ -103,11 +103,11 @@ def scaling(
 
     with progress_bar("training", 1000, show=not as_json) as show_progress:
 
-        def on_progress(current: Planned, share: float) -> None:
+        def on_progress(current: PlannedRun, share: float) -> None:
             done = sum(run.flops for run in study.runs) + current.flops * share
             show_progress(round(done / total_flops * 1000))
 
-        def on_result(run: Planned, loss: float) -> None:
+        def on_result(run: PlannedRun, loss: float) -> None:
             if not as_json:
                 print(
                     f"{run.name:<12} {run.parameters:>12,} parameters {run.tokens:>14,} tokens "

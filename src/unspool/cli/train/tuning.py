@@ -100,17 +100,17 @@ def run_tuning(
     from unspool.train.running.reports import Listener, combine_listeners
     from unspool.train.tuning.tune import settings_of, tune
 
-    with Parallel.started(settings["device"], shard=shard) as parallel:
+    with Parallel.from_environment(settings["device"], shard=shard) as parallel:
         folder, trackers = None, list[Listener]()
         with parallel.all_succeed():
-            if parallel.first:
+            if parallel.is_first:
                 run = _open_run(settings, name, resume)
                 folder, trackers = run.folder, s.open_trackers(reports or (), run)
         run = open_run_everywhere(folder, parallel)
         stored = settings_of(run)
-        with TuningDisplay(run, quiet or not parallel.first) as display:
+        with TuningDisplay(run, quiet or not parallel.is_first) as display:
             tune(stored, run, combine_listeners(display, *trackers), parallel=parallel)
-        if parallel.first:
+        if parallel.is_first:
             _print_result(run, bool(stored.lora), stored.model)
             s.exit_if_signalled(run)
 
@@ -124,11 +124,11 @@ def _open_run(settings: dict[str, Any], name: str | None, resume: str | None) ->
 
     if resume is not None:
         run = Run.open(resume)
-        run.take_over()
+        run.resume_here()
         return run
     tune_settings = TuneSettings(**settings)
     if (restarted := find_restarted_run(tune_settings)) is not None:
-        restarted.take_over()
+        restarted.resume_here()
         return restarted
     return new_run(tune_settings, runs_folder() / name if name else None)
 

@@ -98,7 +98,7 @@ def twin(
 
     if resume is not None:
         run = Run.open(resume)
-        run.take_over()
+        run.resume_here()
         settings = settings_of(run)
     else:
         settings = TwinSettings(

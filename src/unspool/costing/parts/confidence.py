@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from unspool.costing.items import Item, items
-from unspool.costing.part import Example, Figure, Mark, Part, Series
-from unspool.costing.plan import Plan
+from unspool.costing.items import Item, load_items
+from unspool.costing.part import CostPart, Example, Figure, Series, TextMark
+from unspool.costing.plan import MeasurementPlan
 from unspool.costing.statistics import (
     bootstrap,
     bootstrap_means,
@@ -20,10 +20,10 @@ from unspool.costing.statistics import (
     mean_figure,
     share_figure,
 )
-from unspool.costing.writing import encoded, excerpts
+from unspool.costing.writing import encode_with_start, excerpts
 from unspool.engine.steps import Score
 from unspool.language_model import LanguageModel
-from unspool.train.judging.likelihood import likelihoods
+from unspool.train.judging.likelihood import score_continuations
 
 BINS = 10
 _UNSURE = 4.0  # nats of entropy: about fifty equally likely tokens
@@ -72,27 +72,27 @@ def item_probabilities(lm: LanguageModel, questions: Sequence[Item]) -> NDArray[
     """Return the model's probabilities of the answers: [items, answers]."""
     pairs = []
     for item in questions:
-        context = encoded(lm, f"Question: {item.question}\nAnswer:")
+        context = encode_with_start(lm, f"Question: {item.question}\nAnswer:")
         pairs += [(context, lm.tokenizer.encode(f" {answer}")) for answer in item.answers]
-    totals = np.array([likelihood.total for likelihood in likelihoods(lm, pairs)])
+    totals = np.array([likelihood.total for likelihood in score_continuations(lm, pairs)])
     table = totals.reshape(len(questions), -1)
     odds = np.exp(table - table.max(1, keepdims=True))
     probabilities: NDArray[np.float64] = odds / odds.sum(1, keepdims=True)
     return probabilities
 
 
-def measure(lm: LanguageModel, plan: Plan) -> Part:
-    questions = items()[: plan.pick(16, 64)]
+def measure(lm: LanguageModel, plan: MeasurementPlan) -> CostPart:
+    questions = load_items()[: plan.pick(16, 64)]
     belief = item_probabilities(lm, questions)
-    plan.tell(0.4)
+    plan.on_progress(0.4)
     length = min(plan.pick(96, 320), lm.context)
     windows = excerpts(lm, plan.texts, plan.pick(5, 16), length)
     scores: list[Score] = []
     for window in windows:
         scores.append(lm.score(window, top=1))
-        plan.tell(0.4 + 0.6 * len(scores) / len(windows))
+        plan.on_progress(0.4 + 0.6 * len(scores) / len(windows))
     sure, hits, entropy = _tokens(scores)
-    return Part(
+    return CostPart(
         "confidence",
         "Confidence: is the model calibrated?",
         _FORMULA,
@@ -205,10 +205,12 @@ def _example(score: Score) -> Example:
             continue
         best = position.candidates[0]
         if position.entropy > _UNSURE:
-            marks.append(Mark(start, len(text), "unsure", f"entropy {position.entropy:.1f} nats"))
+            marks.append(
+                TextMark(start, len(text), "unsure", f"entropy {position.entropy:.1f} nats")
+            )
         elif position.rank and best.probability > _SURE:
             title = f"{best.probability:.0%} sure of {best.text!r}"
-            marks.append(Mark(start, len(text), "sure and wrong", title))
+            marks.append(TextMark(start, len(text), "sure and wrong", title))
     caption = (
         "A human text as the model reads it: where it was uncertain, and where it was sure of "
     )

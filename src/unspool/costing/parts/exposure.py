@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unspool.costing.markov import LENGTH, LETTERS, MarkovSource, trained_model
-from unspool.costing.part import Example, Figure, Mark, Part, Series
-from unspool.costing.plan import Plan
+from unspool.costing.part import CostPart, Example, Figure, Series, TextMark
+from unspool.costing.plan import MeasurementPlan
 from unspool.costing.reading import last_logits
 from unspool.costing.statistics import mean_figure
-from unspool.costing.writing import write
+from unspool.costing.writing import generate_batch
 from unspool.language_model import LanguageModel
 
 TRAININGS: dict[str, dict[str, float]] = {
@@ -47,7 +47,7 @@ _NO_TORCH = (
 
 
 @dataclass(frozen=True)
-class Errors:
+class StepErrors:
     """The error of every step of texts by the source and by the model: [texts, steps]."""
 
     after_source: NDArray[np.float64]
@@ -74,29 +74,29 @@ class Errors:
         return low, high
 
 
-def measure(lm: LanguageModel, plan: Plan) -> Part:
+def measure(lm: LanguageModel, plan: MeasurementPlan) -> CostPart:
     """Train the small models, if they are not cached, and measure them."""
     from unspool.backends.torch.available import TorchMissingError
 
     source = MarkovSource(plan.seed)
     names = plan.pick(["plain"], list(TRAININGS))
-    results: dict[str, Errors] = {}
-    cooler: Errors | None = None
+    results: dict[str, StepErrors] = {}
+    cooler: StepErrors | None = None
     try:
         for number, name in enumerate(names):
 
             def tell(share: float, number: int = number) -> object:
-                return plan.tell((number + 0.7 * share) / len(names))
+                return plan.on_progress((number + 0.7 * share) / len(names))
 
             folder = trained_model(source, **TRAININGS[name], tell=tell)
             with _loaded(folder) as small:
                 count = plan.pick(*TEXTS)
-                results[name] = errors_of(small, source, count, temperature=1.0)
+                results[name] = measure_errors(small, source, count, temperature=1.0)
                 if name == "plain" and not plan.quick:
-                    cooler = errors_of(small, source, count, temperature=0.7)
+                    cooler = measure_errors(small, source, count, temperature=0.7)
     except TorchMissingError:
         missing = Figure("ExAccErr", None, "%", why=_NO_TORCH)
-        return Part("exposure", _TITLE, _FORMULA, [missing], notes=[_ABOUT])
+        return CostPart("exposure", _TITLE, _FORMULA, [missing], notes=[_ABOUT])
     return _part(source, results, cooler)
 
 
@@ -106,14 +106,16 @@ def _loaded(folder: Any) -> LanguageModel:
     return load(folder, device="cpu", memory=64 << 20, progress=False)
 
 
-def errors_of(lm: LanguageModel, source: MarkovSource, count: int, *, temperature: float) -> Errors:
+def measure_errors(
+    lm: LanguageModel, source: MarkovSource, count: int, *, temperature: float
+) -> StepErrors:
     """Measure a model's errors on `count` texts by the source and by the model."""
     true = source.texts(count, np.random.default_rng((source.seed, 1 << 30)))
     options = {**_PURE, "temperature": temperature, "max_tokens": LENGTH - 2, "end": False}
-    written = write(lm, [row[:2].tolist() for row in true], **options)
+    written = generate_batch(lm, [row[:2].tolist() for row in true], **options)
     model_texts = np.array([[*text.prompt, *text.tokens] for text in written.texts])
     errors = [source.errors(texts, _logprobs(lm, texts)) for texts in (true, model_texts)]
-    return Errors(errors[0], errors[1], model_texts)
+    return StepErrors(errors[0], errors[1], model_texts)
 
 
 def _logprobs(lm: LanguageModel, texts: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -128,7 +130,9 @@ def _logprobs(lm: LanguageModel, texts: NDArray[np.int64]) -> NDArray[np.float64
 # -- the report -----------------------------------------------------------------------------
 
 
-def _part(source: MarkovSource, results: dict[str, Errors], cooler: Errors | None) -> Part:
+def _part(
+    source: MarkovSource, results: dict[str, StepErrors], cooler: StepErrors | None
+) -> CostPart:
     lengths = list(range(1, LENGTH - 1))
     figures: list[Figure] = []
     series: list[Series] = []
@@ -154,10 +158,10 @@ def _part(source: MarkovSource, results: dict[str, Errors], cooler: Errors | Non
         "both numbers: the error per step, ε, and its amplification, ExAccErr. A remedy that "
         "lowers the second by raising the first gains nothing.",
     ]
-    return Part("exposure", _TITLE, _FORMULA, figures, series, _example(source, plain), notes)
+    return CostPart("exposure", _TITLE, _FORMULA, figures, series, _example(source, plain), notes)
 
 
-def _figures(name: str, errors: Errors) -> list[Figure]:
+def _figures(name: str, errors: StepErrors) -> list[Figure]:
     low, high = errors.interval()
     steps, texts = errors.after_source.shape[1], len(errors.model_texts)
     return [
@@ -176,7 +180,7 @@ def _figures(name: str, errors: Errors) -> list[Figure]:
     ]  # fmt: skip
 
 
-def _series(name: str, errors: Errors, lengths: Sequence[float]) -> Series:
+def _series(name: str, errors: StepErrors, lengths: Sequence[float]) -> Series:
     low, high = errors.interval()
     return Series(
         name, lengths, errors.excess().tolist(), low.tolist(), high.tolist(), "letters l",
@@ -184,14 +188,14 @@ def _series(name: str, errors: Errors, lengths: Sequence[float]) -> Series:
     )  # fmt: skip
 
 
-def _example(source: MarkovSource, errors: Errors) -> Example:
+def _example(source: MarkovSource, errors: StepErrors) -> Example:
     """Return the model's text with the largest sum of errors."""
     worst = int(errors.after_model.sum(1).argmax())
     text = "".join(LETTERS[letter] for letter in errors.model_texts[worst])
     threshold = float(np.quantile(errors.after_source, 0.99))
     lost = errors.after_model[worst] > max(threshold, 0.5)
     marks = [
-        Mark(at + 2, at + 3, "lost", f"KL {errors.after_model[worst, at]:.2f} nats")
+        TextMark(at + 2, at + 3, "lost", f"KL {errors.after_model[worst, at]:.2f} nats")
         for at in np.flatnonzero(lost).tolist()
     ]
     return Example(

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from unspool.costing.part import Example, Figure, Mark, Part, Series
-from unspool.costing.plan import Plan
-from unspool.costing.reading import last_logits, surprises
+from unspool.costing.part import CostPart, Example, Figure, Series, TextMark
+from unspool.costing.plan import MeasurementPlan
+from unspool.costing.reading import last_logits, token_nlls
 from unspool.costing.statistics import (
     bootstrap_means,
     interval_around,
@@ -24,7 +24,7 @@ from unspool.costing.statistics import (
     share_figure,
     wilson,
 )
-from unspool.costing.windows import last_of, sinks_and_last, with_window
+from unspool.costing.windows import load_with_window, truncate_context, truncate_with_sinks
 from unspool.costing.writing import excerpts
 from unspool.language_model import LanguageModel
 
@@ -49,7 +49,7 @@ _NOTE = (
 )
 
 
-def measure(lm: LanguageModel, plan: Plan) -> Part:
+def measure(lm: LanguageModel, plan: MeasurementPlan) -> CostPart:
     """Run all three measurements."""
     room = lm.context - 2 * _JUDGED
     lengths = [length for length in plan.pick((64, 192), (128, 512, 1024, 2048)) if length <= room]
@@ -60,19 +60,21 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
     steps = plan.pick((8, 32, 64), (8, 16, 32, 64, 128, 256, 512))
     widths = [*[width for width in steps if width < far], far]
     positions = np.array([[-(value or 0.0) for value in lm.score(text).logprobs] for text in texts])
-    plan.tell(0.6)
-    losses = _by_shown(lm, texts, positions, widths, lambda share: plan.tell(0.6 + 0.2 * share))
+    plan.on_progress(0.6)
+    losses = _by_shown(
+        lm, texts, positions, widths, lambda share: plan.on_progress(0.6 + 0.2 * share)
+    )
     window_sizes = [width for width in plan.pick((64,), (128, 512)) if width < far]
-    windows = _windows(
+    windows = _measure_windows(
         lm, texts, dict(zip(widths, losses.T, strict=True)), window_sizes or widths[-2:-1]
     )
-    plan.tell(1.0)
+    plan.on_progress(1.0)
     figures = [_effective(losses, widths), *_needle_figures(needles), *windows.figures]
     series = [
         *_needle_series(needles), _shown_series(losses, widths), _by_position(positions),
         *windows.series,
     ]  # fmt: skip
-    return Part(
+    return CostPart(
         "fading", _TITLE, _FORMULA, figures, series, needles.example, [_NOTE, *windows.notes]
     )
 
@@ -89,7 +91,7 @@ class Needles:
     example: Example
 
 
-def find_needles(lm: LanguageModel, plan: Plan, lengths: Sequence[int]) -> Needles:
+def find_needles(lm: LanguageModel, plan: MeasurementPlan, lengths: Sequence[int]) -> Needles:
     """Insert a number at each depth of a text of each length, and ask for it."""
     tries = plan.pick(1, 2)
     hay = excerpts(lm, plan.texts, tries, max(lengths))
@@ -99,18 +101,18 @@ def find_needles(lm: LanguageModel, plan: Plan, lengths: Sequence[int]) -> Needl
         for depth in _DEPTHS:
             for straw in hay:
                 place, number = random.choice(_PLACES), f" {random.integers(1000, 10000)}"
-                cases.append(needle(lm, straw, length, depth, str(place), number))
+                cases.append(insert_needle(lm, straw, length, depth, str(place), number))
     hits: list[bool] = []
     for done, (text, answer) in enumerate(cases, start=1):
         (logits,) = last_logits(lm, [text], len(answer))
         hits.append([int(row.argmax()) for row in logits] == answer)
-        plan.tell(0.5 * done / len(cases))
+        plan.on_progress(0.5 * done / len(cases))
     middle = len(_DEPTHS) // 2 * tries
     shape = (len(lengths), len(_DEPTHS), tries)
     return Needles(lengths, np.array(hits).reshape(shape), _example(lm, *cases[middle]))
 
 
-def needle(
+def insert_needle(
     lm: LanguageModel, straw: list[int], length: int, depth: float, place: str, number: str
 ) -> tuple[list[int], list[int]]:
     """Return a text of `length` tokens with the number at a depth, and question and answer at its
@@ -156,8 +158,8 @@ def _example(lm: LanguageModel, text: list[int], answer: list[int]) -> Example:
     decoded = lm.tokenizer.decode(text, specials=False)
     number = lm.tokenizer.decode(answer).strip()
     first, last = decoded.find(number), decoded.rfind(number)
-    marks = [Mark(first, first + len(number), "needle", "hidden here")]
-    marks.append(Mark(last, last + len(number), "asked for", "to be retrieved"))
+    marks = [TextMark(first, first + len(number), "needle", "hidden here")]
+    marks.append(TextMark(last, last + len(number), "asked for", "to be retrieved"))
     return Example(decoded, marks, "A number hidden in a text, and asked for at its end")
 
 
@@ -177,8 +179,8 @@ def _by_shown(
     """
     columns = []
     for number, width in enumerate(widths[:-1]):
-        views = [last_of(text, _JUDGED, width) for text in texts]
-        columns.append(surprises(lm, views, _JUDGED).mean(1))
+        views = [truncate_context(text, _JUDGED, width) for text in texts]
+        columns.append(token_nlls(lm, views, _JUDGED).mean(1))
         tell((number + 1) / len(widths))
     return np.array([*columns, positions[:, -_JUDGED:].mean(1)]).T
 
@@ -225,18 +227,18 @@ def _by_position(positions: NDArray[np.float64]) -> Series:
 
 
 @dataclass(frozen=True)
-class _Windows:
+class _WindowResults:
     figures: list[Figure]
     series: list[Series]
     notes: list[str]
 
 
-def _windows(
+def _measure_windows(
     lm: LanguageModel,
     texts: Sequence[list[int]],
     losses_by_width: Mapping[int, NDArray[np.float64]],
     widths: Sequence[int],
-) -> _Windows:
+) -> _WindowResults:
     """Measure the NLL at the ends of the texts after a window of context.
 
     `shown` is the NLL after the last tokens by width, the full context included.
@@ -248,14 +250,14 @@ def _windows(
     }
     notes: list[str] = []
     for width in widths:
-        views = [sinks_and_last(text, _JUDGED, width) for text in texts]
-        rows["first 4 + last, read again"].append(surprises(lm, views, _JUDGED).mean(1))
-        narrow = with_window(lm, width)
+        views = [truncate_with_sinks(text, _JUDGED, width) for text in texts]
+        rows["first 4 + last, read again"].append(token_nlls(lm, views, _JUDGED).mean(1))
+        narrow = load_with_window(lm, width)
         if isinstance(narrow, str):
             notes = [f"A windowed cache could not be measured: {narrow}."]
             continue
         with narrow:
-            losses = surprises(narrow, texts, _JUDGED).mean(1)
+            losses = token_nlls(narrow, texts, _JUDGED).mean(1)
         rows.setdefault("windowed cache, first tokens lost", []).append(losses)
     figures, series = [], []
     plot = "NLL after w tokens of context"
@@ -276,4 +278,4 @@ def _windows(
         )  # fmt: skip
     flat = [float(full.mean())] * len(widths)
     series.append(Series("full context", widths, flat, plot=plot, log_x=True, kind="reference"))
-    return _Windows(figures, series, notes)
+    return _WindowResults(figures, series, notes)

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from unspool.costing.part import Example, Figure, Mark, Part, Series
-from unspool.costing.plan import Plan
+from unspool.costing.part import CostPart, Example, Figure, Series, TextMark
+from unspool.costing.plan import MeasurementPlan
 from unspool.costing.statistics import mean_bounds, mean_figure, share_bounds, share_figure
-from unspool.costing.writing import Written, distinct, excerpts, write
+from unspool.costing.writing import GeneratedBatch, distinct_n, excerpts, generate_batch
 from unspool.decoding.written import mean_logprob
 from unspool.language_model import LanguageModel
 from unspool.sampling.loops import repetition_rate
@@ -35,7 +35,7 @@ _FORMULA = (
 )
 
 
-def period(tokens: Sequence[int], longest: int = LONGEST) -> int | None:
+def loop_period(tokens: Sequence[int], longest: int = LONGEST) -> int | None:
     """Return the period of the loop that a text ends in, None if it does not loop.
 
     A loop has at least three repetitions and a dozen repeated tokens.
@@ -62,11 +62,11 @@ def loop_start(tokens: Sequence[int], size: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _LoopRun:
     """Texts generated with one setting."""
 
     name: str
-    written: Written
+    written: GeneratedBatch
 
     def tokens(self) -> list[list[int]]:
         return [text.tokens for text in self.written.texts]
@@ -74,7 +74,7 @@ class _Run:
     def looping(self, length: int | None = None) -> int:
         """Count the texts that loop at this length; shorter ones do not."""
         return sum(
-            period(text[:length]) is not None
+            loop_period(text[:length]) is not None
             for text in self.tokens()
             if length is None or len(text) >= length
         )
@@ -83,26 +83,26 @@ class _Run:
         return [repetition_rate(text) for text in self.tokens() if len(text) >= 4]
 
 
-def measure(lm: LanguageModel, plan: Plan) -> Part:
+def measure(lm: LanguageModel, plan: MeasurementPlan) -> CostPart:
     room = lm.context - 40
     length = min(plan.pick(64, 192), room)
     prompts = excerpts(lm, plan.texts, plan.pick(5, 16), min(32, lm.context // 4))
     temperatures = plan.pick((0.0, 1.0), _TEMPERATURES)
     remedies = dict(list(REMEDIES.items())[: plan.pick(2, len(REMEDIES))])
     total = len(temperatures) + len(remedies)
-    runs: list[_Run] = []
+    runs: list[_LoopRun] = []
 
-    def run(name: str, **options: Any) -> _Run:
-        written = write(lm, prompts, max_tokens=length, seed=plan.seed, **options)
-        runs.append(_Run(name, written))
-        plan.tell(len(runs) / total)
+    def run(name: str, **options: Any) -> _LoopRun:
+        written = generate_batch(lm, prompts, max_tokens=length, seed=plan.seed, **options)
+        runs.append(_LoopRun(name, written))
+        plan.on_progress(len(runs) / total)
         return runs[-1]
 
     by_heat = [run(f"temperature {heat:g}", temperature=heat) for heat in temperatures]
     greedy = by_heat[0]
     helped = [run(name, temperature=0.0, **options) for name, options in remedies.items()]
     lengths = [size for size in (32, 64, 128, 192) if size <= length]
-    return Part(
+    return CostPart(
         "loops",
         "Loops: texts that repeat themselves",
         _FORMULA,
@@ -120,7 +120,7 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
     )
 
 
-def _figures(by_heat: Sequence[_Run]) -> list[Figure]:
+def _figures(by_heat: Sequence[_LoopRun]) -> list[Figure]:
     figures: list[Figure] = []
     for run in by_heat:
         texts = run.tokens()
@@ -133,7 +133,7 @@ def _figures(by_heat: Sequence[_Run]) -> list[Figure]:
     return figures
 
 
-def _remedy_figures(greedy: _Run, helped: Sequence[_Run]) -> list[Figure]:
+def _remedy_figures(greedy: _LoopRun, helped: Sequence[_LoopRun]) -> list[Figure]:
     figures: list[Figure] = []
     for run in helped:
         texts = run.tokens()
@@ -150,7 +150,7 @@ def _remedy_figures(greedy: _Run, helped: Sequence[_Run]) -> list[Figure]:
     return figures
 
 
-def _likelihood_cost(greedy: _Run, run: _Run) -> Figure:
+def _likelihood_cost(greedy: _LoopRun, run: _LoopRun) -> Figure:
     """Return the nats per token that a remedy costs, paired by text."""
     pairs = [
         mean_logprob(before) - mean_logprob(after)
@@ -160,7 +160,7 @@ def _likelihood_cost(greedy: _Run, run: _Run) -> Figure:
     return mean_figure(f"likelihood cost, {run.name}", pairs, "nats/token", why="paired by opening")
 
 
-def _table(greedy: _Run, helped: Sequence[_Run]) -> list[list[str]]:
+def _table(greedy: _LoopRun, helped: Sequence[_LoopRun]) -> list[list[str]]:
     rows = [
         [
             "greedy with",
@@ -180,25 +180,25 @@ def _table(greedy: _Run, helped: Sequence[_Run]) -> list[list[str]]:
                 f"{100 * run.looping() / count:.0f} %",
                 f"{100 * float(np.mean(run.repeated() or [0.0])):.0f} %",
                 f"{float(np.mean(run.written.mean_logprobs() or [0.0])):.2f}",
-                f"{100 * distinct(run.tokens()):.0f} %",
+                f"{100 * distinct_n(run.tokens()):.0f} %",
                 f"{price:.2f}",
             ]
         )
     return rows
 
 
-def _by_temperature(heats: Sequence[float], runs: Sequence[_Run]) -> list[Series]:
+def _by_temperature(heats: Sequence[float], runs: Sequence[_LoopRun]) -> list[Series]:
     line = partial(Series, x_label="temperature", y_label="share", plot="By temperature")
     loops = share_bounds([run.looping() for run in runs], len(runs[0].written.texts))
     repeats = mean_bounds([run.repeated() for run in runs])
     return [
         line("texts that end in a loop", heats, *loops),
         line("repeated 4-grams", heats, *repeats),
-        line("variety (distinct-2)", heats, [distinct(run.tokens()) for run in runs]),
+        line("variety (distinct-2)", heats, [distinct_n(run.tokens()) for run in runs]),
     ]
 
 
-def _by_length(runs: Sequence[_Run], lengths: Sequence[int]) -> list[Series]:
+def _by_length(runs: Sequence[_LoopRun], lengths: Sequence[int]) -> list[Series]:
     line = partial(Series, x_label="tokens written", y_label="texts in a loop", plot="By length")
     return [
         line(
@@ -211,14 +211,14 @@ def _by_length(runs: Sequence[_Run], lengths: Sequence[int]) -> list[Series]:
     ]
 
 
-def _example(runs: Sequence[_Run]) -> Example | None:
+def _example(runs: Sequence[_LoopRun]) -> Example | None:
     """Return the text with the most repetition, of those that loop if any does."""
     every = [(run, text) for run in runs for text in run.written.texts if text.steps]
     if not every:
         return None
-    looping = [(run, text) for run, text in every if period(text.tokens) is not None]
+    looping = [(run, text) for run, text in every if loop_period(text.tokens) is not None]
     run, text = max(looping or every, key=lambda pair: repetition_rate(pair[1].tokens))
-    size = period(text.tokens)
+    size = loop_period(text.tokens)
     if size is None:
         caption = f"No text looped; the one that repeats the most ({run.name})."
         return Example(text.text, (), caption)
@@ -229,7 +229,7 @@ def _example(runs: Sequence[_Run]) -> Example | None:
     for first in range(start, len(pieces), size):
         end = at + len("".join(pieces[first : first + size]))
         kind = "repetition" if (first - start) // size % 2 == 0 else "next repetition"
-        marks.append(Mark(at, end, kind, f"tokens {first} to {first + size - 1}"))
+        marks.append(TextMark(at, end, kind, f"tokens {first} to {first + size - 1}"))
         at = end
     caption = f"{run.name}: from token {start} on the text repeats {size} tokens."
     return Example(text.text, marks, caption)

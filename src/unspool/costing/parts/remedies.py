@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from unspool.costing.part import Example, Figure, Mark, Part
-from unspool.costing.parts.loops import period
-from unspool.costing.plan import Plan
+from unspool.costing.part import CostPart, Example, Figure, TextMark
+from unspool.costing.parts.loops import loop_period
+from unspool.costing.plan import MeasurementPlan
 from unspool.costing.statistics import mean_figure
-from unspool.costing.sums import WAYS, sum_figures, sums
-from unspool.costing.writing import distinct, excerpts, write
+from unspool.costing.sums import POLICIES, make_sums, sum_figures
+from unspool.costing.writing import distinct_n, excerpts, generate_batch
 from unspool.decoding.written import mean_logprob
 from unspool.engine.generation import Generation
 from unspool.errors import UnspoolError
@@ -33,7 +33,7 @@ _FORMULA = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RemedyOutcome:
     """The texts of one option, and their cost."""
 
     name: str
@@ -48,9 +48,9 @@ class Outcome:
     def num_kept(self) -> int:
         return sum(map(len, self.texts))
 
-    def row(self, usual: Outcome) -> list[str]:
+    def row(self, usual: RemedyOutcome) -> list[str]:
         """Return the option's row in the table, with costs relative to `usual`."""
-        loops = sum(period(text) is not None for text in self.texts) / len(self.texts)
+        loops = sum(loop_period(text) is not None for text in self.texts) / len(self.texts)
         tokens = (self.computed / self.num_kept) / (usual.computed / usual.num_kept)
         seconds = (self.seconds / self.num_kept) / (usual.seconds / usual.num_kept)
         return [
@@ -58,14 +58,14 @@ class Outcome:
             f"{np.mean(self.logprobs):.2f}",
             f"{loops:.0%}",
             f"{np.mean([repetition_rate(text) for text in self.texts]):.0%}",
-            f"{distinct(self.texts):.0%}",
+            f"{distinct_n(self.texts):.0%}",
             f"{tokens:.2f}×",
             f"{seconds:.2f}×",
         ]
 
 
 @dataclass(frozen=True)
-class _Job:
+class _RemedyJob:
     """Prompts and settings for all options."""
 
     lm: LanguageModel
@@ -81,12 +81,14 @@ class _Job:
         """Tokens per step of a search."""
         return max(1, self.length // 4)
 
-    def with_options(self, name: str, **options: Any) -> Outcome:
+    def with_options(self, name: str, **options: Any) -> RemedyOutcome:
         """Generate with sampling options, all prompts in one batch."""
-        written = write(self.lm, self.prompts, max_tokens=self.length, seed=self.seed, **options)
+        written = generate_batch(
+            self.lm, self.prompts, max_tokens=self.length, seed=self.seed, **options
+        )
         return _outcome(name, written.texts, written.computed, written.seconds)
 
-    def beams(self, name: str) -> Outcome:
+    def beams(self, name: str) -> RemedyOutcome:
         started = perf_counter()
         texts = [
             self.lm.beam(prompt, beams=_BRANCHES, max_tokens=self.length).best
@@ -95,7 +97,7 @@ class _Job:
         computed = _BRANCHES * sum(len(text.steps) for text in texts)
         return _outcome(name, texts, computed, perf_counter() - started)
 
-    def searched(self, name: str, **options: Any) -> Outcome:
+    def searched(self, name: str, **options: Any) -> RemedyOutcome:
         """Search with a policy for each prompt."""
         options = {"max_tokens": self.length, "seed": self.seed, **options}
         results = [
@@ -106,11 +108,11 @@ class _Job:
         texts = [result.best for result in results]
         return _outcome(name, texts, computed, seconds, is_sampled=True)
 
-    def edited(self, name: str, twin: Any = None) -> Outcome:
+    def edited(self, name: str, twin: Any = None) -> RemedyOutcome:
         """Edit default samples in one pass."""
         started = perf_counter()
         prompts = self.prompts[: self.edited_count]
-        samples = write(self.lm, prompts, max_tokens=self.length, seed=self.seed)
+        samples = generate_batch(self.lm, prompts, max_tokens=self.length, seed=self.seed)
         texts, logprobs, computed, first_text = [], [], samples.computed, ""
         for prompt, text in zip(prompts, samples.texts, strict=True):
             before = self.lm.tokenizer.decode(prompt, specials=False)
@@ -128,14 +130,16 @@ class _Job:
             mean = np.mean([position.logprob or 0.0 for position in scored] or [0.0])
             logprobs.append(float(mean))
             first_text = first_text or edit.text[len(before) :]
-        return Outcome(name, texts, logprobs, computed, perf_counter() - started, first_text, True)
+        return RemedyOutcome(
+            name, texts, logprobs, computed, perf_counter() - started, first_text, True
+        )
 
 
 def _outcome(
     name: str, texts: Sequence[Generation], computed: int, seconds: float, is_sampled: bool = False
-) -> Outcome:
+) -> RemedyOutcome:
     nonempty = [text for text in texts if text.steps]
-    return Outcome(
+    return RemedyOutcome(
         name,
         [text.tokens for text in nonempty],
         [mean_logprob(text) for text in nonempty],
@@ -146,13 +150,13 @@ def _outcome(
     )
 
 
-def measure(lm: LanguageModel, plan: Plan) -> Part:
+def measure(lm: LanguageModel, plan: MeasurementPlan) -> CostPart:
     length = min(plan.pick(16, 64), lm.context // 2)
     prompts = excerpts(lm, plan.texts, plan.pick(3, 8), min(33, lm.context // 4))
-    job = _Job(lm, prompts, length, plan.seed, plan.twin, plan.pick(1, 4), plan.pick(2, 4))
-    write(lm, prompts, max_tokens=1)  # prefill, so that no option is charged for it
+    job = _RemedyJob(lm, prompts, length, plan.seed, plan.twin, plan.pick(1, 4), plan.pick(2, 4))
+    generate_batch(lm, prompts, max_tokens=1)  # prefill, so that no option is charged for it
     options = _options(job, plan.quick)
-    outcomes: list[Outcome] = []
+    outcomes: list[RemedyOutcome] = []
     failed: list[str] = []
     for number, (name, run) in enumerate(options.items()):
         try:
@@ -162,14 +166,14 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
         else:
             if outcome.texts:
                 outcomes.append(outcome)
-        plan.tell(0.8 * (number + 1) / len(options))
+        plan.on_progress(0.8 * (number + 1) / len(options))
     answered, unanswered = sum_figures(
-        lm, sums(plan.pick(6, 32)), list(WAYS)[: plan.pick(2, len(WAYS))], plan.seed,
-        lambda share: plan.tell(0.8 + 0.2 * share),
+        lm, make_sums(plan.pick(6, 32)), list(POLICIES)[: plan.pick(2, len(POLICIES))], plan.seed,
+        lambda share: plan.on_progress(0.8 + 0.2 * share),
     )  # fmt: skip
     greedy = outcomes[0]
     head = ["option", "log p per token", "loops", "repeated", "variety", "tokens", "seconds"]
-    return Part(
+    return CostPart(
         "remedies",
         "Remedies side by side, with their cost",
         _FORMULA,
@@ -197,10 +201,10 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
     )
 
 
-def _options(job: _Job, quick: bool) -> dict[str, Callable[[str], Outcome]]:
+def _options(job: _RemedyJob, quick: bool) -> dict[str, Callable[[str], RemedyOutcome]]:
     """Return all options by name, greedy first."""
     pieces: dict[str, Any] = {"step": "tokens", "tokens": job.piece}
-    options: dict[str, Callable[[str], Outcome]] = {
+    options: dict[str, Callable[[str], RemedyOutcome]] = {
         "greedy": partial(job.with_options, temperature=0.0),
         _SAMPLING: job.with_options,
         "loop guard": partial(job.with_options, temperature=0.0, guard="loop"),
@@ -223,7 +227,7 @@ def _options(job: _Job, quick: bool) -> dict[str, Callable[[str], Outcome]]:
     return options
 
 
-def _baseline_of(outcome: Outcome, outcomes: Sequence[Outcome]) -> Outcome:
+def _baseline_of(outcome: RemedyOutcome, outcomes: Sequence[RemedyOutcome]) -> RemedyOutcome:
     """Return the baseline of an option: default sampling for sampled ones, else greedy."""
     is_sampled = outcome.is_sampled
     return next(
@@ -231,7 +235,7 @@ def _baseline_of(outcome: Outcome, outcomes: Sequence[Outcome]) -> Outcome:
     )
 
 
-def _gain(usual: Outcome, other: Outcome) -> Figure:
+def _gain(usual: RemedyOutcome, other: RemedyOutcome) -> Figure:
     """Return the gain in nats per token over the baseline, paired by opening."""
     pairs = [b - a for a, b in zip(usual.logprobs, other.logprobs, strict=False)]
     return mean_figure(
@@ -239,12 +243,12 @@ def _gain(usual: Outcome, other: Outcome) -> Figure:
     )
 
 
-def _example(outcomes: Sequence[Outcome]) -> Example | None:
+def _example(outcomes: Sequence[RemedyOutcome]) -> Example | None:
     """Return the same opening with each option."""
     texts = [(item.name, " ".join(item.first_text.split())) for item in outcomes if item.first_text]
     text, marks = "", []
     for name, written in texts:
-        marks.append(Mark(len(text), len(text) + len(name), "option"))
+        marks.append(TextMark(len(text), len(text) + len(name), "option"))
         text += f"{name}: {written}\n\n"
     caption = "One opening, continued with each option."
     return Example(text.rstrip("\n"), marks, caption) if texts else None

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from unspool.costing.part import Example, Figure, Mark, Part, Series
-from unspool.costing.plan import Plan
-from unspool.costing.reading import last_logits, surprises
+from unspool.costing.part import CostPart, Example, Figure, Series, TextMark
+from unspool.costing.plan import MeasurementPlan
+from unspool.costing.reading import last_logits, token_nlls
 from unspool.costing.statistics import Better, bootstrap_means, interval_around, mean_figure
-from unspool.costing.writing import excerpts, write
+from unspool.costing.writing import excerpts, generate_batch
 from unspool.engine.generation import Generation
 from unspool.language_model import LanguageModel
 from unspool.sampling import score
@@ -36,30 +36,30 @@ _FORMULA = (
 
 
 @dataclass(frozen=True)
-class Slip:
+class TokenError:
     """A text and the wrong token to put into it."""
 
     tokens: list[int]  # the original text
-    place: int
+    position: int
     wrong: int
-    likely: float  # the wrong token's probability
+    probability: float  # the wrong token's probability
     reach: int  # tokens to score after it
 
     def texts(self) -> tuple[list[int], list[int]]:
         """Return the text up to the last scored token, with the right and the wrong token."""
-        right = self.tokens[: self.place + 1 + self.reach]
-        return right, [*right[: self.place], self.wrong, *right[self.place + 1 :]]
+        right = self.tokens[: self.position + 1 + self.reach]
+        return right, [*right[: self.position], self.wrong, *right[self.position + 1 :]]
 
 
-def measure(lm: LanguageModel, plan: Plan) -> Part:
+def measure(lm: LanguageModel, plan: MeasurementPlan) -> CostPart:
     """Run both measurements."""
     reach = min(_REACH, (lm.context - _LOOKED_AT - 1) // 2)
     texts = excerpts(lm, plan.texts, plan.pick(6, 48), 2 * reach + _LOOKED_AT + 1)
-    slips = find_slips(lm, texts, reach)
-    plan.tell(0.15)
-    costs = excess(lm, slips, lambda share: plan.tell(0.15 + 0.35 * share))
-    gaps = _own_words(lm, plan)
-    return Part(
+    slips = find_errors(lm, texts, reach)
+    plan.on_progress(0.15)
+    costs = excess(lm, slips, lambda share: plan.on_progress(0.15 + 0.35 * share))
+    gaps = _measure_own_output(lm, plan)
+    return CostPart(
         "snowball",
         _TITLE,
         _FORMULA,
@@ -78,10 +78,10 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
 # -- one wrong token ------------------------------------------------------------------------
 
 
-def find_slips(lm: LanguageModel, texts: Sequence[list[int]], reach: int) -> list[Slip]:
+def find_errors(lm: LanguageModel, texts: Sequence[list[int]], reach: int) -> list[TokenError]:
     """Find the position with the likeliest wrong token in each text."""
     upto = [text[: reach + _LOOKED_AT] for text in texts]
-    results: list[Slip] = []
+    results: list[TokenError] = []
     for text, logits in zip(texts, last_logits(lm, upto, _LOOKED_AT), strict=True):
         scores = score(logits, text[reach : reach + _LOOKED_AT], 2)
         slips = []
@@ -90,19 +90,19 @@ def find_slips(lm: LanguageModel, texts: Sequence[list[int]], reach: int) -> lis
             first, second = (int(token) for token in scores.top_tokens[row])
             other = int(first == text[place])
             likely = float(np.exp(float(scores.top_logprobs[row][other])))
-            slips.append(Slip(text, place, second if other else first, likely, reach))
-        results.append(max(slips, key=lambda slip: slip.likely))
+            slips.append(TokenError(text, place, second if other else first, likely, reach))
+        results.append(max(slips, key=lambda slip: slip.probability))
     return results
 
 
 def excess(
     lm: LanguageModel,
-    slips: Sequence[Slip],
+    slips: Sequence[TokenError],
     tell: Callable[[float], object] = lambda share: None,
 ) -> NDArray[np.float64]:
     """Return the NLL of the true continuation after the wrong token, minus after the right one."""
     texts = [text for slip in slips for text in slip.texts()]
-    losses = surprises(lm, texts, slips[0].reach, tell)
+    losses = token_nlls(lm, texts, slips[0].reach, tell)
     difference: NDArray[np.float64] = losses[1::2] - losses[::2]
     return difference
 
@@ -115,7 +115,7 @@ def half_life(costs: NDArray[np.float64]) -> float:
     return float(np.flatnonzero(area >= area[-1] / 2)[0] + 1)
 
 
-def _figures(slips: Sequence[Slip], costs: NDArray[np.float64]) -> list[Figure]:
+def _figures(slips: Sequence[TokenError], costs: NDArray[np.float64]) -> list[Figure]:
     distance = half_life(costs)
     is_finite = not np.isnan(distance)
     low, high = interval_around(distance, costs, half_life)
@@ -136,7 +136,7 @@ def _figures(slips: Sequence[Slip], costs: NDArray[np.float64]) -> list[Figure]:
             else "the wrong token cost nothing", "lower",
         ),
         mean_figure(
-            "probability of the wrong token", [slip.likely for slip in slips], "%",
+            "probability of the wrong token", [slip.probability for slip in slips], "%",
             why="how plausible the errors were",
         ),
     ]  # fmt: skip
@@ -161,21 +161,21 @@ def _series(costs: NDArray[np.float64]) -> list[Series]:
     ]  # fmt: skip
 
 
-def _example(lm: LanguageModel, slips: Sequence[Slip], costs: NDArray[np.float64]) -> Example:
+def _example(lm: LanguageModel, slips: Sequence[TokenError], costs: NDArray[np.float64]) -> Example:
     """Return the text of median cost, with marks at tokens that the wrong one made harder."""
     middle = int(np.argsort(costs.sum(1))[len(costs) // 2])
     slip, row = slips[middle], costs[middle]
     tokens, hidden = slip.texts()[1], lm.tokenizer.special_ids
     read = zip(lm.readable_all(tokens), tokens, strict=True)
     pieces = ["" if token in hidden else piece for piece, token in read]
-    text, marks = "".join(pieces[: slip.place]), list[Mark]()
-    start, right = len(text), lm.readable(slip.tokens[slip.place])
-    text += pieces[slip.place]
-    marks.append(Mark(start, len(text), "wrong", f"originally {right!r}"))
-    for piece, cost in zip(pieces[slip.place + 1 :], row, strict=True):
+    text, marks = "".join(pieces[: slip.position]), list[TextMark]()
+    start, right = len(text), lm.readable(slip.tokens[slip.position])
+    text += pieces[slip.position]
+    marks.append(TextMark(start, len(text), "wrong", f"originally {right!r}"))
+    for piece, cost in zip(pieces[slip.position + 1 :], row, strict=True):
         if cost > 0.5:
             title = f"{cost:.2f} nats more than after {right!r}"
-            marks.append(Mark(len(text), len(text) + len(piece), "harder", title))
+            marks.append(TextMark(len(text), len(text) + len(piece), "harder", title))
         text += piece
     return Example(
         text, marks, "One wrong token, and tokens that became harder to predict by over half a nat"
@@ -192,7 +192,7 @@ class _Gaps:
     notes: list[str]
 
 
-def _own_words(lm: LanguageModel, plan: Plan) -> _Gaps:
+def _measure_own_output(lm: LanguageModel, plan: MeasurementPlan) -> _Gaps:
     """Compare generation after the model's own tokens and after as many human ones."""
     room = lm.context - _START - _NEXT
     lengths = [size for size in plan.pick((32, 64), (32, 96, 160, 224)) if size <= room] or [room]
@@ -200,21 +200,21 @@ def _own_words(lm: LanguageModel, plan: Plan) -> _Gaps:
     # One generated text serves for all lengths: its tokens after the first l are what the model
     # generates after l of the same tokens.
     model_texts = _sample(lm, [text[:_START] for text in humans], lengths[-1] + _NEXT, plan.seed)
-    plan.tell(0.75)
+    plan.on_progress(0.75)
     fresh = np.zeros((2, len(lengths), len(humans)))  # [own or human, length, text]
     surprise = np.zeros_like(fresh)
     for number, length in enumerate(lengths):
         prompts = [text[: _START + length] for text in humans]
         after_human = _sample(lm, prompts, _NEXT, plan.seed + 1)
         for side, (texts, start) in enumerate(((model_texts, length), (after_human, 0))):
-            ends = [_stretch(text, start) for text in texts]
+            ends = [_generated_span(text, start) for text in texts]
             fresh[side, number] = [new_runs(tokens, _NEXT) for tokens, _ in ends]
             surprise[side, number] = [nll for _, nll in ends]
-        plan.tell(0.75 + 0.25 * (number + 1) / len(lengths))
+        plan.on_progress(0.75 + 0.25 * (number + 1) / len(lengths))
     return _gaps(lengths, fresh, surprise)
 
 
-def _stretch(text: Generation, start: int) -> tuple[list[int], float]:
+def _generated_span(text: Generation, start: int) -> tuple[list[int], float]:
     """Return a text up to `_NEXT` tokens after `start`, and the mean NLL of these tokens."""
     steps = text.steps[start : start + _NEXT]
     nll = -float(np.mean([step.logprob for step in steps]))
@@ -225,7 +225,7 @@ def _sample(
     lm: LanguageModel, prompts: Sequence[list[int]], tokens: int, seed: int
 ) -> Sequence[Generation]:
     """Generate with pure sampling: truncation stages would hide the model's errors."""
-    return write(
+    return generate_batch(
         lm, prompts, max_tokens=tokens, seed=seed, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0,
         end=False,
     ).texts  # fmt: skip

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from unspool.costing.drafted import Drafted, drafted
+from unspool.costing.drafted import DraftResult, measure_drafts
 from unspool.costing.limits import bandwidth, bytes_per_token, weight_bytes
-from unspool.costing.part import Example, Figure, Mark, Part, Series
-from unspool.costing.plan import Plan
-from unspool.costing.split import Split, split_at
+from unspool.costing.part import CostPart, Example, Figure, Series, TextMark
+from unspool.costing.plan import MeasurementPlan
+from unspool.costing.split import TimeSplit, measure_split
 from unspool.costing.statistics import bootstrap, mean_bounds, median_figure
-from unspool.costing.writing import excerpts, write
+from unspool.costing.writing import excerpts, generate_batch
 from unspool.language_model import LanguageModel
 
 _MS = 1000.0
@@ -36,28 +36,30 @@ class Latency:
     after: list[float]
 
 
-def measure(lm: LanguageModel, plan: Plan) -> Part:
+def measure(lm: LanguageModel, plan: MeasurementPlan) -> CostPart:
     page = lm.engine.backend.page_size
     pasts = _pasts(plan.pick((64, 192), (64, 256, 1024, 4096)), lm.context, page)
     prompts = excerpts(lm, _joined(plan.texts, pasts[-1]), 40, min(33, pasts[-1]))
-    write(lm, prompts[:2], max_tokens=4, end=False)  # warm up threads and memory
+    generate_batch(lm, prompts[:2], max_tokens=4, end=False)  # warm up threads and memory
     grown = []
     for number, past in enumerate(pasts):
         rounds = plan.pick(2, 4) if past <= 100 else plan.pick(1, 3) if past <= 1100 else 1
         grown.append(_measure_latency(lm, plan, past, rounds, number))
-        plan.tell(0.4 * (number + 1) / len(pasts))
+        plan.on_progress(0.4 * (number + 1) / len(pasts))
     speeds = bandwidth(lm)
-    splits = [split_at(lm, _text_of(lm, plan, past, 0), plan.pick(16, 32)) for past in pasts[:3]]
-    plan.tell(0.55)
+    splits = [
+        measure_split(lm, _text_of(lm, plan, past, 0), plan.pick(16, 32)) for past in pasts[:3]
+    ]
+    plan.on_progress(0.55)
     sizes = [size for size in plan.pick((1, 4), (1, 2, 4, 8, 16)) if size <= len(prompts)]
     batches = [_batch_ms(lm, prompts[:size], plan.pick(16, 24)) for size in sizes]
-    plan.tell(0.75)
+    plan.on_progress(0.75)
     bare = [_uncached(lm, plan, past) for past in pasts[plan.pick(1, 0) : 3] if past <= 1100]
-    plan.tell(0.85)
+    plan.on_progress(0.85)
     ids = _text_of(lm, plan, min(129, pasts[-1]), 3)
-    drafts = drafted(lm, ids, plan.pick(1, 3), plan.pick(16, 32))
+    drafts = measure_drafts(lm, ids, plan.pick(1, 3), plan.pick(16, 32))
     limit = _limit(lm, pasts, speeds)
-    return Part(
+    return CostPart(
         "waiting",
         "Waiting: latency of sequential decoding",
         _FORMULA,
@@ -91,13 +93,15 @@ def _joined(texts: Sequence[str], tokens: int) -> list[str]:
     return long or ["\n\n".join([joined] * (2 + 16 * tokens // len(joined)))]
 
 
-def _text_of(lm: LanguageModel, plan: Plan, past: int, number: int) -> list[int]:
+def _text_of(lm: LanguageModel, plan: MeasurementPlan, past: int, number: int) -> list[int]:
     """Return an excerpt of `past` tokens; different numbers give different texts if possible."""
     candidates = excerpts(lm, _joined(plan.texts, past), number + 1, past)
     return candidates[number % len(candidates)]
 
 
-def _measure_latency(lm: LanguageModel, plan: Plan, past: int, rounds: int, number: int) -> Latency:
+def _measure_latency(
+    lm: LanguageModel, plan: MeasurementPlan, past: int, rounds: int, number: int
+) -> Latency:
     """Measure latency; each round has a new text, so that nothing of it is cached."""
     first, after = [], []
     for turn in range(rounds):
@@ -114,11 +118,11 @@ def _measure_latency(lm: LanguageModel, plan: Plan, past: int, rounds: int, numb
 def _batch_ms(lm: LanguageModel, prompts: Sequence[Sequence[int]], tokens: int) -> float:
     """Return the ms of a decode step for all prompts, without prefill."""
     for count in (1, tokens):
-        written = write(lm, prompts, max_tokens=count, seed=0, end=False)
+        written = generate_batch(lm, prompts, max_tokens=count, seed=0, end=False)
     return _MS * written.seconds / tokens
 
 
-def _uncached(lm: LanguageModel, plan: Plan, past: int) -> Latency:
+def _uncached(lm: LanguageModel, plan: MeasurementPlan, past: int) -> Latency:
     ids = _text_of(lm, plan, past, 0)
     text = lm.generate(ids, max_tokens=plan.pick(3, 5), seed=plan.seed, cache=False, end=False)
     times = [step.seconds * _MS for step in text.steps]
@@ -171,7 +175,7 @@ def _token_figures(
     ]  # fmt: skip
 
 
-def _split_figures(splits: Sequence[Split]) -> list[Figure]:
+def _split_figures(splits: Sequence[TimeSplit]) -> list[Figure]:
     split = splits[-1]
     return [
         Figure(f"{name}, after {split.past}", value, "ms", n=split.steps, why=why)
@@ -227,7 +231,7 @@ def _growth(grown: Sequence[Latency], bare: Sequence[Latency], limit: Series) ->
     return series
 
 
-def _split_series(splits: Sequence[Split]) -> list[Series]:
+def _split_series(splits: Sequence[TimeSplit]) -> list[Series]:
     pasts = [split.past for split in splits]
     line = partial(
         Series, x_label="context, tokens", y_label="ms per token", plot="Time by operation"
@@ -251,7 +255,7 @@ def _batch_series(sizes: Sequence[int], batches: Sequence[float]) -> list[Series
     ]
 
 
-def _example(drafts: Sequence[Drafted]) -> Example | None:
+def _example(drafts: Sequence[DraftResult]) -> Example | None:
     if not drafts:
         return None
     best = max(drafts, key=lambda draft: draft.accepted)
@@ -260,7 +264,7 @@ def _example(drafts: Sequence[Drafted]) -> Example | None:
         start = len(text)
         text += step.text
         if step.draft == "accepted" and len(text) > start:
-            marks.append(Mark(start, len(text), "from a draft"))
+            marks.append(TextMark(start, len(text), "from a draft"))
     caption = (
         f"Marked tokens were drafted ({best.name}) and verified: {best.accepted:.0%} of the tokens "
         "did not wait for the one before. The text is the same as without drafts."
@@ -269,7 +273,10 @@ def _example(drafts: Sequence[Drafted]) -> Example | None:
 
 
 def _notes(
-    lm: LanguageModel, splits: Sequence[Split], speeds: Sequence[float], drafts: Sequence[Drafted]
+    lm: LanguageModel,
+    splits: Sequence[TimeSplit],
+    speeds: Sequence[float],
+    drafts: Sequence[DraftResult],
 ) -> list[str]:
     notes = [
         "Times depend on the machine and its load: compare only times measured together.",

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from unspool.costing.part import Example, Figure, Mark, Part, Series
-from unspool.costing.plan import Plan
+from unspool.costing.part import CostPart, Example, Figure, Series, TextMark
+from unspool.costing.plan import MeasurementPlan
 from unspool.costing.statistics import auc, bootstrap, join_notes, share_bounds, share_figure
-from unspool.costing.stories import Story, stories
-from unspool.costing.writing import encoded, write
-from unspool.decoding.fill.masked import framed, masked_model, text_logprobs
+from unspool.costing.stories import Story, make_stories
+from unspool.costing.writing import encode_with_start, generate_batch
+from unspool.decoding.fill.masked import add_special_tokens, masked_model, text_logprobs
 from unspool.language_model import LanguageModel
 from unspool.session import Session
-from unspool.train.judging.likelihood import likelihoods
+from unspool.train.judging.likelihood import score_continuations
 
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z“\"])")
 _FORMULA = (
@@ -86,8 +86,8 @@ def _sentences(text: str) -> list[str]:
 
 def log_likelihoods(lm: Session, texts: Sequence[str], tell: Callable[[int], object]) -> list[Any]:
     """Return the logprobs of each text's tokens."""
-    ids = [encoded(lm, text)[: lm.context] for text in texts]
-    scored = likelihoods(lm, [(tokens[:1], tokens[1:]) for tokens in ids], tell)
+    ids = [encode_with_start(lm, text)[: lm.context] for text in texts]
+    scored = score_continuations(lm, [(tokens[:1], tokens[1:]) for tokens in ids], tell)
     return [np.array(likelihood.logprobs) for likelihood in scored]
 
 
@@ -98,7 +98,7 @@ def masked_likelihoods(
     model = masked_model(twin)
     results = []
     for number, text in enumerate(texts):
-        ids, before = framed(model.tokenizer, model.tokenizer.encode(text))
+        ids, before = add_special_tokens(model.tokenizer, model.tokenizer.encode(text))
         places = range(before, before + len(model.tokenizer.encode(text)))
         logprobs = np.zeros(len(places))
         for group in range(groups):
@@ -113,16 +113,16 @@ def masked_likelihoods(
     return results
 
 
-def measure(lm: LanguageModel, plan: Plan) -> Part:
+def measure(lm: LanguageModel, plan: MeasurementPlan) -> CostPart:
     distances = plan.pick((1, 2), (1, 2, 4))
     swapped = swaps(plan.texts, plan.pick(4, 36), distances, plan.seed)
     figures, series, example = (
         _swapping(lm, plan, swapped, distances) if swapped else ([], [], None)
     )
-    selected = stories(plan.seed)[: plan.pick(6, 48)]
+    selected = make_stories(plan.seed)[: plan.pick(6, 48)]
     story_figures, line = _measure_stories(lm, plan, selected)
     no_swaps = ["No passage has enough sentences: nothing was swapped."]
-    return Part(
+    return CostPart(
         "whole",
         "Coherence: are swapped sentences and contradictions noticed?",
         _FORMULA,
@@ -139,33 +139,33 @@ def measure(lm: LanguageModel, plan: Plan) -> Part:
 
 
 def _swapping(
-    lm: LanguageModel, plan: Plan, swapped: Sequence[Swap], distances: Sequence[int]
+    lm: LanguageModel, plan: MeasurementPlan, swapped: Sequence[Swap], distances: Sequence[int]
 ) -> tuple[list[Figure], list[Series], Example]:
     texts = [swap.original for swap in swapped] + [swap.swapped for swap in swapped]
-    scores = log_likelihoods(lm, texts, lambda done: plan.tell(0.5 * done / len(texts)))
+    scores = log_likelihoods(lm, texts, lambda done: plan.on_progress(0.5 * done / len(texts)))
     figures = _swap_figures(scores, len(swapped), "the model")
     if plan.twin is not None:
         by_twin = masked_likelihoods(
-            plan.twin, texts, lambda done: plan.tell(0.5 + 0.1 * done / len(texts))
+            plan.twin, texts, lambda done: plan.on_progress(0.5 + 0.1 * done / len(texts))
         )
         figures += _swap_figures(by_twin, len(swapped), "the masked model")
     return figures, _by_distance(swapped, scores, distances), _swap_example(swapped, scores)
 
 
 def _measure_stories(
-    lm: LanguageModel, plan: Plan, selected: Sequence[Story]
+    lm: LanguageModel, plan: MeasurementPlan, selected: Sequence[Story]
 ) -> tuple[list[Figure], Series]:
     """Continue each story once, and ask the question after different numbers of tokens."""
     lengths = [min(length, lm.context // 4) for length in plan.pick((0, 24), (0, 24, 72))]
-    prompts = [encoded(lm, story.beginning) for story in selected]
+    prompts = [encode_with_start(lm, story.beginning) for story in selected]
     options: dict[str, Any] = {"seed": plan.seed, "temperature": 0.7}
-    continuations = write(lm, prompts, max_tokens=lengths[-1], **options).texts
+    continuations = generate_batch(lm, prompts, max_tokens=lengths[-1], **options).texts
     wrong = []
     for number, length in enumerate(lengths):
         texts = zip(prompts, continuations, strict=True)
         started = [[*prompt, *text.tokens[:length]] for prompt, text in texts]
         wrong.append(contradictions(lm, selected, started))
-        plan.tell(0.6 + 0.4 * (number + 1) / len(lengths))
+        plan.on_progress(0.6 + 0.4 * (number + 1) / len(lengths))
     num_values = len(selected[0].values)
     why = f"of {num_values} values; by chance {1 - 1 / num_values:.0%}"
     figures = [
@@ -230,7 +230,7 @@ def _swap_example(swapped: Sequence[Swap], scores: Sequence[Any]) -> Example:
     for index, sentence in enumerate(order):
         if index in (swap.first, swap.second):
             was = swap.second if index == swap.first else swap.first
-            marks.append(Mark(at, at + len(sentence), "swapped", f"was sentence {was + 1}"))
+            marks.append(TextMark(at, at + len(sentence), "swapped", f"was sentence {was + 1}"))
         at += len(sentence) + 1
     if gain > 0:
         caption = f"Two sentences are swapped, and the model finds the result {gain:.1f} nats more "
@@ -254,7 +254,7 @@ def contradictions(
         context = [*ids[:1], *(token for token in ids[1:] if token not in lm.end_ids)]
         context += lm.tokenizer.encode(story.question)
         pairs += [(context, lm.tokenizer.encode(f" {value}")) for value in story.values]
-    scored = iter(likelihoods(lm, pairs))
+    scored = iter(score_continuations(lm, pairs))
     wrong = []
     for story in selected:
         totals = [next(scored).total for _ in story.values]

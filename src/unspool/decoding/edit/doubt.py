@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from unspool.decoding.fill.borders import start_ids, text_ids, token_ends
-from unspool.decoding.fill.masked import MaskedModel, framed, text_logprobs
+from unspool.decoding.fill.masked import MaskedModel, add_special_tokens, text_logprobs
 from unspool.engine.steps import Score
 from unspool.errors import SettingsError
 from unspool.sampling.scoring import Floats
@@ -35,7 +35,7 @@ class Doubt:
     surprise: float  # nats; 0 and below: certain
 
 
-def doubts(
+def score_doubts(
     lm: Session, text: str, *, by: str = "auto", twin: MaskedModel | None = None
 ) -> tuple[list[Doubt], Score]:
     """Surprise of each token, and the causal model's score of the text."""
@@ -79,7 +79,7 @@ def masked_surprise(model: MaskedModel, text: str) -> tuple[list[tuple[int, int]
     """Character span and surprise (when masked) of each token of the masked model."""
     encoded: Any = model.tokenizer.encoder.plain.encode(text, add_special_tokens=False)
     ids: list[int] = encoded.ids
-    row, before = framed(model.tokenizer, ids)
+    row, before = add_special_tokens(model.tokenizer, ids)
     surprises = np.zeros(len(ids))
     for first in range(min(_STRIDE, len(ids))):
         places = list(range(first, len(ids), _STRIDE))

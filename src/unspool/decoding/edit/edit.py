@@ -15,16 +15,16 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from unspool.decoding.edit.changes import Change, ChangedText
-from unspool.decoding.edit.doubt import Doubt, document_score, doubts
-from unspool.decoding.edit.proposals import Unit, proposals, units
+from unspool.decoding.edit.doubt import Doubt, document_score, score_doubts
+from unspool.decoding.edit.proposals import EditUnit, propose_replacements, split_units
 from unspool.decoding.fill.drafts import Drafting
-from unspool.decoding.fill.fill import drafting
+from unspool.decoding.fill.fill import draft_settings
 from unspool.decoding.fill.masked import MaskedModel, masked_model
-from unspool.decoding.progress import Tell, progress_bar
+from unspool.decoding.progress import ProgressCallback, progress_bar
 from unspool.decoding.written import check_int
 from unspool.engine.steps import Score, brief
 from unspool.errors import SettingsError, check_number
-from unspool.notebook import bar, escape, note, percent, picture, table
+from unspool.notebook import bar_html, escape_html, note_html, notebook_html, percent, table_html
 from unspool.session import Session
 
 DiffKind = Literal["same", "removed", "added"]
@@ -105,18 +105,19 @@ class Edit(ChangedText):
 
     def _repr_html_(self) -> str:
         words = {"same": "{}", "removed": "<del>{}</del>", "added": "<ins>{}</ins>"}
-        text = "".join(words[kind].format(escape(piece)) for kind, piece in self.tracked())
+        text = "".join(words[kind].format(escape_html(piece)) for kind, piece in self.tracked())
         rows = [
-            (str(c.number), escape(c.old), escape(c.new),
-             bar(c.probability, 1.0) + " " + percent(c.probability), "yes" if c.applied else "no")
+            (str(c.number), escape_html(c.old), escape_html(c.new),
+             bar_html(c.probability, 1.0) + " " + percent(c.probability),
+             "yes" if c.applied else "no")
             for c in self.changes
         ]  # fmt: skip
-        summary = note(
+        summary = note_html(
             f"perplexity {self.before.perplexity:.4g}, now {self.after.perplexity:.4g}, after "
             f"{self.passes} passes"
         )
         head = ("number", "instead of", "now", "probability", "made")
-        return picture(f'<div class="text">{text}</div>', table(head, rows), summary)
+        return notebook_html(f'<div class="text">{text}</div>', table_html(head, rows), summary)
 
 
 def edit(
@@ -155,7 +156,7 @@ def edit(
     reviser = _Reviser(
         lm,
         result,
-        replace(drafting(lm, {}, candidates=candidates, drafts=2), singles=2 * candidates),
+        replace(draft_settings(lm, {}, candidates=candidates, drafts=2), singles=2 * candidates),
         masked_model(twin) if twin is not None else None,
         doubt,
         reach,
@@ -190,14 +191,14 @@ class _Reviser:
         self._trust = trust
         self._tried: set[tuple[str, str, str]] = set()
 
-    def run(self, places: int, tell: Tell) -> bool:
+    def run(self, places: int, tell: ProgressCallback) -> bool:
         """Run one pass, most doubtful words first; True if another pass may change something."""
         edit = self._edit
-        token_doubts, _ = doubts(self._lm, edit.text, by=self._doubt_by, twin=self._twin)
+        token_doubts, _ = score_doubts(self._lm, edit.text, by=self._doubt_by, twin=self._twin)
         edit.doubts = edit.doubts or token_doubts
         shifts: list[tuple[int, int]] = []  # (offset, length change) of the changes in this pass
         num_tried, is_changed = 0, False
-        for unit in units(edit.text, token_doubts):
+        for unit in split_units(edit.text, token_doubts):
             if num_tried == places or unit.doubt < _MIN_SURPRISE or self._is_spent():
                 break
             moved = unit.start + sum(by for at, by in shifts if at <= unit.start)
@@ -216,7 +217,7 @@ class _Reviser:
     def _is_spent(self) -> bool:
         return self._budget is not None and self._edit.weighed >= self._budget
 
-    def _is_new(self, unit: Unit, start: int) -> bool:
+    def _is_new(self, unit: EditUnit, start: int) -> bool:
         """Whether this word has not been tried in this context."""
         text, end = self._edit.text, start + len(unit.text)
         around = (
@@ -229,11 +230,11 @@ class _Reviser:
         self._tried.add(around)
         return True
 
-    def _change(self, unit: Unit, start: int) -> Change | None:
+    def _change(self, unit: EditUnit, start: int) -> Change | None:
         """Propose a change if something else is likelier than the current word."""
         edit = self._edit
-        here = Unit(start, unit.text, unit.doubt, unit.tokens)
-        candidates = proposals(
+        here = EditUnit(start, unit.text, unit.doubt, unit.tokens)
+        candidates = propose_replacements(
             self._lm, edit.text, here, self._settings,
             reach=self._reach, twin=self._twin, trust=self._trust,
         )  # fmt: skip

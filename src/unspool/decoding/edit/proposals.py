@@ -30,7 +30,7 @@ _TYPO_DISCOUNT = math.log(20)  # nats of trust less for a word with similar spel
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class EditUnit:
     """A word or a run of punctuation: replaced as a whole."""
 
     start: int
@@ -39,16 +39,16 @@ class Unit:
     tokens: int  # that overlap it
 
 
-def units(text: str, doubts: Sequence[Doubt]) -> list[Unit]:
+def split_units(text: str, doubts: Sequence[Doubt]) -> list[EditUnit]:
     """Words and punctuation of a text, most doubtful first, by their worst token."""
-    result, first = list[Unit](), 0
+    result, first = list[EditUnit](), 0
     for match in _UNIT.finditer(text):
         while first < len(doubts) and doubts[first].end <= match.start():
             first += 1
         overlapping = list(_overlapping(doubts, first, match.end()))
         if overlapping:
             worst = max(doubt.surprise for doubt in overlapping)
-            result.append(Unit(match.start(), match[0], worst, len(overlapping)))
+            result.append(EditUnit(match.start(), match[0], worst, len(overlapping)))
     return sorted(result, key=lambda unit: (-unit.doubt, unit.start))
 
 
@@ -59,10 +59,10 @@ def _overlapping(doubts: Sequence[Doubt], first: int, end: int) -> Iterator[Doub
         yield doubt
 
 
-def proposals(
+def propose_replacements(
     lm: Session,
     text: str,
-    unit: Unit,
+    unit: EditUnit,
     how: Drafting,
     *,
     reach: int | None,

@@ -22,9 +22,9 @@ from unspool.decoding.fill.borders import continuations, first_token, text_ids
 from unspool.decoding.fill.gaps import Gap
 from unspool.decoding.written import HeldBranches
 from unspool.engine.branch import Branch
-from unspool.engine.picking import joined
+from unspool.engine.picking import concat_logits
 from unspool.sampling import Chain, RowInput, SamplingSettings
-from unspool.sampling.operations import operations
+from unspool.sampling.operations import array_operations
 from unspool.sampling.scoring import Floats, log_softmax
 from unspool.session import Session
 
@@ -103,7 +103,9 @@ def _draft_cuts(lm: Session, prefix: str, suffix: str, gap: Gap, how: Drafting) 
         ]
         most = gap.most + (_EXTRA_TOKENS if gap.most > 1 else 0)
         for length in range(1, most + 1):
-            logits = joined(lm.engine.extend_all([(d.branch, d.history[-1:]) for d in drafts]))
+            logits = concat_logits(
+                lm.engine.extend_all([(d.branch, d.history[-1:]) for d in drafts])
+            )
             rows = _log_softmax(logits)
             going = [n for n, d in enumerate(drafts) if cuts.add_cut(d.inside, d.logprob, rows[n])]
             going = going[: how.drafts]
@@ -179,7 +181,7 @@ class _GapCandidates:
 
 def _log_softmax(logits: Logits) -> Floats:
     """Log-probabilities [rows, vocabulary] on the host."""
-    logprobs: Floats = operations(logits).host(log_softmax(logits))
+    logprobs: Floats = array_operations(logits).to_numpy(log_softmax(logits))
     return logprobs
 
 

@@ -72,7 +72,7 @@ def fill(
         candidates_found = fill_by_ranking(
             lm,
             gapped,
-            drafting(lm, options, candidates=candidates, drafts=drafts),
+            draft_settings(lm, options, candidates=candidates, drafts=drafts),
             reach=reach,
             top=top,
             proposed=proposed,
@@ -81,7 +81,9 @@ def fill(
     return Filling(candidates_found[:candidates], method, gapped.texts)
 
 
-def drafting(lm: Session, options: dict[str, Any], *, candidates: int, drafts: int) -> Drafting:
+def draft_settings(
+    lm: Session, options: dict[str, Any], *, candidates: int, drafts: int
+) -> Drafting:
     """Draft settings from the caller's options; greedy by default."""
     for name in _UNSUPPORTED:
         if options.get(name):
@@ -89,7 +91,7 @@ def drafting(lm: Session, options: dict[str, Any], *, candidates: int, drafts: i
                 f"{name} cannot be used when a gap is filled by ranking: candidates are drafts cut "
                 "at any token; leave it out"
             )
-    request = lm.draft([0], **{"temperature": 0, **options}).request
+    request = lm.prepare_generation([0], **{"temperature": 0, **options}).request
     stop = request.limits.stop
     return Drafting(request.settings, max(64, candidates), drafts, candidates, stop)
 

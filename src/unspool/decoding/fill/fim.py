@@ -13,7 +13,7 @@ from typing import Any
 
 from unspool.decoding.fill.gaps import Gap, GappedText
 from unspool.decoding.fill.result import Filled, rank_candidates
-from unspool.decoding.together import write_all
+from unspool.decoding.together import run_all
 from unspool.engine.generation import Generation
 from unspool.session import Session
 from unspool.text.tokenizer.tokenizer import Tokenizer
@@ -97,9 +97,9 @@ def fim_prompt(
     return [*ids, tokens.middle]
 
 
-def fim_draft(lm: Session, tokens: FimTokens, prompt: list[int], options: Any) -> Generation:
+def make_fim_request(lm: Session, tokens: FimTokens, prompt: list[int], options: Any) -> Generation:
     """Prepare the request for the middle; FIM and file tokens end it."""
-    draft = lm.draft(prompt, **options)
+    draft = lm.prepare_generation(prompt, **options)
     limits = replace(draft.request.limits, end_ids=draft.request.limits.end_ids | tokens.ends)
     return replace(draft, request=replace(draft.request, limits=limits))
 
@@ -119,7 +119,7 @@ def fill_by_fim(
         best = fillings[0]
         prompt = fim_prompt(lm.tokenizer, tokens, best.text, suffix)
         texts = list(_drafts(lm, tokens, prompt, gap, options, drafts))
-        write_all(lm, texts, patient=False)
+        run_all(lm, texts, patient=False)
         unique = {text.text: text for text in reversed(texts)}  # keep the first of duplicates
         fitting = [
             text for text in unique.values() if len(_middle_tokens(text, tokens)) >= gap.least
@@ -142,10 +142,10 @@ def _drafts(
 ) -> Iterator[Generation]:
     """One greedy draft, and samples."""
     greedy_options = {"temperature": 0, **options, "max_tokens": gap.most}
-    yield fim_draft(lm, tokens, prompt, greedy_options)
+    yield make_fim_request(lm, tokens, prompt, greedy_options)
     sampled = {"seed": 0, **greedy_options, "temperature": greedy_options["temperature"] or 0.8}
     for number in range(1, count):
-        yield fim_draft(lm, tokens, prompt, {**sampled, "sample": number})
+        yield make_fim_request(lm, tokens, prompt, {**sampled, "sample": number})
 
 
 def _middle_tokens(text: Generation, tokens: FimTokens) -> list[int]:

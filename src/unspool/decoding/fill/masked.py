@@ -15,7 +15,7 @@ import numpy as np
 from unspool.backends.step import Logits
 from unspool.engine.branch import Branch
 from unspool.errors import SettingsError
-from unspool.sampling.operations import operations
+from unspool.sampling.operations import array_operations
 from unspool.sampling.scoring import Floats, log_softmax
 from unspool.session import Session
 from unspool.text.tokenizer.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ class WholeText:
 
         branch = engine.call(opened)
         try:
-            logits: Any = engine.extend(branch, wanted=len(row))
+            logits: Any = engine.extend(branch, num_logits=len(row))
         finally:
             engine.release(branch)
         # If a hidden state predicts the next position, the first position has no prediction.
@@ -72,7 +72,7 @@ def masked_model(model: Session | MaskedModel) -> MaskedModel:
     return model
 
 
-def framed(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], int]:
+def add_special_tokens(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], int]:
     """Add the start and end tokens that the model expects; also returns how many come first."""
     before = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     after = [tokenizer.eos_id] if tokenizer.add_eos and tokenizer.eos_id is not None else []
@@ -82,7 +82,7 @@ def framed(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], int]:
 def text_logprobs(model: MaskedModel, row: Sequence[int], places: Sequence[int]) -> Floats:
     """Log-probabilities at some positions, without special tokens: [positions, vocabulary]."""
     logits = model.logits(row)
-    logprobs = operations(logits).host(log_softmax(logits[list(places)]))
+    logprobs = array_operations(logits).to_numpy(log_softmax(logits[list(places)]))
     return _without(logprobs, [model.mask_id, *model.tokenizer.special_ids])
 
 

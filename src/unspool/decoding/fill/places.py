@@ -15,7 +15,7 @@ from itertools import product
 import numpy as np
 
 from unspool.decoding.fill.gaps import Gap, GappedText
-from unspool.decoding.fill.masked import MaskedModel, framed, text_logprobs
+from unspool.decoding.fill.masked import MaskedModel, add_special_tokens, text_logprobs
 from unspool.decoding.fill.result import Filled, clip_steps, rank_candidates
 from unspool.engine.steps import Candidate, Step
 from unspool.errors import UnspoolError
@@ -88,7 +88,7 @@ def _masked_row(model: MaskedModel, gapped: GappedText, lengths: Sequence[int]) 
             spaced.append(takes_space if text else None)
             gaps.append(range(len(ids), len(ids) + lengths[number]))
             ids += [model.mask_id] * lengths[number]
-    row, before = framed(tokenizer, ids)
+    row, before = add_special_tokens(tokenizer, ids)
     moved = [range(gap.start + before, gap.stop + before) for gap in gaps]
     return _MaskedRow(tuple(row), tuple(moved), tuple(spaced))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from unspool.backends.step import Logits
 from unspool.decoding.written import HeldBranches
-from unspool.engine.picking import joined
+from unspool.engine.picking import concat_logits
 from unspool.engine.steps import Candidate, Step
 from unspool.sampling import score
 from unspool.session import Session
@@ -42,10 +42,12 @@ def score_rows(
             additions = [(fork, row[shared:-1]) for fork, row in zip(forks, read, strict=True)]
             num_logits = [len(tokens) for _, tokens in additions]
             rest_logits = (
-                iter(lm.engine.extend_all(additions, wanted=num_logits)) if read else iter(())
+                iter(lm.engine.extend_all(additions, num_logits=num_logits)) if read else iter(())
             )
             for row in group:
-                logits = joined([first, next(rest_logits)]) if len(row) > shared + 1 else first
+                logits = (
+                    concat_logits([first, next(rest_logits)]) if len(row) > shared + 1 else first
+                )
                 results.append(steps_from_logits(lm, logits, row[shared:], shared, top))
             tracker.move([root])
     return results
@@ -68,7 +70,7 @@ def steps_from_logits(
     """Build steps for given tokens from the logits before each."""
     scores, stream, steps = score(logits, tokens, top), TextStream(), list[Step]()
     for row, token in enumerate(tokens):
-        piece, partial_utf8 = lm.engine.token_bytes(token), stream.half
+        piece, partial_utf8 = lm.engine.token_bytes(token), stream.partial_utf8
         best = zip(scores.top_tokens[row], scores.top_logprobs[row], strict=True)
         steps.append(
             Step(
@@ -84,7 +86,7 @@ def steps_from_logits(
                     Candidate(int(t), lm.readable(int(t), partial_utf8), float(p), math.exp(p))
                     for t, p in best
                 ),
-                begun=partial_utf8,
+                partial_utf8=partial_utf8,
             )
         )
     return steps

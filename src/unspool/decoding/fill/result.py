@@ -9,7 +9,16 @@ from typing import Any
 
 from unspool.engine.steps import Step, brief
 from unspool.errors import SettingsError
-from unspool.notebook import bar, escape, note, percent, picture, steps_table, table, text_html
+from unspool.notebook import (
+    bar_html,
+    escape_html,
+    note_html,
+    notebook_html,
+    percent,
+    steps_table,
+    table_html,
+    text_html,
+)
 from unspool.text.tokenizer.stream import TextStream
 
 
@@ -91,15 +100,15 @@ class Filling:
 
     def _repr_html_(self) -> str:
         rows = [
-            (escape(" … ".join(map(repr, c.texts))), f"{c.score:.3f}",
-             bar(c.probability, 1.0) + " " + percent(c.probability))
+            (escape_html(" … ".join(map(repr, c.texts))), f"{c.score:.3f}",
+             bar_html(c.probability, 1.0) + " " + percent(c.probability))
             for c in self.candidates
         ]  # fmt: skip
         pieces = [step.as_piece() for step in self.chosen.steps]
-        return picture(
+        return notebook_html(
             text_html(pieces),
-            table(("in the gap", "score", "among the candidates"), rows),
-            note(f"filled by {self.by}"),
+            table_html(("in the gap", "score", "among the candidates"), rows),
+            note_html(f"filled by {self.by}"),
             steps_table(pieces),
         )
 
@@ -122,7 +131,9 @@ def clip_steps(
     for step, at in zip(steps, ends, strict=True):
         piece = step.bytes
         first, last = max(0, start - (at - len(piece))), len(piece) - max(0, at - end)
-        result.append(replace(step, begun=stream.half, text=stream.push(piece[first:last])))
+        result.append(
+            replace(step, partial_utf8=stream.partial_utf8, text=stream.push(piece[first:last]))
+        )
     if result:
         result[-1] = replace(result[-1], text=result[-1].text + stream.finish())
     return tuple(result)

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from unspool.backends.cuda import attention
-from unspool.backends.cuda.graphs import Graphs, padded
+from unspool.backends.cuda.graphs import GraphCache, padded_batch_size
 from unspool.backends.cuda.inputs import to_device
 from unspool.backends.cuda.kernels import rows as row_kernels
 from unspool.backends.cuda.kernels.common import ACTIVATIONS
-from unspool.backends.cuda.kernels.guess import guess
+from unspool.backends.cuda.kernels.guess import greedy_token
 from unspool.backends.cuda.loaded import CudaModel
-from unspool.backends.cuda.products import Around, NormWeights, power_of_two
+from unspool.backends.cuda.products import Epilogue, NormWeights, next_power_of_two
 from unspool.backends.cuda.program import supports_pdl
 from unspool.backends.cuda.weights import PlainMatrix
 from unspool.backends.step import Floats, Ints
@@ -60,13 +60,13 @@ class CudaHead(UnspoolHead):
         self._buffers = _Buffers(self.config, len(self.ids), dtype, device)
         self._read_input = PinnedInput(_GRAPH_ROWS * 2, device)
         self._chain_input = PinnedInput(self.config.words + MAX_CHAIN + 3, device)
-        self._graphs = Graphs(device)
+        self._graphs = GraphCache(device)
         self._layer = attention.AttentionLayer(
             heads=self.config.heads, kv_heads=self.config.kv_heads,
             head_width=self.config.head_width, scale=self.config.head_width**-0.5, softcap=0.0,
             window=0, norm_eps=0.0, q_norm=None, k_norm=None, cosine=self._cosine, sine=self._sine,
         )  # fmt: skip
-        self._scratch = attention.Scratch.for_lines(1, self._layer, device)
+        self._scratch = attention.AttentionScratch.for_rows(1, self._layer, device)
 
     def context(self) -> CudaHeadContext:  # type: ignore[override]
         return CudaHeadContext(self)
@@ -92,7 +92,7 @@ class CudaHead(UnspoolHead):
             with torch.inference_mode():
                 self._read(features, device_indices[0], device_indices[1])
             return
-        size, buffers, reading = padded(count), self._buffers, self._read_input
+        size, buffers, reading = padded_batch_size(count), self._buffers, self._read_input
         buffers.features[:, :count].copy_(features)
         host = reading.writable()
         host[:size] = positions[-1]  # padding rows are overwritten later
@@ -168,16 +168,16 @@ class CudaHead(UnspoolHead):
             self._linear("feed.down", b.inner, x, residual=x)
             self._linear("mix.state", x, b.mix, norm="mix.norm", residual=b.mix)
             row_kernels.glu[(1, 1)](
-                b.mix, b.mixed_words, F=config.mix_width, BF=power_of_two(config.mix_width),
+                b.mix, b.mixed_words, F=config.mix_width, BF=next_power_of_two(config.mix_width),
                 GATED=True, ACTIVATION=ACTIVATIONS["silu"], PDL=self._pdl, num_warps=4,
                 launch_pdl=self._pdl,
             )  # fmt: skip
             self._linear("mix.out", b.mixed_words, b.output, residual=x)
             self._linear("head", b.output, b.logits, norm="final.norm")
             count = len(b.logits)
-            guess[(1,)](
+            greedy_token[(1,)](
                 b.logits, self._device_ids, temperature, b.tokens[at + 1 :], b.logprobs[level:],
-                count, NP=power_of_two(count), num_warps=16,
+                count, NP=next_power_of_two(count), num_warps=16,
             )  # fmt: skip
 
     def _project(self, at: int) -> None:
@@ -194,23 +194,23 @@ class CudaHead(UnspoolHead):
         """Attention of the query. RoPE is part of the kernel that stores a key and value; these go
         to a scratch page, since drafted tokens have none."""
         b, buffer, layer = self._buffers, self._buffer, self._layer
-        scratch = attention.Lines(buffer.table, buffer.scratch_row, position, ends)
+        scratch = attention.DecodeRows(buffer.table, buffer.scratch_row, position, ends)
         attention.store_keys(b.qkv, buffer.keys, buffer.values, layer, scratch, pdl=self._pdl)
-        lines = attention.Lines(buffer.table, buffer.own_row, position, ends)
-        attention.attend(
+        lines = attention.DecodeRows(buffer.table, buffer.own_row, position, ends)
+        attention.decode_attention(
             b.qkv, b.mixed, buffer.keys, buffer.values, layer, lines, self._scratch, new=False,
-            pdl=self._pdl, pieces=attention.pieces_for(layer, buffer.capacity + 1),
+            pdl=self._pdl, pieces=attention.num_pieces(layer, buffer.capacity + 1),
         )  # fmt: skip
 
     def _linear(
         self, name: str, x: Tensor, out: Tensor, *, norm: str = "", gated: bool = False,
         residual: Tensor | None = None,
     ) -> None:  # fmt: skip
-        by = Around(
+        by = Epilogue(
             self.config.norm_eps, self._gains[norm] if norm else None,
             "silu" if gated else "none", gated, residual, pdl=self._pdl,
         )  # fmt: skip
-        self._matrices[name].times_each(x, out, by)
+        self._matrices[name].gemv(x, out, by)
 
 
 class CudaHeadContext:

@@ -18,7 +18,7 @@ from time import perf_counter
 
 import numpy as np
 
-from unspool.backends.base import Loaded
+from unspool.backends.base import LoadedModel
 from unspool.backends.step import Floats
 from unspool.decoding.controller import FixedShape, RoundCosts, ShapeController
 from unspool.decoding.heads.arrays import concat
@@ -159,7 +159,7 @@ def head_maker(where: str, lm: Session, most: int | None) -> DraftMaker:
     return lambda request: HeadDrafter(head, request, ShapeController(costs, **longest), texts)
 
 
-def shipped_head(model: Loaded) -> Path:
+def shipped_head(model: LoadedModel) -> Path:
     """Folder of the head shipped for a model."""
     fingerprint = model.fingerprint()
     for folder in sorted(SHIPPED.iterdir()) if SHIPPED.is_dir() else []:
@@ -199,7 +199,7 @@ def load_head(folder: Path, lm: Session) -> DraftingHead:
     return UnspoolHead(files, model, device)
 
 
-def check_base(folder: Path, fields: dict[str, object], model: Loaded) -> None:
+def check_base(folder: Path, fields: dict[str, object], model: LoadedModel) -> None:
     """Check that the head was trained for this model."""
     config = parse_config(fields, folder)
     fits = config.width == model.config.width and max(config.layers) <= model.config.layers

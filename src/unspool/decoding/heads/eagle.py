@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from unspool.backends.base import Loaded
+from unspool.backends.base import LoadedModel
 from unspool.backends.step import Floats, Ints
 from unspool.decoding.heads import arrays
 from unspool.decoding.heads.growing import DraftNode
 from unspool.errors import ModelFileError
-from unspool.model.config_hf import rotary_of
+from unspool.model.config_hf import rope_from_hf
 from unspool.model.safetensors_file import SafetensorsFile
 
 _LAYER = "layers.0."
@@ -30,7 +30,7 @@ class EagleHead:
     """An EAGLE-3 head with its weights in numpy or on a torch device."""
 
     def __init__(
-        self, folder: Path, config: dict[str, Any], model: Loaded, device: str | None = None
+        self, folder: Path, config: dict[str, Any], model: LoadedModel, device: str | None = None
     ) -> None:
         layer: dict[str, Any] = config.get("transformer_layer_config") or {}
         self.name, self._model, self.to_device = folder.name, model, arrays.to_device(device)
@@ -52,7 +52,7 @@ class EagleHead:
         self.before_residual = bool(config.get("norm_before_residual", False))
         self.width: int = self.weights["fc.weight"].shape[0]
         self.head_width = int(layer.get("head_dim") or self.width // self.heads)
-        self._rotary = rotary_of(layer, self.head_width)
+        self._rotary = rope_from_hf(layer, self.head_width)
         self._check(folder)
 
     def _read(self, folder: Path) -> None:
@@ -66,7 +66,7 @@ class EagleHead:
             for name in file.tensors:
                 key = name.removeprefix("model.").replace("midlayer.", _LAYER)
                 if key == "d2t":
-                    offsets = file.whole_numbers(name).astype(np.int64)
+                    offsets = file.integers(name).astype(np.int64)
                 elif key != "t2d":
                     self.weights[key] = self.to_device(file.stored(name).float32())
         missing = [name for name in _NEEDED if name not in self.weights]

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from unspool.errors import ModelFileError, SettingsError
 from unspool.model.safetensors_file import SafetensorsFile
-from unspool.model.stored import Stored
+from unspool.model.stored import FileTensor
 
 FORMAT, VERSION = "unspool-draft-head", 1
 WEIGHTS = "head.safetensors"
@@ -84,7 +84,7 @@ class HeadFiles:
     """The contents of a head's folder."""
 
     config: HeadConfig
-    matrices: dict[str, Stored]
+    matrices: dict[str, FileTensor]
     norms: dict[str, npt.NDArray[np.float32]]
     ids: npt.NDArray[np.int64]
 
@@ -154,7 +154,7 @@ def read_head(folder: Path) -> HeadFiles:
             bytes_of_row = columns // 32 * BLOCKS.get(config.weights, 0)
             if columns % 32 or file.tensors[name].shape != (rows, bytes_of_row):
                 raise shape_error(name, shape)
-            matrices[name] = Stored(config.weights, file.whole_numbers(name), shape)
+            matrices[name] = FileTensor(config.weights, file.integers(name), shape)
         else:
             matrices[name] = file.stored(name)
             if matrices[name].shape != shape:
@@ -164,7 +164,7 @@ def read_head(folder: Path) -> HeadFiles:
         norms[name] = file.stored(require(name)).float32()
         if norms[name].shape != (config.width,):
             raise shape_error(name, (config.width,))
-    ids = file.whole_numbers(require("ids")).astype(np.int64)
+    ids = file.integers(require("ids")).astype(np.int64)
     if ids.ndim != 1 or not len(ids) or int(ids.min()) < 0:
         raise ModelFileError(f"{file.path}: ids must be a list of token ids")
     return HeadFiles(config, matrices, norms, ids)

@@ -60,7 +60,7 @@ class DraftingHead(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DraftShape:
     """Size of a draft; with `width` 1 a chain, else a tree."""
 
     nodes: int  # total
@@ -72,15 +72,15 @@ class Shape:
     def levels(self) -> int:
         return self.depth or self.nodes
 
-    def within(self, levels: int) -> Shape:
+    def within(self, levels: int) -> DraftShape:
         """The same shape with at most `levels` levels."""
         if self.width == 1:
-            return Shape(min(self.nodes, levels), min_probability=self.min_probability)
-        return Shape(self.nodes, self.width, min(self.levels, levels))
+            return DraftShape(min(self.nodes, levels), min_probability=self.min_probability)
+        return DraftShape(self.nodes, self.width, min(self.levels, levels))
 
 
 def build_draft(
-    context: HeadContext, tokens: Sequence[int], ids: Ints, shape: Shape, temperature: float
+    context: HeadContext, tokens: Sequence[int], ids: Ints, shape: DraftShape, temperature: float
 ) -> DraftTree | list[int]:
     """Build a draft of this shape after these tokens."""
     if shape.width == 1:

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from unspool.backends.cpu.loaded import CpuModel
-from unspool.backends.cpu.packing import Packed, pack, pack_all
-from unspool.backends.cpu.plan import Operation, Plan
-from unspool.backends.cpu.program import PagedFloats, Program, Tokens
+from unspool.backends.cpu.packing import PackedMatrix, pack, pack_all
+from unspool.backends.cpu.plan import ExecutionPlan, Operation
+from unspool.backends.cpu.program import FloatKvPages, NativeProgram, TokenRows
 from unspool.backends.step import Floats, Ints
 from unspool.decoding.heads.arrays import apply_rope
 from unspool.decoding.heads.files import HeadConfig, HeadFiles
 from unspool.decoding.heads.growing import DraftNode, last_tokens
 from unspool.decoding.heads.own import gather_rows
 from unspool.model.positions import Rotary
-from unspool.model.stored import Stored
+from unspool.model.stored import FileTensor
 
 ROWS = 64  # maximum of a program run
 _CACHED_PROJECTIONS = 4096  # tokens
@@ -35,16 +35,16 @@ class CpuHead:
         self.config = config = files.config
         self.name, self.layers, self.ids = config.name, config.layers, files.ids
         model.wait()
-        rows = Stored.of(gather_rows(model, "head.weight", files.ids))
-        matrices: dict[str, Packed] = pack_all(files.matrices, threads=model.threads)
+        rows = FileTensor.from_float32(gather_rows(model, "head.weight", files.ids))
+        matrices: dict[str, PackedMatrix] = pack_all(files.matrices, threads=model.threads)
         matrices["head"] = pack(rows, store="8", threads=model.threads)
         matrices["embed"] = model.packed["embed.weight"]
         positions = np.arange(context + ROWS)
         rotary = Rotary(width=config.head_width, base=config.rope_theta)
         self.cosine, self.sine = rotary.tables(positions, 0)
 
-        def program(plan: Plan, *shared: str) -> Program:
-            return Program(
+        def program(plan: ExecutionPlan, *shared: str) -> NativeProgram:
+            return NativeProgram(
                 plan, matrices, files.norms, threads=model.threads, rows=ROWS,
                 shared=shared,
             )  # fmt: skip
@@ -54,7 +54,7 @@ class CpuHead:
         self.project_program = program(plans.project(), "words")
         self.draft_program = program(plans.draft(), "state", "earlier", "x", "words", "logits")
         self._projected: dict[int, Floats] = {}
-        self._embedding = PagedFloats(config.kv_heads, config.head_width, self.cosine, self.sine)
+        self._embedding = FloatKvPages(config.kv_heads, config.head_width, self.cosine, self.sine)
         self._embedding.write(0, *(np.zeros((1, config.kv_heads, config.head_width), "f4"),) * 2)
 
     def context(self) -> CpuHeadContext:
@@ -64,7 +64,7 @@ class CpuHead:
         """Projection of a token for the mixture, for each position it may have in it."""
         projection = self._projected.get(token)
         if projection is None:
-            batch = Tokens(np.array([token]), np.zeros(1, np.int64), 1, 1)
+            batch = TokenRows(np.array([token]), np.zeros(1, np.int64), 1, 1)
             self.project_program.run_tokens(batch, self._embedding)
             projection = self.cache_projection(token, self.project_program.buffers["words"][0])
         return projection
@@ -83,7 +83,7 @@ class CpuHeadContext:
         config = head.config
         self._head, self._length = head, 0
         self._fused = np.empty((64, config.width), np.float32)
-        self._memory = PagedFloats(config.kv_heads, config.head_width, head.cosine, head.sine)
+        self._memory = FloatKvPages(config.kv_heads, config.head_width, head.cosine, head.sine)
         zeros = np.zeros((1, config.kv_heads, config.head_width), np.float32)
         self._memory.write(0, zeros, zeros)  # attention sink
 
@@ -135,11 +135,11 @@ class CpuHeadContext:
                 part = head.projected(token)[(back + 1) * width : (back + 2) * width]
                 buffers["earlier"][row, back * width : (back + 1) * width] = part
         depths = np.array([node.depth for node in nodes])
-        batch = Tokens(
+        batch = TokenRows(
             np.array([node.token for node in nodes]),
             depths + (len(tokens) - 1),
             self._length + 1,
-            self._memory.pages,
+            self._memory.num_pages,
         )
         head.draft_program.run_tokens(batch, self._memory)
         states = buffers["x"][:count].copy()
@@ -154,7 +154,7 @@ class _Plans:
 
     def __init__(self, model: CpuModel, config: HeadConfig, vocabulary: int) -> None:
         self._model, self._config, self._vocabulary = model, config, vocabulary
-        self._plan = Plan(model.config)
+        self._plan = ExecutionPlan(model.config)
 
     def _buffers(self, rows: str, **widths: int) -> None:
         self._plan.buffers.update({name: (width, rows) for name, width in widths.items()})
@@ -175,9 +175,9 @@ class _Plans:
     def _embed(self) -> None:
         self._plan.operations.append(Operation(kind="embed", target="e", matrices=("embed",)))
 
-    def read(self) -> Plan:
+    def read(self) -> ExecutionPlan:
         config = self._config
-        self._plan = Plan(self._model.config)
+        self._plan = ExecutionPlan(self._model.config)
         features = config.width * len(config.layers)
         kv_width = 2 * config.kv_heads * config.head_width
         self._buffers("selected", features=features, fused=config.width, keys_values=kv_width)
@@ -195,18 +195,18 @@ class _Plans:
         )
         return self._plan
 
-    def project(self) -> Plan:
+    def project(self) -> ExecutionPlan:
         config = self._config
-        self._plan = Plan(self._model.config)
+        self._plan = ExecutionPlan(self._model.config)
         self._buffers("tokens", e=config.width, words=config.words * config.word_width)
         self._embed()
         self._linear("e", "words", "words.project", norm="words.norm")
         return self._plan
 
-    def draft(self) -> Plan:
+    def draft(self) -> ExecutionPlan:
         config, width = self._config, self._config.width
         inner, words = config.heads * config.head_width, config.words * config.word_width
-        self._plan = Plan(self._model.config)
+        self._plan = ExecutionPlan(self._model.config)
         self._buffers(
             "tokens", e=width, state=width, x=width, words=words, mix=2 * config.mix_width,
             earlier=words - config.word_width, queries=inner, mixed=inner,

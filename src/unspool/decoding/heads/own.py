@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from unspool.backends.base import Loaded
+from unspool.backends.base import LoadedModel
 from unspool.backends.step import Floats, Ints
 from unspool.decoding.heads import arrays
 from unspool.decoding.heads.files import HeadConfig, HeadFiles
@@ -29,7 +29,7 @@ _CHUNK_ROWS = 4096  # rows of the model's tables read at a time
 class UnspoolHead:
     """A head with its weights in numpy or on a torch device."""
 
-    def __init__(self, files: HeadFiles, model: Loaded, device: str | None = None) -> None:
+    def __init__(self, files: HeadFiles, model: LoadedModel, device: str | None = None) -> None:
         self.config: HeadConfig = files.config
         self.name, self.layers, self.ids = files.config.name, files.config.layers, files.ids
         self._model, self.to_device = model, arrays.to_device(device)
@@ -156,7 +156,7 @@ def expand_nodes(
     return result
 
 
-def gather_rows(model: Loaded, name: str, ids: Ints) -> Floats:
+def gather_rows(model: LoadedModel, name: str, ids: Ints) -> Floats:
     """Gather rows of one of the model's tables without loading all of it."""
     chunks: list[Floats] = []
     order = np.argsort(ids, kind="stable")

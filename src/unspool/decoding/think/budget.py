@@ -33,7 +33,7 @@ class Spent:
         return {**asdict(self), "total": self.total}
 
 
-class Budget:
+class TokenBudget:
     """A token limit and the tokens reserved so far."""
 
     def __init__(self, limit: int | None = None) -> None:

@@ -21,7 +21,7 @@ class _Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Grown(_Event):
+class NodeAdded(_Event):
     """A new node: a text was continued."""
 
     event = "grown"
@@ -34,7 +34,7 @@ class Grown(_Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Judged(_Event):
+class NodeScored(_Event):
     """A text was scored; None if the verifier failed, with the reason in `why`."""
 
     event = "judged"
@@ -45,7 +45,7 @@ class Judged(_Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Pruned(_Event):
+class NodePruned(_Event):
     """A text was dropped and its pages released."""
 
     event = "pruned"
@@ -53,7 +53,7 @@ class Pruned(_Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Spending(_Event):
+class BudgetUsed(_Event):
     """Tokens computed so far, and the limit."""
 
     event = "spending"
@@ -64,7 +64,7 @@ class Spending(_Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Won(_Event):
+class SearchFinished(_Event):
     """The search is finished; `node` is its best text."""
 
     event = "won"
@@ -72,4 +72,4 @@ class Won(_Event):
     score: float | None
 
 
-Event = Grown | Judged | Pruned | Spending | Won
+SearchEvent = NodeAdded | NodeScored | NodePruned | BudgetUsed | SearchFinished

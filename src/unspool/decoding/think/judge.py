@@ -19,7 +19,7 @@ from unspool.decoding.voting import Extract, answer_finder, final_answer, tally
 from unspool.decoding.written import mean_logprob
 from unspool.engine.branch import Branch
 from unspool.engine.generation import Generation
-from unspool.sampling.operations import operations
+from unspool.sampling.operations import array_operations
 from unspool.sampling.scoring import log_softmax
 from unspool.session import Session
 
@@ -36,7 +36,7 @@ class Verdict:
 
 
 @runtime_checkable
-class Judge(Protocol):
+class Verifier(Protocol):
     """Scores texts; higher is better."""
 
     @property
@@ -110,7 +110,7 @@ class CertaintyVerifier:
                     for (_, tokens, branch), end in zip(active, ends, strict=True)
                 ]
                 num_logits = [end - start for end in ends]
-                logits_rows = self._lm.engine.extend_all(parts, wanted=num_logits)
+                logits_rows = self._lm.engine.extend_all(parts, num_logits=num_logits)
                 for (number, _, _), logits in zip(active, logits_rows, strict=True):
                     totals[number] += _kl_from_uniform(logits)
         return [
@@ -119,12 +119,12 @@ class CertaintyVerifier:
         ]
 
     def _open(self, text: Generation) -> AbstractContextManager[Branch]:
-        return self._lm.opened(text.prompt, text.request.adapter)
+        return self._lm.open_branch(text.prompt, text.request.adapter)
 
 
 def _kl_from_uniform(logits: Logits) -> float:
     """KL(uniform || p) in nats, summed over rows of logits."""
-    means = operations(logits).host(log_softmax(logits).mean(-1)).astype(np.float64)
+    means = array_operations(logits).to_numpy(log_softmax(logits).mean(-1)).astype(np.float64)
     return float(np.sum(-means - math.log(logits.shape[-1])))
 
 
@@ -132,7 +132,7 @@ class VoteVerifier:
     """Self-consistency (Wang et al. 2022): the share of texts that give the same answer. With
     `weigher`, each vote is weighted by that verifier's score."""
 
-    def __init__(self, extract: Extract = final_answer, weigher: Judge | None = None) -> None:
+    def __init__(self, extract: Extract = final_answer, weigher: Verifier | None = None) -> None:
         self._find, self.weigher = answer_finder(extract), weigher
 
     @property

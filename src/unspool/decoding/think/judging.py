@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from unspool.decoding.think.budget import Budget
-from unspool.decoding.think.judge import Cancellable, Judge, Verdict, checked
+from unspool.decoding.think.budget import TokenBudget
+from unspool.decoding.think.judge import Cancellable, Verdict, Verifier, checked
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 
@@ -16,7 +16,7 @@ _PROBE = 16  # tokens of the dummy text that the cost per token is measured with
 class VerifierRunner:
     """Calls a verifier and estimates what it costs."""
 
-    def __init__(self, judge: Judge, budget: Budget, start: Generation) -> None:
+    def __init__(self, judge: Verifier, budget: TokenBudget, start: Generation) -> None:
         self.verifier, self._budget = judge, budget
         self._base, self._slope = self._measure_cost(start)
 

@@ -20,14 +20,21 @@ from dataclasses import replace
 from typing import TypeVar
 
 from unspool.decoding.search_tree import SearchNode, SearchTree
-from unspool.decoding.think.budget import Budget
-from unspool.decoding.think.events import Event, Grown, Judged, Pruned, Spending, Won
-from unspool.decoding.think.judge import Judge, LogprobVerifier
+from unspool.decoding.think.budget import TokenBudget
+from unspool.decoding.think.events import (
+    BudgetUsed,
+    NodeAdded,
+    NodePruned,
+    NodeScored,
+    SearchEvent,
+    SearchFinished,
+)
+from unspool.decoding.think.judge import LogprobVerifier, Verifier
 from unspool.decoding.think.judging import VerifierRunner
 from unspool.decoding.together import run_in_order
 from unspool.decoding.written import HeldBranches, mean_logprob
 from unspool.engine.branch import Branch
-from unspool.engine.ending import Ending, Limits
+from unspool.engine.ending import Limits, StopChecker
 from unspool.engine.generation import Generation
 from unspool.engine.judge import chosen_steps
 from unspool.engine.steps import Step
@@ -36,14 +43,16 @@ from unspool.errors import UnspoolError
 from unspool.session import Session
 
 Result = TypeVar("Result")
-Moves = Generator[Event, None, Result]
+Moves = Generator[SearchEvent, None, Result]
 Piece = str | Sequence[int]
 
 
 class Search:
     """A tree of partial texts, the verifier that scores them, and the token budget."""
 
-    def __init__(self, lm: Session, start: Generation, judge: Judge | None, budget: Budget) -> None:
+    def __init__(
+        self, lm: Session, start: Generation, judge: Verifier | None, budget: TokenBudget
+    ) -> None:
         self.lm, self.budget = lm, budget
         self.requested_verifier = judge  # None: the caller named none
         self.root = SearchNode(start)
@@ -68,7 +77,7 @@ class Search:
             steps.close()
         self._scoring.cancel()
 
-    def use_verifier(self, judge: Judge) -> None:
+    def use_verifier(self, judge: Verifier) -> None:
         """Score with this verifier from now on."""
         self._scoring = VerifierRunner(judge, self.budget, self.root.generation)
 
@@ -172,7 +181,7 @@ class Search:
             branches = [open_branches.open([*prefix, *ids[:-1]]) for _, prefix, ids in added]
             num_logits = [len(ids) for _, _, ids in added]
             logits_rows = self.lm.engine.extend_all(
-                [(branch, ()) for branch in branches], wanted=num_logits
+                [(branch, ()) for branch in branches], num_logits=num_logits
             )
             for (node, prefix, ids), logits in zip(added, logits_rows, strict=True):
                 text = node.generation.fork()
@@ -191,7 +200,7 @@ class Search:
         verdicts = self._scoring.score([node.generation for node in nodes])
         for node, verdict in zip(nodes, verdicts, strict=True):
             node.score, node.why, node.answer = verdict.score, verdict.why, verdict.answer
-            yield Judged(node.number, node.score, node.why, node.answer)
+            yield NodeScored(node.number, node.score, node.why, node.answer)
         yield self._budget_event()
 
     def prune(self, nodes: Sequence[SearchNode]) -> Moves[None]:
@@ -207,7 +216,7 @@ class Search:
                     break
                 self._release([ancestor] if ancestor in self._branches else [])
                 ancestor = ancestor.parent
-            yield Pruned(node.number)
+            yield NodePruned(node.number)
 
     def select_best(self, nodes: Sequence[SearchNode]) -> Moves[None]:
         """Make the best of these the result, and prune all others."""
@@ -215,7 +224,7 @@ class Search:
         path = SearchTree(self.root, self.leaf).best_path
         losers = [child for node in path for child in node.children if child not in path]
         yield from self.prune([node for node in losers if not node.pruned])
-        yield Won(self.leaf.number, self.leaf.score)
+        yield SearchFinished(self.leaf.number, self.leaf.score)
 
     def rewind(self, node: SearchNode, length: int) -> Moves[SearchNode]:
         """Return the node of a text's first `length` tokens; computes nothing."""
@@ -245,8 +254,8 @@ class Search:
         prompt = self.root.generation.prompt
         read = prompt[:-1] or prompt
         self.budget.reserve("prompt", len(read))
-        with self.lm.opened(read, self._adapter) as branch:
-            self.budget.credit_cached(branch.reused)
+        with self.lm.open_branch(read, self._adapter) as branch:
+            self.budget.credit_cached(branch.num_reused)
             self.lm.engine.extend(branch)
         self._hold_pages(self.root)
         yield self._budget_event()
@@ -319,7 +328,7 @@ class Search:
         limits, start = text.request.limits, self.root.generation.request.limits
         text.steps = _reapply_limits(text, replace(start, sample=limits.sample))
         if text.request.thinking is not None:
-            text.steps = text.request.thinking.marked(text.steps)
+            text.steps = text.request.thinking.mark_steps(text.steps)
         text.request = replace(text.request, limits=replace(start, sample=limits.sample))
         if len(text.steps) == len(parent.generation.steps):
             return None
@@ -342,10 +351,10 @@ class Search:
 
     # -- events and release --------------------------------------------------------------------
 
-    def _added_event(self, node: SearchNode) -> Grown:
+    def _added_event(self, node: SearchNode) -> NodeAdded:
         assert node.parent is not None
         steps = node.steps
-        return Grown(
+        return NodeAdded(
             node.number,
             node.parent.number,
             "".join(step.text for step in steps),
@@ -354,9 +363,9 @@ class Search:
             self.remaining(node) == 0,
         )
 
-    def _budget_event(self) -> Spending:
+    def _budget_event(self) -> BudgetUsed:
         spent = self.budget.spent
-        return Spending(spent.prompt, spent.written, spent.judged, self.budget.limit)
+        return BudgetUsed(spent.prompt, spent.written, spent.judged, self.budget.limit)
 
     def _is_dead(self, node: SearchNode) -> bool:
         """Whether neither the text nor any continuation of it is still active."""
@@ -375,23 +384,25 @@ def _reapply_limits(text: Generation, limits: Limits) -> list[Step]:
     complete; it may end where the text does not; and appended tokens may go past the text's end.
     """
     # A piece that reached its own token limit does not end the text.
-    ending = Ending(replace(limits, max_tokens=limits.context), len(text.prompt))
+    ending = StopChecker(replace(limits, max_tokens=limits.context), len(text.prompt))
     pause_ids = text.request.limits.end_ids - limits.end_ids
     steps: list[Step] = []
     for number, step in enumerate(text.steps):
-        partial_utf8 = ending.text.half
+        partial_utf8 = ending.text.partial_utf8
         text_piece, finish = ending.push(step.token, step.bytes, step.position + 1)
         if finish is None and step.finish_reason != "pause" and step.token not in pause_ids:
             finish = step.finish_reason
         if finish or number == len(text.steps) - 1:
             text_piece += ending.copy().finish()
-        steps.append(replace(step, text=text_piece, finish_reason=finish, begun=partial_utf8))
+        steps.append(
+            replace(step, text=text_piece, finish_reason=finish, partial_utf8=partial_utf8)
+        )
         if finish:
             break
     return steps
 
 
-def run_moves(moves: Generator[Event, None, Result]) -> Result:
+def run_moves(moves: Generator[SearchEvent, None, Result]) -> Result:
     """Run an operation, ignore its events and return its value."""
     while True:
         try:

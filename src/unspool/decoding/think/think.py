@@ -16,11 +16,11 @@ from typing import Any, cast
 
 from unspool.decoding.progress import progress_bar
 from unspool.decoding.search_tree import SearchNode, SearchTree
-from unspool.decoding.think.budget import Budget, Spent
-from unspool.decoding.think.events import Event
-from unspool.decoding.think.judge import Judge
+from unspool.decoding.think.budget import Spent, TokenBudget
+from unspool.decoding.think.events import SearchEvent
+from unspool.decoding.think.judge import Verifier
 from unspool.decoding.think.judges.function import as_verifier
-from unspool.decoding.think.judges.names import judge_named
+from unspool.decoding.think.judges.names import make_verifier
 from unspool.decoding.think.policies.beam import beam
 from unspool.decoding.think.policies.best_of import best_of
 from unspool.decoding.think.policies.compose import compose
@@ -48,10 +48,10 @@ POLICIES: dict[str, Policy] = {
     "compose": compose,
 }
 _SINGLE_TEXT = ("think", "compose")  # policies with one text, which may use the whole budget
-JudgeGiven = str | Judge | Callable[[Generation], Any] | None
+VerifierLike = str | Verifier | Callable[[Generation], Any] | None
 
 
-class ThoughtStream(Iterator[Event]):
+class ThoughtStream(Iterator[SearchEvent]):
     """The events of a running search. Leaving the loop in any way releases all pages.
 
     `result` is available after the last event.
@@ -67,7 +67,7 @@ class ThoughtStream(Iterator[Event]):
         return self._search.budget.spent
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the result is available."""
         return self._result is not None
 
@@ -94,13 +94,13 @@ class ThoughtStream(Iterator[Event]):
             seconds=perf_counter() - self._since,
         )
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[SearchEvent]:
         try:
             yield from self._moves
         finally:
             self.close()
 
-    def __next__(self) -> Event:
+    def __next__(self) -> SearchEvent:
         return next(self._moves)
 
     def cancel(self) -> None:
@@ -125,7 +125,7 @@ def stream_think(
     prompt: Prompt,
     *,
     policy: str | Policy = "best-of",
-    judge: JudgeGiven = None,
+    judge: VerifierLike = None,
     budget: int | None = 2000,
     **options: Any,
 ) -> ThoughtStream:
@@ -136,8 +136,8 @@ def stream_think(
     _check_countable(text_options)
     if policy in _SINGLE_TEXT and text_options.get("max_tokens") is None:
         text_options["max_tokens"] = lm.context if budget is None else budget
-    start = lm.draft(prompt, **cast(Options, text_options))
-    search = Search(lm, start, _make_verifier(lm, judge), Budget(budget))
+    start = lm.prepare_generation(prompt, **cast(Options, text_options))
+    search = Search(lm, start, _make_verifier(lm, judge), TokenBudget(budget))
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "own")
     return ThoughtStream(search, name, _function(policy)(search, **policy_kwargs))
 
@@ -168,13 +168,13 @@ def _answers(root: SearchNode) -> dict[Hashable, float]:
     return dict(sorted(answers.items(), key=lambda entry: -entry[1]))
 
 
-def _make_verifier(lm: Session, verifier: JudgeGiven) -> Judge | None:
+def _make_verifier(lm: Session, verifier: VerifierLike) -> Verifier | None:
     if verifier is None:
         return None
-    return judge_named(lm, verifier) if isinstance(verifier, str) else as_verifier(verifier)
+    return make_verifier(lm, verifier) if isinstance(verifier, str) else as_verifier(verifier)
 
 
-def most_tokens(policy: str, max_tokens: int | None, default: int = 256) -> int | None:
+def default_max_tokens(policy: str, max_tokens: int | None, default: int = 256) -> int | None:
     """Token limit of each text for this policy; None: up to the whole budget."""
     return None if max_tokens is None and policy in _SINGLE_TEXT else max_tokens or default
 

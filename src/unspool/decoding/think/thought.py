@@ -10,7 +10,7 @@ from unspool.decoding.search_tree import SearchTree
 from unspool.decoding.think.budget import Spent
 from unspool.engine.generation import Generation
 from unspool.engine.steps import brief
-from unspool.notebook import escape, note, picture
+from unspool.notebook import escape_html, note_html, notebook_html
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -67,6 +67,10 @@ class Thought:
         }
 
     def _repr_html_(self) -> str:
-        tree = f'<details><summary>the search</summary><pre tabindex="0">{escape(str(self.tree))}'
-        text = f'<div class="text">{escape(self.text)}</div>'
-        return picture(text, note(f"{self.policy}, {self._price()}"), f"{tree}</pre></details>")
+        tree = (
+            f'<details><summary>the search</summary><pre tabindex="0">{escape_html(str(self.tree))}'
+        )
+        text = f'<div class="text">{escape_html(self.text)}</div>'
+        return notebook_html(
+            text, note_html(f"{self.policy}, {self._price()}"), f"{tree}</pre></details>"
+        )

@@ -15,7 +15,7 @@ from unspool.model.layers.matrix import (
     elementwise_exact,
     read_and_update,
 )
-from unspool.model.layers.mixers import Parts, Seen
+from unspool.model.layers.mixers import Parts, StateObserver
 
 _KEY_EPS = 1e-6
 
@@ -35,7 +35,7 @@ class DeltaNet(MatrixMixer):
         return self.qkv(x), self.z(x), self.b(x), self.a(x)
 
     def recur(
-        self, parts: Parts, state: Tensor, observe: Seen | None = None
+        self, parts: Parts, state: Tensor, observe: StateObserver | None = None
     ) -> tuple[Tensor, Tensor]:
         query, key, value, conv_state = self._ready(parts, state)
         beta, decay = (
@@ -66,14 +66,14 @@ class DeltaNet(MatrixMixer):
         return output
 
     def _in_chunks(self, parts: Parts, documents: Tensor | None) -> Tensor:
-        state = self.fresh(len(parts[0]), parts[0].device)
+        state = self.zero_state(len(parts[0]), parts[0].device)
         query, key, value, _ = self._ready(parts, state, documents)
         beta, g = parts[2].float().sigmoid(), self._log_decay(parts[3])
         return self._chunks((query, key, value, beta, g), documents, _delta_chunk)
 
     def _split(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape = self.recurrence
-        query, key, value = convolved.split((shape.keys, shape.keys, shape.values), -1)
+        query, key, value = convolved.split((shape.key_dim, shape.key_dim, shape.value_dim), -1)
         query = _unit(self._of_keys(query)) * shape.key_width**-0.5
         return query, _unit(self._of_keys(key)), value
 

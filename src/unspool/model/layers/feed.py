@@ -29,7 +29,7 @@ class FeedForward(nn.Module):
         return self.down(gated_activation(self.config, self.gate(x), self.up(x)))
 
 
-class Stacked(nn.Module):
+class ExpertMatrices(nn.Module):
     """One matrix per expert, stacked along the first axis."""
 
     def __init__(self, experts: int, rows: int, columns: int, bias: bool) -> None:
@@ -50,11 +50,11 @@ class Experts(nn.Module):
         self.config = config
         count, inner, width = config.experts, config.expert_width, config.width
         self.router = nn.Linear(width, count, bias=config.router_bias)
-        self.gate: Stacked | None = None
+        self.gate: ExpertMatrices | None = None
         if config.gated:
-            self.gate = Stacked(count, inner, width, config.expert_bias)
-        self.up = Stacked(count, inner, width, config.expert_bias)
-        self.down = Stacked(count, width, inner, config.expert_bias)
+            self.gate = ExpertMatrices(count, inner, width, config.expert_bias)
+        self.up = ExpertMatrices(count, inner, width, config.expert_bias)
+        self.down = ExpertMatrices(count, width, inner, config.expert_bias)
         self.selection_bias: nn.Parameter | None = None
         if config.selection_bias:
             self.selection_bias = nn.Parameter(torch.zeros(config.experts))
@@ -68,7 +68,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, choice: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Output for `x` of the experts in `choice` (see `choose`), by default the router's."""
         tokens = x.flatten(0, -2)
-        total = self.answers(tokens, *(self.choose(tokens) if choice is None else choice))
+        total = self.run_experts(tokens, *(self.route(tokens) if choice is None else choice))
         if self.shared is not None:
             shared_output = self.shared(tokens)
             gate = self.shared_gate
@@ -77,7 +77,7 @@ class Experts(nn.Module):
             )
         return total.view_as(x)
 
-    def answers(self, tokens: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+    def run_experts(self, tokens: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         """Weighted sum of the selected experts' outputs for each token."""
         total = torch.zeros_like(tokens)
         for expert in expert_ids.unique().tolist():  # only experts that are used
@@ -92,7 +92,7 @@ class Experts(nn.Module):
             total.index_add_(0, rows, output * weights[rows, slot, None].to(output.dtype))
         return total
 
-    def choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and ids of each token's experts, [tokens, experts_per_token] each."""
         config, scores = self.config, self.router(tokens).float()
         probabilities = scores.sigmoid() if config.router == "sigmoid" else scores.softmax(-1)

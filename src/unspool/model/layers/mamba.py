@@ -15,7 +15,7 @@ from unspool.model.layers.matrix import (
     elementwise_exact,
     read_and_update,
 )
-from unspool.model.layers.mixers import Parts, Seen
+from unspool.model.layers.mixers import Parts, StateObserver
 
 
 class Mamba2(MatrixMixer):
@@ -27,13 +27,13 @@ class Mamba2(MatrixMixer):
         self.vkq = nn.Linear(width, self.channels, bias=False)
         self.dt = nn.Linear(width, shape.value_heads, bias=False)
         self.d = nn.Parameter(torch.ones(shape.value_heads))
-        self.norm_weight = nn.Parameter(torch.ones(shape.values))
+        self.norm_weight = nn.Parameter(torch.ones(shape.value_dim))
 
     def project(self, x: Tensor) -> Parts:
         return self.vkq(x), self.z(x), self.dt(x)
 
     def recur(
-        self, parts: Parts, state: Tensor, observe: Seen | None = None
+        self, parts: Parts, state: Tensor, observe: StateObserver | None = None
     ) -> tuple[Tensor, Tensor]:
         query, key, value, conv_state = self._ready(parts, state)
         step = self._step(parts[2])
@@ -60,7 +60,7 @@ class Mamba2(MatrixMixer):
         return output
 
     def _in_chunks(self, parts: Parts, documents: Tensor | None) -> Tensor:
-        state = self.fresh(len(parts[0]), parts[0].device)
+        state = self.zero_state(len(parts[0]), parts[0].device)
         query, key, value, _ = self._ready(parts, state, documents)
         step = self._step(parts[2])
         tokens = (query, key, step[..., None] * value, self._rate() * step)
@@ -68,7 +68,7 @@ class Mamba2(MatrixMixer):
 
     def _split(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape = self.recurrence
-        value, key, query = convolved.split((shape.values, shape.keys, shape.keys), -1)
+        value, key, query = convolved.split((shape.value_dim, shape.key_dim, shape.key_dim), -1)
         return self._of_keys(query), self._of_keys(key), value
 
     def _step(self, dt: Tensor) -> Tensor:

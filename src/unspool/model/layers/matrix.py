@@ -23,10 +23,10 @@ class MatrixMixer(Mixer):
         super().__init__(config, layer)
         shape = self.recurrence
         self.eps = config.norm_eps
-        self.z = nn.Linear(config.width, shape.values, bias=False)
+        self.z = nn.Linear(config.width, shape.value_dim, bias=False)
         self.a_log = nn.Parameter(torch.zeros(shape.value_heads))
         self.dt_bias = nn.Parameter(torch.zeros(shape.value_heads))
-        self.out = nn.Linear(shape.values, config.width, bias=False)
+        self.out = nn.Linear(shape.value_dim, config.width, bias=False)
         heads = [shape.key_head(head) for head in range(shape.value_heads)]
         self._key_heads = heads if heads != list(range(shape.value_heads)) else None
 

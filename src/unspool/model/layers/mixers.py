@@ -22,7 +22,7 @@ from unspool.model.recurrence import Recurrence
 
 Parts = tuple[Tensor, ...]  # [batch, tokens, ...] each
 # Observer called after each token: its index, then gate, decay and state norm [batch, heads].
-Seen = Callable[[int, Tensor, Tensor, Tensor], None]
+StateObserver = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 class Taps(nn.Module):
@@ -79,7 +79,7 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def recur(
-        self, parts: Parts, state: Tensor, observe: Seen | None = None
+        self, parts: Parts, state: Tensor, observe: StateObserver | None = None
     ) -> tuple[Tensor, Tensor]:
         """Outputs of the tokens, and the state [batch, floats] after the last one."""
 
@@ -91,7 +91,7 @@ class Mixer(nn.Module, ABC):
     def forward_documents(self, x: Tensor, documents: Tensor | None) -> Tensor:
         """Forward pass over full rows from the zero state; documents do not affect each other."""
 
-    def fresh(self, batch: int, device: torch.device) -> Tensor:
+    def zero_state(self, batch: int, device: torch.device) -> Tensor:
         return torch.zeros(batch, self.floats, device=device)
 
     def _convolved(
@@ -116,7 +116,7 @@ class ShortConv(Mixer):
         return self.b(x) * self.x(x), self.c(x)
 
     def recur(
-        self, parts: Parts, state: Tensor, observe: Seen | None = None
+        self, parts: Parts, state: Tensor, observe: StateObserver | None = None
     ) -> tuple[Tensor, Tensor]:
         inputs, gate = parts
         convolved, conv_state = self._convolved(inputs, state)
@@ -124,7 +124,7 @@ class ShortConv(Mixer):
             self._show(inputs, state, gate, observe)
         return gate * convolved.to(gate.dtype), conv_state.flatten(1)
 
-    def _show(self, inputs: Tensor, state: Tensor, gate: Tensor, observe: Seen) -> None:
+    def _show(self, inputs: Tensor, state: Tensor, gate: Tensor, observe: StateObserver) -> None:
         num_past = self.recurrence.conv_kernel - 1
         padded = torch.cat((state.unflatten(1, (num_past, -1)), inputs.float()), 1)
         for token in range(inputs.shape[1]):
@@ -138,5 +138,5 @@ class ShortConv(Mixer):
 
     def forward_documents(self, x: Tensor, documents: Tensor | None) -> Tensor:
         inputs, gate = self.project(x)
-        convolved, _ = self._convolved(inputs, self.fresh(len(x), x.device), documents)
+        convolved, _ = self._convolved(inputs, self.zero_state(len(x), x.device), documents)
         return self.finish(gate * convolved.to(gate.dtype), ())

@@ -35,13 +35,13 @@ class Norm(nn.Module):
         return x.pow(2).mean(-1, keepdim=True)
 
 
-def unit(x: Tensor, eps: float) -> Tensor:
+def rms_normalize(x: Tensor, eps: float) -> Tensor:
     """RMS-normalize without a weight."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def turn(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Apply RoPE: rotate pairs (one number of each half); dimensions beyond the tables pass."""
     width = cosine.shape[-1] * 2
     first, second = x[..., : width // 2], x[..., width // 2 : width]

@@ -15,14 +15,14 @@ from typing import Any, Protocol
 from unspool.scale.batch.journal import Journal
 from unspool.scale.batch.output import write_output
 from unspool.scale.batch.plan import WorkerPlan
-from unspool.scale.batch.rows import InputFacts, Row, read_rows
-from unspool.scale.batch.worker import MAX_ROWS, Outcome, Worker, failed
+from unspool.scale.batch.rows import BatchRow, InputSummary, read_rows
+from unspool.scale.batch.worker import MAX_ROWS, BatchWorker, Outcome, failed_outcome
 
 _MIN_BLOCK = 8  # rows of the smallest block
-TakeRows = Callable[[int], list[Row]]  # returns up to n rows; none if there are no more
+TakeRows = Callable[[int], list[BatchRow]]  # returns up to n rows; none if there are no more
 
 
-class Pool(Protocol):
+class WorkerPool(Protocol):
     """Workers that process rows."""
 
     @property
@@ -33,7 +33,7 @@ class Pool(Protocol):
     def num_running(self) -> int:
         """Number of rows that workers process now."""
 
-    def turn(self, take_rows: TakeRows, check_model: Callable[[str], None]) -> list[Outcome]:
+    def poll(self, take_rows: TakeRows, check_model: Callable[[str], None]) -> list[Outcome]:
         """Give rows to workers with capacity, and wait briefly for finished rows."""
 
     def close(self) -> None: ...
@@ -44,7 +44,7 @@ class LocalPool:
 
     workers = 1
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: BatchWorker) -> None:
         self._worker = worker
         self._is_checked = False
 
@@ -52,7 +52,7 @@ class LocalPool:
     def num_running(self) -> int:
         return len(self._worker)
 
-    def turn(self, take_rows: TakeRows, check_model: Callable[[str], None]) -> list[Outcome]:
+    def poll(self, take_rows: TakeRows, check_model: Callable[[str], None]) -> list[Outcome]:
         if not self._is_checked:
             check_model(self._worker.fingerprint())
             self._is_checked = True
@@ -67,13 +67,13 @@ class BatchProgress:
     """Progress of a batch."""
 
     rows: int  # total
-    done: int  # including earlier runs
-    bad: int  # failed, of those
+    num_done: int  # including earlier runs
+    num_failed: int  # failed, of those
     tokens: int = 0  # generated in this run
     workers: int = 1
 
 
-def job_facts(facts: InputFacts, plan: WorkerPlan) -> dict[str, Any]:
+def job_identity(facts: InputSummary, plan: WorkerPlan) -> dict[str, Any]:
     """Return the settings that must be the same to resume a batch.
 
     The number of workers may differ, and the weights are compared when they are loaded.
@@ -85,23 +85,23 @@ def job_facts(facts: InputFacts, plan: WorkerPlan) -> dict[str, Any]:
     return {**names, "rows": facts.rows, "settings": settings}
 
 
-def run(
+def run_batch(
     path: Path,
     journal: Journal,
-    make_pool: Callable[[], Pool],
+    make_pool: Callable[[], WorkerPool],
     on_progress: Callable[[BatchProgress], None],
 ) -> BatchProgress:
     """Process all rows that are not done yet, and write the output."""
-    state = BatchProgress(journal.job["rows"], journal.done, journal.bad)
-    if state.done < state.rows:
+    state = BatchProgress(journal.job["rows"], journal.num_done, journal.num_failed)
+    if state.num_done < state.rows:
         pool = make_pool()
         try:
             rows = _PendingRows(path, journal, pool)
             while not rows.ended or pool.num_running:
-                outcomes = pool.turn(rows.take_rows, journal.check_model)
+                outcomes = pool.poll(rows.take_rows, journal.check_model)
                 journal.record([*rows.faulty(), *outcomes])
                 state.tokens += sum(_tokens(outcome) for outcome in outcomes)
-                state.done, state.bad = journal.done, journal.bad
+                state.num_done, state.num_failed = journal.num_done, journal.num_failed
                 state.workers = pool.workers
                 on_progress(state)
         finally:
@@ -116,22 +116,22 @@ class _PendingRows:
     So all workers finish at about the same time.
     """
 
-    def __init__(self, path: Path, journal: Journal, pool: Pool) -> None:
-        self._pool, self._num_left = pool, journal.job["rows"] - journal.done
+    def __init__(self, path: Path, journal: Journal, pool: WorkerPool) -> None:
+        self._pool, self._num_left = pool, journal.job["rows"] - journal.num_done
         self._rows = self._pending(path, journal)
         self._faulty: list[Outcome] = []
         self.ended = False
 
-    def _pending(self, path: Path, journal: Journal) -> Iterator[Row]:
+    def _pending(self, path: Path, journal: Journal) -> Iterator[BatchRow]:
         for row in read_rows(path):
             if not journal.is_done(row.number):
                 yield row
         self.ended = True
 
-    def take_rows(self, count: int) -> list[Row]:
+    def take_rows(self, count: int) -> list[BatchRow]:
         if self._pool.workers > 1:
             count = min(count, max(_MIN_BLOCK, self._num_left // (2 * self._pool.workers)))
-        rows: list[Row] = []
+        rows: list[BatchRow] = []
         while len(rows) + len(self._faulty) < count:
             if (row := next(self._rows, None)) is None:
                 break
@@ -139,7 +139,7 @@ class _PendingRows:
             if row.fault is None:
                 rows.append(row)
             else:
-                self._faulty.append(failed(row, row.fault))
+                self._faulty.append(failed_outcome(row, row.fault))
         return rows
 
     def faulty(self) -> list[Outcome]:

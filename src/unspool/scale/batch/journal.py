@@ -72,7 +72,7 @@ class Journal:
     def __init__(self, output: Path) -> None:
         self.output = output
         self.folder = unfinished_folder(output)
-        self.done = self.bad = 0
+        self.num_done = self.num_failed = 0
         self.job: dict[str, Any] = {}
         self._file: BinaryIO | None = None
         self._offsets = array("q")  # by row number: file offset of its line, -1 if it has none
@@ -113,7 +113,7 @@ class Journal:
             self._save_job(request)
         else:
             self.job = unfinished
-            if changed := changes(unfinished, request):
+            if changed := describe_changes(unfinished, request):
                 raise JobChangedError(
                     f"{self.folder} was started with {changed}; give the same command again, or "
                     "start over with --restart"
@@ -121,7 +121,7 @@ class Journal:
         self._file = answers.open("ab+")
         self._read_back()
 
-    def begun_seed(self) -> int | None:
+    def unfinished_seed(self) -> int | None:
         """Return the seed of the unfinished job, for a command without a seed."""
         unfinished = _read_job(self.folder / _JOB)
         return None if unfinished is None else unfinished["settings"]["seed"]
@@ -183,8 +183,8 @@ class Journal:
         if row >= len(self._offsets):
             self._offsets.extend([-1] * (row + 1 - len(self._offsets)))
         self._offsets[row] = offset
-        self.done += 1
-        self.bad += "error" in outcome
+        self.num_done += 1
+        self.num_failed += "error" in outcome
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class Journal:
 
     def finish(self) -> None:
         """Record that the output is complete, and delete the job file."""
-        record = {**self.job, "failed": self.bad, "output_bytes": self.output.stat().st_size}
+        record = {**self.job, "failed": self.num_failed, "output_bytes": self.output.stat().st_size}
         _write_atomically(_record_file(self.output), record)
         (self.folder / _JOB).unlink()
 
@@ -225,7 +225,7 @@ def _read_job(file: Path) -> dict[str, Any] | None:
     return job
 
 
-def changes(before: dict[str, Any], request: dict[str, Any]) -> str:
+def describe_changes(before: dict[str, Any], request: dict[str, Any]) -> str:
     """Describe how an earlier job differs from a request; empty if it does not."""
     if before.get("version") != _VERSION:
         return "another version of Unspool"

@@ -16,12 +16,12 @@ from typing import Any
 
 from starlette.types import Message
 
-from unspool.scale.batch.rows import Row
+from unspool.scale.batch.rows import BatchRow
 from unspool.scale.batch.settings import BatchSettings, row_seed
 from unspool.serve.core.registry import ModelEntry, ModelRegistry
 from unspool.serve.http.app import create_app
 from unspool.serve.http.errors import ApiError, bad_request, to_api_error
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.settings import ServerSettings
 from unspool.session import Session
 
 _WITH_SAMPLING = ("/v1/chat/completions", "/v1/completions")  # accept all sampling settings
@@ -39,23 +39,23 @@ class Reply:
     body: dict[str, Any]
 
 
-class Api:
+class InProcessApi:
     """The application of a model, and its event loop."""
 
     def __init__(self, lm: Session, name: str, at_once: int) -> None:
         self.name = name
-        settings = ServeSettings(
+        settings = ServerSettings(
             max_running=at_once, max_queued=1 << 30, max_choices=at_once, max_body=1 << 30,
             deadline=_NO_TIMEOUT, body_seconds=_NO_TIMEOUT,
         )  # fmt: skip
-        registry = ModelRegistry([ModelEntry(name, lambda: lm, 0)], room=1 << 62)
+        registry = ModelRegistry([ModelEntry(name, lambda: lm, 0)], model_memory=1 << 62)
         self._app, _ = create_app(settings, registry)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True, name="unspool-batch").start()
 
-    def start(self, row: Row, settings: BatchSettings) -> Future[Reply]:
+    def start(self, row: BatchRow, settings: BatchSettings) -> Future[Reply]:
         """Start the request of a row; raise ApiError if the row is invalid."""
-        url, body = request_of(row, settings)
+        url, body = build_request(row, settings)
         return asyncio.run_coroutine_threadsafe(self._ask(url, body), self._loop)
 
     async def _ask(self, url: str, body: Mapping[str, Any]) -> Reply:
@@ -85,7 +85,7 @@ class Api:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-def request_of(row: Row, settings: BatchSettings) -> tuple[str, dict[str, Any]]:
+def build_request(row: BatchRow, settings: BatchSettings) -> tuple[str, dict[str, Any]]:
     """Return URL and body of a row's request, with the settings of the command."""
     url, body = row.data.get("url"), row.data.get("body")
     if row.data.get("method", "POST") != "POST":
@@ -121,7 +121,7 @@ def _defaults(options: Mapping[str, Any], request: Mapping[str, Any]) -> dict[st
 # -- output lines ------------------------------------------------------------------------------
 
 
-def answer_line(row: Row, reply: Reply) -> dict[str, Any]:
+def answer_line(row: BatchRow, reply: Reply) -> dict[str, Any]:
     """Return a line of OpenAI's output file or error file."""
     response = {"status_code": reply.status, "request_id": reply.id, "body": reply.body}
     error = None
@@ -133,7 +133,7 @@ def answer_line(row: Row, reply: Reply) -> dict[str, Any]:
     return {"id": _line_id(row), "custom_id": row.id, "response": response, "error": error}
 
 
-def fault_line(row: Row, error: Exception | str) -> dict[str, Any]:
+def fault_line(row: BatchRow, error: Exception | str) -> dict[str, Any]:
     """Return an error line for a row without a valid request."""
     if isinstance(error, str):
         detail = {"code": "invalid_row", "message": error}
@@ -143,5 +143,5 @@ def fault_line(row: Row, error: Exception | str) -> dict[str, Any]:
     return answer_line(row, Reply(api_error.status, _line_id(row), api_error.openai()))
 
 
-def _line_id(row: Row) -> str:
+def _line_id(row: BatchRow) -> str:
     return f"batch_req_{hashlib.sha256(f'{row.number} {row.key}'.encode()).hexdigest()[:24]}"

@@ -28,7 +28,7 @@ def write_output(journal: Journal) -> None:
     """Write the answers, and the failed rows if there are any."""
     output, errors = journal.output, errors_file(journal.output)
     part = journal.folder / "output.part"
-    if journal.bad:
+    if journal.num_failed:
         outcomes = journal.outcomes()
         _write_json(part, (outcome["error"] for outcome in outcomes if "error" in outcome))
         part.replace(errors)

@@ -9,15 +9,15 @@ from unspool.engine.generation import Generation
 from unspool.engine.option_names import unknown_option
 from unspool.engine.options import NAMES
 from unspool.errors import DataError
-from unspool.request_options import strings
-from unspool.scale.batch.rows import Row
+from unspool.request_options import as_strings
+from unspool.scale.batch.rows import BatchRow
 from unspool.scale.batch.settings import BatchSettings, row_seed
 from unspool.session import Session
 
 _ROW_FIELDS = ("id", "prompt", "messages", "think")
 
 
-def draft_of(lm: Session, row: Row, settings: BatchSettings) -> Generation:
+def prepare_generation(lm: Session, row: BatchRow, settings: BatchSettings) -> Generation:
     """Return the generation of a row, not started; raise UnspoolError if the row is invalid."""
     fields = {name: value for name, value in row.data.items() if name not in settings.carry}
     for name in fields:
@@ -31,11 +31,11 @@ def draft_of(lm: Session, row: Row, settings: BatchSettings) -> Generation:
     }
     messages = _messages(lm, row.data, settings)
     if messages is None:
-        return lm.draft(row.data["prompt"], **options)
-    options["stop"] = strings(options.get("stop")) + lm.chat_template.stops
+        return lm.prepare_generation(row.data["prompt"], **options)
+    options["stop"] = as_strings(options.get("stop")) + lm.chat_template.stops
     think = fields.get("think")
     variables = lm.think_options(settings.think if think is None else think, options)
-    return lm.draft(lm.chat_prompt(messages, **variables).ids, **options)
+    return lm.prepare_generation(lm.chat_prompt(messages, **variables).ids, **options)
 
 
 def _messages(
@@ -60,7 +60,7 @@ def _messages(
     return messages
 
 
-def answer_of(row: Row, generation: Generation, carry: Sequence[str]) -> dict[str, Any]:
+def plain_answer(row: BatchRow, generation: Generation, carry: Sequence[str]) -> dict[str, Any]:
     """Return a finished row as an output line."""
     carried = {name: row.data[name] for name in carry if name in row.data}
     reasoning = {"reasoning": generation.reasoning} if generation.reasoning else {}

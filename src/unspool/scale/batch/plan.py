@@ -9,7 +9,7 @@ from unspool.errors import UnspoolError
 from unspool.loading import check_load_options, load
 from unspool.model.names import display_name
 from unspool.scale.batch.settings import BatchSettings
-from unspool.scale.batch.worker import Worker
+from unspool.scale.batch.worker import BatchWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class WorkerPlan:
     settings: BatchSettings
     adapter: str | None = None
 
-    def worker(self, cpus: int | None = None) -> Worker:
+    def worker(self, cpus: int | None = None) -> BatchWorker:
         """Load the model in this process and return the worker; on `cpus` cores, or all."""
         placement = {name: value for name, value in self.options.items() if name != "offline"}
-        backend = check_load_options(**placement).chosen().backend
+        backend = check_load_options(**placement).resolve().backend
         options = dict(self.options)
         if backend == "native" and options.get("threads") is None:
             options["threads"] = cpus
@@ -38,4 +38,4 @@ class WorkerPlan:
         if self.adapter is not None:
             lm.load_adapter("adapter", self.adapter)
             lm = lm.adapted("adapter")
-        return Worker(lm, self.settings, name)
+        return BatchWorker(lm, self.settings, name)

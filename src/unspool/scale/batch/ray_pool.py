@@ -22,8 +22,8 @@ from typing import Any
 from unspool.errors import UnspoolError
 from unspool.scale.batch.job import TakeRows
 from unspool.scale.batch.plan import WorkerPlan
-from unspool.scale.batch.rows import Row
-from unspool.scale.batch.worker import MAX_ROWS, Outcome, Worker, failed
+from unspool.scale.batch.rows import BatchRow
+from unspool.scale.batch.worker import MAX_ROWS, BatchWorker, Outcome, failed_outcome
 from unspool.scale.needs_ray import require_ray
 
 _POLL_S = 0.1  # in which a worker gathers answers before it returns them
@@ -36,7 +36,7 @@ class WorkerActor:
 
     def __init__(self, plan: WorkerPlan, cpus: int) -> None:
         self.plan, self.cpus = plan, cpus
-        self.worker: Worker | None = None
+        self.worker: BatchWorker | None = None
 
     def load(self) -> dict[str, str]:
         """Load the model; return its fingerprint, or the error."""
@@ -46,7 +46,7 @@ class WorkerActor:
             return {"fault": str(error)}
         return {"fingerprint": self.worker.fingerprint()}
 
-    def exchange(self, rows: list[Row]) -> list[Outcome]:
+    def exchange(self, rows: list[BatchRow]) -> list[Outcome]:
         assert self.worker is not None
         if not rows and not len(self.worker):
             time.sleep(_POLL_S)  # rows of other workers may still be reassigned to this one
@@ -59,7 +59,7 @@ class _Member:
 
     actor: Any
     is_ready: bool = False
-    rows: dict[int, Row] = field(default_factory=dict)
+    rows: dict[int, BatchRow] = field(default_factory=dict)
     losses: int = 0  # number of workers that died with its rows
 
 
@@ -81,9 +81,11 @@ class RayPool:
         self._owns_ray = not self._ray.is_initialized()
         if self._owns_ray:
             _connect(self._ray, address)
-        self.workers, self._cpus, self._gpus = _shape(self._ray, workers, cpus)
+        self.workers, self._cpus, self._gpus = _cluster_layout(self._ray, workers, cpus)
         self._members: dict[Any, _Member] = {}  # by the ObjectRef of their pending call
-        self._retries: dict[int, tuple[Row, int]] = {}  # rows of dead workers, with their losses
+        self._retries: dict[
+            int, tuple[BatchRow, int]
+        ] = {}  # rows of dead workers, with their losses
         self._deaths = 0
         for _ in range(self.workers):
             self._add_worker()
@@ -92,7 +94,7 @@ class RayPool:
     def num_running(self) -> int:
         return len(self._retries) + sum(len(member.rows) for member in self._members.values())
 
-    def turn(self, take_rows: TakeRows, check_model: Callable[[str], None]) -> list[Outcome]:
+    def poll(self, take_rows: TakeRows, check_model: Callable[[str], None]) -> list[Outcome]:
         """Wait for any worker, collect the outcomes of all that are ready, and give them rows."""
         refs = list(self._members)
         ready, _ = self._ray.wait(refs, num_returns=1, timeout=1.0)
@@ -121,7 +123,7 @@ class RayPool:
             self._members[call] = member
         return outcomes
 
-    def _rows_for(self, member: _Member, take_rows: TakeRows) -> list[Row]:
+    def _rows_for(self, member: _Member, take_rows: TakeRows) -> list[BatchRow]:
         if member.rows and member.losses:
             return []  # do not add rows to those that may kill the worker
         if not member.rows and self._retries:
@@ -151,7 +153,7 @@ class RayPool:
             self._retries |= {number: (row, losses) for number, row in member.rows.items()}
             return []
         reason = f"the worker died {losses} times while processing this row"
-        return [failed(row, reason) for row in member.rows.values()]
+        return [failed_outcome(row, reason) for row in member.rows.values()]
 
     def _add_worker(self) -> None:
         actor_class = self._ray.remote(WorkerActor).options(
@@ -188,7 +190,7 @@ def _connect(ray: Any, address: str | None) -> None:
             signal.signal(signal.SIGTERM, before)  # Ray has replaced it
 
 
-def _shape(ray: Any, workers: int | None, cpus: int | None) -> tuple[int, int, int]:
+def _cluster_layout(ray: Any, workers: int | None, cpus: int | None) -> tuple[int, int, int]:
     """Return the number of workers, and the cores and GPUs of each.
 
     One worker per GPU if there are GPUs, else one per machine with all its cores.

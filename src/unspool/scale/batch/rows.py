@@ -23,7 +23,7 @@ KINDS = (".jsonl", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BatchRow:
     """One row of the input."""
 
     number: int
@@ -39,7 +39,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class InputFacts:
+class InputSummary:
     """Content digest and number of rows of an input."""
 
     digest: str
@@ -57,7 +57,7 @@ def parquet_library() -> Any:
     return pyarrow.parquet
 
 
-def check_kind(path: Path, what: str) -> None:
+def check_file_type(path: Path, what: str) -> None:
     """Raise DataError if a file name is neither jsonl nor parquet."""
     if path.suffix not in KINDS:
         raise DataError(f"{what} must end in {' or '.join(KINDS)}, got {path}")
@@ -65,7 +65,7 @@ def check_kind(path: Path, what: str) -> None:
         parquet_library()
 
 
-def survey(path: Path) -> InputFacts:
+def scan_input(path: Path) -> InputSummary:
     """Read a file once and return its digest and number of rows."""
     if not path.is_file():
         raise DataError(f"no such file: {path} in {Path.cwd()}")
@@ -82,10 +82,10 @@ def survey(path: Path) -> InputFacts:
         count = _opened(path).metadata.num_rows
     if not count:
         raise DataError(f"{path} has no rows")
-    return InputFacts(digest.hexdigest(), count)
+    return InputSummary(digest.hexdigest(), count)
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Iterator[BatchRow]:
     """Yield all rows, in order; a duplicate id is a fault."""
     keys: set[str] = set()
     is_openai = False
@@ -101,7 +101,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         yield row
 
 
-def _json_rows(path: Path) -> Iterator[Row]:
+def _json_rows(path: Path) -> Iterator[BatchRow]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.isspace():
@@ -110,12 +110,14 @@ def _json_rows(path: Path) -> Iterator[Row]:
                 data = json.loads(line)
             except (ValueError, RecursionError) as error:
                 text = line.decode("utf-8", "replace").rstrip("\n")
-                yield Row(number, number, text, fault=f"the line is not JSON: {str(error)[:200]}")
+                yield BatchRow(
+                    number, number, text, fault=f"the line is not JSON: {str(error)[:200]}"
+                )
                 continue
             yield _row(number, data)
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path) -> Iterator[BatchRow]:
     number = 0
     try:
         for batch in _opened(path).iter_batches(batch_size=256):
@@ -146,15 +148,15 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _row(number: int, data: Any) -> Row:
+def _row(number: int, data: Any) -> BatchRow:
     if not isinstance(data, dict):
         reason = 'the row is not a JSON object; write {"prompt": "..."}'
-        return Row(number, number, data, fault=reason)
+        return BatchRow(number, number, data, fault=reason)
     is_openai = "custom_id" in data or "body" in data
     row_id = data.get("custom_id" if is_openai else "id")
     if row_id is None:
         fault = "custom_id is missing" if is_openai else None
-        return Row(number, number, data, is_openai, fault)
+        return BatchRow(number, number, data, is_openai, fault)
     if isinstance(row_id, bool | float | dict | list):
-        return Row(number, number, data, is_openai, "the id must be a string or an integer")
-    return Row(number, row_id, data, is_openai)
+        return BatchRow(number, number, data, is_openai, "the id must be a string or an integer")
+    return BatchRow(number, row_id, data, is_openai)

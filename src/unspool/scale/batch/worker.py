@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from unspool.decoding.together import read_what_all_share
+from unspool.decoding.together import prefill_common_prefix
 from unspool.errors import UnspoolError
-from unspool.scale.batch.plain import answer_of, draft_of
-from unspool.scale.batch.rows import Row
+from unspool.scale.batch.plain import plain_answer, prepare_generation
+from unspool.scale.batch.rows import BatchRow
 from unspool.scale.batch.settings import BatchSettings
 from unspool.session import Session
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from unspool.engine.generation import Generation
     from unspool.engine.stream import StepStream
-    from unspool.scale.batch.openai import Api, Reply
+    from unspool.scale.batch.openai import InProcessApi, Reply
 
 MAX_ROWS = 512  # per worker: more than fit into a step, so that the batch stays full
 _POLL_INTERVAL_S = 0.02  # between checks for finished rows
@@ -46,7 +46,7 @@ class _RunningRow(Protocol):
 class _PlainRow:
     """A plain row in the engine."""
 
-    def __init__(self, row: Row, text: Generation, steps: StepStream, carry: tuple[str, ...]):
+    def __init__(self, row: BatchRow, text: Generation, steps: StepStream, carry: tuple[str, ...]):
         self.row, self.text, self.steps, self.carry = row, text, steps, carry
 
     @property
@@ -58,14 +58,14 @@ class _PlainRow:
             for _ in self.text.extend(self.steps):
                 pass
         except Exception as error:  # fails this row only
-            return failed(self.row, error)
-        return {"row": self.row.number, "answer": answer_of(self.row, self.text, self.carry)}
+            return failed_outcome(self.row, error)
+        return {"row": self.row.number, "answer": plain_answer(self.row, self.text, self.carry)}
 
 
 class _OpenAIRow:
     """A row in OpenAI's format in the ASGI application."""
 
-    def __init__(self, row: Row, reply: Future[Reply]) -> None:
+    def __init__(self, row: BatchRow, reply: Future[Reply]) -> None:
         self.row, self.reply = row, reply
 
     @property
@@ -78,12 +78,12 @@ class _OpenAIRow:
         try:
             reply = self.reply.result()
         except Exception as error:
-            return failed(self.row, error)
+            return failed_outcome(self.row, error)
         kind = "answer" if reply.status == 200 else "error"
         return {"row": self.row.number, kind: answer_line(self.row, reply)}
 
 
-class Worker:
+class BatchWorker:
     """A model and its running rows."""
 
     def __init__(self, lm: Session, settings: BatchSettings, name: str) -> None:
@@ -101,7 +101,7 @@ class Worker:
         return f"{model.fingerprint()} {model.precision} {self.lm.adapter or ''}".strip()
 
     def exchange(
-        self, rows: Iterable[Row], poll_interval_s: float = _POLL_INTERVAL_S
+        self, rows: Iterable[BatchRow], poll_interval_s: float = _POLL_INTERVAL_S
     ) -> list[Outcome]:
         """Start rows; wait until any row is finished or a timeout, and return finished rows."""
         self._start(list(rows))
@@ -122,36 +122,36 @@ class Worker:
             self._api.close()
         self.lm.close()
 
-    def _start(self, rows: list[Row]) -> None:
-        drafts: list[tuple[Row, Generation]] = []
+    def _start(self, rows: list[BatchRow]) -> None:
+        drafts: list[tuple[BatchRow, Generation]] = []
         for row in rows:
             try:
                 if row.is_openai:
                     reply = self._api.start(row, self.settings)
                     self._running[row.number] = _OpenAIRow(row, reply)
                 else:
-                    drafts.append((row, draft_of(self.lm, row, self.settings)))
+                    drafts.append((row, prepare_generation(self.lm, row, self.settings)))
             except Exception as error:
-                self._refused.append(failed(row, error))
+                self._refused.append(failed_outcome(row, error))
         if self._is_first and len(drafts) > 1:  # later rows find it in the prefix cache
-            read_what_all_share(self.lm, [text for _, text in drafts])
+            prefill_common_prefix(self.lm, [text for _, text in drafts])
             self._is_first = False
         for row, text in drafts:
             try:
                 steps = self.lm.engine.submit(text.request)
             except UnspoolError as error:
-                self._refused.append(failed(row, error))
+                self._refused.append(failed_outcome(row, error))
             else:
                 self._running[row.number] = _PlainRow(row, text, steps, self.settings.carry)
 
     @cached_property
-    def _api(self) -> Api:
-        from unspool.scale.batch.openai import Api
+    def _api(self) -> InProcessApi:
+        from unspool.scale.batch.openai import InProcessApi
 
-        return Api(self.lm, self.name, MAX_ROWS)
+        return InProcessApi(self.lm, self.name, MAX_ROWS)
 
 
-def failed(row: Row, error: Exception | str) -> Outcome:
+def failed_outcome(row: BatchRow, error: Exception | str) -> Outcome:
     """Return the outcome of a row that failed."""
     if row.is_openai:
         from unspool.scale.batch.openai import fault_line

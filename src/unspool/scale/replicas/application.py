@@ -16,13 +16,13 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
-from unspool.scale.replicas.config import ReplicasConfig, config_from, gateway_config_from
+from unspool.scale.replicas.config import ReplicasConfig, gateway_config_from, replicas_config_from
 from unspool.scale.replicas.gateway import create_gateway
 from unspool.scale.replicas.listening import ServerThread
 from unspool.scale.replicas.pool import RayChooser, ReplicaPool
 from unspool.scale.replicas.replica import Replica
-from unspool.serve.http.logs import set_up
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.logs import configure_logging
+from unspool.serve.http.settings import ServerSettings
 
 _HEALTH_SECONDS = 5.0
 _GRACE_SECONDS = 15.0  # in addition to the drain time
@@ -32,15 +32,15 @@ _UNLIMITED = 1_000_000  # Ray sends no requests itself; the server has its own l
 class GatewayServer:
     """The gateway as a Ray Serve deployment, at most one per node."""
 
-    def __init__(self, settings: ServeSettings, application: str, log: tuple[str, bool]) -> None:
-        set_up(*log)
+    def __init__(self, settings: ServerSettings, application: str, log: tuple[str, bool]) -> None:
+        configure_logging(*log)
         # The replicas may be deployed later: the order does not matter.
         handle = serve.get_deployment_handle("Replica", application, _check_exists=False)
         app, self._gateway = create_gateway(settings, ReplicaPool(RayChooser(handle)))
         self._server = ServerThread(app, settings, settings.host, self._stopping, settings.port)
 
     def _stopping(self) -> None:
-        self._gateway.admission.refusing = True
+        self._gateway.admission.is_stopping = True
 
     def check_health(self) -> None:
         self._server.check()
@@ -70,17 +70,17 @@ def build_gateway(args: dict[str, Any]) -> serve.Application:
 
 def build_replicas(args: dict[str, Any]) -> serve.Application:
     """Build the replicas application; `args` are the fields of `ReplicasConfig`."""
-    return replicas(config_from(args))
+    return build_replicas_from(replicas_config_from(args))
 
 
-def replicas(config: ReplicasConfig, **actor: Any) -> serve.Application:
+def build_replicas_from(config: ReplicasConfig, **actor: Any) -> serve.Application:
     """Build the replicas application; `actor` are Ray resources per replica (`num_cpus`, ...)."""
     number: dict[str, Any] = {"num_replicas": config.replicas}
-    if config.most > config.replicas:
+    if config.max_count > config.replicas:
         number = {
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=config.replicas,
-                max_replicas=config.most,
+                max_replicas=config.max_count,
                 target_ongoing_requests=config.target_in_flight,
                 metrics_interval_s=2.0,
                 look_back_period_s=10.0,

@@ -9,13 +9,13 @@ from typing import Any
 
 from unspool.errors import SettingsError
 from unspool.scale.routing import SLACK
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.settings import ServerSettings
 
 POLICIES = ("prefix", "round-robin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ReplicaModelConfig:
     """A model and its load options."""
 
     model: str | None = None  # NAME=PATH, a path or a repo id; None: the default model
@@ -26,8 +26,8 @@ class ModelConfig:
 class ReplicasConfig:
     """A replicated server."""
 
-    models: tuple[ModelConfig, ...] = (ModelConfig(),)
-    settings: ServeSettings = field(default_factory=ServeSettings)  # `port` is the gateway's
+    models: tuple[ReplicaModelConfig, ...] = (ReplicaModelConfig(),)
+    settings: ServerSettings = field(default_factory=ServerSettings)  # `port` is the gateway's
     replicas: int = 1
     max_replicas: int | None = None  # None: no autoscaling
     target_in_flight: int = 16  # running and queued requests per replica, for autoscaling
@@ -52,7 +52,7 @@ class ReplicasConfig:
             raise SettingsError(f"routing must be {' or '.join(POLICIES)}, got {self.routing!r}")
 
     @property
-    def most(self) -> int:
+    def max_count(self) -> int:
         return self.max_replicas or self.replicas
 
 
@@ -61,14 +61,16 @@ class GatewayConfig:
     """The gateway in front of the replicas."""
 
     application: str = "replicas"  # name of the replicas' application
-    settings: ServeSettings = field(default_factory=ServeSettings)
+    settings: ServerSettings = field(default_factory=ServerSettings)
     log: tuple[str, bool] = ("info", True)
 
 
-def config_from(args: Mapping[str, Any]) -> ReplicasConfig:
+def replicas_config_from(args: Mapping[str, Any]) -> ReplicasConfig:
     """Return the configuration from the `args` of replicas in a `serve.yaml`."""
     values = dict(args)
-    models = [_construct(ModelConfig, model, "models") for model in values.pop("models", [{}])]
+    models = [
+        _construct(ReplicaModelConfig, model, "models") for model in values.pop("models", [{}])
+    ]
     values = {**_with_settings(values), "models": tuple(models)}
     config: ReplicasConfig = _construct(ReplicasConfig, values, "args")
     return config
@@ -87,7 +89,7 @@ def _with_settings(args: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("api_keys", "cors"):
         if name in server_settings:
             server_settings = {**server_settings, name: tuple(server_settings[name])}
-    settings = _construct(ServeSettings, server_settings, "settings")
+    settings = _construct(ServerSettings, server_settings, "settings")
     key_file = values.pop("api_key_file", None)
     if key_file is not None:
         keys = _keys_in(Path(key_file))

@@ -35,11 +35,11 @@ from unspool.scale.replicas.pool import ReplicaPool, Target
 from unspool.serve.http.admission import Admission
 from unspool.serve.http.app import with_cors
 from unspool.serve.http.disconnect import CancelOnDisconnect
-from unspool.serve.http.errors import STOPPING, ApiError, shutting_down
-from unspool.serve.http.middleware import ROUTE, Middleware
+from unspool.serve.http.errors import STOPPING_HEADER, ApiError, shutting_down
+from unspool.serve.http.middleware import ROUTE_HEADER, Middleware
 from unspool.serve.http.routes import JsonReply
-from unspool.serve.http.settings import ServeSettings
-from unspool.serve.http.wire import NAME, Relay, Wire
+from unspool.serve.http.settings import ServerSettings
+from unspool.serve.http.wire import WIRE_EXTENSION, AsgiWire, Wire
 
 ForwardResult = Literal["answered", "stopping", "broken"]
 
@@ -48,7 +48,7 @@ _CONNECT_SECONDS = 5.0
 # Headers of the connection, and headers that the gateway sets itself: not forwarded.
 _HOP_HEADERS = {
     "connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "x-request-id",
-    "content-length", "date", "server", "expect", ROUTE,
+    "content-length", "date", "server", "expect", ROUTE_HEADER,
     "origin", "sec-fetch-site",  # the gateway has already checked these for CORS
 }  # fmt: skip
 _STREAMS = ("text/event-stream", "application/x-ndjson")
@@ -58,7 +58,7 @@ _BROKEN = (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError)
 class Gateway:
     """An ASGI application in front of replicas."""
 
-    def __init__(self, settings: ServeSettings, pool: ReplicaPool) -> None:
+    def __init__(self, settings: ServerSettings, pool: ReplicaPool) -> None:
         self.settings, self.pool = settings, pool
         self.admission = Admission(1, 0)  # only `refusing` is used, for shutdown
         self.metrics = GatewayMetrics(lambda: pool.in_flight)
@@ -100,7 +100,7 @@ class Gateway:
 
     async def _ready(self, _: Scope) -> Response:
         replicas = await self.pool.all()
-        if self.admission.refusing or not replicas:
+        if self.admission.is_stopping or not replicas:
             raise no_replica()
         return JsonReply({"status": "ready", "replicas": sorted(replicas)})
 
@@ -147,11 +147,11 @@ class Gateway:
                 target = await self._choose(scope, hints)
                 scope["state"]["log"]["replica"] = target.name
                 self.metrics.routed.labels(hints.kind).inc()
-                with self.pool.counted(target):
+                with self.pool.count_in_flight(target):
                     result = await self._send_to(scope, target, body, send)
                 if result == "answered":
                     return
-                self.pool.suspect(target)
+                self.pool.avoid(target)
                 hints.avoid.add(target.name)
                 if hints.kind == "kept":
                     is_gone = result == "stopping" or not await _listens(target)
@@ -188,10 +188,10 @@ class Gateway:
                 allow_redirects=False,
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             ) as reply:
-                if STOPPING in reply.headers:
+                if STOPPING_HEADER in reply.headers:
                     return "stopping"
-                if ROUTE in reply.headers:
-                    scope["route"] = _Route(reply.headers[ROUTE])
+                if ROUTE_HEADER in reply.headers:
+                    scope["route"] = _Route(reply.headers[ROUTE_HEADER])
                 first = await (reply.content.readany() if _is_stream(reply) else reply.read())
                 await send(_start(reply, target))
                 if _is_stream(reply):
@@ -206,19 +206,19 @@ class Gateway:
         self, scope: Scope, reply: aiohttp.ClientResponse, first: bytes, send: Send
     ) -> None:
         """Forward the chunks of a stream as they arrive."""
-        wire: Wire = scope.get("extensions", {}).get(NAME, Relay)(send)
+        wire: Wire = scope.get("extensions", {}).get(WIRE_EXTENSION, AsgiWire)(send)
         piece, last = first, b""
         try:
             while piece:
                 if wire.is_full:
                     await wire.drain()
-                wire.put(piece)
+                wire.write(piece)
                 piece = await reply.content.readany()
         except _BROKEN:
             self.metrics.broken.inc()
             last = self._last_event(scope, reply, replica_lost())
         except asyncio.CancelledError:
-            if not self.admission.refusing:  # the client has disconnected
+            if not self.admission.is_stopping:  # the client has disconnected
                 wire.close()
                 raise
             last = self._last_event(scope, reply, shutting_down())
@@ -232,7 +232,7 @@ class Gateway:
         return last_event(scope["path"], error, is_lines=reply.content_type == _STREAMS[1])
 
 
-def create_gateway(settings: ServeSettings, pool: ReplicaPool) -> tuple[ASGIApp, Gateway]:
+def create_gateway(settings: ServerSettings, pool: ReplicaPool) -> tuple[ASGIApp, Gateway]:
     """Return the ASGI application, with the middleware of a server, and the gateway in it."""
     gateway = Gateway(settings, pool)
     wrapped: ASGIApp = Middleware(gateway, gateway)

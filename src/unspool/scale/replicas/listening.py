@@ -9,8 +9,8 @@ from dataclasses import replace
 from starlette.types import ASGIApp
 
 from unspool.serve.http import server as serving
-from unspool.serve.http.listening import bound_socket
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.listening import bind_socket
+from unspool.serve.http.settings import ServerSettings
 
 
 class ServerThread:
@@ -19,12 +19,12 @@ class ServerThread:
     def __init__(
         self,
         app: ASGIApp,
-        settings: ServeSettings,
+        settings: ServerSettings,
         host: str,
         stopping: Callable[[], None],
         port: int = 0,
     ) -> None:
-        bound = bound_socket(replace(settings, host=host, port=port))
+        bound = bind_socket(replace(settings, host=host, port=port))
         name, number = bound.getsockname()[:2]
         self.address = f"[{name}]:{number}" if ":" in name else f"{name}:{number}"
         self._drain = settings.drain
@@ -34,7 +34,7 @@ class ServerThread:
             ready.set()
             return True
 
-        self._server = serving.Server(app, settings, stopping=stopping, started=started)
+        self._server = serving.Server(app, settings, on_stopping=stopping, on_started=started)
 
         def serve() -> None:
             try:

@@ -48,7 +48,7 @@ def serve_replicas(
     GPUs per replica.
     """
     require_ray("--replicas")
-    with _ray(config.most), _replicas(config, gpus) as handle:
+    with _ray(config.max_count), _replicas(config, gpus) as handle:
         _serve_gateway(config, bound, handle, started)
 
 
@@ -85,14 +85,14 @@ def _quiet() -> Iterator[None]:
 def _replicas(config: ReplicasConfig, gpus: float) -> Iterator[Any]:
     from ray import serve
 
-    from unspool.scale.replicas.application import replicas
+    from unspool.scale.replicas.application import build_replicas_from
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
     actor = {"num_cpus": 1, "num_gpus": gpus}
     try:
         try:
-            application = replicas(config, **actor)
+            application = build_replicas_from(config, **actor)
             yield serve.run(application, name=_APPLICATION, route_prefix=None)
         except RuntimeError as error:
             raise UnspoolError(_why_not_started(error)) from None
@@ -131,10 +131,10 @@ def _serve_gateway(
         return True
 
     def stopping() -> None:
-        gateway.admission.refusing = True
+        gateway.admission.is_stopping = True
         log_event("stopping", in_flight=gateway.pool.in_flight.total())
 
-    server.run(app, config.settings, bound, stopping=stopping, started=on_started)
+    server.run(app, config.settings, bound, on_stopping=stopping, on_started=on_started)
 
 
 @contextmanager

@@ -80,7 +80,7 @@ class ReplicaPool:
         return hints.replicas
 
     @contextmanager
-    def counted(self, target: Target) -> Iterator[None]:
+    def count_in_flight(self, target: Target) -> Iterator[None]:
         self.in_flight[target.name] += 1
         try:
             yield
@@ -89,6 +89,6 @@ class ReplicaPool:
             if not self.in_flight[target.name]:
                 del self.in_flight[target.name]
 
-    def suspect(self, target: Target) -> None:
+    def avoid(self, target: Target) -> None:
         """Avoid a replica for a while after a broken connection."""
         self._suspects[target.name] = monotonic() + _SUSPECT_SECONDS

@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unspool.scale.replicas.config import ModelConfig, ReplicasConfig
+from unspool.scale.replicas.config import ReplicaModelConfig, ReplicasConfig
 from unspool.scale.replicas.listening import ServerThread
 from unspool.serve.core.adapters import AdapterFolder
 from unspool.serve.core.locating import locate
 from unspool.serve.core.registry import ModelEntry, ModelRegistry
 from unspool.serve.http.app import create_app
-from unspool.serve.http.logs import set_up
+from unspool.serve.http.logs import configure_logging
 from unspool.session import Session
 
 
@@ -32,7 +32,7 @@ class Replica:
         context = serve.get_replica_context()
         if config.cores is not None:
             pin_to_cores(config.cores, context.rank.local_rank)
-        set_up(*config.log)
+        configure_logging(*config.log)
         is_here = config.settings.is_local  # a local gateway has local replicas
         settings = replace(config.settings, cors=(), replica=context.replica_id.unique_id)
         registry = _registry(config)
@@ -40,11 +40,11 @@ class Replica:
         self.server = ServerThread(
             app, settings, "127.0.0.1" if is_here else util.get_node_ip_address(), self._stopping
         )
-        if self.state.fault is not None:
-            raise self.state.fault
+        if self.state.startup_error is not None:
+            raise self.state.startup_error
 
     def _stopping(self) -> None:
-        self.state.admission.refusing = True
+        self.state.admission.is_stopping = True
 
     def record_replica_metadata(self) -> dict[str, Any]:
         return {"address": self.server.address}
@@ -84,13 +84,13 @@ def _registry(config: ReplicasConfig) -> ModelRegistry:
 
     return ModelRegistry(
         [_entry(model) for model in config.models],
-        room=config.model_memory or free_memory() * 4 // 5,
-        idle=config.unload_after,
+        model_memory=config.model_memory or free_memory() * 4 // 5,
+        keep_alive=config.unload_after,
         adapters=AdapterFolder(Path(config.adapters)) if config.adapters is not None else None,
     )
 
 
-def _entry(model: ModelConfig) -> ModelEntry:
+def _entry(model: ReplicaModelConfig) -> ModelEntry:
     located = locate(model.model, offline=bool(model.options.get("offline")))
 
     def load() -> Session:

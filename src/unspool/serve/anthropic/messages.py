@@ -53,7 +53,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     if isinstance(body.thread, ContinuedThread):
         body = _continue_thread(thread_store(state), body, body.thread.previous_message_id, user)
     call = await state.enter(request, body.model)
-    ready = await call.thread(_prepare, call, body)
+    ready = await call.compute(_prepare, call, body)
     texts = await call.write([ready.ids], ready.options)
     store = None if body.thread is None else partial(_store_thread, thread_store(state), body, user)
     answer = _MessageAnswer(call, body, texts, ready.use, store)
@@ -66,7 +66,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     state = state_of(request)
     async with state.call(request, body.model, places=0) as call:
-        return JsonReply({"input_tokens": await call.thread(_count, call, body)})
+        return JsonReply({"input_tokens": await call.compute(_count, call, body)})
 
 
 # -- threads: stored conversations ---------------------------------------------
@@ -292,7 +292,7 @@ class _MessageAnswer(BlockAnswer):
         self._finished()
         last = {"type": "message_delta", "delta": end, "usage": self._usage()} | self._extra()
         stop = event(last, "message_delta") + event({"type": "message_stop"}, "message_stop")
-        wire.put(self._start() + stop)
+        wire.write(self._start() + stop)
 
     def _start(self) -> bytes:
         """The first event, sent once, with the first step: then the cached tokens are known."""

@@ -30,7 +30,7 @@ class AdapterEntry:
     stamp: int  # modification time of its weights
 
     @property
-    def short(self) -> str:
+    def short_name(self) -> str:
         return self.folder.name
 
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from unspool.engine.generation import Generation
 from unspool.engine.steps import Step
 from unspool.serve.http.routes import new_id
-from unspool.text.thoughts.formats import Start
-from unspool.text.thoughts.pieces import AnswerPiece, ThoughtPiece
-from unspool.text.thoughts.reader import AnswerReader
-from unspool.text.tools.calls import CallArguments, CallBegun, CallEnded, TextPiece
+from unspool.text.thoughts.formats import OutputStart
+from unspool.text.thoughts.pieces import OutputPiece, ReasoningPiece
+from unspool.text.thoughts.reader import OutputParser
+from unspool.text.tools.calls import TextPiece, ToolCallArguments, ToolCallEnd, ToolCallStart
 
 # Makes a reader for an answer; the start overrides that of the prompt (e.g. inside a thought).
-MakeReader = Callable[[Start | None], AnswerReader | None]
+MakeReader = Callable[[OutputStart | None], OutputParser | None]
 
 _CUT_REASONS = ("length", "context", "interrupted")
 
@@ -86,7 +86,7 @@ class BlockParser:
         self._one_call, self._never_empty = one_call, never_empty
         self._begin(None)
 
-    def _begin(self, start: Start | None) -> None:
+    def _begin(self, start: OutputStart | None) -> None:
         self._reader = self._make_reader(start)
         self.all: list[Block] = []
         self._open: Block | None = None
@@ -100,8 +100,10 @@ class BlockParser:
     def read(self, generation: Generation) -> list[Block]:
         """Parse a finished text."""
         self._read_all(generation)
-        if self._reader is not None and self._reader.is_stray:  # it started inside of a thought
-            self._begin(Start("inside"))
+        if (
+            self._reader is not None and self._reader.has_stray_close
+        ):  # it started inside of a thought
+            self._begin(OutputStart("inside"))
             self._read_all(generation)
         return self.all
 
@@ -130,15 +132,15 @@ class BlockParser:
             self._open.steps += self._unsent
             yield from self._close(not was_cut(reason))
 
-    def _pieces(self, step: Step) -> Sequence[AnswerPiece]:
+    def _pieces(self, step: Step) -> Sequence[OutputPiece]:
         if self._reader is None:
             return [TextPiece(step.text)] if step.text else []
         pieces = self._reader.push(step.token, step.text)
         return [*pieces, *self._reader.finish()] if step.finish_reason else pieces
 
-    def _push_piece(self, piece: AnswerPiece) -> Iterator[Change]:
-        if isinstance(piece, TextPiece | ThoughtPiece):
-            is_thought = isinstance(piece, ThoughtPiece)
+    def _push_piece(self, piece: OutputPiece) -> Iterator[Change]:
+        if isinstance(piece, TextPiece | ReasoningPiece):
+            is_thought = isinstance(piece, ReasoningPiece)
             if self._open is not None and self._open.is_thought != is_thought:
                 yield from self._close(True)
             if self._open is None:
@@ -147,13 +149,13 @@ class BlockParser:
             steps = [step for step in self._unsent if is_thought or not step.thought]
             yield self._grow(piece.text, steps)
             self._unsent = []
-        elif isinstance(piece, CallBegun):
+        elif isinstance(piece, ToolCallStart):
             yield from self._close(True)
             yield self._open_block(piece.name)
-        elif isinstance(piece, CallArguments):
+        elif isinstance(piece, ToolCallArguments):
             yield self._grow(piece.text, [])
         else:
-            assert isinstance(piece, CallEnded) and self._reader is not None
+            assert isinstance(piece, ToolCallEnd) and self._reader is not None
             self._is_over = self._one_call
             yield from self._close(self._reader.calls[piece.index].is_complete)
             self._unsent = []  # steps of a call belong to no text

@@ -12,7 +12,7 @@ from typing import Any
 
 from unspool.decoding.fill.borders import start_ids
 from unspool.decoding.fill.fill import fill
-from unspool.decoding.fill.fim import FimTokens, OtherFile, fim_draft, fim_prompt, fim_tokens
+from unspool.decoding.fill.fim import FimTokens, OtherFile, fim_prompt, fim_tokens, make_fim_request
 from unspool.decoding.fill.gaps import LONGEST, Gap
 from unspool.decoding.fill.result import Filling
 from unspool.engine.generation import Generation
@@ -63,7 +63,7 @@ class InfillTexts(RequestTexts):
         if tokens is None:
             return self._ranked_candidate(prompt, sample)
         options = {**self.options, "sample": self.options.get("sample", 0) + sample}
-        generation = fim_draft(lm, tokens, self.prompts[prompt], options)
+        generation = make_fim_request(lm, tokens, self.prompts[prompt], options)
         return generation, lm.engine.submit(generation.request)
 
     def _ranked_candidate(self, prompt: int, sample: int) -> tuple[Generation, StepStream]:
@@ -75,7 +75,7 @@ class InfillTexts(RequestTexts):
         steps = list(candidates[min(sample, len(candidates) - 1)].gap_steps[0])
         queue = StepQueue()
         for number, step in enumerate(steps, 1):
-            queue.put(replace(step, finish_reason="stop") if number == len(steps) else step)
+            queue.add(replace(step, finish_reason="stop") if number == len(steps) else step)
         queue.end()
         lm = self.served.lm
         request = lm.request(self.prompts[prompt], dict(self.options))

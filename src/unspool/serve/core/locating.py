@@ -17,13 +17,13 @@ class ModelLocation:
 
 def locate(model: str | None, *, offline: bool = False) -> ModelLocation:
     """Locate `NAME=PATH`, a path, or a repo id; None: the default model."""
-    from unspool.model.default_model import DEFAULT, is_to_be_fetched
+    from unspool.model.default_model import DEFAULT, needs_download
     from unspool.model.gguf import part_paths
     from unspool.model.hub import find_model, is_default
     from unspool.model.names import display_name
 
     name, _, source = (model or "").rpartition("=")
-    if is_default(source or None) and not offline and is_to_be_fetched():
+    if is_default(source or None) and not offline and needs_download():
         return ModelLocation(name or Path(DEFAULT.file_name).stem, None, DEFAULT.size)
     path = find_model(source or None, offline=offline)
     folder = [*path.glob("*.safetensors"), *path.glob("*.gguf")]

@@ -75,7 +75,7 @@ class ServedModel:
     entry: ModelEntry
     version: int  # grows each time its files are rewritten
     users: int = 0  # requests that hold it
-    used: float = field(default_factory=time.monotonic)  # time of its last release
+    last_used: float = field(default_factory=time.monotonic)  # time of its last release
     adapted: dict[str, ServedModel] = field(default_factory=dict)  # views, by `model:adapter`
     adapting: dict[str, tuple[int, asyncio.Task[ServedModel]]] = field(default_factory=dict)
     stamp: int = 0  # of an adapter: modification time of its weights
@@ -90,7 +90,7 @@ class ServedModel:
     def due(self) -> float:
         """When to close it, by time.monotonic()."""
         is_kept = self.users or self.keep_alive is None
-        return math.inf if is_kept else self.used + (self.keep_alive or 0.0)
+        return math.inf if is_kept else self.last_used + (self.keep_alive or 0.0)
 
     @cached_property
     def longest_token(self) -> int:
@@ -129,8 +129,8 @@ class ModelRegistry:
         self,
         entries: Sequence[ModelEntry],
         *,
-        room: int,
-        idle: float | None = None,
+        model_memory: int,
+        keep_alive: float | None = None,
         adapters: AdapterFolder | None = None,
     ) -> None:
         names = [entry.name for entry in entries]
@@ -139,7 +139,7 @@ class ModelRegistry:
             raise UnspoolError(f"two models are named {twice!r}; rename one: --model NAME=PATH")
         self.entries = {entry.name: entry for entry in entries}
         self.first = names[0]
-        self.room, self.idle = room, idle
+        self.model_memory, self.keep_alive = model_memory, keep_alive
         self._adapters = adapters
         self.find: Callable[[str], ModelEntry | None] = lambda _: None
         self.loaded: dict[str, ServedModel] = {}
@@ -211,7 +211,7 @@ class ModelRegistry:
         return [
             adapter.name
             for adapter in adapters.values()
-            if adapter.base in bases and adapter.short.lower() == short
+            if adapter.base in bases and adapter.short_name.lower() == short
         ]
 
     def _match_models(self, name: str) -> list[str]:
@@ -286,7 +286,7 @@ class ModelRegistry:
 
     def _release(self, served: ServedModel) -> None:
         served.users -= 1
-        served.used = time.monotonic()
+        served.last_used = time.monotonic()
         if served.users:
             return
         if served in self._retired:
@@ -356,7 +356,7 @@ class ModelRegistry:
 
     def _in_memory(self) -> list[ServedModel]:
         """All models in memory, in the order of eviction."""
-        loaded = sorted(self.loaded.values(), key=lambda served: served.used)
+        loaded = sorted(self.loaded.values(), key=lambda served: served.last_used)
         idle = [served for served in loaded if not served.users]
         busy = [served for served in loaded if served.users]
         return [*self._closing, *idle, *self._retired, *busy]
@@ -380,7 +380,7 @@ class ModelRegistry:
 
         def is_full() -> bool:
             sizes = [served.entry.size for served in staying]
-            return bool(sizes) and sum(sizes) + entry.size > self.room
+            return bool(sizes) and sum(sizes) + entry.size > self.model_memory
 
         for served in candidates:
             if is_crowded() and served.name not in self.entries:
@@ -406,10 +406,11 @@ class ModelRegistry:
             if self._choose_evicted(entry, self._able_to_leave()) is not None:
                 continue
             sizes = f"{entry.name} has {entry.size:,} bytes of weights"
-            if entry.size + holding.entry.size > self.room:
+            if entry.size + holding.entry.size > self.model_memory:
                 message = (
                     f"{entry.name} and {holding.name} do not fit together: {sizes}, "
-                    f"{holding.name} {holding.entry.size:,}, and --model-memory is {self.room:,}"
+                    f"{holding.name} {holding.entry.size:,}, and --model-memory is "
+                    f"{self.model_memory:,}"
                 )
                 error = ApiError(400, message, code="models_do_not_fit")
             else:
@@ -421,7 +422,7 @@ class ModelRegistry:
 
     async def _load(self, loading: _Loading) -> None:
         entry = loading.entry
-        result = self._threads.submit(_load_model, entry, loading.version, self.idle)
+        result = self._threads.submit(_load_model, entry, loading.version, self.keep_alive)
         try:
             outcome = await asyncio.wrap_future(result)
         except asyncio.CancelledError:  # the server has stopped; close the model once it is loaded
@@ -555,12 +556,12 @@ def _load_model(
 def _load_adapter(base: ServedModel, entry: AdapterEntry) -> ServedModel | Exception:
     """Load an adapter; the view shares everything else with the model."""
     try:
-        base.lm.load_adapter(entry.short, entry.folder)
-        identity = f"{base.fingerprint} {entry.short} {entry.stamp}"
+        base.lm.load_adapter(entry.short_name, entry.folder)
+        identity = f"{base.fingerprint} {entry.short_name} {entry.stamp}"
         return replace(
             base,
             name=entry.name,
-            lm=base.lm.adapted(entry.short),
+            lm=base.lm.adapted(entry.short_name),
             fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
             stamp=entry.stamp,
             base=base,

@@ -37,7 +37,7 @@ from unspool.serve.http.events import EventStream, Writer, event
 from unspool.serve.http.metrics import Metrics
 from unspool.serve.http.notes import ignore, note
 from unspool.serve.http.routes import JsonReply
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.settings import ServerSettings
 from unspool.serve.http.threads import PREPARING, compute_pool, run_in
 
 Resource = TypeVar("Resource")
@@ -48,7 +48,7 @@ MAX_WATCHERS = 512
 class ServerState:
     """What all requests of one server share. Owned by the event loop."""
 
-    def __init__(self, settings: ServeSettings, registry: ModelRegistry) -> None:
+    def __init__(self, settings: ServerSettings, registry: ModelRegistry) -> None:
         self.settings, self.registry = settings, registry
         self.admission = Admission(settings.max_running, settings.max_queued)
         self.compute = compute_pool(settings.max_running)
@@ -58,7 +58,7 @@ class ServerState:
             lambda: list(registry.loaded.values()),
         )
         self.ready = False  # the first model is loaded
-        self.fault: Exception | None = None  # why the first model could not be loaded
+        self.startup_error: Exception | None = None  # why the first model could not be loaded
         self.num_watchers = 0
         self._extensions: dict[Hashable, Any] = {}
 
@@ -110,7 +110,7 @@ class ServerState:
         model_name = self.registry.entry(model).name
         if model_name not in (adapter.base, adapter.name):
             message = (
-                f"adapter {adapter.short!r} belongs to {adapter.base!r}, not to {model_name!r}"
+                f"adapter {adapter.short_name!r} belongs to {adapter.base!r}, not to {model_name!r}"
             )
             raise bad_request(message, "lora")
         return adapter.name
@@ -151,7 +151,7 @@ class Call:
         return await self._resources.__aexit__(*error)
 
     @property
-    def settings(self) -> ServeSettings:
+    def settings(self) -> ServerSettings:
         return self.state.settings
 
     def apply_hints(self, body: ForeignRequest) -> None:
@@ -254,12 +254,12 @@ class Call:
         job = partial(work, *arguments, **named)
         return await run_in(pool, job, group=self, lease=self.lease)
 
-    async def thread(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    async def compute(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """`run`, limited by the deadline of the request."""
         async with asyncio.timeout_at(self.until):
             return await self.run(work, *arguments, **named)
 
-    async def threads(
+    async def compute_all(
         self, work: Callable[..., Any], items: Iterable[Any], **named: Any
     ) -> list[Any]:
         """Run work for each item, in parallel as far as the request gets places. If one fails,
@@ -270,7 +270,7 @@ class Call:
             while upcoming or running:
                 while upcoming and (not running or self.lease.grow(1)):
                     index, item = upcoming.popleft()
-                    running[asyncio.create_task(self.thread(work, item, **named))] = index
+                    running[asyncio.create_task(self.compute(work, item, **named))] = index
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     if len(running) > 1:

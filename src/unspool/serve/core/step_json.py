@@ -42,7 +42,7 @@ def step_json(step: Step, prompt: int, readable: Readable) -> dict[str, Any]:
     As `Step.to_dict`, with its index after the `prompt` tokens of the prompt, and with readable
     tokens. `piece` is the token alone; `text` is the text that became complete with it.
     """
-    partial_utf8 = step.begun
+    partial_utf8 = step.partial_utf8
     return {
         "index": step.position - prompt,
         "position": step.position,

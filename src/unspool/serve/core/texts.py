@@ -189,7 +189,7 @@ class RequestTexts:
         is_more = False
         try:
             for number, text in self._writing.items():
-                new_steps, text.ended = text.stream.waiting()
+                new_steps, text.ended = text.stream.read_available()
                 if self._on_progress is not None and self._sink is not None:
                     self._report_progress(number, text, is_read=bool(new_steps or text.counted))
                 if self.warms:
@@ -257,7 +257,7 @@ class RequestTexts:
         options = {**self.options, "sample": self.options.get("sample", 0) + sample}
         lm = self.served.lm
         if self.warms:  # the prompt is computed only if a token is generated
-            empty = lm.draft(prompt, **{**options, "max_tokens": 0})
+            empty = lm.prepare_generation(prompt, **{**options, "max_tokens": 0})
             return empty, lm.begin(prompt, **{**options, "max_tokens": 1})[1]
         return lm.begin(prompt, **options)
 
@@ -284,7 +284,7 @@ class RequestTexts:
             seconds = perf_counter() - self.arrived
             self.metrics.first_token.labels(self.served.name).observe(seconds)
         for step in steps:
-            text.generation.take(step)
+            text.generation.append_step(step)
             if text.counted:
                 self._times.add(step.seconds)
                 text.later_s += step.seconds

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unspool.decoding.think.events import Event
-from unspool.decoding.think.judge import Judge
-from unspool.decoding.think.judges.names import JudgeName, judge_named
+from unspool.decoding.think.events import SearchEvent
+from unspool.decoding.think.judge import Verifier
+from unspool.decoding.think.judges.names import VerifierSpec, make_verifier
 from unspool.decoding.think.think import (
     ThoughtStream,
     check_policy,
@@ -27,7 +27,7 @@ from unspool.serve.core.schema import Think
 from unspool.serve.core.state import Call
 from unspool.serve.core.texts import RequestTexts
 from unspool.serve.http.errors import bad_request
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.settings import ServerSettings
 from unspool.serve.http.threads import Runner, Worker
 
 # Options of policies whose product is the number of parallel texts.
@@ -36,7 +36,7 @@ _DEFAULT_BUDGET = 2000
 Messages = Sequence[Mapping[str, Any]]
 
 
-def check_think(think: Think, settings: ServeSettings) -> JudgeName | None:
+def check_think(think: Think, settings: ServerSettings) -> VerifierSpec | None:
     """Reject what this server does not allow, before the request queues."""
     options = think.policy_options()
     check_policy(think.policy, options)
@@ -55,7 +55,7 @@ def check_think(think: Think, settings: ServeSettings) -> JudgeName | None:
         )
     if "extract" in options:
         raise bad_request("give the pattern of a vote as its judge: vote:PATTERN", "extract")
-    judge = None if think.judge is None else JudgeName.parse(think.judge)
+    judge = None if think.judge is None else VerifierSpec.parse(think.judge)
     if judge is not None and judge.runs_code:
         raise bad_request(
             "judges that run files (python:, tests:) are not available over HTTP; use "
@@ -66,7 +66,7 @@ def check_think(think: Think, settings: ServeSettings) -> JudgeName | None:
     return judge
 
 
-def budget_of(think: Think, settings: ServeSettings) -> int:
+def budget_of(think: Think, settings: ServerSettings) -> int:
     """The number of tokens it may compute."""
     return think.budget or min(_DEFAULT_BUDGET, settings.max_think)
 
@@ -82,7 +82,7 @@ def _widths(think: Think) -> dict[str, int]:
     return {name: options[name] for name in _WIDTHS if isinstance(options.get(name), int)}
 
 
-class SearchWorker(Worker[Event]):
+class SearchWorker(Worker[SearchEvent]):
     """The events of a search that runs on threads. Exiting stops the search and waits for it."""
 
     def __init__(self, stream: ThoughtStream, run: Runner) -> None:
@@ -97,7 +97,7 @@ class SearchWorker(Worker[Event]):
 async def begin_search(
     call: Call,
     think: Think,
-    judge: JudgeName | None,
+    judge: VerifierSpec | None,
     ids: list[int],
     options: dict[str, Any],
     messages: Messages | None,
@@ -111,9 +111,9 @@ async def begin_search(
 
     def open_stream() -> ThoughtStream:
         lm = call.served.lm
-        verifier: Judge | None = None
+        verifier: Verifier | None = None
         if judge is not None:
-            verifier = judge_named(
+            verifier = make_verifier(
                 lm, judge, conversation=messages, load=lambda _: other.lm if other else lm
             )
         return stream_think(
@@ -126,7 +126,7 @@ async def begin_search(
             **options,
         )
 
-    return await call.hold(SearchWorker(await call.thread(open_stream), call.run))
+    return await call.hold(SearchWorker(await call.compute(open_stream), call.run))
 
 
 @dataclass(eq=False)
@@ -138,7 +138,7 @@ class SearchTexts(RequestTexts):
 
     @property
     def result(self) -> Thought | None:
-        return self.stream.result if self.stream is not None and self.stream.is_over else None
+        return self.stream.result if self.stream is not None and self.stream.is_finished else None
 
     def _open_stream(self, number: int) -> tuple[Generation, StepStream]:
         assert self.result is not None
@@ -146,7 +146,7 @@ class SearchTexts(RequestTexts):
         for place, step in enumerate(best.steps, 1):
             last = place == len(best.steps)  # also if the budget cut it off
             reason = (step.finish_reason or "length") if last else None
-            queue.put(replace(step, finish_reason=reason))
+            queue.add(replace(step, finish_reason=reason))
         queue.end()
         return replace(best, steps=[], empty_reason=best.empty_reason or "length"), StepStream(
             queue

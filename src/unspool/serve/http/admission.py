@@ -36,7 +36,7 @@ class Admission:
     def __init__(self, max_running: int, max_queued: int) -> None:
         self.max_running, self.max_queued = max_running, max_queued
         self.running = 0  # places in use
-        self.refusing = False  # the server is shutting down
+        self.is_stopping = False  # the server is shutting down
         self._queue: deque[_QueuedRequest] = deque()
         self._mean_s = 1.0  # duration of a request, smoothed
 
@@ -58,7 +58,7 @@ class Admission:
             lease.release()
 
     async def _enter(self, places: int) -> None:
-        if self.refusing:
+        if self.is_stopping:
             raise shutting_down()
         if places > self.max_running:
             raise ApiError(

@@ -29,7 +29,7 @@ from unspool.serve.http.errors import ApiError, to_api_error
 from unspool.serve.http.middleware import Middleware
 from unspool.serve.http.operation import operation_router
 from unspool.serve.http.routes import error_reply
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.settings import ServerSettings
 from unspool.serve.openai.chat import router as chat_router
 from unspool.serve.openai.completions import router as completions_router
 from unspool.serve.openai.models import router as models_router
@@ -136,7 +136,7 @@ class _Api(FastAPI):
 
 
 def create_app(
-    settings: ServeSettings, registry: ModelRegistry, features: Sequence[Feature] = FEATURES
+    settings: ServerSettings, registry: ModelRegistry, features: Sequence[Feature] = FEATURES
 ) -> tuple[ASGIApp, ServerState]:
     """Build the application, which loads its first model on startup; and its state."""
     state = ServerState(settings, registry)
@@ -209,7 +209,7 @@ def _lifespan(state: ServerState) -> Callable[[FastAPI], Any]:
             async with state.registry.use(None):
                 state.ready = True
         except Exception as error:  # reported by the caller of the server
-            state.fault = error
+            state.startup_error = error
         try:
             yield
         finally:

@@ -124,12 +124,12 @@ def thread_not_found() -> ApiError:
     return ApiError(404, message, param="thread", code="thread_not_found", details=details)
 
 
-STOPPING = "x-unspool-stopping"  # header: the gateway should try another replica
+STOPPING_HEADER = "x-unspool-stopping"  # header: the gateway should try another replica
 
 
 def shutting_down() -> ApiError:
     error = ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
-    error.headers = {**(error.headers or {}), STOPPING: "true"}
+    error.headers = {**(error.headers or {}), STOPPING_HEADER: "true"}
     return error
 
 

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from unspool.serve.http.errors import ApiError, shutting_down, to_api_error
 from unspool.serve.http.routes import to_json
-from unspool.serve.http.wire import NAME, Relay, Wire
+from unspool.serve.http.wire import WIRE_EXTENSION, AsgiWire, Wire
 
 _ERROR_SECONDS = 2.0  # to send an error after the deadline has passed
 HEARTBEAT_SECONDS = 5.0
@@ -60,7 +60,7 @@ def writer_from(pieces: AsyncGenerator[bytes, None]) -> Writer:
             async for piece in pieces:
                 if wire.is_full:
                     await wire.drain()
-                wire.put(piece)
+                wire.write(piece)
 
     return write
 
@@ -98,7 +98,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
-        wire: Wire = scope.get("extensions", {}).get(NAME, Relay)(send)
+        wire: Wire = scope.get("extensions", {}).get(WIRE_EXTENSION, AsgiWire)(send)
         heartbeat = asyncio.ensure_future(self._send_heartbeats(wire))
         try:
             fault = await self._send_events(wire)
@@ -134,4 +134,4 @@ class EventStream(Response):
             if loop.time() >= wire.sent_at + HEARTBEAT_SECONDS:
                 if wire.is_full:
                     await wire.drain()
-                wire.put(_HEARTBEAT)
+                wire.write(_HEARTBEAT)

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from unspool.errors import UnspoolError
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.settings import ServerSettings
 
 # Errors of accept() when the system has no descriptors or memory left.
 NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -35,7 +35,7 @@ class ListeningSocket(socket.socket):
             raise
 
 
-def bound_socket(settings: ServeSettings) -> socket.socket:
+def bind_socket(settings: ServerSettings) -> socket.socket:
     """Bind the socket. Raises UnspoolError that names the wrong host or port."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # asyncio sets TCP_NODELAY only if the protocol is named; without it small answers wait 40 ms.

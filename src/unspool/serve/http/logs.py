@@ -63,7 +63,7 @@ _REQUEST_FIELDS = (  # shown in a text line if present
 )
 
 
-def set_up(level: str, as_json: bool) -> None:
+def configure_logging(level: str, as_json: bool) -> None:
     """Log to stderr: the server's events, and uvicorn's warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if as_json else _TextFormatter())

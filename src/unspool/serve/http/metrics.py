@@ -139,7 +139,7 @@ class _Engines(Collector):
             if slots is not None:
                 states.add_metric((served.name, "total"), slots.count)
                 states.add_metric((served.name, "used"), slots.used)
-                states.add_metric((served.name, "forgotten"), slots.forgotten)
+                states.add_metric((served.name, "forgotten"), slots.num_evicted)
             batches.add_metric((served.name,), engine.steps)
             aside.add_metric((served.name,), engine.scheduler.preemptions)
         yield pages

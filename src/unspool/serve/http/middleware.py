@@ -22,7 +22,7 @@ from unspool.serve.http.errors import ApiError, shutting_down, to_api_error
 from unspool.serve.http.logs import log_event
 from unspool.serve.http.notes import note_headers
 from unspool.serve.http.routes import error_reply
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.settings import ServerSettings
 
 # No key needed: health checks, and pages that ask the user for the key.
 OPEN_PATHS = ("/health", "/v1/health", "/ready", "/docs", "/", "/favicon.ico")
@@ -30,7 +30,7 @@ OPEN_PATHS = ("/health", "/v1/health", "/ready", "/docs", "/", "/favicon.ico")
 _UNLOGGED = ("/health", "/v1/health", "/ready", "/metrics")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # they change nothing
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
-ROUTE = "x-unspool-route"  # header for the gateway: the route that has answered
+ROUTE_HEADER = "x-unspool-route"  # header for the gateway: the route that has answered
 
 
 class RequestMetrics(Protocol):
@@ -45,7 +45,7 @@ class MiddlewareState(Protocol):
     """State that the middleware needs: of a server, or of a gateway to several."""
 
     @property
-    def settings(self) -> ServeSettings: ...
+    def settings(self) -> ServerSettings: ...
     @property
     def admission(self) -> Admission: ...
     @property
@@ -78,7 +78,7 @@ class Middleware:
         except ConnectionResetError:
             scope["state"]["log"]["gone"] = True
         except asyncio.CancelledError:
-            if not self.state.admission.refusing:
+            if not self.state.admission.is_stopping:
                 raise
             # Shutting down, and the drain time has passed.
             await self._fail(scope, receive, answer, shutting_down())
@@ -242,6 +242,6 @@ class _ResponseSender:
             state = self._scope["state"]
             headers = [(b"x-request-id", state["id"].encode()), *note_headers(state["log"])]
             if self._names_route and (path := _route_path(self._scope)):
-                headers.append((ROUTE.encode(), path.encode()))
+                headers.append((ROUTE_HEADER.encode(), path.encode()))
             message["headers"] = [*message["headers"], *headers]
         await self._send(message)

@@ -21,7 +21,7 @@ async def health() -> Response:
 @operation_router.get("/ready", summary="Whether the server accepts requests")
 async def ready(request: Request) -> Response:
     state = state_of(request)
-    if state.admission.refusing or not state.ready:
+    if state.admission.is_stopping or not state.ready:
         raise ApiError(503, "the server is not ready", code="not_ready", retry_after=1)
     for served in state.registry.loaded.values():
         if not served.is_alive:  # its places would never be released

@@ -28,8 +28,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from unspool.serve.http.listening import NO_RESOURCES
 from unspool.serve.http.logs import log_event
-from unspool.serve.http.settings import ServeSettings
-from unspool.serve.http.wire import NAME as WIRE
+from unspool.serve.http.settings import ServerSettings
+from unspool.serve.http.wire import WIRE_EXTENSION as WIRE
 from unspool.serve.http.wire import SocketWire
 
 _SWITCH_SECONDS = 0.0005
@@ -128,10 +128,10 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         app: ASGIApp,
-        settings: ServeSettings,
+        settings: ServerSettings,
         *,
-        stopping: Callable[[], None],
-        started: Callable[[str], bool],
+        on_stopping: Callable[[], None],
+        on_started: Callable[[str], bool],
     ) -> None:
         seconds = {
             "head_seconds": settings.body_seconds,
@@ -154,7 +154,7 @@ class Server(uvicorn.Server):
                 h11_max_incomplete_event_size=64 << 10,
             )
         )
-        self._stopping, self._on_started = stopping, started
+        self._stopping, self._on_started = on_stopping, on_started
         self._drain = settings.drain
         self._hurry = asyncio.Event()  # set: running requests are to end now
         self._accept_logged_at = -math.inf
@@ -227,14 +227,14 @@ class Server(uvicorn.Server):
 
 def run(
     app: ASGIApp,
-    settings: ServeSettings,
+    settings: ServerSettings,
     bound: socket.socket,
     *,
-    stopping: Callable[[], None],
-    started: Callable[[str], bool],
+    on_stopping: Callable[[], None],
+    on_started: Callable[[str], bool],
 ) -> None:
     """Serve until a signal, or until `started` returns False."""
-    run_server(Server(app, settings, stopping=stopping, started=started), bound)
+    run_server(Server(app, settings, on_stopping=on_stopping, on_started=on_started), bound)
 
 
 def run_server(server: Server, bound: socket.socket) -> None:

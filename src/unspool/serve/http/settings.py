@@ -12,7 +12,7 @@ MIN_KEY_LENGTH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeSettings:
+class ServerSettings:
     """All settings of a server but its models. Times in seconds, sizes in bytes."""
 
     host: str = "127.0.0.1"

@@ -13,7 +13,7 @@ from collections import deque
 from starlette.types import Send
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
-NAME = "unspool.wire"  # the ASGI extension that makes a wire
+WIRE_EXTENSION = "unspool.wire"  # the ASGI extension that makes a wire
 
 
 class SocketWire:
@@ -25,7 +25,7 @@ class SocketWire:
         self._time = asyncio.get_running_loop().time
         self.sent_at = self._time()
 
-    def put(self, piece: bytes) -> None:
+    def write(self, piece: bytes) -> None:
         """Send a piece; what the client cannot receive yet is buffered."""
         if not piece or self._cycle.disconnected or self._transport.is_closing():
             return
@@ -47,7 +47,7 @@ class SocketWire:
         """Drop pieces that are not sent yet. The connection is closed by the server."""
 
 
-class Relay:
+class AsgiWire:
     """The same for other ASGI servers: pieces are sent as ASGI messages."""
 
     def __init__(self, send: Send) -> None:
@@ -56,7 +56,7 @@ class Relay:
         self._time = asyncio.get_running_loop().time
         self.sent_at = self._time()
 
-    def put(self, piece: bytes) -> None:
+    def write(self, piece: bytes) -> None:
         if piece:
             self.sent_at = self._time()
             self._pieces.append(piece)
@@ -84,4 +84,4 @@ class Relay:
             self._sending = None
 
 
-Wire = SocketWire | Relay
+Wire = SocketWire | AsgiWire

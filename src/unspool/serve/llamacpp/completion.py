@@ -39,7 +39,7 @@ async def completion(body: LlamaCompletionRequest, request: Request) -> Response
     check_choices(n, state.settings.max_choices)
     prompts = body.prompts
     call = await state.enter(request, state.adapted_model(body.model, body.lora), n)
-    ids, options = await call.thread(_prepare, call, body, prompts)
+    ids, options = await call.compute(_prepare, call, body, prompts)
     texts = await call.write(ids, options, n, warms=body.max_tokens == 0)
     return await answer_completion(call, body, texts)
 
@@ -111,20 +111,20 @@ class CompletionAnswer:
     async def write(self, wire: Wire) -> None:
         counts: Counter[int] = Counter()
         if self.body.return_progress:
-            self.texts.watch_progress(lambda *news: wire.put(event(self._progress(*news))))
+            self.texts.watch_progress(lambda *news: wire.write(event(self._progress(*news))))
 
         def send(steps: list[tuple[int, Step]]) -> None:
             chunks = []
             for number, step in steps:
                 counts[number] += 1
                 chunks.append(event(self._chunk(number, step, counts[number])))
-            wire.put(b"".join(chunks))
+            wire.write(b"".join(chunks))
 
         await self.texts.deliver_final(send, wire)
         for number in range(len(self.texts.all)):
             last = self._final(number) | {"content": "", "tokens": []}
             last.pop("completion_probabilities", None)  # each was sent with its token
-            wire.put(event(last))
+            wire.write(event(last))
 
     def _chunk(self, number: int, step: Step, count: int) -> dict[str, Any]:
         prompt = self.texts.prompts[number // self.texts.n]
@@ -224,7 +224,7 @@ def _ending(text: RequestText) -> dict[str, Any]:
 def _has_dropped_tokens(generation: Generation) -> bool:
     """Whether the text exceeded the context, and its oldest tokens were dropped."""
     length = len(generation.prompt) + len(generation.steps)
-    return generation.request.limits.forgotten(length) > 0
+    return generation.request.limits.num_truncated(length) > 0
 
 
 def _select_fields(answer: dict[str, Any], fields: list[str] | None) -> dict[str, Any]:
@@ -312,7 +312,7 @@ async def slots(request: Request, fail_on_no_slot: str | None = None) -> Respons
 async def lora_adapters(request: Request) -> Response:
     adapters = state_of(request).registry.adapters().values()
     listed = [
-        {"id": i, "path": adapter.short, "scale": 0.0, "task_name": "", "prompt_prefix": ""}
+        {"id": i, "path": adapter.short_name, "scale": 0.0, "task_name": "", "prompt_prefix": ""}
         for i, adapter in enumerate(adapters)
     ]
     return JsonReply(listed)

@@ -59,8 +59,8 @@ async def llama_embeddings(body: LlamaEmbeddingRequest, request: Request) -> Res
 async def _embed_prompts(
     call: Call, prompts: list[list[int | str]], norm: int
 ) -> list[dict[str, Any]]:
-    ids = await call.thread(_encode, call, prompts)
-    vectors = await call.threads(partial(embedding, call.served.lm), ids)
+    ids = await call.compute(_encode, call, prompts)
+    vectors = await call.compute_all(partial(embedding, call.served.lm), ids)
     return [
         {"index": i, "embedding": [_scaled(vector, norm).tolist()]}
         for i, vector in enumerate(vectors)

@@ -40,7 +40,7 @@ async def infill(body: InfillRequest, request: Request) -> Response:
     n = body.n or 1
     check_choices(n, state.settings.max_choices)
     call = await state.enter(request, state.adapted_model(body.model, body.lora), n)
-    gap, prompt, options = await call.thread(_prepare_infill, call, body)
+    gap, prompt, options = await call.compute(_prepare_infill, call, body)
     warms = body.max_tokens == 0
     texts = await call.write([prompt], options, n, gaps=[gap], warms=warms)
     return await answer_completion(call, body, texts)

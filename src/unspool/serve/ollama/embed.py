@@ -33,8 +33,8 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
 async def _embed_texts(call: Call, body: EmbedRequest, entered: float) -> dict[str, Any]:
     check_dimensions(call, body.dimensions)
     texts = [body.input] if isinstance(body.input, str) else body.input
-    prompts = await call.thread(_encode_texts, call, texts, body.truncate is not False)
-    vectors = await call.threads(partial(embedding, call.served.lm), prompts)
+    prompts = await call.compute(_encode_texts, call, texts, body.truncate is not False)
+    vectors = await call.compute_all(partial(embedding, call.served.lm), prompts)
     arrived = call.request.state.arrived
     return {
         "model": body.model or call.served.name,
@@ -46,8 +46,8 @@ async def _embed_texts(call: Call, body: EmbedRequest, entered: float) -> dict[s
 
 
 async def _embed_prompt(call: Call, prompt: str) -> dict[str, Any]:
-    (ids,) = await call.thread(_encode_texts, call, [prompt], True)
-    (vector,) = await call.threads(partial(embedding, call.served.lm), [ids])
+    (ids,) = await call.compute(_encode_texts, call, [prompt], True)
+    (vector,) = await call.compute_all(partial(embedding, call.served.lm), [ids])
     return {"embedding": vector.tolist()}
 
 

@@ -132,7 +132,7 @@ def _short_count(count: int) -> str:
 def _seconds_left(served: ServedModel) -> float:
     if served.keep_alive is None:
         return FOREVER
-    since = time.monotonic() if served.users else served.used
+    since = time.monotonic() if served.users else served.last_used
     return since + served.keep_alive - time.monotonic()
 
 

@@ -49,7 +49,7 @@ async def _answer(body: OllamaRequest, request: Request) -> Response:
     call = await state_of(request).enter(request, body.model)
     entered = perf_counter()
     gap = _gap(body)
-    ready = await call.thread(_prepare, call, body, gap)
+    ready = await call.compute(_prepare, call, body, gap)
     texts = await call.write([ready.ids], ready.options, gaps=None if gap is None else [gap])
     answer = _OllamaAnswer(call, body, texts, ready.use, entered - request.state.arrived)
     if body.stream is False:
@@ -235,7 +235,7 @@ class _OllamaAnswer(BlockAnswer):
 
     async def write(self, wire: Wire) -> None:
         await self.deliver(self._lines, wire)
-        wire.put(line({**_head(self.model), **_piece(self.body, ""), **self._end()}))
+        wire.write(line({**_head(self.model), **_piece(self.body, ""), **self._end()}))
 
     def _lines(self, changes: list[Change]) -> bytes:
         pieces = [piece for change in changes if (piece := self._change_piece(change))]

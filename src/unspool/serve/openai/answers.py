@@ -74,7 +74,7 @@ class Answer:
 
         def report(number: int, computed: int) -> None:
             progress = progress_json(self.texts.texts[number], computed, timed=self.timed)
-            wire.put(event({**self._envelope(self.chunk_kind, []), **progress}))
+            wire.write(event({**self._envelope(self.chunk_kind, []), **progress}))
 
         self.texts.watch_progress(report)
 
@@ -129,6 +129,6 @@ class BlockAnswer:
         """Render the changes of new steps, and send them."""
 
         def send(steps: list[tuple[int, Step]]) -> None:
-            wire.put(render([change for _, step in steps for change in self.blocks.push(step)]))
+            wire.write(render([change for _, step in steps for change in self.blocks.push(step)]))
 
         await self.texts.deliver_final(send, wire)

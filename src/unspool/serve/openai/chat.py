@@ -25,7 +25,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     if body.unspool is not None and body.unspool.think is not None:
         return await search_chat(body, request)
     call = await state.enter(request, state.adapted_model(body.model, body.lora), n)
-    ready = await call.thread(_prepare, call, body)
+    ready = await call.compute(_prepare, call, body)
     warms = ready.options["max_tokens"] == 0
     texts = await call.write([ready.ids], ready.options, n, warms=warms)
     chat = ChatAnswer(call, body, texts, ready.use)
@@ -36,7 +36,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
 @router.post("/chat/completions/input_tokens", include_in_schema=False)
 async def count_tokens(body: ChatRequest, request: Request) -> Response:
     call = await state_of(request).enter(request, body.model)
-    return await call.reply(call.thread(_count, call, body))
+    return await call.reply(call.compute(_count, call, body))
 
 
 def _count(call: Call, body: ChatRequest) -> dict[str, int]:

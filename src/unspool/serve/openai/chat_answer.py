@@ -105,15 +105,15 @@ class ChatAnswer(Answer):
         if self.body.return_progress:
             self._watch_progress(wire)
         await self.texts.deliver_final(
-            lambda steps: wire.put(b"".join([self._events(*item) for item in steps])),
+            lambda steps: wire.write(b"".join([self._events(*item) for item in steps])),
             wire,
             live=self.is_live,
         )
         for number, choice in enumerate(self.choices):
             if not choice.started:  # a text without tokens
                 reason = finish_reason(self.texts.all[number].generation.finish_reason)
-                wire.put(self._start(number) + self._delta(number, {}, None, reason))
-        wire.put(self._last_events())
+                wire.write(self._start(number) + self._delta(number, {}, None, reason))
+        wire.write(self._last_events())
 
     def _events(self, number: int, step: Step) -> bytes:
         if self.is_plain and self.choices[number].started and not step.finish_reason:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unspool.engine.thinking import CALL, Thinking
+from unspool.engine.thinking import CALL, ReasoningSpec
 from unspool.sampling import GrammarSpec
 from unspool.serve.core.options import (
     check_one_grammar,
@@ -32,30 +32,31 @@ from unspool.serve.openai.chat_schema import (
     NamedTool,
 )
 from unspool.text.chat.template import ChatPrompt
-from unspool.text.thoughts.formats import Start
-from unspool.text.thoughts.reader import AnswerReader, answer_reader
-from unspool.text.tools.calls import Tool, ToolCallReader
+from unspool.text.thoughts.formats import OutputStart
+from unspool.text.thoughts.reader import OutputParser, make_output_parser
+from unspool.text.tools.calls import ToolCallParser
+from unspool.text.tools.formats import ToolSpec
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """The tools of a request, whether one of them must be called, and the reasoning format."""
 
-    tools: tuple[Tool, ...] = ()
+    tools: tuple[ToolSpec, ...] = ()
     choice: str = "auto"  # none, auto, required, or "=" and a tool's name
     allowed: tuple[str, ...] | None = None  # names of the tools that may be called; None: all
     parallel: bool | None = None  # whether there may be several calls; None: not specified
-    thinking: Thinking | None = None  # set once there is a prompt; None: no reasoning
+    thinking: ReasoningSpec | None = None  # set once there is a prompt; None: no reasoning
 
     @property
-    def offered(self) -> tuple[Tool, ...]:
+    def offered(self) -> tuple[ToolSpec, ...]:
         """The tools in the prompt: those that the model may call."""
         if self.choice == "none":
             return ()
         return tuple(t for t in self.tools if self.allowed is None or t.name in self.allowed)
 
     @property
-    def required(self) -> tuple[Tool, ...]:
+    def required(self) -> tuple[ToolSpec, ...]:
         """The tools of which one must be called; empty: no call is needed."""
         if self.choice == "required":
             return self.offered
@@ -78,20 +79,20 @@ class ToolUse:
         """Whether an answer is text only."""
         return not self.offered and self.thinking is None
 
-    def reader(self, served: ServedModel, start: Start | None = None) -> AnswerReader | None:
+    def reader(self, served: ServedModel, start: OutputStart | None = None) -> OutputParser | None:
         """A parser of reasoning and tool calls; None if the answer is text only."""
         calls, thinking = self._call_reader(served), self.thinking
         if thinking is None:
             return calls
-        return answer_reader(thinking.format, start or thinking.start, calls)
+        return make_output_parser(thinking.format, start or thinking.start, calls)
 
-    def _call_reader(self, served: ServedModel) -> ToolCallReader | None:
+    def _call_reader(self, served: ServedModel) -> ToolCallParser | None:
         if not self.offered:
             return None
         # Where a call is bare JSON, an answer in JSON must not be parsed as a call.
         names = {tool.name for tool in self.offered} if served.tools.name == "llama3" else None
         required = bool(self.required)
-        return ToolCallReader(served.tools, required=required, names=names, tools=self.offered)
+        return ToolCallParser(served.tools, required=required, names=names, tools=self.offered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ def chat_prompt(
     """
     use.check()
     lm = served.lm
-    ready, tools = served.tools.prepared(list(messages), use.offered)
+    ready, tools = served.tools.prepare_messages(list(messages), use.offered)
     variables = {**lm.think_options(think, options), **(template or {})}
     prompt = lm.chat_prompt(ready, tools=tools, **variables)
     options["stop"] = (*options.get("stop", ()), *lm.chat_template.stops)
@@ -210,7 +211,7 @@ def chat_prompt(
     return prompt
 
 
-def _normalized(tool: Tool, note: Callable[..., None]) -> Tool:
+def _normalized(tool: ToolSpec, note: Callable[..., None]) -> ToolSpec:
     """A tool whose schema is normalized as all JSON schemas are."""
     spec = GrammarSpec.json_schema(tool.parameters)
     note(*spec.notes)
@@ -258,9 +259,9 @@ def tool_call(identity: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": identity, "type": "function", "function": function}
 
 
-def tools_of(tools: Sequence[FunctionTool] | None) -> tuple[Tool, ...]:
+def tools_of(tools: Sequence[FunctionTool] | None) -> tuple[ToolSpec, ...]:
     functions = [tool.function for tool in tools or ()]
-    return tuple(Tool(f.name, f.description or "", f.parameters or {}) for f in functions)
+    return tuple(ToolSpec(f.name, f.description or "", f.parameters or {}) for f in functions)
 
 
 def tool_use(body: ChatRequest) -> ToolUse:

@@ -59,7 +59,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     check_choices(num_texts, state.settings.max_choices, "n" if n == num_texts else "best_of")
     _check(body, n)
     call = await state.enter(request, state.adapted_model(body.model, body.lora), num_texts)
-    ids, gaps, options = await call.thread(_prepare, call, body)
+    ids, gaps, options = await call.compute(_prepare, call, body)
     texts = await call.write(ids, options, num_texts, start=not _is_scored(body), gaps=gaps)
     answer = _Completion(call, body, texts, n)
     return call.stream(answer.write) if body.stream else await call.reply(answer.answer())
@@ -137,7 +137,7 @@ class _Completion(Answer):
         """Score the prompts first, if requested: the texts reuse their KV cache."""
         if _is_scored(self.body):
             score, top = self.served.lm.score, self.body.logprobs or 0
-            self.scores = await self.call.threads(score, self.texts.prompts, top=top)
+            self.scores = await self.call.compute_all(score, self.texts.prompts, top=top)
             await self.texts.start()
 
     def _echo(self, prompt: int) -> str:
@@ -181,17 +181,17 @@ class _Completion(Answer):
             for number in range(len(self.texts.prompts) * self.texts.n):
                 echoed, offset = self._echoed(number // self.texts.n)
                 self.offsets[number] = offset
-                wire.put(self._chunk(_choice(number, self._echo(number // self.texts.n), echoed)))
+                wire.write(self._chunk(_choice(number, self._echo(number // self.texts.n), echoed)))
         await self.texts.deliver_final(
-            lambda steps: wire.put(b"".join([self._event(*item) for item in steps])),
+            lambda steps: wire.write(b"".join([self._event(*item) for item in steps])),
             wire,
             live=self.trace,
         )
         for number, text in self.texts.texts.items():
             if not text.generation.steps:
                 reason = finish_reason(text.generation.finish_reason)
-                wire.put(self._chunk(_choice(number, "", None, reason)))
-        wire.put(self._last_events())
+                wire.write(self._chunk(_choice(number, "", None, reason)))
+        wire.write(self._last_events())
 
     def _event(self, number: int, step: Step) -> bytes:
         logprobs = None

@@ -44,8 +44,8 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 async def _answer(call: Call, body: EmbeddingRequest) -> dict[str, Any]:
     lm = call.served.lm
     check_dimensions(call, body.dimensions)
-    prompts = await call.thread(_ids, call, as_list(body.input))
-    vectors = await call.threads(partial(embedding, lm), prompts)
+    prompts = await call.compute(_ids, call, as_list(body.input))
+    vectors = await call.compute_all(partial(embedding, lm), prompts)
     count = sum(map(len, prompts))
     packed = body.encoding_format == "base64"
     return {

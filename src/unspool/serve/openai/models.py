@@ -61,7 +61,7 @@ def _model_json(state: ServerState, entry: ModelEntry | AdapterEntry) -> dict[st
         "loaded": served is not None,
         "loading": state.registry.is_loading(entry.name),
         "bytes": entry.size,
-        "fits": entry.size <= state.registry.room,
+        "fits": entry.size <= state.registry.model_memory,
         "source": entry.source if isinstance(entry, ModelEntry) else "adapters",
     }
     if served is not None:

@@ -53,7 +53,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     stored = response_store(state)
     items = _conversation(body, stored, user)
     call = await state.enter(request, body.model)
-    ready = await call.thread(_prepare, call, body, items)
+    ready = await call.compute(_prepare, call, body, items)
     texts = await call.write([ready.ids], ready.options)
     store = None
     if body.store is not False:
@@ -70,7 +70,7 @@ async def count_input_tokens(body: ResponseRequest, request: Request) -> Respons
     state = state_of(request)
     items = _conversation(body, response_store(state), request.state.user)
     async with state.call(request, body.model) as call:
-        ready: PreparedChat = await call.thread(_prepare, call, body, items)
+        ready: PreparedChat = await call.compute(_prepare, call, body, items)
     return JsonReply({"object": "response.input_tokens", "input_tokens": len(ready.ids)})
 
 
@@ -97,7 +97,7 @@ async def get_response(
     events = _replay_events(response)[0 if starting_after is None else starting_after + 1 :]
 
     async def write(wire: Wire) -> None:
-        wire.put(b"".join(events))
+        wire.write(b"".join(events))
 
     return EventStream(write, until=None, failed=lambda error: event(error.openai()))
 
@@ -392,13 +392,13 @@ class _ResponseAnswer(BlockAnswer):
     async def write(self, wire: Wire) -> None:
         started = self._response("in_progress")
         created = self._event("response.created", response=started)
-        wire.put(created + self._event("response.in_progress", response=started))
+        wire.write(created + self._event("response.in_progress", response=started))
         await self.deliver(self._render, wire)
         last = self._render(self.blocks.end(self.generation.finish_reason))
         done = self._finished()
         # There is no event for a cancelled response: in a stream, it is incomplete.
         kind = "incomplete" if self.is_cancelled else done["status"]
-        wire.put(last + self._event(f"response.{kind}", response=done))
+        wire.write(last + self._event(f"response.{kind}", response=done))
 
     def _render(self, changes: Iterable[Change]) -> bytes:
         return b"".join(e for change in changes for e in self._change_events(change))

@@ -40,7 +40,7 @@ async def search_chat(body: ChatRequest, request: Request) -> Response:
     # A trace here reports the search, and not every step of the winner.
     without_trace = extension.model_copy(update={"think": None, "trace": False})
     plain = body.model_copy(update={"unspool": without_trace})
-    ready = await call.thread(prepare_chat, call, plain)
+    ready = await call.compute(prepare_chat, call, plain)
     messages = [template_message(message) for message in body.messages]
     search = await begin_search(call, extension.think, judge, ready.ids, ready.options, messages)
     texts = SearchTexts(
@@ -82,12 +82,12 @@ class _SearchAnswer(ChatAnswer):
 
     async def write(self, wire: Wire) -> None:
         if self._trace_search:
-            wire.put(self._start(0))
+            wire.write(self._start(0))
         async for search_event in self._search:
             if self._trace_search:
                 if wire.is_full:
                     await wire.drain()
-                wire.put(self._search_chunk(search_event.to_dict()))
+                wire.write(self._search_chunk(search_event.to_dict()))
         await self.texts.start()
         await super().write(wire)
 

@@ -124,10 +124,10 @@ async def control(name: str, body: ControlRequest, request: Request) -> Response
     run = trainer.runs.get(name)
     kind = run.facts.get("kind")
     if run.state in ACTIVE:
-        run.ask(body.want)
+        run.send_command(body.want)
     elif body.want != "go":
         raise bad_request(f"{name} is already {run.state}", "want")
-    elif run.state == "done" or run.resumable() is None or kind not in KINDS:
+    elif run.state == "done" or run.resumable_checkpoint() is None or kind not in KINDS:
         raise bad_request(f"{name} is {run.state} and cannot be resumed", "want")
     else:
         await in_thread(trainer.start, name, [kind, "--resume", str(run.folder)])
@@ -145,7 +145,7 @@ async def events(name: str, request: Request, since: Since = 0, samples: Since =
     await resources.enter_async_context(CancelOnDisconnect(request.receive))
     resources.enter_context(state.watcher())
 
-    pieces = watch(name, trainer, Watcher(since, samples), lambda: state.admission.refusing)
+    pieces = watch(name, trainer, Watcher(since, samples), lambda: state.admission.is_stopping)
     return EventStream(writer_from(pieces), until=None, failed=error_event)
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from unspool.train.running.runs import Run, film_steps
+from unspool.train.running.runs import Run, milestone_steps
 
 MAX_LINES = 4000  # of a log in one response: more points than there are pixels
 _TAIL_BYTES = 1 << 14  # always holds the last line of a log
@@ -33,7 +33,7 @@ def run_json(run: Run, fault: str | None = None) -> dict[str, Any]:
     """A run without its log and samples."""
     facts = {name: value for name, value in run.facts.items() if name not in _HIDDEN}
     steps = run.steps
-    film = film_steps(steps)
+    film = milestone_steps(steps)
     checkpoints = [
         {
             "step": saved.step,
@@ -44,7 +44,7 @@ def run_json(run: Run, fault: str | None = None) -> dict[str, Any]:
         }
         for saved in run.checkpoints()
     ]
-    can_resume = run.resumable() is not None
+    can_resume = run.resumable_checkpoint() is not None
     return {
         **summary(run, fault),
         "facts": facts,

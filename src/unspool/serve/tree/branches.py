@@ -61,7 +61,7 @@ class TreePrompt:
         """For each token: its readable text, and the text that became complete with it."""
         stream = TextStream()
         for token in self.ids:
-            partial_utf8 = stream.half
+            partial_utf8 = stream.partial_utf8
             data = self.tokenizer.token_bytes(token) if token < len(self.tokenizer) else b""
             yield self.readable(token, partial_utf8), stream.push(data)
 
@@ -252,7 +252,7 @@ class TreeBranch:
         if self.memory is not None:
             self.memory.add([step])
             self.memory.remove(self.steps[num_left:])
-        self.generation.take(step)
+        self.generation.append_step(step)
 
     def changed(self) -> None:
         """Notify watchers of a change other than new steps."""

@@ -51,7 +51,7 @@ async def create(body: CreateRequest, request: Request) -> Response:
     branches = branches_of(request)
     branches.make_room()
     async with state_of(request).call(request, body.model, places=0) as call:
-        branch: TreeBranch = await call.thread(new_branch, call, body)
+        branch: TreeBranch = await call.compute(new_branch, call, body)
     branches.add(branch)
     return await reply(branch, 0, prompt=True)
 
@@ -107,10 +107,10 @@ async def append(identity: str, body: AppendRequest, request: Request) -> Respon
             if body.message is not None:
                 if tokens is not None:
                     raise bad_request("give either message or tokens", "message")
-                tokens = await call.thread(
+                tokens = await call.compute(
                     encode_turn, call, branch, template_message(body.message)
                 )
-            changed = await call.thread(_append_scored, call, draft, body.text, tokens)
+            changed = await call.compute(_append_scored, call, draft, body.text, tokens)
         since = min(since, branch.set_text(changed, "append"))
     return await reply(branch, since)
 
@@ -145,7 +145,7 @@ async def choose(identity: str, body: ChooseRequest, request: Request) -> Respon
         draft = branch.generation.rewind(at)  # a copy: the branch may be running
         async with state_of(request).call(request, branch.model) as call:
             draft.source = call.served.lm
-            changed = await call.thread(_append_scored, call, draft, body.text, tokens)
+            changed = await call.compute(_append_scored, call, draft, body.text, tokens)
         if body.fork:
             branch = fork_branch(branch, changed, at, body.name)
             branches.add(branch)

@@ -16,9 +16,9 @@ from starlette.responses import Response
 
 from unspool.lens.attribution import attribution
 from unspool.lens.logit_lens import logit_lens
-from unspool.lens.look import Look, look
+from unspool.lens.look import Activations, get_activations
 from unspool.lens.neighbours import neighbours
-from unspool.lens.weights import host
+from unspool.lens.weights import to_numpy
 from unspool.sampling import log_softmax, score
 from unspool.serve.core.state import state_of
 from unspool.serve.core.step_json import finite
@@ -54,7 +54,7 @@ async def alternatives_at(
     head = {"object": "tree.alternatives", "branch": identity, "at": at}
     settings = sampling_json(branch.generation.settings)
     async with state_of(request).call(request, branch.model) as call:
-        result = await call.thread(alternatives, call.served.lm, ids, picked, top)
+        result = await call.compute(alternatives, call.served.lm, ids, picked, top)
     return JsonReply({**head, **result, "settings": settings})
 
 
@@ -106,7 +106,7 @@ async def look_at(
     tokens = branch.tokens
     head = {"object": "tree.look", "branch": identity, "prompt_tokens": len(branch.prompt.ids)}
     async with state_of(request).call(request, branch.model) as call:
-        reply: Response = await call.thread(
+        reply: Response = await call.compute(
             lambda: JsonReply({**head, **look_json(call.served.lm, tokens, position, options)})
         )
     return reply
@@ -117,11 +117,11 @@ def alternatives(
 ) -> dict[str, Any]:
     """The most likely next tokens of the model, and the sum of all others."""
     lm.prompt_ids(tokens)
-    with lm.opened(tokens) as branch:
+    with lm.open_branch(tokens) as branch:
         logits = lm.engine.extend(branch)[-1:]
     scores = score(logits, [picked or 0], top)
     ids, logprobs = scores.top_tokens[0], scores.top_logprobs[0]
-    partial_utf8 = lm.begun(tokens)
+    partial_utf8 = lm.partial_utf8(tokens)
     candidates = [
         {
             "token": int(token),
@@ -131,7 +131,7 @@ def alternatives(
         }
         for token, logprob in zip(ids, logprobs, strict=True)
     ]
-    others = np.delete(host(log_softmax(logits))[0].astype(np.float64), ids)
+    others = np.delete(to_numpy(log_softmax(logits))[0].astype(np.float64), ids)
     return {
         "position": len(tokens),
         "entropy": max(0.0, float(scores.entropies[0])),
@@ -163,15 +163,15 @@ def look_json(
     lm: Session, tokens: Sequence[int], position: int, options: LookOptions
 ) -> dict[str, Any]:
     """Model internals at this position."""
-    internals, parts = look(lm, tokens, position), options.included()
-    partial_utf8 = lm.begun(internals.tokens)
+    internals, parts = get_activations(lm, tokens, position), options.included()
+    partial_utf8 = lm.partial_utf8(internals.tokens)
     layers = _indices(options.layer, len(internals.attention), "layer")
     heads = _indices(options.head, internals.attention.shape[1], "head")
     reply: dict[str, Any] = {
         "position": internals.position,
         "token": {"id": internals.tokens[-1], "text": internals.texts[-1]},
         "picked": None if internals.picked is None else _token(lm, internals.picked, partial_utf8),
-        "likeliest": _token(lm, internals.likeliest, partial_utf8),
+        "likeliest": _token(lm, internals.most_likely, partial_utf8),
         "layers": len(internals.attention),
         "heads": internals.attention.shape[1],
         "norms": _numbers(internals.norms),
@@ -200,7 +200,7 @@ def look_json(
     return reply
 
 
-def _vectors(internals: Look) -> dict[str, Any]:
+def _vectors(internals: Activations) -> dict[str, Any]:
     """The residual stream before the first layer and after each, quantized for a picture.
 
     A number is its cell times the scale of the row. Of a wide vector, each run of `every` numbers
@@ -237,13 +237,13 @@ def _position_json(lm: Session, position: int) -> dict[str, Any]:
     return {"way": "rotary", "pairs": len(turns), "dials": dials}
 
 
-def _head(lm: Session, internals: Look, top: int) -> dict[str, Any]:
+def _head(lm: Session, internals: Activations, top: int) -> dict[str, Any]:
     """The norm of the vector after the final norm, and the logits of the output head."""
-    followed = internals.likeliest if internals.picked is None else internals.picked
+    followed = internals.most_likely if internals.picked is None else internals.picked
     scores = score(internals.logits[None], [followed], top)
     normed = lm.model.normed(internals.residuals[-1:])[0].astype(np.float64)
 
-    partial_utf8 = lm.begun(internals.tokens)
+    partial_utf8 = lm.partial_utf8(internals.tokens)
 
     def candidate(token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -265,7 +265,7 @@ def _head(lm: Session, internals: Look, top: int) -> dict[str, Any]:
 
 
 def _attention(
-    internals: Look, options: LookOptions, layers: list[int], heads: list[int]
+    internals: Activations, options: LookOptions, layers: list[int], heads: list[int]
 ) -> dict[str, Any]:
     """Attention weights over the tokens up to the position."""
     past = internals.attention.shape[-1]
@@ -295,9 +295,9 @@ def _attention(
     return reply
 
 
-def _mean(internals: Look, layers: list[int], heads: list[int]) -> Any:
+def _mean(internals: Activations, layers: list[int], heads: list[int]) -> Any:
     """Mean over heads and layers with attention; recurrent layers are skipped if possible."""
-    attending = [layer for layer in layers if layer in internals.attending] or layers
+    attending = [layer for layer in layers if layer in internals.attention_layers] or layers
     return internals.attention[attending][:, heads].mean((0, 1), dtype=np.float64)
 
 

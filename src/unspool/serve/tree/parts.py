@@ -72,7 +72,7 @@ async def fill_part(identity: str, body: FillRequest, request: Request) -> Respo
     first, last = checked_range(branch, body.first, body.last)
     plain = PlainText.from_branch(branch)
     async with state_of(request).call(request, branch.model) as call:
-        filled: dict[str, Any] = await call.thread(_propose, call, plain, first, last, body)
+        filled: dict[str, Any] = await call.compute(_propose, call, plain, first, last, body)
     return JsonReply({"object": "tree.fill", "branch": identity, **filled})
 
 
@@ -131,7 +131,7 @@ async def replace_parts(identity: str, body: ReplaceRequest, request: Request) -
         draft = branch.generation.fork()  # a copy: the branch may be running
         async with state_of(request).call(request, branch.model) as call:
             draft.source = call.served.lm
-            changed: Generation = await call.thread(_replace_parts, call, draft, changes)
+            changed: Generation = await call.compute(_replace_parts, call, draft, changes)
         if body.fork:
             branch = fork_branch(branch, changed, at, body.name)
             branches.add(branch)

@@ -45,7 +45,7 @@ class PlainText:
     def steps_of(self, start: int, end: int) -> tuple[int, int]:
         """The steps that these characters of the generated text belong to."""
         first = bisect_right(self.ends, start)
-        while 0 < first < len(self.steps) and self.steps[first].begun:
+        while 0 < first < len(self.steps) and self.steps[first].partial_utf8:
             first -= 1  # keep a character of several tokens together
         last = first
         while last < len(self.steps) and (self.ends[last - 1] if last else 0) < end:

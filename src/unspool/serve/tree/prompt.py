@@ -34,7 +34,7 @@ def new_branch(call: Call, body: CreateRequest) -> TreeBranch:
     return TreeBranch(
         call.served.name,
         prompt,
-        replace(lm.draft(prompt.ids, **{**_TRACE, **options}), source=None),
+        replace(lm.prepare_generation(prompt.ids, **{**_TRACE, **options}), source=None),
         merged_settings(body),
         body.max_tokens,
         name=body.name,
@@ -53,7 +53,7 @@ def encode_turn(call: Call, branch: TreeBranch, message: dict[str, Any]) -> list
     messages = [*branch.prompt.messages, {"role": "assistant", "content": answer}, message]
     template = call.served.lm.chat_template
     # Templates drop the reasoning of earlier turns; here all generated tokens stay.
-    encode = template.encode_behind if answer else template.encode_after
+    encode = template.encode_suffix if answer else template.encode_after
     ids = encode(messages, len(messages) - 2)
     if ids is None:
         raise bad_request("this chat template drops the answer when a message follows", "message")

@@ -55,7 +55,7 @@ async def _start(
     draft = branch.to_generation(call.served.lm)
     default = DEFAULT_TOKENS if branch.max_tokens is None else branch.max_tokens
     max_tokens = call.token_limit(body.max_tokens, len(branch.tokens), default)
-    await call.thread(_check_resumable, draft, options.get("stop"))
+    await call.compute(_check_resumable, draft, options.get("stop"))
     targets = [branch]
     if body.n > 1:
         at = len(draft.steps)
@@ -83,9 +83,9 @@ def _check_resumable(draft: Generation, stop: tuple[str, ...] | None) -> None:
     stream = TextStream(draft.request.limits.stop if stop is None else stop)
     for step in draft.steps:
         stream.push(step.bytes)
-    if stream.stopped is not None:
+    if stream.matched_stop is not None:
         raise bad_request(
-            f"the text has ended at its stop string {stream.stopped[:80]!r}; rewind it, or "
+            f"the text has ended at its stop string {stream.matched_stop[:80]!r}; rewind it, or "
             "resume with a different stop",
             "stop",
             "text_ended",
@@ -150,7 +150,7 @@ async def events(
 
 
 def _is_over(branch: TreeBranch, state: ServerState) -> bool:
-    return branch.deleted or state.admission.refusing
+    return branch.deleted or state.admission.is_stopping
 
 
 def _cursor_of(branch: TreeBranch, since: int | None, last_event_id: str | None) -> Cursor:

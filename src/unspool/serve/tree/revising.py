@@ -12,8 +12,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from unspool.decoding.edit.doubt import Doubt, causal_surprise, masked_surprise
-from unspool.decoding.edit.proposals import Unit, proposals, units
-from unspool.decoding.fill.fill import drafting
+from unspool.decoding.edit.proposals import EditUnit, propose_replacements, split_units
+from unspool.decoding.fill.fill import draft_settings
 from unspool.decoding.fill.masked import MaskedModel, masked_model
 from unspool.serve.core.schema import Strict
 from unspool.serve.core.state import Call, state_of
@@ -52,7 +52,7 @@ async def doubt(identity: str, body: DoubtRequest, request: Request) -> Response
     tokens, plain = branch.tokens, PlainText.from_branch(branch)
     call = await state_of(request).enter(request, branch.model)
     twin = await _hold_twin(call, body)
-    levels = await call.thread(_levels, call, tokens, plain, body.by, twin)
+    levels = await call.compute(_levels, call, tokens, plain, body.by, twin)
     doubts = [round(level, 4) for level in levels]
     return JsonReply({"object": "tree.doubt", "branch": identity, "doubts": doubts})
 
@@ -126,17 +126,17 @@ def _revise(
         for n, (step, level) in enumerate(zip(plain.steps, levels, strict=True))
         if step.text
     ]
-    options = drafting(call.served.lm, {}, candidates=_CANDIDATES, drafts=_DRAFTS)
+    options = draft_settings(call.served.lm, {}, candidates=_CANDIDATES, drafts=_DRAFTS)
     options = replace(options, singles=_SINGLES)
-    inside = [unit for unit in units(text, doubts) if unit.start >= shift]
+    inside = [unit for unit in split_units(text, doubts) if unit.start >= shift]
     for unit in inside[: body.places]:
-        ranked = proposals(call.served.lm, text, unit, options, reach=_REACH, twin=twin)
+        ranked = propose_replacements(call.served.lm, text, unit, options, reach=_REACH, twin=twin)
         best = ranked[0]
         is_better = best.texts[0] != unit.text and best.probability >= body.least
         yield _proposal_json(plain, unit, ranked) if is_better else None
 
 
-def _proposal_json(plain: PlainText, unit: Unit, ranked: Any) -> dict[str, Any]:
+def _proposal_json(plain: PlainText, unit: EditUnit, ranked: Any) -> dict[str, Any]:
     start = unit.start - len(plain.before)
     current = next(filled for filled in ranked if filled.texts[0] == unit.text)
     new = ranked[0].texts[0]

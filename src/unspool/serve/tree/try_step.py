@@ -35,7 +35,7 @@ async def try_step(identity: str, body: TryRequest, request: Request) -> Respons
     one_step = {"max_tokens": 1, "stop": (), "guard": None, "speculate": None, "explain": True}
     async with state_of(request).call(request, branch.model) as call:
         draft.source = call.served.lm
-        generation: Generation = await call.thread(draft.resume, **{**body.settings(), **one_step})
+        generation: Generation = await call.compute(draft.resume, **{**body.settings(), **one_step})
     step = generation.steps[at] if len(generation.steps) > at else None  # None: the context is full
     reply: dict[str, Any] = {"object": "tree.try", "branch": identity, "at": at}
     reply["step"] = step and step_json(step, len(branch.prompt.ids), branch.prompt.readable)

@@ -51,7 +51,7 @@ class BranchTexts(RequestTexts):
             "sample": self.options["sample"] + number,
             "max_tokens": self.max_tokens,
         }
-        return draft.going_on(**options)
+        return draft.start_resume(**options)
 
     async def _start(self, number: int) -> None:
         await super()._start(number)

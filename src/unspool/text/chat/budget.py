@@ -26,13 +26,13 @@ class TemplateLimitError(Exception):
     """The template exceeded a limit; the message continues "the chat template ..."."""
 
 
-class Budget:
+class TemplateBudget:
     def __init__(self, variables: Any = None) -> None:
         self._remaining = self._max_size = 1 << 60  # measure the input without limit
         self._deadline = float("inf")
         self._next_clock = 0
         self._sizes: dict[int, tuple[Any, int]] = {}  # by id: value (kept alive) and size
-        size = self.weigh(variables)
+        size = self.measure(variables)
         self._remaining = _STEPS + 16 * size
         self._max_size = _MAX_SIZE + 8 * size
         self._next_clock = self._remaining - _CLOCK_INTERVAL
@@ -56,16 +56,16 @@ class Budget:
             size_text = f"{size:,}" if size.bit_length() < 200 else "too many"
             self.refuse(f"builds a value of {size_text} characters and items")
 
-    def text(self, length: int) -> None:
+    def charge_text(self, length: int) -> None:
         """Charge for a text of this length, before it is built where possible."""
         self.check(length)
         self.spend(1 + length // 512)
 
-    def widths(self, layout: str) -> None:
+    def charge_widths(self, layout: str) -> None:
         """Charge for the field widths in a format such as `%20s`."""
-        self.text(sum(int(digits[:12]) for digits in re.findall(r"\d+", layout)))
+        self.charge_text(sum(int(digits[:12]) for digits in re.findall(r"\d+", layout)))
 
-    def weigh(self, value: Any) -> int:
+    def measure(self, value: Any) -> int:
         """Charge for an operation on a value; return its size, nested values included."""
         self.spend()
         size = self._size(value)
@@ -90,7 +90,7 @@ class Budget:
             self._sizes[id(value)] = measured
         return measured[1]
 
-    def product(self, sign: str, left_value: Any, right_value: Any) -> None:
+    def check_product(self, sign: str, left_value: Any, right_value: Any) -> None:
         """Check `left * right` or `left ** right` before it is computed."""
         if isinstance(left_value, int) and isinstance(right_value, int):
             bits = left_value.bit_length()
@@ -104,13 +104,15 @@ class Budget:
                 else (right_value, left_value)
             )
             if isinstance(repeats, int) and isinstance(series, str | list | tuple):
-                self.text(len(series) * repeats)
+                self.charge_text(len(series) * repeats)
 
 
 _CONTAINERS = (list, tuple, dict, set, range, KeysView, ValuesView, ItemsView)
-current_budget: ContextVar[Budget | None] = ContextVar("unspool_template_budget", default=None)
+current_budget: ContextVar[TemplateBudget | None] = ContextVar(
+    "unspool_template_budget", default=None
+)
 
 
-def active_budget() -> Budget:
+def active_budget() -> TemplateBudget:
     """Return the budget of the current rendering, or a new one."""
-    return current_budget.get() or Budget()
+    return current_budget.get() or TemplateBudget()

@@ -15,48 +15,48 @@ from itertools import pairwise
 from typing import Any
 
 from unspool.text.chat.messages import Message
-from unspool.text.chat.origin import Text, is_template, origin_of
+from unspool.text.chat.origin import OriginText, is_template, origin_of
 from unspool.text.chat.rewrite import GENERATION_EDGE
-from unspool.text.chat.spans import Cut, message_starts, tokens_within
+from unspool.text.chat.spans import EncodedPart, message_starts, tokens_within
 from unspool.text.chat.template import ChatTemplate
 
 
 @dataclass(frozen=True)
-class Lesson:
+class MaskedConversation:
     """A conversation as token ids with its loss mask."""
 
     ids: list[int]
-    counted: list[bool]
+    loss_mask: list[bool]
     text: str
 
 
-def counted_tokens(
+def mask_conversation(
     chat: ChatTemplate,
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None = None,
     end_ids: Collection[int] = (),
-) -> Lesson:
+) -> MaskedConversation:
     """Return the ids and loss mask of a conversation; a message with `weight: 0` is masked."""
 
-    def lesson(turns: Sequence[Message]) -> Lesson:
+    def lesson(turns: Sequence[Message]) -> MaskedConversation:
         unweighted = [{key: turn[key] for key in turn if key != "weight"} for turn in turns]
         marked = chat.render_marked(unweighted, tools=tools, add_generation_prompt=False)
-        text, blocks = _without_edges(marked)
-        parts = chat.cuts(text)
+        text, blocks = _remove_marks(marked)
+        parts = chat.encode_parts(text)
         ids = [token for cut in parts for token in cut.ids]
         mask = [False] * len(ids)
         starts = [*message_starts(origin_of(text), len(turns)), len(text)]
         for turn, span in zip(turns, pairwise(starts), strict=True):
             if turn["role"] != "assistant" or turn.get("weight") == 0:
                 continue
-            for begin, end in _stretches(chat, text, span, blocks, parts, end_ids):
+            for begin, end in _trained_spans(chat, text, span, blocks, parts, end_ids):
                 mask[begin:end] = [True] * (end - begin)
-        return Lesson(ids, mask, str.__str__(text))
+        return MaskedConversation(ids, mask, str.__str__(text))
 
-    return chat.in_turns(lesson, messages, {})
+    return chat.try_turns(lesson, messages, {})
 
 
-def _without_edges(marked: Text) -> tuple[Text, list[tuple[int, int]]]:
+def _remove_marks(marked: OriginText) -> tuple[OriginText, list[tuple[int, int]]]:
     """Return the text without generation marks, and the spans between the marks."""
     origin = origin_of(marked)
     edges = [
@@ -67,17 +67,19 @@ def _without_edges(marked: Text) -> tuple[Text, list[tuple[int, int]]]:
     bounds = [-1, *edges, len(marked)]
     pieces = [(a + 1, b) for a, b in pairwise(bounds)]
     plain = str.__str__(marked)
-    text = Text("".join(plain[a:b] for a, b in pieces), "".join(origin[a:b] for a, b in pieces))
+    text = OriginText(
+        "".join(plain[a:b] for a, b in pieces), "".join(origin[a:b] for a, b in pieces)
+    )
     positions = [edge - number for number, edge in enumerate(edges)]
     return text, list(zip(positions[::2], positions[1::2], strict=True))
 
 
-def _stretches(
+def _trained_spans(
     chat: ChatTemplate,
-    text: Text,
+    text: OriginText,
     span: tuple[int, int],
     blocks: Sequence[tuple[int, int]],
-    parts: Sequence[Cut],
+    parts: Sequence[EncodedPart],
     end_ids: Collection[int],
 ) -> list[tuple[int, int]]:
     """Return the token spans of one assistant message to train on, as (begin, end)."""
@@ -85,13 +87,13 @@ def _stretches(
     if chat.marks_generation:
         inside = [(begin, end) for begin, end in blocks if span[0] <= begin < span[1]]
         return [tokens_within(parts, begin, end, token_bytes) for begin, end in inside]
-    begin, end = tokens_within(parts, _behind_prompt(chat, text, *span), span[1], token_bytes)
+    begin, end = tokens_within(parts, _after_prompt(chat, text, *span), span[1], token_bytes)
     ids = [token for cut in parts for token in cut.ids]
     ends = [position for position in range(begin, end) if ids[position] in end_ids]
     return [(begin, ends[-1] + 1 if ends else end)]
 
 
-def _behind_prompt(chat: ChatTemplate, text: Text, begin: int, end: int) -> int:
+def _after_prompt(chat: ChatTemplate, text: OriginText, begin: int, end: int) -> int:
     """Return where the model begins to write: after the generation prompt."""
     prompt = chat.generation_prompt
     prompt_pos = text.find(prompt.rstrip(), begin, end) if prompt.strip() else -1

@@ -20,7 +20,7 @@ ONLY_TEXT = "only text is supported; of a multimodal model, only the language mo
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def validate_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return validated copies of the messages; raise UnspoolError if one is invalid."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise UnspoolError(
@@ -61,7 +61,7 @@ def _check_parts(parts: list[Any], where: str) -> None:
             raise UnspoolError(f"{where} has a part of type {kind!r}: {ONLY_TEXT}")
 
 
-def joined_parts(message: dict[str, Any]) -> dict[str, Any]:
+def join_text_parts(message: dict[str, Any]) -> dict[str, Any]:
     """Return the message with its text parts joined, for templates that expect a string."""
     if not isinstance(message.get("content"), list):
         return message

@@ -36,54 +36,54 @@ def is_template(origin: str) -> bool:
     return all(ord(mark) & 1 for mark in set(origin))
 
 
-class Text(str):
+class OriginText(str):
     """A string with an origin mark for each character."""
 
     __slots__ = ("_origin",)
     _origin: str
 
-    def __new__(cls, text: str, origin: str = UNKNOWN) -> Text:
+    def __new__(cls, text: str, origin: str = UNKNOWN) -> OriginText:
         """`origin` is one mark per character, or a single one for all."""
         self = super().__new__(cls, text)
         self._origin = origin * len(text) if len(origin) == 1 else origin
         return self
 
-    def __str__(self) -> Text:
+    def __str__(self) -> OriginText:
         return self
 
-    def __add__(self, other: str) -> Text:
+    def __add__(self, other: str) -> OriginText:
         return concat((self, other))
 
-    def __radd__(self, other: str) -> Text:
+    def __radd__(self, other: str) -> OriginText:
         return concat((other, self))
 
-    def __mul__(self, count: SupportsIndex) -> Text:
-        return Text(super().__mul__(count), self._origin * count)
+    def __mul__(self, count: SupportsIndex) -> OriginText:
+        return OriginText(super().__mul__(count), self._origin * count)
 
     __rmul__ = __mul__
 
-    def __mod__(self, values: Any) -> Text:
-        return _percent(self, values)
+    def __mod__(self, values: Any) -> OriginText:
+        return _format_percent(self, values)
 
-    def __getitem__(self, index: SupportsIndex | slice) -> Text:
-        return Text(super().__getitem__(index), self._origin[index])
+    def __getitem__(self, index: SupportsIndex | slice) -> OriginText:
+        return OriginText(super().__getitem__(index), self._origin[index])
 
-    def lstrip(self, chars: str | None = None, /) -> Text:
+    def lstrip(self, chars: str | None = None, /) -> OriginText:
         return self[len(self) - len(super().lstrip(chars)) :]
 
-    def rstrip(self, chars: str | None = None, /) -> Text:
+    def rstrip(self, chars: str | None = None, /) -> OriginText:
         return self[: len(super().rstrip(chars))]
 
-    def strip(self, chars: str | None = None, /) -> Text:
+    def strip(self, chars: str | None = None, /) -> OriginText:
         return self.lstrip(chars).rstrip(chars)
 
-    def removeprefix(self, prefix: str, /) -> Text:
+    def removeprefix(self, prefix: str, /) -> OriginText:
         return self[len(prefix) :] if self.startswith(prefix) else self
 
-    def removesuffix(self, suffix: str, /) -> Text:
+    def removesuffix(self, suffix: str, /) -> OriginText:
         return self[: -len(suffix)] if suffix and self.endswith(suffix) else self
 
-    def _located(self, parts: Collection[str], gap: int | None) -> list[Text]:
+    def _located(self, parts: Collection[str], gap: int | None) -> list[OriginText]:
         """Return `parts` as `Text`; they are in order, `gap` characters apart (None: blanks)."""
         active_budget().check(16 * len(parts))  # each is a new object
         located, at = [], 0
@@ -93,92 +93,92 @@ class Text(str):
             at += len(part) + (gap or 0)
         return located
 
-    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[Text]:  # type: ignore[override]
+    def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[OriginText]:  # type: ignore[override]
         return self._located(super().split(sep, maxsplit), len(sep) if sep else None)
 
-    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[Text]:  # type: ignore[override]
+    def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[OriginText]:  # type: ignore[override]
         return self._located(super().rsplit(sep, maxsplit), len(sep) if sep else None)
 
-    def splitlines(self, keepends: bool = False) -> list[Text]:  # type: ignore[override]
+    def splitlines(self, keepends: bool = False) -> list[OriginText]:  # type: ignore[override]
         lines = self._located(super().splitlines(keepends=True), 0)
         ends = super().splitlines(keepends)
         return [line[: len(end)] for line, end in zip(lines, ends, strict=True)]
 
-    def partition(self, sep: str, /) -> tuple[Text, Text, Text]:
+    def partition(self, sep: str, /) -> tuple[OriginText, OriginText, OriginText]:
         before, separator, after = self._located(super().partition(sep), 0)
         return before, separator, after
 
-    def rpartition(self, sep: str, /) -> tuple[Text, Text, Text]:
+    def rpartition(self, sep: str, /) -> tuple[OriginText, OriginText, OriginText]:
         before, separator, after = self._located(super().rpartition(sep), 0)
         return before, separator, after
 
-    def join(self, items: Iterable[str], /) -> Text:
+    def join(self, items: Iterable[str], /) -> OriginText:
         pieces: list[str] = []
         for item in items:
             pieces += (self, item)
         return concat(pieces[1:])
 
-    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> Text:
+    def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> OriginText:
         if old:
-            return Text(new, origin_of(new)).join(self.split(old, count))
+            return OriginText(new, origin_of(new)).join(self.split(old, count))
         concat([new] * (len(self) + 1))  # charge for the result
-        return Text(super().replace(old, new, count))
+        return OriginText(super().replace(old, new, count))
 
-    def _same_length(self, changed: str) -> Text:
-        return Text(changed, self._origin if len(changed) == len(self) else UNKNOWN)
+    def _same_length(self, changed: str) -> OriginText:
+        return OriginText(changed, self._origin if len(changed) == len(self) else UNKNOWN)
 
-    def lower(self) -> Text:
+    def lower(self) -> OriginText:
         return self._same_length(super().lower())
 
-    def upper(self) -> Text:
+    def upper(self) -> OriginText:
         return self._same_length(super().upper())
 
-    def capitalize(self) -> Text:
+    def capitalize(self) -> OriginText:
         return self._same_length(super().capitalize())
 
-    def title(self) -> Text:
+    def title(self) -> OriginText:
         return self._same_length(super().title())
 
 
-class SafeText(Text):
+class SafeOriginText(OriginText):
     """Result of the filters `safe` and `escape`: as in Jinja, `+` escapes the other operand."""
 
     __slots__ = ()
 
-    def __add__(self, other: str) -> SafeText:
+    def __add__(self, other: str) -> SafeOriginText:
         joined = concat((self, escaped(other)))
-        return SafeText(joined, joined._origin)
+        return SafeOriginText(joined, joined._origin)
 
-    def __radd__(self, other: str) -> SafeText:
+    def __radd__(self, other: str) -> SafeOriginText:
         joined = concat((escaped(other), self))
-        return SafeText(joined, joined._origin)
+        return SafeOriginText(joined, joined._origin)
 
 
-def escaped(text: str) -> Text:
+def escaped(text: str) -> OriginText:
     """Escape HTML: &lt; for < and so on."""
-    if isinstance(text, SafeText):
+    if isinstance(text, SafeOriginText):
         return text
-    return Text(text, origin_of(text))._same_length(str(escape(str.__str__(text))))
+    return OriginText(text, origin_of(text))._same_length(str(escape(str.__str__(text))))
 
 
 def origin_of(text: str) -> str:
-    return text._origin if isinstance(text, Text) else UNKNOWN * len(text)
+    return text._origin if isinstance(text, OriginText) else UNKNOWN * len(text)
 
 
-def concat(pieces: Iterable[str]) -> Text:
+def concat(pieces: Iterable[str]) -> OriginText:
     budget, length, texts = active_budget(), 0, []
     for piece in pieces:
         length += len(piece)
         budget.check(length)
         texts.append(piece)
-    budget.text(length)
-    return Text("".join(texts), "".join(map(origin_of, texts)))
+    budget.charge_text(length)
+    return OriginText("".join(texts), "".join(map(origin_of, texts)))
 
 
 def with_origin(value: Any, origin: str, depth: int = 0) -> Any:
     """Return the JSON-like value with each string as a `Text` of this origin."""
     if isinstance(value, str):
-        return Text(value, origin)
+        return OriginText(value, origin)
     if depth > _MAX_DEPTH:
         raise UnspoolError(f"values may be nested at most {_MAX_DEPTH} levels deep")
     if isinstance(value, dict):
@@ -191,12 +191,12 @@ def with_origin(value: Any, origin: str, depth: int = 0) -> Any:
 _FIELD = re.compile(r"%(\([^)]*\))?[-#0 +]*(\d*)(?:\.(\d*))?[hlL]?([a-zA-Z%])")
 
 
-def _percent(layout: Text, values: Any) -> Text:
+def _format_percent(layout: OriginText, values: Any) -> OriginText:
     """`layout % values`."""
     if re.search(r"%[^a-zA-Z%]*\*", layout):
         active_budget().refuse("uses a computed field width")
-    active_budget().widths(layout)
-    active_budget().check((1 + layout.count("%(")) * active_budget().weigh(values))
+    active_budget().charge_widths(layout)
+    active_budget().check((1 + layout.count("%(")) * active_budget().measure(values))
     plain = str.__mod__(layout, values)
     arguments = iter(values if isinstance(values, tuple) else (values,))
     pieces: list[str] = []
@@ -211,4 +211,4 @@ def _percent(layout: Text, values: Any) -> Text:
         spec = field[0].replace(field[1] or "", "", 1)
         is_plain_string = spec == "%s" and isinstance(value, str)
         pieces.append(str(value) if is_plain_string else str.__mod__(spec, (value,)))
-    return result if (result := concat([*pieces, layout[at:]])) == plain else Text(plain)
+    return result if (result := concat([*pieces, layout[at:]])) == plain else OriginText(plain)

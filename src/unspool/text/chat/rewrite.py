@@ -18,12 +18,12 @@ from jinja2.exceptions import TemplateSyntaxError
 from jinja2.visitor import NodeTransformer
 
 from unspool.text.chat.budget import active_budget
-from unspool.text.chat.origin import TEMPLATE, Text, concat, origin_mark
+from unspool.text.chat.origin import TEMPLATE, OriginText, concat, origin_mark
 
 GENERATION_EDGE = "\ufdd1"  # a Unicode noncharacter, so no text has it
 
 
-class Run:
+class RenderState:
     """State of one rendering: its time, and the message whose loop iteration runs."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Run:
             self._loop, self.origin = 0, TEMPLATE
 
 
-current_run: ContextVar[Run] = ContextVar("unspool_template_run")
+current_run: ContextVar[RenderState] = ContextVar("unspool_template_run")
 
 
 # Hooks that the rewritten template calls. -----------------------------------------------------
@@ -66,32 +66,32 @@ def enter_body() -> bool:
     return True
 
 
-def literal(text: str) -> Text:
+def literal(text: str) -> OriginText:
     """Return a string literal of the template."""
-    active_budget().text(len(text))
-    return Text(text, current_run.get().origin)
+    active_budget().charge_text(len(text))
+    return OriginText(text, current_run.get().origin)
 
 
-def generation_edge() -> Text:
+def generation_edge() -> OriginText:
     """Return the mark at the edges of a generation block, if marks were requested."""
-    return Text(GENERATION_EDGE if current_run.get().mark_generation else "", TEMPLATE)
+    return OriginText(GENERATION_EDGE if current_run.get().mark_generation else "", TEMPLATE)
 
 
 def weighed(value: Any) -> Any:
-    active_budget().weigh(value)
+    active_budget().measure(value)
     return value
 
 
-def join_texts(*values: Any) -> Text:
+def join_texts(*values: Any) -> OriginText:
     """Jinja's `~`."""
     return concat(map(show, values))
 
 
 def show(value: Any) -> str:
     """Return a value as text; each `{{ ... }}` is output through this function."""
-    active_budget().weigh(value)
+    active_budget().measure(value)
     if value is None or isinstance(value, bool | int | float):
-        return Text(str(value), current_run.get().origin)
+        return OriginText(str(value), current_run.get().origin)
     return str(value)
 
 

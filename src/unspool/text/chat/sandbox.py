@@ -27,12 +27,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter, sa
 from jinja2.utils import Namespace
 
 from unspool.errors import ModelFileError, UnspoolError
-from unspool.text.chat.budget import Budget, TemplateLimitError, active_budget, current_budget
-from unspool.text.chat.origin import SafeText, Text, concat, escaped, origin_of
+from unspool.text.chat.budget import (
+    TemplateBudget,
+    TemplateLimitError,
+    active_budget,
+    current_budget,
+)
+from unspool.text.chat.origin import OriginText, SafeOriginText, concat, escaped, origin_of
 from unspool.text.chat.rewrite import (
     HOOKS,
+    RenderState,
     Rewriter,
-    Run,
     current_run,
     hook_call,
     show,
@@ -111,25 +116,25 @@ class _Environment(ImmutableSandboxedEnvironment):
             return hook(*args)
         budget = active_budget()
         for value in (*args, *(kwargs[name] for name in kwargs if name[0] != "_")):
-            budget.weigh(value)
+            budget.measure(value)
         owner = getattr(function, "__self__", None)
         if isinstance(function, BuiltinMethodType) or isinstance(owner, str):
             name = function.__name__
             if name not in _METHODS:
                 raise SecurityError(f"{type(owner).__name__}.{name} cannot be used in a template")
-            budget.weigh(owner)
+            budget.measure(owner)
             if isinstance(owner, str):
                 function = getattr(_as_text(owner), name)
                 if name in _WIDTHS and args and isinstance(args[0], int):
-                    budget.text(args[0] * (1 + owner.count("\t")))
+                    budget.charge_text(args[0] * (1 + owner.count("\t")))
         return weighed(super().call(context, function, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left_value: Any, right_value: Any) -> Any:
         budget = active_budget()
-        budget.weigh(left_value)
-        budget.weigh(right_value)
+        budget.measure(left_value)
+        budget.measure(right_value)
         if operator in ("*", "**"):
-            budget.product(operator, left_value, right_value)
+            budget.check_product(operator, left_value, right_value)
         return weighed(super().call_binop(context, operator, _as_text(left_value), right_value))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -150,7 +155,9 @@ def _finalize(context: Context, value: Any) -> str:
 
 
 def _as_text(value: Any) -> Any:
-    return Text(value) if isinstance(value, str) and not isinstance(value, Text) else value
+    return (
+        OriginText(value) if isinstance(value, str) and not isinstance(value, OriginText) else value
+    )
 
 
 class _Formatter(SandboxedFormatter):
@@ -163,7 +170,7 @@ class _Formatter(SandboxedFormatter):
         pieces: list[str] = []
         number = 0
         for literal_text, field, spec, conversion in self.parse(format_string):
-            pieces.append(Text(literal_text, *marks))
+            pieces.append(OriginText(literal_text, *marks))
             if field is None:
                 continue
             if field[:1] in ("", ".", "["):
@@ -174,8 +181,8 @@ class _Formatter(SandboxedFormatter):
         return result if (result := concat(pieces)) == plain else plain
 
     def format_field(self, value: Any, format_spec: str) -> Any:
-        active_budget().widths(format_spec)
-        self._total += active_budget().weigh(value)
+        active_budget().charge_widths(format_spec)
+        self._total += active_budget().measure(value)
         active_budget().check(self._total)
         return super().format_field(value, format_spec)
 
@@ -232,18 +239,18 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = 
     for chunk in encoder.iterencode(value):
         length += len(chunk)
         if indent:
-            budget.text(length)
+            budget.charge_text(length)
         chunks.append(chunk)
     return "".join(chunks)
 
 
 @pass_eval_context
 def _join(eval_ctx: Any, value: Any, d: str = "", attribute: Any = None) -> str:
-    return sync_do_join(eval_ctx, value, Text(d, origin_of(d)), attribute)
+    return sync_do_join(eval_ctx, value, OriginText(d, origin_of(d)), attribute)
 
 
 def _safe(value: Any) -> str:
-    return SafeText(text := show(value), origin_of(text))
+    return SafeOriginText(text := show(value), origin_of(text))
 
 
 def _escape(value: Any) -> str:
@@ -258,12 +265,12 @@ def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         budget = active_budget()
         budget.spend(4)
         values = (*args[offset:], *kwargs.values())
-        sizes = [budget.weigh(value) for value in values]
+        sizes = [budget.measure(value) for value in values]
         if name in ("center", "indent", "batch", "slice"):  # a width or an indent for each line
             lines = values[0].count("\n") + 1 if isinstance(values[0], str) else sizes[0]
             widths = [value if isinstance(value, int) else size
                       for value, size in zip(values[1:], sizes[1:], strict=True)]  # fmt: skip
-            budget.text(lines * max(widths, default=0))
+            budget.charge_text(lines * max(widths, default=0))
         elif name == "list" and isinstance(values[0], str):
             budget.check(16 * sizes[0])
         elif name == "sum" and any(isinstance(value, list | tuple) for value in values[1:]):
@@ -277,7 +284,7 @@ def _guarded_test(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def guard(*args: Any, **kwargs: Any) -> Any:
         for value in args:
-            active_budget().weigh(value)
+            active_budget().measure(value)
         return function(*args, **kwargs)
 
     return guard
@@ -320,25 +327,25 @@ class SandboxedTemplate:
         *,
         now: datetime | None = None,
         mark_generation: bool = False,
-    ) -> Text:
+    ) -> OriginText:
         """Return the rendered text. The variables must be plain JSON-like values.
 
         With `mark_generation`, GENERATION_EDGE marks both edges of generation blocks.
         """
-        run = Run(variables.get("messages", ()), now or datetime.now(), mark_generation)
-        tokens = current_budget.set(Budget(variables)), current_run.set(run)
+        run = RenderState(variables.get("messages", ()), now or datetime.now(), mark_generation)
+        tokens = current_budget.set(TemplateBudget(variables)), current_run.set(run)
         try:
             return concat(
                 self._template.root_render_func(self._template.new_context(dict(variables)))
             )
         except Exception as error:  # a template can raise any exception
-            raise _explained(error) from None
+            raise _to_unspool_error(error) from None
         finally:
             current_budget.reset(tokens[0])
             current_run.reset(tokens[1])
 
 
-def _explained(error: Exception) -> UnspoolError:
+def _to_unspool_error(error: Exception) -> UnspoolError:
     message = _one_line(error) or type(error).__name__
     if isinstance(error, TemplateRefusalError):
         return MessagesRefusedError(f"the chat template refuses these messages: {message}")

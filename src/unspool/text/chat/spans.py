@@ -25,7 +25,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Cut:
+class EncodedPart:
     """A part of the text and its ids; parts follow each other without gaps."""
 
     text: str
@@ -51,7 +51,7 @@ def message_starts(origin: str, count: int) -> list[int]:
 
 
 def token_spans(
-    parts: Sequence[Cut], starts: Sequence[int], token_bytes: Callable[[int], bytes]
+    parts: Sequence[EncodedPart], starts: Sequence[int], token_bytes: Callable[[int], bytes]
 ) -> list[tuple[int, int]]:
     """Convert starts in the text to spans in the ids: (start, end) of each, without gaps."""
     edges, chars, tokens = [0], 0, 0
@@ -65,7 +65,7 @@ def token_spans(
     return [(a, max(a, b)) for a, b in pairwise(edges)]
 
 
-def _token_at(part: Cut, position: int, token_bytes: Callable[[int], bytes]) -> int:
+def _token_at(part: EncodedPart, position: int, token_bytes: Callable[[int], bytes]) -> int:
     """Return the index of the first token that begins at or after this position of the text."""
     if position == 0:
         return 0
@@ -80,7 +80,7 @@ def _token_at(part: Cut, position: int, token_bytes: Callable[[int], bytes]) -> 
 
 
 def tokens_within(
-    parts: Sequence[Cut], begin: int, end: int, token_bytes: Callable[[int], bytes]
+    parts: Sequence[EncodedPart], begin: int, end: int, token_bytes: Callable[[int], bytes]
 ) -> tuple[int, int]:
     """Return the span of the tokens that contain characters from `begin` to `end`."""
     if begin >= end:
@@ -96,7 +96,9 @@ def tokens_within(
     return first, last
 
 
-def _edge(part: Cut, position: int, token_bytes: Callable[[int], bytes], *, before: bool) -> int:
+def _edge(
+    part: EncodedPart, position: int, token_bytes: Callable[[int], bytes], *, before: bool
+) -> int:
     """Return the index of the token that begins at this position of the text.
 
     If none does, return the one before or after it. Counts from the end, because an encoder may

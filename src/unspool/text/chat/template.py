@@ -27,19 +27,19 @@ from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from unspool.errors import SettingsError, UnspoolError, count
-from unspool.text.chat.messages import Message, checked_messages, joined_parts, plain_json
+from unspool.text.chat.messages import Message, join_text_parts, plain_json, validate_messages
 from unspool.text.chat.origin import (
     TEMPLATE,
     UNKNOWN,
-    Text,
+    OriginText,
     is_template,
     origin_mark,
     origin_of,
     with_origin,
 )
 from unspool.text.chat.sandbox import MessagesRefusedError, SandboxedTemplate
-from unspool.text.chat.spans import Cut, Span, message_starts, token_spans
-from unspool.text.chat.turns import other_ways
+from unspool.text.chat.spans import EncodedPart, Span, message_starts, token_spans
+from unspool.text.chat.turns import equivalent_turns
 
 Result = TypeVar("Result")
 
@@ -114,13 +114,13 @@ class ChatTemplate:
         to the template: `documents`, `enable_thinking` and others. If the template refuses the
         messages, equivalent turns are tried (`turns.py`).
         """
-        return self.in_turns(self.render_as_is, messages, options)
+        return self.try_turns(self.render_as_is, messages, options)
 
     def encode(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:
         """Return the ids and message spans of a conversation; options as in `render`."""
-        return self.in_turns(self._prompt, messages, options)
+        return self.try_turns(self._encode_prompt, messages, options)
 
-    def in_turns(
+    def try_turns(
         self,
         make: Callable[..., Result],
         messages: Sequence[Message],
@@ -130,7 +130,7 @@ class ChatTemplate:
         try:
             return make(messages, **options)
         except MessagesRefusedError:
-            for turns in other_ways(messages):
+            for turns in equivalent_turns(messages):
                 with suppress(MessagesRefusedError):
                     return make(turns, **options)
             raise
@@ -139,7 +139,7 @@ class ChatTemplate:
         """Render without trying equivalent turns."""
         return str.__str__(self._render(self._variables(messages, **options)))
 
-    def render_marked(self, messages: Sequence[Message], **options: Any) -> Text:
+    def render_marked(self, messages: Sequence[Message], **options: Any) -> OriginText:
         """Render with the origin of each character, and with marks at generation blocks."""
         return self._template.render(self._variables(messages, **options), mark_generation=True)
 
@@ -159,10 +159,10 @@ class ChatTemplate:
         """Whether the template has generation tags."""
         return self._template.marks_generation
 
-    def _prompt(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:
+    def _encode_prompt(self, messages: Sequence[Message], **options: Any) -> ChatPrompt:
         variables, now = self._variables(messages, **options), datetime.now()
         text = self._render(variables, now)
-        parts = self.cuts(text)
+        parts = self.encode_parts(text)
         starts = message_starts(origin_of(text), len(messages))
         has_prompt = variables["add_generation_prompt"]
         if has_prompt:
@@ -194,18 +194,18 @@ class ChatTemplate:
         """
         text = self._render(self._variables(messages, **options))
         prefix = self.render(messages[: index + 1], continue_final_message=True, **options)
-        return self._behind(text, len(prefix)) if text.startswith(prefix) else None
+        return self._encode_from(text, len(prefix)) if text.startswith(prefix) else None
 
-    def encode_behind(self, messages: Sequence[Message], index: int) -> list[int] | None:
+    def encode_suffix(self, messages: Sequence[Message], index: int) -> list[int] | None:
         """As `encode_after`, even if the template changes the message; None if it is omitted."""
         text = self._render(self._variables(messages))
         end = origin_of(text).rfind(origin_mark(index + 1, template=False)) + 1
-        return self._behind(text, end) if end else None
+        return self._encode_from(text, end) if end else None
 
-    def _behind(self, text: Text, skip: int) -> list[int]:
+    def _encode_from(self, text: OriginText, skip: int) -> list[int]:
         """Return the ids of a text without its first `left` characters."""
         ids: list[int] = []
-        for part in self.cuts(text):
+        for part in self.encode_parts(text):
             if skip <= 0:
                 ids += part.ids
             elif skip < len(part.text):
@@ -230,18 +230,21 @@ class ChatTemplate:
                 "continue_final_message continues the last message and add_generation_prompt begins"
                 " a new one: give only one of them"
             )
-        checked = checked_messages(messages)
+        checked = validate_messages(messages)
         if not self._reads_parts:
-            checked = [joined_parts(message) for message in checked]
+            checked = [join_text_parts(message) for message in checked]
         marked = []
         for number, message in enumerate(checked, start=1):
             is_known = message["role"] in _KNOWN_ROLES
             fields = with_origin(message, origin_mark(number, template=False))
             marked.append(
-                {**fields, "role": Text(message["role"], origin_mark(number, template=is_known))}
+                {
+                    **fields,
+                    "role": OriginText(message["role"], origin_mark(number, template=is_known)),
+                }
             )
         if continue_final_message:
-            _leave_open(marked[-1])
+            _mark_open(marked[-1])
         options = plain_json(dict(extra), "template options")
         return {
             **self._token_names,
@@ -255,7 +258,7 @@ class ChatTemplate:
             else bool(add_generation_prompt),
         }  # fmt: skip
 
-    def _render(self, variables: dict[str, Any], now: datetime | None = None) -> Text:
+    def _render(self, variables: dict[str, Any], now: datetime | None = None) -> OriginText:
         text = self._template.render(variables, now=now)
         number = len(variables["messages"])
         mark = _open_mark(variables["messages"][-1])
@@ -268,26 +271,26 @@ class ChatTemplate:
                 " with an assistant message"
             )
         text = text[: end + (mark == _OPEN)]
-        return Text(text, origin_of(text).replace(_OPEN, origin_mark(number, template=False)))
+        return OriginText(text, origin_of(text).replace(_OPEN, origin_mark(number, template=False)))
 
-    def _end_of_messages(self, text: Text, variables: dict[str, Any], now: datetime) -> int:
+    def _end_of_messages(self, text: OriginText, variables: dict[str, Any], now: datetime) -> int:
         """Return where the generation prompt begins."""
         try:
             messages = self._render({**variables, "add_generation_prompt": False}, now)
         except UnspoolError:  # some templates require the generation prompt
-            messages = Text("")
+            messages = OriginText("")
         if messages and text.startswith(messages):
             return len(messages)
         return len(origin_of(text).rstrip(UNKNOWN + TEMPLATE))
 
     @cached_property
-    def _token_names(self) -> dict[str, Text]:
+    def _token_names(self) -> dict[str, OriginText]:
         """`bos_token` and the like, those that the model has."""
         names = {}
         for name in ("bos", "eos", "unk", "pad"):
             token = getattr(self.tokenizer, f"{name}_id", None)
             if token is not None:
-                names[f"{name}_token"] = Text(self.tokenizer.token_text(token), TEMPLATE)
+                names[f"{name}_token"] = OriginText(self.tokenizer.token_text(token), TEMPLATE)
         if self.tokenizer.add_bos and "bos_token" in names:
             names["start_token"] = names["bos_token"]  # for PLAIN_TEMPLATE
         return names
@@ -329,9 +332,9 @@ class ChatTemplate:
         longest_first = sorted(self._controls, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def _pieces(self, text: Text) -> list[tuple[Text, bool]]:
+    def _split_controls(self, text: OriginText) -> list[tuple[OriginText, bool]]:
         """Split the text into (piece, whether it is a control token written by the template)."""
-        pieces: list[tuple[Text, bool]] = []
+        pieces: list[tuple[OriginText, bool]] = []
         end_pos = at = 0
         while match := self._control_pattern.search(text, at):
             start, end = match.span()
@@ -341,15 +344,15 @@ class ChatTemplate:
                 end_pos = at = end
         return [piece for piece in (*pieces, (text[end_pos:], False)) if piece[0]]
 
-    def cuts(self, text: Text) -> list[Cut]:
+    def encode_parts(self, text: OriginText) -> list[EncodedPart]:
         """Encode the rendered text as parts with their ids.
 
         As much as possible is encoded together, because some vocabularies treat the start of a
         text differently. Only a piece in which the caller wrote a control token is encoded alone.
         """
-        run: list[tuple[Text, bool]] = []
-        parts: list[Cut] = []
-        for piece, is_control in self._pieces(text):
+        run: list[tuple[OriginText, bool]] = []
+        parts: list[EncodedPart] = []
+        for piece, is_control in self._split_controls(text):
             if is_control or not self._control_pattern.search(piece):
                 run.append((piece, is_control))
                 continue
@@ -358,7 +361,9 @@ class ChatTemplate:
             run = []
         return parts + self._encode_together(run, at_start=not parts)
 
-    def _encode_together(self, run: list[tuple[Text, bool]], at_start: bool) -> list[Cut]:
+    def _encode_together(
+        self, run: list[tuple[OriginText, bool]], at_start: bool
+    ) -> list[EncodedPart]:
         text = "".join(piece for piece, _ in run)
         ids = self.tokenizer.encode(text, specials=True)
         expected = [self._controls[piece] for piece, is_control in run if is_control]
@@ -369,17 +374,21 @@ class ChatTemplate:
         parts, start, remaining = [], 0, list(reversed(positions))
         for piece, is_control in run:
             end = start + 1 if is_control else (remaining[-1] if remaining else len(ids))
-            parts.append(Cut(piece, ids[start:end]))
+            parts.append(EncodedPart(piece, ids[start:end]))
             start = end
             if is_control:
                 remaining.pop()
         return parts
 
-    def _encode_apart(self, run: list[tuple[Text, bool]], at_start: bool) -> list[Cut]:
-        parts: list[Cut] = []
+    def _encode_apart(
+        self, run: list[tuple[OriginText, bool]], at_start: bool
+    ) -> list[EncodedPart]:
+        parts: list[EncodedPart] = []
         for piece, is_control in run:
             ids = [self._controls[piece]] if is_control else None
-            parts.append(Cut(piece, ids or self._encode_text(piece, at_start and not parts)))
+            parts.append(
+                EncodedPart(piece, ids or self._encode_text(piece, at_start and not parts))
+            )
         return parts
 
     def _encode_text(self, text: str, at_start: bool) -> list[int]:
@@ -421,7 +430,7 @@ def _last_text(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
     return (content[-1], "text") if isinstance(content, list) and content else (message, "content")
 
 
-def _leave_open(message: dict[str, Any]) -> None:
+def _mark_open(message: dict[str, Any]) -> None:
     """Mark the message's content with the origin `_OPEN`.
 
     Empty content gets one character, so that its position can be located.
@@ -430,7 +439,7 @@ def _leave_open(message: dict[str, Any]) -> None:
     if not isinstance(holder.get(key), str):
         raise UnspoolError("the last message has no text to continue: give it content")
     blank = not holder[key].strip()
-    holder[key] = Text(holder[key], _OPEN) + Text("." * blank, _BLANK)
+    holder[key] = OriginText(holder[key], _OPEN) + OriginText("." * blank, _BLANK)
 
 
 def _open_mark(message: dict[str, Any]) -> str | None:

@@ -13,49 +13,55 @@ from __future__ import annotations
 
 import re
 
-from unspool.text.thoughts.formats import CHANNEL, END, MESSAGE, START, Start, ThoughtFormat
-from unspool.text.thoughts.pieces import AnswerPiece, ThoughtPiece
-from unspool.text.tools.call_object import CallObject
-from unspool.text.tools.calls import CallArguments, CallBegun, CallEnded, TextPiece, ToolCall
+from unspool.text.thoughts.formats import CHANNEL, END, MESSAGE, START, OutputStart, ReasoningFormat
+from unspool.text.thoughts.pieces import OutputPiece, ReasoningPiece
+from unspool.text.tools.call_object import JsonCallParser
+from unspool.text.tools.calls import (
+    ParsedToolCall,
+    TextPiece,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+)
 
 _FUNCTION = re.compile(r"to=functions\.([\w.:/-]{1,128}?)(?=$|[\s<])")
 _RECIPIENT = re.compile(r"\bto=\S")
 
 
-class ChannelReader:
-    """Parses one text. With `calls_count`, a message to a function is a tool call, else text."""
+class HarmonyParser:
+    """Parses one text. With `parse_calls`, a message to a function is a tool call, else text."""
 
-    is_stray = False
+    has_stray_close = False
 
-    def __init__(self, format: ThoughtFormat, start: Start, *, calls_count: bool) -> None:
-        self.calls: list[ToolCall] = []
+    def __init__(self, format: ReasoningFormat, start: OutputStart, *, parse_calls: bool) -> None:
+        self.calls: list[ParsedToolCall] = []
         self._marks = {token: mark for mark, token in format.ids.items()}
-        self._parse_calls = calls_count
-        self._header: str | None = start.header if start.place == "before" else None
-        self._kind = "thought" if start.place == "inside" else "words"
+        self._parse_calls = parse_calls
+        self._header: str | None = start.header if start.state == "before" else None
+        self._kind = "thought" if start.state == "inside" else "words"
         self._name = ""  # function that the message calls
-        self._call: CallObject | None = None
+        self._call: JsonCallParser | None = None
         self._arguments: list[str] = []
         self._has_text = False  # of the current message
         self._previous_kinds: set[str] = set()
 
     @property
-    def in_thought(self) -> bool:
+    def in_reasoning(self) -> bool:
         return self._header is None and self._kind == "thought"
 
     @property
-    def is_inside(self) -> bool:
+    def next_is_reasoning(self) -> bool:
         """Whether the next token is not part of the answer: reasoning or a header."""
         return self._header is not None or self._kind == "thought"
 
-    is_aside = is_inside  # the same for the last token
+    last_is_reasoning = next_is_reasoning  # the same for the last token
 
-    def push(self, token: int, text: str) -> list[AnswerPiece]:
+    def push(self, token: int, text: str) -> list[OutputPiece]:
         """Parse a token's id and the text that became certain with it."""
         mark = self._marks.get(token)
         if mark is not None and text.endswith(mark):  # in some vocabularies marks have a text
             text = text[: -len(mark)]
-        pieces: list[AnswerPiece] = self._read(text) if text else []
+        pieces: list[OutputPiece] = self._read(text) if text else []
         if mark == MESSAGE:
             pieces += self._begin()
         elif mark in (START, END):
@@ -70,18 +76,18 @@ class ChannelReader:
     def end_turn(self) -> None:
         """Do nothing: the header of the next turn says what it is."""
 
-    def finish(self) -> list[AnswerPiece]:
+    def finish(self) -> list[OutputPiece]:
         """End the text, and a tool call with it."""
         return self._end() if self._header is None else []
 
-    def _begin(self) -> list[AnswerPiece]:
+    def _begin(self) -> list[OutputPiece]:
         """Begin a message after its header."""
         header, self._header, self._has_text = self._header or "", None, False
         function = _FUNCTION.search(header)
         if function is not None and self._parse_calls:
             self._kind, self._name, self._arguments = "call", function[1], []
-            self._call = CallObject(self._name)
-            return [CallBegun(len(self.calls), self._name)]
+            self._call = JsonCallParser(self._name)
+            return [ToolCallStart(len(self.calls), self._name)]
         channel = header.rpartition(CHANNEL)[2].strip()
         # A message to a built-in tool (to=python) is not part of the answer.
         is_reasoning = channel.startswith("analysis") or (
@@ -90,7 +96,7 @@ class ChannelReader:
         self._kind = "thought" if is_reasoning else "words"
         return []
 
-    def _read(self, text: str) -> list[AnswerPiece]:
+    def _read(self, text: str) -> list[OutputPiece]:
         if self._header is not None:
             self._header += text
             return []
@@ -104,9 +110,9 @@ class ChannelReader:
                 text = f"\n\n{text}"
             self._has_text = True
             self._previous_kinds.add(self._kind)
-        return [ThoughtPiece(text) if self._kind == "thought" else TextPiece(text)]
+        return [ReasoningPiece(text) if self._kind == "thought" else TextPiece(text)]
 
-    def _read_call(self, text: str) -> list[AnswerPiece]:
+    def _read_call(self, text: str) -> list[OutputPiece]:
         call = self._call
         if call is None:
             return []  # after invalid JSON
@@ -116,13 +122,13 @@ class ChannelReader:
                 break
         fresh, call.fresh = "".join(call.fresh), []
         self._arguments.append(fresh)
-        return [CallArguments(len(self.calls), fresh)] if fresh else []
+        return [ToolCallArguments(len(self.calls), fresh)] if fresh else []
 
-    def _end(self) -> list[AnswerPiece]:
+    def _end(self) -> list[OutputPiece]:
         """End the message."""
         if self._header is not None or self._kind != "call":
             return []
         is_complete = self._call is not None and self._call.is_done
-        self.calls.append(ToolCall(self._name, "".join(self._arguments), is_complete))
+        self.calls.append(ParsedToolCall(self._name, "".join(self._arguments), is_complete))
         self._kind = "words"
-        return [CallEnded(len(self.calls) - 1)]
+        return [ToolCallEnd(len(self.calls) - 1)]

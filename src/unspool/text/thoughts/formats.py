@@ -41,15 +41,15 @@ _TAIL = 32  # tokens at the end of a prompt that are searched for marks of sever
 
 
 @dataclass(frozen=True)
-class Start:
+class OutputStart:
     """Where an output begins: before reasoning, inside it, or after it, in the answer."""
 
-    place: Literal["before", "inside", "behind"] = "before"
+    state: Literal["before", "inside", "behind"] = "before"
     header: str = ""  # part of a harmony header that is in the prompt
 
 
 @dataclass(frozen=True)
-class ThoughtFormat:
+class ReasoningFormat:
     """The reasoning marks of one model."""
 
     open: str
@@ -57,16 +57,16 @@ class ThoughtFormat:
     head: str = ""
     opening: str = ""  # begins reasoning: the open mark, with a line break if the template has one
     closing: str = ""  # ends reasoning and leads to the answer: "\n</think>\n\n"
-    channels: bool = False
+    uses_channels: bool = False
     switch: str | None = None  # template variable that enables reasoning
-    efforts: bool = False  # the template uses reasoning_effort
+    has_efforts: bool = False  # the template uses reasoning_effort
     ids: Mapping[str, int] = field(default_factory=dict)  # marks that are one token
     controls: Mapping[str, int] = field(default_factory=dict)  # ... that has no text
     opening_ids: tuple[int, ...] = ()
     close_ids: tuple[int, ...] = ()  # of `closing`, up to and with the close mark ...
-    behind_ids: tuple[int, ...] = ()  # ... and the tokens after it, up to the answer
+    after_close_ids: tuple[int, ...] = ()  # ... and the tokens after it, up to the answer
 
-    def asked(
+    def template_options(
         self, think: bool | str | None, budget: int | None
     ) -> tuple[dict[str, Any], int | None]:
         """Return template variables and reasoning budget; `think` is a switch or an effort.
@@ -77,19 +77,19 @@ class ThoughtFormat:
         if think is None:
             return variables, budget
         is_on = think not in (False, "none")
-        if self.efforts:
+        if self.has_efforts:
             efforts = {True: "medium", False: "low", "none": "low"}
             variables[_EFFORT] = efforts.get(think, think)
         if self.switch is not None:
             variables[self.switch] = is_on
         return variables, budget if is_on else 0
 
-    def start(self, prompt: Sequence[int], text: str) -> Start:
+    def start(self, prompt: Sequence[int], text: str) -> OutputStart:
         """Return where the output after a prompt begins.
 
         `text` is the text of the prompt's last tokens (see `tail_of`), control tokens included.
         """
-        if self.channels:
+        if self.uses_channels:
             return self._start_in_channel(prompt, text)
         if self.open in self.ids and self.close in self.ids:
             marks = (self.ids[self.open], self.ids[self.close])
@@ -97,33 +97,33 @@ class ThoughtFormat:
                 (at for at in reversed(range(len(prompt))) if prompt[at] in marks), None
             )
             if last_mark is None:
-                return Start()
+                return OutputStart()
             if prompt[last_mark] == marks[0]:
-                return Start("inside")
+                return OutputStart("inside")
         open_pos, close_pos = text.rfind(self.open), text.rfind(self.close)
         if close_pos > open_pos and not text[close_pos + len(self.close) :].strip():
-            return Start("behind")
+            return OutputStart("behind")
         if open_pos > close_pos and not text[open_pos + len(self.open) :].strip():
-            return Start("inside")
-        return Start()
+            return OutputStart("inside")
+        return OutputStart()
 
-    def _start_in_channel(self, prompt: Sequence[int], text: str) -> Start:
+    def _start_in_channel(self, prompt: Sequence[int], text: str) -> OutputStart:
         message, start = self.ids.get(MESSAGE), self.ids.get(START)
         message_start = next(
             (at for at in reversed(range(len(prompt))) if prompt[at] == start), None
         )
         if message_start is None or message not in prompt[message_start:]:
-            return Start(header=text.rpartition(START)[2] if START in text else "")
+            return OutputStart(header=text.rpartition(START)[2] if START in text else "")
         is_thought = text.rpartition(CHANNEL)[2].startswith("analysis")
-        return Start("inside" if is_thought else "behind")
+        return OutputStart("inside" if is_thought else "behind")
 
 
-def tail_of(prompt: Sequence[int]) -> Sequence[int]:
+def prompt_tail(prompt: Sequence[int]) -> Sequence[int]:
     """Return the last tokens of a prompt, whose text `ThoughtFormat.start` needs."""
     return prompt[-_TAIL:]
 
 
-def thought_format(template: str | None, tokenizer: TokenizerLike) -> ThoughtFormat | None:
+def reasoning_format(template: str | None, tokenizer: TokenizerLike) -> ReasoningFormat | None:
     """Return the reasoning format of a chat template and vocabulary, None if there is none."""
     source = template or ""
     mark_ids = {mark: ids[0] for mark in _all_marks() if len(ids := _encoded(tokenizer, mark)) == 1}
@@ -137,15 +137,17 @@ def thought_format(template: str | None, tokenizer: TokenizerLike) -> ThoughtFor
     if CHANNEL in source and MESSAGE in source:
         opening = f"{CHANNEL}analysis{MESSAGE}"
         closing = f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
-        fmt = ThoughtFormat(CHANNEL, END, opening=opening, closing=closing, channels=True, **fields)
-        return _spelled(fmt, tokenizer)
+        fmt = ReasoningFormat(
+            CHANNEL, END, opening=opening, closing=closing, uses_channels=True, **fields
+        )
+        return _with_ids(fmt, tokenizer)
     marks = next((m for m in _MARKS if m[1] in source), None) or next(
         (m for m in _MARKS if m[0] in mark_ids and m[1] in mark_ids), None
     )
     if marks is None:
         return None
-    opening, closing = _rendered(template, tokenizer, *marks)
-    return _spelled(ThoughtFormat(*marks, opening=opening, closing=closing, **fields), tokenizer)
+    opening, closing = _render_marks(template, tokenizer, *marks)
+    return _with_ids(ReasoningFormat(*marks, opening=opening, closing=closing, **fields), tokenizer)
 
 
 def _all_marks() -> list[str]:
@@ -156,13 +158,13 @@ def _encoded(tokenizer: TokenizerLike, text: str) -> list[int]:
     return tokenizer.encode(text, specials=True) if text else []
 
 
-def _spelled(fmt: ThoughtFormat, tokenizer: TokenizerLike) -> ThoughtFormat:
+def _with_ids(fmt: ReasoningFormat, tokenizer: TokenizerLike) -> ReasoningFormat:
     end = fmt.closing.index(fmt.close) + len(fmt.close)
     return replace(
         fmt,
         opening_ids=tuple(_encoded(tokenizer, fmt.opening)),
         close_ids=tuple(_encoded(tokenizer, fmt.closing[:end])),
-        behind_ids=tuple(_encoded(tokenizer, fmt.closing[end:])),
+        after_close_ids=tuple(_encoded(tokenizer, fmt.closing[end:])),
     )
 
 
@@ -174,7 +176,7 @@ _TURNS = [
 ]
 
 
-def _rendered(
+def _render_marks(
     template: str | None, tokenizer: TokenizerLike, open: str, close: str, head: str
 ) -> tuple[str, str]:
     """Return how reasoning begins and ends, by default marks if the template writes none."""

@@ -8,10 +8,10 @@ from unspool.text.tools.calls import Piece
 
 
 @dataclass(frozen=True)
-class ThoughtPiece:
+class ReasoningPiece:
     """Reasoning text."""
 
     text: str
 
 
-AnswerPiece = Piece | ThoughtPiece
+OutputPiece = Piece | ReasoningPiece

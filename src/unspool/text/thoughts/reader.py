@@ -15,77 +15,77 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from unspool.text.thoughts.channels import ChannelReader
-from unspool.text.thoughts.formats import Start, ThoughtFormat
-from unspool.text.thoughts.pieces import AnswerPiece, ThoughtPiece
-from unspool.text.thoughts.tags import TagReader
-from unspool.text.tools.calls import TextPiece, ToolCall, ToolCallReader
+from unspool.text.thoughts.channels import HarmonyParser
+from unspool.text.thoughts.formats import OutputStart, ReasoningFormat
+from unspool.text.thoughts.pieces import OutputPiece, ReasoningPiece
+from unspool.text.thoughts.tags import TagReasoningParser
+from unspool.text.tools.calls import ParsedToolCall, TextPiece, ToolCallParser
 
 
-class AnswerReader(Protocol):
+class OutputParser(Protocol):
     """Incremental parser of a model's output."""
 
     @property
-    def calls(self) -> list[ToolCall]: ...
+    def calls(self) -> list[ParsedToolCall]: ...
 
     @property
-    def is_stray(self) -> bool:
+    def has_stray_close(self) -> bool:
         """Whether a close mark came without an open one: all text before it was reasoning."""
 
-    def push(self, token: int, text: str) -> Sequence[AnswerPiece]: ...
-    def finish(self) -> Sequence[AnswerPiece]: ...
+    def push(self, token: int, text: str) -> Sequence[OutputPiece]: ...
+    def finish(self) -> Sequence[OutputPiece]: ...
 
 
-class _Tagged:
+class _TaggedOutputParser:
     """Parses reasoning between marks and passes other text to the tool call parser."""
 
-    def __init__(self, thoughts: TagReader, inner: ToolCallReader | None) -> None:
+    def __init__(self, thoughts: TagReasoningParser, inner: ToolCallParser | None) -> None:
         self._thoughts, self._inner = thoughts, inner
 
     @property
-    def calls(self) -> list[ToolCall]:
+    def calls(self) -> list[ParsedToolCall]:
         return self._inner.calls if self._inner is not None else []
 
     @property
-    def is_stray(self) -> bool:
-        return self._thoughts.is_stray
+    def has_stray_close(self) -> bool:
+        return self._thoughts.has_stray_close
 
-    def push(self, token: int, text: str) -> list[AnswerPiece]:
-        was_thought = self._thoughts.in_thought
+    def push(self, token: int, text: str) -> list[OutputPiece]:
+        was_thought = self._thoughts.in_reasoning
         pieces = self._outside(self._thoughts.push(token, text))
-        if self._inner is not None and not (was_thought or self._thoughts.in_thought):
+        if self._inner is not None and not (was_thought or self._thoughts.in_reasoning):
             pieces += self._inner.push(token, "")
         return pieces
 
-    def finish(self) -> list[AnswerPiece]:
+    def finish(self) -> list[OutputPiece]:
         pieces = self._outside(self._thoughts.finish())
         return [*pieces, *(self._inner.finish() if self._inner is not None else ())]
 
-    def _outside(self, pieces: Iterable[ThoughtPiece | TextPiece]) -> list[AnswerPiece]:
-        parsed: list[AnswerPiece] = []
+    def _outside(self, pieces: Iterable[ReasoningPiece | TextPiece]) -> list[OutputPiece]:
+        parsed: list[OutputPiece] = []
         for piece in pieces:
-            if self._inner is None or isinstance(piece, ThoughtPiece):
+            if self._inner is None or isinstance(piece, ReasoningPiece):
                 parsed.append(piece)
             else:
                 parsed += self._inner.push(-1, piece.text)
         return parsed
 
 
-def answer_reader(
-    format: ThoughtFormat | None, start: Start, calls: ToolCallReader | None
-) -> AnswerReader | None:
+def make_output_parser(
+    format: ReasoningFormat | None, start: OutputStart, calls: ToolCallParser | None
+) -> OutputParser | None:
     """Return the parser for an output, None if it can only be text."""
-    if format is not None and format.channels:
-        return ChannelReader(format, start, calls_count=calls is not None)
+    if format is not None and format.uses_channels:
+        return HarmonyParser(format, start, parse_calls=calls is not None)
     if format is not None:
-        return _Tagged(TagReader(format, start), calls)
+        return _TaggedOutputParser(TagReasoningParser(format, start), calls)
     return calls
 
 
-def told_apart(reader: AnswerReader, output: Iterable[tuple[int, str]]) -> tuple[str, str]:
+def split_reasoning(reader: OutputParser, output: Iterable[tuple[int, str]]) -> tuple[str, str]:
     """Split a complete output of (token, text) pairs into reasoning and answer."""
     pieces = [piece for token, text in output for piece in reader.push(token, text)]
     pieces += reader.finish()
-    reasoning = [piece.text for piece in pieces if isinstance(piece, ThoughtPiece)]
+    reasoning = [piece.text for piece in pieces if isinstance(piece, ReasoningPiece)]
     answer = [piece.text for piece in pieces if isinstance(piece, TextPiece)]
     return "".join(reasoning), "".join(answer)

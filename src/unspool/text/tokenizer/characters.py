@@ -28,8 +28,8 @@ def readable(piece: bytes, partial_utf8: bytes = b"") -> str:
             return piece.decode()
         except UnicodeDecodeError:
             pass
-    elif piece and _is_text(partial_utf8 + piece[: _needed(partial_utf8)]):
-        split = _needed(partial_utf8)
+    elif piece and _is_text(partial_utf8 + piece[: _missing_bytes(partial_utf8)]):
+        split = _missing_bytes(partial_utf8)
         return (partial_utf8 + piece[:split]).decode() + readable(piece[split:])
     return _INVALID_BYTES.sub(_hex, piece.decode("utf-8", "surrogateescape"))
 
@@ -39,18 +39,18 @@ def readable_pieces(pieces: Iterable[bytes]) -> list[str]:
     texts, partial_utf8 = [], b""
     for piece in pieces:
         texts.append(readable(piece, partial_utf8))
-        partial_utf8 = unfinished(partial_utf8 + piece)
+        partial_utf8 = incomplete_utf8(partial_utf8 + piece)
     return texts
 
 
-def unfinished(text: bytes) -> bytes:
+def incomplete_utf8(text: bytes) -> bytes:
     """Return the bytes of an incomplete UTF-8 character at the end of a text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(text[-_MAX_UTF8_BYTES:])
     return decoder.getstate()[0]
 
 
-def _needed(partial_utf8: bytes) -> int:
+def _missing_bytes(partial_utf8: bytes) -> int:
     """Return the number of bytes missing from an incomplete character."""
     first_byte = partial_utf8[0]
     return (4 if first_byte >= 0xF0 else 3 if first_byte >= 0xE0 else 2) - len(partial_utf8)

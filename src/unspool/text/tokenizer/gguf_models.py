@@ -34,7 +34,7 @@ class TokenType(IntEnum):
 
 
 @dataclass(frozen=True)
-class Table:
+class GgufTokens:
     """The tokens of a GGUF vocabulary: piece, type and score by id."""
 
     tokens: Sequence[str]
@@ -65,7 +65,9 @@ class BuiltTokenizer:
     text_piece: Callable[[str], str]
 
 
-def build_bpe(table: Table, merges: Sequence[str], pretokenizer: Pretokenizer) -> BuiltTokenizer:
+def build_bpe(
+    table: GgufTokens, merges: Sequence[str], pretokenizer: Pretokenizer
+) -> BuiltTokenizer:
     """Build BPE from a list of merges, over bytes or (gemma4) over characters."""
     library = Library(
         _bpe_model(
@@ -113,7 +115,7 @@ def _checked_pairs(vocab: dict[str, int], merges: Sequence[str]) -> Iterator[tup
             yield left_piece, right_piece
 
 
-def build_sentencepiece(table: Table, *, space_prefix: bool) -> BuiltTokenizer:
+def build_sentencepiece(table: GgufTokens, *, space_prefix: bool) -> BuiltTokenizer:
     """Build SentencePiece BPE: merges ordered by score, byte fallback for missing characters."""
     vocab = table.pieces_in_text()
     usable_ids = table.of_types(
@@ -141,7 +143,7 @@ def build_sentencepiece(table: Table, *, space_prefix: bool) -> BuiltTokenizer:
     )
 
 
-def build_wordpiece(table: Table, *, lowercase: bool, strip_accents: bool) -> BuiltTokenizer:
+def build_wordpiece(table: GgufTokens, *, lowercase: bool, strip_accents: bool) -> BuiltTokenizer:
     """Build BERT's WordPiece. GGUF marks pieces that begin a word; the library marks the others."""
     vocab: dict[str, int] = {}
     for piece, n in table.pieces_in_text().items():

@@ -33,7 +33,7 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
-def gguf_vocabulary(vocabulary: Vocabulary, size: int) -> dict[str, Any]:
+def vocabulary_metadata(vocabulary: Vocabulary, size: int) -> dict[str, Any]:
     """Return the `tokenizer.*` metadata for a model with `size` logits."""
     if vocabulary.size > size:
         raise ModelFileError(

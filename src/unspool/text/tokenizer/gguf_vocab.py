@@ -15,7 +15,7 @@ from unspool.text.tokenizer.encoders import SplittingEncoder
 from unspool.text.tokenizer.end_tokens import UNAMBIGUOUS_END_TEXTS, end_ids
 from unspool.text.tokenizer.gguf_models import (
     BuiltTokenizer,
-    Table,
+    GgufTokens,
     TokenType,
     build_bpe,
     build_sentencepiece,
@@ -47,10 +47,10 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> Vocabulary:
             f"the GGUF vocabulary is of the kind {model!r}, which is not supported; "
             f"supported are {', '.join(_KINDS)}"
         )
-    return _Reader(metadata, model).vocabulary()
+    return _GgufVocabularyReader(metadata, model).vocabulary()
 
 
-class _Reader:
+class _GgufVocabularyReader:
     """Builds a `Vocabulary` from metadata."""
 
     def __init__(self, metadata: Mapping[str, Any], model: str) -> None:
@@ -69,7 +69,7 @@ class _Reader:
         self.ends = self._mark_control()
 
     def vocabulary(self) -> Vocabulary:
-        table = Table(self.tokens, self.types, self._scores(), self.unk_id)
+        table = GgufTokens(self.tokens, self.types, self._scores(), self.unk_id)
         space_prefix = self._flag("add_space_prefix", self.model == "llama")
         try:
             built = self._build(table, space_prefix)
@@ -115,7 +115,7 @@ class _Reader:
             space_after_added=leading_space,
         )
 
-    def _build(self, table: Table, space_prefix: bool) -> BuiltTokenizer:
+    def _build(self, table: GgufTokens, space_prefix: bool) -> BuiltTokenizer:
         if self.model == "llama":
             return build_sentencepiece(table, space_prefix=space_prefix)
         if self.model == "bert":
@@ -253,7 +253,7 @@ class _Reader:
         is_modern = "modern-bert" in str(self.metadata.get("general.name", "")).lower()
         return frozenset({self.ids["[MASK]"]} if is_modern and "[MASK]" in self.ids else ())
 
-    def _texts(self, table: Table, *types: TokenType) -> dict[str, int]:
+    def _texts(self, table: GgufTokens, *types: TokenType) -> dict[str, int]:
         return {self.tokens[n]: n for n in table.of_types(*types)}
 
     def _chat_template(self) -> str | None:

@@ -87,7 +87,7 @@ class _Corpus:
         changed: set[Ids] = set()
         for number in sorted(self.where.pop(pair)):
             self._count(number, -1)
-            self.words[number] = list(_joined(self.words[number], pair, merged))
+            self.words[number] = list(_merge_pair(self.words[number], pair, merged))
             changed |= self._count(number, +1)
         for changed_pair in changed:
             if merged in changed_pair:
@@ -105,7 +105,7 @@ class _Corpus:
         return set(pairs)
 
 
-def _joined(word: list[int], pair: Ids, merged: int) -> Iterator[int]:
+def _merge_pair(word: list[int], pair: Ids, merged: int) -> Iterator[int]:
     position = 0
     while position < len(word):
         if tuple(word[position : position + 2]) == pair:

@@ -90,11 +90,11 @@ def merge_steps(tokenizer: Tokenizer, text: str) -> list[WordMerges]:
 
 
 @lru_cache(maxsize=2)
-def _rules(library: Library) -> _Rules:
-    return _Rules(library)
+def _rules(library: Library) -> _MergeTables:
+    return _MergeTables(library)
 
 
-class _Rules:
+class _MergeTables:
     """The tables of one vocabulary, as bytes: merge ranks of pairs and ids of pieces."""
 
     def __init__(self, library: Library) -> None:

@@ -83,7 +83,7 @@ class TextStream:
     """Turns the bytes of tokens into text and ends at the first stop string."""
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
-        self._stops = _automaton(tuple(_checked(stop))) if stop else None
+        self._stops = _stop_automaton(tuple(_validate_stops(stop))) if stop else None
         self._is_direct = self._stops is None  # complete characters pass unchanged
         self._state = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -91,17 +91,17 @@ class TextStream:
         self._stopped: str | None = None
 
     @property
-    def stopped(self) -> str | None:
+    def matched_stop(self) -> str | None:
         """The stop string that ended the text, or None."""
         return self._stopped
 
     @property
-    def held(self) -> str:
+    def pending_text(self) -> str:
         """The text held back now; an incomplete character shows as U+FFFD."""
-        return self._pending + self.half.decode("utf-8", "replace")
+        return self._pending + self.partial_utf8.decode("utf-8", "replace")
 
     @property
-    def half(self) -> bytes:
+    def partial_utf8(self) -> bytes:
         """The bytes of an incomplete character."""
         return b"" if self._is_direct else self._decoder.getstate()[0]
 
@@ -116,7 +116,7 @@ class TextStream:
             return ""
         self._is_direct = False
         text = self._advance(self._decoder.decode(piece))
-        self._is_direct = self._stops is None and not self.half
+        self._is_direct = self._stops is None and not self.partial_utf8
         return text
 
     def finish(self) -> str:
@@ -154,7 +154,7 @@ class TextStream:
                 self._decoder.reset()
                 return text[: end - len(match)]
         self._state = state
-        half = self.half
+        half = self.partial_utf8
         hold = stops.longest_open(state, half) if half else stops.depth[state]
         certain = len(text) - hold
         self._pending = text[certain:]
@@ -162,12 +162,12 @@ class TextStream:
 
 
 @functools.lru_cache(64)
-def _automaton(stops: tuple[str, ...]) -> StopStrings:
+def _stop_automaton(stops: tuple[str, ...]) -> StopStrings:
     """Return the automaton for some stop strings; it is immutable, so all texts share it."""
     return StopStrings(stops)
 
 
-def _checked(stop: Sequence[str]) -> list[str]:
+def _validate_stops(stop: Sequence[str]) -> list[str]:
     stops = [stop] if isinstance(stop, str) else list(stop)
     for text in stops:
         if not isinstance(text, str):

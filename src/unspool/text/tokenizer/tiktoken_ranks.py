@@ -65,7 +65,7 @@ def read_tiktoken_vocabulary(name_or_path: str | Path, kind: str | None = None) 
         encoding = _encoding(kind if kind is not None else path.stem, of_file=path)
     else:
         encoding = _encoding(kind if kind is not None else str(name_or_path))
-        path = _cached(encoding.file)
+        path = _cached_file(encoding.file)
     return _vocabulary(_read_ranks(path), encoding)
 
 
@@ -81,7 +81,7 @@ def _encoding(name: str, of_file: Path | None = None) -> _Encoding:
     raise SettingsError(f"unknown encoding {name!r}; choose from {names}")
 
 
-def _cached(file: str) -> Path:
+def _cached_file(file: str) -> Path:
     """Return the rank file in tiktoken's cache (named by the hash of its URL), or by its name."""
     url = _URL.format(file)
     folder = os.environ.get("TIKTOKEN_CACHE_DIR")

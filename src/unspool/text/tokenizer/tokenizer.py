@@ -21,7 +21,7 @@ from typing import Any
 from unspool.errors import UnspoolError
 from unspool.text.tokenizer.characters import readable
 from unspool.text.tokenizer.encoders import Encoder, drops_characters, has_character
-from unspool.text.tokenizer.gguf_save import gguf_vocabulary
+from unspool.text.tokenizer.gguf_save import vocabulary_metadata
 from unspool.text.tokenizer.gguf_vocab import read_gguf_vocabulary
 from unspool.text.tokenizer.pieces import text_bytes
 from unspool.text.tokenizer.save import save_vocabulary
@@ -191,7 +191,7 @@ class Tokenizer:
 
     def gguf_metadata(self, size: int) -> dict[str, Any]:
         """Return the `tokenizer.*` metadata of a GGUF file for a model with `size` logits."""
-        return gguf_vocabulary(self._vocabulary, size)
+        return vocabulary_metadata(self._vocabulary, size)
 
     def _compute_bytes(self, token: int) -> bytes:
         self._check(token)

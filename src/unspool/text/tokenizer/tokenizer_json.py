@@ -30,7 +30,7 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
     """Read the vocabulary of a tokenizer.json, or of a folder with one."""
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file() and has_vocab_and_merges(path):
-        return _Folder(path, read_vocab_and_merges(path)).vocabulary()
+        return _TokenizerFolder(path, read_vocab_and_merges(path)).vocabulary()
     if not file.is_file():
         raise ModelFileError(f"there is no {file}; give a tokenizer.json or a folder with one")
     try:
@@ -41,10 +41,10 @@ def read_tokenizer_json(path: Path) -> Vocabulary:
     # Training settings in the file; a prompt is neither truncated nor padded.
     library.no_truncation()
     library.no_padding()
-    return _Folder(file.parent, library).vocabulary()
+    return _TokenizerFolder(file.parent, library).vocabulary()
 
 
-class _Folder:
+class _TokenizerFolder:
     """Builds a `Vocabulary` from a library tokenizer and its companion files."""
 
     def __init__(self, folder: Path, library: Library) -> None:

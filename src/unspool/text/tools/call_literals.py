@@ -23,7 +23,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\
 
 
 @dataclass(frozen=True)
-class Dialect:
+class LiteralSyntax:
     """The syntax of a call in one language."""
 
     opener: str
@@ -35,17 +35,17 @@ class Dialect:
     escapes: bool = False  # a backslash is an escape
 
 
-GEMMA = Dialect("{", "}", ":", (QUOTE,), prefix="call:")
-PYTHON = Dialect(
+GEMMA = LiteralSyntax("{", "}", ":", (QUOTE,), prefix="call:")
+PYTHON = LiteralSyntax(
     "(", ")", "=", ("'", '"'), words={"True": "true", "False": "false", "None": "null"},
     escapes=True,
 )  # fmt: skip
 
 
-class LiteralCall:
+class LiteralCallParser:
     """Parser of one call."""
 
-    def __init__(self, dialect: Dialect) -> None:
+    def __init__(self, dialect: LiteralSyntax) -> None:
         self.name: str | None = None
         self.fresh: list[str] = []
         self._dialect = dialect

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import json
 
-from unspool.text.tools.json_scan import BLANK, JsonScan, escaped
+from unspool.text.tools.json_scan import BLANK, JsonScanner, escaped
 
 _ARGUMENTS = ("arguments", "parameters")  # models write either, independent of the template
 _ALLOWED_KEYS = ("name", "type", "id", *_ARGUMENTS)  # of a call without a mark
 
 
-class CallObject:
+class JsonCallParser:
     """{"name": ..., "arguments": {...}}, in any order; or, given the name, the arguments alone."""
 
     def __init__(self, name: str | None = None, *, strict: bool = False) -> None:
@@ -26,7 +26,7 @@ class CallObject:
         self.fresh: list[str] = []  # new text of the arguments, emptied by the caller
         self.has_arguments = False  # the arguments are complete
         self._strict = strict
-        self._scan = JsonScan()
+        self._scan = JsonScanner()
         self._outside = 0 if name is not None else 1  # nesting depth outside the arguments
         self._in_arguments = name is not None
         self._key = ""

@@ -26,7 +26,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments, by function name
 
 
-class TaggedCall:
+class TaggedCallParser:
     """Parser of one call."""
 
     def __init__(self, schemas: Schemas) -> None:

@@ -20,21 +20,20 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from unspool.text.tools.call_literals import GEMMA, PYTHON, QUOTE, LiteralCall
-from unspool.text.tools.call_object import CallObject
-from unspool.text.tools.call_tags import TaggedCall
-from unspool.text.tools.formats import Tool, ToolFormat
+from unspool.text.tools.call_literals import GEMMA, PYTHON, QUOTE, LiteralCallParser
+from unspool.text.tools.call_object import JsonCallParser
+from unspool.text.tools.call_tags import TaggedCallParser
+from unspool.text.tools.formats import ToolFormat, ToolSpec
 from unspool.text.tools.json_scan import BLANK
 
 __all__ = [
-    "CallArguments",
-    "CallBegun",
-    "CallEnded",
     "Piece",
     "TextPiece",
-    "Tool",
-    "ToolCall",
-    "ToolCallReader",
+    "ToolCallArguments",
+    "ToolCallEnd",
+    "ToolCallParser",
+    "ToolCallStart",
+    "ToolSpec",
 ]
 
 
@@ -46,7 +45,7 @@ class TextPiece:
 
 
 @dataclass(frozen=True)
-class CallBegun:
+class ToolCallStart:
     """Start of a tool call; its arguments follow."""
 
     index: int
@@ -54,7 +53,7 @@ class CallBegun:
 
 
 @dataclass(frozen=True)
-class CallArguments:
+class ToolCallArguments:
     """Next part of a call's arguments, as JSON text."""
 
     index: int
@@ -62,17 +61,17 @@ class CallArguments:
 
 
 @dataclass(frozen=True)
-class CallEnded:
+class ToolCallEnd:
     """End of a tool call."""
 
     index: int
 
 
-Piece = TextPiece | CallBegun | CallArguments | CallEnded
+Piece = TextPiece | ToolCallStart | ToolCallArguments | ToolCallEnd
 
 
 @dataclass(frozen=True)
-class ToolCall:
+class ParsedToolCall:
     """A tool call as the model wrote it."""
 
     name: str
@@ -85,7 +84,7 @@ _MAX_HEAD_CHARS = 256
 _CHUNK = 1024  # characters read at a time, to limit the copying of long texts
 
 
-class ToolCallReader:
+class ToolCallParser:
     """Parses one text.
 
     If `names` is given, only calls of these functions are recognized. `tools` provide the schemas
@@ -93,7 +92,7 @@ class ToolCallReader:
     format's grammar: blanks next to calls are not text.
     """
 
-    is_stray = False  # only texts with reasoning can be, see `AnswerReader`
+    has_stray_close = False  # only texts with reasoning can be, see `AnswerReader`
 
     def __init__(
         self,
@@ -101,9 +100,9 @@ class ToolCallReader:
         *,
         required: bool = False,
         names: Collection[str] | None = None,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[ToolSpec] = (),
     ) -> None:
-        self.calls: list[ToolCall] = []
+        self.calls: list[ParsedToolCall] = []
         self._format = format
         self._required = required
         self._names = names
@@ -120,7 +119,7 @@ class ToolCallReader:
         self._partial_mark = ""  # text that may begin a mark
         self._raw: list[str] = []  # all text of a possible call
         self._head = ""  # a name before its arguments, in Mistral's newer format
-        self._call: CallObject | TaggedCall | LiteralCall = CallObject()
+        self._call: JsonCallParser | TaggedCallParser | LiteralCallParser = JsonCallParser()
         self._arguments: list[str] = []  # of that call
         self._in_call = False  # a call was reported and has not ended
         self._is_strict = False  # the call has no mark
@@ -159,7 +158,7 @@ class ToolCallReader:
         text = "".join(self._out)
         self._out = []
         if text and self._in_call:
-            self._pieces.append(CallArguments(len(self.calls), text))
+            self._pieces.append(ToolCallArguments(len(self.calls), text))
         elif text:
             self._pieces.append(TextPiece(text))
 
@@ -216,7 +215,7 @@ class ToolCallReader:
             self._add_text(pending[:mark_pos])
             self._open(self._begin)
             return pending[mark_pos + len(self._begin) :]
-        certain = len(pending) - overlap(pending, self._begin)
+        certain = len(pending) - mark_overlap(pending, self._begin)
         self._partial_mark = pending[certain:]
         self._add_text(pending[:certain])
         return ""
@@ -266,22 +265,24 @@ class ToolCallReader:
             self._emit_as_text()
             self._read(character)
 
-    def _new_call(self, character: str) -> CallObject | TaggedCall | LiteralCall | None:
+    def _new_call(
+        self, character: str
+    ) -> JsonCallParser | TaggedCallParser | LiteralCallParser | None:
         """Return the parser for a call that begins with this, None if no call does."""
         syntax, is_name = self._format.syntax, character.isalpha() or character == "_"
         if syntax == "tags" and character == "<":
-            return TaggedCall(self._schemas)
+            return TaggedCallParser(self._schemas)
         if syntax == "gemma" and is_name:
-            return LiteralCall(GEMMA)
+            return LiteralCallParser(GEMMA)
         if syntax == "python" and is_name:
-            return LiteralCall(PYTHON)
-        return CallObject(strict=self._is_strict) if character == "{" else None
+            return LiteralCallParser(PYTHON)
+        return JsonCallParser(strict=self._is_strict) if character == "{" else None
 
     def _read_head(self, character: str) -> None:
         """Read a name that is written before the JSON of its arguments."""
         match = _HEAD.fullmatch(self._head) if character == "{" else None
         if match is not None:
-            self._call = CallObject(match[1])
+            self._call = JsonCallParser(match[1])
             self._state = self._read_call
             self._read_call(character)
         elif len(self._head) < _MAX_HEAD_CHARS and (
@@ -330,14 +331,14 @@ class ToolCallReader:
         self._raw, self._blanks = [], []
         self._arguments = []
         self._in_call = True
-        self._pieces.append(CallBegun(len(self.calls), name))
+        self._pieces.append(ToolCallStart(len(self.calls), name))
 
     def _end_call(self, *, is_complete: bool) -> None:
         self._end_piece()
         self._in_call = False
-        self._pieces.append(CallEnded(len(self.calls)))
+        self._pieces.append(ToolCallEnd(len(self.calls)))
         arguments = "".join(self._arguments)
-        self.calls.append(ToolCall(self._call.name or "", arguments, is_complete))
+        self.calls.append(ParsedToolCall(self._call.name or "", arguments, is_complete))
 
     def _break(self, is_reported: bool) -> None:
         """Leave the call at an unexpected character: it is text, or follows the call."""
@@ -379,7 +380,7 @@ class ToolCallReader:
         self._state, self._at_edge = None, True
 
 
-def overlap(text: str, mark: str) -> int:
+def mark_overlap(text: str, mark: str) -> int:
     """Return how many characters at the end of the text are a prefix of the mark."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

@@ -25,19 +25,19 @@ from unspool.text.chat.messages import Message
 from unspool.text.chat.template import ChatTemplate, TokenizerLike
 from unspool.text.tools.call_literals import QUOTE
 from unspool.text.tools.messages import (
-    call_ids_shortened,
-    calls_as_text,
-    checked_calls,
-    one_call_each,
-    results_as_text,
-    with_instructions,
-    words_as_thoughts,
+    add_instructions,
+    calls_to_text,
+    results_to_text,
+    shorten_call_ids,
+    split_calls,
+    text_to_reasoning,
+    validate_calls,
 )
-from unspool.text.tools.syntaxes import call_rules, written_call
+from unspool.text.tools.syntaxes import call_rules, write_call
 
 
 @dataclass(frozen=True)
-class Tool:
+class ToolSpec:
     """A function that the model may call."""
 
     name: str
@@ -79,43 +79,43 @@ class ToolFormat:
     named: bool = False  # the name is outside of the JSON
     bare: bool = False  # a text that begins with the JSON object is a call, without a mark
     between: str = "\n"  # separator of calls
-    one_each: bool = False  # the template supports one call per message
+    one_call_per_message: bool = False  # the template supports one call per message
     short_ids: bool = False  # the template requires ids of nine letters and digits
     call_id: bool = False  # [CALL_ID] comes between name and arguments
     writes_calls: bool = True  # the template writes the calls of earlier turns
     takes_system: bool = True  # the template supports a system message
     controls: Mapping[str, int] = field(default_factory=dict)  # marks that are control tokens
 
-    def prepared(
-        self, messages: Sequence[Message], tools: Sequence[Tool]
+    def prepare_messages(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         """Convert OpenAI messages and tools to the arguments of `ChatTemplate.encode`.
 
         Raises UnspoolError if a call or a result in the messages is invalid.
         """
-        converted = checked_calls(messages)
-        if self.one_each:
-            converted = one_call_each(converted)
+        converted = validate_calls(messages)
+        if self.one_call_per_message:
+            converted = split_calls(converted)
         if self.syntax in ("channels", "gemma"):
-            converted = words_as_thoughts(converted)
+            converted = text_to_reasoning(converted)
         if self.short_ids:
-            converted = call_ids_shortened(converted)
+            converted = shorten_call_ids(converted)
         if not self.writes_calls:
-            converted = calls_as_text(converted, self.written)
+            converted = calls_to_text(converted, self.write_calls)
         tool_schemas = [tool.as_openai() for tool in tools]
         if self.in_template:
             return converted, tool_schemas or None
-        converted = results_as_text(converted)
+        converted = results_to_text(converted)
         if tool_schemas:
-            converted = with_instructions(
+            converted = add_instructions(
                 converted, self._instructions(tool_schemas), self.takes_system
             )
         return converted, None
 
-    def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
+    def write_calls(self, calls: Sequence[Mapping[str, Any]]) -> str:
         """Return calls (name and arguments) as the model would write them."""
         if self.syntax not in ("json", "channels"):
-            texts = [written_call(self.syntax, c["name"], c["arguments"]) for c in calls]
+            texts = [write_call(self.syntax, c["name"], c["arguments"]) for c in calls]
         else:
             texts = [_json({"name": call["name"], self.key: call["arguments"]}) for call in calls]
         if self.listed:
@@ -126,7 +126,7 @@ class ToolFormat:
             f"{self.begin}{self.space}{text}{self.space}{self.end}" for text in texts
         )
 
-    def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def grammar(self, tools: Sequence[ToolSpec], *, parallel: bool) -> str:
         """Return the Lark grammar of an output that must be a call of one of these tools.
 
         With `parallel`, of one or more calls.
@@ -192,7 +192,7 @@ _LLAMA3 = ToolFormat(
     key="parameters",
     bare=True,
     between="; ",
-    one_each=True,
+    one_call_per_message=True,
 )
 _MISTRAL = ToolFormat("mistral", begin="[TOOL_CALLS]", end="", listed=True, short_ids=True)
 _MISTRAL_ARGS = replace(_MISTRAL, name="mistral-args", listed=False, named=True, between="")
@@ -205,7 +205,9 @@ _GEMMA = ToolFormat("gemma", syntax="gemma", begin="<|tool_call>", end="<tool_ca
 _LFM2 = ToolFormat(
     "lfm2", syntax="python", begin="<|tool_call_start|>", end="<|tool_call_end|>", listed=True
 )
-_HARMONY = ToolFormat("harmony", syntax="channels", begin="<|channel|>", end="", one_each=True)
+_HARMONY = ToolFormat(
+    "harmony", syntax="channels", begin="<|channel|>", end="", one_call_per_message=True
+)
 
 # Calls in other tags: the same outer mark as Hermes, but without JSON.
 _NOT_JSON = ("<arg_key>", "<parameter ")
@@ -213,23 +215,25 @@ _NOT_JSON = ("<arg_key>", "<parameter ")
 
 def tool_format(template: str | None, tokenizer: TokenizerLike) -> ToolFormat:
     """Return the tool format of a chat template; None is a model without one."""
-    fmt = _GENERIC if template is None else _by_marks(template, tokenizer.special_tokens)
+    fmt = _GENERIC if template is None else _format_by_marks(template, tokenizer.special_tokens)
     chat = ChatTemplate(template, tokenizer)
-    if fmt is not _GENERIC and not _shows(chat, _CALLED[:1], Tool(_PROBE)):
+    if fmt is not _GENERIC and not _writes_probe(chat, _CALLED[:1], ToolSpec(_PROBE)):
         fmt = _GENERIC  # it may write calls, but no tools
-    other = Tool("other") if fmt.in_template else None  # some fail without tools
+    other = ToolSpec("other") if fmt.in_template else None  # some fail without tools
     marks = (fmt.begin, fmt.end, "[ARGS]", "[CALL_ID]", QUOTE, "<|constrain|>", "<|message|>")
     special_tokens = tokenizer.special_tokens
     return replace(
         fmt,
         controls={mark: special_tokens[mark] for mark in marks if mark in special_tokens},
         call_id=fmt.named and "[CALL_ID]" in (template or ""),
-        writes_calls=fmt is not _GENERIC and _shows(chat, _CALLED, other),
-        takes_system=_shows(chat, [{"role": "system", "content": _PROBE}, *_CALLED[:1]], other),
+        writes_calls=fmt is not _GENERIC and _writes_probe(chat, _CALLED, other),
+        takes_system=_writes_probe(
+            chat, [{"role": "system", "content": _PROBE}, *_CALLED[:1]], other
+        ),
     )
 
 
-def _by_marks(template: str, controls: Mapping[str, int]) -> ToolFormat:
+def _format_by_marks(template: str, controls: Mapping[str, int]) -> ToolFormat:
     if "<|channel|>" in template and "functions." in template:
         return _HARMONY
     if "<|tool_call>" in template:
@@ -263,7 +267,7 @@ _CALLED: list[dict[str, Any]] = [
 ]
 
 
-def _shows(chat: ChatTemplate, messages: Sequence[Message], tool: Tool | None) -> bool:
+def _writes_probe(chat: ChatTemplate, messages: Sequence[Message], tool: ToolSpec | None) -> bool:
     """Return whether the template writes `_PROBE`; False also if it refuses the messages."""
     try:
         return _PROBE in chat.render_as_is(messages, tools=[tool.as_openai()] if tool else None)

@@ -16,7 +16,7 @@ NUMBER: /-?(0|[1-9][0-9]{0,18})(\.[0-9]{1,18})?([eE][+-]?[0-9]{1,3})?/
 """
 
 
-class Literals:
+class LiteralGrammar:
     """Grammar of the values of one syntax, by their schema."""
 
     def __init__(
@@ -94,8 +94,8 @@ KEY: /[A-Za-z_][A-Za-z0-9_]{{0,63}}/
 {NUMBERS}"""
 
 
-def python_literals() -> Literals:
-    return Literals(
+def python_literals() -> LiteralGrammar:
+    return LiteralGrammar(
         quote='"\'"',
         text=r"""/'([^'\\\n]|\\.){MOST}'/""",
         words=("True", "False", "None"),
@@ -104,8 +104,8 @@ def python_literals() -> Literals:
     )
 
 
-def gemma_literals(quote: str) -> Literals:
-    return Literals(
+def gemma_literals(quote: str) -> LiteralGrammar:
+    return LiteralGrammar(
         quote=quote,
         text=f"({quote} (/[^<]{{MOST}}/)? {quote})",
         words=("true", "false", "null"),

@@ -53,7 +53,7 @@ _MAY_CLOSE = ("first value", "first name", "next")
 _NUMBERS = ("zero", "whole", "fraction", "exponent")  # that may end here
 
 
-class JsonScan:
+class JsonScanner:
     """Scans one JSON value character by character; `state` says what may come next."""
 
     __slots__ = ("_closers", "_quoted", "state")

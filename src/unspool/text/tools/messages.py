@@ -17,12 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unspool.errors import UnspoolError
-from unspool.text.chat.messages import Message, checked_messages, joined_parts
+from unspool.text.chat.messages import Message, join_text_parts, validate_messages
 
 Messages = list[dict[str, Any]]
 
 
-def checked_calls(messages: Sequence[Message]) -> Messages:
+def validate_calls(messages: Sequence[Message]) -> Messages:
     """Return copies of the messages, with arguments as objects and the function name in results.
 
     Raises UnspoolError for a call without a name or whose arguments are not a JSON object, and for
@@ -30,7 +30,7 @@ def checked_calls(messages: Sequence[Message]) -> Messages:
     """
     names: dict[str, str] = {}  # function names of the calls so far, by id
     checked = []
-    for number, message in enumerate(checked_messages(messages), start=1):
+    for number, message in enumerate(validate_messages(messages), start=1):
         # Templates test whether tool_calls is defined, so drop empty ones.
         copy = {key: value for key, value in message.items() if value is not None}
         copy.setdefault("content", "")
@@ -39,7 +39,7 @@ def checked_calls(messages: Sequence[Message]) -> Messages:
         if calls:
             if not isinstance(calls, list):
                 raise UnspoolError(f"{where}: tool_calls must be a list")
-            copy["tool_calls"] = [_checked_call(call, where) for call in calls]
+            copy["tool_calls"] = [_validate_call(call, where) for call in calls]
             for call in copy["tool_calls"]:
                 if "id" in call:
                     names[call["id"]] = call["function"]["name"]
@@ -55,7 +55,7 @@ def checked_calls(messages: Sequence[Message]) -> Messages:
     return checked
 
 
-def _checked_call(call: Any, where: str) -> dict[str, Any]:
+def _validate_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not name:
@@ -80,7 +80,7 @@ def _checked_call(call: Any, where: str) -> dict[str, Any]:
     return checked
 
 
-def one_call_each(messages: Messages) -> Messages:
+def split_calls(messages: Messages) -> Messages:
     """Split messages with several calls into one message per call, each followed by its result."""
     converted: Messages = []
     position = 0
@@ -104,7 +104,7 @@ def one_call_each(messages: Messages) -> Messages:
     return converted
 
 
-def words_as_thoughts(messages: Messages) -> Messages:
+def text_to_reasoning(messages: Messages) -> Messages:
     """Move text next to a call into the reasoning before it, for templates that do not allow both:
     harmony's refuses it, and Gemma's ends the turn after it."""
     converted = []
@@ -118,24 +118,24 @@ def words_as_thoughts(messages: Messages) -> Messages:
     return converted
 
 
-def call_ids_shortened(messages: Messages) -> Messages:
+def shorten_call_ids(messages: Messages) -> Messages:
     """Shorten ids to nine letters and digits, as Mistral's templates require; deterministic."""
     for message in messages:
         for number, call in enumerate(message.get("tool_calls", [])):
-            call["id"] = _nine(call.get("id", f"call {number}"))
+            call["id"] = _short_id(call.get("id", f"call {number}"))
         if message["role"] == "tool":
-            message["tool_call_id"] = _nine(message["tool_call_id"])
+            message["tool_call_id"] = _short_id(message["tool_call_id"])
     return messages
 
 
-def _nine(name: str) -> str:
+def _short_id(name: str) -> str:
     if re.fullmatch(r"[a-zA-Z0-9]{9}", name):
         return name
     letters = string.ascii_letters + string.digits
     return "".join(letters[byte % 62] for byte in hashlib.sha256(name.encode()).digest()[:9])
 
 
-def calls_as_text(
+def calls_to_text(
     messages: Messages, write_calls: Callable[[Sequence[Mapping[str, Any]]], str]
 ) -> Messages:
     """Write calls into the content, for a template that does not write them."""
@@ -151,7 +151,7 @@ def calls_as_text(
     return converted
 
 
-def results_as_text(messages: Messages) -> Messages:
+def results_to_text(messages: Messages) -> Messages:
     """Convert results to user messages, for a template without the role `tool`.
 
     Consecutive results and the user's next message become one message: many templates require that
@@ -175,7 +175,7 @@ def results_as_text(messages: Messages) -> Messages:
     return converted
 
 
-def with_instructions(messages: Messages, text: str, takes_system: bool) -> Messages:
+def add_instructions(messages: Messages, text: str, takes_system: bool) -> Messages:
     """Append a text to the system message, or add it as a new one.
 
     If the template supports no system message, it is put before the first user message.
@@ -190,5 +190,5 @@ def with_instructions(messages: Messages, text: str, takes_system: bool) -> Mess
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    text: str = joined_parts(dict(message))["content"]
+    text: str = join_text_parts(dict(message))["content"]
     return text

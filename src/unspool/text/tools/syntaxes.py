@@ -14,17 +14,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unspool.text.tools.call_literals import QUOTE
-from unspool.text.tools.grammars import Literals, gemma_literals, python_literals, tagged_parameters
+from unspool.text.tools.grammars import (
+    LiteralGrammar,
+    gemma_literals,
+    python_literals,
+    tagged_parameters,
+)
 
 
-def written_call(syntax: str, name: str, arguments: Mapping[str, Any]) -> str:
+def write_call(syntax: str, name: str, arguments: Mapping[str, Any]) -> str:
     """Return a call as the model would write it, without marks."""
     if syntax == "tags":
         values = {key: _parameter_text(value) for key, value in arguments.items()}
         inside = [f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in values.items()]
         return f"<function={name}>\n{''.join(inside)}</function>"
     if syntax == "gemma":
-        fields = [f"{key}:{_gemma(arguments[key])}" for key in sorted(arguments)]
+        fields = [f"{key}:{_gemma_literal(arguments[key])}" for key in sorted(arguments)]
         return f"call:{name}{{{','.join(fields)}}}"
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
@@ -33,13 +38,13 @@ def _parameter_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _gemma(value: Any) -> str:
+def _gemma_literal(value: Any) -> str:
     if isinstance(value, str):
         return f"{QUOTE}{value}{QUOTE}"
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{_gemma(value[key])}' for key in sorted(value))}}}"
+        return f"{{{','.join(f'{key}:{_gemma_literal(value[key])}' for key in sorted(value))}}}"
     if isinstance(value, list):
-        return f"[{','.join(map(_gemma, value))}]"
+        return f"[{','.join(map(_gemma_literal, value))}]"
     return json.dumps(value)
 
 
@@ -52,7 +57,7 @@ def call_rules(
     """
     rules: dict[str, str] = {}
     calls: list[str] = []
-    literals: Literals | None = None
+    literals: LiteralGrammar | None = None
     if syntax != "tags":
         literals = gemma_literals(quote) if syntax == "gemma" else python_literals()
         rules["literals"] = literals.rules()

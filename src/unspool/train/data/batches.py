@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unspool.errors import DataError, SettingsError
-from unspool.train.data.shards import Packed
+from unspool.train.data.shards import PackedDocuments
 from unspool.train.data.shuffle import permuted
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ _PAD_MULTIPLE = 32  # rows of chat data are padded to a multiple of this: fewer 
 
 
 @dataclass
-class Batch:
+class TrainingBatch:
     """`B` rows of `T` inputs and `T` targets, each the token after its input."""
 
     ids: Tensor  # [B, T + 1] int64; inputs are ids[:, :-1], targets ids[:, 1:]
     loss_mask: Tensor | None = None  # [B, T] bool: which targets are in the loss; None: all
-    documents: Tensor | None = None  # [B, T] int32: index of the document of each input
+    document_ids: Tensor | None = None  # [B, T] int32: index of the document of each input
 
     @property
     def inputs(self) -> Tensor:
@@ -44,7 +44,7 @@ class Batch:
         return self.ids[:, 1:]
 
 
-class Batches:
+class PackedBatches:
     """The batches of one rank: `batch_size` rows of `length` inputs per step.
 
     With `inside_documents` a batch carries document indices, so that attention stays inside them.
@@ -52,7 +52,7 @@ class Batches:
 
     def __init__(
         self,
-        packed: Packed,
+        packed: PackedDocuments,
         batch_size: int,
         length: int,
         seed: int = 0,
@@ -86,7 +86,7 @@ class Batches:
     def steps_per_epoch(self) -> float:
         return self.rows / (self.batch_size * self.world)
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TrainingBatch:
         """The batch of step `step`, starting at 0."""
         first = (step * self.world + self.rank) * self.batch_size
         return self._batch(self._shuffled(np.arange(first, first + self.batch_size)))
@@ -100,7 +100,7 @@ class Batches:
             rows[in_epoch] = permuted(positions[in_epoch], self.rows, f"{self.seed} {epoch}")
         return rows
 
-    def _batch(self, rows: Indices) -> Batch:
+    def _batch(self, rows: Indices) -> TrainingBatch:
         import torch
 
         starts, ends = self._rows.spans(rows)
@@ -109,13 +109,13 @@ class Batches:
         inside = index < ends[:, None]
         index = np.minimum(index, ends[:, None] - 1)
         ids = np.where(inside, self.packed.ids[index], 0).astype(np.int64)
-        batch = Batch(torch.from_numpy(ids))
+        batch = TrainingBatch(torch.from_numpy(ids))
         if self.packed.loss_mask is not None:
             batch.loss_mask = torch.from_numpy((self.packed.loss_mask[index] & inside)[:, 1:])
         if self.inside_documents:
-            numbers = np.searchsorted(self.packed.borders, index[:, :-1], side="right") - 1
+            numbers = np.searchsorted(self.packed.offsets, index[:, :-1], side="right") - 1
             numbers = np.where(inside[:, :-1], numbers - numbers[:, :1], -1)
-            batch.documents = torch.from_numpy(numbers.astype(np.int32))
+            batch.document_ids = torch.from_numpy(numbers.astype(np.int32))
         return batch
 
 
@@ -125,7 +125,7 @@ class _TextWindows:
     A window's last token is the next one's first, so that every token is a target once.
     """
 
-    def __init__(self, packed: Packed, length: int) -> None:
+    def __init__(self, packed: PackedDocuments, length: int) -> None:
         self.count = max(0, len(packed.ids) - 1) // length
         self.length = length
 
@@ -144,9 +144,9 @@ class _TextWindows:
 class _ConversationRows:
     """One conversation per row; a long one takes several. Rows without a target are dropped."""
 
-    def __init__(self, packed: Packed, length: int) -> None:
+    def __init__(self, packed: PackedDocuments, length: int) -> None:
         assert packed.loss_mask is not None
-        starts, ends = packed.borders[:-1], packed.borders[1:]
+        starts, ends = packed.offsets[:-1], packed.offsets[1:]
         pieces = np.maximum(1, -(-(ends - starts - 1) // length))
         within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         self.starts = np.repeat(starts, pieces) + within * length

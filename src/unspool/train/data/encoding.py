@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from unspool.errors import DataError, UnspoolError
-from unspool.text.chat.learning import counted_tokens
+from unspool.text.chat.learning import mask_conversation
 from unspool.text.chat.template import ChatTemplate
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.shapes import Document
@@ -70,8 +70,8 @@ class DocumentEncoder:
                 yield self._encode_conversation(document), split
 
     def _encode_text(self, document: Document, ids: list[int]) -> EncodedDocument:
-        start = self._start if document.begins else []
-        ids = start + ids + (self._end if document.ends else [])
+        start = self._start if document.is_start else []
+        ids = start + ids + (self._end if document.is_end else [])
         return EncodedDocument(np.array(ids, np.uint32), None, len((document.text or "").encode()))
 
     def _encode_conversation(self, document: Document) -> EncodedDocument:
@@ -98,11 +98,11 @@ class DocumentEncoder:
         self, messages: list[dict[str, Any]], tools: list[Any] | None
     ) -> EncodedDocument:
         try:
-            lesson = counted_tokens(self._chat, messages, tools, self.tokenizer.end_ids)
+            lesson = mask_conversation(self._chat, messages, tools, self.tokenizer.end_ids)
         except UnspoolError as error:
             start = str(messages[0].get("content"))[:40]
             raise DataError(f"the conversation that starts with {start!r}: {error}") from None
-        ids, loss_mask = lesson.ids, lesson.counted
+        ids, loss_mask = lesson.ids, lesson.loss_mask
         if self._chat.is_plain:  # without a template nothing marks the end of a conversation
             ids, loss_mask = ids + self._end, loss_mask + [True] * len(self._end)
         return EncodedDocument(

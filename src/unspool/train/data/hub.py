@@ -12,7 +12,7 @@ from pathlib import Path
 
 from unspool.errors import DataError
 from unspool.model.hub_files import RepoName
-from unspool.model.hub_repo import errors_in_words, is_network_problem, literal_pattern
+from unspool.model.hub_repo import is_network_problem, literal_pattern, translate_hub_errors
 from unspool.train.data.readers import TABLES, TEXTS
 
 
@@ -37,7 +37,7 @@ def hub_files(name: RepoName, *, offline: bool = False) -> list[Path]:
         files = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
         return [folder / file for file in chosen_files(name, files)]
 
-    with errors_in_words(name):
+    with translate_hub_errors(name):
         if offline or constants.HF_HUB_OFFLINE:
             return cached()
         try:

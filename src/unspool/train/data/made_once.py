@@ -12,7 +12,7 @@ from pathlib import Path
 from unspool.errors import DataError
 
 
-def made_once(target: Path, make: Callable[[Path], None]) -> Path:
+def build_once(target: Path, make: Callable[[Path], None]) -> Path:
     """Return the folder `target`, building it with `make(temporary_folder)` if it is missing.
 
     The temporary folder is synced to disk and then renamed, so readers never see a partial one.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from unspool.errors import DataError
-from unspool.train.data.shapes import Document, document_of
+from unspool.train.data.shapes import Document, parse_row
 
 PART = 256 * 1024  # characters of a text read together
 
@@ -80,7 +80,7 @@ def read_documents(file: SourceFile, field: str | None = None) -> Iterator[Docum
         yield from _text_parts(file)
         return
     for where, row in read_rows(file):
-        yield document_of(row, where, field)
+        yield parse_row(row, where, field)
 
 
 def read_rows(file: SourceFile) -> Iterator[tuple[str, Any]]:
@@ -99,9 +99,9 @@ def _text_parts(file: SourceFile) -> Iterator[Document]:
         pending += chunk
         while len(pending) > 2 * size:  # so that the last part is no shorter than `size`
             end = _split_index(pending, size)
-            yield Document(text=pending[:end], begins=begins, ends=False)
+            yield Document(text=pending[:end], is_start=begins, is_end=False)
             pending, begins = pending[end:], False
-    yield Document(text=pending, begins=begins)
+    yield Document(text=pending, is_start=begins)
 
 
 def _split_index(text: str, size: int) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unspool.errors import DataError, UnspoolError
-from unspool.text.chat.messages import checked_messages
+from unspool.text.chat.messages import validate_messages
 
 Row = Mapping[str, Any]
 
@@ -37,8 +37,8 @@ class Document:
     messages: list[dict[str, Any]] | None = None
     tools: list[Any] | None = None
     pieces: tuple[tuple[str, bool], ...] | None = None  # (text, is in the loss)
-    begins: bool = True  # False: continues the previous part of a long text
-    ends: bool = True  # False: the next part continues it
+    is_start: bool = True  # False: continues the previous part of a long text
+    is_end: bool = True  # False: the next part continues it
 
     @property
     def is_empty(self) -> bool:
@@ -55,7 +55,7 @@ class Document:
         return json.dumps(parts, sort_keys=True).encode()
 
 
-def document_of(row: Any, where: str, field: str | None = None) -> Document:
+def parse_row(row: Any, where: str, field: str | None = None) -> Document:
     """Parse a data row.
 
     Args:
@@ -137,7 +137,7 @@ def _rename_keys(turn: Any) -> Any:
 
 def _conversation(messages: Any, tools: Any, where: str) -> Document:
     try:
-        checked = checked_messages([_drop_nulls(turn) for turn in _as_json(messages, where)])
+        checked = validate_messages([_drop_nulls(turn) for turn in _as_json(messages, where)])
     except UnspoolError as error:
         raise DataError(f"{where}: {error}") from None
     if not any(message["role"] == "assistant" for message in checked):

@@ -28,7 +28,7 @@ from unspool.model.packaged import cache_folder
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.card import DataCard
 from unspool.train.data.encoding import DocumentEncoder, EncodedDocument, fingerprint
-from unspool.train.data.made_once import made_once
+from unspool.train.data.made_once import build_once
 from unspool.train.data.sources import Source
 from unspool.train.data.survey import HELD_OUT, TRAIN, Progress, Survey, select, survey
 
@@ -37,29 +37,29 @@ _SPLITS = {TRAIN: "train", HELD_OUT: "held_out"}
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedDocuments:
     """Concatenated documents of one split."""
 
     ids: np.ndarray[Any, np.dtype[Any]]  # uint16 or uint32, memory-mapped
-    borders: np.ndarray[Any, np.dtype[np.int64]]  # start of each document; last: the end
+    offsets: np.ndarray[Any, np.dtype[np.int64]]  # start of each document; last: the end
     loss_mask: np.ndarray[Any, np.dtype[np.bool_]] | None  # None: every id is in the loss
 
     @property
-    def documents(self) -> int:
-        return len(self.borders) - 1
+    def num_documents(self) -> int:
+        return len(self.offsets) - 1
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """Prepared data: both splits and their statistics."""
 
     folder: Path
     card: DataCard
-    train: Packed
-    held_out: Packed
+    train: PackedDocuments
+    held_out: PackedDocuments
 
     @classmethod
-    def open(cls, folder: str | Path) -> Prepared:
+    def open(cls, folder: str | Path) -> PreparedData:
         folder = Path(folder)
         try:
             card = DataCard.from_json(json.loads((folder / "card.json").read_text("utf-8")))
@@ -82,7 +82,7 @@ def prepare(
     folder: str | Path | None = None,
     progress: Progress | None = None,
     offline: bool = False,
-) -> Prepared:
+) -> PreparedData:
     """Tokenize a source for training, or open the cached result.
 
     Args:
@@ -103,7 +103,7 @@ def prepare(
         )
 
     name = hashlib.sha256(cache_key.encode()).hexdigest()[:32]
-    return Prepared.open(made_once(root / name, make))
+    return PreparedData.open(build_once(root / name, make))
 
 
 def _write(
@@ -169,7 +169,7 @@ class _SplitWriter:
             Path(self._loss_mask.name).unlink()
 
 
-def _open_split(folder: Path, name: str, card: DataCard) -> Packed:
+def _open_split(folder: Path, name: str, card: DataCard) -> PackedDocuments:
     def map_file(suffix: str, dtype: Any) -> np.ndarray[Any, np.dtype[Any]]:
         file = folder / f"{name}.{suffix}"
         if file.stat().st_size == 0:  # an empty file cannot be mapped
@@ -181,4 +181,4 @@ def _open_split(folder: Path, name: str, card: DataCard) -> Packed:
     if len(ids) != borders[-1]:
         raise ValueError(f"{name} has {len(ids)} ids, not {borders[-1]}")
     has_mask = (folder / f"{name}.counted").is_file()
-    return Packed(ids, borders, map_file("counted", np.bool_) if has_mask else None)
+    return PackedDocuments(ids, borders, map_file("counted", np.bool_) if has_mask else None)

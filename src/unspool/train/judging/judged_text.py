@@ -8,12 +8,12 @@ from typing import Any
 
 from unspool.errors import SettingsError
 from unspool.text.tokenizer.tokenizer import Tokenizer
-from unspool.train.data.shards import Prepared
+from unspool.train.data.shards import PreparedData
 from unspool.train.data.sources import documents
 from unspool.train.running.runs import Run
 
 
-def texts_of(
+def source_texts(
     source: Sequence[str], *, field: str | None = None, limit: int | None = None
 ) -> Iterator[str]:
     """Yield the documents of a source as texts; the parts of a long one are joined."""
@@ -21,7 +21,7 @@ def texts_of(
     done = 0
     for document in documents(list(source), field=field):
         parts.append(_document_text(document))
-        if document.ends:
+        if document.is_end:
             yield "".join(parts)
             parts, done = [], done + 1
         if limit is not None and done >= limit:
@@ -47,9 +47,9 @@ def held_out_texts(run: Run, *, limit: int | None = None) -> Iterator[str]:
         raise SettingsError(
             f"the data of {run.name} is not on this machine; give a text with --data"
         )
-    packed = Prepared.open(folder).held_out
+    packed = PreparedData.open(folder).held_out
     vocabulary = run.folder / "tokenizer"
     tokenizer = Tokenizer.from_file(vocabulary if vocabulary.exists() else run.model or run.folder)
-    for number in range(min(packed.documents, limit or packed.documents)):
-        start, end = packed.borders[number], packed.borders[number + 1]
+    for number in range(min(packed.num_documents, limit or packed.num_documents)):
+        start, end = packed.offsets[number], packed.offsets[number + 1]
         yield tokenizer.decode(map(int, packed.ids[start:end]), specials=False)

@@ -36,7 +36,7 @@ class Likelihood:
         return sum(self.logprobs)
 
 
-def likelihoods(
+def score_continuations(
     lm: Session,
     pairs: Sequence[Pair],
     on_progress: Callable[[int], object] = lambda done: None,
@@ -117,7 +117,7 @@ def _score_group(lm: Session, group: Sequence[_Continuation]) -> None:
     engine = lm.engine
     with ExitStack() as stack:
         _prefill_shared(lm, group, stack)
-        branches = [stack.enter_context(lm.opened(item.context)) for item in group]
+        branches = [stack.enter_context(lm.open_branch(item.context)) for item in group]
         while True:
             active = [pair for pair in zip(group, branches, strict=True) if pair[0].num_remaining]
             if not active:
@@ -128,7 +128,7 @@ def _score_group(lm: Session, group: Sequence[_Continuation]) -> None:
                 (branch, item.next_tokens(count))
                 for (item, branch), count in zip(active, counts, strict=True)
             ]
-            logits = engine.extend_all(additions, wanted=max(counts))
+            logits = engine.extend_all(additions, num_logits=max(counts))
             for (item, _), count, item_logits in zip(active, counts, logits, strict=True):
                 done = len(item.logprobs)
                 scores = score(item_logits[-count:], item.target[done : done + count])
@@ -140,6 +140,6 @@ def _prefill_shared(lm: Session, group: Sequence[_Continuation], stack: ExitStac
     """Prefill contexts with several continuations once; their branches hit the prefix cache."""
     counts = Counter(tuple(item.context) for item in group)
     shared = sorted(context for context, count in counts.items() if count > 1)
-    branches = [stack.enter_context(lm.opened(context)) for context in shared]
+    branches = [stack.enter_context(lm.open_branch(context)) for context in shared]
     if branches:
         lm.engine.extend_all([(branch, ()) for branch in branches])

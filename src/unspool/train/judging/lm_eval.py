@@ -21,7 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from unspool.decoding.progress import progress_bar
 from unspool.errors import UnspoolError
-from unspool.train.judging.likelihood import likelihoods
+from unspool.train.judging.likelihood import score_continuations
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -92,7 +92,7 @@ class UnspoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval's classes have no 
     ) -> list[tuple[float, bool]]:
         pairs = [(context, target) for _, context, target in requests]
         with progress_bar("evaluating", len(pairs), show=self.progress) as on_progress:
-            results = likelihoods(self.lm, pairs, on_progress)
+            results = score_continuations(self.lm, pairs, on_progress)
         answers = [(result.total, result.greedy) for result in results]
         for (request, *_tokens), answer in zip(requests, answers, strict=True):
             if request is not None:

@@ -15,7 +15,7 @@ import math
 from typing import TYPE_CHECKING
 
 from unspool.model.config import ModelConfig
-from unspool.model.weights import shapes
+from unspool.model.weights import weight_shapes
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ def compute_parameters(config: ModelConfig) -> int:
     Embedding lookups cost nothing, and only the active experts count.
     """
     total = 0
-    for name, shape in shapes(config).items():
+    for name, shape in weight_shapes(config).items():
         if len(shape) == 3:  # the matrices of all experts
             total += math.prod(shape[1:]) * config.experts_per_token
         elif len(shape) == 2 and name not in _LOOKUP_TABLES:

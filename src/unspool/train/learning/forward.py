@@ -25,7 +25,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from unspool.model.config import ModelConfig
-from unspool.model.transformer import Angles, Attend, Attention, Shared, Transformer, with_sinks
+from unspool.model.transformer import (
+    Attention,
+    AttentionFunction,
+    RopeTables,
+    Shared,
+    Transformer,
+    softmax_with_sinks,
+)
 
 Positions = npt.NDArray[np.int64]
 # (row, head, query, key) -> whether the query attends to the key; indices or tensors of indices.
@@ -61,10 +68,10 @@ class AttentionMask:
         for window in {config.window(layer) for layer in range(config.layers)}:
             if allowed is None and (window == 0 or window >= length):
                 masks[window] = None
-            elif allowed is everything and not (window or _needs_manual_attention(config)):
+            elif allowed is full_mask and not (window or _needs_manual_attention(config)):
                 masks[window] = FULL
             else:
-                function = _with_window(window, allowed or causal)
+                function = _with_window(window, allowed or causal_mask)
                 masks[window] = build_mask(function, rows, length, length, tokens.device, config)
         return cls(masks, None if documents is None else documents[:, : tokens.shape[1]])
 
@@ -93,12 +100,12 @@ class AttentionMask:
         )
 
 
-def causal(row: Any, head: Any, query: Any, key: Any) -> Any:
+def causal_mask(row: Any, head: Any, query: Any, key: Any) -> Any:
     """Each token attends to itself and the tokens before it."""
     return query >= key
 
 
-def inside(documents: Tensor) -> MaskFunction:
+def causal_within_documents(documents: Tensor) -> MaskFunction:
     """CausalModel attention within documents, given as indices [batch, length]."""
 
     def allowed(row: Any, head: Any, query: Any, key: Any) -> Any:
@@ -107,12 +114,12 @@ def inside(documents: Tensor) -> MaskFunction:
     return allowed
 
 
-def everything(row: Any, head: Any, query: Any, key: Any) -> Any:
+def full_mask(row: Any, head: Any, query: Any, key: Any) -> Any:
     """Full bidirectional attention."""
     return (query >= 0) & (key >= 0)
 
 
-def in_blocks(block: int) -> MaskFunction:
+def block_causal_mask(block: int) -> MaskFunction:
     """Block-causal attention: each token attends to its block and the blocks before it."""
 
     def allowed(row: Any, head: Any, query: Any, key: Any) -> Any:
@@ -124,8 +131,8 @@ def in_blocks(block: int) -> MaskFunction:
 def _bidirectional_mask(config: ModelConfig) -> MaskFunction | None:
     """The mask function of a bidirectional model; None for a causal one."""
     if config.sight == "block":
-        return in_blocks(config.block)
-    return everything if config.sight == "whole" else None
+        return block_causal_mask(config.block)
+    return full_mask if config.sight == "whole" else None
 
 
 def _with_window(window: int, allowed: MaskFunction) -> MaskFunction:
@@ -184,23 +191,23 @@ def _manual_attention(
         length = query.shape[2]
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
     scores = scores.masked_fill(~mask, -math.inf)
-    return with_sinks(scores, attention.sinks).to(value.dtype) @ value
+    return softmax_with_sinks(scores, attention.sinks).to(value.dtype) @ value
 
 
-def hidden(
+def hidden_states(
     model: Transformer,
     tokens: Tensor,
-    attention: Attend | Sequence[Attend],
+    attention: AttentionFunction | Sequence[AttentionFunction],
     positions: Positions | None = None,
 ) -> Tensor:
     """Hidden states of `tokens` [batch, length] after the last layer."""
-    return deque(residuals(model, tokens, attention, positions), maxlen=1)[0]
+    return deque(layer_states(model, tokens, attention, positions), maxlen=1)[0]
 
 
-def residuals(
+def layer_states(
     model: Transformer,
     tokens: Tensor,
-    attention: Attend | Sequence[Attend],
+    attention: AttentionFunction | Sequence[AttentionFunction],
     positions: Positions | None = None,
 ) -> Iterator[Tensor]:
     """Yield the input of each layer, then the output of the last one.
@@ -209,14 +216,14 @@ def residuals(
     """
     if positions is None:
         positions = np.arange(tokens.shape[1])
-    x = model.embedded(tokens, positions)
-    layer_inputs, shared = model.told(tokens, x), Shared()
+    x = model.embed_tokens(tokens, positions)
+    layer_inputs, shared = model.per_layer_embeddings(tokens, x), Shared()
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     yield x
     attends = attention if isinstance(attention, Sequence) else [attention] * model.config.layers
     for layer, angles, attend, layer_input in zip(
-        model.layers, angle_tables(model, positions, x), attends, layer_inputs, strict=True
+        model.layers, rope_tables(model, positions, x), attends, layer_inputs, strict=True
     ):
         x = layer(x, angles, None, attend, shared, layer_input)
         yield x
@@ -226,7 +233,7 @@ def residuals(
 _ROPE_TABLES: WeakKeyDictionary[Transformer, dict[Any, Any]] = WeakKeyDictionary()
 
 
-def angle_tables(model: Transformer, positions: Positions, x: Tensor) -> list[Angles | None]:
+def rope_tables(model: Transformer, positions: Positions, x: Tensor) -> list[RopeTables | None]:
     """RoPE tables of each layer at these positions, with the device and dtype of `x`."""
     tables = _ROPE_TABLES.setdefault(model, {})
     key = (positions.tobytes(), x.dtype, x.device)
@@ -235,9 +242,10 @@ def angle_tables(model: Transformer, positions: Positions, x: Tensor) -> list[An
         if len(tables) > 8:  # bounded: lengths may vary endlessly
             tables.clear()
         tables[key] = [
-            None if angles is None else angles.to(x) for angles in model.angles(positions, length)
+            None if angles is None else angles.to(x)
+            for angles in model.rope_tables(positions, length)
         ]
-    result: list[Angles | None] = tables[key]
+    result: list[RopeTables | None] = tables[key]
     return result
 
 

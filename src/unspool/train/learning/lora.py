@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unspool.errors import SettingsError
-from unspool.model.adapters import Adapter, Floats, LowRank, adaptable
+from unspool.model.adapters import Adapter, Floats, LowRank, adaptable_shapes
 from unspool.model.transformer import Transformer
 
 # Module names by the usual short names.
@@ -34,7 +34,7 @@ TARGETS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lora:
+class LoraConfig:
     """LoRA settings."""
 
     rank: int = 16
@@ -64,7 +64,7 @@ class Lora:
 class LoraLinear(nn.Linear):
     """A frozen linear layer with trainable low-rank matrices. `weight` keeps its name."""
 
-    def __init__(self, base: nn.Linear, lora: Lora) -> None:
+    def __init__(self, base: nn.Linear, lora: LoraConfig) -> None:
         with torch.device("meta"):  # no allocation: the weights are those of `base`
             super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
         self.weight, self.bias = base.weight, base.bias
@@ -84,14 +84,14 @@ class LoraLinear(nn.Linear):
         return product + functional.linear(low, self.up).to(product.dtype)
 
 
-def add_lora(model: Transformer, lora: Lora, *, seed: int = 0) -> None:
+def add_lora(model: Transformer, lora: LoraConfig, *, seed: int = 0) -> None:
     """Freeze a model and add LoRA layers, initialized from `seed`."""
     model.requires_grad_(False)
     ends = tuple(f".{TARGETS[name]}.weight" for name in lora.targets)
     first = model.config.layers - (lora.layers or model.config.layers)
     names = [
         name
-        for name in adaptable(model.config)
+        for name in adaptable_shapes(model.config)
         if name.endswith(ends) and int(name.split(".")[1]) >= first
     ]
     if not names:
@@ -138,7 +138,7 @@ def adapter_from_weights(weights: Mapping[str, Tensor], scale: float, base: str)
     return Adapter(parts, base)
 
 
-def put_adapter(model: Transformer, adapter: Adapter) -> None:
+def load_adapter(model: Transformer, adapter: Adapter) -> None:
     """Load an adapter of the same rank and target matrices into the LoRA layers."""
     modules = dict(lora_modules(model))
     ranks = {name: part.rank for name, part in adapter.parts.items()}

@@ -25,11 +25,11 @@ from torch.utils.checkpoint import checkpoint
 from unspool.errors import SettingsError
 from unspool.model.transformer import Transformer
 from unspool.train.learning.cross_entropy import summed_loss
-from unspool.train.learning.forward import AttentionMask, hidden, inside
+from unspool.train.learning.forward import AttentionMask, causal_within_documents, hidden_states
 from unspool.train.learning.objectives import Loss
 
 if TYPE_CHECKING:
-    from unspool.train.data.batches import Batch
+    from unspool.train.data.batches import TrainingBatch
 
 _MAX_PROBABILITY = 1 - 1e-5  # of a wrong token, to keep its loss finite
 _SAMPLED_LOGITS_PER_CHUNK = 1 << 24
@@ -53,13 +53,15 @@ class MitigatedNextToken:
                 f"unlikelihood must be a finite number >= 0, got {self.unlikelihood!r}"
             )
 
-    def __call__(self, model: Transformer, batch: Batch, rng: torch.Generator) -> Loss:
+    def __call__(self, model: Transformer, batch: TrainingBatch, rng: torch.Generator) -> Loss:
         tokens, targets = batch.ids[:, :-1], batch.ids[:, 1:]
-        allowed = None if batch.documents is None else inside(batch.documents)
-        attention = AttentionMask.build(model.config, tokens, allowed, batch.documents)
+        allowed = (
+            None if batch.document_ids is None else causal_within_documents(batch.document_ids)
+        )
+        attention = AttentionMask.build(model.config, tokens, allowed, batch.document_ids)
         rate = self.scheduled_sampling * self.progress
         inputs = _replace_tokens(model, batch, attention, rate, rng) if rate else tokens
-        x = hidden(model, inputs, attention)
+        x = hidden_states(model, inputs, attention)
         summed = summed_loss(model, x, targets, batch.loss_mask)
         count = targets.numel() if batch.loss_mask is None else batch.loss_mask.sum().clamp(min=1)
         extra: dict[str, float] = {}
@@ -75,7 +77,7 @@ class MitigatedNextToken:
 
 
 def _replace_tokens(
-    model: Transformer, batch: Batch, attention: Any, rate: float, rng: torch.Generator
+    model: Transformer, batch: TrainingBatch, attention: Any, rate: float, rng: torch.Generator
 ) -> Tensor:
     """The inputs, each replaced with probability `rate` by a sample of the model."""
     tokens = batch.ids[:, :-1]
@@ -83,10 +85,10 @@ def _replace_tokens(
     replaced[:, 0] = False  # has no context to sample from
     if batch.loss_mask is not None:  # only tokens that the model would generate itself
         replaced[:, 1:] &= batch.loss_mask[:, :-1]
-    if batch.documents is not None:
-        replaced[:, 1:] &= batch.documents[:, 1:] == batch.documents[:, :-1]
+    if batch.document_ids is not None:
+        replaced[:, 1:] &= batch.document_ids[:, 1:] == batch.document_ids[:, :-1]
     with torch.no_grad():
-        x = hidden(model, tokens, attention)
+        x = hidden_states(model, tokens, attention)
         context = x[:, :-1][replaced[:, 1:]]  # the state before each replaced token
         uniforms = torch.rand(len(context), generator=rng).to(tokens.device)
         inputs = tokens.clone()
@@ -109,14 +111,14 @@ def _sample_tokens(model: Transformer, x: Tensor, uniforms: Tensor) -> Tensor:
 # -- unlikelihood ---------------------------------------------------------------------------
 
 
-def _unlikelihood(model: Transformer, x: Tensor, batch: Batch, row: int) -> Tensor:
+def _unlikelihood(model: Transformer, x: Tensor, batch: TrainingBatch, row: int) -> Tensor:
     """Sum of -log(1 - p) over a row's targets and the distinct tokens before each of them."""
     tokens, targets = batch.ids[row, :-1], batch.ids[row, 1:]
     positions = torch.arange(len(tokens), device=tokens.device)
     earlier = positions[:, None] >= positions[None, :]  # [target, token before it]
     repeated = (tokens[:, None] == tokens[None, :]) & ~earlier.T  # [token, same token before it]
-    if batch.documents is not None:
-        same_document = batch.documents[row][:, None] == batch.documents[row][None, :]
+    if batch.document_ids is not None:
+        same_document = batch.document_ids[row][:, None] == batch.document_ids[row][None, :]
         earlier, repeated = earlier & same_document, repeated & same_document
     candidates = earlier & ~repeated.any(1) & (tokens[None, :] != targets[:, None])
     if batch.loss_mask is not None:

@@ -23,15 +23,20 @@ from torch import Tensor
 
 from unspool.model.transformer import Transformer
 from unspool.train.learning.cross_entropy import summed_loss
-from unspool.train.learning.forward import AttentionMask, everything, hidden, inside
+from unspool.train.learning.forward import (
+    AttentionMask,
+    causal_within_documents,
+    full_mask,
+    hidden_states,
+)
 
 if TYPE_CHECKING:
-    from unspool.train.data.batches import Batch
+    from unspool.train.data.batches import TrainingBatch
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    total: Tensor  # mean over the target tokens, in nats
+    mean: Tensor  # mean over the target tokens, in nats
     tokens: int | Tensor  # number of target tokens
     extra: dict[str, float] = field(default_factory=dict)  # statistics for the log
 
@@ -40,13 +45,13 @@ class Loss:
 Objective = Callable[[Any, Any, torch.Generator], Loss]
 
 
-def next_token(model: Transformer, batch: Batch, rng: torch.Generator) -> Loss:
+def next_token(model: Transformer, batch: TrainingBatch, rng: torch.Generator) -> Loss:
     """CausalModel language modelling, within documents if the batch has document indices."""
     tokens, targets = batch.ids[:, :-1], batch.ids[:, 1:]
-    allowed = None if batch.documents is None else inside(batch.documents)
-    attention = AttentionMask.build(model.config, tokens, allowed, batch.documents)
+    allowed = None if batch.document_ids is None else causal_within_documents(batch.document_ids)
+    attention = AttentionMask.build(model.config, tokens, allowed, batch.document_ids)
     mask = batch.loss_mask
-    summed = summed_loss(model, hidden(model, tokens, attention), targets, mask)
+    summed = summed_loss(model, hidden_states(model, tokens, attention), targets, mask)
     return _mean_loss(summed, targets.numel() if mask is None else mask.sum())
 
 
@@ -65,15 +70,15 @@ class Masked:
     shifted: bool = False
     weighting: Literal["bound", "plain"] = "bound"
 
-    def __call__(self, model: Transformer, batch: Batch, rng: torch.Generator) -> Loss:
+    def __call__(self, model: Transformer, batch: TrainingBatch, rng: torch.Generator) -> Loss:
         tokens = batch.ids[:, :-1]
         share = _mask_ratios(tokens.shape[0], 1, rng, tokens.device)
         hide = _draw_mask(tokens, share, rng) & _maskable(batch)
         weights = hide / share if self.weighting == "bound" else hide.float()
         noisy = tokens.masked_fill(hide, self.mask_id)
-        allowed = everything if batch.documents is None else _same_document(batch.documents)
+        allowed = full_mask if batch.document_ids is None else _same_document(batch.document_ids)
         attention = AttentionMask.build(model.config, tokens, allowed)
-        x = hidden(model, noisy, attention)
+        x = hidden_states(model, noisy, attention)
         if self.shifted:  # nothing precedes the first token, so it is not predicted
             x, tokens, weights = x[:, :-1], tokens[:, 1:], weights[:, 1:]
         summed = summed_loss(model, x, tokens, weights)
@@ -98,7 +103,7 @@ class BlockDiffusion:
     shifted: bool = False
     weighting: Literal["bound", "plain"] = "bound"
 
-    def __call__(self, model: Transformer, batch: Batch, rng: torch.Generator) -> Loss:
+    def __call__(self, model: Transformer, batch: TrainingBatch, rng: torch.Generator) -> Loss:
         clean = batch.ids[:, :-1]
         rows, length = clean.shape
         blocks = -(-length // self.block)
@@ -107,9 +112,9 @@ class BlockDiffusion:
         hide = _draw_mask(clean, share, rng) & _maskable(batch)
         clean_and_noisy = torch.cat((clean, clean.masked_fill(hide, self.mask_id)), 1)
         positions = np.tile(np.arange(length), 2)
-        allowed = block_diffusion_mask(length, self.block, batch.documents)
+        allowed = block_diffusion_mask(length, self.block, batch.document_ids)
         attention = AttentionMask.build(model.config, clean_and_noisy, allowed)
-        x = hidden(model, clean_and_noisy, attention, positions)
+        x = hidden_states(model, clean_and_noisy, attention, positions)
         is_bound = self.weighting == "bound"
         weights = hide / share if is_bound else hide.float()
         num_targets = _maskable(batch).sum() if is_bound else hide.sum().clamp(min=1)
@@ -168,7 +173,7 @@ def _draw_mask(tokens: Tensor, share: Tensor, rng: torch.Generator) -> Tensor:
     return torch.rand(tokens.shape, generator=rng).to(tokens.device) < share
 
 
-def _maskable(batch: Batch) -> Tensor:
+def _maskable(batch: TrainingBatch) -> Tensor:
     """Inputs that are targets of the loss; `loss_mask` is about the token after each input."""
     if batch.loss_mask is None:
         return torch.ones_like(batch.ids[:, :-1], dtype=torch.bool)

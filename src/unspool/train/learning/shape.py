@@ -39,7 +39,7 @@ SMALLEST = {"depth": 4, "width": 128, "steps": 500, "batch_tokens": 2048}
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelPlan:
     """Config of a new model and the size of its training."""
 
     config: ModelConfig
@@ -47,14 +47,14 @@ class Shape:
     batch_tokens: int  # per step
 
     @classmethod
-    def of(
+    def for_depth(
         cls, depth: int, vocab_size: int, context: int = 2048, family: str = "qwen3", **changes: Any
-    ) -> Shape:
+    ) -> ModelPlan:
         """Shape of a model of `depth` layers; `changes` override fields of the config."""
-        return cls.around(new_config(depth, vocab_size, context, family, **changes))
+        return cls.for_config(new_config(depth, vocab_size, context, family, **changes))
 
     @classmethod
-    def around(cls, config: ModelConfig) -> Shape:
+    def for_config(cls, config: ModelConfig) -> ModelPlan:
         """Shape for an existing config."""
         tokens = 20 * parameter_count(config)
         return cls(config, tokens, batch_tokens(tokens))
@@ -148,7 +148,7 @@ def batch_tokens(tokens: int) -> int:
     return _power_of_two(2**19 * (tokens / 2.5e9) ** (2 / 3))
 
 
-def batch_tokens_of(steps: int) -> int:
+def batch_tokens_for_steps(steps: int) -> int:
     """Tokens per step by the same rule, given the number of steps (steps x batch = tokens)."""
     return _power_of_two(2**57 * (steps / 2.5e9) ** 2)
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from unspool.train.running.atomic import sync_folder, sync_tree, write_json
 from unspool.train.running.parallel import Parallel
-from unspool.train.running.runs import Run, film_steps, read_json
+from unspool.train.running.runs import Run, milestone_steps, read_json
 from unspool.train.running.state import read_state, write_state
 
 SaveModel = Callable[[Mapping[str, Tensor], Path], None]  # (weights by name, target folder)
@@ -34,9 +34,9 @@ class Checkpoints:
         self, run: Run, save_model: SaveModel, keep: int = 2, parallel: Parallel | None = None
     ) -> None:
         self.run, self.keep, self._save_model = run, keep, save_model
-        self._parallel = parallel or Parallel.alone("cpu")
+        self._parallel = parallel or Parallel.single_process("cpu")
         self._folder = run.folder / "checkpoints"
-        if self._parallel.first:
+        if self._parallel.is_first:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._tidy()
 
@@ -61,7 +61,7 @@ class Checkpoints:
         """
         target = self._folder / f"{facts['step']:06}"
         part = target.with_name(f".{target.name}.part")
-        first = self._parallel.first
+        first = self._parallel.is_first
         try:
             with self._parallel.all_succeed():
                 if first:
@@ -96,7 +96,7 @@ class Checkpoints:
         Milestones (`film_steps`), the best on held-out text and the newest `keep` others stay.
         """
         checkpoints = self.run.checkpoints()
-        permanent = {*film_steps(self.run.steps), self.run.best_step}
+        permanent = {*milestone_steps(self.run.steps), self.run.best_step}
         others = [checkpoint for checkpoint in checkpoints if checkpoint.step not in permanent]
         for checkpoint in checkpoints:
             state = checkpoint.folder / "state"
@@ -123,6 +123,6 @@ def restore(folder: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> 
 
 def newest_checkpoint(run: Run, parallel: Parallel) -> Path | None:
     """The checkpoint to resume from; the first process decides for all."""
-    checkpoint = run.resumable() if parallel.first else None
+    checkpoint = run.resumable_checkpoint() if parallel.is_first else None
     name = parallel.broadcast_str(checkpoint.folder.name if checkpoint is not None else "")
     return run.folder / "checkpoints" / name if name else None

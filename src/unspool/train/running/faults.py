@@ -43,7 +43,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def _resume_hint(run: Run | None) -> str:
-    checkpoint = run.resumable() if run is not None else None
+    checkpoint = run.resumable_checkpoint() if run is not None else None
     if run is None or checkpoint is None:
         return "there is no checkpoint to resume from"
     return (

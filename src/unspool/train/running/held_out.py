@@ -11,21 +11,26 @@ from torch import Tensor
 from unspool.errors import DataError
 from unspool.model.transformer import Transformer
 from unspool.text.tokenizer.tokenizer import Tokenizer
-from unspool.train.data.batches import Batch, Batches
-from unspool.train.data.shards import Packed
+from unspool.train.data.batches import PackedBatches, TrainingBatch
+from unspool.train.data.shards import PackedDocuments
 from unspool.train.learning.objectives import Objective
 
 
-class HeldOut:
+class HeldOutEvaluation:
     """Evaluates an objective on the first rows of the held-out text, always the same ones."""
 
     def __init__(
-        self, packed: Packed, tokenizer: Tokenizer, objective: Objective, length: int, rows: int
+        self,
+        packed: PackedDocuments,
+        tokenizer: Tokenizer,
+        objective: Objective,
+        length: int,
+        rows: int,
     ) -> None:
         self.objective = objective
-        self.batches: list[Batch] = []
+        self.batches: list[TrainingBatch] = []
         try:
-            source = Batches(packed, 4, length)
+            source = PackedBatches(packed, 4, length)
         except DataError:  # the held-out text is shorter than one row
             return
         self.batches = [source.batch(n) for n in range(-(-min(rows, source.rows) // 4))]
@@ -42,19 +47,19 @@ class HeldOut:
         for number, batch in enumerate(self.batches):
             rng = torch.Generator().manual_seed(number)
             loss = self.objective(model, on_device(batch, device), rng)
-            nats += float(loss.total) * float(loss.tokens)
+            nats += float(loss.mean) * float(loss.tokens)
             tokens += float(loss.tokens)
         return nats / max(1.0, tokens), nats / math.log(2) / max(1, self.bytes)
 
 
-def _bytes(batch: Batch, sizes: np.ndarray[tuple[int], np.dtype[np.int64]]) -> int:
+def _bytes(batch: TrainingBatch, sizes: np.ndarray[tuple[int], np.dtype[np.int64]]) -> int:
     token_bytes = sizes[batch.targets.numpy()]
     mask = batch.loss_mask
     return int((token_bytes if mask is None else token_bytes * mask.numpy()).sum())
 
 
-def on_device(batch: Batch, device: torch.device) -> Batch:
+def on_device(batch: TrainingBatch, device: torch.device) -> TrainingBatch:
     def move(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(device)
 
-    return Batch(batch.ids.to(device), move(batch.loss_mask), move(batch.documents))
+    return TrainingBatch(batch.ids.to(device), move(batch.loss_mask), move(batch.document_ids))

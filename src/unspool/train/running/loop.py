@@ -43,7 +43,7 @@ from unspool.train.running.events import (
 )
 from unspool.train.running.faults import TrainingError, explain_error
 from unspool.train.running.parallel import Parallel, full_tensor
-from unspool.train.running.runs import Run, film_steps
+from unspool.train.running.runs import Run, milestone_steps
 from unspool.train.running.state import training_state
 
 _ADVICE = "not a finite number: try a lower learning rate, and check the data"
@@ -101,13 +101,13 @@ class Trainer:
         run: Run | None = None,
         *,
         save_model: SaveModel | None = None,
-        judge: Evaluate | None = None,
+        evaluate: Evaluate | None = None,
         sampler: Sampler | None = None,
         parallel: Parallel | None = None,
     ) -> None:
         self.model, self.batches, self.settings, self.folder = model, batches, settings, run
         self.parallel = parallel or Parallel(next(model.parameters()).device)
-        self._judge, self._sampler = judge, sampler
+        self._judge, self._sampler = evaluate, sampler
         if settings.recompute:
             recompute_activations(model)
         if settings.compile:
@@ -156,7 +156,7 @@ class Trainer:
                 return self._run()
         except (Exception, KeyboardInterrupt) as error:
             explained = explain_error(error, self.folder, self.step)
-            if self.folder is not None and self.parallel.first:
+            if self.folder is not None and self.parallel.is_first:
                 with suppress(OSError):  # the disk may be the problem
                     self.folder.update(state="failed", error=str(explained or error) or repr(error))
             if explained is not None:
@@ -175,7 +175,7 @@ class Trainer:
             self._seconds = facts["seconds"]
             self._best_loss = facts.get("best_loss") or math.inf
             self._num_worse = facts.get("num_worse", 0)
-            if self.parallel.first:
+            if self.parallel.is_first:
                 self.folder.truncate_logs(self.step)
         else:
             self._run_periodic_work(first=True)
@@ -189,7 +189,7 @@ class Trainer:
                 run_start += self._wait_while_paused()
                 continue
             step_start = time.monotonic()
-            stats = self.one_step()
+            stats = self.train_step()
             self.step += 1
             now = time.monotonic()
             self._seconds = now - run_start
@@ -208,7 +208,7 @@ class Trainer:
         def due(every: int) -> bool:
             return last or (not first and every > 0 and self.step % every == 0)
 
-        milestone = self.step in film_steps(settings.steps)
+        milestone = self.step in milestone_steps(settings.steps)
         # Before the first step FSDP has not set up the shards that an evaluation gathers.
         at_start = first and settings.judge_every > 0 and not self.parallel.shard
         if at_start or due(settings.judge_every):
@@ -232,20 +232,20 @@ class Trainer:
         step_s = (elapsed_s - self._step_ends[0]) / (len(self._step_ends) - 1)
         fitting = self.step + max(1, int((budget_s - elapsed_s) / max(step_s, 1e-9)))
         steps = min(fitting, self._planned_steps)
-        if self.parallel.world > 1:
-            proposal = torch.tensor([float(steps if self.parallel.first else 0)])
+        if self.parallel.world_size > 1:
+            proposal = torch.tensor([float(steps if self.parallel.is_first else 0)])
             steps = int(self.parallel.sum(proposal.to(self.parallel.device)).item())
         if abs(steps - self.settings.steps) <= 0.03 * self.settings.steps:
             return  # noise
         self.settings = replace(self.settings, steps=steps)
         self.schedule = Schedule(steps, self.settings.warmup, self.settings.decay)
-        if self.folder is not None and self.parallel.first:
+        if self.folder is not None and self.parallel.is_first:
             self.folder.update(steps=steps)
         self._emit(StepsReplanned(self.step, steps))
 
     def _end(self, state: str) -> RunEnded:
         self._save()
-        if self.folder is not None and self.parallel.first:
+        if self.folder is not None and self.parallel.is_first:
             if self._checkpoints is not None and state == "done":
                 self._checkpoints.finish(self.step)
             self.folder.update(state=state, signal=self._signal if state == "stopped" else None)
@@ -257,7 +257,7 @@ class Trainer:
 
     # -- one step -----------------------------------------------------------------------------
 
-    def one_step(self) -> tuple[float, float, int, dict[str, float]]:
+    def train_step(self) -> tuple[float, float, int, dict[str, float]]:
         """Do one optimizer step; returns loss, gradient norm, tokens, and other statistics."""
         settings, parallel = self.settings, self.parallel
         set_rates(self.optimizers, self.schedule(self.step))
@@ -290,14 +290,14 @@ class Trainer:
             (parallel.sum(counts), norm_of_sum.view(1))
         ).tolist()
         total, num_tokens = max(1.0, num_targets), int(num_tokens)
-        loss, norm = loss_sum / total, norm_sum * parallel.world / total
+        loss, norm = loss_sum / total, norm_sum * parallel.world_size / total
         if not math.isfinite(loss):
             raise TrainingError(f"the loss of step {self.step + 1} is {loss}, {_ADVICE}")
         if not math.isfinite(norm):
             raise TrainingError(f"the gradient of step {self.step + 1} is {norm}, {_ADVICE}")
         # From the gradient of the sum to that of the mean, clipped.
         clip_factor = settings.clip / norm if 0 < settings.clip < norm else 1.0
-        torch._foreach_mul_(gradients, parallel.world / total * clip_factor)
+        torch._foreach_mul_(gradients, parallel.world_size / total * clip_factor)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -309,7 +309,7 @@ class Trainer:
 
         All processes take part in the exchange, also those without statistics.
         """
-        if self.parallel.world == 1:
+        if self.parallel.world_size == 1:
             return extra
         sums: dict[str, list[float]] = {}
         for figures in self.parallel.gather(extra):
@@ -339,7 +339,7 @@ class Trainer:
     # -- logging, evaluation, checkpoints -------------------------------------------------------
 
     def _emit(self, event: Event) -> None:
-        if self.parallel.first:
+        if self.parallel.is_first:
             self._on_event(event)
 
     def _log(self, stats: tuple[float, float, int, dict[str, float]], step_s: float) -> None:
@@ -356,7 +356,7 @@ class Trainer:
             torch.cuda.max_memory_allocated(self.parallel.device) if cuda else None,
             {**extra, **self._mfu(tokens / step_s)},
         )
-        if self.folder is not None and self.parallel.first:
+        if self.folder is not None and self.parallel.is_first:
             line = {key: value for key, value in asdict(logged).items() if value is not None}
             self.folder.write_log(line | line.pop("extra"))
         self._emit(logged)
@@ -366,7 +366,7 @@ class Trainer:
         peak = device_peak(self.parallel.device)
         if peak is None:
             return {}
-        peak *= self.parallel.world
+        peak *= self.parallel.world_size
         return {"mfu": mfu(self.model.config, self._length, tokens_per_second, peak)}
 
     def _evaluate(self) -> None:
@@ -380,8 +380,8 @@ class Trainer:
         if self.parallel.shard:
             self._computation.reshard()  # type: ignore[operator]
         self.model.train()
-        if self.parallel.world > 1:  # all processes use the first one's value
-            shared = torch.tensor([self._held_out_loss if self.parallel.first else 0.0])
+        if self.parallel.world_size > 1:  # all processes use the first one's value
+            shared = torch.tensor([self._held_out_loss if self.parallel.is_first else 0.0])
             self._held_out_loss = float(self.parallel.sum(shared.to(self.parallel.device)).item())
         self._evaluated_step = self.step
         if self._held_out_loss < self._best_loss:
@@ -389,13 +389,13 @@ class Trainer:
         else:
             self._num_worse += 1
         evaluated = Evaluated(self.step, self._held_out_loss, bits_per_byte)
-        if self.folder is not None and self.parallel.first:
+        if self.folder is not None and self.parallel.is_first:
             line = {key: value for key, value in asdict(evaluated).items() if value is not None}
             self.folder.write_log(line)
         self._emit(evaluated)
 
     def _write_samples(self) -> None:
-        if self._sampler is None or self.parallel.shard or not self.parallel.first:
+        if self._sampler is None or self.parallel.shard or not self.parallel.is_first:
             return
         self.model.eval()
         # Eager: a compiled layer would be recompiled for every length of the growing text.
@@ -430,7 +430,7 @@ class Trainer:
         weights = {}
         for name, value in self.model.state_dict().items():
             gathered = full_tensor(value)
-            if self.parallel.first:
+            if self.parallel.is_first:
                 weights[name] = gathered.cpu() if self.parallel.shard else gathered
         return weights
 
@@ -441,9 +441,9 @@ class Trainer:
         command = 0
         if self._stop:
             command = 2
-        elif self.folder is not None and self.parallel.first:
+        elif self.folder is not None and self.parallel.is_first:
             command = ("go", "pause", "stop").index(self.folder.requested_command())
-        if self.parallel.world > 1:
+        if self.parallel.world_size > 1:
             votes = torch.tensor([float(command == 1), float(command == 2)])
             pausing, stopping = self.parallel.sum(votes.to(self.parallel.device)).tolist()
             command = 2 if stopping else 1 if pausing else 0
@@ -452,12 +452,12 @@ class Trainer:
     def _wait_while_paused(self) -> float:
         """Sleep until the run may continue; returns the seconds slept."""
         pause_start = time.monotonic()
-        if self.folder is not None and self.parallel.first:
+        if self.folder is not None and self.parallel.is_first:
             self.folder.update(state="paused")
             self._emit(RunPaused(self.step))
         while self._requested_command() == "pause":
             time.sleep(_POLL_S)
-        if self.folder is not None and self.parallel.first:
+        if self.folder is not None and self.parallel.is_first:
             self.folder.update(state="running")
         return time.monotonic() - pause_start
 

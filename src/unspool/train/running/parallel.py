@@ -53,8 +53,8 @@ class Computation(nn.Module):
 
     def forward(self, batch: Any, rng: torch.Generator) -> tuple[Tensor, Tensor, dict[str, float]]:
         loss = self.objective(self.model, batch, rng)
-        tokens = torch.as_tensor(loss.tokens, dtype=torch.float32, device=loss.total.device)
-        return loss.total * tokens, tokens, loss.extra
+        tokens = torch.as_tensor(loss.tokens, dtype=torch.float32, device=loss.mean.device)
+        return loss.mean * tokens, tokens, loss.extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +63,22 @@ class Parallel:
 
     device: torch.device
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     shard: bool = False  # FSDP2: weights, gradients and optimizer state are sharded
     long_group: Any = None  # process group with a long timeout, for work of one process
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.rank == 0
 
     @classmethod
-    def alone(cls, device: str = "auto") -> Parallel:
+    def single_process(cls, device: str = "auto") -> Parallel:
         """A single process, without torchrun."""
         return cls(_device(device, 0))
 
     @classmethod
     @contextmanager
-    def started(
+    def from_environment(
         cls, device: str = "auto", *, shard: bool = False, timeout: float = 10
     ) -> Iterator[Parallel]:
         """Set up this process as torchrun's environment says, or a single one without torchrun."""
@@ -111,7 +111,7 @@ class Parallel:
     def wrap(self, model: Transformer, objective: Objective) -> nn.Module:
         """The computation, with gradients summed over the processes."""
         computation = Computation(model, objective)
-        if self.world == 1 and not self.shard:
+        if self.world_size == 1 and not self.shard:
             return computation
         if not self.shard:
             return DistributedDataParallel(
@@ -120,7 +120,7 @@ class Parallel:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh(self.device.type, (self.world,))
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(computation, mesh=mesh, reshard_after_forward=False)
@@ -137,42 +137,42 @@ class Parallel:
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over all processes, in place."""
-        if self.world > 1:
+        if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
     def gather(self, value: dict[str, float]) -> list[dict[str, float]]:
         """Gather the dictionaries of all processes, by rank. Every process must call it."""
-        if self.world == 1:
+        if self.world_size == 1:
             return [value]
         content = json.dumps(value).encode()
-        sizes = torch.zeros(self.world, dtype=torch.int64)
+        sizes = torch.zeros(self.world_size, dtype=torch.int64)
         sizes[self.rank] = len(content)
         sizes = self._sum_patiently(sizes)
-        contents = torch.zeros(self.world, int(sizes.max()), dtype=torch.uint8)
+        contents = torch.zeros(self.world_size, int(sizes.max()), dtype=torch.uint8)
         contents[self.rank, : len(content)] = torch.tensor(list(content), dtype=torch.uint8)
         rows = self._sum_patiently(contents).tolist()
         return [json.loads(bytes(r[: int(n)])) for r, n in zip(rows, sizes, strict=True)]
 
     def broadcast_str(self, text: str) -> str:
         """Return rank 0's text in all processes."""
-        if self.world == 1:
+        if self.world_size == 1:
             return text
-        size = self._sum_patiently(torch.tensor([len(text.encode()) if self.first else 0]))
+        size = self._sum_patiently(torch.tensor([len(text.encode()) if self.is_first else 0]))
         content = torch.zeros(int(size), dtype=torch.uint8)
-        if self.first:
+        if self.is_first:
             content = torch.tensor(list(text.encode()), dtype=torch.uint8)
         return bytes(self._sum_patiently(content).tolist()).decode()
 
     def wait(self) -> None:
         """Barrier: return when all processes have called it."""
-        if self.world > 1:
+        if self.world_size > 1:
             self._sum_patiently(torch.zeros(1))
 
     @contextmanager
     def all_succeed(self) -> Iterator[None]:
         """Barrier at the end of a block: fail in every process if the block failed in one."""
-        if self.world == 1:
+        if self.world_size == 1:
             yield
             return
         try:
@@ -186,10 +186,10 @@ class Parallel:
     @contextmanager
     def first_alone(self) -> Iterator[None]:
         """A block that rank 0 runs before the others."""
-        if not self.first:
+        if not self.is_first:
             self.wait()
         yield
-        if self.first:
+        if self.is_first:
             self.wait()
 
     def _sum_patiently(self, values: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def _figures(event: Event) -> dict[str, float]:
 def _tensorboard(name: str, run: Run) -> Listener:
     import_module("tensorboard")
     # A resumed run computes the steps after its checkpoint again.
-    checkpoint = run.resumable()
+    checkpoint = run.resumable_checkpoint()
     writer: Any = import_module("torch.utils.tensorboard").SummaryWriter(
         str(run.folder / "tensorboard"),
         purge_step=None if checkpoint is None else checkpoint.step + 1,

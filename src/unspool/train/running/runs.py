@@ -45,7 +45,7 @@ class RunError(UnspoolError):
     """A run folder is missing, damaged, or in the wrong state."""
 
 
-def film_steps(steps: int) -> tuple[int, ...]:
+def milestone_steps(steps: int) -> tuple[int, ...]:
     """The steps whose checkpoints are always kept, to compare the model over the training."""
     return tuple(sorted({round(steps * percent / 100) for percent in MILESTONES}))
 
@@ -172,7 +172,7 @@ class Run:
                 )
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
-    def resumable(self) -> CheckpointInfo | None:
+    def resumable_checkpoint(self) -> CheckpointInfo | None:
         """The newest checkpoint that training can resume from."""
         return next((c for c in reversed(self.checkpoints()) if c.resumable), None)
 
@@ -197,7 +197,7 @@ class Run:
 
     # -- control ------------------------------------------------------------------------------
 
-    def ask(self, command: str) -> None:
+    def send_command(self, command: str) -> None:
         """Ask the training process to `pause`, `go` on or `stop`; it checks once per step."""
         if command not in COMMANDS:
             raise RunError(f"unknown command {command!r}; a run accepts {', '.join(COMMANDS)}")
@@ -218,7 +218,7 @@ class Run:
     def update(self, **facts: Any) -> None:
         write_json(self.folder / "run.json", {**self.facts, **facts})
 
-    def take_over(self, **facts: Any) -> None:
+    def resume_here(self, **facts: Any) -> None:
         """Continue the run in this process."""
         if self.state in _UNFINISHED:
             raise RunError(

@@ -8,12 +8,12 @@ from unspool.backends.torch.loaded import TorchModel
 from unspool.language_model import LanguageModel
 from unspool.model.transformer import Transformer
 from unspool.text.tokenizer.tokenizer import Tokenizer
-from unspool.train.data.shards import Packed
+from unspool.train.data.shards import PackedDocuments
 
 _KV_CACHE_BYTES = 256 << 20  # enough for a few hundred tokens
 
 
-class Samples:
+class SampleGenerator:
     """Generates from the same prompts and seeds at every step, so that only the model differs."""
 
     def __init__(self, tokenizer: Tokenizer, prompts: Sequence[str], length: int = 80) -> None:
@@ -37,9 +37,9 @@ class Samples:
         return result.text
 
 
-def first_words(packed: Packed, tokenizer: Tokenizer, tokens: int = 8) -> str:
+def first_words(packed: PackedDocuments, tokenizer: Tokenizer, tokens: int = 8) -> str:
     """The first words of a held-out document, as a prompt in the style of the text."""
-    for begin, end in zip(packed.borders[:-1].tolist(), packed.borders[1:].tolist(), strict=True):
+    for begin, end in zip(packed.offsets[:-1].tolist(), packed.offsets[1:].tolist(), strict=True):
         ids = packed.ids[begin : min(end, begin + tokens)].tolist()
         line = (tokenizer.decode(ids, specials=False).strip().splitlines() or [""])[0]
         words, _, _ = line.rpartition(" ")  # the last word may be incomplete

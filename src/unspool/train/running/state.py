@@ -48,7 +48,7 @@ def write_state(folder: Path, state: Mapping[str, Tensor], parallel: Parallel) -
     """Write and sync this process's part; every process must call it."""
     from safetensors.torch import save_file
 
-    parts = parallel.world if parallel.shard else 1
+    parts = parallel.world_size if parallel.shard else 1
     if parallel.rank >= parts:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,14 +58,14 @@ def write_state(folder: Path, state: Mapping[str, Tensor], parallel: Parallel) -
             value = value.to_local()
             if not len(value):  # fewer rows than processes
                 continue
-        elif not parallel.first:  # replicated: the first process writes it
+        elif not parallel.is_first:  # replicated: the first process writes it
             continue
         tensors[name] = value.cpu().contiguous()
     path = folder / _part_name(parallel.rank, parts)
     save_file(tensors, path)
     with path.open("rb+") as file:
         os.fsync(file.fileno())
-    if parallel.first:
+    if parallel.is_first:
         write_json(folder / "state.json", {"tensors": len(tensors), "parts": parts})
 
 

@@ -15,35 +15,35 @@ from unspool.train.new import create_run, train
 from unspool.train.running.events import Event, StepLogged
 from unspool.train.running.runs import Run
 from unspool.train.scaling.side_by_side import is_orphaned
-from unspool.train.scaling.study import Planned
+from unspool.train.scaling.study import PlannedRun
 from unspool.train.settings import NewSettings
 
 _NEVER = 1_000_000_000  # steps: only at the end
 
 
-def _ignore_progress(run: Planned, share: float) -> None:
+def _ignore_progress(run: PlannedRun, share: float) -> None:
     """A function and not a lambda, because it is pickled for other processes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class GridTrainer:
     """Trains the runs of a study; `settings` has the data and the tokenizer."""
 
     settings: NewSettings
     vocab_size: int
     length: int
     aspect: int = 64  # width / depth of the models
-    on_progress: Callable[[Planned, float], object] = _ignore_progress  # (run, share done)
+    on_progress: Callable[[PlannedRun, float], object] = _ignore_progress  # (run, share done)
 
     def config_of(self, depth: int) -> ModelConfig:
         return new_config(depth, self.vocab_size, self.length, width=self.aspect * depth)
 
-    def __call__(self, planned: Planned, folder: Path) -> float:
+    def __call__(self, planned: PlannedRun, folder: Path) -> float:
         """Train or resume one run; returns its held-out loss."""
         if (folder / "run.json").exists():
             run = Run.open(folder)
             if run.final is None:
-                run.take_over()
+                run.resume_here()
         else:
             run = create_run(
                 replace(

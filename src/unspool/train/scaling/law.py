@@ -37,7 +37,7 @@ _HIGH = np.array([60.0, 3.0, 60.0, 3.0, 3.0])
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class RunResult:
     """One run: parameters, tokens, and held-out loss (nats per token)."""
 
     parameters: float
@@ -108,7 +108,7 @@ class Law:
         }
 
 
-def fit(runs: Sequence[Measured], *, redraws: int = 200, seed: int = 0) -> Law:
+def fit(runs: Sequence[RunResult], *, redraws: int = 200, seed: int = 0) -> Law:
     """Fit the law to runs, with `redraws` bootstrap samples for the intervals."""
     if len(runs) < MIN_RUNS:
         raise SettingsError(f"a scaling law needs at least {MIN_RUNS} runs, got {len(runs)}")

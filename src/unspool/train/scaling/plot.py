@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from unspool.train.scaling.law import Law
-from unspool.train.scaling.study import Planned, Study
+from unspool.train.scaling.study import PlannedRun, Study
 
 _WIDTH, _HEIGHT = 320, 250  # of a panel's plot area
 _LEFT, _TOP, _BETWEEN, _BELOW = 62, 56, 34, 92
@@ -69,9 +69,9 @@ def draw(study: Study, title: str = "Loss, by compute, parameters and tokens") -
 
 
 def _panels(
-    law: Law, runs: Sequence[Planned]
+    law: Law, runs: Sequence[PlannedRun]
 ) -> list[
-    tuple[str, Callable[[Planned], float], Callable[[Point], list[tuple[object, list[Point]]]]]
+    tuple[str, Callable[[PlannedRun], float], Callable[[Point], list[tuple[object, list[Point]]]]]
 ]:
     """For each panel: its label, a run's x value, and the law's curves."""
     sizes = {run.depth: run.parameters for run in runs}
@@ -109,7 +109,7 @@ def _panels(
     ]
 
 
-def token_cost(runs: Sequence[Planned], size: float) -> float:
+def token_cost(runs: Sequence[PlannedRun], size: float) -> float:
     """FLOPs per token of a model of any size, interpolated between the runs."""
     costs = sorted({(run.parameters, run.flops / run.tokens / run.parameters) for run in runs})
     log_sizes = [math.log(parameters) for parameters, _ in costs]
@@ -137,11 +137,11 @@ def _padded_range(values: Sequence[float], margin: float, *, logarithmic: bool =
 def _axes(panel: _Panel, label: str, *, first: bool) -> str:
     bottom, right = _TOP + _HEIGHT, panel.x0 + _WIDTH
     parts = [f'<path class="axis" d="M{panel.x0:.1f},{_TOP} V{bottom} H{right:.1f}"/>']
-    for value in decades(panel.across):
+    for value in log_ticks(panel.across):
         x, _ = panel.at(value, panel.up[0])
         parts.append(f'<path class="grid" d="M{x:.1f},{_TOP} V{bottom}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" class="mid">{short(value)}</text>')
-    for value in nice(panel.up):
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" class="mid">{short_label(value)}</text>')
+    for value in linear_ticks(panel.up):
         _, y = panel.at(panel.across[0], value)
         parts.append(f'<path class="grid" d="M{panel.x0:.1f},{y:.1f} H{right:.1f}"/>')
         parts.append(f'<text x="{panel.x0 - 6:.1f}" y="{y + 4:.1f}" class="end">{value:g}</text>')
@@ -156,7 +156,7 @@ def _axes(panel: _Panel, label: str, *, first: bool) -> str:
     return "\n".join(parts)
 
 
-def decades(across: Point) -> list[float]:
+def log_ticks(across: Point) -> list[float]:
     """Tick values of a logarithmic axis: 1, 10, 100, ...; finer if these are fewer than three."""
     for factors in ((1,), (1, 3), (1, 2, 5)):
         powers = range(math.floor(math.log10(across[0])), math.ceil(math.log10(across[1])) + 1)
@@ -167,7 +167,7 @@ def decades(across: Point) -> list[float]:
     return inside
 
 
-def nice(up: Point) -> list[float]:
+def linear_ticks(up: Point) -> list[float]:
     """Tick values of a linear axis: about five round numbers."""
     rough = (up[1] - up[0]) / 5
     power = 10.0 ** math.floor(math.log10(rough))
@@ -177,7 +177,7 @@ def nice(up: Point) -> list[float]:
     return [round((first + n) * step, 10) for n in range(count)]
 
 
-def short(value: float) -> str:
+def short_label(value: float) -> str:
     """Short axis label of a number: 1500 as 1.5k."""
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if size <= value < 1e11:

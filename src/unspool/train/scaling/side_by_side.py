@@ -17,7 +17,7 @@ from unspool.errors import UnspoolError
 Job = TypeVar("Job")
 
 
-def side_by_side(
+def run_in_processes(
     jobs: Sequence[Job], work: Callable[[Job], float], at_once: int
 ) -> Iterator[tuple[Job, float]]:
     """Yield each job with its result as it ends. The first failure terminates the others."""

@@ -24,14 +24,14 @@ from unspool.errors import SettingsError, UnspoolError
 from unspool.model.config import ModelConfig
 from unspool.train.learning.flops import compute_parameters, training_flops
 from unspool.train.running.atomic import write_json
-from unspool.train.scaling.law import MIN_RUNS, Law, Measured, fit
-from unspool.train.scaling.side_by_side import side_by_side
+from unspool.train.scaling.law import MIN_RUNS, Law, RunResult, fit
+from unspool.train.scaling.side_by_side import run_in_processes
 
 ConfigOf = Callable[[int], ModelConfig]
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedRun:
     """One run of a grid: a depth, and the number of tokens that fits its budget."""
 
     depth: int
@@ -43,17 +43,17 @@ class Planned:
     def name(self) -> str:
         return f"d{self.depth}-{self.flops:.4g}".replace("+", "")
 
-    def measured(self, loss: float) -> Measured:
-        return Measured(self.parameters, self.tokens, loss, self.flops)
+    def measured(self, loss: float) -> RunResult:
+        return RunResult(self.parameters, self.tokens, loss, self.flops)
 
 
-Train = Callable[[Planned, Path], float]
+Train = Callable[[PlannedRun, Path], float]
 
 
-def plan_one(config_of: ConfigOf, depth: int, flops: float, length: int) -> Planned:
+def plan_one(config_of: ConfigOf, depth: int, flops: float, length: int) -> PlannedRun:
     config = config_of(depth)
     tokens = int(flops / training_flops(config, length))
-    return Planned(depth, compute_parameters(config), tokens, flops)
+    return PlannedRun(depth, compute_parameters(config), tokens, flops)
 
 
 def plan(
@@ -65,7 +65,7 @@ def plan(
     fewest: float = 1.0,
     most: float = 1000.0,
     longest: float = math.inf,
-) -> list[Planned]:
+) -> list[PlannedRun]:
     """Every size with every budget, cheapest first.
 
     Dropped are runs with less than `fewest` or more than `most` tokens per parameter, and runs of
@@ -90,7 +90,7 @@ def plan(
 class Check:
     """A run that was not part of the fit: predicted and measured loss."""
 
-    run: Planned
+    run: PlannedRun
     predicted: float
     interval: tuple[float, float] | None
     measured: float
@@ -107,7 +107,7 @@ class Study:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.file = self.folder / "scaling.json"
-        self.runs: dict[Planned, float] = {}
+        self.runs: dict[PlannedRun, float] = {}
         self.law: Law | None = None
         self.checked: Check | None = None
         if self.file.exists():
@@ -115,9 +115,9 @@ class Study:
 
     def measure(
         self,
-        grid: Sequence[Planned],
+        grid: Sequence[PlannedRun],
         train: Train,
-        on_result: Callable[[Planned, float], object] = lambda run, loss: None,
+        on_result: Callable[[PlannedRun, float], object] = lambda run, loss: None,
         at_once: int = 1,
     ) -> None:
         """Train the missing runs; `on_result` gets all results, old ones too.
@@ -136,22 +136,22 @@ class Study:
             on_result(run, loss)
 
     def _train_all(
-        self, missing: Sequence[Planned], train: Train, at_once: int
-    ) -> Iterator[tuple[Planned, float]]:
+        self, missing: Sequence[PlannedRun], train: Train, at_once: int
+    ) -> Iterator[tuple[PlannedRun, float]]:
         if at_once < 2 or len(missing) < 2:
             for run in missing:
                 yield run, _train_in_folder(train, self.folder, run)
             return
         largest_first = sorted(missing, key=lambda run: -run.flops)
         work = partial(_train_in_folder, train, self.folder)
-        yield from side_by_side(largest_first, work, at_once)
+        yield from run_in_processes(largest_first, work, at_once)
 
     def fit(self, redraws: int = 200) -> Law:
         self.law = fit([run.measured(loss) for run, loss in self.runs.items()], redraws=redraws)
         self.save()
         return self.law
 
-    def left_out(self) -> dict[Planned, float]:
+    def left_out(self) -> dict[PlannedRun, float]:
         """Relative errors of a fit without the largest budget on the runs of that budget.
 
         A check of the law that costs no training. Empty if too few runs remain for a fit.
@@ -223,7 +223,7 @@ class Study:
             content = json.loads(self.file.read_text(encoding="utf-8"))
             for row in content["runs"]:
                 loss = row.pop("loss")
-                self.runs[Planned(**row)] = loss
+                self.runs[PlannedRun(**row)] = loss
             if "law" in content:
                 law = content["law"]
                 numbers = {n: law[n] for n in ("e", "a", "alpha", "b", "beta", "error")}
@@ -231,12 +231,14 @@ class Study:
             if "check" in content:
                 row = content["check"]
                 ends = tuple(row["interval"]) if row["interval"] else None
-                self.checked = Check(Planned(**row["run"]), row["predicted"], ends, row["measured"])
+                self.checked = Check(
+                    PlannedRun(**row["run"]), row["predicted"], ends, row["measured"]
+                )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UnspoolError(
                 f"{self.file} cannot be read as a scaling study ({error}); move it away"
             ) from None
 
 
-def _train_in_folder(train: Train, folder: Path, run: Planned) -> float:
+def _train_in_folder(train: Train, folder: Path, run: PlannedRun) -> float:
     return train(run, folder / run.name)

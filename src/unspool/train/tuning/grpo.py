@@ -151,7 +151,7 @@ class AnswerBatches:
         return self._rollout[1]
 
     def _generate(self, number: int) -> AnswerBatch:
-        from unspool.decoding.together import write_all
+        from unspool.decoding.together import run_all
 
         lm = self._lm
         lm.engine.adapters.load(_ADAPTER_NAME, adapter_of(self._model))
@@ -159,10 +159,12 @@ class AnswerBatches:
         options = {**self._options, "stop": lm.chat_template.stops}
         repeated = [question for question in questions for _ in range(self._answers)]
         generations = [
-            lm.draft(question.ids, seed=self._seed + number, sample=n % self._answers, **options)
+            lm.prepare_generation(
+                question.ids, seed=self._seed + number, sample=n % self._answers, **options
+            )
             for n, question in enumerate(repeated)
         ]
-        write_all(lm, generations, patient=False)
+        run_all(lm, generations, patient=False)
         texts = [generation.text for generation in generations]
         rewards = [
             float(self._reward(question.text, text, question.row))

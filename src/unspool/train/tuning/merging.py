@@ -6,7 +6,7 @@ from pathlib import Path
 
 from unspool.errors import ModelFileError
 from unspool.loading import open_tokenizer
-from unspool.model.adapters import base_of, read_adapter
+from unspool.model.adapters import base_model_of, read_adapter
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.hub import find_model
 
@@ -24,7 +24,7 @@ def merge_adapter(
 
     from unspool.train.learning.lora import merge
 
-    name = model or base_of(adapter)
+    name = model or base_model_of(adapter)
     if not name:
         raise ModelFileError(f"{adapter}: does not name its base model; give --model")
     checkpoint = open_checkpoint(find_model(name, offline=offline))

@@ -25,10 +25,10 @@ from unspool.errors import DataError, SettingsError
 from unspool.model.transformer import Transformer
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.encoding import DocumentEncoder, EncodedDocument
-from unspool.train.data.shapes import document_of
+from unspool.train.data.shapes import parse_row
 from unspool.train.data.shuffle import permuted
 from unspool.train.learning.cross_entropy import token_losses
-from unspool.train.learning.forward import AttentionMask, hidden
+from unspool.train.learning.forward import AttentionMask, hidden_states
 from unspool.train.learning.lora import lora_modules, switch_lora
 from unspool.train.learning.objectives import Loss
 
@@ -39,7 +39,7 @@ def log_probabilities(model: Transformer, ids: Tensor, loss_mask: Tensor) -> Ten
     Logits are computed only for targets in the loss mask.
     """
     tokens, targets = ids[:, :-1], ids[:, 1:]
-    x = hidden(model, tokens, AttentionMask.build(model.config, tokens))
+    x = hidden_states(model, tokens, AttentionMask.build(model.config, tokens))
     logprobs = -token_losses(model, x[loss_mask], targets[loss_mask]).float()
     return torch.zeros(targets.shape, device=ids.device).masked_scatter(loss_mask, logprobs)
 
@@ -158,7 +158,7 @@ def _pair(
     if not {"prompt", "chosen", "rejected"} <= row.keys():
         raise DataError(f"{where} needs the fields prompt, chosen and rejected; it has {list(row)}")
     documents = [
-        document_of({"prompt": row["prompt"], "completion": row[side]}, where)
+        parse_row({"prompt": row["prompt"], "completion": row[side]}, where)
         for side in ("chosen", "rejected")
     ]
     chosen, rejected = (encoded for encoded, _ in encoder.encode([(d, 0) for d in documents]))

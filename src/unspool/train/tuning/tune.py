@@ -29,16 +29,16 @@ from unspool.model.hub import find_model
 from unspool.model.transformer import Transformer
 from unspool.text.chat.template import ChatTemplate
 from unspool.text.tokenizer.tokenizer import Tokenizer
-from unspool.train.data.batches import Batch, Batches
-from unspool.train.data.shards import Packed, prepare
+from unspool.train.data.batches import PackedBatches, TrainingBatch
+from unspool.train.data.shards import PackedDocuments, prepare
 from unspool.train.learning.cross_entropy import summed_loss
-from unspool.train.learning.forward import AttentionMask, hidden
+from unspool.train.learning.forward import AttentionMask, hidden_states
 from unspool.train.learning.lora import (
     TARGETS,
-    Lora,
+    LoraConfig,
     adapter_from_weights,
     add_lora,
-    put_adapter,
+    load_adapter,
 )
 from unspool.train.learning.objectives import Loss, next_token
 from unspool.train.learning.optimizers import Rates, make_optimizers
@@ -133,11 +133,11 @@ def tune(
     parallel: Parallel | None = None,
 ) -> Run:
     """Train to the end, from the run's last checkpoint if it has one."""
-    parallel = parallel or Parallel.alone(settings.device)
+    parallel = parallel or Parallel.single_process(settings.device)
     try:
         tuning = _TuningJob(settings, run, parallel)
     except BaseException as error:
-        if not parallel.first:
+        if not parallel.is_first:
             pass
         elif run.checkpoints():
             run.update(state="failed", error=str(error))
@@ -152,7 +152,7 @@ def tune(
         tuning.train_settings,
         run,
         save_model=tuning.saver(),
-        judge=tuning.evaluate if tuning.held_out is not None else None,
+        evaluate=tuning.evaluate if tuning.held_out is not None else None,
         parallel=parallel,
     )
     trainer.run(on_event)
@@ -172,25 +172,25 @@ class _TuningJob:
         self.base = settings.model if settings.model and not Path(settings.model).exists() else ""
         self.base = self.base or str(path.resolve())
         checkpoint = open_checkpoint(path)
-        checkpoint.config.check_left_to_right()  # the objectives are causal
-        checkpoint.config.check_head()
+        checkpoint.config.require_causal()  # the objectives are causal
+        checkpoint.config.require_head()
         device = str(parallel.device)
         # Frozen weights need only 16 bits, which are slower on a CPU.
         use_bf16 = bool(settings.lora) and device.startswith("cuda")
         self.model = load_transformer(checkpoint, dtype="bfloat16" if use_bf16 else "float32")
         self.tokenizer = _tokenizer_of(checkpoint, path)
-        self.lora = Lora(
+        self.lora = LoraConfig(
             rank=settings.lora or 1, alpha=settings.alpha, dropout=settings.dropout,
             targets=settings.targets, layers=settings.layers,
         )  # fmt: skip
         if settings.lora:
             add_lora(self.model, self.lora, seed=settings.seed)
             if settings.adapter:
-                put_adapter(self.model, read_adapter(Path(settings.adapter), self.model.config))
+                load_adapter(self.model, read_adapter(Path(settings.adapter), self.model.config))
         else:
             self.model.requires_grad_(True)
         self.model = parallel.place(self.model)
-        self.held_out: Batches | None = None
+        self.held_out: PackedBatches | None = None
         rate = settings.learning_rate
         self.rates = Rates(rate, rate, rate, rate, weight_decay=0.0, betas=(0.9, 0.999))
         self.batches, self.objective, rows = self._parts(device)
@@ -214,7 +214,7 @@ class _TuningJob:
         )  # fmt: skip
 
     def _update_run(self, **facts: Any) -> None:
-        if self.parallel.first:
+        if self.parallel.is_first:
             self.run.update(**facts)
 
     # -- data and objective ---------------------------------------------------------------------
@@ -226,7 +226,7 @@ class _TuningJob:
             pairs = PairBatches(
                 _rows(settings.data), self.tokenizer, self._share(settings.batch, "--batch"),
                 settings.length, seed=settings.seed, rank=self.parallel.rank,
-                world=self.parallel.world,
+                world=self.parallel.world_size,
             )  # fmt: skip
             reference = self._reference_copy(device)
             return pairs, Dpo(settings.beta, settings.smoothing, reference), len(pairs)
@@ -241,7 +241,7 @@ class _TuningJob:
             prepared = prepare(source, self.tokenizer, seed=settings.seed)
         self._update_run(data=prepared.card.to_json())
         batches = self._batches(prepared.train, self.parallel)
-        if prepared.held_out.documents:  # every process evaluates on all of it
+        if prepared.held_out.num_documents:  # every process evaluates on all of it
             self.held_out = self._batches(prepared.held_out, Parallel(self.parallel.device))
         is_chat = prepared.train.loss_mask is not None
         return batches, answers_only if is_chat else next_token, batches.rows
@@ -253,20 +253,20 @@ class _TuningJob:
         path = find_model(self.settings.model, progress=False)
         return load_transformer(open_checkpoint(path), device=device)
 
-    def _batches(self, packed: Packed, parallel: Parallel) -> Batches:
+    def _batches(self, packed: PackedDocuments, parallel: Parallel) -> PackedBatches:
         length = min(self.settings.length, self.model.config.context)
-        rows = self._share(self.settings.batch, "--batch") if parallel.world > 1 else None
-        return Batches(
+        rows = self._share(self.settings.batch, "--batch") if parallel.world_size > 1 else None
+        return PackedBatches(
             packed, rows or self.settings.batch, length, self.settings.seed, parallel.rank,
-            parallel.world,
+            parallel.world_size,
         )  # fmt: skip
 
     def _share(self, count: int, name: str) -> int:
         """Rows of a batch per process."""
-        share, remainder = divmod(count, self.parallel.world)
+        share, remainder = divmod(count, self.parallel.world_size)
         if remainder:
             raise SettingsError(
-                f"{name} {count} must be a multiple of the {self.parallel.world} processes"
+                f"{name} {count} must be a multiple of the {self.parallel.world_size} processes"
             )
         return share
 
@@ -301,7 +301,7 @@ class _TuningJob:
             self.model, lm, questions, reward, groups=self._share(settings.groups, "--groups"),
             answers=settings.answers, max_tokens=settings.max_tokens,
             temperature=settings.temperature, updates=settings.updates, seed=settings.seed,
-            rank=self.parallel.rank, world=self.parallel.world,
+            rank=self.parallel.rank, world=self.parallel.world_size,
         )  # fmt: skip
         return batches, len(questions)
 
@@ -336,13 +336,13 @@ class _TuningJob:
         return save_adapter if self.settings.lora else save_model
 
 
-def answers_only(model: Transformer, batch: Batch, rng: torch.Generator) -> Loss:
+def answers_only(model: Transformer, batch: TrainingBatch, rng: torch.Generator) -> Loss:
     """`next_token` with a loss mask: logits, a fifth of a small model's work, only where needed."""
     assert batch.loss_mask is not None
     # There is no loss after the last answer, so padding is cut off.
     length = int(batch.loss_mask.any(0).nonzero().max()) + 1
     inputs, loss_mask = batch.inputs[:, :length], batch.loss_mask[:, :length]
-    x = hidden(model, inputs, AttentionMask.build(model.config, inputs))
+    x = hidden_states(model, inputs, AttentionMask.build(model.config, inputs))
     summed = summed_loss(model, x[loss_mask], batch.targets[:, :length][loss_mask], None)
     tokens = int(loss_mask.sum())
     return Loss(summed / max(1, tokens), tokens)

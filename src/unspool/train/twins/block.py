@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from unspool.model.transformer import Transformer
-from unspool.train.data.batches import Batch
+from unspool.train.data.batches import TrainingBatch
 from unspool.train.learning.cross_entropy import summed_loss
 from unspool.train.learning.objectives import Loss
 from unspool.train.tuning.preference import reference_model
-from unspool.train.twins.halves import Halves, block_starts, document_starts
+from unspool.train.twins.halves import CleanNoisyPasses, block_starts, document_starts
 from unspool.train.twins.noise import CHANCES, FULLY_MASKED, SIZES, draw_grid, mask_blocks
 
 
@@ -33,41 +33,43 @@ class BlockTwinObjective:
     sizes: tuple[int, ...] = SIZES
     chances: tuple[float, ...] = CHANCES
     all_hidden: float = FULLY_MASKED
-    _halves: dict[tuple[int, int], Halves] = field(default_factory=dict, repr=False)
+    _halves: dict[tuple[int, int], CleanNoisyPasses] = field(default_factory=dict, repr=False)
 
-    def __call__(self, model: Transformer, batch: Batch, rng: torch.Generator) -> Loss:
-        tokens, documents = batch.inputs, documents_of(batch)
+    def __call__(self, model: Transformer, batch: TrainingBatch, rng: torch.Generator) -> Loss:
+        tokens, documents = batch.inputs, document_ids(batch)
         halves = cached_halves(self._halves, model, tokens)
         starts = document_starts(documents)
         grid = draw_grid(len(tokens), rng, self.sizes, self.chances)
         sizes, offsets = grid.sizes.to(tokens.device), grid.offsets.to(tokens.device)
         blocks = block_starts(starts, sizes, offsets)
-        halves.place(starts, blocks)
+        halves.set_starts(starts, blocks)
         with reference_model(model, self.clean) as clean:
-            halves.read(clean, tokens)
+            halves.clean_pass(clean, tokens)
         hide, _ = mask_blocks(blocks, rng, self.all_hidden)
         first = torch.arange(tokens.shape[1], device=tokens.device)[None] == blocks
-        x = halves.guess(model, complementary_copies(tokens, hide, ~first & ~hide, self.mask_id))
+        x = halves.noisy_pass(
+            model, complementary_copies(tokens, hide, ~first & ~hide, self.mask_id)
+        )
         loss_mask = (~first & (documents >= 0))[:, 1:]
         summed = summed_loss(model, predicting_states(x, hide), tokens[:, 1:], loss_mask.float())
         count = loss_mask.sum().clamp(min=1)
         return Loss(summed / count, count)
 
 
-def documents_of(batch: Batch) -> Tensor:
+def document_ids(batch: TrainingBatch) -> Tensor:
     """Document index of each token; one document per row by default. Negative: padding."""
-    if batch.documents is not None:
-        return batch.documents
+    if batch.document_ids is not None:
+        return batch.document_ids
     return torch.zeros_like(batch.inputs, dtype=torch.int32)
 
 
 def cached_halves(
-    cache: dict[tuple[int, int], Halves], model: Transformer, tokens: Tensor
-) -> Halves:
+    cache: dict[tuple[int, int], CleanNoisyPasses], model: Transformer, tokens: Tensor
+) -> CleanNoisyPasses:
     """The `Halves` of this batch shape, created once."""
     shape = (tokens.shape[0], tokens.shape[1])
     if shape not in cache:
-        cache[shape] = Halves(model.config, *shape, tokens.device)
+        cache[shape] = CleanNoisyPasses(model.config, *shape, tokens.device)
     return cache[shape]
 
 

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unspool.model.config import ModelConfig
-from unspool.model.layers.parts import activate, turn
+from unspool.model.layers.parts import activate, apply_rope
 from unspool.model.positions import Rotary
 from unspool.model.transformer import Transformer
-from unspool.train.data.batches import Batch
+from unspool.train.data.batches import TrainingBatch
 from unspool.train.learning.objectives import Loss
-from unspool.train.twins.block import cached_halves, documents_of
-from unspool.train.twins.halves import Halves, document_starts
+from unspool.train.twins.block import cached_halves, document_ids
+from unspool.train.twins.halves import CleanNoisyPasses, document_starts
 
 RECENT = 4  # last tokens that correct a prediction
 AHEAD = 64  # maximum number of drafted tokens
@@ -110,7 +110,7 @@ class DraftLayer(nn.Module):
     ) -> Tensor:  # fmt: skip
         config = self.config
         query = self.q(rms(x, self.norm, config.norm_eps)).unflatten(-1, (-1, config.head_width))
-        query = turn(query.transpose(1, 2), *angles)
+        query = apply_rope(query.transpose(1, 2), *angles)
         attended = functional.scaled_dot_product_attention(
             query, key, value, mask, scale=config.scale, enable_gqa=config.heads != config.kv_heads
         )
@@ -178,7 +178,7 @@ class DraftHead(nn.Module):
 
     # -- one draft ----------------------------------------------------------------------------
 
-    def fused(self, features: Tensor) -> Tensor:
+    def fuse_features(self, features: Tensor) -> Tensor:
         """f, from the layer inputs [..., features, width]."""
         eps, width = self.config.norm_eps, self.config.width
         weight = self.feature_norm.view(-1, width)
@@ -191,9 +191,9 @@ class DraftHead(nn.Module):
             part(x).unflatten(-1, (-1, self.config.head_width)).transpose(1, 2)
             for part in (self.k, self.v)
         )
-        return turn(key, *angles), value
+        return apply_rope(key, *angles), value
 
-    def joined(self, before: Tensor, embedded: Tensor) -> Tensor:
+    def join_inputs(self, before: Tensor, embedded: Tensor) -> Tensor:
         eps = self.config.norm_eps
         parts = rms(before, self.state_norm, eps), rms(embedded, self.token_norm, eps)
         joined: Tensor = self.join(torch.cat(parts, -1))
@@ -206,7 +206,7 @@ class DraftHead(nn.Module):
         result: Tensor = self.from_recent(torch.cat(shifted, -1))
         return result
 
-    def guess(self, state: Tensor, recent: Tensor) -> Tensor:
+    def output_state(self, state: Tensor, recent: Tensor) -> Tensor:
         """The output state, whose products with the embeddings are the logits."""
         eps = self.config.norm_eps
         gate, up = (recent + self.from_state(rms(state, self.change_norm, eps))).chunk(2, -1)
@@ -228,11 +228,11 @@ class DraftHeadObjective:
     steps: int = 6
     temperature: float = 0.8
     fading: float = 4.0  # a draft i tokens ahead has weight exp(-i / fading)
-    _halves: dict[tuple[int, int], Halves] = field(default_factory=dict, repr=False)
+    _halves: dict[tuple[int, int], CleanNoisyPasses] = field(default_factory=dict, repr=False)
 
-    def __call__(self, head: DraftHead, batch: Batch, rng: torch.Generator) -> Loss:
-        drafts = Drafts(self.clean, head, batch, self._halves, self.temperature)
-        loss_mask = answers_ahead(batch)
+    def __call__(self, head: DraftHead, batch: TrainingBatch, rng: torch.Generator) -> Loss:
+        drafts = UnrolledDrafts(self.clean, head, batch, self._halves, self.temperature)
+        loss_mask = answer_mask(batch)
         total = torch.zeros((), device=batch.ids.device)
         weights = [math.exp(-ahead / self.fading) for ahead in range(self.steps)]
         statistics: dict[str, float] = {}
@@ -245,7 +245,9 @@ class DraftHeadObjective:
                 statistics[f"ahead_{ahead + 1}"] = float(mean.detach())
         return Loss(total, loss_mask.sum().clamp(min=1), statistics)
 
-    def _cross_entropy(self, drafts: Drafts, states: Tensor, mask: Tensor, ahead: int) -> Tensor:
+    def _cross_entropy(
+        self, drafts: UnrolledDrafts, states: Tensor, mask: Tensor, ahead: int
+    ) -> Tensor:
         """Cross-entropy to the causal model's distribution: the KL divergence plus a constant."""
         chunk_loss = _compiled_chunk() if states.is_cuda else _chunk_cross_entropy
         parts = (
@@ -277,27 +279,27 @@ def _compiled_chunk() -> Any:
     return torch.compile(_chunk_cross_entropy, dynamic=False)
 
 
-class Drafts:
+class UnrolledDrafts:
     """Drafts after every token of a batch, one token further ahead at each step."""
 
     def __init__(
-        self, clean: Transformer, head: DraftHead, batch: Batch,
-        cache: dict[tuple[int, int], Halves], temperature: float = 0.8,
+        self, clean: Transformer, head: DraftHead, batch: TrainingBatch,
+        cache: dict[tuple[int, int], CleanNoisyPasses], temperature: float = 0.8,
     ) -> None:  # fmt: skip
         tokens = batch.inputs
-        self.head, self.tokens, self.documents = head, tokens, documents_of(batch)
+        self.head, self.tokens, self.documents = head, tokens, document_ids(batch)
         starts = document_starts(self.documents)
         halves = cached_halves(cache, clean, tokens)
-        halves.place(starts)
+        halves.set_starts(starts)
         with torch.no_grad():
-            features, vectors = halves.inner(clean, tokens, head.shape.layers)
+            features, vectors = halves.layer_inputs(clean, tokens, head.shape.layers)
             self.embedded = clean.embed(tokens).to(features.dtype)
             self.table = head_table(clean)[head.ids]
             self.logits, self.log_normalizer = _teacher_logits(
                 clean, vectors, head.ids, temperature
             )
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        f = head.fused(features)
+        f = head.fuse_features(features)
         self._angles = _tables(rotation(head.config), tokens.shape[1] + AHEAD, f.dtype, f.device)
         key, value = head.keys_and_values(f, self._angles_at(0))
         # A token attends to the tokens before it and to an empty first position.
@@ -321,11 +323,11 @@ class Drafts:
         The tokens in between are those of the text. Steps must be called in order.
         """
         head = self.head
-        x = head.joined(self.before, self.embedded.roll(-ahead, 1))
+        x = head.join_inputs(self.before, self.embedded.roll(-ahead, 1))
         layer = head.layers[0]
         state = layer(x, self._angles_at(ahead), self._key, self._value, self.mask)
         self.before = state
-        return head.guess(state, self.recent.roll(-ahead, 1))
+        return head.output_state(state, self.recent.roll(-ahead, 1))
 
     def inside(self, ahead: int) -> Tensor:
         """Where the drafted token is in the document of the position."""
@@ -357,7 +359,7 @@ def head_table(model: Transformer) -> Tensor:
     return model.head.weight if model.head is not None else model.embed.weight
 
 
-def answers_ahead(batch: Batch) -> Tensor:
+def answer_mask(batch: TrainingBatch) -> Tensor:
     """Inputs whose next token is in the loss."""
     if batch.loss_mask is None:
         return torch.ones_like(batch.inputs, dtype=torch.bool)

@@ -15,35 +15,35 @@ import torch
 from torch import Tensor
 
 from unspool.model.transformer import Transformer
-from unspool.train.data.batches import Batch
+from unspool.train.data.batches import TrainingBatch
 from unspool.train.learning.cross_entropy import summed_loss
 from unspool.train.learning.objectives import Loss
 from unspool.train.tuning.preference import reference_model
 from unspool.train.twins.block import (
     cached_halves,
     complementary_copies,
-    documents_of,
+    document_ids,
     predicting_states,
 )
-from unspool.train.twins.halves import Halves, document_starts
+from unspool.train.twins.halves import CleanNoisyPasses, document_starts
 from unspool.train.twins.noise import mask_spans, mask_uniformly
 
 _NOISE_LOGITS_PER_CHUNK = 1 << 25
 
 
 @dataclass(eq=False)
-class FillTwin:
+class FillTwinObjective:
     """Predict masked tokens from both sides, and detect wrong visible tokens."""
 
     mask_id: int
     clean: Transformer | None = field(default=None, repr=False)  # None: the model without LoRA
     wrong: float = 0.2  # maximum share of visible tokens to replace
     shown_weight: float = 0.25
-    _halves: dict[tuple[int, int], Halves] = field(default_factory=dict, repr=False)
-    _readers: dict[tuple[int, int], Halves] = field(default_factory=dict, repr=False)
+    _halves: dict[tuple[int, int], CleanNoisyPasses] = field(default_factory=dict, repr=False)
+    _readers: dict[tuple[int, int], CleanNoisyPasses] = field(default_factory=dict, repr=False)
 
-    def __call__(self, model: Transformer, batch: Batch, rng: torch.Generator) -> Loss:
-        tokens, documents = batch.inputs, documents_of(batch)
+    def __call__(self, model: Transformer, batch: TrainingBatch, rng: torch.Generator) -> Loss:
+        tokens, documents = batch.inputs, document_ids(batch)
         starts = document_starts(documents)
         places = torch.arange(tokens.shape[1], device=tokens.device)[None]
         maskable = (places != starts) & (documents >= 0)  # a first token has no state before it
@@ -59,9 +59,9 @@ class FillTwin:
         replaced = noise.to(tokens.device) & maskable[last]
         noisy[last] = torch.where(replaced, samples, tokens[last])
         halves = cached_halves(self._halves, model, tokens)
-        halves.place(starts)
+        halves.set_starts(starts)
         copies = complementary_copies(noisy, hide, maskable & ~hide, self.mask_id)
-        x = halves.whole(model, copies)
+        x = halves.bidirectional_pass(model, copies)
         masked_loss, count = _mean_loss(model, predicting_states(x, hide), tokens, maskable)
         noisy_x = torch.cat(tuple(part[last] for part in x.chunk(2)))
         visible = predicting_states(noisy_x, ~hide[last])
@@ -88,8 +88,8 @@ class FillTwin:
         device_rng = torch.Generator(tokens.device).manual_seed(seed)  # draws on the device
         with torch.no_grad(), reference_model(model, self.clean) as clean:
             halves = cached_halves(self._readers, clean, tokens)
-            halves.place(starts)
-            flat = halves.read(clean, tokens)[:, :-1].flatten(0, 1)
+            halves.set_starts(starts)
+            flat = halves.clean_pass(clean, tokens)[:, :-1].flatten(0, 1)
             size = max(64, _NOISE_LOGITS_PER_CHUNK // clean.config.vocab_size)
             samples = [_sample(clean.logits(part).float(), device_rng) for part in flat.split(size)]
         return torch.cat((tokens[:, :1], torch.cat(samples).view(len(tokens), -1)), 1)

@@ -28,8 +28,8 @@ from unspool.train.learning.forward import (
     AttentionMask,
     MaskFunction,
     build_mask,
-    hidden,
-    residuals,
+    hidden_states,
+    layer_states,
 )
 
 
@@ -79,7 +79,7 @@ class NoisyAttention:
         return self.sight(attention, query, keys, values)
 
 
-class Halves:
+class CleanNoisyPasses:
     """The clean and the noisy pass over batches of one shape."""
 
     def __init__(
@@ -91,41 +91,41 @@ class Halves:
         self._clean_rule, self._noisy_rule, self._full_rule = self._mask_rules()
         self._recorded: list[RecordingAttention] = []
 
-    def place(self, documents: Tensor, blocks: Tensor | None = None) -> None:
+    def set_starts(self, documents: Tensor, blocks: Tensor | None = None) -> None:
         """Set the starts of documents and blocks of the next batch."""
         self.documents.copy_(documents)
         if blocks is not None:
             self.blocks.copy_(blocks)
 
-    def read(self, model: Transformer, tokens: Tensor) -> Tensor:
+    def clean_pass(self, model: Transformer, tokens: Tensor) -> Tensor:
         """Hidden states of the causal model, without gradients."""
         mask = self._attention_mask(self._clean_rule, self.rows, self.length)
         self._recorded = [RecordingAttention(mask) for _ in range(self.config.layers)]
         with torch.no_grad():
-            return hidden(model, tokens, self._recorded)
+            return hidden_states(model, tokens, self._recorded)
 
-    def inner(
+    def layer_inputs(
         self, model: Transformer, tokens: Tensor, layers: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Inputs of some layers of the causal model [rows, length, layers, width], and the output
         of the last layer."""
         mask = self._attention_mask(self._clean_rule, self.rows, self.length)
         inputs = []
-        for number, x in enumerate(residuals(model, tokens, mask)):
+        for number, x in enumerate(layer_states(model, tokens, mask)):
             if number in layers:
                 inputs.append(x)
         return torch.stack(inputs, 2), x
 
-    def guess(self, model: Transformer, noisy: Tensor) -> Tensor:
+    def noisy_pass(self, model: Transformer, noisy: Tensor) -> Tensor:
         """Hidden states of the twin for noisy copies [copies * rows, length] of the last `read`."""
         mask = self._attention_mask(self._noisy_rule, self.copies * self.rows, 2 * self.length)
         layers = [NoisyAttention(mask, clean, self.copies) for clean in self._recorded]
-        return hidden(model, noisy, layers)
+        return hidden_states(model, noisy, layers)
 
-    def whole(self, model: Transformer, noisy: Tensor) -> Tensor:
+    def bidirectional_pass(self, model: Transformer, noisy: Tensor) -> Tensor:
         """Hidden states of noisy copies with full attention within documents."""
         mask = self._attention_mask(self._full_rule, self.copies * self.rows, self.length)
-        return hidden(model, noisy, mask)
+        return hidden_states(model, noisy, mask)
 
     def _attention_mask(
         self, rule: Callable[[int], MaskFunction], rows: int, keys: int

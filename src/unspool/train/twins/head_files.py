@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
-from unspool.model.stored import Stored
+from unspool.model.stored import FileTensor
 from unspool.train.twins.draft import RECENT, HeadShape, rotation
 
 CONFIG, WEIGHTS = "config.json", "head.safetensors"
@@ -102,7 +102,9 @@ def open_head(folder: Path) -> tuple[HeadShape, dict[str, Tensor]]:
     def numbers(name: str) -> Tensor:
         array = tensors[name]
         if array.dtype == np.uint8:
-            quantized = Stored(config["weights"], array, _unpacked_shape(array, config["weights"]))
+            quantized = FileTensor(
+                config["weights"], array, _unpacked_shape(array, config["weights"])
+            )
             array = quantized.float32()
         return torch.from_numpy(array.astype(np.float32))
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from unspool.errors import DataError
-from unspool.train.data.batches import Batch
-from unspool.train.data.shards import Packed
+from unspool.train.data.batches import TrainingBatch
+from unspool.train.data.shards import PackedDocuments
 from unspool.train.data.shuffle import permuted
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -34,7 +34,7 @@ class SourceRows(Protocol):
 class WindowRows:
     """Consecutive windows over text."""
 
-    def __init__(self, packed: Packed, width: int) -> None:
+    def __init__(self, packed: PackedDocuments, width: int) -> None:
         self.count, self.width = len(packed.ids) // width, width
 
     def __len__(self) -> int:
@@ -47,9 +47,9 @@ class WindowRows:
 class PackedRows:
     """As many documents per row as fit, in an order given by the seed."""
 
-    def __init__(self, packed: Packed, width: int, seed: int) -> None:
+    def __init__(self, packed: PackedDocuments, width: int, seed: int) -> None:
         self.width = width
-        starts, ends = packed.borders[:-1].tolist(), packed.borders[1:].tolist()
+        starts, ends = packed.offsets[:-1].tolist(), packed.offsets[1:].tolist()
         self._rows: list[list[tuple[int, int]]] = []
         room = 0
         for document in permuted(np.arange(len(starts)), len(starts), str(seed)).tolist():
@@ -78,7 +78,7 @@ class Mixture:
 
     def __init__(
         self,
-        sources: Mapping[str, tuple[Packed, float]],
+        sources: Mapping[str, tuple[PackedDocuments, float]],
         rows: int,
         length: int,
         seed: int = 0,
@@ -101,12 +101,12 @@ class Mixture:
             raise DataError("the shares of the sources must be >= 0, at least one > 0")
         self._shares = shares / shares.sum()
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TrainingBatch:
         rng = np.random.default_rng([self.seed, self.rank, step])
         sources = rng.choice(len(self._rows), size=self.batch_size, p=self._shares)
         rows = [self._row(source, rng) for source in sources]
         ids, loss_mask, documents = (np.stack(part) for part in zip(*rows, strict=True))
-        return Batch(
+        return TrainingBatch(
             torch.from_numpy(ids), torch.from_numpy(loss_mask[:, 1:]),
             torch.from_numpy(documents[:, :-1]),
         )  # fmt: skip
@@ -119,5 +119,5 @@ class Mixture:
         ids = np.where(is_text, packed.ids[indices], 0).astype(np.int64)
         mask = packed.loss_mask
         loss_mask = is_text.copy() if mask is None else is_text & mask[indices]
-        numbers = np.searchsorted(packed.borders, indices, side="right")
+        numbers = np.searchsorted(packed.offsets, indices, side="right")
         return ids, loss_mask, np.where(is_text, numbers - numbers[0], -1).astype(np.int32)

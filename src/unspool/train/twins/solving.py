@@ -20,8 +20,8 @@ from torch import Tensor
 
 from unspool.errors import SettingsError
 from unspool.model.transformer import Transformer
-from unspool.train.learning.forward import AttentionMask, everything, hidden
-from unspool.train.twins.puzzles.puzzle import Puzzle, decoded, encoded
+from unspool.train.learning.forward import AttentionMask, full_mask, hidden_states
+from unspool.train.twins.puzzles.puzzle import Puzzle, decode_rows, encode_texts
 
 ORDERS = ("left", "confident", "margin", "random", "all", "0.9", "0.99")
 
@@ -33,7 +33,7 @@ class Solutions:
 
 
 @torch.no_grad()
-def solutions(
+def solve(
     model: Transformer, puzzle: Puzzle, prompts: list[str], order: str | None = None, seed: int = 0
 ) -> Solutions:
     """Greedy answers to prompts, in an order of ORDERS (or a probability threshold)."""
@@ -42,12 +42,12 @@ def solutions(
     if causal and order != "left":
         raise SettingsError("a causal model generates from left to right only")
     device = model.embed.weight.device
-    prompt_ids = torch.from_numpy(encoded(puzzle, prompts)).to(device)
+    prompt_ids = torch.from_numpy(encode_texts(puzzle, prompts)).to(device)
     if causal:
         answers, passes = _generate(model, prompt_ids, puzzle.answer), float(puzzle.answer)
     else:
         answers, passes = _unmask(model, prompt_ids, puzzle.answer, order, seed)
-    return Solutions(decoded(puzzle, answers.cpu().numpy()), passes)
+    return Solutions(decode_rows(puzzle, answers.cpu().numpy()), passes)
 
 
 def _generate(model: Transformer, prompt: Tensor, count: int) -> Tensor:
@@ -66,11 +66,11 @@ def _unmask(
     assert mask is not None
     rng = torch.Generator().manual_seed(seed)
     canvas = torch.full((len(prompt), count), mask, device=prompt.device)
-    attention = AttentionMask.build(model.config, torch.cat((prompt, canvas), 1), everything)
+    attention = AttentionMask.build(model.config, torch.cat((prompt, canvas), 1), full_mask)
     passes = torch.zeros(len(prompt))
     while bool((masked := canvas == mask).any()):
         passes += masked.any(1).cpu()
-        x = hidden(model, torch.cat((prompt, canvas), 1), attention)[:, prompt.shape[1] :]
+        x = hidden_states(model, torch.cat((prompt, canvas), 1), attention)[:, prompt.shape[1] :]
         logits = model.logits(x).float()
         logits[..., mask] = -torch.inf
         probabilities = logits.softmax(-1)

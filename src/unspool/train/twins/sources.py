@@ -21,17 +21,17 @@ from unspool.model.checkpoint import Checkpoint, load_transformer, open_checkpoi
 from unspool.model.hub import find_model
 from unspool.model.transformer import Transformer
 from unspool.text.tokenizer.tokenizer import Tokenizer
-from unspool.train.data.shards import Packed, prepare
+from unspool.train.data.shards import PackedDocuments, prepare
 from unspool.train.learning.objectives import Objective
 from unspool.train.running.held_out import on_device
 from unspool.train.twins.mixture import Mixture
 from unspool.train.twins.settings import TwinSettings
-from unspool.train.twins.written import WritingSettings, written_texts
+from unspool.train.twins.written import WritingSettings, generated_texts
 
 _TWIN_EVAL_BATCHES = 4
 _PREFIX_TOKENS = 16  # of a text that a model without a chat template continues
 
-Sources = dict[str, tuple[Packed, float]]
+Sources = dict[str, tuple[PackedDocuments, float]]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class CausalModel:
             raise DataError(f"{path}: has no tokenizer.json to encode text with")
         if checkpoint.config.sight != "causal":
             raise DataError(f"{path}: is not a causal model, so it cannot get a twin")
-        checkpoint.config.check_head()
+        checkpoint.config.require_head()
         base = name if name and not Path(name).exists() else str(path.resolve())
         return cls(path, base, checkpoint, tokenizer)
 
@@ -87,21 +87,23 @@ def load_sources(
         train["written"] = train_texts, settings.chat_share
         held_out["written"] = held_out_texts, settings.chat_share
         facts["written"] = {
-            "texts": texts.documents, "tokens": len(train_texts.ids), "share": settings.chat_share
-        }  # fmt: skip
+            "texts": texts.num_documents,
+            "tokens": len(train_texts.ids),
+            "share": settings.chat_share,
+        }
     return train, held_out, {"source": list(facts), "kind": "twin", "sources": facts}
 
 
 def _generated_texts(
     causal: CausalModel, settings: TwinSettings, device: torch.device, prefixes: list[list[int]],
     on_text: Callable[[int], object],
-) -> Packed:  # fmt: skip
+) -> PackedDocuments:  # fmt: skip
     writing = WritingSettings(
         texts=settings.chat, max_tokens=settings.chat_tokens, seed=settings.seed,
         questions=_read_questions(settings.questions),
     )  # fmt: skip
     seconds = None if settings.writing_minutes is None else settings.writing_minutes * 60
-    texts = written_texts(
+    texts = generated_texts(
         causal.path, causal.checkpoint.config, writing,
         lambda: load(causal.path, device=str(device), progress=False),
         prefixes=prefixes, seconds=seconds, on_text=on_text,
@@ -126,19 +128,23 @@ def _text_prefixes(sources: Sources) -> list[list[int]]:
     return [
         packed.ids[start : start + _PREFIX_TOKENS].tolist()
         for packed, _ in sources.values()
-        for start, end in zip(packed.borders[:-1], packed.borders[1:], strict=True)
+        for start, end in zip(packed.offsets[:-1], packed.offsets[1:], strict=True)
         if end - start > _PREFIX_TOKENS
     ][:4096]
 
 
-def _split(texts: Packed) -> tuple[Packed, Packed]:
+def _split(texts: PackedDocuments) -> tuple[PackedDocuments, PackedDocuments]:
     """All but the first texts (a tenth, but not many), and those: with more texts later they are
     the same."""
     assert texts.loss_mask is not None
-    num_held_out = max(1, min(160, texts.documents // 10))
-    end = int(texts.borders[num_held_out])
-    held_out = Packed(texts.ids[:end], texts.borders[: num_held_out + 1], texts.loss_mask[:end])
-    train = Packed(texts.ids[end:], texts.borders[num_held_out:] - end, texts.loss_mask[end:])
+    num_held_out = max(1, min(160, texts.num_documents // 10))
+    end = int(texts.offsets[num_held_out])
+    held_out = PackedDocuments(
+        texts.ids[:end], texts.offsets[: num_held_out + 1], texts.loss_mask[:end]
+    )
+    train = PackedDocuments(
+        texts.ids[end:], texts.offsets[num_held_out:] - end, texts.loss_mask[end:]
+    )
     return train, held_out
 
 
@@ -161,14 +167,14 @@ def evaluator(
         for number in range(_TWIN_EVAL_BATCHES):
             rng = torch.Generator().manual_seed(number)
             loss = objective(model, on_device(batches.batch(number), device), rng)
-            total += float(loss.total) * float(loss.tokens)
+            total += float(loss.mean) * float(loss.tokens)
             count += float(loss.tokens)
         return total / max(1.0, count), None
 
     return evaluate
 
 
-def target_tokens(texts: Packed) -> np.ndarray[Any, Any]:
+def target_tokens(texts: PackedDocuments) -> np.ndarray[Any, Any]:
     """The tokens that are in the loss."""
     mask = texts.loss_mask
     ids: np.ndarray[Any, Any] = texts.ids if mask is None else texts.ids[mask]

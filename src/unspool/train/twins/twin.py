@@ -62,7 +62,7 @@ def train_twin(
 
     `on_text` is called with the number of texts that the model has generated for its twin.
     """
-    parallel = Parallel.alone(settings.device)
+    parallel = Parallel.single_process(settings.device)
     cuda = parallel.device.type == "cuda"
     settings = replace(
         settings,
@@ -125,7 +125,7 @@ def _trainer(
         ),
         run,
         save_model=parts.save,
-        judge=parts.evaluate,
+        evaluate=parts.evaluate,
         sampler=parts.sampler,
         parallel=parallel,
     )  # fmt: skip
@@ -143,7 +143,7 @@ def _with_steps(settings: TwinSettings, parts: TwinParts, parallel: Parallel) ->
     seconds = []
     for _ in range(_TRIAL_STEPS):
         step_start = time.monotonic()
-        trial.one_step()
+        trial.train_step()
         seconds.append(time.monotonic() - step_start)
     with torch.no_grad():
         for name, value in trained.items():

@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from unspool.decoding.together import write_all
+from unspool.decoding.together import run_all
 from unspool.engine.generation import Generation
 from unspool.errors import DataError
 from unspool.language_model import LanguageModel
 from unspool.model.config import ModelConfig
 from unspool.model.packaged import cache_folder
 from unspool.text.chat.template import ChatTemplate
-from unspool.train.data.shards import Packed
+from unspool.train.data.shards import PackedDocuments
 
 PART = 512  # texts per file
 TEMPERATURES = (0.0, 0.5, 0.8)  # of answers, in rotation
@@ -49,7 +49,7 @@ class WritingSettings:
     questions: tuple[str, ...] = ()  # if given, half of the questions are these
 
 
-def written_texts(
+def generated_texts(
     path: Path,
     config: ModelConfig,
     settings: WritingSettings,
@@ -58,7 +58,7 @@ def written_texts(
     prefixes: Sequence[Sequence[int]] = (),
     seconds: float | None = None,
     on_text: Callable[[int], object] = lambda done: None,
-) -> Packed:
+) -> PackedDocuments:
     """The generated texts of the model at `path`; missing ones are generated now.
 
     Args:
@@ -145,7 +145,7 @@ class _PartWriter:
             )
             for number, prompt in enumerate(prompts)
         ]  # fmt: skip
-        write_all(self._lm, drafts, patient=False)
+        run_all(self._lm, drafts, patient=False)
         return [
             _GeneratedText(
                 [*draft.prompt, *draft.tokens], 0 if prompt_in_loss else len(draft.prompt)
@@ -168,7 +168,7 @@ class _PartWriter:
                 )
                 for n in range(count - len(questions))
             ]  # fmt: skip
-            write_all(self._lm, drafts, patient=False)
+            run_all(self._lm, drafts, patient=False)
             questions += [draft.text.strip() for draft in drafts if _is_question(draft)]
             if len(questions) == count:
                 break
@@ -177,7 +177,9 @@ class _PartWriter:
     def _draft(self, prompt: list[int], number: int, **options: Any) -> Generation:
         seed = self._settings.seed * 1_000_003 + self._part
         stops = self._lm.chat_template.stops
-        return self._lm.draft(prompt, seed=seed, sample=number, stop=stops or None, **options)
+        return self._lm.prepare_generation(
+            prompt, seed=seed, sample=number, stop=stops or None, **options
+        )
 
 
 def question_prompt(template: ChatTemplate) -> list[int]:
@@ -205,7 +207,7 @@ def _save_part(texts: list[_GeneratedText], file: Path, count: int) -> None:
     part.replace(file)
 
 
-def _open_parts(files: list[Path], vocabulary: int) -> Packed:
+def _open_parts(files: list[Path], vocabulary: int) -> PackedDocuments:
     if not files:
         raise DataError("no text was generated in the time limit; give more time")
     parts = [np.load(file, allow_pickle=False) for file in files]
@@ -215,4 +217,4 @@ def _open_parts(files: list[Path], vocabulary: int) -> Packed:
     prompts = np.concatenate([part["prompts"] for part in parts])
     borders = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
     position = np.arange(len(ids)) - np.repeat(borders[:-1], lengths)
-    return Packed(ids, borders, position >= np.repeat(prompts, lengths))
+    return PackedDocuments(ids, borders, position >= np.repeat(prompts, lengths))

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def guess(logits, ids, temperature, token, logprob, N, NP: tl.constexpr):
+def greedy_token(logits, ids, temperature, token, logprob, N, NP: tl.constexpr):
     """Token with the largest logit (ties: the first), and its log-probability.
 
     NP is the power of two >= N.

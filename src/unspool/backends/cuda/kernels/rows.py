@@ -7,7 +7,7 @@ from unspool.backends.cuda.kernels.common import activated, normalized, rounded,
 
 
 @triton.jit
-def begin(
+def embed_and_update(
     updates, table, tokens, previous, positions, embed, position_embed, h, scale, ROOM,
     D: tl.constexpr, DP: tl.constexpr, UNPACKED: tl.constexpr, SCALED: tl.constexpr,
     POSITIONS: tl.constexpr,

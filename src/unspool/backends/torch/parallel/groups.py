@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from unspool.model.split import Share
+from unspool.model.split import TensorParallelRank
 
 dist: Any = torch.distributed  # Any: its type stubs are incomplete
 Store = Any
@@ -31,7 +31,13 @@ class RankGroups:
     """
 
     def __init__(
-        self, store: Store, share: Share, device: torch.device, *, nccl: bool, address: str | None
+        self,
+        store: Store,
+        share: TensorParallelRank,
+        device: torch.device,
+        *,
+        nccl: bool,
+        address: str | None,
     ) -> None:
         def gloo(name: str, timeout: timedelta) -> Any:
             make = dist.ProcessGroupGloo

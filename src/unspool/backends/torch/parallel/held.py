@@ -10,16 +10,16 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from unspool.backends.step import Floats, Inside, StepBatch, StepResult
+from unspool.backends.step import Floats, Observations, StepBatch, StepResult
 from unspool.backends.torch.loaded import fingerprint_indices, to_numpy
 from unspool.backends.torch.paged import TorchBackend, cache_size
 from unspool.backends.torch.parallel.messages import RankMessage, parse_adapter, parse_step
 from unspool.backends.torch.parallel.transformer import SplitTransformer
 from unspool.errors import UnspoolError
 from unspool.model.adapters import Adapter, LowRank
-from unspool.model.fingerprint import hashed
-from unspool.model.split import Ints, Share, cut_of, is_added_once, value_heads
-from unspool.model.weights import shapes
+from unspool.model.fingerprint import hash_weights
+from unspool.model.split import Ints, TensorParallelRank, is_added_once, local_value_heads, shard_of
+from unspool.model.weights import weight_shapes
 
 
 class PartBackend(TorchBackend):
@@ -42,25 +42,25 @@ class PartBackend(TorchBackend):
         """This rank's part of an adapter."""
         parts = dict(adapter.parts)
         for name, full in adapter.parts.items():
-            cut = cut_of(self._full_config, name, self._ranks.share)
+            cut = shard_of(self._full_config, name, self._ranks.share)
             if cut is not None and cut.axis == 0:
-                parts[name] = LowRank(full.down, full.up[cut.places], full.scale)
+                parts[name] = LowRank(full.down, full.up[cut.indices], full.scale)
             elif cut is not None:
-                parts[name] = LowRank(full.down[:, cut.places], full.up, full.scale)
+                parts[name] = LowRank(full.down[:, cut.indices], full.up, full.scale)
         return Adapter(parts)
 
     def _run(self, batch: StepBatch) -> StepResult:
         result = super()._run(batch)
-        if result.inside is not None and result.inside.attention:
-            result.inside = self._gather_heads(result.inside)
+        if result.observations is not None and result.observations.attention:
+            result.observations = self._gather_heads(result.observations)
         return result
 
-    def _gather_heads(self, inside: Inside) -> Inside:
+    def _gather_heads(self, inside: Observations) -> Observations:
         """Gather the observed heads of all ranks on rank 0."""
         config, recurrent = self._full_config, inside.recurrent
 
-        def attention_heads(share: Share, layer: int) -> Ints:
-            return share.span(config.shape(layer).heads)
+        def attention_heads(share: TensorParallelRank, layer: int) -> Ints:
+            return share.local_range(config.shape(layer).heads)
 
         attention = [
             self._gather(weights, config.heads, attention_heads) for weights in inside.attention
@@ -68,24 +68,26 @@ class PartBackend(TorchBackend):
         shape = config.recurrence
         if recurrent and shape is not None and "delta" in config.mixers:
 
-            def recurrent_heads(share: Share, layer: int) -> Ints:
-                return value_heads(shape, share)
+            def recurrent_heads(share: TensorParallelRank, layer: int) -> Ints:
+                return local_value_heads(shape, share)
 
             recurrent = [
                 self._gather(stats.swapaxes(1, 2), shape.value_heads, recurrent_heads)
                 for stats in recurrent
             ]
             recurrent = [stats.swapaxes(1, 2) for stats in recurrent]
-        return Inside(inside.residuals, attention, inside.parts, inside.first, recurrent)
+        return Observations(
+            inside.residuals, attention, inside.parts, inside.first_position, recurrent
+        )
 
     def _gather(
-        self, part: Floats, heads: int, heads_of_share: Callable[[Share, int], Ints]
+        self, part: Floats, heads: int, heads_of_share: Callable[[TensorParallelRank, int], Ints]
     ) -> Floats:
         """Gather values [layers, local heads, ...] of all ranks into [layers, heads, ...]."""
         tensor = torch.from_numpy(np.ascontiguousarray(part)).to(self._ranks.device)
         full = np.zeros((part.shape[0], heads, *part.shape[2:]), np.float32)
         gathered = self._ranks.groups.gather(tensor)
-        for share, rank_part in zip(self._ranks.share.every, gathered, strict=False):
+        for share, rank_part in zip(self._ranks.share.all_ranks, gathered, strict=False):
             for layer, values in enumerate(to_numpy(rank_part)):
                 indices = heads_of_share(share, layer)
                 full[layer, indices] = values[: len(indices)]
@@ -126,29 +128,31 @@ class ModelPart:
     def rows(self, name: str, start: int, stop: int) -> Floats:
         """Rows of a weight whose rows are split over the ranks."""
         weight = self.model.get_parameter(name)
-        cut = cut_of(self.model.full_config, name, self.model.ranks.share)
+        cut = shard_of(self.model.full_config, name, self.model.ranks.share)
         assert cut is not None and cut.axis == 0
         rows = weight.new_zeros(stop - start, *weight.shape[1:])
-        is_local = (cut.places >= start) & (cut.places < stop)
-        rows[torch.from_numpy(cut.places[is_local] - start)] = weight[torch.from_numpy(is_local)]
+        is_local = (cut.indices >= start) & (cut.indices < stop)
+        rows[torch.from_numpy(cut.indices[is_local] - start)] = weight[torch.from_numpy(is_local)]
         return to_numpy(self.model.ranks.groups.sum(rows))
 
     def fingerprint(self) -> str:
         """Fingerprint of the full model, independent of the number of ranks."""
-        ranks, sizes = self.model.ranks, sorted(shapes(self.model.full_config).items())
+        ranks, sizes = self.model.ranks, sorted(weight_shapes(self.model.full_config).items())
         values = np.stack([self._sample_values(name, shape) for name, shape in sizes])
         for part in ranks.groups.gather(torch.from_numpy(values).to(ranks.device)):
             values = np.where(np.isnan(values), to_numpy(part), values)
-        return hashed((name, shape, values[index]) for index, (name, shape) in enumerate(sizes))
+        return hash_weights(
+            (name, shape, values[index]) for index, (name, shape) in enumerate(sizes)
+        )
 
     def _sample_values(self, name: str, shape: tuple[int, ...]) -> Floats:
         """Some values of a weight; NaN where another rank has them."""
         share, indices = self.model.ranks.share, list(fingerprint_indices(shape))
         is_local = np.full(len(indices[0]), not (is_added_once(name) and share.rank))
-        cut = cut_of(self.model.full_config, name, share)
+        cut = shard_of(self.model.full_config, name, share)
         if cut is not None:
             local_index = np.full(shape[cut.axis], -1)
-            local_index[cut.places] = np.arange(len(cut.places))
+            local_index[cut.indices] = np.arange(len(cut.indices))
             indices[cut.axis] = local_index[indices[cut.axis]]
             is_local &= indices[cut.axis] >= 0
         values = np.full(len(is_local), np.nan, np.float32)

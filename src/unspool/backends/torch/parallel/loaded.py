@@ -7,7 +7,7 @@ import json
 import weakref
 from contextlib import suppress
 
-from unspool.backends.step import Done, Floats, StepBatch
+from unspool.backends.step import CompletedStep, Floats, StepBatch
 from unspool.backends.torch.loaded import TorchModel
 from unspool.backends.torch.parallel.held import ModelPart, PartBackend
 from unspool.backends.torch.parallel.messages import RankMessage, adapter_message, step_message
@@ -16,7 +16,7 @@ from unspool.backends.torch.parallel.transformer import SplitTransformer, load_p
 from unspool.model.adapters import Adapter
 from unspool.model.checkpoint import Checkpoint
 from unspool.model.config import ModelConfig
-from unspool.model.split import check_split
+from unspool.model.split import check_shardable
 
 
 class RankZeroBackend(PartBackend):
@@ -30,7 +30,7 @@ class RankZeroBackend(PartBackend):
         with model.ranks.run_on_all(message):
             super().__init__(model, memory, context)
 
-    def launch(self, batch: StepBatch) -> Done:
+    def launch(self, batch: StepBatch) -> CompletedStep:
         with self._ranks.run_on_all(step_message(self._number, batch)):
             return super().launch(batch)
 
@@ -114,7 +114,7 @@ def split_model(
         name: name by which other machines find the model if the path does not exist there.
         own_ranks: the processes serve this model only, and end with it.
     """
-    check_split(checkpoint.config, ranks.share.ranks)
+    check_shardable(checkpoint.config, ranks.share.ranks)
     number = ranks.new_model()
     facts = {
         "path": str(checkpoint.path.absolute()),

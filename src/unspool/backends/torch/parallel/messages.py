@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unspool.backends.step import Look, StepBatch, TableUpdates
+from unspool.backends.step import ObserveRequest, StepBatch, TableUpdates
 from unspool.model.adapters import Adapter, LowRank
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -21,7 +21,7 @@ _HEADER_BYTES = 4  # length of the JSON line
 # Fields that are arrays.
 _STEP_ARRAYS = tuple(f.name for f in fields(StepBatch) if f.type == "Ints")
 _UPDATE_ARRAYS = tuple(f.name for f in fields(TableUpdates))
-_LOOK_ARRAYS = tuple(f.name for f in fields(Look) if f.type == "Ints")
+_LOOK_ARRAYS = tuple(f.name for f in fields(ObserveRequest) if f.type == "Ints")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,11 @@ class RankMessage:
 
 def step_message(model: int, batch: StepBatch) -> RankMessage:
     arrays = {name: getattr(batch, name) for name in _STEP_ARRAYS}
-    arrays |= {f"updates.{name}": getattr(batch.updates, name) for name in _UPDATE_ARRAYS}
+    arrays |= {f"updates.{name}": getattr(batch.table_updates, name) for name in _UPDATE_ARRAYS}
     facts: dict[str, Any] = {}
-    if batch.look:
-        arrays |= {f"look.{name}": getattr(batch.look, name) for name in _LOOK_ARRAYS}
-        facts["layers"] = batch.look.layers
+    if batch.observe:
+        arrays |= {f"look.{name}": getattr(batch.observe, name) for name in _LOOK_ARRAYS}
+        facts["layers"] = batch.observe.layers
     return RankMessage("step", model, facts, arrays)
 
 
@@ -72,10 +72,10 @@ def parse_step(message: RankMessage) -> StepBatch:
 
     arrays: dict[str, Any] = {name: message.arrays[name] for name in _STEP_ARRAYS}
     batch = StepBatch(**arrays)
-    batch.updates = TableUpdates(**with_prefix("updates."))
+    batch.table_updates = TableUpdates(**with_prefix("updates."))
     if look := with_prefix("look."):
         layers = message.facts["layers"]
-        batch.look = Look(**look, layers=None if layers is None else tuple(layers))
+        batch.observe = ObserveRequest(**look, layers=None if layers is None else tuple(layers))
     return batch
 
 

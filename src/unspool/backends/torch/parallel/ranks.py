@@ -33,7 +33,7 @@ from unspool.backends.torch.parallel.processes import (
     stop_processes,
 )
 from unspool.errors import SettingsError, UnspoolError
-from unspool.model.split import Share
+from unspool.model.split import TensorParallelRank
 
 _LOOPBACK = "127.0.0.1"
 _START_TIMEOUT_S = 300.0  # for the other processes to import torch
@@ -53,7 +53,7 @@ class Ranks:
     def __init__(
         self,
         store: Store,
-        share: Share,
+        share: TensorParallelRank,
         device: Device,
         *,
         address: str | None = None,
@@ -95,7 +95,9 @@ class Ranks:
         try:
             _wait_for_start(store, processes)
             store.set(_BEGIN, json.dumps({"device": device}))
-            ranks = cls(store, Share(0, count), device, address=_LOOPBACK, processes=processes)
+            ranks = cls(
+                store, TensorParallelRank(0, count), device, address=_LOOPBACK, processes=processes
+            )
         except BaseException:
             stop_processes(processes)
             raise
@@ -115,7 +117,7 @@ class Ranks:
         return cls(store, share, device)
 
     @classmethod
-    def join(cls, port: int, share: Share) -> Ranks:
+    def join(cls, port: int, share: TensorParallelRank) -> Ranks:
         """Another rank, started by `spawn`."""
         store = dist.TCPStore(_LOOPBACK, port, is_master=False, wait_for_workers=False)
         store.set(_HERE.format(share.rank), "")
@@ -234,9 +236,9 @@ def _watch_process(ranks: weakref.ref[Ranks], process: Process) -> None:
         owner.rank_ended()
 
 
-def _rendezvous() -> tuple[Store, Share]:
+def _rendezvous() -> tuple[Store, TensorParallelRank]:
     store, rank, ranks = next(dist.rendezvous("env://"))
-    return dist.PrefixStore("unspool", store), Share(rank, ranks)
+    return dist.PrefixStore("unspool", store), TensorParallelRank(rank, ranks)
 
 
 def release_torchrun() -> None:

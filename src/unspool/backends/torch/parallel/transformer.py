@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from unspool.backends.torch.parallel.ranks import Ranks
-from unspool.model.checkpoint import Checkpoint, fill_transformer
+from unspool.model.checkpoint import Checkpoint, load_weights_into
 from unspool.model.config import ModelConfig
 from unspool.model.layers.beside import DenseAndExperts
 from unspool.model.layers.feed import Experts
 from unspool.model.layers.parts import Norm
-from unspool.model.split import check_split, part_config
+from unspool.model.split import check_shardable, shard_config
 from unspool.model.transformer import Attention, Layer, Transformer
 
 
@@ -26,7 +26,7 @@ class SplitTransformer(Transformer):
     """A rank's part of the model of `full_config`. All ranks must run their parts together."""
 
     def __init__(self, full_config: ModelConfig, ranks: Ranks) -> None:
-        super().__init__(part_config(full_config, ranks.share))
+        super().__init__(shard_config(full_config, ranks.share))
         self.full_config, self.ranks = full_config, ranks
         self.embed = _SplitEmbedding(full_config, full_config.width, ranks)
         if self.token_inputs is not None:
@@ -39,7 +39,10 @@ class SplitTransformer(Transformer):
     def logits(self, x: Tensor) -> Tensor:
         """Logits of the full vocabulary on rank 0; of this rank's part on the others."""
         part = super().logits(x)
-        sizes = [len(share.span(self.full_config.vocab_size)) for share in self.ranks.share.every]
+        sizes = [
+            len(share.local_range(self.full_config.vocab_size))
+            for share in self.ranks.share.all_ranks
+        ]
         padded = functional.pad(part, (0, max(sizes) - part.shape[-1]))
         gathered = self.ranks.groups.gather(padded)
         parts = [logits[..., :size] for logits, size in zip(gathered, sizes, strict=False)]
@@ -50,7 +53,7 @@ class _SplitEmbedding(nn.Embedding):
     """This rank's rows of an embedding; tokens of other ranks are zero before the sum."""
 
     def __init__(self, full_config: ModelConfig, width: int, ranks: Ranks) -> None:
-        rows = ranks.share.span(full_config.vocab_size)
+        rows = ranks.share.local_range(full_config.vocab_size)
         super().__init__(len(rows), width)
         self._first, self._sum = int(rows[0]), ranks.groups.sum
 
@@ -115,14 +118,14 @@ def _split_norms(attention: Attention, config: ModelConfig, ranks: Ranks) -> Non
 def load_part(checkpoint: Checkpoint, ranks: Ranks, dtype: str) -> SplitTransformer:
     """Load this rank's part of a checkpoint; at most one full tensor is in memory at a time."""
     full_config, share = checkpoint.config, ranks.share
-    check_split(full_config, share.ranks)
+    check_shardable(full_config, share.ranks)
     with torch.device("meta"):
         model = SplitTransformer(full_config, ranks)
-    fill_transformer(
+    load_weights_into(
         model,
         checkpoint,
         dtype=dtype,
         device_of=lambda name: str(ranks.device),
-        part_of=lambda name, stored: share.part_of(full_config, name, stored),
+        part_of=lambda name, stored: share.local_part(full_config, name, stored),
     )
     return model

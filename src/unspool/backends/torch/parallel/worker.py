@@ -23,10 +23,10 @@ def main(arguments: list[str]) -> None:
     """Entry point of a process that rank 0 started."""
     threading.Thread(target=_exit_with_rank_zero, daemon=True).start()
     from unspool.backends.torch.parallel.ranks import Ranks
-    from unspool.model.split import Share
+    from unspool.model.split import TensorParallelRank
 
     port, rank, count = map(int, arguments)
-    work(Ranks.join(port, Share(rank, count)))
+    work(Ranks.join(port, TensorParallelRank(rank, count)))
 
 
 def work_for_torchrun() -> None:

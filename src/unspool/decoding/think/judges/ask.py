@@ -19,7 +19,7 @@ from unspool.decoding.think.judges.reading import Messages, Reader
 from unspool.decoding.written import HeldBranches
 from unspool.engine.generation import Generation
 from unspool.errors import SettingsError
-from unspool.sampling.operations import operations
+from unspool.sampling.operations import array_operations
 from unspool.sampling.scoring import log_softmax
 from unspool.session import Session
 
@@ -46,7 +46,7 @@ class AskVerifier:
         question: str = QUESTION,
         conversation: Messages | None = None,
     ) -> None:
-        (model or lm).config.check_head()
+        (model or lm).config.require_head()
         self._reader, self._question = Reader(model or lm, lm, conversation), question
         self._yes, self._no = (first_tokens(self._reader.lm, words) for words in (_YES, _NO))
         if self._yes & self._no:
@@ -78,7 +78,7 @@ class AskVerifier:
         return verdicts
 
     def _probability_yes(self, logits: Logits) -> float:
-        logprobs = operations(logits).host(log_softmax(logits))[-1].astype(np.float64)
+        logprobs = array_operations(logits).to_numpy(log_softmax(logits))[-1].astype(np.float64)
         yes, no = (float(np.exp(logprobs[sorted(ids)]).sum()) for ids in (self._yes, self._no))
         return yes / (yes + no) if yes + no > 0 else 0.5
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from unspool.decoding.think.judge import Judge, Verdict, VoteVerifier
+from unspool.decoding.think.judge import Verdict, Verifier, VoteVerifier
 from unspool.decoding.think.judges.limited import CheckerKind, CheckerLimits, answers, check_loads
 from unspool.engine.generation import Generation
 from unspool.errors import SettingsError
@@ -79,7 +79,7 @@ class PatternVoteVerifier(VoteVerifier):
         self,
         lm: Session,
         pattern: str,
-        weigher: Judge | None = None,
+        weigher: Verifier | None = None,
         limits: CheckerLimits | None = None,
     ) -> None:
         super().__init__(weigher=weigher)

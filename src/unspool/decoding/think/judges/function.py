@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unspool.decoding.think.judge import Judge, Verdict, checked
+from unspool.decoding.think.judge import Verdict, Verifier, checked
 from unspool.engine.generation import Generation
 from unspool.errors import SettingsError
 
@@ -75,9 +75,9 @@ class FunctionVerifier:
             return Verdict(None, f"the verifier raised {type(error).__name__}: {error}")
 
 
-def as_verifier(verifier: Judge | Callable[[Generation], Any]) -> Judge:
+def as_verifier(verifier: Verifier | Callable[[Generation], Any]) -> Verifier:
     """Return a verifier; a function of a text is wrapped."""
-    if isinstance(verifier, Judge) and not isinstance(verifier, type):
+    if isinstance(verifier, Verifier) and not isinstance(verifier, type):
         return verifier
     if callable(verifier):
         return FunctionVerifier(verifier)

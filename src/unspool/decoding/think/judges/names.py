@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from unspool.decoding.think.judge import CertaintyVerifier, Judge, LogprobVerifier, VoteVerifier
+from unspool.decoding.think.judge import CertaintyVerifier, LogprobVerifier, Verifier, VoteVerifier
 from unspool.decoding.think.judges.ask import AskVerifier
 from unspool.decoding.think.judges.checkers import (
     FileVerifier,
@@ -43,15 +43,15 @@ _RUNS_CODE = ("python", "tests")
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeName:
+class VerifierSpec:
     """A parsed verifier name."""
 
     kind: str
     argument: str = ""
-    weigher: JudgeName | None = None  # for weighted votes
+    weigher: VerifierSpec | None = None  # for weighted votes
 
     @classmethod
-    def parse(cls, name: str) -> JudgeName:
+    def parse(cls, name: str) -> VerifierSpec:
         """Parse a name; raises `SettingsError` with the valid names."""
         if name.startswith("vote+"):
             weigher = cls.parse(name.removeprefix("vote+"))
@@ -82,13 +82,13 @@ class JudgeName:
         return self.kind in _RUNS_CODE or (self.weigher is not None and self.weigher.runs_code)
 
 
-def judge_named(
+def make_verifier(
     lm: Session,
-    name: str | JudgeName,
+    name: str | VerifierSpec,
     *,
     conversation: Messages | None = None,
     load: Callable[[str], Session] | None = None,
-) -> Judge:
+) -> Verifier:
     """Build the verifier of this name for texts written by `lm`.
 
     Args:
@@ -96,8 +96,8 @@ def judge_named(
             template.
         load: loads such a model by its name.
     """
-    parsed = JudgeName.parse(name) if isinstance(name, str) else name
-    kind, argument, load_model = parsed.kind, parsed.argument, load or lm.beside
+    parsed = VerifierSpec.parse(name) if isinstance(name, str) else name
+    kind, argument, load_model = parsed.kind, parsed.argument, load or lm.load_similar
     if kind == "logprob":
         return LogprobVerifier()
     if kind == "certainty":
@@ -117,7 +117,7 @@ def judge_named(
             return PatternVoteVerifier(lm, argument)
         weigher = parsed.weigher
         return VoteVerifier(
-            weigher=judge_named(lm, weigher, conversation=conversation, load=load)
+            weigher=make_verifier(lm, weigher, conversation=conversation, load=load)
             if weigher
             else None
         )

@@ -135,7 +135,7 @@ class RewardVerifier:
 
     def _read(self, rows: Sequence[RewardRow]) -> None:
         lm, reader = self._reader.lm, self._reader
-        lm.config.check_left_to_right()
+        lm.config.require_causal()
         for batch in reader.batches(len(rows)):
             group = [rows[number] for number in batch]
             with HeldBranches(lm.engine, lm.adapter) as tracker:

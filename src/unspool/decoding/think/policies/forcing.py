@@ -87,8 +87,11 @@ class _ReasoningSpan:
         else:
             prompt = search.root.generation.prompt
             thinking = lm.thinking(prompt)
-            self._opening, self._after_close = list(format.opening_ids), list(format.behind_ids)
-            self._is_open = thinking is not None and thinking.start.place == "inside"
+            self._opening, self._after_close = (
+                list(format.opening_ids),
+                list(format.after_close_ids),
+            )
+            self._is_open = thinking is not None and thinking.start.state == "inside"
             self._close, mark = format.close, format.closing.partition(format.close)[0]
             mark += format.close
         # A single token in reasoning models, several in others.

@@ -27,12 +27,12 @@ from unspool.train.twins.puzzles.puzzle import (
     MASK,
     Puzzle,
     PuzzleBatches,
-    puzzle_named,
+    puzzle_by_name,
     save_tokenizer,
     token_ids,
 )
 from unspool.train.twins.settings import TwinParts, TwinSettings
-from unspool.train.twins.solving import solutions
+from unspool.train.twins.solving import solve
 
 FAMILY = "unspool-puzzle"  # not a family of transformers
 _PUZZLE_EVAL_BATCHES = 4
@@ -46,7 +46,8 @@ def puzzle_config(puzzle: Puzzle, sight: str, depth: int, width: int, heads: int
     return ModelConfig(
         family=FAMILY, vocab_size=len(ids), width=width, layers=depth, heads=heads, kv_heads=heads,
         head_width=width // heads, ff_width=-(-8 * width // 3 // 32) * 32,
-        context=puzzle.prompt + puzzle.answer + 1, positions="learned", qk_norm="head", tied=True,
+        context=puzzle.prompt_length + puzzle.answer + 1, positions="learned", qk_norm="head",
+        tied=True,
         end_ids=(ids[END],), sight="causal" if sight == "causal" else "whole",
         mask_id=None if sight == "causal" else ids[MASK], canvas_length=puzzle.answer,
     )  # fmt: skip
@@ -59,7 +60,7 @@ def puzzle_objective(puzzle: Puzzle, sight: str) -> Objective:
 
 
 def puzzle_parts(settings: TwinSettings, device: torch.device) -> TwinParts:
-    puzzle = puzzle_named(settings.kind)
+    puzzle = puzzle_by_name(settings.kind)
     config = puzzle_config(puzzle, settings.sight, settings.depth, settings.width, settings.heads)
     objective = puzzle_objective(puzzle, settings.sight)
     default_rows = 1024 if device.type == "cuda" else 64
@@ -77,13 +78,13 @@ def puzzle_parts(settings: TwinSettings, device: torch.device) -> TwinParts:
         for number in range(_PUZZLE_EVAL_BATCHES):
             batch = on_device(batches.batch(HELD_OUT + number), device)
             loss = objective(model, batch, torch.Generator().manual_seed(number))
-            total += float(loss.total) * float(loss.tokens)
+            total += float(loss.mean) * float(loss.tokens)
             count += float(loss.tokens)
         return total / max(1.0, count), None
 
     def sample(model: Transformer) -> list[tuple[str, int, str]]:
-        prompts, _ = puzzle.made(1, PuzzleBatches(puzzle, 1, settings.seed).rng(HELD_OUT))
-        return [(prompts[0], 0, solutions(model, puzzle, prompts).answers[0])]
+        prompts, _ = puzzle.generate(1, PuzzleBatches(puzzle, 1, settings.seed).rng(HELD_OUT))
+        return [(prompts[0], 0, solve(model, puzzle, prompts).answers[0])]
 
     return TwinParts(
         new_model(config, settings.seed).to(device), batches, objective, save, evaluate, sample,

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from unspool.errors import SettingsError
-from unspool.model.adapters import TWIN, write_adapter
+from unspool.model.adapters import CANVAS_SETTINGS, write_adapter
 from unspool.model.checkpoint import load_transformer, open_checkpoint, save_weights
 from unspool.model.config import ModelConfig
 from unspool.model.config_hf import read_json
 from unspool.model.hub import find_model
 from unspool.model.transformer import Transformer
-from unspool.train.learning.lora import Lora, adapter_from_weights, add_lora
+from unspool.train.learning.lora import LoraConfig, adapter_from_weights, add_lora
 from unspool.train.learning.objectives import Objective
 from unspool.train.learning.optimizers import Rates
 from unspool.train.twins.block import BlockTwinObjective
-from unspool.train.twins.fill import FillTwin
+from unspool.train.twins.fill import FillTwinObjective
 from unspool.train.twins.mask_token import add_mask_embedding, mask_token, merge_mask_embedding
 from unspool.train.twins.mixture import Mixture
 from unspool.train.twins.settings import TwinParts, TwinSettings
@@ -81,7 +81,11 @@ def _twin_config(config: ModelConfig, settings: TwinSettings, mask: int) -> Mode
 
 
 def _objective(settings: TwinSettings, mask: int, clean: Transformer | None) -> Objective:
-    return BlockTwinObjective(mask, clean) if settings.kind == "block" else FillTwin(mask, clean)
+    return (
+        BlockTwinObjective(mask, clean)
+        if settings.kind == "block"
+        else FillTwinObjective(mask, clean)
+    )
 
 
 def _model(
@@ -94,7 +98,7 @@ def _model(
     if settings.lora:
         if settings.start:
             raise SettingsError("--from cannot be combined with --lora; leave one of them out")
-        add_lora(clean, Lora(rank=settings.lora, alpha=settings.alpha), seed=settings.seed)
+        add_lora(clean, LoraConfig(rank=settings.lora, alpha=settings.alpha), seed=settings.seed)
         return clean
     first = causal.checkpoint
     if settings.start:
@@ -114,14 +118,14 @@ def _model(
 
 def _read_mask(folder: Path) -> int | None:
     """Mask token of another twin; None if it is not a twin."""
-    file = folder / TWIN
+    file = folder / CANVAS_SETTINGS
     return None if not file.is_file() else read_json(file).get("mask_id")
 
 
 def _saver(
     config: ModelConfig, causal: CausalModel, settings: TwinSettings, mask: int
 ) -> Callable[[Mapping[str, Tensor], Path], None]:
-    lora = Lora(rank=settings.lora or 1, alpha=settings.alpha)
+    lora = LoraConfig(rank=settings.lora or 1, alpha=settings.alpha)
 
     def save_adapter(weights: Mapping[str, Tensor], folder: Path) -> None:
         adapter = adapter_from_weights(weights, lora.scale, causal.base)
@@ -135,6 +139,6 @@ def _saver(
 
     def write_twin_file(folder: Path) -> None:
         content = {"base": causal.base, **{name: getattr(config, name) for name in _TWIN_FIELDS}}
-        (folder / TWIN).write_text(json.dumps(content, indent=2) + "\n")
+        (folder / CANVAS_SETTINGS).write_text(json.dumps(content, indent=2) + "\n")
 
     return save_adapter if settings.lora else save_model

@@ -47,14 +47,14 @@ class Countdown:
         return "0123456789+-*/=,; "
 
     @property
-    def prompt(self) -> int:
+    def prompt_length(self) -> int:
         return 3 * self.numbers + 4
 
     @property
     def answer(self) -> int:
         return 12 * (self.numbers - 1) - 1
 
-    def made(self, count: int, rng: np.random.Generator) -> tuple[list[str], list[str]]:
+    def generate(self, count: int, rng: np.random.Generator) -> tuple[list[str], list[str]]:
         prompts: list[str] = []
         answers: list[str] = []
         while len(prompts) < count:
@@ -70,8 +70,8 @@ class Countdown:
             answers += _join_columns(*parts[:-1])
         return prompts, answers
 
-    def solved(self, prompt: str, answer: str) -> bool:
-        if len(prompt) != self.prompt or len(answer) != self.answer:
+    def is_solved(self, prompt: str, answer: str) -> bool:
+        if len(prompt) != self.prompt_length or len(answer) != self.answer:
             return False
         listed, _, target = prompt.rstrip(";").partition("=")
         available = [int(number) for number in listed.split(",")]

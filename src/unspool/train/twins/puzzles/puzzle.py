@@ -21,7 +21,7 @@ import numpy as np
 
 from unspool.errors import SettingsError
 from unspool.text.tokenizer.tokenizer import Tokenizer
-from unspool.train.data.batches import Batch
+from unspool.train.data.batches import TrainingBatch
 from unspool.train.twins.puzzles.countdown import Countdown
 from unspool.train.twins.puzzles.sudoku import Sudoku
 
@@ -41,7 +41,7 @@ class Puzzle(Protocol):
         ...
 
     @property
-    def prompt(self) -> int:
+    def prompt_length(self) -> int:
         """Length of a prompt."""
         ...
 
@@ -50,11 +50,11 @@ class Puzzle(Protocol):
         """Length of an answer."""
         ...
 
-    def made(self, count: int, rng: np.random.Generator) -> tuple[list[str], list[str]]:
+    def generate(self, count: int, rng: np.random.Generator) -> tuple[list[str], list[str]]:
         """Generate `count` prompts and their answers."""
         ...
 
-    def solved(self, prompt: str, answer: str) -> bool:
+    def is_solved(self, prompt: str, answer: str) -> bool:
         """Whether an answer is correct; a prompt may have several correct answers."""
         ...
 
@@ -66,7 +66,7 @@ PUZZLES: dict[str, Callable[[str, str], Puzzle]] = {
 }
 
 
-def puzzle_named(name: str) -> Puzzle:
+def puzzle_by_name(name: str) -> Puzzle:
     """Puzzle by name: `sudoku`, `sudoku:48` (empty cells), `sudoku:30-56`, `countdown:3`, ..."""
     kind, _, options = name.partition(":")
     if kind not in PUZZLES:
@@ -104,7 +104,7 @@ def _byte_level_token(token: str, byte_level: Any) -> str:
     return token if len(token) > 1 else str(byte_level.pre_tokenize_str(token)[0][0])
 
 
-def encoded(puzzle: Puzzle, texts: list[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def encode_texts(puzzle: Puzzle, texts: list[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Encode texts of one length: ids [texts, length]."""
     table = np.zeros(128, np.int64)
     for letter, number in token_ids(puzzle).items():
@@ -114,7 +114,7 @@ def encoded(puzzle: Puzzle, texts: list[str]) -> np.ndarray[Any, np.dtype[np.int
     return table[letters].reshape(len(texts), -1)
 
 
-def decoded(puzzle: Puzzle, ids: np.ndarray[Any, np.dtype[np.int64]]) -> list[str]:
+def decode_rows(puzzle: Puzzle, ids: np.ndarray[Any, np.dtype[np.int64]]) -> list[str]:
     """Decode rows of ids; end and mask tokens become "?"."""
     letters = {number: token for token, number in token_ids(puzzle).items()}
     return ["".join(t if len(t := letters[i]) == 1 else "?" for i in row) for row in ids.tolist()]
@@ -128,26 +128,26 @@ class PuzzleBatches:
 
     def __init__(self, puzzle: Puzzle, rows: int, seed: int = 0, rank: int = 0) -> None:
         self.puzzle, self.batch_size, self.seed, self.rank = puzzle, rows, seed, rank
-        self.length = puzzle.prompt + puzzle.answer
+        self.length = puzzle.prompt_length + puzzle.answer
         self._maker = ThreadPoolExecutor(1)
-        self._next: tuple[int, Future[Batch]] | None = None
+        self._next: tuple[int, Future[TrainingBatch]] | None = None
 
     def rng(self, step: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, self.rank, step])
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TrainingBatch:
         is_ready = self._next is not None and self._next[0] == step
         batch = self._next[1].result() if self._next and is_ready else self._generate(step)
         self._next = step + 1, self._maker.submit(self._generate, step + 1)
         return batch
 
-    def _generate(self, step: int) -> Batch:
+    def _generate(self, step: int) -> TrainingBatch:
         import torch  # lazily: a server generates and verifies puzzles without torch
 
-        prompts, answers = self.puzzle.made(self.batch_size, self.rng(step))
+        prompts, answers = self.puzzle.generate(self.batch_size, self.rng(step))
         texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         ends = np.full((self.batch_size, 1), token_ids(self.puzzle)[END])
-        ids = torch.from_numpy(np.concatenate((encoded(self.puzzle, texts), ends), 1))
+        ids = torch.from_numpy(np.concatenate((encode_texts(self.puzzle, texts), ends), 1))
         loss_mask = torch.zeros(self.batch_size, self.length, dtype=torch.bool)
-        loss_mask[:, self.puzzle.prompt - 1 :] = True
-        return Batch(ids, loss_mask)
+        loss_mask[:, self.puzzle.prompt_length - 1 :] = True
+        return TrainingBatch(ids, loss_mask)

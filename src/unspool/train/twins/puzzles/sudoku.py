@@ -56,12 +56,12 @@ class Sudoku:
         return ".123456789"[: 1 + self.box**2]
 
     @property
-    def prompt(self) -> int:
+    def prompt_length(self) -> int:
         return self.box**4
 
-    answer = prompt
+    answer = prompt_length
 
-    def made(self, count: int, rng: np.random.Generator) -> tuple[list[str], list[str]]:
+    def generate(self, count: int, rng: np.random.Generator) -> tuple[list[str], list[str]]:
         cells = self.box**4
         boards = base_boards(self.box)[rng.integers(_NUM_BASE_BOARDS, size=count)]
         boards = shuffled(boards, self.box, rng)
@@ -70,7 +70,7 @@ class Sudoku:
         threshold = np.take_along_axis(np.sort(order, 1), empty, 1)  # `empty` values are smaller
         return _to_texts(np.where(order < threshold, 0, boards)), _to_texts(boards)
 
-    def solved(self, prompt: str, answer: str) -> bool:
+    def is_solved(self, prompt: str, answer: str) -> bool:
         cells, digits = self.box**4, self.letters[1:]
         if len(answer) != cells or len(prompt) != cells or not set(answer) <= set(digits):
             return False
