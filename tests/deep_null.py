@@ -33,14 +33,14 @@ class DeepNull(null_model.NullModel):
     def _compute(self, batch: Any) -> Any:
         if not hasattr(self, "attended"):
             self.attended = np.full(self.slots.shape, -1, np.int64)
-        self.table.apply(batch.updates)
-        self._copy_pages(batch.copies, self.slots, self.attended)
+        self.table.apply(batch.table_updates)
+        self._copy_pages(batch.page_copies, self.slots, self.attended)
         rows = [
             (place, self.table.pages[batch.slots[row]], int(numbers))
             for row, numbers in enumerate(
                 batch.adapters if len(batch.adapters) else batch.slots * 0
             )
-            for place in range(batch.starts[row], batch.starts[row + 1])
+            for place in range(batch.row_starts[row], batch.row_starts[row + 1])
         ]
         tokens = batch.tokens.copy()
         self._resolve_placeholders(tokens)
@@ -49,17 +49,17 @@ class DeepNull(null_model.NullModel):
         for place, pages, adapter in rows:
             past = [self.slots[self._at(pages, n)] for n in range(batch.visible_end[place])]
             self.attended[self._at(pages, int(batch.positions[place]))] = mixed(past, adapter)
-        outputs = np.concatenate((batch.sampled, batch.logits)).tolist()
+        outputs = np.concatenate((batch.sample_indices, batch.logits_indices)).tolist()
         logits = np.zeros((len(outputs), self.vocab_size), np.float32)
         for number, place in enumerate(outputs):
             _, pages, adapter = rows[place]
             past = [self.attended[self._at(pages, n)] for n in range(batch.visible_end[place])]
             assert min(past) >= 0, "a token of the past was never computed"
             logits[number] = null_model.logits_after([mixed(past, adapter)], self.vocab_size)
-        count = len(batch.sampled)
-        if batch.pick is None:
+        count = len(batch.sample_indices)
+        if batch.sampling is None:
             return StepResult(np.empty(0, np.int64), np.empty(0), logits)
-        picks = pick_tokens(logits[:count], batch.pick)
+        picks = pick_tokens(logits[:count], batch.sampling)
         self._picked = picks.tokens
         return StepResult(picks.tokens, picks.logprobs, logits[count:], None, picks.failures)
 
@@ -88,6 +88,6 @@ def expected_logits(text: list[int], places: list[int], kind: CanvasKind) -> Any
     """Return the expected logits of each place."""
     tokens = [*text, *places]
     sees = support.ends(len(tokens), kind.sight, kind.block, len(text))
-    twin = np.arange(len(tokens)) >= len(text) if kind.twin else np.zeros(len(tokens))
+    twin = np.arange(len(tokens)) >= len(text) if kind.canvas_adapter else np.zeros(len(tokens))
     shifted = range(len(text) - kind.shifted, len(tokens) - kind.shifted)
     return np.array([fresh(tokens, sees, twin.astype(int), max(0, n)) for n in shifted])

@@ -38,10 +38,12 @@ class FakeBackend:
         raise NotImplementedError
 
     def launch(self, batch: StepBatch) -> CompletedStep:
-        self.table.apply(batch.updates)
-        self.stored[batch.copies[:, 1]] = self.stored[batch.copies[:, 0]]  # reads before it writes
+        self.table.apply(batch.table_updates)
+        self.stored[batch.page_copies[:, 1]] = self.stored[
+            batch.page_copies[:, 0]
+        ]  # reads before it writes
         size, places = self.page_size, batch.positions
-        rows = np.repeat(batch.slots, np.diff(batch.starts))
+        rows = np.repeat(batch.slots, np.diff(batch.row_starts))
         self.stored[self.table.pages[rows, places // size], places % size] = batch.tokens
         for token, line in batch.echoes.tolist():
             place = int(places[token])
@@ -51,10 +53,10 @@ class FakeBackend:
         assert (previous >= 0).all(), "a page was read that nobody had written"
         self.runs.append(len(batch.tokens))
         logits = self.logits[previous, batch.tokens]
-        returned = logits[batch.logits]
-        if batch.pick is None:
+        returned = logits[batch.logits_indices]
+        if batch.sampling is None:
             return CompletedStep(StepResult(np.empty(0, np.int64), np.empty(0), returned))
-        picks = pick_tokens(np.ascontiguousarray(logits[batch.sampled]), batch.pick)
+        picks = pick_tokens(np.ascontiguousarray(logits[batch.sample_indices]), batch.sampling)
         return CompletedStep(
             StepResult(picks.tokens, picks.logprobs, returned, None, picks.failures)
         )

@@ -60,7 +60,7 @@ class NullModel:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("the device is gone")
-        self.runs.append(np.diff(batch.starts).tolist())
+        self.runs.append(np.diff(batch.row_starts).tolist())
         later = _Later(lambda: self._compute(batch), self._queue)
         self._queue.append(later)
         if not self.overlaps:
@@ -68,36 +68,36 @@ class NullModel:
         return later
 
     def _compute(self, batch: StepBatch) -> StepResult:
-        self.table.apply(batch.updates)
-        self._copy_pages(batch.copies, self.slots)
+        self.table.apply(batch.table_updates)
+        self._copy_pages(batch.page_copies, self.slots)
         tokens = batch.tokens.copy()
         self.has_placeholder += int((tokens < 0).sum())
         self._resolve_placeholders(tokens)
-        outputs = np.concatenate((batch.sampled, batch.logits)).tolist()
+        outputs = np.concatenate((batch.sample_indices, batch.logits_indices)).tolist()
         place_of = {token: row for row, token in enumerate(outputs)}
         logits = np.zeros((len(outputs), self.vocab_size), np.float32)
-        rows = range(len(batch.starts) - 1)
+        rows = range(len(batch.row_starts) - 1)
         for row in rows:
-            for place in range(batch.starts[row], batch.starts[row + 1]):
+            for place in range(batch.row_starts[row], batch.row_starts[row + 1]):
                 page, slot = self._place(batch, row, int(batch.positions[place]))
                 self.slots[page, slot] = tokens[place]
         for place, line in batch.echoes.tolist():
             column, slot = divmod(int(batch.positions[place]), self.page_size)
             self.slots[self.table.pages[line, column], slot] = tokens[place]
-        inside = self._inside(batch, tokens) if batch.look else None
+        inside = self._inside(batch, tokens) if batch.observe else None
         for row in rows:
-            for place in range(batch.starts[row], batch.starts[row + 1]):
+            for place in range(batch.row_starts[row], batch.row_starts[row + 1]):
                 if place in place_of:
                     end = int(batch.visible_end[place])
                     at = [self._place(batch, row, position) for position in range(end)]
                     past = np.array([self.slots[page, slot] for page, slot in at])
                     assert (past >= 0).all(), "a token of the past was never written"
                     logits[place_of[place]] = logits_after(past, self.vocab_size)
-        count = len(batch.sampled)
-        if batch.pick is None:
+        count = len(batch.sample_indices)
+        if batch.sampling is None:
             return StepResult(np.empty(0, np.int64), np.empty(0), logits, inside)
-        self._resolve_placeholders(batch.pick.history)
-        picks = pick_tokens(logits[:count], batch.pick)
+        self._resolve_placeholders(batch.sampling.history)
+        picks = pick_tokens(logits[:count], batch.sampling)
         self._picked = picks.tokens
         return StepResult(picks.tokens, picks.logprobs, logits[count:], inside, picks.failures)
 
@@ -111,7 +111,7 @@ class NullModel:
 
     def _inside(self, batch: StepBatch, tokens: Ints) -> Observations:
         """Return vectors of (layer, position, token)."""
-        look = batch.look
+        look = batch.observe
         assert look is not None
         layers = range(3) if look.layers is None else look.layers
         observed = look.residuals

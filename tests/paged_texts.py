@@ -84,7 +84,9 @@ class RandomCheckpoint:
     def _weight(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> FileTensor:
         if len(shape) == 1 or name == "position_embed.weight":
             middle = 1.0 if "norm.weight" in name and not self.config.norm_plus_one else 0.0
-            return FileTensor.of((middle + 0.2 * rng.standard_normal(shape)).astype(np.float32))
+            return FileTensor.from_float32(
+                (middle + 0.2 * rng.standard_normal(shape)).astype(np.float32)
+            )
         if name == "embed.weight" and self.kind in FLOATS:
             return floats(self.kind, rng.standard_normal(shape) * 0.5)
         if len(shape) == 3:
@@ -166,7 +168,7 @@ def look(
     ran = backend.launch(batch).result()
     for text, count in parts:
         text.read += count
-    return np.split(host(ran.logits), batch.starts[1:-1]), ran.inside
+    return np.split(host(ran.logits), batch.row_starts[1:-1]), ran.observations
 
 
 def host(logits: Logits) -> Floats:

@@ -34,11 +34,11 @@ class RecurrentNull(NullModel):
         self._check(batch)
         tokens = batch.tokens.copy()
         self._resolve_placeholders(tokens)
-        captures = {int(token): int(slot) for token, slot in batch.captures}
+        captures = {int(token): int(slot) for token, slot in batch.state_captures}
         self.captured += len(captures)
         written: dict[int, tuple[int, int]] = {}
-        for row, (source, target) in enumerate(batch.states.tolist()):
-            begin, end = int(batch.starts[row]), int(batch.starts[row + 1])
+        for row, (source, target) in enumerate(batch.state_slots.tolist()):
+            begin, end = int(batch.row_starts[row]), int(batch.row_starts[row + 1])
             first = int(batch.positions[begin])
             state, length = (0, 0) if source < 0 else self.slot_states[source]
             assert length == first, f"the state has read {length} tokens, and not {first}"
@@ -49,23 +49,25 @@ class RecurrentNull(NullModel):
             written[target] = state, first + end - begin
         self.slot_states.update(written)
         result = super()._compute(batch)
-        for row, (_, target) in enumerate(batch.states.tolist()):
+        for row, (_, target) in enumerate(batch.state_slots.tolist()):
             self._compare(batch, row, *self.slot_states[target])
         return result
 
     def _check(self, batch: StepBatch) -> None:
-        rows = len(batch.starts) - 1
-        assert batch.states.shape == (rows, 2), "every row has its states"
-        reads = batch.states[:, 0].tolist()
-        writes = [*batch.states[:, 1].tolist(), *batch.captures[:, 1].tolist()]
+        rows = len(batch.row_starts) - 1
+        assert batch.state_slots.shape == (rows, 2), "every row has its states"
+        reads = batch.state_slots[:, 0].tolist()
+        writes = [*batch.state_slots[:, 1].tolist(), *batch.state_captures[:, 1].tolist()]
         assert len(set(writes)) == len(writes), "a slot is written once"
-        for row, (source, target) in enumerate(batch.states.tolist()):
+        for row, (source, target) in enumerate(batch.state_slots.tolist()):
             assert source in self.slot_states or source == -1, "nobody has written this slot"
             others = reads[:row] + reads[row + 1 :]
             assert target not in others, "nobody reads what another row writes"
-        assert not set(reads) & set(batch.captures[:, 1].tolist()), "nor what is kept on the way"
+        assert not set(reads) & set(batch.state_captures[:, 1].tolist()), (
+            "nor what is kept on the way"
+        )
         assert all(0 <= slot < self.state_count for slot in writes)
-        places = batch.captures[:, 0].tolist()
+        places = batch.state_captures[:, 0].tolist()
         assert places == sorted(set(places)) and all(0 <= p < len(batch.tokens) for p in places)
 
     def _compare(self, batch: StepBatch, row: int, state: int, length: int) -> None:

@@ -169,7 +169,7 @@ class StatesMachine(RuleBasedStateMachine):
         self.longest = max(self.longest, *map(len, self.texts.values()))
         branch.rewind(length)
         del self.texts[branch][length:]
-        before, forgotten = self.read(), self.engine.tree.states.forgotten  # type: ignore[union-attr]
+        before, forgotten = self.read(), self.engine.tree.states.num_evicted  # type: ignore[union-attr]
         self.texts[branch].append(token)
         self.check(branch, self.engine.extend(branch, [token]))
         again = self.read() - before - 1
@@ -184,7 +184,7 @@ class StatesMachine(RuleBasedStateMachine):
         position = int(branch.length * part)
         observed = self.engine.look(branch, at=frozenset({position}), deep=False)
         self.check(branch, observed.logits)
-        assert [inside.first for inside in observed.inside] == [position]
+        assert [inside.first_position for inside in observed.inside] == [position]
 
     @rule(
         prompts=st.lists(TOKENS, min_size=1, max_size=4),
@@ -242,9 +242,9 @@ class StatesMachine(RuleBasedStateMachine):
             for branch in self.texts:
                 assert branch.state is not None and not branch.state.running
                 tip = branch.state.tip
-                assert branch.computed == (0 if tip is None else tip.length)
+                assert branch.num_computed == (0 if tip is None else tip.length)
                 states = branch.state.kept_states
-                assert not states or max(states) <= branch.computed
+                assert not states or max(states) <= branch.num_computed
             assert self.engine.tree.states is not None and self.engine.tree.states.num_running == 0
 
         self.engine.call(check)

@@ -50,7 +50,7 @@ class Terminal:
         os.close(self._ours)
 
     @property
-    def shown(self) -> str:
+    def display_text(self) -> str:
         """All that was written so far, without what steers the terminal."""
         return _CONTROL.sub("", self.raw)
 

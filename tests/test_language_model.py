@@ -319,7 +319,9 @@ def test_the_options_are_listed_once_and_completely(tiny_lm: Any):
         "priority": 1,
         "cache": True,
     }  # fmt: skip (and no grammar: the tiny model has no vocabulary)
-    tiny_lm.draft(PROMPT, **{name: values.get(name, fields.get(name)) for name in NAMES})
+    tiny_lm.prepare_generation(
+        PROMPT, **{name: values.get(name, fields.get(name)) for name in NAMES}
+    )
     hints = get_type_hints(Options, include_extras=True)
     for name in fields.keys() - {"seed"}:
         default = re.search(r"\(([^()]+)\)$", hints[name].__metadata__[0])  # as help states it

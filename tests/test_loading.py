@@ -54,28 +54,28 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("native", "no_gpu", "no_torch")
 def test_native_is_what_a_cpu_gets_and_torch_is_not_missed():
-    assert Placement().chosen() == PlacementChoice("native", "cpu")
-    assert Placement(backend="native", quantize=4, kv_bits=8, threads=2).chosen()[0] == "native"
-    assert Placement(device="cpu", dtype="float32").chosen() == PlacementChoice("native", "cpu")
+    assert Placement().resolve() == PlacementChoice("native", "cpu")
+    assert Placement(backend="native", quantize=4, kv_bits=8, threads=2).resolve()[0] == "native"
+    assert Placement(device="cpu", dtype="float32").resolve() == PlacementChoice("native", "cpu")
 
 
 @pytest.mark.usefixtures("native", "no_torch")
 def test_a_driver_without_torch_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(placement, "_NVIDIA_FILES", (Path(__file__),))
-    assert Placement().chosen() == PlacementChoice("native", "cpu")
+    assert Placement().resolve() == PlacementChoice("native", "cpu")
 
 
 @pytest.mark.usefixtures("native", "gpu")
 def test_a_gpu_is_used_unless_native_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("unspool.backends.cuda.available.why_unavailable", lambda device: None)
-    assert Placement().chosen() == PlacementChoice("cuda", "cuda")
-    assert Placement(quantize=4, backend="cuda").chosen() == PlacementChoice("cuda", "cuda")
-    assert Placement(device="cuda:1").chosen() == PlacementChoice("cuda", "cuda:1")
-    assert Placement(backend="torch").chosen() == PlacementChoice("torch", "cuda")
-    assert Placement(backend="native").chosen() == PlacementChoice("native", "cpu")
-    assert Placement(device="cpu").chosen() == PlacementChoice("native", "cpu")
+    assert Placement().resolve() == PlacementChoice("cuda", "cuda")
+    assert Placement(quantize=4, backend="cuda").resolve() == PlacementChoice("cuda", "cuda")
+    assert Placement(device="cuda:1").resolve() == PlacementChoice("cuda", "cuda:1")
+    assert Placement(backend="torch").resolve() == PlacementChoice("torch", "cuda")
+    assert Placement(backend="native").resolve() == PlacementChoice("native", "cpu")
+    assert Placement(device="cpu").resolve() == PlacementChoice("native", "cpu")
     with pytest.raises(SettingsError, match="threads is for the native CPU backend"):
-        Placement(threads=2).chosen()
+        Placement(threads=2).resolve()
 
 
 @pytest.mark.usefixtures("native", "gpu")
@@ -83,15 +83,15 @@ def test_a_gpu_that_our_kernels_do_not_know(monkeypatch: pytest.MonkeyPatch):
     """Plain torch runs there, with a hint."""
     reason = "Triton is not installed"
     monkeypatch.setattr("unspool.backends.cuda.available.why_unavailable", lambda device: reason)
-    choice = Placement().chosen()
+    choice = Placement().resolve()
     assert choice[:2] == ("torch", "cuda") and reason in str(choice.remark)
-    assert Placement(backend="torch").chosen() == PlacementChoice(
+    assert Placement(backend="torch").resolve() == PlacementChoice(
         "torch", "cuda"
     )  # asked for: no hint
     with pytest.raises(UnspoolError, match=f"cannot be used here: {reason}"):
-        Placement(backend="cuda").chosen()
+        Placement(backend="cuda").resolve()
     with pytest.raises(SettingsError, match="quantize is for the native CPU backend"):
-        Placement(quantize=8).chosen()
+        Placement(quantize=8).resolve()
 
 
 def test_what_is_in_the_way_of_our_kernels(monkeypatch: pytest.MonkeyPatch):
@@ -118,22 +118,22 @@ def test_torch_stands_in_with_one_warning(tiny_lm: Any):
         warnings.simplefilter("error")  # asked for: nothing to say
         assert unspool.load(tiny_lm.path, backend="torch", memory=8 << 20).transformer
     with pytest.raises(UnspoolError, match=f"native backend cannot be used here: {WHY}"):
-        Placement(backend="native").chosen()
+        Placement(backend="native").resolve()
     with pytest.raises(SettingsError, match=f"quantize is for the native CPU backend.*{WHY}"):
-        Placement(quantize=4).chosen()
+        Placement(quantize=4).resolve()
 
 
 @pytest.mark.usefixtures("no_native", "no_gpu", "no_torch")
 def test_nothing_can_run():
     with pytest.raises(TorchMissingError, match=r"not built.*pip install 'unspool\[torch\]'"):
-        Placement().chosen()
+        Placement().resolve()
 
 
 @pytest.mark.usefixtures("native", "no_gpu", "no_torch")
 @pytest.mark.parametrize("options", [{"backend": "torch"}, {"device": "cuda"}, {"device": "mps"}])
 def test_torch_that_is_not_there(options: dict[str, Any]):
     with pytest.raises(TorchMissingError, match=r"pip install 'unspool\[torch\]'"):
-        Placement(**options).chosen()
+        Placement(**options).resolve()
 
 
 @pytest.mark.usefixtures("native", "no_gpu")

@@ -101,6 +101,6 @@ class Marked(Letters):
     def token_bytes(self, token: int) -> bytes:
         return self.token_text(token).encode()
 
-    def shown(self, token: int) -> str:
+    def display_text(self, token: int) -> str:
         """What a step shows of a token: control tokens have no text."""
         return "" if token in self.special_tokens.values() else self.token_text(token)

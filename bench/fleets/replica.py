@@ -29,7 +29,7 @@ class Writing(EngineTask):
         super().__init__(tree.open(request.prompt))
         self.request, self.tree = request, tree
         self.written = 0
-        request.cached = min(self.branch.reused, self.first_needed())
+        request.cached = min(self.branch.num_reused, self.first_needed())
 
     def run_ahead(self) -> bool:
         self.tree.append(self.branch, self.request.answer[self.written : self.written + 1])
@@ -120,7 +120,7 @@ class Replica:
         shares: list[tuple[Writing, int]] = []
         for task in rows:
             assert isinstance(task, Writing)
-            first, until = task.first, task.until
+            first, until = task.scheduled_start, task.scheduled_end
             if task.decoding and until - first == 1:
                 decode += 1
                 context += until
@@ -147,10 +147,10 @@ class Replica:
                 continue  # it ended while the step was running
             branch = task.branch
             if until - branch.start < page:
-                branch.computed = until  # all that `advance` does where no page is full
+                branch.num_computed = until  # all that `advance` does where no page is full
             else:
                 advance(branch, until)
-            if branch.computed < task.target_len - task.has_placeholder:
+            if branch.num_computed < task.target_len - task.has_placeholder:
                 continue
             goes_on = task.take_token()
             task.request.deliver(task.written, now)

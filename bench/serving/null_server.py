@@ -54,10 +54,12 @@ class NullDevice:
     def launch(self, batch: StepBatch) -> Any:
         self.launched += 1
         self.free_at = max(self.free_at, time.perf_counter()) + self.step_s
-        count = len(batch.sampled)
+        count = len(batch.sample_indices)
         tokens = (np.arange(count) * 7919 + self.launched * 31) % (VOCABULARY - 1000) + 500
         return _Later(
-            StepResult(tokens, self.logprobs[:count], self.logits[: len(batch.logits)]),
+            StepResult(
+                tokens, self.logprobs[:count], self.logits_indices[: len(batch.logits_indices)]
+            ),
             self.free_at,
         )
 

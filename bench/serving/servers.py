@@ -109,9 +109,7 @@ class Running:
 
     def body(self, prompt: str, most: int, stream: bool = True) -> str:
         """A request's body."""
-        asked = {
-            k: v for k, v in self.server.template_options.items() if stream or k != "stream_options"
-        }
+        asked = {k: v for k, v in self.server.asked.items() if stream or k != "stream_options"}
         asked |= {"model": self.name, "prompt": prompt, "max_tokens": most, "temperature": 0}
         return json.dumps({**asked, "stream": stream})
 

@@ -160,7 +160,7 @@ def judged(
         for ids, counted in _windows(packed.ids[:most], length):
             batch = TrainingBatch(ids.to(device), counted.to(device))
             count = int(counted.sum())
-            total += next_token(model, batch, torch.Generator()).total.double() * count
+            total += next_token(model, batch, torch.Generator()).mean.double() * count
             bytes_judged += count
     return float(total) / math.log(2) / bytes_judged
 

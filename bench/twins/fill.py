@@ -28,7 +28,7 @@ class Looking:
     def causal(self, tokens: Tensor) -> Tensor:
         return self._halves.read(self.pair.clean, tokens)
 
-    def whole(self, tokens: Tensor) -> Tensor:
+    def bidirectional_pass(self, tokens: Tensor) -> Tensor:
         return self._halves.bidirectional_pass(self.pair.twin, tokens)
 
 

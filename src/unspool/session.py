@@ -450,7 +450,7 @@ class Session:
             )
 
     def readable(self, token: int, partial_utf8: bytes = b"") -> str:
-        """Return a token as readable text; `begun` is an incomplete character before it."""
+        """Return a token as readable text; `partial_utf8` is an incomplete character before it."""
         if self._tokenizer is None or token >= len(self._tokenizer):
             return ""
         return self._tokenizer.token_text(token, partial_utf8)

@@ -79,12 +79,12 @@ def test_a_provisional_block_is_written_replaced_and_committed():
     for _ in range(2):
         logits = engine.extend(branch, num_logits=6)
         assert all(np.array_equal(row, after(whole, 40)) for row in logits), "all see the block"
-        assert engine.call(lambda: tree.open([*whole, 1]).reused) <= 3, "nobody finds it"
+        assert engine.call(lambda: tree.open([*whole, 1]).num_reused) <= 3, "nobody finds it"
         engine.call(lambda: tree.replace(branch, 4, [7, 8]))
         whole[4:6] = [7, 8]
     engine.extend(branch)
     engine.call(lambda: tree.commit(branch))
     assert np.array_equal(engine.extend(branch, [5])[0], after([*whole, 5], 40))
-    assert engine.call(lambda: tree.open([*whole, 1]).reused) >= 8, "now it is found"
+    assert engine.call(lambda: tree.open([*whole, 1]).num_reused) >= 8, "now it is found"
     with pytest.raises(ValueError, match="provisional"):
         engine.call(lambda: tree.replace(branch, 4, [1]))

@@ -22,8 +22,8 @@ def load(name: str, folder: Path) -> Any:
 
 def read(lm: Any, tokens: list[int]) -> Any:
     """The logits after the tokens, and how many tokens were cached."""
-    with lm.opened(tokens) as branch:
-        return np.array(lm.engine.extend(branch)), branch.reused
+    with lm.open_branch(tokens) as branch:
+        return np.array(lm.engine.extend(branch)), branch.num_reused
 
 
 def steer(module: torch.nn.Module) -> Any:

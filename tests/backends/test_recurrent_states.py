@@ -28,14 +28,14 @@ def same(ours: Floats, expected: Floats) -> None:
 @pytest.fixture(scope="module", params=SHAPES)
 def case(request: pytest.FixtureRequest) -> tuple[str, Shelf, list[int], Floats]:
     shelf, tokens = Shelf(native(request.param)), some_tokens(LENGTH)
-    expected = shelf.bidirectional_pass(tokens, LENGTH)
+    expected = shelf.whole(tokens, LENGTH)
     assert np.isfinite(expected).all() and expected.std() > 0.2
     return request.param, shelf, tokens, expected
 
 
 def test_native_is_torch(case):
     name, shelf, tokens, expected = case
-    theirs = Shelf(plain(name)).bidirectional_pass(tokens, 37)
+    theirs = Shelf(plain(name)).whole(tokens, 37)
     assert np.abs(expected - theirs).max() < 2e-3
     taps = ObserveRequest(residuals=np.arange(20), attention=np.array([3, 17]), parts=np.arange(20))
     observed = []
@@ -60,8 +60,8 @@ def test_native_is_torch(case):
 
 def test_in_chunks_and_token_by_token(case):
     _, shelf, tokens, expected = case
-    same(shelf.bidirectional_pass(tokens, 1), expected)
-    same(shelf.bidirectional_pass(tokens, 37), expected)
+    same(shelf.whole(tokens, 1), expected)
+    same(shelf.whole(tokens, 37), expected)
     text = shelf.text(tokens)
     result = [shelf.read([(text, count)], in_place=True)[0][0] for count in (3, 1, 1, 60, 2, 23)]
     same(np.concatenate(result), expected)
@@ -69,7 +69,7 @@ def test_in_chunks_and_token_by_token(case):
 
 def test_on_one_thread(case):
     name, _, tokens, expected = case
-    same(Shelf(native(name, threads=1)).bidirectional_pass(tokens, 50), expected)
+    same(Shelf(native(name, threads=1)).whole(tokens, 50), expected)
 
 
 def test_among_others(case):
@@ -87,7 +87,7 @@ def test_among_others(case):
         for number, logits in zip(chosen, shelf.read(parts)[0], strict=True):
             result[number].append(logits)
     same(np.concatenate(result[10]), expected)
-    same(np.concatenate(result[4]), shelf.bidirectional_pass(texts[4].tokens, 40))
+    same(np.concatenate(result[4]), shelf.whole(texts[4].tokens, 40))
 
 
 def test_forks_share_a_state_and_captures_save_intermediate_ones(case):
@@ -121,16 +121,16 @@ def test_states_that_do_not_exist_are_rejected(make):
         from paged_texts import batch_of
 
         batch = batch_of([(text, 5)])
-        batch.states = np.array(states, np.int64).reshape(-1, 2)
-        batch.captures = np.array(captures, np.int64).reshape(-1, 2)
+        batch.state_slots = np.array(states, np.int64).reshape(-1, 2)
+        batch.state_captures = np.array(captures, np.int64).reshape(-1, 2)
         with pytest.raises(UnspoolError, match="does not exist"):
             shelf.backend.launch(batch)
 
 
 def test_torch_handles_states_like_native():
     shelf, tokens = Shelf(plain("delta")), some_tokens(LENGTH)
-    expected = shelf.bidirectional_pass(tokens, LENGTH)
-    assert np.abs(shelf.bidirectional_pass(tokens, 7) - expected).max() < 1e-4
+    expected = shelf.whole(tokens, LENGTH)
+    assert np.abs(shelf.whole(tokens, 7) - expected).max() < 1e-4
     first, slot = shelf.text(tokens), shelf.slots.pop()
     shelf.read([(first, 50)], captures=[(19, slot)])
     fork = shelf.text(tokens)
@@ -150,8 +150,8 @@ def test_the_torch_recurrence_is_bit_identical_in_any_chunks(name: str):
     mixer = next(layer.mixer for layer in model.layers if layer.mixer is not None)
     x = torch.randn(3, 40, model.config.width, generator=torch.Generator().manual_seed(0))
     parts = mixer.project(x)
-    whole, state = mixer.recur(parts, mixer.fresh(3, x.device))
-    now, result = mixer.fresh(1, x.device), []
+    whole, state = mixer.recur(parts, mixer.zero_state(3, x.device))
+    now, result = mixer.zero_state(1, x.device), []
     for start, end in ((0, 1), (1, 2), (2, 19), (19, 40)):
         piece, now = mixer.recur(tuple(part[1:2, start:end] for part in parts), now)
         result.append(piece)

@@ -47,7 +47,7 @@ class OnModel(StatesMachine):
         launch = created.launch
 
         def counted(batch: Any) -> Any:
-            created.runs.append(np.diff(batch.starts).tolist())
+            created.runs.append(np.diff(batch.row_starts).tolist())
             return launch(batch)
 
         created.launch = counted
@@ -108,7 +108,7 @@ def test_little_memory_gives_the_same_results():
                 look.attention.tolist(),
             )
         )
-        assert (slots.forgotten > 0) == (slots.count == 4)
+        assert (slots.num_evicted > 0) == (slots.count == 4)
         lm.close()
     assert result[0] == result[1]
 

@@ -73,7 +73,7 @@ class Watched(Replica):
         self.runs: list[list[int]] = []
 
     def _launch(self, rows: Any) -> Any:
-        self.runs.append([task.until - task.first for task in rows])
+        self.runs.append([task.scheduled_end - task.scheduled_start for task in rows])
         return super()._launch(rows)
 
 

@@ -39,10 +39,10 @@ def test_a_slip_is_the_likeliest_other_token(small: Any, texts: list[str]):
     for text, slip in zip(some, snowball.find_errors(small, some, 64), strict=True):
         right, wrong = slip.texts()
         changed = [n for n, (a, b) in enumerate(zip(right, wrong, strict=True)) if a != b]
-        assert right == text[: slip.place + 65] and changed == [slip.place]
-        (logits,) = last_logits(small, [text[: slip.place + 1]], 1)
+        assert right == text[: slip.position + 65] and changed == [slip.position]
+        (logits,) = last_logits(small, [text[: slip.position + 1]], 1)
         order = np.argsort(-np.asarray(logits[0]))
-        assert slip.wrong == next(int(token) for token in order if token != text[slip.place])
+        assert slip.wrong == next(int(token) for token in order if token != text[slip.position])
     costs = snowball.excess(small, snowball.find_errors(small, some, 64))
     clean, slipped = (by_score(small, variant, 64) for variant in slip.texts())
     assert costs[-1] == pytest.approx(np.subtract(slipped, clean), abs=4e-3)
@@ -123,7 +123,7 @@ def test_effective_length_by_hand():
 
 def test_the_source_draws_what_its_table_says():
     source = MarkovSource(3)
-    assert source.chances.sum(2) == pytest.approx(np.ones((16, 16)))
+    assert source.probabilities.sum(2) == pytest.approx(np.ones((16, 16)))
     texts = source.texts(4000, np.random.default_rng(0))
     assert texts.shape == (4000, LENGTH) and (texts[:, :2] < 8).all()
     assert 0 < (texts >= 8).mean() < 0.05, "it hardly ever turns to the other half"
@@ -131,17 +131,17 @@ def test_the_source_draws_what_its_table_says():
     common = max(set(pair), key=pair.count)
     letters = texts[np.array(pair) == common, 4]
     shares = np.bincount(letters, minlength=16) / len(letters)
-    error = np.abs(shares - source.chances[common // 16, common % 16]).max()
+    error = np.abs(shares - source.probabilities[common // 16, common % 16]).max()
     assert error < 5 / math.sqrt(len(letters))
 
 
 def test_the_errors_are_divergences_from_the_true_chances():
     source = MarkovSource(0)
     texts = source.texts(5, np.random.default_rng(1))
-    exact = np.log(source.chances[texts[:, :-2], texts[:, 1:-1]])
+    exact = np.log(source.probabilities[texts[:, :-2], texts[:, 1:-1]])
     assert source.errors(texts, exact) == pytest.approx(np.zeros((5, LENGTH - 2)), abs=1e-12)
     even = np.full_like(exact, -math.log(len(LETTERS)))
-    true = source.chances[texts[2, 10], texts[2, 11]]
+    true = source.probabilities[texts[2, 10], texts[2, 11]]
     by_hand = sum(p * math.log(p * len(LETTERS)) for p in true)
     assert source.errors(texts, even)[2, 10] == pytest.approx(by_hand)
 
@@ -171,7 +171,7 @@ def test_small_models_are_trained_once_and_measured_exactly(small: Any):
         text = errors.model_texts[3].tolist()
         scored = lm.score(text, top=len(LETTERS)).positions[20]
         model = {candidate.token: candidate.logprob for candidate in scored.candidates}
-        true = source.chances[text[18], text[19]]
+        true = source.probabilities[text[18], text[19]]
         by_hand = sum(p * (math.log(p) - model[token]) for token, p in enumerate(true))
         assert errors.after_model[3, 18] == pytest.approx(by_hand, abs=1e-3)
     part = exposure.measure(small, MeasurementPlan(False, 0, ()))

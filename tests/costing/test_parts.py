@@ -157,7 +157,7 @@ def test_a_story_contradicted(small: Any, monkeypatch: pytest.MonkeyPatch):
     def always_the_first(lm: Any, pairs: Any) -> list[Likelihood]:
         return [Likelihood((0.0 if number % 4 == 0 else -9.0,), True) for number in range(12)]
 
-    monkeypatch.setattr(whole, "likelihoods", always_the_first)
+    monkeypatch.setattr(whole, "score_continuations", always_the_first)
     started = [encode_with_start(small, story.beginning) for story in selected]
     wrong = whole.contradictions(small, selected, started)
     assert wrong == [story.answer != story.values[0] for story in selected]

@@ -169,7 +169,7 @@ def test_steps_are_scored_at_their_ends(chatty: Any, tmp_path: Path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(chatty.path / name, tmp_path / name)
     ids = chatty.chat_prompt("Plan the rows").ids
-    text = chatty.draft(ids).choose("The tree\n\nis one page\n\nof tokens")
+    text = chatty.prepare_generation(ids).choose("The tree\n\nis one page\n\nof tokens")
     request = [{"role": "user", "content": "Plan the rows"}]
     with unspool.load(tmp_path, backend="torch", memory=8 << 20) as model:
         judge = RewardVerifier(chatty, model, conversation=request)
@@ -184,7 +184,9 @@ def test_steps_are_scored_at_their_ends(chatty: Any, tmp_path: Path):
             other = RewardVerifier(chatty, model, gather=gather, conversation=request)
             assert other.score([text])[0].score == pytest.approx(expected, abs=1e-4)
         # What was a beginning is not read again when it has grown.
-        longer = chatty.draft(ids).choose("The tree\n\nis one page\n\nof tokens\n\nbefore it")
+        longer = chatty.prepare_generation(ids).choose(
+            "The tree\n\nis one page\n\nof tokens\n\nbefore it"
+        )
         assert judge.cost([longer]) < len(row)
         assert judge.score([longer])[0].why.count(" ") == 4
 
@@ -218,7 +220,7 @@ def test_p_yes_is_what_the_model_says(chatty: Any):
         full += "<|endoftext|>\n<|turn|>user\nIs it so?<|endoftext|>\n<|turn|>assistant\n"
         row = judge._row(text)
         assert chatty.tokenizer.decode(row) == full
-        with chatty.opened(row) as branch:
+        with chatty.open_branch(row) as branch:
             probabilities = torch.tensor(chatty.engine.extend(branch)[-1]).double().softmax(-1)
         yes, no = (float(probabilities[sorted(ids)].sum()) for ids in (judge._yes, judge._no))
         assert verdict.score == pytest.approx(yes / (yes + no), abs=1e-5)

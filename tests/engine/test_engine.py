@@ -147,10 +147,10 @@ def test_the_verbs_of_a_branch(tiny_lm: Any):
 
 def test_looking_changes_nothing(tiny_lm: Any):
     ids = list(range(5, 45))
-    with tiny_lm.opened(ids) as branch:
+    with tiny_lm.open_branch(ids) as branch:
         plain = tiny_lm.engine.extend(branch, num_logits=3)
     tiny_lm.engine.call(tiny_lm.engine.tree.index.clear)
-    with tiny_lm.opened(ids) as branch:
+    with tiny_lm.open_branch(ids) as branch:
         observed = tiny_lm.engine.look(branch, num_logits=3, at=frozenset([3, 20, 39]))
     looked, inside = observed.logits, observed.inside
     np.testing.assert_allclose(plain, looked, atol=1e-5)

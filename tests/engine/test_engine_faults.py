@@ -17,7 +17,7 @@ import pytest
 
 import unspool
 from unspool.conversation import Conversation
-from unspool.decoding.written import Branches
+from unspool.decoding.written import HeldBranches
 from unspool.engine.canvas import CanvasKind, open_canvas
 from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
@@ -363,7 +363,7 @@ def test_what_the_garbage_collector_ends_on_the_engines_thread_is_released():
     engine = new_engine()
 
     def strategy() -> Any:
-        with Branches(engine) as branches:
+        with HeldBranches(engine) as branches:
             engine.extend(branches.open([1, 2, 3, 4, 5]))
             yield
 

@@ -113,7 +113,7 @@ def test_a_text_that_is_written_keeps_few_states():
         branch.append([place % 38 + 2])
     pages = branch.length // SIZE
     assert states.used <= DENSE + (DENSE // 2 + 1) * math.log2(pages) + pages / SIZE + 4
-    assert states.forgotten == 0
+    assert states.num_evicted == 0
     assert backend.captured <= 8, "it writes where it is kept, and copies nothing"
 
 
@@ -204,7 +204,7 @@ def test_branches_that_wait_give_their_states_up_and_are_computed_again():
         results = engine.extend_all([(branch, [3]) for branch in branches])
         for branch, logits in zip(branches, results, strict=True):
             assert np.array_equal(np.asarray(logits)[0], logits_after(branch.tokens, 40))
-    assert states.forgotten > 0
+    assert states.num_evicted > 0
     for branch in branches:
         branch.release()
     engine.call(engine.tree.index.clear)
@@ -218,7 +218,7 @@ def test_what_is_worth_most_stays():
     write(engine, prompt, 1)
     for seed in range(1, 9):
         write(engine, text_of(100, seed), 40)
-    assert states.forgotten > 0
+    assert states.num_evicted > 0
     assert read_by(backend, lambda: write(engine, prompt, 1)) < 150
 
 

@@ -14,11 +14,11 @@ from unspool.errors import UnspoolError
 def read_steps(stream: StepStream, count: int) -> list[int]:
     """Tokens, as a listener learns of them."""
     news, tokens, ended = threading.Event(), list[int](), False
-    stream.listen(news.set)
+    stream.add_listener(news.set)
     while not ended and len(tokens) < count:
         assert news.wait(30)
         news.clear()
-        steps, ended = stream.waiting()
+        steps, ended = stream.read_available()
         tokens += [step.token for step in steps]
     return tokens
 
@@ -32,7 +32,7 @@ def test_a_listener_is_told_of_everything(tiny_lm):
         first = step.token
         break
     assert first == expected[0]
-    steps, _ = finished.waiting()
+    steps, _ = finished.read_available()
     assert [first, *(step.token for step in steps)] == expected[: len(steps) + 1]
 
 
@@ -41,11 +41,11 @@ def test_an_error_comes_behind_the_steps():
     stream = StepStream(queue)
     calls: list[int] = []
     queue.end(UnspoolError("it broke"))
-    stream.listen(lambda: calls.append(1))  # called immediately: a step is there already
+    stream.add_listener(lambda: calls.append(1))  # called immediately: a step is there already
     assert calls
     with pytest.raises(UnspoolError, match="it broke"):
-        stream.waiting()
-    assert stream.waiting() == ([], True)
+        stream.read_available()
+    assert stream.read_available() == ([], True)
 
 
 def test_which_stop_string_it_was(lm):

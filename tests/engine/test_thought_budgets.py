@@ -70,7 +70,7 @@ def test_only_what_closes_a_thought_is_picked_by_hand(thinkers: dict[str, Any]) 
 
     def counted(batch: Any) -> Any:
         nonlocal by_hand, picked
-        by_hand, picked = by_hand + len(batch.logits), picked + len(batch.sampled)
+        by_hand, picked = by_hand + len(batch.logits_indices), picked + len(batch.sample_indices)
         return launch(batch)
 
     backend.launch = counted
@@ -115,9 +115,9 @@ def test_asking_what_must_come_changes_nothing(thinkers: dict[str, Any]) -> None
     spec = GrammarSpec.lark('start: "ab" <[5]> "cd"')
     state = Grammar.compile(spec, lm.grammar_vocabulary).start()
     for letter in "ab":
-        state.forced()
+        state.forced_tokens()
         state.advance(lm.tokenizer.encode(letter)[0])
-    assert state.forced() == [] and state.mask()[5]
+    assert state.forced_tokens() == [] and state.mask()[5]
 
 
 def test_a_conversation_leaves_earlier_thoughts_out(thinkers: dict[str, Any]) -> None:

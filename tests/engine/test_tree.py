@@ -66,7 +66,7 @@ class TreeMachine(RuleBasedStateMachine):
             column += 1
         branch.num_table_pages = column
         shared = {node.page for node in nodes(self.tree.index)}
-        for position in range(branch.computed, length):
+        for position in range(branch.num_computed, length):
             page = self.table[slot, position // SIZE]
             assert page not in shared, "writes are private"
             token = branch.tail[position - branch.start]
@@ -76,7 +76,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(target=branches, tokens=TOKENS, cached=st.booleans(), adapter=st.sampled_from(ADAPTERS))
     def open_branch(self, tokens: list[int], cached: bool, adapter: int) -> Branch:
         branch = self.tree.open(tokens, cached, adapter)
-        assert branch.reused <= (len(tokens) - 1 if cached else 0)
+        assert branch.num_reused <= (len(tokens) - 1 if cached else 0)
         self.texts[branch] = list(tokens)
         return branch
 
@@ -84,8 +84,8 @@ class TreeMachine(RuleBasedStateMachine):
     def extend(self, branch: Branch, tokens: list[int], part: float, provisional: bool) -> None:
         self.tree.append(branch, tokens, provisional=provisional)
         self.texts[branch] += tokens
-        remaining = branch.length - branch.computed
-        self._compute(branch, branch.computed + int(remaining * part))
+        remaining = branch.length - branch.num_computed
+        self._compute(branch, branch.num_computed + int(remaining * part))
 
     @rule(branch=branches)
     def finish(self, branch: Branch) -> None:
@@ -113,7 +113,7 @@ class TreeMachine(RuleBasedStateMachine):
         free = self.tree.pool.free
         other = self.tree.fork(branch)
         assert self.tree.pool.free >= free and not self.tree.copies, "a fork copies nothing"
-        assert other.computed == branch.computed
+        assert other.num_computed == branch.num_computed
         self.texts[other] = list(self.texts[branch])
         return other
 
@@ -130,12 +130,12 @@ class TreeMachine(RuleBasedStateMachine):
     def recompute(self, branch: Branch, part: float) -> None:
         first = int(branch.length * part)
         self.tree.recompute(branch, first)
-        assert branch.computed <= first
+        assert branch.num_computed <= first
 
     @rule(branch=branches)
     def preempt(self, branch: Branch) -> None:
         self.tree.preempt(branch)
-        assert branch.computed == 0 and not branch.pages
+        assert branch.num_computed == 0 and not branch.pages
         self.tree.adopt(branch)
 
     @rule(branch=consumes(branches), store=st.booleans())
@@ -186,9 +186,9 @@ class TreeMachine(RuleBasedStateMachine):
             if branch.shared_tail is not None:
                 assert not branch.pages
                 pages.append(branch.shared_tail.page)
-            stored = self.memory[pages].reshape(-1)[: branch.computed]
+            stored = self.memory[pages].reshape(-1)[: branch.num_computed]
             # What was computed with another adapter would be other numbers.
-            assert stored.tolist() == [t + 10 * branch.adapter for t in text[: branch.computed]]
+            assert stored.tolist() == [t + 10 * branch.adapter for t in text[: branch.num_computed]]
             table_pages = [self.table[branch.slot, c] for c in range(branch.num_table_pages)]
             assert table_pages == pages[: branch.num_table_pages], (
                 "the block table is right as far as it is said"
@@ -224,10 +224,10 @@ def test_what_an_adapter_computed_is_forgotten_and_its_pages_come_back():
     tree.advance(branch, branch.length)
     assert not tree.index.drop_adapter(1)  # a branch needs it
     tree.close(branch)
-    assert tree.open([1] * 2 * SIZE).reused == 0
-    assert tree.open([1] * 2 * SIZE, adapter=2).reused == 0
+    assert tree.open([1] * 2 * SIZE).num_reused == 0
+    assert tree.open([1] * 2 * SIZE, adapter=2).num_reused == 0
     assert tree.index.drop_adapter(1)
-    assert tree.open([1] * 2 * SIZE, adapter=1).reused == 0
+    assert tree.open([1] * 2 * SIZE, adapter=1).num_reused == 0
     tree.index.clear()
     assert tree.pool.used == 0
 
@@ -236,19 +236,19 @@ def test_the_longest_prefix_is_found_to_the_token():
     tree = Tree(32, SIZE)
     tree.close(computed(tree, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]))
     tree.close(computed(tree, [1, 2, 3, 4, 5, 6, 0, 0]))
-    assert tree.open([1, 2, 3, 4, 5, 6, 7, 9, 9]).reused == 7
-    assert tree.open([1, 2, 3, 4, 5, 6, 0, 7, 7]).reused == 7
-    assert tree.open([1, 2, 9]).reused == 2
-    assert tree.open([7, 1]).reused == 0
+    assert tree.open([1, 2, 3, 4, 5, 6, 7, 9, 9]).num_reused == 7
+    assert tree.open([1, 2, 3, 4, 5, 6, 0, 7, 7]).num_reused == 7
+    assert tree.open([1, 2, 9]).num_reused == 2
+    assert tree.open([7, 1]).num_reused == 0
     long_branch = tree.open([1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
-    assert long_branch.reused == 9, "the last token is always computed"
-    assert tree.open([1, 2, 3, 4, 0, 0, 0, 0]).reused == 4
+    assert long_branch.num_reused == 9, "the last token is always computed"
+    assert tree.open([1, 2, 3, 4, 0, 0, 0, 0]).num_reused == 4
 
 
 def test_running_texts_share_whole_pages_before_they_end():
     tree = Tree(32, SIZE)
     computed(tree, [1, 2, 3, 4, 5, 6])
-    assert tree.open([1, 2, 3, 4, 5, 6, 7]).reused == 4
+    assert tree.open([1, 2, 3, 4, 5, 6, 7]).num_reused == 4
 
 
 def test_texts_that_turn_out_the_same_share_their_pages():
@@ -266,8 +266,8 @@ def test_the_least_recently_used_goes_first():
         tree.close(computed(tree, [start, 1, 2, 3]))
     tree.close(tree.open([10, 1, 2, 3, 4]))  # used again
     tree.close(computed(tree, [50, 1, 2, 3]))  # needs room
-    assert tree.open([10, 1, 2, 3, 4]).reused == 4
-    assert tree.open([20, 1, 2, 3, 4]).reused == 0
+    assert tree.open([10, 1, 2, 3, 4]).num_reused == 4
+    assert tree.open([20, 1, 2, 3, 4]).num_reused == 0
 
 
 def test_a_full_pool_says_so():
@@ -285,12 +285,14 @@ def test_what_is_provisional_is_found_by_nobody_until_it_is_committed():
     tree.append(branch, [9] * 8, provisional=True)
     tree.reserve(branch, 12)
     tree.advance(branch, 12)
-    assert tree.open([1, 2, 3, 4, 9, 9, 9, 9, 9]).reused == 4
+    assert tree.open([1, 2, 3, 4, 9, 9, 9, 9, 9]).num_reused == 4
     tree.replace(branch, 5, [7, 7])
-    assert branch.computed == 4, "all of a block may see each other: all of it is computed again"
+    assert branch.num_computed == 4, (
+        "all of a block may see each other: all of it is computed again"
+    )
     tree.advance(branch, 12)
     tree.commit(branch)
-    assert tree.open([1, 2, 3, 4, 9, 7, 7, 9, 9, 9, 9, 9, 5]).reused == 12
+    assert tree.open([1, 2, 3, 4, 9, 7, 7, 9, 9, 9, 9, 9, 5]).num_reused == 12
 
 
 def lines_run(work: Any, *arguments: Any) -> tuple[int, Any]:
@@ -352,7 +354,7 @@ def test_no_copy_goes_to_a_page_that_another_one_reads():
     tree.close(computed(tree, [2, 2, 2]))
     ones = [tree.open([1, 1, token]) for token in (3, 4)]
     twos = [tree.open([2, 2, token]) for token in (3, 4)]
-    assert all(branch.computed == 2 for branch in (*ones, *twos))
+    assert all(branch.num_computed == 2 for branch in (*ones, *twos))
     tree.reserve(ones[0], 3)
     tree.close(ones[1])  # now nothing but the pending copy needs the page of the ones
     held_pages = [tree.pool.allocate() for _ in range(tree.pool.free)]
@@ -360,7 +362,7 @@ def test_no_copy_goes_to_a_page_that_another_one_reads():
     copies = tree.take_copies()
     sources, targets = zip(*copies, strict=True)
     assert not set(sources) & set(targets)
-    assert twos[0].computed == 0, "without a page for the copy its tokens are computed again"
+    assert twos[0].num_computed == 0, "without a page for the copy its tokens are computed again"
     for branch in (ones[0], *twos):
         tree.close(branch)
     tree.pool.release(held_pages)

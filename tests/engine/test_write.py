@@ -249,7 +249,7 @@ def test_going_on_shows_every_character_once():
     )
 
     class Source:
-        def write_on(self, generation: Generation, **options: Any) -> Any:
+        def continue_generation(self, generation: Generation, **options: Any) -> Any:
             made = generation.request
             most = len(generation.steps) + options["max_tokens"]
             limits = Limits(max_tokens=most, context=512, stop=("🌿 x",))

@@ -85,4 +85,6 @@ def _sampled(batch: Any, settings_list: list[SamplingSettings], lengths: list[in
     from dataclasses import replace
 
     last = batch.starts[1:] - 1
-    return replace(batch, sampled=last, pick=pick_rows(settings_list, lengths), logits=last)
+    return replace(
+        batch, sample_indices=last, sampling=pick_rows(settings_list, lengths), logits_indices=last
+    )

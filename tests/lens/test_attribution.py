@@ -111,7 +111,7 @@ def test_the_picked_token_is_the_default(tiny_lm):
     activations = get_activations(tiny_lm, TOKENS, 5)
     assert attribution(tiny_lm, activations).token == TOKENS[6]
     last = get_activations(tiny_lm, TOKENS)
-    assert attribution(tiny_lm, last).token == last.likeliest
+    assert attribution(tiny_lm, last).token == last.most_likely
 
 
 def test_wrong_tokens_are_refused(tiny_lm):

@@ -33,7 +33,7 @@ def test_near_texts_are_near(lm):
 def test_a_look_for_vectors_alone_beside_a_whole_one(tiny_lm):
     """In one batch, each gets what it asked for."""
     engine = tiny_lm.engine
-    with tiny_lm.opened([1, 2, 3]) as branch, tiny_lm.opened([1, 2, 4]) as other:
+    with tiny_lm.open_branch([1, 2, 3]) as branch, tiny_lm.open_branch([1, 2, 4]) as other:
         (shallow,) = engine.look(branch, at=frozenset({0, 1, 2}), deep=False).inside
         (deep,) = engine.look(other, at=frozenset({1, 2})).inside
     assert shallow.residuals.shape[1] == 3 and not shallow.attention

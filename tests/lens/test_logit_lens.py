@@ -47,7 +47,7 @@ def test_every_layer_is_a_distribution(tiny_lm):
 def test_at_the_end_of_a_text_the_likeliest_is_followed(tiny_lm):
     activations = get_activations(tiny_lm, TOKENS)
     lens = logit_lens(tiny_lm, activations, top=0)
-    assert lens.token == activations.likeliest
+    assert lens.token == activations.most_likely
     assert lens.layers[-1].rank == 0 and lens.layers[-1].candidates == ()
     assert lens.logprobs is None
 

@@ -78,11 +78,11 @@ def test_parts_add_up_to_the_residuals(family, family_lm):
 def test_looking_changes_nothing(tiny_lm):
     lm = tiny_lm
     before = lm.generate([1, 2, 3], max_tokens=30, seed=5)
-    with lm.opened(TOKENS) as branch:
+    with lm.open_branch(TOKENS) as branch:
         lm.engine.extend(branch)  # from now on all but the last token is in the tree
-    with lm.opened(TOKENS) as branch:
+    with lm.open_branch(TOKENS) as branch:
         plain = lm.engine.extend(branch)
-    with lm.opened(TOKENS) as branch:
+    with lm.open_branch(TOKENS) as branch:
         looked = lm.engine.look(branch, at=frozenset({len(TOKENS) - 1})).logits
     np.testing.assert_array_equal(plain, looked)
     pages_before = lm.engine.tree.pool.used
@@ -105,7 +105,7 @@ def test_looking_costs_nothing_when_off(tiny_lm, monkeypatch):
     backend = tiny_lm.engine.backend
     launch = backend.launch
     monkeypatch.setattr(
-        backend, "launch", lambda batch: (looks.append(batch.look), launch(batch))[1]
+        backend, "launch", lambda batch: (looks.append(batch.observe), launch(batch))[1]
     )
     generation = tiny_lm.generate([9, 8, 7], max_tokens=5, seed=1)
     assert looks and all(inside is None for inside in looks)
@@ -118,7 +118,7 @@ def test_a_generation_is_looked_at_where_it_was_picked(tiny_lm):
     generation = tiny_lm.generate([4, 5, 6], max_tokens=6, temperature=0)
     for step in generation.steps:
         activations = get_activations(tiny_lm, generation, step.position - 1)
-        assert activations.picked == step.token == activations.likeliest
+        assert activations.picked == step.token == activations.most_likely
     last = get_activations(tiny_lm, generation)
     assert last.position == 8 and last.picked is None
     assert last.tokens == (4, 5, 6, *generation.tokens)

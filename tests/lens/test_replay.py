@@ -38,8 +38,8 @@ def saved_and_loaded(lm, generation, tmp_path):
 def test_reproduced(options, tiny_lm, tmp_path):
     generation = tiny_lm.generate(PROMPT, max_tokens=40, seed=9, **options)
     result = replay(tiny_lm, saved_and_loaded(tiny_lm, generation, tmp_path))
-    assert result.exact and result.model_difference is None and result.judged == 0
-    assert result.largest < 1e-4
+    assert result.exact and result.model_difference is None and result.num_scored == 0
+    assert result.max_logprob_difference < 1e-4
     assert result.generation.tokens == generation.tokens
     now, then = result.generation.steps[-1], generation.steps[-1]
     assert now.draw == then.draw or now.draw.u == then.draw.u
@@ -124,7 +124,7 @@ def test_words_that_a_person_chose_are_scored(tiny_lm, tmp_path):
     trace = saved_and_loaded(tiny_lm, fixed, tmp_path)
     assert len(fixed.steps) == 90
     result = replay(tiny_lm, trace)
-    assert result.exact and result.judged == 72 and result.largest < 1e-4
+    assert result.exact and result.num_scored == 72 and result.max_logprob_difference < 1e-4
     assert result.generation.tokens == fixed.tokens
     assert "72 tokens scored" in result.describe()
     # a scored token is compared too
@@ -153,7 +153,7 @@ def test_what_cannot_be_asked_for_again_is_judged(tiny_lm, tmp_path):
         {"guarded": True, "guards": GuardPolicy.parse(["loop"]), "steps": cut_off},
     ):
         result = replay(tiny_lm, dataclasses.replace(trace, **changes))
-        assert result.exact and result.judged == 5
+        assert result.exact and result.num_scored == 5
     with pytest.raises(ModelFileError, match="vocabulary"):  # a grammar needs to know the words
         replay(tiny_lm, dataclasses.replace(trace, grammar=GrammarSpec.regex("a+")))
 
@@ -167,15 +167,15 @@ def test_guards_are_written_under_again(tiny_lm, tmp_path):
     trace = saved_and_loaded(tiny_lm, generation, tmp_path)
     assert trace.guards == guard
     result = replay(tiny_lm, trace)
-    assert result.exact and result.judged == 0
+    assert result.exact and result.num_scored == 0
     own_guard = dataclasses.replace(
         guard, guards=(*guard.guards, PredicateGuard(lambda text, ids: None))
     )
     generation = tiny_lm.generate(PROMPT, guard=own_guard, **options)
     trace = saved_and_loaded(tiny_lm, generation, tmp_path)
     assert trace.guards is None and trace.guarded
-    assert replay(tiny_lm, trace).judged == len(generation.steps)
-    assert replay(tiny_lm, trace, guards=own_guard).judged == 0
+    assert replay(tiny_lm, trace).num_scored == len(generation.steps)
+    assert replay(tiny_lm, trace, guards=own_guard).num_scored == 0
 
 
 def test_nothing_stays_open(tiny_lm, tmp_path):

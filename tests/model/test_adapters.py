@@ -44,7 +44,7 @@ def logits_of(model: Any, tokens: list[int] = TOKENS) -> Any:
 
 
 def our_logits(lm: Any, adapter: str | None = None, tokens: list[int] = TOKENS) -> Any:
-    with lm.opened(tokens, adapter) as branch:
+    with lm.open_branch(tokens, adapter) as branch:
         return np.asarray(lm.engine.extend(branch, num_logits=len(tokens)))
 
 
@@ -114,10 +114,10 @@ def test_rows_of_different_adapters_in_one_step(tmp_path: Path, backend: str) ->
     engine = lm.engine
     alone = [our_logits(lm, name) for name in names]
     branches = [engine.open(TOKENS, name) for name in names]
-    assert [branch.reused > 0 for branch in branches] == [True] * 5  # each its own adapter's
+    assert [branch.num_reused > 0 for branch in branches] == [True] * 5  # each its own adapter's
     together = engine.extend_all([(branch, [7, 8]) for branch in branches], num_logits=2)
     for name, branch, result in zip(names, branches, together, strict=True):
-        with lm.opened([*TOKENS, 7, 8], name) as fresh:
+        with lm.open_branch([*TOKENS, 7, 8], name) as fresh:
             expected = np.asarray(engine.extend(fresh, num_logits=len(TOKENS) + 2))
         np.testing.assert_allclose(np.asarray(result), expected[-2:], atol=2e-5, rtol=1e-4)
         branch.release()

@@ -163,7 +163,7 @@ def test_whether_it_fits_is_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert entry.best(64 * GB) == ("Q4_K_M", True)
     assert entry.best(1 * GB) == ("Q4_K_M", False)
     weights, text = memory.loaded_bytes(entry.bytes("Q4_K_M"), "Q4_K_M"), 4096 * entry.kv_bytes
-    assert weights + text < entry.needs("Q4_K_M") < weights + text + GB // 5
+    assert weights + text < entry.required_bytes("Q4_K_M") < weights + text + GB // 5
 
 
 def test_free_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_the_guide_shows_the_catalogue() -> None:
     for entry in catalogue().values():
         kind, _ = entry.best(1 << 60)
         size = f"{kind}, {memory.format_bytes(entry.bytes(kind))}"
-        needs = memory.format_bytes(entry.needs(kind))
+        needs = memory.format_bytes(entry.required_bytes(kind))
         count = entry.parameters
         many = f"{count / 1e9:.1f} B" if count >= 950_000_000 else f"{count / 1e6:.0f} M"
         context = f"{entry.context:,}"

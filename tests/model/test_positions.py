@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from unspool.model.layers.parts import apply_rope
 from unspool.model.positions import Rotary, sinusoidal
-from unspool.model.transformer import turn
 
 
 def test_sinusoidal_is_the_papers_formula():
@@ -28,7 +28,7 @@ def test_rotary_depends_only_on_the_distance():
     def product(at: int, other: int) -> float:
         tables = [rotary.tables(np.array([p]), 200) for p in (at, other)]
         turned = [
-            turn(x, torch.from_numpy(c), torch.from_numpy(s))
+            apply_rope(x, torch.from_numpy(c), torch.from_numpy(s))
             for x, (c, s) in zip((query, key), tables, strict=True)
         ]
         return float((turned[0] * turned[1]).sum())
@@ -41,7 +41,7 @@ def test_turning_keeps_the_length_and_leaves_the_rest_alone():
     rotary = Rotary(width=4)
     cosine, sine = (torch.from_numpy(t) for t in rotary.tables(np.array([3]), 10))
     x = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
-    turned = turn(x, cosine, sine)
+    turned = apply_rope(x, cosine, sine)
     assert torch.equal(turned[:, 4:], x[:, 4:])
     assert turned.norm() == pytest.approx(float(x.norm()), rel=1e-6)
     first = x[0, 0] * math.cos(3) - x[0, 2] * math.sin(3)

@@ -314,7 +314,7 @@ def test_rows_move_without_being_built():
     np.testing.assert_array_equal(stacked.float32(), values)
     for number, part in enumerate(stacked.slices()):
         np.testing.assert_array_equal(part.float32(), values[number])
-    mixed = ConvertedTensor.stacked([complete.slices()[0], FileTensor.of(values[1])])
+    mixed = ConvertedTensor.stacked([complete.slices()[0], FileTensor.from_float32(values[1])])
     np.testing.assert_array_equal(mixed.float32(), values[:2])
 
 

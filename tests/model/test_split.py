@@ -79,8 +79,8 @@ def test_key_heads_that_are_fewer_than_ranks_are_had_by_neighbours():
         shard_of(config, "layers.3.attention.k.weight", share)
         for share in TensorParallelRank(0, 16).all_ranks
     ]
-    assert [int(cut.places[0]) // 128 for cut in rows if cut] == [n // 2 for n in range(16)]
-    assert all(cut and len(cut.places) == 128 for cut in rows)
+    assert [int(cut.indices[0]) // 128 for cut in rows if cut] == [n // 2 for n in range(16)]
+    assert all(cut and len(cut.indices) == 128 for cut in rows)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_widths_that_do_not_divide():
 
 
 def test_a_bias_behind_a_sum_is_added_once():
-    bias = FileTensor.of(np.ones(4, np.float32))
+    bias = FileTensor.from_float32(np.ones(4, np.float32))
     config = config_of("gpt2")
     for name in ("layers.0.attention.out.bias", "layers.0.feed.down.bias"):
         assert is_added_once(name)

@@ -124,7 +124,7 @@ def test_what_is_wrong_in_ollamas_store_is_told(
     (machine / "torn.gguf").write_bytes(good.read_bytes()[:200])
     add_ollama(store, f"{LIBRARY}/cut/1b", machine / "torn.gguf")
     assert list(names()) == ["ollama/good:1b"]
-    problems = {name: model.problem for name, model in names(everything=True).items()}
+    problems = {name: model.problem for name, model in names(include_unusable=True).items()}
     assert len(problems) == 14
     for name, words in {
         "torn": "manifest is unreadable", "list": "manifest", "odd": "not in one GGUF",
@@ -152,7 +152,7 @@ def test_folders_that_may_not_be_read(machine: Path) -> None:
     try:
         if root:
             os.seteuid(65534)
-        assert names(everything=True) == {}
+        assert names(include_unusable=True) == {}
     finally:
         if root:
             os.seteuid(0)
@@ -184,7 +184,7 @@ def test_llama_cpp(machine: Path) -> None:
     assert (
         unspool.load("split-Q8_0").generate("hello", max_tokens=4, temperature=0).tokens == complete
     )
-    lost = names(everything=True)["llama.cpp/lost-Q8_0"]
+    lost = names(include_unusable=True)["llama.cpp/lost-Q8_0"]
     assert "lost-Q8_0-00002-of-00003.gguf is missing" in lost.problem
     with pytest.raises(ModelFileError, match=r"00002-of-00003\.gguf is missing"):
         unspool.load(lost.path)
@@ -250,7 +250,7 @@ def test_folders_of_safetensors_in_the_hubs_cache(machine: Path) -> None:
     shards = sorted(cut.glob("*.safetensors"))
     assert len(shards) > 1
     shards[-1].unlink()
-    result = names(everything=True)
+    result = names(include_unusable=True)
     assert result["org/whole"].kind == "F32" and not result["org/whole"].problem
     assert f"{shards[-1].name} is missing" in result["org/cut"].problem
     assert list(names()) == ["org/whole"]
@@ -264,7 +264,7 @@ def test_huge_stores_are_quick(machine: Path, monkeypatch: pytest.MonkeyPatch) -
         for file in range(20):
             (folder / f"r{number}" / f"{file}.bin").touch()
     began = time.monotonic()
-    assert names(everything=True) == {}
+    assert names(include_unusable=True) == {}
     assert time.monotonic() - began < 30
 
 

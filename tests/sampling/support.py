@@ -34,11 +34,11 @@ def apply(
 
 def dense(candidates: Candidates) -> Matrix:
     """The logits over the whole vocabulary, -inf where removed."""
-    logits = candidates.ops.host(candidates.logits)
+    logits = candidates.ops.to_numpy(candidates.logits)
     if candidates.ids is None:
         return logits
     full = np.full((candidates.rows, candidates.vocabulary), -np.inf)
-    ids = candidates.ops.host(candidates.ids)
+    ids = candidates.ops.to_numpy(candidates.ids)
     for row in range(candidates.rows):
         mask = logits[row] > -np.inf
         full[row, ids[row][mask]] = logits[row][mask]

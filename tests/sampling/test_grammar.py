@@ -94,9 +94,9 @@ def test_random_walks_satisfy_the_schema() -> None:
 
 def test_any_json_object() -> None:
     state = start(GrammarSpec.json())
-    assert state.accepts([*ids('{"x": [1, {"y": null}], "é": "\\n"}'), END]) == 36
-    assert start(GrammarSpec.json()).accepts(ids("[1]")) == 0
-    assert start(GrammarSpec.json()).accepts(ids('{"x":    1}')) < 9  # blanks come to an end
+    assert state.num_accepted([*ids('{"x": [1, {"y": null}], "é": "\\n"}'), END]) == 36
+    assert start(GrammarSpec.json()).num_accepted(ids("[1]")) == 0
+    assert start(GrammarSpec.json()).num_accepted(ids('{"x":    1}')) < 9  # blanks come to an end
 
 
 def test_a_choice_gives_one_of_its_texts() -> None:
@@ -104,18 +104,20 @@ def test_a_choice_gives_one_of_its_texts() -> None:
     texts_seen = {text_of(walk(start(GrammarSpec.choice(texts)), seed)) for seed in range(200)}
     assert texts_seen <= set(texts) and len(texts_seen) > 7
     for text in texts:
-        assert start(GrammarSpec.choice(texts)).accepts([*ids(text), END]) == len(ids(text)) + 1
+        assert (
+            start(GrammarSpec.choice(texts)).num_accepted([*ids(text), END]) == len(ids(text)) + 1
+        )
 
 
 def test_lark_and_gbnf() -> None:
     nested = 'start: "(" start ")" | "x"'
     for spec in (GrammarSpec.lark(nested), GrammarSpec.gbnf('root ::= "(" root ")" | "x"')):
-        assert start(spec).accepts([*ids("((x))"), STOP]) == 6
-        assert start(spec).accepts([*ids("((x)"), STOP]) == 4
+        assert start(spec).num_accepted([*ids("((x))"), STOP]) == 6
+        assert start(spec).num_accepted([*ids("((x)"), STOP]) == 4
     gbnf = 'root ::= ("caf\\u00e9" | "\\x41b" | [\\u00e8-\\u00ea]) ws # tail\nws ::= [ \\t]{1,2}'
     for text, fits in (("café ", 6), ("Ab\t ", 4), ("é ", 3), ("è   ", 4)):
-        assert start(GrammarSpec.gbnf(gbnf)).accepts(ids(text)) == fits
-    assert start(GrammarSpec.gbnf('root ::= "\\U0001F600"')).accepts(ids("😀")) == 4
+        assert start(GrammarSpec.gbnf(gbnf)).num_accepted(ids(text)) == fits
+    assert start(GrammarSpec.gbnf('root ::= "\\U0001F600"')).num_accepted(ids("😀")) == 4
 
 
 class PydanticLike:
@@ -128,7 +130,7 @@ def test_schemas_come_in_several_shapes() -> None:
     specs = [GrammarSpec.json_schema(s) for s in (PERSON, json.dumps(PERSON), PydanticLike)]
     assert specs[0] == specs[1] == specs[2]
     assert Grammar.compile(specs[0], SMALL) is Grammar.compile(specs[2], SMALL)
-    assert start(GrammarSpec.json_schema(True)).accepts(ids("3")) == 1
+    assert start(GrammarSpec.json_schema(True)).num_accepted(ids("3")) == 1
 
 
 # -- ends, control tokens, dead ends ---------------------------------------------------------------
@@ -156,12 +158,12 @@ def test_without_end_tokens_the_state_still_tells() -> None:
 
 
 def test_control_tokens_are_no_text() -> None:
-    assert start(GrammarSpec.regex(r"<\|tool\|>")).accepts([TOOL]) == 0
-    assert start(GrammarSpec.regex(r"<\|end\|>")).accepts([END]) == 0
+    assert start(GrammarSpec.regex(r"<\|tool\|>")).num_accepted([TOOL]) == 0
+    assert start(GrammarSpec.regex(r"<\|end\|>")).num_accepted([END]) == 0
     state = start(GrammarSpec.regex(r"[\s\S]*"))
     assert not state.mask()[[TOOL, NOTHING]].any()
     state = start(GrammarSpec.lark('start: "a" <|tool|> "b"'))
-    assert state.accepts([ID[b"a"], TOOL, ID[b"b"], END]) == 4
+    assert state.num_accepted([ID[b"a"], TOOL, ID[b"b"], END]) == 4
 
 
 def test_every_token_with_the_same_bytes_is_allowed() -> None:
@@ -179,14 +181,14 @@ def test_a_dead_end_is_seen_and_can_be_rewound() -> None:
         Chain(neutral()).pick_one(np.zeros(len(TOKENS)), RowInput(allowed=state.mask()))
     assert state.copy().is_dead_end
     state.rewind(1)
-    assert (state.mask() == before).all() and state.accepts([*ids("y"), END]) == 2
+    assert (state.mask() == before).all() and state.num_accepted([*ids("y"), END]) == 2
 
 
 def test_a_token_that_does_not_fit_changes_nothing() -> None:
     state = start(GrammarSpec.regex("(ab)+"))
     state.advance(ID[b"a"])
     for token in (ID[b"c"], END, TOOL, NOTHING, -1, len(TOKENS), 10**12):
-        assert state.accepts([token]) == 0
+        assert state.num_accepted([token]) == 0
         with pytest.raises(SettingsError, match="does not allow token") as error:
             state.advance(token)
         assert "\n" not in str(error.value) and len(state) == 1
@@ -227,7 +229,9 @@ def test_rewind_and_copy_equal_a_fresh_state(spec: GrammarSpec, seed: int, cuts:
         fresh = start(spec)
         for token in tokens_taken:
             fresh.advance(token)
-        assert (fresh.mask() == state.mask()).all() and fresh.forced() == state.forced()
+        assert (
+            fresh.mask() == state.mask()
+        ).all() and fresh.forced_tokens() == state.forced_tokens()
         assert fresh.is_complete == state.is_complete and len(fresh) == len(state)
         assert len(fork) == len(tokens_taken) + cut  # a fork stays where it was
         if len(tokens_taken) and tokens_taken[-1] != END and allowed(state):
@@ -249,7 +253,7 @@ def test_accepts_equals_step_by_step_and_the_masks(
     draft = walk(start(spec), seed, longest=good) + draft
     state = start(spec)
     before = state.mask()
-    count = state.accepts(draft)
+    count = state.num_accepted(draft)
     assert (state.mask() == before).all() and len(state) == 0
     for number, token in enumerate(draft):
         in_mask = 0 <= token < len(TOKENS) and bool(state.mask()[token])
@@ -263,27 +267,27 @@ def test_every_token_is_judged_alike_by_mask_and_accepts() -> None:
     state = start(GrammarSpec.json_schema(PERSON))
     for character in ['{"', "n", "ame", '":', ' "', "é", "日本", '"']:
         mask = state.mask()
-        assert [state.accepts([t]) for t in range(len(TOKENS))] == mask.astype(int).tolist()
+        assert [state.num_accepted([t]) for t in range(len(TOKENS))] == mask.astype(int).tolist()
         for token in ids(character):
             state.advance(token)
 
 
 def test_forced_tokens_are_the_only_text() -> None:
     state = start(GrammarSpec.regex("abcd(true|false)x"))
-    assert state.forced() == [ID[b"abc"], ID[b"d"]]
-    for token in state.forced():
+    assert state.forced_tokens() == [ID[b"abc"], ID[b"d"]]
+    for token in state.forced_tokens():
         state.advance(token)
-    assert state.forced() == []
+    assert state.forced_tokens() == []
     state.advance(ID[b"t"])
-    assert text_of(state.forced()) == "ruex"
-    assert start(GrammarSpec.regex("ab(cd)?")).forced() == []  # ab might be the start of abc
-    assert start(GrammarSpec.regex("(ab)?")).forced() == []
+    assert text_of(state.forced_tokens()) == "ruex"
+    assert start(GrammarSpec.regex("ab(cd)?")).forced_tokens() == []  # ab might be the start of abc
+    assert start(GrammarSpec.regex("(ab)?")).forced_tokens() == []
     spelled = GrammarVocabulary(TOKENS, [END], encode=lambda text: [ID[b"ab"], ID[b"c"], ID[b"d"]])
-    assert start(GrammarSpec.regex("abcd(true|false)"), spelled).forced() == [
+    assert start(GrammarSpec.regex("abcd(true|false)"), spelled).forced_tokens() == [
         ID[b"ab"], ID[b"c"], ID[b"d"],
     ]  # fmt: skip
     wrong = GrammarVocabulary(TOKENS, [END], encode=lambda text: [ID[b" "], ID[b"ab"]])
-    assert text_of(start(GrammarSpec.regex("abcd(x|y)"), wrong).forced()) == "abcd"
+    assert text_of(start(GrammarSpec.regex("abcd(x|y)"), wrong).forced_tokens()) == "abcd"
 
 
 # -- in the chain ----------------------------------------------------------------------------------

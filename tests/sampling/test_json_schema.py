@@ -23,7 +23,7 @@ def fits(schema: Any, value: Any) -> bool:
     text = value if isinstance(value, str) else json.dumps(value)
     state = start(GrammarSpec.json_schema(schema))
     tokens = ids(text)
-    if state.accepts(tokens) < len(tokens):
+    if state.num_accepted(tokens) < len(tokens):
         return False
     for token in tokens:
         state.advance(token)

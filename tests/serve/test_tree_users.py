@@ -118,7 +118,7 @@ def test_a_user_sees_only_their_own_branches_and_responses(serving: Running) -> 
 
 
 def branch_of(lm: Any, *steps: Step) -> TreeBranch:
-    generation = lm.draft([5, 6])
+    generation = lm.prepare_generation([5, 6])
     generation.steps.extend(steps)
     prompt = TreePrompt(generation.prompt, "ab", lm.tokenizer, frozenset())
     return TreeBranch("small", prompt, generation, ExtraSettings(), None)

@@ -48,11 +48,11 @@ def calls(
 @pytest.mark.parametrize("name", ["xml", "gemma", "lfm2"])
 def test_what_is_written_is_read(name: str) -> None:
     format = format_of(name)
-    text = format.written([{"name": "trip", "arguments": WANTED}])
+    text = format.write_calls([{"name": "trip", "arguments": WANTED}])
     expected = [("trip", WANTED)]
     assert calls(name, f"I look.\n{text}") == ["I look.\n", *expected]
     assert calls(name, *f"I look.\n{text}") == ["I look.\n", *expected]  # letter by letter
-    two = format.written(
+    two = format.write_calls(
         [{"name": "clock", "arguments": {}}, {"name": "trip", "arguments": WANTED}]
     )
     assert calls(name, two) == [("clock", {}), *expected]
@@ -61,7 +61,7 @@ def test_what_is_written_is_read(name: str) -> None:
 @pytest.mark.parametrize("name", ["xml", "gemma", "lfm2"])
 def test_arguments_pass_as_they_come(name: str) -> None:
     format = format_of(name)
-    text = format.written([{"name": "weather", "arguments": {"city": "Reykjavik"}}])
+    text = format.write_calls([{"name": "weather", "arguments": {"city": "Reykjavik"}}])
     reader = ToolCallParser(format, tools=[WEATHER])
     place = text.index("javik")
     early = [piece for letter in text[:place] for piece in reader.push(-1, letter)]

@@ -27,7 +27,7 @@ def whole_answer(data: bytes, stops: list[str]) -> tuple[str, str | None]:
 def run(pieces: list[bytes], stops: list[str]) -> tuple[str, str | None]:
     stream = TextStream(stops)
     text = "".join(stream.push(piece) for piece in pieces) + stream.finish()
-    return text, stream.stopped
+    return text, stream.matched_stop
 
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
@@ -72,13 +72,13 @@ def test_holds_only_what_can_become_a_stop(text: str, stops: list[str]) -> None:
     for character in text:
         stream.push(character.encode())
         pending = stream.pending_text
-        if not pending or stream.stopped:
+        if not pending or stream.matched_stop:
             continue
         ends = []
         for stop in stops:
             twin = stream.copy()
             if stop.startswith(pending) and twin.push(stop[len(pending) :].encode()) == "":
-                ends.append(twin.stopped)
+                ends.append(twin.matched_stop)
         assert any(end and end.startswith(pending) for end in ends), (pending, stops)
 
 
@@ -105,7 +105,7 @@ def test_stop_inside_a_token_and_across_tokens() -> None:
     assert stream.pending_text == "</en"
     assert stream.push(b"t ") == "</ent "
     assert stream.push(b"four###five") == "four"
-    assert stream.stopped == "###"
+    assert stream.matched_stop == "###"
     assert stream.push(b"six") == "" and stream.finish() == "" and stream.pending_text == ""
 
 
@@ -127,8 +127,8 @@ def test_a_copy_goes_its_own_way() -> None:
     stream = TextStream(["stop"])
     assert stream.push(b"a st") == "a "
     twin = stream.copy()
-    assert stream.push(b"op") == "" and stream.stopped == "stop"
-    assert twin.push(b"ep") == "step" and twin.stopped is None
+    assert stream.push(b"op") == "" and stream.matched_stop == "stop"
+    assert twin.push(b"ep") == "step" and twin.matched_stop is None
 
 
 def test_one_string_is_one_stop() -> None:

@@ -63,7 +63,7 @@ def test_the_marks_are_found() -> None:
     assert format_of(QWEN).closing == "\n</think>\n\n"  # as the template writes it
     assert format_of(GEMMA).close == "<channel|>" and format_of(GEMMA).head == "thought\n"
     assert format_of(GEMMA).closing == "<channel|>"
-    assert format_of(HARMONY).channels and format_of(HARMONY).has_efforts
+    assert format_of(HARMONY).uses_channels and format_of(HARMONY).has_efforts
     assert format_of(MISTRAL).open == "[THINK]"
     assert format_of(STRIPS).open == "<think>"
     assert reasoning_format(PLAIN, Marked(PLAIN)) is None
@@ -72,18 +72,18 @@ def test_the_marks_are_found() -> None:
 
 
 def test_where_an_answer_begins() -> None:
-    assert start_of(QWEN).place == "before"
-    assert start_of(QWEN, enable_thinking=False).place == "behind"
-    assert start_of(QWEN_OPEN).place == "inside"
+    assert start_of(QWEN).state == "before"
+    assert start_of(QWEN, enable_thinking=False).state == "behind"
+    assert start_of(QWEN_OPEN).state == "inside"
     for words in ((), ("<think>", "</think>")):  # as letters, and as one token
-        assert start_of(QWEN_OPEN, words=words).place == "inside"
-        assert start_of(QWEN_OPEN, words=words, enable_thinking=False).place == "behind"
-    assert start_of(GEMMA, words=()).place == "behind"
-    assert start_of(GEMMA, words=(), enable_thinking=True).place == "before"
+        assert start_of(QWEN_OPEN, words=words).state == "inside"
+        assert start_of(QWEN_OPEN, words=words, enable_thinking=False).state == "behind"
+    assert start_of(GEMMA, words=()).state == "behind"
+    assert start_of(GEMMA, words=(), enable_thinking=True).state == "before"
     assert start_of(HARMONY, words=()) == OutputStart(header="assistant")
     conversation = [*ASKED, {"role": "assistant", "content": "It"}]
-    assert start_of(HARMONY, conversation, words=(), continue_final_message=True).place == "behind"
-    assert start_of(QWEN, conversation, continue_final_message=True).place == "before"
+    assert start_of(HARMONY, conversation, words=(), continue_final_message=True).state == "behind"
+    assert start_of(QWEN, conversation, continue_final_message=True).state == "before"
 
 
 @pytest.mark.parametrize("words", [(), ("<think>", "</think>")])

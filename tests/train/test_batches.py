@@ -53,7 +53,7 @@ def test_windows_hold_every_token_as_a_target_once() -> None:
     for batch in observed:
         assert batch.ids.shape == (2, 11) and batch.ids.dtype == torch.int64
         assert (batch.targets == batch.inputs + 1).all()
-        assert batch.loss_mask is None and batch.documents is None
+        assert batch.loss_mask is None and batch.document_ids is None
 
 
 def test_each_epoch_sees_every_window_in_another_order() -> None:
@@ -89,7 +89,7 @@ def test_ranks_share_what_one_would_see() -> None:
 
 def test_documents_in_a_window() -> None:
     batches = PackedBatches(text(21, 4, 5, 17), 1, 10, inside_documents=True)
-    by_window = {int(b.ids[0, 0]): b.documents for b in map(batches.batch, range(2))}
+    by_window = {int(b.ids[0, 0]): b.document_ids for b in map(batches.batch, range(2))}
     assert by_window[0].tolist() == [[0, 0, 0, 0, 1, 2, 2, 2, 2, 2]]
     assert by_window[10].tolist() == [[0, 0, 0, 0, 0, 0, 0, 1, 1, 1]]
     assert by_window[0].dtype == torch.int32
@@ -121,7 +121,7 @@ def test_conversations_have_rows_of_their_own() -> None:
     assert short.ids.shape == (1, 33)  # filled up to a multiple of 32
     assert short.ids[0, :6].tolist() == [1, 2, 3, 4, 5, 0] and not short.ids[0, 5:].any()
     assert short.loss_mask[0].nonzero().flatten().tolist() == [2, 3]  # as targets, one earlier
-    assert short.documents[0, :6].tolist() == [0, 0, 0, 0, 0, -1]
+    assert short.document_ids[0, :6].tolist() == [0, 0, 0, 0, 0, -1]
     assert result[6].ids.shape == (1, 65) and result[6].loss_mask[0].nonzero().tolist() == [[38]]
 
 

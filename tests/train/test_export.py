@@ -44,7 +44,7 @@ def ours(path: Path, prompts: list[list[int]]) -> np.ndarray[Any, Any]:
     with unspool.load(path, backend="torch", memory=8 << 20) as lm:
         rows = []
         for prompt in prompts:
-            with lm.opened(prompt) as branch:
+            with lm.open_branch(prompt) as branch:
                 rows.append(lm.engine.extend(branch)[-1])
     return torch.tensor(np.stack(rows)).log_softmax(-1).numpy()
 
@@ -279,5 +279,5 @@ def test_every_known_cut_is_recognized():
     # bailingmoe writes what qwen2 does in another way.
     names = [name for name in PRETOKENIZERS if not name.startswith(("bailingmoe", "llada"))]
     cuts = {PRETOKENIZERS[name] for name in names if PRETOKENIZERS[name].byte_level}
-    pieces = {cut.patterns: gguf_save._cut(gguf_save._pre_tokenizer(cut)) for cut in cuts}
+    pieces = {cut.patterns: gguf_save._split_probe(gguf_save._pre_tokenizer(cut)) for cut in cuts}
     assert len({tuple(result) for result in pieces.values()}) == len(pieces) > 5

@@ -50,7 +50,7 @@ def test_gradients_are_those_of_the_plain_loss(family: str, tmp_path: Path):
     batch = Batch(random_ids(3, 65, 259), torch.rand(3, 64, generator=rng()) < 0.6)
     expected = plain_gradients(model, batch)
     loss = next_token(model, batch, rng())
-    loss.total.backward()
+    loss.mean.backward()
     assert_gradients(model, expected)
 
 
@@ -105,14 +105,14 @@ def test_the_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch):
         return logits(self, x)
 
     monkeypatch.setattr(Transformer, "logits", watched)
-    next_token(tiny_model(), Batch(random_ids(8, 101)), rng()).total.backward()
+    next_token(tiny_model(), Batch(random_ids(8, 101)), rng()).mean.backward()
     assert largest == 64
 
 
 def test_a_frozen_head_gets_no_gradient():
     model = tiny_model()
     model.embed.requires_grad_(False)
-    next_token(model, Batch(random_ids(2, 9)), rng()).total.backward()
+    next_token(model, Batch(random_ids(2, 9)), rng()).mean.backward()
     assert model.embed.weight.grad is None
     assert model.layers[0].attention.q.weight.grad is not None
 
@@ -139,7 +139,7 @@ def test_recomputed_activations_change_nothing():
     recompute_activations(careful)
     batch = Batch(random_ids(2, 33))
     for model in (plain, careful):
-        next_token(model, batch, rng()).total.backward()
+        next_token(model, batch, rng()).mean.backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     assert_gradients(careful, expected)  # type: ignore[arg-type]
 

@@ -28,7 +28,7 @@ def lm(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 def logprob(lm: Any, before: list[int], token: int) -> float:
     """By hand: all logits behind these tokens, and a softmax."""
-    with lm.opened(before) as branch:
+    with lm.open_branch(before) as branch:
         logits = np.asarray(lm.engine.extend(branch)[-1], dtype=np.float64)
     return float(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
 
@@ -102,7 +102,7 @@ def test_many_likelihoods_are_those_of_each_alone(lm: Any):
 
 
 def _last_logits(lm: Any, tokens: list[int]) -> Any:
-    with lm.opened(tokens) as branch:
+    with lm.open_branch(tokens) as branch:
         return lm.engine.extend(branch)[-1]
 
 

@@ -67,7 +67,7 @@ def learned(tokenizer: Tokenizer, messages: Any, tools: Any = None) -> str:
     lesson = mask_conversation(chat, messages, tools, tokenizer.end_ids)
     assert lesson.ids == chat.encode(messages, tools=tools, add_generation_prompt=False).ids
     stretches: list[list[int]] = [[]]
-    for token, counts in zip(lesson.ids, lesson.counted, strict=True):
+    for token, counts in zip(lesson.ids, lesson.loss_mask, strict=True):
         if counts:
             stretches[-1].append(token)
         elif stretches[-1]:
@@ -89,8 +89,8 @@ def test_equal_to_transformers_mask(folder: Path, theirs: Any, number: int) -> N
         assert learned(tokenizer, messages) == messages[-1]["content"] + "<|im_end|>"
         return
     assert lesson.ids == expected["input_ids"]
-    assert lesson.counted == [bool(item) for item in expected["assistant_masks"]]
-    assert any(lesson.counted) and not all(lesson.counted)
+    assert lesson.loss_mask == [bool(item) for item in expected["assistant_masks"]]
+    assert any(lesson.loss_mask) and not all(lesson.loss_mask)
 
 
 CHATML = (

@@ -116,7 +116,7 @@ def test_the_run_tells_what_happened(tmp_path: Path):
     events: list[Event] = []
     trainer = tiny_trainer(
         tmp_path / "run", 20, judge_every=10, sample_every=10,
-        judge=lambda model: (1.5, 2.5), sampler=lambda model: [("One", 7, " two three")],
+        evaluate=lambda model: (1.5, 2.5), sampler=lambda model: [("One", 7, " two three")],
     )  # fmt: skip
     trainer.run(events.append)
     run = Run.open(tmp_path / "run")
@@ -176,17 +176,17 @@ def test_asked_to_pause_it_waits_and_goes_on(tmp_path: Path):
     def listen(event: Event) -> None:
         observed.append(event)
         if isinstance(event, StepLogged) and event.step == 3:
-            run.ask("pause")
+            run.send_command("pause")
         if isinstance(event, RunPaused):
             assert run.state == "paused"
-            timers.append(threading.Timer(0.1, lambda: run.ask("go")))
+            timers.append(threading.Timer(0.1, lambda: run.send_command("go")))
             timers[-1].start()
         if isinstance(event, StepLogged) and event.step == 6:
-            run.ask("stop")
+            run.send_command("stop")
 
     assert trainer.run(listen) == RunEnded("stopped", 6)
     assert [event.step for event in observed if isinstance(event, RunPaused)] == [3]
-    resumable = run.resumable()
+    resumable = run.resumable_checkpoint()
     assert resumable is not None and resumable.step == 6
 
 
@@ -201,7 +201,7 @@ def test_ctrl_c_ends_after_the_step_with_a_checkpoint(tmp_path: Path):
     ended = trainer.run(listen)
     assert ended.state == "stopped" and ended.step in (4, 5)
     assert signal.getsignal(signal.SIGINT) is before
-    resumable = Run.open(tmp_path / "run").resumable()
+    resumable = Run.open(tmp_path / "run").resumable_checkpoint()
     assert resumable is not None and resumable.step == ended.step
 
 
@@ -212,7 +212,7 @@ def nan_at(step: int) -> Any:
         nonlocal count
         count += 1
         loss = next_token(model, batch, rng)
-        return replace(loss, total=loss.total * float("nan")) if count > step else loss
+        return replace(loss, total=loss.mean * float("nan")) if count > step else loss
 
     return objective
 
@@ -249,7 +249,7 @@ def test_what_breaks_is_told_in_words(error: Exception, words: str, tmp_path: Pa
 
     with pytest.raises(TrainingError, match=words):
         broken_trainer(tmp_path / "run", objective).run()
-    resumable = Run.open(tmp_path / "run").resumable()
+    resumable = Run.open(tmp_path / "run").resumable_checkpoint()
     assert resumable is not None and resumable.step == 0
 
 
@@ -329,7 +329,7 @@ def scripted_judge(*losses: float) -> Any:
 
 def test_the_best_checkpoint_is_kept_and_is_the_result(tmp_path: Path):
     judge = scripted_judge(5.0, 2.0, 3.0, 4.0, 4.5)
-    tiny_trainer(tmp_path / "run", 40, judge=judge, judge_every=10, save_every=10, keep=1).run()
+    tiny_trainer(tmp_path / "run", 40, evaluate=judge, judge_every=10, save_every=10, keep=1).run()
     run = Run.open(tmp_path / "run")
     assert run.best_step == 10
     assert run.final == run.model == run.folder / "checkpoints" / "000010"
@@ -339,7 +339,7 @@ def test_the_best_checkpoint_is_kept_and_is_the_result(tmp_path: Path):
 def test_training_ends_when_the_held_out_loss_stops_improving(tmp_path: Path):
     judge = scripted_judge(5.0, 2.0, 3.0, 2.5, 1.0)
     settings = {"judge_every": 5, "save_every": 5, "patience": 2}
-    ended = tiny_trainer(tmp_path / "run", 40, judge=judge, **settings).run()
+    ended = tiny_trainer(tmp_path / "run", 40, evaluate=judge, **settings).run()
     assert ended == RunEnded("done", 15, early=True)
     run = Run.open(tmp_path / "run")
     assert run.state == "done" and run.best_step == 5
@@ -348,9 +348,9 @@ def test_training_ends_when_the_held_out_loss_stops_improving(tmp_path: Path):
 def test_patience_survives_a_stop(tmp_path: Path):
     """The evaluations without a new best are counted over both lives of a run."""
     settings = {"judge_every": 5, "save_every": 5, "patience": 2}
-    first = tiny_trainer(tmp_path / "run", 40, judge=scripted_judge(5.0, 2.0, 3.0), **settings)
+    first = tiny_trainer(tmp_path / "run", 40, evaluate=scripted_judge(5.0, 2.0, 3.0), **settings)
     first.run(lambda event: first.stop() if getattr(event, "step", 0) == 10 else None)
-    second = tiny_trainer(tmp_path / "run", 40, judge=scripted_judge(2.5), **settings)
+    second = tiny_trainer(tmp_path / "run", 40, evaluate=scripted_judge(2.5), **settings)
     assert second.run() == RunEnded("done", 15, early=True)
 
 

@@ -85,7 +85,7 @@ def test_what_was_trained_gives_pefts_logits_ours_and_those_of_the_merged_model(
         torch.testing.assert_close(merged(TOKENS), expected, rtol=0, atol=1e-4)
     lm = unspool.load(folder / "base", backend="torch")
     lm.load_adapter("a", folder / "adapter")
-    with lm.opened(TOKENS[0].tolist(), "a") as branch:
+    with lm.open_branch(TOKENS[0].tolist(), "a") as branch:
         served = np.asarray(lm.engine.extend(branch, num_logits=TOKENS.shape[1]))
     np.testing.assert_allclose(served, expected[0].numpy(), atol=1e-4)
 

@@ -63,7 +63,7 @@ def test_unlikelihood_is_the_formula_with_its_gradients(limited: bool):
     count = 28 if batch.loss_mask is None else int(batch.loss_mask.sum())
     expected = (likelihood + 0.5 * repeated) / count
     assert int(loss.tokens) == count
-    assert torch.allclose(loss.total, expected, rtol=1e-4)
+    assert torch.allclose(loss.mean, expected, rtol=1e-4)
     assert loss.extra["unlikelihood"] == pytest.approx(float(repeated) / count, rel=1e-4)
     parameters = list(model.parameters())
     result = torch.autograd.grad(loss.total, parameters)
@@ -76,10 +76,10 @@ def test_scheduled_sampling_reads_its_own_tokens_and_learns_the_texts(
 ):
     batch = Batch(ids(4, 41, 29))
     read: list[Tensor] = []
-    usual = mitigations.hidden
+    usual = mitigations.hidden_states
     monkeypatch.setattr(
         mitigations,
-        "hidden",
+        "hidden_states",
         lambda model, tokens, sight: (read.append(tokens), usual(model, tokens, sight))[1],
     )
     model, loss = run(MitigatedNextToken(scheduled_sampling=0.5), batch)
@@ -110,7 +110,7 @@ def test_what_the_model_never_writes_is_never_replaced():
     batch: Any = Batch(ids(4, 21, 29), loss_mask, documents)
     model = tiny_model()
     sight = mitigations.AttentionMask.build(model.config, batch.ids[:, :-1])
-    mixed = mitigations._with_own_tokens(model, batch, sight, 1.0, torch.Generator().manual_seed(0))
+    mixed = mitigations._replace_tokens(model, batch, sight, 1.0, torch.Generator().manual_seed(0))
     is_same = mixed == batch.ids[:, :-1]
     assert is_same[:, :11].all() and is_same[:, 14].all() and not is_same[:, 11:].all()
 
@@ -120,7 +120,7 @@ def test_off_it_is_next_token_training_and_the_share_grows():
     _, plain = run(next_token, batch)
     _, off = run(MitigatedNextToken(), batch)
     _, early = run(MitigatedNextToken(scheduled_sampling=1.0, progress=0.0), batch)
-    assert torch.equal(plain.total, off.total) and torch.equal(plain.total, early.total)
+    assert torch.equal(plain.mean, off.mean) and torch.equal(plain.mean, early.mean)
 
     objective, observed = MitigatedNextToken(scheduled_sampling=0.5), list[float]()
 

@@ -77,9 +77,9 @@ def test_masked_is_the_bound_of_masked_diffusion(drawn: dict[str, Tensor]):
         x = looking(model, noisy, list(range(20)), [20] * 20)
         guessed = surprise(model, x, tokens[row])
         total += (guessed[hide[row]] / share[row]).sum()
-    assert torch.allclose(loss.total, total / 40, rtol=1e-4)
+    assert torch.allclose(loss.mean, total / 40, rtol=1e-4)
     assert int(loss.tokens) == 40
-    loss.total.backward()
+    loss.mean.backward()
     assert model.embed.weight.grad is not None
 
 
@@ -91,7 +91,7 @@ def test_plain_weighting_counts_every_guess_alike(drawn: dict[str, Tensor]):
     for row in range(2):
         x = looking(model, tokens[row].masked_fill(hide[row], MASK), list(range(20)), [20] * 20)
         total += surprise(model, x, tokens[row])[hide[row]].sum()
-    assert torch.allclose(loss.total, total / hide.sum(), rtol=1e-4)
+    assert torch.allclose(loss.mean, total / hide.sum(), rtol=1e-4)
     assert int(loss.tokens) == int(hide.sum())
 
 
@@ -123,7 +123,7 @@ def test_block_diffusion_is_a_block_behind_clean_text(drawn: dict[str, Tensor]):
             x = looking(model, both, list(range(end)), ends)[start:]
             guessed = surprise(model, x, tokens[row, start:end])
             total += guessed[hide[row, start:end]].sum() / share[row, start // block]
-    assert torch.allclose(loss.total, total / 40, rtol=1e-4)
+    assert torch.allclose(loss.mean, total / 40, rtol=1e-4)
 
 
 def test_the_clean_half_is_the_causal_model():
@@ -159,7 +159,7 @@ def test_shifted_block_diffusion_begins_each_block_with_the_causal_guess(
                 guess = model.logits(x[max(place - 1, 0)])
             total += functional.cross_entropy(guess, tokens[row, place])
             count += 1
-    assert torch.allclose(loss.total, total / count, rtol=1e-4)
+    assert torch.allclose(loss.mean, total / count, rtol=1e-4)
     assert int(loss.tokens) == count
 
 

@@ -50,7 +50,7 @@ def rows_file(path: Path, texts: list[str]) -> Path:
 
 
 def texts_in(packed: PackedDocuments, tokenizer: Tokenizer) -> list[str]:
-    bounds = zip(packed.borders[:-1], packed.borders[1:], strict=True)
+    bounds = zip(packed.offsets[:-1], packed.offsets[1:], strict=True)
     return [tokenizer.decode(packed.ids[begin:end].tolist()) for begin, end in bounds]
 
 
@@ -67,7 +67,7 @@ def test_what_was_written_is_read_back(tmp_path: Path, tokenizer: Tokenizer) -> 
     assert card.held_out_tokens == len(prepared.held_out.ids)
     assert card.bytes + card.held_out_bytes == sum(len(row.encode()) for row in ROWS)
     assert card.bytes_per_token == pytest.approx(card.bytes / card.tokens)
-    assert card.longest == max(np.diff(prepared.train.borders))
+    assert card.longest == max(np.diff(prepared.train.offsets))
     assert isinstance(prepared.train.ids, np.memmap) and prepared.train.ids.dtype == np.uint16
     assert prepared.train.loss_mask is None
 
@@ -152,9 +152,9 @@ def test_one_long_text_is_one_stream(tmp_path: Path, tokenizer: Tokenizer) -> No
     (tmp_path / "book.txt").write_text(WORDS)
     prepared = prepare(tmp_path / "book.txt", tokenizer, held_out=0)
     assert tokenizer.decode(prepared.train.ids.tolist()) == WORDS + "<|endoftext|>"
-    assert prepared.train.documents > 4
+    assert prepared.train.num_documents > 4
     some = prepare(tmp_path / "book.txt", tokenizer)
-    assert some.held_out.documents > 0
+    assert some.held_out.num_documents > 0
     assert some.card.bytes + some.card.held_out_bytes == len(WORDS.encode())
 
 
@@ -250,7 +250,7 @@ def test_killed_in_the_middle(tmp_path: Path, tokenizer_folder: Path, cache: Pat
     tokenizer = Tokenizer.from_file(tokenizer_folder)
     assert prepare(file, tokenizer).card.documents == 196
     fresh = part.parent.with_suffix("")
-    shards.made_once(fresh, lambda folder: (folder / "whole").write_text("yes") and None)
+    shards.build_once(fresh, lambda folder: (folder / "whole").write_text("yes") and None)
     assert (fresh / "whole").is_file() and not part.exists()
 
 

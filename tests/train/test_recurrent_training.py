@@ -57,7 +57,7 @@ def test_in_16_bits_it_learns_nearly_the_same(name: str):
     for bits in (32, 16):
         model = model_of(name)
         with torch.autocast("cpu", torch.bfloat16, enabled=bits == 16):
-            loss = next_token(model, TrainingBatch(some_tokens(2, 80)), torch.Generator()).total
+            loss = next_token(model, TrainingBatch(some_tokens(2, 80)), torch.Generator()).mean
         loss.backward()
         named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         gradients.append(torch.cat([named[n].flatten() for n in sorted(named)]))
@@ -98,11 +98,11 @@ def test_it_learns_to_repeat_what_lies_further_back(name: str, tmp_path):
         start = torch.randint(0, 8, (16, 3), generator=rng)
         batch = TrainingBatch(start.repeat(1, 8), None, None)
         loss = next_token(model, batch, rng)
-        loss.total.backward()
+        loss.mean.backward()
         for optimizer in chosen:
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(loss.total.item())
+        losses.append(loss.mean.item())
     assert losses[-1] < 1.2, "a model that knows no order comes to ln 8 = 2.08"
     save_checkpoint(model, tmp_path)
     again = load_transformer(open_checkpoint(tmp_path))
@@ -133,7 +133,7 @@ def assert_alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 def test_gradients_are_those_of_the_plain_recurrence(name: str):
     """Backward through chunks, and through one token after the other."""
     model, tokens = model_of(name), some_tokens(2, 80)
-    chunks = next_token(model, TrainingBatch(tokens, None, None), torch.Generator()).total
+    chunks = next_token(model, TrainingBatch(tokens, None, None), torch.Generator()).mean
     logits = model(tokens[:, :-1])
     plain = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     assert torch.allclose(chunks, plain, rtol=1e-4)
@@ -145,7 +145,7 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path):
     theirs = tiny.save(name, tmp_path)
     model = load_transformer(open_checkpoint(tmp_path)).requires_grad_(True)
     tokens = torch.randint(3, 259, (2, 70), generator=torch.Generator().manual_seed(1))
-    loss = next_token(model, TrainingBatch(tokens, None, None), torch.Generator()).total
+    loss = next_token(model, TrainingBatch(tokens, None, None), torch.Generator()).mean
     wanted = theirs(tokens, labels=tokens).loss
     assert torch.allclose(loss, wanted, rtol=1e-4)
     # A gradient has the layout of its weight, so the rules for weights name it as they do.

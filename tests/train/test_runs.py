@@ -50,10 +50,10 @@ def test_a_run_whose_process_is_gone_is_broken_off(run: Run):
                           capture_output=True, text=True, check=True)  # fmt: skip
     run.update(pid=int(gone.stdout))
     assert run.state == "broken off"
-    run.take_over()
+    run.resume_here()
     assert run.state == "running"
     with pytest.raises(RunError, match="already running"):
-        run.take_over()
+        run.resume_here()
     run.update(state="done", pid=int(gone.stdout))
     assert run.state == "done"
 
@@ -72,13 +72,13 @@ def test_a_half_written_line_is_no_line_and_lines_are_taken_back(run: Run):
 
 def test_asking(run: Run):
     assert run.requested_command() == "go"
-    run.ask("pause")
+    run.send_command("pause")
     assert run.requested_command() == "pause"
     with pytest.raises(RunError, match="pause"):
-        run.ask("dance")
+        run.send_command("dance")
     run.update(state="done")
     with pytest.raises(RunError, match="is done"):
-        run.ask("stop")
+        run.send_command("stop")
 
 
 def test_checkpoints_in_order_and_the_model_to_write_with(run: Run):
@@ -88,7 +88,7 @@ def test_checkpoints_in_order_and_the_model_to_write_with(run: Run):
     (run.folder / "checkpoints" / ".000040.part").mkdir()
     assert [saved.step for saved in run.checkpoints()] == [0, 3, 30]
     assert run.model == run.folder / "checkpoints" / "000030"
-    resumable = run.resumable()
+    resumable = run.resumable_checkpoint()
     assert resumable is not None and resumable.step == 3
     (run.folder / "final.json").write_text('{"checkpoint": "checkpoints/000003"}')
     assert run.model == run.final == run.folder / "checkpoints" / "000003"

@@ -23,7 +23,7 @@ from unspool.train.learning.shape import (
 
 
 def test_depth_12_is_about_gpt2_small():
-    shape = ModelPlan.of(12, 32768)
+    shape = ModelPlan.for_depth(12, 32768)
     config = shape.config
     assert (config.width, config.heads, config.kv_heads, config.head_width) == (768, 6, 3, 128)
     assert 100e6 < parameter_count(config) < 130e6
@@ -34,20 +34,23 @@ def test_depth_12_is_about_gpt2_small():
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 5, 8, 20, 64])
 def test_every_depth_is_a_model(depth: int):
-    config = ModelPlan.of(depth, 4096).config
+    config = ModelPlan.for_depth(depth, 4096).config
     assert config.layers == depth
     assert config.heads * config.head_width <= config.width
     assert config.heads % config.kv_heads == 0
     assert (
-        rates_for(config).matrices < rates_for(ModelPlan.of(1, 4096).config).matrices or depth == 1
+        rates_for(config).matrices < rates_for(ModelPlan.for_depth(1, 4096).config).matrices
+        or depth == 1
     )
 
 
 def test_what_is_said_stays():
-    config = ModelPlan.of(4, 300, width=96, heads=3, kv_heads=1, head_width=32, tied=False).config
+    config = ModelPlan.for_depth(
+        4, 300, width=96, heads=3, kv_heads=1, head_width=32, tied=False
+    ).config
     assert (config.width, config.heads, config.kv_heads, config.tied) == (96, 3, 1, False)
     with pytest.raises(SettingsError, match="depth must be from 1 to 128, got 0"):
-        ModelPlan.of(0, 300)
+        ModelPlan.for_depth(0, 300)
 
 
 def test_batches_grow_with_what_there_is_to_learn():
@@ -61,7 +64,7 @@ def test_batches_grow_with_what_there_is_to_learn():
 def test_a_new_model_knows_nothing_and_transformers_agrees(tmp_path: Path):
     import transformers
 
-    config = ModelPlan.of(2, 300, context=64).config
+    config = ModelPlan.for_depth(2, 300, context=64).config
     model = new_model(config, seed=3)
     tokens = torch.randint(0, 300, (1, 20))
     logits = model(tokens)
@@ -76,7 +79,7 @@ def test_a_new_model_knows_nothing_and_transformers_agrees(tmp_path: Path):
 
 
 def test_the_seed_decides_the_start():
-    config = ModelPlan.of(1, 300).config
+    config = ModelPlan.for_depth(1, 300).config
     one, same, other = (new_model(config, seed).embed.weight for seed in (1, 1, 2))
     assert torch.equal(one, same) and not torch.equal(one, other)
 
@@ -95,7 +98,7 @@ def test_another_familys_shape_for_a_vocabulary_of_ones_own(tmp_path: Path):
 
 
 def test_a_gpu_takes_as_many_tokens_at_once_as_its_memory_holds():
-    small, large = ModelPlan.of(4, 300).config, ModelPlan.of(24, 300).config
+    small, large = ModelPlan.for_depth(4, 300).config, ModelPlan.for_depth(24, 300).config
     roomy, narrow = 140 << 30, 24 << 30
     assert micro_batch_tokens(small, roomy) == 2**17  # and no more, however small the model is
     assert micro_batch_tokens(large, narrow) < micro_batch_tokens(large, roomy) < 2**17

@@ -63,8 +63,8 @@ def test_a_long_text_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path: Path) -
     parts = list(documents(tmp_path / "long.txt"))
     assert len(parts) > 50 and "".join(part.text or "" for part in parts) == whole
     assert all((part.text or "").endswith("\n\n") for part in parts[:-1])
-    assert [part.begins for part in parts] == [True] + [False] * (len(parts) - 1)
-    assert [part.ends for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert [part.is_start for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert [part.is_end for part in parts] == [False] * (len(parts) - 1) + [True]
 
 
 def test_a_text_without_any_line_ends_is_cut_too(tmp_path: Path) -> None:
@@ -308,7 +308,9 @@ def test_which_files_of_a_repository_are_data() -> None:
 
 
 def test_a_name_is_no_repository_if_it_can_only_be_a_path(tmp_path: Path) -> None:
-    assert sources._repository("org/name") == RepoName("org/name")
-    assert sources._repository("https://huggingface.co/datasets/org/name") == RepoName("org/name")
-    assert sources._repository("./org/name") is None
-    assert sources._repository("folder/texts.jsonl") is None
+    assert sources._parse_repository("org/name") == RepoName("org/name")
+    assert sources._parse_repository("https://huggingface.co/datasets/org/name") == RepoName(
+        "org/name"
+    )
+    assert sources._parse_repository("./org/name") is None
+    assert sources._parse_repository("folder/texts.jsonl") is None

@@ -13,7 +13,7 @@ import torch
 from unspool.model.checkpoint import load_transformer, open_checkpoint, rules_for_hf
 from unspool.model.tensor_mapping import write_weights
 from unspool.train.data.batches import TrainingBatch
-from unspool.train.data.encoding import Encoded
+from unspool.train.data.encoding import EncodedDocument
 from unspool.train.tuning.grpo import grpo_losses
 from unspool.train.tuning.preference import Dpo, PairBatch, log_probabilities, padded
 from unspool.train.tuning.tune import answers_only
@@ -53,9 +53,9 @@ def options(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def row(prompt: list[int], answer: list[int]) -> Encoded:
+def row(prompt: list[int], answer: list[int]) -> EncodedDocument:
     ids = np.array([*prompt, *answer], np.uint32)
-    return Encoded(ids, np.arange(len(ids)) >= len(prompt), 0)
+    return EncodedDocument(ids, np.arange(len(ids)) >= len(prompt), 0)
 
 
 def assert_same_gradients(theirs: Any, loss: torch.Tensor, ours: Any, own: torch.Tensor) -> None:

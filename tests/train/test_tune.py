@@ -70,12 +70,12 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(here: Path) -> None:
 
     def stop(event: Event) -> None:
         if isinstance(event, StepLogged) and event.step == 3:
-            parts.ask("stop")
+            parts.send_command("stop")
 
     tune(settings_of(parts), parts, stop)
     assert parts.state == "stopped"
     again = Run.open("parts")
-    again.take_over()
+    again.resume_here()
     tune(settings_of(again), again)
     files = [run.final / "adapter_model.safetensors" for run in (whole, again) if run.final]
     assert files[0].read_bytes() == files[1].read_bytes()

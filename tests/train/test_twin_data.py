@@ -35,9 +35,11 @@ def chats() -> PackedDocuments:
 def test_text_comes_in_windows_that_know_their_documents():
     batch = Mixture({"text": (text(), 1.0)}, 6, 19).batch(0)
     assert (
-        batch.ids.shape == (6, 20) and batch.documents is not None and batch.loss_mask is not None
+        batch.ids.shape == (6, 20)
+        and batch.document_ids is not None
+        and batch.loss_mask is not None
     )
-    for row, documents in zip(batch.ids.tolist(), batch.documents.tolist(), strict=True):
+    for row, documents in zip(batch.ids.tolist(), batch.document_ids.tolist(), strict=True):
         assert row == list(range(row[0], row[0] + 20)) and row[0] % 20 == 0
         assert documents == [int(token >= 30) - int(row[0] >= 30) for token in row[:-1]]
     assert batch.loss_mask.all()
@@ -47,9 +49,9 @@ def test_conversations_are_packed_whole_and_the_rest_of_a_row_is_none():
     mixture = Mixture({"chat": (chats(), 1.0)}, 32, 15)
     seen = set()
     batch = mixture.batch(0)
-    assert batch.documents is not None and batch.loss_mask is not None
+    assert batch.document_ids is not None and batch.loss_mask is not None
     for row, documents, loss_mask in zip(
-        batch.ids.tolist(), batch.documents.tolist(), batch.loss_mask.tolist(), strict=True
+        batch.ids.tolist(), batch.document_ids.tolist(), batch.loss_mask.tolist(), strict=True
     ):
         there = [token for token in row if token >= 1000]
         seen.update(there)
@@ -97,9 +99,9 @@ def write(model: Path, texts: int, loads: list[int], **more: Any) -> PackedDocum
 def test_texts_are_written_once_and_gone_on_with(model: Path):
     loads: list[int] = []
     first = write(model, 4, loads)
-    assert first.documents >= 2 and first.loss_mask is not None
+    assert first.num_documents >= 2 and first.loss_mask is not None
     more = write(model, 8, loads)
-    assert more.documents > first.documents
+    assert more.num_documents > first.num_documents
     assert (more.ids[: len(first.ids)] == first.ids).all()  # the same texts, followed by others
     assert (write(model, 8, loads).ids == more.ids).all()
     assert loads == [4, 8]
@@ -107,7 +109,7 @@ def test_texts_are_written_once_and_gone_on_with(model: Path):
     with unspool.load(model, backend="torch") as lm:
         asked = list(lm.chat_prompt("Why?").ids)
         assert first.ids[:prompt].tolist() == asked
-        answer = first.ids[prompt : int(first.borders[1])].tolist()
+        answer = first.ids[prompt : int(first.offsets[1])].tolist()
         again = lm.generate(asked, max_tokens=8, temperature=0)
         assert answer == again.tokens  # the first is written without chance
 
@@ -115,8 +117,8 @@ def test_texts_are_written_once_and_gone_on_with(model: Path):
 def test_when_time_is_over_what_is_there_must_do(model: Path):
     loads: list[int] = []
     few = write(model, 12, loads, seconds=0.0)
-    assert 1 <= few.documents <= 4
-    assert write(model, 12, loads).documents > few.documents
+    assert 1 <= few.num_documents <= 4
+    assert write(model, 12, loads).num_documents > few.num_documents
 
 
 def test_a_model_without_a_template_goes_on_with_beginnings(model: Path):
@@ -126,4 +128,4 @@ def test_a_model_without_a_template_goes_on_with_beginnings(model: Path):
         write(model, 3, [])
     found = write(model, 3, [], prefixes=[[5, 6, 7, 8], [9, 10, 11]])
     assert found.ids[:4].tolist() == [5, 6, 7, 8] and found.loss_mask is not None
-    assert found.loss_mask.all() and found.documents == 3
+    assert found.loss_mask.all() and found.num_documents == 3

@@ -11,7 +11,8 @@ import torch
 from tiny_training import tiny_model
 from torch import Tensor
 
-from unspool.model.transformer import Transformer, turn
+from unspool.model.layers.parts import apply_rope
+from unspool.model.transformer import Transformer
 from unspool.train.data.batches import TrainingBatch
 from unspool.train.twins.draft import (
     DraftHead,
@@ -78,7 +79,7 @@ def drafted(
     keys, values = (
         part(x).view(count, config.kv_heads, config.head_width) for part in (head.k, head.v)
     )
-    keys = turn(keys, cosine[:count, None], sine[:count, None])
+    keys = apply_rope(keys, cosine[:count, None], sine[:count, None])
     nothing = torch.zeros(1, config.kv_heads, config.head_width)
     keys, values = torch.cat((nothing, keys)), torch.cat((nothing, values))
     before = f[-1] if count else torch.zeros(config.width)
@@ -87,7 +88,7 @@ def drafted(
     for step in range(len(more) + 1):
         state = head.joined(before, model.embed.weight[known[-1]])
         query = layer.q(rms(state, layer.norm, eps)).view(config.heads, config.head_width)
-        query = turn(query, cosine[count + step], sine[count + step])
+        query = apply_rope(query, cosine[count + step], sine[count + step])
         group = config.heads // config.kv_heads
         mixed = []
         for number in range(config.heads):

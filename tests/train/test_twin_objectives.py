@@ -126,7 +126,7 @@ def test_a_block_is_guessed_from_itself_and_what_the_causal_model_read(drawn: di
                     total += functional.cross_entropy(guess, tokens[place])
                     count += 1
     assert int(loss.tokens) == count
-    assert torch.allclose(loss.total, total / count, rtol=1e-4)
+    assert torch.allclose(loss.mean, total / count, rtol=1e-4)
 
 
 def test_the_causal_model_reads_as_it_always_did():
@@ -134,11 +134,11 @@ def test_the_causal_model_reads_as_it_always_did():
     clean, twin = a_pair()
     tokens = a_batch().inputs
     halves = CleanNoisyPasses(clean.config, 4, 40, tokens.device)
-    halves.place(torch.zeros(4, 40))
-    assert torch.allclose(clean.logits(halves.read(clean, tokens)), clean(tokens), atol=1e-4)
+    halves.set_starts(torch.zeros(4, 40))
+    assert torch.allclose(clean.logits(halves.clean_pass(clean, tokens)), clean(tokens), atol=1e-4)
     before = {name: value.clone() for name, value in clean.state_dict().items()}
     loss = BlockTwinObjective(MASK, clean)(twin, a_batch(), rng())
-    loss.total.backward()
+    loss.mean.backward()
     assert all(value.grad is None for value in clean.parameters())
     assert all(torch.equal(value, before[name]) for name, value in clean.state_dict().items())
     trained = {name for name, value in twin.named_parameters() if value.grad is not None}
@@ -154,8 +154,8 @@ def test_as_an_adapter_the_clean_half_is_the_model_without_it(drawn: dict[str, A
             torch.nn.init.normal_(value, 0, 0.1, generator=rng(7))
     alone = BlockTwinObjective(MASK)(adapted, a_batch(), rng())
     beside = BlockTwinObjective(MASK, tiny_model().requires_grad_(False))(adapted, a_batch(), rng())
-    assert torch.allclose(alone.total, beside.total, rtol=1e-5)
-    alone.total.backward()
+    assert torch.allclose(alone.mean, beside.mean, rtol=1e-5)
+    alone.mean.backward()
     assert all(v.grad is None for n, v in adapted.named_parameters() if not v.requires_grad)
 
 
@@ -194,7 +194,7 @@ def test_fill_guesses_from_both_sides_and_corrects_what_is_wrong(drawn: dict[str
     assert loss.extra["hidden"] == pytest.approx(float((hidden_total / count).detach()), rel=1e-4)
     assert loss.extra["shown"] == pytest.approx(float((shown_total / shown).detach()), rel=1e-4)
     wanted = hidden_total / count + 0.25 * shown_total / shown
-    assert torch.allclose(loss.total, wanted, rtol=1e-4)
+    assert torch.allclose(loss.mean, wanted, rtol=1e-4)
 
 
 def test_wrong_tokens_are_what_the_causal_model_might_have_written():
@@ -265,5 +265,5 @@ def test_another_batch_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
             found = block_twin(twin, a_batch(), rng(2))
             again = fill_twin(twin, a_batch(), rng(2))
     torch._dynamo.reset()
-    assert torch.allclose(found.total, wanted.total, rtol=1e-4)
-    assert torch.allclose(again.total, filled.total, rtol=1e-4)
+    assert torch.allclose(found.mean, wanted.mean, rtol=1e-4)
+    assert torch.allclose(again.mean, filled.mean, rtol=1e-4)

@@ -86,7 +86,7 @@ def test_as_an_adapter_it_is_peft_with_a_note(here: Path):
     }  # fmt: skip
     adapter = read_adapter(run.final, open_checkpoint(here / "model").config)
     assert any(np.abs(part.up).max() > 0 for part in adapter.parts.values())
-    assert adapter.twin == CanvasAdapterSettings(mask_id=0, block=8, shifted=True)
+    assert adapter.canvas == CanvasAdapterSettings(mask_id=0, block=8, shifted=True)
 
 
 def test_a_canvas_is_filled_as_the_twin_says(here: Path):
@@ -171,11 +171,11 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(here: Path, kind: str):
 
     def stop(event: Event) -> None:
         if isinstance(event, StepLogged) and event.step == 2:
-            parts.ask("stop")
+            parts.send_command("stop")
 
     train_twin(settings_of(parts), parts, stop)
     assert parts.state == "stopped"
-    parts.take_over()
+    parts.resume_here()
     train_twin(settings_of(parts), parts)
     assert parts.state == "done" and parts.final and whole.final
     name = "head.safetensors" if kind == "draft" else "model.safetensors"

@@ -28,7 +28,7 @@ CONFIG = ModelConfig(
 class Batch:
     ids: Tensor
     loss_mask: Tensor | None = None
-    documents: Tensor | None = None
+    document_ids: Tensor | None = None
 
 
 @dataclass
@@ -64,11 +64,11 @@ def tiny_trainer(folder: Path | None = None, steps: int = 30, **changes: Any) ->
     if folder is not None:
         if (folder / "run.json").exists():
             run = Run.open(folder)
-            run.take_over()
+            run.resume_here()
         else:
             run = Run.create(folder, "new", steps=steps)
     chosen = {"save_every": 7, "warmup": 3, **changes}
-    outside = {name: chosen.pop(name) for name in ("judge", "sampler") if name in chosen}
+    outside = {name: chosen.pop(name) for name in ("evaluate", "sampler") if name in chosen}
     model = tiny_model()
     settings = TrainSettings(steps=steps, **chosen)
     optimizers = make_optimizers(model, Rates())

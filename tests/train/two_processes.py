@@ -69,7 +69,7 @@ def train(folder: Path, parallel: Parallel, steps: int = 99) -> str:
 
 
 def main(root: Path) -> None:
-    with Parallel.started("cpu") as parallel:
+    with Parallel.from_environment("cpu") as parallel:
         turn(parallel.rank)
         assert train(root / "whole", parallel) == "done"
         parallel = replace(parallel, shard=True)

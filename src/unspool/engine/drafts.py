@@ -146,7 +146,7 @@ class DraftRow(EngineTask):
 
     def __init__(self, context: DraftContext, chain: DraftChain, branch: Branch) -> None:
         main = context.row
-        super().__init__(branch, wanted=len(chain.tokens))
+        super().__init__(branch, num_logits=len(chain.tokens))
         self.context, self.chain = context, chain
         self.pick_floats, self.pick_ints = main.pick_floats, main.pick_ints
         self.sees_history, self.hidden_layers = main.sees_history, main.hidden_layers
@@ -323,7 +323,7 @@ class SequenceDrafter:
         try:
             for inside in (inside for row in rows for inside in row.inside):
                 if self.reader is not None and inside.residuals is not None:
-                    self.reader.see(inside.first, inside.residuals)
+                    self.reader.see(inside.first_position, inside.residuals)
         except Exception as error:
             self._drop_drafter(error)
         sequence.inside.clear()

@@ -64,9 +64,9 @@ class EngineTask:
         "steps_in_flight",
     )  # fmt: skip
 
-    def __init__(self, branch: Branch, wanted: int = 1, priority: int = 0) -> None:
+    def __init__(self, branch: Branch, num_logits: int = 1, priority: int = 0) -> None:
         self.branch = branch
-        self.num_logits = wanted  # outputs are needed for this many of the last tokens
+        self.num_logits = num_logits  # outputs are needed for this many of the last tokens
         # Numbers for sampling on the backend; None: the backend returns logits instead.
         self.pick_floats: list[float] | None = None
         self.pick_ints: list[int] = []

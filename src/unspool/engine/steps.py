@@ -108,7 +108,7 @@ class Step:
     def to_dict(self) -> dict[str, Any]:
         """For JSON; bytes as a list of numbers."""
         data = {**asdict(self), "bytes": list(self.bytes)}
-        del data["begun"]  # the bytes of earlier steps have it
+        del data["partial_utf8"]  # the bytes of earlier steps have it
         if self.canvas_pass is None:
             del data["canvas_pass"]
         if not self.thought:
@@ -134,7 +134,7 @@ def plain_step(
     slow core), of the 25 µs that a token may cost.
     """
     step: Any = _MutableStep(
-        token, piece, text, logprob, position, seconds, finish_reason, draft=draft, begun=partial,
+        token, piece, text, logprob, position, seconds, finish_reason, draft=draft, partial_utf8=partial,
         thought=is_reasoning,
     )  # fmt: skip
     step.__class__ = Step

@@ -241,9 +241,11 @@ def with_page(column: int, page: int) -> Callable[[StepBatch], StepBatch]:
     """Replace one page of the first sequence."""
 
     def change(batch: StepBatch) -> StepBatch:
-        pages = batch.updates.pages.copy()
+        pages = batch.table_updates.pages.copy()
         pages[column] = page
-        return dataclasses.replace(batch, updates=dataclasses.replace(batch.updates, pages=pages))
+        return dataclasses.replace(
+            batch, table_updates=dataclasses.replace(batch.table_updates, pages=pages)
+        )
 
     return change
 
@@ -266,11 +268,11 @@ BAD_BATCHES = {
     "a token that sees behind the pages": changed("visible_end", 4, 1 << 40),
     "a token that sees pages it has not": changed("visible_end", 4, 65),
     "a line of the table that is none": changed("slots", 0, 1 << 40),
-    "row that ends before it begins": changed("starts", 1, 21),
-    "rows that end elsewhere": changed("starts", -1, 19),
-    "rows that begin elsewhere": changed("starts", 0, 1),
-    "logits of nobody": changed("logits", 0, 20),
-    "logits of minus one": changed("logits", 0, -1),
+    "row that ends before it begins": changed("row_starts", 1, 21),
+    "rows that end elsewhere": changed("row_starts", -1, 19),
+    "rows that begin elsewhere": changed("row_starts", 0, 1),
+    "logits of nobody": changed("logits_indices", 0, 20),
+    "logits of minus one": changed("logits_indices", 0, -1),
     "an echo in a line that is none": with_echo(0, 1 << 40),
     "an echo where there is no page": with_echo(3, 5),
     "an echo of nobody": with_echo(-1, 0),
@@ -302,15 +304,15 @@ def test_pages_that_do_not_exist_are_not_copied(backend: CpuBackend):
     batch = batch_of([(Library(8, 67).text(5), 5)])
     for copy in [(-1, 0), (0, backend.page_count), (1 << 40, 0)]:
         with pytest.raises(UnspoolError, match="pages must be within 0 to"):
-            backend.launch(dataclasses.replace(batch, copies=np.array([copy])))
+            backend.launch(dataclasses.replace(batch, page_copies=np.array([copy])))
 
 
 def test_a_block_table_that_is_too_large(backend: CpuBackend):
     batch = batch_of([(Library(8, 67).text(5), 5)])
     for name, value in [("slots", 1 << 40), ("slots", -1), ("columns", 1 << 40), ("columns", -1)]:
-        updates = dataclasses.replace(batch.updates, **{name: np.array([value])})
+        updates = dataclasses.replace(batch.table_updates, **{name: np.array([value])})
         with pytest.raises(UnspoolError, match="block table"):
-            backend.launch(dataclasses.replace(batch, updates=updates))
+            backend.launch(dataclasses.replace(batch, table_updates=updates))
 
 
 def test_an_empty_batch(backend: CpuBackend):
@@ -318,7 +320,7 @@ def test_an_empty_batch(backend: CpuBackend):
     empty = StepBatch(none, none, none, np.zeros(1, np.int64), none)
     assert backend.launch(empty).result().logits.shape == (0, 67)
     text = Library(8, 67).text(3)
-    batch = dataclasses.replace(batch_of([(text, 3)]), logits=none)
+    batch = dataclasses.replace(batch_of([(text, 3)]), logits_indices=none)
     assert backend.launch(batch).result().logits.shape == (0, 67)
     assert np.isfinite(read(backend, [(text, 3)])[0]).all()
 

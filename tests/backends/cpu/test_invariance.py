@@ -164,7 +164,7 @@ def test_on_copied_pages(case: Case):
     copy.read = 520
     other = Text([*text.tokens[:520], *[1] * 20], text.pages, 520)  # writes into the first's pages
     copies = np.array(list(zip(text.pages, copy.pages, strict=True)))
-    case.backend.launch(dataclasses.replace(batch_of([(other, 20)]), copies=copies))
+    case.backend.launch(dataclasses.replace(batch_of([(other, 20)]), page_copies=copies))
     assert_same_bits(read_whole(case.backend, copy, 3), case.expected[520:])
 
 

@@ -64,7 +64,7 @@ def test_the_structure_matches_the_header():
 
 def test_floats_lie_column_by_column():
     values = np.arange(3 * 5, dtype=np.float32).reshape(3, 5)
-    packed = pack(FileTensor.of(values))
+    packed = pack(FileTensor.from_float32(values))
     lanes = packed.memory.view(np.float32).reshape(5, 16)
     assert np.array_equal(lanes[:, :3], values.T)
     assert not lanes[:, 3:].any()
@@ -157,7 +157,7 @@ def test_every_half():
     finite = bits[(bits & 0x7C00) != 0x7C00].reshape(-1, 64)
     stored = FileTensor("F16", finite.view("<f2"), finite.shape)
     assert same_bits(pack(stored).float32(), stored.float32())
-    again = FileTensor.of(stored.float32())
+    again = FileTensor.from_float32(stored.float32())
     assert np.array_equal(pack(again, store="float16").memory, pack(stored).memory)
 
 
@@ -182,7 +182,7 @@ def test_rounding_to_the_nearest_even(store: str):
             small = values * np.float32(0.5)
             raw = quantize(small, gguf.GGMLQuantizationType.BF16)
             expected = dequantize(raw, gguf.GGMLQuantizationType.BF16)
-        assert same_bits(pack(FileTensor.of(small), store=store).float32(), expected)
+        assert same_bits(pack(FileTensor.from_float32(small), store=store).float32(), expected)
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
@@ -217,7 +217,7 @@ def test_rows_in_any_order_and_columns_from_a_transposed_tensor():
     every_second = FileTensor("Q4_K", stored.data[::2], (20, 256))
     assert same_bits(pack(every_second).float32(), stored.float32()[::2])
     values = np.random.default_rng(7).standard_normal((30, 20)).astype(np.float32)
-    assert same_bits(pack(FileTensor.of(values).transposed()).float32(), values.T.copy())
+    assert same_bits(pack(FileTensor.from_float32(values).transposed()).float32(), values.T.copy())
 
 
 def test_experts_are_matrices():
@@ -234,7 +234,7 @@ def test_pages_of_the_file_are_given_back(tmp_path: Path):
     with (tmp_path / "weights").open("rb") as handle:
         mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
     view = np.frombuffer(mapped, np.float32, values.size, 100).reshape(values.shape)
-    packed = pack(FileTensor.of(view))
+    packed = pack(FileTensor.from_float32(view))
     assert same_bits(packed.float32(), values)
     assert same_bits(view, values)  # still there: the file is read again
     packing.release_pages(values)  # memory that is no file's is left alone
@@ -293,7 +293,7 @@ def test_a_weight_that_is_nan(kind: str, store: str | None, bad: float):
 def test_a_weight_that_is_too_large(store: str):
     values = np.full((2, 2), 1e30, np.float32)
     with pytest.raises(ModelFileError, match=r"too large for .*; store it as float32"):
-        pack(FileTensor.of(values), store=store)
+        pack(FileTensor.from_float32(values), store=store)
 
 
 def test_sizes_that_do_not_fit():

@@ -58,7 +58,7 @@ def test_no_group_loses_more_than_with_its_whole_span(
     values = rng.choice(choices, (16, 32)).astype(np.float32)
     number = gguf.GGMLQuantizationType.Q4_1
     common = dequantize(quantize(values, number), number).astype(np.float64)
-    stored_values = pack(FileTensor.of(values), store="4").float32().astype(np.float64)
+    stored_values = pack(FileTensor.from_float32(values), store="4").float32().astype(np.float64)
     worst = ((values - common) ** 2).sum(axis=1)
     assert (
         ((values - stored_values) ** 2).sum(axis=1) <= worst * 1.001 + 1e-12 * np.abs(values).max()
@@ -69,7 +69,7 @@ def test_no_group_loses_more_than_with_its_whole_span(
 @settings(max_examples=40, deadline=None)
 def test_eight_bits_are_off_by_half_a_step(seed: int, columns: int, size: float):
     values = (np.random.default_rng(seed).standard_normal((19, columns)) * size).astype(np.float32)
-    packed = pack(FileTensor.of(values), store="8")
+    packed = pack(FileTensor.from_float32(values), store="8")
     stored_values = packed.float32()
     for start in range(0, columns, 32):
         part = values[:, start : start + 32]
@@ -81,18 +81,18 @@ def test_eight_bits_are_off_by_half_a_step(seed: int, columns: int, size: float)
 @pytest.mark.parametrize("columns", [1, 31, 33, 70])
 def test_four_bits_of_a_row_that_does_not_fill_its_tiles(columns: int):
     values = np.random.default_rng(10).standard_normal((5, columns)).astype(np.float32)
-    packed = pack(FileTensor.of(values), store="4")
+    packed = pack(FileTensor.from_float32(values), store="4")
     assert np.abs(packed.float32() - values).max() < 0.3
     full = np.pad(values, ((0, 0), (0, -columns % 32)))
-    assert packed.nbytes == pack(FileTensor.of(full), store="4").nbytes
+    assert packed.nbytes == pack(FileTensor.from_float32(full), store="4").nbytes
 
 
 def test_numbers_on_a_grid_are_kept():
     grid = np.arange(32) % 16
     values = (np.outer(np.arange(1, 17), grid) / 16 - 3).astype(np.float32)
-    packed = pack(FileTensor.of(values), store="4")
+    packed = pack(FileTensor.from_float32(values), store="4")
     assert np.array_equal(packed.float32(), values) and packed.error == 0
-    zeros = pack(FileTensor.of(np.zeros((3, 40), np.float32)), store="4")
+    zeros = pack(FileTensor.from_float32(np.zeros((3, 40), np.float32)), store="4")
     assert not zeros.float32().any() and zeros.error == 0
 
 

@@ -170,7 +170,9 @@ def test_a_step_picks_what_the_chain_picks_and_the_next_may_begin_with_it():
     texts = [library.text(30) for _ in requested]
     batch = batch_of([(text, 18 if number else 2) for number, text in enumerate(texts)])
     last = batch.starts[1:] - 1
-    sampled = replace(batch, sampled=last, pick=pick_rows(requested, [2, 18, 18]), logits=last)
+    sampled = replace(
+        batch, sample_indices=last, sampling=pick_rows(requested, [2, 18, 18]), logits_indices=last
+    )
     check_picks(running, sampled)
     first = running.launch(sampled)
     for number, text in enumerate(texts):
@@ -209,7 +211,9 @@ def test_a_backend_may_be_made_in_inference_mode():
         pick = pick_rows([SamplingSettings(temperature=0, presence_penalty=1)], [text.read])
         pick = replace(pick, history=np.array(text.tokens[: text.read]))
         pick.ints[:, HISTORY_END] = text.read
-        check_picks(running, replace(batch, sampled=last, pick=pick, logits=last))
+        check_picks(
+            running, replace(batch, sample_indices=last, sampling=pick, logits_indices=last)
+        )
 
 
 def test_exact_rows_are_the_same_to_the_last_bit_alone_and_beside_others():

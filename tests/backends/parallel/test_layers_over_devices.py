@@ -33,14 +33,17 @@ def test_layers_are_in_order_and_divided_evenly():
     result = places("llama3.3-70b", 4)
     assert list(result.layers) == sorted(result.layers) and len(result.layers) == 80
     assert all(18 <= result.layers.count(f"cuda:{n}") <= 22 for n in range(4))
-    assert (result.of("embed.weight"), result.of("norm.weight")) == ("cuda:0", "cuda:3")
-    assert result.of("head.weight") == "cuda:3"
-    assert result.of("layers.79.feed.up.weight") == "cuda:3"
+    assert (result.device_of("embed.weight"), result.device_of("norm.weight")) == (
+        "cuda:0",
+        "cuda:3",
+    )
+    assert result.device_of("head.weight") == "cuda:3"
+    assert result.device_of("layers.79.feed.up.weight") == "cuda:3"
 
 
 def test_a_tied_head_is_on_the_device_of_the_embedding():
     result = places("qwen3-4b", 2)
-    assert result.of("embed.weight") == result.of("norm.weight") == "cuda:0"
+    assert result.device_of("embed.weight") == result.device_of("norm.weight") == "cuda:0"
     assert result.layers[-1] == "cuda:1"
 
 

@@ -54,7 +54,7 @@ def test_a_family(name: str, ranks: Ranks, tmp_path: Path):
     assert split.config == single.config
     assert split.fingerprint() == single.fingerprint(), "independent of the number of ranks"
     alone, together = language_model(single, memory=4 << 20), language_model(split, memory=4 << 20)
-    with alone.opened(PROMPT) as a, together.opened(PROMPT) as b:
+    with alone.open_branch(PROMPT) as a, together.open_branch(PROMPT) as b:
         expected = alone.engine.extend(a, num_logits=len(PROMPT))
         result = together.engine.extend(b, num_logits=len(PROMPT))
     assert np.abs(expected).max() > 1, "the logits must not be trivial"

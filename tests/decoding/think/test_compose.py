@@ -74,7 +74,7 @@ def test_a_doubtful_word_is_replaced_where_another_fits_better(worded_lm):
     """Exactly where a look at all candidates says so, and never where it does not."""
     lm = worded_lm
     ids = lm.tokenizer.encode(" and the pages of the node are the tree. The page of the node is.")
-    start = lm.draft(PROMPT, max_tokens=64, temperature=0)
+    start = lm.prepare_generation(PROMPT, max_tokens=64, temperature=0)
     with metered(lm) as meter, Search(lm, start, None, TokenBudget()) as search:
         (node,) = run_moves(search.append([(search.root, ids)]))
         looked_at = sorted(doubtful_words(node.generation.steps)[:4], reverse=True)

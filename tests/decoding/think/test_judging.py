@@ -142,7 +142,7 @@ def test_long_texts_are_read_in_parts(tiny_lm, monkeypatch):
 def test_logprob(tiny_lm):
     texts = samples(tiny_lm, PROMPT, 3, **ASKED)
     assert [v.score for v in LogprobVerifier().score(texts)] == [mean_logprob(t) for t in texts]
-    assert LogprobVerifier().score([tiny_lm.draft(PROMPT)])[0].score is None
+    assert LogprobVerifier().score([tiny_lm.prepare_generation(PROMPT)])[0].score is None
 
 
 def test_votes_are_those_of_lm_vote(tiny_lm):

@@ -72,7 +72,7 @@ def test_the_same_seed_gives_the_same_tree(tiny_lm, policy):
 def test_losers_give_their_pages_back_at_once(tiny_lm):
     forget(tiny_lm)
     assert held_pages(tiny_lm) == 0
-    start = tiny_lm.draft(PROMPT, max_tokens=60, end=False, **WARM)
+    start = tiny_lm.prepare_generation(PROMPT, max_tokens=60, end=False, **WARM)
     with Search(tiny_lm, start, None, TokenBudget()) as search:
         texts = run_moves(search.sample([search.root], 4, 40))
         full = held_pages(tiny_lm)
@@ -85,7 +85,7 @@ def test_losers_give_their_pages_back_at_once(tiny_lm):
 
 
 def test_a_parent_is_let_go_with_its_last_child(tiny_lm):
-    start = tiny_lm.draft(PROMPT, max_tokens=60, end=False, **WARM)
+    start = tiny_lm.prepare_generation(PROMPT, max_tokens=60, end=False, **WARM)
     with Search(tiny_lm, start, None, TokenBudget()) as search:
         before = run_moves(search.sample([search.root], 1, 20))
         children = run_moves(search.sample(before, 2, 20))
@@ -176,7 +176,7 @@ def test_events_tell_the_whole_tree(tiny_lm):
 
 def test_what_is_put_is_judged_and_counted(tiny_lm):
     forget(tiny_lm)
-    start = tiny_lm.draft(PROMPT, max_tokens=20, **WARM)
+    start = tiny_lm.prepare_generation(PROMPT, max_tokens=20, **WARM)
     with metered(tiny_lm) as meter, Search(tiny_lm, start, None, TokenBudget(60)) as search:
         item, two = run_moves(search.append([(search.root, [9, 8, 7]), (search.root, [9, 8, 6])]))
         assert meter.tokens == search.budget.spent.total == len(PROMPT) - 1 + 6

@@ -30,7 +30,7 @@ class DenseAndExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
         router_input = self.router_norm(tokens) * tokens.shape[-1] ** -0.5
-        weights, expert_ids = self.experts.choose(router_input)
+        weights, expert_ids = self.experts.route(router_input)
         expert_output = self.experts(
             self.experts_norm(tokens), (weights * self.expert_scale[expert_ids], expert_ids)
         )

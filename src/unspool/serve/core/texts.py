@@ -240,7 +240,7 @@ class RequestTexts:
         if self._on_progress is not None:
             stream.watch_prompt()
         waker = LoopWaker.for_running_loop()
-        stream.listen(lambda: self._notify(waker))
+        stream.add_listener(lambda: self._notify(waker))
 
     def _open(self, number: int) -> tuple[Generation, StepStream]:
         """Start a text, on a thread. If the request has ended meanwhile, stop it again."""

@@ -103,7 +103,7 @@ class EventStream(Response):
         try:
             fault = await self._send_events(wire)
         except asyncio.CancelledError:
-            if not scope["state"]["admission"].refusing:  # the client has disconnected
+            if not scope["state"]["admission"].is_stopping:  # the client has disconnected
                 wire.close()
                 raise
             fault = shutting_down()

@@ -130,7 +130,7 @@ def reasoning_format(template: str | None, tokenizer: TokenizerLike) -> Reasonin
     controls = {mark: token for mark, token in tokenizer.special_tokens.items() if mark in mark_ids}
     fields: dict[str, Any] = {
         "switch": next((name for name, use in _SWITCHES.items() if re.search(use, source)), None),
-        "efforts": _EFFORT in source,
+        "has_efforts": _EFFORT in source,
         "ids": mark_ids,
         "controls": controls,
     }

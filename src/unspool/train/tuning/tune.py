@@ -318,7 +318,7 @@ class _TuningJob:
         for number in range(batches):
             batch = on_device(self.held_out.batch(number), device)
             loss = self.objective(model, batch, torch.Generator())
-            total += float(loss.total) * float(loss.tokens)
+            total += float(loss.mean) * float(loss.tokens)
             count += float(loss.tokens)
         return total / max(1.0, count), None
 
