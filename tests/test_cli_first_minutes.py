@@ -206,8 +206,8 @@ def test_options_as_others_name_them(option: str, here: str):
 # -- before a model is loaded ------------------------------------------------------------------
 
 BAD = [
-    (["-t", "-1"], "temperature was -1"),
-    (["--top-p", "2"], "top_p was 2"),
+    (["-t", "-1"], "temperature must be >= 0, got -1"),
+    (["--top-p", "2"], "top_p must be from 0 to 1, got 2"),
     (["--guard", "foo"], "unknown guard 'foo'; there are loop"),
     (["--guard", "lop"], "did you mean 'loop'? There are loop"),
     (["--regex", "(("], "regex"),
@@ -218,14 +218,14 @@ BAD = [
     (["--speculate", "head:/no/folder"], "/no/folder"),
     (["--stages", "top_q"], "top_q"),
     (["--logit-bias", "1=nan"], "logit_bias"),
-    (["-n", "-5"], "max_tokens is -5"),
-    (["--top", "-1"], "top is -1"),
+    (["-n", "-5"], "max_tokens must be an integer >= 0, got -5"),
+    (["--top", "-1"], "top must be an integer >= 0, got -1"),
     (["--samples", "0"], "--samples is 0"),
     (["--beam", "2", "-t", "1"], "--temperature has no meaning for --beam"),
     (["--samples", "2", "--trace", "x.json"], "--trace saves one text"),
     (["--trace", "/no/folder/x.json"], "there is no folder /no/folder"),
     (["--trace", "/"], "/ is a folder"),
-    (["--quantize", "3"], "quantize is 3"),
+    (["--quantize", "3"], "quantize must be one of 4, 8, got 3"),
     (["--context", "0"], "context must be"),
     (["--json-schema", "person.json"], "there is no file 'person.json' in "),
     (["--json-schema", "/no/person.json"], "there is no file '/no/person.json'"),
@@ -296,7 +296,10 @@ def test_a_host_or_a_port_that_cannot_be():
         port = str(taken.getsockname()[1])
         for command in ("serve", "page"):
             told = refused(command, "--port", port)
-            assert f"port {port} of 127.0.0.1 is taken" in told and "another with --port" in told
+            assert (
+                f"port {port} of 127.0.0.1 is already in use" in told
+                and "choose another with --port" in told
+            )
 
 
 def test_a_port_that_is_not_for_everyone(monkeypatch: pytest.MonkeyPatch):
@@ -308,7 +311,7 @@ def test_a_port_that_is_not_for_everyone(monkeypatch: pytest.MonkeyPatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(ListeningSocket, "bind", bind)
-    with pytest.raises(UnspoolError, match="port 80 needs rights"):
+    with pytest.raises(UnspoolError, match="no permission to listen on port 80"):
         bind_socket(ServerSettings(port=80))
 
 
@@ -409,9 +412,9 @@ def variables_read() -> set[str]:
             continue
         text = file.read_text(encoding="utf-8")
         asked = re.findall(r"(?:environ(?:\.get|\.pop)?[(\[]|getenv\()\s*([\w.\"']+)", text)
-        asked += re.findall(r"\bby_hand(?:: str)? ?= ?(\"\w+\")", text)  # of packages
+        asked += re.findall(r"\boverride_variable(?:: str)? ?= ?(\"\w+\")", text)  # of packages
         for name in asked:
-            if name.endswith(".by_hand"):
+            if name.endswith(".override_variable"):
                 continue
             if name[0] not in "\"'":  # a constant
                 (name,) = re.findall(rf"^{name} = (\"\w+\")", text, re.MULTILINE)

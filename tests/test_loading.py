@@ -99,7 +99,7 @@ def test_what_is_in_the_way_of_our_kernels(monkeypatch: pytest.MonkeyPatch):
 
     from unspool.backends.cuda.available import why_unavailable
 
-    assert "not for 'mps'" in str(why_unavailable("mps"))
+    assert "got 'mps'" in str(why_unavailable("mps"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     assert "Tesla T4 is older" in str(why_unavailable("cuda"))
@@ -189,7 +189,7 @@ def test_a_native_model_has_no_transformer_but_can_be_saved(tiny_lm: Any, tmp_pa
     native.save(tmp_path)
     again = unspool.load(tmp_path, backend="torch", memory=8 << 20)
     assert again.model.fingerprint() == tiny_lm.model.fingerprint()
-    with pytest.raises(UnspoolError, match="came from no file"):
+    with pytest.raises(UnspoolError, match="not loaded from a file"):
         unspool.LanguageModel(native.model, None).save(tmp_path)
 
 
@@ -209,7 +209,7 @@ def test_another_model_comes_the_same_way(tiny_lm: Any, monkeypatch: pytest.Monk
     tiny_lm.drafter("x")
     fake = SimpleNamespace(config=tiny_lm.config, device="cpu")
     unspool.LanguageModel(fake, None, make_drafter=make_drafter_for).drafter("x")  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="without drafters"):
+    with pytest.raises(SettingsError, match="has no drafters"):
         unspool.LanguageModel(fake, None).drafter("x")  # type: ignore[arg-type]
     assert recorded == [
         {"backend": "torch", "device": "cpu"},

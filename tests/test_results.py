@@ -61,7 +61,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, unspool.Generation):
         return [plain(getattr(value, f.name)) for f in dataclasses.fields(value)
                 if f.name not in ("source", "request")] + [plain(value.request)]  # fmt: skip
-    if type(value).__name__ == "Node":  # they point at each other
+    if type(value).__name__ == "SearchNode":  # they point at each other
         return [
             plain(value.generation),
             value.score,
@@ -112,7 +112,7 @@ def test_a_stage_of_ones_own_is_named_but_not_pickled(tiny_lm: Any):
     text = tiny_lm.generate(PROMPT, **WRITE, stages=[mine, ...])
     loaded = tiny_lm.attach(pickle.loads(pickle.dumps(text)))
     assert loaded.settings.stages[0].name == "mine"
-    with pytest.raises(SettingsError, match="'mine' was a function, and pickles hold none"):
+    with pytest.raises(SettingsError, match="'mine' was a function, which is not pickled"):
         loaded.resume(max_tokens=8)
     assert loaded.resume(max_tokens=8, stages=[mine, ...]).tokens[:6] == text.tokens
 

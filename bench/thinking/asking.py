@@ -8,7 +8,7 @@ from typing import Any
 
 from thinking.tasks import Problem
 from unspool.decoding.together import run_all
-from unspool.decoding.written import Branches
+from unspool.decoding.written import HeldBranches
 from unspool.engine.generation import Generation
 from unspool.language_model import LanguageModel
 
@@ -45,7 +45,7 @@ def drawn(
         rows.append(
             [replace(draft, steps=[], request=replace(request, limits=one)) for one in numbered]
         )
-    with Branches(lm.engine, lm.adapter) as held:
+    with HeldBranches(lm.engine, lm.adapter) as held:
         reading = [(held.open(row[0].prompt[:-1]), ()) for row in rows]
         for begin in range(0, len(reading), 32):
             lm.engine.extend_all(reading[begin : begin + 32])

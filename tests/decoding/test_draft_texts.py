@@ -26,13 +26,13 @@ VOCABULARY = 40
 class Model:
     """What is asked of a session, on a backend without a model."""
 
-    seen_of = None
+    view_of = None
     context = 4096
 
     def __init__(self, *, pages: int | None = None, states: int = 0) -> None:
         self.backends: list[NullModel] = []
         self.config: Any = SimpleNamespace(
-            check_left_to_right=lambda: None, kv_numbers=1, state_bytes=states,
+            require_causal=lambda: None, kv_numbers=1, state_bytes=states,
             vocab_size=VOCABULARY,
         )  # fmt: skip
 

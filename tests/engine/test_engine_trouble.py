@@ -92,7 +92,7 @@ def test_a_row_without_candidates_fails_alone():
     )
     submitted = request([3, 4])
     bad, good = engine.submit(impossible), engine.submit(submitted)
-    with pytest.raises(UnspoolError, match="leave no token"):
+    with pytest.raises(UnspoolError, match="no candidate token is left"):
         list(bad)
     assert [step.token for step in good] == expected(submitted)
     nothing_leaks(engine)

@@ -44,11 +44,11 @@ def test_all_but_itself_at_the_most(tiny_lm):
 
 def test_what_has_no_neighbours(tiny_lm):
     for token in (-1, 259, True, 1.0):
-        with pytest.raises(SettingsError, match="vocabulary"):
+        with pytest.raises(SettingsError, match="no tokenizer"):
             neighbours(tiny_lm, token)
     with pytest.raises(SettingsError, match="count"):
         neighbours(tiny_lm, 1, -1)
-    with pytest.raises(ModelFileError, match="vocabulary"):
+    with pytest.raises(ModelFileError, match="no tokenizer"):
         neighbours(tiny_lm, "text without a vocabulary")
 
 

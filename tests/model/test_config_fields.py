@@ -208,7 +208,7 @@ def test_any_value_is_read_or_refused(name: str) -> None:
     ("changes", "message"),
     [
         ({"model_type": ["llama"]}, r"model_type must be a string, got \["),
-        ({"eos_token_id": "x"}, "eos_token_id must be a whole number or a list of them, got"),
+        ({"eos_token_id": "x"}, "eos_token_id must be an integer or a list of them, got"),
         ({"quantization_config": "x"}, "quantization_config must be an object, got"),
         ({"text_config": 5}, "text_config must be an object, got 5"),
         ({"num_hidden_layers": "12"}, 'num_hidden_layers must be a whole number, got "12"'),
@@ -261,8 +261,8 @@ def test_any_adapter_config_is_read_or_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
-        ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id must be a whole number"),
-        ("generation_config.json", {"eos_token_id": [True]}, "eos_token_id must be a whole number"),
+        ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id must be an integer"),
+        ("generation_config.json", {"eos_token_id": [True]}, "eos_token_id must be an integer"),
         ("tokenizer_config.json", {"add_bos_token": "yes"}, "add_bos_token must be true or false"),
         ("tokenizer_config.json", {"eos_token": 5}, "eos_token must be a string, got 5"),
         ("tokenizer_config.json", {"chat_template": 5}, "chat_template must be a string, got 5"),

@@ -227,7 +227,7 @@ for name, offline in json.loads(sys.argv[1]):
     except UnspoolError as error:
         answers.append(str(error))
 def here():
-    return [each for each in hub.cached_models(everything=True) if each.source != "shipped"]
+    return [each for each in hub.cached_models(include_unusable=True) if each.source != "shipped"]
 models = [[model.name, model.bytes] for model in here()]
 if "remove" in sys.argv:
     from unspool.model.removing import removal

@@ -235,7 +235,7 @@ def test_the_hubs_cache_and_removing(machine: Path) -> None:
     tiny = write_tiny(machine / ".cache" / "llama.cpp" / "t.gguf")
     with pytest.raises(UnspoolError, match=r"store of llama\.cpp.*deleting the file"):
         plan_removal("t")
-    with pytest.raises(UnspoolError, match=r"there is llama\.cpp/t"):
+    with pytest.raises(UnspoolError, match=r"on this machine: llama\.cpp/t"):
         plan_removal("org/name")
     assert tiny.exists()
 

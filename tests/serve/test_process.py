@@ -147,7 +147,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any
         empty.write_text("\n# nothing\n")
         for arguments, words in (
             (["--port", port], "choose another with --port"),
-            (["--port", "70000"], "port is 70000"),
+            (["--port", "70000"], "got 70000"),
             (["--api-key", "short"], "at least 8"),
             (["--api-key-file", str(tmp_path / "none")], "cannot be read"),
             (["--api-key-file", str(empty)], "holds no key"),

@@ -97,7 +97,7 @@ def started(address):
 
 set_up("info", True)
 settings = ServeSettings(port=0)
-server = serving.Server(app, settings, stopping=lambda: None, started=started)
+server = serving.Server(app, settings, on_stopping=lambda: None, on_started=started)
 bound = bound_socket(settings)
 resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
 asyncio.run(server.serve([bound]))

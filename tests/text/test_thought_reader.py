@@ -114,7 +114,7 @@ def test_a_thought_that_was_never_opened() -> None:
             "",
             "Hm.\nYes.",  # a stream cannot correct what it has shown, but shows no tag
         )
-        assert reader.is_stray
+        assert reader.has_stray_close
         assert apart(STRIPS, "Hm.\n</think>\n\nYes.", OutputStart("inside"), words) == (
             "Hm.",
             "Yes.",

@@ -266,7 +266,7 @@ def test_what_cannot_be_written_is_refused(
     monkeypatch.setitem(tiny._SHAPE, "vocab_size", 300)
     tiny.save("llama", tmp_path / "llama")
     small.save_vocabulary(tmp_path / "llama", pattern=r"\p{L}{1,2}|[^\p{L}]+")
-    with pytest.raises(ModelFileError, match="has no name for the way"):
+    with pytest.raises(ModelFileError, match="has no name for this"):
         export_gguf(tmp_path / "llama", tmp_path / "x.gguf")
     assert not (tmp_path / "x.gguf").exists()
 

@@ -212,7 +212,7 @@ def nan_at(step: int) -> Any:
         nonlocal count
         count += 1
         loss = next_token(model, batch, rng)
-        return replace(loss, total=loss.mean * float("nan")) if count > step else loss
+        return replace(loss, mean=loss.mean * float("nan")) if count > step else loss
 
     return objective
 

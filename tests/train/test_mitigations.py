@@ -41,8 +41,8 @@ def by_hand(model: Transformer, batch: Batch) -> tuple[Tensor, Tensor]:
             if batch.loss_mask is not None and not batch.loss_mask[row, place]:
                 continue
             first = 0
-            if batch.documents is not None:
-                documents = batch.documents[row].tolist()
+            if batch.document_ids is not None:
+                documents = batch.document_ids[row].tolist()
                 first = documents.index(documents[place])
             shares = model(tokens[None, first : place + 1])[0, -1].softmax(-1)
             target = int(tokens[place + 1])
@@ -57,7 +57,7 @@ def test_unlikelihood_is_the_formula_with_its_gradients(limited: bool):
     batch = Batch(ids())
     if limited:
         batch.loss_mask = torch.arange(14).remainder(3).bool().expand(2, -1)
-        batch.documents = torch.tensor([[0] * 6 + [1] * 8, [0] * 9 + [1] * 5])
+        batch.document_ids = torch.tensor([[0] * 6 + [1] * 8, [0] * 9 + [1] * 5])
     model, loss = run(MitigatedNextToken(unlikelihood=0.5), batch)
     likelihood, repeated = by_hand(model, batch)
     count = 28 if batch.loss_mask is None else int(batch.loss_mask.sum())

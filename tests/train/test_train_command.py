@@ -246,7 +246,7 @@ def test_so_many_minutes(place: Path):
         (["--steps", "3", "--minutes", "1"], "only one of steps"),
         (["--from", "x", "--depth", "2"], "its own shape"),
         (["--report", "paper", "--steps", "1"], "unknown report 'paper'"),
-        (["--depth", "0"], "range"),
+        (["--depth", "0"], "--depth"),
         (["--minutes", "0"], "minutes must be more than 0, got 0"),
         (["--shard"], "torchrun"),
         (["--shape", "mamba"], "choose from qwen3, llama, lfm2, qwen3.5"),
@@ -271,7 +271,7 @@ def test_a_resumed_run_refuses_other_settings(
     assert _exit_code(["train", "--resume", "mine", *words]) == 2
     assert f"{option} cannot be given with --resume" in capsys.readouterr().err
     assert _exit_code(["train", "--resume", "nowhere"]) == 2
-    assert "no training run" in capsys.readouterr().err
+    assert "not a training run" in capsys.readouterr().err
 
 
 def test_without_torch_it_says_what_to_install():
@@ -288,7 +288,7 @@ sys.exit(_exit_code(['train']))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.strip() == (
-        "unspool: training needs torch, which is not here: pip install 'unspool[train]'"
+        "unspool: training needs torch, which is not installed: pip install 'unspool[train]'"
     )
 
 

@@ -134,8 +134,8 @@ def plain_step(
     slow core), of the 25 µs that a token may cost.
     """
     step: Any = _MutableStep(
-        token, piece, text, logprob, position, seconds, finish_reason, draft=draft, partial_utf8=partial,
-        thought=is_reasoning,
+        token, piece, text, logprob, position, seconds, finish_reason, draft=draft,
+        partial_utf8=partial, thought=is_reasoning,
     )  # fmt: skip
     step.__class__ = Step
     return cast(Step, step)

@@ -58,8 +58,8 @@ async def make(body: PuzzleRequest) -> Response:
 
 @router.post("/judge", summary="Check an answer")
 async def judge(body: AnswerRequest) -> Response:
-    try:
-        solved = puzzle_by_name(body.puzzle).is_solved(body.prompt, body.answer)
-    except ValueError:
-        raise bad_request(f"the prompt is not a {body.puzzle} puzzle", "prompt") from None
+    puzzle = puzzle_by_name(body.puzzle)
+    if len(body.prompt) != puzzle.prompt_length:
+        raise bad_request(f"the prompt is not a {body.puzzle} puzzle", "prompt")
+    solved = puzzle.is_solved(body.prompt, body.answer)
     return JsonReply({"object": "puzzle.judgement", "solved": solved})

@@ -326,7 +326,9 @@ def test_a_library_of_other_sources(monkeypatch: pytest.MonkeyPatch):
 def test_all_called_functions_are_checked():
     text = "".join(file.read_text(encoding="utf-8") for file in SOURCES.rglob("*.py"))
     called = set(
-        re.findall(r"(?:library|library\(\)|functions\(\)|found|_library\(\))\.unspool_(\w+)", text)
+        re.findall(
+            r"(?:library|library\(\)|functions\(\)|_library\(\)|lib|loaded)\.unspool_(\w+)", text
+        )
     )
     assert called == {*native._FUNCTIONS, "version"}
 
@@ -342,7 +344,7 @@ def test_a_library_that_was_cut_short(part: float, tmp_path: Path):
 from pathlib import Path
 from unspool import native
 native.path = lambda: Path({str(tmp_path / "it.so")!r})
-print(native.missing())
+print(native.missing_reason())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, f"it ended with {done.returncode}"
@@ -351,7 +353,7 @@ print(native.missing())
 
 @needs_native
 def test_an_unknown_instruction_set():
-    code = "from unspool import native; print(native.missing()); native.library()"
+    code = "from unspool import native; print(native.missing_reason()); native.library()"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "UNSPOOL_ISA": "mmx"}, capture_output=True, text=True,

@@ -62,7 +62,7 @@ def test_layers_that_share_a_kv_cache_are_on_one_device():
 
 def test_every_device_gets_a_layer_and_too_many_are_rejected():
     assert set(places("gpt2", 12).layers) == {f"cuda:{n}" for n in range(12)}
-    with pytest.raises(SettingsError, match=r"13 devices are too many.*into 12"):
+    with pytest.raises(SettingsError, match=r"13 devices are too many.*at most 12"):
         places("gpt2", 13)
 
 
