@@ -71,13 +71,13 @@ class Nothing:
         raise NotImplementedError
 
     def launch(self, batch: StepBatch) -> CompletedStep:
-        count = len(batch.sampled)
-        given = self.logits[: len(batch.logits)]
-        if batch.pick is None:
+        count = len(batch.sample_indices)
+        given = self.logits[: len(batch.logits_indices)]
+        if batch.sampling is None:
             return CompletedStep(StepResult(empty_ints(), self.logprobs[:0], given))
         if not self.picks:
             return CompletedStep(StepResult(self.tokens[:count], self.logprobs[:count], given))
-        found = pick_tokens(self.logits[:count], batch.pick, threads=2)
+        found = pick_tokens(self.logits[:count], batch.sampling, threads=2)
         return CompletedStep(StepResult(found.tokens, found.logprobs, given))
 
 

@@ -111,7 +111,7 @@ def measure_holes(lm: Any, twin: Any, text: str, args: argparse.Namespace) -> di
 
 def planted(lm: Any, window: Sequence[int], rng: Any) -> tuple[str, list[tuple[int, int]]] | None:
     """A text with wrong tokens in it, and where they stand, in characters."""
-    with lm.opened(window[:1]) as branch:
+    with lm.open_branch(window[:1]) as branch:
         logits = np.asarray(lm.engine.extend(branch, window[1:], num_logits=len(window)))
     noise = -np.log(-np.log(rng.random(logits.shape)))
     drawn = (logits + noise)[:-1].argmax(1)

@@ -54,7 +54,7 @@ PROSE = (
 class Bench:
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.results = given, dict[str, Any]()
-        self.template_options = 0
+        self.num_requests = 0
 
     @contextmanager
     def serving(self, *options: str) -> Iterator[Running]:
@@ -69,10 +69,10 @@ class Bench:
 
     def prompts(self, count: int) -> list[str]:
         """No two begin alike."""
-        self.template_options += count
+        self.num_requests += count
         return [
             f"{number}: {PROSE}"
-            for number in range(self.template_options - count, self.template_options)
+            for number in range(self.num_requests - count, self.num_requests)
         ]
 
     def load(self, running: Running, clients: int, each: int) -> dict[str, Any]:

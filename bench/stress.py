@@ -162,7 +162,7 @@ class Driver:
     """One thread's share of the stress."""
 
     def __init__(self, engine: Engine, asked: list[Asked], tally: Tally, seed: int, faults: bool):
-        self.engine, self.template_options, self.tally, self.faults = engine, asked, tally, faults
+        self.engine, self.requests, self.tally, self.faults = engine, asked, tally, faults
         self.chance = random.Random(seed)
         self.running: list[tuple[Asked, Any]] = []
         self.branches: list[Any] = []
@@ -196,7 +196,7 @@ class Driver:
     # -- the moves ----------------------------------------------------------------------------
 
     def submit(self) -> None:
-        one = self.chance.choice(self.template_options)
+        one = self.chance.choice(self.requests)
         self.running.append((one, self.engine.submit(one.request)))
 
     def leave(self) -> None:
@@ -216,7 +216,7 @@ class Driver:
     def open(self) -> None:
         if len(self.branches) < 3:
             self.branches.append(
-                self.engine.open(self.chance.choice(self.template_options).request.prompt)
+                self.engine.open(self.chance.choice(self.requests).request.prompt)
             )
 
     def read_branch(self) -> None:

@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     on_gpu = given.device == "cuda"
-    config = ModelPlan.of(given.depth, given.vocab_size, given.length).config
+    config = ModelPlan.for_depth(given.depth, given.vocab_size, given.length).config
     batches = Repeated(given.vocab_size, given.batch, given.length, given.device)
     # As many weights as ours: 4 w^2 of attention and 2 w x inner of feed-forward in a layer.
     inner = (parameter_count(config) - given.vocab_size * config.width) // given.depth
@@ -107,7 +107,7 @@ def main() -> None:
     steps = {"plain": plain_step(plain, batches, on_gpu)}
     for kind in ("adamw", "muon"):
         model = new_model(config).to(given.device)
-        optimizers = make_optimizers(model, ModelPlan.around(config).rates, kind)  # type: ignore[arg-type]
+        optimizers = make_optimizers(model, ModelPlan.for_config(config).rates, kind)  # type: ignore[arg-type]
         settings = TrainSettings(steps=10**9, bf16=on_gpu, compile=on_gpu)
         steps[kind] = Trainer(model, batches, next_token, optimizers, settings).train_step
     seconds = measure(steps, given.rounds, given.steps)

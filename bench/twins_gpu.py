@@ -96,7 +96,7 @@ class Job:
             run = Run.open(folder)
             if run.state == "done":
                 return run
-            run.take_over()
+            run.resume_here()
         else:
             run = new_run(settings, folder)
 
@@ -105,7 +105,7 @@ class Job:
                 return
             _tell(part, run, event)
             if self.until is not None and time.monotonic() > self.until:
-                run.ask("stop")
+                run.send_command("stop")
 
         train_twin(settings_of(run), run, listen, tell=lambda done: say(f"  {done} texts written"))
         if run.state != "done":

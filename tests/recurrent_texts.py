@@ -118,16 +118,16 @@ class Shelf:
             text.slot if in_place and text.slot >= 0 else self.slots.pop() for text, _ in parts
         ]
         batch = batch_of(parts, look)
-        batch.states = np.array(
+        batch.state_slots = np.array(
             [(text.slot, to) for (text, _), to in zip(parts, writes, strict=True)]
         )
-        batch.captures = np.array(captures, np.int64).reshape(-1, 2)
+        batch.state_captures = np.array(captures, np.int64).reshape(-1, 2)
         ran = self.backend.launch(batch).result()
         for (text, count), slot in zip(parts, writes, strict=True):
             if text.slot >= 0 and text.slot != slot:
                 self.slots.insert(0, text.slot)
             text.read, text.slot = text.read + count, slot
-        return np.split(host(ran.logits).copy(), batch.starts[1:-1]), ran.inside
+        return np.split(host(ran.logits).copy(), batch.row_starts[1:-1]), ran.observations
 
     def whole(self, tokens: Sequence[int], chunk: int) -> Floats:
         """All logits of a text that is read in chunks, alone."""

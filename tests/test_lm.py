@@ -266,7 +266,7 @@ def test_context_can_be_limited(tmp_path: Path):
     ("options", "words"),
     [
         ({"temperature": -1}, "temperature must be >= 0, got -1"),
-        ({"top_p": 1.5}, "top_p was 1.5"),
+        ({"top_p": 1.5}, "top_p must be from 0 to 1, got 1.5"),
         ({"temperatur": 1}, "did you mean 'temperature'"),
         ({"stages": ["top_q"]}, "unknown stage 'top_q'"),
         ({"max_tokens": -1}, "max_tokens is -1"),

@@ -102,7 +102,7 @@ def test_what_is_in_the_way_of_our_kernels(monkeypatch: pytest.MonkeyPatch):
     assert "got 'mps'" in str(why_unavailable("mps"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    assert "Tesla T4 is older" in str(why_unavailable("cuda"))
+    assert "Tesla T4 is too old" in str(why_unavailable("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert why_unavailable("cuda") is None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

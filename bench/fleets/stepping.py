@@ -40,8 +40,8 @@ def record() -> dict[str, Any]:
         }
 
         def noted(batch: StepBatch) -> Any:
-            firsts = batch.positions[batch.starts[:-1]]
-            ends = batch.visible_end[batch.starts[1:] - 1]
+            firsts = batch.positions[batch.row_starts[:-1]]
+            ends = batch.visible_end[batch.row_starts[1:] - 1]
             steps.append((clock(), batch.slots.tolist(), firsts.tolist(), ends.tolist()))
             return launch(batch)
 

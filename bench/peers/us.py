@@ -41,7 +41,7 @@ class Unspool:
         return written
 
     def logits(self, ids: list[int]) -> Any:
-        with self.lm.opened(ids) as branch:
+        with self.lm.open_branch(ids) as branch:
             return self.lm.engine.extend(branch, num_logits=len(ids))
 
     def first(self, text: str) -> str:

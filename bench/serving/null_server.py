@@ -57,9 +57,7 @@ class NullDevice:
         count = len(batch.sample_indices)
         tokens = (np.arange(count) * 7919 + self.launched * 31) % (VOCABULARY - 1000) + 500
         return _Later(
-            StepResult(
-                tokens, self.logprobs[:count], self.logits_indices[: len(batch.logits_indices)]
-            ),
+            StepResult(tokens, self.logprobs[:count], self.logits[: len(batch.logits_indices)]),
             self.free_at,
         )
 

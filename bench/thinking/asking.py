@@ -39,7 +39,7 @@ def drawn(
     rows: list[list[Generation]] = []
     for problem in problems:
         options = {**options_of(lm, problem, seed), **changes}
-        draft = lm.draft(prompt_of(lm, problem), **options)
+        draft = lm.prepare_generation(prompt_of(lm, problem), **options)
         request = draft.request
         numbered = [replace(request.limits, sample=number) for number in range(n)]
         rows.append(

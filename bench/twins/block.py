@@ -35,12 +35,12 @@ def perplexities(pair: Pair, batches: list[TrainingBatch], repeats: int = 8) -> 
         count += float(counted.sum())
         for size in SIZES:
             blocks = _blocks(starts, size)
-            halves.place(starts, blocks)
+            halves.set_starts(starts, blocks)
             clean = surprises(pair.clean, halves.read(pair.clean, tokens)[:, :-1], tokens[:, 1:])
             nats[0] += float((clean * counted).sum()) / len(SIZES)
             for _ in range(repeats):
                 hide, weight = drawn(blocks, rng)
-                x = halves.guess(pair.twin, tokens.masked_fill(hide, pair.mask))[:, :-1]
+                x = halves.noisy_pass(pair.twin, tokens.masked_fill(hide, pair.mask))[:, :-1]
                 guessed = surprises(pair.twin, x, tokens[:, 1:]) * (hide * weight)[:, 1:]
                 first = (torch.arange(length, device=blocks.device) == blocks)[:, 1:]
                 nats[size] += float(((guessed + clean * first) * counted).sum()) / repeats
@@ -92,11 +92,11 @@ def agreement(pair: Pair, batches: list[TrainingBatch], size: int = 8) -> dict[s
         tokens, documents = batch.inputs, document_ids(batch)
         starts = document_starts(documents)
         blocks = _blocks(starts, size)
-        halves.place(starts, blocks)
+        halves.set_starts(starts, blocks)
         clean = best(pair.clean, halves.read(pair.clean, tokens)[:, :-1])
         places = torch.arange(length, device=device)
         noisy = tokens.masked_fill(places != blocks, pair.mask)
-        twin = best(pair.twin, halves.guess(pair.twin, noisy)[:, :-1], pair.mask)
+        twin = best(pair.twin, halves.noisy_pass(pair.twin, noisy)[:, :-1], pair.mask)
         offset, counted = (places - blocks)[:, 1:], _counted(batch, starts)
         same = (twin == clean) & counted
         for place in range(1, size):

@@ -23,7 +23,7 @@ class Looking:
     def __init__(self, pair: Pair, tokens: Tensor) -> None:
         self.pair = pair
         self._halves = CleanNoisyPasses(pair.clean.config, *tokens.shape, tokens.device, copies=1)  # type: ignore[arg-type]
-        self._halves.place(torch.zeros_like(tokens))
+        self._halves.set_starts(torch.zeros_like(tokens))
 
     def causal(self, tokens: Tensor) -> Tensor:
         return self._halves.read(self.pair.clean, tokens)

@@ -52,7 +52,7 @@ def held_out_batches(
     """Batches of each held-out source that is long enough, always the same ones."""
     found = {}
     for name, (packed, _) in sources.items():
-        if packed.counted is None and len(packed.ids) <= length:
+        if packed.loss_mask is None and len(packed.ids) <= length:
             continue
         mixture = Mixture({name: (packed, 1.0)}, rows, length, seed=1)
         short = Path(name).stem

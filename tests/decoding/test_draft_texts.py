@@ -32,7 +32,7 @@ class Model:
     def __init__(self, *, pages: int | None = None, states: int = 0) -> None:
         self.backends: list[NullModel] = []
         self.config: Any = SimpleNamespace(
-            require_causal=lambda: None, kv_numbers=1, state_bytes=states,
+            require_causal=lambda: None, kv_floats_per_token=1, state_bytes=states,
             vocab_size=VOCABULARY,
         )  # fmt: skip
 

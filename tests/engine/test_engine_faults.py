@@ -422,13 +422,13 @@ def test_an_asynchronous_reader_gets_an_error_that_comes_right_behind_a_step(tin
             async for item in StepStream(queue):
                 results.append(item)
                 if len(results) == 1:  # both come while it is busy with the first
-                    queue.put(step)
+                    queue.add(step)
                     queue.end(UnspoolError("it broke"))
         except UnspoolError as error:
             results.append(str(error))
         return results
 
-    queue.put(step)
+    queue.add(step)
     assert within(30, lambda: asyncio.run(read())) == [step, step, "it broke"]
 
 
@@ -534,7 +534,7 @@ def test_a_text_that_fails_while_it_is_set_up_keeps_no_branch(monkeypatch: pytes
         raise RuntimeError("no such setting")
 
     with monkeypatch.context() as patch:
-        patch.setattr("unspool.engine.sequence.sees_history", broken)
+        patch.setattr("unspool.engine.sequence.needs_history", broken)
         with pytest.raises(RuntimeError, match="no such setting"):
             within(30, lambda: list(engine.submit(request([1, 2, 3, 4, 5, 6], 4))))
     assert pages_in_use(engine) == 0

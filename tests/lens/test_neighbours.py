@@ -44,7 +44,7 @@ def test_all_but_itself_at_the_most(tiny_lm):
 
 def test_what_has_no_neighbours(tiny_lm):
     for token in (-1, 259, True, 1.0):
-        with pytest.raises(SettingsError, match="no tokenizer"):
+        with pytest.raises(SettingsError, match="vocabulary"):
             neighbours(tiny_lm, token)
     with pytest.raises(SettingsError, match="count"):
         neighbours(tiny_lm, 1, -1)

@@ -60,9 +60,9 @@ def test_pickles_are_refused_with_the_reason(tmp_path: Path):
     [
         ({"model_type": "mamba"}, "'mamba' are not supported; these are: .*llama"),
         ({"model_type": "gone"}, "model_type"),
-        ({"hidden_size": -4}, "hidden_size must be a whole number from 1 to 1,000,000, got -4"),
+        ({"hidden_size": -4}, "hidden_size must be an integer from 1 to 1,000,000, got -4"),
         ({"hidden_size": 10**12}, "hidden_size must be .* got 1000000000000"),
-        ({"hidden_size": "many"}, 'hidden_size must be a whole number, got "many"'),
+        ({"hidden_size": "many"}, 'hidden_size must be an integer, got "many"'),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be .* 10,000, got 1000000000"),
         ({"num_attention_heads": 0}, "num_attention_heads must be .* got 0"),
         ({"num_key_value_heads": 4}, "kv_heads must be .* got 4"),

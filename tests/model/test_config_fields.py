@@ -211,7 +211,7 @@ def test_any_value_is_read_or_refused(name: str) -> None:
         ({"eos_token_id": "x"}, "eos_token_id must be an integer or a list of them, got"),
         ({"quantization_config": "x"}, "quantization_config must be an object, got"),
         ({"text_config": 5}, "text_config must be an object, got 5"),
-        ({"num_hidden_layers": "12"}, 'num_hidden_layers must be a whole number, got "12"'),
+        ({"num_hidden_layers": "12"}, 'num_hidden_layers must be an integer, got "12"'),
         ({"rms_norm_eps": None}, "rms_norm_eps must be a number, got null"),
         ({"attention_bias": 1}, "attention_bias must be true or false, got 1"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": "4"}}, "factor must be a number"),

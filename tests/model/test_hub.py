@@ -230,8 +230,8 @@ def here():
     return [each for each in hub.cached_models(include_unusable=True) if each.source != "shipped"]
 models = [[model.name, model.bytes] for model in here()]
 if "remove" in sys.argv:
-    from unspool.model.removing import removal
-    removal("org/tensors").run()
+    from unspool.model.removing import plan_removal
+    plan_removal("org/tensors").run()
 left = [model.name for model in here()]
 print(json.dumps([answers, models, left]))
 """

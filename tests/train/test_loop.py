@@ -229,7 +229,7 @@ def test_a_loss_that_is_no_number_stops_it_before_it_harms(tmp_path: Path):
         trainer.run()
     run = Run.open(tmp_path / "run")
     assert run.state == "failed" and "nan" in run.facts["error"]
-    resumable = run.resumable()
+    resumable = run.resumable_checkpoint()
     assert resumable is not None and resumable.step == 9
     for value in weights(trainer).values():
         assert torch.isfinite(value).all()

@@ -66,7 +66,7 @@ def test_unlikelihood_is_the_formula_with_its_gradients(limited: bool):
     assert torch.allclose(loss.mean, expected, rtol=1e-4)
     assert loss.extra["unlikelihood"] == pytest.approx(float(repeated) / count, rel=1e-4)
     parameters = list(model.parameters())
-    result = torch.autograd.grad(loss.total, parameters)
+    result = torch.autograd.grad(loss.mean, parameters)
     for first, other in zip(result, torch.autograd.grad(expected, parameters), strict=True):
         assert torch.allclose(first, other, atol=1e-5)
 
@@ -89,8 +89,8 @@ def test_scheduled_sampling_reads_its_own_tokens_and_learns_the_texts(
     assert 0.35 < changed < 0.6, "half, less those drawn as they stood"
     logits = model(second)
     expected = functional.cross_entropy(logits.flatten(0, 1), batch.ids[:, 1:].flatten())
-    assert torch.allclose(loss.total, expected, rtol=1e-4)
-    assert loss.total.requires_grad
+    assert torch.allclose(loss.mean, expected, rtol=1e-4)
+    assert loss.mean.requires_grad
 
 
 def test_what_is_drawn_has_the_models_chances():

@@ -70,7 +70,7 @@ def drafted(
     causal model has seen all of the text but its last token. Positions count from `first`."""
     eps, config = head.config.norm_eps, head.config
     count = len(text) - 1
-    f = head.fused(inner(model, text)[:count])
+    f = head.fuse_features(inner(model, text)[:count])
     places = np.arange(first, first + len(text) + len(more))
     tables = model.rope_tables(places, 64)[-1]
     assert tables is not None
@@ -86,7 +86,7 @@ def drafted(
     known, guesses = text.tolist(), []
     layer = head.layers[0]
     for step in range(len(more) + 1):
-        state = head.joined(before, model.embed.weight[known[-1]])
+        state = head.join_inputs(before, model.embed.weight[known[-1]])
         query = layer.q(rms(state, layer.norm, eps)).view(config.heads, config.head_width)
         query = apply_rope(query, cosine[count + step], sine[count + step])
         group = config.heads // config.kv_heads
@@ -103,7 +103,7 @@ def drafted(
             .chunk(4)[back]
             for back in range(4)
         ]  # fmt: skip
-        guesses.append(head.guess(state, head.from_recent(torch.cat(said))))
+        guesses.append(head.output_state(state, head.from_recent(torch.cat(said))))
         if step < len(more):
             known.append(int(more[step]))
     return guesses
@@ -142,8 +142,8 @@ def test_the_loss_compares_with_what_the_causal_model_says():
                 ours = (table @ guess[row, place] / 0.8).log_softmax(-1)
                 losses.append(-(chances * ours).sum())
         total = total + torch.stack(losses).mean() * weights[ahead] / sum(weights)
-    assert torch.allclose(loss.total, total, rtol=1e-4)
-    loss.total.backward()
+    assert torch.allclose(loss.mean, total, rtol=1e-4)
+    loss.mean.backward()
     assert all(value.grad is not None for value in head.parameters())
     assert all(value.grad is None for value in model.parameters())
 
@@ -179,4 +179,4 @@ def test_the_tokens_that_can_be_drafted_are_those_written_most():
 def test_heads_of_other_models(changes: dict[str, bool]):
     model = tiny_model(**changes).requires_grad_(False)
     loss = DraftHeadObjective(model, steps=2)(a_head(model), a_batch(), rng())
-    assert torch.isfinite(loss.total)
+    assert torch.isfinite(loss.mean)

@@ -58,7 +58,7 @@ def tuned(folder: Path, kind: str, name: str, parallel: Parallel | None = None) 
         device="cpu", **given,
     )  # fmt: skip
     where = folder / "runs" / name
-    if parallel is None or parallel.first:
+    if parallel is None or parallel.is_first:
         new_run(settings, where)
     if parallel is not None:
         parallel.wait()

@@ -43,7 +43,7 @@ def turn(rank: int) -> None:
 
 def train(folder: Path, parallel: Parallel, steps: int = 99) -> str:
     """Start or resume a run of eight steps, and stop it after `steps`."""
-    if parallel.first and not (folder / "run.json").exists():
+    if parallel.is_first and not (folder / "run.json").exists():
         Run.create(folder, "new", steps=8)
     parallel.wait()
     batches = CountingBatches(4, rank=parallel.rank, world=parallel.world)
@@ -55,7 +55,7 @@ def train(folder: Path, parallel: Parallel, steps: int = 99) -> str:
     def objective(model: Transformer, batch: Batch, rng: torch.Generator) -> Loss:
         """What only one process reports must not leave it waiting for the other."""
         loss = next_token(model, batch, rng)
-        return replace(loss, extra={"reward": 2.0}) if parallel.first else loss
+        return replace(loss, extra={"reward": 2.0}) if parallel.is_first else loss
 
     trainer = Trainer(
         model, batches, objective, lambda model: make_optimizers(model, Rates()),

@@ -95,7 +95,7 @@ def _language_part(raw: Raw) -> Raw:
 # -- types of values ------------------------------------------------------------------------
 
 _TYPES: dict[str, tuple[str, ...]] = {
-    "a whole number": (
+    "an integer": (
         "vocab_size", "embedding_size", "hidden_size", "d_model", "dim", "n_embd",
         "num_hidden_layers", "n_layer", "n_layers", "num_attention_heads", "n_head", "n_heads",
         "intermediate_size", "mlp_hidden_size", "hidden_dim", "n_inner", "num_key_value_heads",
@@ -143,10 +143,10 @@ _TYPES: dict[str, tuple[str, ...]] = {
         "unspool", "per_layer_config", "full_attention", "sliding_attention",
     ),
     "a list of strings": ("layer_types", "layers_block_type", "mlp_layer_types"),
-    "a list of whole numbers": ("mlp_only_layers", "full_attn_idxs", "no_rope_layers"),
+    "a list of integers": ("mlp_only_layers", "full_attn_idxs", "no_rope_layers"),
     "a list of numbers": ("short_factor", "long_factor"),
-    "a whole number or a list of them": ("eos_token_id",),
-    "a whole number or 'auto'": ("mamba_d_head",),
+    "an integer or a list of them": ("eos_token_id",),
+    "an integer or 'auto'": ("mamba_d_head",),
 }  # fmt: skip
 _TYPE_OF = {key: type_ for type_, keys in _TYPES.items() for key in keys}
 _LARGEST_NUMBER = 1e15  # larger numbers mean a damaged file
@@ -171,16 +171,16 @@ def _is_text(value: object) -> bool:
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {
-    "a whole number": _is_whole,
+    "an integer": _is_whole,
     "a number": _is_number,
     "true or false": lambda value: isinstance(value, bool),
     "a string": _is_text,
     "an object": lambda value: isinstance(value, Mapping),
     "a list of strings": lambda value: _is_list(value, _is_text),
-    "a list of whole numbers": lambda value: _is_list(value, _is_whole),
+    "a list of integers": lambda value: _is_list(value, _is_whole),
     "a list of numbers": lambda value: _is_list(value, _is_number),
-    "a whole number or a list of them": lambda v: _is_whole(v) or _is_list(v, _is_whole),
-    "a whole number or 'auto'": lambda value: _is_whole(value) or value == "auto",
+    "an integer or a list of them": lambda v: _is_whole(v) or _is_list(v, _is_whole),
+    "an integer or 'auto'": lambda value: _is_whole(value) or value == "auto",
 }
 
 
@@ -217,7 +217,7 @@ _POSITIVE = (
     "full_attention_interval", "sliding_window_pattern", "rope_theta", "rope_local_base_freq",
     "local_attention", "mamba_n_heads", "mlp_ratio", "block_ffn_dim_multiplier",
 )  # fmt: skip
-_NEVER_NULL = ("a whole number", "a number", "a string", "a whole number or 'auto'")
+_NEVER_NULL = ("an integer", "a number", "a string", "an integer or 'auto'")
 _SOFTCAPS = ("attention_softcap", "logit_softcap")  # null: none
 
 
@@ -256,7 +256,7 @@ def _settings(family: Family, raw: Raw) -> dict[str, Any]:
             raise ModelFileError(f"config.json lacks {key!r}; it is incomplete")
         if not 1 <= values[size_name] <= LARGEST_SIZES[size_name]:
             raise ModelFileError(
-                f"config.json: {key} must be a whole number from 1 to "
+                f"config.json: {key} must be an integer from 1 to "
                 f"{LARGEST_SIZES[size_name]:,}, got {values[size_name]}"
             )
     values.update(family.fixed)
@@ -384,7 +384,7 @@ def _usual_names(family: Family, raw: Raw) -> Raw:
     if family.name == "modernbert":
         full = _known_settings(family, raw)
         if full["local_attention"] is None:
-            raise ModelFileError("config.json: local_attention must be a whole number, got null")
+            raise ModelFileError("config.json: local_attention must be an integer, got null")
         return {**raw, "sliding_window": full["local_attention"] // 2 + 1}
     return raw
 

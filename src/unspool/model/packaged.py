@@ -36,9 +36,8 @@ class PackagedFile:
     size: int
     sha256: str
     description: str = "the default model"  # its description in messages
-    override_variable: str = (
-        "UNSPOOL_DEFAULT_MODEL"  # environment variable: another file, or the wheel
-    )
+    # environment variable: another file, or the wheel
+    override_variable: str = "UNSPOOL_DEFAULT_MODEL"
     folder: str = "models"  # in the cache
 
     @property

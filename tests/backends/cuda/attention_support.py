@@ -158,7 +158,7 @@ def _prepared(x: Tensor, gain: Tensor | None, texts: Texts, dtype: torch.dtype) 
 
 def _slots(texts: Texts) -> Tensor:
     """[n, positions]: where each line's text has its keys."""
-    pages = texts.lines.table[texts.lines.lines.long()].long()
+    pages = texts.lines.table[texts.lines.table_rows.long()].long()
     inside = torch.arange(PAGE_SIZE, device=pages.device)
     return (pages[:, :, None] * PAGE_SIZE + inside).flatten(1)
 

@@ -73,7 +73,7 @@ def test_another_type_than_the_files(tmp_path):
 
 def test_rounded_to_fewer_bits_while_loading(tmp_path):
     plain = write_quantized(tmp_path / "m.gguf", {}, raw=False)
-    loaded_weights = loaded(tmp_path / "m.gguf", bits=4)
+    loaded_weights = loaded(tmp_path / "m.gguf", quantize_bits=4)
     assert isinstance(loaded_weights.layers[0].gate_up, PackedMatrix)
     expected = np.concatenate([plain["blk.0.ffn_gate"], plain["blk.0.ffn_up"]])
     difference = loaded_weights.layers[0].gate_up.float_rows(0, len(expected)).numpy() - expected

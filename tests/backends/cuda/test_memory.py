@@ -44,7 +44,7 @@ def test_so_much_as_is_said(weights):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert memory.allocate_kv_cache(weights, 100 * bytes_per_page + 5, 128).count == 100
-    with pytest.raises(SettingsError, match="single page"):
+    with pytest.raises(SettingsError, match="at least one KV cache page"):
         memory.allocate_kv_cache(weights, bytes_per_page - 1, 128)
 
 

@@ -33,7 +33,7 @@ def stored(texts: Texts) -> Texts:
 def run(texts: Texts, exact: bool = False) -> torch.Tensor:
     """The outcome for texts that are stored."""
     lines, out = texts.lines, texts.out
-    slots = lines.lines.cpu().numpy()[texts.starts[:-1]].astype(np.int64)
+    slots = lines.table_rows.cpu().numpy()[texts.starts[:-1]].astype(np.int64)
     tiles = chunk_tiles(
         texts.starts, slots, lines.ends.cpu().numpy().astype(np.int64), texts.layer,
         prefill_rows(texts.qkv.dtype, exact),
