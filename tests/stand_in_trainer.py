@@ -29,7 +29,7 @@ def main() -> int:
         return 2
     if arguments.resume:
         run = Run(Path(arguments.resume))
-        run.take_over(resumed_as=arguments.kind)
+        run.resume_here(resumed_as=arguments.kind)
     else:
         settings = {"source": arguments.source, "depth": int(arguments.depth)}
         run = Run.create(runs_folder() / arguments.name, "new", steps=STEPS, settings=settings)

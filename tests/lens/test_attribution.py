@@ -117,7 +117,7 @@ def test_the_picked_token_is_the_default(tiny_lm):
 def test_wrong_tokens_are_refused(tiny_lm):
     activations = get_activations(tiny_lm, TOKENS, 5)
     for options in ({"token": 259}, {"against": -1}, {"against": "median"}, {"token": True}):
-        with pytest.raises(UnspoolError, match="vocabulary|tokenizer"):
+        with pytest.raises(UnspoolError, match=r"vocabulary|tokenizer"):
             attribution(tiny_lm, activations, **options)
 
 

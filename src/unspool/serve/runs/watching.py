@@ -17,7 +17,7 @@ from unspool.serve.http.errors import ApiError
 from unspool.serve.http.events import event
 from unspool.serve.http.threads import in_thread
 from unspool.serve.runs.run_json import downsample, run_json
-from unspool.serve.runs.trainer import ACTIVE, Trainer
+from unspool.serve.runs.trainer import ACTIVE, ServerTrainer
 from unspool.train.running.runs import Run
 
 _POLL_SECONDS = 0.5
@@ -33,7 +33,7 @@ class Watcher:
     _stamps: tuple[tuple[int, ...], ...] = ()
     _log_file: int | None = None
 
-    def poll(self, run: Run, trainer: Trainer) -> tuple[bytes, bool]:
+    def poll(self, run: Run, trainer: ServerTrainer) -> tuple[bytes, bool]:
         """New events, and whether they are the last."""
         # Read before the files: what they hold then is final.
         is_over = not trainer.trains(run.name) and run.state not in ACTIVE
@@ -78,7 +78,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 async def watch(
-    name: str, trainer: Trainer, watcher: Watcher, is_stopping: Callable[[], bool]
+    name: str, trainer: ServerTrainer, watcher: Watcher, is_stopping: Callable[[], bool]
 ) -> AsyncGenerator[bytes, None]:
     """Yield events until the run is over or the server stops."""
     while not is_stopping():
@@ -93,7 +93,7 @@ async def watch(
         await asyncio.sleep(_POLL_SECONDS)
 
 
-def find_run(name: str, trainer: Trainer) -> Run | None:
+def find_run(name: str, trainer: ServerTrainer) -> Run | None:
     """The run; None while it is starting. Raises 400 with the reason if its process failed."""
     is_starting, fault = trainer.trains(name), trainer.fault(name)
     try:
