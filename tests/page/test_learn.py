@@ -20,7 +20,7 @@ from running_server import Running, running
 import training_run
 import unspool
 from unspool.serve.core.registry import ModelEntry
-from unspool.serve.runs.trainer import Trainer
+from unspool.serve.runs.trainer import ServerTrainer
 from unspool.train.running.runs import Run
 
 STAND_IN = [sys.executable, str(Path(__file__).parent.parent / "stand_in_trainer.py")]
@@ -298,8 +298,8 @@ def test_a_run_is_shown_as_it_goes(page: Page, served: Running, root: Path) -> N
 def test_a_small_run_is_started_paused_and_stopped_from_the_page(
     page: Page, served: Running, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Trainer, "command", STAND_IN)
-    monkeypatch.setattr(Trainer, "check_source", lambda *_: None)
+    monkeypatch.setattr(ServerTrainer, "command", STAND_IN)
+    monkeypatch.setattr(ServerTrainer, "check_source", lambda *_: None)
     view = learn(page, served, "speeches")
     view.get_by_text("Train a small model").click()
     view.get_by_label("Text: a data set").fill("missing.txt")

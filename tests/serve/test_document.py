@@ -20,7 +20,7 @@ import unspool
 from unspool.serve.core.registry import ModelEntry, ModelRegistry
 from unspool.serve.http.app import create_app
 from unspool.serve.http.settings import ServerSettings
-from unspool.serve.runs.trainer import Trainer
+from unspool.serve.runs.trainer import ServerTrainer
 
 
 def _document() -> dict[str, Any]:
@@ -46,7 +46,7 @@ def server(small_entry: ModelEntry, tmp_path_factory: pytest.TempPathFactory) ->
         pytest.MonkeyPatch.context() as patch,
         running([small_entry], max_tokens=4, max_think=200, runs=runs) as served,
     ):
-        patch.setattr(Trainer, "command", [sys.executable, "-c", ""])
+        patch.setattr(ServerTrainer, "command", [sys.executable, "-c", ""])
         yield served
 
 
