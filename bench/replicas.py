@@ -71,8 +71,7 @@ class Bench:
         """No two begin alike."""
         self.num_requests += count
         return [
-            f"{number}: {PROSE}"
-            for number in range(self.num_requests - count, self.num_requests)
+            f"{number}: {PROSE}" for number in range(self.num_requests - count, self.num_requests)
         ]
 
     def load(self, running: Running, clients: int, each: int) -> dict[str, Any]:

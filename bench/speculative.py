@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import unspool
-from unspool.decoding.controller import SHAPES, FixedShape, RoundCosts, ShapeController
+from unspool.decoding.controller import SHAPES, DraftShape, FixedShape, RoundCosts, ShapeController
 from unspool.decoding.heads.drafter import HeadDrafter, load_head, shipped_head
-from unspool.decoding.heads.growing import DraftShape
 from unspool.decoding.speculative import make_drafter
 from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation

@@ -215,9 +215,7 @@ class Driver:
 
     def open(self) -> None:
         if len(self.branches) < 3:
-            self.branches.append(
-                self.engine.open(self.chance.choice(self.requests).request.prompt)
-            )
+            self.branches.append(self.engine.open(self.chance.choice(self.requests).request.prompt))
 
     def read_branch(self) -> None:
         """Its last logits are those of a branch that was opened with the same tokens."""

@@ -21,8 +21,28 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import NamedTuple
 
-from unspool.decoding.heads.growing import DraftShape
 from unspool.engine.request import Drafter, DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """Size of a draft; with `width` 1 a chain, else a tree."""
+
+    nodes: int  # total
+    width: int = 1  # nodes expanded per level
+    depth: int = 0  # number of levels; 0: as many as nodes
+    min_probability: float = 0.0  # a chain ends where its joint probability falls below this
+
+    @property
+    def levels(self) -> int:
+        return self.depth or self.nodes
+
+    def within(self, levels: int) -> DraftShape:
+        """The same shape with at most `levels` levels."""
+        if self.width == 1:
+            return DraftShape(min(self.nodes, levels), min_probability=self.min_probability)
+        return DraftShape(self.nodes, self.width, min(self.levels, levels))
+
 
 LONGEST = 16  # tokens of a draft without a head
 BASELINE = -1  # the "size" of a round without a draft
