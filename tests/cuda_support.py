@@ -107,10 +107,10 @@ def pick_rows(settings_list: Sequence[SamplingSettings], lengths: Sequence[int])
 def check_picks(backend: Backend, batch: StepBatch) -> None:
     """What a step picks is what the chain picks from the logits that the step itself gave."""
     ran = backend.launch(batch).result()
-    assert batch.pick is not None
+    assert batch.sampling is not None
     logits = host(ran.logits)
-    settings_list = [batch.pick.settings(row) for row in range(len(logits))]
-    inputs = [batch.pick.row_input(row) for row in range(len(logits))]
+    settings_list = [batch.sampling.settings(row) for row in range(len(logits))]
+    inputs = [batch.sampling.row_input(row) for row in range(len(logits))]
     expected = Chain(settings_list).pick(logits, inputs)
     assert ran.tokens.tolist() == [choice.token for choice in expected]
     np.testing.assert_allclose(ran.logprobs, [choice.logprob for choice in expected], atol=1e-5)

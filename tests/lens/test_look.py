@@ -170,7 +170,7 @@ def test_on_the_default_model(lm):
     activations = get_activations(lm, "The capital of Germany is")
     assert activations.texts[-1] == " is"
     assert (
-        activations.likeliest
+        activations.most_likely
         == lm.generate(activations.tokens, max_tokens=1, temperature=0).tokens[0]
     )
     np.testing.assert_allclose(activations.attention.sum(-1), 1, atol=1e-4)

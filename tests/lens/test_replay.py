@@ -267,7 +267,7 @@ def test_on_the_default_model(lm, tmp_path):
     assert replay(lm, saved_and_loaded(lm, fixed, tmp_path)).exact
     number = lm.generate("A number:", max_tokens=6, seed=7, regex=" [0-9]+ (apples|pears)")
     result = replay(lm, saved_and_loaded(lm, number, tmp_path))
-    assert result.exact and result.judged == 0
+    assert result.exact and result.num_scored == 0
 
 
 def test_in_16_bits(tmp_path):

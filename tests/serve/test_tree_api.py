@@ -263,7 +263,7 @@ def test_bad_changes_are_refused_and_change_nothing(tree: Tree):
 
 def test_a_store_is_bounded_and_lets_old_branches_go(lm: Any, monkeypatch: pytest.MonkeyPatch):
     def branch() -> TreeBranch:
-        generation = lm.draft("a")
+        generation = lm.prepare_generation("a")
         prompt = stored.TreePrompt(generation.prompt, "a", lm.tokenizer, frozenset())
         return TreeBranch("m", prompt, generation, ExtraSettings(), None)
 

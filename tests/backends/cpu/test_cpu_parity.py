@@ -200,7 +200,9 @@ def test_quantized_weights_are_not_requantized():
 def test_floats_that_need_no_rounding_are_not_called_quantized():
     """Unpacked from 8 bits and packed again: no value changes, but floats were quantized."""
     packed = RandomCheckpoint(config(ff_width=64), "Q8_0")
-    weights = [(name, FileTensor.of(stored.float32())) for name, stored in packed.weights()]
+    weights = [
+        (name, FileTensor.from_float32(stored.float32())) for name, stored in packed.weights()
+    ]
     packed.weights = lambda: iter(weights)  # type: ignore[method-assign]
     model = load_cpu(packed, store="8").wait()
     assert "rounded to 8 bits" in str(model.quantization_error)

@@ -169,7 +169,7 @@ def test_a_step_picks_what_the_chain_picks_and_the_next_may_begin_with_it():
     ]
     texts = [library.text(30) for _ in requested]
     batch = batch_of([(text, 18 if number else 2) for number, text in enumerate(texts)])
-    last = batch.starts[1:] - 1
+    last = batch.row_starts[1:] - 1
     sampled = replace(
         batch, sample_indices=last, sampling=pick_rows(requested, [2, 18, 18]), logits_indices=last
     )
