@@ -92,8 +92,3 @@ def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tiny-lm")
     tiny.save("llama", folder)
     return unspool.load(folder, backend="torch", memory=8 << 20)
-
-
-if os.environ.get("SHIM"):
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    import rename_shim  # noqa: F401

@@ -46,11 +46,11 @@ def train(folder: Path, parallel: Parallel, steps: int = 99) -> str:
     if parallel.is_first and not (folder / "run.json").exists():
         Run.create(folder, "new", steps=8)
     parallel.wait()
-    batches = CountingBatches(4, rank=parallel.rank, world=parallel.world)
+    batches = CountingBatches(4, rank=parallel.rank, world=parallel.world_size)
     model = tiny_model(**ODD)
 
     def judge(model: Transformer) -> tuple[float, None]:  # has the weights whole for a moment
-        return next_token(model, batches.batch(0), torch.Generator()).total.item(), None
+        return next_token(model, batches.batch(0), torch.Generator()).mean.item(), None
 
     def objective(model: Transformer, batch: Batch, rng: torch.Generator) -> Loss:
         """What only one process reports must not leave it waiting for the other."""
