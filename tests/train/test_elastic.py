@@ -95,7 +95,7 @@ def test_a_process_is_lost_and_nothing_else(place: Path):
     (run,) = Run.all("runs")  # the restarted job resumed its run
     assert run.state == "done" and run.folder.name == "speeches-d1"
     assert [line["step"] for line in run.log() if "loss" in line] == list(range(1, 13))
-    saved = run.resumable()
+    saved = run.resumable_checkpoint()
     assert saved is not None and len(list((saved.folder / "state").glob("*-of-00002.*"))) == 2
     assert _exit_code(["train", *WORDS, "--name", "alone", "--quiet"]) == 0
     alone = Run.open("alone")

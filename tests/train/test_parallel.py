@@ -147,7 +147,7 @@ def test_what_cannot_be_shared_is_said(runs: Path):
 
 
 def _state(run: Path) -> Path:
-    saved = Run.open(run).resumable()
+    saved = Run.open(run).resumable_checkpoint()
     assert saved is not None
     return saved.folder / "state"
 
