@@ -122,7 +122,7 @@ def test_a_tool_is_used_and_its_result_read(client: anthropic.Anthropic) -> None
     turns = [body, {"role": "assistant", "content": complete.content},
              {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]}]  # fmt: skip
     assert ask(client, messages=turns, tools=[WEATHER]).content[0].type == "text"
-    with pytest.raises(anthropic.BadRequestError, match="no message before it makes"):
+    with pytest.raises(anthropic.BadRequestError, match="in no message before it"):
         ask(client, messages=[body, turns[2]])
 
 
