@@ -232,7 +232,7 @@ def test_chat(unspool, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "stdin", "words"),
     [
-        (["Hi", "-t", "-1"], None, "temperature was -1"),
+        (["Hi", "-t", "-1"], None, "temperature must be >= 0, got -1"),
         (["Hi", "--top-p", "1.5"], None, "top_p was 1.5"),
         (["Hi", "--top-p", "much"], None, "--top-p"),
         (["Hi", "--stages", "top_q"], None, "unknown stage 'top_q'"),
