@@ -105,7 +105,9 @@ def test_a_bad_setting_is_said_in_its_column(page: Page, expected_errors: list[s
     view.get_by_label("Top-k of column 3").fill("many")
     view.get_by_role("button", name="Write all").click()
     written(view)
-    expect(column(view, 2).get_by_role("alert")).to_contain_text("emperature must be >= 0, got -3.0")
+    expect(column(view, 2).get_by_role("alert")).to_contain_text(
+        "emperature must be >= 0, got -3.0"
+    )
     expect(view.get_by_label("Temperature of column 2")).to_have_attribute("aria-invalid", "true")
     expect(column(view, 3).get_by_role("alert")).to_have_text(
         "Top-k was “many”; it must be a number."
