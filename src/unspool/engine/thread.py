@@ -30,6 +30,7 @@ class SupervisedThread:
         self._thread: threading.Thread | None = None
         self._process = os.getpid()  # the process that the thread lives in
         self._calling = False  # whether the thread runs a command of `call`
+        self._at_rest = False  # whether nothing was in flight when that command started
 
     # -- implemented by subclasses ------------------------------------------------------------
 
@@ -53,7 +54,8 @@ class SupervisedThread:
     def call(self, command: Callable[[], Result], *, at_rest: bool = True) -> Result:
         """Run a command on the thread between two rounds, and return its result.
 
-        A command may call others, which run immediately.
+        A command may call others, which run immediately; one that runs at rest settles first what
+        is in flight.
 
         Args:
             command: What to run.
@@ -64,12 +66,14 @@ class SupervisedThread:
             UnspoolError: Called on the engine's thread, but not by a command.
         """
         if self._calling and self._is_own_thread():
+            if at_rest and not self._at_rest:
+                self.finish_in_flight()
             return command()
         self.check_caller()
         future: Future[Result] = Future()
 
         def run() -> None:
-            self._calling = True
+            self._calling, self._at_rest = True, at_rest
             try:
                 future.set_result(command())
             except BaseException as error:

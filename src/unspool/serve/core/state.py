@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
@@ -61,12 +62,17 @@ class ServerState:
         self.startup_error: Exception | None = None  # why the first model could not be loaded
         self.num_watchers = 0
         self._extensions: dict[Hashable, Any] = {}
+        self._extending = threading.RLock()  # `make` may ask for another extension
 
     def extension(self, key: Hashable, make: Callable[[], Extension]) -> Extension:
-        """State of a dialect or feature: what `make` returned when `key` was first used."""
-        if key not in self._extensions:
-            self._extensions[key] = make()
-        return cast(Extension, self._extensions[key])
+        """State of a dialect or feature: what `make` returned when `key` was first used.
+
+        Thread-safe; `make` is called once.
+        """
+        with self._extending:
+            if key not in self._extensions:
+                self._extensions[key] = make()
+            return cast(Extension, self._extensions[key])
 
     @contextmanager
     def watcher(self) -> Iterator[None]:
