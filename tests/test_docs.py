@@ -75,16 +75,11 @@ def test_beyond_left_to_right(default_model: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_puzzle_pairs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.undo()  # by its name each is itself
-    text = section("beyond.md", "The puzzle pairs that come with Unspool")
+    text = section("beyond.md", "The Sudoku pair")
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile(block, "beyond.md", "exec"), {})
     filled, written, _ = capsys.readouterr().out.splitlines()
     assert len(filled.split()[0]) == 81 and written.split()[-1] in ("True", "False")
-    (block,) = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
-    from unspool.cli.main import _exit_code
-
-    for line in block.splitlines():
-        assert _exit_code(shlex.split(line.removeprefix("$ "))[1:]) == 0, line
 
 
 @pytest.mark.real
@@ -124,7 +119,7 @@ def test_thinking_in_python(capsys: pytest.CaptureFixture[str]):
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, "thinking.md", "exec"), names)
-    assert "Grown(node=1" in capsys.readouterr().out
+    assert "NodeAdded(node=1" in capsys.readouterr().out
 
 
 def test_the_table_of_policies_is_whole():
@@ -165,8 +160,7 @@ def test_python_guide_names_every_method():
     import unspool
 
     table = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    every = {**vars(unspool.LanguageModel), **vars(unspool.LanguageModel.__base__)}
-    methods = [name for name in every if not name.startswith("_")]
+    methods = [name for name in vars(unspool.LanguageModel) if not name.startswith("_")]
     assert len(methods) > 12
     for name in [*methods, "score", "attach", "close"]:
         assert re.search(rf"[`.]{name}\b", table), name

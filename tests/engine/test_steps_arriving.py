@@ -101,7 +101,7 @@ def test_without_the_cache_every_token_reads_the_whole_text(tiny_lm, monkeypatch
 
 
 def test_going_on_step_by_step(lm):
-    draft = lm.draft("The capital of Germany is", temperature=0, max_tokens=6)
+    draft = lm.prepare_generation("The capital of Germany is", temperature=0, max_tokens=6)
     assert not draft.steps and draft.prompt
     continued, steps = draft.start_resume()
     assert [step.token for step in continued.extend(steps)] == lm.generate(

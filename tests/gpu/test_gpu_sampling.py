@@ -84,7 +84,7 @@ def _sampled(batch: Any, settings_list: list[SamplingSettings], lengths: list[in
     """The same step, sampling after the last token of each row and returning its logits."""
     from dataclasses import replace
 
-    last = batch.starts[1:] - 1
+    last = batch.row_starts[1:] - 1
     return replace(
         batch, sample_indices=last, sampling=pick_rows(settings_list, lengths), logits_indices=last
     )

@@ -376,7 +376,7 @@ def test_the_command_opens_a_stored_run_with_its_own_model(root: Path, tmp_path:
     wrong = subprocess.run(
         [*command, "--run", str(tmp_path / "nothing")], capture_output=True, text=True, timeout=60
     )
-    assert wrong.returncode == 2 and "no training run" in wrong.stderr
+    assert wrong.returncode == 2 and "not a training run" in wrong.stderr
 
 
 # -- the real thing ----------------------------------------------------------------------------

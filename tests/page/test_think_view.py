@@ -175,7 +175,7 @@ def test_a_judge_that_fails_says_why(view: Locator) -> None:
     found(view, "best-of", judge="regex:", pattern=".", n="3")
     expect(view.locator(".think-card .think-score").first).to_have_text("1")
     ask(view, "vote", judge="vote:", pattern="no such words")
-    expect(view.get_by_role("alert")).to_contain_text("judge failed", timeout=SLOW)
+    expect(view.get_by_role("alert")).to_contain_text("verifier failed", timeout=SLOW)
     expect(view.locator(".think-card.failed .think-score").first).to_have_text("failed")
     view.locator(".think-card.failed").first.click()
     expect(number(view, "why")).not_to_be_empty()
@@ -203,7 +203,7 @@ def test_what_is_wrong_is_said_in_place(view: Locator, expected_errors: list[str
     ask(view, "best-of", judge="", n="99", budget="100")
     expect(view.get_by_role("alert")).to_contain_text("at most 16")
     ask(view, "beam", judge="regex:", pattern="a", budget="500")
-    expect(view.get_by_role("alert")).to_contain_text("judges only whole ones", ignore_case=True)
+    expect(view.get_by_role("alert")).to_contain_text("only scores finished ones", ignore_case=True)
 
 
 def test_what_can_be_chosen_is_what_the_server_knows(page: Page, view: Locator) -> None:

@@ -355,7 +355,7 @@ def real(default_model: Path) -> GrammarVocabulary:
     from unspool.model.gguf import GGUFFile
     from unspool.text.tokenizer.tokenizer import Tokenizer
 
-    return GrammarVocabulary.of(Tokenizer.from_gguf(GGUFFile(default_model).metadata))
+    return GrammarVocabulary.from_tokenizer(Tokenizer.from_gguf(GGUFFile(default_model).metadata))
 
 
 @pytest.mark.real
@@ -374,15 +374,15 @@ def test_real_drafts_masks_and_forced_agree(real: GrammarVocabulary) -> None:
     assert real.encode is not None
     draft = [*real.encode('{"name": "Ada", "age": 36, "tags": ["a", "b"]}'), real.end_ids[0]]
     state = start(GrammarSpec.json_schema(PERSON), real)
-    assert state.accepts(draft) == len(draft)
-    assert state.accepts([*draft[:3], 49_000, *draft[3:]]) == 3
+    assert state.num_accepted(draft) == len(draft)
+    assert state.num_accepted([*draft[:3], 49_000, *draft[3:]]) == 3
     for token in draft:
-        forced = state.forced()
-        assert state.accepts(forced) == len(forced)
+        forced = state.forced_tokens()
+        assert state.num_accepted(forced) == len(forced)
         assert state.mask()[token]
         state.advance(token)
     state.rewind(len(draft))
     assert (state.mask() == start(GrammarSpec.json_schema(PERSON), real).mask()).all()
-    forced = start(GrammarSpec.regex("The capital of Germany is (Berlin|Bonn)"), real).forced()
-    assert forced == real.encode("The capital of Germany is")
+    capital = start(GrammarSpec.regex("The capital of Germany is (Berlin|Bonn)"), real)
+    assert capital.forced_tokens() == real.encode("The capital of Germany is")
     assert not state.mask()[list(range(17))].any()  # control tokens

@@ -48,7 +48,7 @@ async def unload(registry):
 async def main():
     load = lambda: unspool.load(path, memory=64 << 20, threads=1)
     entries = [ModelEntry(name, load, size) for name in ("one", "two")]
-    registry = ModelRegistry(entries, room=size * 3 // 2)
+    registry = ModelRegistry(entries, model_memory=size * 3 // 2)
     idle = asyncio.ensure_future(registry.close_idle())
     async with registry.use(None):
         gc.freeze()

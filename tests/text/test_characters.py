@@ -60,9 +60,9 @@ def test_candidates_are_whole_characters_wherever_a_step_is_told(lm: Any):
     texts = [c.text for step in generation.steps for c in step.candidates]
     assert not any("\ufffd" in text for text in texts)
     last_step = next(step for step in generation.steps if step.text == "🍁")
-    assert last_step.begun == LEAF[: len(last_step.begun)] != b""
+    assert last_step.partial_utf8 == LEAF[: len(last_step.partial_utf8)] != b""
     for c in last_step.candidates:
-        assert c.text == readable(lm.tokenizer.token_bytes(c.token), last_step.begun)
+        assert c.text == readable(lm.tokenizer.token_bytes(c.token), last_step.partial_utf8)
     at = generation.steps.index(last_step)
     assert [c.text for c in generation.alternatives(at, 8)] == [
         c.text for c in last_step.candidates

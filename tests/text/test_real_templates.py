@@ -71,7 +71,7 @@ def test_published_templates(name: str) -> None:
 
     def begins(**options: Any) -> str:
         ids = chat.encode(ASKED[1:2], **options).ids
-        return format.start(ids, "".join(map(tokenizer.token_text, prompt_tail(ids)))).place
+        return format.start(ids, "".join(map(tokenizer.token_text, prompt_tail(ids)))).state
 
     assert begins() == place
     if place_off is not None:

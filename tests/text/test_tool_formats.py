@@ -126,7 +126,7 @@ def test_real_templates(family: str, name: str) -> None:
     prompt = ChatTemplate(tokenizer.chat_template, tokenizer).encode(messages, tools=tools)
     assert '"name": "weather"' in prompt.text and "Köln" in prompt.text and "noon" in prompt.text
     if family == "qwen":  # the template writes what its model is to write
-        written = format.written([{"name": "weather", "arguments": {"city": "Köln"}}])
+        written = format.write_calls([{"name": "weather", "arguments": {"city": "Köln"}}])
         assert written in prompt.text
     if family == "mistral":  # by ids: control tokens that have no text
         ids = prompt.ids[prompt.ids.index(format.controls["[TOOL_CALLS]"]) :]
@@ -167,7 +167,7 @@ def fits(lm: Any, grammar: str, text: str, controls: dict[str, int]) -> bool:
     ids: list[int] = []
     for i, part in enumerate(text.split("\0")):
         ids += [int(part)] if i % 2 else lm.tokenizer.encode(part)
-    return state.accepts(ids) == len(ids) and (state._follow(ids), state.is_complete)[1]
+    return state.num_accepted(ids) == len(ids) and (state._advance_many(ids), state.is_complete)[1]
 
 
 @pytest.mark.parametrize("name", ["generic", *TEMPLATES])
@@ -185,9 +185,9 @@ def test_grammars_take_calls_and_nothing_else(lm: Any, name: str, control: bool)
         call = {"name": "clock", "arguments": {}}
         other = {"name": "weather", "arguments": {"city": "Ulm"}}
         first, second, first_and_second = (
-            format.written(calls) for calls in ([call], [other], [call, other])
+            format.write_calls(calls) for calls in ([call], [other], [call, other])
         )
-        wrong = format.written([{**call, "name": "watch"}])
+        wrong = format.write_calls([{**call, "name": "watch"}])
     single = format.grammar([CLOCK, WEATHER], parallel=False)
     several = format.grammar([CLOCK, WEATHER], parallel=True)
     for text in (first, second):

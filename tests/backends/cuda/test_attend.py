@@ -113,9 +113,9 @@ def test_the_same_bits_alone_and_together_fresh_or_stored(
     for n, length in enumerate(lengths):
         alone = texts.copy()
         alone.qkv = alone.qkv[n : n + 1]
-        lines = texts.lines
+        rows, only = texts.lines, slice(n, n + 1)
         alone.lines = attention.DecodeRows(
-            lines.table, lines.lines[n : n + 1], lines.positions[n : n + 1], lines.ends[n : n + 1]
+            rows.table, rows.table_rows[only], rows.positions[only], rows.ends[only]
         )
         few = num_pieces(texts.layer, length)
         assert torch.equal(run(alone, True, pieces=few)[0][0], out[n])

@@ -207,7 +207,7 @@ def test_a_backend_may_be_made_in_inference_mode():
     for count in (17, 1, 1):
         batch = batch_of([(text, count)])
         text.read += count
-        last = batch.starts[1:] - 1
+        last = batch.row_starts[1:] - 1
         pick = pick_rows([SamplingSettings(temperature=0, presence_penalty=1)], [text.read])
         pick = replace(pick, history=np.array(text.tokens[: text.read]))
         pick.ints[:, HISTORY_END] = text.read

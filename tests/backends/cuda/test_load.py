@@ -170,7 +170,7 @@ def test_a_quantized_file_stays_packed(tmp_path, monkeypatch):
 
 def test_a_quantized_file_is_unpacked(tmp_path):
     plain = write_quantized(tmp_path / "m.gguf", {}, width=64, usual="Q8_0")
-    unpacked = loaded(tmp_path / "m.gguf", keep=False)
+    unpacked = loaded(tmp_path / "m.gguf", keep_packed=False)
     assert isinstance(unpacked.layers[0].down, PlainMatrix) and unpacked.precision == "float32"
     assert np.array_equal(unpacked.layers[0].down.weight.numpy(), plain["blk.0.ffn_down"])
 
