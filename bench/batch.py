@@ -23,13 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import unspool
-from unspool.scale.batch.job import LocalPool, job_identity, run_batch
+from unspool.scale.batch.job import LocalPool, WorkerActor, job_identity, run_batch
 from unspool.scale.batch.journal import Journal, unfinished_folder
-from unspool.scale.batch.plan import WorkerPlan
-from unspool.scale.batch.ray_pool import WorkerActor
-from unspool.scale.batch.rows import scan_input
-from unspool.scale.batch.settings import BatchSettings
-from unspool.scale.batch.worker import BatchWorker
+from unspool.scale.batch.rows import BatchSettings, scan_input
+from unspool.scale.batch.worker import BatchWorker, WorkerPlan
 
 THINGS = ("a river", "an old clock", "the moon", "a train", "a garden", "bread", "rain", "a map")
 WAYS = ("Describe", "Tell a story about", "Explain", "Praise", "Write a poem about")

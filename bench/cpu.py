@@ -257,8 +257,8 @@ def main() -> int:
     given = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers are ended too
     from unspool.loading import open_tokenizer
-    from unspool.model.checkpoint import open_checkpoint
-    from unspool.model.hub import find_model
+    from unspool.model.files.checkpoint import open_checkpoint
+    from unspool.model.hub.find import find_model
 
     given.environments.mkdir(parents=True, exist_ok=True)
     if given.random:

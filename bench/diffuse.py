@@ -28,7 +28,7 @@ import numpy as np
 
 import unspool
 from thinking.report import sheet
-from unspool.costing.part import Series
+from unspool.costs.part import Series
 
 PROMPTS = (
     "Why do leaves change color in fall?",

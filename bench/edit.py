@@ -34,8 +34,7 @@ import unspool
 from editing.errors import KINDS, Case, cases
 from editing.judging import HEAD, Judge, line, record, summary
 from fill import text_of, windows
-from unspool.decoding.edit.changes import ChangedText
-from unspool.decoding.edit.proposals import replacement_penalty
+from unspool.decoding.edit.edit import ChangedText, replacement_penalty
 
 
 def revisions(

@@ -25,11 +25,9 @@ from typing import Any
 import numpy as np
 
 import unspool
-from unspool.backends.base import StepLimits
-from unspool.backends.step import CompletedStep, StepBatch, StepResult, empty_ints
-from unspool.engine.ending import Limits
+from unspool.backends.step import CompletedStep, StepBatch, StepLimits, StepResult, empty_ints
 from unspool.engine.engine import Engine
-from unspool.engine.request import Request
+from unspool.engine.request import Limits, Request
 from unspool.sampling import SamplingSettings
 from unspool.sampling.guards import repetition_rate
 from unspool.sampling.picker import pick_tokens
@@ -289,8 +287,8 @@ def states() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from paged_texts import RandomCheckpoint, config
 
-    from unspool.backends.cpu.loaded import CpuModel
-    from unspool.model.recurrence import Recurrence
+    from unspool.backends.cpu.model import CpuModel
+    from unspool.model.config import Recurrence
 
     mamba = Recurrence(
         conv_kernel=4, key_heads=1, value_heads=16, key_width=128, value_width=64, conv_bias=True

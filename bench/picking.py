@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from unspool import native
-from unspool.sampling import Chain, RowInput, SamplingSettings, arrays, operations
+from unspool.sampling import Chain, RowInput, SamplingSettings, arrays
 
 OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 USUAL: dict[str, Any] = {
@@ -60,7 +60,7 @@ def best(chain: Chain, logits: Any, row: RowInput, top: int, explain: bool) -> f
 def main() -> None:
     kinds: dict[str, Any] = {"numpy": arrays.NumpyOperations()}
     if native.missing_reason() is None:
-        kinds = {"native": operations.numpy_operations(), **kinds}
+        kinds = {"native": arrays.numpy_operations(), **kinds}
     for width in (49_152, 151_936):
         logits = like_a_model(width)
         row = RowInput(np.random.default_rng(1).integers(0, width, 1000), 100)
@@ -71,7 +71,7 @@ def main() -> None:
             for top, explain in LOOKS:
                 times = []
                 for ops in kinds.values():
-                    operations._numpy = ops
+                    arrays._numpy = ops
                     chain = Chain(SamplingSettings(seed=1, **options))
                     times.append(f"{best(chain, logits, row, top, explain):,.0f}")
                 cells.append(" / ".join(times))

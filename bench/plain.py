@@ -121,8 +121,8 @@ class Side:
 
 def main(text_file: str | None) -> None:
     from unspool.loading import open_tokenizer
-    from unspool.model.checkpoint import open_checkpoint
-    from unspool.model.hub import find_model
+    from unspool.model.files.checkpoint import open_checkpoint
+    from unspool.model.hub.find import find_model
 
     path = find_model(None)
     tokenizer = open_tokenizer(open_checkpoint(path))

@@ -261,8 +261,8 @@ def main() -> int:
     if given.device != "cpu":
         return streams.measure(given)
     from unspool.loading import open_tokenizer
-    from unspool.model.checkpoint import open_checkpoint
-    from unspool.model.hub import find_model
+    from unspool.model.files.checkpoint import open_checkpoint
+    from unspool.model.hub.find import find_model
 
     gguf = find_model(given.model)
     tokenizer = open_tokenizer(open_checkpoint(gguf))

@@ -21,12 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import unspool
-from unspool.decoding.controller import SHAPES, DraftShape, FixedShape, RoundCosts, ShapeController
-from unspool.decoding.heads.drafter import HeadDrafter, load_head, shipped_head
-from unspool.decoding.speculative import make_drafter
-from unspool.engine.ending import Limits
+from unspool.decoding.speculative.controller import (
+    SHAPES,
+    DraftShape,
+    FixedShape,
+    RoundCosts,
+    ShapeController,
+)
+from unspool.decoding.speculative.drafters import make_drafter
+from unspool.decoding.speculative.head_drafter import HeadDrafter, load_head, shipped_head
 from unspool.engine.generation import Generation
-from unspool.engine.request import Request
+from unspool.engine.request import Limits, Request
 from unspool.sampling import SamplingSettings
 
 TOKENS = 48

@@ -26,9 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
-from unspool.engine.request import DraftTree, Request
+from unspool.engine.request import DraftTree, Limits, Request
 from unspool.sampling import Grammar, GrammarSpec, GrammarVocabulary, SamplingSettings
 from unspool.sampling.guards import GuardPolicy
 

@@ -39,7 +39,7 @@ from thinking.records import drawn_in
 from thinking.samples import draw_all
 from thinking.searches import POLICIES, search_all
 from thinking.tasks import Problem, prepare, read, turns, write
-from unspool.language_model import LanguageModel
+from unspool.lm import LanguageModel
 
 DEFAULT = "smollm2-135m"
 TINY: dict[str, Any] = {"samples": 4, "certain": 4, "budgets": [4], "problems": 3, "searched": 2}

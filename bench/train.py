@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from unspool.model.weights import parameter_count
 from unspool.train.data.batches import TrainingBatch
+from unspool.train.learning.model_size import ModelPlan, new_model
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import make_optimizers
-from unspool.train.learning.shape import ModelPlan, new_model
 from unspool.train.running.loop import Trainer, TrainSettings
 
 

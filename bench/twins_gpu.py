@@ -43,9 +43,9 @@ from unspool.errors import ModelFileError
 from unspool.train.export import export_folder
 from unspool.train.running.events import Event, StepLogged
 from unspool.train.running.runs import Run
-from unspool.train.twins.head_files import open_head, save_head
+from unspool.train.twins.data import CausalModel, load_sources
+from unspool.train.twins.draft_head import open_head, save_head
 from unspool.train.twins.settings import TwinSettings
-from unspool.train.twins.sources import CausalModel, load_sources
 from unspool.train.twins.twin import new_run, settings_of, train_twin
 
 # Minutes of training in all, if nothing is said.

@@ -46,7 +46,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def default_model() -> Path:
     """Where the default model lies; fetched the first time."""
-    from unspool.model.hub import find_model
+    from unspool.model.hub.find import find_model
 
     return find_model(None, progress=False)
 

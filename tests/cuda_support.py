@@ -15,12 +15,10 @@ import numpy as np
 import tiny
 from paged_texts import Library, host, read
 
-from unspool.backends.base import Backend, LoadedModel
-from unspool.backends.step import StepBatch
-from unspool.language_model import LanguageModel
+from unspool.backends.step import Backend, LoadedModel, StepBatch
+from unspool.lm import LanguageModel
 from unspool.loading import make_drafter_for
-from unspool.model.checkpoint import load_transformer, open_checkpoint
-from unspool.model.fingerprint import fingerprint
+from unspool.model.files.checkpoint import fingerprint, load_transformer, open_checkpoint
 from unspool.sampling import Chain, SamplingSettings
 from unspool.sampling.picker import POSITION, SamplingRows, encode_settings
 
@@ -34,7 +32,7 @@ def family(name: str, folder: Path) -> Any:
 
 
 def torch_model(checkpoint: Any, *, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
-    from unspool.backends.torch.loaded import TorchModel
+    from unspool.backends.torch.backend import TorchModel
 
     return TorchModel(load_transformer(checkpoint, dtype=dtype, device=device))
 
@@ -42,7 +40,7 @@ def torch_model(checkpoint: Any, *, dtype: str = "float32", device: str = "cpu")
 def cuda_model(
     checkpoint: Any, *, dtype: str = "float32", device: str = "cpu", exact: bool = False
 ) -> LoadedModel:
-    from unspool.backends.cuda.loaded import CudaModel
+    from unspool.backends.cuda.model import CudaModel
     from unspool.backends.cuda.weights import fuse_weights
 
     weights = fuse_weights(load_transformer(checkpoint, dtype=dtype, device=device))

@@ -9,8 +9,7 @@ import null_model
 import numpy as np
 
 import canvas_support as support
-from unspool.backends.base import StepLimits
-from unspool.backends.step import StepResult
+from unspool.backends.step import StepLimits, StepResult
 from unspool.engine.canvas import CanvasKind
 from unspool.engine.engine import Engine
 from unspool.model.adapters import Adapter

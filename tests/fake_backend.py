@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from unspool.backends.base import StepLimits
-from unspool.backends.step import BlockTable, CompletedStep, StepBatch, StepResult
+from unspool.backends.step import BlockTable, CompletedStep, StepBatch, StepLimits, StepResult
 from unspool.sampling.picker import pick_tokens
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from unspool.decoding.heads.files import BLOCKS, FORMAT, VERSION, WEIGHTS, HeadConfig
+from unspool.decoding.speculative.head import BLOCKS, FORMAT, VERSION, WEIGHTS, HeadConfig
 
 PROMPT = [7, 41, 99, 3, 150, 12, 200, 64, 31, 5, 18, 77, 240, 9, 11, 120, 33, 8, 54]
 IDS = np.sort(np.random.default_rng(3).permutation(259)[:200])

@@ -13,8 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from unspool.backends.base import StepLimits
-from unspool.backends.step import BlockTable, Ints, Observations, StepBatch, StepResult, empty_ints
+from unspool.backends.step import (
+    BlockTable,
+    Ints,
+    Observations,
+    StepBatch,
+    StepLimits,
+    StepResult,
+    empty_ints,
+)
 from unspool.sampling.picker import pick_tokens
 
 PAGE_SIZE = 4

@@ -8,9 +8,8 @@ import gguf
 import numpy as np
 from gguf.quants import quantize
 
-from unspool.model.block_types import UNSPOOL_BLOCK_BYTES
-from unspool.model.gguf import BLOCK_TYPES
-from unspool.model.stored import FileTensor
+from unspool.model.files.gguf import BLOCK_TYPES
+from unspool.model.files.stored import UNSPOOL_BLOCK_BYTES, FileTensor
 
 FLOATS = ("F32", "F16", "BF16")
 

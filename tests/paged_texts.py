@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from packing_support import FLOATS, SIZES, floats, halves_of, set_halves
 
-from unspool.backends.base import Backend
 from unspool.backends.step import (
+    Backend,
     Floats,
     Logits,
     Observations,
@@ -19,10 +19,8 @@ from unspool.backends.step import (
     StepBatch,
     TableUpdates,
 )
-from unspool.model.block_types import dequantize_blocks
-from unspool.model.config import ModelConfig
-from unspool.model.positions import Rotary
-from unspool.model.stored import FileTensor
+from unspool.model.config import ModelConfig, Rotary
+from unspool.model.files.stored import FileTensor, dequantize_blocks
 from unspool.model.weights import weight_shapes
 
 PAGE = 16

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from paged_texts import Library, look
 
-from unspool.backends.base import Backend
-from unspool.backends.step import Observations, ObserveRequest
+from unspool.backends.step import Backend, Observations, ObserveRequest
 
 # Configurations that no family has, and every backend must support.
 ODD_SHAPES: dict[str, dict[str, Any]] = {

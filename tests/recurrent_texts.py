@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from paged_texts import Library, RandomCheckpoint, Text, batch_of, config, host
 
-from unspool.backends.base import Backend
-from unspool.backends.cpu.loaded import CpuModel
-from unspool.backends.step import Floats, Observations, ObserveRequest
-from unspool.backends.torch.loaded import TorchModel
-from unspool.model.checkpoint import load_transformer
-from unspool.model.recurrence import Recurrence
+from unspool.backends.cpu.model import CpuModel
+from unspool.backends.step import Backend, Floats, Observations, ObserveRequest
+from unspool.backends.torch.backend import TorchModel
+from unspool.model.config import Recurrence
+from unspool.model.files.checkpoint import load_transformer
 
 VOCABULARY = 67
 _DELTA = Recurrence(conv_kernel=4, key_heads=2, value_heads=4, key_width=24, value_width=40)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from unspool.serve.core.registry import ModelEntry, ModelRegistry
-from unspool.serve.core.state import ServerState
-from unspool.serve.http import server as serving
-from unspool.serve.http.app import create_app
-from unspool.serve.http.listening import bind_socket
-from unspool.serve.http.settings import ServerSettings
+from unspool.server.app import create_app
+from unspool.server.http import server as serving
+from unspool.server.http.settings import ServerSettings
+from unspool.server.http.sockets import bind_socket
+from unspool.server.runtime.registry import ModelEntry, ModelRegistry
+from unspool.server.runtime.state import ServerState
 
 
 @dataclass

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from unspool.backends.base import LoadedModel
-from unspool.backends.step import Ints, Logits, StepBatch, TableUpdates, empty_ints
+from unspool.backends.step import Ints, LoadedModel, Logits, StepBatch, TableUpdates, empty_ints
 
 _MAX_PAGE = 256  # tokens: memory for one partly filled page
 _MAX_STATES = 32

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from unspool.model.run_folder import runs_folder
+from unspool.model.hub.find import runs_folder
 from unspool.train.running.runs import Run
 
 STEPS = 10_000

@@ -20,12 +20,11 @@ from hypothesis.stateful import (
 from null_model import logits_after
 
 from recurrent_null import RecurrentNull, spread
-from unspool.backends.base import StepLimits
-from unspool.engine.branch import Branch
-from unspool.engine.ending import Limits
+from unspool.backends.step import StepLimits
 from unspool.engine.engine import Engine
-from unspool.engine.request import DraftTree, Request
-from unspool.engine.state_policy import max_recomputed
+from unspool.engine.request import DraftTree, Limits, Request
+from unspool.engine.states import max_recomputed
+from unspool.engine.tree import Branch
 from unspool.sampling import SamplingSettings
 
 END = 1

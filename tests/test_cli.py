@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from unspool.cli.main import _exit_code
-from unspool.decoding.beam import beam_search
+from unspool.decoding.search.beam import beam_search
 
 pytestmark = pytest.mark.real
 

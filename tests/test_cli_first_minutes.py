@@ -115,7 +115,7 @@ def test_a_number_agrees_with_its_noun():
 
 
 def test_a_single_token_has_no_perplexity():
-    from unspool.engine.steps import Score, TokenScore
+    from unspool.engine.results import Score, TokenScore
 
     score = Score([TokenScore(5, "a", None, None, None)])
     assert "nan" not in repr(score) and "1 token," in repr(score)
@@ -244,7 +244,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         looked.append(given)
         raise UnspoolError("no model was to be looked for")
 
-    for module in ("unspool.loading", "unspool.model.hub"):  # the one that imports goes first
+    for module in ("unspool.loading", "unspool.model.hub.find"):  # the one that imports goes first
         monkeypatch.setattr(f"{module}.find_model", find)
     return looked
 
@@ -304,8 +304,8 @@ def test_a_host_or_a_port_that_cannot_be():
 
 def test_a_port_that_is_not_for_everyone(monkeypatch: pytest.MonkeyPatch):
     from unspool.errors import UnspoolError
-    from unspool.serve.http.listening import ListeningSocket, bind_socket
-    from unspool.serve.http.settings import ServerSettings
+    from unspool.server.http.settings import ServerSettings
+    from unspool.server.http.sockets import ListeningSocket, bind_socket
 
     def bind(self: Any, address: Any) -> None:
         raise PermissionError(13, "Permission denied")

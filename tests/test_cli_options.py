@@ -77,8 +77,8 @@ def test_remarks_of_loading_are_lines_on_stderr(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.real
 def test_models_plan_shows_the_native_plan(monkeypatch: pytest.MonkeyPatch, capfd: Any):
-    module = ModuleType("unspool.backends.cpu.plan_builder")
+    module = ModuleType("unspool.backends.cpu.plan")
     module.format_plan = lambda checkpoint: f"plan of {checkpoint.path.name}"  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "unspool.backends.cpu.plan_builder", module)
+    monkeypatch.setitem(sys.modules, "unspool.backends.cpu.plan", module)
     assert _exit_code(["models", "plan"]) == 0
     assert capfd.readouterr().out.strip() == "plan of SmolLM2-135M-Instruct.Q4_1.gguf"

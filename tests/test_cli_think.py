@@ -17,7 +17,7 @@ import unspool as package
 from decoding.worded import save_chatty
 from unspool.cli.main import _exit_code
 from unspool.cli.think_view import TreeView
-from unspool.decoding.think.events import (
+from unspool.decoding.search.tree import (
     BudgetUsed,
     NodeAdded,
     NodePruned,
@@ -113,7 +113,7 @@ def test_ctrl_c_keeps_what_was_seen(
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
 
-    monkeypatch.setattr("unspool.decoding.think.judges.checkers.answers", interrupted)
+    monkeypatch.setattr("unspool.decoding.search.checkers.answers", interrupted)
     file = tmp_path / "search.json"
     code, out, _ = run("Plan", *USUAL, "--judge", "regex:e", "--trace", str(file))
     saved = json.loads(file.read_text())

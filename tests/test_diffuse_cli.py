@@ -85,7 +85,7 @@ def test_a_line_for_each_pass_as_json(command: Any):
 
 def test_a_screen_shows_masked_places_as_they_fill(words: Any):
     from unspool.cli.diffuse import picture
-    from unspool.decoding.passes import MASK
+    from unspool.decoding.diffusion.result import MASK
 
     passes = list(words.stream_diffusion(PROMPT, max_tokens=6, k=2, order="fixed", remask=0.9))
     first, last = picture(words, passes[0]), picture(words, passes[-1])

@@ -123,7 +123,7 @@ def test_thinking_in_python(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_table_of_policies_is_whole():
-    from unspool.decoding.think.think import POLICIES, policy_options
+    from unspool.decoding.search.think import POLICIES, policy_options
 
     rows = re.findall(r"^\| `([a-z-]+)` \|(.*)$", section("thinking.md", "Policies"), re.MULTILINE)
     assert [name for name, _ in rows] == list(POLICIES)
@@ -149,7 +149,7 @@ def test_thinking_on_the_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_table_of_judges_is_whole():
-    from unspool.decoding.think.judges.names import VERIFIER_NAMES
+    from unspool.decoding.search.think import VERIFIER_NAMES
 
     table = section("thinking.md", "Judges")
     for name in VERIFIER_NAMES:

@@ -17,9 +17,9 @@ from catalogue_shapes import SHAPES
 from unspool.cli.main import _exit_code
 from unspool.errors import SettingsError
 from unspool.model.config import ModelConfig
-from unspool.model.config_hf import config_from_hf
-from unspool.model.fitting import PROCESS, plan_memory
-from unspool.model.memory import parse_size
+from unspool.model.files.config_json import config_from_hf
+from unspool.model.hub.inspect import PROCESS, plan_memory
+from unspool.model.hub.memory import parse_size
 from unspool.model.weights import parameter_count
 
 GB = 1_000_000_000

@@ -284,7 +284,7 @@ def test_only_generate_and_chat_take_lists(tiny_lm: Any, ask: str):
 
 
 def test_none_is_the_usual_value(tiny_lm: Any):
-    from unspool.engine.options import NAMES
+    from unspool.engine.request import NAMES
 
     usual = tiny_lm.generate(PROMPT, seed=3)
     text = tiny_lm.generate(PROMPT, **{**dict.fromkeys(NAMES), "seed": 3})
@@ -294,7 +294,7 @@ def test_none_is_the_usual_value(tiny_lm: Any):
 
 def test_the_options_are_listed_once_and_completely(tiny_lm: Any):
     """What is typed is what is accepted: every name builds a request, every setting has a name."""
-    from unspool.engine.options import NAMES, Options, SamplingOptions
+    from unspool.engine.request import NAMES, Options, SamplingOptions
     from unspool.sampling import SamplingSettings
 
     fields = {field.name: field.default for field in dataclasses.fields(SamplingSettings)}
@@ -373,7 +373,7 @@ def test_a_list_of_prompts_is_one_batch(tiny_lm: Any):
 
 
 def test_more_prompts_than_may_wait(tiny_lm: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("unspool.decoding.together._MAX_SUBMITTED", 4)
+    monkeypatch.setattr("unspool.decoding.batch._MAX_SUBMITTED", 4)
     prompts = [[5, n] for n in range(40)]
     texts = tiny_lm.generate(prompts, max_tokens=3, seed=1)
     assert [list(text.prompt) for text in texts] == prompts

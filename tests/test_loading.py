@@ -14,8 +14,7 @@ import tiny
 
 import unspool
 from unspool.backends import placement
-from unspool.backends.placement import Placement, PlacementChoice
-from unspool.backends.torch.available import TorchMissingError
+from unspool.backends.placement import Placement, PlacementChoice, TorchMissingError
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
 from unspool.loading import load_weights, make_drafter_for
 
@@ -67,7 +66,7 @@ def test_a_driver_without_torch_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("native", "gpu")
 def test_a_gpu_is_used_unless_native_is_asked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("unspool.backends.cuda.available.why_unavailable", lambda device: None)
+    monkeypatch.setattr("unspool.backends.cuda.availability.why_unavailable", lambda device: None)
     assert Placement().resolve() == PlacementChoice("cuda", "cuda")
     assert Placement(quantize=4, backend="cuda").resolve() == PlacementChoice("cuda", "cuda")
     assert Placement(device="cuda:1").resolve() == PlacementChoice("cuda", "cuda:1")
@@ -82,7 +81,7 @@ def test_a_gpu_is_used_unless_native_is_asked_for(monkeypatch: pytest.MonkeyPatc
 def test_a_gpu_that_our_kernels_do_not_know(monkeypatch: pytest.MonkeyPatch):
     """Plain torch runs there, with a hint."""
     reason = "Triton is not installed"
-    monkeypatch.setattr("unspool.backends.cuda.available.why_unavailable", lambda device: reason)
+    monkeypatch.setattr("unspool.backends.cuda.availability.why_unavailable", lambda device: reason)
     choice = Placement().resolve()
     assert choice[:2] == ("torch", "cuda") and reason in str(choice.remark)
     assert Placement(backend="torch").resolve() == PlacementChoice(
@@ -97,7 +96,7 @@ def test_a_gpu_that_our_kernels_do_not_know(monkeypatch: pytest.MonkeyPatch):
 def test_what_is_in_the_way_of_our_kernels(monkeypatch: pytest.MonkeyPatch):
     import torch
 
-    from unspool.backends.cuda.available import why_unavailable
+    from unspool.backends.cuda.availability import why_unavailable
 
     assert "got 'mps'" in str(why_unavailable("mps"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
@@ -174,9 +173,9 @@ def test_what_the_native_backend_is_asked_for(
     options: dict[str, Any], store: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     recorded = {}
-    module = ModuleType("unspool.backends.cpu.loaded")
+    module = ModuleType("unspool.backends.cpu.model")
     module.load_cpu = lambda checkpoint, **options: recorded.update(options)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "unspool.backends.cpu.loaded", module)
+    monkeypatch.setitem(sys.modules, "unspool.backends.cpu.model", module)
     load_weights(SimpleNamespace(), Placement(**options), PlacementChoice("native", "cpu"))  # type: ignore[arg-type]
     bits = options.get("kv_bits", 32 if store == "float32" else 16)
     assert recorded == {"store": store, "threads": options.get("threads"), "kv_bits": bits}
@@ -204,7 +203,8 @@ def test_another_model_comes_the_same_way(tiny_lm: Any, monkeypatch: pytest.Monk
     recorded: list[dict[str, Any]] = []
     monkeypatch.setattr("unspool.loading.load", lambda name, **options: recorded.append(options))
     monkeypatch.setattr(
-        "unspool.decoding.speculative.make_drafter", lambda speculate, lm, load: load(speculate)
+        "unspool.decoding.speculative.drafters.make_drafter",
+        lambda speculate, lm, load: load(speculate),
     )
     tiny_lm.drafter("x")
     fake = SimpleNamespace(config=tiny_lm.config, device="cpu")
@@ -245,11 +245,11 @@ import numpy as np, unspool
 root = pathlib.Path(unspool.__file__).parent
 for file in root.rglob('*.py'):
     name = '.'.join(('unspool', *file.relative_to(root).with_suffix('').parts))
-    torches = ('unspool.backends.torch.', 'unspool.backends.cuda.', 'unspool.model.transformer',
-               'unspool.model.layers.', 'unspool.decoding.heads.captured',
+    torches = ('unspool.backends.torch.', 'unspool.backends.cuda.', 'unspool.model.layers.transformer',
+               'unspool.model.layers.', 'unspool.decoding.speculative.head_cuda',
                'unspool.train.')
     # The server and the page read runs, whatever can train them.
-    without = ('unspool.train.data.', 'unspool.train.running.runs', 'unspool.train.judging.')
+    without = ('unspool.train.data.', 'unspool.train.running.runs', 'unspool.train.evaluation.')
     if not name.startswith(torches) or name.startswith(without):
         if not name.endswith(('__init__', '__main__')):
             importlib.import_module(name)

@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from unspool.text.tools.calls import (
+from unspool.text.tools.formats import ToolFormat, ToolSpec, tool_format
+from unspool.text.tools.parser import (
     Piece,
     TextPiece,
     ToolCallArguments,
@@ -14,7 +15,6 @@ from unspool.text.tools.calls import (
     ToolCallParser,
     ToolCallStart,
 )
-from unspool.text.tools.formats import ToolFormat, ToolSpec, tool_format
 
 CITY = {
     "type": "object",

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from editing.errors import Case, outcome
-from unspool.decoding.edit.doubt import document_score
+from unspool.decoding.edit.edit import document_score
 
 Rows = np.ndarray[Any, np.dtype[np.float64]]
 _ROUNDS = 4_000  # of the bootstrap

@@ -25,8 +25,8 @@ from fleets.fitting import Measured, fit
 from fleets.real import Client, RealFleet, RealReplica
 from fleets.replica import Replica
 from fleets.requests import Request
-from unspool.costing.machine import processor_name
-from unspool.scale.routing import RoundRobin
+from unspool.costs.measuring import processor_name
+from unspool.scale.replicas.routing import RoundRobin
 
 SHORT = 64  # tokens of a prompt that is read in no time worth the name
 MOST = 4  # times that a kind of step counts, however often it was measured

@@ -26,7 +26,7 @@ from fleets.requests import Request
 from fleets.simulate import Router
 from fleets.trace import Session
 from serving.servers import free_port
-from unspool.scale.routing import page_hashes
+from unspool.scale.replicas.routing import page_hashes
 
 STARTS_WITHIN_S, ENDS_WITHIN_S, ANSWERS_WITHIN_S = 180.0, 60.0, 600.0
 

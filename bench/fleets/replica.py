@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from fleets.costs import StepCosts
 from fleets.requests import Request
-from unspool.backends.base import StepLimits
+from unspool.backends.step import StepLimits
 from unspool.engine.scheduler import EngineTask, Scheduler
 from unspool.engine.tree import Tree
 

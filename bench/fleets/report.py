@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from fleets.studies import Row
 from thinking.report import Panel, sheet
-from unspool.costing.part import Series
+from unspool.costs.part import Series
 
 Column = tuple[str, Callable[[Row], str]]
 

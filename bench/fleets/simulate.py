@@ -19,11 +19,11 @@ from fleets.replica import Replica
 from fleets.requests import Request
 from fleets.scaling import Autoscaler, Scaling
 from fleets.trace import Session
-from unspool.scale.routing import PrefixRouter, RoundRobin, page_hashes
+from unspool.scale.replicas.routing import PrefixRouter, RoundRobin, page_hashes
 
 
 class Router(Protocol):
-    """What `unspool.scale.routing` has several of."""
+    """What `unspool.scale.replicas.routing` has several of."""
 
     def add(self, replica: str) -> None: ...
 

@@ -12,8 +12,8 @@ def transformer(shape: dict[str, Any], dtype: str, device: str) -> Any:
     """The plain transformer, made on the device; its texts wander."""
     import torch
 
-    from unspool.model.config_hf import config_from_hf
-    from unspool.model.transformer import Transformer
+    from unspool.model.files.config_json import config_from_hf
+    from unspool.model.layers.transformer import Transformer
 
     config = config_from_hf(shape)
     torch.manual_seed(0)
@@ -35,10 +35,10 @@ def loaded(shape: dict[str, Any], dtype: str, device: str, backend: str, exact: 
     """The model on one of our backends: cuda, or torch (the plain path)."""
     plain = transformer(shape, dtype, device)
     if backend == "torch":
-        from unspool.backends.torch.loaded import TorchModel
+        from unspool.backends.torch.backend import TorchModel
 
         return TorchModel(plain)
-    from unspool.backends.cuda.loaded import CudaModel
+    from unspool.backends.cuda.model import CudaModel
     from unspool.backends.cuda.weights import fuse_weights
 
     more = {"exact": True} if exact else {}

@@ -171,7 +171,7 @@ class Ours:
 def load_from_disk(part: Part, place: Place) -> dict[str, Any]:
     """Seconds from `unspool.load` to the first token, beside plainly reading the files."""
     import unspool
-    from unspool.model.checkpoint import save_checkpoint
+    from unspool.model.files.checkpoint import save_checkpoint
 
     plain = models.transformer(shape_of(part, place.small), place.dtype, place.device)
     with _scratch(place.scratch, shared_memory=False) as folder:
@@ -259,6 +259,6 @@ def empty() -> None:
 
 
 def _language_model(model: Any, context: int) -> Any:
-    from unspool.language_model import LanguageModel
+    from unspool.lm import LanguageModel
 
     return LanguageModel(model, None, context=context)

@@ -14,15 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from unspool.backends.base import StepLimits
-from unspool.backends.step import StepBatch, StepResult
-from unspool.language_model import LanguageModel
+from unspool.backends.step import StepBatch, StepLimits, StepResult
+from unspool.lm import LanguageModel
 from unspool.model.config import ModelConfig
-from unspool.serve.core.registry import ModelEntry, ModelRegistry
-from unspool.serve.http import server
-from unspool.serve.http.app import create_app
-from unspool.serve.http.listening import bind_socket
-from unspool.serve.http.settings import ServerSettings
+from unspool.server.app import create_app
+from unspool.server.http import server
+from unspool.server.http.settings import ServerSettings
+from unspool.server.http.sockets import bind_socket
+from unspool.server.runtime.registry import ModelEntry, ModelRegistry
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from thinking.tasks import Problem
-from unspool.decoding.together import run_all
-from unspool.decoding.written import HeldBranches
+from unspool.decoding.batch import run_all
+from unspool.decoding.branches import HeldBranches
 from unspool.engine.generation import Generation
-from unspool.language_model import LanguageModel
+from unspool.lm import LanguageModel
 
 SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.95, "top_k": 0, "min_p": 0.0}
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from thinking.records import CHOICES, Choice, Drawn, Sample, Searched
-from unspool.costing.statistics import bootstrap_means
+from unspool.costs.part import bootstrap_means
 
 ONE, GREEDY = "one sample", "greedy"
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from thinking.curves import GREEDY, ONE, curves, voting
 from thinking.records import Drawn, drawn_in, searched_in
-from unspool.costing import svg
-from unspool.costing.part import Series
-from unspool.costing.style import COLOURS, PLOTS
+from unspool.costs import html
+from unspool.costs.html import COLOURS, PLOTS
+from unspool.costs.part import Series
 from unspool.notebook import escape_html
 
 Results = dict[str, Any]
@@ -151,7 +151,7 @@ def vote_panel(model: str, told: dict[str, Any]) -> Panel:
 def sheet(panels: Sequence[Panel], columns: int = 3) -> str:
     """Panels side by side in one SVG with one legend, readable in light and dark."""
     names = list(dict.fromkeys(s.name for _, lines in panels for s in lines if s.kind == "line"))
-    width, height, head = svg.WIDTH, svg.HEIGHT + 30, 26 * -(-len(names) // 3) + 10
+    width, height, head = html.WIDTH, html.HEIGHT + 30, 26 * -(-len(names) // 3) + 10
     columns = min(columns, len(panels))
     total = (columns * width, head + -(-len(panels) // columns) * height)
     parts = [
@@ -162,7 +162,7 @@ def sheet(panels: Sequence[Panel], columns: int = 3) -> str:
     for number, name in enumerate(names):
         x, y = 20 + number % 3 * (total[0] - 20) / 3, 8 + number // 3 * 26
         parts.append(
-            f'<rect x="{x}" y="{y}" width="18" height="10" style="fill:{svg.colour(number)}"/>'
+            f'<rect x="{x}" y="{y}" width="18" height="10" style="fill:{html.colour(number)}"/>'
             f'<text x="{x + 26}" y="{y + 10}" style="fill:var(--ink)">{escape_html(name)}</text>'
         )
     for number, (title, lines) in enumerate(panels):
@@ -170,8 +170,8 @@ def sheet(panels: Sequence[Panel], columns: int = 3) -> str:
         parts.append(
             f'<text x="{x + 58}" y="{y + 20}" style="fill:var(--ink)">{escape_html(title)}</text>'
         )
-        picture = svg.plot(_in_order(lines, names))
-        place = f'<svg x="{x}" y="{y + 26}" width="{width}" height="{svg.HEIGHT}" '
+        picture = html.plot(_in_order(lines, names))
+        place = f'<svg x="{x}" y="{y + 26}" width="{width}" height="{html.HEIGHT}" '
         parts.append(picture.replace("<svg ", place, 1))
     return "".join([*parts, "</svg>"])
 

@@ -15,10 +15,10 @@ from thinking.asking import drawn, prompt_of
 from thinking.checks import answer_of, score
 from thinking.records import Drawn, Sample, append, drawn_in
 from thinking.tasks import Problem
-from unspool.decoding.think.judge import CertaintyVerifier
-from unspool.decoding.written import mean_logprob
+from unspool.decoding.branches import mean_logprob
+from unspool.decoding.search.verifiers import CertaintyVerifier
 from unspool.engine.generation import Generation
-from unspool.language_model import LanguageModel
+from unspool.lm import LanguageModel
 
 
 def draw_all(

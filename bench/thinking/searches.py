@@ -18,10 +18,9 @@ from thinking.asking import options_of, prompt_of
 from thinking.checks import is_right, score
 from thinking.records import Drawn, Searched, append, searched_in
 from thinking.tasks import Problem
-from unspool.decoding.think.judge import Verifier
-from unspool.decoding.think.judges.function import FunctionVerifier
+from unspool.decoding.search.verifiers import FunctionVerifier, Verifier
 from unspool.errors import UnspoolError
-from unspool.language_model import LanguageModel
+from unspool.lm import LanguageModel
 
 # For models without think tags: how a text begins to think, and how it comes to its answer.
 TAGS = ("Let's think step by step.", "So the answer is")

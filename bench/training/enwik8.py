@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from unspool.model.config import ModelConfig
-from unspool.model.transformer import Transformer
+from unspool.model.layers.transformer import Transformer
 from unspool.model.weights import parameter_count
 from unspool.train.data.batches import PackedBatches, TrainingBatch
-from unspool.train.data.shards import PackedDocuments
+from unspool.train.data.prepared import PackedDocuments
+from unspool.train.learning.model_size import new_config, new_model, rates_for
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import make_optimizers
-from unspool.train.learning.shape import new_config, new_model, rates_for
 from unspool.train.running.events import Event, StepLogged
 from unspool.train.running.loop import Trainer, TrainSettings
 

@@ -18,10 +18,16 @@ import torch
 from unspool.model.config import ModelConfig
 from unspool.model.weights import parameter_count
 from unspool.train.data.batches import TrainingBatch
-from unspool.train.learning.flops import device_peak, mfu, training_flops
+from unspool.train.learning.model_size import (
+    device_peak,
+    mfu,
+    new_config,
+    new_model,
+    rates_for,
+    training_flops,
+)
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import make_optimizers
-from unspool.train.learning.shape import new_config, new_model, rates_for
 from unspool.train.running.loop import Trainer, TrainSettings
 
 # The kernels of each kind, by parts of their names; the first that fits.

@@ -14,8 +14,12 @@ from torch import Tensor
 
 from twins.models import Pair, best, surprises
 from unspool.train.data.batches import TrainingBatch
-from unspool.train.twins.block import document_ids
-from unspool.train.twins.halves import CleanNoisyPasses, block_starts, document_starts
+from unspool.train.twins.objectives import (
+    CleanNoisyPasses,
+    block_starts,
+    document_ids,
+    document_starts,
+)
 
 SIZES = (4, 8, 16, 32)
 

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unspool.model.transformer import Transformer
+from unspool.model.layers.transformer import Transformer
 from unspool.train.data.batches import TrainingBatch
-from unspool.train.twins.draft import DraftHead, UnrolledDrafts, answer_mask
-from unspool.train.twins.head_files import open_head
+from unspool.train.twins.draft_head import DraftHead, UnrolledDrafts, answer_mask, open_head
 
 AHEAD = 7
 

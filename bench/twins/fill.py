@@ -9,8 +9,7 @@ from torch import Tensor
 
 from twins.models import Pair, best, surprises
 from unspool.train.data.batches import TrainingBatch
-from unspool.train.twins.fill import FillTwinObjective
-from unspool.train.twins.halves import CleanNoisyPasses
+from unspool.train.twins.objectives import CleanNoisyPasses, FillTwinObjective
 
 HOLES = (1, 2, 4, 8)
 _CANDIDATES = 20

@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from unspool.model.adapters import is_adapter, read_adapter
-from unspool.model.checkpoint import load_transformer, open_checkpoint, save_weights
-from unspool.model.transformer import Transformer
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint, save_weights
+from unspool.model.layers.transformer import Transformer
 from unspool.train.data.batches import TrainingBatch
 from unspool.train.data.tokenizer import TokenizerSettings, save_tokenizer_files, train_bpe
-from unspool.train.learning.cross_entropy import token_losses
+from unspool.train.evaluation.held_out import on_device
 from unspool.train.learning.lora import LoraConfig, add_lora, load_adapter
-from unspool.train.learning.shape import new_config, new_model
-from unspool.train.running.held_out import on_device
-from unspool.train.twins.mixture import Mixture
-from unspool.train.twins.sources import CausalModel, Sources
+from unspool.train.learning.model_size import new_config, new_model
+from unspool.train.learning.objectives import token_losses
+from unspool.train.twins.data import CausalModel, Mixture, Sources
 
 
 @dataclass(frozen=True)

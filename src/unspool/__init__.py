@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from unspool.errors import BatchError, ContextError, ModelFileError, SettingsError, UnspoolError
 
 if TYPE_CHECKING:
-    from unspool.costing.measuring import costs
-    from unspool.decoding.fill.gaps import gap
+    from unspool.costs.measuring import costs
+    from unspool.decoding.infill.gaps import gap
     from unspool.engine.generation import Generation, Generations
-    from unspool.engine.options import Options
-    from unspool.engine.steps import Score, Step
-    from unspool.language_model import LanguageModel
+    from unspool.engine.request import Options
+    from unspool.engine.results import Score, Step
+    from unspool.lm import LanguageModel
     from unspool.loading import load
     from unspool.text.tokenizer.tokenizer import Tokenizer
 
@@ -45,15 +45,15 @@ __all__ = [
 ]
 
 _MODULES = {  # of names that are imported when they are first used
-    "costs": "unspool.costing.measuring",
-    "gap": "unspool.decoding.fill.gaps",
+    "costs": "unspool.costs.measuring",
+    "gap": "unspool.decoding.infill.gaps",
     "load": "unspool.loading",
-    "LanguageModel": "unspool.language_model",
+    "LanguageModel": "unspool.lm",
     "Generation": "unspool.engine.generation",
     "Generations": "unspool.engine.generation",
-    "Options": "unspool.engine.options",
-    "Score": "unspool.engine.steps",
-    "Step": "unspool.engine.steps",
+    "Options": "unspool.engine.request",
+    "Score": "unspool.engine.results",
+    "Step": "unspool.engine.results",
     "Tokenizer": "unspool.text.tokenizer.tokenizer",
 }
 

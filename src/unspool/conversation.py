@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from unspool.engine.generation import Generation
-from unspool.engine.options import Options
-from unspool.engine.steps import Step
-from unspool.engine.stream import StepStream
+from unspool.engine.request import Options
+from unspool.engine.request_builder import as_strings
+from unspool.engine.results import Step, StepStream
 from unspool.errors import UnspoolError
-from unspool.request_options import as_strings
 from unspool.session import Session
 
 

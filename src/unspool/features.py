@@ -53,19 +53,19 @@ FEATURES = (
     Feature(
         name="train",
         commands=(Command("train", "unspool.cli.train.group:train", "Train", is_group=True),),
-        routes=(RouteGroup(("/v1/runs",), ("unspool.serve.runs.endpoints:router",)),),
-        models=(ModelFinder(r".+@[0-9]{1,12}", "unspool.serve.runs.library:find_checkpoint"),),
+        routes=(RouteGroup(("/v1/runs",), ("unspool.train.routes:router",)),),
+        models=(ModelFinder(r".+@[0-9]{1,12}", "unspool.train.routes:find_checkpoint"),),
         page_views=("learn",),
     ),
     Feature(
         name="puzzles",
-        routes=(RouteGroup(("/v1/puzzles",), ("unspool.serve.puzzles:router",)),),
+        routes=(RouteGroup(("/v1/puzzles",), ("unspool.train.puzzle_routes:router",)),),
         page_views=("twins",),
     ),
     Feature(
         name="costs",
         commands=(Command("costs", "unspool.cli.costs:costs", "Look"),),
-        routes=(RouteGroup(("/v1/costs",), ("unspool.serve.costs:router",)),),
+        routes=(RouteGroup(("/v1/costs",), ("unspool.costs.routes:router",)),),
         page_views=("measure",),
     ),
     Feature(

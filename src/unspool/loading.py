@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unspool.backends.placement import Placement, PlacementChoice
-from unspool.backends.torch import torchrun
-from unspool.collecting import gc_paused
+from unspool.backends.torch.parallel import worker
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
+from unspool.gc_pause import gc_paused
 from unspool.model.adapters import base_model_of, is_adapter
-from unspool.model.checkpoint import (
+from unspool.model.files.checkpoint import (
     Checkpoint,
     GGUFCheckpoint,
     load_transformer,
     open_checkpoint,
 )
-from unspool.model.hub import find_model
+from unspool.model.hub.find import find_model
 
 if TYPE_CHECKING:
-    from unspool.backends.base import LoadedModel
+    from unspool.backends.step import LoadedModel
     from unspool.engine.request import Drafter, DraftMaker
-    from unspool.language_model import LanguageModel
+    from unspool.lm import LanguageModel
     from unspool.session import Session, Speculate
     from unspool.text.tokenizer.tokenizer import Tokenizer
 
@@ -95,7 +95,7 @@ def load(
     )
     choice = placement.resolve()
     if placement.num_ranks > 1:
-        torchrun.run_worker_unless_rank_zero()
+        worker.run_worker_unless_rank_zero()
     path = find_model(model, offline=offline, progress=progress)
     if is_adapter(path):  # load its base model with the adapter
         name = base_model_of(path)
@@ -114,7 +114,7 @@ def load(
             context = min(context, checkpoint.config.context)  # the table has no more positions
         name = "" if model is None else str(model)
         weights = load_weights(checkpoint, placement, choice, progress=progress, name=name)
-        from unspool.language_model import LanguageModel
+        from unspool.lm import LanguageModel
 
         return LanguageModel(
             weights,
@@ -129,7 +129,7 @@ def load(
 
 def make_drafter_for(lm: Session, speculate: Speculate) -> Drafter | DraftMaker | None:
     """Return the drafter for an option `speculate`; a draft model is loaded like `lm`."""
-    from unspool.decoding.speculative import make_drafter
+    from unspool.decoding.speculative.drafters import make_drafter
 
     return make_drafter(speculate, lm, lambda name: load_similar(lm, name))
 
@@ -162,7 +162,7 @@ def load_weights(
     `name` is the model's name, for other machines, where its path differs.
     """
     if choice.backend == "native":
-        from unspool.backends.cpu.loaded import load_cpu
+        from unspool.backends.cpu.model import load_cpu
 
         store = None if placement.dtype == "auto" else placement.dtype
         if placement.quantize is not None:
@@ -179,7 +179,7 @@ def load_weights(
 
         loaded = load_on_devices(checkpoint, choice.devices, placement.num_ranks, dtype, name)
     else:
-        from unspool.backends.torch.loaded import TorchModel
+        from unspool.backends.torch.backend import TorchModel
 
         loaded = TorchModel(load_transformer(checkpoint, dtype=dtype, device=choice.device))
     if checkpoint.losses:  # the native backend warns itself, after it has read the weights
@@ -193,7 +193,7 @@ def _fits_kernels(checkpoint: Checkpoint, placement: Placement) -> bool:
     Raises:
         UnspoolError: They do not, and an option needs them.
     """
-    from unspool.backends.cuda.available import why_unsupported
+    from unspool.backends.cuda.availability import why_unsupported
 
     reason = why_unsupported(checkpoint.config)
     if reason is None:
@@ -218,9 +218,9 @@ def _on_gpu(
 ) -> LoadedModel:
     import torch
 
-    from unspool.backends.cuda.load import load_weights as load_cuda_weights
-    from unspool.backends.cuda.loaded import CudaModel
-    from unspool.model.fingerprint import fingerprint
+    from unspool.backends.cuda.model import CudaModel
+    from unspool.backends.cuda.weights import load_weights as load_cuda_weights
+    from unspool.model.files.checkpoint import fingerprint
 
     weights = load_cuda_weights(
         checkpoint,
@@ -241,7 +241,7 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
         if "tokenizer.ggml.model" not in checkpoint.file.metadata:
             return None
         return Tokenizer.from_gguf(checkpoint.file.metadata)
-    from unspool.text.tokenizer.vocab_and_merges import has_vocab_and_merges
+    from unspool.text.tokenizer.huggingface import has_vocab_and_merges
 
     folder = checkpoint.path
     if not (folder / "tokenizer.json").exists() and not has_vocab_and_merges(folder):

@@ -1,6 +1,6 @@
 """A model with its tokenizer and its engine: the base of decoding, lenses and the server.
 
-The public class is `LanguageModel` (`language_model.py`), a session with all methods for users.
+The public class is `LanguageModel` (`lm.py`), a session with all methods for users.
 
 generation, steps = session.begin("Once upon a time", temperature=0.7, seed=7)
 for step in generation.extend(steps):
@@ -21,18 +21,21 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
-from unspool.backends.base import LoadedModel
-from unspool.backends.torch.available import check_torch
-from unspool.engine.branch import Branch
-from unspool.engine.ending import check_fits
+from unspool.backends.placement import check_torch
+from unspool.backends.step import LoadedModel
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation, check_generation, why_full
-from unspool.engine.judge import chosen_steps, explain, score_tokens
-from unspool.engine.options import Options
-from unspool.engine.request import Drafter, DraftMaker, Request
-from unspool.engine.steps import Candidate, Score, Step
-from unspool.engine.stream import StepStream
-from unspool.engine.thinking import ReasoningSpec, find_reasoning, think_options
+from unspool.engine.reasoning import ReasoningSpec, find_reasoning, think_options
+from unspool.engine.request import Drafter, DraftMaker, Options, Request, check_fits
+from unspool.engine.request_builder import (
+    ModelFacts,
+    build_request,
+    continued_request,
+    parse_prompt_ids,
+)
+from unspool.engine.results import Candidate, Score, Step, StepStream
+from unspool.engine.score import chosen_steps, explain, score_tokens
+from unspool.engine.tree import Branch
 from unspool.errors import (
     ContextError,
     ModelFileError,
@@ -41,23 +44,22 @@ from unspool.errors import (
     check_int,
     count,
 )
-from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.config import ModelConfig
-from unspool.request_options import ModelFacts, build_request, continued_request, parse_prompt_ids
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.sampling import Grammar, GrammarVocabulary
 from unspool.sampling import score as score_logits
 from unspool.text.chat.template import ChatPrompt, ChatTemplate
-from unspool.text.thoughts.formats import ReasoningFormat, reasoning_format
-from unspool.text.tokenizer.characters import incomplete_utf8, readable_pieces
+from unspool.text.reasoning import ReasoningFormat, reasoning_format
+from unspool.text.tokenizer.pieces import incomplete_utf8, readable_pieces
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from unspool.model.transformer import Transformer
+    from unspool.model.layers.transformer import Transformer
 
 Prompt = str | Sequence[int]
 Messages = str | Sequence[Mapping[str, Any]]
 Drafts = Drafter | DraftMaker | None
-Speculate = Any  # the option `speculate`: see `decoding/speculative.py`
+Speculate = Any  # the option `speculate`: see `decoding/speculative/drafters.py`
 
 
 class Session:
@@ -179,7 +181,7 @@ class Session:
     @property
     def is_default(self) -> bool:
         """Whether this is the small model that `load()` uses by default."""
-        from unspool.model.default_model import DEFAULT
+        from unspool.model.hub.download import DEFAULT
 
         return self.path is not None and self.path.name == DEFAULT.file_name
 

@@ -8,10 +8,10 @@ import pytest
 
 from recurrent_texts import SHAPES, Shelf, checkpoint, native, plain, some_tokens
 from unspool import native as library
-from unspool.backends.cpu.loaded import CpuModel
+from unspool.backends.cpu.model import CpuModel
 from unspool.backends.step import Floats, ObserveRequest
 from unspool.errors import ModelFileError, UnspoolError
-from unspool.model.recurrence import Recurrence
+from unspool.model.config import Recurrence
 
 pytestmark = pytest.mark.skipif(
     library.missing_reason() is not None, reason=str(library.missing_reason())
@@ -144,7 +144,7 @@ def test_torch_handles_states_like_native():
 def test_the_torch_recurrence_is_bit_identical_in_any_chunks(name: str):
     import torch
 
-    from unspool.model.checkpoint import load_transformer
+    from unspool.model.files.checkpoint import load_transformer
 
     model = load_transformer(checkpoint(name))
     mixer = next(layer.mixer for layer in model.layers if layer.mixer is not None)

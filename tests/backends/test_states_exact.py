@@ -13,10 +13,10 @@ from single_sequence import SingleSequence
 from recurrent_texts import checkpoint, native, plain
 from states_machine import StatesMachine
 from unspool import native as library
-from unspool.backends.base import Backend, StepLimits
-from unspool.backends.cpu.loaded import CpuModel
+from unspool.backends.cpu.model import CpuModel
+from unspool.backends.step import Backend, StepLimits
 from unspool.engine.engine import Engine
-from unspool.language_model import LanguageModel
+from unspool.lm import LanguageModel
 from unspool.loading import make_drafter_for
 
 needs_native = pytest.mark.skipif(

@@ -27,7 +27,7 @@ from fleets.replica import Replica  # noqa: E402
 from fleets.requests import Request  # noqa: E402
 from fleets.simulate import Scenario, simulate  # noqa: E402
 from fleets.trace import Session, Turn  # noqa: E402
-from unspool.scale.routing import RoundRobin  # noqa: E402
+from unspool.scale.replicas.routing import RoundRobin  # noqa: E402
 
 
 def fleet() -> ModuleType:

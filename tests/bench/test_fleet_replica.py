@@ -19,9 +19,9 @@ sys.path.insert(0, str(BENCH))
 from fleets.costs import Shape, StepCosts, Table  # noqa: E402
 from fleets.replica import Replica, Writing  # noqa: E402
 from fleets.requests import Request  # noqa: E402
-from unspool.backends.base import StepLimits  # noqa: E402
-from unspool.engine.ending import Limits  # noqa: E402
+from unspool.backends.step import StepLimits  # noqa: E402
 from unspool.engine.engine import Engine  # noqa: E402
+from unspool.engine.request import Limits  # noqa: E402
 from unspool.engine.request import Request as EngineRequest  # noqa: E402
 from unspool.sampling import SamplingSettings  # noqa: E402
 

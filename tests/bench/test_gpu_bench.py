@@ -83,7 +83,7 @@ def test_a_part_that_takes_too_long_is_given_up(
 
 
 def test_the_least_a_model_must_read_and_compute() -> None:
-    from unspool.model.config_hf import config_from_hf
+    from unspool.model.files.config_json import config_from_hf
 
     config = config_from_hf(parts.SHAPES["8b"])
     numbers = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336) + 128256 * 4096

@@ -52,8 +52,8 @@ def test_every_byte_is_judged_once_behind_what_comes_before_it(monkeypatch) -> N
 
     monkeypatch.syspath_prepend(str(BENCH))
     from training.enwik8 import judged, parts
-    from unspool.train.data.shards import PackedDocuments
-    from unspool.train.learning.shape import new_config, new_model
+    from unspool.train.data.prepared import PackedDocuments
+    from unspool.train.learning.model_size import new_config, new_model
 
     length = 16
     model = new_model(new_config(1, 256, length, width=32), seed=3)

@@ -42,12 +42,11 @@ def small(small_folder: Path) -> Iterator[Any]:
 @pytest.fixture(scope="session", autouse=True)
 def small_trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Train the models of the Markov source for a few steps, and let them write little."""
-    from unspool.costing import markov
-    from unspool.costing.parts import exposure
+    from unspool.costs.parts import exposure
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(markov, "STEPS", 12)
-        patch.setattr(markov, "cache_folder", lambda: folder)
+        patch.setattr(exposure, "STEPS", 12)
+        patch.setattr(exposure, "cache_folder", lambda: folder)
         patch.setattr(exposure, "TEXTS", (24, 24))
         folder = tmp_path_factory.mktemp("markov")
         yield

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 import unspool
-from unspool.costing.markov import LENGTH, LETTERS, MarkovSource, trained_model
-from unspool.costing.parts import exposure, fading, snowball
-from unspool.costing.plan import MeasurementPlan
-from unspool.costing.reading import last_logits, token_nlls
-from unspool.costing.windows import load_with_window, truncate_context, truncate_with_sinks
-from unspool.costing.writing import excerpts
+from unspool.costs.part import MeasurementPlan
+from unspool.costs.parts import exposure, fading, snowball
+from unspool.costs.parts.exposure import LENGTH, LETTERS, MarkovSource, trained_model
+from unspool.costs.parts.fading import load_with_window, truncate_context, truncate_with_sinks
+from unspool.costs.texts import excerpts, last_logits, token_nlls
 
 
 def by_score(lm: Any, text: list[int], last: int) -> list[float]:

@@ -41,7 +41,7 @@ def test_json_on_standard_output(small_folder: Path, sample: str, tmp_path: Path
 
 
 def test_a_checkpoint_of_a_run_is_named_after_its_run(tmp_path: Path, small: Any):
-    from unspool.costing.machine import model_name
+    from unspool.costs.measuring import model_name
 
     small.path, before = tmp_path / "mine" / "checkpoints" / "000200", small.path
     try:

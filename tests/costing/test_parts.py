@@ -7,14 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unspool.costing.drafted import measure_drafts
-from unspool.costing.items import load_items
-from unspool.costing.limits import bandwidth, bytes_per_token, weight_bytes
-from unspool.costing.parts import confidence, loops, remedies, whole
-from unspool.costing.split import TimeSplit
-from unspool.costing.stories import make_stories
-from unspool.costing.sums import POLICIES, Sum, SumResult, answer_sums, make_sums
-from unspool.costing.writing import distinct_n, encode_with_start, excerpts, generate_batch
+from unspool.costs.parts import confidence, loops, remedies, whole
+from unspool.costs.parts.confidence import load_items
+from unspool.costs.parts.remedies import POLICIES, Sum, SumResult, answer_sums, make_sums
+from unspool.costs.parts.waiting import (
+    TimeSplit,
+    bandwidth,
+    bytes_per_token,
+    measure_drafts,
+    weight_bytes,
+)
+from unspool.costs.parts.whole import make_stories
+from unspool.costs.texts import distinct_n, encode_with_start, excerpts, generate_batch
 
 
 @pytest.mark.parametrize(
@@ -130,7 +134,7 @@ def test_a_masked_twin_hides_every_token_once(small: Any):
 
 
 def test_with_a_twin_there_are_its_figures(small: Any, texts: list[str]):
-    from unspool.costing.plan import MeasurementPlan
+    from unspool.costs.part import MeasurementPlan
 
     part = whole.measure(small, MeasurementPlan(True, 0, texts, twin=_Masked(small.tokenizer)))
     assert part.figure("swap noticed by the masked model").n == 4
@@ -150,7 +154,7 @@ def test_every_story_can_be_checked():
 
 
 def test_a_story_contradicted(small: Any, monkeypatch: pytest.MonkeyPatch):
-    from unspool.train.judging.likelihood import Likelihood
+    from unspool.train.evaluation.bits_per_byte import Likelihood
 
     selected = make_stories(0)[:3]
 

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 import unspool
-from unspool.costing.measuring import PARTS
-from unspool.costing.page import best_model
-from unspool.costing.part import CostPart, Example, Figure, Series, TextMark, format_number
-from unspool.costing.report import Comparison, Report
-from unspool.costing.sample_texts import packaged_sample, sample_texts
-from unspool.costing.svg import plot
+from unspool.costs.html import best_model, plot
+from unspool.costs.measuring import PARTS
+from unspool.costs.part import CostPart, Example, Figure, Series, TextMark, format_number
+from unspool.costs.report import Comparison, Report
+from unspool.costs.texts import packaged_sample, sample_texts
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +144,8 @@ def test_parts_by_name_and_a_wrong_name(small: Any, texts: list[str]):
 
 
 def test_progress_goes_from_nothing_to_all(small: Any, texts: list[str]):
-    from unspool.costing.measuring import measure_part
-    from unspool.costing.plan import MeasurementPlan
+    from unspool.costs.measuring import measure_part
+    from unspool.costs.part import MeasurementPlan
 
     for name in ("confidence", "whole"):
         shares: list[float] = []
@@ -258,7 +257,7 @@ def test_the_guide(small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     """The example of docs/costs.md runs."""
     guide = (Path(__file__).parents[2] / "docs" / "costs.md").read_text(encoding="utf-8")
     monkeypatch.setattr("unspool.loading.load", lambda *names: small)
-    monkeypatch.setattr("unspool.costing.measuring.sample_texts", lambda texts: packaged_sample())
+    monkeypatch.setattr("unspool.costs.measuring.sample_texts", lambda texts: packaged_sample())
     monkeypatch.chdir(tmp_path)
     (block,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     exec(compile(block, "costs.md", "exec"), {})

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from unspool.costing import statistics as s
+from unspool.costs import part as s
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 8), (3, 20), (20, 20), (7, 9), (50, 1000)])

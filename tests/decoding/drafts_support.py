@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from fake_backend import FakeBackend
-from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
-from unspool.engine.request import Request
-from unspool.engine.steps import Step
+from unspool.engine.request import Limits, Request
+from unspool.engine.results import Step
 from unspool.sampling import SamplingSettings
 
 UNCHANGED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0}  # the model's own

@@ -10,7 +10,7 @@ import torch
 
 import unspool
 from decoding.support import PROMPT, as_byte, logits_after, oracle, pages_left
-from unspool.decoding.beam import beam_search
+from unspool.decoding.search.beam import beam_search
 from unspool.errors import SettingsError, UnspoolError
 
 
@@ -177,7 +177,7 @@ def test_no_page_is_lost(tiny_lm, monkeypatch):
     beam_search(tiny_lm, PROMPT, beams=5, max_tokens=40)
     assert pages_left(tiny_lm) == 0
     calls = iter(range(100))
-    top_next_tokens = unspool.decoding.beam.top_next_tokens
+    top_next_tokens = unspool.decoding.search.beam.top_next_tokens
     fault = RuntimeError("in the middle")
 
     def fails(*arguments: Any) -> Any:
@@ -185,7 +185,7 @@ def test_no_page_is_lost(tiny_lm, monkeypatch):
             raise fault
         return top_next_tokens(*arguments)
 
-    monkeypatch.setattr("unspool.decoding.beam.top_next_tokens", fails)
+    monkeypatch.setattr("unspool.decoding.search.beam.top_next_tokens", fails)
     with pytest.raises(RuntimeError, match="in the middle"):
         beam_search(tiny_lm, PROMPT, beams=5, max_tokens=40)
     assert pages_left(tiny_lm) == 0

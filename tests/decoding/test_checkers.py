@@ -14,17 +14,16 @@ from typing import Any
 
 import pytest
 
-from unspool.decoding.think.judge import Verdict
-from unspool.decoding.think.judges import limited
-from unspool.decoding.think.judges.checkers import (
+from unspool.decoding.search import checkers
+from unspool.decoding.search.checker_process import code_in
+from unspool.decoding.search.checkers import (
+    CheckerLimits,
     FileVerifier,
     PatternVerifier,
     PatternVoteVerifier,
     UnitTestVerifier,
 )
-from unspool.decoding.think.judges.function import FunctionVerifier
-from unspool.decoding.think.judges.limited import CheckerLimits
-from unspool.decoding.think.judges.suite import code_in
+from unspool.decoding.search.verifiers import FunctionVerifier, Verdict
 from unspool.errors import SettingsError, UnspoolError
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own limits")
@@ -414,7 +413,7 @@ def test_a_process_that_cannot_start_leaves_nothing_behind(
     monkeypatch.setattr("os.pipe", pipe)
     monkeypatch.setattr("subprocess.Popen", start)
     with pytest.raises(OSError, match="no more"):
-        limited.answers("pattern", "a", [("a text", "its prompt")])
+        checkers.answers("pattern", "a", [("a text", "its prompt")])
     assert not list(Path(tempfile.gettempdir()).iterdir())
     for file in pipes:
         with pytest.raises(OSError):

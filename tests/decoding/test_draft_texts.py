@@ -15,9 +15,8 @@ from drafts_support import a_request
 from null_model import NullModel, logits_after
 
 from recurrent_null import RecurrentNull
-from unspool.decoding import draft_texts
-from unspool.decoding.draft_texts import DraftSequences
-from unspool.decoding.speculative import ModelDrafter, make_drafter
+from unspool.decoding.speculative import drafters
+from unspool.decoding.speculative.drafters import DraftSequences, ModelDrafter, make_drafter
 from unspool.errors import ModelFileError, SettingsError
 
 VOCABULARY = 40
@@ -96,7 +95,7 @@ def test_the_backend_grows_with_the_texts_and_goes_with_the_last():
     for text in (*extra, first):
         assert np.array_equal(text.logits(tokens), logits_after(tokens, VOCABULARY))
     assert [backend.page_count * 4 >= size for backend, size in zip(
-        model.backends, (draft_texts._MIN_TOKENS, 12_100), strict=True
+        model.backends, (drafters._MIN_TOKENS, 12_100), strict=True
     )] == [True, True]  # fmt: skip
     del first, extra, text
     gc.collect()

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from null_model import NullModel, logits_after
 
-from unspool.engine.drafts import DraftChain, PendingDraft, split_into_chains, truncate_chains
-from unspool.engine.ending import Limits
+from unspool.engine.drafting import DraftChain, PendingDraft, split_into_chains, truncate_chains
 from unspool.engine.engine import Engine
-from unspool.engine.request import DraftTree, Request
-from unspool.engine.steps import Step
+from unspool.engine.request import DraftTree, Limits, Request
+from unspool.engine.results import Step
 from unspool.sampling import SamplingSettings
 from unspool.sampling.guards import GuardPolicy
 

@@ -10,10 +10,8 @@ from drafts_support import Says, a_request, step_facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unspool.decoding.controller import HOPELESS_ROUNDS, LENGTH_PACE, AdaptiveDrafter
-from unspool.decoding.speculative import (
-    PromptLookup,
-)
+from unspool.decoding.speculative.controller import HOPELESS_ROUNDS, LENGTH_PACE, AdaptiveDrafter
+from unspool.decoding.speculative.drafters import PromptLookup
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
 

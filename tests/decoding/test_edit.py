@@ -13,12 +13,18 @@ import unspool
 from decoding.support import pages_left
 from decoding.worded import save_worded
 from unspool import SettingsError, UnspoolError
-from unspool.decoding.edit.changes import ChangedText
-from unspool.decoding.edit.doubt import Doubt, document_score, score_doubts
-from unspool.decoding.edit.edit import Edit
-from unspool.decoding.edit.proposals import propose_replacements, split_units
-from unspool.decoding.edit.spelling import alike, spelling_corrections
-from unspool.decoding.fill.fill import draft_settings
+from unspool.decoding.edit.edit import (
+    ChangedText,
+    Doubt,
+    Edit,
+    alike,
+    document_score,
+    propose_replacements,
+    score_doubts,
+    spelling_corrections,
+    split_units,
+)
+from unspool.decoding.infill.fill import draft_settings
 
 TEXT = "The scheduler plans rows, and the tree builder makes a step of them. It's done."
 

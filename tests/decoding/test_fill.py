@@ -14,8 +14,8 @@ import unspool
 from decoding.support import pages_left
 from decoding.worded import save_worded
 from unspool import SettingsError, UnspoolError, gap
-from unspool.decoding.fill.borders import start_ids, text_ids, token_ends, tokens_within
-from unspool.decoding.fill.gaps import GappedText
+from unspool.decoding.infill.causal import start_ids, text_ids, token_ends, tokens_within
+from unspool.decoding.infill.gaps import GappedText
 
 LEFT, RIGHT = "The scheduler plans rows, and the ", " builder makes a step of them."
 WORDS = st.text(

@@ -11,7 +11,7 @@ import unspool
 from decoding.support import pages_left
 from decoding.worded import FIM, save_worded
 from unspool import gap
-from unspool.decoding.fill.fim import OtherFile, fim_prompt, fim_tokens, make_fim_request
+from unspool.decoding.infill.fill import OtherFile, fim_prompt, fim_tokens, make_fim_request
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 LEFT, RIGHT = "def area(page):\n    return ", "\n\nprint(area(3))\n"

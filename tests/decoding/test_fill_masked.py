@@ -15,10 +15,9 @@ import unspool
 from decoding.support import pages_left
 from decoding.worded import save_worded
 from unspool import SettingsError, gap
-from unspool.decoding.edit.doubt import masked_surprise, score_doubts
-from unspool.decoding.fill.gaps import GappedText
-from unspool.decoding.fill.masked import MaskedModel, WholeText
-from unspool.decoding.fill.places import fill_by_masks
+from unspool.decoding.edit.edit import masked_surprise, score_doubts
+from unspool.decoding.infill.gaps import GappedText
+from unspool.decoding.infill.masked import MaskedModel, WholeText, fill_by_masks
 
 TEXT = "The scheduler plans rows, and the batch builder makes a step of them."
 

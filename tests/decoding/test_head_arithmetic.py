@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from heads_support import IDS, PROMPT, read_text, save_eagle, save_own, vectors_of
-from unspool.decoding.heads.files import read_head
-from unspool.decoding.heads.growing import DraftNode
-from unspool.decoding.heads.native import CpuHead
-from unspool.decoding.heads.own import UnspoolHead
+from unspool.decoding.speculative.draft_tree import DraftNode
+from unspool.decoding.speculative.head import UnspoolHead, read_head
+from unspool.decoding.speculative.head_cpu import CpuHead
 
 
 def a_tree(tokens: list[int]) -> list[list[DraftNode]]:
@@ -69,7 +68,7 @@ def test_numpy_and_torch_alike(native: Any, unspool_head: Path, eagle: Path):
 
 
 def _eagle(folder: Path, lm: Any, device: str | None) -> Any:
-    from unspool.decoding.heads.eagle import EagleHead
+    from unspool.decoding.speculative.eagle import EagleHead
 
     return EagleHead(folder, json.loads((folder / "config.json").read_text()), lm.model, device)
 

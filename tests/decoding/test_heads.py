@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from heads_support import PROMPT, read_text, save_eagle, save_own
-from unspool.decoding.controller import SHAPES, FixedShape, RoundCosts, ShapeController
-from unspool.decoding.heads import arrays
-from unspool.decoding.heads.drafter import HeadDrafter, load_head
-from unspool.decoding.heads.files import SHIPPED, read_head
-from unspool.decoding.heads.growing import DraftNode, DraftShape, build_draft, last_tokens
-from unspool.decoding.heads.own import UnspoolHead
+from unspool.decoding.speculative import arrays
+from unspool.decoding.speculative.controller import SHAPES, FixedShape, RoundCosts, ShapeController
+from unspool.decoding.speculative.draft_tree import DraftNode, DraftShape, build_draft, last_tokens
+from unspool.decoding.speculative.head import SHIPPED, UnspoolHead, read_head
+from unspool.decoding.speculative.head_drafter import HeadDrafter, load_head
 from unspool.engine.request import DraftTree
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
 
@@ -170,7 +169,7 @@ def test_the_shipped_head_writes_the_same_sooner(lm: Any):
     options = {"max_tokens": 40, "temperature": 0}
     plain = lm.chat("Why do leaves change color in fall?", **options)
     steps = lm.engine.steps
-    from unspool.decoding.heads.drafter import shipped_head
+    from unspool.decoding.speculative.head_drafter import shipped_head
 
     head = load_head(shipped_head(lm.model), lm)
     drafted = lm.chat(
@@ -187,7 +186,7 @@ def test_the_shipped_head_writes_the_same_sooner(lm: Any):
     "form", [{"regex": "[a-z ]{20,60}"}, {"json": True}, {"guard": "ban=the|and"}], ids=str
 )
 def test_the_shipped_head_with_grammars_and_guards(lm: Any, form: dict[str, Any]):
-    from unspool.decoding.heads.drafter import shipped_head
+    from unspool.decoding.speculative.head_drafter import shipped_head
 
     options = {"max_tokens": 32, "temperature": 0.8, "seed": 3, **form}
     head = load_head(shipped_head(lm.model), lm)

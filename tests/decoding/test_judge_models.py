@@ -16,8 +16,7 @@ from support import PROMPT
 from worded import save_chatty, save_worded
 
 import unspool
-from unspool.decoding.think.judges.ask import AskVerifier
-from unspool.decoding.think.judges.reward import RewardVerifier, _pieces
+from unspool.decoding.search.verifiers import AskVerifier, RewardVerifier, _pieces
 from unspool.errors import ModelFileError, SettingsError
 
 

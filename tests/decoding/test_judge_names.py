@@ -13,11 +13,9 @@ from support import pages_left
 from worded import save_chatty
 
 import unspool
-from unspool.decoding.think.judge import LogprobVerifier, Verdict
-from unspool.decoding.think.judges.checkers import FileVerifier, PatternVerifier
-from unspool.decoding.think.judges.function import FunctionVerifier
-from unspool.decoding.think.judges.limited import CheckerLimits
-from unspool.decoding.think.judges.names import VERIFIER_NAMES, VerifierSpec, make_verifier
+from unspool.decoding.search.checkers import CheckerLimits, FileVerifier, PatternVerifier
+from unspool.decoding.search.think import VERIFIER_NAMES, VerifierSpec, make_verifier
+from unspool.decoding.search.verifiers import FunctionVerifier, LogprobVerifier, Verdict
 from unspool.errors import SettingsError, UnspoolError
 
 USUAL: dict[str, Any] = {"n": 4, "max_tokens": 10, "budget": 400, "seed": 3}

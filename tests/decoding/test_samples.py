@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 
 from decoding.support import PROMPT, pages_left
-from unspool.decoding.samples import best_of, samples, vote
-from unspool.decoding.written import mean_logprob
-from unspool.engine.ending import Limits
+from unspool.decoding.branches import mean_logprob
+from unspool.decoding.search.samples import best_of, samples, vote
 from unspool.engine.generation import Generation
-from unspool.engine.request import Request
+from unspool.engine.request import Limits, Request
 from unspool.errors import ContextError, SettingsError, UnspoolError
 from unspool.sampling import SamplingSettings
 
@@ -45,7 +44,7 @@ def test_the_prompt_is_computed_once_and_the_rest_in_one_batch(tiny_lm):
 
 
 def test_more_than_may_wait(tiny_lm, monkeypatch):
-    monkeypatch.setattr("unspool.decoding.together._MAX_SUBMITTED", 3)
+    monkeypatch.setattr("unspool.decoding.batch._MAX_SUBMITTED", 3)
     result = samples(tiny_lm, PROMPT, 8, max_tokens=2, **WARM)
     assert [text.request.limits.sample for text in result] == list(range(8))
 
@@ -141,7 +140,7 @@ def test_a_patterns_last_match_counts(tiny_lm, monkeypatch, pattern, texts, coun
     written = tiny_lm.generate(PROMPT, max_tokens=1, end=False).steps[0]
     request = Request(prompt=(1,), settings=SamplingSettings(), limits=Limits(context=9))
     inputs = [Generation(request, [replace(written, text=t)]) for t in texts]
-    monkeypatch.setattr("unspool.decoding.samples.samples", lambda *_, **__: inputs)
+    monkeypatch.setattr("unspool.decoding.search.samples.samples", lambda *_, **__: inputs)
     result = vote(tiny_lm, PROMPT, 3, extract=pattern)
     assert result.counts == counts
     if len(set(counts.values())) > 1:

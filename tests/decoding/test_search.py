@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from decoding.support import PROMPT, as_byte, pages_left
-from unspool.decoding.search import tree_search
-from unspool.decoding.search_tree import SearchTree
-from unspool.decoding.written import mean_logprob
+from unspool.decoding.branches import mean_logprob
+from unspool.decoding.search.samples import tree_search
+from unspool.decoding.search.tree import SearchTree
 from unspool.errors import SettingsError, UnspoolError
 
 WARM = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5}

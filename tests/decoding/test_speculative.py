@@ -26,10 +26,10 @@ from drafts_support import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unspool.backends.base import StepLimits
-from unspool.backends.torch.paged import TorchBackend
-from unspool.decoding.controller import AdaptiveDrafter
-from unspool.decoding.speculative import (
+from unspool.backends.step import StepLimits
+from unspool.backends.torch.backend import TorchBackend
+from unspool.decoding.speculative.controller import AdaptiveDrafter
+from unspool.decoding.speculative.drafters import (
     ModelDrafter,
     PredictedText,
     PromptLookup,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from decoding.support import PROMPT, pages_left
-from unspool.decoding.written import HeldBranches
+from unspool.decoding.branches import HeldBranches
 from unspool.engine.scheduler import EngineTask
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import null_model
 
-from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
-from unspool.engine.plain import write
-from unspool.engine.request import Request
+from unspool.engine.reference import write
+from unspool.engine.request import Limits, Request
 from unspool.sampling import SamplingSettings
 
 

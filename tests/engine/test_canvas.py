@@ -18,8 +18,7 @@ from hypothesis.stateful import (
 
 from deep_null import MASK, SIGHTS, engine_with, expected_logits, fresh
 from unspool.engine.canvas import Canvas, CanvasKind, open_canvas, run_passes
-from unspool.engine.ending import Limits
-from unspool.engine.request import Request
+from unspool.engine.request import Limits, Request
 from unspool.errors import UnspoolError
 from unspool.sampling import SamplingSettings
 

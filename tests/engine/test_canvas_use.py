@@ -19,8 +19,7 @@ from deep_null import MASK as NULL_MASK
 from deep_null import VOCAB, engine_with, expected_logits, fresh
 from unspool import native
 from unspool.engine.canvas import CanvasKind, open_canvas, run_passes
-from unspool.engine.ending import Limits
-from unspool.engine.request import Request
+from unspool.engine.request import Limits, Request
 from unspool.errors import ContextError, SettingsError, UnspoolError
 from unspool.model.adapters import Adapter, LowRank
 from unspool.sampling import SamplingSettings

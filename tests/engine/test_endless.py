@@ -13,14 +13,19 @@ import pytest
 
 from unspool import LanguageModel, SettingsError
 from unspool.cli.main import _exit_code
-from unspool.engine.ending import Limits
-from unspool.engine.endless import num_truncated, parse_endless, truncation_note, visible_tokens
 from unspool.engine.engine import Engine
-from unspool.engine.request import DraftTree, Request
+from unspool.engine.request import (
+    DraftTree,
+    Limits,
+    Request,
+    num_truncated,
+    parse_endless,
+    truncation_note,
+    visible_tokens,
+)
 from unspool.errors import ContextError
 from unspool.lens.replay import replay
-from unspool.lens.trace import trace_of
-from unspool.lens.trace_file import load_trace, save_trace, trace_from
+from unspool.lens.trace import load_trace, save_trace, trace_from, trace_of
 from unspool.sampling import Chain, RowInput, SamplingSettings
 from unspool.sampling.guards import BannedGuard, GuardPolicy
 

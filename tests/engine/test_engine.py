@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unspool
-from unspool.backends.base import StepLimits
-from unspool.backends.torch.paged import TorchBackend
+from unspool.backends.step import StepLimits
+from unspool.backends.torch.backend import TorchBackend
 from unspool.engine.engine import Engine
-from unspool.engine.plain import write
+from unspool.engine.reference import write
 from unspool.engine.request import Request
 
 # -- same seed, same text ---------------------------------------------------------------------

@@ -17,12 +17,11 @@ import pytest
 
 import unspool
 from unspool.conversation import Conversation
-from unspool.decoding.written import HeldBranches
+from unspool.decoding.branches import HeldBranches
 from unspool.engine.canvas import CanvasKind, open_canvas
-from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
-from unspool.engine.request import Request
-from unspool.engine.stream import StepQueue, StepStream
+from unspool.engine.request import Limits, Request
+from unspool.engine.results import StepQueue, StepStream
 from unspool.errors import SettingsError, UnspoolError
 from unspool.model.adapters import Adapter
 from unspool.sampling import SamplingSettings

@@ -13,9 +13,8 @@ import pytest
 from engine_support import expected, new_engine, nothing_leaks, request, some_prompts
 
 import unspool
-from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
-from unspool.engine.request import Request
+from unspool.engine.request import Limits, Request
 from unspool.errors import ContextError, UnspoolError
 from unspool.sampling import SamplingSettings
 

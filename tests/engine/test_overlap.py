@@ -14,13 +14,12 @@ import pytest
 
 from slow_device import SlowDevice
 from unspool.engine.canvas import CanvasKind, open_canvas
-from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine, _Computation
-from unspool.engine.request import Request
-from unspool.engine.thinking import ReasoningSpec
+from unspool.engine.reasoning import ReasoningSpec
+from unspool.engine.request import Limits, Request
 from unspool.errors import WorkCancelledError
 from unspool.sampling import SamplingSettings
-from unspool.text.thoughts.formats import OutputStart, ReasoningFormat
+from unspool.text.reasoning import OutputStart, ReasoningFormat
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 

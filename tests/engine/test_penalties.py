@@ -9,9 +9,8 @@ import null_model
 import numpy as np
 import pytest
 
-from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
-from unspool.engine.request import Request
+from unspool.engine.request import Limits, Request
 from unspool.sampling import SamplingSettings
 
 

@@ -15,11 +15,10 @@ from null_model import logits_after
 from recurrent_null import RecurrentNull
 from slow_device import SlowDevice
 from states_machine import END, Guesses, StatesMachine, request
-from unspool.backends.memory import num_pages_and_states
+from unspool.backends.step import num_pages_and_states
 from unspool.engine.canvas import CanvasKind, open_canvas
 from unspool.engine.engine import Engine
-from unspool.engine.state_policy import DENSE, is_kept, max_recomputed, message_ends
-from unspool.engine.states import StatePool
+from unspool.engine.states import DENSE, StatePool, is_kept, max_recomputed, message_ends
 from unspool.errors import SettingsError, UnspoolError
 
 StatesMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

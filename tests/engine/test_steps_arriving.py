@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from unspool.decoding.speculative import PredictedText
-from unspool.engine.stream import StepQueue, StepStream
+from unspool.decoding.speculative.drafters import PredictedText
+from unspool.engine.results import StepQueue, StepStream
 from unspool.errors import UnspoolError
 
 

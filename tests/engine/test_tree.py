@@ -21,10 +21,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from unspool.engine.branch import Branch
-from unspool.engine.pages import OutOfPagesError, PagePool
-from unspool.engine.prefixes import PrefixIndex
-from unspool.engine.tree import Tree
+from unspool.engine.tree import Branch, OutOfPagesError, PagePool, PrefixIndex, Tree
 from unspool.errors import UnspoolError
 
 SIZE = null_model.PAGE_SIZE

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from engine_support import new_engine, nothing_leaks, request
 
-from unspool.backends.base import StepLimits
-from unspool.backends.step import StepBatch
+from unspool.backends.step import StepBatch, StepLimits
 from unspool.engine.canvas import CanvasKind, open_canvas
 from unspool.engine.engine import Engine
 from unspool.engine.work_scope import WorkScope

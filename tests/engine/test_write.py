@@ -14,10 +14,9 @@ import null_model
 import pytest
 
 from unspool import SettingsError, UnspoolError
-from unspool.engine.ending import Limits
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
-from unspool.engine.request import Request
+from unspool.engine.request import Limits, Request
 from unspool.sampling import SamplingSettings
 from unspool.sampling.guards import (
     BannedGuard,

@@ -16,9 +16,9 @@ from cuda_support import cuda_model, family, language_model, prompts, torch_mode
 from paged_texts import host
 from parity import difference
 
-from unspool.language_model import LanguageModel
+from unspool.lm import LanguageModel
 from unspool.loading import open_tokenizer
-from unspool.model.checkpoint import open_checkpoint
+from unspool.model.files.checkpoint import open_checkpoint
 
 CLOSE = 2e-4
 PROMPT = list(range(20, 60))

@@ -11,11 +11,10 @@ from cuda_support import cuda_model, language_model
 from paged_texts import RandomCheckpoint, config
 
 from heads_support import PROMPT, save_eagle, save_own
-from unspool.decoding.controller import FixedShape
-from unspool.decoding.heads.drafter import HeadDrafter, load_head
-from unspool.decoding.heads.files import read_head
-from unspool.decoding.heads.growing import DraftShape, build_draft
-from unspool.decoding.heads.own import UnspoolHead
+from unspool.decoding.speculative.controller import FixedShape
+from unspool.decoding.speculative.draft_tree import DraftShape, build_draft
+from unspool.decoding.speculative.head import UnspoolHead, read_head
+from unspool.decoding.speculative.head_drafter import HeadDrafter, load_head
 
 TINY = config(layers=2, context=4096, vocab_size=259, width=64)
 TEXT = (PROMPT * 300)[:3000]

@@ -24,7 +24,7 @@ from cuda_support import (
 from paged_texts import Library, RandomCheckpoint, config, look
 from parity import ODD_SHAPES, check_seen, difference, looked_at
 
-from unspool.backends.base import Backend, LoadedModel
+from unspool.backends.step import Backend, LoadedModel
 
 CLOSE = 2e-4  # of logits of size 10, in 32 bits
 CLOSE_INSIDE = 6e-4  # of numbers up to 25

@@ -9,7 +9,7 @@ import pytest
 from cuda_support import cuda_model, language_model, prompts, torch_model, written
 from paged_texts import RandomCheckpoint, config, host
 
-from unspool.language_model import LanguageModel
+from unspool.lm import LanguageModel
 
 SHAPE = config(
     vocab_size=5003, width=512, heads=8, kv_heads=2, head_width=64, ff_width=1408, layers=3,

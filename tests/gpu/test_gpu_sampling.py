@@ -9,7 +9,7 @@ import pytest
 from cuda_support import backend, check_picks, cuda_model, pick_rows
 from paged_texts import Library, RandomCheckpoint, batch_of, config
 
-from unspool.backends.base import Backend
+from unspool.backends.step import Backend
 from unspool.sampling import SamplingSettings
 
 

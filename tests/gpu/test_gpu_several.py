@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from cuda_support import family, read_by_engine, torch_model
 
-from unspool.backends.torch.loaded import TorchModel
-from unspool.backends.torch.parallel.loaded import split_model
+from unspool.backends.torch.backend import TorchModel
+from unspool.backends.torch.parallel.model import split_model
 from unspool.backends.torch.parallel.ranks import Ranks
-from unspool.model.checkpoint import load_transformer
-from unspool.model.layer_places import build_device_map
+from unspool.model.files.checkpoint import load_transformer
+from unspool.model.files.sharding import build_device_map
 
 CLOSE = 1e-3
 

@@ -11,8 +11,8 @@ import tiny
 import torch
 
 from unspool.errors import UnspoolError
+from unspool.lens.activations import get_activations
 from unspool.lens.attribution import attribution
-from unspool.lens.look import get_activations
 
 TOKENS = [1, 40, 77, 3, 200, 11, 90, 54, 8, 130]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from unspool.lens.embedding import embedding
-from unspool.lens.look import get_activations
+from unspool.lens.activations import get_activations
+from unspool.lens.embeddings import embedding
 
 
 def test_the_mean_of_the_final_vectors(tiny_lm, monkeypatch):
-    from unspool.lens import embedding as module
+    from unspool.lens import embeddings as module
 
     monkeypatch.setattr(module, "_CHUNK_TOKENS", 32)
     ids = [(7 * n) % 50 + 1 for n in range(100)]  # more than one chunk

@@ -9,8 +9,8 @@ import pytest
 import tiny
 
 from unspool.errors import UnspoolError
+from unspool.lens.activations import get_activations
 from unspool.lens.logit_lens import logit_lens
-from unspool.lens.look import get_activations
 from unspool.sampling import log_softmax
 
 TOKENS = [1, 40, 77, 3, 200, 11, 90, 54, 8, 130]

@@ -10,7 +10,7 @@ import tiny
 import torch
 
 from unspool.errors import ContextError, SettingsError, UnspoolError
-from unspool.lens.look import get_activations
+from unspool.lens.activations import get_activations
 
 TOKENS = [1, 40, 77, 3, 200, 11, 90, 54, 8, 130, 33, 2, 61, 7, 99, 25, 180, 14, 73, 5]
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from unspool.errors import ModelFileError, SettingsError
-from unspool.lens import weights
-from unspool.lens.neighbours import neighbours
+from unspool.lens import activations
+from unspool.lens.embeddings import neighbours
 
 
 @pytest.mark.parametrize("rows_at_once", [7, 4096])
 def test_as_by_brute_force(tiny_lm, monkeypatch, rows_at_once):
-    monkeypatch.setattr(weights, "_CHUNK_ROWS", rows_at_once)
+    monkeypatch.setattr(activations, "_CHUNK_ROWS", rows_at_once)
     table = tiny_lm.transformer.embed.weight.detach().double().numpy()
     unit = table / np.linalg.norm(table, axis=1, keepdims=True)
     cosines = unit @ unit[42]

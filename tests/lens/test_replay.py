@@ -11,8 +11,7 @@ import typer
 from unspool.cli.replay import replay as command
 from unspool.errors import ContextError, ModelFileError, UnspoolError
 from unspool.lens.replay import replay
-from unspool.lens.trace import trace_of
-from unspool.lens.trace_file import load_trace, save_trace
+from unspool.lens.trace import load_trace, save_trace, trace_of
 from unspool.sampling import GrammarSpec
 from unspool.sampling.guards import GuardPolicy, LoopGuard, PredicateGuard, SurpriseGuard
 
@@ -275,8 +274,8 @@ def test_in_16_bits(tmp_path):
     import tiny
 
     import unspool
+    from unspool.lens.activations import get_activations
     from unspool.lens.attribution import attribution
-    from unspool.lens.look import get_activations
 
     tiny.save("qwen3", tmp_path / "model")
     lm = unspool.load(tmp_path / "model", backend="torch", dtype="bfloat16", memory=8 << 20)

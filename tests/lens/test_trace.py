@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from unspool.engine.ending import Limits
-from unspool.engine.steps import Step
+from unspool.engine.request import Limits
+from unspool.engine.results import Step
 from unspool.errors import UnspoolError
-from unspool.lens import trace_file as module
-from unspool.lens.trace import Trace, trace_of
-from unspool.lens.trace_file import load_trace, save_trace, trace_from
+from unspool.lens import trace as module
+from unspool.lens.trace import Trace, load_trace, save_trace, trace_from, trace_of
 from unspool.sampling import Draw, GrammarSpec, SamplingSettings, StageReport
 from unspool.sampling.guards import BannedGuard, GuardPolicy, LoopGuard, SurpriseGuard
 

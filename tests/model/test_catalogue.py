@@ -12,13 +12,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from catalogue_shapes import SHAPES
 
 from unspool.errors import UnspoolError
-from unspool.model import hub, hub_files, memory
-from unspool.model.catalogue import catalogue, find_entries
-from unspool.model.config_hf import config_from_hf
-from unspool.model.families import FAMILIES
-from unspool.model.hub_files import RepoName, choose_files
-from unspool.model.kinds import READABLE, is_readable, kind_in_name
-from unspool.model.names import display_name, strip_hub_url
+from unspool.model.families.registry import FAMILIES
+from unspool.model.files.config_json import config_from_hf
+from unspool.model.hub import find, memory, repository
+from unspool.model.hub.catalogue import catalogue, display_name, find_entries, strip_hub_url
+from unspool.model.hub.memory import READABLE, is_readable, kind_in_name
+from unspool.model.hub.repository import RepoName, choose_files
 from unspool.model.weights import parameter_count
 
 ROOT = Path(__file__).parents[2]
@@ -83,11 +82,11 @@ def test_names_are_understood(name: str, expected: list[str], kind: str | None) 
 
 def test_what_is_not_clear_is_told() -> None:
     with pytest.raises(UnspoolError, match=r"ambiguous: give one of llama3\.2-1b, llama3\.2-3b"):
-        hub.find_model("llama3.2", offline=True)
+        find.find_model("llama3.2", offline=True)
     with pytest.raises(UnspoolError, match=r"did you mean qwen3-0\.6b"):
-        hub.find_model("qwen3-0.6bb", offline=True)
+        find.find_model("qwen3-0.6bb", offline=True)
     with pytest.raises(UnspoolError, match="not a URL of the hub"):
-        hub.find_model("https://example.org/model.gguf", offline=True)
+        find.find_model("https://example.org/model.gguf", offline=True)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ FILES = {
 
 
 def best_file(monkeypatch: pytest.MonkeyPatch, free: float, files: dict[str, int]) -> str | None:
-    monkeypatch.setattr(hub_files, "free_memory", lambda: int(free * GB))
+    monkeypatch.setattr(repository, "free_memory", lambda: int(free * GB))
     return choose_files(RepoName("org/name"), files).file
 
 
@@ -153,7 +152,7 @@ def test_the_best_file_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None
     assert best_file(monkeypatch, 1, dict.fromkeys(FILES, 0)) == "m-Q4_K_M.gguf", "sizes not told"
     with pytest.raises(UnspoolError, match=r"none of the 6 .* fits the 2\.0 GB.*org/name:Q4_0"):
         best_file(monkeypatch, 2, FILES)
-    monkeypatch.setattr(hub_files, "free_memory", lambda: 64 * GB)
+    monkeypatch.setattr(repository, "free_memory", lambda: 64 * GB)
     here = choose_files(RepoName("org/name"), FILES, cached={"m-Q8_0.gguf"})
     assert here.file == "m-Q8_0.gguf", "what is here need not be fetched"
 
@@ -187,9 +186,8 @@ def test_memory_of_kinds_is_what_the_kernels_take() -> None:
         pytest.skip("no native library")
     import ctypes
 
-    from unspool.backends.cpu.layout import PACKINGS
-    from unspool.backends.cpu.packing import _library
-    from unspool.model.gguf import BLOCK_TYPES
+    from unspool.backends.cpu.packing import PACKINGS, _library
+    from unspool.model.files.gguf import BLOCK_TYPES
 
     for block in BLOCK_TYPES.values():
         matrix = PACKINGS[block.name].matrix(1024, 1024)

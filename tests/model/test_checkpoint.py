@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from unspool.errors import ModelFileError, UnspoolError, UnspoolWarning
-from unspool.model.checkpoint import load_transformer, open_checkpoint
-from unspool.model.config_hf import config_from_hf
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint
+from unspool.model.files.config_json import config_from_hf
 
 
 @pytest.fixture

@@ -22,13 +22,13 @@ import tiny_masked
 from adapter_support import random_adapter
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.adapters import read_adapter, write_adapter
-from unspool.model.config_gguf import config_from_gguf
-from unspool.model.config_hf import config_from_hf
-from unspool.model.families import _ALL, family_of_model_type
-from unspool.model.family import Family
-from unspool.model.gguf import GGUFFile
-from unspool.model.today_families import ALIASES
-from unspool.text.tokenizer.tokenizer_json import read_tokenizer_json
+from unspool.model.families.causal import ALIASES
+from unspool.model.families.family import Family
+from unspool.model.families.registry import _ALL, family_of_model_type
+from unspool.model.files.config_gguf import config_from_gguf
+from unspool.model.files.config_json import config_from_hf
+from unspool.model.files.gguf import GGUFFile
+from unspool.text.tokenizer.huggingface import read_tokenizer_json
 
 _BASE = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)}
 _TRAINING = "only training"

@@ -21,9 +21,9 @@ from paged_texts import Library, batch_of
 import unspool
 from gguf_converted import converted_models
 from unspool import native
-from unspool.backends.cpu.loaded import load_cpu
+from unspool.backends.cpu.model import load_cpu
 from unspool.errors import ContextError, ModelFileError
-from unspool.model.checkpoint import (
+from unspool.model.files.checkpoint import (
     Checkpoint,
     load_transformer,
     open_checkpoint,

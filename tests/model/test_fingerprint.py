@@ -10,11 +10,10 @@ import torch
 from cuda_support import cuda_model
 
 import unspool
-from unspool.backends.cpu.loaded import load_cpu
-from unspool.backends.torch.loaded import TorchModel
-from unspool.decoding.heads.drafter import shipped_head
-from unspool.model.checkpoint import load_transformer, open_checkpoint
-from unspool.model.fingerprint import fingerprint
+from unspool.backends.cpu.model import load_cpu
+from unspool.backends.torch.backend import TorchModel
+from unspool.decoding.speculative.head_drafter import shipped_head
+from unspool.model.files.checkpoint import fingerprint, load_transformer, open_checkpoint
 
 FILE = Path(__file__).parents[1] / "data" / "wikipedia-12m-qwen3.5.gguf"
 
@@ -41,7 +40,7 @@ def test_what_is_rounded_on_a_gpu_is_still_the_same_model(tmp_path: Path):
 
 
 def test_one_number_is_enough(tmp_path: Path):
-    from unspool.model.checkpoint import save_checkpoint
+    from unspool.model.files.checkpoint import save_checkpoint
 
     tiny.save("llama", tmp_path / "one")
     model = load_transformer(open_checkpoint(tmp_path / "one"))

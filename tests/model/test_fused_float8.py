@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from unspool.errors import ModelFileError
-from unspool.model.checkpoint import load_transformer, open_checkpoint
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint
 
 BLOCK = 16
 EXPERTS = "model.layers.{}.mlp.experts."

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tiny_gguf import write_tiny
 
 from unspool.errors import ModelFileError
-from unspool.model.checkpoint import open_checkpoint
-from unspool.model.gguf import BLOCK_TYPES, GGUFFile
+from unspool.model.files.checkpoint import open_checkpoint
+from unspool.model.files.gguf import BLOCK_TYPES, GGUFFile
 
 
 def write_gguf(path: Path, tensors: dict[str, tuple[np.ndarray, int]], **metadata: object) -> Path:

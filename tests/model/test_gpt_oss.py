@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from gguf_converted import convert
 from unspool import native
-from unspool.backends.base import Backend
-from unspool.backends.cpu.loaded import CpuModel, load_cpu
-from unspool.backends.torch.loaded import TorchModel
-from unspool.model.checkpoint import Checkpoint, load_transformer, open_checkpoint
+from unspool.backends.cpu.model import CpuModel, load_cpu
+from unspool.backends.step import Backend
+from unspool.backends.torch.backend import TorchModel
+from unspool.model.files.checkpoint import Checkpoint, load_transformer, open_checkpoint
 
 transformers.logging.disable_progress_bar()
 needs_native = pytest.mark.skipif(

@@ -18,13 +18,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import hub_process, serving
 
 from unspool.errors import ModelFileError, UnspoolError
-from unspool.model import download, hub
-from unspool.model import packaged as module
-from unspool.model.default_model import DEFAULT
-from unspool.model.download import DownloadError, fetch
-from unspool.model.hub_files import RepoName, choose_files
-from unspool.model.packaged import cache_folder
-from unspool.model.removing import plan_removal
+from unspool.model.hub import download, find
+from unspool.model.hub import download as module
+from unspool.model.hub.download import DEFAULT, DownloadError, cache_folder, fetch
+from unspool.model.hub.removal import plan_removal
+from unspool.model.hub.repository import RepoName, choose_files
 
 SOURCE = Path(module.__file__).parents[2]
 DATA = os.urandom(3_000_000)
@@ -133,9 +131,9 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models").mkdir()
     file = tmp_path / "models" / "small.gguf"
     file.write_bytes(b"x")
-    assert hub.find_model(file) == file
-    assert hub.find_model("models") == Path("models")
-    assert hub.find_model("models/small.gguf") == Path("models/small.gguf")
+    assert find.find_model(file) == file
+    assert find.find_model("models") == Path("models")
+    assert find.find_model("models/small.gguf") == Path("models/small.gguf")
     for name, words in [
         ("models/smal.gguf", r"did you mean models/small\.gguf"),
         (str(tmp_path / "models/smoll.gguf"), r"did you mean .*small\.gguf"),
@@ -147,7 +145,7 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("x" * 5000, "invalid path"),
     ]:
         with pytest.raises(UnspoolError, match=words):
-            hub.find_model(name)
+            find.find_model(name)
 
 
 # The hub.
@@ -300,7 +298,7 @@ def test_removing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_importing_is_cheap() -> None:
-    code = "import sys, unspool.model.hub; print([m for m in sys.modules if m in " \
+    code = "import sys, unspool.model.hub.find; print([m for m in sys.modules if m in " \
         "('torch', 'rich', 'huggingface_hub', 'httpx')])"  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)

@@ -13,14 +13,14 @@ import transformers
 from paged_texts import RandomCheckpoint, config
 from safetensors.torch import load_file, save_file
 
-from unspool.backends.cuda.available import why_unsupported
-from unspool.backends.torch.loaded import TorchModel
+from unspool.backends.cuda.availability import why_unsupported
+from unspool.backends.torch.backend import TorchModel
 from unspool.errors import ModelFileError
-from unspool.model.checkpoint import load_transformer, open_checkpoint
 from unspool.model.config import LayerShape, ModelConfig
-from unspool.model.config_hf import config_from_hf
-from unspool.model.families import FAMILIES
-from unspool.model.glance import summarize_model
+from unspool.model.families.registry import FAMILIES
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint
+from unspool.model.files.config_json import config_from_hf
+from unspool.model.hub.inspect import summarize_model
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

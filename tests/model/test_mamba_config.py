@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from unspool.errors import ModelFileError
-from unspool.model.config_hf import config_from_hf
+from unspool.model.files.config_json import config_from_hf
 from unspool.model.weights import parameter_count
 
 NANO_2 = {  # nvidia/NVIDIA-Nemotron-Nano-9B-v2

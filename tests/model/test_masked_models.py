@@ -17,14 +17,13 @@ from typer.testing import CliRunner
 import tiny_masked
 import unspool
 from unspool.backends.placement import Placement, PlacementChoice
-from unspool.backends.torch.loaded import TorchModel
+from unspool.backends.torch.backend import TorchModel
 from unspool.errors import ModelFileError, UnspoolError, UnspoolWarning
 from unspool.loading import load_weights
-from unspool.model.checkpoint import load_transformer, open_checkpoint
-from unspool.model.config import ModelConfig
-from unspool.model.config_hf import config_from_hf
-from unspool.model.gguf_save import check_writable
-from unspool.model.positions import Rotary
+from unspool.model.config import ModelConfig, Rotary
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint
+from unspool.model.files.config_json import config_from_hf
+from unspool.model.files.export import check_writable
 
 SHAPE: dict[str, Any] = {
     "family": "of-our-own",
@@ -258,7 +257,7 @@ def test_gpu_kernels_leave_what_they_cannot_do_to_torch(tmp_path: Path):
             load_weights(modern, Placement(**request), gpu)
     with pytest.warns(UnspoolWarning, match="plain torch"):
         assert isinstance(load_weights(modern, Placement(), gpu), TorchModel)
-    from unspool.backends.cuda.available import why_unsupported
+    from unspool.backends.cuda.availability import why_unsupported
 
     assert why_unsupported(open_checkpoint(tmp_path / "llada").config) is None
 

@@ -13,12 +13,16 @@ import transformers
 import tiny_masked
 from gguf_converted import MASKED, converted_models
 from unspool import native
-from unspool.backends.base import Backend, LoadedModel
-from unspool.backends.cpu.loaded import load_cpu
-from unspool.backends.step import ObserveRequest, StepBatch, TableUpdates
-from unspool.backends.torch.loaded import TorchModel
-from unspool.model.checkpoint import Checkpoint, load_transformer, open_checkpoint, save_checkpoint
-from unspool.model.gguf_save import save_gguf
+from unspool.backends.cpu.model import load_cpu
+from unspool.backends.step import Backend, LoadedModel, ObserveRequest, StepBatch, TableUpdates
+from unspool.backends.torch.backend import TorchModel
+from unspool.model.files.checkpoint import (
+    Checkpoint,
+    load_transformer,
+    open_checkpoint,
+    save_checkpoint,
+)
+from unspool.model.files.export import save_gguf
 from unspool.model.weights import parameter_count, weight_shapes
 from unspool.train.learning.forward import AttentionMask, hidden_states
 
@@ -174,7 +178,7 @@ def test_a_causal_family_taught_to_look_ahead_is_saved_with_that(tmp_path: Path)
 
     import tiny
 
-    from unspool.model.transformer import Transformer
+    from unspool.model.layers.transformer import Transformer
 
     tiny.save("qwen3", tmp_path / "causal")
     causal = load_transformer(open_checkpoint(tmp_path / "causal"))

@@ -18,11 +18,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import serving
 
 from unspool.errors import ModelFileError, UnspoolError
-from unspool.model import download, hub
-from unspool.model import packaged as module
-from unspool.model.default_model import default_files, default_model
-from unspool.model.download import DownloadError
-from unspool.model.packaged import PackagedFile, cache_folder
+from unspool.model.hub import download, find
+from unspool.model.hub import download as module
+from unspool.model.hub.download import (
+    DownloadError,
+    PackagedFile,
+    cache_folder,
+    default_files,
+    default_model,
+)
 
 SOURCE = Path(module.__file__).parents[2]
 DATA = os.urandom(3_000_000)
@@ -110,10 +114,10 @@ def test_given_by_hand(monkeypatch: pytest.MonkeyPatch, packaged: Any, tmp_path:
     assert default_model(model=model).name == "tiny.gguf"
     (tmp_path / "own.gguf").write_bytes(b"x")
     monkeypatch.setenv("UNSPOOL_DEFAULT_MODEL", str(tmp_path / "own.gguf"))
-    assert hub.find_model(None) == tmp_path / "own.gguf"
+    assert find.find_model(None) == tmp_path / "own.gguf"
     monkeypatch.setenv("UNSPOOL_DEFAULT_MODEL", str(tmp_path / "none.gguf"))
     with pytest.raises(UnspoolError, match=r"none\.gguf, which does not exist"):
-        hub.find_model("default")
+        find.find_model("default")
     (tmp_path / "bad.whl").write_bytes(b"no zip")
     monkeypatch.setenv("UNSPOOL_DEFAULT_MODEL", str(tmp_path / "bad.whl"))
     default_files(model)[0].unlink()

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from gguf_converted import CAUSAL, converted_models
-from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
-from unspool.model.transformer import Transformer
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint, save_checkpoint
+from unspool.model.layers.transformer import Transformer
 from unspool.model.weights import parameter_count, weight_shapes
 
 transformers.logging.set_verbosity_error()

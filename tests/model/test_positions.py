@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from unspool.model.config import Rotary, sinusoidal
 from unspool.model.layers.parts import apply_rope
-from unspool.model.positions import Rotary, sinusoidal
 
 
 def test_sinusoidal_is_the_papers_formula():

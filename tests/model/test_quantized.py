@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 import unspool
 from unspool import native
-from unspool.backends.cpu.loaded import load_cpu
+from unspool.backends.cpu.model import load_cpu
 from unspool.errors import ModelFileError, UnspoolWarning
-from unspool.model.checkpoint import open_checkpoint
-from unspool.model.stored import FileTensor
+from unspool.model.files.checkpoint import open_checkpoint
+from unspool.model.files.stored import FileTensor
 
 transformers.logging.disable_progress_bar()
 
@@ -270,8 +270,8 @@ def test_a_gpu_keeps_what_its_kernels_know_and_unpacks_the_rest(
     name: str, stays_packed: bool, tmp_path: Path
 ):
     pytest.importorskip("triton")
-    from unspool.backends.cuda.load import load_weights
-    from unspool.backends.cuda.packed import PackedMatrix
+    from unspool.backends.cuda.matmul import PackedMatrix
+    from unspool.backends.cuda.weights import load_weights
 
     packed, plain = checkpoints(name, tmp_path)
     here = torch.device("cpu")
@@ -287,7 +287,7 @@ def test_a_gpu_keeps_what_its_kernels_know_and_unpacks_the_rest(
 
 def test_rows_move_without_being_built():
     """As they do for plain tensors: some of them, in another order, every second, one by one."""
-    from unspool.model.converted import ConvertedTensor, build_mxfp4
+    from unspool.model.files.quantized import ConvertedTensor, build_mxfp4
 
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (3, 8, 2, 16), dtype=np.uint8)

@@ -12,8 +12,8 @@ import transformers
 
 import tiny_recurrent
 from gguf_converted import RECURRENT, converted_models
-from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
-from unspool.model.glance import summarize_model
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint, save_checkpoint
+from unspool.model.hub.inspect import summarize_model
 from unspool.model.weights import parameter_count, weight_shapes
 
 transformers.logging.set_verbosity_error()

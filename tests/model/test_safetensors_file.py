@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from unspool.errors import ModelFileError
-from unspool.model.safetensors_file import SafetensorsFile
+from unspool.model.files.safetensors import SafetensorsFile
 
 
 def test_what_the_package_writes(tmp_path: Path):

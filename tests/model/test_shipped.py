@@ -17,16 +17,16 @@ import pytest
 
 import unspool
 from unspool.cli.main import _exit_code
-from unspool.decoding.diffusion_options import make_plan
+from unspool.decoding.diffusion.options import make_plan
 from unspool.errors import ModelFileError, UnspoolError
-from unspool.model.checkpoint import open_checkpoint
-from unspool.model.glance import summarize_model
-from unspool.model.hub import cached_models, find_model
-from unspool.model.removing import plan_removal
+from unspool.model.files.checkpoint import open_checkpoint
+from unspool.model.hub.find import cached_models, find_model
+from unspool.model.hub.inspect import summarize_model
+from unspool.model.hub.removal import plan_removal
 from unspool.model.shipped import shipped_models
 from unspool.model.weights import parameter_count
 from unspool.train.export import export_folder
-from unspool.train.twins.puzzles.puzzle import puzzle_by_name
+from unspool.train.twins.puzzles import puzzle_by_name
 
 NAMES = ["sudoku", "sudoku-causal"]
 MEMORY = 16 << 20
@@ -136,7 +136,7 @@ def test_backends_and_copies_agree(tmp_path: Path) -> None:
 
 
 def test_puzzles_are_made_and_checked_without_torch() -> None:
-    code = "import sys, unspool.serve.puzzles; sys.exit('torch' in sys.modules)"
+    code = "import sys, unspool.train.puzzle_routes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -18,13 +18,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from catalogue_shapes import SHAPES
 
-from unspool.backends.torch.parallel.transformer import load_part
+from unspool.backends.torch.parallel.model import load_part
 from unspool.errors import SettingsError
-from unspool.model.checkpoint import open_checkpoint, save_checkpoint
-from unspool.model.config import ModelConfig
-from unspool.model.config_hf import config_from_hf
-from unspool.model.positions import Rotary
-from unspool.model.split import (
+from unspool.model.config import ModelConfig, Rotary
+from unspool.model.files.checkpoint import open_checkpoint, save_checkpoint
+from unspool.model.files.config_json import config_from_hf
+from unspool.model.files.sharding import (
     TensorParallelRank,
     check_shardable,
     is_added_once,
@@ -32,7 +31,7 @@ from unspool.model.split import (
     shard_config,
     shard_of,
 )
-from unspool.model.stored import FileTensor
+from unspool.model.files.stored import FileTensor
 from unspool.model.weights import weight_shapes
 
 # Together they have all that is dealt out: experts, biases, shared keys, recurrent layers, ...
@@ -145,7 +144,7 @@ def test_no_rank_ever_holds_the_whole_model(tmp_path: Path):
     """Peak memory, as counted by Python and numpy."""
     import torch
 
-    from unspool.model.transformer import Transformer
+    from unspool.model.layers.transformer import Transformer
 
     config = ModelConfig(
         family="llama", vocab_size=512, width=128, layers=8, heads=8, kv_heads=8, head_width=16,

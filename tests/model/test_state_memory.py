@@ -9,10 +9,10 @@ import pytest
 import tiny
 from paged_texts import config
 
-from unspool.model import gguf
-from unspool.model.glance import summarize_model
-from unspool.model.memory import PLANNED_STATES, sequence_memory
-from unspool.model.recurrence import Recurrence
+from unspool.model.config import Recurrence
+from unspool.model.files import gguf
+from unspool.model.hub.inspect import summarize_model
+from unspool.model.hub.memory import PLANNED_STATES, sequence_memory
 
 QWEN = {
     "block_count": 24, "embedding_length": 1024, "context_length": 262144,

@@ -11,11 +11,11 @@ import tiny
 import torch
 
 from unspool.errors import ModelFileError
-from unspool.model.checkpoint import load_transformer, open_checkpoint
 from unspool.model.config import ModelConfig
-from unspool.model.gguf import BLOCK_TYPES
-from unspool.model.stored import FLOAT_TYPES, FileTensor
-from unspool.model.tensor_mapping import read_weights
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint
+from unspool.model.files.gguf import BLOCK_TYPES
+from unspool.model.files.stored import FLOAT_TYPES, FileTensor
+from unspool.model.files.tensor_mapping import read_weights
 from unspool.model.weights import TensorRule, weight_shapes
 
 ROWS, COLUMNS = 24, 512

@@ -15,8 +15,8 @@ from tiny_gguf import write_tiny
 
 import unspool
 from unspool.errors import ModelFileError, UnspoolError
-from unspool.model import hub, stores
-from unspool.model.removing import plan_removal
+from unspool.model.hub import find, stores
+from unspool.model.hub.removal import plan_removal
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ LIBRARY = "registry.ollama.ai/library"
 
 def names(**options: Any) -> dict[str, Any]:
     """All but what comes with Unspool."""
-    result = hub.cached_models(**options)
+    result = find.cached_models(**options)
     return {model.name: model for model in result if model.source != "shipped"}
 
 
@@ -91,11 +91,11 @@ def test_ollama(machine: Path) -> None:
     assert (model.source, model.kind, model.bytes) == ("ollama", "F32", tiny.stat().st_size)
     assert model.path.parent == store / "blobs" and model.fits
     for name in ("ollama/tiny:1b", "tiny:1b", "TINY:1b", "other", "ollama/other"):
-        assert hub.find_model(name, offline=True) == model.path
+        assert find.find_model(name, offline=True) == model.path
     lm = unspool.load("ollama/tiny:1b", offline=True)
     assert len(lm.generate("hello", max_tokens=3, temperature=0).tokens) == 3
     with pytest.raises(ModelFileError, match=r"did you mean ollama/tiny:1b"):
-        hub.find_model("ollama/tiny:2b", offline=True)
+        find.find_model("ollama/tiny:2b", offline=True)
 
 
 def test_what_is_wrong_in_ollamas_store_is_told(
@@ -134,7 +134,7 @@ def test_what_is_wrong_in_ollamas_store_is_told(
     }.items():  # fmt: skip
         assert words in problems[f"ollama/{name}:1b"], name
     with pytest.raises(ModelFileError, match="adapter"):
-        hub.find_model("ollama/tuned:1b")
+        find.find_model("ollama/tuned:1b")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions")
@@ -179,7 +179,7 @@ def test_llama_cpp(machine: Path) -> None:
     assert list(result) == ["llama.cpp/alone", "llama.cpp/split-Q8_0", "llama.cpp/tiny-Q8_0"]
     assert result["llama.cpp/tiny-Q8_0"].kind == "Q8_0"
     assert result["llama.cpp/split-Q8_0"].bytes > file.stat().st_size * 9 // 10, "all its parts"
-    assert hub.find_model("llama.cpp/tiny-Q8_0") == hub.find_model("tiny-q8_0") == file
+    assert find.find_model("llama.cpp/tiny-Q8_0") == find.find_model("tiny-q8_0") == file
     complete = unspool.load("alone").generate("hello", max_tokens=4, temperature=0).tokens
     assert (
         unspool.load("split-Q8_0").generate("hello", max_tokens=4, temperature=0).tokens == complete
@@ -205,16 +205,16 @@ def test_lm_studio(machine: Path) -> None:
         "lmstudio/a-Q8_0", "lmstudio/linked", "lmstudio/old",
         "lmstudio/org/same-GGUF/same", "lmstudio/us/same-GGUF/same",
     ]  # fmt: skip
-    assert hub.find_model("lmstudio/us/same-GGUF/same").parent.parent.name == "us"
-    assert hub.find_model("lm-studio/a-q8_0").name == "a-Q8_0.gguf"
+    assert find.find_model("lmstudio/us/same-GGUF/same").parent.parent.name == "us"
+    assert find.find_model("lm-studio/a-q8_0").name == "a-Q8_0.gguf"
 
 
 def test_a_name_in_two_stores(machine: Path) -> None:
     tiny = write_tiny(machine / ".cache" / "llama.cpp" / "same.gguf")
     write_tiny(machine / ".lmstudio" / "models" / "o" / "r" / "same.gguf")
     with pytest.raises(UnspoolError, match=r"give llama\.cpp/same or lmstudio/same"):
-        hub.find_model("same")
-    assert hub.find_model("llama.cpp/same") == tiny
+        find.find_model("same")
+    assert find.find_model("llama.cpp/same") == tiny
 
 
 def test_the_hubs_cache_and_removing(machine: Path) -> None:
@@ -269,7 +269,7 @@ def test_huge_stores_are_quick(machine: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_glance_reads_no_vocabulary(machine: Path) -> None:
-    from unspool.model.gguf import GGUFFile
+    from unspool.model.files.gguf import GGUFFile
 
     observed = GGUFFile(write_tiny(machine / "t.gguf"), glance=True)
     assert observed.metadata["llama.block_count"] == 1 and not observed.tensors

@@ -17,7 +17,7 @@ from small_model import save_vocabulary
 
 import unspool
 from tiny_recurrent import nemotron
-from unspool.serve.core.registry import ModelEntry
+from unspool.server.runtime.registry import ModelEntry
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from running_server import Running, running
 
 import training_run
 import unspool
-from unspool.serve.core.registry import ModelEntry
-from unspool.serve.runs.trainer import ServerTrainer
+from unspool.server.runtime.registry import ModelEntry
+from unspool.train.routes import ServerTrainer
 from unspool.train.running.runs import Run
 
 STAND_IN = [sys.executable, str(Path(__file__).parent.parent / "stand_in_trainer.py")]

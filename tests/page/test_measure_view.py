@@ -16,11 +16,11 @@ from running_server import Running, running, settled
 
 import unspool
 from decoding.worded import save_worded
-from unspool.costing import measuring, stored
-from unspool.costing.part import CostPart, Example, Figure, Series, TextMark
-from unspool.costing.report import Comparison, Report
-from unspool.costing.sample_texts import packaged_sample
-from unspool.serve.core.registry import ModelEntry
+from unspool.costs import measuring, stored
+from unspool.costs.part import CostPart, Example, Figure, Series, TextMark
+from unspool.costs.report import Comparison, Report
+from unspool.costs.texts import packaged_sample
+from unspool.server.runtime.registry import ModelEntry
 
 SLOW = 60_000  # milliseconds
 

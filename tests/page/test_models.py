@@ -23,7 +23,7 @@ from tiny_gguf import write_tiny
 
 import unspool
 from unspool.errors import ModelFileError
-from unspool.serve.core.registry import ModelEntry
+from unspool.server.runtime.registry import ModelEntry
 
 QUESTION = "Why do leaves change color in fall?"
 

@@ -8,7 +8,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
-from unspool.engine.steps import Candidate, Score, Step, TokenScore
+from unspool.engine.results import Candidate, Score, Step, TokenScore
 
 EVIL = '<script>window.hurt=1</script><img src=x onerror="window.hurt=1">"\' onmouseover="hurt=1'
 # A light page, a dark one, and JupyterLab's two themes by the names that it gives their colours.

@@ -14,9 +14,8 @@ from running_server import Running, running, settled
 
 import unspool
 from decoding.worded import save_chatty
-from unspool.decoding.think.judges.names import VERIFIER_NAMES, VerifierSpec
-from unspool.decoding.think.think import POLICIES, policy_options
-from unspool.serve.core.registry import ModelEntry
+from unspool.decoding.search.think import POLICIES, VERIFIER_NAMES, VerifierSpec, policy_options
+from unspool.server.runtime.registry import ModelEntry
 
 SLOW = 60_000  # milliseconds
 BEAM = {"keep": "2", "width": "2", "step": "tokens", "tokens": "6"}

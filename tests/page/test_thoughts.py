@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect
 from running_server import running
 
 from thought_families import QWEN_OPEN, save_thinker
-from unspool.serve.core.registry import ModelEntry
+from unspool.server.runtime.registry import ModelEntry
 
 # The thought is closed for it, and the answer is the pattern's: a random model would do neither.
 SETTINGS: dict[str, Any] = {"seed": 7, "think_budget": 6, "regex": "(node )+", "end": False}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 
-from unspool.text.tokenizer.merges import merge_steps
+from unspool.text.tokenizer.bpe import merge_steps
 
 QUESTION = "How do transformers work?"
 LONG_WORD = "antidisestablishmentarianism"
@@ -192,7 +192,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """OpenAI's rank files, where the server looks for them."""
     import assets
 
-    from unspool.serve.tokens import NAMES, open_vocabulary
+    from unspool.server.dialects.tokens import NAMES, open_vocabulary
 
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(assets.tiktoken_ranks()))
     open_vocabulary.cache_clear()
@@ -215,7 +215,7 @@ def test_other_vocabularies_count_and_cut(ranks, view, tokenizer):
 
 
 def test_a_vocabulary_that_is_not_here_says_what_to_do(monkeypatch, page):
-    from unspool.serve.tokens import open_vocabulary
+    from unspool.server.dialects.tokens import open_vocabulary
 
     monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
     open_vocabulary.cache_clear()

@@ -14,7 +14,7 @@ from playwright.sync_api import Locator, Page, expect
 from running_server import Running, default_entry, running
 
 import canvas_support
-from unspool.serve.core.registry import ModelEntry
+from unspool.server.runtime.registry import ModelEntry
 
 SLOW = 60_000  # milliseconds
 

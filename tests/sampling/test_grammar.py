@@ -352,7 +352,7 @@ def test_few_allowed_of_a_wide_vocabulary_are_put_in_order_rightly() -> None:
 
 @pytest.fixture(scope="module")
 def real(default_model: Path) -> GrammarVocabulary:
-    from unspool.model.gguf import GGUFFile
+    from unspool.model.files.gguf import GGUFFile
     from unspool.text.tokenizer.tokenizer import Tokenizer
 
     return GrammarVocabulary.from_tokenizer(Tokenizer.from_gguf(GGUFFile(default_model).metadata))

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling import guards as g
-from unspool.sampling import watches
-from unspool.sampling.loops import LoopFinder
-from unspool.sampling.watches import MonitoredText
+from unspool.sampling import monitors
+from unspool.sampling.monitors import LoopFinder, MonitoredText
 
 ENGLISH = """
 It was a bright cold day in April, and the clocks were striking thirteen. The rain, which had
@@ -380,13 +379,13 @@ def test_banned_words_are_looked_up_however_many_there_are(monkeypatch: pytest.M
     words = [f"w{number}x" for number in range(9000)]
     many, few = g.BannedGuard(words=("ab c", "ab", *words)), g.BannedGuard(words=("ab c", "ab"))
     compared: list[int] = []
-    real = watches.BannedPhrases._fold
+    real = monitors.BannedPhrases._fold
 
-    def fold(self: watches.BannedPhrases, text: str) -> str:
+    def fold(self: monitors.BannedPhrases, text: str) -> str:
         compared.append(len(text))
         return real(self, text)
 
-    monkeypatch.setattr(watches.BannedPhrases, "_fold", fold)
+    monkeypatch.setattr(monitors.BannedPhrases, "_fold", fold)
     for guard in (many, few):
         violation = first_violation(guard, [b"to ", b"ab ", b"cd"])
         assert violation == g.Violation("ban", 1, "'ab' is banned"), "the longer one has no border"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sampling.grammars import SMALL, ids, start
-from unspool import request_options
+from unspool.engine import request_builder
 from unspool.errors import SettingsError, UnspoolWarning
 from unspool.sampling import GrammarSpec
 
@@ -161,7 +161,7 @@ def test_a_note_is_a_warning_in_python() -> None:
     facts: Any = type("Facts", (), {"grammar_vocabulary": lambda self: SMALL})()
     noted = {"type": "array", "items": {"const": 1}, "uniqueItems": True}
     with pytest.warns(UnspoolWarning, match="'uniqueItems' is not enforced"):
-        assert request_options._grammar(facts, {"json_schema": noted})
+        assert request_builder._grammar(facts, {"json_schema": noted})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert request_options._grammar(facts, {"json_schema": PET})
+        assert request_builder._grammar(facts, {"json_schema": PET})

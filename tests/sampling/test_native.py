@@ -22,11 +22,10 @@ from unspool.sampling import (
     Pick,
     RowInput,
     SamplingSettings,
-    operations,
+    arrays,
     score,
 )
-from unspool.sampling.arrays import NumpyOperations
-from unspool.sampling.native_arrays import NativeOperations
+from unspool.sampling.arrays import NativeOperations, NumpyOperations
 
 pytestmark = pytest.mark.skipif(
     native.missing_reason() is not None, reason="the kernels are not built"
@@ -44,11 +43,11 @@ def ops() -> NativeOperations:
 
 @contextmanager
 def numpy_alone() -> Iterator[None]:
-    before, operations._numpy = operations._numpy, PLAIN
+    before, arrays._numpy = arrays._numpy, PLAIN
     try:
         yield
     finally:
-        operations._numpy = before
+        arrays._numpy = before
 
 
 # -- rows of every kind ------------------------------------------------------------------------

@@ -14,13 +14,12 @@ from typing import Any
 import httpx
 from running_server import Running, running
 
-from unspool.scale.replicas.asking import RouteHints
-from unspool.scale.replicas.gateway import Gateway, create_gateway
-from unspool.scale.replicas.listening import ServerThread
-from unspool.scale.replicas.pool import ReplicaPool, Target
+from unspool.scale.replicas.application import ServerThread
+from unspool.scale.replicas.gateway import Gateway, ReplicaPool, Target, create_gateway
 from unspool.scale.replicas.request_router import PolicyRouter
-from unspool.serve.core.registry import ModelEntry
-from unspool.serve.http.settings import ServerSettings
+from unspool.scale.replicas.routing import RouteHints
+from unspool.server.http.settings import ServerSettings
+from unspool.server.runtime.registry import ModelEntry
 
 
 @dataclass

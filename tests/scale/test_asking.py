@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from unspool.errors import SettingsError
-from unspool.scale.replicas.asking import RouteHints, read_hints, replica_of
 from unspool.scale.replicas.config import replicas_config_from
-from unspool.scale.replicas.errors import ReplicaLostError
-from unspool.scale.replicas.gathering import merge_branches, merge_metrics
+from unspool.scale.replicas.gateway import ReplicaLostError, merge_branches, merge_metrics
 from unspool.scale.replicas.request_router import PolicyRouter
-from unspool.scale.routing import session_replica
+from unspool.scale.replicas.routing import RouteHints, read_hints, replica_of, session_replica
 
 HEX = "0123456789abcdef01234567"
 SYSTEM = {"role": "system", "content": "You are a helpful assistant that answers in verse. " * 8}

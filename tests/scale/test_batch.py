@@ -13,8 +13,7 @@ from batch_support import batch, read_lines, some_rows, write_rows
 
 import unspool
 from unspool.errors import DataError
-from unspool.scale.batch.rows import read_rows, scan_input
-from unspool.scale.batch.settings import row_seed
+from unspool.scale.batch.rows import read_rows, row_seed, scan_input
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from batch_support import batch, read_lines, write_rows
 
 import unspool
-from unspool.scale.batch.settings import row_seed
+from unspool.scale.batch.rows import row_seed
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "What is a page?"}]

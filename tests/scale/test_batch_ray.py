@@ -23,7 +23,7 @@ from batch_support import (
 )
 
 from unspool.errors import UnspoolError
-from unspool.scale.batch.ray_pool import RayPool, WorkerActor, _cluster_layout
+from unspool.scale.batch.job import RayPool, WorkerActor, _cluster_layout
 from unspool.scale.batch.rows import BatchRow
 from unspool.scale.batch.worker import Outcome
 

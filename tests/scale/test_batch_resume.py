@@ -88,7 +88,7 @@ def test_what_is_done_needs_no_model(
     output = tmp_path / "out.jsonl"
     shutil.copytree(whole_journal, tmp_path / "out.jsonl.unfinished")
     output.write_text("partial output")
-    monkeypatch.setattr("unspool.scale.batch.plan.load", None)
+    monkeypatch.setattr("unspool.scale.batch.worker.load", None)
     assert batch(chatty, rows, output) == 1
     assert read_outputs(output) == undisturbed
 

@@ -9,7 +9,13 @@ from collections import Counter
 
 import pytest
 
-from unspool.scale.routing import NoReplicaError, PrefixRouter, RoundRobin, page_hashes, text_hashes
+from unspool.scale.replicas.routing import (
+    NoReplicaError,
+    PrefixRouter,
+    RoundRobin,
+    page_hashes,
+    text_hashes,
+)
 
 SYSTEM = list(range(100))
 
@@ -28,7 +34,7 @@ def test_hashes_are_of_whole_pages_and_all_before_them():
 
 
 def test_hashes_are_the_same_in_every_process():
-    code = "from unspool.scale.routing import page_hashes; print(page_hashes(range(32)))"
+    code = "from unspool.scale.replicas.routing import page_hashes; print(page_hashes(range(32)))"
     runs = {
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
         for _ in range(2)

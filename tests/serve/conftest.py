@@ -8,7 +8,7 @@ import pytest
 
 import unspool
 from decoding.worded import save_chatty
-from unspool.serve.core.registry import ModelEntry
+from unspool.server.runtime.registry import ModelEntry
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from unspool.serve.http.admission import Admission
-from unspool.serve.http.threads import compute_pool, run_in
+from unspool.server.http.admission import Admission
+from unspool.server.runtime.threads import compute_pool, run_in
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from running_server import Running, default_entry, running, settled
 
-from unspool.serve.core.registry import ModelEntry
+from unspool.server.runtime.registry import ModelEntry
 
 PROMPT = "Once upon a time"
 LONG = {"prompt": PROMPT, "max_tokens": 2000, "unspool": {"end": False}}

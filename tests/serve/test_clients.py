@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 import pytest
 
-from unspool.lens.embedding import embedding
+from unspool.lens.embeddings import embedding
 
 HERE = Path(__file__).parent
 QUESTION = "Why do leaves change color in fall?"

@@ -68,7 +68,7 @@ def test_several_prompts_and_choices(complete, lm, go_on):
 
 
 def test_the_best_of_several(complete, lm, go_on):
-    from unspool.decoding.samples import best_of
+    from unspool.decoding.search.samples import best_of
 
     ranking = best_of(lm, PROMPT, 4, seed=5, max_tokens=12, **go_on)
     answer = complete(best_of=4, n=2)
@@ -132,7 +132,7 @@ def test_embeddings_are_the_mean_of_the_final_vectors(client, server, lm):
     entry, near, far = (np.array(item.embedding) for item in answer.data)
     assert abs(np.linalg.norm(entry) - 1) < 1e-5 and len(entry) == lm.config.width
     assert entry @ near > entry @ far
-    from unspool.lens.look import get_activations
+    from unspool.lens.activations import get_activations
 
     ids = lm.tokenizer.encode_prompt(texts[0])
     final = [
@@ -154,7 +154,7 @@ def test_embeddings_are_the_mean_of_the_final_vectors(client, server, lm):
 
 
 def test_a_long_text_is_embedded_in_pieces(client, lm):
-    from unspool.lens.embedding import embedding
+    from unspool.lens.embeddings import embedding
 
     text = "One word after another. " * 60
     result = client.embeddings.create(model="smollm", input=text).data[0].embedding
@@ -206,7 +206,7 @@ def test_merges_and_other_vocabularies(http, lm, monkeypatch):
 def test_other_vocabularies_where_they_are_here(http, monkeypatch):
     import assets
 
-    from unspool.serve.tokens import open_vocabulary
+    from unspool.server.dialects.tokens import open_vocabulary
 
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(assets.tiktoken_ranks()))
     open_vocabulary.cache_clear()

@@ -13,9 +13,9 @@ from tree_client import read
 
 import unspool
 from decoding.worded import save_worded
-from unspool.costing import measuring, stored
-from unspool.costing.sample_texts import packaged_sample
-from unspool.serve.core.registry import ModelEntry
+from unspool.costs import measuring, stored
+from unspool.costs.texts import packaged_sample
+from unspool.server.runtime.registry import ModelEntry
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from running_server import Running, running, settled
 from tree_client import read
 
 import canvas_support
-from unspool.serve.core.registry import ModelEntry
+from unspool.server.runtime.registry import ModelEntry
 
 ASKED: dict[str, Any] = {"prompt": "hello", "max_tokens": 12, "seed": 3, "threshold": 0.05}
 

@@ -17,10 +17,10 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
 import unspool
-from unspool.serve.core.registry import ModelEntry, ModelRegistry
-from unspool.serve.http.app import create_app
-from unspool.serve.http.settings import ServerSettings
-from unspool.serve.runs.trainer import ServerTrainer
+from unspool.server.app import create_app
+from unspool.server.http.settings import ServerSettings
+from unspool.server.runtime.registry import ModelEntry, ModelRegistry
+from unspool.train.routes import ServerTrainer
 
 
 def _document() -> dict[str, Any]:

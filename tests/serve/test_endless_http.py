@@ -11,7 +11,7 @@ from running_server import Running, running, settled
 
 import unspool
 from decoding.worded import save_chatty
-from unspool.serve.core.registry import ModelEntry
+from unspool.server.runtime.registry import ModelEntry
 
 CONTEXT, WRITTEN = 96, 150
 PROMPT = "the rows of the tree"

@@ -18,8 +18,7 @@ import pytest
 import tiny_gguf
 from running_server import Running, default_entry, running
 
-from unspool.backends.base import StepLimits
-from unspool.backends.step import StepBatch
+from unspool.backends.step import StepBatch, StepLimits
 from unspool.engine.work_scope import WorkScope
 
 MANY = [f"{n} text to be embedded, and long enough" for n in range(96)]

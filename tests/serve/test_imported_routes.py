@@ -12,11 +12,11 @@ import pytest
 from fastapi import APIRouter
 
 from unspool.features import RouteGroup
-from unspool.serve.core.registry import ModelEntry, ModelRegistry
-from unspool.serve.http import app as apps
-from unspool.serve.http import threads
-from unspool.serve.http.app import create_app
-from unspool.serve.http.settings import ServerSettings
+from unspool.server import app as apps
+from unspool.server.app import create_app
+from unspool.server.http.settings import ServerSettings
+from unspool.server.runtime import threads
+from unspool.server.runtime.registry import ModelEntry, ModelRegistry
 
 PATIENCE = 60.0
 

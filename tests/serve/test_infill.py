@@ -14,8 +14,8 @@ from running_server import running
 
 import unspool
 from decoding.worded import FIM, save_worded
-from unspool.decoding.fill.fim import OtherFile, fim_prompt, fim_tokens
-from unspool.serve.core.registry import ModelEntry
+from unspool.decoding.infill.fill import OtherFile, fim_prompt, fim_tokens
+from unspool.server.runtime.registry import ModelEntry
 
 LEFT, RIGHT = "The scheduler plans rows, and the ", " builder makes a step of them."
 

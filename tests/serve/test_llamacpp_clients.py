@@ -16,7 +16,7 @@ from running_server import running
 
 import unspool
 from decoding.worded import FIM, TEMPLATE, save_worded
-from unspool.serve.core.registry import ModelEntry
+from unspool.server.runtime.registry import ModelEntry
 
 TEXT = "The scheduler plans rows, and the"
 TURN = "<|turn|>user\nHi<|endoftext|>\n<|turn|>assistant\n"

@@ -16,9 +16,9 @@ import httpx
 import pytest
 from running_server import Running, running, settled
 
-from unspool.language_model import LanguageModel
-from unspool.serve.core.registry import ModelEntry
-from unspool.serve.core.waking import LoopWaker
+from unspool.lm import LanguageModel
+from unspool.server.runtime.registry import ModelEntry
+from unspool.server.runtime.texts import LoopWaker
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))

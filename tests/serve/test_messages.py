@@ -9,7 +9,7 @@ import anthropic
 import pytest
 from pydantic import BaseModel
 
-from unspool.serve.anthropic.messages import thread_store
+from unspool.server.dialects.anthropic import thread_store
 
 SEED = {"unspool": {"seed": 7}}
 ENDLESS = {"unspool": {"seed": 7, "regex": "[a-z ]{900}"}}  # ends for want of tokens only

@@ -14,7 +14,7 @@ import ollama
 import pytest
 from running_server import Running, default_entry, running
 
-from unspool.lens.embedding import embedding
+from unspool.lens.embeddings import embedding
 
 QUESTION = "Why do leaves change color in fall?"
 ASKED = [{"role": "user", "content": QUESTION}]

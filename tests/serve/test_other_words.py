@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from unspool.serve.core.foreign import keep_alive_seconds
-from unspool.serve.http.errors import ApiError
+from unspool.server.http.errors import ApiError
+from unspool.server.runtime.aliases import keep_alive_seconds
 from unspool.text.chat.template import ChatTemplate
 
 QUESTION = "Why do leaves change color in fall?"

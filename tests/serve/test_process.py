@@ -18,7 +18,7 @@ import pytest
 
 from unspool.cli import serve as command
 from unspool.errors import SettingsError
-from unspool.serve.http.settings import ServerSettings
+from unspool.server.http.settings import ServerSettings
 
 SECRET = "a sentence that must not be logged"
 
@@ -164,10 +164,10 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any
 
 
 def test_who_listens_everywhere_without_a_key_is_warned(monkeypatch: pytest.MonkeyPatch):
-    from unspool.serve.http import listening, server
+    from unspool.server.http import server, sockets
 
     message: list[str] = []
-    monkeypatch.setattr(listening, "bind_socket", lambda settings: None)
+    monkeypatch.setattr(sockets, "bind_socket", lambda settings: None)
     monkeypatch.setattr(server, "run", lambda *params, **named: None)
     monkeypatch.setattr(command.o, "say", message.append)
     from unspool.cli.main import main
@@ -231,11 +231,11 @@ def test_the_default_model_is_fetched_while_the_rest_starts(
     """Its name and size are known before; nothing is fetched before it is loaded."""
     from unspool.cli import starting
     from unspool.cli.options import ModelChoice
-    from unspool.model import hub
+    from unspool.model.hub import find
 
     monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path))
     monkeypatch.delenv("UNSPOOL_DEFAULT_MODEL", raising=False)
-    monkeypatch.setattr(hub, "default_model", lambda **_: pytest.fail("fetched too early"))
+    monkeypatch.setattr(find, "default_model", lambda **_: pytest.fail("fetched too early"))
     result = starting._located(ModelChoice(None, {}), None)
     assert result.name == "SmolLM2-135M-Instruct.Q4_1" and result.size > 90_000_000
     assert result.choice.model is None  # so that loading it fetches it
@@ -244,8 +244,8 @@ def test_the_default_model_is_fetched_while_the_rest_starts(
 def test_a_signal_that_comes_while_it_tells_of_its_start_stops_it():
     from starlette.applications import Starlette
 
-    from unspool.serve.http import server
-    from unspool.serve.http.listening import bind_socket
+    from unspool.server.http import server
+    from unspool.server.http.sockets import bind_socket
 
     stopped = []
 

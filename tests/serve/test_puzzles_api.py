@@ -12,8 +12,8 @@ import pytest
 from running_server import Running, running
 
 import canvas_support
-from unspool.serve.core.registry import ModelEntry
-from unspool.train.twins.puzzles.puzzle import puzzle_by_name
+from unspool.server.runtime.registry import ModelEntry
+from unspool.train.twins.puzzles import puzzle_by_name
 
 
 @pytest.fixture(scope="module")

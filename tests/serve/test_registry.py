@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from unspool.model.adapters import WEIGHTS
-from unspool.serve.core import registry as registries
-from unspool.serve.core.adapters import AdapterFolder
-from unspool.serve.core.registry import ModelEntry, ModelRegistry
-from unspool.serve.http.errors import ApiError
+from unspool.server.http.errors import ApiError
+from unspool.server.runtime import registry as registries
+from unspool.server.runtime.registry import AdapterFolder, ModelEntry, ModelRegistry
 
 PATIENCE = 60.0  # seconds: nothing takes a tenth of a second unless it hangs
 

@@ -17,11 +17,11 @@ import httpx
 import pytest
 from running_server import Running, default_entry, running, settled
 
-from unspool.serve.core.registry import ModelEntry, ModelRegistry
-from unspool.serve.http import events
-from unspool.serve.http.app import create_app
-from unspool.serve.http.settings import ServerSettings
-from unspool.serve.tree.branch_json import branch_store
+from unspool.server.app import create_app
+from unspool.server.http import events
+from unspool.server.http.settings import ServerSettings
+from unspool.server.runtime.registry import ModelEntry, ModelRegistry
+from unspool.server.tree.branch_json import branch_store
 
 SHORT = {"prompt": ["tree"] * 64, "max_tokens": 1}
 
@@ -208,7 +208,7 @@ async def _cancel_everywhere(
 def test_a_watcher_may_be_cancelled_at_every_await(
     small_entry: ModelEntry, late: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("unspool.serve.tree.writing._POLL_SECONDS", 0.05)
+    monkeypatch.setattr("unspool.server.tree.writing._POLL_SECONDS", 0.05)
 
     async def check() -> None:
         registry = ModelRegistry([small_entry], model_memory=1 << 33)

@@ -11,11 +11,11 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from unspool.engine.steps import Step
-from unspool.serve.core.blocks import BlockClosed, BlockParser, Change
-from unspool.serve.openai.response_store import ResponseStore
-from unspool.text.tools.calls import ToolCallParser
+from unspool.engine.results import Step
+from unspool.server.dialects.response_store import ResponseStore
+from unspool.server.runtime.blocks import BlockClosed, BlockParser, Change
 from unspool.text.tools.formats import ToolFormat
+from unspool.text.tools.parser import ToolCallParser
 
 SEED = {"unspool": {"seed": 7}}
 ENDLESS = {"unspool": {"seed": 7, "regex": "[a-z ]{900}"}}  # ends for want of tokens only

@@ -19,13 +19,10 @@ from running_server import Running, running
 import training_run
 import unspool
 from unspool.errors import UnspoolError
-from unspool.serve.core import registry
-from unspool.serve.core.registry import ModelEntry
-from unspool.serve.runs.endpoints import StartRequest
-from unspool.serve.runs.library import RunLibrary
-from unspool.serve.runs.run_json import downsample
-from unspool.serve.runs.trainer import ServerTrainer
+from unspool.server.runtime import registry
+from unspool.server.runtime.registry import ModelEntry
 from unspool.train.data import sources
+from unspool.train.routes import RunLibrary, ServerTrainer, StartRequest, downsample
 from unspool.train.running.runs import Run
 
 STAND_IN = [sys.executable, str(Path(__file__).parent.parent / "stand_in_trainer.py")]

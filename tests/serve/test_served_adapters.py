@@ -14,9 +14,8 @@ from running_server import running
 
 from unspool.errors import SettingsError
 from unspool.model.adapters import Adapter, LowRank, adaptable_shapes, write_adapter
-from unspool.model.checkpoint import open_checkpoint
-from unspool.serve.core.adapters import AdapterFolder
-from unspool.serve.core.registry import ModelEntry
+from unspool.model.files.checkpoint import open_checkpoint
+from unspool.server.runtime.registry import AdapterFolder, ModelEntry
 
 
 def make_adapter(folder: Path, model: Path, seed: int) -> None:

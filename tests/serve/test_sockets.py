@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
-from unspool.serve.http import server as serving
-from unspool.serve.http.listening import bind_socket
-from unspool.serve.http.settings import ServerSettings
+from unspool.server.http import server as serving
+from unspool.server.http.settings import ServerSettings
+from unspool.server.http.sockets import bind_socket
 
 PATIENCE = 60.0
 

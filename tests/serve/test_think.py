@@ -16,7 +16,7 @@ from tree_client import read
 
 import unspool
 from decoding.worded import save_chatty
-from unspool.serve.core.registry import ModelEntry
+from unspool.server.runtime.registry import ModelEntry
 
 ASKED = [{"role": "user", "content": "Plan the rows of the tree"}]
 THINK: dict[str, Any] = {"policy": "best-of", "n": 4, "budget": 600, "judge": "logprob"}

@@ -14,7 +14,7 @@ from running_server import Running, running
 from tree_client import Tree
 
 from thought_families import GEMMA, HARMONY, QWEN_OPEN, save_thinker
-from unspool.serve.core.registry import ModelEntry
+from unspool.server.runtime.registry import ModelEntry
 
 ASKED = [{"role": "user", "content": "A node?"}]
 # Control tokens of these vocabularies; a random model would write them anywhere.

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from tree_client import PROMPT, SAMPLING, Tree, read, tokens
 
-from unspool.serve.http.errors import ApiError
-from unspool.serve.tree import branches as stored
-from unspool.serve.tree.branches import Branches, ExtraSettings, TreeBranch
+from unspool.server.http.errors import ApiError
+from unspool.server.tree import branches as stored
+from unspool.server.tree.branches import Branches, ExtraSettings, TreeBranch
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tree_client import Tree, tokens
 
-from unspool.lens.look import get_activations
-from unspool.serve.tree.look import MAX_CELL, MAX_CELLS, _position_json, _vectors
+from unspool.lens.activations import get_activations
+from unspool.server.tree.look import MAX_CELL, MAX_CELLS, _position_json, _vectors
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from running_server import settled
 from tree_client import Tree, read
 
-from unspool.decoding.edit.doubt import causal_surprise
+from unspool.decoding.edit.edit import causal_surprise
 
 PROMPT = "Once there was"
 WORDS = " a cat that sat at the mat and slept. 🐈 Then it woke up."

@@ -20,14 +20,14 @@ from running_server import Running, running
 from tree_client import Tree
 
 from unspool.engine.generation import Generation
-from unspool.engine.steps import Step
-from unspool.language_model import LanguageModel
-from unspool.sampling.records import StageReport
-from unspool.serve.core.registry import ModelEntry
-from unspool.serve.http.errors import ApiError
-from unspool.serve.tree import branches as stored
-from unspool.serve.tree.branch_json import branch_store
-from unspool.serve.tree.branches import (
+from unspool.engine.results import Step
+from unspool.lm import LanguageModel
+from unspool.sampling.chain import StageReport
+from unspool.server.http.errors import ApiError
+from unspool.server.runtime.registry import ModelEntry
+from unspool.server.tree import branches as stored
+from unspool.server.tree.branch_json import branch_store
+from unspool.server.tree.branches import (
     Branches,
     ExtraSettings,
     TreeBranch,
@@ -35,7 +35,7 @@ from unspool.serve.tree.branches import (
     fork_branch,
     step_weight,
 )
-from unspool.serve.tree.writing import BranchTexts, BranchWriting
+from unspool.server.tree.writing import BranchTexts, BranchWriting
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))

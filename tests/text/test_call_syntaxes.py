@@ -9,10 +9,9 @@ import pytest
 from tool_families import CLOCK, TEMPLATES, WEATHER, Letters, format_of, read, summary
 
 from thought_families import HARMONY, Marked
-from unspool.text.thoughts.formats import OutputStart, reasoning_format
-from unspool.text.thoughts.reader import make_output_parser
-from unspool.text.tools.calls import ToolCallArguments, ToolCallParser, ToolCallStart
+from unspool.text.reasoning import OutputStart, make_output_parser, reasoning_format
 from unspool.text.tools.formats import ToolSpec, tool_format
+from unspool.text.tools.parser import ToolCallArguments, ToolCallParser, ToolCallStart
 
 TRIP = ToolSpec(
     "trip",

@@ -17,7 +17,7 @@ from rich.console import Console
 from unspool.cli.explore_view import view
 from unspool.cli.explorer import Explorer
 from unspool.cli.show import quoted
-from unspool.text.tokenizer.characters import incomplete_utf8, readable, readable_pieces
+from unspool.text.tokenizer.pieces import incomplete_utf8, readable, readable_pieces
 
 LEAF = "🍁".encode()
 

@@ -30,8 +30,7 @@ from test_tokenizer_json import load_tokenizer as from_json
 from transformers import PreTrainedTokenizerFast
 
 from unspool.errors import SettingsError, UnspoolError
-from unspool.text.chat.origin import UNKNOWN, origin_of, with_origin
-from unspool.text.chat.sandbox import SandboxedTemplate
+from unspool.text.chat.sandbox import UNKNOWN, SandboxedTemplate, origin_of, with_origin
 from unspool.text.chat.template import ChatTemplate
 
 

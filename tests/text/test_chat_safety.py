@@ -255,7 +255,7 @@ EXPLOSIVE = [
 @pytest.mark.timeout(60)
 def test_endless_and_explosive_templates(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if source != ENDLESS:  # the others come to the same end at a fifth of the steps
-        monkeypatch.setattr("unspool.text.chat.budget._STEPS", 200_000)
+        monkeypatch.setattr("unspool.text.chat.sandbox._STEPS", 200_000)
     start = time.perf_counter()
     with pytest.raises(ModelFileError) as caught:
         SandboxedTemplate(source).render({"messages": HELLO})

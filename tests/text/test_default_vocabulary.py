@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unspool.model.gguf import GGUFFile
+from unspool.model.files.gguf import GGUFFile
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.real

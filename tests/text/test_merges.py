@@ -13,7 +13,7 @@ from test_tokenizer_json import load_tokenizer as from_json
 from test_tokenizer_tiktoken import load_tokenizer as from_tiktoken
 
 from unspool.errors import UnspoolError
-from unspool.text.tokenizer.merges import Merge, merge_steps, merge_word
+from unspool.text.tokenizer.bpe import Merge, merge_steps, merge_word
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 VOCABULARIES = {

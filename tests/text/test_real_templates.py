@@ -11,7 +11,7 @@ from tool_families import WEATHER
 
 from thought_families import Marked
 from unspool.text.chat.template import ChatTemplate
-from unspool.text.thoughts.formats import prompt_tail, reasoning_format
+from unspool.text.reasoning import prompt_tail, reasoning_format
 from unspool.text.tools.formats import tool_format
 
 TAGS = ("<think>", "</think>")

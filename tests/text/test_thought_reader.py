@@ -8,14 +8,15 @@ import pytest
 
 from thought_families import GEMMA, HARMONY, MISTRAL, PLAIN, QWEN, QWEN_OPEN, STRIPS, Marked
 from unspool.text.chat.template import ChatTemplate
-from unspool.text.thoughts.formats import (
+from unspool.text.reasoning import (
     OutputStart,
     ReasoningFormat,
+    TagReasoningParser,
+    make_output_parser,
     prompt_tail,
     reasoning_format,
+    split_reasoning,
 )
-from unspool.text.thoughts.reader import make_output_parser, split_reasoning
-from unspool.text.thoughts.tags import TagReasoningParser
 
 ASKED = [{"role": "user", "content": "Is <think> a tag?"}]
 

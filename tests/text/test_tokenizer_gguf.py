@@ -13,7 +13,7 @@ from hypothesis import given
 from sample_texts import SAME_EVERY_RUN, TEXTS
 
 from unspool.errors import ModelFileError, UnspoolError
-from unspool.model.gguf import GGUFFile
+from unspool.model.files.gguf import GGUFFile
 from unspool.text.tokenizer.pieces import byte_characters
 from unspool.text.tokenizer.pretokenizers import PRETOKENIZERS
 from unspool.text.tokenizer.tokenizer import Tokenizer

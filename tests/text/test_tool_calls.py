@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_families import TEMPLATES, format_of, read, summary
 
-from unspool.text.tools.calls import (
+from unspool.text.tools.call_parsers import JsonScanner
+from unspool.text.tools.parser import (
     ParsedToolCall,
     TextPiece,
     ToolCallArguments,
@@ -20,7 +21,6 @@ from unspool.text.tools.calls import (
     ToolCallParser,
     ToolCallStart,
 )
-from unspool.text.tools.json_scan import JsonScanner
 
 H = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
 F = ("f", '{"a": [1, "}"]}')

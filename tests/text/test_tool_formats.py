@@ -25,8 +25,8 @@ from unspool.errors import UnspoolError
 from unspool.sampling import Grammar, GrammarSpec
 from unspool.text.chat.template import ChatTemplate
 from unspool.text.tokenizer.tokenizer import Tokenizer
-from unspool.text.tools.calls import TextPiece, ToolCallParser
 from unspool.text.tools.formats import ToolSpec, tool_format
+from unspool.text.tools.parser import TextPiece, ToolCallParser
 
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "user", "content": "Rain?"},

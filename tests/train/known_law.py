@@ -7,8 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from unspool.train.scaling.side_by_side import is_orphaned
-from unspool.train.scaling.study import PlannedRun, Study
+from unspool.train.scaling.study import PlannedRun, Study, is_orphaned
 
 
 def train(run: PlannedRun, folder: Path) -> float:

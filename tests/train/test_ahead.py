@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from unspool.train.data.batches import TrainingBatch
-from unspool.train.running.ahead import BatchPrefetcher
-from unspool.train.running.faults import TrainingError
+from unspool.train.running.loop import BatchPrefetcher, TrainingError
 
 A_GPU = SimpleNamespace(type="cuda")  # what decides whether it pays to be ahead
 

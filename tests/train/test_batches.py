@@ -11,8 +11,8 @@ import torch
 
 from unspool.errors import DataError, SettingsError
 from unspool.train.data.batches import PackedBatches
-from unspool.train.data.shards import PackedDocuments
-from unspool.train.data.shuffle import permuted
+from unspool.train.data.prepared import PackedDocuments
+from unspool.train.data.selection import permuted
 
 
 def text(tokens: int, *borders: int) -> PackedDocuments:

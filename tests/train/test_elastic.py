@@ -16,13 +16,16 @@ import torch
 from test_train_command import SMALL, TEXT, losses
 
 from unspool.cli.main import _exit_code
-from unspool.model.checkpoint import load_transformer, open_checkpoint
-from unspool.train.new import _divide_batch
-from unspool.train.running.elastic import find_restarted_run, job_facts, open_run_everywhere
-from unspool.train.running.faults import explain_error
-from unspool.train.running.parallel import Parallel
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint
+from unspool.train.pretrain import NewSettings, _divide_batch
+from unspool.train.running.loop import explain_error
+from unspool.train.running.parallel import (
+    Parallel,
+    find_restarted_run,
+    job_facts,
+    open_run_everywhere,
+)
 from unspool.train.running.runs import Run, RunError
-from unspool.train.settings import NewSettings
 
 DOCS = Path(__file__).parents[2] / "docs"
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -32,7 +35,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals")
 JOB = """
 import os, signal, sys
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-import unspool.cli.train.telling, unspool.train.new
+import unspool.cli.train.telling, unspool.train.pretrain
 import unspool.train.running.loop as loop
 from torch.distributed.fsdp import fully_shard
 from unspool.cli.main import _exit_code

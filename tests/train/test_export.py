@@ -20,9 +20,9 @@ from safetensors.numpy import load_file
 import unspool
 from gguf_converted import convert
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
-from unspool.model.checkpoint import load_transformer, open_checkpoint, save_checkpoint
-from unspool.model.gguf import GGUFFile
-from unspool.model.mlx_save import quantize_folder
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint, save_checkpoint
+from unspool.model.files.export import quantize_folder
+from unspool.model.files.gguf import GGUFFile
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.export import export_folder, export_gguf
 from unspool.train.running.runs import Run
@@ -273,11 +273,11 @@ def test_what_cannot_be_written_is_refused(
 
 def test_every_known_cut_is_recognized():
     """Every pre-tokenizer splits the probe text differently, so that it can be identified."""
-    from unspool.text.tokenizer import gguf_save
+    from unspool.text.tokenizer import gguf
     from unspool.text.tokenizer.pretokenizers import PRETOKENIZERS, byte_level_splits
 
     # bailingmoe writes what qwen2 does in another way.
     names = [name for name in PRETOKENIZERS if not name.startswith(("bailingmoe", "llada"))]
     cuts = {PRETOKENIZERS[name] for name in names if PRETOKENIZERS[name].byte_level}
-    pieces = {cut.patterns: gguf_save._split_probe(byte_level_splits(cut.patterns)) for cut in cuts}
+    pieces = {cut.patterns: gguf._split_probe(byte_level_splits(cut.patterns)) for cut in cuts}
     assert len({tuple(result) for result in pieces.values()}) == len(pieces) > 5

@@ -15,7 +15,7 @@ from test_export import PROMPTS, log_probabilities, ours
 import tiny_recurrent
 from gguf_converted import convert
 from unspool.errors import ModelFileError
-from unspool.model.gguf import GGUFFile
+from unspool.model.files.gguf import GGUFFile
 from unspool.train.export import export_gguf
 
 # llama.cpp needs keys and values of a recurrent head to have the same width.

@@ -7,9 +7,9 @@ import tiny
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from unspool.model.config_hf import config_from_hf
-from unspool.model.transformer import Transformer
-from unspool.train.learning.flops import (
+from unspool.model.files.config_json import config_from_hf
+from unspool.model.layers.transformer import Transformer
+from unspool.train.learning.model_size import (
     attention_flops,
     compute_parameters,
     forward_flops,

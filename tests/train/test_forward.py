@@ -12,17 +12,16 @@ import torch
 from tiny_training import Batch, tiny_model
 from torch.nn import functional
 
-from unspool.model.checkpoint import load_transformer, open_checkpoint
-from unspool.model.transformer import Transformer
-from unspool.train.learning.cross_entropy import summed_loss, token_losses
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint
+from unspool.model.layers.transformer import Transformer
 from unspool.train.learning.forward import (
     AttentionMask,
     causal_within_documents,
     hidden_states,
     recompute_activations,
 )
-from unspool.train.learning.objectives import next_token
-from unspool.train.learning.shape import new_config, new_model
+from unspool.train.learning.model_size import new_config, new_model
+from unspool.train.learning.objectives import next_token, summed_loss, token_losses
 
 
 def rng() -> torch.Generator:
@@ -73,7 +72,7 @@ def assert_gradients(model: Transformer, expected: dict[str, torch.Tensor]) -> N
 
 @pytest.mark.parametrize("at_once", [29 * 64, 1 << 24])
 def test_loss_in_pieces_is_the_loss(at_once: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("unspool.train.learning.cross_entropy._LOGITS_PER_CHUNK", at_once)
+    monkeypatch.setattr("unspool.train.learning.objectives._LOGITS_PER_CHUNK", at_once)
     model = tiny_model(head_bias=True, tied=False)
     x = torch.randn(3, 50, 32, generator=rng(), requires_grad=True)
     targets, weights = random_ids(3, 50), torch.rand(3, 50, generator=rng())
@@ -95,7 +94,7 @@ def test_loss_in_pieces_is_the_loss(at_once: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("unspool.train.learning.cross_entropy._LOGITS_PER_CHUNK", 29 * 64)
+    monkeypatch.setattr("unspool.train.learning.objectives._LOGITS_PER_CHUNK", 29 * 64)
     largest = 0
     logits = Transformer.logits
 

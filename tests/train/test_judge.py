@@ -12,8 +12,7 @@ import small_model as small
 
 import unspool
 from unspool.errors import SettingsError
-from unspool.train.judging.judge import bits_per_byte, windows
-from unspool.train.judging.likelihood import score_continuations
+from unspool.train.evaluation.bits_per_byte import bits_per_byte, score_continuations, windows
 
 TEXT = "The people of the United States, and their union in 1999. " * 5
 
@@ -109,7 +108,7 @@ def _last_logits(lm: Any, tokens: list[int]) -> Any:
 def test_long_continuations_come_in_pieces(lm: Any, monkeypatch: pytest.MonkeyPatch):
     ids = np.random.default_rng(1).integers(4, 290, 120).tolist()
     full = score_continuations(lm, [(ids[:2], ids[2:])])[0]
-    monkeypatch.setattr("unspool.train.judging.likelihood._MAX_LOGIT_ROWS", 16)
+    monkeypatch.setattr("unspool.train.evaluation.bits_per_byte._MAX_LOGIT_ROWS", 16)
     pieces = score_continuations(lm, [(ids[:2], ids[2:]), (ids[:5], ids[5:9])])[0]
     assert pieces.logprobs == pytest.approx(full.logprobs, rel=1e-3, abs=1e-4)
 

@@ -10,11 +10,11 @@ import pytest
 
 from unspool.cli.main import _exit_code
 from unspool.errors import UnspoolError
-from unspool.model.gguf import GGUFFile
+from unspool.model.files.gguf import GGUFFile
+from unspool.train.pretrain import NewSettings
 from unspool.train.running.runs import Run
 from unspool.train.scaling.grid import GridTrainer, held_out_loss, shared_vocabulary
 from unspool.train.scaling.study import PlannedRun
-from unspool.train.settings import NewSettings
 
 WORDS = ("the", "people", "of", "these", "states", "have", "come", "together", "in", "peace")
 

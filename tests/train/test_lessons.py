@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from unspool.errors import DataError
-from unspool.text.chat.learning import mask_conversation
+from unspool.text.chat.loss_mask import mask_conversation
 from unspool.text.chat.template import ChatTemplate
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.batches import PackedBatches
-from unspool.train.data.encoding import DocumentEncoder
-from unspool.train.data.shapes import Document
-from unspool.train.data.shards import prepare
+from unspool.train.data.prepared import DocumentEncoder, prepare
+from unspool.train.data.sources import Document
 from unspool.train.data.tokenizer import TokenizerSettings, save_tokenizer_files, train_bpe
 
 WORDS = Path(__file__).parents[2].joinpath("docs", "how-it-works.md").read_text(encoding="utf-8")
@@ -148,7 +147,7 @@ def test_a_message_of_no_weight(folder: Path) -> None:
 
 @pytest.mark.real
 def test_the_default_models_template(default_model: Path) -> None:
-    from unspool.model.gguf import GGUFFile
+    from unspool.model.files.gguf import GGUFFile
 
     tokenizer = Tokenizer.from_gguf(GGUFFile(default_model).metadata)
     assert learned(tokenizer, TWO) == "Two.<|im_end|>|Four.<|im_end|>"

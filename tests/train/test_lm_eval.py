@@ -14,7 +14,7 @@ from lm_eval.models.huggingface import HFLM
 
 import unspool
 from unspool.errors import UnspoolError
-from unspool.train.judging.lm_eval import UnspoolLM, run_tasks
+from unspool.train.evaluation.lm_eval import UnspoolLM, run_tasks
 
 QUESTION = "The people of the United States are "
 ANSWERS = [" free", "in the union", " 1999!", " already, and they've done it"]

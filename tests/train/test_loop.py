@@ -27,8 +27,7 @@ from unspool.train.running.events import (
     StepLogged,
     StepsReplanned,
 )
-from unspool.train.running.faults import TrainingError
-from unspool.train.running.loop import Trainer, TrainSettings
+from unspool.train.running.loop import Trainer, TrainingError, TrainSettings
 from unspool.train.running.runs import Run
 
 
@@ -44,7 +43,7 @@ def same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_it_learns(kind: Any):
-    from unspool.train.learning.shape import new_model
+    from unspool.train.learning.model_size import new_model
 
     model = new_model(tiny_model().config)
     observed: list[Event] = []
@@ -138,7 +137,7 @@ def test_the_run_tells_what_happened(tmp_path: Path):
 
 
 def test_a_checkpoint_is_the_model(tmp_path: Path):
-    from unspool.model.checkpoint import load_transformer, open_checkpoint
+    from unspool.model.files.checkpoint import load_transformer, open_checkpoint
 
     trainer = tiny_trainer(tmp_path / "run", 5)
     trainer.run()
@@ -286,7 +285,7 @@ def test_a_bug_is_shown_as_one(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "where", ["unspool.train.running.atomic.os.fsync", "safetensors.torch.save_file"]
+    "where", ["unspool.train.running.runs.os.fsync", "safetensors.torch.save_file"]
 )
 def test_a_full_disk_leaves_the_last_checkpoint_whole(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,7 +14,7 @@ import torch
 import unspool
 from unspool.errors import SettingsError
 from unspool.model.adapters import read_adapter, write_adapter
-from unspool.model.checkpoint import load_transformer, open_checkpoint
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint
 from unspool.train.learning.lora import (
     LoraConfig,
     adapter_of,
@@ -24,8 +24,8 @@ from unspool.train.learning.lora import (
     merge,
     switch_lora,
 )
+from unspool.train.tuning.dpo import dpo_loss, log_probabilities
 from unspool.train.tuning.grpo import advantages, grpo_losses
-from unspool.train.tuning.preference import dpo_loss, log_probabilities
 
 TOKENS = torch.tensor([[3, 141, 59, 26, 5, 35, 89, 79, 32, 38, 46, 26]])
 

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from unspool.errors import SettingsError
-from unspool.model.transformer import Transformer
-from unspool.train.learning import mitigations
-from unspool.train.learning.mitigations import MitigatedNextToken
-from unspool.train.learning.objectives import next_token
+from unspool.model.layers.transformer import Transformer
+from unspool.train.learning import objectives
+from unspool.train.learning.objectives import MitigatedNextToken, next_token
 from unspool.train.learning.optimizers import Rates, make_optimizers
+from unspool.train.pretrain import NewSettings
 from unspool.train.running.loop import Trainer, TrainSettings
-from unspool.train.settings import NewSettings
 
 
 def ids(rows: int = 2, length: int = 15, tokens: int = 6) -> Tensor:
@@ -76,9 +75,9 @@ def test_scheduled_sampling_reads_its_own_tokens_and_learns_the_texts(
 ):
     batch = Batch(ids(4, 41, 29))
     read: list[Tensor] = []
-    usual = mitigations.hidden_states
+    usual = objectives.hidden_states
     monkeypatch.setattr(
-        mitigations,
+        objectives,
         "hidden_states",
         lambda model, tokens, sight: (read.append(tokens), usual(model, tokens, sight))[1],
     )
@@ -98,7 +97,7 @@ def test_what_is_drawn_has_the_models_chances():
     x = torch.randn(1, 32, generator=torch.Generator().manual_seed(2))
     shares = model.logits(x).float().softmax(-1)[0]
     chances = (torch.arange(20_000) + 0.5) / 20_000
-    drawn = mitigations._sample_tokens(model, x.expand(20_000, -1), chances)
+    drawn = objectives._sample_tokens(model, x.expand(20_000, -1), chances)
     counts = torch.bincount(drawn, minlength=29) / 20_000
     assert torch.allclose(counts, shares, atol=2e-4)
 
@@ -109,8 +108,8 @@ def test_what_the_model_never_writes_is_never_replaced():
     documents = torch.tensor([[0] * 14 + [1] * 6] * 4)
     batch: Any = Batch(ids(4, 21, 29), loss_mask, documents)
     model = tiny_model()
-    sight = mitigations.AttentionMask.build(model.config, batch.ids[:, :-1])
-    mixed = mitigations._replace_tokens(model, batch, sight, 1.0, torch.Generator().manual_seed(0))
+    sight = objectives.AttentionMask.build(model.config, batch.ids[:, :-1])
+    mixed = objectives._replace_tokens(model, batch, sight, 1.0, torch.Generator().manual_seed(0))
     is_same = mixed == batch.ids[:, :-1]
     assert is_same[:, :11].all() and is_same[:, 14].all() and not is_same[:, 11:].all()
 

@@ -11,7 +11,7 @@ from tiny_training import Batch, tiny_model
 from torch import Tensor
 from torch.nn import functional
 
-from unspool.model.transformer import Transformer, attention_weights
+from unspool.model.layers.transformer import Transformer, attention_weights
 from unspool.train.learning import objectives
 from unspool.train.learning.forward import AttentionMask, hidden_states
 from unspool.train.learning.objectives import BlockDiffusion, Masked, block_diffusion_mask

@@ -13,9 +13,9 @@ from unspool.train.learning.optimizers import (
     Rates,
     Schedule,
     make_optimizers,
+    orthogonal,
     parameter_groups,
 )
-from unspool.train.learning.orthogonal import orthogonal
 
 
 def newton_schulz_in_float32(grad: Any, coefficients: Any, steps: int, eps: float) -> Any:

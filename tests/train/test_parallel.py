@@ -19,13 +19,13 @@ from tuned_together import KINDS, make_data, tuned
 from two_processes import ODD
 
 from unspool.errors import SettingsError
-from unspool.model.checkpoint import load_transformer, open_checkpoint, save_weights
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint, save_weights
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import Rates, make_optimizers
+from unspool.train.running.checkpoints import read_state
 from unspool.train.running.loop import Trainer, TrainSettings
 from unspool.train.running.parallel import Parallel
 from unspool.train.running.runs import Run, RunError
-from unspool.train.running.state import read_state
 from unspool.train.tuning.tune import TuneSettings, _TuningJob
 
 HERE = Path(__file__).parent

@@ -16,8 +16,8 @@ import pytest
 
 from unspool.errors import DataError, SettingsError
 from unspool.text.tokenizer.tokenizer import Tokenizer
-from unspool.train.data import shards
-from unspool.train.data.shards import PackedDocuments, PreparedData, prepare
+from unspool.train.data import prepared
+from unspool.train.data.prepared import PackedDocuments, PreparedData, prepare
 from unspool.train.data.tokenizer import TokenizerSettings, save_tokenizer_files, train_bpe
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +89,7 @@ def test_prepared_once_and_found_again(
         raise AssertionError("prepared again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "survey", no_work)
+        patch.setattr(prepared, "survey", no_work)
         file.rename(tmp_path / "other name.jsonl")
         assert prepare(tmp_path / "other name.jsonl", tokenizer).folder == first.folder
     file = tmp_path / "other name.jsonl"
@@ -162,14 +162,14 @@ def test_a_source_that_changes_meanwhile(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     file = rows_file(tmp_path / "a.jsonl", ROWS)
-    survey = shards.survey
+    survey = prepared.survey
 
     def changed(*given: Any) -> Any:
         found = survey(*given)
         rows_file(file, ROWS[1:])
         return found
 
-    monkeypatch.setattr(shards, "survey", changed)
+    monkeypatch.setattr(prepared, "survey", changed)
     with pytest.raises(DataError, match="changed while it was read"):
         prepare(file, tokenizer)
     assert [each.suffix for each in (cache / "prepared").iterdir()] in ([".lock"], [])
@@ -184,7 +184,7 @@ def test_a_full_disk(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards._SplitWriter, "add", full)
+        patch.setattr(prepared._SplitWriter, "add", full)
         with pytest.raises(DataError, match=r"the disk is full .* free some space"):
             prepare(file, tokenizer)
     assert [each.suffix for each in (cache / "prepared").iterdir()] in ([".lock"], [])
@@ -250,7 +250,7 @@ def test_killed_in_the_middle(tmp_path: Path, tokenizer_folder: Path, cache: Pat
     tokenizer = Tokenizer.from_file(tokenizer_folder)
     assert prepare(file, tokenizer).card.documents == 196
     fresh = part.parent.with_suffix("")
-    shards.build_once(fresh, lambda folder: (folder / "whole").write_text("yes") and None)
+    prepared.build_once(fresh, lambda folder: (folder / "whole").write_text("yes") and None)
     assert (fresh / "whole").is_file() and not part.exists()
 
 

@@ -12,18 +12,18 @@ import torch
 from paged_texts import config
 
 from recurrent_texts import SHAPES
-from unspool.model.checkpoint import (
+from unspool.model.files.checkpoint import (
     load_transformer,
     open_checkpoint,
     rules_for_hf,
     save_checkpoint,
 )
-from unspool.model.tensor_mapping import write_weights
+from unspool.model.files.tensor_mapping import write_weights
 from unspool.train.data.batches import TrainingBatch
 from unspool.train.learning.forward import AttentionMask, causal_within_documents, hidden_states
+from unspool.train.learning.model_size import new_model, rates_for
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import make_optimizers, parameter_groups
-from unspool.train.learning.shape import new_model, rates_for
 
 
 def model_of(name: str) -> torch.nn.Module:

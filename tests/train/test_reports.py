@@ -10,8 +10,14 @@ from typing import Any
 import pytest
 
 from unspool.errors import SettingsError
-from unspool.train.running.events import Evaluated, RunEnded, SampleWritten, StepLogged
-from unspool.train.running.reports import combine_listeners, reporters
+from unspool.train.running.events import (
+    Evaluated,
+    RunEnded,
+    SampleWritten,
+    StepLogged,
+    combine_listeners,
+    reporters,
+)
 from unspool.train.running.runs import Run
 
 EVENTS = [

@@ -14,9 +14,8 @@ import known_law
 import pytest
 
 from unspool.errors import SettingsError, UnspoolError
-from unspool.model.config import ModelConfig
-from unspool.model.positions import Rotary
-from unspool.train.learning.flops import compute_parameters, training_flops
+from unspool.model.config import ModelConfig, Rotary
+from unspool.train.learning.model_size import compute_parameters, training_flops
 from unspool.train.scaling.plot import draw
 from unspool.train.scaling.study import PlannedRun, Study, plan
 

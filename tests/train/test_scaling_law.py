@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 from scipy.special import logsumexp
 
 from unspool.errors import SettingsError
-from unspool.train.scaling.law import HUBER_DELTA, RunResult, fit
+from unspool.train.scaling.study import HUBER_DELTA, RunResult, fit
 
 # Chinchilla's own figures (Hoffmann et al. 2022, approach 3).
 E, A, ALPHA, B, BETA = 1.69, 406.4, 0.34, 410.7, 0.28

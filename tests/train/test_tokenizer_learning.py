@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unspool.errors import SettingsError
-from unspool.text.tokenizer.learning import learn_merges
+from unspool.text.tokenizer.bpe import learn_merges
 from unspool.text.tokenizer.pieces import byte_level_bytes
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.tokenizer import (

@@ -21,7 +21,7 @@ import pytest
 import unspool
 from unspool.cli.main import _exit_code, with_command
 from unspool.cli.train.plot import curve
-from unspool.model.checkpoint import open_checkpoint
+from unspool.model.files.checkpoint import open_checkpoint
 from unspool.train.running.runs import Run
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +101,7 @@ def test_transformers_opens_what_was_trained(finished_run: Run):
     import torch
     import transformers
 
-    from unspool.model.checkpoint import load_transformer
+    from unspool.model.files.checkpoint import load_transformer
 
     model = finished_run.model
     assert model is not None
@@ -162,7 +162,7 @@ def test_interrupted_and_resumed(place: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("name", ["runs/speeches-d1", "speeches-d1"])
 def test_a_run_is_found_wherever_a_model_is(name: str, finished_run: Run):
-    from unspool.model.hub import find_model
+    from unspool.model.hub.find import find_model
 
     assert finished_run.model is not None
     assert find_model(name).resolve() == finished_run.model.resolve()
@@ -185,7 +185,7 @@ def test_layers_of_other_families(shape: str, place: Path):
     import torch
     import transformers
 
-    from unspool.model.checkpoint import load_transformer
+    from unspool.model.files.checkpoint import load_transformer
     from unspool.train.export import export_gguf
 
     words = ["--steps", "25", "--rate", "3", "--quiet", "--shape", shape, "--depth", "2"]
@@ -221,8 +221,7 @@ def test_other_objectives(objective: str, place: Path):
 
 
 def test_with_nothing_said():
-    from unspool.train.new import _with_default_size
-    from unspool.train.settings import NewSettings
+    from unspool.train.pretrain import NewSettings, _with_default_size
 
     alone, deep, timed = (
         _with_default_size(NewSettings(**options)) for options in ({}, {"depth": 8}, {"minutes": 1})

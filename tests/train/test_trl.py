@@ -10,12 +10,12 @@ import pytest
 import tiny
 import torch
 
-from unspool.model.checkpoint import load_transformer, open_checkpoint, rules_for_hf
-from unspool.model.tensor_mapping import write_weights
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint, rules_for_hf
+from unspool.model.files.tensor_mapping import write_weights
 from unspool.train.data.batches import TrainingBatch
-from unspool.train.data.encoding import EncodedDocument
+from unspool.train.data.prepared import EncodedDocument
+from unspool.train.tuning.dpo import Dpo, PairBatch, log_probabilities, padded
 from unspool.train.tuning.grpo import grpo_losses
-from unspool.train.tuning.preference import Dpo, PairBatch, log_probabilities, padded
 from unspool.train.tuning.tune import answers_only
 
 trl = pytest.importorskip("trl")

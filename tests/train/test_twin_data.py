@@ -11,12 +11,11 @@ import tiny
 
 import unspool
 from unspool.errors import DataError
-from unspool.model.checkpoint import open_checkpoint
-from unspool.train.data.shards import PackedDocuments
+from unspool.model.files.checkpoint import open_checkpoint
+from unspool.train.data.prepared import PackedDocuments
 from unspool.train.data.tokenizer import TokenizerSettings, save_tokenizer_files, train_bpe
-from unspool.train.twins import written
-from unspool.train.twins.mixture import Mixture
-from unspool.train.twins.written import WritingSettings, generated_texts
+from unspool.train.twins import data
+from unspool.train.twins.data import Mixture, WritingSettings, generated_texts
 
 
 def text(count: int = 100) -> PackedDocuments:
@@ -80,7 +79,7 @@ def test_batches_are_functions_of_their_number_and_shares_are_kept():
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(written, "PART", 4)
+    monkeypatch.setattr(data, "PART", 4)
     tiny.save("llama", tmp_path / "model")
     settings = TokenizerSettings(vocab_size=259)
     save_tokenizer_files(train_bpe([], settings), settings, tmp_path / "model")

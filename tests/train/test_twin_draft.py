@@ -12,18 +12,19 @@ from tiny_training import tiny_model
 from torch import Tensor
 
 from unspool.model.layers.parts import apply_rope
-from unspool.model.transformer import Transformer
+from unspool.model.layers.transformer import Transformer
 from unspool.train.data.batches import TrainingBatch
-from unspool.train.twins.draft import (
+from unspool.train.twins.draft_head import (
     DraftHead,
     DraftHeadObjective,
     HeadShape,
     UnrolledDrafts,
     feature_layers,
     most_frequent_tokens,
+    open_head,
     rms,
+    save_head,
 )
-from unspool.train.twins.head_files import open_head, save_head
 
 
 def rng(seed: int = 1) -> torch.Generator:

@@ -10,15 +10,20 @@ from tiny_training import tiny_model
 from torch import Tensor
 from torch.nn import functional
 
-from unspool.model.transformer import Transformer
+from unspool.model.layers.transformer import Transformer
 from unspool.train.data.batches import TrainingBatch
 from unspool.train.learning import forward
 from unspool.train.learning.lora import LoraConfig, add_lora
-from unspool.train.twins import block, fill, noise
-from unspool.train.twins.block import BlockTwinObjective
-from unspool.train.twins.fill import FillTwinObjective, quarter_rows
-from unspool.train.twins.halves import CleanNoisyPasses, block_starts, document_starts
-from unspool.train.twins.mask_token import add_mask_embedding
+from unspool.train.twins import objectives
+from unspool.train.twins.masked_twin import add_mask_embedding
+from unspool.train.twins.objectives import (
+    BlockTwinObjective,
+    CleanNoisyPasses,
+    FillTwinObjective,
+    block_starts,
+    document_starts,
+    quarter_rows,
+)
 
 MASK = 28
 
@@ -60,9 +65,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
         monkeypatch.setattr(module, name, watched)
 
-    watch(block, "draw_grid")
-    watch(block, "mask_blocks")
-    watch(fill, "mask_uniformly")
+    watch(objectives, "draw_grid")
+    watch(objectives, "mask_blocks")
+    watch(objectives, "mask_uniformly")
     watch(FillTwinObjective, "_draw_masks")
     watch(FillTwinObjective, "_sample_tokens")
     return seen
@@ -218,13 +223,13 @@ def test_blocks_are_counted_from_the_start_of_their_document():
 
 
 def test_every_size_and_level_is_drawn():
-    grid = noise.draw_grid(2000, rng())
+    grid = objectives.draw_grid(2000, rng())
     assert set(grid.sizes.flatten().tolist()) == {4, 8, 16, 32}
     assert ((grid.offsets >= 0) & (grid.offsets < grid.sizes)).all()
     share = (grid.sizes == 8).float().mean()
     assert 0.3 < share < 0.4
     starts = torch.arange(0, 800, 8).repeat_interleave(8)[None].expand(50, -1)
-    hide, level = noise.mask_blocks(starts, rng())
+    hide, level = objectives.mask_blocks(starts, rng())
     assert not hide[:, ::8].any()  # a block's first is never hidden
     blocks = hide.view(50, 100, 8)[:, :, 1:]
     assert 0.2 < blocks.all(2).float().mean() < 0.35  # 20 %, and by chance
@@ -233,7 +238,7 @@ def test_every_size_and_level_is_drawn():
 
 
 def test_spans_are_spans():
-    hide = noise.mask_spans(200, 300, rng())
+    hide = objectives.mask_spans(200, 300, rng())
     assert 0.15 < hide.float().mean() < 0.5
     runs = [len(run) for run in "".join("x" if h else "." for h in hide[0]).split(".") if run]
     assert len(set(runs)) <= 4 or max(runs) > 1
@@ -252,7 +257,7 @@ def test_another_batch_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
     def looking(allowed: Any, rows: int, queries: int, keys: int, device: Any, config: Any) -> Any:
         return create_block_mask(allowed, rows, None, queries, keys, device=device)
 
-    monkeypatch.setattr("unspool.train.twins.halves.build_mask", looking)
+    monkeypatch.setattr("unspool.train.twins.objectives.build_mask", looking)
     monkeypatch.setattr(forward, "_compiled_flex_attention", lambda: flex_attention)
     torch._dynamo.reset()
     for layer in (*clean.layers, *twin.layers):

@@ -10,20 +10,20 @@ import pytest
 import torch
 
 from unspool.errors import SettingsError
+from unspool.train.learning.model_size import new_model
 from unspool.train.learning.objectives import Masked, next_token
-from unspool.train.learning.shape import new_model
-from unspool.train.twins.kinds.puzzle import puzzle_config
-from unspool.train.twins.puzzles.puzzle import (
+from unspool.train.twins.puzzle_models import ORDERS, puzzle_config, solve
+from unspool.train.twins.puzzles import (
     MASK,
     PuzzleBatches,
+    Sudoku,
+    base_boards,
     decode_rows,
     encode_texts,
     puzzle_by_name,
     save_tokenizer,
     token_ids,
 )
-from unspool.train.twins.puzzles.sudoku import Sudoku, base_boards
-from unspool.train.twins.solving import ORDERS, solve
 
 NAMES = ("sudoku:48", "sudoku4", "countdown", "countdown:3")
 

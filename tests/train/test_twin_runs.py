@@ -14,17 +14,16 @@ import torch
 
 import unspool
 from unspool.cli.main import _exit_code
-from unspool.decoding.heads.files import SHIPPED
+from unspool.decoding.speculative.head import SHIPPED
 from unspool.errors import UnspoolError
 from unspool.model.adapters import CanvasAdapterSettings, read_adapter
-from unspool.model.checkpoint import load_transformer, open_checkpoint
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint
 from unspool.train.data.tokenizer import TokenizerSettings, save_tokenizer_files, train_bpe
 from unspool.train.running.events import Event, StepLogged
 from unspool.train.running.loop import Trainer
 from unspool.train.running.runs import Run
-from unspool.train.twins.draft import DraftHead
-from unspool.train.twins.head_files import open_head
-from unspool.train.twins.mask_token import mask_token
+from unspool.train.twins.draft_head import DraftHead, open_head
+from unspool.train.twins.masked_twin import mask_token
 from unspool.train.twins.settings import TwinSettings
 from unspool.train.twins.twin import new_run, settings_of, train_twin
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unspool.model.checkpoint import save_weights
-from unspool.model.config import ModelConfig
-from unspool.model.positions import Rotary
-from unspool.model.transformer import Transformer
+from unspool.model.config import ModelConfig, Rotary
+from unspool.model.files.checkpoint import save_weights
+from unspool.model.layers.transformer import Transformer
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import Rates, make_optimizers
 from unspool.train.running.loop import Trainer, TrainSettings

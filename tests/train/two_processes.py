@@ -17,11 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard  # noqa: F401  before the fork
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from unspool.model.checkpoint import save_weights
-from unspool.model.transformer import Transformer
+from unspool.model.files.checkpoint import save_weights
+from unspool.model.layers.transformer import Transformer
 from unspool.train.learning.objectives import Loss, next_token
-from unspool.train.learning.optimizers import Rates, make_optimizers
-from unspool.train.learning.orthogonal import orthogonal, orthogonalize
+from unspool.train.learning.optimizers import Rates, make_optimizers, orthogonal, orthogonalize
 from unspool.train.running.loop import Trainer, TrainSettings
 from unspool.train.running.parallel import Parallel
 from unspool.train.running.runs import Run

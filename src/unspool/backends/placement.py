@@ -10,8 +10,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unspool.backends.torch.available import INSTALL_TORCH, TorchMissingError, check_torch
 from unspool.errors import SettingsError, UnspoolError
+
+# -- Checks whether torch is installed, without importing modules that need it
+
+
+INSTALL_TORCH = "pip install 'unspool[torch]'"
+
+
+class TorchMissingError(UnspoolError):
+    """Torch is needed but not installed."""
+
+
+def check_torch(device: str = "cpu") -> None:
+    """Raise an error that says what to do unless torch is installed and can use the device."""
+    try:
+        import torch
+    except ImportError as error:
+        raise TorchMissingError(f"torch is not installed: {INSTALL_TORCH}") from error
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise SettingsError(f"the device {device!r} cannot be used here: {reason}") from error
+
 
 BACKENDS = ("auto", "native", "cuda", "torch")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -143,7 +165,7 @@ class Placement:
         check_torch(device)
         remark = None
         if self.backend != "torch":
-            from unspool.backends.cuda.available import why_unavailable
+            from unspool.backends.cuda.availability import why_unavailable
 
             reason = why_unavailable(device)
             if reason is None:

@@ -17,11 +17,17 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from unspool.errors import UnspoolError
+from unspool.errors import SettingsError, UnspoolError
+from unspool.model.config import ModelConfig
+from unspool.model.hub.memory import free_memory as free_memory
 from unspool.sampling.picker import SamplingRows
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from unspool.model.adapters import Adapter as Adapter
+    from unspool.model.adapters import CanvasAdapterSettings as CanvasAdapterSettings
+
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -198,3 +204,104 @@ class BlockTable:
             grown[: self.pages.shape[0], : self.pages.shape[1]] = self.pages
             self.pages = grown
         self.pages[updates.slots, updates.columns] = updates.pages
+
+
+# -- Protocols of a loaded model and of the backend that runs it
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """How much a backend computes in one step; the defaults are for a CPU."""
+
+    max_rows: int = 256
+    prefill_tokens: int = 256
+    # Prefill tokens in a step that also decodes: bounds inter-token latency.
+    prefill_beside_decode: int = 64
+
+
+class Backend(Protocol):
+    """Runs the model for the engine."""
+
+    page_size: int  # tokens
+    page_count: int
+    page_bytes: int
+    state_bytes: int  # bytes of one state slot; 0: the model has no recurrent layers
+    state_count: int  # state slots
+    vocab_size: int
+    context: int  # maximum sequence length, tokens
+    limits: StepLimits
+    overlaps: bool  # whether a step can be launched before the previous result is read
+    echoes: bool  # whether a token's keys and values can be written to several rows
+
+    def launch(self, batch: StepBatch) -> StepHandle:
+        """Start a step; its result may be read later."""
+
+    def set_adapter(self, number: int, adapter: Adapter | None) -> None:
+        """Register an adapter under a number (1 and up) for later steps; None removes it."""
+
+
+class LoadedModel(Protocol):
+    """A model with its weights in memory, in any format."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def precision(self) -> str:
+        """Type of the weights: float32, bfloat16, Q4_1, ..."""
+
+    @property
+    def device(self) -> str:
+        """Device of the weights: cpu, cuda:0, ..."""
+
+    def backend(self, *, memory: int | None, context: int) -> Backend:
+        """Create a backend whose KV cache and state slots take `memory` bytes (None: a share of the
+        free memory)."""
+
+    def logits(self, vectors: Floats) -> Floats:
+        """Apply the final norm and the head: [n, width] to [n, vocabulary]."""
+
+    def normed(self, vectors: Floats) -> Floats:
+        """Apply only the final norm: [n, width] to [n, width]."""
+
+    def vector(self, name: str) -> Floats | None:
+        """norm.weight (the effective factor), norm.bias or head.bias; None: the model has none."""
+
+    def rows(self, name: str, start: int, stop: int) -> Floats:
+        """Rows of embed.weight or head.weight, which may be tied."""
+
+    def fingerprint(self) -> str:
+        """A cheap hash of the weights."""
+
+
+# -- Dividing memory between KV cache pages and recurrent state slots
+
+
+MIN_STATES = 4  # one to read and one to write, for two sequences
+
+
+def num_pages_in(memory: int, page: int) -> int:
+    """Number of pages of `page` bytes that fit into `memory` bytes."""
+    if memory < page:
+        raise SettingsError(
+            f"memory must hold at least one KV cache page of {page:,} bytes, got {memory:,}; "
+            "raise memory"
+        )
+    return int(memory // page)
+
+
+def num_pages_and_states(memory: int, page: int, state: int) -> tuple[int, int]:
+    """Number of pages and of state slots of these sizes, in bytes, that share `memory`.
+
+    A page needs at most one state, so small states get one slot per page. Large states get half of
+    the memory. `state` 0: the model has no recurrent layers.
+    """
+    if not state:
+        return num_pages_in(memory, page), 0
+    states = max(MIN_STATES, min(memory // 2 // state, memory // (page + state)))
+    if memory < states * state + page:
+        raise SettingsError(
+            f"memory must hold {MIN_STATES} recurrent states ({MIN_STATES * state:,} bytes) and a "
+            f"KV cache page ({page:,} bytes), got {memory:,}; raise memory"
+        )
+    return num_pages_in(memory - states * state, page), states

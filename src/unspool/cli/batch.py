@@ -106,9 +106,8 @@ def batch(
     chosen.check()
     from unspool.scale.batch.job import LocalPool, WorkerPool, job_identity
     from unspool.scale.batch.journal import Journal, finished_job, is_unfinished
-    from unspool.scale.batch.plan import WorkerPlan
-    from unspool.scale.batch.rows import check_file_type, scan_input
-    from unspool.scale.batch.settings import BatchSettings
+    from unspool.scale.batch.rows import BatchSettings, check_file_type, scan_input
+    from unspool.scale.batch.worker import WorkerPlan
     from unspool.scale.needs_ray import require_ray
 
     check_file_type(rows, "INPUT")
@@ -140,7 +139,7 @@ def batch(
         def hire() -> WorkerPool:
             if not on_cluster:
                 return LocalPool(plan.worker())
-            from unspool.scale.batch.ray_pool import RayPool
+            from unspool.scale.batch.job import RayPool
 
             return RayPool(plan, address=address, workers=workers, cpus=worker_cpus)
 
@@ -150,8 +149,7 @@ def batch(
 
 
 def _check_output(rows: Path, output: Path, restart: bool) -> None:
-    from unspool.scale.batch.journal import finished_job, is_unfinished
-    from unspool.scale.batch.output import errors_file
+    from unspool.scale.batch.journal import errors_file, finished_job, is_unfinished
 
     if not output.absolute().parent.is_dir():
         raise UnspoolError(f"OUTPUT: there is no folder {output.parent}; make it first")
@@ -168,8 +166,7 @@ def _check_output(rows: Path, output: Path, restart: bool) -> None:
 def _say_finished(output: Path, record: dict[str, Any], job: dict[str, Any]) -> int:
     """The exit code of a batch that was finished before; UnspoolError if it was another one."""
     from unspool.cli.batch_progress import SET_ASIDE
-    from unspool.scale.batch.journal import describe_changes
-    from unspool.scale.batch.output import errors_file
+    from unspool.scale.batch.journal import describe_changes, errors_file
 
     differences = describe_changes(record, job)
     if record["model_name"] != job["model_name"]:

@@ -148,7 +148,7 @@ def _duration(seconds: float) -> str:
 
 
 def _closing(state: BatchProgress, written: int, seconds: float, journal: Journal) -> str:
-    from unspool.scale.batch.output import errors_file
+    from unspool.scale.batch.journal import errors_file
 
     told = f"{count(written, 'row')} in {_duration(seconds)}"
     if state.num_failed:

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 def model_names(incomplete: str) -> list[str]:
     """Short names, and what is on this machine."""
-    from unspool.model.hub_cache import cached_repos
+    from unspool.model.hub.stores import cached_repos, stored_models
     from unspool.model.shipped import shipped_models
-    from unspool.model.stores import stored_models
 
     here = list(shipped_models())
     here += [name for repo in cached_repos() for name, _ in repo.models()]
@@ -17,7 +16,7 @@ def model_names(incomplete: str) -> list[str]:
 
 def fetchable_names(incomplete: str) -> list[str]:
     """Short names only."""
-    from unspool.model.catalogue import catalogue
+    from unspool.model.hub.catalogue import catalogue
 
     return _begun(list(catalogue()), incomplete)
 

@@ -13,8 +13,8 @@ from unspool.cli.completing import model_names
 from unspool.errors import SettingsError, UnspoolError
 
 if TYPE_CHECKING:
-    from unspool.costing.report import Comparison, Report
-    from unspool.costing.sample_texts import SampleTexts
+    from unspool.costs.report import Comparison, Report
+    from unspool.costs.texts import SampleTexts
 
 
 @o.model_options
@@ -58,8 +58,8 @@ def costs(
       unspool costs smollm2-135m qwen3-0.6b --parts loops,whole
       unspool costs ./my-model --texts notes.txt
     """
-    from unspool.costing.measuring import select_parts
-    from unspool.costing.sample_texts import sample_texts
+    from unspool.costs.measuring import select_parts
+    from unspool.costs.texts import sample_texts
 
     names = _models(models, chosen)
     wanted = select_parts([part.strip() for part in parts.split(",")] if parts else None)
@@ -98,14 +98,14 @@ def _measured(
     seed: int,
     twin: object | None,
 ) -> Report:
-    from unspool.costing.measuring import costs as measure
+    from unspool.costs.measuring import costs as measure
 
     with model.load() as lm:
         return measure(lm, quick=quick, parts=parts, texts=sample, seed=seed, twin=twin)
 
 
 def _together(found: list[Report]) -> Report | Comparison:
-    from unspool.costing.report import Comparison
+    from unspool.costs.report import Comparison
 
     return found[0] if len(found) == 1 else Comparison(found)
 

@@ -19,9 +19,9 @@ from unspool.errors import SettingsError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from unspool.decoding.diffusion import DiffusionStream
-    from unspool.decoding.passes import Diffusion, DiffusionPass
-    from unspool.language_model import LanguageModel
+    from unspool.decoding.diffusion.diffuse import DiffusionStream
+    from unspool.decoding.diffusion.result import Diffusion, DiffusionPass
+    from unspool.lm import LanguageModel
 
 # What `unspool run` gives to every text, also where it was not asked for.
 _UNASKED: dict[str, Any] = {"top": 0, "explain": False, "stop": ()}
@@ -38,8 +38,7 @@ def checked(diffusion: dict[str, Any], options: dict[str, Any], several: bool) -
             "--diffuse writes one text, and no trace; leave --samples, --best-of, --beam and "
             "--trace out"
         )
-    from unspool.decoding.diffusion_options import DIFFUSION_OPTION_NAMES
-    from unspool.decoding.orders import make_order
+    from unspool.decoding.diffusion.options import DIFFUSION_OPTION_NAMES, make_order
 
     make_order(given.get("order", "threshold"))
     wanted = {n: v for n, v in options.items() if v is not None and v != _UNASKED.get(n)}
@@ -129,7 +128,7 @@ def picture(lm: LanguageModel, one: DiffusionPass) -> Text:
     from rich.text import Text
 
     from unspool.cli.show import chance_style
-    from unspool.decoding.passes import MASK
+    from unspool.decoding.diffusion.result import MASK
 
     drawn, changes = Text(), {place.number: place for place in one.places}
     for number, token in enumerate(one.tokens):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from unspool.engine.generation import Generation
-    from unspool.engine.steps import Candidate
-    from unspool.language_model import LanguageModel
+    from unspool.engine.results import Candidate
+    from unspool.lm import LanguageModel
 
 SHOWN = 10
 

@@ -12,8 +12,8 @@ from unspool.cli import options as o
 from unspool.errors import SettingsError, UnspoolError, count
 
 if TYPE_CHECKING:
-    from unspool.decoding.fill.gaps import Gap
-    from unspool.decoding.fill.result import Filling
+    from unspool.decoding.infill.gaps import Gap
+    from unspool.decoding.infill.result import Filling
 
 _PLACE = re.compile(r"(\d+)(?::(\d+))?(?:-(?:(\d+):)?(\d+))?")
 _AROUND = 60  # characters of the text on each side that a table's rows do not repeat
@@ -64,7 +64,7 @@ def fill(
     """
     parts, usual = _parts(text, at), _length(tokens)
     lm = chosen.load()
-    from unspool.decoding.fill.fill import fill as fill_gaps
+    from unspool.decoding.infill.fill import fill as fill_gaps
 
     helper = None
     if twin is not None:
@@ -162,7 +162,7 @@ def _offset(text: str, line: int, column: int, at: str) -> int:
 
 
 def _length(tokens: str | None) -> Gap:
-    from unspool.decoding.fill.gaps import gap
+    from unspool.decoding.infill.gaps import gap
 
     if tokens is None:
         return gap

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from unspool.cli.table import print_columns, print_json
 from unspool.errors import SettingsError
-from unspool.model.fitting import MemoryPlan, plan_memory
-from unspool.model.memory import PLANNED_CONTEXT, format_bytes, parse_size
+from unspool.model.hub.inspect import MemoryPlan, plan_memory
+from unspool.model.hub.memory import PLANNED_CONTEXT, format_bytes, parse_size
 
 if TYPE_CHECKING:
     from unspool.model.config import ModelConfig
@@ -94,7 +94,7 @@ def _advice(found: list[MemoryPlan], context: int, batch: int) -> str:
 
 def _settings(model: str | None, offline: bool) -> tuple[ModelConfig, int]:
     """What the model is, and what its weights take on one GPU."""
-    from unspool.model.config_hf import config_from_hf, read_json
+    from unspool.model.files.config_json import config_from_hf, read_json
     from unspool.model.weights import parameter_count
 
     path = Path(model or "")
@@ -103,8 +103,8 @@ def _settings(model: str | None, offline: bool) -> tuple[ModelConfig, int]:
     if model and bare:
         config = config_from_hf(read_json(path / "config.json"))
         return config, 2 * parameter_count(config)
-    from unspool.model.checkpoint import open_checkpoint
-    from unspool.model.hub import find_model
+    from unspool.model.files.checkpoint import open_checkpoint
+    from unspool.model.hub.find import find_model
 
     checkpoint = open_checkpoint(find_model(model, offline=offline))
     parameters = parameter_count(checkpoint.config)

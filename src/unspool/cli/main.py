@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from unspool import __version__
-from unspool.backends.torch import torchrun
+from unspool.backends.torch.parallel import worker
 from unspool.cli import hints
 from unspool.errors import UnspoolError
 
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     piped = not sys.stdin.isatty() if sys.stdin else False
     code = _exit_code(given, piped)
-    torchrun.release_workers()
+    worker.release_workers()
     sys.exit(code)
 
 
@@ -135,7 +135,7 @@ def _exit_code(given: Sequence[str], piped: bool = False) -> int:
     try:
         arguments = with_command(given, piped)
         if arguments[0] != "train":  # where each process trains
-            torchrun.run_worker_unless_rank_zero()
+            worker.run_worker_unless_rank_zero()
         alone = arguments[0] in _COMMANDS and "_UNSPOOL_COMPLETE" not in os.environ
         app = app_with(arguments[:1] if alone else _COMMANDS)
         result = app(args=arguments, prog_name="unspool", standalone_mode=False)

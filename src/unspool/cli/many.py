@@ -16,7 +16,7 @@ from unspool.errors import SettingsError
 
 if TYPE_CHECKING:
     from unspool.engine.generation import Generation
-    from unspool.language_model import LanguageModel
+    from unspool.lm import LanguageModel
 
 SEPARATOR = "---"
 # What beam search weighs by itself: it neither draws nor forbids.
@@ -56,11 +56,11 @@ class Many:
     ) -> list[Generation]:
         """The texts to be shown; the prompt is computed once."""
         if self.kind == "beam":
-            from unspool.decoding.beam import beam_search
+            from unspool.decoding.search.beam import beam_search
 
             wanted = {name: options[name] for name in _FOR_BEAMS if name in options}
             return list(beam_search(lm, ids, beams=self.count, **wanted).generations[:1])
-        from unspool.decoding.samples import best_of, samples
+        from unspool.decoding.search.samples import best_of, samples
 
         if self.kind == "best_of":
             return list(best_of(lm, ids, self.count, **options).generations[:1])

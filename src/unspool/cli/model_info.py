@@ -11,8 +11,8 @@ from unspool.cli.completing import model_names
 from unspool.cli.table import print_columns
 
 if TYPE_CHECKING:
-    from unspool.model.checkpoint import Checkpoint
     from unspool.model.config import ModelConfig
+    from unspool.model.files.checkpoint import Checkpoint
     from unspool.text.tokenizer.tokenizer import Tokenizer
 
 Model = Annotated[
@@ -31,8 +31,8 @@ def info(model: Model = None, offline: o.Offline = False) -> None:
       unspool models show ./model.gguf
     """
     from unspool.loading import open_tokenizer
-    from unspool.model.glance import summarize_model
-    from unspool.model.memory import format_bytes, free_memory
+    from unspool.model.hub.inspect import summarize_model
+    from unspool.model.hub.memory import format_bytes, free_memory
     from unspool.model.weights import parameter_count
 
     checkpoint = find_checkpoint(model, offline)
@@ -90,7 +90,7 @@ def plan(
       unspool models plan ./model --gpus 4 --memory 80GB --context 32768 --batch 8
     """
     if (gpus, memory, context, batch) == (None, None, None, None):
-        from unspool.backends.cpu.plan_builder import format_plan
+        from unspool.backends.cpu.plan import format_plan
 
         print(format_plan(find_checkpoint(model, offline)))
         return
@@ -100,8 +100,8 @@ def plan(
 
 
 def find_checkpoint(model: str | None, offline: bool) -> Checkpoint:
-    from unspool.model.checkpoint import open_checkpoint
-    from unspool.model.hub import find_model
+    from unspool.model.files.checkpoint import open_checkpoint
+    from unspool.model.hub.find import find_model
 
     return open_checkpoint(find_model(model, offline=offline))
 

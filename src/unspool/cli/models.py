@@ -15,8 +15,8 @@ from unspool.cli.table import print_json, print_table
 from unspool.errors import UnspoolError
 
 if TYPE_CHECKING:
-    from unspool.model.catalogue import CatalogueEntry
-    from unspool.model.hub import CachedModel
+    from unspool.model.hub.catalogue import CatalogueEntry
+    from unspool.model.hub.find import CachedModel
 
 All = Annotated[bool, typer.Option("--all", help="Also what can be fetched.")]
 
@@ -40,7 +40,7 @@ def list_models(everything: All = False, as_json: Json = False) -> None:
       unspool models list
       unspool models list --all
     """
-    from unspool.model.hub import cached_models
+    from unspool.model.hub.find import cached_models
 
     found = sorted(cached_models(include_unusable=True), key=lambda model: bool(model.problem))
     if as_json:
@@ -90,7 +90,7 @@ def pull(
       unspool models pull HuggingFaceTB/SmolLM2-360M-Instruct
       unspool models pull hf.co/Qwen/Qwen3-4B-GGUF:Q8_0
     """
-    from unspool.model.hub import find_model
+    from unspool.model.hub.find import find_model
 
     print(find_model(model, refresh=True))
 
@@ -107,8 +107,8 @@ def rm(
       unspool models rm qwen3-0.6b
       unspool models rm HuggingFaceTB/SmolLM2-360M-Instruct --yes
     """
-    from unspool.model.memory import format_bytes
-    from unspool.model.removing import plan_removal
+    from unspool.model.hub.memory import format_bytes
+    from unspool.model.hub.removal import plan_removal
 
     for going in [plan_removal(name) for name in names]:
         if not yes:
@@ -131,8 +131,8 @@ SHORTCUTS: dict[str, Callable[..., Any]] = {
 
 
 def _print_catalogue() -> None:
-    from unspool.model.catalogue import catalogue
-    from unspool.model.memory import free_memory
+    from unspool.model.hub.catalogue import catalogue
+    from unspool.model.hub.memory import free_memory
 
     free = free_memory()
     rows = [_entry_row(entry, free) for entry in catalogue().values()]
@@ -140,7 +140,7 @@ def _print_catalogue() -> None:
 
 
 def _entry_row(entry: CatalogueEntry, free: int) -> list[str]:
-    from unspool.model.memory import format_bytes
+    from unspool.model.hub.memory import format_bytes
 
     kind, fits = entry.best(free)
     enough = "yes" if fits else f"needs {format_bytes(entry.required_bytes(kind))}"
@@ -148,7 +148,7 @@ def _entry_row(entry: CatalogueEntry, free: int) -> list[str]:
 
 
 def _model_row(model: CachedModel) -> list[str]:
-    from unspool.model.memory import format_bytes
+    from unspool.model.hub.memory import format_bytes
 
     if model.problem:
         fits = f"cannot be opened: {model.problem.partition(';')[0]}"
@@ -173,8 +173,8 @@ def _model_facts(model: CachedModel) -> dict[str, Any]:
 def _catalogue_facts() -> list[dict[str, Any]]:
     from dataclasses import asdict
 
-    from unspool.model.catalogue import catalogue
-    from unspool.model.memory import free_memory
+    from unspool.model.hub.catalogue import catalogue
+    from unspool.model.hub.memory import free_memory
 
     free = free_memory()
     facts = []

@@ -22,7 +22,7 @@ from unspool.errors import SettingsError, UnspoolWarning
 
 if TYPE_CHECKING:
     from unspool.backends.placement import Placement
-    from unspool.language_model import LanguageModel
+    from unspool.lm import LanguageModel
 
 Model = Annotated[
     str | None,
@@ -116,12 +116,12 @@ class ModelChoice:
 
     def load(self, **instead: Any) -> LanguageModel:
         """The model; `instead` says what to take where the person left the choice to us."""
-        from unspool.backends.torch import torchrun
+        from unspool.backends.torch.parallel import worker
         from unspool.loading import load
 
         options = {"tensor_parallel": None, **self.options}
         if options["tensor_parallel"] is None:
-            options["tensor_parallel"] = torchrun.world_size()
+            options["tensor_parallel"] = worker.world_size()
         for name, value in instead.items():
             if options[name] in (None, "auto"):
                 options[name] = value
@@ -169,11 +169,11 @@ def with_adapter(lm: LanguageModel, folder: Path | None) -> LanguageModel:
 
 def check(options: dict[str, Any]) -> None:
     """Refuse what no model could do, before one is loaded or even fetched."""
-    from unspool.request_options import check_options
+    from unspool.engine.request_builder import check_options
 
     given = dict(options)
     if speculate := given.pop("speculate", None):
-        from unspool.decoding.speculative import check_drafter
+        from unspool.decoding.speculative.drafters import check_drafter
 
         check_drafter(speculate)
     check_options(given)

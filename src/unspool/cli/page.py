@@ -13,8 +13,8 @@ import typer
 
 from unspool.cli import options as o
 from unspool.cli.starting import Starting
-from unspool.collecting import gc_paused
 from unspool.errors import UnspoolError
+from unspool.gc_pause import gc_paused
 
 _PORT = 8000
 
@@ -49,9 +49,9 @@ def page(
       unspool page --no-open --port 9000
       unspool page --run runs/speeches
     """
-    from unspool.serve.http.listening import bind_socket
-    from unspool.serve.http.logs import configure_logging
-    from unspool.serve.http.settings import ServerSettings
+    from unspool.server.http.logs import configure_logging
+    from unspool.server.http.settings import ServerSettings
+    from unspool.server.http.sockets import bind_socket
 
     start = ""
     if run is not None:

@@ -28,7 +28,7 @@ def ps(
       unspool ps
       unspool ps --url http://127.0.0.1:9000
     """
-    from unspool.model.memory import format_bytes
+    from unspool.model.hub.memory import format_bytes
 
     loaded = _loaded(url if "://" in url else f"http://{url}")
     if as_json:

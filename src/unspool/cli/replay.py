@@ -34,7 +34,7 @@ def replay(
 
     from unspool.cli.show import chance_style, err, legend, out, say
     from unspool.lens.replay import replay as write_again
-    from unspool.lens.trace_file import load_trace
+    from unspool.lens.trace import load_trace
 
     trace = load_trace(file)  # before the model: a broken file is told at once
     as_then = "auto" if chosen.options["quantize"] else _dtype(trace)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from unspool.cli import options as o
 from unspool.cli.interrupt import raised
-from unspool.serve.http.settings import ServerSettings
+from unspool.server.http.settings import ServerSettings
 
 
 def serve_replicas(
@@ -32,9 +32,9 @@ def serve_replicas(
     from unspool.scale.needs_ray import require_ray
 
     require_ray("--replicas")
+    from unspool.model.hub.locate import locate
     from unspool.scale.replicas.config import ReplicaModelConfig, ReplicasConfig
     from unspool.scale.replicas.local import serve_replicas as serve
-    from unspool.serve.core.locating import locate
 
     most = max_replicas or replicas
     on_gpus = any(choice.device() != "cpu" for choice in chosen)
@@ -77,6 +77,6 @@ def _gpus() -> int:
 def _share_of_memory(parts: int) -> int:
     """For keys and values of each: as much as one server takes, as long as all of them together
     leave most of the memory to others."""
-    from unspool.backends.memory import free_memory
+    from unspool.backends.step import free_memory
 
     return min(2 << 30, free_memory() // 2 // parts)

@@ -17,8 +17,7 @@ from unspool.errors import SettingsError, UnspoolError, count
 
 if TYPE_CHECKING:
     from unspool.engine.generation import Generation
-    from unspool.engine.steps import Step
-    from unspool.engine.stream import StepStream
+    from unspool.engine.results import Step, StepStream
 
 
 _MANY, _FORM = "Several texts", "What the text must be"
@@ -186,8 +185,7 @@ def run(
             (_json_lines if as_json else show)(_until_interrupted(generation, steps), generation)
     finally:
         if trace is not None:
-            from unspool.lens.trace import trace_of
-            from unspool.lens.trace_file import save_trace
+            from unspool.lens.trace import save_trace, trace_of
 
             save_trace(trace_of(lm, generation), trace)
         if not quiet and not as_json:

@@ -11,8 +11,8 @@ import typer
 
 from unspool.cli import options as o
 from unspool.cli.starting import Starting
-from unspool.collecting import gc_paused
 from unspool.errors import SettingsError, UnspoolError
+from unspool.gc_pause import gc_paused
 
 _LIMITS, _OPERATION, _REPLICAS = "Limits", "Operation", r"Replicas (pip install 'unspool\[ray]')"
 _WARNING = (
@@ -167,9 +167,9 @@ def serve(
     if log_format not in ("auto", "json", "text"):
         raise SettingsError(f"--log-format is {log_format!r}; it may be json, text or auto")
     keys = [*(api_key or ()), *_keys_in(api_key_file), *_keys_in_environment()]
-    from unspool.serve.http.listening import bind_socket
-    from unspool.serve.http.logs import configure_logging
-    from unspool.serve.http.settings import ServerSettings
+    from unspool.server.http.logs import configure_logging
+    from unspool.server.http.settings import ServerSettings
+    from unspool.server.http.sockets import bind_socket
 
     settings = ServerSettings(
         host=host,

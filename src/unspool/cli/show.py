@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from unspool.engine.generation import Generation
-    from unspool.engine.steps import Candidate, Step
+    from unspool.engine.results import Candidate, Step
 
 # Background colours that black text can be read on, from probable to improbable. They are colours
 # of the 256-colour palette, which most terminals show as they are; for 16 colours there are others.
@@ -94,7 +94,7 @@ def step_bars(step: Step, candidates: Sequence[Candidate]) -> Text:
     for candidate in candidates:
         lines.append_text(_candidate_bar(step, candidate))
     if all(candidate.token != step.token for candidate in candidates):
-        from unspool.engine.steps import Candidate
+        from unspool.engine.results import Candidate
 
         after = step.probability if step.probability is not None else chance
         lines.append_text(

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     import socket
     from concurrent.futures import Future
 
-    from unspool.language_model import LanguageModel
-    from unspool.serve.core.registry import ModelEntry
-    from unspool.serve.http.settings import ServerSettings
+    from unspool.lm import LanguageModel
+    from unspool.server.http.settings import ServerSettings
+    from unspool.server.runtime.registry import ModelEntry
 
 
 class Starting:
@@ -47,11 +47,10 @@ class Starting:
         """Serve until asked to stop; `started` is called with the address and the models. With
         `others`, whatever models are on this machine can be asked for too; `adapters` is a folder
         of those that the first model can be asked for with."""
-        from unspool.serve.core.adapters import AdapterFolder
-        from unspool.serve.core.registry import ModelEntry, ModelRegistry
-        from unspool.serve.http import server
-        from unspool.serve.http.app import create_app
-        from unspool.serve.http.logs import log_event
+        from unspool.server.app import create_app
+        from unspool.server.http import server
+        from unspool.server.http.logs import log_event
+        from unspool.server.runtime.registry import AdapterFolder, ModelEntry, ModelRegistry
 
         def give_up(reason: str) -> None:
             state.startup_error = UnspoolError(reason)
@@ -94,8 +93,8 @@ class Starting:
         """The models on this machine that were not chosen; loaded when somebody picks one. Those
         that came with Unspool are in no list: they solve puzzles, and the page asks for them by
         name where it shows one."""
-        from unspool.model.hub import cached_models
-        from unspool.serve.core.registry import ModelEntry
+        from unspool.model.hub.find import cached_models
+        from unspool.server.runtime.registry import ModelEntry
 
         options = self._located[0].choice.options
         chosen = [Path(model.choice.model or "") for model in self._located]
@@ -169,7 +168,7 @@ def _located(chosen: o.ModelChoice, memory: int | None) -> _LocatedModel:
 
     The default model is known without being here: it is fetched when it is loaded.
     """
-    from unspool.serve.core.locating import locate
+    from unspool.model.hub.locate import locate
 
     found = locate(chosen.model, offline=bool(chosen.options.get("offline")))
     chosen = replace(chosen, model=found.path, options={**chosen.options, "memory": memory})
@@ -177,6 +176,6 @@ def _located(chosen: o.ModelChoice, memory: int | None) -> _LocatedModel:
 
 
 def _model_memory() -> int:
-    from unspool.backends.memory import free_memory
+    from unspool.backends.step import free_memory
 
     return free_memory() * 4 // 5

@@ -15,9 +15,8 @@ from unspool.cli import options as o
 from unspool.errors import SettingsError, UnspoolError
 
 if TYPE_CHECKING:
-    from unspool.decoding.think.events import SearchEvent
-    from unspool.decoding.think.think import ThoughtStream
-    from unspool.decoding.think.thought import Thought
+    from unspool.decoding.search.think import ThoughtStream
+    from unspool.decoding.search.tree import SearchEvent, Thought
 
 _REDRAW = 0.05  # seconds between two pictures of the tree
 
@@ -95,7 +94,7 @@ def think(
       unspool think "What is 17 * 24?" -m MODEL --policy beam --judge process:REWARD_MODEL
     """
     from unspool.cli.run import _check_trace, read_prompt
-    from unspool.decoding.think.think import default_max_tokens
+    from unspool.decoding.search.think import default_max_tokens
 
     if mistaken := hints.model_hint(prompt or ""):
         raise UnspoolError(mistaken)
@@ -121,7 +120,7 @@ def think(
         thinks = True if policy == "think" and lm.thought_format is not None else None
         ids = lm.chat_prompt(messages, **lm.think_options(thinks, options)).ids
         options["stop"] += lm.chat_template.stops
-    from unspool.decoding.think.judges.names import make_verifier
+    from unspool.decoding.search.think import make_verifier
 
     judged = None if judge is None else make_verifier(lm, judge, conversation=messages)
     stream = lm.stream_think(ids, policy=policy, judge=judged, budget=budget, **own, **options)
@@ -131,9 +130,8 @@ def think(
 
 def _check(policy: str, judge: str | None, own: dict[str, Any], budget: int) -> None:
     """Refuse what cannot be, before a model is loaded."""
-    from unspool.decoding.think.budget import TokenBudget
-    from unspool.decoding.think.judges.names import VerifierSpec
-    from unspool.decoding.think.think import check_policy
+    from unspool.decoding.search.think import VerifierSpec, check_policy
+    from unspool.decoding.search.tree import TokenBudget
 
     if judge is not None:
         VerifierSpec.parse(judge)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from unspool.decoding.think.events import (
+from unspool.decoding.search.tree import (
     BudgetUsed,
     NodeAdded,
     NodePruned,
@@ -13,7 +13,7 @@ from unspool.decoding.think.events import (
     SearchEvent,
     SearchFinished,
 )
-from unspool.engine.steps import brief
+from unspool.engine.results import brief
 
 if TYPE_CHECKING:
     from rich.text import Text

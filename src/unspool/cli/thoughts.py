@@ -6,14 +6,13 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from unspool.text.thoughts.pieces import ReasoningPiece
-from unspool.text.thoughts.reader import make_output_parser
-from unspool.text.tools.calls import TextPiece
+from unspool.text.reasoning import ReasoningPiece, make_output_parser
+from unspool.text.tools.parser import TextPiece
 
 if TYPE_CHECKING:
     from unspool.engine.generation import Generation
-    from unspool.engine.steps import Step
-    from unspool.engine.thinking import ReasoningSpec
+    from unspool.engine.reasoning import ReasoningSpec
+    from unspool.engine.results import Step
 
 _DIM, _NORMAL = "\x1b[2m", "\x1b[0m"
 

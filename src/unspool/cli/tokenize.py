@@ -41,7 +41,7 @@ def tokenize(
       unspool tokenize --ids < notes.txt
     """
     from unspool.cli.run import read_prompt
-    from unspool.text.tokenizer.characters import readable_pieces
+    from unspool.text.tokenizer.pieces import readable_pieces
 
     given = read_prompt(text)
     tokenizer = open_vocabulary(model, vocabulary, offline)
@@ -89,7 +89,7 @@ def _show_pieces(tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
     from rich.text import Text
 
     from unspool.cli.show import out, piece_style, quoted
-    from unspool.text.tokenizer.characters import readable_pieces
+    from unspool.text.tokenizer.pieces import readable_pieces
     from unspool.text.tokenizer.stream import TextStream
 
     console = out()
@@ -116,8 +116,8 @@ def _show_merges(tokenizer: Tokenizer, text: str) -> None:
     from rich.text import Text
 
     from unspool.cli.show import out, piece_style, quoted
-    from unspool.text.tokenizer.characters import readable_pieces
-    from unspool.text.tokenizer.merges import merge_steps
+    from unspool.text.tokenizer.bpe import merge_steps
+    from unspool.text.tokenizer.pieces import readable_pieces
 
     def drawn(pieces: tuple[bytes, ...]) -> Text:
         line = Text()

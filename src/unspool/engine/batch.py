@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from unspool.backends.step import Observations, ObserveRequest, StepBatch, StepResult, TableUpdates
-from unspool.engine.branch import Branch
-from unspool.engine.drafts import DraftRow
+from unspool.engine.drafting import DraftRow
 from unspool.engine.scheduler import EngineTask
-from unspool.engine.tree import Tree
+from unspool.engine.tree import Branch, Tree
 from unspool.sampling.picker import HISTORY_END, HISTORY_START, POSITION, Ints, SamplingRows
 
 _EMPTY = np.empty(0, np.int64)

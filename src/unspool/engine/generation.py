@@ -16,10 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, Unpack
 
-from unspool.engine.options import Options
-from unspool.engine.request import Request
-from unspool.engine.steps import Candidate, Step, Usage, brief
-from unspool.engine.stream import StepStream
+from unspool.engine.request import Options, Request
+from unspool.engine.results import Candidate, Step, StepStream, Usage, brief
 from unspool.errors import SettingsError, UnspoolError, check_int, count
 from unspool.sampling.settings import SamplingSettings
 from unspool.text.tokenizer.stream import TextStream

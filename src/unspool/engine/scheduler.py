@@ -18,12 +18,9 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 
-from unspool.backends.base import StepLimits
-from unspool.backends.step import Logits, Observations
-from unspool.engine.branch import Branch
-from unspool.engine.pages import OutOfPagesError
+from unspool.backends.step import Logits, Observations, StepLimits
 from unspool.engine.states import OutOfStatesError
-from unspool.engine.tree import Tree
+from unspool.engine.tree import Branch, OutOfPagesError, Tree
 from unspool.errors import UnspoolError
 from unspool.sampling.picker import Ints
 

@@ -26,16 +26,13 @@ from time import perf_counter
 import numpy as np
 
 from unspool.backends.step import Logits
-from unspool.engine.branch import Branch
-from unspool.engine.drafts import DraftContext, SequenceDrafter, add_side_rows
-from unspool.engine.ending import Limits, StopChecker
-from unspool.engine.endless import truncation_note
-from unspool.engine.following import RewindPoint, TextConstraints
-from unspool.engine.request import Drafter, Request
+from unspool.engine.constraints import RewindPoint, TextConstraints
+from unspool.engine.drafting import DraftContext, SequenceDrafter, add_side_rows
+from unspool.engine.request import Drafter, Limits, Request, StopChecker, truncation_note
+from unspool.engine.results import Step, StepQueue, explained_step, plain_step
 from unspool.engine.scheduler import EngineTask, Scheduler
-from unspool.engine.state_policy import message_ends
-from unspool.engine.steps import Step, explained_step, plain_step
-from unspool.engine.stream import StepQueue
+from unspool.engine.states import message_ends
+from unspool.engine.tree import Branch
 from unspool.errors import count
 from unspool.sampling import Pick, RowInput, StageState, next_state
 from unspool.sampling.picker import (

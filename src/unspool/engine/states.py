@@ -15,29 +15,177 @@ many, the scheduler preempts one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from unspool.backends.step import Ints
-from unspool.engine.standing import (
-    State,
-    StateBranch,
-    StateCursor,
-    StateNode,
-    cursor_of,
-    last_state_before,
-)
-from unspool.engine.state_policy import (
-    DRAFT,
-    MARK,
-    PAGE,
-    find_captures,
-    furthest_thinned,
-    is_kept,
-)
 from unspool.errors import UnspoolError
+
+# -- Which recurrent states of a text are worth keeping
+
+
+DENSE = 8  # every border of this many last pages is kept
+MESSAGES = 8  # the ends of this many last messages of a prompt are marked, and of the first one
+
+# Why a state is kept; a larger reason is worth more.
+DRAFT, PAGE, MARK = 0, 1, 2
+
+
+def is_kept(border: int, num_pages: int) -> bool:
+    """Return whether the state after `border` pages is kept in a text of `num_pages` pages."""
+    power_of_two = border & -border  # the largest that divides it
+    return num_pages - border < DENSE * power_of_two
+
+
+def furthest_thinned(num_pages: int) -> int:
+    """Return how many pages before the end the furthest state lies that is no longer kept.
+
+    For a text that has just grown to `num_pages` pages; 0: all states are kept.
+    """
+    furthest, power_of_two = 0, 1
+    while DENSE * power_of_two < num_pages:
+        border = num_pages - DENSE * power_of_two
+        if border & -border == power_of_two:
+            furthest = DENSE * power_of_two
+        power_of_two *= 2
+    return furthest
+
+
+def max_recomputed(num_rewound: int, page_size: int) -> int:
+    """Return the most tokens that rewinding by `num_rewound` computes again, if no state of the
+    text was evicted."""
+    pages, gap = -(-num_rewound // page_size) + 1, 1
+    while (DENSE - 1) * gap < pages:
+        gap *= 2
+    return (gap + 1) * page_size
+
+
+def find_captures(
+    first: int, until: int, length: int, page_size: int, every: bool, marks: Collection[int]
+) -> Iterator[tuple[int, int]]:
+    """Yield the positions inside a step whose states are kept, and why; the most valuable first.
+
+    Args:
+        first: The step computes from here ...
+        until: ... up to here.
+        length: Of the whole text.
+        page_size: Tokens of a page.
+        every: Keep the states at all page borders: they are cheap.
+        marks: Positions where texts part.
+    """
+    marked = sorted((position for position in marks if first < position < until), reverse=True)
+    for position in marked:
+        yield position, MARK
+    num_pages = length // page_size
+    for border in range((until - 1) // page_size, first // page_size, -1):
+        position = border * page_size
+        if position not in marked and (every or is_kept(border, num_pages)):
+            yield position, PAGE
+
+
+def message_ends(prompt: Sequence[int], end_ids: Collection[int]) -> list[int]:
+    """Return the positions after the messages of a prompt: of the first, and of the last ones."""
+    ends = [index + 1 for index, token in enumerate(prompt) if token in end_ids]
+    return ends if len(ends) <= MESSAGES else [ends[0], *ends[-MESSAGES:]]
+
+
+# -- Recurrent states in the tree: where each one is, and which branches need it
+
+
+class State:
+    """A recurrent state after some number of tokens, and who needs it."""
+
+    __slots__ = ("cursors", "keepers", "last_used", "length", "node", "num_pins", "reason", "slot")
+
+    def __init__(self, slot: int, length: int) -> None:
+        self.slot = slot
+        self.length = length  # tokens read
+        self.reason = DRAFT
+        self.node: StateNode | None = None  # the prefix-cache page that holds it, if any
+        self.cursors: list[StateCursor] = []  # of branches whose current state this is
+        self.keepers: list[StateCursor] = []  # of branches that keep it for their unfinished page
+        self.num_pins = 0  # uses by the step that is being built
+        self.last_used = 0  # by the pool's clock
+
+    @property
+    def is_needed_now(self) -> bool:
+        """Whether a running branch is at this state, or may have to return to it in this step."""
+        if any(cursor.running for cursor in self.cursors):
+            return True
+        return self.reason == DRAFT and any(keeper.running for keeper in self.keepers)
+
+    def has_single_owner(self) -> bool:
+        """Return whether only one branch needs the state, so that it may be overwritten."""
+        is_kept = self.node is not None or self.keepers or self.num_pins
+        return not is_kept and len(self.cursors) == 1
+
+
+class StateCursor:
+    """A branch's current state, and earlier ones that no prefix-cache node holds."""
+
+    __slots__ = ("branch", "captures", "junction", "kept_states", "running", "source", "tip")
+
+    def __init__(self, branch: StateBranch) -> None:
+        self.branch = branch
+        # The current state; None: nothing is read. While a step is in flight: its result.
+        self.tip: State | None = None
+        self.kept_states: dict[int, State] = {}  # by length
+        self.junction = -1  # a position where texts part, to be marked when it is passed
+        self.running = False
+        self.source: State | None = None  # what the last planned step reads ...
+        self.captures: list[State] = []  # ... and the intermediate states it writes
+
+
+class StateNode(Protocol):
+    """A node of the prefix cache, as the state pool sees it."""
+
+    states: dict[int, State]
+    depth: int
+    live: int
+
+    @property
+    def parent(self) -> StateNode | None: ...
+
+
+class StateBranch(Protocol):
+    """A branch, as the state pool sees it."""
+
+    start: int
+    num_computed: int
+    length: int
+    provisional: int | None
+
+    @property
+    def node(self) -> StateNode: ...
+
+    @property
+    def shared_tail(self) -> StateNode | None: ...
+
+    @property
+    def state(self) -> StateCursor | None: ...
+
+
+def cursor_of(branch: StateBranch) -> StateCursor:
+    assert branch.state is not None, "the model has no recurrent states"
+    return branch.state
+
+
+def last_state_before(node: StateNode, length: int, max_pages: int | None = None) -> State | None:
+    """Return the last state shorter than `length` that a node or its ancestors hold.
+
+    At most `max_pages` nodes are searched; None: up to the root.
+    """
+    current: StateNode | None = node
+    while current is not None and max_pages != 0:
+        earlier = [state for state in current.states.values() if state.length < length]
+        if earlier:
+            return max(earlier, key=lambda state: state.length)
+        current = current.parent
+        max_pages = None if max_pages is None else max_pages - 1
+    return None
+
 
 _CHEAP_PAGES = (
     4  # a state of at most this many pages' bytes is kept at every border and draft token

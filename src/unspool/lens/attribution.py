@@ -19,10 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from unspool.lens.activations import Activations, Doubles, final_norm, head_row, resolve_token
 from unspool.lens.logit_lens import target_token
-from unspool.lens.look import Activations
-from unspool.lens.subject import resolve_token
-from unspool.lens.weights import Doubles, final_norm, head_row
 from unspool.notebook import bar_html, escape_html, note_html, notebook_html, table_html
 from unspool.session import Session
 

@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from unspool.backends.step import Floats
-from unspool.engine.steps import Candidate
+from unspool.engine.results import Candidate
 from unspool.errors import SettingsError
-from unspool.lens.look import Activations
-from unspool.lens.subject import resolve_token
+from unspool.lens.activations import Activations, resolve_token
 from unspool.notebook import bar_html, notebook_html, percent, table_html, tinted_html
 from unspool.sampling import log_softmax, score
 from unspool.session import Session

@@ -18,14 +18,13 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
-from unspool.engine.ending import Limits
 from unspool.engine.generation import Generation
-from unspool.engine.request import Request
-from unspool.engine.steps import Step
-from unspool.engine.thinking import CALL, ReasoningSpec
+from unspool.engine.reasoning import CALL, ReasoningSpec
+from unspool.engine.request import Limits, Request
+from unspool.engine.results import Step
 from unspool.errors import ContextError, SettingsError, UnspoolError, count
+from unspool.lens.activations import to_numpy
 from unspool.lens.trace import Trace, fingerprint
-from unspool.lens.weights import to_numpy
 from unspool.sampling import Grammar, score
 from unspool.sampling.guards import GuardPolicy
 from unspool.session import Session

@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool.errors import ModelFileError
-from unspool.model.checkpoint import prefixes_for_hf, rules_for_hf
 from unspool.model.config import ModelConfig
-from unspool.model.config_hf import read_json
-from unspool.model.run_folder import find_run, resolve_run
-from unspool.model.safetensors_file import SafetensorsFile
-from unspool.model.tensor_mapping import row_order
+from unspool.model.files.checkpoint import prefixes_for_hf, rules_for_hf
+from unspool.model.files.config_json import read_json
+from unspool.model.files.safetensors import SafetensorsFile
+from unspool.model.files.tensor_mapping import row_order
+from unspool.model.hub.find import find_run, resolve_run
 from unspool.model.weights import TensorRule, weight_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -13,9 +13,209 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
+import numpy as np
+import numpy.typing as npt
+
 from unspool.errors import ModelFileError, UnspoolError
-from unspool.model.positions import SCALINGS, Rotary
-from unspool.model.recurrence import Recurrence, check_mixers
+
+# -- Position encodings: sinusoidal vectors, and RoPE with its context-extension scalings
+
+
+Floats = npt.NDArray[np.float32]
+Scaling = Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
+SCALINGS: tuple[str, ...] = get_args(Scaling)
+
+
+def sinusoidal(positions: npt.NDArray[np.int64], width: int) -> Floats:
+    """Position vectors of the original transformer: sine at even indices, cosine at odd ones."""
+    waves = 1.0 / 10000.0 ** (np.arange(0, width, 2) / width)
+    angles = positions[:, None] * waves[None, :]
+    table = np.zeros((len(positions), width), np.float32)
+    table[:, 0::2] = np.sin(angles)
+    table[:, 1::2] = np.cos(angles)[:, : width // 2]
+    return table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotary:
+    """RoPE settings. Field names are written to config.json."""
+
+    width: int  # rotated dimensions of a head; the others pass through
+    base: float = 10000.0  # rope_theta
+    scaling: Scaling = "none"
+    factor: float = 1.0  # context extension over `original_context`
+    original_context: int = 0  # context length of the original training
+    attention_factor: float = 1.0  # multiplies cosine and sine
+    low_frequency: float = 1.0  # llama3: wavelengths above original / low are scaled fully
+    high_frequency: float = 4.0  # llama3: wavelengths below original / high are not scaled
+    beta_fast: float = 32.0  # yarn: dimensions with more rotations than this are not scaled
+    beta_slow: float = 1.0  # yarn: dimensions with fewer rotations than this are scaled fully
+    whole_dimensions: bool = True  # yarn: round the two borders to integer dimensions
+    short_factors: tuple[float, ...] = ()  # longrope, or explicit factors of a file
+    long_factors: tuple[float, ...] = ()  # longrope: used beyond the original context
+    share: float = 1.0  # proportional: fraction of the pairs that are rotated; the fastest ones
+
+    def __post_init__(self) -> None:
+        if self.scaling == "dynamic" and self.width <= 2:
+            raise ModelFileError(
+                f"dynamic RoPE scaling needs more than 2 rotated dimensions, got {self.width}"
+            )
+
+    @property
+    def has_two_ranges(self) -> bool:
+        """Whether sequences beyond the original context use other factors than shorter ones."""
+        return self.scaling == "longrope" and self.short_factors != self.long_factors
+
+    def frequencies(self, length: int) -> Floats:
+        """Radians per position, for each pair of dimensions.
+
+        Args:
+            length: The maximum sequence length; only `dynamic` and `longrope` depend on it. In an
+                engine it is the configured context, the same for all sequences, not the current
+                length: otherwise cached keys would differ from those of a fresh run, and sequences
+                with a common prefix could not share them.
+        """
+        exponents = np.arange(0, self.width, 2, dtype=np.float32) / np.float32(self.width)
+        if self.scaling == "dynamic":
+            return (1.0 / self._stretched_base(length) ** exponents).astype(np.float32)
+        plain = (1.0 / np.float32(self.base) ** exponents).astype(np.float32)
+        if self.scaling == "linear":
+            return (plain / np.float32(self.factor)).astype(np.float32)
+        if self.scaling == "yarn":
+            return self._yarn(plain)
+        if self.scaling == "llama3":
+            return self._llama3(plain)
+        if self.scaling == "longrope":
+            beyond = self.original_context and length > self.original_context
+            factors = self.long_factors if beyond else self.short_factors
+            return (plain / np.array(factors, np.float32)).astype(np.float32)
+        if self.scaling == "proportional":
+            plain[int(self.share * self.width // 2) :] = 0
+            return (plain / np.float32(self.factor)).astype(np.float32)
+        return plain
+
+    def tables(self, positions: npt.NDArray[np.int64], length: int) -> tuple[Floats, Floats]:
+        """Cosine and sine for each position, `width / 2` numbers each."""
+        angles = positions.astype(np.float32)[:, None] * self.frequencies(length)[None, :]
+        scale = np.float32(self.attention_factor)
+        return np.cos(angles) * scale, np.sin(angles) * scale
+
+    def _stretched_base(self, length: int) -> np.float32:
+        """NTK scaling: a larger base lowers the low frequencies and keeps the high ones."""
+        beyond = max(length, self.original_context) / self.original_context
+        stretch = (self.factor * beyond - (self.factor - 1)) ** (self.width / (self.width - 2))
+        return np.float32(self.base * stretch)
+
+    def _yarn(self, plain: Floats) -> Floats:
+        """Blend between two dimensions, from unscaled to divided by the factor."""
+
+        def dimension_of(rotations: float) -> float:
+            wavelength = self.original_context / (rotations * 2 * math.pi)
+            return self.width * math.log(wavelength) / (2 * math.log(self.base))
+
+        low, high = dimension_of(self.beta_fast), dimension_of(self.beta_slow)
+        if self.whole_dimensions:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.width - 1)
+        if low == high:
+            high += 0.001
+        dimensions = np.arange(len(plain), dtype=np.float32)
+        slowed = np.clip((dimensions - low) / (high - low), 0, 1)
+        blended: Floats = (plain / self.factor * slowed + plain * (1 - slowed)).astype(np.float32)
+        return blended
+
+    def _llama3(self, plain: Floats) -> Floats:
+        """Llama 3.1: scale long wavelengths, keep short ones, blend in between."""
+        waves = 2 * math.pi / plain
+        keep = (self.original_context / waves - self.low_frequency) / (
+            self.high_frequency - self.low_frequency
+        )
+        keep = np.clip(keep, 0, 1)
+        return ((1 - keep) * plain / self.factor + keep * plain).astype(np.float32)
+
+
+# -- Settings of recurrent layers, which carry a state from token to token instead of a KV
+# cache
+
+
+STATELESS = ("attention", "none")
+MIXERS = (*STATELESS, "conv", "delta", "mamba2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrence:
+    """Sizes of a model's recurrent layers, the same in all of them."""
+
+    conv_kernel: int  # kernel size of the convolution in tokens, the current one included
+    conv_bias: bool = False
+    # Gated DeltaNet has keys, queries and values as attention does. Mamba-2's B, C and x are called
+    # keys, queries and values here, its groups key heads.
+    key_heads: int = 0
+    value_heads: int = 0  # several of them may share a key head
+    key_width: int = 0
+    value_width: int = 0
+    # Which value heads share a key head: every `key_heads`-th one (the order of GGUF files), or
+    # adjacent ones (the order of transformers).
+    tiled: bool = False
+    norm_groups: int = 1  # Mamba-2: number of groups of its gated norm
+
+    @property
+    def key_dim(self) -> int:
+        return self.key_heads * self.key_width
+
+    @property
+    def value_dim(self) -> int:
+        return self.value_heads * self.value_width
+
+    def channels(self, mixer: str, width: int) -> int:
+        """Number of convolution channels."""
+        return width if mixer == "conv" else 2 * self.key_dim + self.value_dim
+
+    def conv_floats(self, mixer: str, width: int) -> int:
+        return (self.conv_kernel - 1) * self.channels(mixer, width)
+
+    def state_floats(self, mixer: str, width: int) -> int:
+        """Floats of one layer's state: the convolution's last inputs, then the heads' matrices."""
+        if mixer in STATELESS:
+            return 0
+        matrices = self.value_heads * self.key_width * self.value_width
+        return self.conv_floats(mixer, width) + (matrices if mixer != "conv" else 0)
+
+    def key_head(self, value_head: int) -> int:
+        """The key head that a value head uses."""
+        if self.tiled:
+            return value_head % self.key_heads
+        return value_head // (self.value_heads // self.key_heads)
+
+
+def check_mixers(mixers: tuple[str, ...], recurrence: Recurrence | None, layers: int) -> None:
+    """Raise if mixers and recurrence are invalid or do not fit together."""
+
+    def need(condition: bool, problem: str) -> None:
+        if not condition:
+            raise ModelFileError(f"invalid model settings: {problem}")
+
+    need(len(mixers) in (0, layers), f"mixers has {len(mixers)} entries for {layers} layers")
+    unknown = sorted(set(mixers) - set(MIXERS))
+    need(not unknown, f"mixers must be {', '.join(MIXERS)}, got {', '.join(unknown)}")
+    if not set(mixers) - set(STATELESS):
+        return
+    if recurrence is None:
+        raise ModelFileError("invalid model settings: recurrence is missing")
+    need(2 <= recurrence.conv_kernel <= 64, "conv_kernel must be 2 to 64")
+    if {"delta", "mamba2"} & set(mixers):
+        sizes = (
+            recurrence.key_heads, recurrence.value_heads,
+            recurrence.key_width, recurrence.value_width,
+        )  # fmt: skip
+        need(all(1 <= size <= 100_000 for size in sizes), "heads and widths must be 1 to 100,000")
+        divides = recurrence.value_heads % recurrence.key_heads == 0
+        need(divides, "value_heads must be a multiple of key_heads")
+        groups = recurrence.norm_groups
+        need(
+            groups >= 1 and recurrence.value_dim % groups == 0, "norm_groups must divide the values"
+        )
+
 
 T = TypeVar("T")
 SIGHTS = ("causal", "whole", "block")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from unspool.sampling.candidates import Candidates
-from unspool.sampling.chain import Chain, next_state
+from unspool.sampling.candidates import BadLogitsError, Candidates, NoCandidateError
+from unspool.sampling.chain import (
+    Candidate,
+    Chain,
+    Draw,
+    Pick,
+    Scores,
+    StageReport,
+    log_softmax,
+    next_state,
+    score,
+)
 from unspool.sampling.draw import uniform
-from unspool.sampling.faults import BadLogitsError, NoCandidateError
-from unspool.sampling.grammar import Grammar, GrammarState, GrammarVocabulary
-from unspool.sampling.grammar_spec import GrammarSpec
-from unspool.sampling.records import Candidate, Draw, Pick, StageReport
+from unspool.sampling.grammar import Grammar, GrammarSpec, GrammarState, GrammarVocabulary
 from unspool.sampling.rows import RowInput, Rows, StageState
-from unspool.sampling.scoring import Scores, log_softmax, score
 from unspool.sampling.settings import DEFAULT_STAGES, SamplingSettings
 from unspool.sampling.stages import STAGES, Stage
 

@@ -8,14 +8,40 @@ cheap. Removed candidates and padding have the logit -inf.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from unspool.sampling.arrays import LOWEST, Array
-from unspool.sampling.faults import BadLogitsError, NoCandidateError
-from unspool.sampling.operations import Operations, array_operations
+from unspool.errors import SettingsError, UnspoolError
+from unspool.sampling.arrays import LOWEST, Array, Operations, array_operations
+
+# -- Errors while picking tokens
+
+
+class RowError(Exception):
+    """Base of errors that concern some rows of a batch only."""
+
+    def __init__(self, message: str, rows: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.rows = tuple(rows)
+
+
+class BadLogitsError(RowError, UnspoolError):
+    """The model's logits are not usable: NaN, or all -inf."""
+
+
+class StageError(RowError, SettingsError):
+    """A caller's stage function failed."""
+
+
+class NoCandidateError(RowError, SettingsError):
+    """The settings forbid every token of the vocabulary."""
+
+
+ROW_ERRORS = (BadLogitsError, StageError, NoCandidateError)
+"""Errors that concern some rows only."""
+
 
 SLACK = 1e-6
 """Relative tolerance of masses and probabilities: float32 logits are not more precise, and

@@ -18,18 +18,19 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from unspool.errors import SettingsError
-from unspool.sampling.loops import LoopGuard, repetition_rate
-from unspool.sampling.patterns import check_size
-from unspool.sampling.watches import (
+from unspool.sampling.monitors import (
     BannedGuard,
     Guard,
     GuardError,
     GuardMonitor,
+    LoopGuard,
     MonitoredText,
     PredicateGuard,
     SurpriseGuard,
     Violation,
     check_int,
+    check_size,
+    repetition_rate,
 )
 
 __all__ = [

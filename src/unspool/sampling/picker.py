@@ -19,12 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool import native
-from unspool.sampling.arrays import Array
+from unspool.sampling.arrays import MIN_NATIVE_WIDTH, Array, array_operations
+from unspool.sampling.candidates import ROW_ERRORS
 from unspool.sampling.chain import Chain, active_stages
 from unspool.sampling.draw import seed_bits
-from unspool.sampling.faults import ROW_ERRORS
-from unspool.sampling.native_arrays import MIN_NATIVE_WIDTH
-from unspool.sampling.operations import array_operations
 from unspool.sampling.rows import RowInput
 from unspool.sampling.settings import SamplingSettings
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from unspool.sampling.arrays import Array
+from unspool.sampling.arrays import Array, array_operations, numpy_operations
 from unspool.sampling.draw import uniforms
-from unspool.sampling.operations import array_operations, numpy_operations
 from unspool.sampling.settings import SamplingSettings
 
 Tokens = np.ndarray[Any, np.dtype[np.int64]]

@@ -15,22 +15,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unspool.backends.placement import DTYPES
-from unspool.backends.torch.available import check_torch
-from unspool.decoding.progress import progress_bar
+from unspool.backends.placement import DTYPES, check_torch
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
 from unspool.loading import open_tokenizer
-from unspool.model.checkpoint import (
+from unspool.model.adapters import base_model_of, read_adapter
+from unspool.model.files.checkpoint import (
     Checkpoint,
     GGUFCheckpoint,
     load_transformer,
     open_checkpoint,
     save_checkpoint,
 )
-from unspool.model.gguf_save import check_writable, save_gguf
-from unspool.model.hub import find_model
-from unspool.model.mlx_save import quantize_folder
+from unspool.model.files.export import check_writable, quantize_folder, save_gguf
+from unspool.model.hub.find import find_model
 from unspool.model.weights import weight_shapes
+from unspool.progress import progress_bar
 
 MLX_BITS = {"mlx8": 8, "mlx4": 4}
 
@@ -134,3 +133,31 @@ def _write_errors(target: Path) -> Iterator[None]:
         raise UnspoolError(
             f"{target} cannot be written: {error.strerror or error}; nothing was changed"
         ) from error
+
+
+# -- Merge an adapter into its base model
+
+
+def merge_adapter(
+    adapter: Path,
+    folder: Path,
+    model: str | None = None,
+    *,
+    dtype: str = "float32",
+    offline: bool = False,
+) -> None:
+    """Save an adapter merged into its base model (or `model`), as a folder for transformers."""
+    import torch
+
+    from unspool.train.learning.lora import merge
+
+    name = model or base_model_of(adapter)
+    if not name:
+        raise ModelFileError(f"{adapter}: does not name its base model; give --model")
+    checkpoint = open_checkpoint(find_model(name, offline=offline))
+    merged = load_transformer(checkpoint)
+    merge(merged, read_adapter(adapter, merged.config))
+    save_checkpoint(merged.to(getattr(torch, dtype)), folder)
+    tokenizer = open_tokenizer(checkpoint)
+    if tokenizer is not None:
+        tokenizer.save(folder)

@@ -16,15 +16,14 @@ from paged_texts import Library, RandomCheckpoint, config, look, read, read_whol
 from parity import ODD_SHAPES, check_seen, difference, looked_at
 
 from unspool import native
-from unspool.backends.base import Backend
 from unspool.backends.cpu.backend import CpuBackend
-from unspool.backends.cpu.layout import PACKINGS
-from unspool.backends.cpu.loaded import load_cpu
-from unspool.backends.step import ObserveRequest
-from unspool.backends.torch.loaded import TorchModel
-from unspool.model.checkpoint import Checkpoint, load_transformer, open_checkpoint
+from unspool.backends.cpu.model import load_cpu
+from unspool.backends.cpu.packing import PACKINGS
+from unspool.backends.step import Backend, ObserveRequest
+from unspool.backends.torch.backend import TorchModel
 from unspool.model.config import LayerShape
-from unspool.model.stored import FileTensor
+from unspool.model.files.checkpoint import Checkpoint, load_transformer, open_checkpoint
+from unspool.model.files.stored import FileTensor
 
 pytestmark = pytest.mark.skipif(
     native.missing_reason() is not None, reason=str(native.missing_reason())

@@ -19,7 +19,7 @@ from paged_texts import Library, RandomCheckpoint, batch_of, config, read, read_
 import unspool
 from unspool import native
 from unspool.backends.cpu.backend import CpuBackend
-from unspool.backends.cpu.loaded import load_cpu
+from unspool.backends.cpu.model import load_cpu
 from unspool.backends.step import ObserveRequest, StepBatch
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
 from unspool.sampling import BadLogitsError
@@ -353,7 +353,7 @@ def test_no_memory_for_the_weights(room: int, words: str, default_model: Path):
     """The file is 98 MB and is mapped; its weights take 100 more."""
     code = f"""
 import resource, sys
-import unspool.cli.run, unspool.language_model, unspool.backends.cpu.backend, numpy
+import unspool.cli.run, unspool.lm, unspool.backends.cpu.backend, numpy
 from pathlib import Path
 from unspool.cli.main import main
 from unspool.text.tokenizer.tokenizer import Tokenizer
@@ -375,6 +375,6 @@ def test_no_threads_to_load_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def none_left(*_: Any, **__: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("unspool.backends.cpu.loaded.pack_all", none_left)
+    monkeypatch.setattr("unspool.backends.cpu.model.pack_all", none_left)
     with pytest.raises(UnspoolError, match="no thread could be started"):
         use(write(tmp_path / "a.gguf"))

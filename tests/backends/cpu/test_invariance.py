@@ -24,7 +24,7 @@ from paged_texts import (
 
 from unspool import native
 from unspool.backends.cpu.backend import CpuBackend
-from unspool.backends.cpu.loaded import CpuModel
+from unspool.backends.cpu.model import CpuModel
 from unspool.backends.step import Floats, ObserveRequest
 from unspool.model.config import LayerShape
 

@@ -17,10 +17,16 @@ from packing_support import FLOATS, HALVES, QUANTIZED, SIZES, floats, halves_of,
 
 from unspool import native
 from unspool.backends.cpu import packing
-from unspool.backends.cpu.layout import PACKINGS, MatrixStruct, PackedFormat
-from unspool.backends.cpu.packing import pack, pack_all, packing_for
+from unspool.backends.cpu.packing import (
+    PACKINGS,
+    MatrixStruct,
+    PackedFormat,
+    pack,
+    pack_all,
+    packing_for,
+)
 from unspool.errors import ModelFileError, SettingsError
-from unspool.model.stored import FileTensor
+from unspool.model.files.stored import FileTensor
 
 pytestmark = pytest.mark.skipif(
     native.missing_reason() is not None, reason=str(native.missing_reason())

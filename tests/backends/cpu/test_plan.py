@@ -10,8 +10,7 @@ import tiny_gguf
 from paged_texts import config
 
 from unspool.backends.cpu import structures
-from unspool.backends.cpu.plan import ExecutionPlan
-from unspool.backends.cpu.plan_builder import build_plan
+from unspool.backends.cpu.plan import ExecutionPlan, build_plan
 from unspool.cli.main import _exit_code
 from unspool.errors import ModelFileError
 from unspool.model.weights import weight_shapes

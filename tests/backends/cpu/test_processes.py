@@ -21,7 +21,7 @@ from paged_texts import RandomCheckpoint, config
 
 import unspool
 from unspool import native
-from unspool.backends.cpu.loaded import CpuModel, load_cpu
+from unspool.backends.cpu.model import CpuModel, load_cpu
 from unspool.errors import UnspoolError
 
 needs_native = pytest.mark.skipif(

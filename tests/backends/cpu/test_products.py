@@ -20,10 +20,9 @@ from packing_support import FLOATS, SIZES
 from paged_texts import random_blocks
 
 from unspool import native
-from unspool.backends.cpu.layout import PACKINGS
-from unspool.backends.cpu.packing import PackedMatrix, pack
+from unspool.backends.cpu.packing import PACKINGS, PackedMatrix, pack
 from unspool.backends.cpu.structures import address_of, native_functions
-from unspool.model.float8 import FLOAT8
+from unspool.model.files.stored import FLOAT8
 
 KINDS = [kind for kind in PACKINGS if kind != FLOAT8]  # FP8 is bfloat16 once it is packed
 

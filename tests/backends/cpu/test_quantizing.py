@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from packing_support import FLOATS, floats
 
 from unspool import native
-from unspool.backends.cpu.layout import PACKINGS
-from unspool.backends.cpu.packing import pack, pack_all, relative_error
-from unspool.model.stored import FileTensor
+from unspool.backends.cpu.packing import PACKINGS, pack, pack_all, relative_error
+from unspool.model.files.stored import FileTensor
 
 pytestmark = pytest.mark.skipif(
     native.missing_reason() is not None, reason=str(native.missing_reason())

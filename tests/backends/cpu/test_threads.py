@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from unspool.backends.cpu.loaded import CpuModel
+from unspool.backends.cpu.model import CpuModel
 from unspool.backends.cpu.threads import choose_threads
 from unspool.errors import SettingsError
 

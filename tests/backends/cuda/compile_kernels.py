@@ -37,13 +37,11 @@ from unspool.backends.cuda.attention import (
     prefill_rows,
     store_keys,
 )
-from unspool.backends.cuda.experts import ExpertScratch, run_experts
-from unspool.backends.cuda.packed import PackedMatrix
-from unspool.backends.cuda.packing import PACKINGS, repack
-from unspool.backends.cuda.products import Epilogue, NormWeights
+from unspool.backends.cuda.matmul import PACKINGS, Epilogue, NormWeights, PackedMatrix, repack
+from unspool.backends.cuda.runner import ExpertScratch, run_experts
 from unspool.backends.cuda.weights import fuse_weights
-from unspool.decoding.heads.drafter import load_head
-from unspool.model.checkpoint import load_transformer
+from unspool.decoding.speculative.head_drafter import load_head
+from unspool.model.files.checkpoint import load_transformer
 
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 from gguf.quants import dequantize
 
-from unspool.backends.cuda.packing import BLOCKS
+from unspool.backends.cuda.matmul import BLOCKS
 
 # Where a block's 16-bit floats stand, whose bits must not be drawn at random.
 _HALVES = {

@@ -31,8 +31,8 @@ from parity import ODD_SHAPES, check_seen, difference
 
 from unspool.backends.cuda.weights import fuse_weights
 from unspool.backends.step import ObserveRequest
-from unspool.model.checkpoint import load_transformer
-from unspool.model.positions import Rotary
+from unspool.model.config import Rotary
+from unspool.model.files.checkpoint import load_transformer
 from unspool.sampling import SamplingSettings
 from unspool.sampling.picker import HISTORY_END
 

@@ -15,12 +15,11 @@ from cuda_support import cuda_model, language_model, torch_model
 from paged_texts import RandomCheckpoint, config
 
 from heads_support import PROMPT, save_eagle, save_own, vectors_of
-from unspool.decoding.controller import FixedShape
-from unspool.decoding.heads import captured
-from unspool.decoding.heads.drafter import HeadDrafter, load_head
-from unspool.decoding.heads.files import read_head
-from unspool.decoding.heads.growing import DraftShape, build_draft
-from unspool.decoding.heads.own import UnspoolHead
+from unspool.decoding.speculative import head_cuda
+from unspool.decoding.speculative.controller import FixedShape
+from unspool.decoding.speculative.draft_tree import DraftShape, build_draft
+from unspool.decoding.speculative.head import UnspoolHead, read_head
+from unspool.decoding.speculative.head_drafter import HeadDrafter, load_head
 
 pytest.importorskip("triton")
 
@@ -49,7 +48,7 @@ def head_folder(lm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load_heads(lm: Any, head_folder: Path) -> list[Any]:
     quick = load_head(head_folder, lm)
-    assert isinstance(quick, captured.CudaHead)
+    assert isinstance(quick, head_cuda.CudaHead)
     return [quick, UnspoolHead(read_head(head_folder), lm.model, lm.model.device)]
 
 
@@ -77,7 +76,7 @@ def test_what_it_guesses(lm: Any, head_folder: Path):
     actual, expected = (guesses(context, TEXT[:90], heads[0].ids, 3) for context in (quick, slow))
     assert actual == expected
     guess_list = list(quick.chain(TEXT[:90], 1, 0.7))
-    logits = slow.expand([captured.DraftNode(TEXT[89])], TEXT[:90])[0].astype(np.float64) / 0.7
+    logits = slow.expand([head_cuda.DraftNode(TEXT[89])], TEXT[:90])[0].astype(np.float64) / 0.7
     chances = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
     assert guess_list[0][0] == heads[1].ids[chances.argmax()]
     assert guess_list[0][1] == pytest.approx(chances.max(), abs=1e-3)
@@ -105,7 +104,7 @@ def test_a_few_positions_at_a_time_and_back(lm: Any, head_folder: Path):
 @pytest.mark.slow
 def test_several_texts_take_turns(lm: Any, head_folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Each is put by while another is drafted for, also when the room must grow."""
-    monkeypatch.setattr(captured, "_FIRST_CAPACITY", 64)
+    monkeypatch.setattr(head_cuda, "_FIRST_CAPACITY", 64)
     head = load_heads(lm, head_folder)[0]
     texts = [TEXT[:30], TEXT[3:130]]
     alone = [guesses(read(head, text), text, head.ids) for text in texts]
@@ -176,7 +175,7 @@ def test_pinned_memory_is_not_written_before_it_was_read() -> None:
         def synchronize(self) -> None:
             self.synchronized += 1
 
-    pinned = captured.PinnedInput(4, torch.device("cpu"))
+    pinned = head_cuda.PinnedInput(4, torch.device("cpu"))
     pinned._copy_done = event = Event()  # type: ignore[assignment]
     for number in range(3):
         pinned.writable()[:] = number

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from unspool.backends.cuda.products import Epilogue, NormWeights  # noqa: E402
+from unspool.backends.cuda.matmul import Epilogue, NormWeights  # noqa: E402
 from unspool.backends.cuda.weights import PlainMatrix  # noqa: E402
 from unspool.model.layers.parts import activate  # noqa: E402
 

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from unspool.backends.cuda.exact import exact_gemm, num_splits  # noqa: E402
+from unspool.backends.cuda.matmul import exact_gemm, num_splits  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unspool.backends.cuda import experts as module
-from unspool.backends.cuda.experts import ExpertScratch, run_experts
+from unspool.backends.cuda import runner as module
+from unspool.backends.cuda.runner import ExpertScratch, run_experts
 from unspool.backends.cuda.weights import ExpertWeights, Weights, fuse_weights
 from unspool.model.config import ModelConfig
-from unspool.model.layers.feed import Experts
-from unspool.model.transformer import Transformer
+from unspool.model.layers.parts import Experts
+from unspool.model.layers.transformer import Transformer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

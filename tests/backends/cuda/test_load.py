@@ -15,11 +15,15 @@ pytest.importorskip("triton")
 import tiny  # noqa: E402
 from packed_support import numbers, random_blocks  # noqa: E402
 
-from unspool.backends.cuda.load import load_weights  # noqa: E402
-from unspool.backends.cuda.packed import PackedMatrix, StackedMatrix  # noqa: E402
-from unspool.backends.cuda.weights import PlainMatrix, Weights, fuse_weights  # noqa: E402
+from unspool.backends.cuda.matmul import PackedMatrix, StackedMatrix  # noqa: E402
+from unspool.backends.cuda.weights import (  # noqa: E402
+    PlainMatrix,
+    Weights,
+    fuse_weights,
+    load_weights,  # noqa: E402
+)
 from unspool.errors import ModelFileError, UnspoolError  # noqa: E402
-from unspool.model.checkpoint import load_transformer, open_checkpoint  # noqa: E402
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -51,7 +55,9 @@ def tensors_of(loaded_weights, at="weights"):
     "family", ["llama-tied-bias", "gpt2", "gemma3", "phi3", "olmo2", "gpt-neox", "qwen3-moe"]
 )
 def test_the_same_tensors_as_of_a_plain_transformer(family, tmp_path, monkeypatch):
-    monkeypatch.setattr("unspool.backends.cuda.load._CHUNK_BYTES", 1000)  # several pieces a matrix
+    monkeypatch.setattr(
+        "unspool.backends.cuda.weights._CHUNK_BYTES", 1000
+    )  # several pieces a matrix
     tiny.save(family, tmp_path)
     actual = tensors_of(loaded(tmp_path))
     expected = tensors_of(fuse_weights(load_transformer(open_checkpoint(tmp_path))))
@@ -96,7 +102,7 @@ def test_too_little_memory_is_said_in_words(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     tiny.save("llama", tmp_path)
-    monkeypatch.setattr("unspool.backends.cuda.load.WeightLoader._empty", full)
+    monkeypatch.setattr("unspool.backends.cuda.weights.WeightLoader._empty", full)
     with pytest.raises(UnspoolError, match=r"weights of about .* do not fit .* quantized one"):
         loaded(tmp_path)
 
@@ -145,7 +151,7 @@ def write_quantized(
 
 
 def test_a_quantized_file_stays_packed(tmp_path, monkeypatch):
-    monkeypatch.setattr("unspool.backends.cuda.load._CHUNK_BYTES", 3000)
+    monkeypatch.setattr("unspool.backends.cuda.weights._CHUNK_BYTES", 3000)
     path = tmp_path / "m.gguf"
     plain = write_quantized(path, {"output": "Q6_K", "token_embd": "Q8_0"})
     loaded_weights = loaded(path)
@@ -254,7 +260,7 @@ def test_float8_without_scales_is_refused(tmp_path):
 
 def test_float8_on_the_cpu(tmp_path):
     """The native backend reads the same checkpoint, in 16 bits."""
-    from unspool.backends.cpu.loaded import load_cpu
+    from unspool.backends.cpu.model import load_cpu
     from unspool.native import missing_reason
 
     if missing_reason():

@@ -11,11 +11,11 @@ pytest.importorskip("triton")
 
 import tiny  # noqa: E402
 
-from unspool.backends.cuda import memory  # noqa: E402
-from unspool.backends.cuda.load import load_weights  # noqa: E402
-from unspool.backends.cuda.pages import KVCache, page_bytes  # noqa: E402
+from unspool.backends.cuda import kv_cache  # noqa: E402
+from unspool.backends.cuda.kv_cache import KVCache, page_bytes  # noqa: E402
+from unspool.backends.cuda.weights import load_weights  # noqa: E402
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning  # noqa: E402
-from unspool.model.checkpoint import open_checkpoint  # noqa: E402
+from unspool.model.files.checkpoint import open_checkpoint  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def room_for(monkeypatch, most: int) -> list[int]:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return KVCache(config, count, dtype, device)
 
-    monkeypatch.setattr(memory, "KVCache", make)
+    monkeypatch.setattr(kv_cache, "KVCache", make)
     return counts
 
 
@@ -43,24 +43,24 @@ def test_so_much_as_is_said(weights):
     bytes_per_page = page_bytes(weights.config, weights.dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert memory.allocate_kv_cache(weights, 100 * bytes_per_page + 5, 128).count == 100
+        assert kv_cache.allocate_kv_cache(weights, 100 * bytes_per_page + 5, 128).count == 100
     with pytest.raises(SettingsError, match="at least one KV cache page"):
-        memory.allocate_kv_cache(weights, bytes_per_page - 1, 128)
+        kv_cache.allocate_kv_cache(weights, bytes_per_page - 1, 128)
 
 
 def test_not_more_than_texts_can_use(weights):
-    assert memory.allocate_kv_cache(weights, None, 32).count == 512 * 2
+    assert kv_cache.allocate_kv_cache(weights, None, 32).count == 512 * 2
 
 
 def test_a_smaller_pool_where_memory_is_out(weights, monkeypatch):
     counts = room_for(monkeypatch, 60)
     bytes_per_page = page_bytes(weights.config, weights.dtype)
     with pytest.warns(UnspoolWarning, match=r"no memory for a KV cache of .*; using"):
-        pages = memory.allocate_kv_cache(weights, 100 * bytes_per_page, 128)
+        pages = kv_cache.allocate_kv_cache(weights, 100 * bytes_per_page, 128)
     assert pages.count == 56 and counts == [100, 75, 56]
 
 
 def test_no_room_at_all_is_said_in_words(weights, monkeypatch):
     room_for(monkeypatch, 3)
     with pytest.raises(UnspoolError, match="the KV cache does not fit beside the weights"):
-        memory.allocate_kv_cache(weights, None, 128)
+        kv_cache.allocate_kv_cache(weights, None, 128)

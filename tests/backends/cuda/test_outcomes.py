@@ -12,8 +12,8 @@ from paged_texts import Library, RandomCheckpoint, batch_of, config
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from unspool.backends.cuda.outcomes import StepOutputs  # noqa: E402
-from unspool.engine.picking import concat_logits  # noqa: E402
+from unspool.backends.cuda.step_io import StepOutputs  # noqa: E402
+from unspool.engine.loop import concat_logits  # noqa: E402
 
 LINES, PROMPTS, VOCABULARY = 8, 20, 5
 

@@ -10,16 +10,18 @@ pytest.importorskip("triton")
 
 from packed_support import numbers, random_blocks  # noqa: E402
 
-from unspool.backends.cuda.packed import PackedMatrix, StackedMatrix  # noqa: E402
-from unspool.backends.cuda.packing import (  # noqa: E402
+from unspool.backends.cuda.matmul import (  # noqa: E402  # noqa: E402
     PACKINGS,
+    Epilogue,
+    NormWeights,
+    PackedMatrix,
+    StackedMatrix,
     float8_packing,
     pack_float8,
     quantize,
     repack,
 )
-from unspool.backends.cuda.products import Epilogue, NormWeights  # noqa: E402
-from unspool.model.float8 import float8_to_float32  # noqa: E402
+from unspool.model.files.stored import float8_to_float32  # noqa: E402
 
 ROWS, COLUMNS = 37, 256
 FEW_ROWS = 19  # several programs, the last of them with fewer rows
@@ -117,7 +119,7 @@ def test_few_vectors(kind):
 @pytest.mark.parametrize("kind", ["Q4_1", "FP8 rows"])
 def test_many_vectors(kind, monkeypatch):
     """More than are worth unpacking in registers, in several pieces of the matrix."""
-    monkeypatch.setattr("unspool.backends.cuda.packed._DEQUANT_SIZE", 20 * COLUMNS)
+    monkeypatch.setattr("unspool.backends.cuda.matmul._DEQUANT_SIZE", 20 * COLUMNS)
     torch.manual_seed(3)
     bias = torch.randn(ROWS)
     matrix, plain = packed(kind, bias=bias)

@@ -10,11 +10,14 @@ pytest.importorskip("triton")
 from test_load import float8_checkpoint, write_quantized  # noqa: E402
 
 from unspool import LanguageModel  # noqa: E402
-from unspool.backends.cuda.load import load_weights  # noqa: E402
-from unspool.backends.cuda.loaded import CudaModel  # noqa: E402
-from unspool.backends.torch.loaded import TorchModel  # noqa: E402
-from unspool.model.checkpoint import load_transformer, open_checkpoint  # noqa: E402
-from unspool.model.fingerprint import fingerprint  # noqa: E402
+from unspool.backends.cuda.model import CudaModel  # noqa: E402
+from unspool.backends.cuda.weights import load_weights  # noqa: E402
+from unspool.backends.torch.backend import TorchModel  # noqa: E402
+from unspool.model.files.checkpoint import (  # noqa: E402
+    fingerprint,  # noqa: E402
+    load_transformer,
+    open_checkpoint,
+)
 
 
 @pytest.fixture(params=["gguf", pytest.param("fp8", marks=pytest.mark.slow)])

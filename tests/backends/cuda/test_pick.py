@@ -13,7 +13,7 @@ from picker_support import SETTINGS, random_logits, rows_of
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from unspool.backends.cuda.pick import DevicePicker  # noqa: E402
+from unspool.backends.cuda.sampler import DevicePicker  # noqa: E402
 from unspool.sampling import Chain, RowInput, SamplingSettings  # noqa: E402
 from unspool.sampling.chain import Pick  # noqa: E402
 from unspool.sampling.picker import SamplingRows, can_sample_on_device  # noqa: E402
@@ -144,7 +144,7 @@ def test_picks_of_the_step_before_count_as_history():
 
 def test_more_rows_than_are_picked_at_once(monkeypatch: pytest.MonkeyPatch):
     """The picks of the first do not change what the history of the others means."""
-    monkeypatch.setattr("unspool.backends.cuda.pick._ROWS_PER_LAUNCH", 2)
+    monkeypatch.setattr("unspool.backends.cuda.sampler._ROWS_PER_LAUNCH", 2)
     settings_list = draws(3, temperature=0.0, presence_penalty=50.0)
     picker = filled(rows_of(settings_list, [np.array([0, -1 - n]) for n in range(3)][::-1]), 64)
     picker.picks.copy_(torch.tensor([7, 8, 9]))

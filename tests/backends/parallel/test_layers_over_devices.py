@@ -12,12 +12,12 @@ import torch
 from cuda_support import family, read_by_engine
 
 import unspool
-from unspool.backends.torch import paged
-from unspool.backends.torch.loaded import TorchModel
+from unspool.backends.torch import backend
+from unspool.backends.torch.backend import TorchModel
 from unspool.errors import SettingsError
-from unspool.model.checkpoint import load_transformer
-from unspool.model.config_hf import config_from_hf
-from unspool.model.layer_places import DeviceMap, build_device_map
+from unspool.model.files.checkpoint import load_transformer
+from unspool.model.files.config_json import config_from_hf
+from unspool.model.files.sharding import DeviceMap, build_device_map
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "model"))
 from catalogue_shapes import SHAPES
@@ -76,15 +76,15 @@ def test_texts_are_the_same_as_on_one(name: str, tmp_path: Path, monkeypatch: py
         load_transformer(checkpoint, device=build_device_map(checkpoint.config, ["cpu", "cpu"]))
     )
     devices = [torch.device("cpu", min(n, 1)) for n in range(checkpoint.config.layers)]
-    monkeypatch.setattr(paged, "layer_devices", lambda model: devices)
+    monkeypatch.setattr(backend, "layer_devices", lambda model: devices)
     created: list[torch.device] = []
-    original = paged._BatchIndices
+    original = backend._BatchIndices
 
     def create(batch: Any, table: Any, size: int, device: torch.device) -> Any:
         created.append(device)
         return original(batch, table, size, device)
 
-    monkeypatch.setattr(paged, "_BatchIndices", create)
+    monkeypatch.setattr(backend, "_BatchIndices", create)
     result = read_by_engine(two)
     assert set(created) == set(devices) and len(set(devices)) == 2
     assert np.array_equal(result, expected)

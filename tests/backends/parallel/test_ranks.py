@@ -22,9 +22,7 @@ import pytest
 import tiny_gguf
 
 import unspool
-from unspool.backends.torch.parallel.messages import RankMessage
-from unspool.backends.torch.parallel.processes import start_processes
-from unspool.backends.torch.parallel.ranks import RankError, Ranks
+from unspool.backends.torch.parallel.ranks import RankError, RankMessage, Ranks, start_processes
 from unspool.errors import SettingsError
 
 TIMEOUT_S = 60.0

@@ -11,7 +11,7 @@ import pytest
 from cuda_support import backend, family, language_model, read_in_many_ways, torch_model
 
 from adapter_support import all_logits, with_adapters
-from unspool.backends.torch.parallel.loaded import split_model
+from unspool.backends.torch.parallel.model import split_model
 from unspool.backends.torch.parallel.ranks import Ranks
 from unspool.errors import UnspoolError
 

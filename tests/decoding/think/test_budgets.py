@@ -11,9 +11,9 @@ from null_model import NullModel
 
 from decoding.support import PROMPT, pages_left
 from decoding.think.support import WARM, metered
-from unspool.decoding.think.budget import Spent, TokenBudget
-from unspool.decoding.think.judge import Verdict
-from unspool.decoding.think.think import think
+from unspool.decoding.search.think import think
+from unspool.decoding.search.tree import Spent, TokenBudget
+from unspool.decoding.search.verifiers import Verdict
 from unspool.engine.engine import Engine
 from unspool.errors import UnspoolError
 

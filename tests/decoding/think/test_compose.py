@@ -9,11 +9,10 @@ import pytest
 
 from decoding.support import pages_left
 from decoding.think.support import forget, metered
-from unspool.decoding.think.budget import TokenBudget
-from unspool.decoding.think.policies.compose import _title
-from unspool.decoding.think.revising import WORD_COST, doubtful_words, revise
-from unspool.decoding.think.search import Search, run_moves
-from unspool.decoding.think.think import think
+from unspool.decoding.search.policies import WORD_COST, _title, doubtful_words, revise
+from unspool.decoding.search.search import Search, run_moves
+from unspool.decoding.search.think import think
+from unspool.decoding.search.tree import TokenBudget
 from unspool.errors import UnspoolError
 
 PROMPT = "The pages of the tree."

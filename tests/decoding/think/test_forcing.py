@@ -8,7 +8,7 @@ import unspool
 from decoding.support import pages_left
 from decoding.think.support import forget, metered
 from decoding.worded import save_worded
-from unspool.decoding.think.think import think
+from unspool.decoding.search.think import think
 from unspool.errors import SettingsError, UnspoolError
 
 PROMPT = "A branch stands at a node."

@@ -10,19 +10,19 @@ import torch
 
 from decoding.support import PROMPT, logits_after, pages_left
 from decoding.think.support import WARM
-from unspool.decoding.samples import samples, vote
-from unspool.decoding.think import judge as judging
-from unspool.decoding.think.judge import (
+from unspool.decoding.branches import mean_logprob
+from unspool.decoding.search import verifiers as judging
+from unspool.decoding.search.samples import samples, vote
+from unspool.decoding.search.think import think
+from unspool.decoding.search.verifiers import (
     CertaintyVerifier,
     LogprobVerifier,
     Verdict,
     VoteVerifier,
+    as_verifier,
     checked,
+    final_answer,
 )
-from unspool.decoding.think.judges.function import as_verifier
-from unspool.decoding.think.think import think
-from unspool.decoding.voting import final_answer
-from unspool.decoding.written import mean_logprob
 from unspool.errors import SettingsError, UnspoolError
 
 ASKED = {"max_tokens": 5, "end": False, **WARM}
@@ -135,7 +135,7 @@ def test_certainties_are_the_same_together_alone_and_in_pieces(tiny_lm, monkeypa
 def test_long_texts_are_read_in_parts(tiny_lm, monkeypatch):
     (text,) = samples(tiny_lm, PROMPT, 1, max_tokens=7, end=False, **WARM)
     at_once = CertaintyVerifier(tiny_lm).score([text])[0].score
-    monkeypatch.setattr("unspool.decoding.think.judge._MAX_LOGITS", 3)
+    monkeypatch.setattr("unspool.decoding.search.verifiers._MAX_LOGITS", 3)
     assert CertaintyVerifier(tiny_lm).score([text])[0].score == pytest.approx(at_once, rel=1e-5)
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from decoding.support import PROMPT
 from decoding.think.support import WARM
-from unspool.decoding.samples import best_of, samples
-from unspool.decoding.search_tree import SearchNode
-from unspool.decoding.think.policies.mcts import MctsNode, SelectionRule
-from unspool.decoding.think.think import stream_think, think
-from unspool.decoding.written import mean_logprob
+from unspool.decoding.branches import mean_logprob
+from unspool.decoding.search.policies import MctsNode, SelectionRule
+from unspool.decoding.search.samples import best_of, samples
+from unspool.decoding.search.think import stream_think, think
+from unspool.decoding.search.tree import SearchNode
 
 # A vocabulary of three tokens, all about equally likely.
 FEW = {**WARM, "logit_bias": {token: 500.0 for token in (4, 5, 6)}, "temperature": 20.0}

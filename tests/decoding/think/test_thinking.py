@@ -8,17 +8,17 @@ import pytest
 
 from decoding.support import PROMPT, pages_left
 from decoding.think.support import WARM, forget, held_pages, metered
-from unspool.decoding.think.budget import TokenBudget
-from unspool.decoding.think.events import (
+from unspool.decoding.search.search import Search, run_moves
+from unspool.decoding.search.think import POLICIES, stream_think, think
+from unspool.decoding.search.tree import (
     BudgetUsed,
     NodeAdded,
     NodePruned,
     NodeScored,
     SearchFinished,
+    TokenBudget,
 )
-from unspool.decoding.think.judge import LogprobVerifier
-from unspool.decoding.think.search import Search, run_moves
-from unspool.decoding.think.think import POLICIES, stream_think, think
+from unspool.decoding.search.verifiers import LogprobVerifier
 from unspool.errors import UnspoolError
 
 LONG = PROMPT * 5  # 95 tokens: several pages

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import os
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from unspool.backends.base import StepLimits
-from unspool.backends.cpu.adapters import CpuAdapters
 from unspool.backends.cpu.packing import LANES
-from unspool.backends.cpu.recurrent_look import RecurrentObserver
 from unspool.backends.cpu.structures import (
+    LOW_RANK,
+    AdaptersStruct,
     BatchStruct,
     KvCacheStruct,
     LayerPagesStruct,
@@ -31,8 +32,8 @@ from unspool.backends.cpu.structures import (
     native_functions,
 )
 from unspool.backends.cpu.threads import FORKED
-from unspool.backends.memory import free_memory, num_pages_and_states
 from unspool.backends.step import (
+    RECURRENT_STATS,
     BlockTable,
     CompletedStep,
     Floats,
@@ -40,17 +41,141 @@ from unspool.backends.step import (
     Observations,
     ObserveRequest,
     StepBatch,
+    StepLimits,
     StepResult,
     empty_ints,
+    free_memory,
+    num_pages_and_states,
 )
 from unspool.errors import UnspoolError
+from unspool.model.config import ModelConfig
 from unspool.sampling.picker import pick_tokens
 
 if TYPE_CHECKING:
     from unspool.backends.cpu.plan import ExecutionPlan
     from unspool.backends.cpu.program import CompiledPlan
     from unspool.model.adapters import Adapter
-    from unspool.model.config import ModelConfig
+
+
+# -- LoRA adapters on the native backend: their matrices in the kernels' layout, and the
+# adapter of each row
+
+
+@dataclass(slots=True)
+class RowAdapters:
+    """Adapters of a step's rows for the library, and the memory that the struct points at."""
+
+    struct: AdaptersStruct
+    row_adapters: Ints
+
+
+class CpuAdapters:
+    """The adapters of one backend: a table [adapters, matrices of the plan] of low-rank updates."""
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        _, self._names = plan.encode()
+        # Matrices of one operation are multiplied together, and so are their updates.
+        counts = [len(operation.matrices) for operation in plan.operations]
+        self._starts = [0, *itertools.accumulate(counts)]
+        self._arrays: dict[int, list[Floats]] = {}  # memory that the lines point at, by adapter
+        self._lines: dict[int, npt.NDArray[np.void]] = {}
+        self._table = np.empty((0, len(self._names)), LOW_RANK)
+        self._numbers: Ints = np.empty(0, np.int64)  # adapter number of each line
+        self._max_rank = 1
+
+    def set(self, number: int, adapter: Adapter | None) -> None:
+        """Register an adapter under a number; None removes it."""
+        if adapter is None:
+            self._lines.pop(number, None)
+            self._arrays.pop(number, None)
+        else:
+            self._lines[number], self._arrays[number] = self._pack(adapter)
+        self._numbers = np.array(list(self._lines), np.int64)
+        self._table = np.stack(list(self._lines.values())) if self._lines else self._table[:0]
+        rank_sums = [
+            self._table["rank"][:, start:end].sum(1).max(initial=1)
+            for start, end in itertools.pairwise(self._starts)
+        ]
+        self._max_rank = int(max(rank_sums))
+
+    def _pack(self, adapter: Adapter) -> tuple[npt.NDArray[np.void], list[Floats]]:
+        unknown = adapter.parts.keys() - set(self._names)
+        if unknown:
+            raise UnspoolError(f"the native backend cannot adapt {min(unknown)}")
+        line, arrays = np.zeros(len(self._names), LOW_RANK), list[Floats]()
+        for index, name in enumerate(self._names):
+            part = adapter.parts.get(name)
+            if part is None:
+                continue
+            blocks = -(-len(part.up) // LANES)
+            padded = np.zeros((blocks * LANES, part.rank), np.float32)
+            padded[: len(part.up)] = part.up * np.float32(part.scale)
+            up = np.ascontiguousarray(padded.reshape(blocks, LANES, -1).transpose(0, 2, 1))
+            down = np.ascontiguousarray(part.down, np.float32)
+            line[index] = (address_of(down), address_of(up), part.rank)
+            arrays += [down, up]
+        return line, arrays
+
+    def for_batch(self, batch: StepBatch) -> RowAdapters:
+        """The adapters of a step's rows."""
+        matches = batch.adapters[:, None] == self._numbers[None, :]
+        lines = np.where(matches.any(1), matches.argmax(1), -1)
+        if ((lines < 0) & (batch.adapters != 0)).any():
+            raise UnspoolError("the step names an adapter that is not loaded")
+        row_adapters = np.ascontiguousarray(lines, np.int64)
+        struct = AdaptersStruct(
+            address_of(row_adapters), address_of(self._table), len(self._table), self._max_rank
+        )
+        return RowAdapters(struct, row_adapters)
+
+
+# -- Observation of recurrent layers on the native backend
+
+
+_COLUMNS = 2 * LANES  # columns of a head's state per task: kColumns in `native/kernels`
+
+
+class RecurrentObserver:
+    """Buffer for the partial sums of the kernels, and their reduction to gate, decay and norm."""
+
+    def __init__(self, config: ModelConfig, look: ObserveRequest, count: int) -> None:
+        shape = config.recurrence
+        assert shape is not None
+        self._config, self._heads = config, max(1, shape.value_heads)
+        self._blocks = -(-shape.value_width // _COLUMNS)
+        channels = -(-config.width // LANES)
+        stride = max(2 * channels, self._heads * (2 + self._blocks))
+        self._sums = np.zeros((len(look.attention), config.layers, stride), np.float32)
+        self._offsets = np.full(count, -1, np.int64)
+        self._offsets[look.attention] = np.arange(len(look.attention)) * config.layers * stride
+
+    def set_taps(self, taps: TapsStruct) -> None:
+        taps.recurrent_offsets, taps.recurrent_stats = (
+            address_of(self._offsets),
+            address_of(self._sums),
+        )
+        taps.recurrent_stride = self._sums.shape[2]
+
+    def stats(self) -> list[Floats]:
+        """One array per token: [layers, 3, heads]; NaN in layers without a recurrence."""
+        count, config = len(self._sums), self._config
+        if not count:
+            return []
+        stats = np.full((count, config.layers, RECURRENT_STATS, self._heads), np.nan, np.float32)
+        for layer in range(config.layers):
+            sums = self._sums[:, layer]
+            if config.mixer(layer) == "conv":
+                pairs = sums[:, : 2 * -(-config.width // LANES)].reshape(count, -1, 2).sum(1)
+                stats[:, layer, 0, 0] = np.sqrt(pairs[:, 0] / config.width)
+                stats[:, layer, 1:, 0] = 0.0
+                stats[:, layer, 2, 0] = np.sqrt(pairs[:, 1])
+            elif config.mixer(layer) in ("delta", "mamba2"):
+                heads = sums[:, : self._heads * (2 + self._blocks)]
+                heads = heads.reshape(count, self._heads, -1)
+                stats[:, layer, :2] = heads[:, :, :2].transpose(0, 2, 1)
+                stats[:, layer, 2] = np.sqrt(heads[:, :, 2:].sum(-1))
+        return list(stats)
+
 
 PAGE_SIZE = 16
 _NO_LOGPROBS = np.empty(0)

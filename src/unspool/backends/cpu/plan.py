@@ -14,7 +14,7 @@ An operation reads and writes numbered buffers, one row per token. A Llama layer
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from unspool.backends.cpu.structures import (
     ACTIVATIONS,
@@ -34,8 +34,9 @@ from unspool.backends.cpu.structures import (
     TILED_HEADS,
     OpStruct,
 )
-from unspool.model.config import ModelConfig
-from unspool.model.positions import Rotary
+from unspool.errors import ModelFileError
+from unspool.model.config import ModelConfig, Rotary
+from unspool.model.files.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,3 +201,609 @@ def _bias_of(config: ModelConfig, matrix: str) -> str:
     else:
         has_bias = config.ff_bias
     return matrix.removesuffix("weight") + "bias" if has_bias else ""
+
+
+# -- Base of the plan builder: named buffers, and operations that every part of a model uses
+
+
+class PlanParts:
+    """A plan under construction."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.plan = ExecutionPlan(config)
+
+    def buffer(self, name: str, width: int, rows: str = "tokens") -> str:
+        """Declare a buffer; its width is the maximum over all declarations."""
+        current_width = self.plan.buffers.get(name, (0, rows))[0]
+        self.plan.buffers[name] = (max(width, current_width), rows)
+        return name
+
+    def add(self, operation: Operation) -> None:
+        self.plan.operations.append(operation)
+
+    def linear(
+        self,
+        source: str,
+        target: str,
+        matrices: tuple[str, ...],
+        *,
+        norm: str = "",
+        kind: str = "linear",
+        rows: str = "tokens",
+        experts: int = 0,
+    ) -> None:
+        centred = self.config.norm == "layer"
+        self.add(
+            Operation(
+                kind=kind,
+                source=source,
+                target=target,
+                rows=rows,
+                matrices=matrices,
+                width=self.plan.buffers[source][0],
+                prepare="norm" if norm else "none",
+                vector=f"{norm}.weight" if norm else "",
+                second_vector=f"{norm}.bias" if norm and centred and self.config.norm_bias else "",
+                centred=bool(norm) and centred,
+                epsilon=self.config.norm_eps,
+                experts=experts,
+            )
+        )
+
+    def norm(
+        self,
+        source: str,
+        target: str,
+        name: str,
+        *,
+        width: int,
+        offset: int = 0,
+        add: bool = False,
+        centred: bool | None = None,
+    ) -> None:
+        centred = self.config.norm == "layer" if centred is None else centred
+        self.add(
+            Operation(
+                kind="norm",
+                source=source,
+                target=target,
+                offset=offset,
+                width=width,
+                vector=f"{name}.weight",
+                second_vector=f"{name}.bias" if centred and self.config.norm_bias else "",
+                centred=centred,
+                epsilon=self.config.norm_eps,
+                add=add,
+            )
+        )
+
+    def snapshot(self, number: int) -> None:
+        """Mark a point where x can be observed; free when it is not."""
+        self.add(Operation(kind="snapshot", source="x", layer=number))
+
+
+# -- Operations of feed-forward layers: dense, experts (MoE), or both
+
+
+def feed(build: PlanParts, layer: int) -> Operation:
+    """Add all but the last operation of a feed-forward; returns the last, which adds to x."""
+    config, prefix = build.config, f"layers.{layer}.feed"
+    if config.has_dense_and_experts(layer):
+        return _dense_and_experts(build, layer)
+    norm = f"layers.{layer}.feed_norm" if config.norm_before else ""
+    if config.has_experts(layer):
+        return _experts(build, prefix, norm, norm)
+    return _dense(build, prefix, layer, norm)
+
+
+def _projections(config: ModelConfig) -> tuple[str, ...]:
+    return ("gate", "up") if config.gated else ("up",)
+
+
+def _dense(build: PlanParts, prefix: str, layer: int, norm: str) -> Operation:
+    config, inner = build.config, build.config.shape(layer).ff_width
+    projections = _projections(config)
+    build.buffer("hidden", inner * len(projections))
+    build.linear(
+        "x",
+        "hidden",
+        tuple(f"{prefix}.{projection}.weight" for projection in projections),
+        norm=norm,
+    )
+    return Operation(
+        kind="linear",
+        source="hidden",
+        target="x",
+        matrices=(f"{prefix}.down.weight",),
+        width=inner,
+        prepare="activation",
+        activation=config.activation,
+        cap=config.activation_limit,
+        gated=config.gated,
+        add=True,
+    )
+
+
+def _experts(
+    build: PlanParts,
+    prefix: str,
+    norm: str,
+    router_norm: str,
+    scale: float = 1.0,
+    weights: str = "",
+) -> Operation:
+    """`scale` multiplies the router's scores; `weights` names a vector of extra expert weights."""
+    config = build.config
+    inner, count, projections = config.expert_width, config.experts, _projections(config)
+    build.buffer("router", count)
+    build.buffer("expert_hidden", len(projections) * inner, "routed")
+    build.buffer("expert_out", config.width, "routed")
+    build.linear("x", "router", (f"{prefix}.router.weight",), norm=router_norm)
+    if scale != 1:
+        build.add(Operation(kind="scale", source="router", target="router", scale=scale))
+    build.add(
+        Operation(
+            kind="route",
+            source="router",
+            vector=weights,
+            second_vector=f"{prefix}.selection_bias" if config.selection_bias else "",
+            sigmoid_router=config.router == "sigmoid",
+            scale=config.experts_scale,
+            experts=count,
+            experts_per_token=config.experts_per_token,
+            normalize=config.normalize_experts,
+        )
+    )
+    names = tuple(
+        f"{prefix}.{projection}.weight[{e}]" for e in range(count) for projection in projections
+    )
+    build.linear(
+        "x", "expert_hidden", names, norm=norm, kind="experts", rows="routed", experts=count
+    )
+    build.add(
+        Operation(
+            kind="experts",
+            source="expert_hidden",
+            target="expert_out",
+            rows="routed",
+            matrices=tuple(f"{prefix}.down.weight[{e}]" for e in range(count)),
+            width=inner,
+            prepare="activation",
+            activation=config.activation,
+            cap=config.activation_limit,
+            gated=config.gated,
+            experts=count,
+        )
+    )
+    if config.shared_width:
+        _shared(build, prefix, norm)
+        build.add(Operation(kind="combine", source="expert_out", target="fed", add=True))
+        return Operation(kind="scale", source="fed", target="x", add=True)
+    return Operation(kind="combine", source="expert_out", target="x", add=True)
+
+
+def _shared(build: PlanParts, prefix: str, norm: str) -> None:
+    """Add the shared expert, multiplied by its gate if it has one."""
+    config = build.config
+    inner, projections = config.shared_width, _projections(config)
+    names = [f"{prefix}.shared.{projection}.weight" for projection in projections]
+    if config.shared_gated:
+        names.append(f"{prefix}.shared_gate.weight")
+    build.buffer("shared", inner * len(projections) + config.shared_gated)
+    build.buffer("fed", config.width)
+    build.linear("x", "shared", tuple(names), norm=norm)
+    build.add(
+        Operation(
+            kind="linear",
+            source="shared",
+            target="fed",
+            matrices=(f"{prefix}.shared.down.weight",),
+            width=inner,
+            prepare="activation",
+            activation=config.activation,
+            gated=config.gated,
+        )
+    )
+    if config.shared_gated:
+        build.add(
+            Operation(
+                kind="gate", source="shared", target="fed", heads=1,
+                offset=inner * len(projections), activation="sigmoid",
+            )
+        )  # fmt: skip
+
+
+def _dense_and_experts(build: PlanParts, layer: int) -> Operation:
+    """A dense feed-forward and experts, each with separate norms; their sum is added to x."""
+    prefix, width = f"layers.{layer}.feed", build.config.width
+    build.buffer("fed", width)
+    build.buffer("out", width)
+    dense = _dense(build, f"{prefix}.dense", layer, f"{prefix}.dense_norm")
+    build.add(replace(dense, target="fed", add=False))
+    build.norm("fed", "fed", f"{prefix}.dense_post_norm", width=width)
+    norms = (f"{prefix}.experts_norm", f"{prefix}.router_norm")
+    experts = _experts(build, f"{prefix}.experts", *norms, width**-0.5, f"{prefix}.expert_scale")
+    build.add(replace(experts, target="out", add=False))
+    build.norm("out", "fed", f"{prefix}.experts_post_norm", width=width, add=True)
+    return Operation(kind="scale", source="fed", target="x", add=True)
+
+
+# -- Operations of recurrent layers: gated convolution, gated DeltaNet or Mamba-2
+
+
+# Limits of the kernels.
+MAX_CONV_KERNEL = 8
+MAX_KEY_WIDTH = 256
+
+
+def check_recurrence(config: ModelConfig) -> None:
+    """Raise an error for shapes beyond the limits of the kernels."""
+    recurrence = config.recurrence
+    if recurrence is None:
+        return
+    limits = {
+        "the convolution kernel": (recurrence.conv_kernel, MAX_CONV_KERNEL),
+        "the key width": (recurrence.key_width, MAX_KEY_WIDTH),
+    }
+    for name, (size, limit) in limits.items():
+        if size > limit:
+            raise ModelFileError(
+                f"{name} must be <= {limit} on the native backend, got {size}; load the model with "
+                "backend='torch'"
+            )
+
+
+def recurrent(build: PlanParts, layer: int) -> Operation:
+    """Add all but the last operation of a recurrent layer; returns the last, which adds to x."""
+    config, prefix = build.config, f"layers.{layer}.mixer"
+    assert config.recurrence is not None
+    norm = f"layers.{layer}.attention_norm" if config.has_attention_norm(layer) else ""
+    if config.mixer(layer) == "conv":
+        build.buffer("mix", 3 * config.width)
+        width = config.width
+        build.buffer("recurred", width)
+        build.linear("x", "mix", tuple(f"{prefix}.{part}.weight" for part in "bcx"), norm=norm)
+        build.add(_convolution(config, layer, "recurred"))
+    else:
+        width = config.recurrence.value_dim
+        _with_heads(build, layer, norm)
+    return Operation(
+        kind="linear",
+        source="recurred",
+        target="x",
+        matrices=(f"{prefix}.out.weight",),
+        width=width,
+        add=True,
+    )
+
+
+def _convolution(config: ModelConfig, layer: int, target: str) -> Operation:
+    recurrence, mixer = config.recurrence, config.mixer(layer)
+    assert recurrence is not None
+    return Operation(
+        kind="conv",
+        source="mix",
+        target=target,
+        vector=f"layers.{layer}.mixer.conv.weight",
+        second_vector=f"layers.{layer}.mixer.conv.bias" if recurrence.conv_bias else "",
+        width=recurrence.channels(mixer, config.width),
+        window=recurrence.conv_kernel,
+        gated=mixer == "conv",
+        layer=layer,
+        state_offset=config.state_offsets[layer],
+    )
+
+
+def _with_heads(build: PlanParts, layer: int, norm: str) -> None:
+    """Gated DeltaNet or Mamba-2: project, convolve, recur head by head, gate and norm."""
+    config, prefix, shape = build.config, f"layers.{layer}.mixer", build.config.recurrence
+    mixer = config.mixer(layer)
+    is_mamba = mixer == "mamba2"
+    assert shape is not None
+    channels = shape.channels(mixer, config.width)
+    # "mix" holds the channels to convolve, the gate z, and two values per head (DeltaNet: b and a;
+    # Mamba: dt and the decay).
+    build.buffer("mix", channels + shape.value_dim + 2 * shape.value_heads)
+    build.buffer("convolved", channels)
+    build.buffer("recurred", shape.value_dim)
+    parts = ("vkq", "z", "dt") if is_mamba else ("qkv", "z", "b", "a")
+    build.linear("x", "mix", tuple(f"{prefix}.{part}.weight" for part in parts), norm=norm)
+    build.add(_convolution(config, layer, "convolved"))
+    build.add(
+        Operation(
+            kind="mamba" if is_mamba else "delta",
+            source="convolved",
+            second_source="mix",
+            target="recurred",
+            offset=channels + shape.value_dim,
+            vector=f"{prefix}.a_log",
+            second_vector=f"{prefix}.dt_bias",
+            third_vector=f"{prefix}.d" if is_mamba else "",
+            heads=shape.value_heads,
+            key_heads=shape.key_heads,
+            width=shape.key_width,
+            value_width=shape.value_width,
+            tiled_heads=shape.tiled and not is_mamba,
+            layer=layer,
+            state_offset=config.state_offsets[layer] + shape.conv_floats(mixer, config.width),
+        )
+    )
+    groups = shape.norm_groups if is_mamba else shape.value_heads
+    normed = Operation(
+        kind="norm",
+        source="recurred",
+        target="recurred",
+        vector=f"{prefix}.norm_weight",
+        width=shape.value_dim // groups,
+        heads=groups,
+        group_weights=is_mamba,
+        epsilon=config.norm_eps,
+    )
+    gated = Operation(
+        kind="gate", source="mix", target="recurred", offset=channels, width=shape.value_dim,
+        activation="silu",
+    )  # fmt: skip
+    for operation in (gated, normed) if is_mamba else (normed, gated):
+        build.add(operation)
+
+
+# -- Builds the execution plan of a model from its config
+
+
+# Limits of the kernels.
+MAX_GROUP = 64  # query heads per key head
+MAX_HEAD_WIDTH = 2048
+
+
+def build_plan(config: ModelConfig, *, embedding_scale: float | None = None) -> ExecutionPlan:
+    """Build the plan of one step. `embedding_scale` replaces that of the config."""
+    shapes = [config.shape(layer) for layer in range(config.layers)]
+    group = max(shape.heads // shape.kv_heads for shape in shapes)
+    if group > MAX_GROUP:
+        raise ModelFileError(
+            f"query heads per key head must be <= {MAX_GROUP} on the native backend, got {group}; "
+            "load the model with backend='torch'"
+        )
+    if config.head_width > MAX_HEAD_WIDTH:
+        raise ModelFileError(
+            f"the head width must be <= {MAX_HEAD_WIDTH:,} on the native backend, got "
+            f"{config.head_width:,}; load the model with backend='torch'"
+        )
+    check_recurrence(config)
+    builder = _PlanBuilder(config)
+    scale = config.embedding_scale if embedding_scale is None else embedding_scale
+    builder.begin(scale)
+    for layer in range(config.layers):
+        builder.layer(layer)
+    builder.end()
+    return builder.plan
+
+
+class _PlanBuilder(PlanParts):
+    """Adds the parts of a model, one method each."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.buffer("x", config.width)
+        for layer in range(config.layers):
+            shape = config.shape(layer)
+            gates = shape.out_width if config.attention_gate else 0
+            self.buffer("qkv", shape.out_width + 2 * shape.kv_width + gates)
+            self.buffer("mixed", shape.out_width)
+            rotary = config.layer_rope(layer)
+            if rotary is not None and rotary not in self.plan.rotary:
+                self.plan.rotary.append(rotary)
+
+    def begin(self, scale: float) -> None:
+        learned = self.config.positions in ("learned", "sinusoidal")
+        self.add(
+            Operation(
+                kind="embed",
+                target="x",
+                matrices=("embed.weight",),
+                vector="positions" if learned else "",
+                scale=scale,
+            )
+        )
+        if self.config.embedding_norm:
+            self.norm("x", "x", "embed_norm", width=self.config.width)
+        if self.config.token_width:
+            self.token_inputs()
+        self.snapshot(0)
+
+    def layer(self, layer: int) -> None:
+        config = self.config
+        if config.parallel:  # the feed-forward reads x before attention has added to it
+            out, down = self.mix(layer), feed(self, layer)
+            self.add_residual(out, layer, "attention_post_norm")
+            self.snapshot(2 * layer + 1)
+            self.add_residual(down, layer, "feed_post_norm")
+        else:
+            if config.mixer(layer) != "none":
+                self.add_residual(self.mix(layer), layer, "attention_post_norm")
+            self.snapshot(2 * layer + 1)
+            if config.has_feed(layer):
+                self.add_residual(feed(self, layer), layer, "feed_post_norm")
+        if self.config.token_width:
+            self.token_input(layer)
+        if self.config.layer_scale:
+            vector = f"layers.{layer}.scale"
+            self.add(Operation(kind="scale", source="x", target="x", vector=vector))
+        self.snapshot(2 * layer + 2)
+
+    def mix(self, layer: int) -> Operation:
+        """Add the token mixer of a layer; returns the operation that adds its result to x."""
+        is_attention = self.config.mixer(layer) == "attention"
+        return self.attention(layer) if is_attention else recurrent(self, layer)
+
+    def attention(self, layer: int) -> Operation:
+        """Add attention up to the heads' outputs; returns the operation that adds them to x."""
+        config, prefix, shape = self.config, f"layers.{layer}.attention", self.config.shape(layer)
+        computes_kv = config.kv_source(layer) == layer
+        parts = ["q"] + ["k"] * computes_kv + ["v"] * (computes_kv and config.has_values(layer))
+        parts += [
+            "gate"
+        ] * config.attention_gate  # such models compute keys and values in every layer
+        norm = f"layers.{layer}.attention_norm" if config.has_attention_norm(layer) else ""
+        self.linear("x", "qkv", tuple(f"{prefix}.{part}.weight" for part in parts), norm=norm)
+        if config.qk_norm == "whole":
+            sizes = {"q_norm": (0, shape.out_width), "k_norm": (shape.out_width, shape.kv_width)}
+            for part, (offset, width) in list(sizes.items())[: 1 + computes_kv]:
+                self.norm(
+                    "qkv", "qkv", f"{prefix}.{part}", offset=offset, width=width, centred=False
+                )
+        by_head = config.qk_norm == "head"
+        rotary = config.layer_rope(layer)
+        self.add(
+            Operation(
+                kind="rope",
+                source="qkv",
+                vector=f"{prefix}.q_norm.weight" if by_head else "",
+                second_vector=f"{prefix}.k_norm.weight" if by_head and computes_kv else "",
+                layer=layer,
+                heads=shape.heads,
+                rotary=self.plan.rotary.index(rotary) if rotary is not None else -1,
+                queries_only=not computes_kv,
+                keys_as_values=not config.has_values(layer),
+                norm_values=config.value_norm,
+                scale=config.query_growth,
+                cap=config.query_span if config.query_growth else 0,
+                epsilon=config.norm_eps,
+            )
+        )
+        self.add(
+            Operation(
+                kind="attention",
+                source="qkv",
+                target="mixed",
+                layer=layer,
+                heads=shape.heads,
+                window=config.window(layer),
+                bidirectional=config.sight == "whole",
+                scale=config.score_scale(layer),
+                cap=config.attention_softcap,
+                vector=f"{prefix}.sinks" if config.sinks else "",
+            )
+        )
+        if config.attention_gate:
+            gates = Operation(
+                kind="gate", source="qkv", target="mixed", activation="sigmoid",
+                offset=shape.out_width + 2 * shape.kv_width, width=shape.out_width,
+            )  # fmt: skip
+            self.add(gates)
+        return Operation(
+            kind="linear",
+            source="mixed",
+            target="x",
+            matrices=(f"{prefix}.out.weight",),
+            width=shape.out_width,
+            add=True,
+        )
+
+    def add_residual(self, operation: Operation, layer: int, post_norm: str) -> None:
+        """Add a result to x. Some models norm or scale the result first, or norm the sum."""
+        name, width = f"layers.{layer}.{post_norm}", self.config.width
+        scale = self.config.residual_scale
+        if self.config.norm_after or scale != 1:
+            self.add(replace(operation, target=self.buffer("out", width), add=False))
+            if self.config.norm_after:
+                unscaled = scale == 1
+                self.norm("out", "x" if unscaled else "out", name, width=width, add=unscaled)
+            if scale != 1:
+                self.add(Operation(kind="scale", source="out", target="x", scale=scale, add=True))
+            return
+        self.add(operation)
+        if self.config.norm_sums:
+            self.norm("x", "x", name, width=width)
+
+    def token_inputs(self) -> None:
+        """Per-layer embeddings: from a table, and projected from the token's input vector.
+
+        The model divides the projection by sqrt(width) before its norm; a norm with an epsilon
+        `width` times larger gives the same result.
+        """
+        config = self.config
+        total_width, width = config.layers * config.token_width, config.token_width
+        table = "token_inputs.embed.weight"
+        self.buffer("token_inputs", total_width)
+        self.buffer("projected", total_width)
+        self.add(
+            Operation(
+                kind="embed", target="token_inputs", matrices=(table,), scale=(width / 2) ** 0.5
+            )
+        )
+        self.linear("x", "projected", ("token_inputs.project.weight",))
+        self.add(
+            Operation(
+                kind="norm",
+                source="projected",
+                target="projected",
+                width=width,
+                heads=config.layers,
+                vector="token_inputs.norm.weight",
+                epsilon=config.norm_eps * config.width,
+            )
+        )
+        self.add(
+            Operation(
+                kind="scale", source="projected", target="token_inputs", scale=2**-0.5, add=True
+            )
+        )
+
+    def token_input(self, layer: int) -> None:
+        config, prefix = self.config, f"layers.{layer}.token_input"
+        width = config.token_width
+        self.buffer("gated", width)
+        self.buffer("out", config.width)
+        self.linear("x", "gated", (f"{prefix}.gate.weight",))
+        self.add(
+            Operation(
+                kind="activate",
+                source="token_inputs",
+                target="gated",
+                offset=layer * width,
+                activation=config.activation,
+            )
+        )
+        self.linear("gated", "out", (f"{prefix}.out.weight",))
+        self.norm("out", "x", f"{prefix}.norm", width=config.width, add=True)
+
+    def end(self) -> None:
+        config = self.config
+        self.buffer("last", config.width, "selected")
+        self.buffer("logits", config.vocab_size, "selected")
+        self.add(Operation(kind="gather", source="x", target="last", rows="selected"))
+        head_input = "last"
+        if config.head_transform:
+            head_input = self.buffer("transformed", config.width, "selected")
+            norm = "transform.norm" if config.norm_before else ""
+            self.linear("last", head_input, ("transform.dense.weight",), norm=norm, rows="selected")
+            self.add(
+                Operation(
+                    kind="activate",
+                    target=head_input,
+                    rows="selected",
+                    activation=config.activation,
+                )
+            )
+        head = "embed.weight" if config.tied else "head.weight"
+        self.linear(head_input, "logits", (head,), norm="norm", rows="selected")
+        if config.logit_scale != 1:
+            self.add(
+                Operation(
+                    kind="scale", source="logits", target="logits", rows="selected",
+                    scale=config.logit_scale,
+                )
+            )  # fmt: skip
+        if config.logit_softcap:
+            self.add(
+                Operation(
+                    kind="softcap", target="logits", rows="selected", cap=config.logit_softcap
+                )
+            )
+
+
+def format_plan(checkpoint: Checkpoint) -> str:
+    """The plan of a checkpoint's model as text."""
+    return str(build_plan(checkpoint.config))

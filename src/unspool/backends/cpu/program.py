@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from unspool.backends.cpu.layout import MatrixStruct
-from unspool.backends.cpu.packing import PackedMatrix
+from unspool.backends.cpu.packing import MatrixStruct, PackedMatrix
 from unspool.backends.cpu.plan import ExecutionPlan
 from unspool.backends.cpu.structures import (
     ROWS,

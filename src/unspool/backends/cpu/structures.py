@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unspool import native
-from unspool.backends.cpu.layout import MatrixStruct
+from unspool.backends.cpu.packing import MatrixStruct
 
 _i32, _i64, _f32, _pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 

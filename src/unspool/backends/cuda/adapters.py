@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unspool.backends.cuda.kernels.adapters import expand, shrink
-from unspool.backends.cuda.products import next_power_of_two
+from unspool.backends.cuda.kernels.gemv import expand, shrink
+from unspool.backends.cuda.matmul import next_power_of_two
 from unspool.backends.cuda.weights import WeightMatrix, Weights
 from unspool.backends.step import Ints
 from unspool.errors import UnspoolError

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from unspool.backends.cuda.kernels import attention as kernels
-from unspool.backends.cuda.kernels import prefill as prefill_kernels
+from unspool.backends.cuda.kernels import attention as prefill_kernels
 from unspool.backends.cuda.weights import Weights
 from unspool.backends.step import Ints
-from unspool.model.config import ModelConfig
-from unspool.model.positions import Rotary
+from unspool.model.config import ModelConfig, Rotary
 
 PAGE_SIZE = 16
 TILE = 64  # keys per tile

@@ -6,6 +6,7 @@ that are observed, are launched kernel by kernel. Only reading a step's result w
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -13,24 +14,26 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from unspool.backends.base import StepLimits
 from unspool.backends.cuda.attention import PAGE_SIZE
-from unspool.backends.cuda.graphs import BATCH_SIZES, GraphCache, length_bucket, padded_batch_size
-from unspool.backends.cuda.inputs import MAX_TABLE_UPDATES, StepInputs, to_device
-from unspool.backends.cuda.looks import StepObserver
-from unspool.backends.cuda.outcomes import CudaStepHandle, StepOutputs
-from unspool.backends.cuda.pages import KVCache, page_bytes
-from unspool.backends.cuda.pick import DevicePicker
-from unspool.backends.cuda.products import num_multiprocessors
-from unspool.backends.cuda.program import ModelRunner
-from unspool.backends.cuda.prompts import PrefillRunner
-from unspool.backends.cuda.taps import ResidualTap
+from unspool.backends.cuda.kv_cache import KVCache, page_bytes
+from unspool.backends.cuda.matmul import num_multiprocessors
+from unspool.backends.cuda.observe import ResidualTap, StepObserver
+from unspool.backends.cuda.runner import ModelRunner, PrefillRunner
+from unspool.backends.cuda.sampler import DevicePicker
+from unspool.backends.cuda.step_io import (
+    MAX_TABLE_UPDATES,
+    CudaStepHandle,
+    StepInputs,
+    StepOutputs,
+    to_device,
+)
 from unspool.backends.cuda.weights import Weights
 from unspool.backends.step import (
     Ints,
     Observations,
     ObserveRequest,
     StepBatch,
+    StepLimits,
     empty_ints,
     max_int,
     min_int,
@@ -38,6 +41,68 @@ from unspool.backends.step import (
 from unspool.errors import UnspoolError
 from unspool.model.adapters import Adapter
 from unspool.sampling.picker import HISTORY_END, HISTORY_START, SamplingRows
+
+# -- CUDA graphs: a captured step is one launch, however many kernels it has
+
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_PADDED_SIZES = [
+    next(size for size in BATCH_SIZES if size >= n) for n in range(BATCH_SIZES[-1] + 1)
+]
+_SHORTEST = 512  # tokens: the smallest captured context length
+
+
+def padded_batch_size(count: int) -> int:
+    """Smallest captured batch size that holds `count` rows."""
+    return _PADDED_SIZES[count]
+
+
+def length_bucket(length: int) -> int:
+    """Smallest captured context length that holds `length` tokens."""
+    bucket = _SHORTEST
+    while bucket < length:
+        bucket *= 4
+    return bucket
+
+
+class GraphCache:
+    """Runs steps from captured graphs; captures those that are missing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._can_capture = device.type == "cuda"
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        if self._can_capture:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device)
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, key: Hashable, launch: Callable[[], None]) -> None:
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay()
+            return
+        with torch.inference_mode():
+            launch()
+            if self._can_capture:
+                self._graphs[key] = self._capture(launch)
+
+    def clear(self) -> None:
+        """Drop all graphs: a buffer that they use has moved."""
+        if self._can_capture:
+            torch.cuda.synchronize()  # the last step may still run
+            self._pool = torch.cuda.graph_pool_handle()  # the old pool is freed with its last graph
+        self._graphs.clear()
+
+    def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            launch()
+        return graph
+
 
 _MAX_ROWS = BATCH_SIZES[-1]
 _MAX_DECODE_TOKENS = 16  # a row with at most this many new tokens is decoded in a captured graph

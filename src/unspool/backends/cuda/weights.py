@@ -6,20 +6,47 @@ stored w that means 1 + w is 1 + w here).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import queue
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import groupby
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from unspool.backends.cuda.exact import exact_gemm
-from unspool.backends.cuda.packed import PackedMatrix
-from unspool.backends.cuda.products import Epilogue, NormWeights, gemm, gemv
+from unspool.backends.cuda.matmul import (
+    PACKINGS,
+    Epilogue,
+    NormWeights,
+    PackedLayout,
+    PackedMatrix,
+    PackedTensors,
+    StackedMatrix,
+    exact_gemm,
+    float8_packing,
+    gemm,
+    gemv,
+    pack_float8,
+    quantize,
+    repack,
+)
+from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.config import ModelConfig
-from unspool.model.layers.feed import Experts, FeedForward
-from unspool.model.layers.parts import Norm
-from unspool.model.transformer import Layer, Transformer
+from unspool.model.files.checkpoint import Checkpoint
+from unspool.model.files.stored import FLOAT8, FileTensor
+from unspool.model.hub.download import progress_bar
+from unspool.model.hub.memory import format_bytes
+from unspool.model.layers.parts import Experts, FeedForward, Norm
+from unspool.model.layers.transformer import Layer, Transformer
 
 
 class WeightMatrix(Protocol):
@@ -216,3 +243,358 @@ def _norm_weights(norm: torch.nn.Module | None) -> NormWeights | None:
     return NormWeights(
         1 + gain if norm.plus_one else gain, None if norm.bias is None else norm.bias.float()
     )
+
+
+# -- Load a checkpoint's weights from the file to the device, in parallel
+
+
+_THREADS = 8
+_CHUNK_BYTES = 1 << 25  # of the file per job
+_MIN_PROGRESS_BYTES = 1 << 30  # smaller models load without a progress bar
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FORMAT_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", FLOAT8: "FP8"}
+_QUANT_GROUP = 32  # columns per scale of weights that are quantized here
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    keep_packed: bool = True,
+    quantize_bits: int | None = None,
+    progress: bool = False,
+) -> Weights:
+    """Load all weights.
+
+    Args:
+        dtype: of activations and unquantized weights.
+        keep: whether quantized weights stay packed.
+        bits: 4 or 8 to quantize unquantized weights; None: leave them.
+    """
+    loader = WeightLoader(checkpoint, dtype, device, keep_packed, quantize_bits)
+    try:
+        weights = loader.weights()
+        loader.run(progress)
+    except torch.OutOfMemoryError as error:
+        raise UnspoolError(
+            f"{checkpoint.path}: weights of about {format_bytes(loader.size)} do not fit into the "
+            f"memory of {device}{_free_memory(device)}; use a smaller model or a quantized one "
+            "(quantize 4, or a GGUF file)"
+        ) from error
+    return weights
+
+
+def _free_memory(device: torch.device) -> str:
+    if device.type != "cuda":
+        return ""
+    return f" ({format_bytes(torch.cuda.mem_get_info(device)[0])} free)"
+
+
+class StagingLane:
+    """Pinned staging buffers and a CUDA stream, used by one thread at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pinned = device.type == "cuda"
+        self._buffers = [torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._pinned)] * 2
+        if self._pinned:
+            self._buffers[1] = torch.empty_like(self._buffers[0], pin_memory=True)
+            self._stream = torch.cuda.Stream(device)
+            self._copy_done = [torch.cuda.Event() for _ in self._buffers]
+        self._current = 0
+
+    def copy_to_device(self, data: npt.NDArray[np.uint8]) -> Tensor:
+        """Start copying bytes to the device."""
+        if not self._pinned:
+            return torch.from_numpy(np.array(data))
+        buffer, copy_done = self._buffers[self._current], self._copy_done[self._current]
+        self._current = 1 - self._current
+        copy_done.synchronize()  # the last copy from this buffer has ended
+        np.copyto(buffer.numpy()[: len(data)], data)
+        copied = torch.empty(len(data), dtype=torch.uint8, device=self.device)
+        copied.copy_(buffer[: len(data)], non_blocking=True)
+        copy_done.record()
+        return copied
+
+    def on_stream(self) -> Any:
+        return torch.cuda.stream(self._stream) if self._pinned else nullcontext()
+
+
+Job = Callable[[StagingLane], None]
+
+
+class WeightLoader:
+    """Allocates the weights and collects the jobs that fill them."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        keep: bool,
+        bits: int | None,
+    ) -> None:
+        self.path, self.config = checkpoint.path, checkpoint.config
+        self.dtype, self.device, self.keep, self.bits = dtype, device, keep, bits
+        self.stored = dict(checkpoint.weights())
+        self.size = sum(stored.data.nbytes for stored in self.stored.values())
+        self.weights_by_format: Counter[str] = Counter()
+        self._jobs: list[tuple[int, Job]] = []  # bytes to read, job
+        self._finite: list[tuple[str, Tensor]] = []
+        self._compile_lock = threading.Lock()  # Triton compiles one kernel at a time
+
+    # -- allocation -------------------------------------------------------------------------------
+
+    def weights(self) -> Weights:
+        config = self.config
+        embed = self._matrix(("embed",), bits=8)
+        assert isinstance(embed, PlainMatrix | PackedMatrix)
+        norm = self._norm("norm")
+        assert norm is not None
+        position = None
+        if "position_embed.weight" in self.stored:
+            position = self._plain(("position_embed.weight",))
+        layers = [self._layer(f"layers.{number}") for number in range(config.layers)]
+        head = embed if config.tied else self._matrix(("head",), bits=8)
+        weight_format = self.weights_by_format.most_common(1)[0][0]
+        plain = str(self.dtype).removeprefix("torch.")
+        return Weights(
+            config, embed, position, layers, norm, head,
+            precision=plain if weight_format in _DTYPES else _FORMAT_NAMES.get(weight_format,
+            weight_format),
+        )  # fmt: skip
+
+    def _layer(self, at: str) -> LayerWeights:
+        attention, feed = f"{at}.attention", f"{at}.feed"
+        has_experts = f"{feed}.router.weight" in self.stored
+        inner = (f"{feed}.gate", f"{feed}.up") if self.config.gated else (f"{feed}.up",)
+        return LayerWeights(
+            attention_norm=self._norm(f"{at}.attention_norm"),
+            qkv=self._matrix((f"{attention}.q", f"{attention}.k", f"{attention}.v")),
+            q_norm=self._norm(f"{attention}.q_norm"),
+            k_norm=self._norm(f"{attention}.k_norm"),
+            out=self._matrix((f"{attention}.out",)),
+            attention_post_norm=self._norm(f"{at}.attention_post_norm"),
+            feed_norm=self._norm(f"{at}.feed_norm"),
+            gate_up=None if has_experts else self._matrix(inner, gated=self.config.gated),
+            down=None if has_experts else self._matrix((f"{feed}.down",)),
+            experts=self._experts(feed) if has_experts else None,
+            feed_post_norm=self._norm(f"{at}.feed_post_norm"),
+        )
+
+    def _norm(self, name: str) -> NormWeights | None:
+        if f"{name}.weight" not in self.stored:
+            return None
+        gain = self._vector((f"{name}.weight",), torch.float32)
+        assert gain is not None
+        bias = self._vector((f"{name}.bias",), torch.float32)
+        return NormWeights(1 + gain if self.config.norm_plus_one else gain, bias)
+
+    def _vector(self, names: tuple[str, ...], dtype: torch.dtype) -> Tensor | None:
+        if names[0] not in self.stored:
+            return None
+        values = np.concatenate([self.stored[name].float32() for name in names])
+        vector = torch.from_numpy(values).to(self.device, dtype)
+        self._finite.append((names[0], vector.isfinite().all()))
+        return vector
+
+    def _experts(self, feed: str) -> ExpertWeights:
+        config = self.config
+        count, inner, width = config.experts, config.expert_width, config.width
+        gate_up = self._empty(count, 2 * inner, width)
+        down = self._empty(count, width, inner)
+        for name, buffer, first in (
+            ("gate", gate_up, 0),
+            ("up", gate_up, inner),
+            ("down", down, 0),
+        ):
+            full_name = f"{feed}.{name}.weight"
+            for expert, stored in enumerate(self.stored[full_name].slices()):
+                self._fill(full_name, stored, buffer[expert, first : first + stored.shape[0]])
+        return ExpertWeights(self._plain((f"{feed}.router.weight",)), gate_up, down)
+
+    def _matrix(
+        self, names: tuple[str, ...], *, gated: bool = False, bits: int = 4
+    ) -> WeightMatrix:
+        """Stack these matrices by rows. `bits`: lower bound of bits if they are quantized here."""
+        weights = tuple(f"{name}.weight" for name in names)
+        bias = self._vector(tuple(f"{name}.bias" for name in names), self.dtype)
+        types = [_packing_key(self.stored[name]) for name in weights]
+        columns = self.stored[weights[0]].shape[1]
+        if self.bits and all(self.stored[name].type in _DTYPES for name in weights):
+            if columns % _QUANT_GROUP == 0:
+                return self._packed(weights, bias, max(bits, self.bits))
+        elif self.keep and all(types) and len(set(types)) == 1:
+            return self._packed(weights, bias)
+        elif self.keep and all(types) and not gated and bias is None:
+            groups = groupby(zip(types, weights, strict=True), key=lambda pair: pair[0])
+            return StackedMatrix(
+                tuple(self._packed(tuple(name for _, name in group)) for _, group in groups)
+            )
+        return PlainMatrix(self._plain(weights), bias)
+
+    def _plain(self, names: tuple[str, ...]) -> Tensor:
+        shapes = [self.stored[name].shape for name in names]
+        buffer = self._empty(sum(shape[0] for shape in shapes), *shapes[0][1:])
+        first = 0
+        for name, shape in zip(names, shapes, strict=True):
+            self._fill(name, self.stored[name], buffer[first : first + shape[0]])
+            first += shape[0]
+        return buffer
+
+    def _packed(
+        self, names: tuple[str, ...], bias: Tensor | None = None, bits: int | None = None
+    ) -> PackedMatrix:
+        """Stack matrices of one type, packed as in the file or quantized to `bits`."""
+        tensors = [self.stored[name] for name in names]
+        rows, columns = sum(stored.shape[0] for stored in tensors), tensors[0].shape[1]
+        packing, row = _repack_chunk(tensors[0].rows(0, 1), self._zeros, self.device, bits)
+        parts, first = row.empty_like(rows), 0
+        for name, stored in zip(names, tensors, strict=True):
+            self._pack(name, stored, parts, first, packing, bits)
+            first += stored.shape[0]
+        return PackedMatrix(packing, parts, rows, columns, self.dtype, bias)
+
+    def _zeros(self, data: npt.NDArray[np.uint8]) -> Tensor:
+        """Zeros instead of the data, where only shapes matter."""
+        return torch.zeros(len(data), dtype=torch.uint8, device=self.device)
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    # -- jobs -------------------------------------------------------------------------------------
+
+    def _fill(self, name: str, stored: FileTensor, buffer: Tensor) -> None:
+        """Add jobs that convert a tensor into `room`, of the same shape."""
+        self.weights_by_format["BF16"] += math.prod(stored.shape)
+        if stored.packed and not _packing_key(stored):
+            stored = FileTensor.from_float32(stored.float32())
+
+        def job(chunk: FileTensor, first: int) -> Job:
+            def run(lane: StagingLane) -> None:
+                target = buffer[first : first + chunk.shape[0]]
+                if chunk.packed:
+                    packing, parts = _repack_chunk(chunk, lane.copy_to_device, self.device)
+                    rows, columns = chunk.shape
+                    with self._compile_lock:
+                        PackedMatrix(packing, parts, rows, columns, self.dtype).dequantize(
+                            0, target
+                        )
+                else:
+                    target.copy_(_copy_plain(chunk, lane.copy_to_device))
+                self._finite.append((name, target.isfinite().all()))
+
+            return run
+
+        self._add_jobs(stored, job)
+
+    def _pack(
+        self,
+        name: str,
+        stored: FileTensor,
+        parts: PackedTensors,
+        start: int,
+        packing: PackedLayout,
+        bits: int | None,
+    ) -> None:
+        weight_format = stored.type if bits is None else f"{self.bits} bits"
+        self.weights_by_format[weight_format] += math.prod(stored.shape)
+
+        def job(chunk: FileTensor, first: int) -> Job:
+            def run(lane: StagingLane) -> None:
+                _, packed = _repack_chunk(chunk, lane.copy_to_device, self.device, bits)
+                parts.copy_rows(start + first, packed)
+                self._finite.append((name, packed.is_finite(packing)))
+
+            return run
+
+        self._add_jobs(stored, job)
+
+    def _add_jobs(self, stored: FileTensor, job: Callable[[FileTensor, int], Job]) -> None:
+        """Add one job per chunk of a tensor's rows."""
+        rows = stored.shape[0]
+        step = max(1, _CHUNK_BYTES * rows // max(1, stored.data.nbytes))
+        for first in range(0, rows, step):
+            chunk = stored.rows(first, first + step)
+            self._jobs.append((chunk.data.nbytes, job(chunk, first)))
+
+    # -- execution --------------------------------------------------------------------------------
+
+    def run(self, progress: bool) -> None:
+        total, done = sum(size for size, _ in self._jobs), 0
+        lanes: queue.SimpleQueue[StagingLane] = queue.SimpleQueue()
+        threads = _THREADS if self.device.type == "cuda" else 1
+        for _ in range(threads):
+            lanes.put(StagingLane(self.device))
+
+        def work(job: Job) -> None:
+            lane = lanes.get()
+            try:
+                with torch.inference_mode(), lane.on_stream():
+                    job(lane)
+            finally:
+                lanes.put(lane)
+
+        show_bar = progress and total >= _MIN_PROGRESS_BYTES and sys.stderr.isatty()
+        with (
+            progress_bar(f"loading {self.path.name}", show=show_bar) as advance,
+            ThreadPoolExecutor(threads, "unspool-load") as pool,
+            _cancel_on_error(pool),
+        ):
+            futures = [pool.submit(work, job) for _, job in self._jobs]
+            for (size, _), future in zip(self._jobs, futures, strict=True):
+                future.result()
+                done += size
+                advance(done, total)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()  # staging memory
+        self._check()
+
+    def _check(self) -> None:
+        results = torch.stack([is_finite for _, is_finite in self._finite]).tolist()
+        for (name, _), is_finite in zip(self._finite, results, strict=True):
+            if not is_finite:
+                raise ModelFileError(
+                    f"{self.path}: {name} contains NaN or infinite values; the file is damaged, or "
+                    f"its values overflow {str(self.dtype).removeprefix('torch.')}"
+                )
+
+
+@contextmanager
+def _cancel_on_error(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """Cancel pending jobs on an error."""
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise
+
+
+CopyToDevice = Callable[[npt.NDArray[np.uint8]], Tensor]
+
+
+def _packing_key(stored: FileTensor) -> Any:
+    """Packing of a matrix; equal for matrices that can be stacked. None: cannot be packed."""
+    if stored.type == FLOAT8 and stored.scales is not None and stored.shape[-1] % 16 == 0:
+        return stored.type, stored.scales.shape[-1]
+    return stored.type if stored.type in PACKINGS else None
+
+
+def _copy_plain(chunk: FileTensor, copy_to_device: CopyToDevice) -> Tensor:
+    data = np.ascontiguousarray(chunk.data).reshape(-1)
+    return copy_to_device(data.view(np.uint8)).view(_DTYPES[chunk.type]).view(chunk.shape)
+
+
+def _repack_chunk(
+    chunk: FileTensor, copy_to_device: CopyToDevice, device: torch.device, bits: int | None = None
+) -> tuple[PackedLayout, PackedTensors]:
+    """Copy a chunk of a matrix to the device and repack it, or quantize it to `bits`."""
+    if bits is not None:
+        return quantize(_copy_plain(chunk, copy_to_device), bits)
+    raw = copy_to_device(np.ascontiguousarray(chunk.data).reshape(-1)).view(len(chunk.data), -1)
+    if chunk.scales is not None:
+        scales = torch.from_numpy(np.array(chunk.scales)).to(device)
+        return float8_packing(chunk.shape[1], scales.shape[1]), pack_float8(raw, scales)
+    return PACKINGS[chunk.type], repack(chunk.type, raw)

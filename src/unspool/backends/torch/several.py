@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from unspool.backends.torch import torchrun
-from unspool.backends.torch.loaded import TorchModel
-from unspool.backends.torch.parallel.loaded import SplitModel, split_model
+from unspool.backends.torch.backend import TorchModel
+from unspool.backends.torch.parallel import worker
+from unspool.backends.torch.parallel.model import SplitModel, split_model
 from unspool.backends.torch.parallel.ranks import Device, Ranks
 from unspool.errors import SettingsError
-from unspool.model.checkpoint import Checkpoint, load_transformer
-from unspool.model.layer_places import build_device_map
-from unspool.model.split import check_shardable
+from unspool.model.files.checkpoint import Checkpoint, load_transformer
+from unspool.model.files.sharding import build_device_map, check_shardable
 
 _torchrun_ranks: list[Ranks] = []  # shared by all models of this process
 
@@ -32,7 +31,7 @@ def load_on_devices(
             f"tensor_parallel must be <= {len(devices)}, the GPUs here, got {ranks}"
         )
     device: Device = devices[0] if len(devices) == 1 else list(devices[:ranks])
-    world_size = torchrun.world_size()
+    world_size = worker.world_size()
     if world_size is None:
         spawned = Ranks.spawn(ranks, device)
         try:

@@ -11,7 +11,7 @@ from unspool.cli.train import source as s
 
 if TYPE_CHECKING:
     from unspool.text.tokenizer.tokenizer import Tokenizer
-    from unspool.train.data.shards import PackedDocuments
+    from unspool.train.data.prepared import PackedDocuments
 
 _MAX_SHOWN_TOKENS = 2000  # of a document
 
@@ -45,7 +45,7 @@ def data(
     """
     from unspool.cli.table import print_columns, print_json
     from unspool.cli.tokenize import open_vocabulary
-    from unspool.train.data.shards import prepare
+    from unspool.train.data.prepared import prepare
     from unspool.train.data.sources import DEFAULT_SOURCE
     from unspool.train.data.tokenizer import TokenizerSettings, make_tokenizer
 
@@ -76,7 +76,7 @@ def _show_document(packed: PackedDocuments, number: int, tokenizer: Tokenizer) -
     from rich.text import Text
 
     from unspool.cli.show import out, piece_style
-    from unspool.text.tokenizer.characters import readable_pieces
+    from unspool.text.tokenizer.pieces import readable_pieces
 
     start, end = packed.offsets[number : number + 2].tolist()
     end = min(end, start + _MAX_SHOWN_TOKENS)

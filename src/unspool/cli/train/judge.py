@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from unspool.train.judging.judge import BitsPerByte
+    from unspool.train.evaluation.bits_per_byte import BitsPerByte
 
 Models = Annotated[
     list[str], typer.Argument(help="Runs (folder or name), checkpoints, or any models.")
@@ -66,7 +66,7 @@ def judge(
       unspool train judge speeches --film -p "The people of" --html speeches.html
       unspool train judge speeches smollm2-135m --tasks hellaswag,piqa --limit 200
     """
-    from unspool.train.judging.sheet import named_models
+    from unspool.train.evaluation.sample_sheet import named_models
 
     named = named_models(models, film=film)
     results: dict[str, dict[str, Any]] = {name: {} for name in named}
@@ -76,7 +76,7 @@ def judge(
 
         with load(model, device=device) as lm:
             if texts:
-                from unspool.train.judging.judge import bits_per_byte
+                from unspool.train.evaluation.bits_per_byte import bits_per_byte
 
                 result = bits_per_byte(lm, texts, context=context, stride=stride)
                 results[name]["text"] = result.to_dict()
@@ -87,7 +87,7 @@ def judge(
     if tasks and not as_json:
         _print_task_table(results)
     if prompts or html:
-        from unspool.train.judging.sheet import DEFAULT_PROMPTS, write_sheet
+        from unspool.train.evaluation.sample_sheet import DEFAULT_PROMPTS, write_sheet
 
         sheet = write_sheet(
             named, prompts or DEFAULT_PROMPTS, seeds=seeds or [0], max_tokens=max_tokens,
@@ -109,7 +109,7 @@ def judge(
 
 def _texts(models: list[str], data: list[str] | None, limit: int | None) -> list[str]:
     """The given data, or the held-out text of the first run."""
-    from unspool.train.judging.judged_text import held_out_texts, source_texts
+    from unspool.train.evaluation.bits_per_byte import held_out_texts, source_texts
     from unspool.train.running.runs import Run
 
     if data:
@@ -129,7 +129,7 @@ def _tasks(
     lm: Any, tasks: list[str], limit: int | None, shots: int | None, folder: Path | None
 ) -> dict[str, Any]:
     try:
-        from unspool.train.judging.lm_eval import run_tasks
+        from unspool.train.evaluation.lm_eval import run_tasks
     except ImportError:
         from unspool.errors import UnspoolError
 

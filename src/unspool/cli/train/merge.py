@@ -28,13 +28,13 @@ def merge(
       unspool train merge runs/tune-chats/checkpoints/000300 merged/
       unspool train merge poet/ merged/ --model qwen3-0.6b --dtype bfloat16
     """
-    from unspool.backends.torch.available import check_torch
+    from unspool.backends.placement import check_torch
 
     check_torch()
     if folder.exists() and any(folder.iterdir()):
         raise SettingsError(f"{folder}: is not empty; name a new folder")
     from unspool.backends.placement import DTYPES
-    from unspool.train.tuning.merging import merge_adapter
+    from unspool.train.export import merge_adapter
 
     if dtype not in DTYPES:
         raise SettingsError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")

@@ -10,9 +10,9 @@ from unspool.cli import options as o
 from unspool.cli.train import source as s
 
 if TYPE_CHECKING:
+    from unspool.train.pretrain import NewSettings
     from unspool.train.running.parallel import Parallel
     from unspool.train.running.runs import Run
-    from unspool.train.settings import NewSettings
 
 _SIZE, _LENGTH, _STEP = "Model size", "Length of training", "Optimization"
 _OUTPUT, _WHERE = "Logging and checkpoints", "Run and devices"
@@ -121,7 +121,7 @@ def new(
     s.check_resume(context, resume)
     _check_torch()
     from unspool.train.data.sources import DEFAULT_SOURCE
-    from unspool.train.settings import NewSettings
+    from unspool.train.pretrain import NewSettings
 
     settings = NewSettings(
         data=tuple(source or (DEFAULT_SOURCE,)), field=field, limit=limit,
@@ -141,7 +141,7 @@ def new(
 
 
 def _check_torch() -> None:
-    from unspool.backends.torch.available import TorchMissingError, check_torch
+    from unspool.backends.placement import TorchMissingError, check_torch
 
     try:
         check_torch()
@@ -157,10 +157,9 @@ def _train(
     reports: list[str], quiet: bool, offline: bool,
 ) -> None:  # fmt: skip
     from unspool.cli.train.telling import TrainingDisplay
-    from unspool.train.new import train
-    from unspool.train.running.elastic import open_run_everywhere
-    from unspool.train.running.parallel import Parallel
-    from unspool.train.running.reports import Listener, combine_listeners
+    from unspool.train.pretrain import train
+    from unspool.train.running.events import Listener, combine_listeners
+    from unspool.train.running.parallel import Parallel, open_run_everywhere
 
     with Parallel.from_environment(settings.device, shard=shard, timeout=timeout) as parallel:
         folder, trackers = None, list[Listener]()
@@ -180,9 +179,9 @@ def _open_run(
     settings: NewSettings, name: str | None, resume: str | None, parallel: Parallel, offline: bool
 ) -> Run:
     """The run to resume, or a new one."""
-    from unspool.model.run_folder import runs_folder
-    from unspool.train.new import create_run
-    from unspool.train.running.elastic import find_restarted_run
+    from unspool.model.hub.find import runs_folder
+    from unspool.train.pretrain import create_run
+    from unspool.train.running.parallel import find_restarted_run
     from unspool.train.running.runs import Run
 
     run = Run.open(resume) if resume is not None else find_restarted_run(settings)

@@ -28,7 +28,7 @@ def runs(
       unspool train runs sotu-d4 --pause
     """
     from unspool.errors import SettingsError
-    from unspool.model.run_folder import runs_folder
+    from unspool.model.hub.find import runs_folder
     from unspool.train.running.runs import Run
 
     flags = {"pause": pause, "go": go, "stop": stop}

@@ -59,15 +59,14 @@ def scaling(
     from dataclasses import replace
 
     from unspool.cli.table import print_json
-    from unspool.decoding.progress import progress_bar
     from unspool.errors import SettingsError
-    from unspool.model.run_folder import runs_folder
+    from unspool.model.hub.find import runs_folder
+    from unspool.progress import progress_bar
     from unspool.train.data.sources import DEFAULT_SOURCE
+    from unspool.train.pretrain import NewSettings
     from unspool.train.scaling.grid import GridTrainer, prepared_tokens, shared_vocabulary
-    from unspool.train.scaling.law import MIN_RUNS
     from unspool.train.scaling.plot import draw
-    from unspool.train.scaling.study import PlannedRun, Study, plan
-    from unspool.train.settings import NewSettings
+    from unspool.train.scaling.study import MIN_RUNS, PlannedRun, Study, plan
 
     study = Study(runs_folder() / name)
     depth_list, budget_list = _parse_numbers(depths, int), _parse_numbers(budgets, float)

@@ -13,8 +13,8 @@ import typer
 from unspool.errors import SettingsError, UnspoolError
 
 if TYPE_CHECKING:
-    from unspool.train.data.survey import Progress
-    from unspool.train.running.reports import Listener
+    from unspool.train.data.selection import Progress
+    from unspool.train.running.events import Listener
     from unspool.train.running.runs import Run
 
 _MANY_EPOCHS = 4  # up to which repeated text is about as good as new (Muennighoff et al. 2023)
@@ -90,7 +90,7 @@ def check_resume(context: typer.Context, resume: str | None) -> None:
 
 def open_trackers(names: Sequence[str], run: Run) -> list[Listener]:
     """Listeners for --report; deletes a new run's folder if one cannot be opened."""
-    from unspool.train.running.reports import reporters
+    from unspool.train.running.events import reporters
 
     try:
         return reporters(names, run)

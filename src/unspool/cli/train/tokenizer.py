@@ -12,7 +12,7 @@ from unspool.cli import options as o
 from unspool.cli.train import source as s
 
 if TYPE_CHECKING:
-    from unspool.train.data.survey import Selection
+    from unspool.train.data.selection import Selection
     from unspool.train.data.tokenizer import TokenizerSettings
 
 
@@ -48,8 +48,8 @@ def tokenizer(
       unspool train tokenizer notes.txt --vocab-size 300 --show
     """
     from unspool.errors import DataError
+    from unspool.train.data.selection import select
     from unspool.train.data.sources import DEFAULT_SOURCE
-    from unspool.train.data.survey import select
     from unspool.train.data.tokenizer import SPECIALS, TokenizerSettings, tokenizer_for
 
     settings = TokenizerSettings(
@@ -76,7 +76,7 @@ def tokenizer(
 
 def _template(file: Path | None) -> str:
     from unspool.errors import DataError
-    from unspool.train.data.chat_template import CHAT_TEMPLATE
+    from unspool.train.data.tokenizer import CHAT_TEMPLATE
 
     if file is None:
         return CHAT_TEMPLATE
@@ -89,9 +89,9 @@ def _template(file: Path | None) -> str:
 def _show_merges(selection: Selection, settings: TokenizerSettings) -> list[tuple[bytes, bytes]]:
     """Learn the merges step by step, and print each with the count of its pair."""
     from unspool.cli.show import quoted
-    from unspool.text.tokenizer.characters import readable
-    from unspool.text.tokenizer.learning import learn_merges
-    from unspool.train.data.survey import TRAIN, survey
+    from unspool.text.tokenizer.bpe import learn_merges
+    from unspool.text.tokenizer.pieces import readable
+    from unspool.train.data.selection import TRAIN, survey
     from unspool.train.data.tokenizer import count_words, iter_texts
 
     with s.reading_bar() as progress:

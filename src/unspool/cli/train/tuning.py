@@ -91,13 +91,12 @@ def run_tuning(
     quiet: bool, reports: list[str] | None, shard: bool = False,
 ) -> None:  # fmt: skip
     """Create or resume a run, and train it."""
-    from unspool.backends.torch.available import check_torch
+    from unspool.backends.placement import check_torch
 
     s.check_resume(context, resume)
     check_torch()
-    from unspool.train.running.elastic import open_run_everywhere
-    from unspool.train.running.parallel import Parallel
-    from unspool.train.running.reports import Listener, combine_listeners
+    from unspool.train.running.events import Listener, combine_listeners
+    from unspool.train.running.parallel import Parallel, open_run_everywhere
     from unspool.train.tuning.tune import settings_of, tune
 
     with Parallel.from_environment(settings["device"], shard=shard) as parallel:
@@ -117,8 +116,8 @@ def run_tuning(
 
 def _open_run(settings: dict[str, Any], name: str | None, resume: str | None) -> Run:
     """The run to resume, or a new one."""
-    from unspool.model.run_folder import runs_folder
-    from unspool.train.running.elastic import find_restarted_run
+    from unspool.model.hub.find import runs_folder
+    from unspool.train.running.parallel import find_restarted_run
     from unspool.train.running.runs import Run
     from unspool.train.tuning.tune import TuneSettings, new_run
 

@@ -86,11 +86,11 @@ def twin(
       unspool train twin --kind sudoku:48 --sight causal --steps 2000
       unspool train twin --resume runs/twin-block
     """
-    from unspool.backends.torch.available import check_torch
+    from unspool.backends.placement import check_torch
 
     s.check_resume(context, resume)
     check_torch()
-    from unspool.model.run_folder import runs_folder
+    from unspool.model.hub.find import runs_folder
     from unspool.train.data.sources import DEFAULT_SOURCE
     from unspool.train.running.runs import Run
     from unspool.train.twins.settings import TwinSettings
@@ -110,7 +110,7 @@ def twin(
             draft_tokens=draft_tokens, seed=seed, save_every=save_every, device=device,
         )  # fmt: skip
         run = new_run(settings, runs_folder() / name if name else None)
-    from unspool.decoding.progress import progress_bar
+    from unspool.progress import progress_bar
 
     with (
         progress_bar("generating texts", settings.chat, show=not quiet) as on_text,

@@ -16,12 +16,11 @@ from typing import Any
 
 from starlette.types import Message
 
-from unspool.scale.batch.rows import BatchRow
-from unspool.scale.batch.settings import BatchSettings, row_seed
-from unspool.serve.core.registry import ModelEntry, ModelRegistry
-from unspool.serve.http.app import create_app
-from unspool.serve.http.errors import ApiError, bad_request, to_api_error
-from unspool.serve.http.settings import ServerSettings
+from unspool.scale.batch.rows import BatchRow, BatchSettings, row_seed
+from unspool.server.app import create_app
+from unspool.server.http.errors import ApiError, bad_request, to_api_error
+from unspool.server.http.settings import ServerSettings
+from unspool.server.runtime.registry import ModelEntry, ModelRegistry
 from unspool.session import Session
 
 _WITH_SAMPLING = ("/v1/chat/completions", "/v1/completions")  # accept all sampling settings

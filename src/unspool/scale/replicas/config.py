@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from unspool.errors import SettingsError
-from unspool.scale.routing import SLACK
-from unspool.serve.http.settings import ServerSettings
+from unspool.scale.replicas.routing import SLACK
+from unspool.server.http.settings import ServerSettings
 
 POLICIES = ("prefix", "round-robin")
 

@@ -12,34 +12,253 @@ gone (410).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import collections
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from time import monotonic
+from typing import Any, Literal, Protocol
 
 import aiohttp
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from yarl import URL
 
-from unspool.scale.replicas.asking import RouteHints, read_hints
-from unspool.scale.replicas.errors import (
-    ReplicaLostError,
-    last_event,
-    no_replica,
-    replica_gone,
-    replica_lost,
+from unspool.scale.replicas.routing import RouteHints, read_hints
+from unspool.server.app import with_cors
+from unspool.server.http.admission import Admission
+from unspool.server.http.errors import (
+    LLAMACPP_PATHS,
+    STOPPING_HEADER,
+    ApiError,
+    shutting_down,
+    thread_not_found,
 )
-from unspool.scale.replicas.gateway_metrics import GatewayMetrics
-from unspool.scale.replicas.gathering import merge_branches, merge_metrics
-from unspool.scale.replicas.pool import ReplicaPool, Target
-from unspool.serve.http.admission import Admission
-from unspool.serve.http.app import with_cors
-from unspool.serve.http.disconnect import CancelOnDisconnect
-from unspool.serve.http.errors import STOPPING_HEADER, ApiError, shutting_down
-from unspool.serve.http.middleware import ROUTE_HEADER, Middleware
-from unspool.serve.http.routes import JsonReply
-from unspool.serve.http.settings import ServerSettings
-from unspool.serve.http.wire import WIRE_EXTENSION, AsgiWire, Wire
+from unspool.server.http.events import WIRE_EXTENSION, AsgiWire, Wire, event
+from unspool.server.http.middleware import ROUTE_HEADER, CancelOnDisconnect, Middleware
+from unspool.server.http.replies import JsonReply, to_json
+from unspool.server.http.settings import ServerSettings
+
+# -- Errors for clients when a replica is lost
+
+
+_NAMED_EVENTS = ("/v1/tree", "/v1/think", "/v1/diffuse", "/v1/costs", "/v1/runs")
+
+
+class ReplicaLostError(Exception):
+    """The only replica that could answer does not exist (any more)."""
+
+
+def replica_gone(path: str) -> ApiError:
+    """Return the error for an object that only a lost replica had."""
+    what = "response" if path.startswith("/v1/responses") else "branch"
+    if path.startswith("/v1/messages"):
+        return thread_not_found()
+    return ApiError(
+        410,
+        f"the replica that stored this {what} is gone, and the {what} with it; start a new one",
+        code="replica_gone",
+    )
+
+
+def replica_lost() -> ApiError:
+    """Return the error for a request whose replica was lost; a retry can succeed."""
+    return ApiError(
+        503,
+        "the replica that processed this request was lost; send the request again",
+        code="replica_lost",
+        retry_after=1,
+    )
+
+
+def no_replica() -> ApiError:
+    return ApiError(503, "no replica is ready", code="not_ready", retry_after=5)
+
+
+def last_event(path: str, error: ApiError, *, is_lines: bool) -> bytes:
+    """Return the last event of a stream whose replica was lost, in the format of the client."""
+    if is_lines:
+        return to_json(error.ollama()) + b"\n"
+    if path.startswith("/v1/messages"):
+        return event(error.anthropic(), "error")
+    if path.startswith("/v1/responses"):
+        payload = {"type": "error", "code": error.code, "message": error.message, "param": None}
+        return event(payload, "error")
+    if path.startswith(_NAMED_EVENTS):
+        return event(error.openai(), "error")
+    return event(error.llamacpp() if path in LLAMACPP_PATHS else error.openai())
+
+
+# -- A gateway's view of the replicas: which exist, their load, and which one to use
+
+
+_WAIT_SECONDS = 30.0  # if there is no replica: one is probably starting
+_SUSPECT_SECONDS = 5.0  # to avoid a replica after a broken connection, until Ray notices
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A replica to send a request to."""
+
+    name: str
+    address: str  # host:port
+
+
+class ReplicaChooser(Protocol):
+    """Chooses among the known replicas: Ray, or a test."""
+
+    async def choose(self, hints: RouteHints) -> Target:
+        """Return the replica for a request and set `hints.replicas`.
+
+        Waits while there is none. Raises ReplicaLostError if the only possible one is gone.
+        """
+
+
+class RayChooser:
+    """Chooses with Ray Serve and the request router in `request_router.py`."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def choose(self, hints: RouteHints) -> Target:
+        # Without a reservation nothing is sent: the router in this process only returns the name.
+        # Ray does the same where HAProxy forwards its requests.
+        async with self._handle.choose_replica(hints, _reserve=False) as selection:
+            name = selection.replica_id
+        return Target(name, hints.replicas[name])
+
+
+class ReplicaPool:
+    """Chooses replicas and counts the requests in flight of each."""
+
+    def __init__(self, chooser: ReplicaChooser, wait: float = _WAIT_SECONDS) -> None:
+        self._chooser, self._wait = chooser, wait
+        self.in_flight: collections.Counter[str] = collections.Counter()
+        self._suspects: dict[str, float] = {}  # replicas to avoid, until a monotonic time
+
+    async def choose(self, hints: RouteHints) -> Target:
+        hints.load = dict(self.in_flight)
+        now = monotonic()
+        self._suspects = {name: until for name, until in self._suspects.items() if until > now}
+        if hints.kind != "kept":
+            hints.avoid |= self._suspects.keys()
+        try:
+            async with asyncio.timeout(self._wait):
+                return await self._chooser.choose(hints)
+        except TimeoutError:
+            raise no_replica() from None
+
+    async def all(self, wait: float = 1.0) -> dict[str, str]:
+        """Return all replicas: name -> address."""
+        hints = RouteHints()
+        try:
+            async with asyncio.timeout(wait):
+                await self._chooser.choose(hints)
+        except TimeoutError:
+            return {}
+        return hints.replicas
+
+    @contextmanager
+    def count_in_flight(self, target: Target) -> Iterator[None]:
+        self.in_flight[target.name] += 1
+        try:
+            yield
+        finally:
+            self.in_flight[target.name] -= 1
+            if not self.in_flight[target.name]:
+                del self.in_flight[target.name]
+
+    def avoid(self, target: Target) -> None:
+        """Avoid a replica for a while after a broken connection."""
+        self._suspects[target.name] = monotonic() + _SUSPECT_SECONDS
+
+
+# -- Prometheus metrics of a gateway
+
+
+_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+
+
+class GatewayMetrics:
+    """Metrics of one gateway, in a separate registry."""
+
+    def __init__(self, in_flight: Callable[[], Mapping[str, int]]) -> None:
+        self.registry = CollectorRegistry()
+
+        def metric(kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
+            return kind(f"unspool_gateway_{name}", text, labels, registry=self.registry, **options)
+
+        self.requests = metric(Counter, "requests", "Requests answered", "path", "status")
+        self.seconds = metric(
+            Histogram, "request_seconds", "Time for a request", "path", buckets=_SECONDS
+        )
+        self.cancelled = metric(
+            Counter, "cancelled_requests", "Requests cancelled by the client", "path"
+        )
+        self.routed = metric(Counter, "routed", "Requests sent to a replica, by reason", "by")
+        self.retries = metric(Counter, "retries", "Requests sent to a second replica")
+        self.broken = metric(Counter, "broken_streams", "Streams broken by a lost replica")
+        self.registry.register(_InFlight(in_flight))
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _InFlight(Collector):
+    def __init__(self, in_flight: Callable[[], Mapping[str, int]]) -> None:
+        self._in_flight = in_flight
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "unspool_gateway_in_flight", "Requests in flight by replica", labels=("replica",)
+        )
+        for replica, count in self._in_flight().items():
+            family.add_metric((replica,), count)
+        yield family
+
+
+# -- Merge responses of several replicas: metrics and branch lists
+
+
+_SAMPLE = re.compile(rb"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.*)$")
+
+
+def merge_metrics(texts: Mapping[str, bytes]) -> bytes:
+    """Merge Prometheus texts by replica, with a label for the replica.
+
+    The lines of a metric family must be consecutive, so they are grouped by family.
+    """
+    heads: dict[bytes, list[bytes]] = {}
+    samples: dict[bytes, list[bytes]] = {}
+    for replica, text in texts.items():
+        label = b'replica="%b"' % replica.encode()
+        family = b""
+        for line in text.splitlines():
+            if line.startswith(b"#"):
+                kind, name = line.split(b" ", 3)[1:3]
+                family = name
+                head = heads.setdefault(family, [])
+                if not any(previous.split(b" ", 3)[1] == kind for previous in head):
+                    head.append(line)
+            elif sample := _SAMPLE.match(line):
+                name, labels, value = sample.groups()
+                all_labels = b",".join(part for part in (label, labels) if part)
+                samples.setdefault(family, []).append(b"%b{%b} %b" % (name, all_labels, value))
+    blocks = [[*lines, *samples.get(family, [])] for family, lines in heads.items()]
+    return b"".join(line + b"\n" for block in blocks for line in block)
+
+
+def merge_branches(lists: list[bytes]) -> dict[str, Any]:
+    """Merge the branch lists of all replicas, the newest first."""
+    branches = [branch for text in lists for branch in json.loads(text)["data"]]
+    branches.sort(key=lambda branch: branch["created"], reverse=True)
+    return {"object": "list", "data": branches}
+
 
 ForwardResult = Literal["answered", "stopping", "broken"]
 

@@ -118,10 +118,9 @@ def _serve_gateway(
     handle: Any,
     started: Callable[[str, list[str]], None],
 ) -> None:
-    from unspool.scale.replicas.gateway import create_gateway
-    from unspool.scale.replicas.pool import RayChooser, ReplicaPool
-    from unspool.serve.http import server
-    from unspool.serve.http.logs import log_event
+    from unspool.scale.replicas.gateway import RayChooser, ReplicaPool, create_gateway
+    from unspool.server.http import server
+    from unspool.server.http.logs import log_event
 
     app, gateway = create_gateway(config.settings, ReplicaPool(RayChooser(handle)))
 

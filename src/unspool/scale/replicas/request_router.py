@@ -1,4 +1,4 @@
-"""Ray Serve's request router with prefix routing: see `scale/routing.py`."""
+"""Ray Serve's request router with prefix routing: see `scale/replicas/routing.py`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from unspool.scale.replicas.asking import RouteHints
-from unspool.scale.replicas.errors import ReplicaLostError
-from unspool.scale.routing import (
+from unspool.scale.replicas.gateway import ReplicaLostError
+from unspool.scale.replicas.routing import (
     CAPACITY,
     SLACK,
     PrefixRouter,
     RoundRobin,
+    RouteHints,
     session_replica,
     tolerated_load,
 )

@@ -19,15 +19,11 @@ from types import MappingProxyType
 from typing import Any
 
 from unspool.errors import UnspoolError
-from unspool.text.tokenizer.characters import readable
-from unspool.text.tokenizer.encoders import Encoder, drops_characters, has_character
-from unspool.text.tokenizer.gguf_save import vocabulary_metadata
-from unspool.text.tokenizer.gguf_vocab import read_gguf_vocabulary
-from unspool.text.tokenizer.pieces import text_bytes
-from unspool.text.tokenizer.save import save_vocabulary
-from unspool.text.tokenizer.tiktoken_ranks import read_tiktoken_vocabulary
-from unspool.text.tokenizer.tokenizer_json import read_tokenizer_json
-from unspool.text.tokenizer.vocabulary import Vocabulary
+from unspool.text.tokenizer.gguf import read_gguf_vocabulary, vocabulary_metadata
+from unspool.text.tokenizer.huggingface import read_tokenizer_json, save_vocabulary
+from unspool.text.tokenizer.pieces import readable, text_bytes
+from unspool.text.tokenizer.tiktoken import read_tiktoken_vocabulary
+from unspool.text.tokenizer.vocabulary import Encoder, Vocabulary, drops_characters, has_character
 
 _MAX_LISTED_CHARACTERS = 100  # in an error message
 

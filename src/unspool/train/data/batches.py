@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unspool.errors import DataError, SettingsError
-from unspool.train.data.shards import PackedDocuments
-from unspool.train.data.shuffle import permuted
+from unspool.train.data.prepared import PackedDocuments
+from unspool.train.data.selection import permuted
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,20 +22,12 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
 from unspool.errors import SettingsError
-from unspool.model.packaged import cache_folder
+from unspool.model.hub.download import cache_folder
 from unspool.text.tokenizer import pretokenizers as patterns
 from unspool.text.tokenizer.pieces import byte_level_bytes
 from unspool.text.tokenizer.tokenizer import Tokenizer
-from unspool.train.data.chat_template import (
-    CHAT_TEMPLATE,
-    END_OF_TEXT,
-    END_OF_TURN,
-    START_OF_TURN,
-)
-from unspool.train.data.made_once import build_once
-from unspool.train.data.shapes import Document
-from unspool.train.data.sources import Source
-from unspool.train.data.survey import (
+from unspool.train.data.prepared import build_once
+from unspool.train.data.selection import (
     HELD_OUT,
     TRAIN,
     Progress,
@@ -44,6 +36,59 @@ from unspool.train.data.survey import (
     select,
     survey,
 )
+from unspool.train.data.sources import Document, Source
+
+# -- Default chat template of a new tokenizer: ChatML, with tool calls as in Hermes and Qwen
+
+
+END_OF_TEXT = "<|endoftext|>"
+START_OF_TURN = "<|im_start|>"
+END_OF_TURN = "<|im_end|>"
+
+CHAT_TEMPLATE = """\
+{%- if tools -%}
+<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}
+
+{% endif -%}
+You may call these functions:
+<tools>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor -%}
+</tools>
+
+A call is written like this:
+<tool_call>
+{"name": "the function", "arguments": {"name": "value"}}
+</tool_call><|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+<|im_start|>assistant
+{% generation %}{{ message.content or '' }}
+{%- for call in message.tool_calls or [] -%}
+{%- set function = call.function or call %}{% if not loop.first or message.content %}
+{% endif -%}
+<tool_call>
+{"name": {{ function.name | tojson }}, "arguments": \
+{{ function.arguments if function.arguments is string else function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>{% endgeneration %}{{ '\\n' }}
+{%- elif message.role == 'tool' -%}
+<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>{{ '\\n' }}
+{%- elif not (tools and loop.first and message.role == 'system') -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>{{ '\\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+
 
 PRETOKENIZERS = {
     "gpt2": patterns.GPT2,  # a run of digits is one word

@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from unspool.model.config import ModelConfig
-from unspool.model.transformer import (
+from unspool.model.layers.transformer import (
     Attention,
     AttentionFunction,
     RopeTables,

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from unspool.errors import SettingsError
 from unspool.model.adapters import Adapter, Floats, LowRank, adaptable_shapes
-from unspool.model.transformer import Transformer
+from unspool.model.layers.transformer import Transformer
 
 # Module names by the usual short names.
 TARGETS = {

@@ -13,16 +13,20 @@ of processes changes the training.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from unspool.model.transformer import Transformer
-from unspool.train.learning.cross_entropy import summed_loss
+from unspool.errors import SettingsError
+from unspool.model.layers.transformer import Transformer
 from unspool.train.learning.forward import (
     AttentionMask,
     causal_within_documents,
@@ -32,6 +36,114 @@ from unspool.train.learning.forward import (
 
 if TYPE_CHECKING:
     from unspool.train.data.batches import TrainingBatch
+
+
+# -- Chunked cross-entropy: the logits of a batch never exist as one tensor
+
+
+_LOGITS_PER_CHUNK = 1 << 24  # elements
+# A GPU takes larger chunks: each is launched from Python and adds a gradient of the size of the
+# head, and with small chunks the GPU waits for both. One logit per this many bytes of its memory.
+_GPU_BYTES_PER_LOGIT = 256
+
+
+def summed_loss(model: Transformer, x: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Weighted sum of the cross-entropies, with gradients.
+
+    Args:
+        x: Hidden states from `hidden` [..., width].
+        targets: Target tokens [...].
+        weights: Weight of each target [...]; None: 1.
+    """
+    flat, targets = x.flatten(0, -2), targets.flatten()
+    weights = torch.ones_like(targets) if weights is None else weights.flatten()
+    if not torch.is_grad_enabled():
+        chunks = _chunks(model, flat, targets, weights.float())
+        return torch.stack([_chunk_loss(model, *chunk) for chunk in chunks]).sum()
+    parameters = [p for p in _head_parameters(model) if p.requires_grad]
+    apply: Any = _ChunkedCrossEntropy.apply
+    summed: Tensor = apply(flat, targets, weights.float(), model, *parameters)
+    return summed
+
+
+def token_losses(model: Transformer, x: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of each target, in the shape of `targets`.
+
+    For losses that are not a weighted sum. Logits are recomputed for the gradients.
+    """
+    flat, flat_targets = x.flatten(0, -2), targets.flatten()
+    losses = [
+        checkpoint(_chunk_token_losses, model, part, target, use_reentrant=False)
+        for part, target, _ in _chunks(model, flat, flat_targets, flat_targets)
+    ]
+    return torch.cat(losses).view(targets.shape)
+
+
+def _chunks(
+    model: Transformer, x: Tensor, targets: Tensor, weights: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    max_logits = _LOGITS_PER_CHUNK
+    if x.is_cuda:
+        max_logits = torch.cuda.get_device_properties(x.device).total_memory // _GPU_BYTES_PER_LOGIT
+    size = max(64, max_logits // model.config.vocab_size)
+    size = 1 << size.bit_length() - 1  # equal chunks share one compiled kernel
+    return zip(x.split(size), targets.split(size), weights.split(size), strict=True)
+
+
+def _chunk_token_losses(model: Transformer, x: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(model.logits(x).float(), targets, reduction="none")
+
+
+def _chunk_loss(model: Transformer, x: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    return (_chunk_token_losses(model, x, targets) * weights).sum()
+
+
+@cache
+def _compiled_chunk_loss() -> Any:
+    return torch.compile(_chunk_loss)
+
+
+def _head_parameters(model: Transformer) -> list[nn.Parameter]:
+    """Parameters between the last layer and the logits."""
+    head = list(model.head.parameters()) if model.head is not None else [model.embed.weight]
+    if model.head_bias is not None:
+        head.append(model.head_bias)
+    before = [] if model.transform is None else list(model.transform.parameters())
+    return [*before, *model.norm.parameters(), *head]
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Weighted cross-entropy sum whose gradients are computed in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        model: Transformer,
+        *parameters: nn.Parameter,
+    ) -> Tensor:
+        chunk_loss = _compiled_chunk_loss() if x.is_cuda else _chunk_loss
+        total = torch.zeros((), device=x.device)
+        x_gradients: list[Tensor] = []
+        gradients = [torch.zeros_like(parameter) for parameter in parameters]
+        for part, target, weight in _chunks(model, x.detach(), targets, weights):
+            with torch.enable_grad():
+                part = part.detach().requires_grad_()
+                loss = chunk_loss(model, part, target, weight)
+                x_gradient, *chunk_gradients = torch.autograd.grad(loss, [part, *parameters])
+            total += loss.detach()
+            x_gradients.append(x_gradient)
+            for gradient, chunk_gradient in zip(gradients, chunk_gradients, strict=True):
+                gradient += chunk_gradient
+        ctx.save_for_backward(torch.cat(x_gradients), *gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x_gradient, *gradients = ctx.saved_tensors
+        return (x_gradient * grad, None, None, None, *(gradient * grad for gradient in gradients))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,3 +296,111 @@ def _maskable(batch: TrainingBatch) -> Tensor:
 def _mean_loss(summed: Tensor, tokens: int | Tensor) -> Loss:
     num_tokens = tokens.clamp(min=1) if isinstance(tokens, Tensor) else max(1, tokens)
     return Loss(summed / num_tokens, tokens)
+
+
+# -- Next-token training with scheduled sampling and unlikelihood, as one objective
+
+
+_MAX_PROBABILITY = 1 - 1e-5  # of a wrong token, to keep its loss finite
+_SAMPLED_LOGITS_PER_CHUNK = 1 << 24
+
+
+@dataclass(slots=True)
+class MitigatedNextToken:
+    """`next_token` with scheduled sampling, unlikelihood, or both."""
+
+    scheduled_sampling: float = 0.0  # share of replaced inputs at the end of the training
+    unlikelihood: float = 0.0  # alpha
+    progress: float = field(default=1.0, compare=False)  # share of the training that is done
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.scheduled_sampling <= 1:
+            raise SettingsError(
+                f"scheduled_sampling must be from 0 to 1, got {self.scheduled_sampling!r}"
+            )
+        if not 0 <= self.unlikelihood < math.inf:
+            raise SettingsError(
+                f"unlikelihood must be a finite number >= 0, got {self.unlikelihood!r}"
+            )
+
+    def __call__(self, model: Transformer, batch: TrainingBatch, rng: torch.Generator) -> Loss:
+        tokens, targets = batch.ids[:, :-1], batch.ids[:, 1:]
+        allowed = (
+            None if batch.document_ids is None else causal_within_documents(batch.document_ids)
+        )
+        attention = AttentionMask.build(model.config, tokens, allowed, batch.document_ids)
+        rate = self.scheduled_sampling * self.progress
+        inputs = _replace_tokens(model, batch, attention, rate, rng) if rate else tokens
+        x = hidden_states(model, inputs, attention)
+        summed = summed_loss(model, x, targets, batch.loss_mask)
+        count = targets.numel() if batch.loss_mask is None else batch.loss_mask.sum().clamp(min=1)
+        extra: dict[str, float] = {}
+        if self.unlikelihood:
+            rows = [_unlikelihood(model, x[row], batch, row) for row in range(len(x))]
+            penalty = torch.stack(rows).sum()
+            extra["unlikelihood"] = float(penalty.detach() / count)
+            summed = summed + self.unlikelihood * penalty
+        return Loss(summed / count, count, extra)
+
+
+# -- scheduled sampling ---------------------------------------------------------------------
+
+
+def _replace_tokens(
+    model: Transformer, batch: TrainingBatch, attention: Any, rate: float, rng: torch.Generator
+) -> Tensor:
+    """The inputs, each replaced with probability `rate` by a sample of the model."""
+    tokens = batch.ids[:, :-1]
+    replaced = (torch.rand(tokens.shape, generator=rng) < rate).to(tokens.device)
+    replaced[:, 0] = False  # has no context to sample from
+    if batch.loss_mask is not None:  # only tokens that the model would generate itself
+        replaced[:, 1:] &= batch.loss_mask[:, :-1]
+    if batch.document_ids is not None:
+        replaced[:, 1:] &= batch.document_ids[:, 1:] == batch.document_ids[:, :-1]
+    with torch.no_grad():
+        x = hidden_states(model, tokens, attention)
+        context = x[:, :-1][replaced[:, 1:]]  # the state before each replaced token
+        uniforms = torch.rand(len(context), generator=rng).to(tokens.device)
+        inputs = tokens.clone()
+        inputs[replaced] = _sample_tokens(model, context, uniforms)
+    return inputs
+
+
+def _sample_tokens(model: Transformer, x: Tensor, uniforms: Tensor) -> Tensor:
+    """Sample one token per hidden state, by inverting the cumulative distribution."""
+    size = max(64, _SAMPLED_LOGITS_PER_CHUNK // model.config.vocab_size)
+    samples = [uniforms.new_empty(0, dtype=torch.long)]
+    for part, uniform in zip(x.split(size), uniforms.split(size), strict=True):
+        cumulative = model.logits(part).float().softmax(-1).cumsum(-1)
+        threshold = uniform * cumulative[:, -1:].squeeze(-1)
+        tokens = torch.searchsorted(cumulative, threshold[:, None])
+        samples.append(tokens.squeeze(-1).clamp(max=model.config.vocab_size - 1))
+    return torch.cat(samples)
+
+
+# -- unlikelihood ---------------------------------------------------------------------------
+
+
+def _unlikelihood(model: Transformer, x: Tensor, batch: TrainingBatch, row: int) -> Tensor:
+    """Sum of -log(1 - p) over a row's targets and the distinct tokens before each of them."""
+    tokens, targets = batch.ids[row, :-1], batch.ids[row, 1:]
+    positions = torch.arange(len(tokens), device=tokens.device)
+    earlier = positions[:, None] >= positions[None, :]  # [target, token before it]
+    repeated = (tokens[:, None] == tokens[None, :]) & ~earlier.T  # [token, same token before it]
+    if batch.document_ids is not None:
+        same_document = batch.document_ids[row][:, None] == batch.document_ids[row][None, :]
+        earlier, repeated = earlier & same_document, repeated & same_document
+    candidates = earlier & ~repeated.any(1) & (tokens[None, :] != targets[:, None])
+    if batch.loss_mask is not None:
+        candidates = candidates & batch.loss_mask[row][:, None]
+    summed: Tensor = checkpoint(
+        _unlikelihood_of_candidates, model, x, tokens, candidates, use_reentrant=False
+    )
+    return summed
+
+
+def _unlikelihood_of_candidates(
+    model: Transformer, x: Tensor, tokens: Tensor, candidates: Tensor
+) -> Tensor:
+    probabilities = model.logits(x).float().softmax(-1)[:, tokens]  # [target, token before it]
+    return -(torch.log1p(-probabilities.clamp(max=_MAX_PROBABILITY)) * candidates).sum()

@@ -10,6 +10,7 @@ checkpoint continues from it.
 
 from __future__ import annotations
 
+import errno
 import math
 import signal
 import threading
@@ -18,19 +19,25 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unspool.model.transformer import Transformer
-from unspool.train.learning.flops import device_peak, mfu
+from unspool.errors import UnspoolError
+from unspool.model.layers.transformer import Transformer
 from unspool.train.learning.forward import recompute_activations
+from unspool.train.learning.model_size import device_peak, mfu
 from unspool.train.learning.objectives import Objective
 from unspool.train.learning.optimizers import Schedule, set_rates
-from unspool.train.running.ahead import BatchPrefetcher, BatchSource
-from unspool.train.running.checkpoints import Checkpoints, SaveModel, newest_checkpoint, restore
+from unspool.train.running.checkpoints import (
+    Checkpoints,
+    SaveModel,
+    newest_checkpoint,
+    restore,
+    training_state,
+)
 from unspool.train.running.events import (
     CheckpointSaved,
     Evaluated,
@@ -41,10 +48,97 @@ from unspool.train.running.events import (
     StepLogged,
     StepsReplanned,
 )
-from unspool.train.running.faults import TrainingError, explain_error
-from unspool.train.running.parallel import Parallel, full_tensor
+from unspool.train.running.parallel import Parallel, full_tensor, is_process_lost, process_lost
 from unspool.train.running.runs import Run, milestone_steps
-from unspool.train.running.state import training_state
+
+# -- Errors of a training run, with the checkpoint to resume from
+
+
+class TrainingError(UnspoolError):
+    """Training cannot continue; the last checkpoint is intact."""
+
+
+def explain_error(error: BaseException, run: Run | None, step: int) -> UnspoolError | None:
+    """Turn an error that a user can fix into a message; None: a bug, to be raised as it is."""
+    message = None
+    if isinstance(error, torch.OutOfMemoryError):
+        message = (
+            "out of GPU memory: use a smaller --batch (the tokens per step stay the same), "
+            "or --recompute"
+        )
+    elif isinstance(error, RuntimeError) and "CUDA error" in str(error):
+        message = f"the GPU failed at step {step + 1} ({str(error).splitlines()[0]})"
+    elif is_process_lost(error):
+        message = str(process_lost(error))
+    elif is_disk_full(error):
+        message = "the disk is full: free some space"
+    elif isinstance(error, OSError):
+        message = f"the run's folder cannot be used ({error.strerror or error})"
+    elif isinstance(error, UnspoolError):
+        message = str(error)
+    return None if message is None else TrainingError(f"{message}; {_resume_hint(run)}")
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether the disk is full; safetensors reports that in its message only."""
+    has_errno = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return has_errno or "os error 28" in str(error)
+
+
+def _resume_hint(run: Run | None) -> str:
+    checkpoint = run.resumable_checkpoint() if run is not None else None
+    if run is None or checkpoint is None:
+        return "there is no checkpoint to resume from"
+    return (
+        f"the checkpoint of step {checkpoint.step} is intact, resume from it with: "
+        f"unspool train --resume {run.folder}"
+    )
+
+
+# -- Prefetch training batches to the device, one batch ahead
+
+
+class BatchSource(Protocol):
+    """Yields the same batch for the same step number, with its tokens in `ids`."""
+
+    def batch(self, step: int) -> Any: ...
+
+
+class BatchPrefetcher:
+    """Checked batches on the device, by number."""
+
+    def __init__(self, batches: BatchSource, vocab_size: int, device: torch.device) -> None:
+        self._batches, self._vocab_size, self._device = batches, vocab_size, device
+        self._on_policy = bool(getattr(batches, "on_policy", False))
+        self._prefetched: tuple[int, Any] | None = None
+
+    def get(self, index: int) -> Any:
+        """Return batch `index`, prefetched or not."""
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None and prefetched[0] == index:
+            return prefetched[1]
+        return self._load(index)
+
+    def prefetch(self, index: int) -> None:
+        """Start copying batch `index` to the GPU; does nothing on a CPU."""
+        if self._device.type == "cuda" and not self._on_policy:
+            self._prefetched = index, self._load(index)
+
+    def _load(self, index: int) -> Any:
+        batch = self._batches.batch(index)
+        # An id outside of the embedding table would fail on a GPU with an obscure assertion.
+        largest = int(batch.ids.max())
+        if largest >= self._vocab_size or int(batch.ids.min()) < 0:
+            raise TrainingError(
+                f"batch {index} has token {largest}, but the model has {self._vocab_size:,} tokens:"
+                " the data was prepared with another tokenizer"
+            )
+        moved = {
+            name: value.to(self._device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in vars(batch).items()
+        }
+        return type(batch)(**moved)
+
 
 _ADVICE = "not a finite number: try a lower learning rate, and check the data"
 _SECOND_SIGNAL_S = 1.0  # a signal within this time of the first is a duplicate

@@ -16,22 +16,82 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from unspool.errors import SettingsError, UnspoolError
-from unspool.model.transformer import Transformer
+from unspool.model.hub.find import runs_folder
+from unspool.model.layers.transformer import Transformer
 from unspool.train.learning.objectives import Objective
-from unspool.train.running.meeting import join_processes
+from unspool.train.running.runs import Run, RunError, process_start_time
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+# -- Rendezvous of the training processes that survives restarts by torchrun
+
+
+_POLL_STORE_S = 0.05
+_REPLY_TIMEOUT_S = 2.0  # without a reply in this time, the attempt id is an old one
+
+
+def join_processes(timeout: timedelta) -> tuple[Any, int, int]:
+    """Meet the other processes; returns a store for this attempt, the rank and the world size."""
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    deadline = time.monotonic() + timeout.total_seconds()
+    attempt = _admit_others(store, world, deadline) if rank == 0 else _join(store, rank, deadline)
+    return dist.PrefixStore(attempt, store), rank, world  # type: ignore[attr-defined]
+
+
+def _admit_others(store: Any, world: int, deadline: float) -> str:
+    """Rank 0: publish the attempt id, and reply to every process that asks to join."""
+    attempt = uuid.uuid4().hex
+    store.set("unspool/life", attempt)
+    missing = set(range(1, world))
+    while missing:
+        asking = {rank for rank in missing if store.check([f"{attempt}/asks/{rank}"])}
+        for rank in asking:
+            store.set(f"{attempt}/answer/{store.get(f'{attempt}/asks/{rank}').decode()}", "come in")
+        missing -= asking
+        _sleep_until(deadline, f"{len(missing)} of {world} processes are missing")
+    return attempt
+
+
+def _join(store: Any, rank: int, deadline: float) -> str:
+    while True:
+        _sleep_until(deadline, "the first process is missing")
+        if not store.check(["unspool/life"]):
+            continue
+        attempt, request = str(store.get("unspool/life").decode()), uuid.uuid4().hex
+        store.set(f"{attempt}/asks/{rank}", request)
+        asked_at = time.monotonic()
+        while time.monotonic() < asked_at + _REPLY_TIMEOUT_S:
+            if store.check([f"{attempt}/answer/{request}"]):
+                return attempt
+            _sleep_until(deadline, "the first process does not reply")
+
+
+def _sleep_until(deadline: float, reason: str) -> None:
+    """Sleep a moment; fail after the deadline."""
+    if time.monotonic() > deadline:
+        raise dist.DistNetworkError(f"timed out: {reason}")
+    time.sleep(_POLL_STORE_S)
+
 
 _LONG_TIMEOUT = timedelta(days=1)
 _START_TIMEOUT = timedelta(minutes=10)  # for all processes to start, even if a step's is shorter
@@ -237,3 +297,49 @@ def _device(name: str, local_rank: int) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
+
+
+# -- Resume after torchrun restarted all processes with the same command
+
+
+def job_facts(settings: DataclassInstance) -> dict[str, Any]:
+    """The job entry of run.json; empty without torchrun."""
+    job = _job_id()
+    return {} if job is None else {"job": {"id": job, "asked": _as_json(settings)}}
+
+
+def find_restarted_run(settings: DataclassInstance) -> Run | None:
+    """The unfinished run that this job started before torchrun restarted it."""
+    facts = job_facts(settings)
+    if not facts:
+        return None
+    for run in Run.all(runs_folder()):
+        if run.facts.get("job") == facts["job"] and run.state != "done":
+            return run
+    return None
+
+
+def _job_id() -> str | None:
+    """Id of the torchrun job: --rdzv-id, or the host and torchrun process."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name is None or name != "none":
+        return name
+    parent = os.getppid()
+    return f"{socket.gethostname()} {parent} {process_start_time(parent)}"
+
+
+def _as_json(settings: DataclassInstance) -> Any:
+    """Settings as they look after a round trip through a file."""
+    return json.loads(json.dumps(asdict(settings)))
+
+
+def open_run_everywhere(folder: Path | None, parallel: Parallel) -> Run:
+    """Open the first process's run in all processes; they must share the disk."""
+    path = Path(parallel.broadcast_str("" if folder is None else str(folder.resolve())))
+    with parallel.all_succeed():
+        if not (path / "run.json").exists():
+            raise RunError(
+                f"{socket.gethostname()} cannot see {path}: set UNSPOOL_RUNS to a folder on a "
+                "disk that all machines share"
+            )
+    return Run(folder if folder is not None else path)

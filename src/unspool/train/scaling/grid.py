@@ -10,13 +10,11 @@ from typing import Any
 
 from unspool.errors import UnspoolError
 from unspool.model.config import ModelConfig
-from unspool.train.learning.shape import new_config
-from unspool.train.new import create_run, train
+from unspool.train.learning.model_size import new_config
+from unspool.train.pretrain import NewSettings, create_run, train
 from unspool.train.running.events import Event, StepLogged
 from unspool.train.running.runs import Run
-from unspool.train.scaling.side_by_side import is_orphaned
-from unspool.train.scaling.study import PlannedRun
-from unspool.train.settings import NewSettings
+from unspool.train.scaling.study import PlannedRun, is_orphaned
 
 _NEVER = 1_000_000_000  # steps: only at the end
 
@@ -109,6 +107,6 @@ def shared_vocabulary(
 def prepared_tokens(data: Sequence[str], vocabulary: Path, **options: Any) -> int:
     """Number of training tokens."""
     from unspool.text.tokenizer.tokenizer import Tokenizer
-    from unspool.train.data.shards import prepare
+    from unspool.train.data.prepared import prepare
 
     return prepare(list(data), Tokenizer.from_file(vocabulary), **options).card.tokens

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unspool.train.scaling.law import Law
-from unspool.train.scaling.study import PlannedRun, Study
+from unspool.train.scaling.study import Law, PlannedRun, Study
 
 _WIDTH, _HEIGHT = 320, 250  # of a panel's plot area
 _LEFT, _TOP, _BETWEEN, _BELOW = 62, 56, 34, 92

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unspool.language_model import LanguageModel
-from unspool.model.transformer import Transformer
-from unspool.train.data.encoding import EncodedDocument
-from unspool.train.data.shuffle import permuted
+from unspool.lm import LanguageModel
+from unspool.model.layers.transformer import Transformer
+from unspool.train.data.prepared import EncodedDocument
+from unspool.train.data.selection import permuted
 from unspool.train.learning.lora import adapter_of
 from unspool.train.learning.objectives import Loss
-from unspool.train.tuning.preference import log_probabilities, padded, reference_model
+from unspool.train.tuning.dpo import log_probabilities, padded, reference_model
 from unspool.train.tuning.tasks import RewardFunction
 
 _ADAPTER_NAME = "being-trained"
@@ -151,7 +151,7 @@ class AnswerBatches:
         return self._rollout[1]
 
     def _generate(self, number: int) -> AnswerBatch:
-        from unspool.decoding.together import run_all
+        from unspool.decoding.batch import run_all
 
         lm = self._lm
         lm.engine.adapters.load(_ADAPTER_NAME, adapter_of(self._model))

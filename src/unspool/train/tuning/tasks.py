@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from unspool.errors import SettingsError, UnspoolError
-from unspool.language_model import LanguageModel
+from unspool.lm import LanguageModel
 
 Entry = dict[str, Any]
 RewardFunction = Callable[[str, str, dict[str, Any]], float]  # (prompt, answer, data row)

@@ -19,19 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unspool.backends.torch.loaded import TorchModel
+from unspool.backends.torch.backend import TorchModel
 from unspool.errors import DataError, SettingsError
-from unspool.language_model import LanguageModel
+from unspool.lm import LanguageModel
 from unspool.loading import load, open_tokenizer
 from unspool.model.adapters import read_adapter, write_adapter
-from unspool.model.checkpoint import load_transformer, open_checkpoint, save_weights
-from unspool.model.hub import find_model
-from unspool.model.transformer import Transformer
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint, save_weights
+from unspool.model.hub.find import find_model
+from unspool.model.layers.transformer import Transformer
 from unspool.text.chat.template import ChatTemplate
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.batches import PackedBatches, TrainingBatch
-from unspool.train.data.shards import PackedDocuments, prepare
-from unspool.train.learning.cross_entropy import summed_loss
+from unspool.train.data.prepared import PackedDocuments, prepare
+from unspool.train.evaluation.held_out import on_device
 from unspool.train.learning.forward import AttentionMask, hidden_states
 from unspool.train.learning.lora import (
     TARGETS,
@@ -40,17 +40,15 @@ from unspool.train.learning.lora import (
     add_lora,
     load_adapter,
 )
-from unspool.train.learning.objectives import Loss, next_token
+from unspool.train.learning.objectives import Loss, next_token, summed_loss
 from unspool.train.learning.optimizers import Rates, make_optimizers
 from unspool.train.running.checkpoints import SaveModel
-from unspool.train.running.elastic import job_facts
 from unspool.train.running.events import Event
-from unspool.train.running.held_out import on_device
 from unspool.train.running.loop import Trainer, TrainSettings
-from unspool.train.running.parallel import Parallel
+from unspool.train.running.parallel import Parallel, job_facts
 from unspool.train.running.runs import Run
+from unspool.train.tuning.dpo import Dpo, PairBatches
 from unspool.train.tuning.grpo import AnswerBatches, Grpo, Question
-from unspool.train.tuning.preference import Dpo, PairBatches
 from unspool.train.tuning.tasks import Task, load_reward_function
 
 _RATES = {"tune": (5e-4, 2e-5), "dpo": (5e-5, 1e-6), "grpo": (1e-4, 1e-6)}  # with LoRA, without

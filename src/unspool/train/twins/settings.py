@@ -8,10 +8,9 @@ from typing import Any
 from unspool.errors import SettingsError
 from unspool.train.data.sources import DEFAULT_SOURCE
 from unspool.train.learning.optimizers import Kind, Rates
-from unspool.train.running.ahead import BatchSource
 from unspool.train.running.checkpoints import SaveModel
-from unspool.train.running.loop import Evaluate, Sampler
-from unspool.train.twins.puzzles.puzzle import PUZZLES
+from unspool.train.running.loop import BatchSource, Evaluate, Sampler
+from unspool.train.twins.puzzles import PUZZLES
 
 KINDS = ("block", "fill", "draft")
 

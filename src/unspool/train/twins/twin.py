@@ -26,9 +26,9 @@ from unspool.train.running.events import Event
 from unspool.train.running.loop import Trainer, TrainSettings
 from unspool.train.running.parallel import Parallel
 from unspool.train.running.runs import Run
-from unspool.train.twins.kinds.head import head_parts
-from unspool.train.twins.kinds.puzzle import puzzle_parts
-from unspool.train.twins.kinds.text import text_parts
+from unspool.train.twins.draft_head import head_parts
+from unspool.train.twins.masked_twin import text_parts
+from unspool.train.twins.puzzle_models import puzzle_parts
 from unspool.train.twins.settings import TwinParts, TwinSettings
 
 _TRAINING_SHARE = 0.93  # of the time budget; evaluation and saving take the rest

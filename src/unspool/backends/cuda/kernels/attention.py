@@ -9,18 +9,82 @@ borders depend on the sequence only, not on the batch, and pieces are combined i
 result depends neither on other rows nor on the number of programs.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 
 from unspool.backends.cuda.kernels.common import wait
-from unspool.backends.cuda.kernels.softmax import (
-    add_tile,
-    combine,
-    empty_state,
-    normalize,
-    piece_power,
-    scores_of,
-)
+
+# -- Online softmax over tiles of keys, and the combination of pieces of a context
+
+
+@triton.jit
+def empty_state(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """State before the first key."""
+    peak = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS, 16), tl.float32)
+    return peak, total, tl.zeros((ROWS, WIDTH), tl.float32)
+
+
+@triton.jit
+def scores_of(query, key, scale, SOFTCAP: tl.constexpr):
+    """Attention scores in base 2 (for exp2), with optional soft capping."""
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if SOFTCAP > 0:
+        # `scale` gives 2x, for tanh(x) = 1 - 2 / (exp(2x) + 1); log2(e) is multiplied afterwards.
+        capped = 1.0 - 2.0 / (tl.exp2(scores * scale) + 1.0)
+        return capped * (SOFTCAP * 1.4426950408889634)
+    return scores * scale
+
+
+@triton.jit
+def finite(peak):
+    """A peak that can be subtracted: 0 where no key was visible."""
+    return tl.where(peak == -float("inf"), 0.0, peak)
+
+
+@triton.jit
+def add_tile(scores, value, peak, total, mixed, TILE: tl.constexpr):
+    """Add a tile: scores [rows, TILE] (-inf: masked) and values [TILE, width]."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    base = finite(new_peak)
+    fade = tl.exp2(peak - base)[:, None]
+    weights = tl.exp2(scores - base[:, None]).to(value.dtype)
+    ones = tl.full((TILE, 16), 1.0, tl.float32).to(value.dtype)
+    total = tl.dot(weights, ones, total * fade, input_precision="ieee")
+    mixed = tl.dot(weights, value, mixed * fade, input_precision="ieee")
+    return new_peak, total, mixed
+
+
+@triton.jit
+def combine(peak, total, mixed, piece_peak, piece_total, piece_mixed):
+    """Combine a state with that of the next piece."""
+    new_peak = tl.maximum(peak, piece_peak)
+    base = finite(new_peak)
+    fade, gain = tl.exp2(peak - base)[:, None], tl.exp2(piece_peak - base)[:, None]
+    return new_peak, total * fade + piece_total * gain, mixed * fade + piece_mixed * gain
+
+
+@triton.jit
+def normalize(peak, total, mixed, heads, real, sinks, SINKS: tl.constexpr):
+    """Output of attention. A sink adds to the sum of weights but has no value."""
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+        _, total, mixed = combine(peak, total, mixed, sink, total * 0.0 + 1.0, mixed * 0.0)
+    return mixed / tl.max(total, 1)[:, None]
+
+
+@triton.jit
+def piece_power(first, end, TILE: tl.constexpr, PIECES: tl.constexpr):
+    """log2 of the number of tiles per piece, so that there are about PIECES pieces.
+
+    There may be one more, since pieces begin at fixed positions. `first` to `end`: the visible
+    positions of a query.
+    """
+    min_tiles = ((end - first + TILE - 1) // TILE + PIECES - 1) // PIECES
+    # The next power of two is in the exponent of a float.
+    return ((2 * min_tiles - 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
 
 
 @triton.jit
@@ -265,3 +329,99 @@ def attend(
             combined = combined.to(out.dtype.element_ty)
             tl.store(out_ptr + out_heads[:, None] * HD, combined, mask=is_head[:, None] & inside)
             tl.store(counter, 0)
+
+
+# -- Prefill attention over a paged KV cache
+
+
+@triton.jit
+def _load_tile(
+    keys, values, row, t, h, wide, begin, end,
+    KV: tl.constexpr, HD: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """Load keys and values of a tile; zero outside of `begin` to `end` unless ALL are inside."""
+    offsets = t * TILE + tl.arange(0, TILE)
+    if ALL:
+        slots = tl.load(row + offsets // PAGE).to(tl.int64) * PAGE + offsets % PAGE
+        places = (slots * KV + h)[:, None] * HD + wide[None, :]
+        return offsets, tl.load(keys + places), tl.load(values + places)
+    in_context = (offsets >= begin) & (offsets < end)
+    slots = (
+        tl.load(row + offsets // PAGE, mask=in_context, other=0).to(tl.int64) * PAGE
+        + offsets % PAGE
+    )
+    places = (slots * KV + h)[:, None] * HD + wide[None, :]
+    inside = in_context[:, None] & (wide < HD)[None, :]
+    key = tl.load(keys + places, mask=inside, other=0.0)
+    return offsets, key, tl.load(values + places, mask=inside, other=0.0)
+
+
+@triton.jit
+def prefill(
+    qkv, out, keys, values, table, tiles, positions, ends, sinks, scale, COLUMNS,
+    H: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, EXACT: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """`tiles` [programs, 4]: the chunk's first token and number of tokens, the program's first row
+    in the chunk, the chunk's row of the block table."""
+    h = tl.program_id(0)
+    task = tiles + tl.program_id(1) * 4
+    chunk, count = tl.load(task), tl.load(task + 1)
+    rows = tl.load(task + 2) + tl.arange(0, ROWS)
+    row = table + tl.load(task + 3).to(tl.int64) * COLUMNS
+    GROUP: tl.constexpr = H // KV
+    wide = tl.arange(0, WIDE)
+    is_row = rows // GROUP < count
+    n, heads = chunk + rows // GROUP, h * GROUP + rows % GROUP
+    inside = is_row[:, None] & (wide < HD)[None, :]
+    at = n.to(tl.int64) * (H + 2 * KV) * HD + heads * HD
+    query = tl.load(qkv + at[:, None] + wide[None, :], mask=inside, other=0.0)
+    end = tl.load(ends + n, mask=is_row, other=0).to(tl.int32)
+    end = tl.where(is_row, end, tl.max(end, 0))  # padding rows must not shorten the loop
+    first = end * 0
+    if WINDOW > 0:
+        position = tl.load(positions + n, mask=is_row, other=0).to(tl.int32)
+        position = tl.where(is_row, position, tl.max(position, 0))
+        first = tl.maximum(position + 1 - WINDOW, 0)
+    begin, last_end = tl.min(first, 0), tl.max(end, 0)
+    peak, total, mixed = empty_state(ROWS, WIDE)
+    start = begin // TILE
+    if EXACT:
+        all_peak, all_total, all_mixed = empty_state(ROWS, WIDE)  # of the previous pieces
+        power = piece_power(first, end, TILE, PIECES)
+    elif WINDOW == 0 and WIDE == HD:
+        full_tiles = tl.min(end, 0) // TILE
+        for t in tl.range(0, full_tiles, num_stages=STAGES):
+            _, key, value = _load_tile(
+                keys, values, row, t, h, wide, begin, last_end, KV, HD, TILE, PAGE, True
+            )
+            scores = scores_of(query, key, scale, SOFTCAP)
+            peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE)
+        start = full_tiles
+    for t in tl.range(start, (last_end + TILE - 1) // TILE, num_stages=STAGES):
+        offsets, key, value = _load_tile(
+            keys, values, row, t, h, wide, begin, last_end, KV, HD, TILE, PAGE, False
+        )
+        scores = scores_of(query, key, scale, SOFTCAP)
+        visible = offsets[None, :] < end[:, None]
+        if WINDOW > 0:
+            visible = visible & (offsets[None, :] >= first[:, None])
+        scores = tl.where(visible, scores, -float("inf"))
+        peak, total, mixed = add_tile(scores, value, peak, total, mixed, TILE)
+        if EXACT:
+            ends_here = (t + 1) & ((1 << power) - 1) == 0
+            next_peak, next_total, next_mixed = combine(
+                all_peak, all_total, all_mixed, peak, total, mixed
+            )
+            all_peak = tl.where(ends_here, next_peak, all_peak)
+            all_total = tl.where(ends_here[:, None], next_total, all_total)
+            all_mixed = tl.where(ends_here[:, None], next_mixed, all_mixed)
+            peak = tl.where(ends_here, -float("inf"), peak)
+            total = tl.where(ends_here[:, None], 0.0, total)
+            mixed = tl.where(ends_here[:, None], 0.0, mixed)
+    if EXACT:
+        peak, total, mixed = combine(all_peak, all_total, all_mixed, peak, total, mixed)
+    result = normalize(peak, total, mixed, heads, is_row, sinks, SINKS)
+    out_offsets = (n.to(tl.int64) * H * HD + heads * HD)[:, None] + wide[None, :]
+    tl.store(out + out_offsets, result.to(out.dtype.element_ty), mask=inside)

@@ -5,10 +5,12 @@ into it. There are few programs with many rows each: the vector stays in registe
 rows are loaded while the current ones are multiplied.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 
-from unspool.backends.cuda.kernels.common import activated, normalized, rounded
+from unspool.backends.cuda.kernels.common import activated, normalized, rounded, wait
 
 
 @triton.jit
@@ -103,3 +105,125 @@ def gemv_kernel(
         epilogue(y, z, rows, rows < N, bias, res, out, N, GLU, ACTIVATION, BIAS, RES)
         tile = next_tile
         rows = next_rows
+
+
+# -- GEMM with a fixed order of summation: bit-identical results for any batch size
+
+
+@triton.jit
+def _partial_sum(
+    x, w, rows, batch_rows, first, last, M, N, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """W · xᵀ over the columns from `first` to `last`: [BN, BM]."""
+    sums = tl.zeros((BN, BM), tl.float32)
+    for at in tl.range(first, last, BK, num_stages=STAGES):
+        cols = at + tl.arange(0, BK)
+        inside = (rows < N)[:, None]
+        in_batch = (batch_rows < M)[None, :]
+        if K % BK != 0:
+            inside = inside & (cols < K)[None, :]
+            in_batch = in_batch & (cols < K)[:, None]
+        tile = tl.load(w + rows.to(tl.int64)[:, None] * K + cols[None, :], mask=inside, other=0.0)
+        x_tile = tl.load(
+            x + batch_rows.to(tl.int64)[None, :] * K + cols[:, None], mask=in_batch, other=0.0
+        )
+        sums = tl.dot(tile, x_tile, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def exact_gemm_kernel(
+    x, w, bias, out, parts, arrived, M, N,
+    K: tl.constexpr, SPLITS: tl.constexpr, ONE_PROGRAM: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """out [M, N] = x [M, K] · Wᵀ + bias. ONE_PROGRAM: one program sums all parts of its tile."""
+    LENGTH: tl.constexpr = ((K + BK - 1) // BK + SPLITS - 1) // SPLITS * BK  # columns of a part
+    tile, column = tl.program_id(0), tl.program_id(1)
+    rows, batch_rows = tile * BN + tl.arange(0, BN), column * BM + tl.arange(0, BM)
+    wait(PDL)
+    total = tl.zeros((BN, BM), tl.float32)
+    is_last = True
+    if ONE_PROGRAM:
+        for split in range(SPLITS):
+            first = split * LENGTH
+            last = tl.minimum(first + LENGTH, K)
+            total += _partial_sum(x, w, rows, batch_rows, first, last, M, N, K, BM, BN, BK, STAGES)
+    else:
+        split = tl.program_id(2)
+        first = split * LENGTH
+        last = tl.minimum(first + LENGTH, K)
+        sums = _partial_sum(x, w, rows, batch_rows, first, last, M, N, K, BM, BN, BK, STAGES)
+        offsets = batch_rows[None, :] * N + rows[:, None]
+        inside = (batch_rows < M)[None, :] & (rows < N)[:, None]
+        tl.store(parts + split * M * N + offsets, sums, mask=inside)
+        tl.debug_barrier()
+        counter = arrived + column * tl.num_programs(0) + tile
+        is_last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            tl.store(counter, 0)
+            for number in range(SPLITS):
+                partial = parts + number * M * N + offsets
+                total += tl.load(partial, mask=inside, other=0.0, cache_modifier=".cg")
+    if is_last:
+        if BIAS:
+            total += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+        out_offsets = batch_rows.to(tl.int64)[None, :] * N + rows[:, None]
+        is_valid = (batch_rows < M)[None, :] & (rows < N)[:, None]
+        tl.store(out + out_offsets, total.to(out.dtype.element_ty), mask=is_valid)
+
+
+# -- LoRA with one adapter per row: out += up · (down · x), in two launches
+
+
+@triton.jit
+def shrink(
+    x, down, slots, low, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """low [batch, N] = down [slot, N, K] · x [batch, K]."""
+    wait(PDL)
+    batch_row = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(1) * BN + tl.arange(0, BN)
+    slot = tl.load(slots + batch_row).to(tl.int64)
+    if slot > 0:
+        total = tl.zeros([BN], tl.float32)
+        weights = down + (slot * N + rows[:, None]) * K
+        for first in range(0, K, BK):
+            cols = first + tl.arange(0, BK)
+            inside = cols < K
+            vector = tl.load(x + batch_row * K + cols, mask=inside, other=0.0).to(tl.float32)
+            mask = inside[None, :] & (rows[:, None] < N)
+            part = tl.load(weights + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+            total += tl.sum(part * vector[None, :], 1)
+        tl.store(low + batch_row * N + rows, total, mask=rows < N)
+
+
+@triton.jit
+def expand(
+    low, up, slots, out, SECOND, THIRD, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
+    BN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [batch, N] += up [slot, N, R] · low [batch, PARTS * R].
+
+    For fused matrices: rows from SECOND on use the second R columns of `low`, those from THIRD on
+    the third.
+    """
+    wait(PDL)
+    batch_row = tl.program_id(0).to(tl.int64)
+    rows, ranks = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, R)
+    slot = tl.load(slots + batch_row).to(tl.int64)
+    if slot > 0:
+        inside = rows < N
+        part = (rows >= SECOND).to(tl.int32) + (rows >= THIRD).to(tl.int32)
+        columns = part[:, None] * R + ranks[None, :]
+        low_part = tl.load(low + batch_row * (PARTS * R) + columns, mask=inside[:, None], other=0.0)
+        weights = up + (slot * N + rows[:, None]) * R + ranks[None, :]
+        up_part = tl.load(weights, mask=inside[:, None], other=0.0).to(tl.float32)
+        out_ptr = out + batch_row * N + rows
+        sums = tl.load(out_ptr, mask=inside, other=0.0).to(tl.float32) + tl.sum(
+            up_part * low_part, 1
+        )
+        tl.store(out_ptr, sums.to(out.dtype.element_ty), mask=inside)

@@ -10,8 +10,13 @@ two or four bytes that one or two units share (`KIND`, see `PackedLayout`), and 
 256 columns for types with super-blocks. FP8 (KIND 4) has one scale per row or per SHARE units.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
+
+from unspool.backends.cuda.kernels.common import rounded
+from unspool.backends.cuda.kernels.gemv import epilogue
 
 HALF, HALVES, SUPER, SIGNED, FLOAT8 = 0, 1, 2, 3, 4
 
@@ -201,3 +206,288 @@ def packed_gemm(
     at = out_rows.to(tl.int64)[None, :] * WIDE + rows[:, None]
     inside = (out_rows < M)[None, :] & (rows < N)[:, None]
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+# -- GEMV with a packed (quantized) matrix and the fused operations of `gemv_kernel`
+
+
+@triton.jit
+def load_slot(vector, units, SLOT: tl.constexpr, BITS: tl.constexpr, K: tl.constexpr):
+    """Load the numbers of a vector that are multiplied with a slot, [units, 4]."""
+    cols = units[:, None] * (128 // BITS) + 4 * SLOT + tl.arange(0, 4)[None, :]
+    return tl.load(vector + cols, cols < K, 0.0).to(tl.float32)
+
+
+@triton.jit
+def normalize_slots(
+    vector_slots,
+    gains,
+    shifts,
+    x,
+    units,
+    eps,
+    K: tl.constexpr,
+    BITS: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Normalize a vector that is divided into slots."""
+    slots = vector_slots
+    if NORM != 0:
+        mean = 0.0
+        if NORM == 2:
+            total = vector_slots[0]
+            for slot in tl.static_range(1, 32 // BITS):
+                total += vector_slots[slot]
+            mean = tl.sum(total) / K
+        squares = tl.zeros_like(vector_slots[0])
+        for slot in tl.static_range(0, 32 // BITS):
+            centered = vector_slots[slot] - mean
+            if NORM == 2:
+                cols = units[:, None] * (128 // BITS) + 4 * slot + tl.arange(0, 4)[None, :]
+                centered = tl.where(cols < K, centered, 0.0)
+            squares += centered * centered
+        inv_std = tl.rsqrt(tl.sum(squares) / K + eps)
+        slots = ()
+        for slot in tl.static_range(0, 32 // BITS):
+            part = (vector_slots[slot] - mean) * inv_std * gains[slot]
+            if NORM == 2:
+                part += shifts[slot]
+            slots = slots + (rounded(part, x),)  # noqa: RUF005 (Triton has no unpacking)
+    return slots
+
+
+@triton.jit
+def max_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def pack_bytes(a, b, c, d, SECOND: tl.constexpr, NATIVE: tl.constexpr):
+    """Pack the lowest (or second) bytes of four integers into one."""
+    if NATIVE:
+        if SECOND:
+            code: tl.constexpr = """{ .reg .b32 t, u;
+                prmt.b32 t, $1, $2, 0x51; prmt.b32 u, $3, $4, 0x51; prmt.b32 $0, t, u, 0x5410; }"""
+        else:
+            code: tl.constexpr = """{ .reg .b32 t, u;
+                prmt.b32 t, $1, $2, 0x40; prmt.b32 u, $3, $4, 0x40; prmt.b32 $0, t, u, 0x5410; }"""
+        packed = tl.inline_asm_elementwise(
+            code, "=r,r,r,r,r", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        SHIFT: tl.constexpr = 8 if SECOND else 0
+        packed = (a >> SHIFT) & 255
+        packed |= ((b >> SHIFT) & 255) << 8
+        packed |= ((c >> SHIFT) & 255) << 16
+        packed |= (d >> SHIFT) << 24
+    return packed
+
+
+@triton.jit
+def dot_bytes(weights, x, total, NATIVE: tl.constexpr):
+    """dp4a: `total` + four products of unsigned and signed bytes."""
+    if NATIVE:
+        total = tl.inline_asm_elementwise(
+            "dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [weights, x, total], dtype=tl.int32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        for byte in tl.static_range(0, 4):
+            total += ((weights >> (8 * byte)) & 255) * ((x << (24 - 8 * byte)) >> 24)
+    return total
+
+
+@triton.jit
+def quantize_vector(slots, BITS: tl.constexpr, NATIVE: tl.constexpr):
+    """Quantize a vector to 16-bit integers.
+
+    Returns their upper and lower bytes in the layout of a unit's words [units, 4] (two words each
+    where a byte holds two weights), the step of the quantization, and the sum of the integers
+    [units].
+    """
+    SLOTS: tl.constexpr = 32 // BITS
+    largest = tl.abs(slots[0])
+    for slot in tl.static_range(1, SLOTS):
+        largest = max_nan(largest, tl.abs(slots[slot]))
+    largest = tl.reduce(largest, 1, max_nan)
+    levels = 32512 / tl.maximum(largest, 1e-30)
+    bits = ()
+    for slot in tl.static_range(0, SLOTS):
+        # The low mantissa bits of a float of this size are its integer part. With 128 added, the
+        # second byte is rounded to nearest, and the lowest is the remainder plus 128.
+        shifted = slots[slot] * levels[:, None] + (12582912.0 + 128.0)
+        bits = bits + (shifted.to(tl.int32, bitcast=True),)  # noqa: RUF005
+    upper, lower = (), ()
+    EVERY: tl.constexpr = SLOTS // 4
+    sums = tl.zeros((slots[0].shape[0],), tl.int32)
+    for first in tl.static_range(0, EVERY):
+        a, b = bits[first], bits[first + EVERY]
+        c, d = bits[first + 2 * EVERY], bits[first + 3 * EVERY]
+        high = pack_bytes(a, b, c, d, True, NATIVE)
+        low = pack_bytes(a, b, c, d, False, NATIVE) ^ -0x7F7F7F80  # flip the top bit of each byte
+        upper = upper + (high,)  # noqa: RUF005
+        lower = lower + (low,)  # noqa: RUF005
+        ones = tl.full(high.shape, 0x01010101, tl.int32)
+        zeros = tl.zeros_like(high)
+        slot_sum = dot_bytes(ones, high, zeros, NATIVE) * 256 + dot_bytes(ones, low, zeros, NATIVE)
+        sums += tl.sum(slot_sum, 1)
+    return upper, lower, largest / 32512, sums
+
+
+@triton.jit
+def int_product(tile, upper, lower, BITS: tl.constexpr, NATIVE: tl.constexpr):
+    """Integer dot product of each unit, [rows, units]."""
+    zeros = tl.zeros_like(tile)
+    if BITS == 4:
+        even, odd = tile & 0x0F0F0F0F, (tile >> 4) & 0x0F0F0F0F
+        high = dot_bytes(odd, upper[1][None, :, :], zeros, NATIVE)
+        high = dot_bytes(even, upper[0][None, :, :], high, NATIVE)
+        low = dot_bytes(odd, lower[1][None, :, :], high * 256, NATIVE)
+        low = dot_bytes(even, lower[0][None, :, :], low, NATIVE)
+    else:
+        high = dot_bytes(tile, upper[0][None, :, :], zeros, NATIVE)
+        low = dot_bytes(tile, lower[0][None, :, :], high * 256, NATIVE)
+    return tl.sum(low, 2)
+
+
+@triton.jit
+def float_product(tile, slots, zero, BITS: tl.constexpr, KIND: tl.constexpr):
+    """Float dot product of each unit, [rows, units]."""
+    products = slot_numbers(tile, zero, 0, BITS, KIND) * slots[0][None, :, :]
+    for slot in tl.static_range(1, 32 // BITS):
+        products += slot_numbers(tile, zero, slot, BITS, KIND) * slots[slot][None, :, :]
+    return tl.sum(products, 2)
+
+
+@triton.jit
+def excess_and_sums(slots, BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr):
+    """Offset of a unit's float dot product, and the sum of the vector, [units]."""
+    sums = tl.zeros((slots[0].shape[0],), tl.float32)
+    excess = sums
+    for slot in tl.static_range(0, 32 // BITS):
+        slot_sum = tl.sum(slots[slot], 1)
+        sums += slot_sum
+        excess += slot_sum * (magic(slot, BITS, KIND) + OFFSET)
+    return excess, sums
+
+
+@triton.jit
+def product(
+    tile, record, factor, units, slots, upper, lower, step, sums, zero,
+    BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, SHARE: tl.constexpr,
+    INTEGER: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Rows times the vector, [rows]. `sums`: sum of the vector in each unit."""
+    scale, minimum = scale_and_minimum(record, factor, units, KIND, SHARE)
+    if INTEGER:
+        products = int_product(tile, upper, lower, BITS, NATIVE) - (OFFSET * sums)[None, :]
+        total = scale * step[None, :] * products.to(tl.float32)
+    else:
+        total = scale * (float_product(tile, slots, zero, BITS, KIND) - step[None, :])
+    if KIND == 1 or KIND == 2:
+        if INTEGER:
+            total -= minimum * (step * sums.to(tl.float32))[None, :]
+        else:
+            total -= minimum * sums[None, :]
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def block_rows(block, N, BN: tl.constexpr, GLU: tl.constexpr):
+    """Rows of a block; with GLU each is followed by its row of up."""
+    if GLU:
+        number = tl.arange(0, 2 * BN)
+        rows = block * BN + number // 2
+        rows = tl.where(rows < N, rows + number % 2 * N, 2 * N)
+    else:
+        rows = block * BN + tl.arange(0, BN)
+    return rows
+
+
+@triton.jit
+def normalize_vector(
+    vector_slots, gains, shifts, x, units, eps, K: tl.constexpr, BITS: tl.constexpr,
+    NORM: tl.constexpr, LATER: tl.constexpr,
+):  # fmt: skip
+    """Normalize the vector; return it in slots, and a factor for the products.
+
+    With LATER the factor is the RMS norm's root, which is applied after the products.
+    """
+    root = 1.0
+    if LATER:
+        slots = ()
+        squares = tl.zeros_like(vector_slots[0])
+        for slot in tl.static_range(0, 32 // BITS):
+            squares += vector_slots[slot] * vector_slots[slot]
+            slots = slots + (vector_slots[slot] * gains[slot],)  # noqa: RUF005
+        root = tl.rsqrt(tl.sum(squares) / K + eps)
+    else:
+        slots = normalize_slots(vector_slots, gains, shifts, x, units, eps, K, BITS, NORM)
+    return slots, root
+
+
+@triton.jit
+def packed_gemv(
+    x, gain, shift, quants, records, factors, bias, res, out, N, eps, X_STRIDE, RES_STRIDE,
+    OUT_STRIDE, K: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, BITS: tl.constexpr,
+    KIND: tl.constexpr, OFFSET: tl.constexpr, SHARE: tl.constexpr, BN: tl.constexpr,
+    NORM: tl.constexpr, GLU: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    RES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
+    """`gemv_kernel` with a packed matrix of U units per row (UP: the power of two >= U).
+
+    NATIVE: on a GPU, with instructions for bytes.
+    """
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    vector_index = tl.program_id(1).to(tl.int64)
+    x, res, out = (
+        x + vector_index * X_STRIDE,
+        res + vector_index * RES_STRIDE,
+        out + vector_index * OUT_STRIDE,
+    )
+    start, stride = tl.program_id(0), tl.num_programs(0)
+    units, height = tl.arange(0, UP), N * (1 + GLU)
+    tile, record, factor = load_units(
+        quants, records, factors, block_rows(start, N, BN, GLU), units, height, U, BITS, KIND,
+        SHARE,
+    )  # fmt: skip
+    gains, shifts = (), ()
+    for slot in tl.static_range(0, 32 // BITS):
+        if NORM != 0:
+            gains = gains + (load_slot(gain, units, slot, BITS, K),)  # noqa: RUF005
+        if NORM == 2:
+            shifts = shifts + (load_slot(shift, units, slot, BITS, K),)  # noqa: RUF005
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+    vector_slots = ()
+    for slot in tl.static_range(0, 32 // BITS):
+        vector_slots = vector_slots + (load_slot(x, units, slot, BITS, K),)  # noqa: RUF005
+    INTEGER: tl.constexpr = KIND != 4 and x.dtype.element_ty.primitive_bitwidth == 16
+    slots, root = normalize_vector(
+        vector_slots, gains, shifts, x, units, eps, K, BITS, NORM, INTEGER and NORM == 1
+    )
+    upper, lower = slots, slots
+    if INTEGER:
+        upper, lower, step, sums = quantize_vector(slots, BITS, NATIVE)
+        step *= root
+    else:
+        step, sums = excess_and_sums(slots, BITS, KIND, OFFSET)
+    zero = tl.minimum(N, 0)
+    for block in range(start, tl.cdiv(N, BN), stride):
+        next_tile, next_record, next_factor = load_units(
+            quants, records, factors, block_rows(block + stride, N, BN, GLU), units, height,
+            U, BITS, KIND, SHARE,
+        )  # fmt: skip
+        y = product(
+            tile, record, factor, units, slots, upper, lower, step, sums, zero, BITS, KIND, OFFSET,
+            SHARE, INTEGER, NATIVE,
+        )  # fmt: skip
+        z = y
+        if GLU:
+            y, z = tl.split(tl.reshape(y, [BN, 2]))
+        rows = block * BN + tl.arange(0, BN)
+        epilogue(y, z, rows, rows < N, bias, res, out, N, GLU, ACTIVATION, BIAS, RES)
+        tile, record, factor = next_tile, next_record, next_factor

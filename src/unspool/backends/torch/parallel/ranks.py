@@ -14,26 +14,273 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.distributed
+from torch import Tensor
 
-from unspool.backends.torch.parallel.groups import RankGroups, Store, dist
-from unspool.backends.torch.parallel.messages import RankMessage
-from unspool.backends.torch.parallel.processes import (
-    Process,
-    exit_reason,
-    start_processes,
-    stop_processes,
-)
+from unspool.backends.step import ObserveRequest, StepBatch, TableUpdates
 from unspool.errors import SettingsError, UnspoolError
-from unspool.model.split import TensorParallelRank
+from unspool.model.adapters import Adapter, LowRank
+from unspool.model.files.sharding import TensorParallelRank
+
+# -- Messages from rank 0 to the others, as bytes: a line of JSON, then arrays
+
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+_HEADER_BYTES = 4  # length of the JSON line
+# Fields that are arrays.
+_STEP_ARRAYS = tuple(f.name for f in fields(StepBatch) if f.type == "Ints")
+_UPDATE_ARRAYS = tuple(f.name for f in fields(TableUpdates))
+_LOOK_ARRAYS = tuple(f.name for f in fields(ObserveRequest) if f.type == "Ints")
+
+
+@dataclass(frozen=True, slots=True)
+class RankMessage:
+    """A command for all ranks: its kind, the number of the model, and its arguments."""
+
+    kind: str
+    model: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+    arrays: Arrays = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        shapes = {name: [a.dtype.str, a.shape] for name, a in self.arrays.items()}
+        line = json.dumps([self.kind, self.model, self.facts, shapes]).encode()
+        parts = [np.ascontiguousarray(array).tobytes() for array in self.arrays.values()]
+        return b"".join([len(line).to_bytes(_HEADER_BYTES, "little"), line, *parts])
+
+    @classmethod
+    def decode(cls, content: bytes) -> RankMessage:
+        end = _HEADER_BYTES + int.from_bytes(content[:_HEADER_BYTES], "little")
+        kind, model, facts, shapes = json.loads(content[_HEADER_BYTES:end])
+        arrays: Arrays = {}
+        for name, (dtype, shape) in shapes.items():
+            count = int(np.prod(shape))
+            array = np.frombuffer(content, dtype, count, end).reshape(shape)
+            arrays[name] = array.copy()  # torch needs writable memory
+            end += array.nbytes
+        return cls(kind, model, facts, arrays)
+
+
+def step_message(model: int, batch: StepBatch) -> RankMessage:
+    arrays = {name: getattr(batch, name) for name in _STEP_ARRAYS}
+    arrays |= {f"updates.{name}": getattr(batch.table_updates, name) for name in _UPDATE_ARRAYS}
+    facts: dict[str, Any] = {}
+    if batch.observe:
+        arrays |= {f"look.{name}": getattr(batch.observe, name) for name in _LOOK_ARRAYS}
+        facts["layers"] = batch.observe.layers
+    return RankMessage("step", model, facts, arrays)
+
+
+def parse_step(message: RankMessage) -> StepBatch:
+    def with_prefix(prefix: str) -> Arrays:
+        return {
+            name.removeprefix(prefix): array
+            for name, array in message.arrays.items()
+            if name.startswith(prefix)
+        }
+
+    arrays: dict[str, Any] = {name: message.arrays[name] for name in _STEP_ARRAYS}
+    batch = StepBatch(**arrays)
+    batch.table_updates = TableUpdates(**with_prefix("updates."))
+    if look := with_prefix("look."):
+        layers = message.facts["layers"]
+        batch.observe = ObserveRequest(**look, layers=None if layers is None else tuple(layers))
+    return batch
+
+
+def adapter_message(model: int, number: int, adapter: Adapter | None) -> RankMessage:
+    facts: dict[str, Any] = {"number": number, "scales": None}
+    if adapter is None:
+        return RankMessage("adapter", model, facts)
+    facts["scales"] = {name: part.scale for name, part in adapter.parts.items()}
+    arrays: Arrays = {}
+    for name, part in adapter.parts.items():
+        arrays |= {f"{name} down": part.down, f"{name} up": part.up}
+    return RankMessage("adapter", model, facts, arrays)
+
+
+def parse_adapter(message: RankMessage) -> Adapter | None:
+    scales = message.facts["scales"]
+    if scales is None:
+        return None
+    return Adapter(
+        {
+            name: LowRank(message.arrays[f"{name} down"], message.arrays[f"{name} up"], scale)
+            for name, scale in scales.items()
+        }
+    )
+
+
+# -- Communication between ranks: bytes from rank 0 to all, and tensor collectives on their
+# devices
+
+
+dist: Any = torch.distributed  # Any: its type stubs are incomplete
+Store = Any
+
+_IDLE_TIMEOUT = timedelta(days=3650)  # there may be no request for a long time
+_STEP_TIMEOUT = timedelta(seconds=60)  # for other ranks within a step
+_FIRST_BYTES = 16 << 10  # sent in the first broadcast: enough for a step of many sequences
+_LENGTH_BYTES = 8  # length prefix of a message
+
+
+class RankGroups:
+    """A control group over gloo, and a compute group, over NCCL where each rank has a separate GPU.
+
+    `address`: bind to this address, which only processes of this machine can reach.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        share: TensorParallelRank,
+        device: torch.device,
+        *,
+        nccl: bool,
+        address: str | None,
+    ) -> None:
+        def gloo(name: str, timeout: timedelta) -> Any:
+            make = dist.ProcessGroupGloo
+            options = make._Options()
+            network = make.create_default_device()
+            if address:
+                network = make.create_device(hostname=address)
+            options._devices, options._timeout = [network], timeout
+            return make(dist.PrefixStore(name, store), share.rank, share.ranks, options)
+
+        self._is_rank_zero, self._world_size, self._nccl = share.rank == 0, share.ranks, nccl
+        self._control = gloo("control", _IDLE_TIMEOUT)
+        if not nccl:
+            self._compute = gloo("compute", _STEP_TIMEOUT)
+            return
+        torch.cuda.set_device(device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _STEP_TIMEOUT
+        prefixed = dist.PrefixStore("compute", store)
+        self._compute = dist.ProcessGroupNCCL(prefixed, share.rank, share.ranks, options)
+
+    # -- bytes -------------------------------------------------------------------------------
+
+    def send(self, content: bytes) -> None:
+        """Send bytes from rank 0 to all others: one broadcast, or two if they are long."""
+        frame = len(content).to_bytes(_LENGTH_BYTES, "little") + content
+        for part in (frame[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"), frame[_FIRST_BYTES:]):
+            if part:
+                self._broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+
+    def receive(self) -> bytes:
+        """Wait for the next bytes from rank 0."""
+        first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
+        self._broadcast(first)
+        frame = first.numpy().tobytes()
+        length = _LENGTH_BYTES + int.from_bytes(frame[:_LENGTH_BYTES], "little")
+        if length > _FIRST_BYTES:
+            remainder = torch.empty(length - _FIRST_BYTES, dtype=torch.uint8)
+            self._broadcast(remainder)
+            frame += remainder.numpy().tobytes()
+        return frame[_LENGTH_BYTES:length]
+
+    def _broadcast(self, content: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._control.broadcast([content], options).wait()
+
+    def minimum(self, *numbers: int) -> list[int]:
+        """Elementwise minimum over all ranks; waits for all of them without a time limit."""
+        tensor = torch.tensor(numbers)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        self._control.allreduce([tensor], options).wait()
+        return [int(number) for number in tensor]
+
+    # -- tensors, on the devices ---------------------------------------------------------------
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum over all ranks, bit-identical on each of them."""
+        x = x.contiguous()
+        self._compute.allreduce([x]).wait()
+        return x
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Gather tensors of one shape from all ranks on rank 0; empty on the others."""
+        source = x.contiguous() if self._nccl else x.contiguous().cpu()
+        count = self._world_size if self._is_rank_zero else 0
+        targets = [torch.empty_like(source) for _ in range(count)]
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        self._compute.gather([targets] if targets else [], [source], options).wait()
+        return [tensor.to(x.device) for tensor in targets]
+
+    def abort(self) -> None:
+        """Abort a wait for a dead rank. Gloo detects that by itself."""
+        if self._nccl:
+            self._compute.abort()
+
+
+# -- Processes of the other ranks on this machine; they end with the process that started them
+
+
+Process = subprocess.Popen[bytes]
+
+_EXIT_TIMEOUT_S = 5.0  # before a process is killed
+_WORKER_MODULE = "unspool.backends.torch.parallel.worker"
+
+
+def start_processes(port: int, count: int, threads: int) -> list[Process]:
+    """Start ranks 1 to count - 1."""
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", _WORKER_MODULE, str(port), str(rank), str(count)],
+            stdin=subprocess.PIPE,  # closed by the system when this process ends
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C goes to this process only, which stops them
+            env={**environment, "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(1, count)
+    ]
+
+
+def stop_processes(processes: Sequence[Process]) -> None:
+    """Close their stdin, on which they exit; kill those that do not."""
+    for process in processes:
+        if process.stdin is not None:
+            with suppress(OSError):
+                process.stdin.close()
+    deadline = time.monotonic() + _EXIT_TIMEOUT_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def exit_reason(process: Process) -> str:
+    """How an ended process ended."""
+    code = process.returncode
+    if code >= 0:
+        return f"exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-code, f'signal {-code}')}"
+
 
 _LOOPBACK = "127.0.0.1"
 _START_TIMEOUT_S = 300.0  # for the other processes to import torch

@@ -14,16 +14,43 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from unspool.backends.torch.parallel.messages import RankMessage
-    from unspool.backends.torch.parallel.ranks import Ranks
-    from unspool.backends.torch.parallel.transformer import SplitTransformer
+    from unspool.backends.torch.parallel.model import SplitTransformer
+    from unspool.backends.torch.parallel.ranks import RankMessage, Ranks
+
+
+# -- Processes started by torchrun, detected without importing torch
+
+
+def world_size() -> int | None:
+    """World size of torchrun; None if this process is not one of several."""
+    count = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    return count if count > 1 else None
+
+
+def is_rank_zero() -> bool:
+    return world_size() is None or os.environ.get("RANK") == "0"
+
+
+def run_worker_unless_rank_zero() -> None:
+    """On ranks other than 0: compute for rank 0 until it ends, then exit."""
+    if not is_rank_zero():
+        work_for_torchrun()
+        sys.exit(0)
+
+
+def release_workers() -> None:
+    """On rank 0, at exit: release the other ranks if they were never used."""
+    if world_size() is not None and is_rank_zero():
+        from unspool.backends.torch.parallel.ranks import release_torchrun
+
+        release_torchrun()
 
 
 def main(arguments: list[str]) -> None:
     """Entry point of a process that rank 0 started."""
     threading.Thread(target=_exit_with_rank_zero, daemon=True).start()
     from unspool.backends.torch.parallel.ranks import Ranks
-    from unspool.model.split import TensorParallelRank
+    from unspool.model.files.sharding import TensorParallelRank
 
     port, rank, count = map(int, arguments)
     work(Ranks.join(port, TensorParallelRank(rank, count)))
@@ -40,7 +67,7 @@ def work_for_torchrun() -> None:
 
 def work(ranks: Ranks) -> None:
     """Run the messages of rank 0 until it sends "end"."""
-    from unspool.backends.torch.parallel.held import ModelPart
+    from unspool.backends.torch.parallel.model import ModelPart
 
     models: dict[int, ModelPart] = {}
     try:
@@ -63,11 +90,10 @@ def work(ranks: Ranks) -> None:
 def _load(message: RankMessage, ranks: Ranks) -> SplitTransformer:
     from pathlib import Path
 
-    from unspool.backends.torch.parallel.loaded import digest
-    from unspool.backends.torch.parallel.transformer import load_part
+    from unspool.backends.torch.parallel.model import digest, load_part
     from unspool.errors import ModelFileError
-    from unspool.model.checkpoint import open_checkpoint
-    from unspool.model.hub import find_model
+    from unspool.model.files.checkpoint import open_checkpoint
+    from unspool.model.hub.find import find_model
 
     facts = message.facts
     path = Path(facts["path"])

@@ -1,0 +1,136 @@
+"""Small kernels between the GEMMs of a batch: one program per row (a new token)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from unspool.backends.cuda.kernels.common import activated, normalized, rounded, wait
+
+
+@triton.jit
+def embed_and_update(
+    updates, table, tokens, previous, positions, embed, position_embed, h, scale, ROOM,
+    D: tl.constexpr, DP: tl.constexpr, UNPACKED: tl.constexpr, SCALED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """First kernel of a step: update the block table and embed the tokens.
+
+    UNPACKED: the embedding is in `h` already. A token -1 - n is pick n of the previous step.
+    `updates` holds the number of updates, then indices into the table, then (from 1 + ROOM on) the
+    pages; the last program applies them.
+    """
+    batch_row, num_rows = tl.program_id(0), tl.num_programs(0) - 1
+    if batch_row == num_rows:
+        count = tl.load(updates)
+        for first in range(0, count, 256):
+            number = first + tl.arange(0, 256)
+            inside = number < count
+            index = tl.load(updates + 1 + number, mask=inside, other=0)
+            page = tl.load(updates + 1 + ROOM + number, mask=inside, other=0)
+            tl.store(table + index, page, mask=inside)
+    else:
+        cols = tl.arange(0, DP)
+        row = batch_row.to(tl.int64)
+        if not UNPACKED:
+            row = tl.load(tokens + batch_row)
+            if row < 0:
+                row = tl.load(previous - 1 - row)
+            row = tl.maximum(row, 0)  # a failed pick: the host drops its row
+        vector = tl.load(embed + row * D + cols, mask=cols < D, other=0.0).to(tl.float32)
+        if SCALED:
+            vector = rounded(vector * scale, h)
+        if POSITIONS:
+            index = tl.load(positions + batch_row).to(tl.int64) * D + cols
+            vector += tl.load(position_embed + index, mask=cols < D, other=0.0).to(tl.float32)
+        tl.store(
+            h + batch_row.to(tl.int64) * D + cols, vector.to(h.dtype.element_ty), mask=cols < D
+        )
+
+
+@triton.jit
+def add_norm(
+    h, first, second, post_gain, post_shift, gain, shift, out, eps,
+    D: tl.constexpr, DP: tl.constexpr, ADDED: tl.constexpr, POST: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """h += first + second (ADDED vectors; POST: `first` is normalized before); out = norm(h), or h
+    without NORM."""
+    batch_row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, DP)
+    inside = cols < D
+    weight, offset, post_weight, post_offset = 0.0, 0.0, 0.0, 0.0
+    if NORM != 0:
+        weight = tl.load(gain + cols, mask=inside, other=0.0)
+    if NORM == 2:
+        offset = tl.load(shift + cols, mask=inside, other=0.0)
+    if POST != 0:
+        post_weight = tl.load(post_gain + cols, mask=inside, other=0.0)
+    if POST == 2:
+        post_offset = tl.load(post_shift + cols, mask=inside, other=0.0)
+    wait(PDL)
+    x = tl.load(h + batch_row * D + cols, mask=inside, other=0.0).to(tl.float32)
+    if ADDED > 0:
+        y = tl.load(first + batch_row * D + cols, mask=inside, other=0.0).to(tl.float32)
+        if POST != 0:
+            y = rounded(normalized(y, inside, post_weight, post_offset, eps, D, POST), h)
+        x = rounded(x + y, h)
+        if ADDED > 1:
+            x = rounded(x + tl.load(second + batch_row * D + cols, mask=inside, other=0.0), h)
+        tl.store(h + batch_row * D + cols, x.to(h.dtype.element_ty), mask=inside)
+    if NORM != 0:
+        x = normalized(x, inside, weight, offset, eps, D, NORM)
+    tl.store(out + batch_row * D + cols, x.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def glu(
+    gate_up, out, F: tl.constexpr, BF: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """act(gate) * up, where `gate_up` is [gate, up]; without a gate act(up)."""
+    wait(PDL)
+    batch_row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BF + tl.arange(0, BF)
+    inside, width = cols < F, F * (1 + GATED)
+    y = tl.load(gate_up + batch_row * width + cols, mask=inside, other=0.0).to(tl.float32)
+    y = rounded(activated(y, ACTIVATION), out)
+    if GATED:
+        y *= tl.load(gate_up + batch_row * width + F + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + batch_row * F + cols, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_all_heads(
+    qkv, q_gain, k_gain, eps, Q: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm over all query heads together, and over all key heads, in place."""
+    wait(PDL)
+    batch_row, keys = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cols = tl.arange(0, P)
+    size = tl.where(keys == 1, K, Q)
+    at = qkv + batch_row * WIDTH + tl.where(keys == 1, Q, 0) + cols
+    inside = cols < size
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    gain = tl.load(tl.where(keys == 1, k_gain, q_gain) + cols, mask=inside, other=0.0)
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps) * gain
+    tl.store(at, x.to(qkv.dtype.element_ty), mask=inside)
+
+
+# -- Greedy token of a drafting head, picked on the device
+
+
+@triton.jit
+def greedy_token(logits, ids, temperature, token, logprob, N, NP: tl.constexpr):
+    """Token with the largest logit (ties: the first), and its log-probability.
+
+    NP is the power of two >= N.
+    """
+    indices = tl.arange(0, NP)
+    inside = indices < N
+    x = tl.load(logits + indices, mask=inside, other=-float("inf")).to(tl.float32)
+    peak = tl.max(x, 0)
+    first = tl.min(tl.where(x == peak, indices, NP), 0)
+    first = tl.minimum(first, N - 1)  # NaN logits: any valid token
+    scaled = (x - peak) / tl.load(temperature).to(tl.float32)
+    tl.store(token, tl.load(ids + first))
+    tl.store(logprob, -tl.log(tl.sum(tl.where(inside, tl.exp(scaled), 0.0), 0)).to(tl.float64))

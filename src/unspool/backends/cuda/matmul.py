@@ -1,0 +1,656 @@
+"""Matrix products with unquantized weights: GEMV by our kernel, GEMM by cuBLAS."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unspool.backends.cuda.kernels.common import ACTIVATIONS, LAYER, NO_NORM, RMS
+from unspool.backends.cuda.kernels.gemv import exact_gemm_kernel, gemv_kernel
+from unspool.backends.cuda.kernels.packed import (
+    FLOAT8,
+    HALF,
+    HALVES,
+    SIGNED,
+    SUPER,
+    dequantize_rows_kernel,
+    packed_gemm,
+    packed_gemv,
+)
+from unspool.model.files.stored import block_width
+
+_WEIGHTS_PER_THREAD = 64  # held in registers: enough loads in flight
+_WARPS_PER_SM = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NormWeights:
+    """An RMSNorm, or, with a bias, a LayerNorm."""
+
+    gain: Tensor  # [width], float32
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Epilogue:
+    """Operations fused into a GEMV: norm before it; activation, gate and residual after it."""
+
+    eps: float
+    norm: NormWeights | None = None  # of the input vector
+    activation: str = "none"
+    gated: bool = False  # GLU: activation(upper half of the rows) * lower half
+    residual: Tensor | None = None  # added at the end
+    early: bool = True  # whether the next kernel may start before the previous one has ended
+    pdl: bool = False  # programmatic dependent launch
+
+
+def norm_kind(norm: NormWeights | None) -> int:
+    if norm is None:
+        return NO_NORM
+    return RMS if norm.bias is None else LAYER
+
+
+def next_power_of_two(number: int) -> int:
+    """Smallest power of two >= number."""
+    return 1 << (number - 1).bit_length()
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # Triton's interpreter runs programs one after the other
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def num_vectors(x: Tensor) -> int:
+    """Number of vectors: x is [columns] or [n, columns]."""
+    return 1 if x.dim() == 1 else len(x)
+
+
+def row_strides(*vectors: Tensor | None) -> list[int]:
+    """Row stride of each tensor; 0 for a single vector or None."""
+    return [0 if x is None or x.dim() == 1 else x.stride(0) for x in vectors]
+
+
+def gemv_tiling(
+    rows: int, columns: int, tiles: int, size: int, vectors: int, device: torch.device
+) -> list[int]:
+    """Rows per iteration and warps of a program, and programs per vector."""
+    if device.type != "cuda":
+        return [32, 1, min(-(-rows // 32), 2)]  # few launches and loops: the interpreter is slow
+    half_width = columns * tiles * size // 2
+    block_rows = 1 if half_width >= 32_768 else 4 if half_width <= 1024 and rows >= 16_384 else 2
+    threads = block_rows * half_width / (32 * _WEIGHTS_PER_THREAD)
+    warps = max(1, min(16, 1 << round(math.log2(max(1, threads)))))
+    programs = num_multiprocessors(device) * min(8, max(1, _WARPS_PER_SM // warps))
+    return [block_rows, warps, min(-(-rows // block_rows), -(-programs // vectors))]
+
+
+def gemv(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+    """out = W · x for one vector or each of a few, with fused operations."""
+    rows, columns = weight.shape[0] // (1 + epilogue.gated), weight.shape[1]
+    tiles, vectors = 1 + epilogue.gated, num_vectors(x)
+    block_rows, warps, programs = gemv_tiling(
+        rows, columns, tiles, weight.element_size(), vectors, weight.device
+    )
+    norm = epilogue.norm
+    gemv_kernel[(programs, vectors)](
+        x,
+        x if norm is None else norm.gain,
+        x if norm is None or norm.bias is None else norm.bias,
+        weight,
+        x if bias is None else bias,
+        x if epilogue.residual is None else epilogue.residual,
+        out,
+        rows,
+        epilogue.eps,
+        *row_strides(x, epilogue.residual, out),
+        K=columns,
+        KP=next_power_of_two(columns),
+        BN=block_rows,
+        NORM=norm_kind(norm),
+        GLU=epilogue.gated,
+        ACTIVATION=ACTIVATIONS[epilogue.activation],
+        BIAS=bias is not None,
+        RES=epilogue.residual is not None,
+        EARLY=epilogue.early,
+        PDL=epilogue.pdl,
+        num_warps=warps,
+        launch_pdl=epilogue.pdl,
+    )
+
+
+def gemm(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
+    """out [M, rows] = x [M, columns] · Wᵀ + bias."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+# -- GEMM with a fixed order of summation: choice of tiles, and the launch
+
+
+_EXACT_COLUMNS = 64  # per tl.dot
+_MAX_SPLIT_ROWS = (
+    64  # up to this many rows of x, several programs share the columns of a tile (split-K)
+)
+_MAX_SPLITS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExactScratch:
+    """Partial sums of split-K."""
+
+    parts: Tensor
+    arrived: Tensor  # all zero between launches
+
+    @classmethod
+    @functools.cache
+    def for_device(cls, device: torch.device) -> ExactScratch:
+        size = _MAX_SPLIT_ROWS * 16_384 * _MAX_SPLITS
+        return cls(
+            torch.empty(size, dtype=torch.float32, device=device),
+            torch.zeros(16_384, dtype=torch.int32, device=device),
+        )
+
+
+@functools.cache
+def num_splits(rows: int, columns: int) -> int:
+    """Number of splits of the columns: even a single row keeps a large GPU busy.
+
+    The same on every GPU, otherwise the generated text would differ.
+    """
+    tiles, max_splits = -(-rows // 64), max(1, columns // (4 * _EXACT_COLUMNS))
+    count = 1
+    while count < min(_MAX_SPLITS, max_splits) and tiles * count < 264:
+        count *= 2
+    return count
+
+
+def exact_gemm(
+    weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, *, pdl: bool = False
+) -> None:
+    """out [M, rows] = x [M, columns] · Wᵀ + bias."""
+    count, (rows, columns) = len(x), weight.shape
+    parts = num_splits(rows, columns)
+    one_program = parts == 1 or count > _MAX_SPLIT_ROWS or rows > 16_384
+    tile_rows, tile_batch, stages, warps = _exact_tile(count, parts)
+    grid = (-(-rows // tile_rows), -(-count // tile_batch), 1 if one_program else parts)
+    scratch = ExactScratch.for_device(weight.device)
+    exact_gemm_kernel[grid](
+        x, weight, x if bias is None else bias, out, scratch.parts, scratch.arrived, count, rows,
+        K=columns, SPLITS=parts, ONE_PROGRAM=one_program, BM=tile_batch, BN=tile_rows,
+        BK=_EXACT_COLUMNS, STAGES=stages, BIAS=bias is not None, PDL=pdl, num_warps=warps,
+        launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _exact_tile(count: int, parts: int) -> tuple[int, int, int, int]:
+    """Rows of the matrix, rows of x, stages and warps of a program; the fastest measured."""
+    if count <= 64:
+        return 64, 16 if count <= 16 else 32 if count <= 32 else 64, 6, 4
+    if parts > 1:
+        return (64, 64, 6, 4) if count <= 256 else (64, 128, 4, 4)
+    return (128, 128, 3, 4) if count <= 128 else (128, 256, 3, 8)
+
+
+# -- Quantized weights of a file, repacked without loss into the layout of the kernels
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Layout of a packed matrix."""
+
+    bits: int
+    kind: int
+    offset: int = 0
+    share: int = 1  # units per record (FP8: per scale)
+
+    @property
+    def unit(self) -> int:
+        """Columns per unit."""
+        return 128 // self.bits
+
+
+PACKINGS = {
+    "Q4_0": PackedLayout(4, HALF, offset=8),
+    "Q4_1": PackedLayout(4, HALVES),
+    "Q4_K": PackedLayout(4, SUPER),
+    "Q5_0": PackedLayout(8, HALF, offset=16, share=2),
+    "Q5_1": PackedLayout(8, HALVES, share=2),
+    "Q5_K": PackedLayout(8, SUPER, share=2),
+    "Q8_0": PackedLayout(8, HALF, offset=128, share=2),
+    "Q2_K": PackedLayout(8, SUPER),
+    "Q3_K": PackedLayout(8, SIGNED, offset=4, share=2),
+    "Q6_K": PackedLayout(8, SIGNED, offset=32, share=2),
+}
+BLOCKS = {  # type -> weights and bytes per block
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
+    "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedTensors:
+    """Tensors of a packed matrix, as the kernels read them."""
+
+    quants: Tensor  # int32 [rows, units, 4]
+    records: Tensor | None = None  # int32 [rows, words]: one or two records each
+    # Two float16 in an int32 [rows, columns / 256]; FP8: float32 scales [rows, blocks].
+    factors: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.quants, self.records, self.factors) if t is not None]
+
+    def empty_like(self, rows: int) -> PackedTensors:
+        """Uninitialized tensors of the same layout with `rows` rows."""
+
+        def empty(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.new_empty(rows, *tensor.shape[1:])
+
+        quants = empty(self.quants)
+        assert quants is not None
+        return PackedTensors(quants, empty(self.records), empty(self.factors))
+
+    def copy_rows(self, first: int, rows: PackedTensors) -> None:
+        """Copy `rows` to the rows from `first` on."""
+        for target, source in zip(self.tensors(), rows.tensors(), strict=True):
+            target[first : first + len(source)].copy_(source)
+
+    def is_finite(self, packing: PackedLayout) -> Tensor:
+        """Whether all weights are finite, as a 0-d tensor."""
+        if packing.kind == FLOAT8:
+            assert self.factors is not None
+            broken = ((self.quants & 0x7F7F7F7F) ^ 0x7F7F7F7F).view(torch.uint8) == 0
+            return self.factors.isfinite().all() & ~broken.any()
+        scales = self.factors if self.factors is not None else self.records
+        assert scales is not None
+        return scales.view(torch.float16).isfinite().all()
+
+
+def repack(type: str, raw: Tensor) -> PackedTensors:
+    """Repack blocks of a GGUF type [rows, bytes]."""
+    blocks = raw.reshape(len(raw), -1, BLOCKS[type][1])  # [rows, blocks, bytes]
+    q, records, factors = _UNPACKERS[type](blocks)
+    rows = len(raw)
+    if records is not None:
+        records = _pad_to_words(records.reshape(rows, -1))
+    if factors is not None:  # two float16 in an int32
+        factors = factors.contiguous().view(torch.int32).reshape(rows, -1)
+    return PackedTensors(_pack_units(q.reshape(rows, -1), PACKINGS[type].bits), records, factors)
+
+
+def _pad_to_words(records: Tensor) -> Tensor:
+    """View the bytes of rows as int32, padded with zeros."""
+    return torch.nn.functional.pad(records, (0, -records.shape[1] % 4)).view(torch.int32)
+
+
+def _pack_units(q: Tensor, bits: int) -> Tensor:
+    """Pack weights [rows, columns], one per byte, into words [rows, units, 4]."""
+    if bits == 4:  # two slots share the bytes of the four words
+        slots = q.view(len(q), -1, 4, 2, 4)
+        q = slots[:, :, :, 0] | slots[:, :, :, 1] << 4
+    bytes_of_words = q.reshape(len(q), -1, 4, 4).transpose(2, 3).contiguous()
+    return bytes_of_words.view(torch.int32)[..., 0]
+
+
+# -- blocks [rows, blocks, bytes] to weights, records and factors ----------------------------------
+
+_Unpacked = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def _nibbles(bytes_: Tensor, run: int) -> Tensor:
+    """Low nibbles of `run` bytes, then their high nibbles, and so on."""
+    runs = bytes_.unflatten(-1, (-1, run))
+    return torch.stack((runs & 15, runs >> 4), -2).flatten(-3)
+
+
+def _bits(bytes_: Tensor, run: int, bits: int) -> Tensor:
+    """The lowest `bits` of `run` bytes, then the next, and so on."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=bytes_.device)[:, None]
+    runs: Tensor = bytes_.unflatten(-1, (-1, 1, run))
+    return (runs >> shifts & (1 << bits) - 1).flatten(-3)
+
+
+def _fifth_bit(bytes_: Tensor) -> Tensor:
+    """32 bits in four bytes, lowest first, as 16 or 0."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=bytes_.device)
+    return (((bytes_[..., None] >> shifts) & 1) << 4).flatten(-2)
+
+
+def _negate(halves: Tensor) -> Tensor:
+    """Negate float16 numbers given as bytes."""
+    flipped = halves.clone()
+    flipped[..., 1::2] ^= 128
+    return flipped
+
+
+def _q4_0(blocks: Tensor) -> _Unpacked:
+    return _nibbles(blocks[..., 2:], 16), blocks[..., :2], None
+
+
+def _q4_1(blocks: Tensor) -> _Unpacked:
+    record = torch.cat((blocks[..., :2], _negate(blocks[..., 2:4])), -1)
+    return _nibbles(blocks[..., 4:], 16), record, None
+
+
+def _q5_0(blocks: Tensor) -> _Unpacked:
+    q = _nibbles(blocks[..., 6:], 16) | _fifth_bit(blocks[..., 2:6])
+    return q, blocks[..., :2], None
+
+
+def _q5_1(blocks: Tensor) -> _Unpacked:
+    q = _nibbles(blocks[..., 8:], 16) | _fifth_bit(blocks[..., 4:8])
+    return q, torch.cat((blocks[..., :2], _negate(blocks[..., 2:4])), -1), None
+
+
+def _q8_0(blocks: Tensor) -> _Unpacked:
+    return blocks[..., 2:] ^ 128, blocks[..., :2], None
+
+
+def _scales_and_minima(packed: Tensor) -> Tensor:
+    """The 6-bit scales and minima of Q4_K and Q5_K, 12 bytes: [.., 8, 2]."""
+    low, high, upper_bits = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = torch.cat((low & 63, (upper_bits & 15) | ((low >> 2) & 48)), -1)
+    minima = torch.cat((high & 63, (upper_bits >> 4) | ((high >> 2) & 48)), -1)
+    return torch.stack((scales, minima), -1)
+
+
+def _q4_k(blocks: Tensor) -> _Unpacked:
+    return _nibbles(blocks[..., 16:], 32), _scales_and_minima(blocks[..., 4:16]), blocks[..., :4]
+
+
+def _q5_k(blocks: Tensor) -> _Unpacked:
+    q = _nibbles(blocks[..., 48:], 32) | _bits(blocks[..., 16:48], 32, 1) << 4
+    return q, _scales_and_minima(blocks[..., 4:16]), blocks[..., :4]
+
+
+def _q2_k(blocks: Tensor) -> _Unpacked:
+    scales = blocks[..., :16]
+    records = torch.stack((scales & 15, scales >> 4), -1)
+    return _bits(blocks[..., 16:80], 32, 2), records, blocks[..., 80:]
+
+
+def _q3_k(blocks: Tensor) -> _Unpacked:
+    """Weights + 4: the third bit means that 4 is not subtracted."""
+    q = _bits(blocks[..., 32:96], 32, 2) | _bits(blocks[..., :32], 32, 1) << 2
+    packed = blocks[..., 96:108]
+    low, high = _nibbles(packed[..., :8], 8), _bits(packed[..., 8:], 4, 2)
+    scales = ((low | high << 4).to(torch.int8) - 32).view(torch.uint8)
+    return q, scales.unflatten(-1, (-1, 2)), _add_zero_minimum(blocks[..., 108:])
+
+
+def _q6_k(blocks: Tensor) -> _Unpacked:
+    low = _nibbles(blocks[..., :128], 64)
+    q = low | _bits(blocks[..., 128:192], 32, 2) << 4
+    return q, blocks[..., 192:208].unflatten(-1, (-1, 2)), _add_zero_minimum(blocks[..., 208:])
+
+
+def _add_zero_minimum(factor: Tensor) -> Tensor:
+    return torch.cat((factor, torch.zeros_like(factor)), -1)
+
+
+_UNPACKERS = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k,
+    "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+}  # fmt: skip
+
+
+# -- FP8, and quantization at load time ------------------------------------------------------------
+
+
+def float8_packing(columns: int, blocks: int) -> PackedLayout:
+    """Layout of FP8 rows with `blocks` scales each."""
+    block_columns = columns if blocks == 1 else block_width(columns, blocks)
+    return PackedLayout(8, FLOAT8, share=block_columns // 16)
+
+
+def pack_float8(raw: Tensor, scales: Tensor) -> PackedTensors:
+    """Pack FP8 weights (as bytes [rows, columns]) with their scales [rows, blocks]."""
+    return PackedTensors(_pack_units(raw, 8), None, scales.contiguous())
+
+
+def quantize(weight: Tensor, bits: int) -> tuple[PackedLayout, PackedTensors]:
+    """Quantize a matrix to 4 or 8 bits in groups of 32 columns."""
+    groups = weight.float().unflatten(1, (-1, 32))
+    if bits == 8:
+        scale = (groups.abs().amax(-1, keepdim=True) / 127).half()
+        record, q = scale, groups / _nonzero(scale) + 128
+    else:
+        low_end, high_end = groups.aminmax(dim=-1, keepdim=True)
+        minimum, scale = low_end.half(), ((high_end - low_end) / 15).half()
+        record = torch.cat((scale, -minimum), -1)
+        q = (groups - minimum.float()) / _nonzero(scale)
+    weights = q.round().clamp(0, (1 << bits) - 1).to(torch.uint8).flatten(1)
+    records = _pad_to_words(record.contiguous().view(torch.uint8).flatten(1))
+    packing = PACKINGS["Q8_0" if bits == 8 else "Q4_1"]
+    return packing, PackedTensors(_pack_units(weights, bits), records)
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, 1.0, scale.float())
+
+
+# -- Quantized matrices that stay packed on the device: GGUF types in 4 and 8 bits, and FP8
+
+
+_MAX_REGISTER_ROWS = 64  # up to this many rows of x, weights are dequantized in registers
+_UNITS_PER_THREAD = 4  # loads in flight
+_MAX_WARPS, _PACKED_WARPS_PER_SM = 16, 16
+_MAX_REGISTERS = 128  # per thread, so that all these warps fit
+_DEQUANT_SIZE = 1 << 25  # weights that are dequantized at a time for larger batches
+
+
+@functools.cache
+def _dequant_buffer(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Buffer for dequantized rows, shared by all matrices of a device."""
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMatrix:
+    """A quantized matrix. Vectors are in `dtype`."""
+
+    packing: PackedLayout
+    parts: PackedTensors
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    bias: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.parts.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts.quants.device
+
+    @property
+    def _units(self) -> int:
+        return self.columns // self.packing.unit
+
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        parts = self.parts
+        placeholder = parts.quants
+        return (
+            parts.quants,
+            placeholder if parts.records is None else parts.records,
+            placeholder if parts.factors is None else parts.factors,
+        )
+
+    def _constants(self) -> dict[str, Any]:
+        packing = self.packing
+        return {
+            "U": self._units, "BITS": packing.bits, "KIND": packing.kind, "OFFSET": packing.offset,
+            "SHARE": packing.share,
+        }  # fmt: skip
+
+    def gemv(self, x: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+        """out = W · x for one vector or each of a few, with fused operations."""
+        rows, norm, vectors = self.rows // (1 + epilogue.gated), epilogue.norm, num_vectors(x)
+        block_rows, warps, programs = packed_gemv_tiling(
+            rows, self._units, 1 + epilogue.gated, vectors, x.device
+        )
+        packed_gemv[(programs, vectors)](
+            x,
+            x if norm is None else norm.gain,
+            x if norm is None or norm.bias is None else norm.bias,
+            *self._tensors(),
+            x if self.bias is None else self.bias,
+            x if epilogue.residual is None else epilogue.residual,
+            out,
+            rows,
+            epilogue.eps,
+            *row_strides(x, epilogue.residual, out),
+            K=self.columns,
+            UP=next_power_of_two(self._units),
+            **self._constants(),
+            BN=block_rows,
+            NORM=norm_kind(norm),
+            GLU=epilogue.gated,
+            ACTIVATION=ACTIVATIONS[epilogue.activation],
+            BIAS=self.bias is not None,
+            RES=epilogue.residual is not None,
+            EARLY=epilogue.early,
+            PDL=epilogue.pdl,
+            NATIVE=x.is_cuda,
+            maxnreg=_MAX_REGISTERS,
+            num_warps=warps,
+            launch_pdl=epilogue.pdl,
+        )
+
+    def gemm(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
+        """out [M, rows] = x [M, columns] · Wᵀ + bias."""
+        if exact or len(x) <= _MAX_REGISTER_ROWS:
+            self._small_gemm(x, out)
+            return
+        step = _DEQUANT_SIZE // self.columns
+        buffer = _dequant_buffer(_DEQUANT_SIZE, x.dtype, x.device)
+        for first in range(0, self.rows, step):
+            last = min(first + step, self.rows)
+            block = buffer[: (last - first) * self.columns].view(-1, self.columns)
+            self.dequantize(first, block)
+            bias = None if self.bias is None else self.bias[first:last]
+            gemm(block, bias, x, out[:, first:last])
+
+    def _small_gemm(self, x: Tensor, out: Tensor) -> None:
+        vectors = len(x)
+        block_rows = min(64, max(16, next_power_of_two(vectors)))
+        grid = (-(-self.rows // 64), -(-vectors // block_rows))
+        packed_gemm[grid](
+            x,
+            *self._tensors(),
+            x if self.bias is None else self.bias,
+            out,
+            vectors,
+            self.rows,
+            out.stride(0),
+            K=self.columns,
+            **self._constants(),
+            BN=64,
+            BM=block_rows,
+            BU=128 // self.packing.unit,
+            BIAS=self.bias is not None,
+            num_warps=4,
+        )
+
+    def dequantize(self, first: int, out: Tensor) -> None:
+        """Dequantize rows from `first` on, as many as `out` has."""
+        units = min(64, next_power_of_two(self._units))
+        grid = (-(-len(out) // 4), -(-self._units // units))
+        dequantize_rows_kernel[grid](
+            *self._tensors(), out, out, out, first, first + len(out),
+            **self._constants(), BU=units, BN=4, CHOSEN=False,
+        )  # fmt: skip
+
+    def embed_tokens(self, tokens: Tensor, previous: Tensor, out: Tensor) -> None:
+        """Embed tokens; a token -1 - n stands for `previous[n]`."""
+        units = min(128, next_power_of_two(self._units))
+        grid = (len(tokens), -(-self._units // units))
+        dequantize_rows_kernel[grid](
+            *self._tensors(), tokens, previous, out, 0, self.rows,
+            **self._constants(), BU=units, BN=1, CHOSEN=True,
+        )  # fmt: skip
+
+    def float_rows(self, first: int, last: int) -> Tensor:
+        """Rows `first` to `last` in float32."""
+        out = torch.empty(last - first, self.columns, device=self.device)
+        self.dequantize(first, out)
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedMatrix:
+    """Matrices of different quantization types, stacked by rows and multiplied one by one."""
+
+    parts: tuple[PackedMatrix, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def columns(self) -> int:
+        return self.parts[0].columns
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def bias(self) -> Tensor | None:
+        biases = [part.bias for part in self.parts if part.bias is not None]
+        return torch.cat(biases) if biases else None
+
+    def _row_slices(self) -> Iterator[tuple[PackedMatrix, slice]]:
+        first = 0
+        for part in self.parts:
+            yield part, slice(first, first + part.rows)
+            first += part.rows
+
+    def gemv(self, x: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+        """out = W · x for one vector or each of a few; never gated (see `WeightLoader`)."""
+        for part, rows in self._row_slices():
+            residual = None if epilogue.residual is None else epilogue.residual[..., rows]
+            part.gemv(x, out[..., rows], replace(epilogue, residual=residual))
+
+    def gemm(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
+        for part, rows in self._row_slices():
+            part.gemm(x, out[:, rows], exact=exact)
+
+    def float_rows(self, first: int, last: int) -> Tensor:
+        """Rows `first` to `last` in float32."""
+        blocks = [
+            part.float_rows(max(first, rows.start) - rows.start, min(last, rows.stop) - rows.start)
+            for part, rows in self._row_slices()
+            if first < rows.stop and last > rows.start
+        ]
+        return torch.cat(blocks)
+
+
+@functools.cache
+def packed_gemv_tiling(
+    rows: int, units: int, tiles: int, vectors: int, device: torch.device
+) -> tuple[int, int, int]:
+    """Rows per iteration and warps of a program, and programs per vector.
+
+    All programs run at the same time: each iterates over its share of the rows.
+    """
+    padded_units = next_power_of_two(units)
+    warps = max(1, min(_MAX_WARPS, padded_units // 32))
+    block_rows = max(1, _UNITS_PER_THREAD * 32 * warps // padded_units // tiles)
+    programs = num_multiprocessors(device) * min(16, _PACKED_WARPS_PER_SM // warps)
+    return block_rows, warps, min(-(-rows // block_rows), -(-programs // vectors))

@@ -1,1 +1,0 @@
-"""Search policies: each a short generator over a `Search`."""

@@ -1,0 +1,673 @@
+"""The public API of a model: `LanguageModel`.
+
+lm = unspool.load()                                   # the default model, a path or a repo id
+print(lm.generate("Once upon a time", temperature=0.7, seed=7))
+for step in lm.stream("Once upon a time"):
+    print(step.text, end="", flush=True)
+print(lm.chat("Why do leaves change color in fall?"))
+print(lm.score("The cat sat on the mat").perplexity)
+
+lm.fill("The ", unspool.gap, " sat on the mat").text
+lm.edit("The cat sat at the mat.").changes
+lm.diffuse("Once upon a time", max_tokens=64).text
+lm.think("What is 17 * 24?", policy="vote", budget=2000).text
+
+The session's engine generates; `decoding/` has infill, editing, diffusion and search; `lens/` looks
+inside. These are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
+
+from unspool.engine.generation import Generation, Generations
+from unspool.engine.request import Options, document_options
+from unspool.engine.request_builder import as_strings, is_conversation, split_batch
+from unspool.engine.results import StepStream
+from unspool.errors import SettingsError
+from unspool.session import Messages, Prompt, Session
+
+if TYPE_CHECKING:
+    from unspool.backends.step import Floats
+    from unspool.decoding.branches import Ranking, Scorer
+    from unspool.decoding.diffusion.diffuse import DiffusionStream
+    from unspool.decoding.diffusion.options import DiffusionOptions
+    from unspool.decoding.diffusion.result import Diffusion, Diffusions
+    from unspool.decoding.edit.edit import Edit
+    from unspool.decoding.infill.gaps import Gap
+    from unspool.decoding.infill.masked import MaskedModel
+    from unspool.decoding.infill.result import Filling
+    from unspool.decoding.search.samples import Expander, Vote
+    from unspool.decoding.search.think import Policy, ThoughtStream, VerifierLike
+    from unspool.decoding.search.tree import SearchTree, Thought
+    from unspool.decoding.search.verifiers import Extract
+    from unspool.engine.canvas import Canvas
+    from unspool.lens.activations import Activations, TextLike
+    from unspool.lens.attribution import Attribution
+    from unspool.lens.embeddings import Neighbour
+    from unspool.lens.logit_lens import LogitLens
+    from unspool.lens.replay import Replay
+    from unspool.lens.trace import Trace
+
+Prompts = list[str] | tuple[str, ...] | Sequence[Sequence[int]] | list[Prompt]
+Conversations = list[str] | tuple[str, ...] | Sequence[Sequence[Mapping[str, Any]]]
+Tools = Sequence[Mapping[str, Any]]
+Think = bool | str | None
+
+
+class LanguageModel(Session):
+    """A model, ready to write; made by `unspool.load`."""
+
+    # -- generation -------------------------------------------------------------------------
+
+    @overload
+    def generate(
+        self, prompt: Prompt, *, progress: bool = True, **options: Unpack[Options]
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self, prompt: Prompts, *, progress: bool = True, **options: Unpack[Options]
+    ) -> Generations: ...
+
+    @document_options
+    def generate(
+        self, prompt: Prompt | Prompts, *, progress: bool = True, **options: Unpack[Options]
+    ) -> Generation | Generations:
+        """Continue a prompt: text or token ids. A list of prompts is generated as one batch.
+
+        Results are in the order of the prompts, and each is the same text as alone. Work of more
+        than a second shows a progress bar, unless `progress` is False. If some texts of a batch
+        fail, a `BatchError` holds the others.
+        """
+        if texts := split_batch(prompt):
+            from unspool.decoding.batch import generate_all
+
+            return generate_all(self, texts, dict(options), progress=progress)
+        generation, steps = self.begin(cast(Prompt, prompt), **options)
+        for _ in generation.extend(steps):
+            pass
+        return generation
+
+    @overload
+    async def agenerate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation: ...
+
+    @overload
+    async def agenerate(self, prompt: Prompts, **options: Unpack[Options]) -> Generations: ...
+
+    @document_options
+    async def agenerate(
+        self, prompt: Prompt | Prompts, **options: Unpack[Options]
+    ) -> Generation | Generations:
+        """Asynchronous `generate`: `text = await lm.agenerate(prompt)`.
+
+        The event loop is never blocked, and concurrent requests share batches. Cancelling the task
+        cancels the request.
+        """
+        from asyncio import to_thread
+
+        from unspool.decoding.batch import generate_all_async, run_async
+
+        if texts := split_batch(prompt):
+            return await generate_all_async(self, texts, dict(options))
+        text = await to_thread(self.prepare_generation, cast(Prompt, prompt), **options)
+        await run_async(self, text)
+        return text
+
+    @document_options
+    def stream(
+        self,
+        prompt: Prompt | Messages,
+        *,
+        system: str | None = None,
+        tools: Tools | None = None,
+        think: Think = None,
+        **options: Unpack[Options],
+    ) -> StepStream:
+        """Continue a prompt, step by step: iterate over the result, also with `async for`.
+
+        A list of messages is formatted by the chat template, as in `chat`; so is a text with
+        `system`, `tools` or `think`. Leaving the loop cancels the request.
+        """
+        is_chat = any(value is not None for value in (system, tools, think))
+        if is_chat or is_conversation(prompt):
+            prompt = self._chat_prompts(cast(Messages, prompt), system, tools, think, options)
+        _, steps = self.begin(cast(Prompt, prompt), **options)
+        return steps
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        system: str | None = None,
+        tools: Tools | None = None,
+        think: Think = None,
+        progress: bool = True,
+        **options: Unpack[Options],
+    ) -> Generation: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversations,
+        *,
+        system: str | None = None,
+        tools: Tools | None = None,
+        think: Think = None,
+        progress: bool = True,
+        **options: Unpack[Options],
+    ) -> Generations: ...
+
+    @document_options
+    def chat(
+        self,
+        messages: Messages | Conversations,
+        *,
+        system: str | None = None,
+        tools: Tools | None = None,
+        think: Think = None,
+        progress: bool = True,
+        **options: Unpack[Options],
+    ) -> Generation | Generations:
+        """Answer a conversation (or a single message) with the model's chat template.
+
+        A list of questions, or of conversations, is answered as one batch (see `generate`).
+
+        Args:
+            messages: A question, or a list of {"role": ..., "content": ...}. If the last message is
+                the assistant's, it is continued.
+            system: The system message of each conversation.
+            tools: Functions that the model may call, as JSON schemas.
+            think: Whether a reasoning model reasons first, or its effort ("low", "high"). The
+                reasoning is in `reasoning`, not in `answer`.
+            progress: Show a progress bar.
+            options: As in `generate`.
+        """
+        prompts = self._chat_prompts(messages, system, tools, think, options)
+        texts: Generation | Generations = self.generate(prompts, progress=progress, **options)
+        return texts
+
+    @overload
+    async def achat(
+        self,
+        messages: Messages,
+        *,
+        system: str | None = None,
+        tools: Tools | None = None,
+        think: Think = None,
+        **options: Unpack[Options],
+    ) -> Generation: ...
+
+    @overload
+    async def achat(
+        self,
+        messages: Conversations,
+        *,
+        system: str | None = None,
+        tools: Tools | None = None,
+        think: Think = None,
+        **options: Unpack[Options],
+    ) -> Generations: ...
+
+    @document_options
+    async def achat(
+        self,
+        messages: Messages | Conversations,
+        *,
+        system: str | None = None,
+        tools: Tools | None = None,
+        think: Think = None,
+        **options: Unpack[Options],
+    ) -> Generation | Generations:
+        """Asynchronous `chat`; see `agenerate`."""
+        from asyncio import to_thread
+
+        prompts = await to_thread(self._chat_prompts, messages, system, tools, think, options)
+        texts: Generation | Generations = await self.agenerate(prompts, **options)
+        return texts
+
+    def _chat_prompts(
+        self,
+        messages: Messages | Conversations,
+        system: str | None,
+        tools: Tools | None,
+        think: Think,
+        options: Options,
+    ) -> Any:
+        """Return the token ids of a conversation, or a list of them for several conversations.
+
+        Adds the template's stop strings and reasoning format to `options`.
+        """
+        if tools is not None and not all(isinstance(tool, Mapping) for tool in _as_list(tools)):
+            raise SettingsError(f"tools must be a list of JSON schemas (dicts), got {tools!r}")
+        options["stop"] = as_strings(options.get("stop")) + self.chat_template.stops
+        template_options = self.think_options(think, options)
+
+        def encode(conversation: Any) -> list[int]:
+            return self.chat_prompt(
+                conversation, system=system, tools=tools, **template_options
+            ).ids
+
+        conversations = split_batch(messages)
+        return list(map(encode, conversations)) if conversations else encode(messages)
+
+    # -- several texts for one prompt --------------------------------------------------------
+
+    @document_options
+    def samples(self, prompt: Prompt, n: int, **options: Unpack[Options]) -> Generations:
+        """Generate `n` texts for one prompt, in one batch."""
+        from unspool.decoding.search.samples import samples
+
+        return samples(self, prompt, n, **options)
+
+    @document_options
+    def best_of(
+        self, prompt: Prompt, n: int, *, scorer: Scorer | None = None, **options: Unpack[Options]
+    ) -> Ranking:
+        """Generate `n` samples and rank them by mean log-probability, or by a scorer."""
+        from unspool.decoding.search.samples import best_of
+
+        return best_of(self, prompt, n, scorer=scorer, **options)
+
+    @document_options
+    def vote(self, prompt: Prompt, n: int, *, extract: Extract, **options: Unpack[Options]) -> Vote:
+        """Return the most frequent answer of `n` samples (self-consistency, majority voting).
+
+        `extract` finds a text's answer: a pattern, whose last match counts (its first group, if it
+        has groups), or a function of the `Generation` that returns None if there is no answer.
+        """
+        from unspool.decoding.search.samples import vote
+
+        return vote(self, prompt, n, extract=extract, **options)
+
+    def beam(
+        self,
+        prompt: Prompt,
+        *,
+        beams: int = 4,
+        groups: int = 1,
+        diversity_penalty: float = 0.5,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        results: int = 1,
+        max_tokens: int = 256,
+        stop: str | Sequence[str] = (),
+        end: bool = True,
+        top: int = 5,
+    ) -> Ranking:
+        """Beam search: the most likely texts, best first.
+
+        beams            number of beams.
+        groups           number of groups (diverse beam search), kept apart by `diversity_penalty`.
+        length_penalty   above 0 favours longer texts, below 0 shorter ones.
+        early_stopping   True: stop when as many texts have ended as there are beams. False: also
+                         require that no running beam scores better. "never": that none can.
+        results          how many texts to return, at most `beams`.
+        """
+        from unspool.decoding.search.beam import beam_search
+
+        return beam_search(
+            self,
+            prompt,
+            beams=beams,
+            groups=groups,
+            diversity_penalty=diversity_penalty,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            results=results,
+            max_tokens=max_tokens,
+            stop=stop,
+            end=end,
+            top=top,
+        )
+
+    @document_options
+    def search(
+        self,
+        prompt: Prompt,
+        *,
+        width: int = 4,
+        tokens: int = 16,
+        keep: int = 2,
+        depth: int = 4,
+        scorer: Scorer | None = None,
+        expand: Expander | None = None,
+        **options: Unpack[Options],
+    ) -> SearchTree:
+        """Tree search: sample several continuations, score them, keep the best, repeat.
+
+        width     number of continuations of each kept text.
+        tokens    number of tokens of each continuation.
+        keep      how many texts of a level are continued; the others are pruned.
+        depth     number of levels.
+        scorer    scores the text up to a node (a `Generation`), higher is better; by default the
+                  mean log-probability of its tokens.
+        expand    proposes the continuations, instead of `width` samples.
+        """
+        from unspool.decoding.search.samples import tree_search
+
+        return tree_search(
+            self,
+            prompt,
+            width=width,
+            tokens=tokens,
+            keep=keep,
+            depth=depth,
+            scorer=scorer,
+            expand=expand,
+            **options,
+        )
+
+    # -- infill, edit, diffusion, search ----------------------------------------------------------
+
+    @document_options
+    def fill(
+        self,
+        *parts: str | Gap,
+        by: Literal["auto", "masked", "fim", "ranking"] = "auto",
+        candidates: int = 20,
+        drafts: int = 6,
+        reach: int | None = 64,
+        choices: Sequence[str] | None = None,
+        twin: Session | MaskedModel | None = None,
+        **options: Unpack[Options],
+    ) -> Filling:
+        """Infill: fill the gaps of a text: `lm.fill("The ", unspool.gap, " sat on the mat")`.
+
+        parts        texts and gaps in turn, or one text with ___ for each gap. `gap(2)` has two
+                     tokens, `gap(1, 8)` one to eight, `gap` alone up to sixteen.
+        by           "masked": a masked model's predictions. "fim": FIM (fill-in-the-middle) tokens.
+                     "ranking": candidates drafted from the left, ranked by the text on the right.
+                     By default what the model supports.
+        candidates   how many candidates are ranked in full, and returned.
+        drafts       how many first tokens are continued where a gap may have several.
+        reach        how many tokens after a gap count for the ranking; None: all.
+        choices      rank only these texts.
+        twin         a masked model that proposes candidates too.
+
+        Options are those of sampling, for the drafts: greedy unless a temperature is given.
+        """
+        from unspool.decoding.infill.fill import fill
+
+        return fill(
+            self,
+            parts,
+            by=by,
+            candidates=candidates,
+            drafts=drafts,
+            reach=reach,
+            choices=choices,
+            twin=twin,
+            **options,
+        )
+
+    def edit(
+        self,
+        text: str,
+        *,
+        twin: Session | MaskedModel | None = None,
+        doubt: Literal["auto", "causal", "masked", "both"] = "auto",
+        threshold: float = 0.99,
+        trust: float = 10.0,
+        passes: int = 3,
+        budget: int | None = None,
+        places: int = 24,
+        candidates: int = 12,
+        reach: int | None = 24,
+        progress: bool = True,
+    ) -> Edit:
+        """Revise a text: replace unlikely words where another word fits both sides better.
+
+        twin         a masked model, which finds and proposes words too.
+        doubt        what finds unlikely words: the causal model's surprise, the masked model, or
+                     both; by default both if there is a twin.
+        threshold    changes at least this probable are made; the others are only proposed:
+                     `edit.apply(number)`, `edit.undo(number)`.
+        trust        nats by which another word must beat the written one to count as equally
+                     likely; a word that is one typo away needs 3 less. 0: none.
+        passes       maximum passes over the text; it ends when one changes nothing.
+        budget       maximum tokens computed to rank proposals; None: no limit.
+        places       words examined in a pass, the least likely first.
+        candidates   for each of them.
+        reach        how many tokens after a word count; None: all.
+        """
+        from unspool.decoding.edit.edit import edit
+
+        return edit(
+            self,
+            text,
+            twin=twin,
+            doubt=doubt,
+            threshold=threshold,
+            trust=trust,
+            passes=passes,
+            budget=budget,
+            places=places,
+            candidates=candidates,
+            reach=reach,
+            progress=progress,
+        )
+
+    @overload
+    def diffuse(
+        self, prompt: Prompt, *, progress: bool = True, **options: Unpack[DiffusionOptions]
+    ) -> Diffusion: ...
+
+    @overload
+    def diffuse(
+        self, prompt: Prompts, *, progress: bool = True, **options: Unpack[DiffusionOptions]
+    ) -> Diffusions: ...
+
+    def diffuse(
+        self,
+        prompt: Prompt | Prompts,
+        *,
+        progress: bool = True,
+        **options: Unpack[DiffusionOptions],
+    ) -> Diffusion | Diffusions:
+        """Diffusion: fill masked places after a prompt in any order; needs a mask token.
+
+        max_tokens, block    number of places (128), and places in a block (block diffusion).
+        given                tokens that are set from the start; None: a masked place.
+        order                threshold (0.9), factor (1), entropy (entropy_bound=0.1), left,
+                             fixed, margin, random (k=1 a pass, or steps=), or a function.
+        steps                maximum denoising steps of a block; 1: all places in one.
+        remask, edit         mask a token again that becomes less likely than this; replace it by
+                             another that is more likely than this.
+        guidance, cache      classifier-free guidance; "prefix" and "dual" caches are approximate.
+        twin                 a loaded LoRA adapter that fills the canvas after the model's own text.
+        temperature, ...     as in `generate`, but 0 by default; seed, stop, top as there.
+        json, grammar, ...   as there, with order="left" only.
+        """
+        from unspool.decoding.diffusion.diffuse import diffuse, diffuse_all
+
+        if texts := split_batch(prompt):
+            return diffuse_all(self, texts, dict(options), progress=progress)
+        return diffuse(self, cast(Prompt, prompt), **options)
+
+    def stream_diffusion(
+        self, prompt: Prompt, **options: Unpack[DiffusionOptions]
+    ) -> DiffusionStream:
+        """`diffuse`, one denoising step at a time; `.result` is the text so far."""
+        from unspool.decoding.diffusion.diffuse import stream_diffusion
+
+        return stream_diffusion(self, prompt, **options)
+
+    def canvas(
+        self,
+        prompt: Prompt,
+        length: int,
+        *,
+        block: int | None = None,
+        twin: str | None = None,
+        mask: int | str | None = None,
+        shifted: bool | None = None,
+    ) -> Canvas:
+        """Open masked places after a prompt, to fill them yourself: set, clear, logits, commit."""
+        from unspool.decoding.diffusion.options import canvas_kind
+        from unspool.engine.canvas import open_canvas
+
+        options = {"block": block, "twin": twin, "mask": mask, "shifted": shifted}
+        kind = canvas_kind(
+            self, {name: value for name, value in options.items() if value is not None}
+        )
+        return open_canvas(self.engine, self.prompt_ids(prompt), length, kind)
+
+    def think(
+        self,
+        prompt: Prompt,
+        *,
+        policy: str | Policy = "best-of",
+        judge: VerifierLike = None,
+        budget: int | None = 2000,
+        progress: bool = True,
+        **options: Any,
+    ) -> Thought:
+        """Test-time search: spend more tokens to find the text that a verifier scores best.
+
+        policy    how to search: "best-of" writes n=8 texts and keeps the best; docs/thinking.md has
+                  the others and their options. Or a policy of your own.
+        judge     the verifier: a name ("logprob", "certainty", "vote", ...), a function of a
+                  `Generation` that returns a number or a bool, or a verifier object. By default
+                  the most likely text wins.
+        budget    maximum tokens computed in all: the prompt, everything generated, and what a
+                  verifier model reads; None: no limit.
+        options   those of the policy, and those of `generate` (max_tokens is the maximum of each
+                  text). The same seed gives the same tree.
+        """
+        from unspool.decoding.search.think import think
+
+        return think(
+            self, prompt, policy=policy, judge=judge, budget=budget, progress=progress, **options
+        )
+
+    def stream_think(
+        self,
+        prompt: Prompt,
+        *,
+        policy: str | Policy = "best-of",
+        judge: VerifierLike = None,
+        budget: int | None = 2000,
+        **options: Any,
+    ) -> ThoughtStream:
+        """`think` as a stream of events: iterate over it; `.result` is the final result."""
+        from unspool.decoding.search.think import stream_think
+
+        return stream_think(self, prompt, policy=policy, judge=judge, budget=budget, **options)
+
+    # -- inspection ---------------------------------------------------------------------------
+
+    def look(self, text: TextLike, position: int = -1) -> Activations:
+        """Return attention and residuals at one position of a text; negative: from the end.
+
+        The position is that of the input token: its logits predict the token after it.
+        """
+        from unspool.lens.activations import get_activations
+
+        return get_activations(self, text, position)
+
+    def logit_lens(
+        self,
+        text: TextLike | Activations,
+        position: int = -1,
+        *,
+        top: int = 5,
+        token: int | str | None = None,
+        full_vocabulary: bool = False,
+    ) -> LogitLens:
+        """Logit lens: the next-token distribution of each layer, as if it were the last.
+
+        text     a text and a position in it, or a result of `look`.
+        token    the token to follow, an id or text that is one token; by default the token that was
+                 sampled or, at the end of a text, the most likely one.
+        top      number of candidates of each layer.
+        whole    also return every layer's log-probabilities of the whole vocabulary.
+        """
+        from unspool.lens.logit_lens import logit_lens
+
+        return logit_lens(
+            self,
+            self._look_at(text, position),
+            top=top,
+            token=token,
+            full_vocabulary=full_vocabulary,
+        )
+
+    def attribution(
+        self,
+        text: TextLike | Activations,
+        position: int = -1,
+        *,
+        token: int | str | None = None,
+        against: int | str | None = None,
+    ) -> Attribution:
+        """Direct logit attribution: how much each part of the model raises a token's logit.
+
+        text      a text and a position in it, or a result of `look`.
+        token     an id, or text that is one token (" Paris"); by default the token that was sampled
+                  or, at the end of a text, the most likely one.
+        against   attribute the difference to another token, or to the mean of all logits ("mean").
+        """
+        from unspool.lens.attribution import attribution
+
+        return attribution(self, self._look_at(text, position), token=token, against=against)
+
+    def neighbours(self, token: int | str, count: int = 10) -> tuple[Neighbour, ...]:
+        """Return the tokens with the most similar embeddings (by cosine), nearest first.
+
+        A text must be a single token (most words are one with a space before them).
+        """
+        from unspool.lens.embeddings import neighbours
+
+        return neighbours(self, token, count)
+
+    def embed(self, text: TextLike | Prompts | Sequence[Generation]) -> Floats:
+        """Embed a text as a unit vector, [width]: the mean of its tokens' final hidden states.
+
+        A list of texts gives one row for each: [texts, width].
+        """
+        from unspool.lens.embeddings import embedding, embeddings
+
+        if texts := split_batch(text):
+            return embeddings(self, texts)
+        return embedding(self, cast("TextLike", text))
+
+    def _look_at(self, text: TextLike | Activations, position: int) -> Activations:
+        from unspool.lens.activations import Activations
+
+        return text if isinstance(text, Activations) else self.look(text, position)
+
+    # -- traces ------------------------------------------------------------------------------------
+
+    def trace(self, generation: Generation) -> Trace:
+        """Return the trace of a text: everything that led to it. Use `explain=True` for detail."""
+        from unspool.lens.trace import trace_of
+
+        return trace_of(self, generation)
+
+    def save_trace(self, generation: Generation, path: str | Path) -> None:
+        """Write the trace of a text to a JSON file, for `replay`."""
+        from unspool.lens.trace import save_trace
+
+        save_trace(self.trace(generation), path)
+
+    def replay(self, trace: Trace | str | Path, *, tolerance: float | None = None) -> Replay:
+        """Generate a traced text again, and report where it first differs.
+
+        trace       a result of `trace`, or a file that `save_trace` wrote.
+        tolerance   largest difference of log-probabilities that counts as equal; by default 1e-3,
+                    and 0.1 for 16-bit weights.
+        """
+        from unspool.lens.replay import replay
+        from unspool.lens.trace import load_trace
+
+        loaded = load_trace(trace) if isinstance(trace, str | Path) else trace
+        return replay(self, loaded, tolerance=tolerance)
+
+
+def _as_list(tools: Any) -> Sequence[Any]:
+    """Return a list as it is; anything else as a list of one item."""
+    return tools if isinstance(tools, Sequence) and not isinstance(tools, str) else [tools]

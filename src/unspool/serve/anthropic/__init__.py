@@ -1,1 +1,0 @@
-"""Anthropic's API: messages, translated to OpenAI's chats."""

@@ -1,1 +1,0 @@
-"""Ollama's API, translated to OpenAI's chats."""

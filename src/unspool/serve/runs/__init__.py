@@ -1,1 +1,0 @@
-"""`/v1/runs`: training runs that can be watched, started, paused and stopped."""

@@ -1,0 +1,169 @@
+"""Branches and their steps as JSON, and the router of `/v1/tree`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from unspool.engine.generation import Generation
+from unspool.engine.results import Step
+from unspool.sampling import SamplingSettings
+from unspool.server.http.replies import JsonReply, new_router
+from unspool.server.runtime.state import ServerState, state_of
+from unspool.server.runtime.step_json import finite, step_json
+from unspool.server.runtime.threads import in_thread
+from unspool.server.tree.branches import Branches, MessageSpan, TreeBranch, TreePrompt, UserBranches
+from unspool.server.tree.prompt import DEFAULT_TOKENS
+
+_PREVIEW = 80  # characters
+
+
+def summary(branch: TreeBranch) -> dict[str, Any]:
+    """A branch in a list. Fast for branches of any length."""
+    return {
+        "id": branch.id,
+        "object": "tree.branch",
+        "model": branch.model,
+        "name": branch.name,
+        "parent": branch.parent,
+        "forked_at": branch.forked_at,
+        "created": round(branch.created, 3),
+        "length": len(branch.steps),
+        "prompt_tokens": len(branch.prompt.ids),
+        "preview": _preview(branch),
+        "finish_reason": branch.finish_reason,
+        "writing": branch.writing is not None,
+    }
+
+
+def branch_json(branch: TreeBranch) -> dict[str, Any]:
+    """A branch without its prompt and steps."""
+    generation = branch.generation
+    return {
+        **summary(branch),
+        "text": generation.text,
+        "logprob": finite(generation.logprob),
+        "seed": generation.seed,
+        "settings": settings_json(branch),
+        "usage": {**asdict(generation.usage), "total_tokens": generation.usage.total_tokens},
+        "last": branch.last,
+        "notes": list(generation.notes),
+        "error": None if branch.fault is None else branch.fault.openai()["error"],
+    }
+
+
+def branch_with_steps(
+    branch: dict[str, Any],
+    prompt_of: TreePrompt,
+    steps: Sequence[Step] | None,
+    since: int,
+    *,
+    prompt: bool = False,
+) -> dict[str, Any]:
+    """A branch with these steps, whose first has the index `since`; optionally with its prompt.
+
+    Slow for many steps; reads nothing that changes, so it can run on a thread.
+    """
+    if prompt:
+        branch["prompt"] = prompt_json(prompt_of)
+    if steps is not None:
+        branch["since"] = since
+        branch["steps"] = [
+            step_json(step, len(prompt_of.ids), prompt_of.readable) for step in steps
+        ]
+    return branch
+
+
+def prompt_json(prompt: TreePrompt) -> dict[str, Any]:
+    tokens = [
+        {"id": token, "piece": piece, "text": text, "added": place in prompt.added}
+        for place, (token, (piece, text)) in enumerate(
+            zip(prompt.ids, prompt.pieces(), strict=True)
+        )
+    ]
+    return {
+        "text": prompt.text,
+        "tokens": tokens,
+        "messages": prompt.messages,
+        "spans": [_span(span) for span in prompt.spans],
+    }
+
+
+def _span(span: MessageSpan) -> dict[str, Any]:
+    content = None if span.content is None else list(span.content)
+    return {"role": span.role, "start": span.start, "end": span.end, "content": content}
+
+
+def settings_json(branch: TreeBranch) -> dict[str, Any]:
+    """All settings of the branch."""
+    request, settings = branch.generation.request, branch.generation.settings
+    values: dict[str, Any] = sampling_json(settings)
+    values.update(
+        stop=list(request.limits.stop),
+        sample=request.limits.sample,
+        top=request.limits.top,
+        trace=request.limits.explain,
+        max_tokens=DEFAULT_TOKENS if branch.max_tokens is None else branch.max_tokens,
+        priority=request.priority,
+    )
+    return {**values, **branch.extra_settings.values}
+
+
+def sampling_json(settings: SamplingSettings) -> dict[str, Any]:
+    """Sampling settings; infinite biases are -100 (forbidden) and 100 (forced), as in requests."""
+    values = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    values["stages"] = list(settings.stages)
+    values["dry_breakers"] = [list(run) for run in settings.dry_breakers]
+    values["logit_bias"] = {
+        str(token): amount if math.isfinite(amount) else math.copysign(100.0, amount)
+        for token, amount in settings.logit_bias.items()
+    }
+    return values
+
+
+def _preview(branch: TreeBranch) -> str:
+    """The first text after the fork."""
+    return preview(branch.generation, branch.forked_at or 0)
+
+
+def preview(generation: Generation, start: int) -> str:
+    text = ""
+    for step in generation.steps[start : start + _PREVIEW]:
+        text += step.piece if "\ufffd" in step.text else step.text
+        if len(text) >= _PREVIEW:
+            break
+    return text[:_PREVIEW]
+
+
+# -- answers ---------------------------------------------------------------------------------
+
+router = new_router("The tree of tokens", "/v1/tree")
+
+
+def branch_store(state: ServerState) -> Branches:
+    """All branches of a server."""
+    settings = state.settings
+    return state.extension("tree", lambda: Branches(settings.max_branches, settings.replica))
+
+
+def branches_of(request: Request) -> UserBranches:
+    """The branches of the user who sends the request."""
+    return branch_store(state_of(request)).of_user(request.state.user)
+
+
+async def reply(branch: TreeBranch, since: int | None, *, prompt: bool = False) -> Response:
+    """The current branch with its steps from `since` on; None: without steps.
+
+    Verbs reply with new steps only, because there may be many before them.
+    """
+    steps = None if since is None else branch.steps[since:]
+    work = partial(
+        branch_with_steps, branch_json(branch), branch.prompt, steps, since or 0, prompt=prompt
+    )
+    return await in_thread(lambda: JsonReply(work()))

@@ -1,0 +1,165 @@
+"""`/v1/tree`: texts as branches of a tree that can be rewound, edited, forked and resumed.
+
+A branch is a prompt and the steps after it, and is stored until it is deleted. Indices count
+steps: step 0 is the first token after the prompt. Only `look` counts positions in the whole text,
+prompt included. Changing a branch that is running fails with 409; reading it, forking it and
+choosing into a fork are always possible.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Annotated
+
+from fastapi import Query, Request
+from starlette.responses import Response
+
+from unspool.engine.generation import Generation
+from unspool.server.dialects.chat_prompt import template_message
+from unspool.server.http.errors import bad_request
+from unspool.server.http.replies import JsonReply
+from unspool.server.runtime.state import Call, state_of
+from unspool.server.tree.branch_json import branches_of, reply, router, summary
+from unspool.server.tree.branches import TreeBranch, fork_branch
+from unspool.server.tree.prompt import (
+    AppendRequest,
+    BranchUpdate,
+    ChooseRequest,
+    CreateRequest,
+    ForkRequest,
+    RewindRequest,
+    encode_turn,
+    new_branch,
+)
+from unspool.session import Session
+
+__all__ = ["router"]
+_SCORED_TOKENS = 64  # in one call: each needs a row of logits
+
+
+# -- branches ------------------------------------------------------------------------------------
+
+
+@router.post("", summary="A new branch from a prompt; nothing is computed yet")
+async def create(body: CreateRequest, request: Request) -> Response:
+    branches = branches_of(request)
+    branches.make_room()
+    async with state_of(request).call(request, body.model, places=0) as call:
+        branch: TreeBranch = await call.compute(new_branch, call, body)
+    branches.add(branch)
+    return await reply(branch, 0, prompt=True)
+
+
+@router.get("", summary="Your branches, newest first, with their parents")
+async def list_branches(request: Request) -> Response:
+    summaries = [summary(branch) for branch in reversed(branches_of(request).all())]
+    return JsonReply({"object": "list", "data": summaries})
+
+
+@router.get("/{identity}", summary="One branch: its prompt, steps and statistics")
+async def get(
+    identity: str,
+    request: Request,
+    steps: bool = True,
+    prompt: bool = True,
+    since: Annotated[int, Query(ge=0, lt=1 << 31)] = 0,
+) -> Response:
+    branch = branches_of(request).get(identity)
+    return await reply(branch, since if steps else None, prompt=prompt)
+
+
+@router.patch("/{identity}", summary="Rename a branch, or change the pace of its resume")
+async def rename(identity: str, body: BranchUpdate, request: Request) -> Response:
+    branch = branches_of(request).get(identity)
+    if "name" in body.model_fields_set:
+        branch.name = body.name
+        branch.changed()
+    if "pace" in body.model_fields_set and branch.writing is not None:
+        branch.writing.set_pace(body.pace)
+    return await reply(branch, None)
+
+
+@router.delete("/{identity}", summary="Delete a branch; its children stay")
+async def delete(identity: str, request: Request) -> Response:
+    branches = branches_of(request)
+    branches.delete(branches.get(identity))
+    return JsonReply({"id": identity, "object": "tree.branch.deleted", "deleted": True})
+
+
+# -- the verbs -----------------------------------------------------------------------------------
+
+
+@router.post("/{identity}/append", summary="Append text, tokens or a message")
+async def append(identity: str, body: AppendRequest, request: Request) -> Response:
+    branches = branches_of(request)
+    branch = branches.get(identity)
+    branches.make_room(0)
+    with branch.locked():
+        since = len(branch.steps)
+        async with state_of(request).call(request, branch.model) as call:
+            draft, tokens = branch.to_generation(call.served.lm), body.tokens
+            if body.message is not None:
+                if tokens is not None:
+                    raise bad_request("give either message or tokens", "message")
+                tokens = await call.compute(
+                    encode_turn, call, branch, template_message(body.message)
+                )
+            changed = await call.compute(_append_scored, call, draft, body.text, tokens)
+        since = min(since, branch.set_text(changed, "append"))
+    return await reply(branch, since)
+
+
+@router.post("/{identity}/fork", summary="Fork a branch at a step")
+async def fork(identity: str, body: ForkRequest, request: Request) -> Response:
+    branches = branches_of(request)
+    branch = branches.get(identity)
+    at = branch.step_index(body.at, "at")
+    forked = fork_branch(branch, branch.generation.rewind(at), at, body.name)
+    branches.add(forked)
+    return await reply(forked, at)
+
+
+@router.post("/{identity}/rewind", summary="Rewind to a step")
+async def rewind(identity: str, body: RewindRequest, request: Request) -> Response:
+    branch = branches_of(request).get(identity)
+    branch.check_free()
+    to = branch.step_index(body.to, "to")
+    branch.replace_text(branch.generation.rewind(to), to, "rewind")
+    return await reply(branch, to)
+
+
+@router.post("/{identity}/choose", summary="Replace the token at a step")
+async def choose(identity: str, body: ChooseRequest, request: Request) -> Response:
+    branches = branches_of(request)
+    branch = branches.get(identity)
+    at = branch.step_index(body.at, "at")
+    branches.make_room(1 if body.fork else 0)
+    with nullcontext() if body.fork else branch.locked():
+        tokens = None if body.token is None else [body.token]
+        draft = branch.generation.rewind(at)  # a copy: the branch may be running
+        async with state_of(request).call(request, branch.model) as call:
+            draft.source = call.served.lm
+            changed = await call.compute(_append_scored, call, draft, body.text, tokens)
+        if body.fork:
+            branch = fork_branch(branch, changed, at, body.name)
+            branches.add(branch)
+        else:
+            at = min(at, branch.set_text(changed, "choose"))
+    return await reply(branch, at)
+
+
+def _append_scored(
+    call: Call, draft: Generation, text: str | None, tokens: list[int] | None
+) -> Generation:
+    """Append text or tokens to a draft, with the model's scores."""
+    if (text is None) == (tokens is None):
+        raise bad_request("give either text or tokens", "text")
+    lm: Session = call.served.lm
+    if text is not None:
+        call.check_text(text)
+        tokens = lm.tokenizer.encode(text)
+    assert tokens is not None
+    lm.prompt_ids([*draft.prompt, *draft.tokens, *tokens])
+    for start in range(0, len(tokens), _SCORED_TOKENS):
+        draft = draft.choose(tokens[start : start + _SCORED_TOKENS])
+    return draft

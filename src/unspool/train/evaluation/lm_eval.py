@@ -1,0 +1,194 @@
+"""Model class for lm-eval: runs its tasks on the engine, in this process.
+
+    from lm_eval import simple_evaluate
+    from unspool.train.judging.lm_eval import UnspoolLM
+    simple_evaluate(UnspoolLM(lm), tasks=["hellaswag"], limit=100)
+
+Scores equal those of lm-eval's own class for transformers: the same truncation of long texts, the
+same token before a text without context.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from unspool.errors import UnspoolError
+from unspool.progress import progress_bar
+from unspool.train.evaluation.bits_per_byte import score_continuations
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+    from unspool.lm import LanguageModel
+
+# Sampling options that lm-eval and `generate` share.
+_SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+
+
+class UnspoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval's classes have no types
+    """A loaded model with lm-eval's interface."""
+
+    def __init__(self, lm: LanguageModel, *, max_gen_toks: int = 256, progress: bool = True):
+        super().__init__()
+        self.lm, self.max_gen_toks, self.progress = lm, max_gen_toks, progress
+        self.batch_size = 1  # the engine builds its own batches
+
+    # -- text and tokens ----------------------------------------------------------------------
+
+    @property
+    def max_length(self) -> int:
+        return self.lm.context
+
+    @property
+    def eot_token_id(self) -> int:
+        tokenizer = self.lm.tokenizer
+        token = tokenizer.eos_id if tokenizer.eos_id is not None else tokenizer.bos_id
+        if token is None:
+            raise UnspoolError("the tokenizer has neither a BOS nor an EOS token")
+        return token
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without context."""
+        bos = self.lm.tokenizer.bos_id
+        return self.eot_token_id if bos is None else bos
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        tokenizer = self.lm.tokenizer
+        lead = tokenizer.token_bytes(self.prefix_token_id).decode("utf-8", "replace")
+        has_lead = bool(lead) and string.startswith(lead)
+        add_bos = not has_lead if add_special_tokens is None else add_special_tokens
+        return tokenizer.encode(string, specials=True, bos=add_bos)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.lm.path)
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        return self.lm.tokenizer.chat_template or ""
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        return self.lm.chat_template.render(
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [(context, target) for _, context, target in requests]
+        with progress_bar("evaluating", len(pairs), show=self.progress) as on_progress:
+            results = score_continuations(self.lm, pairs, on_progress)
+        answers = [(result.total, result.greedy) for result in results]
+        for (request, *_tokens), answer in zip(requests, answers, strict=True):
+            if request is not None:
+                self.cache_hook.add_partial("loglikelihood", request, answer)
+        return answers
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        parts: list[tuple[None, list[int], list[int]]] = []
+        counts = []
+        for request in requests:
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            disjoint = [(None, *make_disjoint_window(window)) for window in windows]
+            counts.append(len(disjoint))
+            parts += disjoint
+        results = iter(self._loglikelihood_tokens(parts))
+        totals = [sum(next(results)[0] for _ in range(count)) for count in counts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Generate texts; requests with equal settings form one batch."""
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            key = json.dumps(request.args[1], sort_keys=True, default=str)
+            groups.setdefault(key, []).append(number)
+        results: dict[int, str] = {}
+        for numbers in groups.values():
+            texts = self._generate([requests[n].args[0] for n in numbers], requests[numbers[0]])
+            results.update(zip(numbers, texts, strict=True))
+        for number, request in enumerate(requests):
+            self.cache_hook.add_partial("generate_until", request.args, results[number])
+        return [results[number] for number in range(len(requests))]
+
+    def _generate(self, contexts: list[str], request: Instance) -> list[str]:
+        settings = normalize_gen_kwargs(request.args[1], self.max_gen_toks)
+        length = int(settings["max_gen_toks"])
+        room = self.max_length - length
+        if room < 1:
+            raise UnspoolError(
+                f"the task generates {length} tokens, but the model's context is "
+                f"{self.max_length}; give --max-gen-tokens"
+            )
+        prompts = [self.tok_encode(context)[-room:] for context in contexts]
+        texts = self.lm.generate(
+            prompts,
+            max_tokens=length,
+            stop=[text for text in settings["until"] if text],
+            progress=self.progress,
+            **_sampling(settings),
+        )
+        return [text.text for text in texts]
+
+
+def _sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
+    if not settings.get("do_sample"):
+        return {"temperature": 0.0}
+    return {name: settings[name] for name in _SAMPLING_OPTIONS if name in settings}
+
+
+def run_tasks(
+    lm: LanguageModel,
+    tasks: Sequence[str],
+    *,
+    limit: int | None = None,
+    shots: int | None = None,
+    folder: Path | None = None,
+    chat: bool = False,
+    max_gen_toks: int = 256,
+) -> dict[str, dict[str, float]]:
+    """Run lm-eval tasks by name; `folder` has additional tasks (YAML files)."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(
+        include_path=str(folder) if folder else None, include_defaults=folder is None
+    )
+    unknown = [task for task in tasks if not manager.match_tasks([task])]
+    if unknown:
+        raise UnspoolError(f"lm-eval has no task {unknown[0]!r}; see: lm-eval ls tasks")
+    output = simple_evaluate(
+        UnspoolLM(lm, max_gen_toks=max_gen_toks),
+        tasks=list(tasks),
+        task_manager=manager,
+        limit=limit,
+        num_fewshot=shots,
+        apply_chat_template=chat,
+    )
+    return {
+        task: {name: value for name, value in figures.items() if isinstance(value, int | float)}
+        for task, figures in (output or {"results": {}})["results"].items()
+    }

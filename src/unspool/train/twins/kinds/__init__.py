@@ -1,1 +1,0 @@
-"""Model, data and objective of each kind of twin."""

@@ -1,1 +1,0 @@
-"""Puzzles with exact verifiers, where the order of generation matters."""
