@@ -444,7 +444,7 @@ def test_an_interrupt_leaves_nothing_running(default_model: Path):
 
 _SLOW_BATCH = """
 import sys, time
-from unspool.decoding.progress import progress_bar
+from unspool.progress import progress_bar
 with progress_bar("writing", 30, show="hide" not in sys.argv) as tell:
     for done in range(30):
         tell(done)

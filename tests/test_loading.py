@@ -245,18 +245,18 @@ import numpy as np, unspool
 root = pathlib.Path(unspool.__file__).parent
 for file in root.rglob('*.py'):
     name = '.'.join(('unspool', *file.relative_to(root).with_suffix('').parts))
-    torches = ('unspool.backends.torch.', 'unspool.backends.cuda.', 'unspool.model.layers.transformer',
-               'unspool.model.layers.', 'unspool.decoding.speculative.head_cuda',
-               'unspool.train.')
+    torches = ('unspool.backends.torch.', 'unspool.backends.cuda.', 'unspool.model.layers.',
+               'unspool.decoding.speculative.head_cuda', 'unspool.train.')
     # The server and the page read runs, whatever can train them.
-    without = ('unspool.train.data.', 'unspool.train.running.runs', 'unspool.train.evaluation.')
+    without = ('unspool.train.data.', 'unspool.train.running.runs',
+               'unspool.train.evaluation.bits_per_byte', 'unspool.train.evaluation.sample_sheet')
     if not name.startswith(torches) or name.startswith(without):
         if not name.endswith(('__init__', '__main__')):
             importlib.import_module(name)
 assert 'unspool.cli.run' in sys.modules and 'unspool.lens.attribution' in sys.modules
 from fake_backend import FakeBackend
-from unspool.decoding.samples import samples
-from unspool.decoding.speculative import ModelDrafter
+from unspool.decoding.search.samples import samples
+from unspool.decoding.speculative.drafters import ModelDrafter
 from unspool.model.config import ModelConfig
 
 config = ModelConfig(family='own', vocab_size=12, width=8, layers=1, heads=1, kv_heads=1,

@@ -184,7 +184,7 @@ def children() -> set[str]:
     result = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if b"judges.child" in (process / "cmdline").read_bytes():
+            if b"checker_process" in (process / "cmdline").read_bytes():
                 result.add(process.name)
         except OSError:
             continue

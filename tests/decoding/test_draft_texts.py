@@ -15,8 +15,12 @@ from drafts_support import a_request
 from null_model import NullModel, logits_after
 
 from recurrent_null import RecurrentNull
-from unspool.decoding.speculative import drafters
-from unspool.decoding.speculative.drafters import DraftSequences, ModelDrafter, make_drafter
+from unspool.decoding.speculative.drafters import (
+    DraftSequences,
+    ModelDrafter,
+    drafters,
+    make_drafter,
+)
 from unspool.errors import ModelFileError, SettingsError
 
 VOCABULARY = 40

@@ -24,7 +24,7 @@ from unspool.model.hub.download import DEFAULT, DownloadError, cache_folder, fet
 from unspool.model.hub.removal import plan_removal
 from unspool.model.hub.repository import RepoName, choose_files
 
-SOURCE = Path(module.__file__).parents[2]
+SOURCE = Path(module.__file__).parents[3]
 DATA = os.urandom(3_000_000)
 SHA = hashlib.sha256(DATA).hexdigest()
 
@@ -215,7 +215,7 @@ def fake_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pa
 ASK = """
 import json, sys
 from unspool.errors import UnspoolError
-from unspool.model import hub
+from unspool.model.hub import find as hub
 answers = []
 for name, offline in json.loads(sys.argv[1]):
     try:
@@ -228,7 +228,7 @@ def here():
     return [each for each in hub.cached_models(include_unusable=True) if each.source != "shipped"]
 models = [[model.name, model.bytes] for model in here()]
 if "remove" in sys.argv:
-    from unspool.model.removing import plan_removal
+    from unspool.model.hub.removal import plan_removal
     plan_removal("org/tensors").run()
 left = [model.name for model in here()]
 print(json.dumps([answers, models, left]))

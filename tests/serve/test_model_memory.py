@@ -16,7 +16,7 @@ import asyncio, gc, json, sys
 from pathlib import Path
 
 import unspool
-from unspool.serve.core.registry import ModelEntry, ModelRegistry
+from unspool.server.runtime.registry import ModelEntry, ModelRegistry
 
 path = Path(sys.argv[1])
 size = path.stat().st_size

@@ -75,10 +75,10 @@ def test_a_client_that_never_reads_is_dropped(reads: bool):
 SCRIPT = """
 import asyncio, resource, sys
 
-from unspool.serve.http import server as serving
-from unspool.serve.http.listening import bind_socket
-from unspool.serve.http.logs import configure_logging
-from unspool.serve.http.settings import ServerSettings
+from unspool.server.http import server as serving
+from unspool.server.http.sockets import bind_socket
+from unspool.server.http.logs import configure_logging
+from unspool.server.http.settings import ServerSettings
 
 
 async def app(scope, receive, send):

@@ -220,7 +220,7 @@ def test_a_folder_that_is_no_preparation(tmp_path: Path) -> None:
 PREPARE = """
 import resource, sys
 from unspool.text.tokenizer.tokenizer import Tokenizer
-from unspool.train.data.shards import prepare
+from unspool.train.data.prepared import prepare
 prepared = prepare(sys.argv[1], Tokenizer.from_file(sys.argv[2]))
 print(prepared.card.tokens, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """

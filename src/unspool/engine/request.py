@@ -192,7 +192,7 @@ class DraftTree:
 
 
 class Drafter(Protocol):
-    """Proposes the next tokens of one text, on the engine's thread; see `decoding/speculative/drafters.py`.
+    """Proposes the next tokens of one text, on the engine's thread.
 
     A rejected draft costs time and changes nothing. A drafter that raises is not called again.
     """

@@ -77,7 +77,9 @@ _ROUTERS = (
 
 # Imported with the first request, in the order of /docs.
 ROUTE_GROUPS = (
-    RouteGroup(("/v1/responses", "/responses"), ("unspool.server.dialects.openai_responses:router",)),
+    RouteGroup(
+        ("/v1/responses", "/responses"), ("unspool.server.dialects.openai_responses:router",)
+    ),
     RouteGroup(("/v1/messages",), ("unspool.server.dialects.anthropic:router",)),
     RouteGroup(("/v1/embeddings",), ("unspool.server.dialects.openai_embeddings:router",)),
     RouteGroup(("/v1/tree",), ("unspool.server.tree.routes:router",)),

@@ -20,7 +20,7 @@ from unspool.backends.cuda.weights import (  # noqa: E402
     PlainMatrix,
     Weights,
     fuse_weights,
-    load_weights,  # noqa: E402
+    load_weights,
 )
 from unspool.errors import ModelFileError, UnspoolError  # noqa: E402
 from unspool.model.files.checkpoint import load_transformer, open_checkpoint  # noqa: E402

@@ -14,7 +14,7 @@ from unspool.backends.cuda.model import CudaModel  # noqa: E402
 from unspool.backends.cuda.weights import load_weights  # noqa: E402
 from unspool.backends.torch.backend import TorchModel  # noqa: E402
 from unspool.model.files.checkpoint import (  # noqa: E402
-    fingerprint,  # noqa: E402
+    fingerprint,
     load_transformer,
     open_checkpoint,
 )

@@ -123,14 +123,14 @@ def fill_by_fim(
     """Fill a text, best first. Gaps are filled in order, each with the text up to the next gap as
     suffix. The score is the log-probability of the middle and its end."""
     fillings = [Filled((), gapped.texts[0], 0.0)]
-    for gap, suffix in zip(gapped.gaps, gapped.texts[1:], strict=True):
+    for next_gap, suffix in zip(gapped.gaps, gapped.texts[1:], strict=True):
         best = fillings[0]
         prompt = fim_prompt(lm.tokenizer, tokens, best.text, suffix)
-        texts = list(_drafts(lm, tokens, prompt, gap, options, drafts))
+        texts = list(_drafts(lm, tokens, prompt, next_gap, options, drafts))
         run_all(lm, texts, patient=False)
         unique = {text.text: text for text in reversed(texts)}  # keep the first of duplicates
         fitting = [
-            text for text in unique.values() if len(_middle_tokens(text, tokens)) >= gap.least
+            text for text in unique.values() if len(_middle_tokens(text, tokens)) >= next_gap.least
         ]
         fillings = list(
             rank_candidates(

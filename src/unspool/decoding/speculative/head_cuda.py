@@ -1,9 +1,9 @@
-"""Drafting heads in Unspool's format on a GPU: `own.py` as captured CUDA graphs.
+"""Drafting heads in Unspool's format on a GPU: `head.py` as captured CUDA graphs.
 
-The hidden states are on the device already (backends/cuda/observe.py). Reading a few positions is one
-graph launch, and so is drafting a whole chain: tokens are chosen and embedded on the device, and
-copied to the host once at the end. Trees need the host to choose between nodes and run kernel by
-kernel.
+The hidden states are on the device already (backends/cuda/observe.py). Reading a few positions is
+one graph launch, and so is drafting a whole chain: tokens are chosen and embedded on the device,
+and copied to the host once at the end. Trees need the host to choose between nodes and run
+kernel by kernel.
 """
 
 from __future__ import annotations

@@ -101,11 +101,11 @@ class LiteralGrammar:
         ]
         following = ""  # the fields after this one, if others precede them
         leading = ""  # ... and if none does
-        for field, is_required in reversed(rules):
-            first = f"{field} {following}".strip()
+        for rule, is_required in reversed(rules):
+            first = f"{rule} {following}".strip()
             optional = f"({first} | {leading})" if leading else f"({first})?"
             leading = first if is_required else optional
-            later = f"{_literal(self._comma)} {field}"
+            later = f"{_literal(self._comma)} {rule}"
             following = f"{later if is_required else f'({later})?'} {following}".strip()
         return leading
 

@@ -1,7 +1,7 @@
 """Model class for lm-eval: runs its tasks on the engine, in this process.
 
     from lm_eval import simple_evaluate
-    from unspool.train.judging.lm_eval import UnspoolLM
+    from unspool.train.evaluation.lm_eval import UnspoolLM
     simple_evaluate(UnspoolLM(lm), tasks=["hellaswag"], limit=100)
 
 Scores equal those of lm-eval's own class for transformers: the same truncation of long texts, the
