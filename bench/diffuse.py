@@ -132,7 +132,7 @@ def plain_loop(lm: Any, prompt: list[int], length: int, threshold: float) -> lis
 def tiny_model(folder: str) -> Any:
     """Random weights that see the whole text."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    import canvas_support
+    from helpers import canvas_support
 
     return canvas_support.with_vocabulary(Path(folder), sight="whole")
 

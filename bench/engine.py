@@ -173,8 +173,8 @@ def host() -> None:
 
     os.environ.setdefault("TRITON_INTERPRET", "1")
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from cuda_support import ours
-    from paged_texts import RandomCheckpoint, config
+    from helpers.cuda_support import ours
+    from helpers.paged_texts import RandomCheckpoint, config
 
     loaded: Any = ours(RandomCheckpoint(config(vocab_size=VOCABULARY, layers=1, context=2048)))
     print("the host's share of a step on a GPU, µs (kernels left out)")
@@ -285,8 +285,7 @@ def tree() -> None:
 def states() -> None:
     """Random models of the kinds of LFM2, Qwen3.5 and Granite 4, smaller than these."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from paged_texts import RandomCheckpoint, config
-
+    from helpers.paged_texts import RandomCheckpoint, config
     from unspool.backends.cpu.model import CpuModel
     from unspool.model.config import Recurrence
 

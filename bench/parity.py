@@ -16,12 +16,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
-import tiny
 import torch
 import transformers
-from single_sequence import SingleSequence
 
-import tiny_recurrent
+from helpers import tiny, tiny_recurrent
+from helpers.single_sequence import SingleSequence
 from unspool.backends.cpu.model import load_cpu
 from unspool.backends.step import LoadedModel
 from unspool.backends.torch.backend import TorchModel

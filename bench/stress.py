@@ -336,7 +336,7 @@ def main() -> None:
     folder = given.model
     if folder is None:
         sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-        import tiny
+        from helpers import tiny
 
         folder = tempfile.mkdtemp()
         tiny.save("llama", Path(folder))

@@ -5,15 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-sys.path.insert(0, str(Path(__file__).parent))  # so that tests can `import assets`
 
 # The same examples in every run, so that a failure is never a matter of luck. To look for new
 # ones: pytest --hypothesis-profile=explore
@@ -68,7 +65,7 @@ def go_on(lm: Any) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def server(default_model: Path) -> Iterator[Any]:
     """The default model, served: shared by all tests that leave the server as it was."""
-    from running_server import default_entry, running
+    from helpers.running_server import default_entry, running
 
     with running([default_entry(default_model, memory=256 << 20)]) as found:
         yield found
@@ -85,9 +82,8 @@ def torch_lm(default_model: Path) -> Any:
 @pytest.fixture(scope="session")
 def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A tiny random model without a vocabulary: quick, for everything that needs only ids."""
-    import tiny
-
     import unspool
+    from helpers import tiny
 
     folder = tmp_path_factory.mktemp("tiny-lm")
     tiny.save("llama", folder)

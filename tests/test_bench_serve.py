@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-import fake_server
+from helpers import fake_server
 
 BENCH = Path(__file__).parents[1] / "bench"
 sys.path.insert(0, str(BENCH))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import unspool as package
-from decoding.worded import save_worded
+from helpers.word_model import save_worded
 from unspool import gap
 from unspool.cli.fill import around
 from unspool.cli.main import _exit_code

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import unspool
-from terminal import Terminal
+from helpers.terminal import Terminal
 from unspool.cli import hints
 
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import unspool as package
-from decoding.worded import save_chatty
+from helpers.word_model import save_chatty
 from unspool.cli.main import _exit_code
 from unspool.cli.think_view import TreeView
 from unspool.decoding.search.tree import (

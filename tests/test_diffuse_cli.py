@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import canvas_support as support
+from helpers import canvas_support as support
 from unspool.cli.main import _exit_code
 from unspool.errors import SettingsError
 

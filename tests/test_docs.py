@@ -44,7 +44,7 @@ def test_python_guide(lm: Any, monkeypatch: pytest.MonkeyPatch):
 
 def test_chat_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import unspool
-    from thought_families import QWEN_OPEN, save_thinker
+    from helpers.thought_families import QWEN_OPEN, save_thinker
 
     monkeypatch.undo()
     thinker = unspool.load(save_thinker(tmp_path, QWEN_OPEN), memory=8 << 20)
@@ -172,7 +172,7 @@ def test_readme_python(lm: Any, capsys: pytest.CaptureFixture[str]):
     assert blocks
     for block in blocks:
         if "http://" in block:
-            continue  # asks a server: see tests/serve/test_guide.py
+            continue  # asks a server: see tests/server/test_guide.py
         exec(compile(block, "README.md", "exec"), {})
     wanted = lm.generate("The capital of Germany is", max_tokens=8, temperature=0).text
     assert wanted in capsys.readouterr().out

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from terminal import Terminal
+from helpers.terminal import Terminal
 from unspool.cli.explore import KEYS
 from unspool.cli.explore_view import view
 from unspool.cli.explorer import Explorer

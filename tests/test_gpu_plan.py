@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "model"))
-from catalogue_shapes import SHAPES
-
+from helpers.catalogue_shapes import SHAPES
 from unspool.cli.main import _exit_code
 from unspool.errors import SettingsError
 from unspool.model.config import ModelConfig
@@ -107,7 +104,7 @@ def test_the_command(settings: str, capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_small_one_needs_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from tiny_gguf import write_tiny
+    from helpers.tiny_gguf import write_tiny
 
     path = write_tiny(tmp_path / "tiny.gguf")
     assert _exit_code(["models", "plan", str(path), "--gpus", "2", "--memory", "8GB"]) == 0

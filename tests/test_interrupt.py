@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from terminal import Terminal
+from helpers.terminal import Terminal
 
 START = "from unspool.cli import main; main()"  # as the installed program does
 

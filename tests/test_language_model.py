@@ -121,9 +121,8 @@ def test_what_is_no_conversation_is_told_so(lm: Any, messages: Any):
 @pytest.fixture(scope="module")
 def chat_lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A small random model with a vocabulary and a chat template."""
-    import small_model
-
     import unspool
+    from helpers import small_model
 
     folder = tmp_path_factory.mktemp("chat-lm")
     small_model.save_model(folder)

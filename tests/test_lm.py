@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 
 import unspool
+from helpers import tiny
 from unspool import ContextError, SettingsError, UnspoolError
 
 PROMPTS = [

@@ -10,9 +10,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny
 
 import unspool
+from helpers import tiny
 from unspool.backends import placement
 from unspool.backends.placement import Placement, PlacementChoice, TorchMissingError
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
@@ -254,7 +254,7 @@ for file in root.rglob('*.py'):
         if not name.endswith(('__init__', '__main__')):
             importlib.import_module(name)
 assert 'unspool.cli.run' in sys.modules and 'unspool.lens.attribution' in sys.modules
-from fake_backend import FakeBackend
+from helpers.fake_backend import FakeBackend
 from unspool.decoding.search.samples import samples
 from unspool.decoding.speculative.drafters import ModelDrafter
 from unspool.model.config import ModelConfig

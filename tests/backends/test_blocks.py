@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import null_model
 import numpy as np
 import pytest
-import tiny
 import torch
 
 import unspool
+from helpers import null_model, tiny
 from unspool import native
 from unspool.backends.step import StepBatch, TableUpdates
 from unspool.engine.engine import Engine

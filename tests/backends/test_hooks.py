@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 
 import unspool
+from helpers import tiny
 
 TOKENS = [int(token) for token in np.random.default_rng(2).integers(3, 250, 45)]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from recurrent_texts import SHAPES, Shelf, checkpoint, native, plain, some_tokens
+from helpers.recurrent_texts import SHAPES, Shelf, checkpoint, native, plain, some_tokens
 from unspool import native as library
 from unspool.backends.cpu.model import CpuModel
 from unspool.backends.step import Floats, ObserveRequest
@@ -118,7 +118,7 @@ def test_states_that_do_not_exist_are_rejected(make):
         ([[0, 1]], [[5, 2]]),
         ([[0, 1]], [[3, 2], [1, 3]]),
     ):
-        from paged_texts import batch_of
+        from helpers.paged_texts import batch_of
 
         batch = batch_of([(text, 5)])
         batch.state_slots = np.array(states, np.int64).reshape(-1, 2)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
-from single_sequence import SingleSequence
 
-from recurrent_texts import checkpoint, native, plain
-from states_machine import StatesMachine
+from helpers.recurrent_texts import checkpoint, native, plain
+from helpers.single_sequence import SingleSequence
+from helpers.states_machine import StatesMachine
 from unspool import native as library
 from unspool.backends.cpu.model import CpuModel
 from unspool.backends.step import Backend, StepLimits

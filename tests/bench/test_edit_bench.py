@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from decoding.worded import TEXT, save_worded
+from helpers.word_model import TEXT, save_worded
 
 BENCH = Path(__file__).parents[2] / "bench"
 KINDS = {"planted", "letters", "words", "clean"}

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from decoding.worded import TEXT, save_worded
+from helpers.word_model import TEXT, save_worded
 
 BENCH = Path(__file__).parents[2] / "bench"
 

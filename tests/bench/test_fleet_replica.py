@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from null_model import NullModel
+
+from helpers.null_model import NullModel
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))

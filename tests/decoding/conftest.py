@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
-from drafts_support import fake_engine
 
 import unspool
-from heads_support import save_eagle, save_own
+from helpers import tiny
+from helpers.drafts_support import fake_engine
+from helpers.heads_support import save_eagle, save_own
 from unspool.engine.engine import Engine
 
 

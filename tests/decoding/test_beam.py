@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import unspool
-from decoding.support import PROMPT, as_byte, logits_after, oracle, pages_left
+from helpers.decoding_support import PROMPT, as_byte, logits_after, oracle, pages_left
 from unspool.decoding.search.beam import beam_search
 from unspool.errors import SettingsError, UnspoolError
 

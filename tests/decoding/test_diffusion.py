@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference_diffusion as reference
-from support import PROMPT, pages_left
 
-import canvas_support as support
-from canvas_support import MASK
+from helpers import canvas_support as support
+from helpers import reference_diffusion as reference
+from helpers.canvas_support import MASK
+from helpers.decoding_support import PROMPT, pages_left
 from unspool.errors import ContextError, SettingsError
 
 SHORT = PROMPT[:10]

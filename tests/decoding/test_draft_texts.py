@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafts_support import a_request
-from null_model import NullModel, logits_after
 
-from recurrent_null import RecurrentNull
+from helpers.drafts_support import a_request
+from helpers.null_model import NullModel, logits_after
+from helpers.recurrent_null import RecurrentNull
+from unspool.decoding.speculative import drafters
 from unspool.decoding.speculative.drafters import (
     DraftSequences,
     ModelDrafter,
-    drafters,
     make_drafter,
 )
 from unspool.errors import ModelFileError, SettingsError

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from null_model import NullModel, logits_after
 
+from helpers.null_model import NullModel, logits_after
 from unspool.engine.drafting import DraftChain, PendingDraft, split_into_chains, truncate_chains
 from unspool.engine.engine import Engine
 from unspool.engine.request import DraftTree, Limits, Request

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from drafts_support import Says, a_request, step_facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.drafts_support import Says, a_request, step_facts
 from unspool.decoding.speculative.controller import HOPELESS_ROUNDS, LENGTH_PACE, AdaptiveDrafter
 from unspool.decoding.speculative.drafters import PromptLookup
 from unspool.engine.engine import Engine

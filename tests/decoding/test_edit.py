@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unspool
-from decoding.support import pages_left
-from decoding.worded import save_worded
+from helpers.decoding_support import pages_left
+from helpers.word_model import save_worded
 from unspool import SettingsError, UnspoolError
 from unspool.decoding.edit.edit import (
     ChangedText,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import assets
 import pytest
 
 import unspool
-from decoding.support import pages_left
-from decoding.worded import FIM, save_worded
+from helpers import assets
+from helpers.decoding_support import pages_left
+from helpers.word_model import FIM, save_worded
 from unspool import gap
 from unspool.decoding.infill.fill import OtherFile, fim_prompt, fim_tokens, make_fim_request
 from unspool.text.tokenizer.tokenizer import Tokenizer

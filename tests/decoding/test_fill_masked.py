@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import unspool
-from decoding.support import pages_left
-from decoding.worded import save_worded
+from helpers.decoding_support import pages_left
+from helpers.word_model import save_worded
 from unspool import SettingsError, gap
 from unspool.decoding.edit.edit import masked_surprise, score_doubts
 from unspool.decoding.infill.gaps import GappedText

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from heads_support import IDS, PROMPT, read_text, save_eagle, save_own, vectors_of
+from helpers.heads_support import IDS, PROMPT, read_text, save_eagle, save_own, vectors_of
 from unspool.decoding.speculative.draft_tree import DraftNode
 from unspool.decoding.speculative.head import UnspoolHead, read_head
 from unspool.decoding.speculative.head_cpu import CpuHead

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heads_support import PROMPT, read_text, save_eagle, save_own
+from helpers.heads_support import PROMPT, read_text, save_eagle, save_own
 from unspool.decoding.speculative import arrays
 from unspool.decoding.speculative.controller import SHAPES, FixedShape, RoundCosts, ShapeController
 from unspool.decoding.speculative.draft_tree import DraftNode, DraftShape, build_draft, last_tokens

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file, save_file
-from support import PROMPT
-from worded import save_chatty, save_worded
 
 import unspool
+from helpers import tiny
+from helpers.decoding_support import PROMPT
+from helpers.word_model import save_chatty, save_worded
 from unspool.decoding.search.verifiers import AskVerifier, RewardVerifier, _pieces
 from unspool.errors import ModelFileError, SettingsError
 

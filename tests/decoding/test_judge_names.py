@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
-from support import pages_left
-from worded import save_chatty
 
 import unspool
+from helpers import tiny
+from helpers.decoding_support import pages_left
+from helpers.word_model import save_chatty
 from unspool.decoding.search.checkers import CheckerLimits, FileVerifier, PatternVerifier
 from unspool.decoding.search.think import VERIFIER_NAMES, VerifierSpec, make_verifier
 from unspool.decoding.search.verifiers import FunctionVerifier, LogprobVerifier, Verdict

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from decoding.support import PROMPT, pages_left
+from helpers.decoding_support import PROMPT, pages_left
 from unspool.decoding.branches import mean_logprob
 from unspool.decoding.search.samples import best_of, samples, vote
 from unspool.engine.generation import Generation

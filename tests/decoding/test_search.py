@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from decoding.support import PROMPT, as_byte, pages_left
+from helpers.decoding_support import PROMPT, as_byte, pages_left
 from unspool.decoding.branches import mean_logprob
 from unspool.decoding.search.samples import tree_search
 from unspool.decoding.search.tree import SearchTree

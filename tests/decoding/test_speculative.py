@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
-from drafts_support import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.drafts_support import (
     UNCHANGED,
     Says,
     a_request,
@@ -23,9 +26,6 @@ from drafts_support import (
     step_facts,
     table,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from unspool.backends.step import StepLimits
 from unspool.backends.torch.backend import TorchBackend
 from unspool.decoding.speculative.controller import AdaptiveDrafter

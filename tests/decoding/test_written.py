@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from decoding.support import PROMPT, pages_left
+from helpers.decoding_support import PROMPT, pages_left
 from unspool.decoding.branches import HeldBranches
 from unspool.engine.scheduler import EngineTask
 

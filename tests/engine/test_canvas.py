@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from deep_null import MASK, SIGHTS, engine_with, expected_logits, fresh
+from helpers.deep_null import MASK, SIGHTS, engine_with, expected_logits, fresh
 from unspool.engine.canvas import Canvas, CanvasKind, open_canvas, run_passes
 from unspool.engine.request import Limits, Request
 from unspool.errors import UnspoolError

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-import canvas_support as support
-from canvas_support import MASK
-from deep_null import MASK as NULL_MASK
-from deep_null import VOCAB, engine_with, expected_logits, fresh
+from helpers import canvas_support as support
+from helpers.canvas_support import MASK
+from helpers.deep_null import MASK as NULL_MASK
+from helpers.deep_null import VOCAB, engine_with, expected_logits, fresh
 from unspool import native
 from unspool.engine.canvas import CanvasKind, open_canvas, run_passes
 from unspool.engine.request import Limits, Request
@@ -210,9 +210,8 @@ def test_what_was_committed_since_the_last_whole_pass_stays():
 
 def approximate(old: list[int], new: list[int], window: range) -> Any:
     """The places of the window are computed anew, all others as they were."""
-    import null_model
-
-    from deep_null import mixed
+    from helpers import null_model
+    from helpers.deep_null import mixed
 
     old_states = [mixed(old, 0)] * len(old)
     for position in window:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import null_model
 import numpy as np
 import pytest
 
+from helpers import null_model
 from unspool import LanguageModel, SettingsError
 from unspool.cli.main import _exit_code
 from unspool.engine.engine import Engine

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_support import expected, new_engine, nothing_leaks, request, some_prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unspool
+from helpers.engine_support import expected, new_engine, nothing_leaks, request, some_prompts
 from unspool.backends.step import StepLimits
 from unspool.backends.torch.backend import TorchBackend
 from unspool.engine.engine import Engine
@@ -76,7 +76,7 @@ def test_any_mix_of_requests_and_cancellations(seed: int):
 @pytest.mark.real
 def test_same_text_on_the_default_model(lm: Any):
     """Alone by the plain loop, alone by the engine, among 31 others, from a cached prefix."""
-    from single_sequence import SingleSequence
+    from helpers.single_sequence import SingleSequence
 
     prompts = ["Once upon a time", "Why do leaves change color", "def add(a, b):", "The moon"]
     submitted = [
@@ -101,7 +101,7 @@ def test_same_text_on_the_default_model(lm: Any):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "gpt2", "gpt-neox", "qwen3-moe"])
 def test_cached_logits_are_those_of_a_fresh_run(family: str, tmp_path: Any):
-    import tiny
+    from helpers import tiny
 
     tiny.save(family, tmp_path)
     lm = unspool.load(tmp_path, backend="torch")

@@ -12,10 +12,10 @@ import threading
 import time
 from typing import Any
 
-import null_model
 import pytest
 
 import unspool
+from helpers import null_model
 from unspool.conversation import Conversation
 from unspool.decoding.branches import HeldBranches
 from unspool.engine.canvas import CanvasKind, open_canvas
@@ -212,7 +212,7 @@ def test_two_callers_cannot_compute_one_branch_at_once():
 
 
 def test_eight_first_callers_make_one_engine(tmp_path: Any):
-    import tiny
+    from helpers import tiny
 
     tiny.save("llama", tmp_path)
     lm = unspool.load(tmp_path, backend="torch", memory=8 << 20)
@@ -381,7 +381,7 @@ def test_what_the_garbage_collector_ends_on_the_engines_thread_is_released():
 
 def test_ctrl_c_in_generate_cancels(tmp_path: Any):
     """In a child process, which receives the real signal."""
-    import tiny
+    from helpers import tiny
 
     tiny.save("llama", tmp_path)
     code = f"""

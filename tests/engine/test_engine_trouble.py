@@ -7,12 +7,12 @@ import threading
 import time
 from typing import Any
 
-import null_model
 import numpy as np
 import pytest
-from engine_support import expected, new_engine, nothing_leaks, request, some_prompts
 
 import unspool
+from helpers import null_model
+from helpers.engine_support import expected, new_engine, nothing_leaks, request, some_prompts
 from unspool.engine.engine import Engine
 from unspool.engine.request import Limits, Request
 from unspool.errors import ContextError, UnspoolError
@@ -101,7 +101,7 @@ def test_a_model_that_nobody_uses_any_more_goes_with_its_engine(tmp_path: Any):
     import gc
     import weakref
 
-    import tiny
+    from helpers import tiny
 
     tiny.save("llama", tmp_path)
     lm = unspool.load(tmp_path, backend="torch", memory=8 << 20)

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import null_model
 import numpy as np
 import pytest
 
-from slow_device import SlowDevice
+from helpers import null_model
+from helpers.slow_device import SlowDevice
 from unspool.engine.canvas import CanvasKind, open_canvas
 from unspool.engine.engine import Engine, _Computation
 from unspool.engine.reasoning import ReasoningSpec

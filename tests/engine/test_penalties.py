@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import null_model
 import numpy as np
 import pytest
 
+from helpers import null_model
 from unspool.engine.engine import Engine
 from unspool.engine.request import Limits, Request
 from unspool.sampling import SamplingSettings

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from null_model import logits_after
 
-from recurrent_null import RecurrentNull
-from slow_device import SlowDevice
-from states_machine import END, Guesses, StatesMachine, request
+from helpers.null_model import logits_after
+from helpers.recurrent_null import RecurrentNull
+from helpers.slow_device import SlowDevice
+from helpers.states_machine import END, Guesses, StatesMachine, request
 from unspool.backends.step import num_pages_and_states
 from unspool.engine.canvas import CanvasKind, open_canvas
 from unspool.engine.engine import Engine

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import unspool
-from thought_families import GEMMA, HARMONY, QWEN_OPEN, save_thinker
+from helpers.thought_families import GEMMA, HARMONY, QWEN_OPEN, save_thinker
 from unspool.conversation import Conversation
 from unspool.errors import SettingsError
 from unspool.sampling import Grammar, GrammarSpec

@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from typing import Any
 
-import null_model
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -21,6 +20,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from helpers import null_model
 from unspool.engine.tree import Branch, OutOfPagesError, PagePool, PrefixIndex, Tree
 from unspool.errors import UnspoolError
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from engine_support import new_engine, nothing_leaks, request
 
+from helpers.engine_support import new_engine, nothing_leaks, request
 from unspool.backends.step import StepBatch, StepLimits
 from unspool.engine.canvas import CanvasKind, open_canvas
 from unspool.engine.engine import Engine

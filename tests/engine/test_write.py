@@ -10,9 +10,9 @@ import threading
 import time
 from typing import Any
 
-import null_model
 import pytest
 
+from helpers import null_model
 from unspool import SettingsError, UnspoolError
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_gguf
-from cuda_support import cuda_model, family, language_model, prompts, torch_model, written
-from paged_texts import host
-from parity import difference
 
+from helpers import tiny_gguf
+from helpers.cuda_support import cuda_model, family, language_model, prompts, torch_model, written
+from helpers.paged_texts import host
+from helpers.parity import difference
 from unspool.lm import LanguageModel
 from unspool.loading import open_tokenizer
 from unspool.model.files.checkpoint import open_checkpoint

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_support import cuda_model, language_model
-from paged_texts import RandomCheckpoint, config
 
-from heads_support import PROMPT, save_eagle, save_own
+from helpers.cuda_support import cuda_model, language_model
+from helpers.heads_support import PROMPT, save_eagle, save_own
+from helpers.paged_texts import RandomCheckpoint, config
 from unspool.decoding.speculative.controller import FixedShape
 from unspool.decoding.speculative.draft_tree import DraftShape, build_draft
 from unspool.decoding.speculative.head import UnspoolHead, read_head

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
-from cuda_support import (
+
+from helpers import tiny
+from helpers.cuda_support import (
     PAGES,
     backend,
     cuda_model,
@@ -21,9 +22,8 @@ from cuda_support import (
     torch_model,
     written,
 )
-from paged_texts import Library, RandomCheckpoint, config, look
-from parity import ODD_SHAPES, check_seen, difference, looked_at
-
+from helpers.paged_texts import Library, RandomCheckpoint, config, look
+from helpers.parity import ODD_SHAPES, check_seen, difference, looked_at
 from unspool.backends.step import Backend, LoadedModel
 
 CLOSE = 2e-4  # of logits of size 10, in 32 bits

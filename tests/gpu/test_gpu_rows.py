@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_support import cuda_model, language_model, prompts, torch_model, written
-from paged_texts import RandomCheckpoint, config, host
 
+from helpers.cuda_support import cuda_model, language_model, prompts, torch_model, written
+from helpers.paged_texts import RandomCheckpoint, config, host
 from unspool.lm import LanguageModel
 
 SHAPE = config(

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_support import backend, check_picks, cuda_model, pick_rows
-from paged_texts import Library, RandomCheckpoint, batch_of, config
 
+from helpers.cuda_support import backend, check_picks, cuda_model, pick_rows
+from helpers.paged_texts import Library, RandomCheckpoint, batch_of, config
 from unspool.backends.step import Backend
 from unspool.sampling import SamplingSettings
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_support import family, read_by_engine, torch_model
 
+from helpers.cuda_support import family, read_by_engine, torch_model
 from unspool.backends.torch.backend import TorchModel
 from unspool.backends.torch.parallel.model import split_model
 from unspool.backends.torch.parallel.ranks import Ranks

@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 import pytest
-import tiny
 
 import unspool
+from helpers import tiny
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 import pytest
-import tiny
 import torch
 
+from helpers import tiny
 from unspool.errors import UnspoolError
 from unspool.lens.activations import get_activations
 from unspool.lens.attribution import attribution

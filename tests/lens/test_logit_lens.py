@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 import pytest
-import tiny
 
+from helpers import tiny
 from unspool.errors import UnspoolError
 from unspool.lens.activations import get_activations
 from unspool.lens.logit_lens import logit_lens

@@ -6,9 +6,9 @@ import json
 
 import numpy as np
 import pytest
-import tiny
 import torch
 
+from helpers import tiny
 from unspool.errors import ContextError, SettingsError, UnspoolError
 from unspool.lens.activations import get_activations
 

@@ -271,9 +271,8 @@ def test_on_the_default_model(lm, tmp_path):
 
 def test_in_16_bits(tmp_path):
     """Rounding is coarser, and told: what is seen still holds together."""
-    import tiny
-
     import unspool
+    from helpers import tiny
     from unspool.lens.activations import get_activations
     from unspool.lens.attribution import attribution
 

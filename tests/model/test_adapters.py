@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 
 import unspool
+from helpers import tiny
 from unspool.errors import UnspoolError
 from unspool.model.adapters import Adapter, LowRank, adaptable_shapes, read_adapter, write_adapter
 from unspool.native import missing_reason

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from catalogue_shapes import SHAPES
-
+from helpers.catalogue_shapes import SHAPES
 from unspool.errors import UnspoolError
 from unspool.model.families.registry import FAMILIES
 from unspool.model.files.config_json import config_from_hf

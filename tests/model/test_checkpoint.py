@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from helpers import tiny
 from unspool.errors import ModelFileError, UnspoolError, UnspoolWarning
 from unspool.model.files.checkpoint import load_transformer, open_checkpoint
 from unspool.model.files.config_json import config_from_hf

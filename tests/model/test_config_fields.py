@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from tiny_gguf import write_tiny
 from tokenizers import Tokenizer, models
 from transformers import CONFIG_MAPPING
 
-import tiny_masked
-from adapter_support import random_adapter
+from helpers import tiny_masked
+from helpers.adapter_support import random_adapter
+from helpers.tiny_gguf import write_tiny
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.adapters import read_adapter, write_adapter
 from unspool.model.families.causal import ALIASES

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 import transformers
-from paged_texts import Library, batch_of
 
 import unspool
-from gguf_converted import converted_models
+from helpers import tiny
+from helpers.gguf_converted import converted_models
+from helpers.paged_texts import Library, batch_of
 from unspool import native
 from unspool.backends.cpu.model import load_cpu
 from unspool.errors import ContextError, ModelFileError

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from cuda_support import cuda_model
 
 import unspool
+from helpers import tiny
+from helpers.cuda_support import cuda_model
 from unspool.backends.cpu.model import load_cpu
 from unspool.backends.torch.backend import TorchModel
 from unspool.decoding.speculative.head_drafter import shipped_head

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
+from helpers import tiny
 from unspool.errors import ModelFileError
 from unspool.model.files.checkpoint import load_transformer, open_checkpoint
 

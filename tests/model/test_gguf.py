@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from tiny_gguf import write_tiny
 
+from helpers.tiny_gguf import write_tiny
 from unspool.errors import ModelFileError
 from unspool.model.files.checkpoint import open_checkpoint
 from unspool.model.files.gguf import BLOCK_TYPES, GGUFFile
@@ -279,7 +279,7 @@ def test_random_bytes(content: bytes):
 
 
 def test_a_model_in_several_files(tmp_path: Path):
-    from tiny_gguf import write_tiny
+    from helpers.tiny_gguf import write_tiny
 
     complete = GGUFFile(write_tiny(tmp_path / "whole.gguf"))
     write_tiny(tmp_path / "split" / "m.gguf", parts=3)

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 import transformers
-from paged_texts import Library, read
 from safetensors.torch import load_file, save_file
 
-from gguf_converted import convert
+from helpers import tiny
+from helpers.gguf_converted import convert
+from helpers.paged_texts import Library, read
 from unspool import native
 from unspool.backends.cpu.model import CpuModel, load_cpu
 from unspool.backends.step import Backend

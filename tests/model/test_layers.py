@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 import transformers
-from paged_texts import RandomCheckpoint, config
 from safetensors.torch import load_file, save_file
 
+from helpers import tiny
+from helpers.paged_texts import RandomCheckpoint, config
 from unspool.backends.cuda.availability import why_unsupported
 from unspool.backends.torch.backend import TorchModel
 from unspool.errors import ModelFileError

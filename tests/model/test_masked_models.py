@@ -7,15 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import assets
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Library
 from typer.testing import CliRunner
 
-import tiny_masked
 import unspool
+from helpers import assets, tiny_masked
 from unspool.backends.placement import Placement, PlacementChoice
 from unspool.backends.torch.backend import TorchModel
 from unspool.errors import ModelFileError, UnspoolError, UnspoolWarning

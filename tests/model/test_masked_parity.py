@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 
-import tiny_masked
-from gguf_converted import MASKED, converted_models
+from helpers import tiny_masked
+from helpers.gguf_converted import MASKED, converted_models
 from unspool import native
 from unspool.backends.cpu.model import load_cpu
 from unspool.backends.step import Backend, LoadedModel, ObserveRequest, StepBatch, TableUpdates
@@ -176,8 +176,7 @@ def test_saved_and_loaded_again(case: Case, tmp_path: Path):
 def test_a_causal_family_taught_to_look_ahead_is_saved_with_that(tmp_path: Path):
     from dataclasses import replace
 
-    import tiny
-
+    from helpers import tiny
     from unspool.model.layers.transformer import Transformer
 
     tiny.save("qwen3", tmp_path / "causal")

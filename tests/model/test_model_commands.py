@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_gguf import write_tiny
-
-sys.path.insert(0, str(Path(__file__).parent))
-from hub_server import hub_process
 from test_stores import LIBRARY, add_ollama
 
+from helpers.hub_server import hub_process
+from helpers.tiny_gguf import write_tiny
 from unspool.cli.main import _exit_code
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

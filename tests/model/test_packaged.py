@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from hub_server import serving
-
+from helpers.hub_server import serving
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.hub import download, find
 from unspool.model.hub import download as module

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny
 import torch
 import transformers
 
-from gguf_converted import CAUSAL, converted_models
+from helpers import tiny
+from helpers.gguf_converted import CAUSAL, converted_models
 from unspool.model.files.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.layers.transformer import Transformer
 from unspool.model.weights import parameter_count, weight_shapes

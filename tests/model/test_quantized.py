@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
 import unspool
+from helpers import tiny
 from unspool import native
 from unspool.backends.cpu.model import load_cpu
 from unspool.errors import ModelFileError, UnspoolWarning

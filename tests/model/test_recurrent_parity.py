@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import ask_llama_cpp
 import pytest
-import tiny
 import torch
 import transformers
 
-import tiny_recurrent
-from gguf_converted import RECURRENT, converted_models
+from helpers import ask_llama_cpp, tiny, tiny_recurrent
+from helpers.gguf_converted import RECURRENT, converted_models
 from unspool.model.files.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.hub.inspect import summarize_model
 from unspool.model.weights import parameter_count, weight_shapes

@@ -6,7 +6,6 @@ No process is started here; test_tensor_parallel.py compares the computation.
 from __future__ import annotations
 
 import math
-import sys
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from catalogue_shapes import SHAPES
-
+from helpers.catalogue_shapes import SHAPES
 from unspool.backends.torch.parallel.model import load_part
 from unspool.errors import SettingsError
 from unspool.model.config import ModelConfig, Rotary

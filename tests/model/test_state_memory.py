@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
-from paged_texts import config
 
+from helpers import tiny
+from helpers.paged_texts import config
 from unspool.model.config import Recurrence
 from unspool.model.files import gguf
 from unspool.model.hub.inspect import summarize_model

@@ -7,9 +7,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-import tiny
 import torch
 
+from helpers import tiny
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
 from unspool.model.files.checkpoint import load_transformer, open_checkpoint

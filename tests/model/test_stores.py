@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_gguf import write_tiny
 
 import unspool
+from helpers.tiny_gguf import write_tiny
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.hub import find, stores
 from unspool.model.hub.removal import plan_removal
@@ -241,7 +241,7 @@ def test_the_hubs_cache_and_removing(machine: Path) -> None:
 
 
 def test_folders_of_safetensors_in_the_hubs_cache(machine: Path) -> None:
-    import tiny
+    from helpers import tiny
 
     snapshots = machine / ".cache" / "huggingface" / "hub" / "models--org--{}" / "snapshots" / "a"
     complete, cut = (Path(str(snapshots).format(name)) for name in ("whole", "cut"))

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import ask_llama_cpp
 import numpy as np
 import pytest
 
 import unspool
+from helpers import ask_llama_cpp
 
 FILE = Path(__file__).parents[1] / "data" / "wikipedia-12m-qwen3.5.gguf"
 # Written for this test, so the model has not seen it.

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
-import acts
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+
+from helpers import page_actions as acts
 
 _ARGUMENTS = (
     "--no-sandbox",  # tests may run as root, and only ever open pages of this machine

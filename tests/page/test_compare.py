@@ -8,8 +8,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from acts import text, tokens
 from playwright.sync_api import Locator, Page, expect
+
+from helpers.page_actions import text, tokens
 
 QUESTION = "Why do leaves change color in fall?"
 ONLY_TEMPERATURE = {"top_k": 0, "top_p": 1, "min_p": 0}

@@ -7,8 +7,9 @@ import re
 from typing import Any
 
 import pytest
-from acts import branch, finished, open_panel, text, tokens, write
 from playwright.sync_api import Locator, Page, expect
+
+from helpers.page_actions import branch, finished, open_panel, text, tokens, write
 
 ORDINARY = "The old sailor looked at the sea and"
 ROUND = "The cat sat. The cat sat. The cat sat. The cat sat."  # the model goes on with it for ever

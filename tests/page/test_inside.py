@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from acts import branch, open_panel, tokens, write
 from playwright.sync_api import Locator, Page, expect
+
+from helpers.page_actions import branch, open_panel, tokens, write
 
 PROMPT = "The old lighthouse keeper climbed the stairs every evening, and when the storm came"
 STEP = 3  # the token that is looked at

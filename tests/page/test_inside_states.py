@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
-from acts import open_panel, tokens, write
-from looks import check_looks
 from playwright.sync_api import Page, expect
-from running_server import Running, running
-from small_model import save_vocabulary
 
 import unspool
-from tiny_recurrent import nemotron
+from helpers import tiny
+from helpers.page_actions import open_panel, tokens, write
+from helpers.page_colors import check_looks
+from helpers.running_server import Running, running
+from helpers.small_model import save_vocabulary
+from helpers.tiny_recurrent import nemotron
 from unspool.server.runtime.registry import ModelEntry
 
 

@@ -12,18 +12,18 @@ from typing import Any
 
 import httpx
 import pytest
-from acts import opened, until
-from looks import check_looks
 from playwright.sync_api import Browser, Locator, Page, expect
-from running_server import Running, running
 
-import training_run
 import unspool
+from helpers import training_run
+from helpers.page_actions import opened, until
+from helpers.page_colors import check_looks
+from helpers.running_server import Running, running
 from unspool.server.runtime.registry import ModelEntry
 from unspool.train.routes import ServerTrainer
 from unspool.train.running.runs import Run
 
-STAND_IN = [sys.executable, str(Path(__file__).parent.parent / "stand_in_trainer.py")]
+STAND_IN = [sys.executable, str(Path(__file__).parent.parent / "helpers" / "stand_in_trainer.py")]
 REFUSED = "Failed to load resource"  # what the browser says when a server says no
 FILM = [0, 2, 6, 20, 60, 200]
 

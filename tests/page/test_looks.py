@@ -6,9 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from acts import WIDE, adopt, open_panel, post, tokens, write
-from looks import check_looks
 from playwright.sync_api import Page, expect
+
+from helpers.page_actions import WIDE, adopt, open_panel, post, tokens, write
+from helpers.page_colors import check_looks
 
 QUESTION = "Why do leaves change color in fall?"
 

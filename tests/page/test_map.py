@@ -7,10 +7,11 @@ import math
 import re
 from typing import Any
 
-import acts
 import pytest
-from acts import branch, finished, open_panel, post, text, tokens, write
 from playwright.sync_api import Locator, Page, expect
+
+from helpers import page_actions as acts
+from helpers.page_actions import branch, finished, open_panel, post, text, tokens, write
 
 PROMPT = "The capital of Germany is"
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
-from acts import until
-from looks import check_looks
 from playwright.sync_api import Locator, Page, expect
-from running_server import Running, running, settled
 
 import unspool
-from decoding.worded import save_worded
+from helpers.page_actions import until
+from helpers.page_colors import check_looks
+from helpers.running_server import Running, running, settled
+from helpers.word_model import save_worded
 from unspool.costs import measuring, stored
 from unspool.costs.part import CostPart, Example, Figure, Series, TextMark
 from unspool.costs.report import Comparison, Report

@@ -16,12 +16,12 @@ from typing import Any
 
 import httpx
 import pytest
-from acts import branch, finished, tokens, write
 from playwright.sync_api import Page, expect
-from running_server import default_entry, running
-from tiny_gguf import write_tiny
 
 import unspool
+from helpers.page_actions import branch, finished, tokens, write
+from helpers.running_server import default_entry, running
+from helpers.tiny_gguf import write_tiny
 from unspool.errors import ModelFileError
 from unspool.server.runtime.registry import ModelEntry
 

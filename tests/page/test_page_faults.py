@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from acts import branch, finished, open_panel, opened, set_settings, tokens, write
 from playwright.sync_api import Browser, Page, expect
-from running_server import default_entry, running
+
+from helpers.page_actions import branch, finished, open_panel, opened, set_settings, tokens, write
+from helpers.running_server import default_entry, running
 
 QUESTION = "Why do leaves change color in fall?"
 

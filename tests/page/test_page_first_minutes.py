@@ -5,8 +5,19 @@ from __future__ import annotations
 
 import re
 
-from acts import branch, drawn, finished, open_panel, set_settings, text, tokens, until, write
 from playwright.sync_api import Page, Route, expect
+
+from helpers.page_actions import (
+    branch,
+    drawn,
+    finished,
+    open_panel,
+    set_settings,
+    text,
+    tokens,
+    until,
+    write,
+)
 
 QUESTION = "Why do leaves change color in fall?"
 FROM_END = """(() => {

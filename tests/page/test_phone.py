@@ -6,8 +6,18 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from acts import adopt, drawn, finished, open_panel, tokens, until, use_settings, write
 from playwright.sync_api import Locator, Page, expect
+
+from helpers.page_actions import (
+    adopt,
+    drawn,
+    finished,
+    open_panel,
+    tokens,
+    until,
+    use_settings,
+    write,
+)
 
 PHONES = {"360": (360, 740), "390": (390, 844)}
 # How much of the token lies between the upper edge of the text and that of the sheet.

@@ -7,9 +7,10 @@ import re
 from typing import Any
 
 import pytest
-from acts import adopt, branch, drawn, post, text, tokens, until
-from looks import check_looks
 from playwright.sync_api import Locator, Page, expect
+
+from helpers.page_actions import adopt, branch, drawn, post, text, tokens, until
+from helpers.page_colors import check_looks
 
 SLOW = 90_000  # milliseconds: a machine that does much else at the same time
 PROMPT = "Once there was"

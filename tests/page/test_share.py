@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from acts import branch, finished, open_panel, set_settings, text, tokens, write
 from playwright.sync_api import Error, FilePayload, Locator, Page, Route, expect
 
 import unspool
+from helpers.page_actions import branch, finished, open_panel, set_settings, text, tokens, write
 
 SAME = "every token the same"
 STATE = "import('/page/code/state.js').then(({state}) => %s)"

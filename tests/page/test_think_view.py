@@ -7,13 +7,13 @@ from typing import Any
 
 import httpx
 import pytest
-from acts import tokens, until
-from looks import check_looks
 from playwright.sync_api import Locator, Page, expect
-from running_server import Running, running, settled
 
 import unspool
-from decoding.worded import save_chatty
+from helpers.page_actions import tokens, until
+from helpers.page_colors import check_looks
+from helpers.running_server import Running, running, settled
+from helpers.word_model import save_chatty
 from unspool.decoding.search.think import POLICIES, VERIFIER_NAMES, VerifierSpec, policy_options
 from unspool.server.runtime.registry import ModelEntry
 

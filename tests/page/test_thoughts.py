@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import acts
 import pytest
 from playwright.sync_api import Page, expect
-from running_server import running
 
-from thought_families import QWEN_OPEN, save_thinker
+from helpers import page_actions as acts
+from helpers.running_server import running
+from helpers.thought_families import QWEN_OPEN, save_thinker
 from unspool.server.runtime.registry import ModelEntry
 
 # The thought is closed for it, and the answer is the pattern's: a random model would do neither.

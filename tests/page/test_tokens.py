@@ -190,8 +190,7 @@ def test_a_vocabulary_without_merges_says_so(view, expected_errors):
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """OpenAI's rank files, where the server looks for them."""
-    import assets
-
+    from helpers import assets
     from unspool.server.dialects.tokens import NAMES, open_vocabulary
 
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(assets.tiktoken_ranks()))

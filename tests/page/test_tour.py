@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from acts import finished, tokens
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
+
+from helpers.page_actions import finished, tokens
 
 TITLES = (
     "Ask something",

@@ -8,12 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
-from acts import until
-from looks import check_looks
 from playwright.sync_api import Locator, Page, expect
-from running_server import Running, default_entry, running
 
-import canvas_support
+from helpers import canvas_support
+from helpers.page_actions import until
+from helpers.page_colors import check_looks
+from helpers.running_server import Running, default_entry, running
 from unspool.server.runtime.registry import ModelEntry
 
 SLOW = 60_000  # milliseconds

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from looks import check_looks
 from playwright.sync_api import Locator, Page, expect
-from running_server import Running, running
 
-import canvas_support
+from helpers import canvas_support
+from helpers.page_colors import check_looks
+from helpers.running_server import Running, running
 from unspool.server.runtime.registry import ModelEntry
 
 SLOW = 60_000  # milliseconds

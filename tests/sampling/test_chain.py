@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sampling.support import neutral, random_logits, softmax
+from helpers.sampling_support import neutral, random_logits, softmax
 from unspool.errors import SettingsError
 from unspool.sampling import Chain, Pick, RowInput, SamplingSettings, log_softmax, score
 

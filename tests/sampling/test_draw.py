@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from sampling.support import neutral, softmax
+from helpers.sampling_support import neutral, softmax
 from unspool.sampling import Chain, RowInput, SamplingSettings, uniform
 from unspool.sampling.draw import philox, sample_index, seed_bits, uniforms
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sampling.grammars import (
+from helpers.grammar_samples import (
     END,
     ID,
     NOTHING,
@@ -28,7 +28,7 @@ from sampling.grammars import (
     text_of,
     walk,
 )
-from sampling.support import neutral, random_logits
+from helpers.sampling_support import neutral, random_logits
 from unspool.errors import SettingsError
 from unspool.sampling import (
     Chain,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sampling.grammars import SMALL, start, walk
+from helpers.grammar_samples import SMALL, start, walk
 from unspool.errors import SettingsError
 from unspool.sampling import Grammar, GrammarSpec
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sampling.grammars import SMALL, ids, start
+from helpers.grammar_samples import SMALL, ids, start
 from unspool.engine import request_builder
 from unspool.errors import SettingsError, UnspoolWarning
 from unspool.sampling import GrammarSpec

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sampling.support import neutral
+from helpers.sampling_support import neutral
 from unspool import native
 from unspool.sampling import (
     BadLogitsError,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from picker_support import SETTINGS, random_logits, rows_of
 
+from helpers.picker_support import SETTINGS, random_logits, rows_of
 from unspool import native
 from unspool.sampling import BadLogitsError, Chain, RowInput, SamplingSettings
 from unspool.sampling import picker as picker_module

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sampling.support import after, neutral
+from helpers.sampling_support import after, neutral
 
 FOUR = [0.1, 0.2, 0.3, 0.4]
 FALLING = [0.4, 0.3, 0.2, 0.1]

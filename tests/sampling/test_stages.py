@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sampling.support import apply, dense, neutral, random_logits, softmax
+from helpers.sampling_support import apply, dense, neutral, random_logits, softmax
 from unspool.errors import SettingsError
 from unspool.sampling import (
     STAGES,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as peers
 
-from sampling.support import apply, dense, neutral, random_logits
+from helpers.sampling_support import apply, dense, neutral, random_logits
 from unspool.sampling import RowInput
 
 WIDTHS = st.sampled_from([5, 64, 1000, 5000])

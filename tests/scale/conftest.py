@@ -15,7 +15,7 @@ os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
 @pytest.fixture(scope="session")
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random model with a vocabulary and a chat template."""
-    from decoding.worded import save_chatty
+    from helpers.word_model import save_chatty
 
     return save_chatty(tmp_path_factory.mktemp("chatty"))
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_support import batch, read_lines, some_rows, write_rows
 
 import unspool
+from helpers.batch_support import batch, read_lines, some_rows, write_rows
 from unspool.errors import DataError
 from unspool.scale.batch.rows import read_rows, row_seed, scan_input
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_support import batch, read_lines, write_rows
 
 import unspool
+from helpers.batch_support import batch, read_lines, write_rows
 from unspool.scale.batch.rows import row_seed
 
 CHAT = "/v1/chat/completions"

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from batch_support import (
+
+from helpers.batch_support import (
     batch,
     done_rows,
     ended,
@@ -21,7 +22,6 @@ from batch_support import (
     wait_until,
     write_rows,
 )
-
 from unspool.errors import UnspoolError
 from unspool.scale.batch.job import RayPool, WorkerActor, _cluster_layout
 from unspool.scale.batch.rows import BatchRow

@@ -10,7 +10,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from batch_support import (
+
+from helpers.batch_support import (
     batch,
     done_rows,
     ended,
@@ -20,7 +21,6 @@ from batch_support import (
     wait_until,
     write_rows,
 )
-
 from unspool.errors import UnspoolError
 from unspool.scale.batch.journal import Journal
 

@@ -14,9 +14,8 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from running_server import Running, settled
-
-from scale.replicas_here import Front, address, broken_replica, front, replica
+from helpers.local_replicas import Front, address, broken_replica, front, replica
+from helpers.running_server import Running, settled
 
 PROMPT = {"prompt": "The scheduler plans rows", "max_tokens": 12, "seed": 7, "temperature": 0.9}
 NO_END = {"unspool": {"end": False}}

@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("ray.serve")
 
-from scale.replicas_here import replica
+from helpers.local_replicas import replica
 
 BODY = {"prompt": "The scheduler plans rows", "max_tokens": 12, "seed": 7, "temperature": 0.9,
         "unspool": {"end": False}}  # fmt: skip

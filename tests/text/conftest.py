@@ -1,3 +1,3 @@
 """What several tests of text share."""
 
-from chat_support import built as built
+from helpers.chat_support import built as built

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from tool_families import CLOCK, TEMPLATES, WEATHER, Letters, format_of, read, summary
 
-from thought_families import HARMONY, Marked
+from helpers.thought_families import HARMONY, Marked
+from helpers.tool_families import CLOCK, TEMPLATES, WEATHER, Letters, format_of, read, summary
 from unspool.text.reasoning import OutputStart, make_output_parser, reasoning_format
 from unspool.text.tools.formats import ToolSpec, tool_format
 from unspool.text.tools.parser import ToolCallArguments, ToolCallParser, ToolCallStart

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import assets
 import pytest
-from chat_support import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jinja2 import Template
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from test_tokenizer_json import load_tokenizer as from_json
+from transformers import PreTrainedTokenizerFast
+
+from helpers import assets
+from helpers.chat_support import (
     CHATML,
     GEMMA,
     HELLO,
@@ -22,13 +28,6 @@ from chat_support import (
     check_spans,
     words_of,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jinja2 import Template
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from test_tokenizer_json import load_tokenizer as from_json
-from transformers import PreTrainedTokenizerFast
-
 from unspool.errors import SettingsError, UnspoolError
 from unspool.text.chat.sandbox import UNKNOWN, SandboxedTemplate, origin_of, with_origin
 from unspool.text.chat.template import ChatTemplate
@@ -239,19 +238,6 @@ def test_many_messages_do_not_use_up_the_budget(built: Any) -> None:
     messages = [dict(message) for message in messages]
     prompt = ChatTemplate(QWEN_THINK, built[0]).encode(messages)
     check_spans(prompt, messages)
-
-
-def test_text_modules_stay_low() -> None:
-    import ast
-
-    import unspool.text
-
-    for path in Path(unspool.text.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for name in names:
-                assert not name.startswith(("torch", "unspool.model", "unspool.sampling")), path
 
 
 def test_a_start_token_is_not_doubled(built: Any) -> None:

@@ -8,14 +8,14 @@ import time
 from typing import Any, ClassVar
 
 import pytest
-from chat_support import (
+
+from helpers.chat_support import (
     ADDED,
     CONTROLS,
     HELLO,
     QWEN_THINK,
     TEMPLATES,
 )
-
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.text.chat.sandbox import SandboxedTemplate
 from unspool.text.chat.template import ChatTemplate

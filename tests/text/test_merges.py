@@ -7,11 +7,11 @@ from itertools import chain
 
 import pytest
 from hypothesis import given
-from sample_texts import SAME_EVERY_RUN, TEXTS
 from test_tokenizer_gguf import tokenizer as from_gguf
 from test_tokenizer_json import load_tokenizer as from_json
 from test_tokenizer_tiktoken import load_tokenizer as from_tiktoken
 
+from helpers.tokenizer_texts import SAME_EVERY_RUN, TEXTS
 from unspool.errors import UnspoolError
 from unspool.text.tokenizer.bpe import Merge, merge_steps, merge_word
 from unspool.text.tokenizer.tokenizer import Tokenizer

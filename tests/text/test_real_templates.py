@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import assets
 import pytest
-from tool_families import WEATHER
 
-from thought_families import Marked
+from helpers import assets
+from helpers.thought_families import Marked
+from helpers.tool_families import WEATHER
 from unspool.text.chat.template import ChatTemplate
 from unspool.text.reasoning import prompt_tail, reasoning_format
 from unspool.text.tools.formats import tool_format

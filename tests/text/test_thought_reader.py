@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from thought_families import GEMMA, HARMONY, MISTRAL, PLAIN, QWEN, QWEN_OPEN, STRIPS, Marked
+from helpers.thought_families import GEMMA, HARMONY, MISTRAL, PLAIN, QWEN, QWEN_OPEN, STRIPS, Marked
 from unspool.text.chat.template import ChatTemplate
 from unspool.text.reasoning import (
     OutputStart,

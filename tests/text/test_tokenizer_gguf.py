@@ -6,12 +6,12 @@ import heapq
 from functools import cache
 from typing import Any
 
-import assets
 import numpy as np
 import pytest
 from hypothesis import given
-from sample_texts import SAME_EVERY_RUN, TEXTS
 
+from helpers import assets
+from helpers.tokenizer_texts import SAME_EVERY_RUN, TEXTS
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.files.gguf import GGUFFile
 from unspool.text.tokenizer.pieces import byte_characters

@@ -8,15 +8,15 @@ import unicodedata
 from functools import cache
 from pathlib import Path
 
-import assets
 import pytest
 from hypothesis import given
-from sample_texts import SAME_EVERY_RUN, TEXTS
 from test_tokenizer_gguf import tokenizer as from_gguf
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from helpers import assets
+from helpers.tokenizer_texts import SAME_EVERY_RUN, TEXTS
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.text.tokenizer.pieces import byte_characters
 from unspool.text.tokenizer.tokenizer import Tokenizer

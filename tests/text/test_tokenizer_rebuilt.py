@@ -10,12 +10,12 @@ import json
 import re
 from typing import Any
 
-import assets
 import numpy as np
 from hypothesis import given
-from sample_texts import SAME_EVERY_RUN, TEXTS
 from test_tokenizer_json import load_tokenizer as from_json
 
+from helpers import assets
+from helpers.tokenizer_texts import SAME_EVERY_RUN, TEXTS
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 

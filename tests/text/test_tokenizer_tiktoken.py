@@ -7,13 +7,13 @@ import shutil
 from functools import cache
 from pathlib import Path
 
-import assets
 import pytest
 import tiktoken
 from hypothesis import given
-from sample_texts import SAME_EVERY_RUN, TEXTS
 from tiktoken_ext import openai_public
 
+from helpers import assets
+from helpers.tokenizer_texts import SAME_EVERY_RUN, TEXTS
 from unspool.errors import ModelFileError, SettingsError
 from unspool.text.tokenizer.tokenizer import Tokenizer
 

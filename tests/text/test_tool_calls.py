@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tool_families import TEMPLATES, format_of, read, summary
 
+from helpers.tool_families import TEMPLATES, format_of, read, summary
 from unspool.text.tools.call_parsers import JsonScanner
 from unspool.text.tools.parser import (
     ParsedToolCall,

@@ -6,9 +6,10 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import assets
 import pytest
-from tool_families import (
+
+from helpers import assets
+from helpers.tool_families import (
     CHATML,
     CITY,
     CLOCK,
@@ -20,7 +21,6 @@ from tool_families import (
     read,
     summary,
 )
-
 from unspool.errors import UnspoolError
 from unspool.sampling import Grammar, GrammarSpec
 from unspool.text.chat.template import ChatTemplate

@@ -1,8 +1,3 @@
 """Helpers beside these tests can be imported by their names."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))

@@ -6,19 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-import ask_llama_cpp as llama_cpp
-import assets
 import gguf
 import numpy as np
 import pytest
-import small_model as small
-import tiny
 import torch
 from gguf.quants import quantize
 from safetensors.numpy import load_file
 
 import unspool
-from gguf_converted import convert
+from helpers import ask_llama_cpp as llama_cpp
+from helpers import assets, tiny
+from helpers import small_model as small
+from helpers.gguf_converted import convert
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
 from unspool.model.files.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.files.export import quantize_folder

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import ask_llama_cpp as llama_cpp
 import numpy as np
 import pytest
-import small_model as small
-import tiny
 from test_export import PROMPTS, log_probabilities, ours
 
-import tiny_recurrent
-from gguf_converted import convert
+from helpers import ask_llama_cpp as llama_cpp
+from helpers import small_model as small
+from helpers import tiny, tiny_recurrent
+from helpers.gguf_converted import convert
 from unspool.errors import ModelFileError
 from unspool.model.files.gguf import GGUFFile
 from unspool.train.export import export_gguf

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from helpers import tiny
 from unspool.model.files.config_json import config_from_hf
 from unspool.model.layers.transformer import Transformer
 from unspool.train.learning.model_size import (
@@ -58,8 +58,7 @@ def test_share_of_the_peak():
 
 
 def test_the_log_tells_the_share_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch):
-    from tiny_training import tiny_trainer
-
+    from helpers.tiny_training import tiny_trainer
     from unspool.train.running.events import StepLogged
 
     events: list[StepLogged] = []

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from tiny_training import Batch, tiny_model
 from torch.nn import functional
 
+from helpers import tiny
+from helpers.tiny_training import Batch, tiny_model
 from unspool.model.files.checkpoint import load_transformer, open_checkpoint
 from unspool.model.layers.transformer import Transformer
 from unspool.train.learning.forward import (

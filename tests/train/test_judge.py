@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small_model as small
 
 import unspool
+from helpers import small_model as small
 from unspool.errors import SettingsError
 from unspool.train.evaluation.bits_per_byte import bits_per_byte, score_continuations, windows
 

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-import small_model as small
 
+from helpers import small_model as small
 from unspool.train.export import export_folder
 from unspool.train.running.runs import Run
 

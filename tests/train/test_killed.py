@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 LIVES = """
 import os, random, signal, sys
 from pathlib import Path
-from tiny_training import tiny_trainer
+from helpers.tiny_training import tiny_trainer
 import unspool.train.running.loop as loop
 
 folder, whole = Path(sys.argv[1]) / "killed", Path(sys.argv[1]) / "whole"
@@ -58,7 +58,7 @@ print(deaths)
 def test_killed_at_any_moment(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-c", LIVES, str(tmp_path), "1"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)},
         capture_output=True, text=True, timeout=250,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

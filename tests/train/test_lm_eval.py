@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_model as small
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 import unspool
+from helpers import small_model as small
 from unspool.errors import UnspoolError
 from unspool.train.evaluation.lm_eval import UnspoolLM, run_tasks
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_training import Batch, CountingBatches, tiny_model, tiny_trainer
 
+from helpers.tiny_training import Batch, CountingBatches, tiny_model, tiny_trainer
 from unspool.train.learning.objectives import Loss, next_token
 from unspool.train.learning.optimizers import Rates, make_optimizers
 from unspool.train.running.events import (

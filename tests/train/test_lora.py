@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 
 import unspool
+from helpers import tiny
 from unspool.errors import SettingsError
 from unspool.model.adapters import read_adapter, write_adapter
 from unspool.model.files.checkpoint import load_transformer, open_checkpoint

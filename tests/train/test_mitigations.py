@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_training import Batch, CountingBatches, tiny_model
 from torch import Tensor
 from torch.nn import functional
 
+from helpers.tiny_training import Batch, CountingBatches, tiny_model
 from unspool.errors import SettingsError
 from unspool.model.layers.transformer import Transformer
 from unspool.train.learning import objectives

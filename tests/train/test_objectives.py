@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_training import Batch, tiny_model
 from torch import Tensor
 from torch.nn import functional
 
+from helpers.tiny_training import Batch, tiny_model
 from unspool.model.layers.transformer import Transformer, attention_weights
 from unspool.train.learning import objectives
 from unspool.train.learning.forward import AttentionMask, hidden_states

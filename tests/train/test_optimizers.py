@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_training import tiny_model
 
+from helpers.tiny_training import tiny_model
 from unspool.train.learning.optimizers import (
     Muon,
     Rates,

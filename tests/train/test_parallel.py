@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_training import CountingBatches, tiny_model
-from tuned_together import KINDS, make_data, tuned
 from two_processes import ODD
 
+from helpers.tiny_training import CountingBatches, tiny_model
+from helpers.tuned_together import KINDS, make_data, tuned
 from unspool.errors import SettingsError
 from unspool.model.files.checkpoint import load_transformer, open_checkpoint, save_weights
 from unspool.train.learning.objectives import next_token

@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from paged_texts import config
 
-from recurrent_texts import SHAPES
+from helpers import tiny
+from helpers.paged_texts import config
+from helpers.recurrent_texts import SHAPES
 from unspool.model.files.checkpoint import (
     load_transformer,
     open_checkpoint,

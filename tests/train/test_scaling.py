@@ -10,9 +10,9 @@ import time
 import xml.etree.ElementTree as Xml
 from pathlib import Path
 
-import known_law
 import pytest
 
+from helpers import known_law
 from unspool.errors import SettingsError, UnspoolError
 from unspool.model.config import ModelConfig, Rotary
 from unspool.train.learning.model_size import compute_parameters, training_flops

@@ -85,8 +85,7 @@ def test_the_seed_decides_the_start():
 
 
 def test_another_familys_shape_for_a_vocabulary_of_ones_own(tmp_path: Path):
-    import tiny
-
+    from helpers import tiny
     from unspool.model.files.checkpoint import open_checkpoint
 
     tiny.save("gemma3", tmp_path)

@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import small_model as small
 
 import unspool
+from helpers import small_model as small
 from unspool.errors import SettingsError
 from unspool.train.evaluation.sample_sheet import named_models, write_sheet
 from unspool.train.export import export_folder

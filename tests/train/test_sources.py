@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
-from hub_server import hub_process
-
+from helpers.hub_server import hub_process
 from unspool.errors import DataError, UnspoolError
 from unspool.model.hub.repository import RepoName
 from unspool.train.data import sources

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 
+from helpers import tiny
 from unspool.model.files.checkpoint import load_transformer, open_checkpoint, rules_for_hf
 from unspool.model.files.tensor_mapping import write_weights
 from unspool.train.data.batches import TrainingBatch

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 
 import unspool
+from helpers import tiny
 from unspool.cli.main import _exit_code
 from unspool.errors import UnspoolError
 from unspool.train.data.tokenizer import TokenizerSettings, save_tokenizer_files, train_bpe

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 
 import unspool
+from helpers import tiny
 from unspool.errors import DataError
 from unspool.model.files.checkpoint import open_checkpoint
 from unspool.train.data.prepared import PackedDocuments

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_training import tiny_model
 from torch import Tensor
 
+from helpers.tiny_training import tiny_model
 from unspool.model.layers.parts import apply_rope
 from unspool.model.layers.transformer import Transformer
 from unspool.train.data.batches import TrainingBatch

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_training import tiny_model
 from torch import Tensor
 from torch.nn import functional
 
+from helpers.tiny_training import tiny_model
 from unspool.model.layers.transformer import Transformer
 from unspool.train.data.batches import TrainingBatch
 from unspool.train.learning import forward

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 
 import unspool
+from helpers import tiny
 from unspool.cli.main import _exit_code
 from unspool.decoding.speculative.head import SHIPPED
 from unspool.errors import UnspoolError
@@ -239,6 +239,6 @@ def test_the_mask_is_a_token_that_no_text_uses():
 def a_config(**changes: Any) -> Any:
     from dataclasses import replace
 
-    from tiny_training import CONFIG
+    from helpers.tiny_training import CONFIG
 
     return replace(CONFIG, **changes)

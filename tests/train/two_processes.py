@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import tuned_together
-from tiny_training import Batch, CountingBatches, tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard  # noqa: F401  before the fork
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from helpers import tuned_together
+from helpers.tiny_training import Batch, CountingBatches, tiny_model
 from unspool.model.files.checkpoint import save_weights
 from unspool.model.layers.transformer import Transformer
 from unspool.train.learning.objectives import Loss, next_token

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import transformers
-from paged_texts import Library, RandomCheckpoint, config, look, read, read_whole
-from parity import ODD_SHAPES, check_seen, difference, looked_at
 
+from helpers import tiny
+from helpers.paged_texts import Library, RandomCheckpoint, config, look, read, read_whole
+from helpers.parity import ODD_SHAPES, check_seen, difference, looked_at
 from unspool import native
 from unspool.backends.cpu.backend import CpuBackend
 from unspool.backends.cpu.model import load_cpu

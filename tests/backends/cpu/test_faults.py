@@ -14,9 +14,9 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from paged_texts import Library, RandomCheckpoint, batch_of, config, read, read_whole
 
 import unspool
+from helpers.paged_texts import Library, RandomCheckpoint, batch_of, config, read, read_whole
 from unspool import native
 from unspool.backends.cpu.backend import CpuBackend
 from unspool.backends.cpu.model import load_cpu

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 
 import unspool
+from helpers import tiny
 from unspool import native
 
 pytestmark = pytest.mark.skipif(

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from paged_texts import (
+
+from helpers.paged_texts import (
     Library,
     RandomCheckpoint,
     Text,
@@ -21,7 +22,6 @@ from paged_texts import (
     read,
     read_whole,
 )
-
 from unspool import native
 from unspool.backends.cpu.backend import CpuBackend
 from unspool.backends.cpu.model import CpuModel

@@ -13,8 +13,8 @@ import pytest
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_support import FLOATS, HALVES, QUANTIZED, SIZES, floats, halves_of, set_halves
 
+from helpers.packing_support import FLOATS, HALVES, QUANTIZED, SIZES, floats, halves_of, set_halves
 from unspool import native
 from unspool.backends.cpu import packing
 from unspool.backends.cpu.packing import (

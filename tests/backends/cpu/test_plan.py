@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_gguf
-from paged_texts import config
 
+from helpers import tiny_gguf
+from helpers.paged_texts import config
 from unspool.backends.cpu import structures
 from unspool.backends.cpu.plan import ExecutionPlan, build_plan
 from unspool.cli.main import _exit_code

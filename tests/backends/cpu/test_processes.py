@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paged_texts import RandomCheckpoint, config
 
 import unspool
+from helpers.paged_texts import RandomCheckpoint, config
 from unspool import native
 from unspool.backends.cpu.model import CpuModel, load_cpu
 from unspool.errors import UnspoolError

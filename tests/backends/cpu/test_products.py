@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from packing_support import FLOATS, SIZES
-from paged_texts import random_blocks
 
+from helpers.packing_support import FLOATS, SIZES
+from helpers.paged_texts import random_blocks
 from unspool import native
 from unspool.backends.cpu.packing import PACKINGS, PackedMatrix, pack
 from unspool.backends.cpu.structures import address_of, native_functions

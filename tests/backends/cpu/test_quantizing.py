@@ -10,8 +10,8 @@ import pytest
 from gguf.quants import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_support import FLOATS, floats
 
+from helpers.packing_support import FLOATS, floats
 from unspool import native
 from unspool.backends.cpu.packing import PACKINGS, pack, pack_all, relative_error
 from unspool.model.files.stored import FileTensor

@@ -18,17 +18,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from attention_support import a_layer, some_texts
-from cuda_support import cuda_model, language_model
-from packed_support import random_blocks
-from paged_texts import RandomCheckpoint
-from paged_texts import config as shape
 from test_experts import make_experts
 
-from adapter_support import random_adapter
-from heads_support import save_own
+from helpers.adapter_support import random_adapter
+from helpers.attention_support import a_layer, some_texts
+from helpers.cuda_support import cuda_model, language_model
+from helpers.heads_support import save_own
+from helpers.packed_support import random_blocks
+from helpers.paged_texts import RandomCheckpoint
+from helpers.paged_texts import config as shape
 from unspool.backends.cuda.adapters import CudaAdapters
 from unspool.backends.cuda.attention import (
     chunk_tiles,

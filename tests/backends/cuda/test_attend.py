@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from attention_support import Texts, a_layer, cut_small, expected, some_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.attention_support import Texts, a_layer, cut_small, expected, some_texts
 from unspool.backends.cuda import attention
 from unspool.backends.cuda.attention import decode_attention, num_pieces, store_keys
 

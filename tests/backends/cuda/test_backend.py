@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from cuda_support import (
+
+from helpers import tiny
+from helpers.cuda_support import (
     PAGES,
     backend,
     check_picks,
@@ -26,9 +27,8 @@ from cuda_support import (
     torch_model,
     written,
 )
-from paged_texts import Library, RandomCheckpoint, batch_of, config, look
-from parity import ODD_SHAPES, check_seen, difference
-
+from helpers.paged_texts import Library, RandomCheckpoint, batch_of, config, look
+from helpers.parity import ODD_SHAPES, check_seen, difference
 from unspool.backends.cuda.weights import fuse_weights
 from unspool.backends.step import ObserveRequest
 from unspool.model.config import Rotary

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_support import cuda_model, language_model, torch_model
-from paged_texts import RandomCheckpoint, config
 
-from heads_support import PROMPT, save_eagle, save_own, vectors_of
+from helpers.cuda_support import cuda_model, language_model, torch_model
+from helpers.heads_support import PROMPT, save_eagle, save_own, vectors_of
+from helpers.paged_texts import RandomCheckpoint, config
 from unspool.decoding.speculative import head_cuda
 from unspool.decoding.speculative.controller import FixedShape
 from unspool.decoding.speculative.draft_tree import DraftShape, build_draft

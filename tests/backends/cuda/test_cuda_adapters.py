@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cuda_support import cuda_model, language_model, torch_model, written
-from paged_texts import RandomCheckpoint, config
-from parity import difference
 
-from adapter_support import SHAPES, all_logits, random_adapter, with_adapters
+from helpers.adapter_support import SHAPES, all_logits, random_adapter, with_adapters
+from helpers.cuda_support import cuda_model, language_model, torch_model, written
+from helpers.paged_texts import RandomCheckpoint, config
+from helpers.parity import difference
 from unspool.backends.cuda.adapters import CudaAdapters
 from unspool.errors import UnspoolError
 

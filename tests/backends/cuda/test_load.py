@@ -12,9 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-import tiny  # noqa: E402
-from packed_support import numbers, random_blocks  # noqa: E402
-
+from helpers import tiny  # noqa: E402
+from helpers.packed_support import numbers, random_blocks  # noqa: E402
 from unspool.backends.cuda.matmul import PackedMatrix, StackedMatrix  # noqa: E402
 from unspool.backends.cuda.weights import (  # noqa: E402
     PlainMatrix,

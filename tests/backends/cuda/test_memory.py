@@ -9,8 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-import tiny  # noqa: E402
-
+from helpers import tiny  # noqa: E402
 from unspool.backends.cuda import kv_cache  # noqa: E402
 from unspool.backends.cuda.kv_cache import KVCache, page_bytes  # noqa: E402
 from unspool.backends.cuda.weights import load_weights  # noqa: E402

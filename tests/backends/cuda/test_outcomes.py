@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_support import PAGES, backend, cuda_model
-from paged_texts import Library, RandomCheckpoint, batch_of, config
+
+from helpers.cuda_support import PAGES, backend, cuda_model
+from helpers.paged_texts import Library, RandomCheckpoint, batch_of, config
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")

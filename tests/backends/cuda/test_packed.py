@@ -8,8 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from packed_support import numbers, random_blocks  # noqa: E402
-
+from helpers.packed_support import numbers, random_blocks  # noqa: E402
 from unspool.backends.cuda.matmul import (  # noqa: E402  # noqa: E402
     PACKINGS,
     Epilogue,

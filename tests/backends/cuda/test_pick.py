@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from picker_support import SETTINGS, random_logits, rows_of
+
+from helpers.picker_support import SETTINGS, random_logits, rows_of
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")

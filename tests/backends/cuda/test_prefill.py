@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_support import Texts, a_layer, cut_small, expected, some_texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.attention_support import Texts, a_layer, cut_small, expected, some_texts
 from unspool.backends.cuda.attention import (
     chunk_tiles,
     decode_attention,

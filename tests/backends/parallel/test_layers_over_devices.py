@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cuda_support import family, read_by_engine
 
 import unspool
+from helpers.catalogue_shapes import SHAPES
+from helpers.cuda_support import family, read_by_engine
 from unspool.backends.torch import backend
 from unspool.backends.torch.backend import TorchModel
 from unspool.errors import SettingsError
 from unspool.model.files.checkpoint import load_transformer
 from unspool.model.files.config_json import config_from_hf
 from unspool.model.files.sharding import DeviceMap, build_device_map
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "model"))
-from catalogue_shapes import SHAPES
 
 
 def places(name: str, count: int, **options: Any) -> DeviceMap:

@@ -19,9 +19,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny_gguf
 
 import unspool
+from helpers import tiny_gguf
 from unspool.backends.torch.parallel.ranks import RankError, RankMessage, Ranks, start_processes
 from unspool.errors import SettingsError
 

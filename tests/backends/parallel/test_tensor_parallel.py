@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_support import backend, family, language_model, read_in_many_ways, torch_model
 
-from adapter_support import all_logits, with_adapters
+from helpers.adapter_support import all_logits, with_adapters
+from helpers.cuda_support import backend, family, language_model, read_in_many_ways, torch_model
 from unspool.backends.torch.parallel.model import split_model
 from unspool.backends.torch.parallel.ranks import Ranks
 from unspool.errors import UnspoolError

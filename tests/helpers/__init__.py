@@ -1,0 +1,1 @@
+"""Shared by tests: tiny models, fake backends, running servers, reference implementations."""

@@ -1,0 +1,290 @@
+"""Programs that people point at such a server, really used: `llm`, lm-eval, `openai` for Node.
+
+Open WebUI cannot be installed here; the requests it makes are made by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from helpers import assets
+from unspool.lens.embeddings import embedding
+
+HERE = Path(__file__).parent
+QUESTION = "Why do leaves change color in fall?"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 20}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def run(command: list[Any], params: str | None = None, **environment: str) -> str:
+    """What a program printed; all it said, where it failed."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_")}
+    done = subprocess.run(
+        [*map(str, command)],
+        input=params,
+        stdin=subprocess.DEVNULL if params is None else None,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=clean | environment,
+    )
+    assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+# -- llm -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llm(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """The command `llm`, told of the server as its manual says."""
+    program = Path(sysconfig.get_path("scripts")) / "llm"
+    folder = tmp_path_factory.mktemp("llm")
+    usual = {"model_name": server.model, "api_base": f"{server.url}/v1"}
+    models = [
+        {"model_id": "unspool", **usual, "supports_schema": True, "supports_tools": True},
+        {"model_id": "unspool-raw", **usual, "completion": True},
+        {"model_id": "unspool-responses", **usual, "responses": True},
+    ]
+    # JSON is YAML.
+    (folder / "extra-openai-models.yaml").write_text(json.dumps(models), "utf-8")
+
+    def body(*arguments: Any) -> str:
+        return run([program, *arguments], LLM_USER_PATH=str(folder)).removesuffix("\n")
+
+    return body
+
+
+def test_llm_streams_and_goes_on(llm, lm):
+    options = ["-o", "temperature", 0, "-o", "max_tokens", 24]
+    first = lm.chat(QUESTION, temperature=0, max_tokens=24).text
+    assert llm("-m", "unspool", QUESTION, *options) == first
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "And in spring?"},
+    ]
+    second = lm.chat(messages, temperature=0, max_tokens=24).text
+    assert llm("--continue", "And in spring?", *options) == second
+
+
+def test_llm_without_streaming_with_a_seed_and_a_schema(llm, lm):
+    options = ["-o", "temperature", 0.8, "-o", "seed", 7, "-o", "max_tokens", 60]
+    params = ["--no-log", "--no-stream", "--schema", json.dumps(PERSON), *options]
+    text = llm("-m", "unspool", "Invent a person.", *params)
+    expected = lm.chat(
+        "Invent a person.", json_schema=PERSON, temperature=0.8, seed=7, max_tokens=60
+    )
+    assert text == expected.text and {*json.loads(text)} == {"name", "age"}
+
+
+@pytest.mark.slow
+def test_llm_with_the_other_endpoints(llm, lm):
+    assert {"OpenAI Chat: unspool", "OpenAI Responses: unspool-responses"} <= {
+        *llm("models").splitlines()
+    }
+    raw = llm("-m", "unspool-raw", "--no-log", "The sky is", "-o", "temperature", 0,
+              "-o", "max_tokens", 8)  # fmt: skip
+    assert raw == lm.generate("The sky is", temperature=0, max_tokens=8).text
+    text = llm("-m", "unspool-responses", "--no-log", QUESTION, "-o", "temperature", 0,
+               "-o", "max_tokens", 16)  # fmt: skip
+    assert text == lm.chat(QUESTION, temperature=0, max_tokens=16).text
+
+
+# -- lm-eval ---------------------------------------------------------------------------------
+
+QUIZ = [
+    ("The capital of France is", ["Paris", "Berlin", "Madrid"], 0),
+    ("The opposite of hot is", ["tall", "cold", "quick"], 1),
+    ("A baby dog is called a", ["kitten", "calf", "puppy"], 2),
+    ("Water freezes and becomes", ["ice", "steam", "sand"], 0),
+    ("The color of fresh snow is", ["black", "white", "green"], 1),
+    ("The largest planet of the solar system is", ["Mars", "Venus", "Jupiter"], 2),
+    ("Two plus two makes", ["four", "nine", "eleven"], 0),
+    ("The author of Hamlet is", ["Goethe", "William Shakespeare", "Homer"], 1),
+    ("A spider has", ["two legs", "six legs", "eight legs"], 2),
+    ("Bees make", ["honey", "milk", "wool"], 0),
+    ("The sun rises in the", ["west", "east", "north"], 1),
+    ("Iron that lies in the rain begins to", ["sing", "melt", "rust"], 2),
+]
+
+
+@pytest.fixture(scope="module")
+def evaluated(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What lm-eval found through the server in tasks of its three kinds."""
+    folder = tmp_path_factory.mktemp("lm-eval")
+    tasks, rows = folder / "tasks", folder / "quiz.json"
+    tasks.mkdir()
+    lines = (json.dumps({"question": q, "choices": c, "answer": a}) for q, c, a in QUIZ)
+    rows.write_text("\n".join(lines), "utf-8")
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(rows)}},
+            "test_split": "test"}  # fmt: skip
+    text = {**data, "doc_to_text": "{{question}}", "doc_to_target": "{{choices[answer]}}"}
+    for task in (
+        {"task": "quiz", **text, "output_type": "multiple_choice", "doc_to_choice": "choices",
+         "doc_to_target": "answer", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
+        {"task": "continue", **text, "output_type": "generate_until",
+         "generation_kwargs": {"until": ["."], "max_gen_toks": 8},
+         "metric_list": [{"metric": "exact_match"}]},
+        {"task": "surprise", **text, "output_type": "loglikelihood_rolling", "doc_to_text": "",
+         "doc_to_target": "{{question}} {{choices[answer]}}.",
+         "metric_list": [{"metric": "bits_per_byte"}]},
+    ):  # fmt: skip
+        (tasks / f"{task['task']}.yaml").write_text(json.dumps(task), "utf-8")
+    command = [sys.executable, HERE / "lm_eval_client.py", tasks, server.url, server.model]
+    reply = run(command, HF_HOME=str(folder / "hf"), HF_HUB_OFFLINE="1")
+    return json.loads(reply.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_lm_eval_scores_answers_as_the_engine_does(evaluated, lm):
+    hits, normed_hits = 0, 0
+    samples = sorted(evaluated["samples"]["quiz"], key=lambda sample: sample["doc_id"])
+    for (question, choices, answer), sample in zip(QUIZ, samples, strict=True):
+        start = len(lm.tokenizer.encode(question))
+        scores = [lm.score(f"{question} {choice}", top=1).positions[start:] for choice in choices]
+        expected = [sum(position.logprob for position in score) for score in scores]
+        greedy = [all(p.token == p.candidates[0].token for p in score) for score in scores]
+        reply = [resp for ((resp, _),) in sample["resps"]]
+        assert reply == pytest.approx(expected, abs=1e-4)
+        assert [is_greedy for ((_, is_greedy),) in sample["resps"]] == greedy
+        hits += int(np.argmax(expected)) == answer
+        normed = [score / len(choice) for score, choice in zip(expected, choices, strict=True)]
+        normed_hits += int(np.argmax(normed)) == answer
+    result = evaluated["results"]["quiz"]
+    assert result["acc,none"] == pytest.approx(hits / len(QUIZ))
+    assert result["acc_norm,none"] == pytest.approx(normed_hits / len(QUIZ))
+
+
+def test_lm_eval_reads_texts_that_the_engine_writes(evaluated, lm):
+    for sample in evaluated["samples"]["continue"]:
+        question = sample["doc"]["question"]
+        expected = lm.generate(question, temperature=0, max_tokens=8, stop=(".",)).text
+        assert sample["resps"] == [[expected]]
+
+
+def test_lm_eval_measures_the_surprise_that_the_engine_measures(evaluated, lm):
+    total, size = 0.0, 0
+    for question, choices, answer in QUIZ:
+        text = f"{question} {choices[answer]}."
+        total += lm.score([lm.tokenizer.bos_id, *lm.tokenizer.encode(text)]).total
+        size += len(text.encode())
+    reply = evaluated["results"]["surprise"]["bits_per_byte,none"]
+    assert reply == pytest.approx(-total / size / np.log(2), rel=1e-6)
+
+
+# -- openai for Node -------------------------------------------------------------------------
+
+
+def test_openai_for_node(server, lm):
+    if shutil.which("node") is None:
+        pytest.skip("node is not installed")
+    chat = {
+        "model": server.model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "seed": 7,
+        "max_tokens": 24,
+    }
+    params = {"model": server.model, "chat": chat, "schema": PERSON, "tool": WEATHER}
+    reply = run(["node", HERE / "client.mjs", server.url, assets.node_openai()], json.dumps(params))
+    result = json.loads(reply)
+    created = lm.chat(QUESTION, seed=7, max_tokens=24)
+    assert result["models"] == [server.model]
+    assert result["chat"] == result["stream"] == created.text and result["usage"] == len(
+        created.tokens
+    )
+    assert result["call"] == result["streamedCall"] and result["reason"] == "tool_calls"
+    assert result["call"]["name"] == "get_weather"
+    assert [*json.loads(result["call"]["arguments"])] == ["city"]
+    assert result["json"] == lm.chat(QUESTION, json_schema=PERSON, seed=7, max_tokens=100).text
+    for text, vector in zip(["Leaves fall.", "Snow falls."], result["embeddings"], strict=True):
+        np.testing.assert_allclose(vector, embedding(lm, lm.prompt_ids(text)), atol=1e-5)
+    assert result["response"] == lm.chat(QUESTION, temperature=0, max_tokens=12).text
+    assert (result["error"]["class"], result["error"]["status"]) == ("NotFoundError", 404)
+    assert f"available: {server.model}" in result["error"]["message"]
+
+
+# -- Open WebUI ------------------------------------------------------------------------------
+
+
+def test_what_open_webui_sends(server, lm):
+    """After its `routers/openai.py`, `routers/tasks.py` and `utils/payload.py`."""
+    headers = {"Authorization": "Bearer none"}
+    with httpx.Client(base_url=f"{server.url}/v1", headers=headers, timeout=60) as client:
+        listed = client.get("/models").json()["data"]
+        assert [(model["id"], model["object"]) for model in listed] == [(server.model, "model")]
+
+        messages = [
+            {"role": "system", "content": "You are brief."},
+            {"role": "user", "content": [{"type": "text", "text": QUESTION}]},
+        ]
+        params = {"temperature": 0.7, "top_p": 0.9, "seed": 7, "stop": ["###"], "max_tokens": 24,
+                  "frequency_penalty": 0.0, "presence_penalty": 0.0}  # fmt: skip
+        body = {"stream": True, "model": server.model, "messages": messages, **params}
+        body["stream_options"] = {"include_usage": True}
+        reply = client.post("/chat/completions", json=body)
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        events = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
+        assert events.pop() == "[DONE]"
+        chunks = [json.loads(event) for event in events]
+        reported = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks[:-1])
+        plain = [messages[0], {"role": "user", "content": QUESTION}]
+        expected = lm.chat(plain, temperature=0.7, top_p=0.9, seed=7, stop=("###",), max_tokens=24)
+        assert reported == expected.text
+        assert chunks[-1]["usage"]["completion_tokens"] == len(expected.tokens)
+
+        # A title for the chat: `metadata` stays in Open WebUI, which allows 1,000 tokens.
+        title = [{"role": "user", "content": f"### Task:\nTitle this chat.\nUSER: {QUESTION}"}]
+        body = {"model": server.model, "messages": title, "stream": False, "max_tokens": 30}
+        answer = client.post("/chat/completions", json=body).json()
+        assert answer["choices"][0]["message"]["content"]
+
+        # Tools that it runs itself, and what it sends when one has answered.
+        call = {"index": 0, "id": "call_1", "type": "function",
+                "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}  # fmt: skip
+        messages += [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "Snow, -3 degrees."},
+        ]
+        body = {"stream": True, "model": server.model, "messages": messages, "tools": [WEATHER],
+                "max_tokens": 8}  # fmt: skip
+        assert client.post("/chat/completions", json=body).status_code == 200
+
+        # Documents; and parameters of our own, which "Custom Parameters" of a model can hold.
+        body = {"input": ["Leaves fall.", "Snow falls."], "model": server.model}
+        assert len(client.post("/embeddings", json=body).json()["data"]) == 2
+        body = {"model": server.model, "messages": plain, "stream": False, "max_tokens": 4,
+                "unspool": {"min_p": 0.1}}  # fmt: skip
+        assert client.post("/chat/completions", json=body).status_code == 200

@@ -1,0 +1,280 @@
+"""One request cannot hold up the others, and a client that leaves takes its work with it.
+
+The engine's steps are held back at a gate, so that nothing depends on how quick a machine is.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from helpers import tiny_gguf
+from helpers.running_server import Running, default_entry, running
+from unspool.backends.step import StepBatch, StepLimits
+from unspool.engine.work_scope import WorkScope
+
+MANY = [f"{n} text to be embedded, and long enough" for n in range(96)]
+
+
+@pytest.fixture(scope="module")
+def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    path = tiny_gguf.write_tiny(tmp_path_factory.mktemp("fair") / "tiny.gguf")
+    with running([default_entry(path, "tiny", memory=16 << 20)]) as server:
+        engine = server.state.registry.loaded["tiny"].lm.engine
+        engine.scheduler.limits = StepLimits(prefill_tokens=16, prefill_beside_decode=16)
+        yield server
+
+
+class Gate:
+    """Holds back the steps of a server's engine while it is closed."""
+
+    def __init__(self, server: Running) -> None:
+        self.server, self.engine = server, server.state.registry.loaded["tiny"].lm.engine
+        self.steps: list[list[int]] = []
+        self._held, self._open = threading.Event(), threading.Event()
+        self._launch: Callable[[StepBatch], Any] = self.engine.backend.launch
+
+    def __enter__(self) -> Gate:
+        self.engine.backend.launch = self._wait_and_launch
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.set()
+        settle(self.server)
+        self.engine.backend.launch = self._launch
+
+    def _wait_and_launch(self, batch: StepBatch) -> Any:
+        self.steps.append(batch.tokens.tolist())
+        self._held.set()
+        assert self._open.wait(60)
+        return self._launch(batch)
+
+    def wait(self) -> None:
+        assert self._held.wait(30), "no step was launched"
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    until = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.002)
+
+
+def settle(server: Running) -> None:
+    """Wait until nothing runs and nothing is held."""
+    served = server.state.registry.loaded["tiny"]
+    engine = served.lm.engine
+    wait_until(
+        lambda: not (server.state.admission.running or served.users or len(engine.scheduler))
+    )
+    engine.call(lambda: engine.tree.index.clear())
+    assert engine.tree.pool.used == 0
+
+
+def post(server: Running, path: str, body: Any) -> Any:
+    answer = httpx.post(server.url + path, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def send(server: Running, path: str, body: Any) -> socket.socket:
+    """Send a request, and do not wait for the answer."""
+    host, port = server.url.removeprefix("http://").split(":")
+    client = socket.create_connection((host, int(port)), timeout=20)
+    content = json.dumps(body).encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    client.sendall(head.encode() + content)
+    return client
+
+
+# -- fair queues -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": MANY}),
+        ("/api/embed", {"model": "tiny", "input": MANY}),
+        ("/v1/completions", {"prompt": MANY, "max_tokens": 4}),
+        ("/v1/completions", {"prompt": MANY, "max_tokens": 0, "echo": True, "logprobs": 1}),
+        ("/completion", {"prompt": MANY, "n_predict": 4}),
+    ],
+)
+def test_a_request_of_many_rows_leaves_room_for_others(
+    tiny_server: Running, path: str, body: dict[str, Any]
+):
+    engine = tiny_server.state.registry.loaded["tiny"].lm.engine
+    with Gate(tiny_server) as gate, ThreadPoolExecutor(2) as threads:
+        many = threads.submit(post, tiny_server, path, body)
+        gate.wait()
+        # What computes nothing is answered while no step runs at all.
+        assert post(tiny_server, "/tokenize", {"content": "some words"})["count"] > 0
+        assert post(tiny_server, "/detokenize", {"tokens": [1, 2]})
+        for open_path in ("/health", "/v1/models", "/props", "/metrics"):
+            assert httpx.get(tiny_server.url + open_path, timeout=30).status_code == 200
+        before = set(engine._waiting)
+        single = threads.submit(
+            post, tiny_server, "/v1/completions", {"prompt": "~" * 10, "max_tokens": 1}
+        )
+        wait_until(lambda: set(engine._waiting) - before)
+        holder = len(gate.steps)
+        gate.open()
+        assert single.result(60)["choices"]
+        many.result(60)
+    first = next(n for n, tokens in enumerate(gate.steps) if ord("~") in tokens)
+    assert len(gate.steps) > holder + 50 and first < holder + 6
+
+
+def test_places_of_a_request_of_many_rows_are_not_all_places(tiny_server: Running):
+    admission = tiny_server.state.admission
+    with Gate(tiny_server) as gate, ThreadPoolExecutor(2) as threads:
+        body = {"prompt": MANY, "max_tokens": 1}
+        many = threads.submit(post, tiny_server, "/v1/completions", body)
+        gate.wait()
+        wait_until(lambda: admission.running >= 32)
+        assert admission.running < admission.max_running
+        gate.open()
+        assert len(many.result(60)["choices"]) == len(MANY)
+
+
+def test_blocked_threads_of_many_requests_do_not_block_others(tiny_server: Running):
+    """40 requests whose threads wait for the engine, and of which the clients stay."""
+    served = tiny_server.state.registry.loaded["tiny"]
+    engine = served.lm.engine
+    with Gate(tiny_server) as gate, ThreadPoolExecutor(41) as threads:
+        scores = [threads.submit(post, tiny_server, "/score", {"text": "words"}) for _ in range(40)]
+        gate.wait()
+        wait_until(lambda: served.users == 40)
+        assert post(tiny_server, "/tokenize", {"content": "some words"})["count"] > 0
+        single = threads.submit(
+            post, tiny_server, "/v1/completions", {"prompt": "~" * 10, "max_tokens": 1}
+        )
+        wait_until(lambda: engine._waiting)
+        gate.open()
+        assert single.result(60)["choices"]
+        assert all(score.result(60) for score in scores)
+
+
+# -- clients that leave ------------------------------------------------------------------------
+
+LONG = "a long text which takes the model many steps to read, " * 4
+
+
+def branch_at(server: Running, text: str) -> str:
+    branch = post(server, "/v1/tree", {"prompt": text})["id"]
+    post(server, f"/v1/tree/{branch}/resume", {"max_tokens": 8, "temperature": 0})
+    return f"/v1/tree/{branch}"
+
+
+def score(server: Running) -> tuple[str, dict[str, Any]]:
+    return "/score", {"text": LONG}
+
+
+def echo(server: Running) -> tuple[str, dict[str, Any]]:
+    return "/v1/completions", {"prompt": LONG, "max_tokens": 0, "echo": True, "logprobs": 1}
+
+
+def embed(server: Running) -> tuple[str, dict[str, Any]]:
+    return "/v1/embeddings", {"input": [LONG, *MANY]}
+
+
+def ollama_embed(server: Running) -> tuple[str, dict[str, Any]]:
+    return "/api/embed", {"model": "tiny", "input": [LONG, *MANY]}
+
+
+def complete(server: Running) -> tuple[str, dict[str, Any]]:
+    return "/v1/completions", {"prompt": MANY, "max_tokens": 100}
+
+
+def infill(server: Running) -> tuple[str, dict[str, Any]]:
+    return "/v1/completions", {"prompt": LONG, "suffix": " and then it ends.", "max_tokens": 8}
+
+
+def think(server: Running) -> tuple[str, dict[str, Any]]:
+    return "/v1/think", {"prompt": LONG, "think": {"policy": "best-of", "n": 3}, "max_tokens": 30}
+
+
+def streamed_think(server: Running) -> tuple[str, dict[str, Any]]:
+    return "/v1/think", {**think(server)[1], "stream": True}
+
+
+def choose(server: Running) -> tuple[str, dict[str, Any]]:
+    return branch_at(server, LONG) + "/choose", {"at": 2, "text": "other words"}
+
+
+def append(server: Running) -> tuple[str, dict[str, Any]]:
+    return branch_at(server, LONG) + "/append", {"text": "other words"}
+
+
+def try_step(server: Running) -> tuple[str, dict[str, Any]]:
+    return branch_at(server, LONG) + "/try", {"at": 2, "temperature": 0.5}
+
+
+def fill(server: Running) -> tuple[str, dict[str, Any]]:
+    return branch_at(server, LONG) + "/fill", {"first": 1, "last": 3}
+
+
+def doubt(server: Running) -> tuple[str, dict[str, Any]]:
+    return branch_at(server, LONG) + "/doubt", {}
+
+
+def revise(server: Running) -> tuple[str, dict[str, Any]]:
+    return branch_at(server, LONG) + "/revise", {"stream": True}
+
+
+KINDS = [
+    score, echo, embed, ollama_embed, complete, infill, think, streamed_think, choose, append,
+    try_step, fill, doubt, revise,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_nothing_is_computed_for_a_client_that_has_left(
+    tiny_server: Running,
+    kind: Callable[[Running], tuple[str, dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    path, body = kind(tiny_server)
+    served = tiny_server.state.registry.loaded["tiny"]
+    settle(tiny_server)
+    cancelled = list[WorkScope]()
+    cancel = WorkScope.cancel
+    monkeypatch.setattr(WorkScope, "cancel", lambda scope: (cancel(scope), cancelled.append(scope)))
+    with Gate(tiny_server) as gate:
+        client = send(tiny_server, path, body)
+        gate.wait()
+        client.close()
+        # Some calls wait for their thread before they end.
+        wait_until(lambda: cancelled or not served.users)
+        gate.open()
+        settle(tiny_server)
+    assert len(gate.steps) < 4  # of 14 or more
+
+
+def test_a_deadline_ends_the_work_too(tiny_server: Running):
+    settings = tiny_server.state.settings
+    object.__setattr__(settings, "deadline", 0.3)
+    try:
+        with Gate(tiny_server) as gate:
+            answer = httpx.post(tiny_server.url + "/score", json={"text": LONG}, timeout=30)
+            assert answer.status_code == 504
+            assert tiny_server.state.admission.running == 1  # the thread has not ended yet
+            gate.open()
+            settle(tiny_server)
+        assert len(gate.steps) < 4
+    finally:
+        object.__setattr__(settings, "deadline", 600.0)

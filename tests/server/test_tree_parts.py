@@ -1,0 +1,156 @@
+"""Parts of a branch written anew, doubt and revision: scores as the model gives them elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from helpers.running_server import settled
+from helpers.tree_client import Tree, read
+from unspool.decoding.edit.edit import causal_surprise
+
+PROMPT = "Once there was"
+WORDS = " a cat that sat at the mat and slept. 🐈 Then it woke up."
+
+
+@pytest.fixture(scope="module")
+def tree(server: Any) -> Tree:
+    return Tree(server.url)
+
+
+@pytest.fixture
+def story(tree: Tree) -> dict[str, Any]:
+    return tree.do("append", tree.new(prompt=PROMPT), text=WORDS)
+
+
+def span(branch: dict[str, Any], words: str) -> tuple[int, int]:
+    """The steps of these words."""
+    pieces = [step["piece"] for step in branch["steps"]]
+    for first in range(len(pieces)):
+        for last in range(first + 1, len(pieces) + 1):
+            if "".join(pieces[first:last]) == words:
+                return first, last
+    raise AssertionError(f"{words!r} is not in {pieces}")
+
+
+def test_candidates_are_ranked_by_the_whole_text(
+    tree: Tree, story: dict[str, Any], lm: Any
+) -> None:
+    first, last = span(story, " sat")
+    body = {"first": first, "last": last, "candidates": 4}
+    result = tree.ask("POST", f"/{story['id']}/fill", json=body)
+    reply = result["candidates"]
+    assert result["old"] == "sat" and [item["new"] for item in reply if item["now"]] == ["sat"]
+    scores = [item["score"] for item in reply]
+    assert scores == sorted(scores, reverse=True) and len({item["new"] for item in reply}) == len(
+        reply
+    )
+    assert sum(item["probability"] for item in reply) == pytest.approx(1)
+    start = [lm.tokenizer.special_tokens["<|endoftext|>"]]
+    texts = [PROMPT + WORDS.replace(" sat", f" {item['new']}") for item in reply]
+    totals = [lm.score([*start, *lm.tokenizer.encode(text)]).total for text in texts]
+    assert [s - scores[0] for s in scores] == pytest.approx(
+        [t - totals[0] for t in totals], abs=0.5
+    )
+    for item in reply:
+        change = {name: item[name] for name in ("first", "last", "text")}
+        created = tree.do("replace", story, changes=[change])
+        assert created["text"] == WORDS.replace(" sat", f" {item['new']}")
+    assert tree.get(story) == story
+
+
+def test_a_replaced_part_leaves_the_rest_which_is_judged_anew(
+    tree: Tree, story: dict[str, Any], lm: Any
+) -> None:
+    first, last = span(story, " mat")
+    at = span(story, " woke")[0]
+    changes = [
+        {"first": at, "last": at + 1, "text": " got"},
+        {"first": first, "last": last, "text": " warm old rug"},
+    ]
+    created = tree.do("replace", story, changes=changes)
+    assert created["text"] == WORDS.replace(" mat", " warm old rug").replace("woke", "got")
+    assert (created["parent"], created["forked_at"]) == (story["id"], first)
+    assert created["steps"][:first] == story["steps"][:first]
+    tokens = [
+        *(t["id"] for t in created["prompt"]["tokens"]),
+        *(s["token"] for s in created["steps"]),
+    ]
+    local = [p.logprob for p in lm.score(tokens).positions][-len(created["steps"]) :]
+    received = [step["logprob"] for step in created["steps"]]
+    assert received[first:] == pytest.approx(local[first:], abs=0.05)
+    inside = tree.do("replace", created, changes=changes[1:], fork=False)
+    assert inside["id"] == created["id"]
+
+
+def test_a_character_of_several_tokens_is_replaced_whole(tree: Tree, story: dict[str, Any]) -> None:
+    pieces = [step["text"] for step in story["steps"]]
+    cat = next(n for n, piece in enumerate(pieces) if "🐈" in piece)
+    result = tree.ask("POST", f"/{story['id']}/fill", json={"first": cat, "last": cat + 1})
+    item = result["candidates"][0]
+    assert item["first"] <= cat < item["last"] and result["old"].endswith("🐈")
+    change = {**{name: item[name] for name in ("first", "last")}, "text": " (cat)"}
+    assert tree.do("replace", story, changes=[change])["text"] == WORDS.replace("🐈", "(cat)")
+
+
+def test_doubt_is_the_models_own_surprise(tree: Tree, story: dict[str, Any], lm: Any) -> None:
+    tokens = [*(t["id"] for t in story["prompt"]["tokens"]), *(s["token"] for s in story["steps"])]
+    expected = causal_surprise(lm.score(tokens), len(tokens))[-len(story["steps"]) :].clip(0)
+    result = tree.ask("POST", f"/{story['id']}/doubt", json={})["doubts"]
+    assert result == pytest.approx(list(expected), abs=0.1)
+    empty = tree.new(prompt=PROMPT)
+    assert tree.ask("POST", f"/{empty['id']}/doubt", json={})["doubts"] == []
+
+
+def test_proposals_come_one_by_one_or_together(tree: Tree, story: dict[str, Any]) -> None:
+    complete = tree.ask("POST", f"/{story['id']}/revise", json={"places": 2})
+    assert complete["looked"] == 2
+    body = {"places": 2, "stream": True}
+    with tree.http.stream("POST", f"/v1/tree/{story['id']}/revise", json=body) as answer:
+        events = list(read(answer))
+    assert events[-1][0] == "done" and events[-1][1]["looked"] == 2
+    streamed = [data for name, data, _ in events if name == "proposal"]
+    assert [item["new"] for item in streamed] == [item["new"] for item in complete["data"]]
+    for item in complete["data"]:
+        assert item["old"] in WORDS and item["new"] != item["old"] and item["gain"] > 0
+        change = {name: item[name] for name in ("first", "last", "text")}
+        assert item["new"] in tree.do("replace", story, changes=[change])["text"]
+
+
+def test_who_leaves_a_revision_ends_it(tree: Tree, story: dict[str, Any], server: Any) -> None:
+    body = {"places": 200, "stream": True}
+    path = f"{server.url}/v1/tree/{story['id']}/revise"
+    with httpx.stream("POST", path, json=body, timeout=60) as answer:
+        next(answer.iter_lines())
+    settled(server)
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "message"),
+    [
+        ("fill", {"first": 3, "last": 3}, "last must be after first"),
+        ("fill", {"first": 0, "last": 999}, "steps"),
+        ("fill", {"first": 0, "last": 1, "candidates": 999}, "candidates"),
+        ("replace", {"changes": []}, "changes"),
+        ("replace", {"changes": [{"first": 2, "last": 1, "text": "a"}]}, "must be after first"),
+        ("replace", {"changes": [{"first": 0, "last": 3, "text": "a"},
+                                 {"first": 2, "last": 4, "text": "b"}]}, "overlap"),
+        ("doubt", {"by": "masked"}, "masked model"),
+        ("doubt", {"twin": "smollm"}, "no mask token"),
+        ("revise", {"places": 0}, "places"),
+        ("revise", {"threshold": 1}, "threshold"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said(
+    tree: Tree, story: dict[str, Any], verb: str, body: dict[str, Any], message: str
+) -> None:
+    error = tree.ask("POST", f"/{story['id']}/{verb}", 400, json=body)["error"]
+    assert message in error["message"]
+
+
+def test_nothing_to_revise(tree: Tree) -> None:
+    empty = tree.new(prompt=PROMPT)
+    tree.ask("POST", f"/{empty['id']}/revise", 400, json={})
+    tree.ask("POST", "/branch-nobody/revise", 404, json={})
