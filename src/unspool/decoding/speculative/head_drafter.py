@@ -159,14 +159,14 @@ def head_maker(where: str, lm: Session, most: int | None) -> DraftMaker:
 
 
 def shipped_head(model: LoadedModel) -> Path:
-    """Folder of the head shipped for a model."""
+    """Return the folder of the head for a model; the wheel contains none, the repository does."""
     fingerprint = model.fingerprint()
     for folder in sorted(SHIPPED.iterdir()) if SHIPPED.is_dir() else []:
         if (folder / "config.json").exists() and read_json(folder)["fingerprint"] == fingerprint:
             return folder
     raise SettingsError(
-        "speculate is 'head', and no drafting head is shipped for this model; give one that was "
-        "trained for it: speculate='head:FOLDER'"
+        "speculate='head': no drafting head for this model is installed; name the folder of one: "
+        "speculate='head:FOLDER' (how to train or get one: docs/beyond.md)"
     )
 
 
