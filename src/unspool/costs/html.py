@@ -1,4 +1,4 @@
-"""The style sheets and the HTML frame of a report page."""
+"""The cost report as an HTML page: style, SVG plots, columns."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from unspool.costs.part import (
 )
 from unspool.notebook import escape_html
 from unspool.train.scaling.plot import linear_ticks, log_ticks, short_label
+
+# -- The style sheets and the HTML frame of a report page
 
 # Of the page, and of a standalone plot.
 COLOURS = """

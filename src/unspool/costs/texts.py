@@ -1,8 +1,4 @@
-"""Human-written texts to measure on: the user's, or State of the Union addresses.
-
-The addresses are the default training data (downloaded once); if they are not available, a few
-pages in this package are used.
-"""
+"""Texts to measure on: human-written samples, their likelihood, and generated batches."""
 
 from __future__ import annotations
 
@@ -27,6 +23,11 @@ from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
 from unspool.sampling import score
 from unspool.session import Session
 from unspool.train.evaluation.bits_per_byte import leading_token
+
+# -- Human-written texts to measure on: the user's, or State of the Union addresses
+#
+# The addresses are the default training data (downloaded once); if they are not available, a few
+# pages in this package are used.
 
 _SAMPLE_FILE = Path(__file__).parent / "sample.txt"
 _SEPARATOR = "\n\n* * *\n\n"  # between texts in the file

@@ -1,4 +1,4 @@
-"""Steps (one for each generated token, with how it was sampled), and scores of given text."""
+"""Results of the engine: steps (one per token), scores of given text, and the stream of steps."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from unspool.text.tokenizer.pieces import readable
 if TYPE_CHECKING:
     from unspool.notebook import NotebookToken
 
+
+# -- Steps (one for each generated token, with how it was sampled), and scores of given text
 
 _Bytes = bytes  # inside `Step`, where the field `bytes` hides the type
 

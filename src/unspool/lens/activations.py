@@ -1,4 +1,4 @@
-"""Weights that the lenses read, as numpy arrays."""
+"""Activations of one position: attention weights, residual vectors; weights of the lenses."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from unspool.errors import SettingsError, count
 from unspool.model.config import STATELESS
 from unspool.notebook import bar_html, escape_html, note_html, notebook_html, table_html
 from unspool.session import Session
+
+# -- Weights that the lenses read, as numpy arrays
 
 Doubles = npt.NDArray[np.float64]
 

@@ -1,12 +1,4 @@
-"""Text embeddings: the mean over a text's tokens of the final hidden states.
-
-    vector = embedding(lm, "a text")              # [width], of length one
-    vectors = embeddings(lm, ["a text", "more"])  # [texts, width]
-
-The hidden states after the last layer go through the final norm and are averaged over all
-positions; the mean is scaled to length one. Similar texts have similar vectors, but less reliably
-than with a model that was trained for embeddings.
-"""
+"""Embeddings: of whole texts, and the nearest tokens of a token."""
 
 from __future__ import annotations
 
@@ -28,6 +20,15 @@ from unspool.lens.activations import (
     token_embedding,
 )
 from unspool.session import Session
+
+# -- Text embeddings: the mean over a text's tokens of the final hidden states
+#
+#     vector = embedding(lm, "a text")              # [width], of length one
+#     vectors = embeddings(lm, ["a text", "more"])  # [texts, width]
+#
+# The hidden states after the last layer go through the final norm and are averaged over all
+# positions; the mean is scaled to length one. Similar texts have similar vectors, but less
+# reliably than with a model that was trained for embeddings.
 
 _CHUNK_TOKENS = 128  # bounds the memory for hidden states of all layers
 

@@ -1,12 +1,4 @@
-"""Regular expressions from a caller, matched in linear time on the engine thread.
-
-Python's `re` backtracks and cannot be interrupted, so one pattern could block every request. RE2
-reads each character once for any pattern; its memory and program size are bounded here.
-
-The syntax is RE2's: https://github.com/google/re2/wiki/Syntax. It differs from Python's `re`:
-no look-around, back references, atomic groups or possessive repeats; `\d`, `\w`, `\s` and `\b` are
-ASCII only (`\pL` is a letter of any script); `$` without `(?m)` and `\z` mean the end of the text.
-"""
+"""Guards at work: they follow a text token by token and say when to rewind."""
 
 from __future__ import annotations
 
@@ -19,6 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from unspool.errors import SettingsError, UnspoolError
+
+# -- Regular expressions from a caller, matched in linear time on the engine thread
+#
+# Python's `re` backtracks and cannot be interrupted, so one pattern could block every request. RE2
+# reads each character once for any pattern; its memory and program size are bounded here.
+#
+# The syntax is RE2's: https://github.com/google/re2/wiki/Syntax. It differs from Python's `re`: no
+# look-around, back references, atomic groups or possessive repeats; `\d`, `\w`, `\s` and `` are
+# ASCII only (`\pL` is a letter of any script); `$` without `(?m)` and `\z` mean the end of the
+# text.
 
 MAX_INSTRUCTIONS = 8192  # of all patterns of a sequence: a few milliseconds per token
 _MAX_PATTERN_LENGTH = 1000  # characters in a pattern

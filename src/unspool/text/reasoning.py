@@ -1,14 +1,4 @@
-"""Reasoning formats: how a model separates reasoning from its answer.
-
-    format = thought_format(tokenizer.chat_template, tokenizer)     # None: no reasoning
-    start = format.start(prompt_ids, text)                          # where the answer begins
-    reader = answer_reader(format, start, calls)
-
-Most models write reasoning between two marks (`<think>` and `</think>`); gpt-oss writes messages in
-channels, one of which is for reasoning. The marks come from the chat template, or else from the
-vocabulary; never from the model's name. How reasoning is closed, up to the first word of the
-answer, is found by rendering an example.
-"""
+"""Reasoning output: how a model marks it, and parsers that separate it from the answer."""
 
 from __future__ import annotations
 
@@ -30,6 +20,17 @@ from unspool.text.tools.parser import (
     ToolCallStart,
     mark_overlap,
 )
+
+# -- Reasoning formats: how a model separates reasoning from its answer
+#
+#     format = thought_format(tokenizer.chat_template, tokenizer)     # None: no reasoning
+#     start = format.start(prompt_ids, text)                          # where the answer begins
+#     reader = answer_reader(format, start, calls)
+#
+# Most models write reasoning between two marks (`<think>` and `</think>`); gpt-oss writes messages
+# in channels, one of which is for reasoning. The marks come from the chat template, or else from
+# the vocabulary; never from the model's name. How reasoning is closed, up to the first word of the
+# answer, is found by rendering an example.
 
 CHANNEL, MESSAGE, START, END = "<|channel|>", "<|message|>", "<|start|>", "<|end|>"
 

@@ -1,4 +1,4 @@
-"""Settings of training a new model, stored in run.json."""
+"""Train a new model: settings stored in run.json, creation of the run, saving."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ from unspool.train.running.runs import Run, RunError
 if TYPE_CHECKING:
     from unspool.train.data.selection import Progress
 
+
+# -- Settings of training a new model, stored in run.json
 
 OBJECTIVES = ("next_token", "masked", "block_diffusion")
 OPTIMIZERS = ("muon", "adamw")

@@ -1,8 +1,4 @@
-"""The training runs of a server, by name, and their checkpoints as models.
-
-A checkpoint is a model named `RUN@STEP`: it is loaded on the first request and evicted when memory
-is needed. It is not listed in `/v1/models`.
-"""
+"""`/v1/runs`: training runs of a server, as JSON, live, and their checkpoints as models."""
 
 from __future__ import annotations
 
@@ -35,6 +31,11 @@ from unspool.server.runtime.schema import Seed, Strict
 from unspool.server.runtime.state import ServerState, state_of
 from unspool.server.runtime.threads import in_thread
 from unspool.train.running.runs import KINDS, Run, milestone_steps
+
+# -- The training runs of a server, by name, and their checkpoints as models
+#
+# A checkpoint is a model named `RUN@STEP`: it is loaded on the first request and evicted when
+# memory is needed. It is not listed in `/v1/models`.
 
 
 def run_library(state: ServerState) -> RunLibrary:

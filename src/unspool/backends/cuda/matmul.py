@@ -1,4 +1,4 @@
-"""Matrix products with unquantized weights: GEMV by our kernel, GEMM by cuBLAS."""
+"""Matrix products on the GPU: unquantized, exact (batch invariant) and packed weights."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from unspool.backends.cuda.kernels.packed import (
     packed_gemv,
 )
 from unspool.model.files.stored import block_width
+
+# -- Matrix products with unquantized weights: GEMV by our kernel, GEMM by cuBLAS
 
 _WEIGHTS_PER_THREAD = 64  # held in registers: enough loads in flight
 _WARPS_PER_SM = 16

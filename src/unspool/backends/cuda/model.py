@@ -1,7 +1,4 @@
-"""Warm-up of a backend: runs first steps, which compile its kernels.
-
-Compiled kernels are cached on disk: half a minute the first time, a second or two afterwards.
-"""
+"""A model loaded on a GPU, and the warm-up that compiles its kernels."""
 
 from __future__ import annotations
 
@@ -23,6 +20,10 @@ from unspool.backends.cuda.weights import Weights
 from unspool.backends.step import Floats, StepBatch
 from unspool.model.config import ModelConfig
 from unspool.sampling.picker import SamplingRows
+
+# -- Warm-up of a backend: runs first steps, which compile its kernels
+#
+# Compiled kernels are cached on disk: half a minute the first time, a second or two afterwards.
 
 _WARMUP_TOKENS = 32  # tokens of the prompt
 _MESSAGE_DELAY_S = 2.0  # seconds

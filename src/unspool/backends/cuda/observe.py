@@ -1,7 +1,4 @@
-"""Observation of a step: residual vectors, attention weights and layer outputs.
-
-Only the requested tokens are recorded, from the same run that computes the logits.
-"""
+"""Observation of a step on the GPU: residual vectors, attention weights, hidden states."""
 
 from __future__ import annotations
 
@@ -17,6 +14,10 @@ from unspool.backends.cuda.step_io import to_device
 from unspool.backends.cuda.weights import LayerWeights, Weights
 from unspool.backends.step import Observations, ObserveRequest, StepBatch
 from unspool.model.layers.transformer import attention_weights
+
+# -- Observation of a step: residual vectors, attention weights and layer outputs
+#
+# Only the requested tokens are recorded, from the same run that computes the logits.
 
 
 class StepObserver:

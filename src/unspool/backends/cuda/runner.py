@@ -1,4 +1,4 @@
-"""Mixture of experts on the GPU: kernel launches, all of which can be captured."""
+"""Run a model on the GPU: decode steps as one program of kernels, prefill, experts."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from unspool.backends.cuda.weights import (
 )
 from unspool.backends.step import Ints, StepBatch
 from unspool.model.config import ModelConfig, sinusoidal
+
+# -- Mixture of experts on the GPU: kernel launches, all of which can be captured
 
 SMALL_BLOCK = 16  # rows of a block: the minimum of tensor cores
 LARGE_BLOCK = 64  # rows of a block if experts have many tokens each

@@ -1,9 +1,4 @@
-"""Inputs of a captured step at fixed device addresses, and their copy from the host.
-
-All inputs are in one buffer, so that a single copy brings a step to the device: tokens and
-positions of the decode rows, block table updates, and sampling settings. The host side is a ring of
-pinned buffers: one can be filled while another is copied.
-"""
+"""Input and output of a step on the GPU: one copy to the device, one copy back."""
 
 from __future__ import annotations
 
@@ -19,6 +14,12 @@ from unspool.backends.cuda.attention import DecodeRows
 from unspool.backends.step import Floats, Ints, Observations, StepResult, max_int, min_int
 from unspool.sampling.candidates import BadLogitsError
 from unspool.sampling.picker import FLOATS
+
+# -- Inputs of a captured step at fixed device addresses, and their copy from the host
+#
+# All inputs are in one buffer, so that a single copy brings a step to the device: tokens and
+# positions of the decode rows, block table updates, and sampling settings. The host side is a ring
+# of pinned buffers: one can be filled while another is copied.
 
 MAX_TABLE_UPDATES = 512  # block table updates in one graph launch; more are applied before it
 _NUM_HOST_BUFFERS = 4  # pinned host buffers

@@ -1,8 +1,4 @@
-"""LoRA adapters on plain torch: rows with different adapters share a step.
-
-While a step with adapters runs, each adapted matrix has a forward hook that adds the low-rank
-update of each row's adapter to the product.
-"""
+"""The torch backend, the reference for every device: paged KV cache, states, adapters."""
 
 from __future__ import annotations
 
@@ -48,6 +44,11 @@ from unspool.model.layers.transformer import (
     Transformer,
 )
 from unspool.sampling.picker import pick_tokens
+
+# -- LoRA adapters on plain torch: rows with different adapters share a step
+#
+# While a step with adapters runs, each adapted matrix has a forward hook that adds the low-rank
+# update of each row's adapter to the product.
 
 
 class TorchAdapters:

@@ -1,4 +1,4 @@
-"""Sample a token for each position of a canvas, with its probability."""
+"""Diffusion: denoise a canvas pass by pass, for one text or many, complete or as a stream."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from unspool.sampling import Chain, GrammarState, Pick, RowInput, score
 from unspool.sampling.draw import ORDER_STREAM, stream_of_pass, uniform
 from unspool.sampling.picker import needs_history
 from unspool.session import Prompt, Session
+
+# -- Sample a token for each position of a canvas, with its probability
 
 
 class CanvasSampler:

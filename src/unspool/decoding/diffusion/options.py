@@ -1,19 +1,4 @@
-"""Unmasking orders: which predictions of a denoising pass are kept.
-
-After a pass each masked position has a prediction. An order decides which are set now; the others
-are predicted again in the next pass. It is a function of the predictions and of the minimum number
-to set, and returns their indices. A caller may pass a function: `order=lambda g, least: [0]`.
-
-    fixed       a fixed number per pass, most confident first (LLaDA, arXiv 2502.09992)
-    threshold   all above a probability threshold (Fast-dLLM, arXiv 2505.22618)
-    factor      as many as are confident enough together (the same paper's factor)
-    margin      a fixed number per pass, by the margin between the two likeliest tokens (Dream)
-    entropy     lowest entropies first, up to a total entropy (EB-Sampler, 2505.24857)
-    left        from left to right, while above a probability threshold
-    random      a fixed number per pass, at random
-
-Every order sets at least one position, so a canvas is always finished.
-"""
+"""Options of diffusion: the order of unmasking, the block size, the plan of denoising passes."""
 
 from __future__ import annotations
 
@@ -31,6 +16,23 @@ from unspool.engine.request import Request, SamplingOptions
 from unspool.errors import ContextError, SettingsError
 from unspool.sampling import GrammarSpec
 from unspool.session import Prompt, Session
+
+# -- Unmasking orders: which predictions of a denoising pass are kept
+#
+# After a pass each masked position has a prediction. An order decides which are set now; the
+# others are predicted again in the next pass. It is a function of the predictions and of the
+# minimum number to set, and returns their indices. A caller may pass a function: `order=lambda g,
+# least: [0]`.
+#
+#     fixed       a fixed number per pass, most confident first (LLaDA, arXiv 2502.09992)
+#     threshold   all above a probability threshold (Fast-dLLM, arXiv 2505.22618)
+#     factor      as many as are confident enough together (the same paper's factor)
+#     margin      a fixed number per pass, by the margin between the two likeliest tokens (Dream)
+#     entropy     lowest entropies first, up to a total entropy (EB-Sampler, 2505.24857)
+#     left        from left to right, while above a probability threshold
+#     random      a fixed number per pass, at random
+#
+# Every order sets at least one position, so a canvas is always finished.
 
 Floats = npt.NDArray[np.float64]
 

@@ -1,12 +1,4 @@
-"""Drop a checker process's rights before any of its code runs.
-
-    confine(folder, memory=1 << 30, cpu=10, files=64 << 20, processes=32)
-
-After that, this process and its children have no network, can only write to their folder, cannot
-leave their process group, and have limited memory and time. On Linux the kernel enforces this
-(resource limits, Landlock, seccomp); without seccomp, a Python audit hook refuses sockets. The
-process can still read every file that the user can: this is not a full sandbox.
-"""
+"""The process that runs untrusted checkers: confined, with limits on memory, time and files."""
 
 from __future__ import annotations
 
@@ -28,6 +20,15 @@ import unittest
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# -- Drop a checker process's rights before any of its code runs
+#
+#     confine(folder, memory=1 << 30, cpu=10, files=64 << 20, processes=32)
+#
+# After that, this process and its children have no network, can only write to their folder, cannot
+# leave their process group, and have limited memory and time. On Linux the kernel enforces this
+# (resource limits, Landlock, seccomp); without seccomp, a Python audit hook refuses sockets. The
+# process can still read every file that the user can: this is not a full sandbox.
 
 # By architecture: the AUDIT_ARCH value, and the numbers of the refused system calls:
 # socket, setsid, setpgid, ptrace, unshare, setns, process_vm_writev, io_uring_setup, pidfd_getfd.

@@ -1,4 +1,4 @@
-"""Pieces by which some policies extend texts: a sentence, line, paragraph or number of tokens."""
+"""Search policies: best-of, vote, beam, DVTS, restarts, MCTS, budget forcing, revision."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from unspool.decoding.search.tree import SearchNode
 from unspool.decoding.search.verifiers import Extract, VoteVerifier, final_answer
 from unspool.engine.results import Score, Step, TokenScore
 from unspool.errors import SettingsError, UnspoolError
+
+# -- Pieces by which some policies extend texts: a sentence, line, paragraph or number of tokens
 
 _ENDS = {"sentence": (".", "!", "?", "\n"), "line": ("\n",), "paragraph": ("\n\n",), "tokens": ()}
 

@@ -1,4 +1,4 @@
-"""The tree of a search: every text, its score, whether it was pruned, and the best leaf."""
+"""What a search builds and reports: its tree of texts, token budget, events and result."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from unspool.notebook import escape_html, note_html, notebook_html
 
 if TYPE_CHECKING:
     from rich.tree import Tree as RichTree
+
+
+# -- The tree of a search: every text, its score, whether it was pruned, and the best leaf
 
 
 @dataclass(eq=False, slots=True)

@@ -1,4 +1,4 @@
-"""Extract answers from texts and count them, with equal or weighted votes."""
+"""Verifiers score texts: by log-probability, votes, functions, questions to a model, rewards."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from unspool.model.files.checkpoint import ScoreHead, read_score_head
 from unspool.sampling.arrays import array_operations
 from unspool.sampling.chain import log_softmax
 from unspool.session import Session
+
+# -- Extract answers from texts and count them, with equal or weighted votes
 
 Extract = str | re.Pattern[str] | Callable[[Generation], Hashable | None]
 Find = Callable[[Generation], Hashable | None]

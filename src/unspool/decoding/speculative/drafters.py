@@ -1,10 +1,4 @@
-"""Sequences of a draft model: one backend for all of them, driven by the caller's thread.
-
-A drafter runs on the engine thread of the target model, which must not wait for another thread. So
-the draft model has no thread: the caller that requests logits runs its steps. Its sequences are
-branches of one tree and share their common prefixes. When memory is short, the least recently used
-sequence loses its pages and is recomputed when needed.
-"""
+"""Drafters for speculative decoding: prompt lookup, predicted text, and a draft model."""
 
 from __future__ import annotations
 
@@ -28,6 +22,13 @@ from unspool.engine.tree import Branch
 from unspool.errors import ModelFileError, SettingsError
 from unspool.sampling import Chain, RowInput, StageState
 from unspool.session import Session
+
+# -- Sequences of a draft model: one backend for all of them, driven by the caller's thread
+#
+# A drafter runs on the engine thread of the target model, which must not wait for another thread.
+# So the draft model has no thread: the caller that requests logits runs its steps. Its sequences
+# are branches of one tree and share their common prefixes. When memory is short, the least
+# recently used sequence loses its pages and is recomputed when needed.
 
 _MIN_TOKENS = 4096  # KV-cache capacity of the backend
 _MAX_TOKENS = 1 << 17  # ... unless a single text is longer

@@ -1,15 +1,4 @@
-"""File format of a drafting head: a folder with `config.json` and `head.safetensors`.
-
-    {"format": "unspool-draft-head", "version": 1,
-     "name": ..., "base": "SmolLM2-135M-Instruct", "fingerprint": "of the base model's weights",
-     "layers": [2, 11, 20, 27],              hidden states it reads: n is the input of layer n
-     "width": 576, "heads": 9, "kv_heads": 3, "head_width": 64, "ff_width": 1536,
-     "words": 4, "word_width": 256, "mix_width": 512,
-     "rope_theta": 100000.0, "norm_eps": 1e-05, "weights": "Q4_1"}
-
-`ids` are the tokens that it can propose. Matrices of 4 or 8 bits are stored as bytes [rows, bytes
-per row] in GGUF blocks (Q4_1, Q8_0), which the kernels use directly. `own.py` uses the weights.
-"""
+"""Drafting heads in Unspool's format: their files, and their arithmetic in numpy."""
 
 from __future__ import annotations
 
@@ -30,6 +19,19 @@ from unspool.errors import ModelFileError, SettingsError
 from unspool.model.config import Rotary
 from unspool.model.files.safetensors import SafetensorsFile
 from unspool.model.files.stored import FileTensor
+
+# -- File format of a drafting head: a folder with `config.json` and `head.safetensors`
+#
+#     {"format": "unspool-draft-head", "version": 1,
+#      "name": ..., "base": "SmolLM2-135M-Instruct", "fingerprint": "of the base model's weights",
+#      "layers": [2, 11, 20, 27],              hidden states it reads: n is the input of layer n
+#      "width": 576, "heads": 9, "kv_heads": 3, "head_width": 64, "ff_width": 1536,
+#      "words": 4, "word_width": 256, "mix_width": 512,
+#      "rope_theta": 100000.0, "norm_eps": 1e-05, "weights": "Q4_1"}
+#
+# `ids` are the tokens that it can propose. Matrices of 4 or 8 bits are stored as bytes [rows,
+# bytes per row] in GGUF blocks (Q4_1, Q8_0), which the kernels use directly. `own.py` uses the
+# weights.
 
 FORMAT, VERSION = "unspool-draft-head", 1
 WEIGHTS = "head.safetensors"

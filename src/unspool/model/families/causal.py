@@ -1,4 +1,4 @@
-"""Causal transformer families, as tables. What a table cannot express is in `today_config.py`."""
+"""Causal transformer families, as tables. See also `files/family_settings.py`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from unspool.model.families.family import (
     rules,
 )
 from unspool.model.weights import TensorRule
+
+# -- Causal transformer families, as tables. What a table cannot express is in `today_config.py`
 
 _EXPERTS = {
     "experts": "num_experts",

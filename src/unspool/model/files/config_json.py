@@ -1,8 +1,4 @@
-"""Convert transformers' config.json to `ModelConfig` and back.
-
-Simple settings are in the tables of the families. This module has the rest: sliding windows, RoPE
-scaling, older spellings of the same setting.
-"""
+"""transformers' config.json to `ModelConfig` and back."""
 
 from __future__ import annotations
 
@@ -25,6 +21,11 @@ from unspool.model.files.family_settings import (
     recurrent_to_hf,
 )
 from unspool.model.files.quantized import scheme_of
+
+# -- Convert transformers' config.json to `ModelConfig` and back
+#
+# Simple settings are in the tables of the families. This module has the rest: sliding windows,
+# RoPE scaling, older spellings of the same setting.
 
 Raw = Mapping[str, Any]
 

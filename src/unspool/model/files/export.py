@@ -1,8 +1,4 @@
-"""GGUF metadata of recurrent layers and of experts, as llama.cpp's converter writes it.
-
-llama.cpp derives which layers are recurrent: in LFM2 those without KV heads, in Qwen all but every
-n-th. A model with another pattern is refused, because its file would be read as another model.
-"""
+"""Write models: GGUF for llama.cpp, and quantized folders in MLX's format."""
 
 from __future__ import annotations
 
@@ -28,6 +24,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unspool.model.layers.transformer import Transformer
+
+
+# -- GGUF metadata of recurrent layers and of experts, as llama.cpp's converter writes it
+#
+# llama.cpp derives which layers are recurrent: in LFM2 those without KV heads, in Qwen all but
+# every n-th. A model with another pattern is refused, because its file would be read as another
+# model.
 
 
 def check_recurrent(config: ModelConfig) -> None:

@@ -1,4 +1,4 @@
-"""Settings of single families that the tables cannot express, from config.json and back."""
+"""Settings of single families that the tables cannot express: config.json, GGUF, and back."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from unspool.errors import ModelFileError
 from unspool.model.config import LayerShape, ModelConfig, Recurrence
 from unspool.model.families.family import Family, check_length
 from unspool.model.files.gguf import GGUFFile
+
+# -- Settings of single families that the tables cannot express, from config.json and back
 
 Raw = Mapping[str, Any]
 

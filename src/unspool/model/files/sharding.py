@@ -1,13 +1,4 @@
-"""Assign layers to several devices in order (pipeline without overlap).
-
-The embedding is on the first device, the last norm and the head on the last one (on the first if
-the head is tied). A step goes from device to device, so only one computes at a time; with tensor
-parallelism (`split.py`) all devices compute in parallel.
-
-    places = places_of(config, ["cuda:0", "cuda:1"])
-    places.layers                                    # ("cuda:0", "cuda:0", ..., "cuda:1")
-    places.of("layers.7.attention.q.weight")         # "cuda:1"
-"""
+"""A model on several devices: whole layers in order, or tensor parallel."""
 
 from __future__ import annotations
 
@@ -25,6 +16,16 @@ from unspool.errors import SettingsError
 from unspool.model.config import LayerShape, ModelConfig, Recurrence
 from unspool.model.files.stored import FileTensor
 from unspool.model.weights import weight_shapes
+
+# -- Assign layers to several devices in order (pipeline without overlap)
+#
+# The embedding is on the first device, the last norm and the head on the last one (on the first if
+# the head is tied). A step goes from device to device, so only one computes at a time; with tensor
+# parallelism (`split.py`) all devices compute in parallel.
+#
+#     places = places_of(config, ["cuda:0", "cuda:1"])
+#     places.layers                                    # ("cuda:0", "cuda:0", ..., "cuda:1")
+#     places.of("layers.7.attention.q.weight")         # "cuda:1"
 
 _AT_THE_END = ("transform.", "norm.", "head.", "head_bias")
 

@@ -1,10 +1,4 @@
-"""Find the model of a training run, so that a run's name can be given as a model.
-
-    find_run("mine")               runs/mine, if that is a run
-    run_model(Path("runs/mine"))   its best checkpoint
-
-The trainer writes these folders (`train/running/runs.py`); reading them needs no torch.
-"""
+"""Find a model: by path, short name, training run, another program's store, or on the hub."""
 
 from __future__ import annotations
 
@@ -20,6 +14,13 @@ from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.hub.download import DEFAULT, cache_folder, default_model
 from unspool.model.hub.repository import RepoName
 from unspool.model.shipped import shipped_models
+
+# -- Find the model of a training run, so that a run's name can be given as a model
+#
+#     find_run("mine")               runs/mine, if that is a run
+#     run_model(Path("runs/mine"))   its best checkpoint
+#
+# The trainer writes these folders (`train/running/runs.py`); reading them needs no torch.
 
 
 def runs_folder() -> Path:

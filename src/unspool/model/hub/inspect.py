@@ -1,9 +1,4 @@
-"""Summarize a model on this machine from the headers of its files, without reading weights.
-
-summary = glance(Path("model.gguf"))
-summary.kind, summary.needs     # 'Q4_K_M', approximate bytes of memory to run it
-summary.problem                 # '', or why it cannot be opened
-"""
+"""Inspect a model without loading it: a summary from file headers, and the memory it needs."""
 
 from __future__ import annotations
 
@@ -33,6 +28,12 @@ from unspool.model.hub.memory import (
     sequence_memory,
 )
 from unspool.model.weights import weight_shapes
+
+# -- Summarize a model on this machine from the headers of its files, without reading weights
+#
+# summary = glance(Path("model.gguf"))
+# summary.kind, summary.needs     # 'Q4_K_M', approximate bytes of memory to run it
+# summary.problem                 # '', or why it cannot be opened
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 

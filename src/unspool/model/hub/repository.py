@@ -1,8 +1,4 @@
-"""Select the files of a repository to download.
-
-Only formats that cannot run code are allowed: safetensors and GGUF. Of several GGUF files the best
-kind that fits the free memory is selected, unless the name selects one.
-"""
+"""Repositories of the Hugging Face hub: choose files, download them, find them offline."""
 
 from __future__ import annotations
 
@@ -23,6 +19,11 @@ from unspool.model.hub.memory import (
     kind_in_name,
     memory_needed,
 )
+
+# -- Select the files of a repository to download
+#
+# Only formats that cannot run code are allowed: safetensors and GGUF. Of several GGUF files the
+# best kind that fits the free memory is selected, unless the name selects one.
 
 _BESIDE_WEIGHTS = re.compile(r"[^/]+\.(json|jinja|tiktoken|model|txt)")
 _NAME = re.compile(

@@ -1,4 +1,4 @@
-"""The request schema of `/v1/messages`."""
+"""`POST /v1/messages`: Anthropic's messages API, translated to chats."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ from unspool.server.runtime.schema import (
 from unspool.server.runtime.state import Call, ServerState, state_of
 from unspool.server.runtime.step_json import texts_json
 from unspool.server.runtime.texts import RequestTexts
+
+# -- The request schema of `/v1/messages`
 
 _TOOLS = "only tools that the caller runs can be used"
 _CITATIONS = "there are no citations"

@@ -1,4 +1,4 @@
-"""Request schemas of llama.cpp's `/completion` and `/infill`, translated to Unspool's names."""
+"""llama.cpp's server API: completion, infill, embedding, and information."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ from unspool.server.runtime.state import Call, state_of
 from unspool.server.runtime.step_json import progress_json, timings_json
 from unspool.server.runtime.texts import InfillGap, RequestText, RequestTexts
 from unspool.text.chat.messages import ONLY_TEXT
+
+# -- Request schemas of llama.cpp's `/completion` and `/infill`, translated to Unspool's names
 
 MAX_PROBABILITIES = 1000
 TokenId = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]

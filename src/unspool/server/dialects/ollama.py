@@ -1,4 +1,4 @@
-"""Request schemas of Ollama's endpoints."""
+"""Ollama's API: generate, chat, embed, and information about models."""
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ from unspool.server.runtime.schema import (
 from unspool.server.runtime.state import Call, state_of
 from unspool.server.runtime.texts import InfillGap, RequestTexts
 from unspool.text.chat.messages import ONLY_TEXT
+
+# -- Request schemas of Ollama's endpoints
 
 Format = Literal["", "json"] | dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Chat completions of OpenAI's API, complete or in chunks."""
+"""`POST /v1/chat/completions`: OpenAI's chat completions, complete or in chunks."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ from unspool.server.runtime.blocks import (
 from unspool.server.runtime.schema import check_choices, finish_reason
 from unspool.server.runtime.state import Call, state_of
 from unspool.server.runtime.texts import RequestTexts
+
+# -- Chat completions of OpenAI's API, complete or in chunks
 
 
 class _Choice:

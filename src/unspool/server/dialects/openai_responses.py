@@ -1,4 +1,4 @@
-"""The request schema of `/v1/responses`."""
+"""`/v1/responses`: OpenAI's responses, stored so that the next request can continue them."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ from unspool.server.runtime.state import Call, ServerState, state_of
 from unspool.server.runtime.step_json import texts_json
 from unspool.server.runtime.texts import RequestTexts
 from unspool.text.chat.messages import ONLY_TEXT
+
+# -- The request schema of `/v1/responses`
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"  # accepted, but reasoning is never encrypted

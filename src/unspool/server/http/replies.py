@@ -1,4 +1,4 @@
-"""JSON requests and replies. Requests are parsed strictly: UTF-8, no NaN, no infinity."""
+"""JSON requests and replies; notes about ignored parameters in headers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from unspool.server.http.errors import ApiError, bad_request
+
+# -- JSON requests and replies. Requests are parsed strictly: UTF-8, no NaN, no infinity
 
 
 class _StrictRequest(Request):

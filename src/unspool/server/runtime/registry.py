@@ -1,6 +1,6 @@
 """The models of a server: loaded on demand, evicted when memory is needed.
 
-    registry = ModelRegistry([ModelEntry("smollm", load_it, size)], room=8 << 30)
+    registry = ModelRegistry([ModelEntry("smollm", load_it, size)], model_memory=8 << 30)
     async with registry.use("smollm") as served:
         served.lm.begin(...)
 

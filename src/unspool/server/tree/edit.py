@@ -1,4 +1,4 @@
-"""A branch as plain text for infill and revision, and the steps of each part of it."""
+"""Edit a branch of the tree: fill and replace ranges, find doubtful words, revise."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ from unspool.server.runtime.threads import Worker
 from unspool.server.tree.branch_json import branches_of, reply, router
 from unspool.server.tree.branches import TreeBranch, TreePrompt, fork_branch
 from unspool.server.tree.prompt import Name, Place
+
+# -- A branch as plain text for infill and revision, and the steps of each part of it
 
 
 @dataclass(frozen=True)

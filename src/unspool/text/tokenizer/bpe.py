@@ -1,14 +1,4 @@
-"""BPE encoding, a plain implementation that shows each merge.
-
-The text is split into words, each word into its smallest pieces. Then the pair of neighbours with
-the best rank becomes one piece, until no pair can be merged. The pieces are the tokens. The library
-does the same much faster; this version is for learning, for display, and to check the library
-against.
-
-    for word in merge_steps(tokenizer, "unspooling"):
-        for merge in word.merges:
-            print(merge.rank, merge.pair, merge.pieces)
-"""
+"""BPE in plain Python: encoding that shows each merge, and learning merges."""
 
 from __future__ import annotations
 
@@ -32,6 +22,17 @@ from unspool.text.tokenizer.pieces import (
     space_marked_bytes,
 )
 from unspool.text.tokenizer.tokenizer import Tokenizer
+
+# -- BPE encoding, a plain implementation that shows each merge
+#
+# The text is split into words, each word into its smallest pieces. Then the pair of neighbours
+# with the best rank becomes one piece, until no pair can be merged. The pieces are the tokens. The
+# library does the same much faster; this version is for learning, for display, and to check the
+# library against.
+#
+#     for word in merge_steps(tokenizer, "unspooling"):
+#         for merge in word.merges:
+#             print(merge.rank, merge.pair, merge.pieces)
 
 Pair = tuple[bytes, bytes]
 

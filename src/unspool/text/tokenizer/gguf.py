@@ -1,8 +1,4 @@
-"""Build the library's tokenizer for each type of GGUF vocabulary.
-
-These tokenizers encode plain text only: control and unknown tokens are left out, so that no text
-can become one. Ids are those of the file.
-"""
+"""Vocabularies in GGUF files: read, build a tokenizer for each type, write."""
 
 from __future__ import annotations
 
@@ -35,6 +31,11 @@ from unspool.text.tokenizer.vocabulary import (
     end_ids,
     merges_by_rank,
 )
+
+# -- Build the library's tokenizer for each type of GGUF vocabulary
+#
+# These tokenizers encode plain text only: control and unknown tokens are left out, so that no text
+# can become one. Ids are those of the file.
 
 
 class TokenType(IntEnum):

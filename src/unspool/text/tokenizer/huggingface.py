@@ -1,8 +1,4 @@
-"""Build the library's tokenizer from vocab.json and merges.txt, the predecessors of tokenizer.json.
-
-Some checkpoints (Dream, SDAR) have only these. The pre-tokenizer is in neither file; it follows
-from the class that tokenizer_config.json names.
-"""
+"""Vocabularies in Hugging Face folders: tokenizer.json, vocab.json with merges.txt, and saving."""
 
 from __future__ import annotations
 
@@ -24,6 +20,12 @@ from unspool.text.tokenizer.vocabulary import (
     Vocabulary,
     end_ids,
 )
+
+# -- Build the library's tokenizer from vocab.json and merges.txt, the predecessors of
+# tokenizer.json
+#
+# Some checkpoints (Dream, SDAR) have only these. The pre-tokenizer is in neither file; it follows
+# from the class that tokenizer_config.json names.
 
 _PATTERNS = {"Qwen2Tokenizer": QWEN2, "DreamTokenizer": QWEN2, "GPT2Tokenizer": GPT2}
 FILES = ("vocab.json", "merges.txt")

@@ -1,17 +1,4 @@
-"""Incremental JSON scanner: finds the end of a value that is still being written.
-
-    scan = JsonScan()
-    for character in '{"a": [1, 2]} and more':
-        if not scan.push(character):
-            break                       # this character is not valid here
-        if scan.is_done:
-            break                       # the value is complete
-
-`json.loads` needs the complete text; called at every token it would take quadratic time. The
-scanner reads each character once, in constant time, and reports invalid JSON immediately. It is
-strict with one exception: it accepts control characters such as line breaks inside a string, which
-models write and JSON forbids (see `escaped`).
-"""
+"""Incremental parsers of tool calls: as JSON objects, in tags, as literals."""
 
 from __future__ import annotations
 
@@ -20,6 +7,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+# -- Incremental JSON scanner: finds the end of a value that is still being written
+#
+#     scan = JsonScanner()
+#     for character in '{"a": [1, 2]} and more':
+#         if not scan.push(character):
+#             break                       # this character is not valid here
+#         if scan.is_done:
+#             break                       # the value is complete
+#
+# `json.loads` needs the complete text; called at every token it would take quadratic time. The
+# scanner reads each character once, in constant time, and reports invalid JSON immediately. It is
+# strict with one exception: it accepts control characters such as line breaks inside a string,
+# which models write and JSON forbids (see `escaped`).
 
 BLANK = " \t\r\n"
 _DIGITS = "0123456789"

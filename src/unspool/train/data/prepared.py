@@ -1,4 +1,4 @@
-"""Statistics of prepared data, kept beside it and in each run that used it."""
+"""Prepared data: documents encoded once into shards, with their statistics."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from unspool.text.chat.template import ChatTemplate
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.selection import HELD_OUT, TRAIN, Progress, Survey, select, survey
 from unspool.train.data.sources import Document, Source
+
+# -- Statistics of prepared data, kept beside it and in each run that used it
 
 
 @dataclass(frozen=True)

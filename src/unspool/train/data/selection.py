@@ -1,4 +1,4 @@
-"""A stateless shuffle: a permutation computed from a key, the same on every machine."""
+"""Which documents are used: a stateless shuffle, a share of the source, and a survey of it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import numpy as np
 from unspool.errors import DataError, SettingsError
 from unspool.model.hub.download import file_sha256
 from unspool.train.data.sources import Document, Source, SourceFile, read_documents, source_files
+
+# -- A stateless shuffle: a permutation computed from a key, the same on every machine
 
 Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 Indices = np.ndarray[Any, np.dtype[np.int64]]

@@ -1,10 +1,4 @@
-"""Log-likelihoods of continuations in batches, the basis of bits per byte and lm-eval.
-
-    results = likelihoods(lm, [(context_ids, target_ids), ...])
-    results[0].logprobs, results[0].greedy
-
-A context with several continuations (a question and its four answers) is prefilled once.
-"""
+"""Bits per byte of held-out text, and log-likelihoods of continuations in batches."""
 
 from __future__ import annotations
 
@@ -24,6 +18,13 @@ from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.prepared import PreparedData
 from unspool.train.data.sources import documents
 from unspool.train.running.runs import Run
+
+# -- Log-likelihoods of continuations in batches, the basis of bits per byte and lm-eval
+#
+#     results = likelihoods(lm, [(context_ids, target_ids), ...])
+#     results[0].logprobs, results[0].greedy
+#
+# A context with several continuations (a question and its four answers) is prefilled once.
 
 _MAX_LOGIT_ROWS = 1024  # per step: bounds the memory
 _MAX_GROUP = 32  # continuations in a batch

@@ -1,14 +1,4 @@
-"""Size and hyperparameter rules: everything follows from the depth of a model.
-
-    shape = Shape.of(depth=12, vocab_size=32768)
-    shape.config, shape.batch_tokens, shape.rates, shape.tokens
-    model = new_model(shape.config, seed=0)
-
-Sources: Qwen3 (arXiv 2505.09388), Llama, LFM2 (arXiv 2511.23404) and Qwen3.5 with its gated
-DeltaNet (arXiv 2412.06464) for the layers; nanochat for width = 64 x depth and for the
-initialization; Chinchilla (arXiv 2203.15556) for 20 tokens per parameter; Moonlight
-(arXiv 2502.16982) and muP (arXiv 2203.03466) for learning rates that decrease with the width.
-"""
+"""Model size and hyperparameter rules: everything follows from the depth; FLOP counts."""
 
 from __future__ import annotations
 
@@ -26,6 +16,17 @@ if TYPE_CHECKING:
     from unspool.model.layers.transformer import Transformer
     from unspool.train.learning.optimizers import Rates
 
+
+# -- Size and hyperparameter rules: everything follows from the depth of a model
+#
+#     shape = Shape.of(depth=12, vocab_size=32768)
+#     shape.config, shape.batch_tokens, shape.rates, shape.tokens
+#     model = new_model(shape.config, seed=0)
+#
+# Sources: Qwen3 (arXiv 2505.09388), Llama, LFM2 (arXiv 2511.23404) and Qwen3.5 with its gated
+# DeltaNet (arXiv 2412.06464) for the layers; nanochat for width = 64 x depth and for the
+# initialization; Chinchilla (arXiv 2203.15556) for 20 tokens per parameter; Moonlight (arXiv
+# 2502.16982) and muP (arXiv 2203.03466) for learning rates that decrease with the width.
 
 MAX_DEPTH = 128
 

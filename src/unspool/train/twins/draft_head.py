@@ -1,16 +1,4 @@
-"""Draft head for speculative decoding: predicts next tokens from a causal model's hidden states.
-
-One layer, after EAGLE (arXiv 2401.15077). The inputs of a few layers of the causal model are fused
-into one vector f. Keys and values of the text come from f. A drafted token is
-
-    state = layer(linear[f of the token before, or the last state; the token's embedding])
-
-and its successor is predicted from the state, corrected by the last four tokens, among the most
-frequent tokens. Drafted tokens add no keys: one draft costs one row of one layer.
-
-Training unrolls several drafts after every token, and compares each with the distribution of the
-causal model at the sampling temperature.
-"""
+"""Train a drafting head: the module, its objective, its files."""
 
 from __future__ import annotations
 
@@ -46,6 +34,19 @@ from unspool.train.twins.objectives import (
     document_starts,
 )
 from unspool.train.twins.settings import TwinParts, TwinSettings
+
+# -- Draft head for speculative decoding: predicts next tokens from a causal model's hidden states
+#
+# One layer, after EAGLE (arXiv 2401.15077). The inputs of a few layers of the causal model are
+# fused into one vector f. Keys and values of the text come from f. A drafted token is
+#
+#     state = layer(linear[f of the token before, or the last state; the token's embedding])
+#
+# and its successor is predicted from the state, corrected by the last four tokens, among the most
+# frequent tokens. Drafted tokens add no keys: one draft costs one row of one layer.
+#
+# Training unrolls several drafts after every token, and compares each with the distribution of the
+# causal model at the sampling temperature.
 
 RECENT = 4  # last tokens that correct a prediction
 AHEAD = 64  # maximum number of drafted tokens

@@ -1,9 +1,4 @@
-"""The mask token of a masked twin: an unused token with a trainable embedding.
-
-mask = mask_token(config, tokenizer)
-add_mask_embedding(model, mask)                 # trains one vector, the table stays frozen
-weights = merge_mask_embedding(weights, mask)   # for a checkpoint: the vector becomes a row
-"""
+"""The masked twin of a causal model: its mask token, and its run."""
 
 from __future__ import annotations
 
@@ -29,6 +24,12 @@ from unspool.train.learning.optimizers import Rates
 from unspool.train.twins.data import CausalModel, Mixture, evaluator, load_sources
 from unspool.train.twins.objectives import BlockTwinObjective, FillTwinObjective
 from unspool.train.twins.settings import TwinParts, TwinSettings
+
+# -- The mask token of a masked twin: an unused token with a trainable embedding
+#
+# mask = mask_token(config, tokenizer)
+# add_mask_embedding(model, mask)                 # trains one vector, the table stays frozen
+# weights = merge_mask_embedding(weights, mask)   # for a checkpoint: the vector becomes a row
 
 _MASK_NAMES = ("<|mask|>", "<mask>", "[MASK]", "<|MASK|>", "<|mdm_mask|>")
 _MASK_VECTOR = "embed.mask"

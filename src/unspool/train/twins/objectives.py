@@ -1,7 +1,4 @@
-"""Random masks for training twins: blocks, spans, and uniform masks.
-
-All random numbers come from the batch's generator, so that a resumed run draws the same masks.
-"""
+"""Objectives of twins: block diffusion and fill-in, with their masks."""
 
 from __future__ import annotations
 
@@ -26,6 +23,10 @@ from unspool.train.learning.forward import (
 )
 from unspool.train.learning.objectives import Loss, summed_loss
 from unspool.train.tuning.dpo import reference_model
+
+# -- Random masks for training twins: blocks, spans, and uniform masks
+#
+# All random numbers come from the batch's generator, so that a resumed run draws the same masks.
 
 SIZES = (4, 8, 16, 32)  # tokens per block
 CHANCES = (0.2, 0.35, 0.3, 0.15)  # probability of each block size

@@ -1,15 +1,4 @@
-"""Solve puzzles with a model, without engine and KV cache, in various orders of unmasking.
-
-result = solutions(model, puzzle, prompts, order="confident")
-result.answers, result.passes
-
-left       from left to right (the only order of a causal model)
-confident  the position with the highest probability first
-margin     the position with the largest gap between its two best tokens first
-random     random positions
-all        all positions in one pass
-0.9        all positions with at least this probability, and the best one
-"""
+"""Puzzle models: configuration, objective, and solving in various orders of unmasking."""
 
 from __future__ import annotations
 
@@ -43,6 +32,17 @@ from unspool.train.twins.puzzles import (
     token_ids,
 )
 from unspool.train.twins.settings import TwinParts, TwinSettings
+
+# -- Solve puzzles with a model, without engine and KV cache, in various orders of unmasking
+#
+# result = solutions(model, puzzle, prompts, order="confident") result.answers, result.passes
+#
+# left       from left to right (the only order of a causal model)
+# confident  the position with the highest probability first
+# margin     the position with the largest gap between its two best tokens first
+# random     random positions
+# all        all positions in one pass
+# 0.9        all positions with at least this probability, and the best one
 
 ORDERS = ("left", "confident", "margin", "random", "all", "0.9", "0.99")
 

@@ -1,13 +1,4 @@
-"""Sudoku: 81 cells, row by row; a dot is an empty cell.
-
-    53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79
-    534678912672195348198342567859761423426853791713924856961537284287419635345286179
-
-Full boards are derived from a few that a search found, by the symmetries of Sudoku: permuted
-digits, rows in a band, bands, columns likewise, and transposition, about 10^12 boards from one.
-Cells are emptied at random; some boards then have several solutions, and each is correct. `sudoku4`
-is the small variant: four digits, 16 cells.
-"""
+"""Puzzles to train on: Sudoku and Countdown, with exact checks."""
 
 from __future__ import annotations
 
@@ -25,6 +16,16 @@ import numpy as np
 from unspool.errors import SettingsError
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.batches import TrainingBatch
+
+# -- Sudoku: 81 cells, row by row; a dot is an empty cell
+#
+#     53..7....6..195....98....6.8...6...34..8.3..17...2...6.6....28....419..5....8..79
+#     534678912672195348198342567859761423426853791713924856961537284287419635345286179
+#
+# Full boards are derived from a few that a search found, by the symmetries of Sudoku: permuted
+# digits, rows in a band, bands, columns likewise, and transposition, about 10^12 boards from one.
+# Cells are emptied at random; some boards then have several solutions, and each is correct.
+# `sudoku4` is the small variant: four digits, 16 cells.
 
 Boards = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -1,4 +1,4 @@
-"""Small kernels between the GEMMs of a batch: one program per row (a new token)."""
+"""Small kernels between the GEMMs: embeddings, norms, gated activations, the greedy token."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 from unspool.backends.cuda.kernels.common import activated, normalized, rounded, wait
+
+# -- Small kernels between the GEMMs of a batch: one program per row (a new token)
 
 
 @triton.jit

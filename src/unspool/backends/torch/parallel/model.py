@@ -1,8 +1,4 @@
-"""One rank's part of a transformer: the plain transformer with fewer heads.
-
-The computation is that of the plain transformer; hooks sum over the ranks after the matrices whose
-product is only a partial result (`attention.out`, `feed.down`, the experts).
-"""
+"""Tensor parallelism: the part of a model on each rank, and rank 0, which the engine drives."""
 
 from __future__ import annotations
 
@@ -51,6 +47,11 @@ from unspool.model.files.sharding import (
 from unspool.model.layers.parts import DenseAndExperts, Experts, Norm
 from unspool.model.layers.transformer import Attention, Layer, Transformer
 from unspool.model.weights import weight_shapes
+
+# -- One rank's part of a transformer: the plain transformer with fewer heads
+#
+# The computation is that of the plain transformer; hooks sum over the ranks after the matrices
+# whose product is only a partial result (`attention.out`, `feed.down`, the experts).
 
 
 class SplitTransformer(Transformer):
