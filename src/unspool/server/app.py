@@ -89,22 +89,11 @@ ROUTE_GROUPS = (
         ("/tokenize", "/detokenize", "/vocabularies", "/apply-template", "/score"),
         ("unspool.server.dialects.tokens:router",),
     ),
-    RouteGroup(
-        ("/api/",),
-        (
-            "unspool.server.dialects.ollama:router",
-            "unspool.server.dialects.ollama:router",
-            "unspool.server.dialects.ollama:router",
-        ),
-    ),
+    RouteGroup(("/api/",), ("unspool.server.dialects.ollama:router",)),
     RouteGroup(
         ("/completion", "/infill", "/embedding", "/rerank", "/v1/rerank", "/lora-adapters",
          "/props", "/slots"),
-        (
-            "unspool.server.dialects.llamacpp:router",
-            "unspool.server.dialects.llamacpp:router",
-            "unspool.server.dialects.llamacpp:router",
-        ),
+        ("unspool.server.dialects.llamacpp:router",),
     ),
 )  # fmt: skip
 

@@ -106,7 +106,7 @@ def causal_mask(row: Any, head: Any, query: Any, key: Any) -> Any:
 
 
 def causal_within_documents(documents: Tensor) -> MaskFunction:
-    """CausalModel attention within documents, given as indices [batch, length]."""
+    """Causal attention within documents, given as indices [batch, length]."""
 
     def allowed(row: Any, head: Any, query: Any, key: Any) -> Any:
         return (query >= key) & (documents[row, query] == documents[row, key])

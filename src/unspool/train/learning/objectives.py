@@ -158,7 +158,7 @@ Objective = Callable[[Any, Any, torch.Generator], Loss]
 
 
 def next_token(model: Transformer, batch: TrainingBatch, rng: torch.Generator) -> Loss:
-    """CausalModel language modelling, within documents if the batch has document indices."""
+    """Causal language modelling, within documents if the batch has document indices."""
     tokens, targets = batch.ids[:, :-1], batch.ids[:, 1:]
     allowed = None if batch.document_ids is None else causal_within_documents(batch.document_ids)
     attention = AttentionMask.build(model.config, tokens, allowed, batch.document_ids)
