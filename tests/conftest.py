@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 # The same examples in every run, so that a failure is never a matter of luck. To look for new
 # ones: pytest --hypothesis-profile=explore
-# Seconds say nothing here: the first draw of all reads every module for its constants.
-_ANY_SPEED = [HealthCheck.too_slow]
+_ANY_SPEED = [HealthCheck.too_slow]  # seconds say nothing on a machine that does much else
+# The first draw would parse every imported module for its constants, for up to a minute.
+providers._get_local_constants = lambda: providers._local_constants
 settings.register_profile("same-every-run", derandomize=True, suppress_health_check=_ANY_SPEED)
 settings.register_profile("explore", max_examples=2_000, suppress_health_check=_ANY_SPEED)
 settings.load_profile("same-every-run")
@@ -49,11 +51,17 @@ def default_model() -> Path:
 
 
 @pytest.fixture(scope="session")
-def lm(default_model: Path) -> Any:
+def real_lm(default_model: Path) -> Any:
     """The default model as people load it, once for the whole run."""
     import unspool
 
     return unspool.load(default_model)
+
+
+@pytest.fixture(scope="session")
+def lm(real_lm: Any) -> Any:
+    """The model that a folder's tests compare with; some folders have a small one instead."""
+    return real_lm
 
 
 @pytest.fixture(scope="session")
@@ -63,12 +71,42 @@ def go_on(lm: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def server(default_model: Path) -> Iterator[Any]:
+def real_server(default_model: Path) -> Iterator[Any]:
     """The default model, served: shared by all tests that leave the server as it was."""
     from helpers.running_server import default_entry, running
 
-    with running([default_entry(default_model, memory=256 << 20)]) as found:
-        yield found
+    with running([default_entry(default_model, memory=256 << 20)]) as running_server:
+        yield running_server
+
+
+@pytest.fixture(scope="session")
+def server(real_server: Any) -> Any:
+    """The server that a folder's tests share; some folders have a small one instead."""
+    return real_server
+
+
+@pytest.fixture(scope="session")
+def small_default(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in place of the default one, with its vocabulary and chat template."""
+    from helpers.running_server import write_small_default
+
+    return write_small_default(tmp_path_factory.mktemp("small") / "small.gguf", default_model)
+
+
+@pytest.fixture(scope="session")
+def small_lm(small_default: Path) -> Any:
+    import unspool
+
+    return unspool.load(small_default, memory=64 << 20, threads=1)
+
+
+@pytest.fixture(scope="session")
+def small_server(small_default: Path) -> Iterator[Any]:
+    """The small model, served: shared by all tests that leave the server as it was."""
+    from helpers.running_server import default_entry, running
+
+    with running([default_entry(small_default, memory=64 << 20, threads=1)]) as running_server:
+        yield running_server
 
 
 @pytest.fixture(scope="session")

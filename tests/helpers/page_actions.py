@@ -13,7 +13,7 @@ PUT_AWAY = "localStorage.setItem('unspool.tour', 'true')"  # the tour
 
 
 def opened(browser: Browser, address: str, **options: Any) -> Page:
-    """The page in a browser window of its own, the tour put away."""
+    """The page in a new browser window, the tour put away."""
     context = browser.new_context(**{"viewport": WIDE, **options})
     context.add_init_script(PUT_AWAY)
     page = context.new_page()
@@ -70,7 +70,7 @@ def finished(page: Page) -> None:
     expect(page.locator("#pause")).to_have_count(0)
 
 
-def drawn(page: Page) -> None:
+def next_frames(page: Page) -> None:
     """Wait until what was changed is on the screen: two frames."""
     page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
@@ -79,10 +79,10 @@ def until(page: Page, expression: str, seconds: float = 15) -> Any:
     """Wait until this JavaScript gives something true. (`wait_for_function` would need `eval`,
     which the page's policy forbids.)"""
     end = monotonic() + seconds
-    while not (found := page.evaluate(expression)):
+    while not (result := page.evaluate(expression)):
         assert monotonic() < end, f"never came true: {expression}"
         page.wait_for_timeout(30)
-    return found
+    return result
 
 
 def tokens(page: Page) -> Locator:
@@ -100,8 +100,8 @@ def branch(page: Page) -> dict[str, Any]:
     identity = page.evaluate("import('/page/code/state.js').then((m) => m.state.current)")
     answer = page.request.get(f"{page.url.rstrip('/')}/v1/tree/{identity}")
     assert answer.ok, answer.text()
-    found: dict[str, Any] = answer.json()
-    return found
+    result: dict[str, Any] = answer.json()
+    return result
 
 
 def post(page: Page, path: str, **body: Any) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def post(page: Page, path: str, **body: Any) -> dict[str, Any]:
     address = f"{page.url.rstrip('/')}/v1/tree{path}"
     answer = page.request.post(address, data=json.dumps(body), headers=headers)
     assert answer.ok, answer.text()
-    found: dict[str, Any] = answer.json()
-    return found
+    result: dict[str, Any] = answer.json()
+    return result
 
 
 def adopt(page: Page, ids: list[str], current: str) -> None:

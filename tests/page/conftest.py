@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 from helpers import page_actions as acts
+from unspool.page import files
 
 _ARGUMENTS = (
     "--no-sandbox",  # tests may run as root, and only ever open pages of this machine
@@ -28,6 +29,24 @@ _FORGET = """() => {
 }"""
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 expect.set_options(timeout=15_000)  # a machine that does much else at the same time
+
+
+@pytest.fixture(scope="session")
+def lm(small_lm: Any) -> Any:
+    return small_lm
+
+
+@pytest.fixture(scope="session")
+def server(small_server: Any) -> Any:
+    return small_server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cached_code() -> Iterator[None]:
+    """The browser asks for the page's files once, not with every test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(files._HEADERS, "cache-control", "max-age=3600")
+        yield
 
 
 @pytest.fixture
@@ -48,15 +67,15 @@ class Window:
     def __init__(self, browser: Browser) -> None:
         self.page = acts.opened(browser, "about:blank")
         self.faults: list[str] = []
-        self.page.on("console", self._heard)
+        self.page.on("console", self._record_error)
         self.page.on("pageerror", lambda error: self.faults.append(str(error)))
 
-    def _heard(self, message: ConsoleMessage) -> None:
+    def _record_error(self, message: ConsoleMessage) -> None:
         if message.type == "error":
             self.faults.append(f"{message.text} ({message.location.get('url', '')})")
 
     def forget(self) -> None:
-        """As if nobody had been here before, but for the files that the browser keeps."""
+        """Reset the window to a first visit, but for the browser's file cache."""
         self.page.unroute_all(behavior="ignoreErrors")
         self.page.evaluate(_FORGET)
         self.page.emulate_media(color_scheme="light", reduced_motion="no-preference")
@@ -97,11 +116,11 @@ def opened() -> Opened:
     if _opened and not _opened[0].browser.is_connected():  # a test that killed it
         _opened.pop().closing.close()
     if not _opened:
-        found = next(filter(None, map(shutil.which, _NAMES)), None)
-        if found is None:
+        result = next(filter(None, map(shutil.which, _NAMES)), None)
+        if result is None:
             message = "no Chromium here; Debian: apt-get install chromium"
             (pytest.fail if os.environ.get("CI") else pytest.skip)(message)
-        _opened.append(Opened(found))
+        _opened.append(Opened(result))
     return _opened[0]
 
 

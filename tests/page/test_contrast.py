@@ -1,4 +1,4 @@
-"""Whatever a model writes, and however likely it was: text on every color of the page can be read.
+"""Text on every color of the page can be read.
 
 Not the texts that happen to come in a test, but the palettes themselves: every tint, every strength
 of light, every hue, in light and in dark, by the contrast that WCAG asks of text (4.5:1).
@@ -119,7 +119,7 @@ FAINT = """async (pieces) => {
     return found;
 }"""
 
-# Words in pictures: which color on which, the one below at so much of its strength over the next.
+# Words in pictures: which color on which, the one below with this share over the next.
 PICTURED = """async (pairs) => {
     const { colorOf, numbersOf } = await import("/page/code/colors.js");
     const color = (name) => [...numbersOf(colorOf(name))].slice(0, 3);

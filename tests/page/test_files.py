@@ -21,10 +21,10 @@ def test_the_page_and_its_files_are_served_under_a_strict_policy(server: Any) ->
         policy = page.headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
         for name in re.findall(r'(?:src|href)="(/page/[^"]+)"', page.text):
-            found = client.get(name)
-            assert found.status_code == 200, name
-            assert found.headers["x-content-type-options"] == "nosniff"
-            again = client.get(name, headers={"if-none-match": found.headers["etag"]})
+            result = client.get(name)
+            assert result.status_code == 200, name
+            assert result.headers["x-content-type-options"] == "nosniff"
+            again = client.get(name, headers={"if-none-match": result.headers["etag"]})
             assert again.status_code == 304 and not again.content
         raw = client.get("/page/code/main.js", headers={"accept-encoding": "identity"})
         assert "content-encoding" not in raw.headers
@@ -38,43 +38,43 @@ def test_the_page_and_its_files_are_served_under_a_strict_policy(server: Any) ->
      "/etc/passwd", "code/vendor/LICENSE.htm", "index.html%00.js"],
 )  # fmt: skip
 def test_no_other_file_can_be_had(server: Any, name: str) -> None:
-    found = httpx.get(f"{server.url}/page/{name}")
-    assert found.status_code == 404 and "error" in found.json()
+    result = httpx.get(f"{server.url}/page/{name}")
+    assert result.status_code == 404 and "error" in result.json()
 
 
 def test_every_import_names_a_file_that_is_there() -> None:
     pattern = re.compile(r"""(?:from|import|file=)\s*\(?["'](\.{1,2}/[^"']+\.js)["']""")
-    seen = 0
+    observed = 0
     for path in (FOLDER / "code").rglob("*.js"):
         if path.parent == VENDOR:
             continue
         for name in pattern.findall(path.read_text(encoding="utf-8")):
             bases = (path.parent, FOLDER / "code")  # lazy.js imports for the others
             assert any((base / name).resolve().is_file() for base in bases), f"{path}: {name}"
-            seen += 1
-    assert seen > 40
+            observed += 1
+    assert observed > 40
 
 
 def test_what_is_preloaded_is_what_is_imported() -> None:
     page = (FOLDER / "index.html").read_text(encoding="utf-8")
     preloaded = set(re.findall(r'rel="modulepreload" href="/page/([^"]+)"', page))
-    wanted: set[str] = set()
+    expected: set[str] = set()
     todo = [FOLDER / "code" / "main.js"]
     while todo:
         path = todo.pop()
         for name in re.findall(r'from ?"(\.[^"]+)"', path.read_text(encoding="utf-8")):
-            found = (path.parent / name).resolve()
-            if (relative := found.relative_to(FOLDER.resolve()).as_posix()) not in wanted:
-                wanted.add(relative)
-                todo.append(found)
-    assert preloaded == wanted
+            result = (path.parent / name).resolve()
+            if (relative := result.relative_to(FOLDER.resolve()).as_posix()) not in expected:
+                expected.add(relative)
+                todo.append(result)
+    assert preloaded == expected
 
 
 def test_the_page_is_small_and_speaks_to_nobody_else() -> None:
-    own = sorted(p for p in FOLDER.rglob("*") if p.suffix in TYPES and p.parent != VENDOR)
-    size = len(gzip.compress(b"".join(p.read_bytes() for p in own), 9))
+    mine = sorted(p for p in FOLDER.rglob("*") if p.suffix in TYPES and p.parent != VENDOR)
+    size = len(gzip.compress(b"".join(p.read_bytes() for p in mine), 9))
     assert size <= 200_000, f"{size:,} bytes compressed"
-    for path in own:
+    for path in mine:
         text = path.read_text(encoding="utf-8")
         for address in re.findall(r"https?://[^\s\"'`)]+", text):
             assert address.startswith("http://www.w3.org/"), f"{path.name}: {address}"

@@ -22,7 +22,7 @@ from unspool.server.runtime.registry import ModelEntry
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A tiny Nemotron: Mamba-2, feed-forwards and attention, each a layer of its own."""
+    """A tiny Nemotron: Mamba-2, feed-forwards and attention, each in a separate layer."""
     folder: Path = tmp_path_factory.mktemp("nemotron")
     tiny.filled(nemotron("M-M*-M-", vocab_size=300)()).save_pretrained(folder)
     save_vocabulary(folder)
@@ -32,8 +32,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         lm.end_ids = frozenset()
         return lm
 
-    with running([ModelEntry("nemotron", load, 1 << 20)]) as found:
-        yield found
+    with running([ModelEntry("nemotron", load, 1 << 20)]) as result:
+        yield result
 
 
 def test_states_are_shown(page: Page) -> None:

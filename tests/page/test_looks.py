@@ -44,7 +44,7 @@ def compare_view(page: Page) -> None:
     view = page.get_by_role("region", name="Compare")
     view.get_by_label("Tokens", exact=True).fill("30")
     view.get_by_role("button", name="Write all").click()
-    expect(view.get_by_role("button", name="Stop")).to_have_count(0, timeout=60_000)
+    expect(view.get_by_role("button", name="Stop", exact=True)).to_have_count(0, timeout=60_000)
 
 
 def shared(page: Page) -> None:
@@ -97,7 +97,7 @@ def samples_view(page: Page) -> None:
     view.get_by_role("button", name="Samples").click()
     view.get_by_label("Tokens", exact=True).fill("12")
     view.get_by_role("button", name="Run the example").click()
-    expect(view.get_by_role("button", name="Stop")).to_have_count(0, timeout=60_000)
+    expect(view.get_by_role("button", name="Stop", exact=True)).to_have_count(0, timeout=60_000)
 
 
 def example(page: Page) -> None:
@@ -140,11 +140,11 @@ def strange_branches(page: Page) -> list[str]:
     """A prompt and texts of blanks, invisible and wide characters, and a word that never ends."""
     first = post(page, "", prompt=" \n\u200b", seed=1)["id"]
     post(page, f"/{first}/append", text=STRANGE)
-    made = [first, post(page, f"/{first}/choose", at=1, token=BYTE)["id"]]
+    created = [first, post(page, f"/{first}/choose", at=1, token=BYTE)["id"]]
     for at, words in ((3, "  "), (0, "\n"), (0, "\u200b")):
-        made.append(post(page, f"/{first}/choose", at=at, text=words)["id"])
-    adopt(page, made, first)
-    return made
+        created.append(post(page, f"/{first}/choose", at=at, text=words)["id"])
+    adopt(page, created, first)
+    return created
 
 
 def strange_panel(name: str, token: int) -> Callable[[Page], None]:
@@ -157,15 +157,15 @@ def strange_panel(name: str, token: int) -> Callable[[Page], None]:
 
 
 def strange_beside(page: Page) -> None:
-    made = strange_branches(page)
+    created = strange_branches(page)
     open_panel(page, "Map")
-    page.get_by_label("Compare with").select_option(made[1])
+    page.get_by_label("Compare with").select_option(created[1])
     expect(page.get_by_role("region", name="Two branches side by side")).to_be_visible()
 
 
 def strange_comparison(picture: str) -> Callable[[Page], None]:
     def act(page: Page) -> None:
-        made = strange_branches(page)
+        created = strange_branches(page)
         page.get_by_role("button", name="Compare", exact=True).click()
         expect(page.get_by_role("region", name="Compare")).to_be_visible()
         page.evaluate(
@@ -177,7 +177,7 @@ def strange_comparison(picture: str) -> Callable[[Page], None]:
                 Object.assign(compare.samples, { root: ids[0], ids });
                 change({ picture });
             }""",
-            [made, picture],
+            [created, picture],
         )
         expect(page.locator(".cmp-text .t").first).to_be_attached()
 
@@ -208,6 +208,7 @@ def test_all_there_is_to_a_text_is_accessible_and_fits(page: Page) -> None:
     for view, act in OF_A_TEXT.items():
         act(page)
         page.wait_for_load_state("networkidle")
-        check_looks(page, view)
+        panels = ("what-if", "inside", "costs", "settings", "map")
+        check_looks(page, view, "#side-panel" if view in panels else "html")
         page.set_viewport_size(WIDE)
         page.emulate_media(color_scheme="light")

@@ -33,17 +33,17 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stored, "cache_folder", lambda: kept)
         patch.setattr(measuring, "sample_texts", lambda given: packaged_sample())
-        with running([entry]) as found:
-            yield found
+        with running([entry]) as result:
+            yield result
 
 
 @pytest.fixture
 def view(page: Page) -> Locator:
     page.get_by_role("button", name="Measure", exact=True).click()
-    found = page.get_by_role("region", name="Measure", exact=True)
-    expect(found.get_by_role("heading", name="Measure")).to_be_visible()
-    expect(found.get_by_label("confidence")).to_be_visible()
-    return found
+    result = page.get_by_role("region", name="Measure", exact=True)
+    expect(result.get_by_role("heading", name="Measure")).to_be_visible()
+    expect(result.get_by_label("confidence")).to_be_visible()
+    return result
 
 
 def choose(view: Locator, *parts: str) -> None:
@@ -51,7 +51,7 @@ def choose(view: Locator, *parts: str) -> None:
         box.set_checked(box.get_attribute("name") in parts)
 
 
-def made(name: str, level: float) -> Report:
+def make_report(name: str, level: float) -> Report:
     """A report with everything that can be in one."""
     lengths, values = [8, 64, 512], [level, level / 2, level / 4]
     bounds = [value * 0.9 for value in values], [value * 1.1 for value in values]
@@ -131,9 +131,11 @@ def test_what_is_wrong_is_said_in_place(view: Locator, tmp_path: Path):
 
 
 def test_a_comparison_from_a_file_is_drawn(page: Page, view: Locator, tmp_path: Path):
-    both = tmp_path / "costs.json"
-    both.write_text(json.dumps(Comparison([made("slow", 9.0), made("quick", 2.0)]).to_dict()))
-    view.locator("#measure-file").set_input_files(both)
+    pair = tmp_path / "costs.json"
+    pair.write_text(
+        json.dumps(Comparison([make_report("slow", 9.0), make_report("quick", 2.0)]).to_dict())
+    )
+    view.locator("#measure-file").set_input_files(pair)
     assert figure(view, "per token") == ["9 ms", "8.1 … 9.9 ms", "2 ms (better)", "1.8 … 2.2 ms"]
     assert figure(view, "share")[:2] == ["25 %", "12.5 … 50 %"]
     assert figure(view, "missing")[0] == "–"
@@ -157,7 +159,8 @@ def test_a_comparison_from_a_file_is_drawn(page: Page, view: Locator, tmp_path: 
 
 def test_kept_reports_are_put_side_by_side(view: Locator, page: Page):
     names = [
-        stored.save_report(made(name, level).to_dict()) for name, level in (("a", 2.0), ("b", 9.0))
+        stored.save_report(make_report(name, level).to_dict())
+        for name, level in (("a", 2.0), ("b", 9.0))
     ]
     page.reload()
     view.get_by_role("button", name=f"Open {names[0]}").click()

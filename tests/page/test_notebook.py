@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page
 
+from helpers.page_colors import axe_violations
 from unspool.engine.results import Candidate, Score, Step, TokenScore
 
 EVIL = '<script>window.hurt=1</script><img src=x onerror="window.hurt=1">"\' onmouseover="hurt=1'
@@ -35,16 +35,17 @@ def pictures(tiny_lm: Any) -> list[str]:
     prompt = [5, 6, 7, 8]
     text = tiny_lm.generate(prompt, max_tokens=6, seed=1, top=3, explain=True, end=False)
     said = tiny_lm.samples(prompt, 2, max_tokens=4, seed=1)
-    seen = tiny_lm.look(prompt)
+    observed = tiny_lm.look(prompt)
     evil = Step(1, EVIL.encode(), EVIL, -0.5, 4, chosen=True)
-    found = [
-        a_score(), evil, text, said, seen, tiny_lm.logit_lens(seen), tiny_lm.attribution(seen),
+    result = [
+        a_score(), evil, text, said, observed, tiny_lm.logit_lens(observed),
+        tiny_lm.attribution(observed),
         tiny_lm.beam(prompt, beams=2, results=2, max_tokens=3),
         tiny_lm.vote(prompt, 3, extract=lambda g: EVIL, max_tokens=2),
         tiny_lm.search(prompt, width=2, tokens=2, keep=1, depth=2, seed=1),
     ]  # fmt: skip
     text.steps[2:3] = [evil]
-    return [one._repr_html_() for one in [*found, text]]
+    return [item._repr_html_() for item in [*result, text]]
 
 
 @pytest.fixture
@@ -54,35 +55,35 @@ def sheet(browser: Browser) -> Any:
     page.close()
 
 
-def shown(page: Page, pictures: list[str], theme: str) -> None:
+def show_pictures(page: Page, pictures: list[str], theme: str) -> None:
     page.set_content(
         f"<!doctype html><html lang=en><title>Notebook</title><body style='{THEMES[theme]}'>"
         f"<main><h1>Results</h1>{''.join(pictures)}</main>"
     )
 
 
-@pytest.mark.parametrize("theme", THEMES)
-def test_it_can_be_read_by_everybody(sheet: Page, pictures: list[str], theme: str):
-    shown(sheet, pictures, theme)
-    for fold in sheet.locator("details").all():
-        fold.locator("summary").click()
-    result = Axe().run(sheet)
-    assert result.violations_count == 0, result.generate_report()
+def test_it_can_be_read_by_everybody(sheet: Page, pictures: list[str]):
+    for theme in THEMES:
+        show_pictures(sheet, pictures, theme)
+        for fold in sheet.locator("details").all():
+            fold.locator("summary").click()
+        options = {} if theme == "light" else {"runOnly": ["color-contrast"]}
+        assert not axe_violations(sheet, {"resultTypes": ["violations"], **options}), theme
 
 
 def test_nothing_that_a_model_writes_runs(sheet: Page, pictures: list[str]):
-    asked: list[str] = []
-    sheet.on("request", lambda request: asked.append(request.url))
-    shown(sheet, pictures, "light")
+    requests: list[str] = []
+    sheet.on("request", lambda request: requests.append(request.url))
+    show_pictures(sheet, pictures, "light")
     for token in sheet.locator(".text span").all():
         token.hover()
     assert sheet.evaluate("window.hurt") is None
     assert sheet.locator(".unspool script, .unspool img").count() == 0
-    assert not asked  # nothing comes from elsewhere
+    assert not requests  # nothing comes from elsewhere
 
 
 def test_hovering_tells_the_step(sheet: Page, pictures: list[str]):
-    shown(sheet, pictures, "light")
+    show_pictures(sheet, pictures, "light")
     tokens = sheet.locator(".unspool").first.locator(".text span")
     assert tokens.count() == 8
     assert tokens.nth(0).get_attribute("title") == "'The'\ntoken 1\nnothing before it"

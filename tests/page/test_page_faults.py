@@ -1,4 +1,4 @@
-"""What goes wrong is said in place, in words, and the page goes on without a reload."""
+"""Errors are shown in place, in words, and the page works again without a reload."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_a_bad_setting_is_said_beside_its_field(page: Page, expected_errors: lis
 
 
 def test_a_prompt_too_long_is_refused_and_a_full_context_is_named(
-    browser: Browser, default_model: Path
+    browser: Browser, small_default: Path
 ) -> None:
-    with running([default_entry(default_model, context=96)], drain=0.1) as found:
-        page = opened(browser, found.url)
+    with running([default_entry(small_default, context=96)], drain=0.1) as result:
+        page = opened(browser, result.url)
         page.get_by_role("button", name="Plain").click()
         page.locator("#prompt").fill("word " * 200)
         page.locator("#write").click()
@@ -49,13 +49,13 @@ def test_a_prompt_too_long_is_refused_and_a_full_context_is_named(
 
 
 @pytest.fixture
-def second(default_model: Path) -> Iterator[Any]:
-    with running([default_entry(default_model, memory=64 << 20)], drain=0.1) as found:
-        yield found
+def second(small_default: Path) -> Iterator[Any]:
+    with running([default_entry(small_default, memory=64 << 20)], drain=0.1) as result:
+        yield result
 
 
 def test_a_server_that_goes_and_comes_back(
-    browser: Browser, second: Any, default_model: Path
+    browser: Browser, second: Any, small_default: Path
 ) -> None:
     page = opened(browser, second.url)
     write(page, QUESTION, mode="chat", max_tokens=8, seed=7)
@@ -66,7 +66,7 @@ def test_a_server_that_goes_and_comes_back(
     expect(page.locator("#fault")).to_contain_text("The server does not answer")
     expect(page.get_by_text("This page asks again every second")).to_be_visible()
     assert tokens(page).all_text_contents() == words  # what was there stays
-    with running([default_entry(default_model, memory=64 << 20)], port=port, drain=0.1):
+    with running([default_entry(small_default, memory=64 << 20)], port=port, drain=0.1):
         expect(page.get_by_text("This page asks again every second")).to_have_count(0)
         expect(page.locator("#fault")).to_have_count(0)
         write(page, QUESTION, mode="chat", max_tokens=8, seed=7)
@@ -74,10 +74,10 @@ def test_a_server_that_goes_and_comes_back(
         page.context.close()
 
 
-def test_a_server_with_a_key_asks_for_it(browser: Browser, default_model: Path) -> None:
-    entries = [default_entry(default_model, memory=64 << 20)]
-    with running(entries, api_keys=("correct-horse",), drain=0.1) as found:
-        page = opened(browser, found.url)
+def test_a_server_with_a_key_asks_for_it(browser: Browser, small_default: Path) -> None:
+    entries = [default_entry(small_default, memory=64 << 20)]
+    with running(entries, api_keys=("correct-horse",), drain=0.1) as result:
+        page = opened(browser, result.url)
         page.get_by_label("This server wants a key").fill("wrong one")
         page.keyboard.press("Enter")
         expect(page.get_by_text("That key is not right")).to_be_visible()

@@ -4,13 +4,14 @@ words that wrap as words, emoji that are whole, and what can be done next said w
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from playwright.sync_api import Page, Route, expect
 
 from helpers.page_actions import (
     branch,
-    drawn,
     finished,
+    next_frames,
     open_panel,
     set_settings,
     text,
@@ -27,31 +28,28 @@ FROM_END = """(() => {
 
 
 def test_the_last_lines_stay_in_sight_when_the_reply_box_comes(page: Page) -> None:
-    set_settings(page, max_tokens=220, seed=3, end=False)
+    set_settings(page, max_tokens=140, seed=3, end=False)
     page.set_viewport_size({"width": 1280, "height": 560})
     page.locator("#prompt").fill(QUESTION)
     page.locator("#prompt").press("Enter")
-    expect(tokens(page)).to_have_count(220, timeout=60_000)
+    expect(tokens(page)).to_have_count(140, timeout=60_000)
     finished(page)
     expect(page.locator("#reply")).to_be_visible()
-    drawn(page)
+    next_frames(page)
     assert page.evaluate("document.querySelector('#text').scrollTop") > 100
     assert page.evaluate(FROM_END) <= 1
     # Who has scrolled up stays there.
     page.locator("#text").evaluate("(box) => { box.scrollTop = 0; }")
-    drawn(page)
+    next_frames(page)
     page.locator("#one-step").click()
-    expect(tokens(page)).to_have_count(221)
+    expect(tokens(page)).to_have_count(141)
     page.set_viewport_size({"width": 1280, "height": 500})
-    drawn(page)
+    next_frames(page)
 
-
-def test_a_finished_text_is_shown_from_where_it_was_left(page: Page) -> None:
-    write(page, QUESTION, max_tokens=160, seed=3, end=False)
     page.locator("#text").evaluate("(box) => { box.scrollTop = 0; }")
-    drawn(page)
+    next_frames(page)
     page.set_viewport_size({"width": 1280, "height": 560})
-    drawn(page)
+    next_frames(page)
     assert page.evaluate("document.querySelector('#text').scrollTop") == 0
 
 
@@ -85,21 +83,21 @@ def test_a_stop_waits_for_what_it_stops(page: Page) -> None:
     write(page, QUESTION, max_tokens=1, seed=3, end=False)
     set_settings(page, max_tokens=300)
     page.locator("#speed").fill("4")
-    held: list[Route] = []
-    page.route("**/resume", lambda route: held.append(route))  # not answered
+    pending: list[Route] = []
+    page.route("**/resume", lambda route: pending.append(route))  # not answered
     page.locator("#text").focus()
     page.keyboard.press("Space")
     expect(page.locator("#pause")).to_be_visible()
     page.keyboard.press("s")
-    drawn(page)
+    next_frames(page)
     assert page.locator("#text").get_attribute("aria-busy") == "true"
-    held[0].continue_()
+    pending[0].continue_()
     finished(page)
     assert tokens(page).count() < 100
 
 
 def test_a_words_space_makes_no_sliver_where_a_line_ends(page: Page) -> None:
-    """Words of a person's own, so that lines wrap whatever the model likes."""
+    """Words of a person, so that lines wrap with any model."""
     write(page, "One", max_tokens=1, seed=3)
     page.get_by_label("Your own words").fill(" word after word" * 40)
     page.get_by_role("button", name="Add").click()
@@ -119,12 +117,6 @@ def test_a_words_space_makes_no_sliver_where_a_line_ends(page: Page) -> None:
     )
     assert all(place["width"] > 8 for place in places)
 
-
-def test_an_indent_stays_an_indent(page: Page) -> None:
-    write(page, "One", max_tokens=1, seed=3)
-    page.get_by_label("Your own words").fill(" a")
-    page.get_by_role("button", name="Add").click()
-    finished(page)
     looks = page.evaluate(
         """import("/page/code/lib.js").then(({ isWord }) => [
             isWord(" a", "b"), isWord(" a", "b\\n"), isWord(" a", ""), isWord("  a", "b"),
@@ -137,17 +129,17 @@ def test_emoji_of_several_tokens_are_whole_wherever_they_are_shown(page: Page) -
     set_settings(page, regex="🍁🦜🍁")
     write(page, "Leaves 🍁", max_tokens=12, seed=3, regex="🍁🦜🍁")
     assert text(page).replace("·", "") == "🍁🦜🍁"
-    told = branch(page)
-    assert "\ufffd" not in str(told)
-    whole = next(step for step in told["steps"] if step["text"] == "🍁")
-    assert whole["piece"] == "🍁"
-    assert any(step["piece"].startswith("⟨") for step in told["steps"])
-    tokens(page).nth(whole["index"]).click()
+    reply = branch(page)
+    assert "\ufffd" not in str(reply)
+    complete = next(step for step in reply["steps"] if step["text"] == "🍁")
+    assert complete["piece"] == "🍁"
+    assert any(step["piece"].startswith("⟨") for step in reply["steps"])
+    tokens(page).nth(complete["index"]).click()
     panel = page.locator("#side-panel")
     expect(panel.locator(".step-token")).to_have_text("🍁")
     expect(panel.locator(".candidate").nth(3)).to_be_visible()
     assert "\ufffd" not in panel.inner_text()
-    # What is a part only is told by its bytes, quietly.
+    # A part of a character is shown by its bytes.
     tokens(page).first.click()
     expect(panel.locator(".step-token i")).to_have_text(re.compile(r"⟨F0[ 0-9A-F]*⟩"))
     assert page.locator("#text .t.prompt").last.text_content() == "🍁"
@@ -167,8 +159,6 @@ def test_samples_that_part_within_a_character_show_its_bytes(page: Page) -> None
     )
     assert pictures == ["🍁", "⟨F0 9F⟩⟨8D⟩", ["🍁", "🍐"]]
 
-
-def test_a_character_that_is_never_completed_shows_its_bytes(page: Page) -> None:
     write(page, "Once", max_tokens=4, seed=3)
     page.evaluate(
         """Promise.all([import("/page/code/state.js"), import("/page/code/actions.js")]).then(
@@ -217,8 +207,6 @@ def test_settings_are_reset(page: Page) -> None:
     panel.get_by_role("button", name="Reset").click()
     expect(page.locator("#set-temperature")).to_have_value("0.8")
 
-
-def test_what_if_is_near_the_top_of_a_step(page: Page) -> None:
     write(page, "Once upon a time", max_tokens=8, seed=3)
     tokens(page).nth(2).click()
     summary = page.get_by_text("What if the settings were others?")
@@ -229,9 +217,6 @@ def test_what_if_is_near_the_top_of_a_step(page: Page) -> None:
     tokens(page).nth(3).click()
     expect(slider).to_be_visible()  # it stays open from token to token
 
-
-def test_inside_begins_short_and_its_colors_have_their_own_legend(page: Page) -> None:
-    write(page, "Once upon a time", max_tokens=8, seed=3)
     tokens(page).nth(4).click()
     legend = page.locator(".tint-choice")
     expect(legend).to_contain_text("1 in 1,000")
@@ -261,8 +246,6 @@ def test_compare_opens_with_an_example_that_can_be_run(page: Page) -> None:
     view.get_by_role("button", name="Samples").click()
     expect(view).to_contain_text("8 samples as a picture")
 
-
-def test_vocabularies_that_are_not_there_fold_away(page: Page) -> None:
     data = [{"name": name, "available": False, "why": "not here"} for name in ("gpt2", "o200k")]
     page.route("**/vocabularies", lambda route: route.fulfill(json={"data": data}))
     page.get_by_role("button", name="Tokens", exact=True).click()
@@ -275,14 +258,14 @@ def test_vocabularies_that_are_not_there_fold_away(page: Page) -> None:
 
 
 def test_the_default_model_is_said_to_be_tiny(page: Page) -> None:
-    expect(page.locator(".welcome")).to_contain_text("a tiny model made for learning")
-    expect(page.locator(".welcome")).to_contain_text("unspool page -m qwen3-0.6b")
-    page.route(
-        "**/v1/models",
-        lambda route: route.fulfill(
-            json={"data": [{"id": "other", "unspool": {"loaded": True, "default": False}}]}
-        ),
-    )
-    page.reload()
-    expect(page.locator(".welcome")).to_be_visible()
-    expect(page.locator(".tiny-note")).to_have_count(0)
+    data: list[Any] = []
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": data}))
+    for is_default in (True, False):
+        data[:] = [{"id": "smollm", "unspool": {"loaded": True, "default": is_default}}]
+        page.reload()
+        expect(page.locator(".welcome")).to_be_visible()
+        if is_default:
+            expect(page.locator(".welcome")).to_contain_text("a tiny model made for learning")
+            expect(page.locator(".welcome")).to_contain_text("unspool page -m qwen3-0.6b")
+        else:
+            expect(page.locator(".tiny-note")).to_have_count(0)

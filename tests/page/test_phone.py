@@ -10,8 +10,8 @@ from playwright.sync_api import Locator, Page, expect
 
 from helpers.page_actions import (
     adopt,
-    drawn,
     finished,
+    next_frames,
     open_panel,
     tokens,
     until,
@@ -58,7 +58,7 @@ def tapped(page: Page, number: int) -> Locator:
     token = tokens(page).nth(number)
     token.click()
     expect(page.locator("#side-panel")).to_be_visible()
-    drawn(page)
+    next_frames(page)
     return token
 
 
@@ -66,9 +66,9 @@ def test_the_text_comes_first_and_the_controls_unfold(phone: Page) -> None:
     assert phone.evaluate("document.querySelector('#text').getBoundingClientRect().top") < 200
     expect(phone.locator("#speed")).not_to_be_visible()
     expect(phone.locator("#go-on")).to_be_visible()
-    more = phone.get_by_role("button", name="More controls")
-    more.click()
-    expect(more).to_have_attribute("aria-expanded", "true")
+    extra = phone.get_by_role("button", name="More controls")
+    extra.click()
+    expect(extra).to_have_attribute("aria-expanded", "true")
     for name in ("#speed", "#one-step", "#stop", "#tint"):
         expect(phone.locator(name)).to_be_in_viewport()
     menu = phone.get_by_role("button", name="Menu")
@@ -79,7 +79,7 @@ def test_the_text_comes_first_and_the_controls_unfold(phone: Page) -> None:
     assert phone.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
 
-def test_a_tap_on_a_token_brings_its_sheet_up_and_both_are_seen(phone: Page) -> None:
+def test_the_sheet_of_a_token_comes_up_goes_away_and_is_pulled(phone: Page) -> None:
     for number in (2, 60, 118):
         token = tapped(phone, number)
         expect(phone.locator("#side-panel .step-token")).to_be_in_viewport()
@@ -93,35 +93,31 @@ def test_a_tap_on_a_token_brings_its_sheet_up_and_both_are_seen(phone: Page) -> 
     assert phone.evaluate("scrollY") == 0
     assert phone.evaluate(FREE)["below"] >= 0
 
-
-def test_the_sheet_goes_away_in_every_way_one_would_try(phone: Page) -> None:
     panel = phone.locator("#side-panel")
 
-    def gone() -> None:
+    def is_gone() -> None:
         expect(panel).not_to_be_visible()
 
     tapped(phone, 40)
     phone.get_by_role("button", name="Close the panel").click()
-    gone()
+    is_gone()
     expect(phone.locator("#text")).to_be_focused()
     tapped(phone, 40)
     phone.keyboard.press("Escape")
-    gone()
+    is_gone()
     expect(phone.locator("#text .t.selected")).to_have_count(0)
     expect(phone.locator("#text")).to_be_focused()
     tapped(phone, 40)
     phone.locator("#prompt").click()
-    gone()
+    is_gone()
     expect(phone.locator("#prompt")).to_be_focused()  # where the tap went
     tapped(phone, 40)
     phone.get_by_role("tab", name="Step").click()  # its own tab once more
-    gone()
+    is_gone()
     tapped(phone, 40)
     phone.get_by_label("Your own words at this place").press("Escape")
-    gone()
+    is_gone()
 
-
-def test_the_sheet_is_pulled_up_and_down(phone: Page) -> None:
     tapped(phone, 40)
     grip = phone.locator(".sheet-grip")
 
@@ -134,7 +130,7 @@ def test_the_sheet_is_pulled_up_and_down(phone: Page) -> None:
         phone.mouse.move(x, y + down / 2, steps=3)
         phone.mouse.move(x, y + down, steps=3)
         phone.mouse.up()
-        drawn(phone)
+        next_frames(phone)
 
     tall = "document.querySelector('.side').offsetHeight"
     before = phone.evaluate(tall)
@@ -144,8 +140,6 @@ def test_the_sheet_is_pulled_up_and_down(phone: Page) -> None:
     pull(600)
     expect(phone.locator("#side-panel")).not_to_be_visible()
 
-
-def test_the_other_panels_are_a_tap_away(phone: Page) -> None:
     for name in ("Settings", "Map", "Costs"):
         panel = open_panel(phone, name)
         expect(panel).to_be_visible()
@@ -153,9 +147,8 @@ def test_the_other_panels_are_a_tap_away(phone: Page) -> None:
     phone.keyboard.press("Escape")
     expect(phone.locator("#side-panel")).not_to_be_visible()
 
-
-def test_another_candidate_is_written_with_the_sheet_up(phone: Page) -> None:
     tapped(phone, 60)
+    open_panel(phone, "Step")
     for _ in range(5):  # a tap just as the sheet is drawn anew falls between two drawings
         phone.locator("#side-panel .candidate:not(.picked)").first.click()
         with suppress(AssertionError):

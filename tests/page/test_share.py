@@ -67,8 +67,8 @@ def load(page: Page, file: Path | FilePayload) -> Locator:
 
 def tree(page: Page) -> list[dict[str, Any]]:
     """All branches that the page has, with their steps."""
-    found: list[dict[str, Any]] = page.evaluate(STATE % TREE)
-    return sorted(found, key=lambda each: each["name"] or "")
+    result: list[dict[str, Any]] = page.evaluate(STATE % TREE)
+    return sorted(result, key=lambda item: item["name"] or "")
 
 
 def name_it(page: Page, name: str) -> None:
@@ -84,8 +84,8 @@ def name_it(page: Page, name: str) -> None:
 
 def begin_anew(page: Page) -> None:
     """As on another day: the server knows nothing of what was written."""
-    for told in page.request.get(f"{page.url}v1/tree").json()["data"]:
-        page.request.delete(f"{page.url}v1/tree/{told['id']}")
+    for reply in page.request.get(f"{page.url}v1/tree").json()["data"]:
+        page.request.delete(f"{page.url}v1/tree/{reply['id']}")
     page.evaluate("sessionStorage.clear()")
     page.reload()
     expect(page.locator("#write")).to_be_enabled()
@@ -122,9 +122,9 @@ def test_a_session_comes_back_token_for_token(page: Page, tmp_path: Path) -> Non
     session = json.loads(file.read_text())
     assert session["unspool_session"] == 1
     assert session["model"]["system_fingerprint"].startswith("fp_")
-    before, shown = tree(page), text(page)
-    assert [each["name"] for each in before] == ["first", "second", "third"]
-    assert [[n for n, (_, chosen) in enumerate(each["steps"]) if chosen] for each in before] == [
+    before, displayed = tree(page), text(page)
+    assert [item["name"] for item in before] == ["first", "second", "third"]
+    assert [[n for n, (_, chosen) in enumerate(item["steps"]) if chosen] for item in before] == [
         [],
         [4],
         [],
@@ -134,7 +134,7 @@ def test_a_session_comes_back_token_for_token(page: Page, tmp_path: Path) -> Non
     expect(load(page, file)).to_contain_text(f"Replayed 3 branches, 39 tokens: {SAME}.")
     page.get_by_role("button", name="To the text").click()
     assert tree(page) == before
-    assert text(page) == shown == branch(page)["text"]
+    assert text(page) == displayed == branch(page)["text"]
     assert branch(page)["name"] == "third"
     expect(page.locator("#tint")).to_have_value("entropy")
     expect(tokens(page).nth(2)).to_have_class(re.compile("selected"))
@@ -186,26 +186,26 @@ def as_file(content: Any) -> FilePayload:
 def test_bad_files_are_refused_in_words(page: Page, tmp_path: Path) -> None:
     write(page, "Once upon a time", max_tokens=4, seed=3)
     file = saved(page, tmp_path)
-    whole = file.read_text()
+    complete = file.read_text()
     before = tree(page)
 
     def changed(**parts: Any) -> str:
-        session = json.loads(whole)
+        session = json.loads(complete)
         session["branches"][0].update(parts)
         return json.dumps(session)
 
-    step = json.loads(whole)["branches"][0]["steps"][0]
+    step = json.loads(complete)["branches"][0]["steps"][0]
     bad = {
-        whole[: len(whole) // 2]: "cut off",
+        complete[: len(complete) // 2]: "cut off",
         "[1, 2, 3]": "not a session",
         '{"hello": 1}': "not a session",
-        whole.replace('"unspool_session":1', '"unspool_session":99'): "version 99",
+        complete.replace('"unspool_session":1', '"unspool_session":99'): "version 99",
         changed(seed="<b>7</b>"): 'seed is "<b>7</b>"',
         changed(steps=[{**step, "logprob": "low"}]): "steps[0].logprob",
         changed(steps=[{**step, "index": 7}]): "no step 0",
         changed(parent="branch-nobody"): "before its parent",
         changed(id=None): "branches[0].id is null",
-        whole.replace('"seed":', '"__proto__":{"hurt":1},"seed":'): "__proto__",
+        complete.replace('"seed":', '"__proto__":{"hurt":1},"seed":'): "__proto__",
     }
     for content, words in bad.items():
         expect(load(page, as_file(content)).get_by_role("alert")).to_contain_text(words)
@@ -257,57 +257,54 @@ def test_a_server_that_goes_in_the_middle(
     news.get_by_role("button", name="Try again").click()
     expect(news).to_contain_text(SAME)
     assert tree(page) == before
-
-
-def test_a_replay_can_be_cancelled(page: Page, tmp_path: Path) -> None:
-    write(page, "Once upon a time", max_tokens=6, seed=3)
-    file = saved(page, tmp_path)
+    # The same, cancelled.
+    close(page)
     begin_anew(page)
-    held: list[Route] = []
-    page.route("**/resume", lambda route: held.append(route))  # not answered
+    pending: list[Route] = []
+    page.route("**/resume", lambda route: pending.append(route))  # not answered
     news = load(page, file)
     news.get_by_role("button", name="Cancel").click()
     expect(news).to_contain_text("Cancelled. Nothing has changed.")
     assert tree(page) == []
-    for route in held:
-        with contextlib.suppress(Error):  # nobody waits for it any more
+    for route in pending:
+        with contextlib.suppress(Error):  # the request was given up
             route.abort()
 
 
 def test_playing(page: Page) -> None:
     """The text comes once more, without the server."""
     write(page, "Once upon a time", max_tokens=24, seed=3)
-    whole, there = text(page), tree(page)
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+    complete, there = text(page), tree(page)
+    requested_urls: list[str] = []
+    page.on("request", lambda request: requested_urls.append(request.url))
     share(page).get_by_role("button", name="Play at ×¼").click()
     bar = page.get_by_role("group", name="Playing")
     expect(bar).to_be_visible()
-    assert whole.startswith(text(page)) and tokens(page).count() < 24
+    assert complete.startswith(text(page)) and tokens(page).count() < 24
     bar.get_by_role("button", name="×4").click()
     expect(bar).to_have_count(0)
     expect(tokens(page)).to_have_count(24)
-    assert text(page) == whole and tree(page) == there
-    assert not [url for url in asked if "/v1/" in url]
+    assert text(page) == complete and tree(page) == there
+    assert not [url for url in requested_urls if "/v1/" in url]
 
 
 # -- pictures and the text ---------------------------------------------------------------------
 
 
-def test_pictures(page: Page, tmp_path: Path) -> None:
+def test_pictures_and_markdown(page: Page, tmp_path: Path) -> None:
     write(page, "Why do leaves change color?", mode="chat", max_tokens=12, seed=7)
     tokens(page).nth(3).click()
     expect(page.locator("#side-panel")).to_contain_text("The model weighed")
-    shown = text(page)
+    displayed = text(page)
     dialog = share(page)
     svg = downloaded(page, dialog.get_by_role("button", name="SVG"), tmp_path)
     png = downloaded(page, dialog.get_by_role("button", name="PNG"), tmp_path)
     assert svg.suffix == ".svg" and png.suffix == ".png"
     picture = ElementTree.fromstring(svg.read_text(encoding="utf-8"))
     space = "{http://www.w3.org/2000/svg}"
-    words = [each.text or "" for each in picture.iter(f"{space}text")]
-    assert re.sub(r"\s", "", shown) in re.sub(r"\s", "", "".join(words))
-    assert any("The model weighed" in each for each in words)
+    words = [item.text or "" for item in picture.iter(f"{space}text")]
+    assert re.sub(r"\s", "", displayed) in re.sub(r"\s", "", "".join(words))
+    assert any("The model weighed" in item for item in words)
     assert len(list(picture.iter(f"{space}rect"))) > 20
     assert not list(picture.iter(f"{space}foreignObject"))
     width, height = float(picture.attrib["width"]), float(picture.attrib["height"])
@@ -315,24 +312,22 @@ def test_pictures(page: Page, tmp_path: Path) -> None:
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", data[16:24]) == (round(2 * width), round(2 * height))
     assert len(data) > 30_000  # not an empty sheet
-
-
-def test_markdown(page: Page, tmp_path: Path) -> None:
+    close(page)
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     write(page, "# Five * stars_\n<b>1. done</b>", mode="chat", max_tokens=16, seed=7)
-    told = branch(page)
+    reply = branch(page)
     dialog = share(page)
     file = downloaded(page, dialog.get_by_role("button", name="Markdown"), tmp_path)
-    found = file.read_text(encoding="utf-8")
+    result = file.read_text(encoding="utf-8")
     dialog.locator("#copy-markdown").click()
     expect(dialog.locator("#copy-markdown")).to_have_text("Copied")
-    assert page.evaluate("navigator.clipboard.readText()") == found
-    assert "> \\# Five \\* stars\\_\\\n> \\<b\\>1. done\\</b\\>" in found
-    assert f"| seed | `{told['seed']}` |" in found
-    assert f"| model | `{told['model']}` |" in found and "| fingerprint | `fp_" in found
-    assert "## The least likely tokens" in found
-    plain = re.sub(r"\\([^a-zA-Z0-9\s])", r"\1", found)
-    assert told["text"].strip().split("\n")[0] in plain
+    assert page.evaluate("navigator.clipboard.readText()") == result
+    assert "> \\# Five \\* stars\\_\\\n> \\<b\\>1. done\\</b\\>" in result
+    assert f"| seed | `{reply['seed']}` |" in result
+    assert f"| model | `{reply['model']}` |" in result and "| fingerprint | `fp_" in result
+    assert "## The least likely tokens" in result
+    plain = re.sub(r"\\([^a-zA-Z0-9\s])", r"\1", result)
+    assert reply["text"].strip().split("\n")[0] in plain
 
 
 # -- programs ----------------------------------------------------------------------------------
@@ -348,8 +343,8 @@ def program(dialog: Locator, name: str) -> str:
 def run_shell(code: str) -> dict[str, Any]:
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def run_python(code: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -367,15 +362,15 @@ def test_programs_give_the_same_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     write(page, QUOTES, mode=mode, max_tokens=14, seed=5, temperature=0.9, min_p=0.1, guard="loop")
-    told = branch(page)
+    reply = branch(page)
     dialog = share(page)
     (choice,) = run_shell(program(dialog, "curl"))["choices"]
-    assert (choice["message"]["content"] if mode == "chat" else choice["text"]) == told["text"]
-    assert run_python(program(dialog, "Python, openai"), capsys) == told["text"]
+    assert (choice["message"]["content"] if mode == "chat" else choice["text"]) == reply["text"]
+    assert run_python(program(dialog, "Python, openai"), capsys) == reply["text"]
     code = program(dialog, "Python, unspool")
     assert "unspool.load(" in code and "top_k" not in code
     monkeypatch.setattr(unspool, "load", lambda *_: lm)
-    assert run_python(code, capsys) == told["text"]
+    assert run_python(code, capsys) == reply["text"]
 
 
 def test_programs_with_words_of_a_person(
@@ -386,14 +381,14 @@ def test_programs_with_words_of_a_person(
     set_settings(page, temperature=0.1, max_tokens=5)
     page.locator("#go-on").click()
     finished(page)
-    told = branch(page)
-    assert told["length"] == 20 and told["steps"][4]["chosen"]
+    reply = branch(page)
+    assert reply["length"] == 20 and reply["steps"][4]["chosen"]
     dialog = share(page)
     answer = run_shell(program(dialog, "curl"))
-    assert answer["text"] == told["text"]
+    assert answer["text"] == reply["text"]
     page.request.delete(f"{page.url}v1/tree/{answer['id']}")
     monkeypatch.setattr(unspool, "load", lambda *_: lm)
-    assert run_python(program(dialog, "Python, unspool"), capsys) == told["text"]
+    assert run_python(program(dialog, "Python, unspool"), capsys) == reply["text"]
     dialog.get_by_role("tab", name="Python, openai").click()
     expect(dialog.locator("#program")).to_contain_text("put in by hand")
     assert dialog.locator("#program pre").count() == 0
@@ -410,9 +405,7 @@ def test_a_file_can_be_dropped(page: Page) -> None:
         }"""
     )
     expect(page.locator("#session-fault")).to_contain_text("not a session that Unspool saved")
-
-
-def test_with_nothing_written(page: Page) -> None:
+    close(page)
     dialog = share(page)
     expect(dialog).to_contain_text("Write something first")
     expect(dialog.get_by_role("button", name="Save")).to_be_disabled()

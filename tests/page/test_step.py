@@ -17,11 +17,11 @@ PROMPT = "The old sailor looked at the sea and"
 @pytest.fixture
 def panel(page: Page) -> Locator:
     """The step panel beside twelve tokens."""
-    write(page, PROMPT, max_tokens=12, seed=11)
+    write(page, PROMPT, max_tokens=12, seed=4)
     return page.locator("#side-panel")
 
 
-def asked(page: Page, path: str, body: dict[str, Any] | None = None) -> Any:
+def request_json(page: Page, path: str, body: dict[str, Any] | None = None) -> Any:
     address = f"{page.url.rstrip('/')}/v1/tree{path}"
     answer = page.request.get(address) if body is None else page.request.post(address, data=body)
     assert answer.ok, answer.text()
@@ -29,9 +29,9 @@ def asked(page: Page, path: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def percent(text: str) -> float:
-    found = re.search(r"([\d.]+) %", text)
-    assert found, text
-    return float(found[1]) / 100
+    result = re.search(r"([\d.]+) %", text)
+    assert result, text
+    return float(result[1]) / 100
 
 
 def move(panel: Locator, name: str, value: float) -> None:
@@ -66,36 +66,30 @@ def test_pointing_at_a_token_tells_about_it_and_a_click_keeps_it(
     page.locator("#prompt").hover()
     expect(panel.locator(".step-token")).to_be_visible()
 
-
-def test_candidates_show_what_the_model_gave_and_what_was_left(page: Page, panel: Locator) -> None:
     tokens(page).first.click()
     step = branch(page)["steps"][0]
     rows = panel.locator(".candidate")
     expect(rows).to_have_count(12)
-    for row, one in zip(rows.all(), step["candidates"], strict=True):
-        own, after = row.locator(".number").all_text_contents()
-        assert percent(own) == pytest.approx(math.exp(one["logprob"]), abs=0.006)
-        if one["probability"] > 0:
-            assert percent(after) == pytest.approx(one["probability"], abs=0.006)
+    for row, item in zip(rows.all(), step["candidates"], strict=True):
+        mine, after = row.locator(".number").all_text_contents()
+        assert percent(mine) == pytest.approx(math.exp(item["logprob"]), abs=0.006)
+        if item["probability"] > 0:
+            assert percent(after) == pytest.approx(item["probability"], abs=0.006)
         else:
             assert re.fullmatch(r"(top-k|top-p|min-p)", after), after
     expect(panel.locator(".candidate.picked")).to_have_attribute("data-token", str(step["token"]))
 
     panel.get_by_role("button", name="More").click()
     expect(rows).to_have_count(100)
-    more = asked(page, f"/{branch(page)['id']}/alternatives?at=0&top=100")["candidates"]
-    shown = [row.get_attribute("data-token") for row in rows.all()]
-    assert shown == [str(one["token"]) for one in more]
+    extra = request_json(page, f"/{branch(page)['id']}/alternatives?at=0&top=100")["candidates"]
+    displayed = [row.get_attribute("data-token") for row in rows.all()]
+    assert displayed == [str(item["token"]) for item in extra]
     stages = step["stages"]
-    left = panel.locator(".candidate:not(.removed)")
-    expect(left).to_have_count(stages[-1]["kept"])
+    remaining = panel.locator(".candidate:not(.removed)")
+    expect(remaining).to_have_count(stages[-1]["kept"])
     panel.get_by_role("button", name="Fewer").click()
     expect(rows).to_have_count(12)
 
-
-def test_the_chain_stands_side_by_side_and_says_what_each_stage_did(
-    page: Page, panel: Locator
-) -> None:
     tokens(page).first.click()
     stages = branch(page)["steps"][0]["stages"]
     names = ["the model", "top-k", "top-p", "min-p", "temperature"]
@@ -108,25 +102,23 @@ def test_the_chain_stands_side_by_side_and_says_what_each_stage_did(
     expect(first).to_contain_text("−49,112, 40 left")
     assert panel.locator(".chain-ribbon.picked").count() == 4
 
-
-def test_the_draw_falls_on_the_token_and_greedy_draws_nothing(page: Page, panel: Locator) -> None:
     tokens(page).first.click()
     draw = branch(page)["steps"][0]["draw"]
-    drawn = panel.get_by_role("region", name="Chance picks one")
-    expect(drawn).to_contain_text(f"u = {draw['u']:.4f}")
-    expect(drawn).to_contain_text(f"covers {draw['low']:.4f} to {draw['high']:.4f}")
-    line = drawn.locator("svg").bounding_box()
-    ball = drawn.locator(".line-fall circle")
+    draw_region = panel.get_by_role("region", name="Chance picks one")
+    expect(draw_region).to_contain_text(f"u = {draw['u']:.4f}")
+    expect(draw_region).to_contain_text(f"covers {draw['low']:.4f} to {draw['high']:.4f}")
+    line = draw_region.locator("svg").bounding_box()
+    ball = draw_region.locator(".line-fall circle")
     expect(ball).to_have_count(1)
-    struck = drawn.locator(".line-struck")
+    struck = draw_region.locator(".line-struck")
     assert line is not None
     at = float(ball.get_attribute("cx") or 0)
-    left = float(struck.get_attribute("x") or 0)
-    assert left <= at <= left + float(struck.get_attribute("width") or 0)
+    remaining = float(struck.get_attribute("x") or 0)
+    assert remaining <= at <= remaining + float(struck.get_attribute("width") or 0)
 
     write(page, PROMPT, max_tokens=3, temperature=0)
     tokens(page).first.click()
-    expect(drawn).to_contain_text("nothing is drawn")
+    expect(draw_region).to_contain_text("nothing is drawn")
     expect(panel.locator(".step-story")).to_contain_text("likeliest was taken")
 
 
@@ -151,18 +143,17 @@ def test_another_candidate_is_written_on_with(page: Page, panel: Locator) -> Non
     # What the model would have weighed there is asked for, as it was not when this was put there.
     expect(panel.locator(".candidate")).to_have_count(12)
 
-
-def test_own_words_with_enter(page: Page, panel: Locator) -> None:
-    tokens(page).nth(2).click()
+    at = next(step["index"] for step in after["steps"][2:] if step["text"].startswith(" "))
+    tokens(page).nth(at).click()
     words = panel.get_by_role("textbox", name="Your own words at this place")
     words.fill("Suddenly")
     expect(panel.get_by_text("Enter writes")).to_contain_text("␣Suddenly")
     words.press("Enter")
-    expect(tokens(page).nth(2)).to_have_class(re.compile("chosen"))
+    expect(tokens(page).nth(at)).to_have_class(re.compile("chosen"))
     finished(page)
-    told = branch(page)
-    start = "".join(step["text"] for step in told["steps"][:2])
-    assert told["text"].startswith(f"{start} Suddenly")
+    reply = branch(page)
+    start = "".join(step["text"] for step in reply["steps"][:at])
+    assert reply["text"].startswith(f"{start} Suddenly")
 
 
 def test_a_token_of_the_prompt_says_whose_it_is(page: Page) -> None:
@@ -183,7 +174,7 @@ def test_sliders_show_at_once_what_would_have_been(page: Page, panel: Locator) -
     section.hover()
     outcome = section.locator(".step-outcome")
     expect(outcome).to_contain_text("again.")
-    for value in (0.2, 0.9, 1.5):  # the answer to the last counts, whichever comes last
+    for value in (0.2, 0.9, 1.5):  # the answer to the last request counts
         move(panel, "Temperature", value)
     move(panel, "Min-p", 0)
     move(panel, "Top-p", 1)
@@ -194,9 +185,9 @@ def test_sliders_show_at_once_what_would_have_been(page: Page, panel: Locator) -
     words = outcome.locator("p").first.locator(".piece").text_content() or ""
 
     # The server, asked to write this token with these settings and the same seed, picks the same.
-    fork = asked(page, f"/{root['id']}/fork", {"at": 0})
+    fork = request_json(page, f"/{root['id']}/fork", {"at": 0})
     settings = {"temperature": 1.5, "min_p": 0, "top_p": 1, "top_k": 40, "max_tokens": 1}
-    step = asked(page, f"/{fork['id']}/resume", settings)["steps"][0]
+    step = request_json(page, f"/{fork['id']}/resume", settings)["steps"][0]
     assert words == step["piece"].replace(" ", "␣")
 
     write_on.click()
@@ -230,14 +221,16 @@ def test_what_if_runs_every_stage(page: Page) -> None:
     move(panel, "Temperature", 1)
     move(panel, "Typical-p", 0.9)
     settings = {"repetition_penalty": 1.3, "xtc_probability": 0.5, "typical_p": 0.9}
-    made = asked(page, f"/{root['id']}/try", {"at": 1, "temperature": 1, **settings})["step"]
-    names = [stage["name"] for stage in made["stages"]]
+    created = request_json(page, f"/{root['id']}/try", {"at": 1, "temperature": 1, **settings})[
+        "step"
+    ]
+    names = [stage["name"] for stage in created["stages"]]
     assert {"repetition_penalty", "xtc", "typical_p"} <= set(names)
     section = what_if(panel)
     expect(section.get_by_role("button", name="Write on like this")).to_be_enabled()
     outcome = section.locator(".step-outcome")
-    expect(outcome).to_have_attribute("data-token", str(made["token"]))
-    expect(outcome).to_contain_text(f"{made['stages'][-1]['kept']:,} left.")
+    expect(outcome).to_have_attribute("data-token", str(created["token"]))
+    expect(outcome).to_contain_text(f"{created['stages'][-1]['kept']:,} left.")
 
 
 def test_what_if_that_fails_is_said_in_place_and_tried_again(
@@ -266,4 +259,4 @@ def test_everything_fits_a_narrow_screen(page: Page, panel: Locator) -> None:
     width, wide = panel.locator(".step-panel").evaluate(inside)
     assert wide <= width
     width, wide = panel.locator(".step-chain").evaluate(inside)
-    assert wide > width  # the chain scrolls in a box of its own
+    assert wide > width  # the chain scrolls in a separate box

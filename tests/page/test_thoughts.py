@@ -24,8 +24,8 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     folder = save_thinker(tmp_path_factory.mktemp("thinker"), QWEN_OPEN)
     entry = ModelEntry("thinker", lambda: unspool.load(folder, memory=8 << 20), 1 << 20)
-    with running([entry]) as found:
-        yield found
+    with running([entry]) as result:
+        yield result
 
 
 @pytest.fixture

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 
+from helpers import assets
+from unspool.server.dialects.tokens import open_vocabulary
 from unspool.text.tokenizer.bpe import merge_steps
 
 QUESTION = "How do transformers work?"
@@ -52,64 +53,58 @@ def merging(view: Page, word: str) -> Locator:
     return player
 
 
-def test_a_text_is_split_as_it_is_typed(view, tokenizer):
+def test_a_text_is_split_walked_and_merged(view, tokenizer):
     text = "Unspooling 12 leaves,\n\tagain."
     area(view).fill("")
     expect(pieces(view)).to_have_count(0)
     area(view).press_sequentially(text)
-    wanted = tokenizer.encode(text)
-    settled(view, len(wanted))
-    expect(pieces(view)).to_have_count(len(wanted))
+    expected = tokenizer.encode(text)
+    settled(view, len(expected))
+    expect(pieces(view)).to_have_count(len(expected))
     expect(counted(view, "characters")).to_have_text(str(len(text)))
     expect(counted(view, "bytes")).to_have_text(str(len(text.encode())))
-    expect(counted(view, "characters per token")).to_have_text(f"{len(text) / len(wanted):.2f}")
-    drawn = "".join(pieces(view).all_text_contents())
-    assert drawn == text.replace(" ", "␣").replace("\n", "⏎\n").replace("\t", "⇥")
+    expect(counted(view, "characters per token")).to_have_text(f"{len(text) / len(expected):.2f}")
+    displayed_text = "".join(pieces(view).all_text_contents())
+    assert displayed_text == text.replace(" ", "␣").replace("\n", "⏎\n").replace("\t", "⇥")
 
-    told = view.locator(".tk-told")
-    for at, token in enumerate(wanted):
+    reply = view.locator(".tk-told")
+    for at, token in enumerate(expected):
         pieces(view).nth(at).hover()
-        expect(told).to_contain_text(f"id {token}")
-        shown = told.get_by_role("group", name="Bytes").locator("b").all_text_contents()
-        assert shown == [f"{byte:02X}" for byte in tokenizer.token_bytes(token)]
+        expect(reply).to_contain_text(f"id {token}")
+        displayed = reply.get_by_role("group", name="Bytes").locator("b").all_text_contents()
+        assert displayed == [f"{byte:02X}" for byte in tokenizer.token_bytes(token)]
 
-
-def test_the_pieces_are_walked_with_keys(view, tokenizer):
     area(view).fill(QUESTION)
-    wanted = tokenizer.encode(QUESTION)
-    settled(view, len(wanted))
+    expected = tokenizer.encode(QUESTION)
+    settled(view, len(expected))
     view.get_by_role("listbox").focus()
-    told = view.locator(".tk-told")
-    expect(told).to_contain_text(f"id {wanted[0]}")
-    for token in wanted[1:]:
+    reply = view.locator(".tk-told")
+    expect(reply).to_contain_text(f"id {expected[0]}")
+    for token in expected[1:]:
         view.keyboard.press("ArrowRight")
-        expect(told).to_contain_text(f"id {token}")
+        expect(reply).to_contain_text(f"id {token}")
     view.keyboard.press("Home")
     expect(pieces(view).first).to_have_attribute("aria-selected", "true")
     view.keyboard.press("ArrowRight")
     view.keyboard.press("Enter")
     merging(view, "␣do")
 
-
-def test_part_of_a_character_is_shown_as_such(view, tokenizer):
     area(view).fill("🍁")
     ids = tokenizer.encode("🍁")
     settled(view, len(ids))
     parts = [tokenizer.token_bytes(token) for token in ids]
     assert len(parts) > 1 and b"".join(parts) == "🍁".encode()
-    told = view.locator(".tk-told")
+    reply = view.locator(".tk-told")
     for at, part in enumerate(parts):
         pieces(view).nth(at).click()
-        expect(told).to_contain_text("Only part of a character")
-        expect(told).to_contain_text("of the 4 bytes of 🍁")
-        own = told.locator("b:not(.elsewhere):not(.mono)").all_text_contents()
-        assert own == [f"{byte:02X}" for byte in part]
-        others = told.locator("b.elsewhere").all_text_contents()
-        assert len(own) + len(others) == 4
+        expect(reply).to_contain_text("Only part of a character")
+        expect(reply).to_contain_text("of the 4 bytes of 🍁")
+        mine = reply.locator("b:not(.elsewhere):not(.mono)").all_text_contents()
+        assert mine == [f"{byte:02X}" for byte in part]
+        others = reply.locator("b.elsewhere").all_text_contents()
+        assert len(mine) + len(others) == 4
     assert pieces(view).first.inner_text().startswith("🍁")  # where it begins, it is written
 
-
-def test_the_merges_are_played_one_by_one(view, tokenizer):
     view.get_by_role("button", name="Rare word").click()
     (word,) = merge_steps(tokenizer, LONG_WORD)
     settled(view, len(word.ids))
@@ -131,8 +126,6 @@ def test_the_merges_are_played_one_by_one(view, tokenizer):
         )
     expect(said).to_contain_text(f"Nothing is left to join: {len(word.ids)} tokens")
 
-
-def test_the_merges_play_by_themselves_and_by_keys(view):
     view.get_by_role("button", name="Rare word").click()
     player = merging(view, LONG_WORD)
     picture = view.get_by_role("group", name=f"The merges of {LONG_WORD}")
@@ -153,8 +146,6 @@ def test_the_merges_play_by_themselves_and_by_keys(view):
     view.get_by_role("slider", name="Merge").fill("3")
     expect(player).to_have_attribute("data-step", "3")
 
-
-def test_a_picked_word_is_played_and_stands_still_for_who_wants_no_motion(view):
     area(view).fill(QUESTION)
     pieces(view).filter(has_text="transform").click()
     player = merging(view, "␣transformers")
@@ -187,43 +178,27 @@ def test_a_vocabulary_without_merges_says_so(view, expected_errors):
     expect(merges).to_contain_text("There are no merges to show. This vocabulary is unigram")
 
 
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """OpenAI's rank files, where the server looks for them."""
-    from helpers import assets
-    from unspool.server.dialects.tokens import NAMES, open_vocabulary
-
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(assets.tiktoken_ranks()))
+def test_other_vocabularies_count_and_cut_or_say_what_to_do(
+    monkeypatch, tmp_path, request, tokenizer
+):
+    """Of OpenAI's rank files, only one is where the server looks for them."""
+    (tmp_path / "gpt2.tiktoken").symlink_to(assets.tiktoken_ranks() / "gpt2.tiktoken")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     open_vocabulary.cache_clear()
-    for name in NAMES:
-        open_vocabulary(name)  # takes a while, which the browser need not wait for
-    yield
-    open_vocabulary.cache_clear()
-
-
-def test_other_vocabularies_count_and_cut(ranks, view, tokenizer):
+    view = request.getfixturevalue("view")
     area(view).fill(QUESTION)
     others = view.get_by_role("region", name="Other vocabularies")
-    for name, tokens in {"gpt2": 6, "cl100k": 5, "o200k": 5}.items():
-        row = others.locator(f'[data-vocabulary="{name}"]')
-        expect(row.locator(".vocabulary-count b")).to_have_text(str(tokens))
-        expect(row.locator(".tk")).to_have_count(tokens)
-    assert row.locator(".tk").all_text_contents() == ["How", "␣do", "␣transformers", "␣work", "?"]
-    own = others.get_by_role("listitem").first
-    expect(own.locator(".vocabulary-count b")).to_have_text(str(len(tokenizer.encode(QUESTION))))
-
-
-def test_a_vocabulary_that_is_not_here_says_what_to_do(monkeypatch, page):
-    from unspool.server.dialects.tokens import open_vocabulary
-
-    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
-    open_vocabulary.cache_clear()
-    page.get_by_role("button", name="Tokens", exact=True).click()
-    page.get_by_text("others not on this machine").click()
-    row = page.locator('[data-vocabulary="cl100k"]')
+    row = others.locator('[data-vocabulary="gpt2"]')
+    expect(row.locator(".vocabulary-count b")).to_have_text("6")
+    expect(row.locator(".tk")).to_have_text(["How", "␣do", "␣transform", "ers", "␣work", "?"])
+    mine = others.get_by_role("listitem").first
+    expect(mine.locator(".vocabulary-count b")).to_have_text(str(len(tokenizer.encode(QUESTION))))
+    view.get_by_text("others not on this machine").click()
+    row = view.locator('[data-vocabulary="cl100k"]')
     expect(row).to_contain_text("not on this machine. Put cl100k_base.tiktoken into a folder")
     expect(row).to_contain_text("TIKTOKEN_CACHE_DIR")
-    expect(page.get_by_role("button", name="Look again")).to_be_enabled()
+    expect(view.get_by_role("button", name="Look again")).to_be_enabled()
+    open_vocabulary.cache_clear()
 
 
 def test_the_context_fills_warms_and_overflows(view, server):
@@ -245,12 +220,12 @@ def test_the_context_fills_warms_and_overflows(view, server):
 @pytest.mark.slow
 def test_a_long_text_is_drawn_in_part_until_asked(view, tokenizer):
     text = "The quick brown fox jumps over the lazy dog. " * 440
-    wanted = tokenizer.encode(text)
+    expected = tokenizer.encode(text)
     area(view).fill(text)
-    settled(view, len(wanted))
+    settled(view, len(expected))
     expect(pieces(view)).to_have_count(960)
     view.get_by_role("button", name="Show all").click()
-    expect(pieces(view)).to_have_count(len(wanted))
+    expect(pieces(view)).to_have_count(len(expected))
     area(view).fill("short")
     settled(view, len(tokenizer.encode("short")))
     expect(view.get_by_role("button", name="Show all")).to_have_count(0)
@@ -261,20 +236,16 @@ def test_the_examples(view, tokenizer):
         before = area(view).input_value()
         view.get_by_role("button", name=name).click()
         expect(area(view)).not_to_have_value(before)
-        wanted = tokenizer.encode(area(view).input_value())
-        settled(view, len(wanted))
-        expect(pieces(view)).to_have_count(len(wanted))
+        expected = tokenizer.encode(area(view).input_value())
+        settled(view, len(expected))
+        expect(pieces(view)).to_have_count(len(expected))
 
-
-def test_the_text_becomes_the_prompt(view):
     area(view).fill("Once upon a time")
     view.get_by_role("button", name="Use as prompt").click()
     expect(view.locator("#prompt")).to_have_value("Once upon a time")
     view.get_by_role("button", name="Tokens", exact=True).click()
     expect(area(view)).to_have_value("Once upon a time")  # and is still here
 
-
-def test_what_cannot_be_seen_is_shown(view, tokenizer):
     typed = "half \ud83c" + "\x00\x07 zero\u200bwidth \u202eback e\u0301 مرحبا <|im_end|>"
     area(view).evaluate(
         """(field, units) => {
@@ -283,15 +254,13 @@ def test_what_cannot_be_seen_is_shown(view, tokenizer):
         }""",
         [ord(unit) for unit in typed],
     )
-    sent = typed.replace("\ud83c", "\ufffd")
-    settled(view, len(tokenizer.encode(sent, specials=False)))
-    drawn = "".join(pieces(view).all_text_contents())
+    sent_text = typed.replace("\ud83c", "\ufffd")
+    settled(view, len(tokenizer.encode(sent_text, specials=False)))
+    displayed_text = "".join(pieces(view).all_text_contents())
     for mark in ("\ufffd", "U+0000", "U+0007", "U+200B", "U+202E"):
-        assert mark in drawn
-    assert "\u200b" not in drawn and "\u202e" not in drawn
+        assert mark in displayed_text
+    assert "\u200b" not in displayed_text and "\u202e" not in displayed_text
 
-
-def test_a_very_long_word_is_merged_in_part(view, tokenizer):
     area(view).fill("xyz" * 2000)
     settled(view, len(tokenizer.encode("xyz" * 2000)))
     merges = view.get_by_role("region", name="Merges")
@@ -310,13 +279,11 @@ def test_a_fault_is_said_in_place_and_passes(view, tokenizer, expected_errors):
     expect(fault).to_have_count(0)
     settled(view, len(tokenizer.encode("something new")))
 
-
-def test_an_answer_that_was_overtaken_is_not_shown(view, tokenizer):
-    held: list[Route] = []
+    pending: list[Route] = []
 
     def hold(route: Route) -> None:
         if '"slow' in (route.request.post_data or ""):
-            held.append(route)
+            pending.append(route)
         else:
             route.continue_()
 
@@ -326,5 +293,5 @@ def test_an_answer_that_was_overtaken_is_not_shown(view, tokenizer):
     with view.expect_event("requestfailed"):  # it is given up, not waited for
         area(view).fill("quick")
     settled(view, len(tokenizer.encode("quick")))
-    assert held
+    assert pending
     expect(pieces(view)).to_have_text([tokenizer.token_text(t) for t in tokenizer.encode("quick")])

@@ -1,4 +1,4 @@
-"""The tour: eight steps that really do what they say, once, and gone as soon as nobody wants it."""
+"""The tour: eight steps that do what they say, shown once, and closed at any action."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_eight_steps(first_visit: BrowserContext, address: str, size: tuple[int,
     page.set_viewport_size({"width": size[0], "height": size[1]})
     faults: list[str] = []
     page.on("pageerror", lambda error: faults.append(str(error)))
-    seen = []
+    observed = []
     for number, title in enumerate(TITLES, 1):
         expect(card).to_contain_text(f"{number} of 8")
         expect(card.get_by_role("heading")).to_have_text(title)
@@ -76,11 +76,11 @@ def test_eight_steps(first_visit: BrowserContext, address: str, size: tuple[int,
             expect(page.locator("#view")).to_have_class("view-tokens")
         words = card.locator("[aria-live] p").last.inner_text()
         assert len(words) < 180 and words.count(". ") <= 1
-        seen.append(words)
+        observed.append(words)
         last = number == len(TITLES)
         page.get_by_role("button", name="Done" if last else "Next").click()
     expect(card).to_have_count(0)
-    assert len(set(seen)) == 8 and not faults
+    assert len(set(observed)) == 8 and not faults
     page.reload()
     expect(page.locator("#write, #tokens-text").first).to_be_visible()
     expect(card).to_have_count(0)

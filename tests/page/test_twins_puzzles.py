@@ -28,8 +28,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     def load() -> Any:
         return canvas_support.with_vocabulary(folder / "model", sight="causal", mask_id=None)
 
-    with running([ModelEntry("tiny", load, 1 << 20)]) as found:
-        yield found
+    with running([ModelEntry("tiny", load, 1 << 20)]) as result:
+        yield result
 
 
 @pytest.fixture
@@ -68,9 +68,6 @@ def test_a_sudoku_is_one_click(view: Locator, server: Running) -> None:
     assert set(server.state.registry.ephemeral) == {"sudoku", "sudoku-causal"}
     assert list(server.state.registry.entries) == ["tiny"]
 
-
-def test_another_one_and_how_many_cells_are_empty(view: Locator) -> None:
-    solve(view, "Sudoku")
     first = view.locator("[name=prompt]").input_value()
     view.locator("[name=empty]").select_option("54")
     expect(view.locator("[name=prompt]")).not_to_have_value(first)

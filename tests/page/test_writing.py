@@ -8,8 +8,8 @@ from playwright.sync_api import Page, expect
 
 from helpers.page_actions import (
     branch,
-    drawn,
     finished,
+    next_frames,
     open_panel,
     set_settings,
     text,
@@ -23,27 +23,24 @@ QUESTION = "Why do leaves change color in fall?"
 
 def test_a_prompt_and_enter_write_a_text(page: Page) -> None:
     write(page, QUESTION, mode="chat", max_tokens=12, seed=7)
-    told = branch(page)
+    reply = branch(page)
     assert tokens(page).count() == 12
-    assert text(page) == told["text"]
-    assert told["seed"] == 7
+    assert text(page) == reply["text"]
+    assert reply["seed"] == 7
     expect(page.locator("#ending")).to_have_text("Stopped at 12 tokens · Go on")
 
-
-def test_the_template_is_to_be_seen_in_a_chat_and_not_in_plain_mode(page: Page) -> None:
     write(page, QUESTION, mode="chat", max_tokens=2)
-    told = branch(page)["prompt"]["tokens"]
+    reply = branch(page)["prompt"]["tokens"]
     added = page.locator("#text .t.prompt.added")
-    assert added.count() == sum(token["added"] for token in told) > 0
+    assert added.count() == sum(token["added"] for token in reply) > 0
     assert added.first.text_content() == "<|im_start|>"
-    own = page.locator("#text .t.prompt:not(.added)")
-    assert "".join(own.all_text_contents()) == QUESTION
+    mine = page.locator("#text .t.prompt:not(.added)")
+    assert "".join(mine.all_text_contents()) == QUESTION
     write(page, QUESTION, mode="plain", max_tokens=2)
     assert page.locator("#text .t.added").count() == 0
-    assert "".join(own.all_text_contents()) == QUESTION
+    assert "".join(mine.all_text_contents()) == QUESTION
 
-
-def test_a_system_message_replaces_the_templates_own(page: Page) -> None:
+    page.get_by_role("group", name="Mode").get_by_role("button", name="Chat").click()
     page.get_by_role("button", name="System").click()
     page.get_by_label("System message").fill("Answer in French.")
     write(page, QUESTION, mode="chat", max_tokens=2)
@@ -51,23 +48,19 @@ def test_a_system_message_replaces_the_templates_own(page: Page) -> None:
     assert prompt["messages"][0] == {"role": "system", "content": "Answer in French."}
     assert "SmolLM" not in prompt["text"]
 
-
-def test_the_usual_settings_are_the_servers(page: Page) -> None:
     fields, usual = page.evaluate(
         """() => Promise.all(
             [import('/page/code/settings.js'), import('/page/code/share/settings.js')]
         ).then(([ours, shared]) => [ours.FIELDS, shared.USUAL])"""
     )
-    asked = page.request.post(f"{page.url}v1/tree", data={"prompt": "Hi"})
-    served = asked.json()["settings"]
+    request = page.request.post(f"{page.url}v1/tree", data={"prompt": "Hi"})
+    served = request.json()["settings"]
     for name, value in usual.items():
         assert served[name] == value, name
     for field in fields:
         if field["name"] not in ("seed", "max_tokens", "stop"):
             assert served[field["name"]] == field["usual"], field["name"]
 
-
-def test_the_same_seed_writes_the_same_text(page: Page) -> None:
     write(page, "Once upon a time", max_tokens=16, seed=11)
     once = text(page)
     write(page, "Once upon a time", max_tokens=16, seed=12)
@@ -94,10 +87,12 @@ def test_pause_step_resume_stop(page: Page) -> None:
     page.locator("#go-on").click()
     expect(tokens(page).nth(paused + 5)).to_be_visible()
     finished(page)
-    whole = text(page)
+    complete = text(page)
     page.reload()
     write(page, "Once upon a time", max_tokens=40, seed=3, end=False)
-    assert whole.startswith(text(page)) or text(page).startswith(whole)  # pausing changed nothing
+    assert complete.startswith(text(page)) or text(page).startswith(
+        complete
+    )  # pausing changed nothing
 
 
 def test_the_pace_can_be_changed_while_it_writes_and_stop_stops(page: Page) -> None:
@@ -138,7 +133,7 @@ def test_tints_follow_what_is_chosen(page: Page) -> None:
 
     def tints() -> list[int]:
         names = tokens(page).evaluate_all("(all) => all.map((t) => t.className)")
-        return [int(found[1]) if (found := tint.search(name)) else 0 for name in names]
+        return [int(result[1]) if (result := tint.search(name)) else 0 for name in names]
 
     for by, value in (
         ("probability", lambda step: -step["logprob"]),
@@ -146,18 +141,15 @@ def test_tints_follow_what_is_chosen(page: Page) -> None:
         ("rank", lambda step: step["rank"]),
     ):
         page.get_by_label("Color by").select_option(by)
-        drawn(page)
-        shown = tints()
-        assert len(set(shown)) > 1
-        pairs = sorted(zip(map(value, steps), shown, strict=True))
-        assert [each for _, each in pairs] == sorted(shown)  # the stronger, the more
+        next_frames(page)
+        displayed = tints()
+        assert len(set(displayed)) > 1
+        pairs = sorted(zip(map(value, steps), displayed, strict=True))
+        assert [item for _, item in pairs] == sorted(displayed)  # the stronger, the more
     page.get_by_label("Color by").select_option("none")
-    drawn(page)
+    next_frames(page)
     assert set(tints()) == {0}
 
-
-def test_keys_move_from_token_to_token_and_are_heard(page: Page) -> None:
-    write(page, "Once upon a time", max_tokens=30, seed=5)
     page.locator("#text").focus()
     page.keyboard.press("ArrowRight")
     first = tokens(page).first
@@ -191,9 +183,9 @@ def test_a_reply_goes_on_with_the_conversation(page: Page) -> None:
     assert "<|im_start|>user\nName another one.<|im_end|>" in "".join(
         step["piece"] for step in after["steps"]
     )
-    own = [step["piece"] for step in after["steps"] if step["chosen"]]
-    shown = page.locator("#text .t.chosen:not(.added)").all_text_contents()
-    assert "".join(shown) == "Name another one." and "".join(own) != "Name another one."
+    mine = [step["piece"] for step in after["steps"] if step["chosen"]]
+    displayed = page.locator("#text .t.chosen:not(.added)").all_text_contents()
+    assert "".join(displayed) == "Name another one." and "".join(mine) != "Name another one."
     page.locator("#text").focus()
     page.keyboard.press("Control+z")
     expect(tokens(page)).to_have_count(before["length"])
@@ -208,23 +200,19 @@ def test_own_words_in_a_plain_text(page: Page) -> None:
     assert " and of Prussia was" in text(page)
     assert branch(page)["length"] > 7
 
-
-def test_a_reload_brings_everything_back(page: Page) -> None:
     write(page, QUESTION, mode="chat", max_tokens=12, seed=7)
     open_panel(page, "Costs")
-    whole = text(page)
+    complete = text(page)
     until(page, "sessionStorage.getItem('unspool.session')?.includes('costs')")
     page.reload()
     expect(tokens(page)).to_have_count(12)
-    assert text(page) == whole
+    assert text(page) == complete
     expect(page.get_by_role("tab", name="Costs")).to_have_attribute("aria-selected", "true")
 
-
-def test_halves_of_characters_and_control_tokens_can_be_pointed_at(page: Page) -> None:
     write(page, "🦜🦜🦜🦜🦜🦜", max_tokens=4, temperature=0)
-    own = page.locator("#text .t.prompt")
-    assert own.count() == len(branch(page)["prompt"]["tokens"])
-    for number in range(own.count()):
-        assert own.nth(number).bounding_box()["width"] > 1
-    shown = page.locator("#text").inner_text()
-    assert "�" not in shown or "🦜" in shown
+    mine = page.locator("#text .t.prompt")
+    assert mine.count() == len(branch(page)["prompt"]["tokens"])
+    for number in range(mine.count()):
+        assert mine.nth(number).bounding_box()["width"] > 1
+    displayed = page.locator("#text").inner_text()
+    assert "�" not in displayed or "🦜" in displayed

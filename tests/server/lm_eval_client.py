@@ -21,7 +21,7 @@ arguments = {
     "max_retries": 1,
 }
 manager = TaskManager(include_path=folder, include_defaults=False)
-found = simple_evaluate(
+evaluated = simple_evaluate(
     "local-completions",
     model_args=arguments,
     tasks=sorted(manager.all_tasks),
@@ -29,4 +29,4 @@ found = simple_evaluate(
     batch_size=4,
     bootstrap_iters=0,
 )
-print(json.dumps({name: found[name] for name in ("results", "samples")}, default=str))
+print(json.dumps({name: evaluated[name] for name in ("results", "samples")}, default=str))

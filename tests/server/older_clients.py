@@ -18,7 +18,7 @@ QUESTION = "Why do leaves change color in fall?"
 
 
 class Person(BaseModel):
-    """Somebody."""
+    """A person."""
 
     name: str = Field(max_length=12)
     age: int = Field(ge=0, le=99)

@@ -1,4 +1,4 @@
-"""Clients that vanish, stall, flood or lie: nothing leaks, and nobody else is harmed."""
+"""Clients that leave, stall, flood or lie: everything is released, and no other request suffers."""
 
 from __future__ import annotations
 
@@ -8,115 +8,123 @@ import json
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import httpx
 import pytest
 
-from helpers.running_server import Running, default_entry, running, settled
-from unspool.server.runtime.registry import ModelEntry
+from helpers.running_server import (
+    Running,
+    connect,
+    default_entry,
+    raw_post,
+    running,
+    settled,
+    wait_until,
+)
+from unspool.server.app import create_app
+from unspool.server.http import events
+from unspool.server.http import server as serving
+from unspool.server.http.settings import ServerSettings
+from unspool.server.http.sockets import bind_socket
+from unspool.server.runtime.registry import ModelEntry, ModelRegistry
+from unspool.server.tree.branch_json import branch_store
 
 PROMPT = "Once upon a time"
-LONG = {"prompt": PROMPT, "max_tokens": 2000, "unspool": {"end": False}}
+LONG = {"prompt": PROMPT, "max_tokens": 8000, "unspool": {"end": False}, "stream": True}
+PATH = "/v1/completions"
+KEY = "long-enough-key"
+JSON = {"content-type": "application/json"}
 
 
 def body_of(**params: Any) -> dict[str, Any]:
     return {"prompt": PROMPT, "max_tokens": 16, "seed": 1, **params}
 
 
-def raw(server: Running, data: bytes) -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    result = socket.create_connection((host, int(port)), timeout=10)
-    result.sendall(data)
-    return result
+def completed(server: Running, **params: Any) -> httpx.Response:
+    return httpx.post(server.url + PATH, json=body_of(**params), timeout=60)
 
 
-def posted(path: str, body: bytes, *headers: str) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json",
-             f"Content-Length: {len(body)}", *headers]  # fmt: skip
-    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+@pytest.fixture(scope="module")
+def small(small_entry: ModelEntry) -> Iterator[Running]:
+    with running([small_entry]) as server:
+        yield server
 
 
-# -- those who leave -------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def impatient(small_entry: ModelEntry) -> Iterator[Running]:
+    """A server with keys that closes a connection after half a second without the request."""
+    keys = (KEY, "second-secret-key")
+    with running(
+        [small_entry], body_seconds=0.5, api_keys=keys, cors=("https://page.example",)
+    ) as server:
+        yield server
 
 
-def test_a_client_that_leaves_frees_its_work_within_a_step(server):
-    for stream in (True, False):
-        body = json.dumps({**LONG, "stream": stream}).encode()
-        lm = server.state.registry.loaded[server.model].lm
-        closed = raw(server, posted("/v1/completions", body))
-        before, until = lm.engine.steps, time.monotonic() + 10
-        while lm.engine.steps < before + 5 and time.monotonic() < until:
-            time.sleep(0.005)
-        assert server.state.admission.running == 1
-        closed.close()
-        runs, remaining = lm.engine.steps, time.monotonic()
-        while server.state.admission.running:
-            assert time.monotonic() - remaining < 60
-            time.sleep(0.002)
-        assert lm.engine.steps - runs < 1000  # of the 2,000 that were asked for
-        settled(server)
+@pytest.fixture
+def single(small_default: Path) -> Iterator[Running]:
+    """A server that writes one text at a time, and in which two more may wait."""
+    entry = default_entry(small_default, memory=64 << 20, threads=1)
+    with running([entry], max_running=1, max_queued=2) as server:
+        yield server
+
+
+# -- clients that leave ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_may_hang_up_at_any_moment(small: Running, stream: bool):
+    """All 64 places are taken each time; a lost one would stop the server for good."""
+    body = {"prompt": ["tree"] * 64, "max_tokens": 1}
+    for milliseconds in (1, 5, 15, 40, 100):
+        client = connect(small, raw_post(PATH, {**body, "stream": stream}))
+        time.sleep(milliseconds / 1000)
+        client.close()
+    assert len(completed(small, **body).json()["choices"]) == 64
+    settled(small)
 
 
 class Crowd:
-    """Clients that connect and vanish at random moments, and others that want their texts."""
+    """Clients that vanish at random moments, and others that wait for their texts."""
 
     def __init__(self, server: Running, lm: Any, seed: int) -> None:
-        self.server, self.chance = server, random.Random(seed)
-        self.num_logits = {n: lm.generate(PROMPT, seed=n, max_tokens=16).text for n in range(8)}
+        self.server, self.rng = server, random.Random(seed)
+        self.texts = {n: lm.generate(PROMPT, seed=n, max_tokens=16).text for n in range(8)}
 
-    def visit(self, vanishing: int, staying: int, at_once: int) -> None:
-        asyncio.run(self._visit(vanishing, staying, at_once))
-        settled(self.server, 60)
-
-    async def _visit(self, vanishing: int, staying: int, at_once: int) -> None:
+    async def visit(self, vanishing: int, staying: int, parallel: int) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        places = asyncio.Semaphore(at_once)
-        async with httpx.AsyncClient(
-            base_url=self.server.url, timeout=120, limits=limits
-        ) as client:
+        url, places = self.server.url, asyncio.Semaphore(parallel)
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
             work = [self._vanish(client, places) for _ in range(vanishing)]
             work += [self._stay(client, places, number % 8) for number in range(staying)]
-            self.chance.shuffle(work)
+            self.rng.shuffle(work)
             await asyncio.gather(*work)
 
     async def _vanish(self, client: httpx.AsyncClient, places: asyncio.Semaphore) -> None:
-        chance = self.chance
-        body = body_of(max_tokens=200, stream=chance.random() < 0.7, n=chance.choice((1, 1, 3)))
+        rng = self.rng
+        body = body_of(max_tokens=200, stream=rng.random() < 0.7, n=rng.choice((1, 1, 3)))
         async with places:
             with contextlib.suppress(TimeoutError):
-                moment = chance.choice((0.002, 0.02, 0.2, 0.6)) * chance.random()
-                await asyncio.wait_for(client.post("/v1/completions", json=body), moment)
+                moment = rng.choice((0.002, 0.02, 0.2)) * rng.random()
+                await asyncio.wait_for(client.post(PATH, json=body), moment)
 
     async def _stay(self, client: httpx.AsyncClient, places: asyncio.Semaphore, seed: int) -> None:
         async with places:
-            answer = await client.post("/v1/completions", json=body_of(seed=seed))
-            assert answer.json()["choices"][0]["text"] == self.num_logits[seed]
+            answer = await client.post(PATH, json=body_of(seed=seed))
+            assert answer.json()["choices"][0]["text"] == self.texts[seed]
 
 
-def test_many_vanish_and_those_who_stay_get_their_texts(server, lm):
-    Crowd(server, lm, seed=3).visit(vanishing=60, staying=8, at_once=68)
-
-
-@pytest.mark.slow
-def test_five_hundred_vanish_and_memory_stays_flat(server, lm):
-    """With slow readers and half-open connections among them, which never take part."""
-    body = json.dumps({**LONG, "stream": True}).encode()
-    deaf = [raw(server, posted("/v1/completions", body)) for _ in range(4)]
-    half = [raw(server, b"POST /v1/completions HTTP/1.1\r\nHost: loc") for _ in range(20)]
-    crowd = Crowd(server, lm, seed=5)
-    resident: list[int] = []
-    for _ in range(5):
-        asyncio.run(crowd._visit(vanishing=100, staying=16, at_once=50))
-        resident.append(resident_bytes())
-    for item in (*deaf, *half):
-        item.close()
-    settled(server, 60)
-    assert max(resident[1:]) - resident[0] < 32 << 20, resident
+def test_many_vanish_and_those_who_stay_get_their_texts(server: Running, lm: Any):
+    asyncio.run(Crowd(server, lm, seed=3).visit(vanishing=30, staying=8, parallel=38))
+    settled(server)
 
 
 def resident_bytes() -> int:
@@ -124,61 +132,399 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_who_waits_in_line_and_leaves_is_forgotten(default_model):
-    entry = default_entry(default_model, memory=64 << 20)
-    with running([entry], max_running=1, max_queued=2) as server:
-        body = json.dumps({**LONG, "stream": True}).encode()
-        first = raw(server, posted("/v1/completions", body))
-        first.recv(100)
-        waiting = [raw(server, posted("/v1/completions", body)) for _ in range(2)]
-        until = time.monotonic() + 10
-        while server.state.admission.queued < 2 and time.monotonic() < until:
-            time.sleep(0.01)
-        full = httpx.post(f"{server.url}/v1/completions", json=body_of())
-        assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
-        assert full.json()["error"]["code"] == "queue_full"
-        for item in waiting:
-            item.close()
-        while server.state.admission.queued and time.monotonic() < until:
-            time.sleep(0.01)
-        assert server.state.admission.queued == 0
-        first.close()
-        assert httpx.post(f"{server.url}/v1/completions", json=body_of()).status_code == 200
-        several = httpx.post(f"{server.url}/v1/completions", json=body_of(prompt=["a", "b", "c"]))
-        assert len(several.json()["choices"]) == 3  # one after the other
-        too_many = httpx.post(f"{server.url}/v1/completions", json=body_of(n=2))
-        assert too_many.status_code == 400
+@pytest.mark.slow
+def test_five_hundred_vanish_and_memory_stays_flat(real_server: Running, real_lm: Any):
+    """With slow readers and half-open connections among them, which never take part."""
+    silent = [connect(real_server, raw_post(PATH, LONG)) for _ in range(4)]
+    half = [connect(real_server, b"POST /v1/completions HTTP/1.1\r\nHost: loc") for _ in range(20)]
+    crowd = Crowd(real_server, real_lm, seed=5)
+    resident: list[int] = []
+    for _ in range(5):
+        asyncio.run(crowd.visit(vanishing=100, staying=16, parallel=50))
+        resident.append(resident_bytes())
+    for client in (*silent, *half):
+        client.close()
+    settled(real_server)
+    assert max(resident[1:]) - resident[0] < 32 << 20, resident
+
+
+def test_a_text_that_cannot_be_started_takes_nothing_with_it(small_default: Path):
+    with running([default_entry(small_default, memory=1 << 20, threads=1)]) as server:
+        for _ in range(3):
+            answer = completed(server, prompt=["hi", "word " * 3500])
+            assert answer.status_code in (400, 503) and "memory" in answer.text
         settled(server)
 
 
-def test_deadlines_slow_readers_and_half_requests(default_model):
-    entry = default_entry(default_model, memory=64 << 20)
-    with running([entry], deadline=1.0, body_seconds=0.5) as server:
-        late = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
+def test_waiting_in_the_queue(single: Running):
+    """Two may wait; who leaves the queue is forgotten, who runs out of time gets an error."""
+    first = connect(single, raw_post(PATH, LONG))
+    first.recv(100)
+    waiting = [connect(single, raw_post(PATH, LONG)) for _ in range(2)]
+    admission = single.state.admission
+    wait_until(lambda: admission.queued == 2)
+    full = completed(single)
+    assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1
+    assert full.json()["error"]["code"] == "queue_full"
+    for client in waiting:
+        client.close()
+    wait_until(lambda: admission.queued == 0)
+    usual = single.state.settings
+    single.state.settings = replace(usual, deadline=0.2)  # for requests from now on
+    assert completed(single).status_code == 504
+    single.state.settings = usual
+    first.close()
+    assert completed(single).status_code == 200
+    several = completed(single, prompt=["a", "b", "c"])
+    assert len(several.json()["choices"]) == 3  # one after the other
+    assert completed(single, n=2).status_code == 400
+    settled(single)
+
+
+def test_deadlines_and_slow_readers(small_default: Path):
+    entry = default_entry(small_default, memory=64 << 20, threads=1)
+    with running([entry], deadline=0.3) as server:
+        late = completed(server, **{**LONG, "stream": False})
         assert late.status_code == 504 and late.json()["error"]["type"] == "timeout_error"
-        lines = httpx.post(
-            f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=30
-        ).text.strip().split("\n\n")  # fmt: skip
-        assert "timed out" in json.loads(lines[-1].removeprefix("data: "))["error"]["message"]
-        # One that never reads, one that sends half a head, one that sends half a body.
-        body = json.dumps({**LONG, "stream": True}).encode()
-        deaf = raw(server, posted("/v1/completions", body))
-        half_head = raw(server, b"POST /v1/completions HTTP/1.1\r\nHost: loc")
-        half_body = raw(server, posted("/v1/completions", b'{"prompt": "a"}')[:-5])
-        until = time.monotonic() + 60
-        while not server.state.admission.running and time.monotonic() < until:
-            time.sleep(0.01)
-        server.state.settings = replace(server.state.settings, deadline=20.0)  # from now on
-        answer = httpx.post(f"{server.url}/v1/completions", json=body_of(), timeout=30)
-        assert answer.status_code == 200
-        assert half_body.recv(1000).startswith(b"HTTP/1.1 408")
-        assert half_head.recv(1000) == b""  # hung up on
-        settled(server, 60)
-        for item in (deaf, half_head, half_body):
-            item.close()
+        last = completed(server, **LONG).text.strip().split("\n\n")[-1]
+        assert "timed out" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        with connect(server, raw_post(PATH, LONG)):  # it never reads
+            wait_until(lambda: server.state.admission.running)
+            server.state.settings = replace(server.state.settings, deadline=20.0)
+            assert completed(server).status_code == 200
+            settled(server)
 
 
-# -- those who send what they should not -----------------------------------------------------
+# -- requests cancelled at every await -------------------------------------------------------
+
+
+class Interrupted(Coroutine[Any, Any, None]):
+    """A coroutine whose task is cancelled when it waits for the nth time: as soon as it waits, or
+    (`late`) when the awaited future is done, but before the task wakes up."""
+
+    def __init__(self, work: Coroutine[Any, Any, None], number: int, late: bool) -> None:
+        self.work, self.remaining, self.late = work, number, late
+
+    def send(self, value: Any) -> Any:
+        return self._count(self.work.send(value))
+
+    def throw(
+        self, kind: Any, value: BaseException | object = None, trace: TracebackType | None = None
+    ) -> Any:
+        return self._count(self.work.throw(kind if value is None else value))
+
+    def _count(self, future: Any) -> Any:
+        self.remaining -= 1
+        task = asyncio.current_task()
+        if self.remaining == 0 and task is not None:
+            if self.late and future is not None:
+                future.add_done_callback(lambda _: task.cancel())
+            else:
+                task.cancel()
+        return future
+
+    def close(self) -> None:
+        self.work.close()
+
+    def __await__(self) -> Any:
+        raise NotImplementedError
+
+
+async def interrupted(
+    app: Any, path: str, body: Any, number: int = 10**9, late: bool = False, method: str = "POST"
+) -> bool:
+    """Send a request and cancel it at its nth await; False if it was finished before that."""
+    received = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    messages: list[Any] = []
+
+    async def receive() -> Any:
+        if received:
+            return received.pop()
+        return await asyncio.Event().wait()  # stays for ever
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(0)
+        messages.append(message)
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method,
+             "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
+             "root_path": "", "headers": headers, "client": ("127.0.0.1", 1)}  # fmt: skip
+    work = Interrupted(app(scope, receive, send), number, late)
+    try:
+        await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(work)), 60)
+    except asyncio.CancelledError:
+        return True
+    assert messages[0]["status"] == 200, messages
+    return work.remaining <= 0
+
+
+CHAT = {"messages": [{"role": "user", "content": "the tree"}], "max_tokens": 2}
+WORK: list[tuple[str, dict[str, Any]]] = [
+    (PATH, {"prompt": ["the", "tree"], "max_tokens": 2, "n": 2}),
+    (PATH, {"prompt": "the", "max_tokens": 2, "echo": True, "logprobs": 1, "stream": True}),
+    ("/v1/chat/completions", {**CHAT, "stream": True, "n": 2}),
+    ("/v1/responses", {"input": "the tree", "max_output_tokens": 2, "stream": True}),
+    ("/v1/messages", {**CHAT, "stream": True}),
+    ("/v1/embeddings", {"input": ["the", "tree"]}),
+    ("/v1/tree/{branch}/resume", {"max_tokens": 2, "stream": True}),
+    ("/v1/tree/{branch}/resume", {"max_tokens": 2, "n": 2}),
+]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_requests_may_be_cancelled_at_every_await(
+    small_entry: ModelEntry, late: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("unspool.server.tree.writing._POLL_SECONDS", 0.05)
+
+    async def check() -> None:
+        registry = ModelRegistry([small_entry], model_memory=1 << 33)
+        app, state = create_app(ServerSettings(max_running=8, max_queued=1), registry)
+        async with registry.use(None) as served:
+            state.ready = True
+            await interrupted(app, "/v1/tree", {"prompt": "the tree"})
+            for path, body in WORK:
+                await _cancel_everywhere(app, state, served, path, body, late)
+            (branch,) = branch_store(state).all
+            for number in range(1, 6):  # a client that watches a branch
+                path = f"/v1/tree/{branch}/events"
+                assert await interrupted(app, path, None, number, late, "GET")
+                assert state.num_watchers == 0
+        await registry.close_all()
+
+    asyncio.run(check())
+
+
+async def _cancel_everywhere(
+    app: Any, state: Any, served: Any, path: str, body: dict[str, Any], late: bool
+) -> None:
+    store, engine = branch_store(state), served.lm.engine
+    (branch,) = store.all
+    number, was_cancelled = 0, True
+    while was_cancelled:
+        number += 1
+        before = set(asyncio.all_tasks())
+        was_cancelled = await interrupted(app, path.format(branch=branch), body, number, late)
+        assert state.admission.queued == 0 and served.users == 1
+        async with asyncio.timeout(20):  # until the threads that work for it have ended
+            while (
+                state.admission.running
+                or engine.scheduler.tasks()
+                or engine._waiting
+                or asyncio.all_tasks() - before
+            ):
+                await asyncio.sleep(0.001)
+        for other in list(store.all.values()):
+            assert other.writing is None
+            if other.id != branch:
+                store.delete(other)
+    assert number > 4
+
+
+def test_requests_in_the_queue_may_be_cancelled_at_every_await(small_entry: ModelEntry):
+    async def check() -> None:
+        registry = ModelRegistry([small_entry], model_memory=1 << 33)
+        app, state = create_app(ServerSettings(max_running=2, max_queued=8), registry)
+        body = {"prompt": ["the", "tree"], "max_tokens": 2}
+        for late in (False, True):
+            number, was_cancelled = 0, True
+            while was_cancelled:
+                number += 1
+                first = asyncio.ensure_future(interrupted(app, PATH, body))
+                await asyncio.sleep(0)
+                was_cancelled = await interrupted(app, PATH, body, number, late)
+                await asyncio.wait_for(first, 60)
+                assert state.admission.queued == 0
+                async with asyncio.timeout(20):  # until the threads have ended
+                    while state.admission.running:
+                        await asyncio.sleep(0.001)
+        await registry.close_all()
+
+    asyncio.run(check())
+
+
+def test_ready_says_no_when_the_engine_has_stopped(small_entry: ModelEntry):
+    with running([small_entry]) as server:
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+        server.state.registry.loaded[server.model].lm.engine.close()
+        answer = httpx.get(f"{server.url}/ready")
+        assert answer.status_code == 503 and "stopped" in answer.json()["error"]["message"]
+        assert completed(server).status_code == 503
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert server.state.admission.running == 0
+
+
+# -- connections -----------------------------------------------------------------------------
+
+
+def read_all(client: socket.socket) -> bytes:
+    """Read until the server closes the connection."""
+    content = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := client.recv(4096):
+            content += piece
+    return content
+
+
+def test_half_a_request_is_hung_up_on(impatient: Running):
+    half = raw_post(PATH, b'{"prompt": ', f"x-api-key: {KEY}", length=1000)
+    # Without a key the answer (401) comes before the body does; the connection ends as well.
+    cases = [(half, b"408"), (half.replace(KEY.encode(), b"wrong"), b"401"), (half[:30], b"")]
+    for data, status in cases:
+        clients = [connect(impatient, data) for _ in range(4)]
+        for client in clients:
+            if status:
+                with contextlib.suppress(OSError):
+                    client.sendall(b" ")  # so that it does not look idle
+            assert read_all(client).startswith(b"HTTP/1.1 " + status if status else b"")
+            client.close()
+
+
+def test_a_body_sent_drop_by_drop_is_hung_up_on(impatient: Running):
+    """Each drop comes in time; the whole body does not."""
+    with connect(impatient, raw_post(PATH, b"", f"x-api-key: {KEY}", length=1000)) as slow:
+        end = time.monotonic() + 20
+        with pytest.raises(OSError):
+            while time.monotonic() < end:
+                slow.sendall(b" ")
+                time.sleep(0.1)
+
+
+def test_a_second_request_that_stops_half_way_is_hung_up_on(impatient: Running):
+    complete = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+    def is_answered(client: socket.socket) -> bool:
+        client.sendall(complete)
+        result = b""
+        while not result.endswith(b"}") and (piece := client.recv(4096)):
+            result += piece
+        return result.startswith(b"HTTP/1.1 200")
+
+    # One after the other: a client that connects and does not ask in time is hung up on too.
+    with connect(impatient) as idle:
+        assert is_answered(idle)
+        with connect(impatient) as half:
+            assert is_answered(half)
+            half.sendall(complete[:20])
+            assert half.recv(4096) == b""
+        assert is_answered(idle)  # a connection that is only kept open is still served
+
+
+def test_a_stream_shows_that_it_is_alive(server: Running, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(events, "HEARTBEAT_SECONDS", 0.001)
+    params = {"prompt": "word " * 2000, "max_tokens": 1, "echo": True, "logprobs": 0}
+    lines = [line for line in completed(server, **params, stream=True).text.splitlines() if line]
+    assert lines[0].startswith(": ")  # while the prompt is read
+    assert all(line.startswith((": ", "data: ")) for line in lines) and lines[-1] == "data: [DONE]"
+
+
+class Endless:
+    """An application that sends until its client has gone."""
+
+    def __init__(self) -> None:
+        self.is_finished = threading.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            for _ in range(2):
+                await send({"type": (await receive())["type"] + ".complete"})
+            return
+        await receive()
+        closed = asyncio.ensure_future(receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        body = {"type": "http.response.body", "body": b"x" * 65536, "more_body": True}
+        while not closed.done():
+            await send(body)
+            await asyncio.sleep(0)
+        self.is_finished.set()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_client_that_never_reads_is_dropped(reads: bool):
+    app, settings = Endless(), ServerSettings(port=0, write_seconds=0.2, drain=1.0)
+    bound, ready = bind_socket(settings), threading.Event()
+
+    def started(_: str) -> bool:
+        ready.set()
+        return True
+
+    server = serving.Server(app, settings, on_stopping=lambda: None, on_started=started)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])))
+    thread.start()
+    try:
+        assert ready.wait(60)
+        with socket.create_connection(bound.getsockname(), timeout=60) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            if reads:  # a little now and then: slow, and still a client
+                for _ in range(6):
+                    assert client.recv(1 << 20)
+                    assert not app.is_finished.wait(0.05)
+            else:
+                assert app.is_finished.wait(60), "it still holds its place"
+        assert app.is_finished.wait(60)
+    finally:
+        server.stop()
+        thread.join(60)
+    assert not thread.is_alive()
+
+
+SCRIPT = """
+import asyncio, resource
+
+from unspool.server.http import server as serving
+from unspool.server.http.sockets import bind_socket
+from unspool.server.http.logs import configure_logging
+from unspool.server.http.settings import ServerSettings
+
+
+async def app(scope, receive, send):
+    if scope["type"] == "lifespan":
+        for _ in range(2):
+            await send({"type": (await receive())["type"] + ".complete"})
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"here"})
+
+
+def started(address):
+    print(address, flush=True)
+    return True
+
+
+configure_logging("info", True)
+settings = ServerSettings(port=0)
+server = serving.Server(app, settings, on_stopping=lambda: None, on_started=started)
+bound = bind_socket(settings)
+resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+asyncio.run(server.serve([bound]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limit of open files")
+def test_without_file_descriptors_it_logs_once_and_recovers(tmp_path: Path):
+    log = tmp_path / "log"
+    with log.open("wb") as errors:
+        command = [sys.executable, "-c", SCRIPT]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        host, port = url.removeprefix("http://").split(":")
+        clients = [socket.create_connection((host, int(port)), 60) for _ in range(40)]
+        wait_until(lambda: b"Too many open files" in log.read_bytes())
+        time.sleep(1.5)  # accepting is tried again every second
+        for client in clients:
+            client.close()
+        assert httpx.get(url, timeout=60).text == "here"
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert log.read_bytes().count(b"Too many open files") == 1
+    assert log.stat().st_size < 10_000
+
+
+# -- requests that are not what they should be -----------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -187,14 +533,12 @@ def test_deadlines_slow_readers_and_half_requests(default_model):
         (b"", "body"),
         (b"{", "not JSON"),
         (b"null", "JSON object"),
-        (b"[]", "JSON object"),
         (b'{"prompt": "\xff"}', "not UTF-8"),
         (b'{"prompt": "a", "temperature": NaN}', "NaN"),
         (b'{"prompt": "a", "temperature": 1e999}', ""),
         (b'{"prompt": "a", "max_tokens": 1e30}', "max_tokens"),
         (b'{"prompt": "a", "seed": ' + b"9" * 4000 + b"}", "seed"),
         (b'{"prompt": "a", "seed": ' + b"9" * 9000 + b"}", "not JSON"),
-        (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", ""),
         (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
         (b'{"prompt": "half \\ud800 a character"}', ""),
         (b'{"prompt": "a", "unspool": {"regex": "("}}', "regex"),
@@ -208,129 +552,91 @@ def test_deadlines_slow_readers_and_half_requests(default_model):
         (b'{"prompt": "a", "unspool": {"guard": "ban=' + b"a|" * 9000 + b'"}}', "guard"),
         (b'{"prompt": "a", "unspool": {"dry_breakers": [[1e30]], "dry_multiplier": 1}}', "dry"),
         (
-            b'{"prompt": "a", "logit_bias": {'
-            + b",".join(b'"%d": 1' % i for i in range(2000))
-            + b"}}",
+            json.dumps({"prompt": "a", "logit_bias": dict.fromkeys(range(2000), 1)}).encode(),
             "at most 1024",
         ),
     ],
+    ids=lambda value: repr(value[:40]) if isinstance(value, bytes) else "",
 )
-def test_bad_bodies_get_a_clear_answer(server, body, words):
-    answer = httpx.post(f"{server.url}/v1/completions", content=body, timeout=30,
-                        headers={"content-type": "application/json"})  # fmt: skip
+def test_bad_bodies_get_a_clear_answer(server: Running, body: bytes, words: str):
+    answer = httpx.post(server.url + PATH, content=body, timeout=30, headers=JSON)
     assert answer.status_code in (400, 404)
     error = answer.json()["error"]
-    assert words in error["message"] and error["type"] in (
-        "invalid_request_error",
-        "not_found_error",
-    )
-    assert set(error) == {"message", "type", "param", "code"}
+    assert words in error["message"] and set(error) == {"message", "type", "param", "code"}
+    assert error["type"] in ("invalid_request_error", "not_found_error")
 
 
-def test_a_web_page_must_call_its_body_json(server):
-    """A page elsewhere may send plain text anywhere without asking; so that is not read. Who is no
-    browser names no origin, and forgets the type, as `curl -d` does."""
-    ask = {"url": f"{server.url}/v1/completions", "content": b'{"prompt": "a", "max_tokens": 1}'}
-    for kind in ("text/plain", "application/x-www-form-urlencoded"):
-        for page in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}):
-            answer = httpx.post(**ask, headers={"content-type": kind} | page)
-            assert answer.status_code == 403
-            assert "application/json" in answer.json()["error"]["message"]
-        assert httpx.post(**ask, headers={"content-type": kind}, timeout=60).status_code == 200
-
-
-def test_bodies_that_are_too_large(default_model, server):
-    large = httpx.post(f"{server.url}/v1/completions", content=b" " * (5 << 20),
-                       headers={"content-type": "application/json"})  # fmt: skip
+def test_bodies_that_are_too_large(server: Running):
+    large = httpx.post(server.url + PATH, content=b" " * (5 << 20), headers=JSON)
     assert large.status_code == 413
-
-    def pieces():
-        for _ in range(50):
-            yield b" " * 100_000
-
-    try:
-        chunked = httpx.post(f"{server.url}/v1/completions", content=pieces(),
-                             headers={"content-type": "application/json"})  # fmt: skip
+    pieces = (b" " * 100_000 for _ in range(50))
+    with contextlib.suppress(httpx.WriteError):  # it may hang up in the middle
+        chunked = httpx.post(server.url + PATH, content=pieces, headers=JSON)
         assert chunked.status_code == 413
-    except httpx.WriteError:
-        pass  # it hung up on us in the middle, which is an answer too
 
 
-def test_explosive_schemas_hold_up_nobody(server):
+def test_explosive_schemas_block_no_other_request(server: Running):
     """While schemas that are hard to compile come in, a stream's tokens keep flowing."""
     deep: dict[str, Any] = {"type": "string"}
-    for _ in range(9):
+    for _ in range(8):
         deep = {"anyOf": [{"type": "object", "properties": {"a": deep, "b": deep}}, deep]}
     wide = {
-        f"p{i}": {"type": "string", "pattern": f"^(a|b|ab){{{i},{i + 90}}}$"} for i in range(150)
+        f"p{i}": {"type": "string", "pattern": f"^(a|b|ab){{{i},{i + 90}}}$"} for i in range(60)
     }
     schemas = [deep, {"type": "object", "properties": wide, "required": [*wide]},
-               {"enum": [f"{i}" * 50 for i in range(1500)]}]  # fmt: skip
+               {"enum": [f"{i}" * 50 for i in range(500)]}]  # fmt: skip
     statuses: list[int] = []
-    took: list[float] = []
 
     def attack() -> None:
         for schema in schemas:
-            began = time.monotonic()
-            body = body_of(max_tokens=4, unspool={"json_schema": schema})
-            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            answer = completed(server, max_tokens=4, unspool={"json_schema": schema})
             statuses.append(answer.status_code)
-            took.append(time.monotonic() - began)
 
-    gaps: list[float] = []
     thread = threading.Thread(target=attack)
-    with httpx.stream("POST", f"{server.url}/v1/completions", timeout=60,
-                      json={**LONG, "max_tokens": 400, "stream": True}) as answer:  # fmt: skip
+    tokens = 0
+    with httpx.stream("POST", server.url + PATH, timeout=60, json=LONG) as answer:
         lines = answer.iter_lines()
         next(lines)
         thread.start()
-        last = time.monotonic()
         for line in lines:
-            if line:
-                gaps.append(time.monotonic() - last)
-                last = time.monotonic()
+            tokens += bool(line)
             if not thread.is_alive():
                 break
     thread.join()
     assert all(status in (200, 400) for status in statuses) and len(statuses) == 3
-    # Not a measure of speed: only that nothing stood still while a schema was compiled.
-    assert max(gaps) < max(3.0, max(took) / 2)
+    assert tokens > 10
     settled(server)
 
 
-def test_templates_cannot_be_attacked_through_messages(server, lm):
+def test_templates_cannot_be_attacked_through_messages(server: Running):
     attack = "{{ ''.__class__.__mro__[1].__subclasses__() }}{% for i in range(10**9) %}{% endfor %}"
-    answer = httpx.post(f"{server.url}/apply-template",
-                        json={"messages": [{"role": "user", "content": attack}]})  # fmt: skip
-    assert attack in answer.json()["prompt"]
+    body = {"messages": [{"role": "user", "content": attack}]}
+    assert attack in httpx.post(f"{server.url}/apply-template", json=body).json()["prompt"]
 
 
 # -- who may ask -----------------------------------------------------------------------------
 
 
-def test_keys_hosts_and_origins(default_model: Path):
-    entry = default_entry(default_model, memory=64 << 20)
-    keys, body = ("first-secret-key", "second-secret-key"), body_of(max_tokens=1)
-    with running([entry], api_keys=keys, cors=("https://page.example",)) as server:
-        url = f"{server.url}/v1/completions"
-        for headers in ({}, {"authorization": "Bearer wrong-key-here"}, {"x-api-key": ""},
-                        {"authorization": "Bearer first-secret-ke"}):  # fmt: skip
-            refused = httpx.post(url, json=body, headers=headers)
-            assert refused.status_code == 401
-            assert refused.json()["error"]["code"] == "invalid_api_key"
-        for headers in ({"authorization": f"Bearer {keys[0]}"}, {"x-api-key": keys[1]}):
-            assert httpx.post(url, json=body, headers=headers).status_code == 200
-        assert httpx.get(f"{server.url}/metrics").status_code == 401
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        asks = {"origin": "https://page.example", "access-control-request-method": "POST",
-                "access-control-request-headers": "authorization,content-type"}  # fmt: skip
-        allowed = httpx.options(url, headers=asks)
-        assert allowed.headers["access-control-allow-origin"] == "https://page.example"
-        other = httpx.options(url, headers={**asks, "origin": "https://evil.example"})
-        assert "access-control-allow-origin" not in other.headers
+def test_keys_and_origins(impatient: Running):
+    url, body = impatient.url + PATH, body_of(max_tokens=1)
+    for headers in ({}, {"authorization": "Bearer wrong-key-here"}, {"x-api-key": ""},
+                    {"authorization": f"Bearer {KEY[:-1]}"}):  # fmt: skip
+        refused = httpx.post(url, json=body, headers=headers)
+        assert refused.status_code == 401
+        assert refused.json()["error"]["code"] == "invalid_api_key"
+    for headers in ({"authorization": f"Bearer {KEY}"}, {"x-api-key": "second-secret-key"}):
+        assert httpx.post(url, json=body, headers=headers).status_code == 200
+    assert httpx.get(f"{impatient.url}/metrics").status_code == 401
+    assert httpx.get(f"{impatient.url}/health").status_code == 200
+    asks = {"origin": "https://page.example", "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type"}  # fmt: skip
+    allowed = httpx.options(url, headers=asks)
+    assert allowed.headers["access-control-allow-origin"] == "https://page.example"
+    other = httpx.options(url, headers={**asks, "origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers
 
 
-def test_a_server_without_a_key_answers_only_to_its_own_name(server):
+def test_a_server_without_a_key_answers_only_to_its_own_name(server: Running):
     url = f"{server.url}/v1/models"
     evil = httpx.get(url, headers={"host": "evil.example"})
     assert evil.status_code == 403 and "localhost" in evil.json()["error"]["message"]
@@ -339,73 +645,50 @@ def test_a_server_without_a_key_answers_only_to_its_own_name(server):
     assert "access-control-allow-origin" not in origin.headers
 
 
-def test_who_runs_out_of_time_in_line_leaves_nothing_behind(default_model):
-    entry = default_entry(default_model, memory=64 << 20)
-    with running([entry], max_running=1) as server:
-        usual = server.state.settings
-        url = f"{server.url}/v1/completions"
-        first = raw(
-            server, posted("/v1/completions", json.dumps({**LONG, "stream": True}).encode())
-        )
-        first.recv(100)
-        server.state.settings = replace(usual, deadline=0.5)  # for those who come from now on
-        late = httpx.post(url, json=body_of(), timeout=30)
-        assert late.status_code == 504
-        server.state.settings = usual
-        first.close()
-        settled(server)
-        assert httpx.post(url, json=body_of(), timeout=30).status_code == 200
-
-
 # -- several models --------------------------------------------------------------------------
 
 
-def test_who_leaves_while_a_model_is_loaded_does_not_stop_it(default_model: Path):
-    usual = default_entry(default_model, "one", memory=32 << 20)
-    loads: list[float] = []
+def test_who_leaves_while_a_model_is_loaded_does_not_stop_it(small_entry: ModelEntry):
+    loads, may_load = threading.Semaphore(0), threading.Event()
 
-    def slowly() -> Any:
-        loads.append(time.monotonic())
-        time.sleep(1.0)
-        return usual.load()
+    def load_slowly() -> Any:
+        loads.release()
+        assert may_load.wait(60)
+        return small_entry.load()
 
-    with running([usual, ModelEntry("two", slowly, usual.size)]) as server:
-        body = json.dumps(body_of(model="two")).encode()
-        closed = raw(server, posted("/v1/completions", body))
-        until = time.monotonic() + 10
-        while not loads and time.monotonic() < until:
-            time.sleep(0.01)
-        closed.close()
-        answer = httpx.post(f"{server.url}/v1/completions", json=body_of(model="two"), timeout=60)
-        assert answer.status_code == 200 and len(loads) == 1
+    with running([small_entry, ModelEntry("two", load_slowly, 1000)]) as server:
+        client = connect(server, raw_post(PATH, body_of(model="two")))
+        assert loads.acquire(timeout=60)
+        client.close()
+        may_load.set()
+        assert completed(server, model="two").status_code == 200
+        assert not loads.acquire(blocking=False)  # loaded once
         assert server.state.registry.loaded["two"].users == 0 == server.state.admission.running
 
 
-def test_models_are_loaded_when_asked_for_and_make_room(default_model: Path):
-    size = default_model.stat().st_size
-    entries = [default_entry(default_model, name, memory=32 << 20) for name in ("one", "two")]
+def test_models_are_loaded_when_asked_for_and_make_room(small_default: Path):
+    size = small_default.stat().st_size
+    entries = [default_entry(small_default, name, memory=32 << 20) for name in ("one", "two")]
     with running(entries, room=int(size * 1.5)) as server:
-        url, registry = f"{server.url}/v1/completions", server.state.registry
+        registry = server.state.registry
         assert [*registry.loaded] == ["one"]
-        first = httpx.post(url, json=body_of(), timeout=60).json()
+        first = completed(server).json()
         assert first["model"] == "one"
-        body = {**LONG, "max_tokens": 60, "stream": True}
-        with httpx.stream("POST", url, json=body, timeout=60) as busy:
+        body = {**LONG, "max_tokens": 60}
+        with httpx.stream("POST", server.url + PATH, json=body, timeout=60) as busy:
             lines = busy.iter_lines()
             next(lines)
-            # The other one must wait until this text is finished; it is never closed under it.
+            # The other model must wait until this text is finished; it is never closed under it.
             answers: list[Any] = []
             thread = threading.Thread(
-                target=lambda: answers.append(
-                    httpx.post(url, json=body_of(model="two"), timeout=60).json()
-                )
+                target=lambda: answers.append(completed(server, model="two").json())
             )
             thread.start()
             assert [line for line in lines if line][-1] == "data: [DONE]"
         thread.join()
         assert answers[0]["choices"] == first["choices"] and answers[0]["model"] == "two"
         assert [*registry.loaded] == ["two"]
-        assert httpx.post(url, json=body_of(), timeout=60).json()["choices"] == first["choices"]
+        assert completed(server).json()["choices"] == first["choices"]
         assert [*registry.loaded] == ["one"]
         models = httpx.get(f"{server.url}/v1/models").json()["data"]
         assert {m["id"]: m["unspool"]["loaded"] for m in models} == {"one": True, "two": False}

@@ -1,4 +1,4 @@
-"""Chats through the real `openai` client, against a running server with the default model."""
+"""Chats through the real `openai` client, against a running server."""
 
 from __future__ import annotations
 
@@ -31,15 +31,10 @@ CLOCK = {"type": "function", "function": {"name": "clock", "parameters": NOTHING
 
 
 @pytest.fixture(scope="module")
-def client(server: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def ask(client: openai.OpenAI) -> Any:
+def ask(openai_client: openai.OpenAI) -> Any:
     def body(**params: Any) -> Any:
         usual = {"model": "smollm", "messages": QUESTION, "seed": 7, "max_tokens": 24}
-        return client.chat.completions.create(**{**usual, **params})
+        return openai_client.chat.completions.create(**{**usual, **params})
 
     return body
 
@@ -73,12 +68,6 @@ def test_a_stream_is_what_openai_sends(ask, go_on):
     assert {chunk.id for chunk in chunks} == {first.id}
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert all(chunk.usage is None for chunk in chunks)
-
-
-def test_usage_comes_last_when_it_is_asked_for(ask, go_on):
-    _, chunks = streamed(ask(stream=True, stream_options={"include_usage": True}, **go_on))
-    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 24
-    assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
 def test_what_was_read_before_is_told_as_cached(ask):
@@ -130,27 +119,20 @@ def test_stops_bias_and_penalties(ask, lm):
     assert only == " leaves" * 3
     never = ask(logit_bias={str(token): -100}, temperature=0).choices[0].message.content
     assert " leaves" not in never
-    free = ask(logit_bias={str(token): 30.0}, max_tokens=4).choices[0].message.content
-    less = ask(logit_bias={str(token): 30.0}, max_tokens=4, frequency_penalty=2, presence_penalty=2)
-    assert free == " leaves" * 4 and less.choices[0].message.content  # 2 + 2 * count < 30
+    free = ask(logit_bias={str(token): 90.0}, max_tokens=4).choices[0].message.content
+    less = ask(logit_bias={str(token): 90.0}, max_tokens=4, frequency_penalty=2, presence_penalty=2)
+    assert free == " leaves" * 4 and less.choices[0].message.content  # 2 + 2 * count < 90
 
 
-def test_without_a_seed_texts_differ_and_say_how_to_get_them_again(client, ask):
+def test_without_a_seed_texts_differ_and_say_how_to_get_them_again(openai_client, ask):
     body = {"unspool": {}}
-    item = client.chat.completions.create(
+    item = openai_client.chat.completions.create(
         model="smollm", messages=QUESTION, max_tokens=24, extra_body=body
     )
     seed = item.unspool["choices"][0]["seed"]
     assert ask(seed=seed).choices[0].message.content == item.choices[0].message.content
-    other = client.chat.completions.create(model="smollm", messages=QUESTION, max_tokens=24)
+    other = openai_client.chat.completions.create(model="smollm", messages=QUESTION, max_tokens=24)
     assert other.choices[0].message.content != item.choices[0].message.content
-
-
-def test_json(ask):
-    messages = [{"role": "user", "content": "Give me a JSON object about a dog."}]
-    text = ask(messages=messages, response_format={"type": "json_object"}, max_tokens=120)
-    if text.choices[0].finish_reason == "stop":
-        assert isinstance(json.loads(text.choices[0].message.content), dict)
 
 
 class Person(BaseModel):
@@ -158,7 +140,7 @@ class Person(BaseModel):
     age: int = Field(ge=0, le=99)
 
 
-def test_structured_output_with_a_pydantic_model(client, ask):
+def test_structured_output_with_a_pydantic_model(openai_client, ask):
     schema = Person.model_json_schema()
     expected = {
         "type": "json_schema",
@@ -169,7 +151,7 @@ def test_structured_output_with_a_pydantic_model(client, ask):
         text = ask(messages=messages, response_format=expected, seed=seed, max_tokens=100)
         assert text.choices[0].finish_reason == "stop"
         Person.model_validate_json(text.choices[0].message.content)
-    parsed = client.chat.completions.parse(
+    parsed = openai_client.chat.completions.parse(
         model="smollm",
         messages=[{"role": "user", "content": "A person named Ada, 36 years old."}],
         response_format=Person,
@@ -180,16 +162,6 @@ def test_structured_output_with_a_pydantic_model(client, ask):
 
 
 # -- tools -----------------------------------------------------------------------------------
-
-
-def test_a_required_tool_is_called(ask):
-    answer = ask(tools=[WEATHER, CLOCK], tool_choice="required", parallel_tool_calls=False,
-                 max_tokens=100)  # fmt: skip
-    choice = answer.choices[0]
-    assert choice.finish_reason == "tool_calls" and choice.message.content is None
-    (call,) = choice.message.tool_calls
-    assert call.function.name in ("get_weather", "clock") and call.id.startswith("call_")
-    json.loads(call.function.arguments)
 
 
 def test_a_named_tool_is_called_with_arguments_of_its_schema(ask):
@@ -210,19 +182,6 @@ def test_a_named_tool_is_called_with_arguments_of_its_schema(ask):
             reply += call.function.arguments or ""
     assert (name, reply) == ("get_weather", complete.arguments)
     assert reasons[-1] == "tool_calls" and ids[0] and not any(ids[1:])
-
-
-def test_a_conversation_with_tools_goes_on(ask):
-    call = {"id": "call_1", "type": "function",
-            "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}  # fmt: skip
-    messages = [
-        {"role": "user", "content": "How is the weather in Oslo?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "Snow, -3 degrees."},
-    ]
-    body = {"unspool": {"regex": "[a-z ]{900}"}}
-    answer = ask(messages=messages, tools=[WEATHER], tool_choice="none", extra_body=body)
-    assert answer.choices[0].message.content and not answer.choices[0].message.tool_calls
 
 
 # -- beyond OpenAI ---------------------------------------------------------------------------
@@ -257,10 +216,10 @@ def test_regex_choice_and_guard(ask):
     other = "birds" if first == "leaves" else "leaves"
     assert guarded.choices[0].message.content == f"The {other} fall"
     assert any("rewound" in note for note in guarded.unspool["choices"][0]["notes"])
-    # A stream sends nothing that is taken back ...
+    # A stream sends no retracted text ...
     text, _ = streamed(ask(extra_body=body, temperature=0, max_tokens=60, stream=True))
     assert text == guarded.choices[0].message.content
-    # ... unless its reader wants to see every step.
+    # ... unless the request asks for a trace of every step.
     body["unspool"]["trace"] = True
     steps: list[Any] = []
     for chunk in ask(extra_body=body, temperature=0, max_tokens=60, stream=True):

@@ -1,6 +1,8 @@
-"""Programs that people point at such a server, really used: `llm`, lm-eval, `openai` for Node.
+"""Programs and frameworks that people point at such a server, unchanged.
 
-Open WebUI cannot be installed here; the requests it makes are made by hand.
+`llm`, lm-eval, `openai` for Node, LangChain, pydantic-ai; LiteLLM and instructor need older
+packages and have their own environment. Open WebUI cannot be installed here: its requests are made
+by hand.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from pydantic import BaseModel, Field
 
 from helpers import assets
 from unspool.lens.embeddings import embedding
@@ -57,7 +60,7 @@ def run(command: list[Any], params: str | None = None, **environment: str) -> st
         stdin=subprocess.DEVNULL if params is None else None,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env=clean | environment,
     )
     assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
@@ -100,6 +103,7 @@ def test_llm_streams_and_goes_on(llm, lm):
     assert llm("--continue", "And in spring?", *options) == second
 
 
+@pytest.mark.slow
 def test_llm_without_streaming_with_a_seed_and_a_schema(llm, lm):
     options = ["-o", "temperature", 0.8, "-o", "seed", 7, "-o", "max_tokens", 60]
     params = ["--no-log", "--no-stream", "--schema", json.dumps(PERSON), *options]
@@ -143,7 +147,7 @@ QUIZ = [
 
 @pytest.fixture(scope="module")
 def evaluated(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What lm-eval found through the server in tasks of its three kinds."""
+    """What lm-eval measures through the server."""
     folder = tmp_path_factory.mktemp("lm-eval")
     tasks, rows = folder / "tasks", folder / "quiz.json"
     tasks.mkdir()
@@ -152,17 +156,10 @@ def evaluated(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(rows)}},
             "test_split": "test"}  # fmt: skip
     text = {**data, "doc_to_text": "{{question}}", "doc_to_target": "{{choices[answer]}}"}
-    for task in (
-        {"task": "quiz", **text, "output_type": "multiple_choice", "doc_to_choice": "choices",
-         "doc_to_target": "answer", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
-        {"task": "continue", **text, "output_type": "generate_until",
-         "generation_kwargs": {"until": ["."], "max_gen_toks": 8},
-         "metric_list": [{"metric": "exact_match"}]},
-        {"task": "surprise", **text, "output_type": "loglikelihood_rolling", "doc_to_text": "",
-         "doc_to_target": "{{question}} {{choices[answer]}}.",
-         "metric_list": [{"metric": "bits_per_byte"}]},
-    ):  # fmt: skip
-        (tasks / f"{task['task']}.yaml").write_text(json.dumps(task), "utf-8")
+    task = {"task": "quiz", **text, "output_type": "multiple_choice", "doc_to_choice": "choices",
+            "doc_to_target": "answer",
+            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]}  # fmt: skip
+    (tasks / "quiz.yaml").write_text(json.dumps(task), "utf-8")
     command = [sys.executable, HERE / "lm_eval_client.py", tasks, server.url, server.model]
     reply = run(command, HF_HOME=str(folder / "hf"), HF_HUB_OFFLINE="1")
     return json.loads(reply.splitlines()[-1])
@@ -186,23 +183,6 @@ def test_lm_eval_scores_answers_as_the_engine_does(evaluated, lm):
     result = evaluated["results"]["quiz"]
     assert result["acc,none"] == pytest.approx(hits / len(QUIZ))
     assert result["acc_norm,none"] == pytest.approx(normed_hits / len(QUIZ))
-
-
-def test_lm_eval_reads_texts_that_the_engine_writes(evaluated, lm):
-    for sample in evaluated["samples"]["continue"]:
-        question = sample["doc"]["question"]
-        expected = lm.generate(question, temperature=0, max_tokens=8, stop=(".",)).text
-        assert sample["resps"] == [[expected]]
-
-
-def test_lm_eval_measures_the_surprise_that_the_engine_measures(evaluated, lm):
-    total, size = 0.0, 0
-    for question, choices, answer in QUIZ:
-        text = f"{question} {choices[answer]}."
-        total += lm.score([lm.tokenizer.bos_id, *lm.tokenizer.encode(text)]).total
-        size += len(text.encode())
-    reply = evaluated["results"]["surprise"]["bits_per_byte,none"]
-    assert reply == pytest.approx(-total / size / np.log(2), rel=1e-6)
 
 
 # -- openai for Node -------------------------------------------------------------------------
@@ -288,3 +268,91 @@ def test_what_open_webui_sends(server, lm):
         body = {"model": server.model, "messages": plain, "stream": False, "max_tokens": 4,
                 "unspool": {"min_p": 0.1}}  # fmt: skip
         assert client.post("/chat/completions", json=body).status_code == 200
+
+
+# -- frameworks ------------------------------------------------------------------------------
+
+QUIET = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # else it asks GitHub for prices
+    "LANGSMITH_TRACING": "false",
+    "LANGCHAIN_TRACING_V2": "false",
+    "NO_PROXY": "127.0.0.1",
+}
+
+
+class Person(BaseModel):
+    """A person."""
+
+    name: str = Field(max_length=12)
+    age: int = Field(ge=0, le=99)
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in QUIET.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quiet")
+def test_langchain(server: Any, lm: Any) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    there = {"base_url": f"{server.url}/v1", "api_key": "none", "model": server.model}
+    chat = langchain.ChatOpenAI(**there, temperature=0, max_tokens=16)
+    expected = lm.chat(QUESTION, temperature=0, max_tokens=16).text
+    assert chat.invoke(QUESTION).content == expected
+    assert "".join(piece.content for piece in chat.stream(QUESTION)) == expected
+    extra = langchain.ChatOpenAI(**there, max_tokens=60, extra_body={"top_k": 5, "min_p": 0.1})
+    for way in ("json_schema", "function_calling"):
+        result = extra.with_structured_output(Person, method=way).invoke("Ada is 36 years old.")
+        assert isinstance(result, Person)
+
+    def get_weather(city: str) -> str:
+        """The weather in a city."""
+        return city
+
+    called = extra.bind_tools([get_weather], tool_choice="get_weather").invoke("Weather in Oslo?")
+    assert called.tool_calls[0]["name"] == "get_weather"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quiet")
+def test_pydantic_ai(server: Any, lm: Any) -> None:
+    agents = pytest.importorskip("pydantic_ai")
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    provider = OpenAIProvider(base_url=f"{server.url}/v1", api_key="none")
+    model = OpenAIChatModel(server.model, provider=provider)
+    settings = {"temperature": 0.0, "max_tokens": 16}
+    agent = agents.Agent(model, model_settings=settings)
+    expected = lm.chat(QUESTION, temperature=0, max_tokens=16).text
+    assert agent.run_sync(QUESTION).output == expected
+    settings = {"seed": 7, "max_tokens": 80, "extra_body": {"top_k": 20}}
+    for kind in (agents.ToolOutput, agents.NativeOutput):
+        body = agents.Agent(model, output_type=kind(Person), model_settings=settings)
+        assert isinstance(body.run_sync("Ada is 36 years old.").output, Person)
+
+
+@pytest.fixture(scope="module")
+def older(server: Any) -> dict[str, Any]:
+    """What LiteLLM and instructor found through the server, in an environment of their own."""
+    command = [assets.python_clients(), HERE / "older_clients.py", server.url, server.model]
+    return dict(json.loads(run(command, **QUIET).splitlines()[-1]))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quiet")
+def test_litellm(older: dict[str, Any], lm: Any) -> None:
+    expected = lm.chat(QUESTION, temperature=0, max_tokens=16).text
+    result = older["litellm"]
+    assert result["whole"] == result["streamed"] == result["ollama"] == expected
+    assert {*json.loads(result["schema"])} == {"name", "age"}
+    assert result["extra"] == lm.chat(QUESTION, top_k=3, seed=7, max_tokens=16).text
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quiet")
+def test_instructor(older: dict[str, Any]) -> None:
+    for way, person in older["instructor"].items():
+        assert Person.model_validate(person), way

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from typing import Any
 
 import httpx
@@ -15,21 +14,10 @@ PROMPT = "The capital of Germany is"
 
 
 @pytest.fixture(scope="module")
-def client(server: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture(scope="module")
-def http(server: Any) -> Any:
-    with httpx.Client(base_url=server.url, timeout=60) as result:
-        yield result
-
-
-@pytest.fixture(scope="module")
-def complete(client: openai.OpenAI, go_on: dict[str, Any]) -> Any:
+def complete(openai_client: openai.OpenAI, go_on: dict[str, Any]) -> Any:
     def completed(**params: Any) -> Any:
         usual = {"model": "smollm", "prompt": PROMPT, "seed": 5, "max_tokens": 12, **go_on}
-        return client.completions.create(**{**usual, **params})
+        return openai_client.completions.create(**{**usual, **params})
 
     return completed
 
@@ -46,8 +34,8 @@ def test_a_text_is_continued(complete, lm, go_on):
     assert [c.choices[0].finish_reason for c in chunks[:-1]][-1] == "length"
 
 
-def test_sixteen_tokens_unless_said(client, go_on):
-    answer = client.completions.create(model="smollm", prompt=PROMPT, **go_on)
+def test_sixteen_tokens_unless_said(openai_client, go_on):
+    answer = openai_client.completions.create(model="smollm", prompt=PROMPT, **go_on)
     assert answer.usage.completion_tokens == 16
 
 
@@ -126,9 +114,9 @@ def test_what_cannot_be_is_refused(complete, params, words):
 # -- embeddings ------------------------------------------------------------------------------
 
 
-def test_embeddings_are_the_mean_of_the_final_vectors(client, server, lm):
+def test_embeddings_are_the_mean_of_the_final_vectors(openai_client, server, lm):
     texts = ["The cat sat on the mat", "A cat sits on a mat", "Stock markets fell sharply"]
-    answer = client.embeddings.create(model="smollm", input=texts)  # base64 under the hood
+    answer = openai_client.embeddings.create(model="smollm", input=texts)  # base64 under the hood
     entry, near, far = (np.array(item.embedding) for item in answer.data)
     assert abs(np.linalg.norm(entry) - 1) < 1e-5 and len(entry) == lm.config.width
     assert entry @ near > entry @ far
@@ -150,14 +138,14 @@ def test_embeddings_are_the_mean_of_the_final_vectors(client, server, lm):
         np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), "<f4"), entry
     )
     with pytest.raises(openai.BadRequestError, match="dimensions"):
-        client.embeddings.create(model="smollm", input="x", dimensions=16)
+        openai_client.embeddings.create(model="smollm", input="x", dimensions=16)
 
 
-def test_a_long_text_is_embedded_in_pieces(client, lm):
+def test_a_long_text_is_embedded_in_pieces(openai_client, lm):
     from unspool.lens.embeddings import embedding
 
     text = "One word after another. " * 60
-    result = client.embeddings.create(model="smollm", input=text).data[0].embedding
+    result = openai_client.embeddings.create(model="smollm", input=text).data[0].embedding
     assert np.allclose(result, embedding(lm, text), atol=1e-6)
 
 
@@ -256,11 +244,3 @@ def test_health_and_metrics(http):
     assert float(values["unspool_texts_running"]) == 0
     for name in ("time_to_first_token_seconds", "time_per_token_seconds"):
         assert float(values[f'unspool_{name}_count{{model="smollm"}}']) >= 1
-
-
-def test_the_document_and_its_page(http):
-    document = http.get("/openapi.json").json()
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models"):
-        assert path in document["paths"]
-    assert "openapi.json" in http.get("/docs").text
-    assert json.dumps(document).count("unspool")

@@ -29,7 +29,7 @@ def masked(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def serving(folder: Path) -> Iterator[Running]:
-    """A model of blocks, one that sees all at once, and one that has no mask."""
+    """A block diffusion model, one that sees the whole canvas, and one without a mask token."""
 
     def entry(name: str, **config: Any) -> ModelEntry:
         def load() -> Any:

@@ -42,7 +42,7 @@ def client(serving: Running) -> Iterator[httpx.Client]:
     settled(serving)
 
 
-def own(lm: Any, prompt: Any, endless: bool | int) -> str:
+def local_text(lm: Any, prompt: Any, endless: bool | int) -> str:
     """The same text, written here."""
     expected = {**ASKED, "endless": endless}
     text: str = lm.generate(prompt, **expected).text
@@ -57,7 +57,7 @@ def test_a_completion_goes_on_beyond_the_context(client: httpx.Client, lm: Any):
         answer = client.post("/v1/completions", json={**body, "unspool": {"endless": endless}})
         reply = answer.json()
         assert reply["usage"]["completion_tokens"] == WRITTEN
-        assert reply["choices"][0]["text"] == own(lm, PROMPT, endless)
+        assert reply["choices"][0]["text"] == local_text(lm, PROMPT, endless)
         assert "outgrew the context of 96 tokens" in answer.headers["x-unspool-note"]
 
 
@@ -67,7 +67,7 @@ def test_a_chat_goes_on_beyond_the_context(client: httpx.Client, lm: Any):
     reply = client.post("/v1/chat/completions", json=body).json()
     assert reply["usage"]["completion_tokens"] == WRITTEN
     content = reply["choices"][0]["message"]["content"]
-    assert content == own(lm, lm.chat_prompt(messages).ids, True)
+    assert content == local_text(lm, lm.chat_prompt(messages).ids, True)
     body["stream"] = True
     lines = client.post("/v1/chat/completions", json=body).text
     assert lines.count("data: {") > WRITTEN // 2
@@ -91,7 +91,7 @@ def test_llama_cpp_tells_that_it_was_truncated(client: httpx.Client, lm: Any):
     body = {**ASKED, "prompt": PROMPT, "unspool": {"endless": True}}
     reply = client.post("/completion", json=body).json()
     assert reply["tokens_predicted"] == WRITTEN and reply["truncated"]
-    assert reply["content"] == own(lm, PROMPT, True)
+    assert reply["content"] == local_text(lm, PROMPT, True)
     short = client.post("/completion", json={**body, "max_tokens": 5}).json()
     assert not short["truncated"]
 
@@ -108,7 +108,7 @@ def test_ollama_shifts(client: httpx.Client, lm: Any, stored: int | None, endles
     assert "num_keep" not in answer.headers.get("x-unspool-ignored", "")
     reply = answer.json()
     assert reply["eval_count"] == WRITTEN
-    assert reply["response"] == own(lm, PROMPT, endless)
+    assert reply["response"] == local_text(lm, PROMPT, endless)
 
 
 def test_what_is_wrong_is_said(client: httpx.Client):

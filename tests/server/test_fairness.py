@@ -5,10 +5,7 @@ The engine's steps are held back at a gate, so that nothing depends on how quick
 
 from __future__ import annotations
 
-import json
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +14,15 @@ import httpx
 import pytest
 
 from helpers import tiny_gguf
-from helpers.running_server import Running, default_entry, running
+from helpers.running_server import (
+    Running,
+    connect,
+    default_entry,
+    raw_post,
+    running,
+    settled,
+    wait_until,
+)  # fmt: skip
 from unspool.backends.step import StepBatch, StepLimits
 from unspool.engine.work_scope import WorkScope
 
@@ -39,7 +44,7 @@ class Gate:
     def __init__(self, server: Running) -> None:
         self.server, self.engine = server, server.state.registry.loaded["tiny"].lm.engine
         self.steps: list[list[int]] = []
-        self._held, self._open = threading.Event(), threading.Event()
+        self._is_held, self._open = threading.Event(), threading.Event()
         self._launch: Callable[[StepBatch], Any] = self.engine.backend.launch
 
     def __enter__(self) -> Gate:
@@ -48,57 +53,26 @@ class Gate:
 
     def __exit__(self, *_: object) -> None:
         self._open.set()
-        settle(self.server)
+        settled(self.server)
         self.engine.backend.launch = self._launch
 
     def _wait_and_launch(self, batch: StepBatch) -> Any:
         self.steps.append(batch.tokens.tolist())
-        self._held.set()
+        self._is_held.set()
         assert self._open.wait(60)
         return self._launch(batch)
 
     def wait(self) -> None:
-        assert self._held.wait(30), "no step was launched"
+        assert self._is_held.wait(30), "no step was launched"
 
     def open(self) -> None:
         self._open.set()
-
-
-def wait_until(is_so: Callable[[], object]) -> None:
-    until = time.monotonic() + 30
-    while not is_so():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.002)
-
-
-def settle(server: Running) -> None:
-    """Wait until nothing runs and nothing is held."""
-    served = server.state.registry.loaded["tiny"]
-    engine = served.lm.engine
-    wait_until(
-        lambda: not (server.state.admission.running or served.users or len(engine.scheduler))
-    )
-    engine.call(lambda: engine.tree.index.clear())
-    assert engine.tree.pool.used == 0
 
 
 def post(server: Running, path: str, body: Any) -> Any:
     answer = httpx.post(server.url + path, json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     return answer.json()
-
-
-def send(server: Running, path: str, body: Any) -> socket.socket:
-    """Send a request, and do not wait for the answer."""
-    host, port = server.url.removeprefix("http://").split(":")
-    client = socket.create_connection((host, int(port)), timeout=20)
-    content = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(content)}\r\n\r\n"
-    )
-    client.sendall(head.encode() + content)
-    return client
 
 
 # -- fair queues -----------------------------------------------------------------------------
@@ -108,10 +82,8 @@ def send(server: Running, path: str, body: Any) -> socket.socket:
     ("path", "body"),
     [
         ("/v1/embeddings", {"input": MANY}),
-        ("/api/embed", {"model": "tiny", "input": MANY}),
         ("/v1/completions", {"prompt": MANY, "max_tokens": 4}),
         ("/v1/completions", {"prompt": MANY, "max_tokens": 0, "echo": True, "logprobs": 1}),
-        ("/completion", {"prompt": MANY, "n_predict": 4}),
     ],
 )
 def test_a_request_of_many_rows_leaves_room_for_others(
@@ -180,88 +152,45 @@ def branch_at(server: Running, text: str) -> str:
     return f"/v1/tree/{branch}"
 
 
-def score(server: Running) -> tuple[str, dict[str, Any]]:
-    return "/score", {"text": LONG}
+SEARCH = {"prompt": LONG, "think": {"policy": "best-of", "n": 3}, "max_tokens": 30}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "score": ("/score", {"text": LONG}),
+    "echo": ("/v1/completions", {"prompt": LONG, "max_tokens": 0, "echo": True, "logprobs": 1}),
+    "embed": ("/v1/embeddings", {"input": [LONG, *MANY]}),
+    "complete": ("/v1/completions", {"prompt": MANY, "max_tokens": 100}),
+    "streamed": ("/v1/completions", {"prompt": LONG, "max_tokens": 100, "stream": True}),
+    "infill": ("/v1/completions", {"prompt": LONG, "suffix": " and an end.", "max_tokens": 8}),
+    "think": ("/v1/think", SEARCH),
+    "streamed think": ("/v1/think", {**SEARCH, "stream": True}),
+    "choose": ("{branch}/choose", {"at": 2, "text": "other words"}),
+    "append": ("{branch}/append", {"text": "other words"}),
+    "try": ("{branch}/try", {"at": 2, "temperature": 0.5}),
+    "fill": ("{branch}/fill", {"first": 1, "last": 3}),
+    "doubt": ("{branch}/doubt", {}),
+    "revise": ("{branch}/revise", {"stream": True}),
+}
 
 
-def echo(server: Running) -> tuple[str, dict[str, Any]]:
-    return "/v1/completions", {"prompt": LONG, "max_tokens": 0, "echo": True, "logprobs": 1}
-
-
-def embed(server: Running) -> tuple[str, dict[str, Any]]:
-    return "/v1/embeddings", {"input": [LONG, *MANY]}
-
-
-def ollama_embed(server: Running) -> tuple[str, dict[str, Any]]:
-    return "/api/embed", {"model": "tiny", "input": [LONG, *MANY]}
-
-
-def complete(server: Running) -> tuple[str, dict[str, Any]]:
-    return "/v1/completions", {"prompt": MANY, "max_tokens": 100}
-
-
-def infill(server: Running) -> tuple[str, dict[str, Any]]:
-    return "/v1/completions", {"prompt": LONG, "suffix": " and then it ends.", "max_tokens": 8}
-
-
-def think(server: Running) -> tuple[str, dict[str, Any]]:
-    return "/v1/think", {"prompt": LONG, "think": {"policy": "best-of", "n": 3}, "max_tokens": 30}
-
-
-def streamed_think(server: Running) -> tuple[str, dict[str, Any]]:
-    return "/v1/think", {**think(server)[1], "stream": True}
-
-
-def choose(server: Running) -> tuple[str, dict[str, Any]]:
-    return branch_at(server, LONG) + "/choose", {"at": 2, "text": "other words"}
-
-
-def append(server: Running) -> tuple[str, dict[str, Any]]:
-    return branch_at(server, LONG) + "/append", {"text": "other words"}
-
-
-def try_step(server: Running) -> tuple[str, dict[str, Any]]:
-    return branch_at(server, LONG) + "/try", {"at": 2, "temperature": 0.5}
-
-
-def fill(server: Running) -> tuple[str, dict[str, Any]]:
-    return branch_at(server, LONG) + "/fill", {"first": 1, "last": 3}
-
-
-def doubt(server: Running) -> tuple[str, dict[str, Any]]:
-    return branch_at(server, LONG) + "/doubt", {}
-
-
-def revise(server: Running) -> tuple[str, dict[str, Any]]:
-    return branch_at(server, LONG) + "/revise", {"stream": True}
-
-
-KINDS = [
-    score, echo, embed, ollama_embed, complete, infill, think, streamed_think, choose, append,
-    try_step, fill, doubt, revise,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_computed_for_a_client_that_has_left(
-    tiny_server: Running,
-    kind: Callable[[Running], tuple[str, dict[str, Any]]],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny_server: Running, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
-    path, body = kind(tiny_server)
+    path, body = KINDS[kind]
+    if "{branch}" in path:
+        path = path.format(branch=branch_at(tiny_server, LONG))
     served = tiny_server.state.registry.loaded["tiny"]
-    settle(tiny_server)
+    settled(tiny_server)
     cancelled = list[WorkScope]()
     cancel = WorkScope.cancel
     monkeypatch.setattr(WorkScope, "cancel", lambda scope: (cancel(scope), cancelled.append(scope)))
     with Gate(tiny_server) as gate:
-        client = send(tiny_server, path, body)
+        client = connect(tiny_server, raw_post(path, body))
         gate.wait()
         client.close()
         # Some calls wait for their thread before they end.
         wait_until(lambda: cancelled or not served.users)
         gate.open()
-        settle(tiny_server)
+        settled(tiny_server)
     assert len(gate.steps) < 4  # of 14 or more
 
 
@@ -274,7 +203,7 @@ def test_a_deadline_ends_the_work_too(tiny_server: Running):
             assert answer.status_code == 504
             assert tiny_server.state.admission.running == 1  # the thread has not ended yet
             gate.open()
-            settle(tiny_server)
+            settled(tiny_server)
         assert len(gate.steps) < 4
     finally:
         object.__setattr__(settings, "deadline", 600.0)

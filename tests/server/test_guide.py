@@ -35,7 +35,7 @@ def tidy(server: Any) -> Iterator[None]:
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
-    """(language, what stands in it) of each fenced block."""
+    """(language, content) of each fenced block."""
     return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
@@ -119,11 +119,11 @@ def test_python(text: str, server: Any, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.real
-def test_langchain(server: Any, capsys: pytest.CaptureFixture[str]):
+def test_langchain(server: Any, lm: Any, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("langchain_openai")
     (block,) = [block for block in written_in("python") if "langchain" in block]
     exec(compile(here(block, server), "an example", "exec"), {})
-    assert capsys.readouterr().out.rstrip().endswith("576")
+    assert capsys.readouterr().out.rstrip().endswith(str(lm.config.width))
 
 
 @pytest.mark.real
@@ -175,7 +175,7 @@ def test_every_option_is_in_the_table():
 
 @pytest.mark.real
 def test_every_endpoint_is_in_the_table(server: Any):
-    document = httpx.get(f"{server.url}/openapi.json").json()
+    document = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
     reply = re.findall(r"`(/[^`]+)`", " ".join(rows("| endpoint |")))
     for path in reply:
         assert path in document["paths"] or httpx.get(server.url + path).status_code != 404, path
@@ -209,7 +209,7 @@ def test_the_page_asks_nobody_else(server: Any):
 def test_the_examples_of_the_page_work(server: Any, tidy: None):
     page = httpx.get(f"{server.url}/docs").text
     examples = json.loads(re.search(r'id="examples">(.*?)</script>', page, re.DOTALL)[1])
-    document = httpx.get(f"{server.url}/openapi.json").json()
+    document = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
     branch = httpx.post(f"{server.url}/v1/tree", json=examples["/v1/tree"]).json()["id"]
     methods = [(path, method) for path, result in document["paths"].items() for method in result
                if "requestBody" in result[method]]  # fmt: skip

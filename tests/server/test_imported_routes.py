@@ -11,6 +11,7 @@ import httpx
 import pytest
 from fastapi import APIRouter
 
+from helpers.running_server import in_event_loop
 from unspool.features import RouteGroup
 from unspool.server import app as apps
 from unspool.server.app import create_app
@@ -63,61 +64,52 @@ def client(app: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url=url)
 
 
-def run(work: Any) -> None:
-    asyncio.run(asyncio.wait_for(work, PATIENCE))
-
-
-def test_health_does_not_wait_for_an_import(slow: SlowImport):
-    async def check() -> None:
-        async with client(new_app()) as http:
-            first = [asyncio.ensure_future(http.get("/slow/route")) for _ in range(3)]
-            await asyncio.to_thread(slow.is_begun.wait, PATIENCE)
-            assert (await http.get("/health")).status_code == 200
-            assert (await http.get("/v1/models")).status_code == 200
-            assert not any(task.done() for task in first)
-            slow.is_ready.set()
-            assert [(await task).json() for task in first] == [{"slow": True}] * 3
-        assert slow.imports == 1
-
-    run(check())
-
-
-def test_an_import_does_not_wait_for_threads_that_requests_fill(slow: SlowImport):
-    async def check() -> None:
-        busy = threading.Event()
-        work = [asyncio.ensure_future(threads.in_thread(busy.wait, PATIENCE)) for _ in range(64)]
-        await asyncio.sleep(0)  # so that they are there before the request
+@in_event_loop
+async def test_health_does_not_wait_for_an_import(slow: SlowImport):
+    async with client(new_app()) as http:
+        first = [asyncio.ensure_future(http.get("/slow/route")) for _ in range(3)]
+        await asyncio.to_thread(slow.is_begun.wait, PATIENCE)
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/v1/models")).status_code == 200
+        assert not any(task.done() for task in first)
         slow.is_ready.set()
-        try:
-            async with client(new_app()) as http:
-                assert (await http.get("/slow/route")).status_code == 200
-                assert (await http.get("/health")).status_code == 200
-        finally:
-            busy.set()
-            await asyncio.gather(*work)
-
-    run(check())
+        assert [(await task).json() for task in first] == [{"slow": True}] * 3
+    assert slow.imports == 1
 
 
-def test_the_document_and_a_first_request_at_once(slow: SlowImport):
-    async def check() -> None:
-        app = new_app()
-        async with client(app) as http:
-            first = asyncio.ensure_future(http.get("/slow/route"))
-            await asyncio.to_thread(slow.is_begun.wait, PATIENCE)
-            complete = asyncio.ensure_future(http.get("/openapi.json"))
-            other = asyncio.ensure_future(asyncio.to_thread(app.app.openapi))
+@in_event_loop
+async def test_an_import_does_not_wait_for_threads_that_requests_fill(slow: SlowImport):
+    busy = threading.Event()
+    work = [asyncio.ensure_future(threads.in_thread(busy.wait, PATIENCE)) for _ in range(64)]
+    await asyncio.sleep(0)  # so that they are there before the request
+    slow.is_ready.set()
+    try:
+        async with client(new_app()) as http:
+            assert (await http.get("/slow/route")).status_code == 200
             assert (await http.get("/health")).status_code == 200
-            slow.is_ready.set()
-            assert (await first).json() == {"slow": True}
-            assert "/slow/route" in (await complete).json()["paths"]
-            assert "/slow/route" in (await other)["paths"]
-        assert slow.imports == 1
-
-    run(check())
+    finally:
+        busy.set()
+        await asyncio.gather(*work)
 
 
-def test_an_import_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+@in_event_loop
+async def test_the_document_and_a_first_request_at_once(slow: SlowImport):
+    app = new_app()
+    async with client(app) as http:
+        first = asyncio.ensure_future(http.get("/slow/route"))
+        await asyncio.to_thread(slow.is_begun.wait, PATIENCE)
+        complete = asyncio.ensure_future(http.get("/openapi.json"))
+        other = asyncio.ensure_future(asyncio.to_thread(app.app.openapi))
+        assert (await http.get("/health")).status_code == 200
+        slow.is_ready.set()
+        assert (await first).json() == {"slow": True}
+        assert "/slow/route" in (await complete).json()["paths"]
+        assert "/slow/route" in (await other)["paths"]
+    assert slow.imports == 1
+
+
+@in_event_loop
+async def test_an_import_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch):
     attempts: list[int] = []
 
     def load(target: str) -> APIRouter:
@@ -128,10 +120,6 @@ def test_an_import_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(apps, "ROUTE_GROUPS", GROUPS)
     monkeypatch.setattr(apps, "load", load)
-
-    async def check() -> None:
-        async with client(new_app()) as http:
-            assert (await http.get("/slow/route")).status_code == 500
-            assert (await http.get("/slow/route")).json() == {"slow": True}
-
-    run(check())
+    async with client(new_app()) as http:
+        assert (await http.get("/slow/route")).status_code == 500
+        assert (await http.get("/slow/route")).json() == {"slow": True}

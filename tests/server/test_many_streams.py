@@ -1,4 +1,4 @@
-"""Hundreds of streams at once: woken together, written straight to their sockets."""
+"""Many parallel streams: woken together, written straight to their sockets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from helpers.running_server import Running, running, settled
+from helpers.running_server import Running, connect, raw_post, running, settled
 from unspool.lm import LanguageModel
 from unspool.server.runtime.registry import ModelEntry
 from unspool.server.runtime.texts import LoopWaker
@@ -81,17 +81,13 @@ def _counted(server: Running) -> int:
     return int(sum(float(line.removeprefix(name)) for line in lines if line.startswith(name)))
 
 
-def raw(server: Running, version: str, **extra: Any) -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    line = socket.create_connection((host, int(port)), timeout=60)
-    body = json.dumps(ask(server, **extra)).encode()
-    head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: {host}\r\n"
-    line.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    return line
+def raw(server: Running, version: bytes = b"1.1", **extra: Any) -> socket.socket:
+    request = raw_post("/v1/chat/completions", ask(server, **extra))
+    return connect(server, request.replace(b"HTTP/1.1", b"HTTP/" + version, 1))
 
 
 def test_an_old_client_gets_the_body_without_chunks(server: Running) -> None:
-    line, result = raw(server, "1.0"), b""
+    line, result = raw(server, b"1.0"), b""
     while piece := line.recv(65536):
         result += piece
     head, _, body = result.partition(b"\r\n\r\n")
@@ -101,23 +97,15 @@ def test_an_old_client_gets_the_body_without_chunks(server: Running) -> None:
 
 def test_a_client_that_reads_late_still_gets_everything(server: Running) -> None:
     """More than a socket holds: the rest is kept until the client takes it."""
-    with raw(server, "1.1", max_tokens=1500, n=8) as line:
+    with raw(server, max_tokens=800, n=8) as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        time.sleep(1.0)
+        time.sleep(0.3)
         result = b""
         while not result.endswith(b"0\r\n\r\n"):
             piece = line.recv(1 << 20)
             assert piece, "the connection ended early"
             result += piece
     assert result.count(b'"finish_reason":"length"') == 8 and b"data: [DONE]" in result
-    settled(server)
-
-
-def test_a_client_that_leaves_in_the_middle_stops_its_text(server: Running) -> None:
-    lines = [raw(server, "1.1", max_tokens=4000) for _ in range(8)]
-    for line in lines:
-        assert line.recv(4096)
-        line.close()
     settled(server)
 
 

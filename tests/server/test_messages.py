@@ -114,7 +114,7 @@ def test_a_tool_is_used_and_its_result_read(client: anthropic.Anthropic) -> None
     assert final.content[0].input == use.input and final.stop_reason == "tool_use"
     long = {"type": "object", "properties": {"city": {"type": "string", "minLength": 900}},
             "required": ["city"]}  # fmt: skip
-    named = {"tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 24}
+    named = {"tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 60}
     cut = ask(client, **params | named | {"tools": [WEATHER | {"input_schema": long}]})
     assert cut.content[0].name == "weather" and cut.stop_reason == "max_tokens"
     result = {"type": "tool_result", "tool_use_id": use.id, "is_error": True,
@@ -170,15 +170,10 @@ def test_a_model_without_thoughts_is_asked_for_them_in_vain(client: anthropic.An
 def test_an_error_on_the_way_is_an_event(
     client: anthropic.Anthropic, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server.state, "settings", replace(server.state.settings, deadline=1.5))
+    monkeypatch.setattr(server.state, "settings", replace(server.state.settings, deadline=0.3))
     endless = {"max_tokens": 8000, "extra_body": {"unspool": {"end": False}}}
     with pytest.raises(anthropic.APIStatusError, match="timed out"):
         list(ask(client, stream=True, **endless))
-
-
-def test_a_model_that_is_not_there(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="no such model"):
-        ask(client, model="claude-9")
 
 
 # -- threads ----------------------------------------------------------------------------------

@@ -44,13 +44,6 @@ def test_chat(client, server, answer, lm):
     assert result.total_duration >= result.eval_duration > 0 and result.prompt_eval_duration > 0
 
 
-def test_a_chat_that_streams(client, server, answer):
-    pieces = list(client.chat(server.model, ASKED, options=FEW, stream=True))
-    assert len(pieces) > 2 and [piece.done for piece in pieces[:-1]] == [False] * (len(pieces) - 1)
-    assert "".join(piece.message.content for piece in pieces) == answer
-    assert pieces[-1].done_reason == "length" and pieces[-1].eval_count == 12
-
-
 def test_streams_are_lines_of_json_unless_told(server, answer):
     body = {"model": server.model, "messages": ASKED, "options": FEW}
     reply = httpx.post(f"{server.url}/api/chat", json=body, timeout=60)
@@ -173,9 +166,9 @@ def test_which_models_there_are(client, server):
     assert listed.model == f"{server.model}:latest" and listed.size > 1e6 and listed.digest
     (loaded,) = client.ps().models
     assert loaded.name == listed.model and loaded.context_length == 8192
-    assert loaded.details.quantization_level == "Q4_1"
+    assert loaded.details.quantization_level == "float32"
     visible = client.show(server.model)
-    assert visible.modelinfo["llama.block_count"] == 30 and "tools" in visible.capabilities
+    assert visible.modelinfo["llama.block_count"] == 4 and "tools" in visible.capabilities
     assert "<|im_start|>" in visible.template
     assert "unspool" in httpx.get(f"{server.url}/api/version").json()
 
@@ -207,9 +200,9 @@ def test_what_is_refused(client, server, ask, status, words):
 
 
 @pytest.fixture(scope="module")
-def own(default_model: Path) -> Iterator[Running]:
-    """A server whose model may be let go."""
-    entry = default_entry(default_model, "SmolLM2-135M-Instruct.Q4_1", memory=64 << 20)
+def unloadable(small_default: Path) -> Iterator[Running]:
+    """A server whose model may be unloaded."""
+    entry = default_entry(small_default, "SmolLM2-135M-Instruct.Q4_1", memory=16 << 20)
     with running([entry]) as result:
         yield result
 
@@ -218,30 +211,30 @@ NAMES = ["smollm2", "smollm2:latest", "SmolLM2-135M-Instruct", "smollm2-135m-ins
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_as_ollama_writes_them(own, name):
+def test_names_as_ollama_writes_them(unloadable, name):
     body = {"model": name, "prompt": "Hi", "stream": False, "options": {"num_predict": 1}}
-    result = httpx.post(f"{own.url}/api/generate", json=body, timeout=60).json()
+    result = httpx.post(f"{unloadable.url}/api/generate", json=body, timeout=60).json()
     assert result["model"] == name and result["done"]
     body = {"model": name, "prompt": "Hi", "max_tokens": 1}
-    result = httpx.post(f"{own.url}/v1/completions", json=body, timeout=60).json()
-    assert result["model"] == own.model
+    result = httpx.post(f"{unloadable.url}/v1/completions", json=body, timeout=60).json()
+    assert result["model"] == unloadable.model
 
 
-def test_a_model_is_let_go_and_comes_back(own):
-    client = ollama.Client(host=own.url)
-    assert client.generate(own.model).done_reason == "load"
+def test_a_model_is_let_go_and_comes_back(unloadable):
+    client = ollama.Client(host=unloadable.url)
+    assert client.generate(unloadable.model).done_reason == "load"
     assert len(client.ps().models) == 1
-    assert client.generate(own.model, keep_alive=0).done_reason == "unload"
+    assert client.generate(unloadable.model, keep_alive=0).done_reason == "unload"
     until = time.monotonic() + 60
     while client.ps().models:
         assert time.monotonic() < until
         time.sleep(0.05)
     assert client.list().models[0].details.family == ""  # known once it is loaded again
-    assert client.chat(own.model, ASKED, options={"num_predict": 1}, keep_alive="10m").done
+    assert client.chat(unloadable.model, ASKED, options={"num_predict": 1}, keep_alive="10m").done
     remaining = client.ps().models[0].expires_at.timestamp() - time.time()
     assert 0 < remaining < 700
-    body = {"model": own.model, "prompt": "Hi", "max_tokens": 1, "keep_alive": 0.01}
-    assert httpx.post(f"{own.url}/v1/completions", json=body, timeout=60).status_code == 200
+    body = {"model": unloadable.model, "prompt": "Hi", "max_tokens": 1, "keep_alive": 0.01}
+    assert httpx.post(f"{unloadable.url}/v1/completions", json=body, timeout=60).status_code == 200
     while client.ps().models:
         assert time.monotonic() < until
         time.sleep(0.05)

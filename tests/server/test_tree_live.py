@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 import threading
-import time
-from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from helpers.running_server import wait_until
 from helpers.tree_client import PROMPT, SAMPLING, Tree, read, tokens
-
-
-@pytest.fixture(scope="module")
-def tree(server: Any) -> Iterator[Tree]:
-    result = Tree(server.url)
-    yield result
-    result.http.close()
-
+from unspool.lens.activations import get_activations
+from unspool.server.tree.look import MAX_CELL, MAX_CELLS, _position_json, _vectors
 
 # -- live ------------------------------------------------------------------------------------
 
@@ -130,15 +126,12 @@ def test_a_client_that_leaves_stops_the_writing(tree: Tree, server: Any):
         for name, data, _ in read(answer):
             if name == "step" and data["index"] == 3:
                 break
-    deadline = time.monotonic() + 60
     engine = server.state.registry.loaded[server.model].lm.engine
-    while tree.get(branch, steps=False)["writing"] or len(engine.scheduler):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not (tree.get(branch, steps=False)["writing"] or len(engine.scheduler)))
     result = tree.get(branch)
     assert result["finish_reason"] == "interrupted" and 4 <= len(result["steps"]) < 2000
     assert server.state.admission.running == 0
-    # Whatever is still used is kept for whoever begins alike, and goes when room is needed.
+    # Pages still in use are the prefix cache.
     engine.call(engine.tree.index.clear)
     assert server.pool.used == 0
     assert tree.do("resume", branch, max_tokens=1)["last"]["reused_tokens"] == 0
@@ -199,3 +192,84 @@ def test_look_inside(tree: Tree):
     for wrong in ({"at": 1000}, {"step": 9}, {"include": "soul"}, {"layer": 0, "heads": True},
                   {"at": 1, "step": 1}, {"token": 10**6}, {"against": "me"}):  # fmt: skip
         tree.see(branch, "look", 400, **wrong)
+
+
+@pytest.fixture(scope="module")
+def written(tree: Tree) -> dict[str, Any]:
+    result: dict[str, Any] = tree.do("resume", tree.new(max_tokens=4))
+    return result
+
+
+def token_ids(written: dict[str, Any]) -> list[int]:
+    return [token["id"] for token in written["prompt"]["tokens"]] + tokens(written)
+
+
+def test_vectors_are_those_of_the_run(tree: Tree, written: dict[str, Any], lm: Any):
+    result = tree.see(written, "look", step=2, include="vectors", top=3)
+    observed = get_activations(lm, token_ids(written), result["position"])
+    vectors = result["vectors"]
+    assert vectors["every"] == 1 and vectors["width"] == lm.config.width
+    cells, scales = np.array(vectors["cells"]), np.array(vectors["scales"])
+    assert cells.shape == observed.residuals.shape and abs(cells).max() == MAX_CELL
+    # Half a cell off at most, up to what the server's other arithmetic leaves.
+    apart = abs(cells * scales[:, None] - observed.residuals)
+    assert (apart <= scales[:, None] * 0.51 + abs(observed.residuals).max(1)[:, None] * 0.01).all()
+    assert len(str(vectors)) < 100_000 and "attention" not in result
+
+
+def test_the_head_ends_where_the_step_began(tree: Tree, written: dict[str, Any]):
+    result = tree.see(written, "look", step=2, include="vectors", top=3)
+    step = written["steps"][2]
+    head = result["head"]
+    assert head["followed"]["id"] == step["token"] and head["followed"]["rank"] == step["rank"]
+    chance = math.exp(step["logprob"])
+    assert head["followed"]["probability"] == pytest.approx(chance, rel=1e-2)
+    assert [c["id"] for c in head["candidates"]] == [c["token"] for c in step["candidates"][:3]]
+    first, second, _ = head["candidates"]
+    odds = math.log(first["probability"] / second["probability"])
+    assert odds == pytest.approx(first["logit"] - second["logit"], abs=1e-4)
+    assert head["vocabulary"] == 49152 and head["norm"] > 0
+    # At the end of the text nothing was picked: the likeliest is followed.
+    last = tree.see(written, "look", include="vectors", top=1)
+    assert last["picked"] is None and last["head"]["followed"]["rank"] == 0
+
+
+def test_dials_tell_the_position(tree: Tree, written: dict[str, Any]):
+    far = tree.see(written, "look", at=6, include="vectors")["position_told"]
+    near = tree.see(written, "look", at=0, include="vectors")["position_told"]
+    assert far["way"] == "rotary" and far["pairs"] == 8
+    assert [dial["pair"] for dial in far["dials"]] == [1, 2, 3, 4, 5, 6, 7, 8]
+    angles = [dial["angle"] for dial in far["dials"]]
+    assert angles[0] == 6 and angles == sorted(angles, reverse=True)
+    assert all(dial["angle"] == 0 for dial in near["dials"])
+
+
+def test_the_map_without_the_first_token(tree: Tree, written: dict[str, Any]):
+    result = tree.see(written, "look", step=1, include="attention", heads=True)["attention"]
+    reply = result["map_without_first"]
+    places, weights = np.array(reply["place"]), np.array(reply["weight"])
+    assert places.min() >= 1
+    others = np.array(result["by_head"])[..., 1:]
+    sums = others.sum(-1)
+    clear = sums > 0.05  # elsewhere too few digits are sent to divide by
+    at_place = np.take_along_axis(others, places[..., None] - 1, -1)[..., 0]
+    for mine in (others.max(-1), at_place):
+        assert clear.any() and np.allclose(weights[clear], mine[clear] / sums[clear], atol=1e-3)
+    first = tree.see(written, "look", at=0, include="attention")["attention"]
+    assert first["map_without_first"] is None and first["mean"] == [1]
+
+
+def test_wide_vectors_are_told_by_their_furthest_numbers(lm: Any, written: dict[str, Any]):
+    observed = get_activations(lm, token_ids(written), 3)
+    wide = replace(observed, residuals=np.tile(observed.residuals, (1, 79))[:, :5001])
+    reply = _vectors(wide)
+    cells = np.array(reply["cells"]) * np.array(reply["scales"])[:, None]
+    step = reply["every"]
+    assert step > 1 and cells.size <= MAX_CELLS < 2 * cells.size and reply["width"] == 5001
+    run = wide.residuals[3, step : 2 * step]
+    assert cells[3, 1] == pytest.approx(run[abs(run).argmax()], abs=reply["scales"][3])
+
+
+def test_positions_that_are_no_angles(lm: Any):
+    learned = SimpleNamespace(config=replace(lm.config, positions="learned", rotary=None))
+    assert _position_json(learned, 2) == {"way": "learned", "pairs": 0, "dials": []}

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
-from helpers.running_server import settled
 from helpers.tree_client import Tree, read
 from unspool.decoding.edit.edit import causal_surprise
 
 PROMPT = "Once there was"
 WORDS = " a cat that sat at the mat and slept. 🐈 Then it woke up."
-
-
-@pytest.fixture(scope="module")
-def tree(server: Any) -> Tree:
-    return Tree(server.url)
 
 
 @pytest.fixture
@@ -117,14 +110,6 @@ def test_proposals_come_one_by_one_or_together(tree: Tree, story: dict[str, Any]
         assert item["old"] in WORDS and item["new"] != item["old"] and item["gain"] > 0
         change = {name: item[name] for name in ("first", "last", "text")}
         assert item["new"] in tree.do("replace", story, changes=[change])["text"]
-
-
-def test_who_leaves_a_revision_ends_it(tree: Tree, story: dict[str, Any], server: Any) -> None:
-    body = {"places": 200, "stream": True}
-    path = f"{server.url}/v1/tree/{story['id']}/revise"
-    with httpx.stream("POST", path, json=body, timeout=60) as answer:
-        next(answer.iter_lines())
-    settled(server)
 
 
 @pytest.mark.parametrize(
