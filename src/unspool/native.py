@@ -19,7 +19,7 @@ from pathlib import Path
 
 from unspool.errors import UnspoolError
 
-VERSION = 8  # of the interface; the library must have the same
+VERSION = 9  # of the interface; the library must have the same
 _FUNCTIONS = (  # of the library, each with the prefix unspool_
     "above", "copy_page", "counts", "isa", "leading", "measure", "model_free", "model_new",
     "multiply", "packed_bytes", "peaks", "pick", "profile", "quantize", "read_memory", "repack",

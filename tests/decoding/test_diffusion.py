@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +197,7 @@ def test_more_texts_than_there_is_memory_for(folder: Path):
 
 def test_each_pass_draws_anew_and_says_so(full_lm: Any):
     result = full_lm.diffuse(
-        SHORT, max_tokens=8, k=1, order="left", temperature=1.0, seed=3, end=False
+        SHORT, max_tokens=8, k=1, order="left", temperature=1.0, seed=3, top=1, end=False
     )
     sampled_values = [
         step.draw.u for item in result.passes for step in item.steps if step.draw is not None
@@ -203,6 +206,103 @@ def test_each_pass_draws_anew_and_says_so(full_lm: Any):
     for item in result.passes:
         assert all(step.canvas_pass == item.number for step in item.steps)
     assert [step.position for step in result.steps] == list(range(10, 18))
+
+
+# -- sampled on the backend ------------------------------------------------------------------------
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {"threshold": 0.1},
+    "sampled": {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "threshold": 0.1},
+    "margin": {"order": "margin", "k": 2, "temperature": 1.0},
+    "entropy": {"order": "entropy", "entropy_bound": 3.0, "repetition_penalty": 1.3},
+    "revised": {"threshold": 0.05, "remask": 0.3, "edit": 0.1, "edit_passes": 3, "temperature": 1},
+    "at once": {"steps": 1},
+}
+
+
+_FEWER = ("sampled", "revised")
+
+
+def check_sampled_alike(lm: Any, options: dict[str, Any], prompt: list[int] = SHORT) -> None:
+    """The backend's tokens are those of the host, pass by pass, and no logits are returned."""
+    inputs = {"max_tokens": 11, "seed": 5, "end": False, **options}
+    num_logits, launch = [], lm.engine.backend.launch
+
+    def counted(batch: Any) -> Any:
+        num_logits.append(len(batch.logits_indices))
+        return launch(batch)
+
+    lm.engine.backend.launch = counted
+    try:
+        on_backend = lm.diffuse(prompt, **inputs)
+        assert num_logits and not any(num_logits)
+        on_host = lm.diffuse(prompt, **inputs, top=1)
+        assert any(num_logits)
+    finally:
+        lm.engine.backend.launch = launch
+    assert on_backend.tokens == on_host.tokens
+    assert [item.tokens for item in on_backend.passes] == [item.tokens for item in on_host.passes]
+    for ours, theirs in zip(on_backend.passes, on_host.passes, strict=True):
+        assert [(p.number, p.text, p.change) for p in ours.places] == [
+            (p.number, p.text, p.change) for p in theirs.places
+        ]
+        assert [p.probability for p in ours.places] == pytest.approx(
+            [p.probability for p in theirs.places], rel=1e-4, abs=1e-7
+        )
+    assert [step.logprob for step in on_backend.steps] == pytest.approx(
+        [step.logprob for step in on_host.steps], abs=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *[("full_lm", kind) for kind in SAMPLED],
+        *[(name, kind) for name in ("shifted", "blocks", "causal") for kind in _FEWER],
+    ],
+)
+def test_the_backend_samples_what_the_host_samples(
+    name: str, kind: str, request: pytest.FixtureRequest
+):
+    check_sampled_alike(request.getfixturevalue(name), SAMPLED[kind])
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_cached_passes_are_sampled_on_the_backend(full_lm: Any, cache: str):
+    check_sampled_alike(full_lm, {"block": 4, "cache": cache, "k": 1, "temperature": 1.0})
+
+
+@pytest.mark.parametrize("sight", [{"sight": "whole"}, {"sight": "causal", "shifted": True}])
+def test_native_kernels_sample_a_canvas(folder: Path, sight: dict[str, Any]):
+    with support.seeing(folder, backend="native", block=4, **sight) as lm:
+        check_sampled_alike(lm, SAMPLED["sampled"])
+        check_sampled_alike(lm, SAMPLED["revised"])
+
+
+def test_plain_kernels_sample_a_canvas(folder: Path, full_lm: Any):
+    """In a child process: the instruction set is chosen once per process."""
+    done = subprocess.run(
+        [sys.executable, __file__, str(folder)],
+        env={
+            **os.environ, "UNSPOOL_ISA": "plain",
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
+        },
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.strip() == "plain", done.stderr
+
+
+@pytest.mark.parametrize("length", [3, pytest.param(15, marks=pytest.mark.slow)])
+def test_cuda_kernels_sample_a_canvas(length: int):
+    """In Triton's interpreter: a short text in a graph, a longer one as prefill."""
+    pytest.importorskip("triton")
+    from helpers.cuda_support import cuda_model, language_model
+    from helpers.paged_texts import RandomCheckpoint, config
+
+    small = config(layers=1, context=64, mask_id=0, sight="whole")
+    with language_model(cuda_model(RandomCheckpoint(small)), memory=1 << 20) as lm:
+        options = {**SAMPLED["sampled"], "max_tokens": 3, "k": 3}
+        check_sampled_alike(lm, options, list(range(1, length + 1)))
 
 
 # -- how a text ends ------------------------------------------------------------------------------
@@ -235,6 +335,12 @@ def test_leaving_a_stream_gives_the_pages_back(name: str, request: pytest.Fixtur
             break
     assert pages_left(lm) == 0
     assert stream.result.finish_reason == "interrupted" and len(stream.result.passes) == 3
+
+
+def test_a_canvas_given_completely_needs_no_pass(full_lm: Any):
+    tokens = full_lm.diffuse(SHORT, max_tokens=6, end=False).tokens
+    again = full_lm.diffuse(SHORT, given=tokens, end=False)
+    assert again.tokens == tokens and not again.passes
 
 
 def test_taken_back_tokens_come_to_an_end(full_lm: Any):
@@ -334,3 +440,11 @@ def test_of_a_block_that_reaches_beyond_the_text_only_the_text_is_told(blocks: A
     steps = [step.position for item in result.passes for step in item.steps]
     assert max(places) == 8 and sorted(steps) == list(range(len(SHORT), len(SHORT) + 9))
     assert sum(item.set for item in result.passes) == 9 == len(result.tokens)
+
+
+if __name__ == "__main__":
+    from unspool import native
+
+    print(native.instruction_set())
+    with support.seeing(Path(sys.argv[1]), backend="native", sight="whole") as plain_lm:
+        check_sampled_alike(plain_lm, SAMPLED["sampled"])

@@ -10,6 +10,7 @@ import pytest
 from helpers.decoding_support import PROMPT, pages_left
 from unspool.decoding.branches import mean_logprob
 from unspool.decoding.search.samples import best_of, samples, vote
+from unspool.decoding.search.verifiers import answer_finder, tally
 from unspool.engine.generation import Generation
 from unspool.engine.request import Limits, Request
 from unspool.errors import ContextError, SettingsError, UnspoolError
@@ -68,7 +69,7 @@ def test_best_of_goes_by_a_scorer(tiny_lm):
 )
 def test_a_scorer_that_fails_fails_alone(tiny_lm, scorer):
     other, steps = tiny_lm.begin(PROMPT, max_tokens=60, end=False, seed=1)
-    with pytest.raises(UnspoolError, match="scorer"):
+    with pytest.raises(UnspoolError, match="failed on each of 3 texts: the verifier"):
         best_of(tiny_lm, PROMPT, 3, scorer=scorer, max_tokens=4)
     assert len(list(other.extend(steps))) == 60
     assert pages_left(tiny_lm) == 0
@@ -136,12 +137,11 @@ def test_faults_leave_nothing_behind(tiny_lm):
         (r"a(b)?", ["a", "ab", "xab "], {"b": 2}),
     ],
 )
-def test_a_patterns_last_match_counts(tiny_lm, monkeypatch, pattern, texts, counts):
+def test_a_patterns_last_match_counts(tiny_lm, pattern, texts, counts):
     written = tiny_lm.generate(PROMPT, max_tokens=1, end=False).steps[0]
     request = Request(prompt=(1,), settings=SamplingSettings(), limits=Limits(context=9))
     inputs = [Generation(request, [replace(written, text=t)]) for t in texts]
-    monkeypatch.setattr("unspool.decoding.search.samples.samples", lambda *_, **__: inputs)
-    result = vote(tiny_lm, PROMPT, 3, extract=pattern)
-    assert result.counts == counts
-    if len(set(counts.values())) > 1:
-        assert result.answer == max(counts, key=lambda answer: counts[answer])
+    find = answer_finder(pattern)
+    votes = tally(inputs, [find(text) for text in inputs])
+    assert votes == counts
+    assert votes[next(iter(votes))] == max(counts.values())

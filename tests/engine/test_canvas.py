@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from helpers.deep_null import MASK, SIGHTS, engine_with, expected_logits, fresh
-from unspool.engine.canvas import Canvas, CanvasKind, open_canvas, run_passes
+from unspool.engine.canvas import Canvas, CanvasKind, PassRequest, open_canvas, run_passes
 from unspool.engine.request import Limits, Request
 from unspool.errors import UnspoolError
 from unspool.sampling import SamplingSettings
@@ -149,7 +149,7 @@ class CanvasMachine(RuleBasedStateMachine):
 
     def _check(self, canvases: list[Canvas]) -> None:
         not_empty = [canvas for canvas in canvases if self.texts[canvas][1]]
-        all_logits = run_passes([(canvas, None) for canvas in not_empty])
+        all_logits = run_passes([PassRequest(canvas) for canvas in not_empty])
         for canvas, logits in zip(not_empty, all_logits, strict=True):
             text, places = self.texts[canvas]
             assert np.array_equal(logits, expected_logits(text, places, self.kind))

@@ -18,7 +18,7 @@ from helpers.canvas_support import MASK
 from helpers.deep_null import MASK as NULL_MASK
 from helpers.deep_null import VOCAB, engine_with, expected_logits, fresh
 from unspool import native
-from unspool.engine.canvas import CanvasKind, open_canvas, run_passes
+from unspool.engine.canvas import CanvasKind, PassRequest, open_canvas, run_passes
 from unspool.engine.request import Limits, Request
 from unspool.errors import ContextError, SettingsError, UnspoolError
 from unspool.model.adapters import Adapter, LowRank
@@ -136,7 +136,7 @@ def test_canvases_and_texts_run_in_the_same_steps():
     stream = engine.submit(request)
     canvases = [open_canvas(engine, [1, 2, n], 4 + n, WHOLE) for n in range(3)]
     for token in range(4):
-        results = run_passes([(canvas, None) for canvas in canvases])
+        results = run_passes([PassRequest(canvas) for canvas in canvases])
         for number, (canvas, logits) in enumerate(zip(canvases, results, strict=True)):
             assert np.array_equal(logits, expected_logits([1, 2, number], canvas.tokens, WHOLE))
             canvas.set(token, token)

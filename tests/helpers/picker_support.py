@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from unspool.sampling import SamplingSettings
+from unspool.sampling import Chain, SamplingSettings, score
 from unspool.sampling.picker import (
     HISTORY_END,
     HISTORY_START,
     POSITION,
+    TARGET,
     SamplingRows,
+    encode_canvas,
     encode_settings,
     history_range,
     needs_history,
@@ -34,6 +36,14 @@ SETTINGS = st.fixed_dictionaries(
         "seed": st.integers(-(2**63), 2**70),
     },
 )
+
+
+# For the places of a canvas.
+CANVAS_SETTINGS = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    {"temperature": 1.2, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.5, "seed": -3},
+]
 
 
 def random_logits(chance: np.random.Generator, rows: int, width: int, spread: float) -> Any:
@@ -64,3 +74,34 @@ def rows_of(
         ints.append(row_ints)
     history = np.concatenate(histories) if histories else np.empty(0, np.int64)
     return SamplingRows(np.array(floats), np.array(ints), history)
+
+
+def canvas_rows(
+    row_settings: SamplingSettings, count: int, width: int, chance: np.random.Generator
+) -> SamplingRows:
+    """Sampling rows of a canvas's places, in a late denoising step; every second has a token."""
+    history = chance.integers(0, width, 12).tolist() if needs_history(row_settings) else []
+    bounds = history_range(row_settings, 4, len(history)) if history else (0, 0)
+    targets = [int(chance.integers(1, width)) if n % 2 else -1 for n in range(count)]
+    return encode_canvas(
+        row_settings, 2, range(5, 5 + count), 300, history, bounds, excluded=0, targets=targets
+    )
+
+
+def check_canvas(picked: Any, rows: SamplingRows, logits: Any, close: float = 0.0) -> None:
+    """Hold picked tokens and details against the chain and `score`."""
+    assert rows.canvas is not None
+    masked = np.array(logits, np.float32)
+    masked[:, 0] = -np.inf
+    settings_list = [rows.settings(n) for n in range(len(rows.ints))]
+    inputs = [rows.row_input(n) for n in range(len(rows.ints))]
+    assert [(row.position, row.canvas_pass) for row in inputs[:2]] == [(5, 300), (6, 300)]
+    expected = Chain(settings_list).pick(masked, inputs, top=2)
+    assert picked.tokens.tolist() == [choice.token for choice in expected]
+    scores = score(masked, np.maximum(rows.canvas[:, TARGET], 0))
+    values = [
+        (choice.entropy, choice.margin, scores.logprobs[n] if n % 2 else 0.0)
+        for n, choice in enumerate(expected)
+    ]
+    np.testing.assert_allclose(picked.logprobs, [choice.logprob for choice in expected], atol=close)
+    np.testing.assert_allclose(picked.details, values, atol=close)

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.picker_support import SETTINGS, random_logits, rows_of
+from helpers.picker_support import (
+    CANVAS_SETTINGS,
+    SETTINGS,
+    canvas_rows,
+    check_canvas,
+    random_logits,
+    rows_of,
+)
 from unspool import native
 from unspool.sampling import BadLogitsError, Chain, RowInput, SamplingSettings
 from unspool.sampling import picker as picker_module
@@ -46,6 +53,29 @@ def test_the_same_token_as_the_chain(
     assert picked.tokens.tolist() == [choice.token for choice in expected]
     np.testing.assert_allclose(picked.logprobs, [choice.logprob for choice in expected], atol=2e-6)
     assert not picked.failures
+
+
+@pytest.mark.parametrize("options", CANVAS_SETTINGS)
+@pytest.mark.parametrize(("kind", "width"), [("numpy", 700), ("numpy", 40), ("torch", 700)])
+def test_places_of_a_canvas(options: dict[str, Any], kind: str, width: int):
+    """The chain's tokens, without the mask token, and what an order of unmasking needs."""
+    chance = np.random.default_rng(width)
+    logits = (chance.standard_normal((6, width)) * 2).astype(np.float32)
+    rows = canvas_rows(SamplingSettings(**options), 6, width, chance)
+    array: Any = logits.copy()
+    if kind == "torch":
+        array = pytest.importorskip("torch").from_numpy(array)
+    check_canvas(pick_tokens(array, rows, threads=2), rows, logits, 2e-6 * (kind == "torch"))
+
+
+def test_a_place_without_a_distribution_fails_alone():
+    logits = np.zeros((3, 300), np.float32)
+    logits[1] = np.nan
+    logits[2, 5] = np.inf
+    rows = canvas_rows(SamplingSettings(temperature=0), 3, 300, np.random.default_rng(0))
+    picked = pick_tokens(logits, rows)
+    assert set(picked.failures) == {1} and picked.tokens[2] == 5
+    assert picked.details is not None and picked.details[0, 0] == pytest.approx(np.log(299))
 
 
 def test_draws_fall_as_often_as_they_should():

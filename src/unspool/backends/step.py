@@ -2,9 +2,10 @@
 
 A `StepBatch` holds the new tokens of several sequences, where their keys and values are written,
 and what to return. `Backend.launch` returns a `Handle` without waiting. The handle's result holds
-the sampled tokens with their log-probabilities, and logits or observations only where requested. A
-device can therefore start the next step before the result of the last one is read: a token may be
-given as "sample number n of the previous step".
+the sampled tokens with their log-probabilities (for a canvas also entropy, margin and the
+log-probability of a given token), and logits or observations only where requested. A device can
+therefore start the next step before the result of the last one is read: a token may be given as
+"sample number n of the previous step".
 
 All fields are flat arrays, so a step can be sent to another process, recorded and replayed.
 """
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+Details = npt.NDArray[np.float64]  # [sampled, 3]: entropy, margin, log-probability of the target
 Logits: TypeAlias = "Floats | Tensor"  # [rows, vocabulary], on the backend's device
 
 RECURRENT_STATS = 3  # values per head in `Inside.recurrent`: gate, decay, norm of the state
@@ -127,7 +129,8 @@ class StepBatch:
     page_copies: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
     # Indices of the tokens after which a next token is sampled, ascending.
     sample_indices: Ints = field(default_factory=empty_ints)
-    sampling: SamplingRows | None = None  # sampling settings, one row per entry of `sampled`
+    # Sampling settings, one row per entry of `sample_indices`.
+    sampling: SamplingRows | None = None
     logits_indices: Ints = field(
         default_factory=empty_ints
     )  # indices of the tokens whose logits to return
@@ -156,6 +159,7 @@ class StepResult:
     logits: Logits  # [requested logits, vocabulary]
     observations: Observations | None = None
     failures: dict[int, Exception] = field(default_factory=dict)  # by index into `sampled`
+    details: Details | None = None  # only if the batch has a canvas
 
 
 class StepHandle(Protocol):

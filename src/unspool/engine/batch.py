@@ -60,6 +60,7 @@ class BatchBuilder:
         draft_rows: list[tuple[int, DraftRow]] = []
         adapters: list[int] = []
         histories: _PenaltyHistories | None = None
+        canvas_picks: list[tuple[int, SamplingRows]] = []  # index of the first pick, and the rows
         for row, task in enumerate(rows):
             branch, first, until = task.branch, task.scheduled_start, task.scheduled_end
             start, at = branch.start, starts[row]
@@ -81,6 +82,16 @@ class BatchBuilder:
             if num_outputs:
                 if task.samples_on_host:
                     logits += range(end - num_outputs, end)
+                elif task.pick_rows is not None:
+                    start_index = end - num_outputs
+                    places = _select_rows(task, until - num_outputs, until)
+                    num_outputs = len(places.ints)
+                    if num_outputs and len(places.history):
+                        histories = histories or _PenaltyHistories()
+                        histories.add_rows(places, len(sampled))
+                    canvas_picks.append((len(sampled), places))
+                    sampled += range(start_index, start_index + num_outputs)
+                    sampled_slots += (0,) * num_outputs  # replaced below
                 else:
                     if task.sees_history:
                         histories = histories or _PenaltyHistories()
@@ -121,7 +132,7 @@ class BatchBuilder:
             visible_end[part] = _visible_end(rows[row].branch, positions[part])
         sampled_at, pick = _EMPTY, None
         if sampled:
-            if len(sampled) == len(rows) == count:
+            if len(sampled) == len(rows) == count and not canvas_picks:
                 sampled_at, pick_slots = self._first_integers(count), row_slots
                 pick_positions = next_positions
             else:  # `take` is twice as quick as an index on short arrays
@@ -129,8 +140,11 @@ class BatchBuilder:
                 pick_positions = next_positions.take(sampled_at)
             ints = self._ints.take(pick_slots, 0)
             ints[:, POSITION] += pick_positions  # on top of the truncated tokens
-            history = histories.write(ints) if histories else _EMPTY
-            pick = SamplingRows(self._floats.take(pick_slots, 0), ints, history)
+            pick = SamplingRows(self._floats.take(pick_slots, 0), ints, _EMPTY)
+            if canvas_picks:
+                _write_canvas_rows(pick, canvas_picks)
+            if histories:
+                pick.history = histories.write(ints)
         states = captures = _NO_COPIES
         if tree.states is not None:
             states, captures = tree.states.rows([task.branch for task in rows], firsts, starts)
@@ -228,11 +242,36 @@ class _PenaltyHistories:
         self._parts.append(tokens[first:last])
         self._length += last - first
 
+    def add_rows(self, rows: SamplingRows, first_pick: int) -> None:
+        """Add the ranges of a canvas's places, which share one history."""
+        bounds = rows.ints[:, HISTORY_START : HISTORY_END + 1] + self._length
+        self._ranges += [(first_pick + n, *pair) for n, pair in enumerate(bounds.tolist())]
+        self._parts.append(rows.history)
+        self._length += len(rows.history)
+
     def write(self, ints: Ints) -> Ints:
         """Write each pick's range into its sampling parameters; return the concatenated tokens."""
         picks, starts, ends = np.array(self._ranges).T
         ints[picks, HISTORY_START], ints[picks, HISTORY_END] = starts, ends
         return np.concatenate(self._parts)
+
+
+def _select_rows(task: EngineTask, start: int, end: int) -> SamplingRows:
+    """Return the sampling settings of a canvas's outputs from position `start` to before `end`."""
+    assert task.pick_rows is not None
+    rows, first = task.pick_rows, task.branch.length - task.num_logits
+    part = slice(start - first, end - first)
+    assert rows.canvas is not None
+    return SamplingRows(rows.floats[part], rows.ints[part], rows.history, rows.canvas[part])
+
+
+def _write_canvas_rows(pick: SamplingRows, canvas_picks: list[tuple[int, SamplingRows]]) -> None:
+    """Replace the settings of the picks that belong to canvases."""
+    pick.canvas = np.full((len(pick.ints), 2), -1)
+    for first, rows in canvas_picks:
+        assert rows.canvas is not None
+        part = slice(first, first + len(rows.ints))
+        pick.floats[part], pick.ints[part], pick.canvas[part] = rows.floats, rows.ints, rows.canvas
 
 
 def scatter_results(
@@ -253,6 +292,8 @@ def scatter_results(
             if result.failures:
                 error = _find_failure(result, range(num_picked, num_picked + count))
             task.picked += picks[num_picked : num_picked + count]
+            if task.pick_rows is not None and result.details is not None:
+                task.details.append(result.details[num_picked : num_picked + count])
             num_picked += count
         elif count:
             task.logits.append(result.logits[num_logits : num_logits + count])

@@ -2,7 +2,7 @@
 
     kind = CanvasKind(mask_id=4, sight="block", block=32)
     canvas = open_canvas(engine, prompt_ids, 32, kind)
-    logits = canvas.logits()          # of each of the 32 places, in one pass
+    logits = canvas.logits()          # of each of the 32 places, in one pass; see also `run_passes`
     canvas.set(5, token)              # also canvas.clear(5), and canvas.set(5, another)
     canvas.commit(32)                 # these places become final text
     canvas.append(32)                 # more masked places after them
@@ -23,26 +23,41 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, Union, cast
 
-from unspool.backends.step import Logits
+import numpy as np
+
+from unspool.backends.step import Details, Logits
 from unspool.engine.engine import AwaitedTask, Engine
 from unspool.engine.loop import Loop, concat_logits
 from unspool.engine.scheduler import Scheduler
 from unspool.engine.tree import Branch
 from unspool.errors import ContextError, SettingsError, UnspoolError
+from unspool.sampling.picker import SamplingRows
 
 # -- A pass over a canvas: its places are computed in the engine's steps, beside ordinary texts
 
 
-class CanvasPass(AwaitedTask[Logits]):
+@dataclass(frozen=True, slots=True)
+class PlacePicks:
+    """What the backend sampled for the places of a canvas."""
+
+    tokens: list[int]
+    logprobs: list[float]  # by the model, without the mask token, before any sampling stage
+    details: Details  # [places, 3]: entropy, margin, log-probability of the place's own token
+
+
+class CanvasPass(AwaitedTask[Union[Logits, PlacePicks]]):  # noqa: UP007 - Logits may be a string
     """Computes a canvas from one position to its end, or to another position.
+
+    Its result is the logits from the first position on or, with `pick_rows`, the tokens sampled
+    for as many positions.
 
     Where only a span is computed, all other tokens keep the keys and values of the last full pass.
     If these are lost (by preemption, say), that full pass is computed again first.
     """
 
-    __slots__ = ("engine", "full_pass_tokens", "span", "tokens_to_restore")
+    __slots__ = ("engine", "full_pass_tokens", "output_start", "span", "tokens_to_restore")
 
     def __init__(
         self,
@@ -51,6 +66,8 @@ class CanvasPass(AwaitedTask[Logits]):
         first: int,
         stop: int | None = None,
         *,
+        pick_rows: SamplingRows | None = None,
+        output_start: int | None = None,
         full_pass_tokens: tuple[int, ...] | None = None,
         is_intact: bool = True,
     ) -> None:
@@ -61,10 +78,14 @@ class CanvasPass(AwaitedTask[Logits]):
             branch: The branch of the canvas.
             first: The first position to compute.
             stop: Where to end; None: at the end of the canvas.
+            pick_rows: How to sample on the backend; None: logits are returned.
+            output_start: The position of the first output, if that is not `first`.
             full_pass_tokens: All tokens at the last full pass, if only a span is computed.
             is_intact: Whether the keys and values of that pass are still there.
         """
-        super().__init__(branch, branch.length - first)
+        self.output_start = first if output_start is None else output_start
+        super().__init__(branch, branch.length - self.output_start)
+        self.pick_rows = pick_rows
         self.engine, self.full_pass_tokens, self.compute_end = engine, full_pass_tokens, stop
         self.decoding = True
         self.span = None if full_pass_tokens is None or stop is None else (first, stop)
@@ -72,6 +93,10 @@ class CanvasPass(AwaitedTask[Logits]):
         self.tokens_to_restore: list[int] | None = None
         if not is_intact:
             self._repeat_full_pass()
+
+    @property
+    def samples_on_host(self) -> bool:
+        return self.pick_rows is None
 
     def begin(self, scheduler: Scheduler) -> None:
         if self.span is not None and self.tokens_to_restore is None:
@@ -87,7 +112,7 @@ class CanvasPass(AwaitedTask[Logits]):
         assert self.full_pass_tokens is not None
         if self.tokens_to_restore is None:
             self.tokens_to_restore = self.branch.tail.copy()
-        self.compute_end, self.num_logits = None, 1
+        self.compute_end, self.num_logits = None, 0
         self.branch.tail[:] = self.full_pass_tokens
         self.branch.num_computed = 0
 
@@ -99,13 +124,20 @@ class CanvasPass(AwaitedTask[Logits]):
         if self.tokens_to_restore is not None and self.span is not None:
             self._restore_tokens()
             self.branch.num_computed, self.compute_end = self.span
-            self.num_logits = self.branch.length - self.span[0]
-            self.logits.clear()
+            self.num_logits = self.branch.length - self.output_start
             return
         self.engine.scheduler.remove(self)
         if self.span is not None:
             self.branch.num_computed = self.branch.length
-        self.future.set_result(concat_logits(self.logits))
+        if self.pick_rows is None:
+            self.future.set_result(concat_logits(self.logits))
+            return
+        details = np.concatenate([np.empty((0, 3)), *self.details])
+        tokens, logprobs = (
+            [token for token, _ in self.picked],
+            [chance for _, chance in self.picked],
+        )
+        self.future.set_result(PlacePicks(tokens, logprobs, details))
 
     def fail(self, error: BaseException) -> None:
         if self.tokens_to_restore is not None:
@@ -224,14 +256,22 @@ class Canvas:
         `last`, and return their logits. All others keep the keys and values of the last full pass:
         faster, and approximate.
         """
-        return run_passes([(self, None if first is None else (first, last))])[0]
+        window = None if first is None else (first, last)
+        return cast(Logits, run_passes([PassRequest(self, window)])[0])
 
     def next_logits(self) -> Logits | None:
         """Return the logits of the first place from the final text alone, [1, vocabulary].
 
         None if the model predicts each place at its own position, or no text is final.
         """
-        return first_place_logits([self])[0]
+        return cast("Logits | None", run_first_place_passes([(self, None)])[0])
+
+    @property
+    def text_predicts_first(self) -> bool:
+        """Whether the last token of the final text predicts the first place."""
+        begin = self.branch.provisional
+        num_final = self.branch.length if begin is None else begin
+        return self.kind.shifted and 0 < self.start == num_final
 
     # -- changes --------------------------------------------------------------------------------
 
@@ -379,79 +419,108 @@ Window = tuple[int, int | None] | None
 """The places from the first to before the second (None: the end); None: all places."""
 
 
-def run_passes(requests: Sequence[tuple[Canvas, Window]]) -> list[Logits]:
-    """Return `Canvas.logits` of several canvases, computed in the same steps."""
-    logits: dict[int, Logits] = {}
+@dataclass(frozen=True, slots=True)
+class PassRequest:
+    """A pass over a canvas, and what it returns."""
+
+    canvas: Canvas
+    window: Window = None  # see `Canvas.logits`
+    # How the backend samples the places from `first_place` on; None: the logits are returned.
+    sampling: SamplingRows | None = None
+    first_place: int = 0
+
+
+def run_passes(requests: Sequence[PassRequest]) -> list[Logits | PlacePicks]:
+    """Run passes over several canvases in the same steps; return the logits of each, or what was
+    sampled."""
+    outputs: dict[int, Logits | PlacePicks] = {}
     passes: dict[int, CanvasPass] = {}
 
     def plan() -> list[CanvasPass]:
-        for canvas, _ in requests:
-            canvas.engine.scheduler.check_idle(canvas.branch)
-            if not len(canvas):
+        for request in requests:
+            request.canvas.engine.scheduler.check_idle(request.canvas.branch)
+            if not len(request.canvas):
                 raise SettingsError("the canvas has no places; append some")
-        for index, (canvas, window) in enumerate(requests):
-            if canvas._logits is not None and window is None:
-                logits[index] = canvas._logits
+        for index, request in enumerate(requests):
+            logits = request.canvas._logits
+            if logits is not None and request.window is None and request.sampling is None:
+                outputs[index] = logits
             else:
-                passes[index] = _plan_pass(canvas, window)
+                passes[index] = _plan_pass(request)
         return list(passes.values())
 
     if not requests:
         return []
-    results = requests[0][0].engine.run_tasks(plan)
-    for (index, canvas_pass), rows in zip(passes.items(), results, strict=True):
-        canvas, window = requests[index]
-        logits[index] = _logits_of_places(canvas, canvas_pass, rows, window)
-    return [logits[index] for index in range(len(requests))]
+    results = requests[0].canvas.engine.run_tasks(plan)
+    for (index, canvas_pass), result in zip(passes.items(), results, strict=True):
+        if not isinstance(result, PlacePicks):
+            request = requests[index]
+            result = _logits_of_places(request.canvas, canvas_pass, result, request.window)
+        outputs[index] = result
+    return [outputs[index] for index in range(len(requests))]
 
 
-def first_place_logits(canvases: Sequence[Canvas]) -> list[Logits | None]:
-    """Return `Canvas.next_logits` of several canvases, computed in the same steps."""
+def run_first_place_passes(
+    requests: Sequence[tuple[Canvas, SamplingRows | None]],
+) -> list[Logits | PlacePicks | None]:
+    """Predict the first place of several canvases from their final text alone, in the same steps.
+
+    Returns `Canvas.next_logits` of each canvas or, with settings, what the backend sampled.
+    """
     passes: dict[Canvas, CanvasPass] = {}
 
     def plan() -> list[CanvasPass]:
-        for canvas in canvases:
+        for canvas, rows in requests:
             canvas.engine.scheduler.check_idle(canvas.branch)
             canvas._write()
-            if canvas._first_logits is None and _text_predicts_first(canvas):
-                last_token = canvas.start - 1
-                passes[canvas] = CanvasPass(canvas.engine, canvas.branch, last_token, canvas.start)
+            is_known = canvas._first_logits is not None and rows is None
+            if canvas.text_predicts_first and not is_known:
+                first, end = canvas.start - 1, canvas.start
+                passes[canvas] = CanvasPass(
+                    canvas.engine, canvas.branch, first, end, pick_rows=rows
+                )
         return list(passes.values())
 
-    if canvases:
-        results = canvases[0].engine.run_tasks(plan)
-        for canvas, logits in zip(passes, results, strict=True):
-            canvas._first_logits = logits
-    return [canvas._first_logits for canvas in canvases]
+    picks = dict[Canvas, PlacePicks]()
+    if requests:
+        results = requests[0][0].engine.run_tasks(plan)
+        for canvas, result in zip(passes, results, strict=True):
+            if isinstance(result, PlacePicks):
+                picks[canvas] = result
+            else:
+                canvas._first_logits = result
+    return [
+        canvas._first_logits if rows is None else picks.get(canvas) for canvas, rows in requests
+    ]
 
 
-def _text_predicts_first(canvas: Canvas) -> bool:
-    """Return whether the last token of the final text predicts the first place."""
-    begin = canvas.branch.provisional
-    num_final = canvas.branch.length if begin is None else begin
-    return canvas.kind.shifted and 0 < canvas.start == num_final
-
-
-def _plan_pass(canvas: Canvas, window: Window) -> CanvasPass:
-    """Return the pass that computes the logits of all places, or of those in a window."""
+def _plan_pass(request: PassRequest) -> CanvasPass:
+    """Return the pass that computes the outputs of all places, or of those in a window."""
+    canvas, window, rows = request.canvas, request.window, request.sampling
     branch, kind = canvas.branch, canvas.kind
     first, last = (0, len(canvas)) if window is None else _check_window(canvas, window)
     is_intact = branch.num_computed == branch.length and canvas._window in (None, (first, last))
     canvas._write()
     begin = canvas.start + first
-    if kind.shifted and begin and canvas._first_logits is None:
+    if kind.shifted and begin and (canvas._first_logits is None or rows is not None):
         begin -= 1
+    output_start = None
+    if rows is not None:
+        output_start = canvas.start + request.first_place - kind.shifted
+        begin = output_start if window is None else begin
     if window is None or canvas._last_full_pass is None:
         if kind.sight == "whole":  # a full pass: afterwards nothing is approximate
             canvas._last_full_pass, branch.num_computed = (*branch.tail,), 0
         canvas._window = None
-        return CanvasPass(canvas.engine, branch, begin)
+        return CanvasPass(canvas.engine, branch, begin, pick_rows=rows, output_start=output_start)
     canvas._window = (first, last)
     return CanvasPass(
         canvas.engine,
         branch,
         begin,
         canvas.start + last,
+        pick_rows=rows,
+        output_start=output_start,
         full_pass_tokens=canvas._last_full_pass,
         is_intact=is_intact,
     )
@@ -485,7 +554,7 @@ def _logits_of_places(
     if shifted and canvas._first_logits is not None:
         rows = concat_logits([canvas._first_logits, rows])
         base -= 1
-    elif shifted and _text_predicts_first(canvas):
+    elif shifted and canvas.text_predicts_first:
         canvas._first_logits = rows[:1]
     if position < 0:  # the first token of a text is predicted at its own position
         rows, position = concat_logits([rows[:1], rows]), 0

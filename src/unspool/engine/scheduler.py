@@ -18,11 +18,11 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 
-from unspool.backends.step import Logits, Observations, StepLimits
+from unspool.backends.step import Details, Logits, Observations, StepLimits
 from unspool.engine.states import OutOfStatesError
 from unspool.engine.tree import Branch, OutOfPagesError, Tree
 from unspool.errors import UnspoolError
-from unspool.sampling.picker import Ints
+from unspool.sampling.picker import Ints, SamplingRows
 
 SMALLEST_CHUNK = 16  # tokens, of a prompt that does not end with the chunk
 _MAX_ADMITTED_PER_STEP = 64
@@ -39,6 +39,7 @@ class EngineTask:
         "cached",
         "compute_end",
         "decoding",
+        "details",
         "group",
         "has_placeholder",
         "has_side_rows",
@@ -51,6 +52,7 @@ class EngineTask:
         "pick_floats",
         "pick_ints",
         "pick_number",
+        "pick_rows",
         "picked",
         "priority",
         "queued",
@@ -68,7 +70,10 @@ class EngineTask:
         self.pick_floats: list[float] | None = None
         self.pick_ints: list[int] = []
         self.sees_history = False  # whether penalties apply
+        # Of a canvas: the settings of each of its first outputs; the others are not needed.
+        self.pick_rows: SamplingRows | None = None
         self.picked: list[tuple[int, float]] = []  # sampled tokens and their log-probabilities
+        self.details: list[Details] = []  # of a canvas, what belongs to each sampled token
         self.logits: list[Logits] = []  # or the logits, one array a chunk
         self.inside: list[Observations] = []
         self.observed_positions: frozenset[int] = frozenset()  # return activations of these
@@ -462,6 +467,7 @@ class Scheduler:
             self.preemptions += 1
         self.tree.preempt(task.branch)
         task.picked.clear()
+        task.details.clear()
         task.logits.clear()
         task.inside.clear()
         task.preempted()

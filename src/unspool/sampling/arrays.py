@@ -13,7 +13,6 @@ zeros change nothing).
 from __future__ import annotations
 
 import math
-import sys
 from ctypes import addressof, c_char, c_int32, c_int64, c_void_p
 from typing import Any
 
@@ -408,7 +407,7 @@ def _address(x: Array) -> int:
     return int(x.ctypes.data)
 
 
-# -- The operations for an array. Never imports torch: a tensor implies that it is imported
+# -- The operations for an array. Imports torch only for its tensors
 
 
 Operations = NumpyOperations | TorchOperations
@@ -422,9 +421,10 @@ def array_operations(array: Array) -> Operations:
     global _torch
     if isinstance(array, np.ndarray):
         return numpy_operations()
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
+    if hasattr(array, "detach"):  # a tensor
         if _torch is None:
+            import torch
+
             _torch = TorchOperations(torch)
         return _torch
     raise TypeError(f"logits must be a numpy array or a torch tensor, not {type(array).__name__}")

@@ -9,6 +9,7 @@ Observation (`top`, `explain`) reads the arrays of the same run and does not cha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -93,6 +94,12 @@ class Pick:
     state: StageState | None = None
     candidates: tuple[Candidate, ...] = ()
     stages: tuple[StageReport, ...] = ()
+
+    @property
+    def margin(self) -> float:
+        """Difference between the two largest probabilities of the model; needs two candidates."""
+        best = [math.exp(candidate.logprob) for candidate in self.candidates[:2]]
+        return best[0] - best[1] if len(best) > 1 else best[0]
 
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]

@@ -86,6 +86,11 @@ def stream_of_pass(stream: int, canvas_pass: int | None) -> int:
     return stream if canvas_pass is None else stream | (canvas_pass + 1) << _PASS_BITS
 
 
+def pass_of_stream(stream: int) -> int | None:
+    """Denoising step of a stream; None: ordinary text. The inverse of `stream_of_pass`."""
+    return (stream >> _PASS_BITS) - 1 if stream >> _PASS_BITS else None
+
+
 def uniforms(
     seeds: Sequence[int],
     samples: Sequence[int],

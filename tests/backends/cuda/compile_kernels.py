@@ -36,6 +36,7 @@ from unspool.backends.cuda.attention import (
     prefill_rows,
     store_keys,
 )
+from unspool.backends.cuda.kernels.canvas import exclude_tokens, measure_rows
 from unspool.backends.cuda.matmul import PACKINGS, Epilogue, NormWeights, PackedMatrix, repack
 from unspool.backends.cuda.runner import ExpertScratch, run_experts
 from unspool.backends.cuda.weights import fuse_weights
@@ -132,6 +133,13 @@ def guessing(dtype: str) -> None:
         list(context.chain([1, 2, 3], 2, 0.7))
 
 
+def canvas_details(dtype: torch.dtype) -> None:
+    logits, canvas = torch.zeros(4, 3000, dtype=dtype), torch.zeros(4, 2, dtype=torch.int64)
+    exclude_tokens[(4,)](logits, 3000, canvas)
+    numbers = torch.zeros(4, 3, dtype=torch.float64)
+    measure_rows[(4,)](logits, 3000, canvas, numbers, numbers, 3000, BLOCK=2048)
+
+
 if __name__ == "__main__":
     JITFunction.__getitem__ = compile_instead  # type: ignore[method-assign]
     attention(torch.bfloat16, 1, heads=32, kv_heads=8, head_width=128, norm=True)
@@ -146,4 +154,6 @@ if __name__ == "__main__":
     for dtype, rank in ((torch.bfloat16, 16), (torch.float32, 40)):
         adapted(dtype, rank)
     guessing("bfloat16")
+    for dtype in (torch.bfloat16, torch.float32):
+        canvas_details(dtype)
     print(*sorted(compiled))

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.picker_support import SETTINGS, random_logits, rows_of
+from helpers.picker_support import (
+    CANVAS_SETTINGS,
+    SETTINGS,
+    canvas_rows,
+    check_canvas,
+    random_logits,
+    rows_of,
+)
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -17,7 +24,11 @@ pytest.importorskip("triton")
 from unspool.backends.cuda.sampler import DevicePicker  # noqa: E402
 from unspool.sampling import Chain, RowInput, SamplingSettings  # noqa: E402
 from unspool.sampling.chain import Pick  # noqa: E402
-from unspool.sampling.picker import SamplingRows, can_sample_on_device  # noqa: E402
+from unspool.sampling.picker import (  # noqa: E402
+    PickedTokens,
+    SamplingRows,
+    can_sample_on_device,
+)
 
 
 def filled(rows: SamplingRows, vocabulary: int) -> DevicePicker:
@@ -70,6 +81,20 @@ def test_the_same_token_as_the_chain(
     picker.launch(tensor)
     inputs = [RowInput(text, 1, sample=n) for n, text in enumerate(texts)]
     check(picker, Chain(settings_list).pick(logits, inputs), logits)
+
+
+@pytest.mark.parametrize("options", CANVAS_SETTINGS)
+def test_places_of_a_canvas(options: dict[str, Any]):
+    chance = np.random.default_rng(1)
+    logits = (chance.standard_normal((4, 3_000)) * 2).astype(np.float32)
+    logits[2, 7] = logits[2, 9] = 20.0  # equally likely: no margin
+    rows = canvas_rows(SamplingSettings(**options), 4, 3_000, chance)
+    assert rows.canvas is not None
+    picker = filled(rows, 3_000)
+    picker.canvas.copy_(torch.from_numpy(rows.canvas))
+    picker.launch(torch.from_numpy(logits.copy()), canvas=True)
+    picked = PickedTokens(picker.picks.numpy(), picker.logprobs.numpy(), {}, picker.details.numpy())
+    check_canvas(picked, rows, logits, 1e-5)
 
 
 def draws(count: int, **options: Any) -> list[SamplingSettings]:

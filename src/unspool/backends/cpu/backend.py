@@ -322,8 +322,9 @@ class CpuBackend:
             return StepResult(empty_ints(), _NO_LOGPROBS, logits[num_sampled:], inside)
         picks = pick_tokens(logits[:num_sampled], batch.sampling, self.model.threads)
         return StepResult(
-            picks.tokens, picks.logprobs, logits[num_sampled:], inside, picks.failures
-        )
+            picks.tokens, picks.logprobs, logits[num_sampled:], inside, picks.failures,
+            picks.details,
+        )  # fmt: skip
 
     def _set_states(self, structure: BatchStruct, batch: StepBatch) -> tuple[Ints, ...]:
         """Set the recurrent state slots of `structure`; returns arrays that must outlive it."""

@@ -144,9 +144,12 @@ class CudaBackend:
         self._prefill = PrefillRunner(self.runner)
         self._taps: dict[tuple[int, ...], ResidualTap] = {}
         picks = self._outputs.picks
+        details = self._outputs.details
         self._picker = self._new_picker(picks[:_MAX_ROWS], self._outputs.decode_logprobs)
         self._picker.floats, self._picker.ints = self.inputs.floats, self.inputs.ints
+        self._picker.canvas, self._picker.details = self.inputs.canvas, details[:_MAX_ROWS]
         self._prefill_picker = self._new_picker(picks[_MAX_ROWS:], self._outputs.prefill_logprobs)
+        self._prefill_picker.details = details[_MAX_ROWS:]
         # Index of each pick of the previous step among all picks; None: pick n has index n.
         self._previous_index: Ints | None = None
 
@@ -184,8 +187,9 @@ class CudaBackend:
             inside = self._tapped_residuals(batch.observe) if batch.observe else None
             self._previous_index = split.pick_index
             return self._outputs.copy_to_host(
-                batch.sample_indices, logits, inside, has_prefill=False
-            )
+                batch.sample_indices, logits, inside, has_prefill=False,
+                has_canvas=_has_canvas(batch),
+            )  # fmt: skip
         except torch.OutOfMemoryError as error:
             raise UnspoolError(
                 f"out of GPU memory in a step of {len(batch.tokens):,} tokens; reserve less "
@@ -226,8 +230,9 @@ class CudaBackend:
         self._previous_index = split.pick_index
         pick_index = batch.sample_indices if split.pick_index is None else split.pick_index
         return self._outputs.copy_to_host(
-            pick_index, requested, inside, has_prefill=len(split.sampled_prefill) > 0
-        )
+            pick_index, requested, inside, has_prefill=len(split.sampled_prefill) > 0,
+            has_canvas=_has_canvas(batch),
+        )  # fmt: skip
 
     # -- decode ----------------------------------------------------------------------------------
 
@@ -241,13 +246,13 @@ class CudaBackend:
             padded_batch_size(num_decode),
             min(length_bucket(max_int(ends)), self.context),
         )
-        sampled, penalties = False, False
+        sampled = penalties = canvas = False
         picks = None
         if split.decode_pick is not None:
             pick, numbers = split.decode_pick, split.sampled_decode
             sampled = any(pick.floats[:, 0].tolist())
-            picks = (numbers, pick.floats, pick.ints)
-            penalties = len(pick.history) > 0
+            picks = (numbers, pick.floats, pick.ints, pick.canvas)
+            penalties, canvas = len(pick.history) > 0, pick.canvas is not None
             if penalties:
                 if self.inputs.grow_history(len(pick.history)):
                     self._picker.history = self.inputs.history
@@ -265,10 +270,12 @@ class CudaBackend:
 
         def launch() -> None:
             self.runner.decode(size, max_context, single_tokens, adapted, tap)
-            picker.launch(self.runner.logits[:size], sampled=sampled, penalties=penalties)
+            picker.launch(
+                self.runner.logits[:size], sampled=sampled, penalties=penalties, canvas=canvas
+            )
 
         self._graphs.run(
-            (size, max_context, single_tokens, sampled, penalties, adapted, layers), launch
+            (size, max_context, single_tokens, sampled, penalties, canvas, adapted, layers), launch
         )
         requested = split.decode_logits
         if not len(requested):
@@ -318,7 +325,9 @@ class CudaBackend:
         picker.ints[:num_rows].copy_(to_device(pick.ints, self._device))
         if len(pick.history):
             picker.history = to_device(self._pick_indices(pick.history), self._device)
-        picker.launch(logits, penalties=bool(len(pick.history)))
+        if pick.canvas is not None:
+            picker.canvas[:num_rows].copy_(to_device(pick.canvas, self._device))
+        picker.launch(logits, penalties=bool(len(pick.history)), canvas=pick.canvas is not None)
 
 
 def _prefill_beside_decode(weights: Weights) -> int:
@@ -398,6 +407,10 @@ class _BatchSplit:
         self.decode_logits, self.logits_order = batch.logits_indices, None
 
 
+def _has_canvas(batch: StepBatch) -> bool:
+    return batch.sampling is not None and batch.sampling.canvas is not None
+
+
 def _select_picks(pick: SamplingRows | None, rows: npt.NDArray[np.bool_]) -> SamplingRows | None:
     if pick is None or not rows.any():
         return None
@@ -405,7 +418,8 @@ def _select_picks(pick: SamplingRows | None, rows: npt.NDArray[np.bool_]) -> Sam
         return pick
     ints = pick.ints[rows]
     has_history = bool((ints[:, HISTORY_END] > ints[:, HISTORY_START]).any())
-    return SamplingRows(pick.floats[rows], ints, pick.history if has_history else _NO_INTS)
+    canvas = None if pick.canvas is None else pick.canvas[rows]
+    return SamplingRows(pick.floats[rows], ints, pick.history if has_history else _NO_INTS, canvas)
 
 
 def _check(batch: StepBatch, backend: CudaBackend) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -169,8 +170,9 @@ class ActivationBuffers:
 
     def first_rows(self, rows: int) -> ActivationBuffers:
         """Views of the first rows."""
-        part = object.__new__(ActivationBuffers)
-        part.__dict__ = {name: tensor[:rows] for name, tensor in self.__dict__.items()}
+        part = copy.copy(self)
+        for name, tensor in vars(self).items():
+            setattr(part, name, tensor[:rows])
         return part
 
 

@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from unspool.backends.cuda.kernels.canvas import exclude_tokens, measure_rows
 from unspool.backends.cuda.kernels.sampling import (
     count_tokens,
     fill_bins,
@@ -40,10 +41,10 @@ _HISTORY_BLOCK = 512
 class DevicePicker:
     """Static buffers for up to `rows` rows, and the launches that read and fill them.
 
-    Inputs: `floats`, `ints` and `history` as in `PickRows`; a history entry -1-n stands for
-    `previous[n]`, a pick of the previous step. Outputs: `picks` (-1 if no token can be sampled),
-    `logprobs` (of the model, before sampling stages), and `summaries` [rows, 3]: maximum, log-sum-
-    exp and entropy of the model's distribution.
+    Inputs: `floats`, `ints`, `history` and `canvas` as in `SamplingRows`; a history entry -1-n
+    stands for `previous[n]`, a pick of the previous step. Outputs: `picks` (-1 if no token can be
+    sampled), `logprobs` (of the model, before sampling stages), `summaries` [rows, 3] (maximum,
+    log-sum-exp and entropy of the model's distribution), and `details` as in `PickedTokens`.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class DevicePicker:
         self.previous = self.picks
         self.logprobs = zeros(rows)
         self.summaries = zeros(rows, 3)
+        self.canvas = zeros(rows, 2, dtype=torch.int64)
+        self.details = zeros(rows, 3)
         self._pieces = triton.cdiv(vocab_size, _PIECE)
         self._padded_pieces = triton.next_power_of_2(self._pieces)
         self._parts = zeros(2, max_rows, self._pieces, 4)
@@ -78,17 +81,26 @@ class DevicePicker:
         self._unit = float(1 << (62 - vocab_size.bit_length()))
         self._span = 1 << vocab_size.bit_length()
 
-    def launch(self, logits: Tensor, *, sampled: bool = True, penalties: bool = True) -> None:
+    def launch(
+        self, logits: Tensor, *, sampled: bool = True, penalties: bool = True, canvas: bool = False
+    ) -> None:
         """Pick from rows of logits [n, vocabulary]; `n` and the flags are fixed in a graph.
 
         `sampled=False`: every row is greedy. `penalties=False`: no row has penalties. Both only
-        save kernels.
+        save kernels. `canvas`: read `canvas`, which changes `logits`, and write `details`.
         """
+        if canvas and len(logits):
+            exclude_tokens[(len(logits),)](logits, logits.stride(0), self.canvas)
         if penalties and len(logits):
             self._resolve(len(logits))
         for start in range(0, len(logits), self._rows_per_launch):
             rows = slice(start, min(start + self._rows_per_launch, len(logits)))
             self._pick(logits[rows], rows, sampled, penalties)
+        if canvas and len(logits):
+            measure_rows[(len(logits),)](
+                logits, logits.stride(0), self.canvas, self.summaries, self.details,
+                self.vocab_size, BLOCK=_PIECE,
+            )  # fmt: skip
 
     def _resolve(self, rows: int) -> None:
         """Resolve the history's references before this launch overwrites previous picks."""

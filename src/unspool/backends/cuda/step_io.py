@@ -45,6 +45,7 @@ class _Fields:
     tokens: Any
     ints: Any
     floats: Any
+    canvas: Any
     positions: Any
     ends: Any
     slots: Any
@@ -59,6 +60,7 @@ class _Fields:
             tokens=int64s[:rows],
             ints=ints.reshape(rows, 6),
             floats=floats.reshape(rows, 6),
+            canvas=int64s[13 * rows :].reshape(rows, 2),
             positions=int32s[:rows],
             ends=int32s[rows : 2 * rows],
             slots=int32s[2 * rows : 3 * rows],
@@ -74,7 +76,7 @@ class StepInputs:
         self, rows: int, previous: Tensor, columns: int, padding_page: int, device: torch.device
     ) -> None:
         self.rows, self.device, self._padding_page = rows, device, padding_page
-        int64_bytes, int32_bytes = 13 * rows * 8, (4 * rows + 1 + 2 * MAX_TABLE_UPDATES) * 4
+        int64_bytes, int32_bytes = 15 * rows * 8, (4 * rows + 1 + 2 * MAX_TABLE_UPDATES) * 4
         self._buffer = torch.zeros(int64_bytes + int32_bytes, dtype=torch.uint8, device=device)
         fields = _Fields.split(
             self._buffer[:int64_bytes].view(torch.int64),
@@ -84,6 +86,7 @@ class StepInputs:
         self.tokens, self.positions, self.ends = fields.tokens, fields.positions, fields.ends
         self.slots, self.updates, self.ints = fields.slots, fields.updates, fields.ints
         self.adapters: Tensor = fields.adapters
+        self.canvas: Tensor = fields.canvas
         self.floats: Tensor = fields.floats.view(torch.float64)
         self.no_updates = torch.zeros(1, dtype=torch.int32, device=device)
         # Picks of the previous step: of its decode rows, then of its prefill.
@@ -173,14 +176,14 @@ class StepInputs:
         ends: Ints,
         slots: Ints,
         table_updates: tuple[Ints, Ints],
-        picks: tuple[Ints, npt.NDArray[np.float64], Ints] | None,
+        picks: tuple[Ints, npt.NDArray[np.float64], Ints, Ints | None] | None,
         adapters: Ints | None = None,
     ) -> None:
         """Copy `count` rows to the device, padded to `padded_rows` rows.
 
         Args:
             table_updates: block table updates: flat indices (see `table_index`) and pages.
-            picks: sampling settings: row numbers (ascending), floats and ints of these rows.
+            picks: sampling settings: row numbers (ascending), then their floats, ints and canvas.
             adapters: adapter slot of each row; None: no row has an adapter.
         """
         self._wait_for_buffer()
@@ -200,14 +203,17 @@ class StepInputs:
             host.updates[1 : 1 + len(table_index)] = table_index
             host.updates[1 + MAX_TABLE_UPDATES : 1 + MAX_TABLE_UPDATES + len(table_index)] = pages
         if picks is not None and len(picks[0]) == count:  # every row is sampled
-            host.floats[:count], host.ints[:count] = picks[1:]
+            host.floats[:count], host.ints[:count] = picks[1:3]
             if count < padded_rows:
                 host.floats[count:padded_rows], host.ints[count:padded_rows] = _GREEDY, 0
         else:
             host.floats[:padded_rows], host.ints[:padded_rows] = _GREEDY, 0
             if picks is not None:
                 numbers = picks[0]
-                host.floats[numbers], host.ints[numbers] = picks[1:]
+                host.floats[numbers], host.ints[numbers] = picks[1:3]
+        if picks is not None and picks[3] is not None:
+            host.canvas[:padded_rows] = -1
+            host.canvas[picks[0]] = picks[3]
         self._buffer.copy_(buffer, non_blocking=True)
         if self._copy_done:
             self._copy_done[self._current].record()
@@ -240,6 +246,7 @@ class StepOutputs:
         logprobs = self._buffer[:total].view(torch.float64)
         self.prefill_logprobs, self.decode_logprobs = logprobs[:max_prefill], logprobs[max_prefill:]
         self._decode_part = self._buffer[max_prefill : max_prefill + 2 * max_decode]
+        self.details = torch.zeros(total, 3, dtype=torch.float64, device=device)  # of canvases
         self._pinned = device.type == "cuda"
         self._host_buffers = [
             ResultBuffer(max_decode, max_prefill, self._pinned) for _ in range(_NUM_RESULTS)
@@ -254,10 +261,12 @@ class StepOutputs:
         inside: Observations | None,
         *,
         has_prefill: bool,
+        has_canvas: bool = False,
     ) -> CudaStepHandle:
         """Start copying a step's results to the host: the picks at `pick_index`, and logits.
 
-        `has_prefill`: whether some of the picks belong to prefill.
+        `has_prefill`: whether some of the picks belong to prefill. `has_canvas`: whether the
+        details of the picks are copied too.
         """
         buffer = self._host_buffers[self._current]
         self._current = (self._current + 1) % _NUM_RESULTS
@@ -265,11 +274,16 @@ class StepOutputs:
             buffer.all.copy_(self._buffer, non_blocking=True)
         elif len(pick_index):
             buffer.decode_part.copy_(self._decode_part, non_blocking=True)
+        details = None
+        if has_canvas:
+            last = int(pick_index.max()) + 1
+            details = torch.empty(last, 3, dtype=torch.float64, pin_memory=self._pinned)
+            details.copy_(self.details[:last], non_blocking=True)
         copied: Tensor | Floats = self._no_logits
         if logits is not None:
             copied = self._copy_logits(logits)
         buffer.record()
-        return CudaStepHandle(buffer, pick_index, copied, inside)
+        return CudaStepHandle(buffer, pick_index, copied, inside, details)
 
     def _copy_logits(self, logits: Tensor) -> Tensor:
         """Copy logits out of the step's buffer; a few rows go to the host."""
@@ -309,6 +323,7 @@ class CudaStepHandle:
     pick_index: Ints
     logits: Tensor | Floats
     inside: Observations | None
+    details: Tensor | None = None
 
     def ready(self) -> bool:
         return self.buffer.done is None or self.buffer.done.query()
@@ -330,4 +345,5 @@ class CudaStepHandle:
         logits = self.logits
         if isinstance(logits, Tensor) and logits.device.type == "cpu":
             logits = logits.numpy()
-        return StepResult(tokens, logprobs, logits, self.inside, failures)
+        details = None if self.details is None else self.details.numpy()[self.pick_index]
+        return StepResult(tokens, logprobs, logits, self.inside, failures, details)

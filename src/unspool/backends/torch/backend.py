@@ -331,7 +331,9 @@ class TorchBackend:
         if batch.sampling is None:
             return StepResult(empty_ints(), np.empty(0), logits, inside)
         picks = pick_tokens(logits[:count], batch.sampling)
-        return StepResult(picks.tokens, picks.logprobs, logits[count:], inside, picks.failures)
+        return StepResult(
+            picks.tokens, picks.logprobs, logits[count:], inside, picks.failures, picks.details
+        )
 
 
 class _StepForward(BackendStep):

@@ -1,11 +1,16 @@
-"""Diffusion: denoise a canvas pass by pass, for one text or many, complete or as a stream."""
+"""Diffusion: denoise a canvas pass by pass, for one text or many, complete or as a stream.
+
+Ordinary settings are sampled by the backend inside the step (`CanvasSampler.encode` and `read`):
+per position it returns the token, its log-probability, and what the order of unmasking needs.
+Candidates, guidance, grammars and unusual sampling stages need the logits on the host.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from time import perf_counter
 from typing import Any, Literal
@@ -21,29 +26,94 @@ from unspool.decoding.diffusion.result import (
     DiffusionPass,
     Diffusions,
 )
-from unspool.engine.canvas import Window, first_place_logits, open_canvas, run_passes
+from unspool.engine.canvas import (
+    PassRequest,
+    PlacePicks,
+    Window,
+    open_canvas,
+    run_first_place_passes,
+    run_passes,
+)
 from unspool.engine.request import StopChecker
 from unspool.engine.results import Candidate, Step, explained_step
 from unspool.errors import SettingsError
 from unspool.progress import progress_bar
 from unspool.sampling import Chain, GrammarState, Pick, RowInput, score
 from unspool.sampling.draw import ORDER_STREAM, stream_of_pass, uniform
-from unspool.sampling.picker import needs_history
+from unspool.sampling.picker import (
+    TARGET_LOGPROB,
+    SamplingRows,
+    can_sample_on_device,
+    encode_canvas,
+    history_range,
+    needs_history,
+)
 from unspool.session import Prompt, Session
 
 # -- Sample a token for each position of a canvas, with its probability
 
 
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The token sampled for a position."""
+
+    token: int
+    logprob: float
+    entropy: float
+    margin: float
+    pick: Pick | None = None  # if it was sampled on the host
+
+
 class CanvasSampler:
-    """Samples tokens for the positions of one canvas. Logits have one row per position."""
+    """Samples tokens for the positions of one canvas."""
 
     def __init__(self, lm: Session, plan: DiffusionPlan) -> None:
         self._lm, self._plan = lm, plan
         self._prompt = plan.request.prompt
         self._chains: dict[int, Chain] = {}  # by number of rows
-        self._sees_history = needs_history(plan.request.settings)
+        settings, kind = plan.request.settings, plan.kind
+        self._sees_history = needs_history(settings)
+        # Without text before it, the first two tokens of a shifted model share one row.
+        has_all_rows = bool(self._prompt) or not kind.shifted
+        self.on_host = bool(
+            plan.top or plan.guidance or plan.request.grammar is not None or not has_all_rows
+        ) or not can_sample_on_device(settings)  # fmt: skip
 
-    def guided_logits(self, logits_rows: Sequence[Any], rows: slice) -> Any:
+    def _history(self, filled: Sequence[Step | None]) -> list[int]:
+        if not self._sees_history:
+            return []
+        return [*self._prompt, *(step.token for step in filled if step is not None)]
+
+    # -- on the backend ---------------------------------------------------------------------------
+
+    def encode(
+        self, places: Sequence[int], filled: Sequence[Step | None], number: int
+    ) -> SamplingRows:
+        """Encode how the backend samples these positions in pass `number`.
+
+        Filled positions also get the probability of their token.
+        """
+        request, start, history = self._plan.request, len(self._prompt), self._history(filled)
+        bounds = history_range(request.settings, start, len(history)) if history else (0, 0)
+        steps = [filled[n] for n in places]
+        return encode_canvas(
+            request.settings, request.limits.sample, [start + n for n in places], number, history,
+            bounds, self._plan.kind.mask_id, [-1 if s is None else s.token for s in steps],
+        )  # fmt: skip
+
+    def read(
+        self, outputs: Sequence[Logits | PlacePicks], rows: slice, first: int,
+        filled: Sequence[Step | None], number: int, known_logprobs: dict[int, float],
+    ) -> PickedPositions | PositionLogits:  # fmt: skip
+        """Interpret the outputs of pass `number`, whose `rows` belong to the positions from `first`
+        on. `known_logprobs` has log-probabilities of filled positions that were not computed."""
+        if isinstance(outputs[0], PlacePicks):
+            return PickedPositions(self, outputs[0], first, known_logprobs)
+        return PositionLogits(self, self._guided_logits(outputs, rows), first, filled, number)
+
+    # -- on the host ------------------------------------------------------------------------------
+
+    def _guided_logits(self, logits_rows: Sequence[Any], rows: slice) -> Any:
         """Logits with guidance applied (classifier-free) and the mask token excluded."""
         logits: Any = logits_rows[0][rows]
         guidance = self._plan.guidance
@@ -54,16 +124,12 @@ class CanvasSampler:
         masked[:, self._plan.kind.mask_id] = -math.inf
         return masked
 
-    def picks(
+    def pick(
         self, logits: Any, places: Sequence[int], filled: Sequence[Step | None], number: int,
         allowed: Any = None,
     ) -> list[Pick]:  # fmt: skip
-        """Sample a token for each position in pass `number`."""
-        if not len(places):
-            return []
-        request, history = self._plan.request, list[int]()
-        if self._sees_history:
-            history = [*self._prompt, *(step.token for step in filled if step is not None)]
+        """Sample a token for each position in pass `number`, from its row of logits."""
+        request, history = self._plan.request, self._history(filled)
         start, sample = len(self._prompt), request.limits.sample
         rows = [
             RowInput(
@@ -76,46 +142,45 @@ class CanvasSampler:
             chain = self._chains[len(rows)] = Chain([request.settings] * len(rows))
         return chain.pick(logits, rows, top=max(2, self._plan.top))
 
-    def guesses(self, places: Sequence[int], picks: Sequence[Pick], number: int) -> Predictions:
-        """Convert picks to the input of an order."""
+    # -- for both ---------------------------------------------------------------------------------
+
+    def predictions(
+        self, places: Sequence[int], sampled: Sequence[Prediction], number: int
+    ) -> Predictions:
+        """Build the input of an order."""
         request, start = self._plan.request, len(self._prompt)
         stream, seed = stream_of_pass(ORDER_STREAM, number), request.settings.seed
         return Predictions(
             places,
-            [pick.token for pick in picks],
-            np.array([math.exp(pick.logprob) for pick in picks]),
-            np.array([_margin(pick) for pick in picks]),
-            np.array([pick.entropy for pick in picks]),
+            [prediction.token for prediction in sampled],
+            np.array([math.exp(prediction.logprob) for prediction in sampled]),
+            np.array([prediction.margin for prediction in sampled]),
+            np.array([prediction.entropy for prediction in sampled]),
             np.array([uniform(seed, request.limits.sample, start + n, stream) for n in places]),
         )
 
-    def place(self, number: int, pick: Pick, change: Change = None) -> CanvasPosition:
+    def place(self, number: int, sampled: Prediction, change: Change = None) -> CanvasPosition:
         """Describe a position with its sampled token and whether that was set."""
-        candidates = self._candidates((c.token, c.logprob, c.probability) for c in pick.candidates)
-        token, text = pick.token if change else None, self._lm.readable(pick.token)
-        return CanvasPosition(number, token, text, math.exp(pick.logprob), candidates, change)
+        best = () if sampled.pick is None else sampled.pick.candidates
+        candidates = self.candidates((c.token, c.logprob, c.probability) for c in best)
+        token, text = sampled.token if change else None, self._lm.readable(sampled.token)
+        return CanvasPosition(number, token, text, math.exp(sampled.logprob), candidates, change)
 
-    def describe_filled(
-        self, logits: Any, places: Sequence[int], tokens: Sequence[int]
-    ) -> list[CanvasPosition]:
-        """Describe positions that have a token, with its probability in this pass."""
-        if not len(places):
-            return []
-        scores = score(logits, tokens, self._plan.top)
-        result = []
-        for row, (number, token) in enumerate(zip(places, tokens, strict=True)):
-            best = zip(scores.top_tokens[row], scores.top_logprobs[row], strict=True)
-            candidates = self._candidates((int(t), float(p), math.exp(p)) for t, p in best)
-            chance = math.exp(scores.logprobs[row])
-            result.append(
-                CanvasPosition(number, token, self._lm.readable(token), chance, candidates)
-            )
-        return result
+    def filled_place(
+        self, number: int, token: int, logprob: float, candidates: tuple[Candidate, ...] = ()
+    ) -> CanvasPosition:
+        """Describe a position that has a token, with its probability in this pass."""
+        text = self._lm.readable(token)
+        return CanvasPosition(number, token, text, math.exp(logprob), candidates)
 
-    def step(self, place: CanvasPosition, pick: Pick, number: int) -> Step:
+    def step(self, place: CanvasPosition, sampled: Prediction, number: int) -> Step:
         """Build the step of a token that was set."""
         position, token_bytes = len(self._prompt) + place.number, self._lm.engine.token_bytes
-        step = explained_step(pick, position, place.text, token_bytes, 0.0, None)
+        if sampled.pick is None:
+            piece = token_bytes(sampled.token)
+            step = Step(sampled.token, piece, place.text, sampled.logprob, position)
+        else:
+            step = explained_step(sampled.pick, position, place.text, token_bytes, 0.0, None)
         return replace(step, canvas_pass=number, candidates=place.candidates)
 
     def given_step(self, number: int, token: int) -> Step:
@@ -123,21 +188,88 @@ class CanvasSampler:
         token_bytes, position = self._lm.engine.token_bytes(token), len(self._prompt) + number
         return Step(token, token_bytes, self._lm.readable(token), 0.0, position, chosen=True)
 
-    def _candidates(self, best: Any) -> tuple[Candidate, ...]:
+    def candidates(self, best: Any) -> tuple[Candidate, ...]:
         readable = self._lm.readable
         candidates = tuple(
             Candidate(t, readable(t), logprob, chance) for t, logprob, chance in best
         )
         return candidates[: self._plan.top]
 
+    def describe(
+        self, logits: Any, places: Sequence[int], tokens: Sequence[int]
+    ) -> list[CanvasPosition]:
+        """Describe filled positions from their rows of logits."""
+        scores = score(logits, tokens, self._plan.top)
+        result = []
+        for row, (number, token) in enumerate(zip(places, tokens, strict=True)):
+            best = zip(scores.top_tokens[row], scores.top_logprobs[row], strict=True)
+            candidates = self.candidates((int(t), float(p), math.exp(p)) for t, p in best)
+            result.append(self.filled_place(number, token, scores.logprobs[row], candidates))
+        return result
 
-def _margin(pick: Pick) -> float:
-    best = [math.exp(candidate.logprob) for candidate in pick.candidates[:2]]
-    return best[0] - best[-1] if len(best) > 1 else best[0]
+
+@dataclass(frozen=True, slots=True)
+class PositionLogits:
+    """The logits of a pass, to be sampled on the host."""
+
+    sampler: CanvasSampler
+    logits: Any  # one row per position, from `first` on
+    first: int
+    filled: Sequence[Step | None]
+    number: int
+
+    def predict(self, places: Sequence[int], allowed: Any = None) -> list[Prediction]:
+        """Sample a token for each position; `allowed`: the tokens that a grammar allows."""
+        if not len(places):
+            return []
+        rows = self.logits[[n - self.first for n in places]]
+        picks = self.sampler.pick(rows, places, self.filled, self.number, allowed)
+        return [Prediction(p.token, p.logprob, p.entropy, p.margin, p) for p in picks]
+
+    def describe(self, places: Sequence[int], tokens: Sequence[int]) -> list[CanvasPosition]:
+        """Describe filled positions, with the probabilities of their tokens."""
+        if not len(places):
+            return []
+        return self.sampler.describe(self.logits[[n - self.first for n in places]], places, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PickedPositions:
+    """What the backend sampled in a pass."""
+
+    sampler: CanvasSampler
+    picks: PlacePicks  # for the positions from `first` on
+    first: int
+    known_logprobs: dict[int, float]  # log-probabilities of filled positions that were not computed
+
+    def predict(self, places: Sequence[int], allowed: Any = None) -> list[Prediction]:
+        """Return the token of each position."""
+        assert allowed is None  # a grammar samples on the host
+        picks, rows = self.picks, [n - self.first for n in places]
+        details = self.picks.details[rows, :TARGET_LOGPROB].tolist()
+        return [
+            Prediction(picks.tokens[row], picks.logprobs[row], *values)
+            for row, values in zip(rows, details, strict=True)
+        ]
+
+    def describe(self, places: Sequence[int], tokens: Sequence[int]) -> list[CanvasPosition]:
+        """Describe filled positions, with the probabilities of their tokens."""
+        return [
+            self.sampler.filled_place(number, token, self.logprob(number))
+            for number, token in zip(places, tokens, strict=True)
+        ]
+
+    def logprob(self, place: int) -> float:
+        """Log-probability of a filled position's token."""
+        if place in self.known_logprobs:
+            return self.known_logprobs[place]
+        return float(self.picks.details[place - self.first, TARGET_LOGPROB])
 
 
 # -- A text in diffusion: its blocks, what each pass sets and remasks, and its end
 
+
+Rows = PositionLogits | PickedPositions
 
 _MAX_CLEARS = 3  # per position, so that diffusion terminates
 _UNLIKELY = 0.1
@@ -209,7 +341,7 @@ class CanvasText:
     @property
     def needs_first(self) -> bool:
         """Whether the first position of the block is masked."""
-        return self._filled[self._done] is None
+        return not self.finished and self._filled[self._done] is None
 
     def _reset_block(self) -> None:
         self._count = 0  # passes over this block
@@ -217,6 +349,7 @@ class CanvasText:
         self._cleared: dict[int, int] = {}  # position -> number of times
         self._schedule: list[int] | None = None
         self._evaluates = False  # the full block is evaluated once more
+        self._first_logprob: float | None = None  # of the first position's token, if known
 
     @property
     def _offset(self) -> int:
@@ -263,51 +396,75 @@ class CanvasText:
 
     # -- a pass -----------------------------------------------------------------------------------
 
-    def apply_first(self, logits: Logits) -> DiffusionPass:
-        """Set the first position of a block from the logits of the finished text before it."""
-        first = self._done
+    @property
+    def on_host(self) -> bool:
+        """Whether passes return logits; else the backend samples."""
+        return self._sampler.on_host
+
+    def first_place_sampling(self) -> SamplingRows | None:
+        """How the backend samples the first position of the block; None: on the host."""
+        return None if self.on_host else self._encode(range(self._done, self._done + 1))
+
+    def pass_requests(self) -> list[PassRequest]:
+        """The next pass over each canvas."""
+        rows, first = None, 0
+        if not self.on_host:
+            places = self._block[self._num_known :]
+            rows, first = self._encode(places), self._offset + self._num_known
+        return [PassRequest(canvas, self.window, rows, first) for canvas in self.canvases]
+
+    def _encode(self, places: range) -> SamplingRows:
+        return self._sampler.encode(places, self._filled, len(self.result.passes))
+
+    @property
+    def _num_known(self) -> int:
+        """1 if finished text predicts the first position of the block, whose token cannot change:
+        then its probability is known."""
+        is_known = self._first_logprob is not None and not (self.plan.revises or self.on_host)
+        return int(is_known and self.canvas.text_predicts_first)
+
+    def apply_first(self, outputs: Logits | PlacePicks) -> DiffusionPass:
+        """Set the first position of a block from the prediction of the finished text before it."""
+        first, number = self._done, len(self.result.passes)
+        rows = self._sampler.read([outputs], slice(1), first, self._filled, number, {})
         if self._grammar is not None:
-            picks = self._by_grammar([first], self._sampler.guided_logits([logits], slice(1)), 1)
+            picks = self._by_grammar([first], rows, 1)
         else:
-            picks = dict(zip([first], self._sample_rows([logits], slice(1), [first]), strict=True))
+            picks = {first: rows.predict([first])[0]}
+        self._first_logprob = picks[first].logprob
         result = self._record(
             "text", {first: self._sampler.place(first, picks[first], "set")}, picks
         )
         self._after_pass(True, False)
         return result
 
-    def apply_pass(self, logits_rows: list[Logits]) -> DiffusionPass:
-        """Apply the logits of a pass over the canvas."""
-        block, first = self._block, self._done
+    def apply_pass(self, outputs: list[Logits | PlacePicks]) -> DiffusionPass:
+        """Apply the outputs of a pass over the canvas."""
+        block, number = self._block, len(self.result.passes)
         offset = 0 if self.window is not None else self._offset
-        logits = self._sampler.guided_logits(logits_rows, slice(offset, offset + len(block)))
+        known_logprobs: dict[int, float] = {}
+        if self._num_known and self._first_logprob is not None:
+            known_logprobs[block[0]] = self._first_logprob
+        part, first = slice(offset, offset + len(block)), block[0] + self._num_known
+        rows = self._sampler.read(outputs, part, first, self._filled, number, known_logprobs)
         masked = [n for n in block if self._filled[n] is None]
         filled = [n for n in block if self._filled[n] is not None]
-        picks = self._sample(logits, masked)
+        picks = rows.predict(masked)
         tokens = [step.token for step in map(self._filled.__getitem__, filled) if step is not None]
-        scored = self._sampler.describe_filled(logits[[n - first for n in filled]], filled, tokens)
-        places = {place.number: place for place in scored}
+        places = {place.number: place for place in rows.describe(filled, tokens)}
+        if isinstance(rows, PickedPositions) and block[0] in places:
+            self._first_logprob = rows.logprob(block[0])
         places |= {n: self._sampler.place(n, pick) for n, pick in zip(masked, picks, strict=True)}
-        accepted = self._choose(masked, picks, logits) if masked else {}
-        for number, pick in accepted.items():
-            places[number] = self._sampler.place(number, pick, "set")
+        accepted = self._choose(masked, picks, rows) if masked else {}
+        for place, pick in accepted.items():
+            places[place] = self._sampler.place(place, pick, "set")
         if filled and self._may_revise(bool(masked)):
-            accepted |= self._revise(filled, places, logits)
+            accepted |= self._revise(filled, places, rows)
         result = self._record("look" if self._evaluates else "canvas", places, accepted)
         self._count += 1
         changes = {place.change for place in places.values()}
         self._after_pass(bool(masked), not changes.isdisjoint(("cleared", "edited")))
         return result
-
-    def _sample_rows(self, logits_rows: list[Logits], rows: slice, places: list[int]) -> list[Pick]:
-        logits = self._sampler.guided_logits(logits_rows, rows)
-        return self._sampler.picks(logits, places, self._filled, len(self.result.passes))
-
-    def _sample(self, logits: Any, places: list[int], allowed: Any = None) -> list[Pick]:
-        """Sample tokens for some positions of the block."""
-        rows = logits[[n - self._done for n in places]]
-        number = len(self.result.passes)
-        return self._sampler.picks(rows, places, self._filled, number, allowed)
 
     def _min_to_set(self, masked: int) -> int:
         """Minimum number of positions that the pass must set."""
@@ -318,12 +475,14 @@ class CanvasText:
         remaining = self._schedule[self._count :]  # the last pass also sets remasked positions
         return min(max(1, remaining[0]), masked) if len(remaining) > 1 else masked
 
-    def _choose(self, masked: list[int], picks: list[Pick], logits: Any) -> dict[int, Pick]:
+    def _choose(
+        self, masked: list[int], picks: list[Prediction], rows: Rows
+    ) -> dict[int, Prediction]:
         """Choose the predictions to keep."""
         least = self._min_to_set(len(masked))
         if self._grammar is not None:
-            return self._by_grammar(masked, logits, least)
-        guesses = self._sampler.guesses(masked, picks, len(self.result.passes))
+            return self._by_grammar(masked, rows, least)
+        guesses = self._sampler.predictions(masked, picks, len(self.result.passes))
         indices = sorted({int(number) for number in self.plan.order(guesses, least)})
         if not indices or not 0 <= indices[0] <= indices[-1] < len(masked):
             raise SettingsError(
@@ -332,12 +491,12 @@ class CanvasText:
             )
         return {masked[number]: picks[number] for number in indices}
 
-    def _by_grammar(self, masked: list[int], logits: Any, least: int) -> dict[int, Pick]:
+    def _by_grammar(self, masked: list[int], rows: Rows, least: int) -> dict[int, Prediction]:
         """Set tokens from left to right, each allowed by the grammar."""
         assert self._grammar is not None
-        accepted: dict[int, Pick] = {}
+        accepted: dict[int, Prediction] = {}
         for place in masked:
-            pick = self._sample(logits, [place], self._grammar.mask())[0]
+            pick = rows.predict([place], self._grammar.mask())[0]
             if len(accepted) >= least and math.exp(pick.logprob) < self.plan.threshold:
                 break
             self._grammar.advance(pick.token)
@@ -354,12 +513,12 @@ class CanvasText:
         return masked or self._checks < self.plan.edit_passes
 
     def _revise(
-        self, filled: list[int], places: dict[int, CanvasPosition], logits: Any
-    ) -> dict[int, Pick]:
+        self, filled: list[int], places: dict[int, CanvasPosition], rows: Rows
+    ) -> dict[int, Prediction]:
         """Edit and remask tokens set earlier; returns the edited ones."""
-        plan, edited = self.plan, dict[int, Pick]()
+        plan, edited = self.plan, dict[int, Prediction]()
         if plan.edit is not None:
-            for number, pick in zip(filled, self._sample(logits, filled), strict=True):
+            for number, pick in zip(filled, rows.predict(filled), strict=True):
                 if pick.token != places[number].token and math.exp(pick.logprob) > plan.edit:
                     edited[number] = pick
                     places[number] = self._sampler.place(number, pick, "edited")
@@ -390,7 +549,7 @@ class CanvasText:
 
     def _record(
         self, kind: Literal["canvas", "text", "look"], places: dict[int, CanvasPosition],
-        accepted: dict[int, Pick],
+        accepted: dict[int, Prediction],
     ) -> DiffusionPass:  # fmt: skip
         """Write the decisions to the canvas and record the pass. Positions of the last block beyond
         the text are not reported."""
@@ -555,15 +714,18 @@ def _run_round(active: Sequence[tuple[int, CanvasText]]) -> Iterator[tuple[int, 
     """Run one pass of every text; a new block may get its first token before that."""
     for _, text in active:
         text.since = perf_counter()
-    starting = [(number, text) for number, text in active if text.begins]
-    guessed = first_place_logits([text.canvas for _, text in starting])
-    for (number, text), logits in zip(starting, guessed, strict=True):
+    starting = [(number, text) for number, text in active if text.begins and text.needs_first]
+    for _, text in active:
         text.begins = False
-        if logits is not None and text.needs_first:
-            yield number, text.apply_first(logits)
+    predicted = run_first_place_passes(
+        [(text.canvas, text.first_place_sampling()) for _, text in starting]
+    )
+    for (number, text), outputs in zip(starting, predicted, strict=True):
+        if outputs is not None:
+            yield number, text.apply_first(outputs)
     ready = [(number, text) for number, text in active if not (text.finished or text.begins)]
-    inputs = [(canvas, text.window) for _, text in ready for canvas in text.canvases]
-    results = iter(run_passes(inputs))
+    requests = [request for _, text in ready for request in text.pass_requests()]
+    results = iter(run_passes(requests))
     for number, text in ready:
         yield number, text.apply_pass([next(results) for _ in text.canvases])
 

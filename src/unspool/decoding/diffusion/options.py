@@ -199,7 +199,7 @@ class DiffusionOptions(SamplingOptions, total=False):
     end: Annotated[bool | None, "False: continue after an end token (True)"]
     seed: Annotated[int | None, "same seed, same text; random by default"]
     sample: Annotated[int | None, "sample index (0)"]
-    top: Annotated[int | None, "candidates reported per position (5)"]
+    top: Annotated[int | None, "candidates reported per position (0)"]
     adapter: Annotated[str | None, "name of a loaded adapter"]
     json: Annotated[bool | None, "the text must be a JSON object (order left alone)"]
     json_schema: Annotated[Any, "... JSON of this schema"]
@@ -278,7 +278,7 @@ def make_plan(lm: Session, prompt: Prompt, options: dict[str, Any]) -> Diffusion
         edit_passes=check_int("edit_passes", values.get("edit_passes", 16), least=0),
         guidance=_non_negative("guidance", values.get("guidance", 0.0)),
         cache=cast(Any, cache),
-        top=check_int("top", values.get("top", 5), least=0),
+        top=check_int("top", values.get("top", 0), least=0),
     )
     _check_combinations(plan, values)
     return plan

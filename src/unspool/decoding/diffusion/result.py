@@ -191,8 +191,8 @@ def _passes_html(passes: Sequence[DiffusionPass]) -> str:
 
 
 def _place_html(place: CanvasPosition) -> str:
-    guesses = ", ".join(f"{c.text!r} {percent(math.exp(c.logprob))}" for c in place.candidates)
-    title = escape_html(f"place {place.number}, {percent(place.probability)}; {guesses}")
+    guesses = [f"{c.text!r} {percent(math.exp(c.logprob))}" for c in place.candidates]
+    title = escape_html(", ".join([f"place {place.number}", percent(place.probability), *guesses]))
     text = escape_html(MASK if place.token is None else place.text or f"⟨{place.token}⟩")
     weight = "font-weight:bold" if place.change in ("set", "edited") else ""
     struck = ";text-decoration:line-through" if place.change == "cleared" else ""

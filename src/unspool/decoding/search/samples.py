@@ -22,13 +22,13 @@ from unspool.decoding.branches import (
     Ranking,
     Scorer,
     check_int,
-    mean_logprob,
     prepare_generation,
     score_text,
 )
 from unspool.decoding.search.search import Search, run_moves
+from unspool.decoding.search.think import think
 from unspool.decoding.search.tree import SearchNode, SearchTree, TokenBudget
-from unspool.decoding.search.verifiers import Extract, answer_finder, tally
+from unspool.decoding.search.verifiers import Extract, Verdict, VoteVerifier, tally
 from unspool.engine.generation import Generation, Generations
 from unspool.engine.request import Options
 from unspool.errors import SettingsError, UnspoolError
@@ -58,11 +58,21 @@ def samples(lm: Session, prompt: Prompt, n: int, **options: Unpack[Options]) -> 
 def best_of(
     lm: Session, prompt: Prompt, n: int, *, scorer: Scorer | None = None, **options: Unpack[Options]
 ) -> Ranking:
-    """Rank `n` samples by mean log-probability or by a scorer (higher is better), best first."""
-    texts = samples(lm, prompt, n, **options)
-    scores = [score_text(scorer, text) for text in texts]
-    order = sorted(range(n), key=lambda number: -scores[number])
-    return Ranking(tuple(texts[i] for i in order), tuple(scores[i] for i in order))
+    """Rank `n` samples by mean log-probability or by a scorer (higher is better), best first.
+
+    The policy "best-of" of `lm.think` without a budget. Texts that the scorer fails on are left
+    out; if it fails on all of them, that is an error.
+    """
+    thought = think(lm, prompt, policy="best-of", judge=scorer, budget=None, n=n, **options)
+    ranked = sorted(
+        (
+            (node.score, node.generation)
+            for node in thought.tree.root.children
+            if node.score is not None
+        ),
+        key=lambda entry: -entry[0],
+    )
+    return Ranking(tuple(text for _, text in ranked), tuple(score for score, _ in ranked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,28 +101,28 @@ class Vote:
         )
 
 
+class _Votes(VoteVerifier):
+    """Votes in which a text without an answer loses, and does not fail."""
+
+    def score(self, texts: Sequence[Generation]) -> list[Verdict]:
+        return [replace(verdict, score=verdict.score or 0.0) for verdict in super().score(texts)]
+
+
 def vote(
     lm: Session, prompt: Prompt, n: int, *, extract: Extract, **options: Unpack[Options]
 ) -> Vote:
     """Majority vote over the answers of `n` samples (self-consistency; Wang et al. 2022).
 
-    `extract` finds a text's answer: a function of the `Generation` (None: no answer), or a pattern,
-    whose last match counts (its first group, if any). Ties go to the answer with the likeliest
-    text.
+    The policy "vote" of `lm.think` without a budget. `extract` finds a text's answer: a function of
+    the `Generation` (None: no answer), or a pattern, whose last match counts (its first group, if
+    any). Ties go to the answer with the likeliest text.
     """
-    find = answer_finder(extract)
-    texts = samples(lm, prompt, n, **options)
-    answers = tuple(find(text) for text in texts)
+    judge = _Votes(extract)
+    thought = think(lm, prompt, policy="vote", judge=judge, budget=None, n=n, **options)
+    nodes = thought.tree.root.children
+    texts, answers = tuple(n.generation for n in nodes), tuple(n.answer for n in nodes)
     counts = {answer: int(votes) for answer, votes in tally(texts, answers).items()}
-    won = next(iter(counts), None)
-    winners = [text for text, answer in zip(texts, answers, strict=True) if answer == won]
-    return Vote(
-        answer=won,
-        winner=max(winners, key=mean_logprob) if counts else None,
-        counts=counts,
-        answers=answers,
-        generations=tuple(texts),
-    )
+    return Vote(thought.answer, thought.best if counts else None, counts, answers, texts)
 
 
 # -- Tree search: continue texts in several ways, score, keep the best, repeat

@@ -121,6 +121,8 @@ class Search:
         return [node for _, node in scored]
 
     def _why_nothing(self, nodes: Sequence[SearchNode]) -> str:
+        if not nodes and self.budget.limit is None:
+            return "max_tokens leaves no room for a token"
         if not nodes:
             return (
                 f"the budget of {self.budget.limit} tokens was too small for a single text; "

@@ -268,7 +268,8 @@ def stream_think(
     text_options = {name: value for name, value in options.items() if name in NAMES}
     policy_kwargs = {name: value for name, value in options.items() if name not in NAMES}
     check_policy(policy, policy_kwargs)
-    _check_countable(text_options)
+    if budget is not None:
+        _check_countable(text_options)
     if policy in _SINGLE_TEXT and text_options.get("max_tokens") is None:
         text_options["max_tokens"] = lm.context if budget is None else budget
     start = lm.prepare_generation(prompt, **cast(Options, text_options))

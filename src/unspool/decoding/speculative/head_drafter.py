@@ -9,7 +9,7 @@ collects them and gives them to the head when a draft is needed.
 
 from __future__ import annotations
 
-import sys
+import importlib.util
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
@@ -186,7 +186,7 @@ def load_head(folder: Path, lm: Session) -> DraftingHead:
         from unspool.decoding.speculative.head_cpu import CpuHead
 
         return CpuHead(files, model, lm.context)
-    if "unspool.backends.cuda.model" in sys.modules:  # else the model is not a CudaModel
+    if importlib.util.find_spec("triton") is not None:  # else there is no CudaModel
         from unspool.backends.cuda.model import CudaModel
 
         if isinstance(model, CudaModel):

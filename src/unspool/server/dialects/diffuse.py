@@ -64,7 +64,7 @@ class DiffuseRequest(Sampling):
     end: bool | None = None
     stop: StopStrings | None = None
     seed: Seed | None = None
-    top: int = Field(5, ge=0, le=MAX_CANDIDATES, description="candidates reported at each position")
+    top: int = Field(0, ge=0, le=MAX_CANDIDATES, description="candidates reported at each position")
     stream: bool = False
 
     def options(self) -> dict[str, Any]:

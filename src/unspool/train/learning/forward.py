@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -255,5 +255,4 @@ def recompute_activations(model: Transformer) -> None:
     Costs about a third more compute for a fraction of the memory.
     """
     for layer in model.layers:
-        inner = layer.forward
-        layer.forward = lambda *args, inner=inner: checkpoint(inner, *args, use_reentrant=False)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

@@ -34,11 +34,13 @@ struct Ints {
     int64_t sample, position, history_start, history_end;
 };
 
-// Philox4x32-10 (Salmon et al. 2011): a number in [0,1) from seed, sample and position alone.
+// Philox4x32-10 (Salmon et al. 2011): a number in [0,1) from seed, sample, position and stream
+// alone. The stream is in the upper half of `position`.
 double uniform(const Ints& row) {
     uint64_t c0 = static_cast<uint64_t>(row.position) & 0xffffffffu;
     uint64_t c1 = static_cast<uint64_t>(row.sample) & 0xffffffffu;
-    uint64_t c2 = static_cast<uint64_t>(row.sample) >> 32, c3 = 0;
+    uint64_t c2 = static_cast<uint64_t>(row.sample) >> 32;
+    uint64_t c3 = static_cast<uint64_t>(row.position) >> 32;
     uint64_t k0 = row.seed & 0xffffffffu, k1 = row.seed >> 32;
     for (int round = 0; round < 10; ++round) {
         const uint64_t p0 = c0 * 0xD2511F53u, p1 = c2 * 0xCD9E8D57u;
@@ -51,6 +53,11 @@ double uniform(const Ints& row) {
     }
     return static_cast<double>(((c0 << 32) | c1) >> 11) * 0x1p-53;
 }
+
+// Of a row of a canvas: what the order of unmasking needs.
+struct CanvasDetails {
+    double entropy, margin, target_logprob;
+};
 
 struct Candidate {
     double logit;
@@ -194,7 +201,8 @@ struct RowSampler {
     }
 
     int64_t pick(const float* logits, int64_t width, const Floats& settings, const Ints& row,
-                 const int64_t* history, double* logprob) {
+                 const int64_t* history, double* logprob, int64_t target,
+                 CanvasDetails* details) {
         const float model_peak = kernels().peak(logits, width);
         if (!std::isfinite(model_peak)) return -1;
         double model_total, weighted;
@@ -225,8 +233,19 @@ struct RowSampler {
                         ? draw_from_all(x, width, settings.temperature, uniform(row))
                         : draw_from_candidates(settings.temperature, uniform(row), is_sorted);
         }
-        *logprob = static_cast<double>(logits[token]) - static_cast<double>(model_peak) -
-                   std::log(model_total);
+        const double log_total = std::log(model_total);
+        const auto logprob_of = [&](double logit) {
+            return logit - static_cast<double>(model_peak) - log_total;
+        };
+        *logprob = logprob_of(static_cast<double>(logits[token]));
+        if (details) {
+            take_top(logits, width, 2);
+            details->entropy = std::max(0.0, log_total - weighted / model_total);
+            details->margin = std::exp(logprob_of(candidates[0].logit)) -
+                              std::exp(logprob_of(candidates[1].logit));
+            details->target_logprob =
+                target < 0 ? 0.0 : logprob_of(static_cast<double>(logits[target]));
+        }
         return token;
     }
 };
@@ -239,6 +258,8 @@ struct PickJob {
     const int64_t* history;
     int64_t* tokens;
     double* logprobs;
+    const int64_t* targets;  // null: not a canvas
+    CanvasDetails* details;
     std::atomic<int64_t> next{0};
 
     static void work(void* argument, int, int) {
@@ -247,7 +268,9 @@ struct PickJob {
         for (int64_t row; (row = self.next.fetch_add(1)) < self.rows;)
             self.tokens[row] =
                 sampler.pick(self.logits + row * self.width, self.width, self.floats[row],
-                             self.ints[row], self.history, self.logprobs + row);
+                             self.ints[row], self.history, self.logprobs + row,
+                             self.targets ? self.targets[row] : -1,
+                             self.targets ? self.details + row : nullptr);
     }
 };
 
@@ -258,7 +281,7 @@ using namespace unspool;
 
 void unspool_pick(const float* logits, int64_t rows, int64_t width, const double* floats,
                   const int64_t* ints, const int64_t* history, int32_t threads, int64_t* tokens,
-                  double* logprobs) {
+                  double* logprobs, const int64_t* targets, double* details) {
     PickJob job{logits,
                 rows,
                 width,
@@ -266,7 +289,9 @@ void unspool_pick(const float* logits, int64_t rows, int64_t width, const double
                 reinterpret_cast<const Ints*>(ints),
                 history,
                 tokens,
-                logprobs};
+                logprobs,
+                targets,
+                reinterpret_cast<CanvasDetails*>(details)};
     if (rows == 1 || threads == 1 || !run_on_pool(threads, &PickJob::work, &job))
         PickJob::work(&job, 0, 1);
 }

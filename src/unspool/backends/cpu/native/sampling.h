@@ -51,7 +51,10 @@ UNSPOOL_API int64_t unspool_tally(const int64_t* tokens, int64_t count, int64_t 
 
 // Samples one token per row as the chain of sampling stages does with these settings
 // (`sampling/picker.py` names the columns), on `threads` threads. A row whose logits are not a
-// distribution gets the token -1.
+// distribution gets the token -1. With `targets` [rows] (a canvas; -1: none), `details` [rows, 3]
+// gets each row's entropy, the difference between its two largest probabilities, and the
+// log-probability of its target.
 UNSPOOL_API void unspool_pick(const float* logits, int64_t rows, int64_t width,
                               const double* floats, const int64_t* ints, const int64_t* history,
-                              int32_t threads, int64_t* tokens, double* logprobs);
+                              int32_t threads, int64_t* tokens, double* logprobs,
+                              const int64_t* targets, double* details);

@@ -8,8 +8,7 @@ goal? It is answered without sorting, by few passes over the row, each shared by
 2. `fill_bins`: candidates near enough to the maximum to matter are counted in bins by their depth
    below it, and the few bins with the borders of truncation and with the sampled token are found.
 3. `gather`: the candidates of these bins. They are few, and `sample_tokens` finds the borders and
-the
-   token among them; if there are too many, in the row itself.
+   the token among them; if there are too many, in the row itself.
 
 Sums along the ranking are integers in units of 2**-SHIFT: they are the same in any order of
 addition, so the token depends on nothing but the row. The last program of a row to end a pass does
@@ -60,14 +59,17 @@ def depth_below(x, peak):
 
 @triton.jit
 def uniform(seed, sample, position):
-    """The random number in [0,1) of `sampling/draw.py`: Philox4x32-10 of seed, sample, position."""
+    """The random number in [0,1) of `sampling/draw.py`: Philox4x32-10 of seed, sample, position.
+
+    The upper half of `position` is the stream.
+    """
     word = tl.full([], 0xFFFFFFFF, tl.uint64)
     first = tl.full([], 0xD2511F53, tl.uint64)
     second = tl.full([], 0xCD9E8D57, tl.uint64)
     c0 = position.to(tl.uint64) & word
     c1 = sample.to(tl.uint64) & word
     c2 = sample.to(tl.uint64) >> 32
-    c3 = tl.full([], 0, tl.uint64)
+    c3 = position.to(tl.uint64) >> 32
     k0 = seed.to(tl.uint64) & word
     k1 = seed.to(tl.uint64) >> 32
     for _ in range(10):
