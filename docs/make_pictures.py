@@ -15,7 +15,7 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 import unspool
-from unspool.cli.show import chance_style, closing_line, legend
+from unspool.cli.output import closing_line, legend, probability_style
 
 QUESTION = "Why do leaves change color in fall?"
 THEME = TerminalTheme((24, 26, 31), (220, 223, 228), [(0, 0, 0)] * 8)
@@ -28,7 +28,7 @@ def main() -> None:
     console.print(Text("$ ", "#7fd18c").append(f'unspool "{QUESTION}" --probs', "bold #ffffff"))
     answer = Text()
     for step in made.steps:
-        answer.append(step.text, chance_style(math.exp(step.logprob)))
+        answer.append(step.text, probability_style(math.exp(step.logprob)))
     console.print(answer)
     console.print(legend())
     console.print(Text(closing_line(made), "dim"))

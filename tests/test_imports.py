@@ -156,10 +156,12 @@ def test_independent_parts_do_not_know_each_other() -> None:
                 assert not {target[0] for target in targets} & (group - {module[0]}), module
 
 
-def test_server_and_page_know_no_feature() -> None:
+def test_server_page_and_commands_know_no_feature() -> None:
     for module, targets in imports().items():
         if module[0] in KNOW_NO_FEATURE:
             assert not {target[0] for target in targets} & FEATURE_PARTS, module
+        if module[0] == "cli" and not FEATURE_PARTS & {*module}:  # not the commands of a feature
+            assert not [target for target in targets if FEATURE_PARTS & {*target}], module
 
 
 def test_all_that_features_name_can_be_loaded() -> None:

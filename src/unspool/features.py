@@ -27,7 +27,18 @@ class Command:
     name: str
     target: str  # "module:attribute": a function, or a Typer group
     panel: str  # the section of --help that lists it
-    is_group: bool = False
+    subcommands: tuple[str, ...] = ()  # of a group
+    default: str = ""  # the subcommand that may be left out
+    is_hidden: bool = False  # not in --help
+    on_all_ranks: bool = False  # under torchrun every process runs it, not only rank 0
+
+
+@dataclass(frozen=True, slots=True)
+class OptionHandler:
+    """The code of an option that a feature adds to a command it does not own."""
+
+    option: str  # "serve --replicas"
+    target: str  # "module:attribute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +55,31 @@ class Feature:
 
     name: str
     commands: tuple[Command, ...] = ()
+    options: tuple[OptionHandler, ...] = ()
     routes: tuple[RouteGroup, ...] = ()
     models: tuple[ModelFinder, ...] = ()
     page_views: tuple[str, ...] = ()  # folders of page/code
 
 
+_TRAIN = (
+    "new", "tune", "dpo", "grpo", "twin", "merge", "task", "runs", "data", "tokenizer", "judge",
+    "export", "scaling",
+)  # fmt: skip
+
 FEATURES = (
     Feature(
         name="train",
-        commands=(Command("train", "unspool.cli.train.group:train", "Train", is_group=True),),
+        commands=(
+            Command(
+                "train",
+                "unspool.cli.train.group:train",
+                "Train",
+                subcommands=_TRAIN,
+                default="new",
+                on_all_ranks=True,
+            ),
+        ),
+        options=(OptionHandler("page --run", "unspool.cli.train.runs:open_on_page"),),
         routes=(RouteGroup(("/v1/runs",), ("unspool.train.routes:router",)),),
         models=(ModelFinder(r".+@[0-9]{1,12}", "unspool.train.routes:find_checkpoint"),),
         page_views=("learn",),
@@ -64,13 +91,14 @@ FEATURES = (
     ),
     Feature(
         name="costs",
-        commands=(Command("costs", "unspool.cli.costs:costs", "Look"),),
+        commands=(Command("costs", "unspool.cli.costs:costs", "Inspect"),),
         routes=(RouteGroup(("/v1/costs",), ("unspool.costs.routes:router",)),),
         page_views=("measure",),
     ),
     Feature(
         name="scale",
-        commands=(Command("batch", "unspool.cli.batch:batch", "Write"),),
+        commands=(Command("batch", "unspool.cli.scale:batch", "Generate"),),
+        options=(OptionHandler("serve --replicas", "unspool.cli.scale:serve_replicas"),),
     ),
 )
 
@@ -79,3 +107,9 @@ def load(target: str) -> Any:
     """Import what a "module:attribute" string names."""
     module, _, attribute = target.partition(":")
     return getattr(import_module(module), attribute)
+
+
+def load_option_handler(option: str) -> Any:
+    """Import the handler of an option such as "serve --replicas"."""
+    handlers = {handler.option: handler for feature in FEATURES for handler in feature.options}
+    return load(handlers[option].target)

@@ -56,7 +56,7 @@ def test_a_checkpoint_of_a_run_is_named_after_its_run(tmp_path: Path, small: Any
         (["a", "b", "c"], "3 models were named"),
         (["a", "-m", "b"], "name the models once"),
         (["--parts", "waitign"], "did you mean waiting"),
-        (["--out", "/nowhere/at/all.html", "--parts", "loops"], "does not exist"),
+        (["--out", "/nowhere/at/all.html", "--parts", "loops"], "there is no folder"),
     ],
 )
 def test_errors_come_before_loading(arguments: list[str], message: str, capsys: Any):

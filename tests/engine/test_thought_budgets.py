@@ -152,14 +152,14 @@ def test_the_command_line(folders: dict[str, Path], capsys: Any, monkeypatch: An
              *[f"--logit-bias={token}=-50" for token in range(9)]]  # fmt: skip
     assert _exit_code([*arguments, "--think-budget", "6", "--regex", "(node|page)"]) == 0
     output = capsys.readouterr()
-    assert output.out.strip() in ("node", "page") and "of thought" in output.err
+    assert output.out.strip() in ("node", "page") and "reasoning)" in output.err
     assert _exit_code([*arguments, "-q", "--json", "--think-budget", "6"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line.get("thought", False) for line in lines[:8]] == [True] * 8
     assert lines[-1]["generation"]["reasoning"] and lines[-1]["generation"]["answer"]
     assert _exit_code(arguments) == 0
     output = capsys.readouterr()
-    assert output.out == "\n" and "before the model was done thinking" in output.err
+    assert output.out == "\n" and "before the answer" in output.err
     assert _exit_code([*arguments, "--no-think", "--effort", "low"]) != 0
     assert "contradict" in capsys.readouterr().err
     assert _exit_code([*arguments, "--raw", "--think"]) != 0

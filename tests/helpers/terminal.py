@@ -1,4 +1,4 @@
-"""A command in a terminal of its own, as a person has it: what it shows, what one types."""
+"""A command in a pseudo-terminal: read what it shows, type keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Terminal:
     def __init__(self, *arguments: str, rows: int = 24, columns: int = 80, **env: str) -> None:
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        # Of a session of its own, whose terminal this is: only then is ^C a signal.
+        # In its own session with this controlling terminal: only then is ^C a signal.
         self.process = subprocess.Popen(
             [sys.executable, "-c", _START, *arguments],
             stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
@@ -51,20 +51,22 @@ class Terminal:
 
     @property
     def display_text(self) -> str:
-        """All that was written so far, without what steers the terminal."""
+        """All output so far, without control sequences."""
         return _CONTROL.sub("", self.raw)
 
     def type(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
 
     def wait_for(self, words: str, seconds: float = 60.0) -> str:
-        """Read until these words have come; gives all that was written."""
+        """Read until the output contains `words`; returns all output."""
         until = time.monotonic() + seconds
         while words not in self.display_text:
             assert time.monotonic() < until, (
-                f"{words!r} did not come: {self.display_text[-2000:]!r}"
+                f"{words!r} was not printed: {self.display_text[-2000:]!r}"
             )
-            assert self._read(0.1), f"it ended without {words!r}: {self.display_text[-2000:]!r}"
+            assert self._read(0.1), (
+                f"the command ended without {words!r}: {self.display_text[-2000:]!r}"
+            )
         return self.display_text
 
     def ended(self, seconds: float = 60.0, again: str = "") -> int:
@@ -73,7 +75,7 @@ class Terminal:
         began = typed = time.monotonic()
         while self._read(0.1):
             now = time.monotonic()
-            assert now < began + seconds, f"it goes on: {self.display_text[-2000:]!r}"
+            assert now < began + seconds, f"still running: {self.display_text[-2000:]!r}"
             if again and now > typed + 1:
                 typed = now
                 with contextlib.suppress(OSError):
@@ -81,12 +83,12 @@ class Terminal:
         return self.process.wait(30)
 
     def _read(self, seconds: float) -> bool:
-        """Take in what there is; False once nothing can come any more."""
+        """Read available output; False at the end of file."""
         if not select.select([self._ours], [], [], seconds)[0]:
             return True
         try:
             data = os.read(self._ours, 65536)
-        except OSError:  # how Linux says that the other side is closed
+        except OSError:  # Linux: the other side is closed
             return False
         self.raw += self._decoder.decode(data)
         return bool(data)

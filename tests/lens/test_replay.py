@@ -8,7 +8,7 @@ import json
 import pytest
 import typer
 
-from unspool.cli.replay import replay as command
+from unspool.cli.inspection import replay as command
 from unspool.errors import ContextError, ModelFileError, UnspoolError
 from unspool.lens.replay import replay
 from unspool.lens.trace import load_trace, save_trace, trace_of

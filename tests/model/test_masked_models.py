@@ -191,7 +191,7 @@ def test_what_a_model_is(tmp_path: Path):
 
     tiny_masked.save("fast_dllm_qwen", tmp_path)
     listing = CliRunner().invoke(app_with(), ["models", "show", str(tmp_path)])
-    assert "to the end of its block of 8; guesses the token behind it" in listing.output
+    assert "to the end of its block of 8; predicts the next position" in listing.output
     assert str(tiny_masked.MASK) in listing.output
 
 

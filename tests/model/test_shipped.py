@@ -83,7 +83,7 @@ def test_they_are_listed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row.split()[0] for row in rows] == NAMES and all("yes" in row for row in rows)
     assert _exit_code(["show", "sudoku"]) == 0
     output = capsys.readouterr().out
-    assert "over the whole text" in output and "<mask>" in output
+    assert "bidirectional" in output and "<mask>" in output
 
 
 def test_the_command_line_runs_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from helpers.running_server import wait_until
 from helpers.tiny_gguf import write_tiny
-from unspool.cli import page as command
+from unspool.cli import serve as command
 from unspool.cli.main import main
 from unspool.train.running.runs import Run
 
@@ -115,6 +115,6 @@ def test_a_taken_port_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
         port = busy.getsockname()[1]
-        monkeypatch.setattr(command, "_PORT", port)
-        assert command._usual_port() == 0  # any other
-    assert command._usual_port() == port
+        monkeypatch.setattr(command, "_PAGE_PORT", port)
+        assert command._free_page_port() == 0  # any other
+    assert command._free_page_port() == port

@@ -172,7 +172,7 @@ def test_what_is_refused_at_once(tmp_path: Path, chatty: Path, capsys: pytest.Ca
         "must end in .jsonl or .parquet": (rows, tmp_path / "out.csv"),
         "no such file": (tmp_path / "nowhere.jsonl", output),
         "has no rows": (tmp_path / "none.jsonl", output),
-        "is there already": (rows, tmp_path / "there.jsonl"),
+        "already exists": (rows, tmp_path / "there.jsonl"),
         "both INPUT and OUTPUT": (rows, rows),
         "there is no folder": (rows, tmp_path / "no" / "out.jsonl"),
     }.items():

@@ -142,7 +142,7 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any
             (["--port", "70000"], "got 70000"),
             (["--api-key", "short"], "at least 8"),
             (["--api-key-file", str(tmp_path / "none")], "cannot be read"),
-            (["--api-key-file", str(empty)], "holds no key"),
+            (["--api-key-file", str(empty)], "contains no key"),
             (["--log-level", "loud"], "loud"),
             (["--log-format", "xml"], "xml"),
             (["--max-running", "0"], "at least 1"),
@@ -161,7 +161,7 @@ def test_who_listens_everywhere_without_a_key_is_warned(monkeypatch: pytest.Monk
     message: list[str] = []
     monkeypatch.setattr(sockets, "bind_socket", lambda settings: None)
     monkeypatch.setattr(server, "run", lambda *params, **named: None)
-    monkeypatch.setattr(command.o, "say", message.append)
+    monkeypatch.setattr(command, "say", message.append)
     from unspool.cli.main import main
 
     for options, warned in (
@@ -204,14 +204,14 @@ def test_the_default_model_is_fetched_while_the_rest_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ):
     """Its name and size are known before; nothing is fetched before it is loaded."""
-    from unspool.cli import starting
+    from unspool.cli import serve
     from unspool.cli.options import ModelChoice
     from unspool.model.hub import find
 
     monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path))
     monkeypatch.delenv("UNSPOOL_DEFAULT_MODEL", raising=False)
     monkeypatch.setattr(find, "default_model", lambda **_: pytest.fail("fetched too early"))
-    result = starting._located(ModelChoice(None, {}), None)
+    result = serve._locate(ModelChoice(None, {}), None)
     assert result.name == "SmolLM2-135M-Instruct.Q4_1" and result.size > 90_000_000
     assert result.choice.model is None  # so that loading it fetches it
 

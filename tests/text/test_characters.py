@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from unspool.cli.explore_view import view
-from unspool.cli.explorer import Explorer
-from unspool.cli.show import quoted
+from unspool.cli.explore import Explorer, draw_screen
+from unspool.cli.output import visible
 from unspool.text.tokenizer.pieces import incomplete_utf8, readable, readable_pieces
 
 LEAF = "🍁".encode()
@@ -48,7 +47,7 @@ def test_what_a_text_leaves_unfinished(text: str, count: int):
 
 
 def test_bytes_stay_as_they_are_where_spaces_are_made_visible():
-    assert quoted(" a ⟨F0 9F⟩") == "␣a␣⟨F0 9F⟩"
+    assert visible(" a ⟨F0 9F⟩") == "␣a␣⟨F0 9F⟩"
 
 
 @pytest.mark.real
@@ -82,7 +81,7 @@ def test_the_explorer_shows_them(lm: Any):
     list(start.extend(steps))
     explorer = Explorer(lm, [start.choose("🍁")], cursor=2)
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(view(explorer, "Leaves:", 80, 24))
+    console.print(draw_screen(explorer, "Leaves:", 80, 24))
     output = console.export_text()
     assert "🍁" in output and "\ufffd" not in output
 

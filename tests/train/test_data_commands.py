@@ -13,8 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from unspool.cli.train.data import data
-from unspool.cli.train.tokenizer import tokenizer
+from unspool.cli.train.data import data, tokenizer
 from unspool.errors import DataError, SettingsError
 from unspool.text.tokenizer.tokenizer import Tokenizer
 

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals")
 JOB = """
 import os, signal, sys
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-import unspool.cli.train.telling, unspool.train.pretrain
+import unspool.cli.train.display, unspool.train.pretrain
 import unspool.train.running.loop as loop
 from torch.distributed.fsdp import fully_shard
 from unspool.cli.main import _exit_code

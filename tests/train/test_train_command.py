@@ -20,7 +20,7 @@ import pytest
 
 import unspool
 from unspool.cli.main import _exit_code, with_command
-from unspool.cli.train.plot import curve
+from unspool.cli.train.display import plot_curve
 from unspool.model.files.checkpoint import open_checkpoint
 from unspool.train.running.runs import Run
 
@@ -363,13 +363,13 @@ def _options(command: str) -> list[list[str]]:
 
 
 def test_the_curve_goes_where_the_loss_goes():
-    lines = curve([4 - step / 100 for step in range(300)], width=20, height=4)
+    lines = plot_curve([4 - step / 100 for step in range(300)], width=20, height=4)
     assert len(lines) == 4
     assert 3.9 < float(lines[0].split()[0]) <= 4 and 1 < float(lines[-1].split()[0]) < 1.1
     assert lines[0][7] != "⠀" and lines[-1][7] == "⠀"  # it begins at the top ...
     assert len(lines[0]) < 14 and len(lines[-1]) == 27  # ... and falls to the end
-    assert curve([], 10, 2) == []
-    assert len(curve([1.0, 1.0], 10, 2)) == 2
+    assert plot_curve([], 10, 2) == []
+    assert len(plot_curve([1.0, 1.0], 10, 2)) == 2
 
 
 def test_a_shape_is_taken_from_a_config_alone(place: Path):

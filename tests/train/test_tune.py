@@ -129,8 +129,8 @@ def test_the_commands(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, data = str(here / "model"), str(here / "data.jsonl")
     from typer.testing import CliRunner
 
-    from unspool.cli.train.merge import merge
-    from unspool.cli.train.tune import tune as command
+    from unspool.cli.train.tuning import merge
+    from unspool.cli.train.tuning import tune as command
 
     asked = ["--model", model, "--data", data, "--lora", "2", "--steps", "2", "--name", "mine"]
     said = _invoke(CliRunner(), command, [*asked, "--device", "cpu"])

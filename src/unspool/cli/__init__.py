@@ -1,4 +1,4 @@
-"""The command line: `unspool "a prompt"`, and the commands beside it."""
+"""The command line: `unspool "a prompt"` and the other commands."""
 
 import contextlib
 import os
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 class _LossyStream:
-    """Standard error whose failures (a full disk, a reader that left) are ignored.
+    """Standard error that ignores failed writes (full disk, closed pipe).
 
-    What is written there are remarks: a command must not fail because one is lost.
+    Only remarks are written there; a lost one must not make a command fail.
     """
 
     def __init__(self, stream: object) -> None:
@@ -32,20 +32,20 @@ def _open_streams() -> None:
     """Replace streams that the caller closed (`>&-`), and make standard error lossy."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  open to the end
-    setattr(sys, "stderr", _LossyStream(sys.stderr))  # noqa: B010  it is no whole TextIO
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  open until exit
+    setattr(sys, "stderr", _LossyStream(sys.stderr))  # noqa: B010  not a complete TextIO
 
 
 def main() -> None:
-    """Run the command that was typed, and exit.
+    """Run the command in sys.argv, and exit.
 
-    Ctrl-C ends it without a word and with 130, also while Python still reads the program's files.
+    Ctrl-C exits silently with code 130, also while modules are still being imported.
     """
     try:
         _open_streams()
         from unspool.cli import interrupt
 
-        interrupt.leave_on_signal()
+        interrupt.exit_on_signal()
         from unspool.cli.main import main as run
 
         run()

@@ -11,18 +11,20 @@ import typer
 
 from unspool.cli import interrupt
 from unspool.cli import options as o
+from unspool.cli import output as out
 from unspool.errors import UnspoolError
 
 if TYPE_CHECKING:
     from unspool.conversation import Conversation
 
 HELP = """\
-/undo          take the last question and answer back
-/retry         answer the last question again, differently
-/system TEXT   begin anew with this system message (nothing: without one)
-/save FILE     write the conversation as JSON
-/help          this
+/undo          remove the last question and answer
+/retry         answer the last question again
+/system TEXT   start a new conversation with this system message (or without one)
+/save FILE     save the conversation as JSON
+/help          show this list
 /quit          leave (or Ctrl-D)"""
+_QUIT = "/quit"
 
 
 @o.sampling_options
@@ -37,10 +39,10 @@ def chat(
     adapter: o.Adapter = None,
     quiet: o.Quiet = False,
     *,
-    chosen: o.ModelChoice,
+    model_choice: o.ModelChoice,
     sampling: dict[str, Any],
 ) -> None:
-    """Talk with a model. /help lists what can be said to Unspool itself; Ctrl-C stops an answer.
+    """Chat with a model. /help lists the commands; Ctrl-C stops an answer.
 
     [b]Examples[/b]
 
@@ -54,105 +56,93 @@ def chat(
         **sampling,
     }  # fmt: skip
     o.check(options)
-    lm = o.with_adapter(chosen.load(), adapter)
-    talk = Conversation(lm, system, o.thinking(think, effort))
+    lm = o.with_adapter(model_choice.load(), adapter)
+    conversation = Conversation(lm, system, o.thinking(think, effort))
     seed = options.pop("seed", None)
-    interactive = sys.stdin.isatty()
-    if interactive:
+    is_interactive = sys.stdin.isatty()
+    if is_interactive:
         import readline  # noqa: F401  (gives input() a history and cursor keys)
 
-        from unspool.cli.show import say
-
-        say("/help lists the commands, Ctrl-D leaves")
+        out.say("/help lists the commands, Ctrl-D leaves")
     turn = 0
-    with interrupt.raised():
-        while (line := _ask(interactive)) is not None:
+    with interrupt.raise_on_signal():
+        while (line := _read_line(is_interactive)) is not None:
             if not line.strip():
                 continue
             try:
-                question = _command(talk, line) if line.startswith("/") else line
+                question = _run_command(conversation, line) if line.startswith("/") else line
                 if question is None:
                     continue
-                if question is _LEAVE:
+                if question is _QUIT:
                     return
-                again = {} if seed is None else {"seed": seed + turn}
-                _answer(talk, question, {**options, **again}, probs, quiet)
+                turn_seed = {} if seed is None else {"seed": seed + turn}
+                _answer(conversation, question, {**options, **turn_seed}, probs, quiet)
                 turn += 1
-            except UnspoolError as error:  # a mistake ends the turn, not the conversation
+            except UnspoolError as error:  # ends the turn, not the conversation
                 print(f"unspool: {' '.join(str(error).split())}", file=sys.stderr)
-            except KeyboardInterrupt:  # and so does Ctrl-C, at whatever moment
+            except KeyboardInterrupt:  # too
                 continue
 
 
-_LEAVE = "/quit"
-
-
-def _ask(interactive: bool) -> str | None:
+def _read_line(is_interactive: bool) -> str | None:
     try:
-        return input("› " if interactive else "")
+        return input("› " if is_interactive else "")
     except EOFError:
-        if interactive:
+        if is_interactive:
             print()
         return None
     except KeyboardInterrupt:
-        if interactive:
+        if is_interactive:
             print()
         raise typer.Exit(interrupt.INTERRUPTED) from None
     except UnicodeDecodeError:
         raise UnspoolError("standard input is not UTF-8 text; convert it first") from None
 
 
-def _command(talk: Conversation, line: str) -> str | None:
-    """Do what a /command says; gives a question if one is to be answered."""
-    from unspool.cli.show import say
-
-    name, _, rest = line.strip().partition(" ")
+def _run_command(conversation: Conversation, line: str) -> str | None:
+    """Run a /command; return a question if one is to be answered."""
+    name, _, argument = line.strip().partition(" ")
     if name in ("/quit", "/exit", "/q"):
-        return _LEAVE
+        return _QUIT
     if name == "/undo":
-        say(f"taken back: {talk.undo()}")
+        out.say(f"removed: {conversation.undo()}")
     elif name == "/retry":
-        return talk.undo()
+        return conversation.undo()
     elif name == "/system":
-        talk.restart(rest.strip() or None)
-        say("a new conversation")
+        conversation.restart(argument.strip() or None)
+        out.say("new conversation")
     elif name == "/save":
-        _save(talk, rest.strip())
+        _save(conversation, argument.strip())
     elif name == "/help":
-        say(HELP)
+        out.say(HELP)
     else:
         raise UnspoolError(f"there is no command {name}; /help lists them")
     return None
 
 
-def _save(talk: Conversation, name: str) -> None:
-    from unspool.cli.show import say
-
+def _save(conversation: Conversation, name: str) -> None:
     if not name:
-        raise UnspoolError("say where: /save conversation.json")
-    content = {"messages": talk.messages, "ids": talk.ids}
+        raise UnspoolError("/save needs a file name: /save conversation.json")
+    content = {"messages": conversation.messages, "ids": conversation.ids}
     try:
         Path(name).expanduser().write_text(
             json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8"
         )
     except OSError as error:
         raise UnspoolError(f"{name} cannot be written: {error.strerror}") from error
-    say(f"saved {len(talk.messages)} messages to {name}")
+    out.say(f"saved {len(conversation.messages)} messages to {name}")
 
 
 def _answer(
-    talk: Conversation, question: str, options: dict[str, Any], probs: bool, quiet: bool
+    conversation: Conversation, question: str, options: dict[str, Any], probs: bool, quiet: bool
 ) -> None:
-    from unspool.cli.run import show_colours, show_plain
-    from unspool.cli.show import closing_line, say
-
-    generation, steps = talk.ask(question, **options)
-    interrupted = False
+    generation, steps = conversation.ask(question, **options)
+    prefix = ""
     try:
-        (show_colours if probs else show_plain)(steps, generation)
+        (out.print_colours if probs else out.print_plain)(steps, generation)
     except KeyboardInterrupt:
-        interrupted = True
+        prefix = "stopped; "
         steps.close()  # type: ignore[attr-defined]
     if not quiet:
-        stopped = "stopped; " if interrupted else ""
-        say(f"{stopped}{closing_line(generation)}, {talk.reused} prompt tokens not read again")
+        cached = f"{conversation.reused} prompt tokens from the cache"
+        out.say(f"{prefix}{out.closing_line(generation)}, {cached}")

@@ -1,7 +1,7 @@
-"""Words that were meant otherwise: a command mistyped or known from another program, a model.
+"""Hints for mistyped commands, for commands and options of other programs, and for model names.
 
-`unspool caht` would be answered as a prompt, and nobody would know why. Any other single word is a
-prompt; `unspool run caht` makes one of every word, and `echo WORD | unspool` of a model's name too.
+Without a hint `unspool caht` would be answered as a prompt. Any other single word is a prompt.
+`unspool run WORD` makes a prompt of every word, and `echo WORD | unspool` also of a model name.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 
-_YOURS = '"your prompt"'
-_PROMPT = f"unspool {_YOURS}"
+from unspool.features import FEATURES
 
-# What other programs call what this one has.
-ELSEWHERE = {
+_QUOTED_PROMPT = '"your prompt"'
+_PROMPT = f"unspool {_QUOTED_PROMPT}"
+
+# Commands of other programs, and the command here.
+ALIASES = {
     "api": "unspool serve",
     "ask": _PROMPT,
     "cli": "unspool chat",
@@ -43,27 +45,35 @@ ELSEWHERE = {
     "web": "unspool page",
     "webui": "unspool page",
 }
-# What other programs have and this one has not, and what there is instead.
-NOT_HERE = {
+# Commands of other programs that do not exist here, and what to do instead.
+MISSING = {
     "bench": "every answer ends with its speed",
     "benchmark": "every answer ends with its speed",
-    "convert": "models run as they are: -m MODEL",
+    "convert": "models run without conversion: -m MODEL",
     "cp": "a model is named by its path: -m MODEL",
     "create": "give settings as options, such as --system",
     "embed": "unspool serve has /v1/embeddings",
     "login": "there are no accounts",
-    "push": "nothing is sent anywhere",
-    "quantize": "--quantize 4 packs the weights while loading",
-    "stop": "Ctrl-C ends a command, and its model is gone with it",
+    "push": "nothing is uploaded",
+    "quantize": "--quantize 4 quantizes the weights while loading",
+    "stop": "Ctrl-C ends a command and unloads its model",
 }
-# Such as model.gguf, hf.co/org/name, org/name-1B, llama3.2:1b, qwen3-0.6b.
-_MODEL = re.compile(
-    r"\S+\.gguf|(hf\.co|huggingface\.co)/\S+|[\w-]+/[\w.-]*\d[\w.-]*(:\w+)?|[a-z][\w.-]*\d[\w.-]*:[\w.-]+|"
-    r"(llama|qwen|gemma|mistral|mixtral|phi|smollm|deepseek|olmo)[\w.-]*\d[\w.-]*",
-    re.IGNORECASE,
-)
+# Commands of a group, which people may type without the group.
+GROUPED = {
+    **{
+        name: f"unspool {command.name} {name}"
+        for feature in FEATURES
+        for command in feature.commands
+        for name in command.subcommands
+    },
+    "catalog": "unspool models catalogue",
+    "catalogue": "unspool models catalogue",
+    "plan": "unspool models plan MODEL",
+}
+# Those that may well be a prompt of one word.
+_ORDINARY_WORDS = ("new", "twin", "merge", "task", "data", "judge", "plan")
 
-# Options as llama.cpp, Ollama and transformers name them.
+# Options of llama.cpp, Ollama and transformers.
 OPTIONS = {
     "--ctx-size": "--context",
     "--max-new-tokens": "--max-tokens (-n)",
@@ -79,32 +89,27 @@ OPTIONS = {
     "-p": "the prompt without an option",
 }
 
-
-# Commands of a group, by how people call them without it.
-GROUPED = {
-    **{name: f"unspool train {name}" for name in
-       ("new", "tune", "dpo", "grpo", "twin", "merge", "task", "runs", "data", "judge", "export",
-        "scaling", "tokenizer")},
-    "catalog": "unspool models catalogue",
-    "catalogue": "unspool models catalogue",
-    "plan": "unspool models plan MODEL",
-}  # fmt: skip
+# Such as model.gguf, hf.co/org/name, org/name-1B, llama3.2:1b, qwen3-0.6b.
+_MODEL = re.compile(
+    r"\S+\.gguf|(hf\.co|huggingface\.co)/\S+|[\w-]+/[\w.-]*\d[\w.-]*(:\w+)?|[a-z][\w.-]*\d[\w.-]*:[\w.-]+|"
+    r"(llama|qwen|gemma|mistral|mixtral|phi|smollm|deepseek|olmo)[\w.-]*\d[\w.-]*",
+    re.IGNORECASE,
+)
 
 
-def hint(word: str, commands: Iterable[str], behind: Sequence[str] = ()) -> str | None:
-    """What to say of a first word that looks like a command but is none; None: it is a prompt.
+def command_hint(word: str, commands: Iterable[str], arguments: Sequence[str] = ()) -> str | None:
+    """Error message for a first word that looks like a command; None if it is a prompt.
 
-    `behind` are the arguments after it: a command of a group that is an ordinary word too (`data`)
-    is taken for one only if something follows it.
+    A subcommand that is also an ordinary word (`data`) counts only if `arguments` follow it.
     """
-    advice = _advice(word, commands, has_arguments=bool(behind))
+    advice = _advice(word, commands, has_arguments=bool(arguments))
     if advice is None:
         return None
     return f"there is no command {word!r}; {advice} As a prompt: unspool run {word}"
 
 
 def unknown_command(word: str, commands: Iterable[str]) -> str:
-    """What to say of a word that must be a command and is none."""
+    """Error message for a word that must be a command."""
     advice = _advice(word, commands, has_arguments=True)
     return f"there is no command {word!r}; {advice or 'unspool --help lists the commands'}"
 
@@ -113,32 +118,28 @@ def _advice(word: str, commands: Iterable[str], *, has_arguments: bool) -> str |
     name = word.lower()
     if not name.replace("-", "").isalpha() or name.startswith("-"):
         return None
-    if name in ELSEWHERE:
-        return f"did you mean {ELSEWHERE[name]}?"
+    if name in ALIASES:
+        return f"did you mean {ALIASES[name]}?"
     if name in GROUPED and (has_arguments or name not in _ORDINARY_WORDS):
         return f"did you mean {GROUPED[name]}?"
-    if name in NOT_HERE:
-        return f"{NOT_HERE[name]}."
+    if name in MISSING:
+        return f"{MISSING[name]}."
     near = difflib.get_close_matches(name, [*commands, "help"], n=1, cutoff=0.75)
     return f"did you mean unspool {near[0]}?" if near else None
 
 
-# Of `GROUPED`, what may well be a prompt of one word.
-_ORDINARY_WORDS = ("new", "twin", "merge", "task", "data", "judge", "plan")
-
-
 def model_hint(prompt: str) -> str | None:
-    """What to say of a prompt that is a model's name, as in `run llama3.2` elsewhere."""
+    """Error message for a prompt that is a model name, as in `run llama3.2` of other programs."""
     if not _MODEL.fullmatch(prompt):
         return None
     return (
-        f"{prompt!r} looks like a model, which -m names: unspool -m {prompt} {_YOURS}, or "
+        f"{prompt!r} looks like a model; name it with -m: unspool -m {prompt} {_QUOTED_PROMPT}, or "
         f"unspool chat -m {prompt}. As a prompt: echo {prompt} | unspool"
     )
 
 
-def extra_words(first: str, rest: str) -> str:
-    """What to say of words behind the prompt: quotes were forgotten, or `run MODEL PROMPT`."""
+def extra_words(first: str, others: str) -> str:
+    """Error message for words after the prompt: missing quotes, or `run MODEL PROMPT`."""
     if _MODEL.fullmatch(first):
-        return f'a model is named by -m: unspool -m {first} "{rest}"'
-    return f'the text has several words; put it into quotes: "{first} {rest}"'
+        return f'name the model with -m: unspool -m {first} "{others}"'
+    return f'the text has several words; put it in quotes: "{first} {others}"'

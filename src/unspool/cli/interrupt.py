@@ -1,8 +1,8 @@
-"""Ctrl-C: it ends a command at once, without a word, and with exit code 130.
+"""Ctrl-C: exit immediately and silently with code 130, except inside `raise_on_signal()`.
 
-Python makes an exception of it, which is right only where somebody waits for one: raised while
-modules are imported it may be swallowed or printed, and threads that still load a model are waited
-for. So the process leaves where it stands, but for those parts of a command that say `raised()`.
+Python raises KeyboardInterrupt wherever the main thread is. During imports the exception may be
+swallowed or printed, and the interpreter would wait for threads that still load a model. So the
+process exits directly, except in those parts of a command that clean up after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-INTERRUPTED = 130  # what shells say of a program that Ctrl-C has ended
-_SHOW_CURSOR = "\x1b[?25h"  # which a progress bar may have hidden
+INTERRUPTED = 130  # the exit code that shells use for SIGINT
+_SHOW_CURSOR = "\x1b[?25h"  # a progress bar may have hidden it
 
 
-def leave_on_signal() -> None:
-    """From now on Ctrl-C ends the process where it stands."""
+def exit_on_signal() -> None:
+    """Make Ctrl-C end the process immediately."""
     if not _is_ignored():
-        signal.signal(signal.SIGINT, _leave)
+        signal.signal(signal.SIGINT, _exit)
 
 
 @contextmanager
-def raised() -> Iterator[None]:
-    """In here Ctrl-C is a KeyboardInterrupt, for a command that puts something in order then."""
+def raise_on_signal() -> Iterator[None]:
+    """Make Ctrl-C raise KeyboardInterrupt inside this context, for commands that clean up."""
     if _is_ignored():
         yield
         return
@@ -38,13 +38,13 @@ def raised() -> Iterator[None]:
 
 
 def _is_ignored() -> bool:
-    """As in the background of a shell, where Ctrl-C is meant for others."""
+    """Whether Ctrl-C is ignored, as for a background process of a shell."""
     return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def _leave(*_: object) -> NoReturn:
-    with suppress(Exception):  # whoever read our output may have gone
-        if sys.stderr.isatty():  # the prompt of the shell shall not stand behind ^C
+def _exit(*_: object) -> NoReturn:
+    with suppress(Exception):  # the reader of the output may be gone
+        if sys.stderr.isatty():  # so that the shell prompt does not follow ^C on the same line
             sys.stderr.write(f"{_SHOW_CURSOR}\n")
         sys.stderr.flush()
         sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""Where every command starts: which one was meant, and how mistakes are told.
+"""Entry point of all commands: find the command, run it, turn errors into exit codes.
 
-A mistake of the user's is one line on stderr and exit code 2. Ctrl-C is exit code 130, with what
-was written so far left on the screen.
+A user error is one line on stderr and exit code 2. Ctrl-C is exit code 130; output that is already
+written stays.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -20,60 +19,44 @@ from unspool import __version__
 from unspool.backends.torch.parallel import worker
 from unspool.cli import hints
 from unspool.errors import UnspoolError
+from unspool.features import FEATURES, Command, load
 
-# Typer may carry its own copy of click: take the exceptions from what it shows.
+# Typer may bundle its own copy of click: use the exception classes that Typer raises.
 UsageError: Any = typer.BadParameter.__base__
 ClickException: Any = UsageError.__base__
 
-# Where the help shows a command. Each lies in the file of its name and is imported when it is
-# meant, so that no command waits for the others.
-_PANELS = {
-    "run": "Write", "chat": "Write", "replay": "Write", "fill": "Write", "edit": "Write",
-    "think": "Write", "batch": "Write",
-    "explore": "Look", "tokenize": "Look", "score": "Look", "costs": "Look",
-    "page": "Serve", "serve": "Serve",
-}  # fmt: skip
-SHORTCUTS = ("pull", "list", "ls", "rm", "show", "ps")  # for those of `models`
-_COMMANDS = (*_PANELS, "train", "models", *SHORTCUTS)
-_OWN_OPTIONS = ("-h", "--help", "--version", "--install-completion", "--show-completion")
-
-
-def app_with(names: Iterable[str] = _COMMANDS) -> typer.Typer:
-    """The program with these commands."""
-    app = typer.Typer(
-        name="unspool",
-        no_args_is_help=True,
-        add_completion=True,
-        pretty_exceptions_enable=False,
-        rich_markup_mode="rich",
-        context_settings={"help_option_names": ["-h", "--help"]},
+_OPTIONS = ("-h", "--help", "--version", "--install-completion", "--show-completion")
+# A module is imported when its command runs. The order is that of --help.
+_COMMANDS = {
+    command.name: command
+    for command in (
+        Command("run", "unspool.cli.run:run", "Generate"),
+        Command("chat", "unspool.cli.chat:chat", "Generate"),
+        Command("replay", "unspool.cli.inspection:replay", "Generate"),
+        Command("fill", "unspool.cli.revision:fill", "Generate"),
+        Command("edit", "unspool.cli.revision:edit", "Generate"),
+        Command("think", "unspool.cli.think:think", "Generate"),
+        Command("explore", "unspool.cli.explore:explore", "Inspect"),
+        Command("tokenize", "unspool.cli.inspection:tokenize", "Inspect"),
+        Command("score", "unspool.cli.inspection:score", "Inspect"),
+        Command("page", "unspool.cli.serve:page", "Serve"),
+        Command("serve", "unspool.cli.serve:serve", "Serve"),
+        *(command for feature in FEATURES for command in feature.commands),
+        Command(
+            "models",
+            "unspool.cli.models:models",
+            "Models",
+            subcommands=("list", "catalogue", "pull", "rm", "show", "info", "plan"),
+        ),
+        # Short forms without `models`, as in other programs.
+        Command("pull", "unspool.cli.models:pull", "Models"),
+        Command("list", "unspool.cli.models:list_models", "Models"),
+        Command("ls", "unspool.cli.models:list_models", "Models", is_hidden=True),
+        Command("rm", "unspool.cli.models:rm", "Models"),
+        Command("show", "unspool.cli.models:info", "Models"),
+        Command("ps", "unspool.cli.models:ps", "Models"),
     )
-    app.callback(epilog=_EPILOG)(top)
-    for name in names:
-        if name in _PANELS:
-            command = getattr(import_module(f"unspool.cli.{name}"), name)
-            app.command(rich_help_panel=_PANELS[name])(command)
-            continue
-        if name == "train":
-            from unspool.cli.train.group import train
-
-            app.add_typer(train, name=name, rich_help_panel="Train")
-            continue
-        from unspool.cli import models
-
-        if name == "models":
-            app.add_typer(models.models, name=name, rich_help_panel="Models")
-        else:
-            hidden = name == "ls"
-            app.command(name, rich_help_panel="Models", hidden=hidden)(models.SHORTCUTS[name])
-    return app
-
-
-def _say_version(wanted: bool) -> None:
-    if wanted:
-        print(f"unspool {__version__}")
-        raise typer.Exit
-
+}
 
 _EPILOG = (
     'Examples:  unspool "Why do leaves change color in fall?"   ·   '
@@ -83,10 +66,37 @@ _EPILOG = (
 )
 
 
+def app_with(names: Iterable[str] = tuple(_COMMANDS)) -> typer.Typer:
+    """Build the Typer app with these commands."""
+    app = typer.Typer(
+        name="unspool",
+        no_args_is_help=True,
+        add_completion=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(epilog=_EPILOG)(top)
+    for command in (_COMMANDS[name] for name in names):
+        function, panel = load(command.target), command.panel
+        if command.subcommands:
+            app.add_typer(function, name=command.name, rich_help_panel=panel)
+        else:
+            hidden = command.is_hidden
+            app.command(command.name, rich_help_panel=panel, hidden=hidden)(function)
+    return app
+
+
+def _print_version(is_set: bool) -> None:
+    if is_set:
+        print(f"unspool {__version__}")
+        raise typer.Exit
+
+
 def top(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Say the version.", callback=_say_version, is_eager=True),
+        typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
     """Text unspools from a language model one token at a time. See every step.
@@ -96,27 +106,30 @@ def top(
 
 
 def with_command(arguments: Sequence[str], piped: bool) -> list[str]:
-    """Put in the `run` that was left out: `unspool "prompt"`, `unspool -t 0 "prompt"`."""
+    """Insert the command if it was left out: `unspool "prompt"`, `unspool -t 0 "prompt"`."""
     if not arguments:
         return ["run"] if piped else ["--help"]
-    first = arguments[0]
-    if first in ("train", "models") and arguments[1:2] == ["help"]:
-        return [first, *arguments[2:], "--help"]
-    if first == "train":
-        from unspool.cli.train.group import with_new
-
-        return [first, *with_new(arguments[1:])]
-    if first in _COMMANDS or first in _OWN_OPTIONS or first.startswith("--show-completion"):
-        return list(arguments)
+    first, *others = arguments
     if first == "help":
-        return _help_arguments(arguments[1:])
-    if mistaken := hints.hint(first, _COMMANDS, arguments[1:]):
-        raise UnspoolError(mistaken)
+        return _help_arguments(others)
+    if first in _COMMANDS:
+        command = _COMMANDS[first]
+        if command.subcommands and others[:1] == ["help"]:
+            return [first, *others[1:], "--help"]
+        if command.default and (
+            not others or others[0] not in (*command.subcommands, "--help", "-h")
+        ):
+            return [first, command.default, *others]
+        return list(arguments)
+    if first in _OPTIONS or first.startswith("--show-completion"):
+        return list(arguments)
+    if message := hints.command_hint(first, _COMMANDS, others):
+        raise UnspoolError(message)
     return ["run", *arguments]
 
 
 def _help_arguments(words: Sequence[str]) -> list[str]:
-    """The arguments that show the help of a command, given as `help COMMAND`."""
+    """Arguments that show the help of a command, for `help COMMAND`."""
     if not words or words[0] in (*_COMMANDS, "--help", "-h"):
         return [*words, "--help"]
     raise UnspoolError(hints.unknown_command(words[0], _COMMANDS))
@@ -124,62 +137,64 @@ def _help_arguments(words: Sequence[str]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     piped = not sys.stdin.isatty() if sys.stdin else False
-    code = _exit_code(given, piped)
+    code = _exit_code(words, piped)
     worker.release_workers()
     sys.exit(code)
 
 
-def _exit_code(given: Sequence[str], piped: bool = False) -> int:
+def _exit_code(words: Sequence[str], piped: bool = False) -> int:
+    """Run a command and return its exit code."""
     try:
-        arguments = with_command(given, piped)
-        if arguments[0] != "train":  # where each process trains
+        arguments = with_command(words, piped)
+        command = _COMMANDS.get(arguments[0])
+        if command is None or not command.on_all_ranks:
             worker.run_worker_unless_rank_zero()
-        alone = arguments[0] in _COMMANDS and "_UNSPOOL_COMPLETE" not in os.environ
-        app = app_with(arguments[:1] if alone else _COMMANDS)
+        is_alone = command is not None and "_UNSPOOL_COMPLETE" not in os.environ
+        app = app_with(arguments[:1] if is_alone else _COMMANDS)
         result = app(args=arguments, prog_name="unspool", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except UnspoolError as error:
-        return _say(str(error))
+        return _print_error(str(error))
     except ClickException as error:
         if type(error).__name__ == "NoArgsIsHelpError":
-            return 0  # the help has been shown already
-        return _say(_usage(error))
+            return 0  # the help is already printed
+        return _print_error(_usage_message(error))
     except (typer.Abort, KeyboardInterrupt):
         return 130
     except MemoryError:
-        return _say("there is not enough memory; use a smaller model, or one with fewer bits")
-    except BrokenPipeError:  # the reader of our output left: there is nobody to write for
-        _drop_output()
+        return _print_error("out of memory; use a smaller model, or one with fewer bits per weight")
+    except BrokenPipeError:  # the reader of the output has closed the pipe
+        _discard_output()
         return 0
-    except SystemExit as leaving:
-        if not isinstance(leaving.__context__, BrokenPipeError):  # which typer makes an exit of
+    except SystemExit as error:
+        if not isinstance(error.__context__, BrokenPipeError):  # Typer turns it into SystemExit
             raise
-        _drop_output()
+        _discard_output()
         return 0
     except OSError as error:
         if error.errno not in _WRITE_ERRORS:
             raise
-        _drop_output()
+        _discard_output()
         place = error.filename or "standard output"
-        _say(f"{place} cannot be written: {error.strerror}")
+        _print_error(f"{place} cannot be written: {error.strerror}")
         return WRITE_FAILED
 
 
-# What a write fails with when the disk is full, a quota is reached or a device is broken.
+# Errors of a write to a full disk, over a quota, or to a broken device.
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 WRITE_FAILED = 74  # EX_IOERR
 
 
-def _drop_output() -> None:
-    """Send what is still buffered for standard output nowhere: flushing it would fail again."""
+def _discard_output() -> None:
+    """Send buffered output to /dev/null: flushing it would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _usage(error: Any) -> str:
-    """What click has to say, with where to read on."""
+def _usage_message(error: Any) -> str:
+    """The message of a click error, with a hint where to read on."""
     message = str(error.format_message()).rstrip(".")
     context = error.ctx if isinstance(error, UsageError) else None
     command = context.command_path if context else "unspool"
@@ -192,7 +207,7 @@ def _usage(error: Any) -> str:
     return f"{message}; see {command} --help"
 
 
-def _say(message: str) -> int:
+def _print_error(message: str) -> int:
     line = " ".join(message.split())
     print(f"unspool: {line}", file=sys.stderr)
     return 2

@@ -1,13 +1,14 @@
-"""The options that several commands share, named once.
+"""Options and arguments that several commands share.
 
-`model_options` gives a command the options that say which model is loaded and how, and hands it
-one `ModelChoice`. Sampling has some twenty settings: `sampling_options` gives a command an option
-for each of them, and hands it those that were given, as one dictionary.
+`model_options` adds the options that select and load a model, and passes them as one
+`ModelChoice`. `sampling_options` adds an option for every sampling setting, and passes those that
+were set as one dictionary. `diffusion_options` does the same for diffusion.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,12 +18,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unspool.cli.completing import model_names
-from unspool.errors import SettingsError, UnspoolWarning
+from unspool.cli.output import say
+from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
 
 if TYPE_CHECKING:
     from unspool.backends.placement import Placement
     from unspool.lm import LanguageModel
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Shell completion: short names, and the models on this machine."""
+    from unspool.model.hub.stores import cached_repos, stored_models
+    from unspool.model.shipped import shipped_models
+
+    names = list(shipped_models())
+    names += [name for repo in cached_repos() for name, _ in repo.models()]
+    names += [model.name for model in stored_models() if not model.problem]
+    return complete_download(incomplete) + _with_prefix(names, incomplete)
+
+
+def complete_download(incomplete: str) -> list[str]:
+    """Shell completion: short names of the catalogue."""
+    from unspool.model.hub.catalogue import catalogue
+
+    return _with_prefix(list(catalogue()), incomplete)
+
+
+def _with_prefix(names: list[str], prefix: str) -> list[str]:
+    return [name for name in names if name.lower().startswith(prefix.lower())]
+
 
 Model = Annotated[
     str | None,
@@ -31,7 +55,7 @@ Model = Annotated[
         "-m",
         metavar="NAME|PATH|REPO",
         help="A short name (qwen3-0.6b), a folder, a GGUF file or a repo id (org/name).",
-        autocompletion=model_names,
+        autocompletion=complete_model,
     ),
 ]
 Models = Annotated[
@@ -40,12 +64,12 @@ Models = Annotated[
         "--model",
         "-m",
         metavar="[NAME=]MODEL",
-        help="A short name, a folder, a GGUF file or a repo id. Several times: the first is loaded "
-        "at once, the others when first asked for.",
-        autocompletion=model_names,
+        help="A short name, a folder, a GGUF file or a repo id. Repeatable: the first is loaded at "
+        "startup, the others on their first request.",
+        autocompletion=complete_model,
     ),
 ]
-Offline = Annotated[bool, typer.Option("--offline", help="Use only what is on this machine.")]
+Offline = Annotated[bool, typer.Option("--offline", help="Do not use the network.")]
 Chat = Annotated[
     bool | None,
     typer.Option("--chat/--raw", help="Apply the chat template, or continue the bare text."),
@@ -55,31 +79,33 @@ RunMaxTokens = Annotated[
     typer.Option(
         "--max-tokens",
         "-n",
-        help="The most tokens to write. Default: 256; with --diffuse the model's own number of "
-        "places, if it has one.",
+        help="Maximum number of tokens to generate. Default: 256; with --diffuse the canvas length "
+        "of the model, if it has one.",
     ),
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="The most tokens to write.")]
-System = Annotated[
-    str | None, typer.Option("--system", "-s", help="A system message for the chat template.")
+MaxTokens = Annotated[
+    int, typer.Option("--max-tokens", "-n", help="Maximum number of tokens to generate.")
 ]
+System = Annotated[str | None, typer.Option("--system", "-s", help="System message of the chat.")]
 Probs = Annotated[bool, typer.Option("--probs", help="Colour tokens by probability.")]
 Adapter = Annotated[
     Path | None, typer.Option("--adapter", help="A LoRA adapter: a PEFT folder, or a training run.")
 ]
-_THOUGHTS = "Thoughts (models that think before they answer)"
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no statistics at the end.")]
+_REASONING = "Reasoning (models that think before they answer)"
 Think = Annotated[
     bool | None,
     typer.Option(
         "--think/--no-think",
-        help="Think first, or answer at once; by default as the model does.",
-        rich_help_panel=_THOUGHTS,
+        help="Turn reasoning on or off. Default: as the model does.",
+        rich_help_panel=_REASONING,
     ),
 ]
 Effort = Annotated[
     str | None,
     typer.Option(
-        "--effort", help="How much to think: low, medium, high.", rich_help_panel=_THOUGHTS
+        "--effort", help="Reasoning effort: low, medium or high.", rich_help_panel=_REASONING
     ),
 ]
 ThinkBudget = Annotated[
@@ -87,26 +113,25 @@ ThinkBudget = Annotated[
     typer.Option(
         "--think-budget",
         metavar="N",
-        help="Close a thought after so many tokens.",
-        rich_help_panel=_THOUGHTS,
+        help="Maximum number of reasoning tokens.",
+        rich_help_panel=_REASONING,
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No closing lines.")]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """Which model, and how it is to be loaded: what `unspool.load` takes."""
+    """A model and the options of `unspool.load` for it."""
 
     model: str | None
     options: dict[str, Any]
 
     def check(self) -> None:
-        """Refuse what cannot be, before anything is fetched."""
+        """Raise SettingsError for invalid options, before anything is downloaded."""
         self._placement()
 
     def device(self) -> str:
-        """Where it will run."""
+        """The device it will run on."""
         return self._placement().resolve().device
 
     def _placement(self) -> Placement:
@@ -114,250 +139,339 @@ class ModelChoice:
 
         return check_load_options(**{n: v for n, v in self.options.items() if n != "offline"})
 
-    def load(self, **instead: Any) -> LanguageModel:
-        """The model; `instead` says what to take where the person left the choice to us."""
+    def load(self, **defaults: Any) -> LanguageModel:
+        """Load the model; `defaults` replace options that are None or "auto"."""
         from unspool.backends.torch.parallel import worker
         from unspool.loading import load
 
         options = {"tensor_parallel": None, **self.options}
         if options["tensor_parallel"] is None:
             options["tensor_parallel"] = worker.world_size()
-        for name, value in instead.items():
+        for name, value in defaults.items():
             if options[name] in (None, "auto"):
                 options[name] = value
-        with warnings_said():
+        with print_warnings():
             lm = load(self.model, **options)
-        packed = getattr(lm.model, "quantization_error", None)
-        if packed:
-            say(packed)
+        if error := getattr(lm.model, "quantization_error", None):
+            say(error)
         return lm
 
 
 @contextmanager
-def warnings_said() -> Iterator[None]:
-    """In here our own warnings are remarks to the person."""
+def print_warnings() -> Iterator[None]:
+    """Print Unspool's own warnings as plain lines on stderr."""
     import warnings
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", UnspoolWarning)
-        usual = warnings.showwarning
+        default = warnings.showwarning
 
-        def show(message: Any, category: type[Warning], *place: Any, **more: Any) -> None:
+        def show(message: Any, category: type[Warning], *place: Any, **options: Any) -> None:
             if issubclass(category, UnspoolWarning):
                 say(str(message))
             else:
-                usual(message, category, *place, **more)
+                default(message, category, *place, **options)
 
         warnings.showwarning = show
         yield
 
 
 def thinking(think: bool | None, effort: str | None) -> bool | str | None:
-    """Whether to think, or how much."""
+    """Combine --think and --effort."""
     if think is False and effort is not None:
-        raise SettingsError("--no-think and --effort contradict each other; give one")
+        raise SettingsError("--no-think and --effort contradict each other; give one of them")
     return effort or think
 
 
+def check_system(system: str | None, chat: bool | None) -> None:
+    if system is not None and chat is False:
+        raise SettingsError("--system needs the chat template; leave --raw out")
+
+
 def with_adapter(lm: LanguageModel, folder: Path | None) -> LanguageModel:
-    """The model, writing with the adapter in a folder, if there is one."""
+    """The model with the adapter of --adapter, if there is one."""
     if folder is None:
         return lm
     lm.load_adapter("adapter", folder)
     return lm.adapted("adapter")
 
 
+def load_helper(model: str | None) -> LanguageModel | None:
+    """Load the second model of --twin, if there is one."""
+    if model is None:
+        return None
+    from unspool.loading import load
+
+    return load(model)
+
+
 def check(options: dict[str, Any]) -> None:
-    """Refuse what no model could do, before one is loaded or even fetched."""
+    """Raise SettingsError for invalid request options, before a model is loaded."""
     from unspool.engine.request_builder import check_options
 
-    given = dict(options)
-    if speculate := given.pop("speculate", None):
+    others = dict(options)
+    if speculate := others.pop("speculate", None):
         from unspool.decoding.speculative.drafters import check_drafter
 
         check_drafter(speculate)
-    check_options(given)
+    check_options(others)
 
 
-def say(message: str) -> None:
-    from unspool.cli import show  # brings rich along, so only when there is something to say
-
-    show.say(message)
+# -- text from arguments, files and stdin ----------------------------------------------------------
 
 
-# Option of `unspool.load` -> (type, usual value, help).
+def read_prompt(argument: str | None) -> str:
+    """The argument, standard input, or both: an instruction and the text it is about."""
+    piped = ""
+    if argument in (None, "-") or not sys.stdin.isatty():
+        piped = _read_stdin(wait=argument in (None, "-"))
+    text = "" if argument in (None, "-") else str(argument)
+    if piped.strip() or not text:
+        text = f"{text}\n\n{piped}" if text else piped
+    if not text:
+        raise UnspoolError('the prompt is empty; for example: unspool "Once upon a time"')
+    return text
+
+
+def _read_stdin(wait: bool) -> str:
+    if not wait and not _has_input():
+        return ""
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnspoolError(
+            f"standard input is not UTF-8 text (byte {error.start}); convert it first"
+        ) from None
+
+
+def _has_input() -> bool:
+    """Whether text is piped in, without waiting for a writer that never writes."""
+    import select
+    import stat
+    from os import fstat
+
+    try:
+        mode = fstat(sys.stdin.fileno()).st_mode
+        if stat.S_ISREG(mode):
+            return True
+        return stat.S_ISFIFO(mode) and bool(select.select([sys.stdin], [], [], 0.2)[0])
+    except (OSError, ValueError):
+        return False
+
+
+def read_text_file(name: str) -> str:
+    """Read a UTF-8 text file; line ends are not changed."""
+    try:
+        return Path(name).read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise UnspoolError(f"there is no file {name!r} in {Path.cwd()}") from None
+    except UnicodeDecodeError as error:
+        raise UnspoolError(
+            f"{name} is not UTF-8 text (byte {error.start}); convert it first"
+        ) from None
+    except OSError as error:
+        raise UnspoolError(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def check_output_file(file: Path, option: str) -> None:
+    """Check an output path before minutes of work would be lost."""
+    if file.is_dir():
+        raise UnspoolError(f"{option}: {file} is a folder; give the name of a file")
+    if not file.absolute().parent.is_dir():
+        raise UnspoolError(f"{option}: there is no folder {file.parent}; create it first")
+
+
+# -- groups of options -----------------------------------------------------------------------------
+
+# Option of `unspool.load` -> (type, default, help).
 _MODEL: dict[str, tuple[Any, Any, str]] = {
-    "context": (int | None, None, "The most tokens a text may have; by default the model's own."),
-    "backend": (str, "auto", "native (on a CPU), cuda (on a GPU), torch, or auto."),
+    "context": (int | None, None, "Maximum context length in tokens. Default: the model's own."),
+    "backend": (str, "auto", "native (CPU), cuda (GPU), torch, or auto."),
     "device": (str, "auto", "cpu, cuda, or auto."),
     "dtype": (str, "auto", "float32, bfloat16, float16, or auto."),
-    "quantize": (int | None, None, "Pack the weights into 4 or 8 bits while loading."),
+    "quantize": (int | None, None, "Quantize the weights to 4 or 8 bits while loading."),
     "kv_bits": (
         int | None, None,
-        "Bits of a number in the KV cache: 8, 16 or 32; 32 with --dtype float32, else 16 (native).",
+        "Bits per KV cache value: 8, 16 or 32. Default: 16; 32 with --dtype float32 (native).",
     ),
-    "threads": (int | None, None, "How many threads work; by default one a core (native)."),
-    "exact": (bool, False, "On a GPU: the same text alone and in any batch, a little slower."),
+    "threads": (int | None, None, "Number of threads. Default: one per core (native)."),
+    "exact": (bool, False, "On a GPU: the same text alone and in any batch; slightly slower."),
     "tensor_parallel": (
-        int | None, None, "Split the model over so many processes, one a GPU (torch)."
+        int | None, None, "Split the model over this many processes, one GPU each (torch)."
     ),
-    "devices": (str | None, None, "Put its layers onto these: cuda:0,cuda:1, or auto (torch)."),
+    "devices": (
+        str | None, None, "Split the layers over these devices: cuda:0,cuda:1, or auto (torch)."
+    ),
 }  # fmt: skip
 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `command`, which takes `chosen: ModelChoice`, the options of loading a model."""
+    """Add the model options to a command with the parameter `model_choice: ModelChoice`."""
 
-    def gathered(given: dict[str, Any]) -> ModelChoice:
-        return ModelChoice(given.pop("model"), given)
+    def gather(values: dict[str, Any]) -> ModelChoice:
+        return ModelChoice(values.pop("model"), values)
 
-    return _with_options(command, "chosen", _model_parameters(Model), gathered)
+    return _with_options(command, "model_choice", _model_parameters(Model), gather)
 
 
 def several_models_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`model_options` for a command that takes `chosen: list[ModelChoice]`, at least one."""
+    """Add the model options to a command with the parameter `model_choices: list[ModelChoice]`."""
 
-    def gathered(given: dict[str, Any]) -> list[ModelChoice]:
-        return [ModelChoice(model, given) for model in given.pop("model") or [None]]
+    def gather(values: dict[str, Any]) -> list[ModelChoice]:
+        return [ModelChoice(model, values) for model in values.pop("model") or [None]]
 
-    return _with_options(command, "chosen", _model_parameters(Models), gathered)
+    return _with_options(command, "model_choices", _model_parameters(Models), gather)
 
 
 def _model_parameters(kind: Any) -> list[inspect.Parameter]:
-    added = [_parameter("model", kind, None)]
-    for name, (kind, usual, text) in _MODEL.items():
+    parameters = [_parameter("model", kind, None)]
+    for name, (kind, default, text) in _MODEL.items():
         option = typer.Option(_flag(name), help=text, rich_help_panel="Model")
-        added.append(_parameter(name, Annotated[kind, option], usual))
-    added.append(_parameter("offline", Offline, False))
-    return added
+        parameters.append(_parameter(name, Annotated[kind, option], default))
+    parameters.append(_parameter("offline", Offline, False))
+    return parameters
 
 
-# Setting -> (type, help, further names of the option).
+# Setting -> (type, help, short names of the option).
 _SAMPLING: dict[str, tuple[Any, str, tuple[str, ...]]] = {
-    "seed": (int, "Same seed, same text; random by default.", ()),
-    "stop": (list[str], "Stop before this string; may be given several times.", ()),
-    "temperature": (float, "0: always the likeliest. Default: 0.8.", ("-t",)),
-    "top_k": (int, "Keep the k likeliest; 0: off. Default: 40.", ()),
-    "top_p": (float, "Keep the likeliest that sum to p; 1: off. Default: 0.95.", ()),
-    "min_p": (float, "Keep what has p times the best's chance; 0: off. Default: 0.05.", ()),
-    "typical_p": (float, "Keep the most typical that sum to p; 1: off.", ()),
-    "eta": (float, "Eta sampling's epsilon; 0: off.", ()),
-    "top_n_sigma": (float, "Keep logits within n deviations of the best; 0: off.", ()),
-    "xtc_probability": (float, "How often to exclude the top choices; 0: off.", ()),
-    "xtc_threshold": (float, "From which chance on a token is a top choice. Default: 0.1.", ()),
-    "dynatemp_range": (float, "Let temperature vary by this with entropy; 0: off.", ()),
-    "dynatemp_exponent": (float, "How it follows the entropy. Default: 1.", ()),
-    "mirostat_tau": (float, "Aim at this surprise in bits (mirostat 2); 0: off.", ()),
-    "mirostat_eta": (float, "How fast mirostat corrects. Default: 0.1.", ()),
+    "seed": (int, "Random seed: the same seed gives the same text. Default: random.", ()),
+    "stop": (list[str], "Stop before this string; repeatable.", ()),
+    "temperature": (float, "0 always takes the most likely token. Default: 0.8.", ("-t",)),
+    "top_k": (int, "Keep the k most likely tokens; 0: off. Default: 40.", ()),
+    "top_p": (
+        float, "Keep the top tokens up to this total probability; 1: off. Default: 0.95.", ()
+    ),
+    "min_p": (
+        float, "Drop tokens below min_p × the top probability; 0: off. Default: 0.05.", ()
+    ),
+    "typical_p": (float, "Keep the most typical tokens up to this total probability; 1: off.", ()),
+    "eta": (float, "Epsilon of eta sampling; 0: off.", ()),
+    "top_n_sigma": (
+        float, "Drop logits more than n standard deviations below the maximum; 0: off.", ()
+    ),
+    "xtc_probability": (float, "XTC: probability of excluding the top choices; 0: off.", ()),
+    "xtc_threshold": (float, "XTC: minimum probability of a top choice. Default: 0.1.", ()),
+    "dynatemp_range": (
+        float, "Dynamic temperature: vary it by this much with entropy; 0: off.", ()
+    ),
+    "dynatemp_exponent": (float, "Dynamic temperature: exponent of the entropy. Default: 1.", ()),
+    "mirostat_tau": (float, "Mirostat 2: target surprise in bits; 0: off.", ()),
+    "mirostat_eta": (float, "Mirostat 2: learning rate. Default: 0.1.", ()),
     "repetition_penalty": (float, "Divide the logits of tokens that occurred; 1: off.", ()),
-    "frequency_penalty": (float, "Subtract this for every occurrence.", ()),
-    "presence_penalty": (float, "Subtract this once if it occurred.", ()),
-    "penalty_window": (int, "How many last tokens penalties see; -1: all.", ()),
+    "frequency_penalty": (float, "Subtract this from a logit for every occurrence.", ()),
+    "presence_penalty": (float, "Subtract this from a logit once if the token occurred.", ()),
+    "penalty_window": (int, "Number of last tokens that penalties look at; -1: all.", ()),
     "no_repeat_ngram": (int, "Never repeat this many tokens in a row; 0: off.", ()),
-    "dry_multiplier": (float, "Penalize continuing a repetition (DRY); 0: off.", ()),
-    "dry_base": (float, "How DRY grows with the length. Default: 1.75.", ()),
-    "dry_allowed_length": (int, "Repetitions up to this are free. Default: 2.", ()),
-    "logit_bias": (list[str], "TOKEN_ID=AMOUNT added to a logit; -inf bans it. Several times.", ()),
-    "stages": (str, "The stages in your own order, separated by commas.", ()),
-}
+    "dry_multiplier": (float, "DRY: penalty for continuing a repetition; 0: off.", ()),
+    "dry_base": (float, "DRY: growth of the penalty per repeated token. Default: 1.75.", ()),
+    "dry_allowed_length": (int, "DRY: longest repetition without penalty. Default: 2.", ()),
+    "logit_bias": (
+        list[str], "TOKEN_ID=AMOUNT added to a logit; -inf bans the token. Repeatable.", ()
+    ),
+    "stages": (str, "The sampling stages in this order, comma-separated.", ()),
+}  # fmt: skip
 
 
 def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `command`, which takes `sampling: dict`, an option for every sampling setting, for the
-    seed and for stop strings."""
-    added = []
-    for name, (kind, text, more) in _SAMPLING.items():
+    """Add all sampling settings, seed and stop to a command with the parameter `sampling: dict`."""
+    parameters = []
+    for name, (kind, text, short_names) in _SAMPLING.items():
         option = typer.Option(
-            _flag(name), *more, help=text, show_default=False, rich_help_panel="Sampling"
+            _flag(name), *short_names, help=text, show_default=False, rich_help_panel="Sampling"
         )
-        added.append(_parameter(name, Annotated[kind | None, option], None))
-    return _with_options(command, "sampling", added, _settings)
+        parameters.append(_parameter(name, Annotated[kind | None, option], None))
+    return _with_options(command, "sampling", parameters, _sampling_settings)
 
 
 # Option of `lm.diffuse` -> (type, help).
 _DIFFUSION: dict[str, tuple[Any, str]] = {
-    "order": (str, "threshold, factor, entropy, left, fixed, margin or random."),
-    "threshold": (float, "Set what is at least so likely. Default: 0.9."),
-    "factor": (float, "How much a pass may risk (order factor). Default: 1."),
-    "entropy_bound": (float, "The same in nats (order entropy). Default: 0.1."),
-    "block": (int, "Fill so many places before the next; by default the model's own."),
-    "steps": (int, "The most passes a block may take; 1: all at once."),
-    "k": (int, "Set at least so many places a pass. Default: 1."),
-    "remask": (float, "Take a token back that has become less likely than this."),
-    "edit": (float, "Replace one by another that is likelier than this."),
-    "guidance": (float, "Go by the prompt so much more; 0: off."),
+    "order": (
+        str, "Positions to fill first: threshold, factor, entropy, left, fixed, margin or random."
+    ),
+    "threshold": (float, "Fill positions with at least this probability. Default: 0.9."),
+    "factor": (float, "Order factor: risk allowed per pass. Default: 1."),
+    "entropy_bound": (float, "Order entropy: entropy allowed per pass, in nats. Default: 0.1."),
+    "block": (int, "Block size: positions to fill before the next. Default: the model's own."),
+    "steps": (int, "Maximum passes per block; 1 fills it in a single pass."),
+    "k": (int, "Minimum positions to fill per pass. Default: 1."),
+    "remask": (float, "Remask a token when its probability falls below this."),
+    "edit": (float, "Replace a token by another with a probability above this."),
+    "guidance": (float, "Strength of classifier-free guidance; 0: off."),
     "cache": (str, "none, or approximate: prefix, dual."),
-    "twin": (Path, "A folder with the adapter that fills the places."),
-    "mask": (str, "The mask token, where the model does not say."),
-}
+    "twin": (Path, "Folder of the adapter that fills the positions."),
+    "mask": (str, "The mask token, if the model does not name one."),
+}  # fmt: skip
 
 
 def diffusion_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `command`, which takes `diffusion: dict`, the options of filling a text in any order."""
-    panel = "In any order (diffusion models)"
-    switch = typer.Option("--diffuse", help="Fill masked places.", rich_help_panel=panel)
-    added = [_parameter("diffuse", Annotated[bool, switch], False)]
+    """Add the diffusion options to a command with the parameter `diffusion: dict`."""
+    panel = "Diffusion (text in any order)"
+    switch = typer.Option(
+        "--diffuse", help="Fill masked positions in any order.", rich_help_panel=panel
+    )
+    parameters = [_parameter("diffuse", Annotated[bool, switch], False)]
     for name, (kind, text) in _DIFFUSION.items():
         option = typer.Option(_flag(name), help=text, show_default=False, rich_help_panel=panel)
-        added.append(_parameter(name, Annotated[kind | None, option], None))
+        parameters.append(_parameter(name, Annotated[kind | None, option], None))
 
-    def gathered(given: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in given.items() if value not in (None, False)}
+    def gather(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if value not in (None, False)}
 
-    return _with_options(command, "diffusion", added, gathered)
+    return _with_options(command, "diffusion", parameters, gather)
 
 
 def _with_options(
     command: Callable[..., Any],
-    place: str,
+    target: str,
     added: list[inspect.Parameter],
-    gathered: Callable[[dict[str, Any]], Any],
+    gather: Callable[[dict[str, Any]], Any],
 ) -> Callable[..., Any]:
-    """`command` with more options, which reach it together, as its parameter `place`."""
+    """Replace the parameter `target` of a command by the `added` ones, combined by `gather`."""
 
     @wraps(command)
-    def with_more(**given: Any) -> Any:
-        own = {parameter.name: given.pop(parameter.name) for parameter in added}
-        return command(**given, **{place: gathered(own)})
+    def wrapper(**values: Any) -> Any:
+        added_values = {parameter.name: values.pop(parameter.name) for parameter in added}
+        return command(**values, **{target: gather(added_values)})
 
-    own = inspect.signature(command, eval_str=True)
+    signature = inspect.signature(command, eval_str=True)
     unchanged = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in own.parameters.items()
-        if name != place
+        for name, parameter in signature.parameters.items()
+        if name != target
     ]
     parameters = unchanged + added
-    with_more.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    with_more.__annotations__ = {p.name: p.annotation for p in parameters}
-    return with_more
+    wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+    return wrapper
 
 
-def _parameter(name: str, annotation: Any, usual: Any) -> inspect.Parameter:
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=usual, annotation=annotation)
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _settings(given: dict[str, Any]) -> dict[str, Any]:
-    """Those that were given, in the types that the settings have."""
-    found = {name: value for name, value in given.items() if value not in (None, [])}
-    if "stop" in found:
-        found["stop"] = tuple(found["stop"])
-    if "stages" in found:
-        found["stages"] = tuple(name.strip() for name in found["stages"].split(","))
-    if "logit_bias" in found:
-        found["logit_bias"] = dict(_bias(text) for text in found["logit_bias"])
-    return found
+def _sampling_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings that were given, in the types of the engine."""
+    settings = {name: value for name, value in values.items() if value not in (None, [])}
+    if "stop" in settings:
+        settings["stop"] = tuple(settings["stop"])
+    if "stages" in settings:
+        settings["stages"] = tuple(name.strip() for name in settings["stages"].split(","))
+    if "logit_bias" in settings:
+        settings["logit_bias"] = dict(_parse_bias(text) for text in settings["logit_bias"])
+    return settings
 
 
-def _bias(text: str) -> tuple[int, float]:
+def _parse_bias(text: str) -> tuple[int, float]:
     token, _, amount = text.partition("=")
     try:
         return int(token), float(amount)
     except ValueError:
         raise SettingsError(
-            f"--logit-bias is {text!r}; it may be TOKEN_ID=AMOUNT, for example 42=-5"
+            f"--logit-bias must be TOKEN_ID=AMOUNT, for example 42=-5, got {text!r}"
         ) from None

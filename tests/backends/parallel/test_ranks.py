@@ -165,14 +165,14 @@ def test_two_processes_of_torchrun_generate_one_text(model: Path):
 
 def test_a_server_is_notified_when_ranks_fail():
     """`-m slow` tests a whole server."""
-    from unspool.cli.starting import _watched
+    from unspool.cli.serve import _watch_ranks
 
     messages: list[str] = []
     alone = SimpleNamespace(model=SimpleNamespace())
-    assert _watched(lambda: alone, messages.append)() is alone  # type: ignore[arg-type,return-value]
+    assert _watch_ranks(lambda: alone, messages.append)() is alone  # type: ignore[arg-type,return-value]
     ranks = SimpleNamespace(on_failure=[])
     several = SimpleNamespace(model=SimpleNamespace(ranks=ranks))
-    _watched(lambda: several, messages.append)()  # type: ignore[arg-type,return-value]
+    _watch_ranks(lambda: several, messages.append)()  # type: ignore[arg-type,return-value]
     for callback in ranks.on_failure:
         callback("rank 1 exited")
     assert messages == ["rank 1 exited"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unspool.cli import options as o
-from unspool.cli.train import source as s
+from unspool.cli.train import options as s
 
 if TYPE_CHECKING:
     from unspool.train.pretrain import NewSettings
@@ -156,7 +156,7 @@ def _train(
     settings: NewSettings, name: str | None, resume: str | None, shard: bool, timeout: float,
     reports: list[str], quiet: bool, offline: bool,
 ) -> None:  # fmt: skip
-    from unspool.cli.train.telling import TrainingDisplay
+    from unspool.cli.train.display import TrainingDisplay
     from unspool.train.pretrain import train
     from unspool.train.running.events import Listener, combine_listeners
     from unspool.train.running.parallel import Parallel, open_run_everywhere

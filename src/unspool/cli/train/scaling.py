@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from unspool.cli.train import source as s
+from unspool.cli import options as o
+from unspool.cli.output import print_json
+from unspool.cli.train import options as s
+from unspool.errors import SettingsError
 
 if TYPE_CHECKING:
     from unspool.train.scaling.study import Study
@@ -37,13 +40,13 @@ def scaling(
     seed: s.Seed = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "auto",
     at_once: Annotated[
-        int, typer.Option(min=1, help="GridTrainer in parallel; small models leave a GPU idle.")
+        int, typer.Option(min=1, help="Runs in parallel; small models leave a GPU idle.")
     ] = 1,
     redraws: Annotated[int, typer.Option(help="Bootstrap samples for the intervals.")] = 200,
     picture: Annotated[
         Path | None, typer.Option(help="SVG file. Default: scaling.svg in the study folder.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: o.Json = False,
 ) -> None:
     """Train a grid of small models and fit the scaling law: loss = E + A/N^a + B/D^b.
 
@@ -58,8 +61,6 @@ def scaling(
     """
     from dataclasses import replace
 
-    from unspool.cli.table import print_json
-    from unspool.errors import SettingsError
     from unspool.model.hub.find import runs_folder
     from unspool.progress import progress_bar
     from unspool.train.data.sources import DEFAULT_SOURCE
@@ -134,8 +135,6 @@ def scaling(
 
 
 def _parse_numbers(text: str, kind: Callable[[str], Number]) -> list[Number]:
-    from unspool.errors import SettingsError
-
     try:
         numbers = [kind(part) for part in text.split(",")]
     except ValueError:

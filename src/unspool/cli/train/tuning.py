@@ -1,4 +1,4 @@
-"""Options, progress display and run handling of the fine-tuning commands."""
+"""Fine-tuning commands: `unspool train tune`, `dpo`, `grpo`, `twin`, `merge`, `task`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unspool.cli import options as o
-from unspool.cli.train import source as s
+from unspool.cli.output import say
+from unspool.cli.train import options as s
+from unspool.errors import SettingsError
 
 if TYPE_CHECKING:
-    from unspool.train.running.events import Event
     from unspool.train.running.runs import Run
 
 _LORA, _STEPS = "LoRA", "Training"
@@ -95,6 +96,7 @@ def run_tuning(
 
     s.check_resume(context, resume)
     check_torch()
+    from unspool.cli.train.display import TuningDisplay
     from unspool.train.running.events import Listener, combine_listeners
     from unspool.train.running.parallel import Parallel, open_run_everywhere
     from unspool.train.tuning.tune import settings_of, tune
@@ -135,70 +137,381 @@ def _open_run(settings: dict[str, Any], name: str | None, resume: str | None) ->
 def _print_result(run: Run, adapter: bool, model: str | None) -> None:
     """Print the result and what to do with it."""
     if run.state == "stopped":
-        o.say(f"stopped; resume with: unspool train {run.facts['kind']} --resume {run.folder}")
+        say(f"stopped; resume with: unspool train {run.facts['kind']} --resume {run.folder}")
         return
     best_step, last_step = run.best_step, run.checkpoints()[-1].step
     if best_step is None or best_step == last_step:
-        o.say(f"done: {run.final}")
+        say(f"done: {run.final}")
     else:
         early = (
             "" if last_step >= run.steps else f"stopped early at step {last_step} of {run.steps}; "
         )
-        o.say(f"done: {early}the best on held-out data is step {best_step}: {run.final}")
+        say(f"done: {early}the best on held-out data is step {best_step}: {run.final}")
     option = f" --model {model}" if model else ""
     if adapter:
-        o.say(f'generate:  unspool "..."{option} --adapter {run.folder}')
-        o.say(f"merge into the base model:  unspool train merge {run.folder} FOLDER")
+        say(f'generate:  unspool "..."{option} --adapter {run.folder}')
+        say(f"merge into the base model:  unspool train merge {run.folder} FOLDER")
     else:
-        o.say(f'generate:  unspool "..." --model {run.folder}')
+        say(f'generate:  unspool "..." --model {run.folder}')
 
 
-class TuningDisplay:
-    """Event listener and context manager: a bar on a terminal, else a line now and then."""
+# -- tune ------------------------------------------------------------------------------------------
 
-    def __init__(self, run: Run, quiet: bool) -> None:
-        self._run, self._quiet = run, quiet
-        self._bar: Any = None
-        self._task: Any = None
-        self._next = self._steps = 0
 
-    def __enter__(self) -> TuningDisplay:
-        if not self._quiet and sys.stderr.isatty():
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+def tune(
+    context: typer.Context,
+    model: o.Model = None,
+    data: Data = None,
+    task: Task = None,
+    examples: Examples = 2000,
+    lora: Lora = 16,
+    alpha: Alpha = None,
+    dropout: Dropout = 0.0,
+    targets: Targets = "q,k,v,o,gate,up,down",
+    layers: Layers = None,
+    adapter: From = None,
+    steps: Steps = None,
+    epochs: Epochs = 3.0,
+    batch: Batch = 8,
+    length: Length = 512,
+    accumulate: Accumulate = 1,
+    rate: Rate = None,
+    seed: Seed = 0,
+    save_every: SaveEvery = None,
+    patience: Patience = 3,
+    device: Device = "auto",
+    shard: Shard = False,
+    report: Report = None,
+    name: Name = None,
+    resume: Resume = None,
+    quiet: o.Quiet = False,
+) -> None:
+    """Fine-tune a model on your data: a LoRA adapter, or all weights (--lora 0).
 
-            from unspool.cli.show import err
+    Conversations ({"messages": ...}) and {"prompt": ..., "completion": ...} rows are trained on
+    their answers only, texts on all tokens. Training stops when the loss on held-out data no longer
+    improves; the best checkpoint is the result. Load it with peft, or with --adapter.
 
-            columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=err(), transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task("loading the model", total=None)
-        return self
+    [b]Examples[/b]
 
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+      unspool train tune --data chats.jsonl
+      unspool train tune --model qwen3-0.6b --data letters/ --lora 32 --epochs 5
+      unspool train tune --task family_relationships --lora 16 --layers 20
+      unspool train tune --data chats.jsonl --lora 0 --rate 2e-5
+      unspool train tune --resume runs/tune-chats
+      torchrun --nproc-per-node 4 -m unspool train tune --data chats.jsonl --batch 32
+    """
+    settings = {
+        "kind": "tune", "model": model, "data": tuple(data or ()), "task": task,
+        "examples": examples, "lora": lora, "alpha": alpha, "dropout": dropout,
+        "targets": tuple(targets.split(",")), "layers": layers,
+        "adapter": str(adapter) if adapter else None, "steps": steps, "epochs": epochs,
+        "batch": batch, "length": length, "accumulate": accumulate, "rate": rate, "seed": seed,
+        "save_every": save_every, "patience": patience, "device": device,
+    }  # fmt: skip
+    run_tuning(context, settings, name, resume, quiet, report, shard)
 
-    def __call__(self, event: Event) -> None:
-        from unspool.train.running.events import Evaluated, StepLogged, StepsReplanned
 
-        if self._quiet:
-            return
-        if not self._steps or isinstance(event, StepsReplanned):
-            self._steps = self._run.steps
-            if epochs := self._run.facts.get("epochs"):
-                o.say(f"{self._steps:,} steps, {s.describe_epochs(epochs)}")
-        steps = self._steps
-        if isinstance(event, Evaluated):
-            o.say(f"step {event.step}: held-out loss {event.held_out_loss:.3f}")
-        if not isinstance(event, StepLogged):
-            return
-        extra = "".join(f" · {name} {value:.3g}" for name, value in event.extra.items())
-        line = (
-            f"{event.step}/{steps} · loss {event.loss:.3f}{extra} · "
-            f"{event.tokens_per_second:,.0f} tokens/s"
-        )
-        if self._bar is not None:
-            self._bar.update(self._task, total=steps, completed=event.step, description=line)
-        elif event.step >= self._next:
-            self._next = event.step + max(1, steps // 20)
-            o.say(line)
+# -- dpo -------------------------------------------------------------------------------------------
+
+
+def dpo(
+    context: typer.Context,
+    model: o.Model = None,
+    data: Data = None,
+    beta: Annotated[
+        float, typer.Option(help="Strength of the constraint to the base model.")
+    ] = 0.1,
+    smoothing: Annotated[
+        float, typer.Option(help="Assumed share of wrongly labelled pairs.")
+    ] = 0.0,
+    lora: Lora = 16,
+    alpha: Alpha = None,
+    dropout: Dropout = 0.0,
+    targets: Targets = "q,k,v,o,gate,up,down",
+    layers: Layers = None,
+    adapter: From = None,
+    steps: Steps = None,
+    epochs: Epochs = 1.0,
+    batch: Batch = 4,
+    length: Length = 512,
+    accumulate: Accumulate = 1,
+    rate: Rate = None,
+    seed: Seed = 0,
+    save_every: SaveEvery = 100,
+    device: Device = "auto",
+    shard: Shard = False,
+    report: Report = None,
+    name: Name = None,
+    resume: Resume = None,
+    quiet: o.Quiet = False,
+) -> None:
+    """Direct preference optimization, on lines of {"prompt": ..., "chosen": ..., "rejected": ...}.
+
+    [b]Examples[/b]
+
+      unspool train dpo --data pairs.jsonl
+      unspool train dpo --model qwen3-0.6b --data pairs.jsonl --beta 0.3 --lora 32
+    """
+    settings = {
+        "kind": "dpo", "model": model, "data": tuple(data or ()), "beta": beta,
+        "smoothing": smoothing, "lora": lora, "alpha": alpha, "dropout": dropout,
+        "targets": tuple(targets.split(",")), "layers": layers,
+        "adapter": str(adapter) if adapter else None, "steps": steps, "epochs": epochs,
+        "batch": batch, "length": length, "accumulate": accumulate, "rate": rate, "seed": seed,
+        "save_every": save_every, "device": device,
+    }  # fmt: skip
+    run_tuning(context, settings, name, resume, quiet, report, shard)
+
+
+# -- grpo ------------------------------------------------------------------------------------------
+
+
+def grpo(
+    context: typer.Context,
+    model: o.Model = None,
+    data: Data = None,
+    task: Task = None,
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Reward function: (prompt, answer, data row) -> number.",
+        ),
+    ] = None,
+    examples: Examples = 2000,
+    groups: Annotated[int, typer.Option(min=1, help="Questions per step.")] = 4,
+    answers: Annotated[int, typer.Option(min=2, help="Answers per question.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature of answers.")] = 1.0,
+    updates: Annotated[int, typer.Option(min=1, help="Steps per rollout.")] = 1,
+    kl: Annotated[float, typer.Option(help="Weight of the KL penalty to the base model.")] = 0.0,
+    lora: Lora = 16,
+    alpha: Alpha = None,
+    targets: Targets = "q,k,v,o,gate,up,down",
+    layers: Layers = None,
+    adapter: From = None,
+    steps: Steps = None,
+    epochs: Epochs = 1.0,
+    rate: Rate = None,
+    seed: Seed = 0,
+    save_every: SaveEvery = 20,
+    device: Device = "auto",
+    report: Report = None,
+    name: Name = None,
+    resume: Resume = None,
+    quiet: o.Quiet = False,
+) -> None:
+    """Group relative policy optimization (GRPO): reinforce answers with above-average reward.
+
+    The questions are those of a task, or the prompts of {"prompt": ...} rows with your own reward
+    function: def judge(prompt, answer, row): return 1.0 if ... else 0.0
+
+    [b]Examples[/b]
+
+      unspool train grpo --task leg_counting --adapter runs/tune-leg_counting/checkpoints/000300
+      unspool train grpo --data prompts.jsonl --judge my_judge:short_and_kind
+    """
+    sys.path.insert(0, "")  # the reward function may be in the current folder
+    settings = {
+        "kind": "grpo", "model": model, "data": tuple(data or ()), "task": task, "judge": judge,
+        "examples": examples, "groups": groups, "answers": answers, "max_tokens": max_tokens,
+        "temperature": temperature, "updates": updates, "kl": kl, "lora": lora, "alpha": alpha,
+        "targets": tuple(targets.split(",")), "layers": layers,
+        "adapter": str(adapter) if adapter else None, "steps": steps, "epochs": epochs,
+        "rate": rate, "seed": seed, "save_every": save_every, "device": device,
+    }  # fmt: skip
+    run_tuning(context, settings, name, resume, quiet, report)
+
+
+# -- twin ------------------------------------------------------------------------------------------
+
+
+_TEXT, _PUZZLE, _TRAINING = "Twin of a text model", "Puzzle model", "Training"
+_opt = s.panel_option
+
+
+def twin(
+    context: typer.Context,
+    kind: Annotated[
+        str,
+        typer.Option(
+            "--kind",
+            "-k",
+            help="block, fill, draft; or a puzzle: sudoku, sudoku:48, countdown, countdown:3.",
+        ),
+    ] = "block",
+    model: o.Model = None,
+    data: Annotated[
+        list[str] | None,
+        _opt(_TEXT, "Files, folders, patterns or hub data sets; repeatable.", "--data", "-d"),
+    ] = None,
+    share: Annotated[
+        list[float] | None, _opt(_TEXT, "Share of each source, in order. Default: equal.")
+    ] = None,
+    chat: Annotated[int, _opt(_TEXT, "Number of texts the model generates.", min=0)] = 16000,
+    chat_share: Annotated[float, _opt(_TEXT, "Share of generated texts.", min=0, max=1)] = 0.6,
+    chat_tokens: Annotated[int, _opt(_TEXT, "Maximum tokens of each.", min=1)] = 256,
+    questions: Annotated[
+        str | None, _opt(_TEXT, "File with one question for the model per line.", metavar="FILE")
+    ] = None,
+    start: Annotated[
+        str | None,
+        _opt(
+            _TEXT,
+            "fill, draft: start from this twin (a run or its folder).",
+            "--from",
+            metavar="TWIN",
+        ),
+    ] = None,
+    lora: Annotated[int, _opt(_TEXT, "LoRA rank; 0 trains all weights.", min=0)] = 0,
+    mask: Annotated[int | None, _opt(_TEXT, "Id of the mask token.", min=0)] = None,
+    block: Annotated[int, _opt(_TEXT, "Default block size.", min=1)] = 8,
+    draft_steps: Annotated[int, _opt(_TEXT, "draft: tokens drafted in training.", min=1)] = 6,
+    draft_tokens: Annotated[int, _opt(_TEXT, "draft: size of its vocabulary.", min=1)] = 12288,
+    sight: Annotated[str, _opt(_PUZZLE, "Attention: whole (any order) or causal.")] = "whole",
+    depth: Annotated[int, _opt(_PUZZLE, "Layers.", min=1)] = 6,
+    width: Annotated[int, _opt(_PUZZLE, "Hidden size.", min=8)] = 224,
+    heads: Annotated[int, _opt(_PUZZLE, "Attention heads.", min=1)] = 7,
+    minutes: Annotated[float | None, _opt(_TRAINING, "Time budget.", min=0)] = None,
+    steps: Annotated[int | None, _opt(_TRAINING, "Number of steps. Default: 1000.", min=1)] = None,
+    batch: Annotated[int | None, _opt(_TRAINING, "Rows per batch.", min=1)] = None,
+    length: Annotated[int | None, _opt(_TRAINING, "Tokens per row.", min=8)] = None,
+    accumulate: Accumulate = 1,
+    rate: Rate = None,
+    optimizer: Annotated[
+        str | None, _opt(_TRAINING, "muon or adamw. Default: adamw for block and fill.")
+    ] = None,
+    seed: Seed = 0,
+    save_every: Annotated[int | None, _opt(_TRAINING, "Steps between checkpoints.", min=1)] = None,
+    device: Device = "auto",
+    name: Name = None,
+    resume: Resume = None,
+    quiet: o.Quiet = False,
+) -> None:
+    """Train a twin for infilling, a draft head for speculative decoding, or a puzzle model.
+
+    The model itself is not changed. It first generates texts for its twin to train on (cached);
+    --data adds other texts.
+
+    [b]Examples[/b]
+
+      unspool train twin --kind block --data books/ --minutes 20
+      unspool train twin --kind block --lora 64 --data books/
+      unspool train twin --kind fill --from runs/twin-block --data books/
+      unspool train twin --kind draft --chat 60000 --chat-share 1
+      unspool train twin --kind sudoku:48 --sight causal --steps 2000
+      unspool train twin --resume runs/twin-block
+    """
+    from unspool.backends.placement import check_torch
+
+    s.check_resume(context, resume)
+    check_torch()
+    from unspool.model.hub.find import runs_folder
+    from unspool.train.data.sources import DEFAULT_SOURCE
+    from unspool.train.running.runs import Run
+    from unspool.train.twins.settings import TwinSettings
+    from unspool.train.twins.twin import new_run, settings_of, train_twin
+
+    if resume is not None:
+        run = Run.open(resume)
+        run.resume_here()
+        settings = settings_of(run)
+    else:
+        settings = TwinSettings(
+            kind=kind, model=model, start=start, data=tuple(data or (DEFAULT_SOURCE,)),
+            shares=tuple(share or ()), chat=chat, chat_share=chat_share, chat_tokens=chat_tokens,
+            questions=questions, mask=mask, block=block, lora=lora, sight=sight, depth=depth,
+            width=width, heads=heads, steps=steps, minutes=minutes, batch=batch, length=length,
+            accumulate=accumulate, rate=rate, optimizer=optimizer, draft_steps=draft_steps,
+            draft_tokens=draft_tokens, seed=seed, save_every=save_every, device=device,
+        )  # fmt: skip
+        run = new_run(settings, runs_folder() / name if name else None)
+    from unspool.cli.train.display import TuningDisplay
+    from unspool.progress import progress_bar
+
+    with (
+        progress_bar("generating texts", settings.chat, show=not quiet) as on_text,
+        TuningDisplay(run, quiet) as display,
+    ):
+        train_twin(settings, run, display, on_text=on_text)
+    if run.state == "stopped":
+        say(f"stopped; resume with: unspool train twin --resume {run.folder}")
+    else:
+        say(f"done: {run.final}")
+        say(f"open the page:  unspool page --run {run.folder}")
+    s.exit_if_signalled(run)
+
+
+# -- merge -----------------------------------------------------------------------------------------
+
+
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
+    folder: Annotated[Path, typer.Argument(help="Output folder of the merged model.")],
+    model: o.Model = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    offline: o.Offline = False,
+) -> None:
+    """Merge an adapter into its base model and save the result as a model folder.
+
+    The base model is the one the adapter was trained on, unless --model names another. Quantized
+    weights are saved as floats.
+
+    [b]Examples[/b]
+
+      unspool train merge runs/tune-chats/checkpoints/000300 merged/
+      unspool train merge poet/ merged/ --model qwen3-0.6b --dtype bfloat16
+    """
+    from unspool.backends.placement import check_torch
+
+    check_torch()
+    if folder.exists() and any(folder.iterdir()):
+        raise SettingsError(f"{folder}: is not empty; name a new folder")
+    from unspool.backends.placement import DTYPES
+    from unspool.train.export import merge_adapter
+
+    if dtype not in DTYPES:
+        raise SettingsError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    merge_adapter(adapter, folder, model, dtype=dtype, offline=offline)
+    say(f'merged: {folder}; generate with:  unspool "..." --model {folder}')
+
+
+# -- task ------------------------------------------------------------------------------------------
+
+
+@o.model_options
+def task(
+    name: Annotated[str, typer.Argument(help="A task of reasoning-gym: leg_counting, ...")],
+    adapter: o.Adapter = None,
+    count: Annotated[int, typer.Option(min=1, help="Number of questions.")] = 100,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the questions; use another than in training.")
+    ] = 1_000_000,
+    max_tokens: o.MaxTokens = 128,
+    show: Annotated[int, typer.Option(min=0, help="Number of answers to show.")] = 3,
+    *,
+    model_choice: o.ModelChoice,
+) -> None:
+    """Share of a task's questions that a model answers correctly, at temperature 0.
+
+    [b]Examples[/b]
+
+      unspool train task family_relationships
+      unspool train task family_relationships --adapter runs/tune-family_relationships/...
+    """
+    from unspool.train.tuning.tasks import Task, accuracy
+
+    gym_task = Task(name)
+    lm = o.with_adapter(model_choice.load(), adapter)
+    answers: list[tuple[Any, str, float]] = []
+    share = accuracy(
+        lm,
+        gym_task.entries(count, seed),
+        gym_task,
+        max_tokens=max_tokens,
+        on_answer=lambda *answer: answers.append(answer),
+    )
+    for entry, answer, score in answers[:show]:
+        print(f"{'right' if score >= 1 else 'wrong'}: {answer.strip()!r} ({entry['answer']!r})")
+    print(f"{share:.1%} of {count} questions of {name} are answered correctly")

@@ -1,55 +1,63 @@
-"""Diffusion with words: stop strings, grammars, and the command line."""
+"""Diffusion with masked: stop strings, grammars, and the command line."""
 
 from __future__ import annotations
 
-import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from helpers import canvas_support as support
-from unspool.cli.main import _exit_code
+import unspool as package
+from unspool.cli.run import draw_pass
+from unspool.decoding.diffusion.result import MASK
 from unspool.errors import SettingsError
 
 PROMPT = "The sea is"
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return support.with_vocabulary(tmp_path_factory.mktemp("words"), sight="whole")
+def load_masked(folder: Path, **config: Any) -> Any:
+    """The tiny model as a masked model: attention and prediction as `config` says."""
+    lm = package.load(folder, backend="native", memory=8 << 20)
+    for name, value in {"mask_id": 2, **config}.items():
+        object.__setattr__(lm.config, name, value)
+    return lm
 
 
 @pytest.fixture(scope="module")
-def shifted_words(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("shifted")
-    return support.with_vocabulary(folder, sight="causal", block=4, shifted=True)
+def masked(words_folder: Path) -> Any:
+    return load_masked(words_folder, sight="whole")
+
+
+@pytest.fixture(scope="module")
+def shifted(words_folder: Path) -> Any:
+    return load_masked(words_folder, sight="causal", block=4, shifted=True)
 
 
 @pytest.fixture
-def command(words: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
-    monkeypatch.setattr("unspool.loading.load", lambda *args, **options: words)
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b""), encoding="utf-8"))
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = _exit_code([PROMPT, *arguments])
-        return code, *capfd.readouterr()
-
-    return run
+def model(masked: Any) -> Any:
+    return masked
 
 
-def test_a_stop_string_ends_the_text_and_is_no_part_of_it(words: Any):
+@pytest.fixture
+def command(unspool: Any) -> Any:
+    return lambda *arguments: unspool(PROMPT, "--raw", *arguments)
+
+
+def test_a_stop_string_ends_the_text_and_is_no_part_of_it(masked: Any):
     inputs: dict[str, Any] = {"max_tokens": 20, "order": "left", "threshold": 1.0, "end": False}
-    inputs["logit_bias"] = {n: -100.0 for n in range(259) if not 32 <= n < 127}
-    free = words.diffuse(PROMPT, **inputs)
+    inputs["logit_bias"] = {
+        n: -100.0 for n in range(masked.tokenizer.vocab_size) if not masked.readable(n).isalpha()
+    }
+    free = masked.diffuse(PROMPT, **inputs)
     stop = free.text[6:9]
-    ended = words.diffuse(PROMPT, stop=stop, **inputs)
+    ended = masked.diffuse(PROMPT, stop=stop, **inputs)
     assert ended.text == free.text[: free.text.index(stop)]
     assert ended.finish_reason == "stop" and len(ended.passes) < len(free.passes)
     assert "".join(step.text for step in ended.steps) == ended.text
 
 
-@pytest.mark.parametrize("name", ["words", "shifted_words"])
+@pytest.mark.parametrize("name", ["masked", "shifted"])
 def test_a_grammar_holds_from_left_to_right(name: str, request: pytest.FixtureRequest):
     lm = request.getfixturevalue(name)
     inputs: dict[str, Any] = {"order": "left", "max_tokens": 24, "block": 4, "threshold": 0.02}
@@ -59,19 +67,19 @@ def test_a_grammar_holds_from_left_to_right(name: str, request: pytest.FixtureRe
     assert lm.diffuse(PROMPT, choice=["yes", "no"], **inputs).text in ("yes", "no")
 
 
-def test_a_grammar_on_a_whole_canvas_is_refused(words: Any):
+def test_a_grammar_on_a_whole_canvas_is_refused(masked: Any):
     with pytest.raises(SettingsError, match="from left to right"):
-        words.diffuse(PROMPT, regex="[a-z]+")
+        masked.diffuse(PROMPT, regex="[a-z]+")
     with pytest.raises(SettingsError, match="remask or edit"):
-        words.diffuse(PROMPT, regex="[a-z]+", order="left", edit=0.5)
+        masked.diffuse(PROMPT, regex="[a-z]+", order="left", edit=0.5)
 
 
-def test_the_text_alone_into_a_pipe(command: Any, words: Any):
+def test_the_text_alone_into_a_pipe(command: Any, masked: Any):
     code, out, err = command("--diffuse", "-n", "12", "--threshold", "0.1", "--seed", "3")
     assert code == 0
-    expected = words.diffuse(PROMPT, max_tokens=12, threshold=0.1, seed=3)
+    expected = masked.diffuse(PROMPT, max_tokens=12, threshold=0.1, seed=3)
     assert out.rstrip("\n") == expected.text.rstrip("\n")
-    assert f"in {len(expected.passes)} passes" in err and "seed 3" in err
+    assert f"{len(expected.passes)} passes" in err and "seed 3" in err
 
 
 def test_a_line_for_each_pass_as_json(command: Any):
@@ -83,35 +91,32 @@ def test_a_line_for_each_pass_as_json(command: Any):
     assert lines[3]["diffusion"]["passes"] == 3
 
 
-def test_a_screen_shows_masked_places_as_they_fill(words: Any):
-    from unspool.cli.diffuse import picture
-    from unspool.decoding.diffusion.result import MASK
-
-    passes = list(words.stream_diffusion(PROMPT, max_tokens=6, k=2, order="fixed", remask=0.9))
-    first, last = picture(words, passes[0]), picture(words, passes[-1])
-    assert first.plain.count(MASK) == 4 and "pass 1: 2 set, 4 left" in first.plain
+def test_a_screen_shows_masked_places_as_they_fill(masked: Any):
+    passes = list(masked.stream_diffusion(PROMPT, max_tokens=6, k=2, order="fixed", remask=0.9))
+    first, last = draw_pass(masked, passes[0]), draw_pass(masked, passes[-1])
+    assert first.plain.count(MASK) == 4 and "pass 1: 2 set, 4 masked" in first.plain
     assert MASK not in last.plain
-    assert any("taken back" in picture(words, item).plain for item in passes)
+    assert any("remasked" in draw_pass(masked, item).plain for item in passes)
 
 
-def test_a_screen_is_drawn_pass_by_pass(command: Any, words: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_screen_is_drawn_pass_by_pass(command: Any, masked: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("FORCE_COLOR", "1")
     code, out, _ = command("--diffuse", "-n", "6", "--k", "2", "--order", "fixed", "--probs")
-    assert code == 0 and "pass 1: 2 set, 4 left" in out and "▒" in out
+    assert code == 0 and "pass 1: 2 set, 4 masked" in out and "▒" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--block", "4"], "add --diffuse"),
-        (["--diffuse", "--samples", "3"], "writes one text"),
-        (["--diffuse", "--guard", "loop"], "--guard has no meaning for --diffuse"),
-        (["--diffuse", "--speculate", "lookup"], "--speculate has no meaning"),
+        (["--diffuse", "--samples", "3"], "generates one text"),
+        (["--diffuse", "--guard", "loop"], "--guard has no effect with --diffuse"),
+        (["--diffuse", "--speculate", "lookup"], "--speculate has no effect"),
         (["--diffuse", "--order", "up"], "one of threshold"),
         (["--diffuse", "--threshold", "7"], "from 0 to 1"),
-        (["--diffuse", "-n", "1000"], "context holds 128"),
+        (["--diffuse", "-n", "1000"], "context holds 512"),
         (["--diffuse", "-n", "8", "--regex", "[a-z]+"], "order='left'"),
         (["--diffuse", "--twin", "nowhere"], "nowhere"),
     ],

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from unspool.cli.output import stderr_console
 from unspool.errors import SettingsError, UnspoolError
 
 if TYPE_CHECKING:
@@ -58,10 +59,8 @@ def reading_bar() -> Iterator[Progress]:
         return
     from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-    from unspool.cli.show import err
-
     columns = (*Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=err(), transient=True) as bar:
+    with Progress(*columns, console=stderr_console(), transient=True) as bar:
         task = bar.add_task("reading", total=None)
         yield lambda activity, done, total: bar.update(
             task, description=activity, completed=done, total=total or None

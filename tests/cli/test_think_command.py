@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import unspool as package
-from helpers.word_model import save_chatty
-from unspool.cli.main import _exit_code
-from unspool.cli.think_view import TreeView
+from unspool.cli.think import TreeView
 from unspool.decoding.search.tree import (
     BudgetUsed,
     NodeAdded,
@@ -29,33 +26,18 @@ from unspool.decoding.search.tree import (
 USUAL = ("--seed", "3", "-n", "10", "-o", "n=4", "--budget", "400")
 
 
-@pytest.fixture(scope="module")
-def chatty(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = save_chatty(tmp_path_factory.mktemp("chatty"))
-    return package.load(folder, backend="torch", memory=16 << 20)
-
-
 @pytest.fixture
-def run(chatty: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
-    monkeypatch.setattr("unspool.loading.load", lambda *args, **options: chatty)
-
-    def ran(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(
-            "sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
-        )
-        code = _exit_code(("think", *arguments))
-        return code, *capfd.readouterr()
-
-    return ran
+def run(unspool: Any) -> Any:
+    return lambda *arguments, stdin="": unspool("think", *arguments, stdin=stdin)
 
 
-def test_the_winner_goes_to_stdout(run: Any, chatty: Any):
-    expected = chatty.think(chatty.chat_prompt("Plan").ids, n=4, budget=400, max_tokens=10, seed=3)
+def test_the_winner_goes_to_stdout(run: Any, words: Any):
+    expected = words.think(words.chat_prompt("Plan").ids, n=4, budget=400, max_tokens=10, seed=3)
     code, out, err = run("Plan", *USUAL)
     assert code == 0 and out == expected.text + "\n"
     assert f"best of 4 texts, score {expected.score:.4g}" in err and "of 400 tokens" in err
     assert run("Plan", *USUAL, "-q")[1:] == (expected.text + "\n", "")
-    raw = chatty.think("Plan", n=4, budget=400, max_tokens=10, seed=3)
+    raw = words.think("Plan", n=4, budget=400, max_tokens=10, seed=3)
     assert run("--raw", *USUAL, stdin="Plan")[1] == raw.text + "\n"
 
 
@@ -71,21 +53,24 @@ def test_the_search_as_json(run: Any, tmp_path: Path):
     assert judged == {e["node"]: float("e" in e["text"]) for e in grown}
 
 
-def test_a_checker_that_fails_is_told(run: Any, tmp_path: Path):
+def test_a_checker_that_fails(run: Any, tmp_path: Path):
+    events = map(json.loads, run("Plan", *USUAL, "--json")[1].splitlines())
+    texts = [event["text"] for event in events if event.get("event") == "grown"]
     checker = tmp_path / "checker.py"
     checker.write_text(
-        "def check(text):\n    if len(text) % 2:\n        raise ValueError('odd')\n    return 1\n"
+        "def check(text):\n"
+        f"    if text == {texts[0]!r}:\n        raise ValueError('bad')\n    return 1\n"
         "def never(text):\n    return 'nonsense'\n"
     )
-    code, out, err = run("Plan", *USUAL, "-o", "n=8", "--judge", f"python:{checker}")
-    if code == 0:  # of eight texts some are odd, most likely, and some are not
-        assert len(out) % 2 == 1  # with the line's end
+    code, out, err = run("Plan", *USUAL, "--judge", f"python:{checker}")
+    assert code == 0 and len({*texts}) == 4 and out != texts[0] + "\n"
+    assert "the judge failed on 1 texts; the first error: " in err
     code, out, err = run("Plan", *USUAL, "--judge", f"python:{checker}:never")
     assert code == 2 and out == "" and "nonsense" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("options", "message"),
     [
         (["--policy", "magic"], "no policy 'magic'"),
         (["--judge", "magic"], "no judge 'magic'"),
@@ -101,13 +86,13 @@ def test_a_checker_that_fails_is_told(run: Any, tmp_path: Path):
         (["--raw", "--system", "x"], "--system"),
     ],
 )
-def test_mistakes_are_told(run: Any, words: list[str], message: str):
-    code, out, err = run("Plan", *words)
+def test_mistakes_are_one_line(run: Any, options: list[str], message: str):
+    code, out, err = run("Plan", *options)
     assert code == 2 and out == "" and message in err and err.count("\n") == 1
 
 
 def test_ctrl_c_keeps_what_was_seen(
-    run: Any, chatty: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def interrupted(*_: Any) -> None:  # in the middle of judging
         os.kill(os.getpid(), signal.SIGINT)
@@ -119,7 +104,7 @@ def test_ctrl_c_keeps_what_was_seen(
     saved = json.loads(file.read_text())
     assert code == 130 and out == "" and saved["thought"] is None
     assert [event["event"] for event in saved["events"]].count("grown") == 4
-    engine = chatty.engine
+    engine = words.engine
     engine.call(engine.tree.index.clear)
     assert engine.call(lambda: engine.tree.pool.used) == 0
 
@@ -130,9 +115,9 @@ def test_ctrl_c_keeps_what_was_seen(
 def draw(events: list[SearchEvent], height: int) -> str:
     view = TreeView()
     for event in events:
-        view.take(event)
+        view.add(event)
     console = Console(width=60, file=io.StringIO(), force_terminal=False)
-    console.print(view.rich(60, height))
+    console.print(view.draw(60, height))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -149,7 +134,7 @@ def test_the_tree_as_it_is_drawn():
         NodePruned(3),
     ]
     result = draw([*events, SearchFinished(4, 0.75)], 20)
-    assert "35 of 100 tokens: 10 read, 20 written, 5 judged" in result
+    assert "35 of 100 tokens: 10 prompt, 20 generated, 5 judged" in result
     assert "(failed): it raised" in result and "0.250 'text 3' (pruned)" in result
     assert "0.750 'text 4' (best)" in result and "more" not in result
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from helpers.terminal import Terminal
-from unspool.cli.explore import KEYS
-from unspool.cli.explore_view import view
-from unspool.cli.explorer import Explorer
-
-pytestmark = pytest.mark.real
+from unspool.cli.explore import KEYS, Explorer, draw_screen
 
 
 @pytest.fixture
-def explorer(lm: Any) -> Explorer:
-    start, steps = lm.begin("The capital of Germany is", max_tokens=0, temperature=0)
+def explorer(words: Any) -> Explorer:
+    start, steps = words.begin("The tree is", max_tokens=0, temperature=0)
     list(start.extend(steps))
-    return Explorer(lm, [start])
+    return Explorer(words, [start])
 
 
 def press(explorer: Explorer, *keys: str) -> None:
@@ -49,20 +46,20 @@ def test_another_way_leaves_the_old_one_as_a_branch(explorer: Explorer):
     press(explorer, "tab")
     assert explorer.text.text == first
     press(explorer, "left", "f")
-    assert explorer.at == 2 and len(explorer.text.steps) == 1
+    assert explorer.branch_index == 2 and len(explorer.text.steps) == 1
 
 
 def screen_of(explorer: Explorer, prompt: str, width: int, height: int) -> str:
     console = Console(width=width, height=height, file=None, force_terminal=False)
     with console.capture() as shown:
-        console.print(view(explorer, prompt, width, height))
+        console.print(draw_screen(explorer, prompt, width, height))
     return shown.get()
 
 
 def test_the_screen(explorer: Explorer):
     press(explorer, "right", "right", "left", "down", "enter")
-    screen = screen_of(explorer, "The capital of Germany is", 80, 24)
-    assert "The capital of Germany is" + explorer.branches[0].steps[0].text in screen
+    screen = screen_of(explorer, "The tree is", 80, 24)
+    assert "The tree is" + explorer.branches[0].steps[0].text in screen
     assert "▸" in screen and "█" in screen and "branches" in screen
 
 
@@ -81,18 +78,16 @@ def test_the_keys_are_on_every_screen(explorer: Explorer, width: int, height: in
         assert "q" in lines[-1] and "enter" in screen, screen
         assert "▏" in screen and "▸" in screen, "the cursor and the marked candidate"
     if height >= 14:
-        assert "q leave" in lines[-1] and "enter take" in screen
+        assert "q quit" in lines[-1] and "enter choose" in screen
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(24, 80), (12, 40)])
-def test_the_keys_in_a_terminal_while_chatting(rows: int, columns: int):
-    """The real thing: a long question in the chat template, on a small terminal."""
-    question = "Why do leaves change color in fall? " * 40
-    with Terminal("explore", question, "--chat", rows=rows, columns=columns) as screen:
-        screen.wait_for("q leave" if rows > 13 else "\nq")
-        assert screen.display_text.count("\n") < rows and "enter" in screen.display_text, (
-            "nothing scrolled away"
-        )
+def test_the_keys_in_a_small_terminal(words_folder: Path):
+    """In a real terminal, with a prompt longer than the screen."""
+    question = "Why do leaves change color in fall? " * 5
+    options = ("--chat", "-m", str(words_folder), "-t", "0")
+    with Terminal("explore", question, *options, rows=12, columns=40) as screen:
+        screen.wait_for("\nq")
+        assert screen.display_text.count("\n") < 12 and "enter" in screen.display_text
         screen.type(" t")
         screen.wait_for("your words: ")
         screen.type("of my own\n")

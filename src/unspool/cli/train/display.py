@@ -1,12 +1,14 @@
-"""Progress display of a training run: a bar, the loss curve, the newest sample.
+"""Progress displays of training runs.
 
-If stderr is not a terminal, it prints a line now and then instead.
+On a terminal a bar, the loss curve and the newest sample; otherwise a line now and then.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,9 +19,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from unspool.cli.show import err
-from unspool.cli.train.plot import curve
-from unspool.cli.train.source import describe_epochs
+from unspool.cli.output import say, stderr_console
+from unspool.cli.train.options import describe_epochs
 from unspool.train.running.events import (
     Evaluated,
     Event,
@@ -48,7 +49,7 @@ class TrainingDisplay:
         self.sample: SampleWritten | None = None
         self.paused = False
         self.start, self.first_step = time.monotonic(), 0
-        self._console = err()
+        self._console = stderr_console()
         self._live: Live | None = None
         self._next_line = 0
 
@@ -78,7 +79,9 @@ class TrainingDisplay:
         if self._live is not None:
             self._live.stop()
             if self.losses:
-                self._console.print("\n".join(curve(self.losses)), style="cyan", highlight=False)
+                self._console.print(
+                    "\n".join(plot_curve(self.losses)), style="cyan", highlight=False
+                )
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepLogged):
@@ -108,7 +111,7 @@ class TrainingDisplay:
     def _view(self) -> Group:
         parts: list[Any] = [self._bar()]
         if len(self.losses) > 1:
-            parts.append(Text("\n".join(curve(self.losses)), "cyan"))
+            parts.append(Text("\n".join(plot_curve(self.losses)), "cyan"))
         if self.sample is not None:
             text = Text(self.sample.prompt, "bold").append(self.sample.text, "not bold")
             parts.append(Panel(text, title=f"step {self.sample.step:,}", title_align="left"))
@@ -210,3 +213,95 @@ def _short(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g}{letter}"
     return str(round(number))
+
+
+class TuningDisplay:
+    """Event listener and context manager: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, run: Run, quiet: bool) -> None:
+        self._run, self._quiet = run, quiet
+        self._bar: Any = None
+        self._task: Any = None
+        self._next = self._steps = 0
+
+    def __enter__(self) -> TuningDisplay:
+        if not self._quiet and sys.stderr.isatty():
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (BarColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=stderr_console(), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("loading the model", total=None)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, event: Event) -> None:
+        if self._quiet:
+            return
+        if not self._steps or isinstance(event, StepsReplanned):
+            self._steps = self._run.steps
+            if epochs := self._run.facts.get("epochs"):
+                say(f"{self._steps:,} steps, {describe_epochs(epochs)}")
+        steps = self._steps
+        if isinstance(event, Evaluated):
+            say(f"step {event.step}: held-out loss {event.held_out_loss:.3f}")
+        if not isinstance(event, StepLogged):
+            return
+        extra = "".join(f" · {name} {value:.3g}" for name, value in event.extra.items())
+        line = (
+            f"{event.step}/{steps} · loss {event.loss:.3f}{extra} · "
+            f"{event.tokens_per_second:,.0f} tokens/s"
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, total=steps, completed=event.step, description=line)
+        elif event.step >= self._next:
+            self._next = event.step + max(1, steps // 20)
+            say(line)
+
+
+# -- loss curve in braille characters, two by four dots each ---------------------------------------
+
+
+_EMPTY = 0x2800
+# Bit of each dot, by column and by row from the top.
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+
+
+def plot_curve(values: Sequence[float], width: int = 60, height: int = 8) -> list[str]:
+    """Lines of `width` characters, with the range labelled at the left."""
+    means = _means(values, width * 2)
+    if not means:
+        return []
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    rows = height * 4
+    cells = [[0] * width for _ in range(height)]
+    before: int | None = None
+    for column, mean in enumerate(means):
+        row = round((high - mean) / span * (rows - 1))
+        for dot in _between(before, row):  # so that a steep curve has no gaps
+            cells[dot // 4][column // 2] |= _DOTS[column % 2][dot % 4]
+        before = row
+    labels = {0: f"{high:.2f}", height - 1: f"{low:.2f}"}
+    characters = (
+        "".join(chr(_EMPTY | cell) for cell in line).rstrip(chr(_EMPTY)) for line in cells
+    )
+    return [f"{labels.get(number, ''):>6} {line}" for number, line in enumerate(characters)]
+
+
+def _means(values: Sequence[float], count: int) -> list[float]:
+    """Reduce to at most `count` values by averaging."""
+    if len(values) <= count:
+        return list(values)
+    share = len(values) / count
+    parts = (values[math.floor(n * share) : math.floor((n + 1) * share)] for n in range(count))
+    return [sum(part) / len(part) for part in parts]
+
+
+def _between(before: int | None, row: int) -> range:
+    if before is None or abs(row - before) < 2:
+        return range(row, row + 1)
+    return range(before + 1, row + 1) if row > before else range(row, before)
