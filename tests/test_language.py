@@ -78,12 +78,15 @@ SAME_IDEA = {
     "Candidate": "a candidate token, with and without its text",
 }
 
-# Parts of the source that have not been rewritten yet.
-NOT_YET = ("page",)
-
 
 def python_files(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
+
+
+def source_files(folder: str) -> list[Path]:
+    """Python files, and JavaScript files that were written here."""
+    scripts = [p for p in (ROOT / folder).rglob("*.js") if "vendor" not in p.parts]
+    return python_files(folder) + sorted(scripts)
 
 
 def bindings(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -129,9 +132,115 @@ def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield inner.lineno, inner.value
 
 
+# A comment, a string, or a regular expression (after a sign that an expression can follow).
+JS_LITERAL = re.compile(
+    r"""(?P<comment>//[^\n]*|/\*.*?\*/)|(?P<text>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
+    |(?P<regex>(?<=[=(,:;!&|?\[{}>])\s*/(?![*/])(?:\\.|\[(?:\\.|[^\]\\\n])*\]|[^/\\\n])+/[a-z]*)""",
+    re.VERBOSE | re.DOTALL,
+)
+JS_NAME = r"[A-Za-z_$][\w$]*"
+JS_DECLARATION = re.compile(
+    rf"\b(?:const|let|var)\s+(?=[\w$\[{{])|\bfunction\b\s*\*?\s*({JS_NAME})?\s*(?=\()"
+)
+JS_PATTERN_NAME = re.compile(rf"(?:^|[,{{\[(:]|\.\.\.)\s*({JS_NAME})\s*(?=[,}}\])=]|$)")
+
+
+def split_javascript(source: str) -> tuple[str, list[tuple[str, int, str]]]:
+    """Return the code without literals, and (kind, line, text) of each comment and text in it."""
+    code: list[str] = []
+    literals: list[tuple[str, int, str]] = []
+    braces: list[int] = []  # of each `${` that is open: how many braces are open inside it
+    in_template = False
+    pos = text_start = 0
+    while pos < len(source):
+        char = source[pos]
+        if in_template:
+            if char == "\\":
+                pos += 2
+                continue
+            if char != "`" and not source.startswith("${", pos):
+                pos += 1
+                continue
+            literals.append(("text", source.count("\n", 0, text_start) + 1, source[text_start:pos]))
+            code.append("\n" * source.count("\n", text_start, pos))
+            in_template = False
+            if char == "`":
+                code.append("``")
+                pos += 1
+            else:
+                code.append(";")
+                braces.append(0)
+                pos += 2
+        elif match := JS_LITERAL.match(source, pos):
+            if match.lastgroup != "regex":
+                line = source.count("\n", 0, pos) + 1
+                literals.append((str(match.lastgroup), line, match.group()))
+            code.append('""' + "\n" * match.group().count("\n"))
+            pos = match.end()
+        elif char == "`" or (char == "}" and braces and braces[-1] == 0):
+            if char == "}":
+                braces.pop()
+                code.append(";")
+            in_template = True
+            pos = text_start = pos + 1
+        else:
+            if braces:
+                braces[-1] += {"{": 1, "}": -1}.get(char, 0)
+            code.append(char)
+            pos += 1
+    return "".join(code), literals
+
+
+def javascript_bindings(code: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and name of each variable, function and parameter."""
+
+    def balanced(start: int, step: int) -> int:
+        """Return the position of the bracket that matches the one at `start`."""
+        depth, pos = 0, start
+        while 0 <= pos < len(code):
+            depth += (code[pos] in "([{") - (code[pos] in ")]}")
+            if depth == 0:
+                return pos
+            pos += step
+        return start
+
+    def names(start: int, end: int) -> Iterator[tuple[int, str]]:
+        for match in JS_PATTERN_NAME.finditer(code[start:end]):
+            yield code.count("\n", 0, start + match.start(1)) + 1, match.group(1)
+
+    for match in JS_DECLARATION.finditer(code):
+        if match.group(1):
+            yield code.count("\n", 0, match.start()) + 1, match.group(1)
+        start = match.end()
+        if code[start] in "([{":
+            yield from names(start, balanced(start, 1) + 1)
+        elif name := re.match(JS_NAME, code[start:]):
+            yield code.count("\n", 0, start) + 1, name.group()
+    for match in re.finditer(r"\s*=>", code):
+        end = match.start()
+        if code[end - 1] == ")":
+            yield from names(balanced(end - 1, -1), end)
+        elif name := re.search(rf"{JS_NAME}$", code[max(0, end - 60) : end]):
+            yield code.count("\n", 0, end) + 1, name.group()
+
+
+def javascript_violations(source: str) -> Iterator[tuple[str, int, str]]:
+    code, literals = split_javascript(source)
+    for line, name in javascript_bindings(code):
+        if name.strip("_") in BARE_WORDS and name not in ALLOWED_NAMES:
+            yield "name", line, name
+    for kind, line, text in literals:
+        for match in PHRASES.finditer(text):
+            if match.group().lower() not in ALLOWED_TEXTS:
+                yield kind, line + text.count("\n", 0, match.start()), match.group()
+
+
 def violations(path: Path) -> Iterator[tuple[str, int, str]]:
     """Yield (kind, line, text) for each name or text that breaks the rules."""
     source = path.read_text(encoding="utf-8")
+    if path.suffix == ".js":
+        yield from javascript_violations(source)
+        return
     tree = ast.parse(source)
     for line, name in bindings(tree):
         if name.strip("_") in BARE_WORDS and name not in ALLOWED_NAMES:
@@ -150,8 +259,7 @@ def violations(path: Path) -> Iterator[tuple[str, int, str]]:
 def test_names_and_texts_are_plain():
     problems = [
         f"{path.relative_to(ROOT)}:{line}: {kind} {text!r}"
-        for path in python_files("src/unspool")
-        if path.relative_to(ROOT / "src" / "unspool").parts[0] not in NOT_YET
+        for path in source_files("src/unspool")
         for kind, line, text in violations(path)
     ]
     assert not problems
@@ -171,7 +279,7 @@ def test_class_names_are_unique():
 def report(folders: list[str], details: bool) -> None:
     totals: Counter[str] = Counter()
     for folder in folders:
-        paths = python_files(folder) if (ROOT / folder).is_dir() else [ROOT / folder]
+        paths = source_files(folder) if (ROOT / folder).is_dir() else [ROOT / folder]
         for path in paths:
             for kind, line, text in violations(path):
                 totals[kind] += 1

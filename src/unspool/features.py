@@ -82,12 +82,12 @@ FEATURES = (
         options=(OptionHandler("page --run", "unspool.cli.train.runs:open_on_page"),),
         routes=(RouteGroup(("/v1/runs",), ("unspool.train.routes:router",)),),
         models=(ModelFinder(r".+@[0-9]{1,12}", "unspool.train.routes:find_checkpoint"),),
-        page_views=("learn",),
+        page_views=("training",),
     ),
     Feature(
         name="puzzles",
         routes=(RouteGroup(("/v1/puzzles",), ("unspool.train.puzzle_routes:router",)),),
-        page_views=("twins",),
+        page_views=("diffusion",),
     ),
     Feature(
         name="costs",

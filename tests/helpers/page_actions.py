@@ -35,7 +35,7 @@ def set_settings(page: Page, **settings: Any) -> None:
     for name, value in settings.items():
         field = page.locator(f"#set-{name}")
         if not field.is_visible():
-            page.get_by_text("More", exact=True).click()
+            page.get_by_text("Advanced", exact=True).click()
         if isinstance(value, bool):
             field.set_checked(value)
         else:
@@ -45,7 +45,7 @@ def set_settings(page: Page, **settings: Any) -> None:
 
 def use_settings(page: Page, **settings: Any) -> None:
     """Without the panel, in which they take their time."""
-    code = "(given) => import('/page/code/actions.js').then((found) => found.useSettings(given))"
+    code = "(given) => import('/page/code/actions.js').then((m) => m.updateSettings(given))"
     page.evaluate(code, settings)
 
 

@@ -97,7 +97,7 @@ def test_a_stored_run_is_opened_with_its_own_model(
             calls.append((settings.runs, self.chosen[0].model))
             started("http://127.0.0.1:1", ["speeches"])
 
-    monkeypatch.setattr(command, "Starting", FakeStarting)
+    monkeypatch.setattr(command, "ServerStartup", FakeStarting)
     options = ["page", "--port", "0", "--no-open", "--run"]
     with pytest.raises(SystemExit) as ended:
         main([*options, str(tmp_path / "speeches")])

@@ -18,7 +18,7 @@ ONLY_TEMPERATURE = {"top_k": 0, "top_p": 1, "min_p": 0}
 
 WORD_TREE = """async () => {
   const { grow, firstSplit, distinct, depthOf, layout } =
-    await import("/page/code/compare/wordtree.js");
+    await import("/page/code/compare/samples.js");
   const step = (word, index) => ({ token: word.charCodeAt(0) * 100 + word.length, text: ` ${word}`,
     piece: ` ${word}`, logprob: -1 - index, probability: 0.25, finish_reason: null,
     candidates: [{ token: 1, text: " other", logprob: -2, probability: 0.1 }] });
@@ -94,7 +94,7 @@ def test_four_settings_are_written_side_by_side(page: Page) -> None:
     view = opened(page)
     view.get_by_label("Prompt to compare").press("Enter")
     for item in range(1, 5):
-        expect(number(column(view, item), "end")).to_have_text("full length", timeout=30_000)
+        expect(number(column(view, item), "end")).to_have_text("max tokens", timeout=30_000)
         expect(number(column(view, item), "tokens")).to_have_text("12")
     greedy = api_text(page, temperature=0, max_tokens=12)
     wild = api_text(page, temperature=1, seed=7, max_tokens=12, **ONLY_TEMPERATURE)
@@ -140,14 +140,12 @@ def test_a_bad_setting_is_said_in_its_column(page: Page, expected_errors: list[s
         "emperature must be >= 0, got -3.0"
     )
     expect(view.get_by_label("Temperature of column 2")).to_have_attribute("aria-invalid", "true")
-    expect(column(view, 3).get_by_role("alert")).to_have_text(
-        "Top-k was “many”; it must be a number."
-    )
+    expect(column(view, 3).get_by_role("alert")).to_have_text("Top-k must be a number, got “many”.")
     for item in (1, 4):
         expect(number(column(view, item), "tokens")).to_have_text("6")
     view.get_by_label("Prompt to compare").fill(" ")
     view.get_by_role("button", name="Write all").click()
-    expect(view.get_by_role("alert").first).to_have_text("Write a prompt first.")
+    expect(view.get_by_role("alert").first).to_have_text("Enter a prompt first.")
 
 
 def test_a_token_shows_its_candidates_and_opens_in_write(page: Page) -> None:
@@ -157,7 +155,7 @@ def test_a_token_shows_its_candidates_and_opens_in_write(page: Page) -> None:
     displayed = words(column(view, 4))
     third = column(view, 4).locator(".t").nth(2)
     third.click()
-    popover = page.get_by_role("dialog", name="What the model weighed at token 3")
+    popover = page.get_by_role("dialog", name="Candidates for token 3")
     expect(popover.locator("tbody tr")).to_have_count(8)
     steps = api_text(
         page, temperature=1.5, top_k=5, top_p=1, min_p=0, seed=7, max_tokens=8, top=12
@@ -169,7 +167,7 @@ def test_a_token_shows_its_candidates_and_opens_in_write(page: Page) -> None:
     expect(third).to_be_focused()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
-    fourth = page.get_by_role("dialog", name="What the model weighed at token 4")
+    fourth = page.get_by_role("dialog", name="Candidates for token 4")
     fourth.get_by_role("button", name="Open in Write").click()
     expect(tokens(page)).to_have_count(8)
     assert text(page) == displayed
@@ -190,7 +188,7 @@ def test_samples_part_as_the_model_said(page: Page) -> None:
     pieces = [[step["token"] for step in branch["steps"]] for branch in branches]
     shared = next(at for at in range(12) if len({item[at] for item in pieces}) > 1)
     counted = Counter(item[shared] for item in pieces)
-    rows = view.get_by_role("region", name="Where the samples part first").locator("tbody tr")
+    rows = view.get_by_role("region", name="First split of the samples").locator("tbody tr")
     displayed = {
         int(row.get_attribute("data-token") or ""): int(row.get_attribute("data-count") or "")
         for row in rows.all()
@@ -214,7 +212,7 @@ def test_samples_part_as_the_model_said(page: Page) -> None:
     view.get_by_label("Seed of the samples").press("Enter")
     expect(view.get_by_role("status")).to_contain_text("All 3 samples are the same", timeout=30_000)
     expect(view.locator(".cmp-leaf")).to_have_count(3)
-    expect(view.get_by_role("region", name="Where the samples part first")).to_have_count(0)
+    expect(view.get_by_role("region", name="First split of the samples")).to_have_count(0)
 
 
 def test_stop_ends_all_columns_and_unused_branches_go(page: Page) -> None:

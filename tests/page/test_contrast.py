@@ -86,16 +86,16 @@ PARTS += [
 ]
 
 FAINT = """async (pieces) => {
-    const { numbersOf } = await import("/page/code/colors.js");
+    const { rgbaOf } = await import("/page/code/lib.js");
     const mix = ([r, g, b, a = 255], back) =>
         [r, g, b].map((one, at) => back[at] + ((one - back[at]) * a) / 255);
     const bright = (color) => color.map((one) => one / 255)
         .map((one) => (one <= 0.03928 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
         .reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at], 0);
     const back = (element) => {
-        if (!element) return [...numbersOf(getComputedStyle(document.documentElement)
+        if (!element) return [...rgbaOf(getComputedStyle(document.documentElement)
             .backgroundColor)].slice(0, 3);
-        const own = numbersOf(getComputedStyle(element).backgroundColor);
+        const own = rgbaOf(getComputedStyle(element).backgroundColor);
         return mix(own, back(element.parentElement));
     };
     const place = document.createElement("div");
@@ -110,7 +110,7 @@ FAINT = """async (pieces) => {
         let inner = place;
         while (inner.lastElementChild) inner = inner.lastElementChild;
         const under = back(inner);
-        const [r, g, b] = numbersOf(getComputedStyle(inner).color);
+        const [r, g, b] = rgbaOf(getComputedStyle(inner).color);
         const [low, high] = [bright([r, g, b]), bright(under)].sort((x, y) => x - y);
         const ratio = (high + 0.05) / (low + 0.05);
         if (ratio < 4.5) found.push([html, Math.round(ratio * 100) / 100]);
@@ -121,8 +121,8 @@ FAINT = """async (pieces) => {
 
 # Words in pictures: which color on which, the one below with this share over the next.
 PICTURED = """async (pairs) => {
-    const { colorOf, numbersOf } = await import("/page/code/colors.js");
-    const color = (name) => [...numbersOf(colorOf(name))].slice(0, 3);
+    const { colorOf, rgbaOf } = await import("/page/code/lib.js");
+    const color = (name) => [...rgbaOf(colorOf(name))].slice(0, 3);
     const bright = (color) => color.map((one) => one / 255)
         .map((one) => (one <= 0.03928 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
         .reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at], 0);
@@ -167,14 +167,14 @@ def test_text_on_every_color_can_be_read(page: Page, theme: Any) -> None:
 def test_every_probability_has_a_color_that_was_looked_at(page: Page) -> None:
     """From certain to impossible, and what JSON cannot say: a tint of the nine, or none."""
     classes = page.evaluate(
-        """import("/page/code/write/tint.js").then(({ TINTS, tintOf }) => {
+        """import("/page/code/write/pane.js").then(({ TINTS, tintClass }) => {
             const steps = [];
             for (let n = 0; n <= 400; n += 1) {
                 steps.push({ logprob: Math.log(1 - n / 400), entropy: n / 20, rank: n ** 2 });
             }
             steps.push({ logprob: null, entropy: null, rank: null });
             steps.push({ logprob: -1e9, entropy: 1e9, rank: 1e9 });
-            const found = Object.keys(TINTS).flatMap((by) => steps.map((s) => tintOf(s, by)));
+            const found = Object.keys(TINTS).flatMap((by) => steps.map((s) => tintClass(s, by)));
             return [...new Set(found)];
         })"""
     )

@@ -56,7 +56,7 @@ def test_the_figures_are_those_of_the_text(page: Page, panel: Locator) -> None:
     perplexity = math.exp(-logprob / len(reply["steps"]))
     assert float(figure(panel, "perplexity")) == pytest.approx(perplexity, abs=0.006)
     tens = round(-logprob / math.log(10))
-    expect(panel.get_by_text("This very text had a chance of")).to_contain_text(f"1 in 10{tens}")
+    expect(panel.get_by_text("This text had a probability of")).to_contain_text(f"1 in 10{tens}")
     expect(panel.locator("[data-figure=chance]")).to_have_text(f"10−{tens}")
 
     assert float(figure(panel, "rate").replace(",", "")) > 0
@@ -96,20 +96,21 @@ def test_the_figures_are_those_of_the_text(page: Page, panel: Locator) -> None:
 
 def test_without_the_cache_the_same_text_takes_ever_longer(page: Page, panel: Locator) -> None:
     before = text(page)
-    panel.get_by_role("button", name="Write the same text without the cache").click()
-    expect(panel.get_by_text("The copy has been deleted.")).to_be_visible(timeout=PATIENCE)
+    panel.get_by_role("button", name="Measure without the KV cache").click()
+    expect(panel.get_by_text("The temporary branch was deleted.")).to_be_visible(timeout=PATIENCE)
     expect(panel.get_by_text("Both texts are the same: 24 of 24 tokens compared.")).to_be_visible()
     verdict = panel.locator("[data-verdict]")
-    expect(verdict).to_contain_text("Without the cache the 24th token took")
+    expect(verdict).to_contain_text("Without the KV cache, token 24 took")
     expect(panel.get_by_role("img", name="Time per token: token 24 took")).to_be_visible()
 
     result = in_page(
         page,
-        """const { branchNow } = await part("state"), { measureOf } = await part("costs/measure");
+        """const { currentBranch } = await part("state");
+        const { measurementOf } = await part("costs/panel");
         const late = (steps) => steps.slice(16).reduce((sum, step) => sum + step.seconds, 0);
-        const { steps } = measureOf(branchNow());
+        const { steps } = measurementOf(currentBranch());
         const same = steps.map((step) => step.piece).join("");
-        return { on: late(branchNow().steps), off: late(steps), same };""",
+        return { on: late(currentBranch().steps), off: late(steps), same };""",
     )
     assert result["off"] > result["on"]
     assert result["same"] == before
@@ -119,18 +120,18 @@ def test_without_the_cache_the_same_text_takes_ever_longer(page: Page, panel: Lo
 
 
 def test_measuring_can_be_stopped_and_the_cache_be_turned_off(page: Page, panel: Locator) -> None:
-    again = panel.get_by_role("button", name="Write the same text without the cache")
+    again = panel.get_by_role("button", name="Measure without the KV cache")
     again.click()
     panel.get_by_role("button", name="Stop measuring").click()
     expect(again).to_be_enabled()
 
-    panel.get_by_role("switch", name="Cache").uncheck()
+    panel.get_by_role("switch", name="KV cache").uncheck()
     page.locator("#one-step").click()
     finished(page)
     expect(tokens(page)).to_have_count(25)
     assert branch(page)["settings"]["cache"] is False
     expect(panel.locator(".chart-key", has_text="without").first).to_be_visible()
-    panel.get_by_role("switch", name="Cache").check()
+    panel.get_by_role("switch", name="KV cache").check()
     page.locator("#one-step").click()
     finished(page)
     assert branch(page)["settings"]["cache"] is True
@@ -144,11 +145,11 @@ def test_a_text_that_goes_round_drives_the_meter_and_the_guard_repairs_it(
 
     write(page, ROUND, max_tokens=40, temperature=0)
     open_panel(page, "Costs")
-    expect(panel.get_by_text("The text is going round")).to_contain_text("␣The␣cat␣sat.")
+    expect(panel.get_by_text("The text loops")).to_contain_text("␣The␣cat␣sat.")
     expect(panel.locator(".loop-meter.much")).to_be_visible()
     assert meter(panel) > 60
 
-    panel.get_by_role("button", name="Write on with the guard").click()
+    panel.get_by_role("button", name="Continue with the guard").click()
     expect(panel.get_by_role("switch", name="Guard against loops")).to_be_checked()
     repairs = panel.locator(".repairs button")
     expect(repairs.first).to_contain_text("The cat sat.")
@@ -168,8 +169,8 @@ def test_guesses_are_counted_and_change_nothing(page: Page) -> None:
     write(page, ROUND, max_tokens=32, temperature=0)
     plain = text(page)
     panel = open_panel(page, "Costs")
-    expect(panel.get_by_text("In the last writing nothing was guessed.")).to_be_visible()
-    panel.get_by_role("switch", name="Guess ahead").check()
+    expect(panel.get_by_text("The last generation had no draft tokens.")).to_be_visible()
+    panel.get_by_role("switch", name="Prompt lookup").check()
     write(page, ROUND, max_tokens=32, temperature=0)
     open_panel(page, "Costs")
     last = branch(page)["last"]
@@ -182,7 +183,7 @@ def test_guesses_are_counted_and_change_nothing(page: Page) -> None:
 def test_the_loop_meter_counts_what_stood_before_and_forgets_what_is_cut(page: Page) -> None:
     result = in_page(
         page,
-        """const { LoopMeter } = await part("costs/loops");
+        """const { LoopMeter } = await part("costs/tally");
         const filled = (count, token) => {
           const meter = new LoopMeter();
           for (let i = 0; i < count; i++) meter.push(token(i));
@@ -221,15 +222,16 @@ def test_the_loop_meter_counts_what_stood_before_and_forgets_what_is_cut(page: P
 
     result = in_page(
         page,
-        """const { line, ceiling, readWithout } = await part("costs/time");
-        const { ticks } = await part("costs/paint");
-        const { rate } = await part("costs/live"), { sharedSteps } = await part("state");
-        const { power } = await part("costs/parts");
+        """const { fitLine, ceiling, readWithout } = await part("costs/panel");
+        const { ticks } = await part("costs/chart");
+        const { tokensPerSecond } = await part("write/footer");
+        const { sharedSteps } = await part("state");
+        const { power } = await part("costs/panel");
         const texts = (...ids) => ids.map((token) => ({ token }));
-        return { line: line([1, 3, NaN, 7]), none: line([]),
+        return { line: fitLine([1, 3, NaN, 7]), none: fitLine([]),
           common: sharedSteps(texts(1, 2, 3), texts(1, 2, 4)),
           ceiling: ceiling([...Array(99).fill(1), 50]), ticks: ticks(-31, 0), flat: ticks(2, 2),
-          rate: [rate(11, 1, 2), rate(1, 1, 2), rate(5, null, 2)],
+          rate: [[11, 1, 2], [1, 1, 2], [5, null, 2]].map((given) => tokensPerSecond(...given)),
           read: readWithout(8, 3), power: power(-31) };""",
     )
     assert result["line"] == pytest.approx({"start": 1, "slope": 2})

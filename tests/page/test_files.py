@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from unspool.features import FEATURES
 from unspool.page.files import FOLDER, TYPES
 
 VENDOR = FOLDER / "code" / "vendor"
@@ -43,16 +44,25 @@ def test_no_other_file_can_be_had(server: Any, name: str) -> None:
 
 
 def test_every_import_names_a_file_that_is_there() -> None:
-    pattern = re.compile(r"""(?:from|import|file=)\s*\(?["'](\.{1,2}/[^"']+\.js)["']""")
+    pattern = re.compile(r"""(?:from|import|file[=:])\s*\(?["'](\.{1,2}/[^"']+\.js)["']""")
     observed = 0
     for path in (FOLDER / "code").rglob("*.js"):
         if path.parent == VENDOR:
             continue
         for name in pattern.findall(path.read_text(encoding="utf-8")):
-            bases = (path.parent, FOLDER / "code")  # lazy.js imports for the others
+            bases = (path.parent, FOLDER / "code")  # lib.js imports for the others
             assert any((base / name).resolve().is_file() for base in bases), f"{path}: {name}"
             observed += 1
     assert observed > 40
+
+
+def test_views_of_features_are_in_the_list_and_nowhere_else() -> None:
+    listed = (FOLDER / "code" / "views.js").read_text(encoding="utf-8")
+    for name in [name for feature in FEATURES for name in feature.page_views]:
+        assert f'file: "./{name}/view.js"' in listed
+        for path in (FOLDER / "code").rglob("*.js"):
+            if path.parent.name not in (name, "vendor") and path.name != "views.js":
+                assert f"/{name}/" not in path.read_text(encoding="utf-8"), path.name
 
 
 def test_what_is_preloaded_is_what_is_imported() -> None:
@@ -78,4 +88,3 @@ def test_the_page_is_small_and_speaks_to_nobody_else() -> None:
         text = path.read_text(encoding="utf-8")
         for address in re.findall(r"https?://[^\s\"'`)]+", text):
             assert address.startswith("http://www.w3.org/"), f"{path.name}: {address}"
-        assert len(text.splitlines()) <= 450, path.name

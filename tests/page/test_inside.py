@@ -21,7 +21,7 @@ def inside(page: Page) -> Locator:
     panel = open_panel(page, "Inside")
     panel.get_by_label("Without the first token").uncheck()
     panel.get_by_role("button", name="Open all").click()
-    expect(panel.get_by_role("list", name="What the model expects next")).to_be_visible()
+    expect(panel.get_by_role("list", name="Most likely next tokens")).to_be_visible()
     return panel
 
 
@@ -43,7 +43,7 @@ def strongest(row: list[float]) -> int:
 
 
 def targets(panel: Locator) -> Locator:
-    return panel.get_by_role("list", name="What it looks at most").get_by_role("listitem")
+    return panel.get_by_role("list", name="Largest attention weights").get_by_role("listitem")
 
 
 def spelled(text: str) -> str:
@@ -68,7 +68,7 @@ def test_the_way_and_the_lens_have_this_tokens_numbers(page: Page, inside: Locat
     reply = look(page, include="vectors", top=6)
     expect(inside.locator("[data-fact=id]")).to_have_text(str(reply["token"]["id"]))
     expect(inside).to_contain_text(f"Position {reply['position']}")
-    chances = inside.get_by_role("list", name="What the model expects next").get_by_role("listitem")
+    chances = inside.get_by_role("list", name="Most likely next tokens").get_by_role("listitem")
     best = reply["head"]["candidates"][0]
     expect(chances.first).to_have_attribute("data-token", str(best["id"]))
     expect(chances.first).to_contain_text(f"{best['logit']:.1f}")
@@ -87,7 +87,7 @@ def test_the_way_and_the_lens_have_this_tokens_numbers(page: Page, inside: Locat
     expect(best).to_have_attribute("data-token", str(answer))
     expect(rows.last.get_by_role("cell").last).to_have_text(f"{lens[-1]['rank'] + 1:,}")
     expect(rows.nth(1).get_by_role("cell").last).to_have_text(f"{lens[0]['rank'] + 1:,}")
-    expect(inside.get_by_role("img", name="Rank of the followed token")).to_be_visible()
+    expect(inside.get_by_role("img", name="Rank of the tracked token")).to_be_visible()
 
     reply = look(page, include="attention")
     mean = reply["attention"]["mean"]
@@ -151,7 +151,7 @@ def test_the_map_of_heads_by_keys_and_without_the_first_token(page: Page, inside
     for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
         heads.press(key)
     at = reply["attention"]["map"]["place"][2][1]
-    says = f"layer 3 head 2 looks most at {spelled(reply['tokens'][at]['text'])}"
+    says = f"layer 3 head 2 attends most to {spelled(reply['tokens'][at]['text'])}"
     expect(inside.locator(".inside-map [role=status]")).to_contain_text(says)
     heads.press("Enter")
     expect(inside.get_by_role("combobox", name="Layer")).to_have_value("3")
@@ -179,7 +179,7 @@ def test_the_map_of_heads_by_keys_and_without_the_first_token(page: Page, inside
     name = f"{strong['name']} {strong['layer'] or ''}".replace("_", "-").strip()
     expect(inside.locator(".inside-list").first.locator("li").first).to_contain_text(name)
     inside.get_by_role("combobox", name="Against").select_option("mean")
-    expect(lead).to_contain_text("over the mean")
+    expect(lead).to_contain_text("relative to the mean")
     # Neighbours are of the token that is selected, not of the one before it.
     position = branch(page)["usage"]["prompt_tokens"] + STEP
     near = look(page, step=None, at=position, include="neighbours")["neighbours"]
@@ -194,10 +194,8 @@ def test_prompt_tokens_are_read_and_a_fault_is_said_in_place(
     page.locator("#text .t.prompt").nth(4).click()
     looked_at = inside.locator("[data-looked-at]")
     expect(looked_at).to_have_attribute("data-looked-at", "4")
-    expect(inside.get_by_role("button", name="How it is read")).to_have_attribute(
-        "aria-pressed", "true"
-    )
-    inside.get_by_role("button", name="Was it expected?").click()
+    expect(inside.get_by_role("button", name="As input")).to_have_attribute("aria-pressed", "true")
+    inside.get_by_role("button", name="As prediction").click()
     expect(looked_at).to_have_attribute("data-looked-at", "3")
     page.locator("#text .t.prompt").first.click()
     expect(looked_at).to_have_attribute("data-looked-at", "0")
@@ -215,4 +213,4 @@ def test_prompt_tokens_are_read_and_a_fault_is_said_in_place(
     expect(way.get_by_role("alert")).to_contain_text("The server does not answer")
     page.unroute("**/look?*")
     way.get_by_role("button", name="Try again").click()
-    expect(way.get_by_role("list", name="What the model expects next")).to_be_visible()
+    expect(way.get_by_role("list", name="Most likely next tokens")).to_be_visible()

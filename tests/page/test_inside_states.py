@@ -53,7 +53,7 @@ def test_states_are_shown(page: Page) -> None:
     expect(panel.get_by_text("Layer 3 has no attention.")).to_be_visible()
     expect(table.locator("tr.here")).to_have_attribute("data-layer", "3")
     panel.get_by_role("button", name="Fold all").click()
-    panel.get_by_text("What it carries along").click()
+    panel.get_by_text("Recurrent states").click()
     expect(table).to_be_visible()
     check_looks(page, "states")
 

@@ -44,7 +44,7 @@ def served(root: Path) -> Iterator[Running]:
 def learn(page: Page, served: Running, run: str) -> Locator:
     """The view, with this run in it."""
     page.goto(f"{served.url}/?run={run}")
-    view = page.get_by_role("region", name="Learn")
+    view = page.get_by_role("region", name="Training")
     expect(view.locator("#lrn-run")).to_have_value(run)
     return view
 
@@ -68,7 +68,7 @@ def column(view: Locator, step: int) -> Locator:
 
 
 def hand(view: Locator) -> Locator:
-    return view.get_by_role("slider", name="Along the training")
+    return view.get_by_role("slider", name="Training step")
 
 
 def written(view: Locator, tokens: int = 12) -> None:
@@ -193,7 +193,7 @@ def test_dragging_along_the_curve_writes_with_the_nearest_checkpoints(
         expect(column(view, step).locator("[data-number=bits]")).to_have_text(f"{bits:.3f}")
 
     measured = page.evaluate(
-        """import("/page/code/measures.js").then(({ repeatedWords }) => [
+        """import("/page/code/token_text.js").then(({ repeatedWords }) => [
             repeatedWords("The people, the people and THE people"), repeatedWords("one two three"),
             repeatedWords("word"), repeatedWords("…"),
             repeatedWords(`again ${"abcdefghijklmnopqrstuvwxyz".split("").join(" ")} again`)])"""
@@ -249,7 +249,7 @@ def test_what_cannot_be_written_is_said(page: Page, served: Running) -> None:
     view = learn(page, served, "speeches")
     view.get_by_label("Temperature").fill("hot")
     view.locator("#lrn-write").click()
-    expect(view.get_by_role("alert")).to_contain_text("The temperature was “hot”")
+    expect(view.get_by_role("alert")).to_contain_text("Temperature must be >= 0, got “hot”")
     expect(view.get_by_label("Temperature")).to_have_attribute("aria-invalid", "true")
     view.get_by_label("Temperature").fill("0.8")
     view.get_by_label("Tokens", exact=True).fill("100000000000")
@@ -278,7 +278,7 @@ def test_a_run_is_shown_as_it_goes(page: Page, served: Running, root: Path) -> N
     run.update(state="running", pid=1 << 22, pid_started=1, error=None)
     page.reload()
     expect(view.locator("#lrn-state")).to_have_text("broken off")
-    expect(view.get_by_role("alert")).to_contain_text("The process that trained is gone")
+    expect(view.get_by_role("alert")).to_contain_text("The training process is gone")
 
 
 def test_a_small_run_is_started_paused_and_stopped_from_the_page(
@@ -288,12 +288,12 @@ def test_a_small_run_is_started_paused_and_stopped_from_the_page(
     monkeypatch.setattr(ServerTrainer, "check_source", lambda *_: None)
     view = learn(page, served, "speeches")
     view.get_by_text("Train a small model").click()
-    view.get_by_label("Text: a data set").fill("missing.txt")
+    view.get_by_label("Data: a data set").fill("missing.txt")
     start = view.get_by_role("button", name="Start")
     start.click()
     expect(view.get_by_role("alert")).to_contain_text("missing.txt: there is no such file")
     view.get_by_text("Train a small model").click()
-    view.get_by_label("Text: a data set").fill("letters.txt")
+    view.get_by_label("Data: a data set").fill("letters.txt")
     view.get_by_label("Layers").fill("2")
     start.click()
     expect(view.locator("#lrn-run")).to_have_value("letters-d2", timeout=30_000)
@@ -329,7 +329,7 @@ def test_without_any_run_it_says_how_to_begin(browser: Browser, tmp_path: Path, 
     entry = ModelEntry("first", lambda: unspool.load(folder, memory=8 << 20), 1000)
     with running([entry], runs=tmp_path / "none", drain=0.1) as empty:
         page = opened(browser, f"{empty.url}/")
-        page.get_by_role("button", name="Learn", exact=True).click()
+        page.get_by_role("button", name="Training", exact=True).click()
         expect(page.get_by_text("There is no training run in")).to_be_visible()
         expect(page.get_by_role("button", name="Start")).to_be_visible()
         check_looks(page, "learn-empty")
@@ -355,7 +355,7 @@ def test_a_model_is_trained_from_the_page_and_each_of_its_checkpoints_writes(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     view = learn(page, served, "speeches")
     view.get_by_text("Train a small model").click()
-    view.get_by_label("Text: a data set").fill(str(tmp_path / "laws.txt"))
+    view.get_by_label("Data: a data set").fill(str(tmp_path / "laws.txt"))
     view.get_by_label("Layers").fill("1")
     view.get_by_label("Minutes").fill("0.1")
     view.get_by_role("button", name="Start").click()

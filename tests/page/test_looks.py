@@ -62,7 +62,7 @@ def models(page: Page) -> None:
 
 
 def what_if(page: Page) -> None:
-    page.get_by_text("What if the settings were others?").click()
+    page.get_by_text("Try other settings").click()
     page.locator("#whatif-temperature").fill("1.5")
     expect(page.locator(".step-compared")).to_be_visible()
 
@@ -102,7 +102,7 @@ def samples_view(page: Page) -> None:
 
 def example(page: Page) -> None:
     page.get_by_role("button", name="Compare", exact=True).click()
-    expect(page.get_by_text("An example is ready")).to_be_visible()
+    expect(page.get_by_text("Example:")).to_be_visible()
 
 
 VIEWS: dict[str, Callable[[Page], object]] = {

@@ -20,9 +20,9 @@ def choose(page: Page, step: int, words: str) -> dict[str, Any]:
     """Other words at a step; gives the branch that they began."""
     page.evaluate(
         """async ([step, text]) => {
-            const { choose } = await import("/page/code/actions.js");
-            const { branchNow, promptLength } = await import("/page/code/state.js");
-            await choose(promptLength(branchNow()) + step, { text });
+            const { chooseToken } = await import("/page/code/actions.js");
+            const { currentBranch, promptLength } = await import("/page/code/state.js");
+            await chooseToken(promptLength(currentBranch()) + step, { text });
         }""",
         [step, words],
     )
@@ -118,7 +118,7 @@ def test_jump_by_click_and_by_keys(page: Page) -> None:
 def test_name_delete_and_undo(page: Page) -> None:
     root, bonn, paris = three(page)
     panel = page.locator("#side-panel")
-    panel.get_by_role("button", name="Name it").click()
+    panel.get_by_role("button", name="Name", exact=True).click()
     field = panel.get_by_label("Name of the branch")
     field.fill("away")
     field.press("Escape")
@@ -132,9 +132,9 @@ def test_name_delete_and_undo(page: Page) -> None:
     expect(item(page, paris["id"])).to_be_focused()
     assert branch(page)["name"] == "The one with Paris"
 
-    panel.get_by_role("button", name="Undo: name “The one with Paris”").click()
+    panel.get_by_role("button", name="Undo: rename to “The one with Paris”").click()
     expect(item(page, paris["id"])).to_contain_text("never Paris")
-    panel.get_by_role("button", name="Redo: name “The one with Paris”").click()
+    panel.get_by_role("button", name="Redo: rename to “The one with Paris”").click()
     expect(item(page, paris["id"])).to_have_text("The one with Paris")
 
     item(page, bonn["id"]).click()
@@ -181,7 +181,7 @@ def test_side_by_side(page: Page) -> None:
         assert f"{total:.2f} nats".replace("-", "−") in rows["Probability of the whole text"][place]
         perplexity = math.exp(-total / reply["length"])
         assert float(rows["Perplexity"][place]) == pytest.approx(perplexity, abs=0.006)
-    expect(beside).to_contain_text("Both were written with the same settings.")
+    expect(beside).to_contain_text("Both have the same settings.")
 
     page.keyboard.press("Escape")
     expect(beside).to_have_count(0)
@@ -211,9 +211,9 @@ def test_grows_while_it_is_written(page: Page) -> None:
     open_panel(page, "Map")
     page.evaluate(
         """async () => {
-            const { goOn, setSpeed } = await import("/page/code/actions.js");
+            const { resumeWriting, setSpeed } = await import("/page/code/actions.js");
             await setSpeed(20);
-            goOn({ n: 400 });
+            resumeWriting({ n: 400 });
         }"""
     )
     growing = page.locator(".map-lines .end.growing")
@@ -290,7 +290,7 @@ def test_fifty_branches_without_overlaps(page: Page) -> None:
     assert_apart(page, 1280)
     page.keyboard.press("Escape")
 
-    find = page.get_by_label("Find branches by name or words")
+    find = page.get_by_label("Search branches by name or text")
     whence = item(page, created[27]).get_attribute("data-from")
     find.fill("IDEA 27")
     expect(page.locator(".map-item:not(.passed)")).to_have_count(1)
@@ -320,7 +320,7 @@ def test_layout_of_many_random_trees(page: Page) -> None:
     """Lines and labels in one lane never meet, and a line down crosses neither."""
     faults = page.evaluate(
         """async () => {
-            const { layOut, scale, trees } = await import("/page/code/map/layout.js");
+            const { assignLanes, scale, trees } = await import("/page/code/map/drawing.js");
             let seed = 1;
             const below = (n) => {
                 seed = (seed * 1103515245 + 12345) % 2147483648;
@@ -343,7 +343,7 @@ def test_layout_of_many_random_trees(page: Page) -> None:
                 const x = scale(Math.max(...branches.map((branch) => branch.length)), width - 130);
                 let drawn = 0;
                 for (const { items } of trees(branches)) {
-                    layOut(items, { x, width, shortest, gap: 12, labelWidth: () => label });
+                    assignLanes(items, { x, width, shortest, gap: 12, labelWidth: () => label });
                     drawn += items.length;
                     const lanes = new Map(items.map((item) => [item.id, item.lane]));
                     const end = (item) => Math.max(item.x1, item.x0 + label);

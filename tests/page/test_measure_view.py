@@ -100,13 +100,13 @@ def test_a_model_is_measured_and_the_report_kept(page: Page, view: Locator, serv
     view.get_by_role("button", name=f"Open {kept['name']}").click()
     expect(sections).to_have_count(2)
     view.get_by_text("1 report on this machine").click()
-    view.get_by_role("button", name=f"Forget {kept['name']}").click()
+    view.get_by_role("button", name=f"Delete {kept['name']}").click()
     expect(sections).to_have_count(0)
     assert httpx.get(f"{server.url}/v1/costs").json()["data"] == []
 
 
 def test_a_measurement_is_stopped(view: Locator, server: Running):
-    view.get_by_role("button", name="Whole").click()
+    view.get_by_role("button", name="Full").click()
     view.locator("#measure-start").click()
     expect(view.get_by_text("Measuring waiting")).to_be_visible(timeout=SLOW)
     view.locator("#measure-stop").click()
@@ -118,16 +118,16 @@ def test_a_measurement_is_stopped(view: Locator, server: Running):
 def test_what_is_wrong_is_said_in_place(view: Locator, tmp_path: Path):
     choose(view)
     view.locator("#measure-start").click()
-    expect(view.get_by_role("alert")).to_contain_text("Choose a part")
+    expect(view.get_by_role("alert")).to_contain_text("Select at least one part")
     choose(view, "loops")
     view.locator("[name=seed]").fill("x")
     view.locator("#measure-start").click()
-    expect(view.get_by_role("alert")).to_contain_text("must be a whole number")
+    expect(view.get_by_role("alert")).to_contain_text("must be an integer")
     expect(view.locator("[name=seed]")).to_have_attribute("aria-invalid", "true")
     other = tmp_path / "other.json"
     other.write_text('{"cats": 3}')
     view.locator("#measure-file").set_input_files(other)
-    expect(view.get_by_role("alert")).to_contain_text("other.json is no report")
+    expect(view.get_by_role("alert")).to_contain_text("other.json is not a report")
 
 
 def test_a_comparison_from_a_file_is_drawn(page: Page, view: Locator, tmp_path: Path):

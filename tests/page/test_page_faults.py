@@ -64,10 +64,10 @@ def test_a_server_that_goes_and_comes_back(
     second.stop()
     page.locator("#go-on").click()
     expect(page.locator("#fault")).to_contain_text("The server does not answer")
-    expect(page.get_by_text("This page asks again every second")).to_be_visible()
+    expect(page.get_by_text("Trying again every second")).to_be_visible()
     assert tokens(page).all_text_contents() == words  # what was there stays
     with running([default_entry(small_default, memory=64 << 20)], port=port, drain=0.1):
-        expect(page.get_by_text("This page asks again every second")).to_have_count(0)
+        expect(page.get_by_text("Trying again every second")).to_have_count(0)
         expect(page.locator("#fault")).to_have_count(0)
         write(page, QUESTION, mode="chat", max_tokens=8, seed=7)
         assert tokens(page).all_text_contents() == words  # the same seed, and the same text
@@ -78,10 +78,10 @@ def test_a_server_with_a_key_asks_for_it(browser: Browser, small_default: Path) 
     entries = [default_entry(small_default, memory=64 << 20)]
     with running(entries, api_keys=("correct-horse",), drain=0.1) as result:
         page = opened(browser, result.url)
-        page.get_by_label("This server wants a key").fill("wrong one")
+        page.get_by_label("This server requires an API key").fill("wrong one")
         page.keyboard.press("Enter")
-        expect(page.get_by_text("That key is not right")).to_be_visible()
-        page.get_by_label("This server wants a key").fill("correct-horse")
+        expect(page.get_by_text("The key was rejected")).to_be_visible()
+        page.get_by_label("This server requires an API key").fill("correct-horse")
         page.keyboard.press("Enter")
         expect(page.locator("#write")).to_be_enabled()
         write(page, QUESTION, mode="chat", max_tokens=4)

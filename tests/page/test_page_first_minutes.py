@@ -99,7 +99,7 @@ def test_a_stop_waits_for_what_it_stops(page: Page) -> None:
 def test_a_words_space_makes_no_sliver_where_a_line_ends(page: Page) -> None:
     """Words of a person, so that lines wrap with any model."""
     write(page, "One", max_tokens=1, seed=3)
-    page.get_by_label("Your own words").fill(" word after word" * 40)
+    page.get_by_label("Your text").fill(" word after word" * 40)
     page.get_by_role("button", name="Add").click()
     expect(page.locator("#text .t.chosen").nth(100)).to_be_visible()
     finished(page)
@@ -112,8 +112,8 @@ def test_a_words_space_makes_no_sliver_where_a_line_ends(page: Page) -> None:
     assert all(parts[0]["width"] == 0 < parts[-1]["width"] for parts in split)
     # Arcs and rings stand on the words.
     places = page.evaluate(
-        """import("/page/code/write/pane.js").then(({ placeOf }) =>
-            [...document.querySelectorAll("#text .t.word")].map((t) => placeOf(+t.dataset.at)))"""
+        """import("/page/code/write/pane.js").then(({ tokenBox }) =>
+            [...document.querySelectorAll("#text .t.word")].map((t) => tokenBox(+t.dataset.at)))"""
     )
     assert all(place["width"] > 8 for place in places)
 
@@ -147,7 +147,7 @@ def test_emoji_of_several_tokens_are_whole_wherever_they_are_shown(page: Page) -
 
 def test_samples_that_part_within_a_character_show_its_bytes(page: Page) -> None:
     pictures = page.evaluate(
-        """import("/page/code/compare/wordtree.js").then(({ firstSplit, grow, wordsOf }) => {
+        """import("/page/code/compare/samples.js").then(({ firstSplit, grow, wordsOf }) => {
             const part = { token: 1, text: "", piece: "⟨F0 9F⟩", bytes: [0xf0, 0x9f], logprob: -1 };
             const half = { token: 2, text: "", piece: "⟨8D⟩", bytes: [0x8d], logprob: -1 };
             const leaf = { token: 3, text: "🍁", piece: "🍁", bytes: [0x81], logprob: -1 };
@@ -162,8 +162,8 @@ def test_samples_that_part_within_a_character_show_its_bytes(page: Page) -> None
     write(page, "Once", max_tokens=4, seed=3)
     page.evaluate(
         """Promise.all([import("/page/code/state.js"), import("/page/code/actions.js")]).then(
-            ([{ branchNow, changed }, _]) => {
-                const branch = branchNow();
+            ([{ currentBranch, changed }, _]) => {
+                const branch = currentBranch();
                 const like = branch.steps[0];
                 const at = branch.steps.length;
                 branch.steps.push(
@@ -180,25 +180,25 @@ def test_samples_that_part_within_a_character_show_its_bytes(page: Page) -> None
 def test_one_choice_is_no_plural(page: Page) -> None:
     write(page, "One", max_tokens=1, seed=3)
     page.evaluate(
-        """import("/page/code/state.js").then(({ branchNow, changed }) => {
-            const branch = branchNow();
+        """import("/page/code/state.js").then(({ currentBranch, changed }) => {
+            const branch = currentBranch();
             branch.steps[0] = { ...branch.steps[0], entropy: 0.001 };
             changed("steps");
         })"""
     )
     tokens(page).first.click()
-    expect(page.locator(".step-facts")).to_contain_text("about 1 choice")
+    expect(page.locator(".step-facts")).to_contain_text("as 1 choice")
     expect(page.locator(".step-facts")).not_to_contain_text("choices")
 
 
 def test_a_text_that_stopped_for_want_of_tokens_can_be_gone_on_with(page: Page) -> None:
     write(page, "Once upon a time", max_tokens=8, seed=3, end=False)
     ending = page.locator("#ending")
-    expect(ending).to_have_text("Stopped at 8 tokens · Go on")
-    ending.get_by_role("button", name="Go on").click()
+    expect(ending).to_have_text("Stopped at 8 tokens · Continue")
+    ending.get_by_role("button", name="Continue").click()
     expect(tokens(page)).to_have_count(16)
     finished(page)
-    expect(ending).to_have_text("Stopped at 16 tokens · Go on")
+    expect(ending).to_have_text("Stopped at 16 tokens · Continue")
 
 
 def test_settings_are_reset(page: Page) -> None:
@@ -209,7 +209,7 @@ def test_settings_are_reset(page: Page) -> None:
 
     write(page, "Once upon a time", max_tokens=8, seed=3)
     tokens(page).nth(2).click()
-    summary = page.get_by_text("What if the settings were others?")
+    summary = page.get_by_text("Try other settings")
     expect(summary).to_be_in_viewport()
     summary.click()
     slider = page.locator("#side-panel").get_by_role("slider", name="Temperature")
@@ -238,13 +238,13 @@ def test_settings_are_reset(page: Page) -> None:
 def test_compare_opens_with_an_example_that_can_be_run(page: Page) -> None:
     page.get_by_role("button", name="Compare", exact=True).click()
     view = page.get_by_role("region", name="Compare")
-    expect(view).to_contain_text("An example is ready")
+    expect(view).to_contain_text("Example:")
     view.get_by_label("Tokens", exact=True).fill("4")
     view.get_by_role("button", name="Run the example").click()
     expect(view.locator("[data-column='4'] .cmp-text .t").nth(3)).to_be_visible()
-    expect(view.get_by_text("An example is ready")).to_have_count(0)
+    expect(view.get_by_text("Example:")).to_have_count(0)
     view.get_by_role("button", name="Samples").click()
-    expect(view).to_contain_text("8 samples as a picture")
+    expect(view).to_contain_text("8 samples as a tree")
 
     data = [{"name": name, "available": False, "why": "not here"} for name in ("gpt2", "o200k")]
     page.route("**/vocabularies", lambda route: route.fulfill(json={"data": data}))
@@ -265,7 +265,7 @@ def test_the_default_model_is_said_to_be_tiny(page: Page) -> None:
         page.reload()
         expect(page.locator(".welcome")).to_be_visible()
         if is_default:
-            expect(page.locator(".welcome")).to_contain_text("a tiny model made for learning")
+            expect(page.locator(".welcome")).to_contain_text("a tiny demo model")
             expect(page.locator(".welcome")).to_contain_text("unspool page -m qwen3-0.6b")
         else:
             expect(page.locator(".tiny-note")).to_have_count(0)

@@ -51,7 +51,7 @@ def phone(page: Page, address: str, request: Any) -> Page:
 
 
 def sheet(page: Page) -> Locator:
-    return page.get_by_role("complementary", name="Behind the text")
+    return page.get_by_role("complementary", name="Details of the text")
 
 
 def tapped(page: Page, number: int) -> Locator:
@@ -115,7 +115,7 @@ def test_the_sheet_of_a_token_comes_up_goes_away_and_is_pulled(phone: Page) -> N
     phone.get_by_role("tab", name="Step").click()  # its own tab once more
     is_gone()
     tapped(phone, 40)
-    phone.get_by_label("Your own words at this place").press("Escape")
+    phone.get_by_label("Your own text at this position").press("Escape")
     is_gone()
 
     tapped(phone, 40)

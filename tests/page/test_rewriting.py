@@ -25,8 +25,8 @@ def story(page: Page) -> Page:
     post(page, f"/{created}/append", text=WORDS)
     adopt(page, [created], created)
     page.evaluate(  # as if the model had written it
-        """import("/page/code/state.js").then(({ branchNow, changed }) => {
-            for (const step of branchNow().steps) step.chosen = false;
+        """import("/page/code/state.js").then(({ currentBranch, changed }) => {
+            for (const step of currentBranch().steps) step.chosen = false;
             changed("tint");
         })"""
     )
@@ -69,7 +69,7 @@ def test_a_part_is_written_anew_and_the_rest_stays(story: Page) -> None:
     story.locator("#rewrite").click()
     result = candidates(story)
     assert 2 <= result.count() <= 9
-    now = result.filter(has_text="stands there")
+    now = result.filter(has_text="current")
     expect(now).to_have_count(1)
     expect(now).to_be_disabled()
     other = story.locator(f"{FOUND}:not([disabled])").first
@@ -159,7 +159,7 @@ def proposed(page: Page) -> Locator:
         status=200, content_type="text/event-stream", body=body))  # fmt: skip
     page.locator("#revise").click()
     panel = page.get_by_role("region", name="Revision")
-    expect(panel.get_by_text("3 proposals")).to_be_visible()
+    expect(panel.get_by_text("3 proposed edits")).to_be_visible()
     return panel
 
 
@@ -169,7 +169,7 @@ def test_changes_are_accepted_one_by_one_rejected_and_undone(story: Page) -> Non
     expect(struck).to_have_text([" at", " slept", " it"])
     assert [s.get_attribute("data-new") for s in struck.all()] == ["on", "fell asleep", "he"]
     panel.get_by_role("button", name="Accept “slept” to “fell asleep”").click()
-    expect(panel.get_by_text("2 proposals")).to_be_visible()
+    expect(panel.get_by_text("2 proposed edits")).to_be_visible()
     reads(story, WORDS.replace("slept", "fell asleep"))
     expect(struck).to_have_text([" at", " it"])  # the one behind has moved
     panel.get_by_role("button", name="Reject “at” to “on”").click()
@@ -200,9 +200,9 @@ def test_proposals_of_the_model_itself(story: Page) -> None:
     """Proposals are about words of the text, and can be stopped."""
     story.locator("#revise").click()
     panel = story.get_by_role("region", name="Revision")
-    expect(panel.get_by_role("status")).to_contain_text(re.compile(r"[1-9]\d* of up to|looked at"),
+    expect(panel.get_by_role("status")).to_contain_text(re.compile(r"[1-9]\d* of up to|checked"),
                                                         timeout=SLOW)  # fmt: skip
-    enough = panel.get_by_role("button", name="Enough")
+    enough = panel.get_by_role("button", name="Stop")
     if enough.is_visible():
         enough.click()
     expect(enough).to_have_count(0)

@@ -17,7 +17,7 @@ from playwright.sync_api import Error, FilePayload, Locator, Page, Route, expect
 import unspool
 from helpers.page_actions import branch, finished, open_panel, set_settings, text, tokens, write
 
-SAME = "every token the same"
+SAME = "all tokens are the same"
 STATE = "import('/page/code/state.js').then(({state}) => %s)"
 TREE = """[...state.branches.values()].map((branch) => ({
     name: branch.name, forked_at: branch.forked_at, seed: branch.seed,
@@ -74,9 +74,9 @@ def tree(page: Page) -> list[dict[str, Any]]:
 def name_it(page: Page, name: str) -> None:
     page.evaluate(
         """async (name) => {
-            const { rename } = await import("/page/code/actions.js");
+            const { renameBranch } = await import("/page/code/actions.js");
             const { state } = await import("/page/code/state.js");
-            await rename(state.current, name);
+            await renameBranch(state.current, name);
         }""",
         name,
     )
@@ -97,7 +97,7 @@ def other_candidate(page: Page, at: int) -> None:
     """Click a token, and then another one than was picked there."""
     tokens(page).nth(at).click()
     panel = open_panel(page, "Step")
-    panel.get_by_role("button", name=re.compile("^Write on with (?!.*picked)")).first.click()
+    panel.get_by_role("button", name=re.compile("^Continue with (?!.*sampled)")).first.click()
     expect(tokens(page).nth(at)).to_have_class(re.compile("chosen"))
     finished(page)
 
@@ -132,7 +132,7 @@ def test_a_session_comes_back_token_for_token(page: Page, tmp_path: Path) -> Non
 
     begin_anew(page)
     expect(load(page, file)).to_contain_text(f"Replayed 3 branches, 39 tokens: {SAME}.")
-    page.get_by_role("button", name="To the text").click()
+    page.get_by_role("button", name="Show the text").click()
     assert tree(page) == before
     assert text(page) == displayed == branch(page)["text"]
     assert branch(page)["name"] == "third"
@@ -168,7 +168,7 @@ def test_a_changed_file_is_shown_as_recorded(page: Page, tmp_path: Path) -> None
     news = load(page, as_file(session))
     expect(news).to_contain_text("differs from token 3 on")
     expect(news).to_contain_text("shown as recorded")
-    page.get_by_role("button", name="To the text").click()
+    page.get_by_role("button", name="Show the text").click()
     expect(tokens(page).nth(2)).to_have_text(evil)
     tokens(page).nth(2).click()
     open_panel(page, "Step")
@@ -196,15 +196,15 @@ def test_bad_files_are_refused_in_words(page: Page, tmp_path: Path) -> None:
 
     step = json.loads(complete)["branches"][0]["steps"][0]
     bad = {
-        complete[: len(complete) // 2]: "cut off",
-        "[1, 2, 3]": "not a session",
-        '{"hello": 1}': "not a session",
+        complete[: len(complete) // 2]: "truncated",
+        "[1, 2, 3]": "Not a saved session",
+        '{"hello": 1}': "Not a saved session",
         complete.replace('"unspool_session":1', '"unspool_session":99'): "version 99",
-        changed(seed="<b>7</b>"): 'seed is "<b>7</b>"',
+        changed(seed="<b>7</b>"): 'seed must be an integer, got "<b>7</b>"',
         changed(steps=[{**step, "logprob": "low"}]): "steps[0].logprob",
         changed(steps=[{**step, "index": 7}]): "no step 0",
-        changed(parent="branch-nobody"): "before its parent",
-        changed(id=None): "branches[0].id is null",
+        changed(parent="branch-nobody"): "no parent before it",
+        changed(id=None): "branches[0].id must be a string, got null",
         complete.replace('"seed":', '"__proto__":{"hurt":1},"seed":'): "__proto__",
     }
     for content, words in bad.items():
@@ -214,7 +214,7 @@ def test_bad_files_are_refused_in_words(page: Page, tmp_path: Path) -> None:
         "mimeType": "image/png",
         "buffer": b"\x89PNG\r\n\x1a\n\xff",
     }
-    expect(load(page, binary).get_by_role("alert")).to_contain_text("not a text file")
+    expect(load(page, binary).get_by_role("alert")).to_contain_text("not UTF-8 text")
     assert page.evaluate("({}).hurt") is None
     assert tree(page) == before
 
@@ -226,13 +226,13 @@ def test_another_model_is_said_before(page: Page, tmp_path: Path) -> None:
     other = {**session, "model": {**session["model"], "system_fingerprint": "fp_other"}}
     news = load(page, as_file(other))
     expect(news).to_contain_text("another build")
-    news.get_by_role("button", name="Replay all the same").click()
+    news.get_by_role("button", name="Replay anyway").click()
     expect(news).to_contain_text(SAME)
     close(page)
     session["branches"][0]["model"] = "somebody-else"
     news = load(page, as_file(session))
     expect(news).to_contain_text("somebody-else, which this server does not have")
-    news.get_by_role("button", name="Show as recorded").click()
+    news.get_by_role("button", name="Show the recording").click()
     expect(news).to_contain_text("shown as recorded")
     close(page)
     assert tokens(page).count() == 4
@@ -294,7 +294,7 @@ def test_playing(page: Page) -> None:
 def test_pictures_and_markdown(page: Page, tmp_path: Path) -> None:
     write(page, "Why do leaves change color?", mode="chat", max_tokens=12, seed=7)
     tokens(page).nth(3).click()
-    expect(page.locator("#side-panel")).to_contain_text("The model weighed")
+    expect(page.locator("#side-panel")).to_contain_text("in the vocabulary")
     displayed = text(page)
     dialog = share(page)
     svg = downloaded(page, dialog.get_by_role("button", name="SVG"), tmp_path)
@@ -304,7 +304,7 @@ def test_pictures_and_markdown(page: Page, tmp_path: Path) -> None:
     space = "{http://www.w3.org/2000/svg}"
     words = [item.text or "" for item in picture.iter(f"{space}text")]
     assert re.sub(r"\s", "", displayed) in re.sub(r"\s", "", "".join(words))
-    assert any("The model weighed" in item for item in words)
+    assert any("in the vocabulary" in item for item in words)
     assert len(list(picture.iter(f"{space}rect"))) > 20
     assert not list(picture.iter(f"{space}foreignObject"))
     width, height = float(picture.attrib["width"]), float(picture.attrib["height"])
@@ -390,7 +390,7 @@ def test_programs_with_words_of_a_person(
     monkeypatch.setattr(unspool, "load", lambda *_: lm)
     assert run_python(program(dialog, "Python, unspool"), capsys) == reply["text"]
     dialog.get_by_role("tab", name="Python, openai").click()
-    expect(dialog.locator("#program")).to_contain_text("put in by hand")
+    expect(dialog.locator("#program")).to_contain_text("chosen by hand")
     assert dialog.locator("#program pre").count() == 0
 
 
@@ -404,10 +404,10 @@ def test_a_file_can_be_dropped(page: Page) -> None:
             document.querySelector("#share-title").dispatchEvent(new DragEvent("drop", how));
         }"""
     )
-    expect(page.locator("#session-fault")).to_contain_text("not a session that Unspool saved")
+    expect(page.locator("#session-fault")).to_contain_text("no field unspool_session")
     close(page)
     dialog = share(page)
-    expect(dialog).to_contain_text("Write something first")
+    expect(dialog).to_contain_text("Generate a text first")
     expect(dialog.get_by_role("button", name="Save")).to_be_disabled()
     expect(dialog.get_by_role("button", name="Load")).to_be_enabled()
     close(page)

@@ -43,14 +43,14 @@ def move(panel: Locator, name: str, value: float) -> None:
 def what_if(panel: Locator) -> Locator:
     """The part with the sliders, unfolded."""
     if panel.locator(".step-whatif").get_attribute("open") is None:
-        panel.get_by_text("What if the settings were others?").click()
-    return panel.get_by_role("region", name="What if")
+        panel.get_by_text("Try other settings").click()
+    return panel.get_by_role("region", name="Try other settings")
 
 
 def test_pointing_at_a_token_tells_about_it_and_a_click_keeps_it(
     page: Page, panel: Locator
 ) -> None:
-    expect(panel.get_by_text("Point at a written token")).to_be_visible()
+    expect(panel.get_by_text("Point at a generated token")).to_be_visible()
     step = branch(page)["steps"][3]
     tokens(page).nth(3).hover()
     expect(panel.locator(".step-token")).to_have_text(step["piece"].replace(" ", "␣"))
@@ -61,7 +61,7 @@ def test_pointing_at_a_token_tells_about_it_and_a_click_keeps_it(
     expect(facts).to_contain_text("of 49,152")
     expect(panel.locator(".step-bytes")).to_contain_text(bytes(step["bytes"]).hex(" "))
     page.locator("#prompt").hover()
-    expect(panel.get_by_text("Point at a written token")).to_be_visible()
+    expect(panel.get_by_text("Point at a generated token")).to_be_visible()
     tokens(page).nth(3).click()
     page.locator("#prompt").hover()
     expect(panel.locator(".step-token")).to_be_visible()
@@ -92,19 +92,19 @@ def test_pointing_at_a_token_tells_about_it_and_a_click_keeps_it(
 
     tokens(page).first.click()
     stages = branch(page)["steps"][0]["stages"]
-    names = ["the model", "top-k", "top-p", "min-p", "temperature"]
+    names = ["model", "top-k", "top-p", "min-p", "temperature"]
     expect(panel.locator(".chain-name")).to_have_text(names)
     expect(panel.locator(".chain-count")).to_have_text(
         ["49,152", *(f"{stage['kept']:,}" for stage in stages)]
     )
     first = panel.locator(".step-stages li").first
-    expect(first).to_contain_text("keeps the 40 likeliest")
+    expect(first).to_contain_text("keeps the 40 most likely")
     expect(first).to_contain_text("−49,112, 40 left")
     assert panel.locator(".chain-ribbon.picked").count() == 4
 
     tokens(page).first.click()
     draw = branch(page)["steps"][0]["draw"]
-    draw_region = panel.get_by_role("region", name="Chance picks one")
+    draw_region = panel.get_by_role("region", name="Sampled token")
     expect(draw_region).to_contain_text(f"u = {draw['u']:.4f}")
     expect(draw_region).to_contain_text(f"covers {draw['low']:.4f} to {draw['high']:.4f}")
     line = draw_region.locator("svg").bounding_box()
@@ -118,8 +118,8 @@ def test_pointing_at_a_token_tells_about_it_and_a_click_keeps_it(
 
     write(page, PROMPT, max_tokens=3, temperature=0)
     tokens(page).first.click()
-    expect(draw_region).to_contain_text("nothing is drawn")
-    expect(panel.locator(".step-story")).to_contain_text("likeliest was taken")
+    expect(draw_region).to_contain_text("Greedy")
+    expect(panel.locator(".step-story")).to_contain_text("most likely was taken")
 
 
 def test_another_candidate_is_written_on_with(page: Page, panel: Locator) -> None:
@@ -134,20 +134,20 @@ def test_another_candidate_is_written_on_with(page: Page, panel: Locator) -> Non
     assert after["id"] != before["id"]
     assert str(after["steps"][4]["token"]) == token
     assert after["steps"][:4] == before["steps"][:4]
-    expect(panel.get_by_text("you put it here")).to_be_visible()
+    expect(panel.get_by_text("chosen by you")).to_be_visible()
     last = after["last"]
     pen = panel.locator(".step-pen")
     expect(pen).to_contain_text(f"{last['reused_tokens']} tokens of {last['tokens_before']}")
-    expect(pen).to_contain_text("First new token after")
+    expect(pen).to_contain_text("Time to first token")
     assert last["reused_tokens"] > 0
     # What the model would have weighed there is asked for, as it was not when this was put there.
     expect(panel.locator(".candidate")).to_have_count(12)
 
     at = next(step["index"] for step in after["steps"][2:] if step["text"].startswith(" "))
     tokens(page).nth(at).click()
-    words = panel.get_by_role("textbox", name="Your own words at this place")
+    words = panel.get_by_role("textbox", name="Your own text at this position")
     words.fill("Suddenly")
-    expect(panel.get_by_text("Enter writes")).to_contain_text("␣Suddenly")
+    expect(panel.get_by_text("Enter inserts")).to_contain_text("␣Suddenly")
     words.press("Enter")
     expect(tokens(page).nth(at)).to_have_class(re.compile("chosen"))
     finished(page)
@@ -162,7 +162,7 @@ def test_a_token_of_the_prompt_says_whose_it_is(page: Page) -> None:
     page.locator("#text .t.added").first.click()
     expect(panel.locator(".step-story")).to_contain_text("chat template")
     page.locator("#text .t.prompt:not(.added)").first.click()
-    expect(panel.locator(".step-story")).to_contain_text("You wrote this")
+    expect(panel.locator(".step-story")).to_contain_text("Part of your prompt")
     panel.get_by_role("button", name="Look inside").click()
     expect(page.get_by_role("tab", name="Inside")).to_have_attribute("aria-selected", "true")
 
@@ -180,7 +180,7 @@ def test_sliders_show_at_once_what_would_have_been(page: Page, panel: Locator) -
     move(panel, "Top-p", 1)
     expect(outcome).to_contain_text("40 left.")
     expect(section.locator("tr.picked, .line-part.hit").first).to_be_attached()
-    write_on = section.get_by_role("button", name="Write on like this")
+    write_on = section.get_by_role("button", name="Continue with these settings")
     expect(write_on).to_be_enabled()
     words = outcome.locator("p").first.locator(".piece").text_content() or ""
 
@@ -227,7 +227,7 @@ def test_what_if_runs_every_stage(page: Page) -> None:
     names = [stage["name"] for stage in created["stages"]]
     assert {"repetition_penalty", "xtc", "typical_p"} <= set(names)
     section = what_if(panel)
-    expect(section.get_by_role("button", name="Write on like this")).to_be_enabled()
+    expect(section.get_by_role("button", name="Continue with these settings")).to_be_enabled()
     outcome = section.locator(".step-outcome")
     expect(outcome).to_have_attribute("data-token", str(created["token"]))
     expect(outcome).to_contain_text(f"{created['stages'][-1]['kept']:,} left.")

@@ -62,7 +62,7 @@ def run_search(view: Locator, policy: str = "beam", **fields: str) -> Locator:
     ask(view, policy, **{"length": "24", "budget": "500", **options, **fields})
     expect(view.locator(".think-card.winner")).to_be_visible(timeout=SLOW)
     expect(view.locator("#think-search")).to_be_enabled(timeout=SLOW)
-    return view.get_by_role("tree", name="The search")
+    return view.get_by_role("tree", name="Search tree")
 
 
 def searched(server: Running, **think: Any) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def test_the_tree_is_the_servers(view: Locator, server: Running) -> None:
     marked = tree.locator("[data-pruned=true].lost")
     expect(marked).to_have_count(len(pruned))
     expect(tree.locator(".winner.lost, .on-way.lost")).to_have_count(0)
-    expect(view.get_by_role("status").first).to_contain_text(f"Text {won['node']} won with −")
-    expect(number(view, "tokens")).to_contain_text("24, 6 of them its own")  # it is opened
+    expect(view.get_by_role("status").first).to_contain_text(f"Winner: text {won['node']}, score −")
+    expect(number(view, "tokens")).to_contain_text("24, 6 in this piece")  # it is opened
 
     bar = view.get_by_role("meter", name="Tokens computed")
     expect(bar).to_have_attribute("aria-valuemax", "500")
@@ -105,7 +105,7 @@ def test_the_tree_is_the_servers(view: Locator, server: Running) -> None:
     assert abs(sum(float(width.rstrip("%")) for width in widths) - spent / 5) < 0.1
 
     assert tree.locator(".lost").count() > 2
-    view.get_by_label("Hide what was pruned").check()
+    view.get_by_label("Hide pruned texts").check()
     expect(tree.locator(".lost")).to_have_count(0)
     expect(tree.locator(".winner")).to_be_visible()
 
@@ -133,16 +133,16 @@ def test_a_text_is_opened_with_its_tokens_and_its_score(page: Page, view: Locato
     mean = sum(step["logprob"] for step in steps) / 6
     assert abs(mean - float(score.replace("−", "-"))) < 0.02
     card.locator(".t").nth(2).click()
-    expect(page.get_by_role("dialog", name="What the model weighed at token 3")).to_be_visible()
+    expect(page.get_by_role("dialog", name="Candidates for token 3")).to_be_visible()
     page.keyboard.press("Escape")
-    expect(page.get_by_role("dialog", name="What the model weighed")).to_have_count(0)
+    expect(page.get_by_role("dialog", name="Candidates")).to_have_count(0)
 
     lost = tree.locator(".lost[aria-level='2']").first  # a beginning that did not live on
     lost.click()
     expect(card.get_by_text("pruned", exact=True)).to_be_visible()
     expect(card.locator(".t")).to_have_count(6)
     words = card.locator(".t").all_text_contents()
-    card.get_by_role("button", name="Go on in Write").click()
+    card.get_by_role("button", name="Open in Write").click()
     expect(tokens(page)).to_have_count(6)
     assert tokens(page).all_text_contents() == words
     expect(page.locator("#text .chosen")).to_have_count(0)  # they are the model's own
@@ -174,7 +174,7 @@ def test_stop_gives_everything_back(view: Locator, server: Running) -> None:
     ask(view, "mcts", rounds="5000", width="4", length="100", budget="100000")
     expect(view.locator(".think-card").nth(5)).to_be_visible(timeout=SLOW)
     view.locator("#think-stop").click()
-    expect(view.get_by_text("Stopped; the server has given everything back")).to_be_visible()
+    expect(view.get_by_text("Stopped")).to_be_visible()
     expect(view.locator("#think-search")).to_be_enabled()
     settled(server)
     view.locator(".think-card[data-node='1']").click()  # what was found can still be read
@@ -184,10 +184,10 @@ def test_stop_gives_everything_back(view: Locator, server: Running) -> None:
 
 def test_what_is_wrong_is_said_in_place(view: Locator, expected_errors: list[str]) -> None:
     ask(view, "best-of", budget="much")
-    expect(view.get_by_role("alert")).to_contain_text("must be a whole number of 1 or more")
+    expect(view.get_by_role("alert")).to_contain_text("must be an integer >= 1")
     expect(view.locator("[name=budget]")).to_have_attribute("aria-invalid", "true")
     ask(view, "best-of", budget="100", judge="regex:")
-    expect(view.get_by_role("alert")).to_contain_text("which pattern")
+    expect(view.get_by_role("alert")).to_contain_text("needs a pattern")
     expected_errors.append("400")
     ask(view, "best-of", judge="", n="99", budget="100")
     expect(view.get_by_role("alert")).to_contain_text("at most 16")
@@ -196,7 +196,9 @@ def test_what_is_wrong_is_said_in_place(view: Locator, expected_errors: list[str
 
 
 def test_what_can_be_chosen_is_what_the_server_knows(page: Page, view: Locator) -> None:
-    choices = page.evaluate("import('/page/code/think/choices.js').then((m) => ({...m}))")
+    choices = page.evaluate(
+        "import('/page/code/think/runs.js').then(({POLICIES, JUDGES}) => ({POLICIES, JUDGES}))"
+    )
     assert choices["POLICIES"].keys() == POLICIES.keys()
     for policy, reply in choices["POLICIES"].items():
         assert {item["name"] for item in reply["options"]} <= policy_options(policy).keys()

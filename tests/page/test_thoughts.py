@@ -38,9 +38,9 @@ def test_a_thought_is_folded_and_opens(page: Page) -> None:
     steps = acts.branch(page)["steps"]
     thoughts = [step for step in steps if step.get("thought")]
     assert 0 < len(thoughts) < len(steps)
-    head = page.get_by_role("button", name="Thought ·")
+    head = page.get_by_role("button", name="Reasoning ·")
     took = sum(step["seconds"] for step in thoughts)
-    expect(head).to_have_text(f"Thought · {len(thoughts)} tokens, {took:.1f} s")
+    expect(head).to_have_text(f"Reasoning · {len(thoughts)} tokens, {took:.1f} s")
     assert head.get_attribute("aria-expanded") == "false"
     inside = page.locator("#text .thought-body .t")
     assert inside.count() == len(thoughts) and not inside.first.is_visible()
@@ -65,7 +65,7 @@ def test_on_a_narrow_screen_and_in_the_dark(page: Page) -> None:
     page.set_viewport_size({"width": 360, "height": 740})
     page.emulate_media(color_scheme="dark")
     acts.write(page, "A node?", mode="chat", max_tokens=40, **SETTINGS)
-    head = page.get_by_role("button", name="Thought ·")
+    head = page.get_by_role("button", name="Reasoning ·")
     expect(head).to_be_visible()
     box = head.bounding_box()
     assert box is not None and box["height"] >= 24 and box["x"] + box["width"] <= 360

@@ -120,11 +120,11 @@ def test_a_text_is_split_walked_and_merged(view, tokenizer):
     said = player.locator(".merge-said")
     for merge in word.merges:
         view.get_by_role("button", name="Forward").click()
-        expect(said).to_contain_text(f"merge {merge.rank:,} of the training")
+        expect(said).to_contain_text(f"merge rank {merge.rank:,}")
         expect(player.locator(".merge-box.new .mono")).to_have_text(
             merge.pieces[merge.position].decode()
         )
-    expect(said).to_contain_text(f"Nothing is left to join: {len(word.ids)} tokens")
+    expect(said).to_contain_text(f"Done: {len(word.ids)} tokens")
 
     view.get_by_role("button", name="Rare word").click()
     player = merging(view, LONG_WORD)
@@ -197,7 +197,7 @@ def test_other_vocabularies_count_and_cut_or_say_what_to_do(
     row = view.locator('[data-vocabulary="cl100k"]')
     expect(row).to_contain_text("not on this machine. Put cl100k_base.tiktoken into a folder")
     expect(row).to_contain_text("TIKTOKEN_CACHE_DIR")
-    expect(view.get_by_role("button", name="Look again")).to_be_enabled()
+    expect(view.get_by_role("button", name="Check again")).to_be_enabled()
     open_vocabulary.cache_clear()
 
 
@@ -208,7 +208,7 @@ def test_the_context_fills_warms_and_overflows(view, server):
     for tokens, kind, said in (
         (total // 2, "calm", f"{total - total // 2:,} free"),
         (total - 100, "near", "100 free"),
-        (total + 12, "over", "12 tokens too many"),
+        (total + 12, "over", "12 tokens over the limit"),
     ):
         area(view).fill("a" + " a" * (tokens - 1))
         settled(view, tokens)
@@ -264,7 +264,7 @@ def test_the_examples(view, tokenizer):
     area(view).fill("xyz" * 2000)
     settled(view, len(tokenizer.encode("xyz" * 2000)))
     merges = view.get_by_role("region", name="Merges")
-    expect(merges).to_contain_text("a part of it is shown")
+    expect(merges).to_contain_text("only a part is shown")
     expect(merges.locator(".merge-box.smallest")).to_have_count(64)
 
 

@@ -13,12 +13,12 @@ from helpers.page_actions import finished, tokens
 TITLES = (
     "Ask something",
     "One token at a time",
-    "Every token was a choice",
-    "Take the pen",
-    "Nothing is lost",
+    "Candidate tokens",
+    "Edit any token",
+    "Branches",
     "Look inside",
-    "What it costs",
-    "It reads no letters",
+    "Costs",
+    "Tokenization",
 )
 
 
@@ -66,7 +66,7 @@ def test_eight_steps(first_visit: BrowserContext, address: str, size: tuple[int,
         elif number == 2:
             expect(tokens(page).first).to_be_visible()
         elif number == 3:
-            expect(page.locator("#side-panel")).to_contain_text("The model weighed")
+            expect(page.locator("#side-panel")).to_contain_text("in the vocabulary")
         elif number == 4:
             expect(page.locator("#text .t.chosen")).to_have_count(1)
         elif number in (5, 6, 7):

@@ -35,9 +35,9 @@ def server(small_default: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def opened(page: Page) -> Locator:
-    page.get_by_role("button", name="Twins", exact=True).click()
-    view = page.get_by_role("region", name="Twins")
-    expect(view.get_by_role("heading", name="Twins")).to_be_visible()
+    page.get_by_role("button", name="Diffusion", exact=True).click()
+    view = page.get_by_role("region", name="Diffusion")
+    expect(view.get_by_role("heading", name="Diffusion")).to_be_visible()
     return view
 
 
@@ -58,7 +58,7 @@ def written(view: Locator, prompt: str = "hello", length: int = 12, **fields: st
         view.locator(f"[name={name}]").fill(value)
     view.locator("#twins-write").click()
     column = view.get_by_role("region", name="In any order")
-    expect(column.get_by_text("All places are full.")).to_be_visible(timeout=SLOW)
+    expect(column.get_by_text("All places are set.")).to_be_visible(timeout=SLOW)
     expect(view.locator("#twins-write")).to_be_enabled(timeout=SLOW)
     return column
 
@@ -109,17 +109,17 @@ def test_a_place_is_set_by_hand_and_the_rest_goes_on_from_there(view: Locator) -
     view.locator("#twins-pass").fill("0")
     place = filled.locator("[data-place='9']")
     place.click()
-    mine = filled.get_by_placeholder("Your own words, from here on")
+    mine = filled.get_by_placeholder("Your own text, from here on")
     mine.fill("AB")
     mine.press("Enter")
     expect(filled.locator(".place.did-hand")).to_have_text(["A", "B"])
     filled.locator("#twins-go-on").click()
-    expect(filled.get_by_text("All places are full.")).to_be_visible(timeout=SLOW)
+    expect(filled.get_by_text("All places are set.")).to_be_visible(timeout=SLOW)
     expect(view.locator("#twins-write")).to_be_enabled(timeout=SLOW)
     after = filled.locator(".place").all_inner_texts()
     assert after[9:11] == ["A", "B"] and after != before and len(after) == 12
     view.locator("#twins-pass").fill("1")  # an edit is a separate pass
-    expect(filled.get_by_text("By hand: 2 places; 10 still masked.")).to_be_visible()
+    expect(filled.get_by_text("Edited: 2 places; 10 still masked.")).to_be_visible()
 
 
 def test_a_place_is_cleared_and_another_candidate_taken(page: Page, view: Locator) -> None:
@@ -131,12 +131,12 @@ def test_a_place_is_cleared_and_another_candidate_taken(page: Page, view: Locato
     panel = filled.get_by_role("group", name="Place 6")
     panel.locator(".twins-candidates button[aria-pressed=false]").first.click()
     expect(filled.locator("[data-place='5'].did-hand")).to_have_count(1)
-    filled.get_by_role("button", name="Take that back").click()
+    filled.get_by_role("button", name="Undo edits").click()
     expect(filled.locator(".did-hand")).to_have_count(0)
-    panel.get_by_role("button", name="Clear it").click()
-    expect(filled.get_by_text("1 place changed by hand")).to_be_visible()
+    panel.get_by_role("button", name="Clear").click()
+    expect(filled.get_by_text("1 place edited")).to_be_visible()
     filled.locator("#twins-go-on").click()
-    expect(filled.get_by_text("All places are full.")).to_be_visible(timeout=SLOW)
+    expect(filled.get_by_text("All places are set.")).to_be_visible(timeout=SLOW)
     expect(filled.locator(".place.guess, .place.blank")).to_have_count(0)
 
 
@@ -146,7 +146,7 @@ def test_what_is_wrong_is_said_in_place(
     expected_errors.append("400")
     view.locator("[name=length]").fill("many")
     view.locator("#twins-write").click()
-    expect(view.get_by_role("alert")).to_contain_text("it must be a whole number")
+    expect(view.get_by_role("alert")).to_contain_text("must be an integer")
     view.locator("[name=length]").fill("500")
     view.locator("[name=prompt]").fill("hello")
     page.route("**/v1/tree", lambda route: route.abort())  # only the canvas is asked for
@@ -166,7 +166,7 @@ def test_a_sudoku_is_a_board(view: Locator) -> None:
     )
     expect(remaining.locator(".place")).to_have_count(16)
     board.locator("[data-place='1']").click()
-    mine = filled.get_by_placeholder("Your own words, from here on")
+    mine = filled.get_by_placeholder("Your own text, from here on")
     mine.fill("2")
     mine.press("Enter")
     expect(board.locator("[data-place='1']")).to_have_text("2")

@@ -34,8 +34,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture
 def view(page: Page) -> Locator:
-    page.get_by_role("button", name="Twins", exact=True).click()
-    return page.get_by_role("region", name="Twins")
+    page.get_by_role("button", name="Diffusion", exact=True).click()
+    return page.get_by_role("region", name="Diffusion")
 
 
 def column(view: Locator, name: str) -> Locator:
@@ -44,7 +44,7 @@ def column(view: Locator, name: str) -> Locator:
 
 def solve(view: Locator, kind: str) -> None:
     """Choose a kind of puzzle, and wait until both have answered and were judged."""
-    view.get_by_role("group", name="What both write").get_by_role("button", name=kind).click()
+    view.get_by_role("group", name="What to generate").get_by_role("button", name=kind).click()
     judged(view)
 
 
@@ -82,7 +82,7 @@ def test_a_sudoku_is_one_click(view: Locator, server: Running) -> None:
 def test_back_to_a_text(view: Locator) -> None:
     before = view.locator("[name=prompt]").input_value()
     solve(view, "Sudoku")
-    view.get_by_role("group", name="What both write").get_by_role("button", name="Text").click()
+    view.get_by_role("group", name="What to generate").get_by_role("button", name="Text").click()
     expect(view.locator("[name=prompt]")).to_have_value(before)
     expect(view.locator("[name=causal]")).to_have_value("tiny")
     expect(view.locator("#twins-another")).to_have_count(0)

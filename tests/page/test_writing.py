@@ -27,7 +27,7 @@ def test_a_prompt_and_enter_write_a_text(page: Page) -> None:
     assert tokens(page).count() == 12
     assert text(page) == reply["text"]
     assert reply["seed"] == 7
-    expect(page.locator("#ending")).to_have_text("Stopped at 12 tokens · Go on")
+    expect(page.locator("#ending")).to_have_text("Stopped at 12 tokens · Continue")
 
     write(page, QUESTION, mode="chat", max_tokens=2)
     reply = branch(page)["prompt"]["tokens"]
@@ -50,8 +50,8 @@ def test_a_prompt_and_enter_write_a_text(page: Page) -> None:
 
     fields, usual = page.evaluate(
         """() => Promise.all(
-            [import('/page/code/settings.js'), import('/page/code/share/settings.js')]
-        ).then(([ours, shared]) => [ours.FIELDS, shared.USUAL])"""
+            [import('/page/code/settings.js'), import('/page/code/share/session.js')]
+        ).then(([ours, shared]) => [ours.FIELDS, shared.DEFAULTS])"""
     )
     request = page.request.post(f"{page.url}v1/tree", data={"prompt": "Hi"})
     served = request.json()["settings"]
@@ -59,7 +59,7 @@ def test_a_prompt_and_enter_write_a_text(page: Page) -> None:
         assert served[name] == value, name
     for field in fields:
         if field["name"] not in ("seed", "max_tokens", "stop"):
-            assert served[field["name"]] == field["usual"], field["name"]
+            assert served[field["name"]] == field["defaultValue"], field["name"]
 
     write(page, "Once upon a time", max_tokens=16, seed=11)
     once = text(page)
@@ -168,7 +168,7 @@ def test_tints_follow_what_is_chosen(page: Page) -> None:
     page.keyboard.press("5")
     expect(page.get_by_role("heading", name="Settings")).to_be_visible()
     page.keyboard.press("?")
-    expect(page.get_by_role("dialog", name="Keys")).to_be_visible()
+    expect(page.get_by_role("dialog", name="Keyboard shortcuts")).to_be_visible()
 
 
 def test_a_reply_goes_on_with_the_conversation(page: Page) -> None:
@@ -193,7 +193,7 @@ def test_a_reply_goes_on_with_the_conversation(page: Page) -> None:
 
 def test_own_words_in_a_plain_text(page: Page) -> None:
     write(page, "The capital of Germany", max_tokens=3, temperature=0)
-    page.get_by_label("Your own words").fill(" and of Prussia was")
+    page.get_by_label("Your text").fill(" and of Prussia was")
     page.get_by_role("button", name="Add").click()
     expect(page.locator("#text .t.chosen").last).to_be_visible()
     finished(page)

@@ -1,1 +1,1 @@
-"""The page: a model at work in a browser. Plain JavaScript and CSS, served as they lie here."""
+"""The page: a web UI in plain JavaScript and CSS, served without a build step."""

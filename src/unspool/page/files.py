@@ -1,7 +1,7 @@
 """`GET /`: the page, and its files under `/page/`.
 
-Only what lies in the page's folder can be asked for, by the names found there: no path is ever put
-together from a request. A file that changes is read again, so that a reload shows an edit.
+Only files of the page's folder are served, by a table of their names: no path is built from a
+request. A file that changed on disk is read again, so a reload shows an edit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Only the page's own files run and style it, and it speaks to nobody but its own server.
+# Scripts, styles and requests of this server only.
 _POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
@@ -39,65 +39,65 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-cache",  # asked for each time, and answered with 304 if it is the same
+    "cache-control": "no-cache",  # browsers revalidate each time; unchanged files answer 304
     "vary": "accept-encoding",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
-    """One file as it is sent."""
+class _CachedFile:
+    """Contents of one file, ready to send."""
 
-    stamp: tuple[int, int]
+    version: tuple[int, int]  # modification time in ns, and size
     body: bytes
-    packed: bytes
-    tag: str
+    gzipped: bytes
+    etag: str
 
 
-_paths: dict[str, Path] = {}  # what may be asked for: name in the address, and file
-_read: dict[str, _File] = {}
+_paths: dict[str, Path] = {}  # name in the URL -> file
+_cache: dict[str, _CachedFile] = {}
 
 
 @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
 async def page(request: Request) -> Response:
     if request.headers.get("user-agent", "").startswith("ollama"):
-        return Response("Ollama is running", media_type="text/plain")  # they ask before all else
-    return _sent("index.html", request)
+        return Response("Ollama is running", media_type="text/plain")  # its clients check
+    return _file_response("index.html", request)
 
 
 @router.get("/favicon.ico", include_in_schema=False)
 async def icon(request: Request) -> Response:
-    """Browsers ask for it wherever a page names none, as when JSON is opened."""
-    return _sent("icon.svg", request)
+    """Serve the icon that browsers request for answers without one, such as JSON."""
+    return _file_response("icon.svg", request)
 
 
 @router.get(PREFIX + "{name:path}", include_in_schema=False)
 async def page_file(name: str, request: Request) -> Response:
-    return _sent(name, request)
+    return _file_response(name, request)
 
 
-def _sent(name: str, request: Request) -> Response:
+def _file_response(name: str, request: Request) -> Response:
     if name not in _paths:
-        _paths.update(_found())
+        _paths.update(_list_files())
     path = _paths.get(name)
     if path is None or not path.is_file():
         raise HTTPException(404, "the page has no such file")
     stat = path.stat()
-    stamp = (stat.st_mtime_ns, stat.st_size)
-    found = _read.get(name)
-    if found is None or found.stamp != stamp:
+    version = (stat.st_mtime_ns, stat.st_size)
+    file = _cache.get(name)
+    if file is None or file.version != version:
         body = path.read_bytes()
-        tag = f'"{hashlib.sha256(body).hexdigest()[:20]}"'
-        found = _read[name] = _File(stamp, body, gzip.compress(body, 9), tag)
-    headers = {**_HEADERS, "etag": found.tag}
-    if request.headers.get("if-none-match") == found.tag:
+        etag = f'"{hashlib.sha256(body).hexdigest()[:20]}"'
+        file = _cache[name] = _CachedFile(version, body, gzip.compress(body, 9), etag)
+    headers = {**_HEADERS, "etag": file.etag}
+    if request.headers.get("if-none-match") == file.etag:
         return Response(status_code=304, headers=headers)
-    body = found.body
+    body = file.body
     if "gzip" in request.headers.get("accept-encoding", ""):
-        body, headers["content-encoding"] = found.packed, "gzip"
+        body, headers["content-encoding"] = file.gzipped, "gzip"
     return Response(body, headers=headers, media_type=TYPES[path.suffix])
 
 
-def _found() -> dict[str, Path]:
-    found = (path for path in FOLDER.rglob("*") if path.suffix in TYPES)
-    return {path.relative_to(FOLDER).as_posix(): path for path in found}
+def _list_files() -> dict[str, Path]:
+    paths = (path for path in FOLDER.rglob("*") if path.suffix in TYPES)
+    return {path.relative_to(FOLDER).as_posix(): path for path in paths}

@@ -1,23 +1,57 @@
-// The verbs: all that a person can do to the text. Errors end in `state.fault`, said in place.
+// Actions: everything that changes the text. Errors end in `state.fault` and are shown beside the text.
 
-import { api, ApiFault } from "./api.js";
-import { pushUndo } from "./history.js";
+import { api, ApiError } from "./api.js";
 import { requestSettings } from "./settings.js";
-import { adopt, branchNow, changed, promptLength, settle, state } from "./state.js";
+import { adopt, changed, currentBranch, on, promptLength, reparent, state } from "./state.js";
 
-export { canRedo, canUndo, pushUndo, redo, redoLabel, undo, undoLabel } from "./history.js";
+const MAX_UNDO = 50;
+const undoStack = [];
+const redoStack = [];
 
-export const CANDIDATES = 12; // told with each step; a step's panel can ask for more
-const USUAL_TOKENS = 200;
+// -- undo and redo ----------------------------------------------------------------------------
+
+/** Add an action to the undo stack: `{label, undo, redo, forget?}`; `forget` runs when it leaves the stack. */
+export function pushUndo(action) {
+  undoStack.push(action);
+  redoStack.length = 0;
+  while (undoStack.length > MAX_UNDO) undoStack.shift().forget?.();
+  changed("history");
+}
+
+export const canUndo = () => undoStack.length > 0;
+export const canRedo = () => redoStack.length > 0;
+export const undoLabel = () => undoStack.at(-1)?.label ?? "";
+export const redoLabel = () => redoStack.at(-1)?.label ?? "";
+
+export async function undo() {
+  const action = undoStack.pop();
+  if (!action) return;
+  redoStack.push(action);
+  changed("history");
+  await action.undo();
+}
+
+export async function redo() {
+  const action = redoStack.pop();
+  if (!action) return;
+  undoStack.push(action);
+  changed("history");
+  await action.redo();
+}
+
+addEventListener("pagehide", () => undoStack.forEach((action) => action.forget?.()));
+
+export const CANDIDATES = 12; // sent with each step; the step panel can request more
+const DEFAULT_MAX_TOKENS = 200;
 
 // -- errors -----------------------------------------------------------------------------------
 
 export function setFault(error, where = "text") {
   if (error?.name === "AbortError") return;
-  if (!(error instanceof ApiFault)) console.error(error);
+  if (!(error instanceof ApiError)) console.error(error);
   const { message = String(error), param = null, code = null, status = null } = error ?? {};
   state.fault = { message, param, code, status, where };
-  if (error?.gone) lost();
+  if (error?.isOffline) onServerLost();
   if (status === 401) {
     state.server.keyNeeded = true;
     changed("server");
@@ -31,8 +65,8 @@ export function clearFault() {
   changed("fault");
 }
 
-/** Run an action that may fail; true if it did not. */
-export async function tried(action, where) {
+/** Run an action; show its error and return false if it fails. */
+export async function attempt(action, where) {
   clearFault();
   try {
     await action();
@@ -45,41 +79,41 @@ export async function tried(action, where) {
 
 // -- the server -------------------------------------------------------------------------------
 
-let waiting = 0;
+let reconnectTimer = 0;
 
-/** Ask for the models; while nobody answers, ask again every second. */
+/** Load the list of models; retry every second while the server does not answer. */
 export async function connect() {
-  clearTimeout(waiting);
+  clearTimeout(reconnectTimer);
   try {
     const { data } = await api.get("/v1/models");
-    // What is known of a model that was put out of memory meanwhile stays known.
+    // Keep the details of models that were unloaded since.
     const before = new Map(state.models.map((model) => [model.id, model.unspool]));
     state.models = data.map((model) => ({ ...model, unspool: { ...before.get(model.id), ...model.unspool } }));
     if (!data.some((model) => model.id === state.model)) state.model = data[0]?.id ?? null;
-    Object.assign(state.server, { ready: true, asking: false, keyNeeded: false });
+    Object.assign(state.server, { ready: true, connecting: false, keyNeeded: false });
     if (state.fault?.status === 0 || state.fault?.status === 401) clearFault();
     changed("models", "server");
     return true;
   } catch (error) {
-    state.server.asking = false;
+    state.server.connecting = false;
     if (error.status === 401) {
       Object.assign(state.server, { ready: false, keyNeeded: true });
       changed("server");
-    } else lost();
+    } else onServerLost();
     return false;
   }
 }
 
-function lost() {
+function onServerLost() {
   state.server.ready = false;
   changed("server");
-  clearTimeout(waiting);
-  waiting = setTimeout(connect, 1000);
+  clearTimeout(reconnectTimer);
+  reconnectTimer = setTimeout(connect, 1000);
 }
 
 // -- writing ----------------------------------------------------------------------------------
 
-/** What a text begins with, as the mode has it. */
+/** The prompt fields of a request, by mode. */
 export function promptBody(words) {
   if (state.mode !== "chat") return { prompt: words };
   const system = state.system?.trim();
@@ -87,37 +121,37 @@ export function promptBody(words) {
   return { messages: system ? [{ role: "system", content: system }, ...messages] : messages };
 }
 
-/** Begin a new text from what is in the composer. */
-export async function write() {
-  await pause();
+/** Start a new text from the prompt in the composer. */
+export async function writePrompt() {
+  await pauseWriting();
   const words = state.draft;
   if (!words.trim() && state.mode === "chat") return;
-  await tried(async () => {
+  await attempt(async () => {
     const settings = { ...requestSettings(), seed: state.settings.seed ?? null };
-    const told = await api.post("/v1/tree", {
+    const created = await api.post("/v1/tree", {
       model: state.model, top: CANDIDATES, ...settings, ...promptBody(words),
     });
     const before = state.current;
-    const branch = adopt(told);
-    display(branch.id);
+    const branch = adopt(created);
+    setCurrent(branch.id);
     pushUndo({
       label: "write", undo: () => jump(before), redo: () => jump(branch.id),
     });
-    await run(branch);
+    await streamInto(branch);
   });
 }
 
-/** Go on with the current branch, by `n` tokens or as many as are usual. */
-export async function goOn({ n = null } = {}) {
-  const branch = branchNow();
+/** Resume the current branch, for `n` tokens or the default number. */
+export async function resumeWriting({ n = null } = {}) {
+  const branch = currentBranch();
   if (!branch || state.writing) return;
-  await tried(() => run(branch, n));
+  await attempt(() => streamInto(branch, n));
 }
 
-export const stepOnce = () => goOn({ n: 1 });
+export const writeOneToken = () => resumeWriting({ n: 1 });
 
-/** Stop writing; what is there stays, and can be gone on with. */
-export async function pause() {
+/** Pause generation; the text stays and can be resumed. */
+export async function pauseWriting() {
   const writing = state.writing;
   if (!writing) return;
   await api.stop(writing.branch).catch((error) => {
@@ -127,89 +161,89 @@ export async function pause() {
   await writing.over;
 }
 
-/** Stop, and do not offer to go on to the length that was asked for. */
-export async function stop() {
-  const branch = branchNow();
-  await pause();
-  if (branch) branch.left = null;
+/** Stop generation and forget how many tokens were left to write. */
+export async function stopWriting() {
+  const branch = currentBranch();
+  await pauseWriting();
+  if (branch) branch.remaining = null;
   changed("writing");
 }
 
-/** Put words of a person's own at the end, and let the model go on: an answer, or more text. */
-export async function say(words) {
-  const branch = branchNow();
+/** Append the user's words (a chat turn, or plain text) and resume. */
+export async function sendReply(words) {
+  const branch = currentBranch();
   if (!branch || !words) return false;
-  await pause();
+  await pauseWriting();
   const isChat = Boolean(branch.prompt?.messages);
   const body = isChat ? { message: { role: "user", content: words } } : { text: words };
   const length = branch.steps.length;
-  const put = async () => {
+  const appendWords = async () => {
     adopt(await api.post(`/v1/tree/${branch.id}/append`, body));
-    if (isChat) markTurn(branch, length, words);
+    if (isChat) markTemplateTokens(branch, length, words);
   };
-  const goes = await tried(put);
+  const goes = await attempt(appendWords);
   if (!goes) return false;
   pushUndo({
-    label: `say “${short(words)}”`,
-    undo: () => takeBack(branch, length),
-    redo: () => tried(async () => {
+    label: `add “${shorten(words)}”`,
+    undo: () => rewindTo(branch, length),
+    redo: () => attempt(async () => {
       await jump(branch.id);
-      await put();
-      await run(branch);
+      await appendWords();
+      await streamInto(branch);
     }),
   });
-  return tried(() => run(branch));
+  return attempt(() => streamInto(branch));
 }
 
-/** Which of the steps of a turn are the template's: those in which the words do not stand. */
-function markTurn(branch, from, words) {
-  // Byte by byte, each as one letter: a character may be spread over several tokens.
+/** Mark the steps of a chat turn that the template added: all that do not overlap the user's words. */
+function markTemplateTokens(branch, from, words) {
+  // Compare bytes, not characters: a character may be split over several tokens.
   const spread = (bytes) => String.fromCharCode(...bytes);
   const pieces = branch.steps.slice(from).map((step) => spread(step.bytes));
-  const wanted = spread(new TextEncoder().encode(words.trim()));
-  const start = pieces.join("").indexOf(wanted);
+  const wordBytes = spread(new TextEncoder().encode(words.trim()));
+  const start = pieces.join("").indexOf(wordBytes);
   let at = 0;
   branch.added ??= new Set();
   pieces.forEach((piece, number) => {
-    const inside = start >= 0 && at + piece.length > start && at < start + wanted.length;
+    const inside = start >= 0 && at + piece.length > start && at < start + wordBytes.length;
     if (!inside) branch.added.add(from + number);
     at += piece.length;
   });
 }
 
-async function takeBack(branch, length) {
-  await pause();
-  await tried(async () => adopt(await api.post(`/v1/tree/${branch.id}/rewind`, { to: length })));
+async function rewindTo(branch, length) {
+  await pauseWriting();
+  await attempt(async () => adopt(await api.post(`/v1/tree/${branch.id}/rewind`, { to: length })));
   jump(branch.id);
 }
 
-/** Another token, or other words, at this place; what stood behind it stays as a branch. */
-export async function choose(position, { token, text }) {
-  const branch = branchNow();
+/** Fork at a position with another token or text, and resume; the old text stays as a branch. */
+export async function chooseToken(position, { token, text }) {
+  const branch = currentBranch();
   if (!branch) return;
-  await pause();
-  await tried(async () => {
+  await pauseWriting();
+  await attempt(async () => {
     const at = position - promptLength(branch);
     const what = text === undefined ? { token } : { text };
-    const told = await api.post(`/v1/tree/${branch.id}/choose`, { at, ...what });
-    const fork = adopt(told);
-    fork.byChoice = true;
-    display(fork.id, position);
+    const forked = await api.post(`/v1/tree/${branch.id}/choose`, { at, ...what });
+    const fork = adopt(forked);
+    fork.isFromChoice = true;
+    setCurrent(fork.id, position);
     const words = fork.steps.slice(at).map((step) => step.piece).join("");
     pushUndo({
-      label: `choose “${short(words)}”`,
+      label: `choose “${shorten(words)}”`,
       undo: () => jump(branch.id, position),
       redo: () => jump(fork.id, position),
     });
-    await run(fork);
+    await streamInto(fork);
   });
 }
 
-export const short = (words) => (words.length > 24 ? `${words.slice(0, 23)}…` : words).trim();
+export const shorten = (words) => (words.length > 24 ? `${words.slice(0, 23)}…` : words).trim();
 
-/** Stream what the server writes into a branch. */
-async function run(branch, n = null) {
-  const most = state.speed === 0 ? 1 : n ?? branch.left ?? state.settings.max_tokens ?? USUAL_TOKENS;
+/** Resume a branch on the server and apply the events of the stream to it. */
+async function streamInto(branch, n = null) {
+  const most = state.speed === 0 ? 1 : n ?? branch.remaining ?? state.settings.max_tokens ?? DEFAULT_MAX_TOKENS;
   const settings = requestSettings();
   const control = new AbortController();
   let over;
@@ -227,17 +261,17 @@ async function run(branch, n = null) {
       ...(state.speed ? { pace: state.speed } : {}),
     };
     for await (const { event, data } of api.resume(branch.id, body, { signal: control.signal })) {
-      adoptEvent(event, data);
+      applyEvent(event, data);
       if (event === "step" && writing.first === null) {
         writing.first = (performance.now() - writing.began) / 1000;
-        changed("writing"); // the first word shows at once
+        changed("writing"); // show the first token without delay
       }
     }
-    if (branch.error) throw new ApiFault(500, branch.error.message, branch.error);
+    if (branch.error) throw new ApiError(500, branch.error.message, branch.error);
   } finally {
     const wrote = branch.steps.length - from;
     const isPaused = branch.finish_reason === "interrupted" && wrote < most;
-    branch.left = isPaused && n === null ? most - wrote : null;
+    branch.remaining = isPaused && n === null ? most - wrote : null;
     branch.writing = false;
     state.writing = null;
     over();
@@ -245,8 +279,8 @@ async function run(branch, n = null) {
   }
 }
 
-/** One event of a stream, into the branch that it names. */
-export function adoptEvent(event, data) {
+/** Apply one event of a stream to the branch that it names. */
+export function applyEvent(event, data) {
   if (event === "branch" || event === "done") {
     adopt(data.data);
     return;
@@ -256,7 +290,7 @@ export function adoptEvent(event, data) {
   if (event === "step") {
     branch.steps[data.index] = data;
     branch.length = branch.steps.length;
-    branch.told = true;
+    branch.isLoaded = true;
   } else if (event === "error") branch.error = data.error;
   else if ("to" in data) {
     branch.retracted.push({ at: data.to, steps: branch.steps.splice(data.to), verb: event });
@@ -268,95 +302,100 @@ export function adoptEvent(event, data) {
 
 // -- looking and moving -----------------------------------------------------------------------
 
-export function select(position) {
+export function selectToken(position) {
   state.selected = position;
   state.sheet = position !== null;
   changed("selection", "panel");
 }
 
-export function show(panel) {
+export function showPanel(panel) {
   state.panel = panel;
   state.sheet = true;
   changed("panel");
 }
 
-/** Put the sheet of a narrow screen away; the text has the keys again. */
+/** Close the side panel on a narrow screen and focus the text. */
 export function closeSheet() {
   state.sheet = false;
   changed("panel");
   document.getElementById("text")?.focus({ preventScroll: true });
 }
 
-export function open(view) {
+export function openView(view) {
   state.view = view;
   changed("view");
 }
 
-export function useSettings(some) {
+export function updateSettings(some) {
   Object.assign(state.settings, some);
   changed("settings");
+}
+
+export function setMode(mode) {
+  state.mode = mode;
+  changed("mode");
 }
 
 export async function setSpeed(speed) {
   state.speed = speed;
   changed("speed");
   if (!state.writing) return;
-  if (speed === 0) await pause();
-  else await tried(() => api.setPace(state.writing.branch, speed));
+  if (speed === 0) await pauseWriting();
+  else await attempt(() => api.setPace(state.writing.branch, speed));
 }
 
-export function display(id, selected = null) {
+export function setCurrent(id, selected = null) {
   state.current = id;
   state.selected = selected;
   state.hovered = null;
   state.comparing = null;
-  state.part = null;
-  changed("current", "selection", "hover", "steps", "comparing", "part");
+  state.span = null;
+  changed("current", "selection", "hover", "steps", "comparing", "span");
 }
 
-/** Show another branch. */
+/** Make another branch the current one, with its steps loaded. */
 export async function jump(id, selected = null) {
-  if (id !== state.current) await pause();
+  if (id !== state.current) await pauseWriting();
   if (!state.branches.has(id)) {
-    display(null);
+    setCurrent(null);
     return;
   }
-  await tried(() => ensureSteps(id));
-  display(id, selected);
+  await attempt(() => ensureSteps(id));
+  setCurrent(id, selected);
 }
 
-/** Fetch a branch's prompt and steps, if they are not here. */
+/** Load a branch's prompt and steps if they are missing. */
 export async function ensureSteps(id) {
   const branch = state.branches.get(id);
-  if (!branch || branch.recorded || (branch.prompt && branch.told)) return branch;
+  if (!branch || branch.recorded || (branch.prompt && branch.isLoaded)) return branch;
   return adopt(await api.get(`/v1/tree/${id}`));
 }
 
-export async function rename(id, name) {
+export async function renameBranch(id, name) {
   const branch = state.branches.get(id);
   const before = branch.name;
-  const put = (value) => tried(async () => {
+  const setName = (value) => attempt(async () => {
     if (!branch.recorded) await api.patch(`/v1/tree/${id}`, { name: value || null });
     branch.name = value || null;
     changed("branches");
   });
-  if (await put(name)) {
-    pushUndo({ label: `name “${short(name)}”`, undo: () => put(before), redo: () => put(name) });
+  if (await setName(name)) {
+    pushUndo({ label: `rename to “${shorten(name)}”`, undo: () => setName(before), redo: () => setName(name) });
   }
 }
 
-/** Let a branch go. The server keeps it until this can no longer be undone. */
-export async function remove(id) {
+/** Delete a branch from the page. The server deletes it when this can no longer be undone. */
+export async function removeBranch(id) {
   const branch = state.branches.get(id);
   if (!branch) return;
-  if (state.writing?.branch === id) await pause();
+  if (state.writing?.branch === id) await pauseWriting();
   const wasCurrent = state.current === id;
   const children = [...state.branches.values()].filter((child) => child.parent === id);
   const before = children.map(({ forked_at }) => forked_at);
   const takeAway = async () => {
     state.branches.delete(id);
     state.removed.set(id, branch);
-    children.forEach(settle);
+    children.forEach(reparent);
     changed("branches");
     if (state.comparing === id) state.comparing = null;
     if (state.current === id) {
@@ -373,15 +412,48 @@ export async function remove(id) {
   };
   await takeAway();
   pushUndo({
-    label: `delete “${short(branch.name || branch.preview || "branch")}”`,
+    label: `delete “${shorten(branch.name || branch.preview || "branch")}”`,
     undo: putBack,
     redo: takeAway,
-    forget: () => state.branches.has(id) || forgotten(id),
+    forget: () => state.branches.has(id) || deleteOnServer(id),
   });
 }
 
-/** Delete on the server what was deleted here; also as the page goes away. */
-function forgotten(id) {
+/** Delete a branch on the server; `keepalive` lets the request finish when the page closes. */
+function deleteOnServer(id) {
   const headers = api.key ? { authorization: `Bearer ${api.key}` } : {};
   fetch(`/v1/tree/${id}`, { method: "DELETE", headers, keepalive: true }).catch(() => {});
+}
+
+// -- branches that views create: dropped when they are no longer shown, unless the user did something with them
+
+const visited = new Set(); // branches that were the current one
+on("current", () => visited.add(state.current));
+const originalNames = new Map(); // id -> the name that the view gave
+
+/** Add a new branch to those of the page and return its id. */
+export function addBranch(branch, settings) {
+  const added = adopt(branch);
+  added.runs = [{ from: 0, settings }];
+  originalNames.set(added.id, added.name);
+  return added.id;
+}
+
+/** Load the details of a model that is in no list: a checkpoint, a puzzle solver. */
+export async function loadModelInfo(model, signal) {
+  if (state.unlisted.has(model) || state.models.some(({ id }) => id === model)) return;
+  state.unlisted.set(model, await api.get(`/v1/models/${encodeURIComponent(model)}`, { signal }));
+  changed("models");
+}
+
+/** Delete branches that are no longer shown, but none that the user visited, renamed or forked. */
+export function dropUnused(ids) {
+  for (const id of ids) {
+    const branch = state.branches.get(id);
+    if (!branch || visited.has(id) || id === state.comparing || branch.name !== originalNames.get(id)) continue;
+    if ([...state.branches.values()].some((other) => other.parent === id)) continue;
+    state.branches.delete(id);
+    api.delete(`/v1/tree/${id}`).catch(() => {}); // already deleted
+  }
+  changed("branches");
 }

@@ -1,16 +1,16 @@
-// What every part of the page uses: components, formats, small browser services.
+// What all views use: Preact, number formats, tokens as text, colors, requests, browser services.
 
-import { Fragment, createElement, render } from "./vendor/preact.js";
-import {
-  useCallback, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState,
-} from "./vendor/hooks.js";
-import htm from "./vendor/htm.js";
+import { connect } from "./actions.js";
+import { ApiError } from "./api.js";
 import { on } from "./state.js";
+import { useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState } from "./vendor/hooks.js";
+import htm from "./vendor/htm.js";
+import { createElement, render } from "./vendor/preact.js";
 
 export const html = htm.bind(createElement);
-export { Fragment, render, useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState };
+export { render, useEffect, useLayoutEffect, useMemo, useRef, useState };
 
-/** Draw this component again when one of the topics changes. */
+/** Render this component again when one of the topics changes. */
 export function useChanges(...topics) {
   const [, again] = useReducer((count) => count + 1, 0);
   useLayoutEffect(() => {
@@ -19,10 +19,10 @@ export function useChanges(...topics) {
   }, []);
 }
 
-const CALM = 200; // milliseconds
+const THROTTLE_MS = 200;
 
-/** As `useChanges`, at most five times a second: for words that follow a text as it is written. */
-export function useCalmChanges(...topics) {
+/** As `useChanges`, at most five times a second: for figures that follow a text that streams. */
+export function useThrottledChanges(...topics) {
   const [, again] = useReducer((count) => count + 1, 0);
   useEffect(() => {
     let timer = 0;
@@ -33,7 +33,7 @@ export function useCalmChanges(...topics) {
       again();
     };
     const wake = () => {
-      timer ||= setTimeout(draw, Math.max(0, last + CALM - performance.now()));
+      timer ||= setTimeout(draw, Math.max(0, last + THROTTLE_MS - performance.now()));
     };
     const leave = topics.map((topic) => on(topic, wake));
     return () => {
@@ -43,10 +43,10 @@ export function useCalmChanges(...topics) {
   }, []);
 }
 
-/** `[ref, width]`: the width of an element in pixels, followed as it changes. */
-export function useWidth(usual = 400) {
+/** `[ref, width]`: the width of an element in pixels, updated when it changes. */
+export function useWidth(initial = 400) {
   const box = useRef(null);
-  const [width, setWidth] = useState(usual);
+  const [width, setWidth] = useState(initial);
   useLayoutEffect(() => {
     const look = () => setWidth((before) => Math.floor(box.current.clientWidth) || before);
     const watch = new ResizeObserver(look);
@@ -57,7 +57,7 @@ export function useWidth(usual = 400) {
   return [box, width];
 }
 
-// -- numbers for people -----------------------------------------------------------------------
+// -- number formats ---------------------------------------------------------------------------
 
 export function percent(p) {
   if (p == null || Number.isNaN(p)) return "–";
@@ -70,8 +70,8 @@ export function percent(p) {
 }
 
 export const nats = (x) => (x == null ? "–" : x.toFixed(2));
-const WHOLE = new Intl.NumberFormat("en-US");
-export const count = (n) => (n == null ? "–" : WHOLE.format(n));
+const NUMBER = new Intl.NumberFormat("en-US");
+export const count = (n) => (n == null ? "–" : NUMBER.format(n));
 
 export function duration(seconds) {
   if (seconds == null) return "–";
@@ -80,7 +80,7 @@ export function duration(seconds) {
   return `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`;
 }
 
-export const plural = (n, one, many = `${one}s`) => `${count(n)} ${n === 1 ? one : many}`;
+export const plural = (n, singular, many = `${singular}s`) => `${count(n)} ${n === 1 ? singular : many}`;
 
 export function ordinal(n) {
   const tail = n % 100 > 10 && n % 100 < 14 ? "th" : ["th", "st", "nd", "rd"][n % 10] ?? "th";
@@ -89,64 +89,71 @@ export function ordinal(n) {
 
 export const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 
-// -- a token for people -----------------------------------------------------------------------
+// -- tokens as text ---------------------------------------------------------------------------
 
 const INVISIBLE = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/;
 
-// How the server shows bytes that are no character (⟨F0 9F⟩), or else one character.
+// Bytes that are no valid character, as the server writes them (⟨F0 9F⟩), or one character.
 const BYTES_OR_LETTER = /⟨[0-9A-F]{2}(?: [0-9A-F]{2})*⟩|[^]/gu;
 
-/** Cut into runs of ordinary text and marks for what the eye would not see. */
-export function marked(text) {
+/** Split into runs of visible text and marks for invisible characters: `{text, mark}`. */
+export function markInvisible(text) {
   const runs = [];
-  const put = (shown, mark) => {
+  const pushRun = (text, mark) => {
     const last = runs[runs.length - 1];
-    if (!mark && last && !last.mark) last.shown += shown;
-    else runs.push({ shown, mark });
+    if (!mark && last && !last.mark) last.text += text;
+    else runs.push({ text, mark });
   };
   for (const letter of text.match(BYTES_OR_LETTER) ?? []) {
-    if (letter.length > 2) put(letter, true);
-    else if (letter === " ") put("␣", true);
-    else if (letter === "\n") put("⏎", true);
-    else if (letter === "\t") put("⇥", true);
-    else if (letter === "\u00a0") put("⍽", true);
+    if (letter.length > 2) pushRun(letter, true);
+    else if (letter === " ") pushRun("␣", true);
+    else if (letter === "\n") pushRun("⏎", true);
+    else if (letter === "\t") pushRun("⇥", true);
+    else if (letter === "\u00a0") pushRun("⍽", true);
     else if (INVISIBLE.test(letter)) {
-      put(`U+${letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`, true);
-    } else put(letter, false);
+      pushRun(`U+${letter.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`, true);
+    } else pushRun(letter, false);
   }
   return runs;
 }
 
-/** A token as words in a sentence or a label can carry it. */
-export const spelled = (text) => marked(text).map((run) => run.shown).join("");
+/** A token as plain text with its invisible characters marked. */
+export const visibleText = (text) => markInvisible(text).map((run) => run.text).join("");
 
-/** Whether nothing of it would be seen: blanks, controls, characters without a shape. */
+/** Whether it has no visible character: only blanks, controls, format characters. */
 export const isBlank = (text) => !/[^\p{C}\p{Z}\s]/u.test(text);
 
-/**
- * The space before a word goes with the line before it, and is not drawn at its end: no colored sliver.
- * At the start of a line it is an indent, and stays.
- */
+/** Whether a token starts with the space before a word. At a line break that space is not tinted; an indent is. */
 export const isWord = (text, before) => /^ \S/.test(text) && /[^\n]$/.test(before ?? "");
 
-/** A token as a chip in which spaces and line breaks can be seen. */
-export function Piece({ text, ...rest }) {
-  const runs = marked(text ?? "");
-  return html`<span class="piece" dir="auto" ...${rest}>${
-    runs.length ? runs.map(({ shown, mark }) => (mark ? html`<i>${shown}</i>` : shown)) : html`<i>∅</i>`
+/** A token as a chip with visible spaces and line breaks. */
+export function Piece({ text, ...attributes }) {
+  const runs = markInvisible(text ?? "");
+  return html`<span class="piece" dir="auto" ...${attributes}>${
+    runs.length ? runs.map(({ text, mark }) => (mark ? html`<i>${text}</i>` : text)) : html`<i>∅</i>`
   }</span>`;
 }
 
-/** Children of which those with the class `folds` are put away on a narrow screen, and a button that shows them. */
-export function Fold({ as = "div", name, children, ...rest }) {
+/** Hides children with the class `folds` on a narrow screen, with a button that shows them. */
+export function Fold({ as = "div", name, children, ...attributes }) {
   const [isOpen, setOpen] = useState(false);
-  return html`<${as} ...${rest} class=${`${rest.class} fold ${isOpen ? "unfolded" : ""}`}>${children}
+  return html`<${as} ...${attributes} class=${`${attributes.class} fold ${isOpen ? "unfolded" : ""}`}>${children}
     <button type="button" class="button plain unfolds" aria-expanded=${isOpen} aria-label=${name} title=${name}
       onClick=${() => setOpen(!isOpen)}>⋯</button><//>`;
 }
 
-/** A row of tabs, `{id: title}`; arrow keys go from one to the next. */
-export function Tabs({ tabs, now, pick, prefix, ...rest }) {
+/** Chat template or plain continuation of the prompt. */
+export function ModeSegments({ mode, pick, canChat = true }) {
+  return html`<div class="segments" role="group" aria-label="Mode">
+    <button type="button" aria-pressed=${mode === "chat"} disabled=${!canChat} onClick=${() => pick("chat")}
+      title="Format the prompt with the model's chat template">Chat</button>
+    <button type="button" aria-pressed=${mode !== "chat"} onClick=${() => pick("plain")}
+      title="Continue the prompt as it is, without a chat template">Plain</button>
+  </div>`;
+}
+
+/** A row of tabs, `{id: title}`; arrow keys move between them. */
+export function Tabs({ tabs, now, pick, prefix, ...attributes }) {
   const ids = Object.keys(tabs);
   const onKey = (event) => {
     const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
@@ -155,7 +162,7 @@ export function Tabs({ tabs, now, pick, prefix, ...rest }) {
     pick(next);
     document.getElementById(`${prefix}-${next}`).focus();
   };
-  const { class: look, controls, label } = rest;
+  const { class: look, controls, label } = attributes;
   return html`<div class=${`segments ${look ?? ""}`} role="tablist" aria-label=${label} onKeyDown=${onKey}>
     ${ids.map((id) => html`<button key=${id} role="tab" id=${`${prefix}-${id}`} aria-controls=${controls}
       aria-selected=${now === id} tabindex=${now === id ? 0 : -1} onClick=${() => pick(id)}>${tabs[id]}</button>`)}
@@ -164,8 +171,8 @@ export function Tabs({ tabs, now, pick, prefix, ...rest }) {
 
 // -- small services ---------------------------------------------------------------------------
 
-/** Copy; false where the browser does not let us. */
-export async function clipboard(text) {
+/** Copy to the clipboard; false if the browser does not allow it. */
+export async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;
@@ -174,8 +181,8 @@ export async function clipboard(text) {
   }
 }
 
-/** Hand a file to the person. */
-export function save(name, blob) {
+/** Download a file. */
+export function saveFile(name, blob) {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(blob);
   link.download = name;
@@ -183,13 +190,13 @@ export function save(name, blob) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
-/** Where the panel is a sheet at the bottom; as in write.css. */
+/** Whether the side panel is a sheet at the bottom; same width as in write.css. */
 export const isNarrow = () => matchMedia("(max-width: 60rem)").matches;
 
 export const reducedMotion = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
-/** What the browser keeps for this page; nothing is lost where it keeps nothing. */
-export const kept = {
+/** Values in the local storage of the browser; ignored where it has none. */
+export const storage = {
   get(name, otherwise = null) {
     try {
       return JSON.parse(localStorage.getItem(`unspool.${name}`)) ?? otherwise;
@@ -201,7 +208,158 @@ export const kept = {
     try {
       localStorage.setItem(`unspool.${name}`, JSON.stringify(value));
     } catch {
-      /* a private window, or a full store: then it is not kept */
+      /* a private window or a full storage: not saved */
     }
   },
 };
+
+// -- components that are loaded when first shown ------------------------------------------------
+
+const loaded = new Map(); // file -> module
+
+export function Lazy({ file, name, quiet = false, ...props }) {
+  const [part, setPart] = useState(() => loaded.get(file)?.[name] ?? null);
+  const [fails, setFails] = useState(false);
+  useEffect(() => {
+    if (part) return;
+    import(file).then(
+      (module) => {
+        loaded.set(file, module);
+        setPart(() => module[name]);
+      },
+      (error) => {
+        console.error(error);
+        setFails(true);
+      },
+    );
+  }, []);
+  if (part) return html`<${part} ...${props} />`;
+  if (fails && !quiet) return html`<p class="bad">This part of the page could not be loaded. Is the server still running?</p>`;
+  return null;
+}
+
+// -- colors of the theme, resolved for canvases: they cannot read `light-dark()` ----------------
+
+const probe = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+const themeListeners = new Set();
+let cachedColors = new Map();
+
+function resetColors() {
+  cachedColors = new Map();
+  for (const listener of themeListeners) listener();
+}
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", resetColors);
+new MutationObserver(resetColors).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
+
+/** Call `listener` when the theme changes. Returns the function that unsubscribes. */
+export function onThemeChange(listener) {
+  themeListeners.add(listener);
+  return () => themeListeners.delete(listener);
+}
+
+/** A number that changes with the theme: a key for memoized drawings. */
+export function useTheme() {
+  const [turns, setTurns] = useState(0);
+  useEffect(() => onThemeChange(() => setTurns((turns) => turns + 1)), []);
+  return turns;
+}
+
+/** A CSS color as `[red, green, blue, alpha]`, each 0 to 255. */
+export function rgbaOf(color) {
+  probe.clearRect(0, 0, 1, 1);
+  probe.fillStyle = color;
+  probe.fillRect(0, 0, 1, 1);
+  return probe.getImageData(0, 0, 1, 1).data;
+}
+
+/** The current color of a variable of base.css. */
+export function colorOf(name) {
+  if (!cachedColors.has(name)) {
+    const probe = document.createElement("i");
+    probe.style.color = `var(${name})`;
+    document.body.append(probe);
+    cachedColors.set(name, getComputedStyle(probe).color);
+    probe.remove();
+  }
+  return cachedColors.get(name);
+}
+
+// -- requests that follow typing: debounced, and outdated answers are dropped -------------------
+
+/**
+ * Call `ask` `wait` milliseconds after `keys` last changed. Returns `{answer, fault, fresh, again}`: the last answer
+ * stays until the next one arrives (then `fresh` is true again); `again()` repeats the request. `ask` null: no request.
+ */
+export function useRequest(ask, wait, keys) {
+  const [response, setResponse] = useState({ answer: null, fault: null, question: null });
+  const [turn, setTurn] = useState(0);
+  const question = JSON.stringify([...keys, turn]);
+  useEffect(() => {
+    if (!ask) return undefined;
+    const overtaken = new AbortController();
+    const timer = setTimeout(async () => {
+      try {
+        const answer = await ask(overtaken.signal);
+        if (!overtaken.signal.aborted) setResponse({ answer, fault: null, question });
+      } catch (error) {
+        if (overtaken.signal.aborted) return;
+        if (!(error instanceof ApiError)) throw error;
+        setResponse((before) => ({ ...before, fault: error, question }));
+        if (error.isOffline || error.status === 401) connect(); // shows that the server is away, or asks for a key
+      }
+    }, wait);
+    return () => {
+      clearTimeout(timer);
+      overtaken.abort();
+    };
+  }, [question, ask === null]);
+  return {
+    answer: response.answer,
+    fault: response.question === question ? response.fault : null,
+    fresh: response.question === question && !response.fault,
+    again: () => setTurn((n) => n + 1),
+  };
+}
+
+/** The error of a request, with a button that repeats it. */
+export const RequestError = ({ fault, again }) => fault && html`
+  <p class="fault" role="alert">
+    ${fault.message} <button type="button" class="button tiny" onClick=${again}>Try again</button>
+  </p>`;
+
+// -- session files dropped on the page ----------------------------------------------------------
+
+let readFile = null; // reads a dropped file; set while the share dialog is open
+let pendingFile = null;
+
+/** Call `read` for dropped files, also for one dropped before. Returns the function that stops that. */
+export function readDroppedFiles(read) {
+  readFile = read;
+  if (pendingFile) read(pendingFile);
+  pendingFile = null;
+  return () => { readFile = null; };
+}
+
+/** Accept files dropped anywhere on the page; `opened` opens the dialog that reads them. */
+export function listenForDrops(opened) {
+  const isFile = (event) => event.dataTransfer?.types.includes("Files");
+  const over = (event) => {
+    if (isFile(event)) event.preventDefault(); // else the browser would navigate to the file
+  };
+  const dropped = (event) => {
+    if (!isFile(event) || event.defaultPrevented) return;
+    event.preventDefault();
+    const [file] = event.dataTransfer.files;
+    if (!file) return;
+    if (readFile) readFile(file);
+    else pendingFile = file;
+    opened();
+  };
+  addEventListener("dragover", over);
+  addEventListener("drop", dropped);
+  return () => {
+    removeEventListener("dragover", over);
+    removeEventListener("drop", dropped);
+  };
+}

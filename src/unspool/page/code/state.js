@@ -1,31 +1,31 @@
-// The one state of the page, and who wants to know when it changes.
+// The state of the page, and listeners for its changes.
 //
-// Parts read `state` freely and change it through `actions.js`. After a change `changed(topic)` wakes
-// those who asked, at most once a frame, and for a text that streams thirty times a second.
+// Components read `state` and change it through `actions.js`. `changed(topic)` calls the listeners of a topic, at most
+// once a frame, and for a text that streams at most 30 times a second.
 
 export const state = {
-  server: { ready: false, asking: true, keyNeeded: false },
+  server: { ready: false, connecting: true, keyNeeded: false },
   models: [],
-  unlisted: new Map(), // models that were asked for by name: checkpoints of trainings, puzzle solvers
+  unlisted: new Map(), // models requested by name: checkpoints of training runs, puzzle solvers
   model: null,
-  loading: null, // {id, since}: a model that is on its way into memory
+  loading: null, // {id, since}: the model that is being loaded
   mode: "chat",
-  draft: "", // what stands in the composer
-  system: null, // the system message of a chat; null: the template's own
-  settings: {}, // what differs from the server's usual settings
+  draft: "", // the prompt in the composer
+  system: null, // the system message of a chat; null: the template's default
+  settings: {}, // settings that differ from the server's defaults
   branches: new Map(),
-  removed: new Map(), // deleted here; the server has them until that cannot be undone any more
+  removed: new Map(), // deleted on the page; the server deletes them when that cannot be undone any more
   current: null,
-  selected: null, // a position in the whole text, prompt included
+  selected: null, // a token position, prompt included
   hovered: null,
-  part: null, // {branch, first, last}: steps that a person marked, to write them anew
-  revision: null, // {branch, proposals, …}: what would fit better, until it is taken or not
-  comparing: null, // a second branch, beside the current one
+  span: null, // {branch, first, last, isRequested}: steps selected for rewriting
+  revision: null, // {branch, proposals, …}: proposed edits that are open
+  comparing: null, // a second branch, shown beside the current one
   writing: null,
   tint: "probability",
-  speed: null, // tokens a second; null: as fast as may be; 0: one step a key press
+  speed: null, // tokens a second; null: no limit; 0: one token per key press
   panel: "step",
-  sheet: false, // on a narrow screen: whether the panel is up
+  sheet: false, // on a narrow screen: whether the side panel is open
   view: "write",
   fault: null,
 };
@@ -33,36 +33,36 @@ export const state = {
 const listeners = new Map();
 const pending = new Set();
 const STREAMED = new Set(["steps", "branches", "layout"]);
-const CALM = 33; // milliseconds between two drawings of a text that streams: the model needs the cores too
+const STREAM_INTERVAL_MS = 33; // between two updates of a text that streams: the model needs the cores too
 let frame = 0;
 let timer = 0;
-let last = 0;
+let lastUpdate = 0;
 
-/** Call `listener` after changes of this topic; gives the function that ends it. */
+/** Call `listener` after changes of this topic. Returns the function that unsubscribes. */
 export function on(topic, listener) {
   if (!listeners.has(topic)) listeners.set(topic, new Set());
   listeners.get(topic).add(listener);
   return () => listeners.get(topic).delete(listener);
 }
 
-/** Something of these topics is new. What a person did shows in the next frame. */
+/** Call the listeners of these topics in the next frame. */
 export function changed(...topics) {
   for (const topic of topics) pending.add(topic);
   if (frame) return;
-  const wait = topics.every((topic) => STREAMED.has(topic)) ? last + CALM - performance.now() : 0;
-  // A page in the background gets no frames, and must go on reading all the same.
-  if (wait <= 0) frame = document.hidden ? setTimeout(tell, 50) : requestAnimationFrame(tell);
-  else timer ||= setTimeout(later, wait);
+  const wait = topics.every((topic) => STREAMED.has(topic)) ? lastUpdate + STREAM_INTERVAL_MS - performance.now() : 0;
+  // A page in the background gets no animation frames, but must keep reading the stream.
+  if (wait <= 0) frame = document.hidden ? setTimeout(notifyListeners, 50) : requestAnimationFrame(notifyListeners);
+  else timer ||= setTimeout(onTimer, wait);
 }
 
-function later() {
-  timer = 0; // first: timers may come early, and then another is needed
+function onTimer() {
+  timer = 0; // before `changed`: a timer may fire early, and then another is needed
   changed();
 }
 
-function tell() {
+function notifyListeners() {
   frame = 0;
-  last = performance.now();
+  lastUpdate = performance.now();
   const topics = [...pending];
   pending.clear();
   const woken = new Set(topics.flatMap((topic) => [...(listeners.get(topic) ?? [])]));
@@ -71,23 +71,23 @@ function tell() {
 
 // -- branches ---------------------------------------------------------------------------------
 
-/** Keep a branch as the server tells it; what it does not tell this time stays. */
-export function adopt(told) {
-  const known = state.branches.get(told.id);
-  const branch = known ?? {
-    steps: [], prompt: null, told: false, retracted: [], runs: [], recorded: false,
+/** Add or update a branch from a server response; fields that are not in it stay. */
+export function adopt(update) {
+  const existing = state.branches.get(update.id);
+  const branch = existing ?? {
+    steps: [], prompt: null, isLoaded: false, retracted: [], runs: [], recorded: false,
   };
-  const { steps, since, prompt, ...rest } = told;
-  Object.assign(branch, rest);
-  settle(branch);
+  const { steps, since, prompt, ...fields } = update;
+  Object.assign(branch, fields);
+  reparent(branch);
   const parent = state.branches.get(branch.parent);
   branch.prompt = prompt ?? branch.prompt ?? parent?.prompt ?? null;
   if (steps) {
     const from = since ?? 0;
-    if (branch.steps.length < from && parent?.steps.length >= from) share(branch, parent, from);
+    if (branch.steps.length < from && parent?.steps.length >= from) inheritSteps(branch, parent, from);
     if (branch.steps.length >= from) {
       branch.steps.splice(from, Infinity, ...steps);
-      branch.told = branch.steps.length >= branch.length;
+      branch.isLoaded = branch.steps.length >= branch.length;
     }
   }
   state.branches.set(branch.id, branch);
@@ -96,26 +96,26 @@ export function adopt(told) {
   return branch;
 }
 
-/** The child of a branch that was deleted is one of that branch's parent. */
-export function settle(branch) {
-  for (let gone; (gone = state.removed.get(branch.parent)); ) {
-    branch.parent = gone.parent;
-    branch.forked_at = gone.parent === null ? null : Math.min(branch.forked_at, gone.forked_at);
+/** Attach the child of a deleted branch to the nearest ancestor that is left. */
+export function reparent(branch) {
+  for (let removed; (removed = state.removed.get(branch.parent)); ) {
+    branch.parent = removed.parent;
+    branch.forked_at = removed.parent === null ? null : Math.min(branch.forked_at, removed.forked_at);
   }
 }
 
-/** A fork begins with its parent's steps, which the server need not tell again. */
-function share(branch, parent, length) {
+/** Copy the steps that a fork shares with its parent; the server does not send them again. */
+function inheritSteps(branch, parent, length) {
   branch.steps = parent.steps.slice(0, length);
   branch.runs = parent.runs.filter((run) => run.from < length);
   branch.retracted = parent.retracted.filter((cut) => cut.at < length);
 }
 
-export const branchNow = () => state.branches.get(state.current) ?? null;
-const modelNamed = (name) => state.models.find((model) => model.id === name) ?? state.unlisted.get(name) ?? null;
-export const modelNow = () => modelNamed(state.model);
-/** The model of a text: another one may have been picked since. */
-export const modelOf = (branch) => modelNamed(branch?.model) ?? modelNow();
+export const currentBranch = () => state.branches.get(state.current) ?? null;
+const findModel = (name) => state.models.find((model) => model.id === name) ?? state.unlisted.get(name) ?? null;
+export const currentModel = () => findModel(state.model);
+/** The model that wrote a text; another one may be in use since. */
+export const modelOf = (branch) => findModel(branch?.model) ?? currentModel();
 export const promptLength = (branch) => branch.prompt?.tokens.length ?? branch.prompt_tokens;
 export const textLength = (branch) => promptLength(branch) + branch.steps.length;
 
@@ -123,7 +123,7 @@ export function stepAt(branch, position) {
   return branch?.steps[position - promptLength(branch)] ?? null;
 }
 
-/** The token at a position, of the prompt or written: `{id, text, added}`. */
+/** The prompt or generated token at a position: `{id, text, added}`. */
 export function tokenAt(branch, position) {
   const step = stepAt(branch, position);
   if (step) return { id: step.token, text: step.piece, added: false };
@@ -131,19 +131,19 @@ export function tokenAt(branch, position) {
   return token ? { ...token, text: token.piece ?? token.text } : null;
 }
 
-/** How many tokens two texts have in common before they part. */
-export function sharedSteps(ours, theirs) {
-  const most = Math.min(ours.length, theirs.length);
-  let same = 0;
-  while (same < most && ours[same].token === theirs[same].token) same += 1;
-  return same;
+/** Number of steps that two texts share before they diverge. */
+export function sharedSteps(steps, otherSteps) {
+  const most = Math.min(steps.length, otherSteps.length);
+  let shared = 0;
+  while (shared < most && steps[shared].token === otherSteps[shared].token) shared += 1;
+  return shared;
 }
 
-/** Whether two branches begin with the same tokens. */
-export function samePrompt(one, other) {
-  if (!one?.prompt || !other?.prompt) return false;
-  const [ours, theirs] = [one.prompt.tokens, other.prompt.tokens];
-  return ours === theirs || (ours.length === theirs.length && ours.every((token, at) => token.id === theirs[at].id));
+/** Whether two branches have the same prompt tokens. */
+export function samePrompt(branch, otherBranch) {
+  if (!branch?.prompt || !otherBranch?.prompt) return false;
+  const [tokens, otherTokens] = [branch.prompt.tokens, otherBranch.prompt.tokens];
+  return tokens === otherTokens || (tokens.length === otherTokens.length && tokens.every((token, at) => token.id === otherTokens[at].id));
 }
 
 export const textOf = (branch) => branch.steps.map((step) => step.text).join("");

@@ -1,148 +1,237 @@
-// What is being compared, and the writing of it. It outlives the view: a person may look elsewhere.
+// The state of the Compare view: settings of the columns and samples, and their generation. It outlives the view.
 
-import { adoptEvent, CANDIDATES, promptBody } from "../actions.js";
-import { ApiFault, api } from "../api.js";
-import { keep, letGo } from "../own_texts.js";
+import { addBranch, applyEvent, CANDIDATES, dropUnused, promptBody } from "../actions.js";
+import { api, ApiError } from "../api.js";
+import { html } from "../lib.js";
 import { changed, state } from "../state.js";
-import { FIRST, USUAL, nameOf, sentSettings, settingsOf } from "./settings.js";
+
+/** Settings of a column; `defaultValue` is the placeholder. */
+const FIELDS = [
+  { name: "temperature", label: "Temperature", short: "Temp", defaultValue: "0.8" },
+  { name: "top_k", label: "Top-k", short: "Top-k", defaultValue: "40" },
+  { name: "top_p", label: "Top-p", short: "Top-p", defaultValue: "0.95" },
+  { name: "min_p", label: "Min-p", short: "Min-p", defaultValue: "0.05" },
+  { name: "seed", label: "Seed", short: "Seed", defaultValue: "random" },
+];
+
+const SEED = "7"; // the same in all columns, so that only the settings differ
+
+/** Temperature without other stages, unless they are given. */
+const unfiltered = (temperature, cuts = {}) => (
+  { temperature, top_k: "0", top_p: "1", min_p: "0", ...cuts });
+
+const PRESETS = [
+  unfiltered("0"),
+  unfiltered("0.3"),
+  unfiltered("1.0"),
+  unfiltered("1.5"),
+  unfiltered("1.5", { top_k: "5" }),
+  unfiltered("1.0", { top_p: "0.9" }),
+  unfiltered("1.5", { min_p: "0.1" }),
+  { temperature: "0.8", top_k: "40", top_p: "0.95", min_p: "0.05" },
+];
+const DEFAULT_PRESET = PRESETS.length - 1;
+
+const settingsOf = (preset, seed = SEED) => ({ ...PRESETS[preset], seed });
+const FIRST_COLUMNS = [0, 1, 2, 4].map((preset) => settingsOf(preset));
+
+/** Index of the preset with these settings; -1: none. */
+function presetOf(settings) {
+  return PRESETS.findIndex((preset) => (
+    Object.keys(preset).every((name) => isSameNumber(preset[name], settings[name]))));
+}
+
+const isSameNumber = (a, b) => b.trim() !== "" && Number(a) === Number(b);
+
+/** A short name: "Greedy", "T 0.3", "T 1.5, top-k 5". */
+export function nameOf(settings) {
+  const typed = (name) => settings[name].trim();
+  if (typed("temperature") !== "" && Number(typed("temperature")) === 0) return "Greedy";
+  if (presetOf(settings) === DEFAULT_PRESET) return "Default settings";
+  const parts = [`T ${typed("temperature") || FIELDS[0].defaultValue}`];
+  if (Number(typed("top_k") || 40) !== 0) parts.push(`top-k ${typed("top_k") || 40}`);
+  if (Number(typed("top_p") || 0.95) !== 1) parts.push(`top-p ${typed("top_p") || 0.95}`);
+  if (Number(typed("min_p") || 0.05) !== 0) parts.push(`min-p ${typed("min_p") || 0.05}`);
+  return parts.join(", ");
+}
+
+/** Settings as numbers for a request. Throws if one is not a number; the server checks ranges. */
+function parseSettings(settings) {
+  const values = {};
+  for (const { name, label } of FIELDS) {
+    const typed = settings[name].trim().replace(",", ".");
+    if (typed === "") continue;
+    const value = Number(typed);
+    if (!Number.isFinite(value)) {
+      throw Object.assign(new Error(`${label} must be a number, got “${typed}”.`), { param: name });
+    }
+    values[name] = value;
+  }
+  return values;
+}
+
+export function Preset({ settings, owner, change }) {
+  const preset = presetOf(settings);
+  return html`<select class="field cmp-preset" aria-label=${`Settings of ${owner}`} value=${preset}
+      onChange=${(event) => change(PRESETS[event.target.value])}>
+    ${preset < 0 && html`<option value="-1">${nameOf(settings)}</option>`}
+    ${PRESETS.map((option, index) => html`<option value=${index}>${nameOf(option)}</option>`)}
+  </select>`;
+}
+
+export function Fields({ settings, fault, owner, change }) {
+  return html`<div class="cmp-fields">
+    ${FIELDS.map(({ name, label, short, defaultValue }) => html`<label key=${name}>
+      <span class="quiet">${short}</span>
+      <input class="field" type="text" inputmode="decimal" autocomplete="off" placeholder=${defaultValue}
+        aria-label=${`${label} of ${owner}`} title=${label} value=${settings[name]}
+        aria-invalid=${fault?.param === name ? "true" : null}
+        onInput=${(event) => change({ [name]: event.target.value })} />
+    </label>`)}
+  </div>`;
+}
+
+export const FieldError = ({ fault }) => fault && html`<p class="fault" role="alert">${fault.message}</p>`;
+
+// -- state ------------------------------------------------------------------------------------
 
 export const MOST_COLUMNS = 4;
 export const MOST_SAMPLES = 16;
 const EXAMPLE = "Why do leaves change color in fall?";
 
-const column = (settings) => (
+const newColumn = (settings) => (
   { key: (nextKey += 1), settings, id: null, fault: null, writing: false, began: 0, until: 0 });
 let nextKey = 0;
 
 /** Topic "compare". */
 export const compare = {
   picture: "settings", // or "samples"
-  prompt: null, // null: what stands in the composer, or else the example
+  prompt: null, // null: the prompt of the Write view, or else the example
   length: "60",
-  fault: null, // of the prompt or the length, which all share
-  columns: FIRST.map(column),
+  fault: null, // of the prompt or the length
+  columns: FIRST_COLUMNS.map(newColumn),
   samples: {
-    number: 8, settings: settingsOf(USUAL, ""), root: null, ids: [], fault: null, writing: false,
-    shown: null, // the sample whose text is shown
+    number: 8, settings: settingsOf(DEFAULT_PRESET, ""), root: null, ids: [], fault: null, writing: false,
+    selected: null, // index of the sample whose text is shown
   },
 };
 
-export const told = () => changed("compare");
-export const promptNow = () => compare.prompt ?? (state.draft || EXAMPLE);
-export const isExample = () => promptNow() === EXAMPLE;
+const notify = () => changed("compare");
+export const currentPrompt = () => compare.prompt ?? (state.draft || EXAMPLE);
+export const isExample = () => currentPrompt() === EXAMPLE;
 export const isWriting = () => (
-  compare.samples.writing || compare.columns.some((each) => each.writing));
+  compare.samples.writing || compare.columns.some((column) => column.writing));
 
-export function change(values) {
+export function setCompare(values) {
   Object.assign(compare, values);
-  told();
+  notify();
 }
 
-export function setColumn(one, values) {
-  Object.assign(one.settings, values);
-  one.fault = null;
-  told();
+export function setColumn(column, values) {
+  Object.assign(column.settings, values);
+  column.fault = null;
+  notify();
 }
 
 export function addColumn() {
   const last = compare.columns[compare.columns.length - 1];
-  compare.columns.push(column({ ...last.settings }));
-  told();
+  compare.columns.push(newColumn({ ...last.settings }));
+  notify();
 }
 
-export function removeColumn(one) {
-  compare.columns.splice(compare.columns.indexOf(one), 1);
-  letGo([one.id]);
-  told();
+export function removeColumn(column) {
+  compare.columns.splice(compare.columns.indexOf(column), 1);
+  dropUnused([column.id]);
+  notify();
 }
 
-// -- writing ----------------------------------------------------------------------------------
+// -- generation -------------------------------------------------------------------------------
 
-/** Write what is shown: all columns, or all samples. */
+/** Generate all columns, or all samples. */
 export async function writeAll() {
   if (isWriting()) return;
-  const prompt = promptNow();
+  const prompt = currentPrompt();
   const length = Number(compare.length);
-  compare.fault = prompt.trim() === "" ? { message: "Write a prompt first.", param: "prompt" }
+  compare.fault = prompt.trim() === "" ? { message: "Enter a prompt first.", param: "prompt" }
     : !(Number.isInteger(length) && length > 0) ? {
-      message: `The length was “${compare.length}”; it must be a whole number of 1 or more.`,
+      message: `Tokens must be an integer >= 1, got “${compare.length}”.`,
       param: "length",
     } : null;
-  told();
+  notify();
   if (compare.fault) return;
-  const asked = { ...promptBody(prompt), max_tokens: length, top: CANDIDATES };
-  if (state.model) asked.model = state.model;
-  await (compare.picture === "samples" ? writeSamples(asked) : writeColumns(asked));
+  const request = { ...promptBody(prompt), max_tokens: length, top: CANDIDATES };
+  if (state.model) request.model = state.model;
+  await (compare.picture === "samples" ? writeSamples(request) : writeColumns(request));
 }
 
-/** All branches are there before the first is written: then the server writes them in one batch. */
-async function writeColumns(asked) {
+/** Create all branches before the first resumes, so that the server generates them in one batch. */
+async function writeColumns(request) {
   const columns = [...compare.columns];
-  const before = columns.map((each) => each.id);
-  for (const each of columns) {
-    Object.assign(each, { id: null, fault: null, writing: true, began: 0, until: 0 });
+  const before = columns.map((column) => column.id);
+  for (const column of columns) {
+    Object.assign(column, { id: null, fault: null, writing: true, began: 0, until: 0 });
   }
-  letGo(before);
-  told();
-  await Promise.all(columns.map((each) => tried(each, async () => {
-    const settings = sentSettings(each.settings);
-    const body = { ...asked, ...settings, name: nameOf(each.settings) };
-    each.id = keep(await api.post("/v1/tree", body), settings);
+  dropUnused(before);
+  notify();
+  await Promise.all(columns.map((column) => reportErrors(column, async () => {
+    const settings = parseSettings(column.settings);
+    const body = { ...request, ...settings, name: nameOf(column.settings) };
+    column.id = addBranch(await api.post("/v1/tree", body), settings);
   })));
-  await Promise.all(columns.filter((each) => each.id && each.writing).map(async (each) => {
-    await tried(each, async () => {
-      each.began = each.until = performance.now();
-      for await (const { event, data } of api.resume(each.id, { stream: true })) {
-        adoptEvent(event, data);
-        each.until = performance.now();
-        told();
+  await Promise.all(columns.filter((column) => column.id && column.writing).map(async (column) => {
+    await reportErrors(column, async () => {
+      column.began = column.until = performance.now();
+      for await (const { event, data } of api.resume(column.id, { stream: true })) {
+        applyEvent(event, data);
+        column.until = performance.now();
+        notify();
       }
     });
-    each.writing = false;
-    told();
+    column.writing = false;
+    notify();
   }));
 }
 
-async function writeSamples(asked) {
+async function writeSamples(request) {
   const samples = compare.samples;
   const before = [...samples.ids, samples.root];
-  Object.assign(samples, { root: null, ids: [], fault: null, writing: true, shown: null });
-  letGo(before);
-  told();
-  await tried(samples, async () => {
-    const settings = sentSettings(samples.settings);
+  Object.assign(samples, { root: null, ids: [], fault: null, writing: true, selected: null });
+  dropUnused(before);
+  notify();
+  await reportErrors(samples, async () => {
+    const settings = parseSettings(samples.settings);
     const name = `${samples.number} samples, ${nameOf(samples.settings)}`;
-    samples.root = keep(await api.post("/v1/tree", { ...asked, ...settings, name }), settings);
+    samples.root = addBranch(await api.post("/v1/tree", { ...request, ...settings, name }), settings);
     const body = { n: samples.number, stream: true };
     for await (const { event, data } of api.resume(samples.root, body)) {
       if (!samples.ids.includes(data.branch)) {
-        samples.ids.push(keep({ ...data.data, steps: [], since: 0 }, settings));
+        samples.ids.push(addBranch({ ...data.data, steps: [], since: 0 }, settings));
       }
-      adoptEvent(event, data);
-      told();
+      applyEvent(event, data);
+      notify();
     }
   });
   samples.writing = false;
-  told();
+  notify();
 }
 
-/** Do it; what goes wrong is said where it belongs, and the others go on. */
-async function tried(place, action) {
+/** Run an action; its error is shown in `place`, and others continue. */
+async function reportErrors(place, action) {
   try {
     await action();
   } catch (error) {
     place.writing = false;
     place.fault = { message: error.message, param: error.param ?? null };
-    told();
-    if (!(error instanceof ApiFault) && !error.param) throw error; // a mistake of ours: show it
+    notify();
+    if (!(error instanceof ApiError) && !error.param) throw error; // a bug: report it in the console
   }
 }
 
-/** What is being written ends after the step it is at; the streams say so. */
+/** Stop all generations after their current step. */
 export function stopAll() {
   const { columns, samples } = compare;
-  for (const each of columns) if (!each.began) each.writing = false; // not begun: it never will
-  const ids = columns.filter((each) => each.writing).map((each) => each.id);
+  for (const column of columns) if (!column.began) column.writing = false; // not started yet
+  const ids = columns.filter((column) => column.writing).map((column) => column.id);
   if (samples.writing) ids.push(...samples.ids);
-  for (const id of ids) api.stop(id).catch(() => {}); // then the stream says why
+  for (const id of ids) api.stop(id).catch(() => {}); // the stream reports the error
 }

@@ -1,21 +1,171 @@
-// A chart of something that every token has: the one all parts of the costs use.
+// Charts of a value per token, drawn on a canvas: scales, ticks, curves, and the Chart component.
+
+import { selectToken } from "../actions.js";
+import { clamp, colorOf, html, onThemeChange, useLayoutEffect, useRef, visibleText } from "../lib.js";
+import { changed, currentBranch, on, state, tokenAt } from "../state.js";
+
+/** About `count` round numbers that span the range. */
+export function ticks(low, high, count = 3) {
+  const span = high - low;
+  if (!(span > 0)) return [low];
+  const raw = span / count;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((times) => times * power).find((size) => size >= raw * 0.999);
+  const values = [];
+  for (let k = Math.ceil(low / step - 1e-9); k * step <= high + step * 1e-9; k++) values.push(k * step);
+  return values;
+}
+
+/** Scales for `count` tokens side by side. At least 24 slots, so that the first tokens do not fill the width. */
+function chartLayout(width, height, { count, low, high }) {
+  const leftEdge = 46, right = 6, top = 7, bottom = 18; // px, for the axis labels
+  const slots = Math.max(count, 24);
+  const across = width - leftEdge - right;
+  const down = height - top - bottom;
+  return {
+    left: leftEdge, top, across, down, slots, count,
+    x: (index) => leftEdge + ((index + 0.5) / slots) * across,
+    y: (value) => top + (1 - (Math.min(high, Math.max(low, value)) - low) / (high - low)) * down,
+    /** Index of the token at an x position. */
+    index: (x) => Math.min(count - 1, Math.max(0, Math.floor(((x - leftEdge) / across) * slots))),
+  };
+}
+
+/** The value range: all values and at least these bounds; with `clip` just the bounds. */
+function valueRange(series, { low = 0, high = 0, clip = false }) {
+  for (const values of clip ? [] : series) {
+    for (const value of values) {
+      if (value < low) low = value;
+      if (value > high) high = value;
+    }
+  }
+  return { low, high: high > low ? high : low + 1 };
+}
+
+const numbers = new Intl.NumberFormat("en-US"); // created once: toLocaleString would create one per call
+
+function drawAxes(pen, place, plot, colors) {
+  pen.font = colors.font;
+  pen.fillStyle = colors.quiet;
+  pen.strokeStyle = colors.line;
+  pen.lineWidth = 1;
+  pen.textBaseline = "middle";
+  pen.textAlign = "right";
+  for (const value of ticks(plot.low, plot.high, 3)) {
+    const y = Math.round(place.y(value)) + 0.5;
+    drawLine(pen, place.left, y, place.left + place.across, y);
+    pen.fillText(plot.format(value), place.left - 6, y);
+  }
+  pen.textBaseline = "alphabetic";
+  const under = place.top + place.down + 14;
+  for (const number of ticks(1, place.slots, 4)) {
+    if (number < 1) continue;
+    const x = place.x(number - 1);
+    pen.textAlign = x > place.left + place.across - 12 ? "right" : "center";
+    pen.fillText(numbers.format(number), x, under);
+  }
+}
+
+function drawLine(pen, x1, y1, x2, y2) {
+  pen.beginPath();
+  pen.moveTo(x1, y1);
+  pen.lineTo(x2, y2);
+  pen.stroke();
+}
+
+/** Draw a curve; of tokens in the same pixel column only the lowest and highest. */
+function drawCurve(pen, place, values, high, { color, width = 1.5, dash = [], shade = false }) {
+  pen.strokeStyle = pen.fillStyle = color;
+  pen.lineWidth = width;
+  pen.lineJoin = "round";
+  pen.setLineDash(dash);
+  const path = new Path2D();
+  const over = []; // columns with a value above the range
+  let column = null, low = 0, top = 0, last = 0, isStarted = false, begin = 0;
+  const flush = () => {
+    if (column === null) return;
+    if (!isStarted) path.moveTo((begin = column), place.y(low));
+    path.lineTo(column, place.y(low));
+    if (top !== low) path.lineTo(column, place.y(top));
+    if (last !== top) path.lineTo(column, place.y(last));
+    if (top > high) over.push(column);
+    isStarted = true;
+  };
+  const end = () => {
+    flush();
+    if (isStarted && shade) fillBelow(pen, place, path, begin, column);
+    column = null;
+    isStarted = false;
+  };
+  const wide = place.slots < place.across; // one pixel column per token or more
+  for (let i = 0; i < values.length; i++) {
+    const value = values[i];
+    if (!(value === value)) {
+      end();
+      continue;
+    }
+    const x = wide ? place.x(i) : Math.floor(place.x(i));
+    if (x === column) {
+      low = Math.min(low, value);
+      top = Math.max(top, value);
+      last = value;
+    } else {
+      flush();
+      column = x;
+      low = top = last = value;
+    }
+  }
+  end();
+  pen.stroke(path);
+  pen.setLineDash([]);
+  for (const x of over) drawArrow(pen, x, place.top);
+}
+
+function fillBelow(pen, place, path, from, to) {
+  const area = new Path2D(path);
+  area.lineTo(to, place.y(0));
+  area.lineTo(from, place.y(0));
+  pen.globalAlpha = 0.14;
+  pen.fill(area);
+  pen.globalAlpha = 1;
+}
+
+function drawArrow(pen, x, y) {
+  pen.beginPath();
+  pen.moveTo(x, y - 5);
+  pen.lineTo(x + 3.5, y);
+  pen.lineTo(x - 3.5, y);
+  pen.fill();
+}
+
+/** Mark one token: a vertical line, and a dot on every curve. */
+function drawPointer(pen, place, index, series, colors, color) {
+  const x = place.x(index);
+  pen.strokeStyle = color;
+  pen.lineWidth = 1;
+  drawLine(pen, x, place.top, x, place.top + place.down);
+  series.forEach((values, k) => {
+    const value = values[index];
+    if (!(value === value) || value === undefined) return;
+    pen.beginPath();
+    pen.arc(x, place.y(value), 3, 0, 7);
+    pen.fillStyle = colors.lines[k];
+    pen.fill();
+  });
+}
+
+// -- the component ------------------------------------------------------------------------------
 //
 //     <${Chart} name="Time per token" gist="…" lines=${[{name: "with the cache", color: "--d1"}]}
 //       read=${() => ({first: position of the first token, series: [values]})} format=${duration} />
 //
-// A line without a name is drawn, but not told of. `read` is asked only when there is something to
-// draw: at most once a frame, and only while the chart can be seen. The hand over the picture is a
-// slider: pointer and arrow keys point at a token, here and in the text; a click or Enter selects it.
+// A line without a name is not in the legend. `read` is called at most once a frame, and only while the chart is
+// visible. The slider over the chart: pointer and arrow keys point at a token, here and in the text; a click or Enter
+// selects it.
 
-import { clamp, html, spelled, useLayoutEffect, useRef } from "../lib.js";
-import { select } from "../actions.js";
-import { colorOf, onColors } from "../colors.js";
-import { branchNow, changed, on, state, tokenAt } from "../state.js";
-import { axes, curve, layout, pointed, range } from "./paint.js";
-
-const AT_ONCE = ["hover", "selection"];
-const SOON = ["steps", "current", "costs"];
-const SOON_WAIT = 50; // milliseconds: a curve that grows by a hair need not be drawn in every frame
+const IMMEDIATE = ["hover", "selection"];
+const THROTTLED = ["steps", "current", "costs"];
+const THROTTLE_MS = 50; // for curves that grow while a text streams
 const KEYS = { ArrowLeft: -1, ArrowRight: 1, ArrowDown: -1, ArrowUp: 1, PageDown: -10, PageUp: 10,
   Home: -Infinity, End: Infinity };
 
@@ -42,7 +192,7 @@ export function Chart({ name, gist, lines, read, format, axis = format, tall = f
   </figure>`;
 }
 
-/** The picture behind one Chart: when to draw, what is pointed at. */
+/** The drawing of one Chart: when to draw, and the token that is pointed at. */
 class Drawing {
   frame = 0;
   timer = 0;
@@ -58,7 +208,7 @@ class Drawing {
     this.token = box.querySelector(".chart-token");
     this.font = `11px ${getComputedStyle(box).fontFamily}`;
     const ask = () => this.ask();
-    // Sizes are told, not asked for: asking would lay out the whole text anew in every frame.
+    // Sizes come from an observer: reading them would force a layout of the whole text in every frame.
     const size = new ResizeObserver(([entry]) => {
       this.size = entry.contentRect;
       this.ask();
@@ -73,10 +223,10 @@ class Drawing {
       this.timer ||= setTimeout(() => {
         this.timer = 0;
         this.ask();
-      }, SOON_WAIT);
+      }, THROTTLE_MS);
     };
     const leave = [
-      onColors(ask), ...AT_ONCE.map((topic) => on(topic, ask)), ...SOON.map((topic) => on(topic, soon)),
+      onThemeChange(ask), ...IMMEDIATE.map((topic) => on(topic, ask)), ...THROTTLED.map((topic) => on(topic, soon)),
     ];
     this.listen();
     return () => {
@@ -108,23 +258,23 @@ class Drawing {
     pen.setTransform(sharp, 0, 0, sharp, 0, 0);
     pen.clearRect(0, 0, width, height);
     const colors = this.colors();
-    const place = (this.place = layout(width, height, this.plot));
-    axes(pen, place, this.plot, colors);
+    const place = (this.place = chartLayout(width, height, this.plot));
+    drawAxes(pen, place, this.plot, colors);
     series.forEach((values, k) => {
-      curve(pen, place, values, high, { ...this.lines[k], color: colors.lines[k] });
+      drawCurve(pen, place, values, high, { ...this.lines[k], color: colors.lines[k] });
     });
-    const chosen = this.indexOf(state.selected), under = this.indexOf(state.hovered);
-    if (chosen !== null) pointed(pen, place, chosen, series, colors, colors.accent);
-    if (under !== null) pointed(pen, place, under, series, colors, colors.quiet);
-    this.say(under ?? chosen);
+    const selected = this.indexOf(state.selected), under = this.indexOf(state.hovered);
+    if (selected !== null) drawPointer(pen, place, selected, series, colors, colors.accent);
+    if (under !== null) drawPointer(pen, place, under, series, colors, colors.quiet);
+    this.say(under ?? selected);
   }
 
-  /** Take in what there is to draw; false if there is nothing. */
+  /** Read the data; false if there is nothing to draw. */
   look() {
-    const found = this.read();
-    if (!found) return false;
-    const count = Math.max(0, ...found.series.map((values) => values.length));
-    this.plot = { ...found, ...range(found.series, found), count, format: this.axis };
+    const data = this.read();
+    if (!data) return false;
+    const count = Math.max(0, ...data.series.map((values) => values.length));
+    this.plot = { ...data, ...valueRange(data.series, data), count, format: this.axis };
     return count > 0;
   }
 
@@ -141,22 +291,22 @@ class Drawing {
     return index >= 0 && index < this.plot.count ? index : null;
   }
 
-  /** The values at the token that is pointed at, beside the names of the lines. */
+  /** Show the values at a token in the legend. */
   say(index) {
     const { series, first, count } = this.plot;
     const named = this.lines.map(({ name }, k) => ({ name, value: series[k]?.[index] })).filter(({ name }) => name);
-    const said = named.map(({ value }) => (value === undefined || Number.isNaN(value) ? "" : this.format(value)));
-    said.forEach((text, k) => put(this.values[k], text));
-    const token = index === null ? null : tokenAt(branchNow(), first + index);
-    const words = token ? `token ${index + 1}: ${spelled(token.text)}` : "";
-    put(this.token, words);
-    const spoken = named.map(({ name }, k) => said[k] && `${name} ${said[k]}`).filter(Boolean);
-    attribute(this.hand, "aria-valuemax", Math.max(1, count));
-    attribute(this.hand, "aria-valuenow", index === null ? Math.max(1, count) : index + 1);
-    attribute(this.hand, "aria-valuetext", words ? `${words}, ${spoken.join(", ")}` : "no token");
+    const texts = named.map(({ value }) => (value === undefined || Number.isNaN(value) ? "" : this.format(value)));
+    texts.forEach((text, k) => setText(this.values[k], text));
+    const token = index === null ? null : tokenAt(currentBranch(), first + index);
+    const words = token ? `token ${index + 1}: ${visibleText(token.text)}` : "";
+    setText(this.token, words);
+    const spoken = named.map(({ name }, k) => texts[k] && `${name} ${texts[k]}`).filter(Boolean);
+    setAttribute(this.hand, "aria-valuemax", Math.max(1, count));
+    setAttribute(this.hand, "aria-valuenow", index === null ? Math.max(1, count) : index + 1);
+    setAttribute(this.hand, "aria-valuetext", words ? `${words}, ${spoken.join(", ")}` : "no token");
   }
 
-  // -- the hand ---------------------------------------------------------------------------------
+  // -- the slider -------------------------------------------------------------------------------
 
   listen() {
     const { hand } = this;
@@ -173,7 +323,7 @@ class Drawing {
       else if (event.key === "Enter" || event.key === " ") this.take(at);
       else return;
       event.preventDefault();
-      event.stopPropagation(); // the text has arrow keys of its own
+      event.stopPropagation(); // the text handles arrow keys too
     });
   }
 
@@ -185,14 +335,14 @@ class Drawing {
   }
 
   take(index) {
-    if (index !== null && this.plot?.count) select(this.plot.first + index);
+    if (index !== null && this.plot?.count) selectToken(this.plot.first + index);
   }
 }
 
-function put(element, text) {
+function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-function attribute(element, name, value) {
+function setAttribute(element, name, value) {
   if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
 }

@@ -1,30 +1,109 @@
-// The running figures of a branch, kept up as its steps come and go.
+// Running statistics of a branch, updated as its steps arrive and are rewound. LoopMeter measures repetition:
 //
-// Only what is new is counted: a text of two thousand tokens costs as little a frame as a short one.
+//     const meter = new LoopMeter();
+//     meter.push(token);  meter.cut(length);  meter.share();  meter.tail();
+//
+// A token repeats if its 4-gram occurred earlier in the text. Each token is looked up once: constant time per token.
 
-import { LoopMeter } from "./loops.js";
+const GRAM = 4; // shorter n-grams repeat in any text
+export const WINDOW = 64; // last tokens that the meter counts
+const MIN_TOKENS = 8; // below this the share is 0
+const MAX_CANDIDATE_ENDS = 24; // earlier occurrences tried for the tail, the nearest first
+const MAX_TAIL = 1024; // tokens
+
+export class LoopMeter {
+  constructor() {
+    this.tokens = [];
+    this.repeats = []; // whether each token repeats
+    this.sums = [0]; // sums[i]: repeats among the first i
+    this.ends = new Map(); // 4-gram → indices where it ended
+  }
+
+  push(token) {
+    const at = this.tokens.push(token) - 1;
+    let again = false;
+    if (at >= GRAM - 1) {
+      const gram = this.gramAt(at);
+      const ends = this.ends.get(gram);
+      again = ends !== undefined && ends.length > 0;
+      if (ends) ends.push(at);
+      else this.ends.set(gram, [at]);
+    }
+    this.repeats.push(again);
+    this.sums.push(this.sums[at] + (again ? 1 : 0));
+  }
+
+  /** Keep only the first `length` tokens. */
+  cut(length) {
+    for (let at = this.tokens.length - 1; at >= Math.max(length, GRAM - 1); at--) {
+      this.ends.get(this.gramAt(at)).pop();
+    }
+    this.tokens.length = this.repeats.length = length;
+    this.sums.length = length + 1;
+  }
+
+  /** Share of the last tokens that repeat, 0 to 1. */
+  share() {
+    const length = this.tokens.length;
+    if (length < MIN_TOKENS) return 0;
+    const looked = Math.min(WINDOW, length);
+    return (this.sums[length] - this.sums[length - looked]) / looked;
+  }
+
+  /**
+   * The longest suffix that occurred before: `{length, distance, times}`. `times` is how often the last `distance`
+   * tokens come in a row; 1 if the earlier occurrence does not touch the end.
+   */
+  tail() {
+    const last = this.tokens.length - 1;
+    let best = { length: 0, distance: 0, times: 1 };
+    if (!this.repeats[last]) return best;
+    const ends = this.ends.get(this.gramAt(last));
+    for (let i = ends.length - 2; i >= Math.max(0, ends.length - 1 - MAX_CANDIDATE_ENDS); i--) {
+      const length = this.matched(last, ends[i]);
+      if (length > best.length) best = { length, distance: last - ends[i], times: 1 };
+    }
+    best.times = Math.floor(best.length / best.distance) + 1;
+    return best;
+  }
+
+  gramAt(at) {
+    return this.tokens.slice(at - GRAM + 1, at + 1).join(" ");
+  }
+
+  /** Number of equal tokens before these two indices. */
+  matched(late, early) {
+    let length = 0;
+    while (length <= early && length < MAX_TAIL && this.tokens[late - length] === this.tokens[early - length]) {
+      length++;
+    }
+    return length;
+  }
+}
+
+// -- statistics of a branch: only new steps are counted -------------------------------------------
 
 export const MEAN_OVER = 16; // tokens of the running mean
 
 export class Tally {
   constructor() {
     this.steps = [];
-    this.seconds = []; // NaN: not written by the model, but put there
-    this.logprobs = []; // of the text up to and with each token
+    this.seconds = []; // NaN: chosen by the user
+    this.logprobs = []; // of the text up to and including each token
     this.entropies = [];
     this.entropySums = [0];
-    this.means = []; // of the entropy, over the last tokens
-    this.drifts = []; // surprise minus entropy, summed up
-    this.drafts = [{ accepted: 0, rejected: 0 }]; // among the first i
+    this.means = []; // of the entropy, over the last MEAN_OVER tokens
+    this.drifts = []; // cumulative surprisal minus entropy
+    this.drafts = [{ accepted: 0, rejected: 0 }]; // [i]: among the first i
     this.loops = new LoopMeter();
   }
 
-  /** Bring the figures to what these steps are now. */
+  /** Update the statistics to these steps. */
   follow(steps) {
-    let same = Math.min(steps.length, this.steps.length);
-    while (same > 0 && steps[same - 1] !== this.steps[same - 1]) same--;
-    if (same < this.steps.length) this.cut(same);
-    for (let i = same; i < steps.length; i++) this.push(steps[i]);
+    let shared = Math.min(steps.length, this.steps.length);
+    while (shared > 0 && steps[shared - 1] !== this.steps[shared - 1]) shared--;
+    if (shared < this.steps.length) this.cut(shared);
+    for (let i = shared; i < steps.length; i++) this.push(steps[i]);
     return this;
   }
 
@@ -64,7 +143,7 @@ export class Tally {
     return this.logprobs.at(-1) ?? 0;
   }
 
-  /** The probability that each token would need to have for the text to be as likely as it is. */
+  /** Geometric mean of the token probabilities. */
   get typical() {
     return this.length ? Math.exp(this.logprob / this.length) : 1;
   }
@@ -76,7 +155,7 @@ export class Tally {
 
 const tallies = new WeakMap();
 
-/** The figures of a branch as it is now. */
+/** The up-to-date statistics of a branch. */
 export function tallyOf(branch) {
   if (!tallies.has(branch)) tallies.set(branch, new Tally());
   return tallies.get(branch).follow(branch.steps);

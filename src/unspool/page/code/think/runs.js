@@ -1,21 +1,66 @@
-// A search: what is asked for, the tree as the server tells of it, and texts of it that a person opened.
-// It outlives the view: a person may look elsewhere.
+// The state of the Think view: search policies and judges, the request, and the search tree as events report it.
 
-import { adoptEvent, CANDIDATES, connect, promptBody } from "../actions.js";
-import { ApiFault, api } from "../api.js";
-import { keep, letGo } from "../own_texts.js";
+import { addBranch, applyEvent, CANDIDATES, connect, dropUnused, promptBody } from "../actions.js";
+import { api, ApiError } from "../api.js";
 import { changed, state } from "../state.js";
-import { JUDGES, POLICIES, WEIGHERS } from "./choices.js";
+
+const integerOption = (name, title, defaultValue, least = 1) => ({ name, title, defaultValue: String(defaultValue), least });
+const stepOption = { name: "step", title: "A piece is a", defaultValue: "sentence", among: ["sentence", "line", "paragraph", "tokens"] };
+const pieceOption = integerOption("tokens", "… of at most", 32);
+
+/** By their names on the server; `isLong`: one text that may use the whole budget. */
+export const POLICIES = {
+  "best-of": { title: "Best of n", help: "Sample n texts and keep the one with the highest score.", options: [integerOption("n", "Texts", 8)] },
+  vote: { title: "Vote", help: "Sample n texts; the most frequent answer wins (self-consistency).", options: [integerOption("n", "Texts", 8)] },
+  beam: { title: "Beam search", help: "After each piece only the best texts are kept, and each is continued in several ways.",
+    options: [integerOption("keep", "Beams", 2), integerOption("width", "Continuations each", 3), stepOption, pieceOption] },
+  dvts: { title: "Diverse subtrees (DVTS)", help: "Independent beam searches, so that their texts stay different; the best text wins.",
+    options: [integerOption("subtrees", "Subtrees", 3), integerOption("width", "Continuations each", 3), stepOption, pieceOption] },
+  mcts: { title: "Monte Carlo tree search", help: "Expand texts with high scores or few visits; a rollout to the end scores each piece.",
+    options: [integerOption("rounds", "Rounds", 8), integerOption("width", "Continuations each", 2), stepOption, pieceOption] },
+  restarts: { title: "Early restarts", help: "Sample several openings and finish only the best ones.",
+    options: [integerOption("k", "Openings", 8), integerOption("tokens", "Tokens each", 16), integerOption("keep", "Finished", 1)] },
+  think: { title: "Budget forcing", isLong: true,
+    help: "For reasoning models: append “Wait” if the reasoning ends too early, and its end tag if it is too long.",
+    options: [integerOption("min_thinking", "Min reasoning tokens", 0, 0), integerOption("max_thinking", "Max reasoning tokens", "")] },
+  compose: { title: "Compose", isLong: true, help: "An outline first, then each section with the outline in the prompt, then one revision.",
+    options: [integerOption("sections", "Sections", 3), integerOption("width", "Samples each", 1), integerOption("edits", "Words to revise", 4, 0)] },
+};
+
+/** `needs`: the argument after the name. Judges that run files are available on the command line only. */
+export const JUDGES = {
+  "": { title: "default", help: "Mean log probability per token; in a vote each text counts the same." },
+  logprob: { title: "log probability", help: "Mean log probability per token." },
+  certainty: { title: "self-certainty", help: "Distance of the model's distribution from uniform, averaged over the tokens." },
+  "regex:": { title: "regular expression", needs: "pattern", help: "1 if the regular expression matches the text, else 0." },
+  ask: { title: "the same model, yes or no", help: "The model is asked whether the answer is right: P(yes)." },
+  "ask:": { title: "another model, yes or no", needs: "model", help: "Another model is asked whether the answer is right: P(yes)." },
+  "reward:": { title: "reward model", needs: "model", help: "The score of a reward model." },
+  "process:": { title: "process reward model", needs: "model", help: "The lowest step score of a process reward model." },
+  vote: { title: "majority vote", help: "Share of texts with the same answer: boxed, after “answer is”, or the last number." },
+  "vote:": { title: "majority vote, by pattern", needs: "pattern", help: "Share of texts in which this pattern matches the same text." },
+  "vote+": { title: "weighted vote", needs: "weigher", help: "Votes weighted by another judge." },
+};
+export const WEIGHERS = ["logprob", "certainty", "ask"];
+
+/** A score with two decimals and a minus sign. */
+export function scoreText(score) {
+  if (score == null) return "–";
+  const text = Number.isInteger(score) ? String(score) : Math.abs(score) >= 100 ? score.toFixed(0) : score.toFixed(2);
+  return text.replace("-", "−");
+}
+
+// -- state: it outlives the view ------------------------------------------------------------------
 
 const EXAMPLE = "Why do leaves change color in fall?";
 
 /** Topic "think". */
 export const thinking = {
-  prompt: null, // null: what stands in the composer, or else the example
+  prompt: null, // null: the prompt of the Write view, or else the example
   policy: "best-of",
-  options: {}, // of each policy, what a person changed: {"best-of": {n: "4"}}
+  options: {}, // changed options by policy: {"best-of": {n: "4"}}
   judge: "",
-  pattern: "", // what stands behind the judge's name, one for each kind
+  pattern: "", // argument of the judge, one for each kind
   model: null,
   weigher: WEIGHERS[0],
   budget: "1000",
@@ -23,7 +68,7 @@ export const thinking = {
   temperature: "0.8",
   seed: "7",
   fault: null,
-  asked: null, // what the search that is shown was asked for
+  request: null, // of the shown search
   start: null,
   nodes: [], // by number; 0 is the prompt
   spent: null,
@@ -33,62 +78,62 @@ export const thinking = {
   stopped: false,
   began: 0,
   seconds: 0,
-  open: null, // the number of the text that is looked at
-  opened: new Map(), // number: {id, fault}: the branch of each text that was looked at
-  hides: false, // whether pruned texts are left out of the picture
+  open: null, // number of the selected node
+  opened: new Map(), // number: {id, fault}: branches of nodes that were opened
+  hides: false, // whether pruned nodes are hidden
 };
 let control = null;
 
-export const told = () => changed("think");
-export const promptNow = () => thinking.prompt ?? (state.draft || EXAMPLE);
-export const optionNow = ({ name, usual }) => thinking.options[thinking.policy]?.[name] ?? usual;
+const notify = () => changed("think");
+export const currentPrompt = () => thinking.prompt ?? (state.draft || EXAMPLE);
+export const optionValue = ({ name, defaultValue }) => thinking.options[thinking.policy]?.[name] ?? defaultValue;
 export const judgeModels = () => state.models.filter(({ id }) => id !== state.model);
 export const judgeModel = () => thinking.model ?? judgeModels()[0]?.id ?? "";
 
-export function change(values) {
+export function setThinking(values) {
   Object.assign(thinking, values);
-  told();
+  notify();
 }
 
 export function setOption(name, value) {
   const { policy, options } = thinking;
-  change({ options: { ...options, [policy]: { ...options[policy], [name]: value } }, fault: null });
+  setThinking({ options: { ...options, [policy]: { ...options[policy], [name]: value } }, fault: null });
 }
 
-// -- asking -----------------------------------------------------------------------------------
+// -- the request ------------------------------------------------------------------------------
 
-function wholeNumber(title, value, least, param) {
-  const found = Number(value);
-  if (value.trim() !== "" && Number.isInteger(found) && found >= least) return found;
-  throw new ApiFault(400, `${title} was “${value}”; it must be a whole number of ${least} or more.`, { param });
+function parseInteger(title, value, least, param) {
+  const number = Number(value);
+  if (value.trim() !== "" && Number.isInteger(number) && number >= least) return number;
+  throw new ApiError(400, `${title} must be an integer >= ${least}, got “${value}”.`, { param });
 }
 
 function judgeName() {
   const { judge, pattern, weigher } = thinking;
-  const rest = { pattern, weigher, model: judgeModel() }[JUDGES[judge].needs];
-  if (rest === "") throw new ApiFault(400, `Say which ${JUDGES[judge].needs} it is.`, { param: JUDGES[judge].needs });
-  return judge + (rest ?? "") || null;
+  const argument = { pattern, weigher, model: judgeModel() }[JUDGES[judge].needs];
+  if (argument === "") throw new ApiError(400, `This judge needs a ${JUDGES[judge].needs}.`, { param: JUDGES[judge].needs });
+  return judge + (argument ?? "") || null;
 }
 
-/** The request, or an ApiFault that says which field is wrong. */
-function question() {
+/** The request; throws an ApiError for an invalid field. */
+function buildRequest() {
   const { policy, length, seed, temperature } = thinking;
-  if (!promptNow().trim()) throw new ApiFault(400, "Write a question first.", { param: "prompt" });
-  const budget = wholeNumber("The budget", thinking.budget, 1, "budget");
+  if (!currentPrompt().trim()) throw new ApiError(400, "Enter a question first.", { param: "prompt" });
+  const budget = parseInteger("Budget", thinking.budget, 1, "budget");
   const think = { policy, judge: judgeName(), budget };
   for (const option of POLICIES[policy].options) {
-    const value = optionNow(option);
+    const value = optionValue(option);
     if (option.among) think[option.name] = value;
-    else if (value.trim() || option.usual) think[option.name] = wholeNumber(`“${option.title}”`, value, option.least, option.name);
+    else if (value.trim() || option.defaultValue) think[option.name] = parseInteger(`“${option.title}”`, value, option.least, option.name);
   }
   const heat = Number(temperature.replace(",", "."));
   if (!(heat >= 0) || !temperature.trim()) {
-    throw new ApiFault(400, `The temperature was “${temperature}”; it must be a number of 0 or more.`, { param: "temperature" });
+    throw new ApiError(400, `Temperature must be >= 0, got “${temperature}”.`, { param: "temperature" });
   }
   return {
-    ...promptBody(promptNow()), model: state.model, temperature: heat, think, stream: true,
-    max_tokens: POLICIES[policy].isLong ? budget : wholeNumber("The length", length, 1, "length"),
-    ...(seed.trim() ? { seed: wholeNumber("The seed", seed, 0, "seed") } : {}),
+    ...promptBody(currentPrompt()), model: state.model, temperature: heat, think, stream: true,
+    max_tokens: POLICIES[policy].isLong ? budget : parseInteger("Max tokens", length, 1, "length"),
+    ...(seed.trim() ? { seed: parseInteger("Seed", seed, 0, "seed") } : {}),
   };
 }
 
@@ -96,41 +141,41 @@ export async function search() {
   if (thinking.running) return;
   thinking.fault = null;
   try {
-    thinking.asked = question();
-    letGo([...thinking.opened.values()].map(({ id }) => id));
+    thinking.request = buildRequest();
+    dropUnused([...thinking.opened.values()].map(({ id }) => id));
     Object.assign(thinking, {
       start: null, nodes: [], spent: null, winner: null, done: null, running: true, stopped: false, began: performance.now(),
       open: null, opened: new Map(),
     });
-    told();
+    notify();
     control = new AbortController();
-    for await (const { event, data } of api.stream("/v1/think", thinking.asked, { signal: control.signal })) {
-      happened[event]?.(data);
+    for await (const { event, data } of api.stream("/v1/think", thinking.request, { signal: control.signal })) {
+      EVENT_HANDLERS[event]?.(data);
       thinking.seconds = (performance.now() - thinking.began) / 1000;
-      told();
+      notify();
     }
     if (thinking.winner !== null && thinking.open === null) openNode(thinking.winner);
   } catch (error) {
     if (error.name === "AbortError") thinking.stopped = true;
     else {
       thinking.fault = { message: error.message, param: error.param ?? null };
-      if (error.gone) connect();
-      if (!(error instanceof ApiFault)) throw error;
+      if (error.isOffline) connect();
+      if (!(error instanceof ApiError)) throw error;
     }
   } finally {
     thinking.running = false;
-    told();
+    notify();
   }
 }
 
-/** The server ends a search that nobody listens to, and gives back all that it held. */
+/** Closing the stream cancels the search on the server, which releases its memory. */
 export function stop() {
   control?.abort();
 }
 
-// -- the tree, event by event -----------------------------------------------------------------
+// -- events -----------------------------------------------------------------------------------
 
-const happened = {
+const EVENT_HANDLERS = {
   start(data) {
     thinking.start = data;
     thinking.nodes = [{ number: 0, parent: null, children: [], text: "", tokens: [], finished: false }];
@@ -139,7 +184,7 @@ const happened = {
     const { node: number, parent, text, tokens, logprob, finished } = data;
     thinking.nodes[number] = { number, parent, children: [], text, tokens, logprob, finished };
     thinking.nodes[parent].children.push(number);
-    // The bar need not wait until the whole wave is written.
+    // Update the budget meter before the server reports the totals.
     if (thinking.spent) thinking.spent.growing += tokens.length;
   },
   judged({ node, score, why, answer }) {
@@ -159,39 +204,39 @@ const happened = {
   },
 };
 
-/** From the prompt to a text: all that it consists of. */
+/** The nodes from the prompt to a node. */
 export function pathTo(number) {
   const path = [];
   for (let node = thinking.nodes[number]; node; node = thinking.nodes[node.parent]) path.unshift(node);
   return path;
 }
 
-/** Pruned itself, or a part of what was. */
-export const isLost = (number) => pathTo(number).some(({ pruned }) => pruned);
+/** Whether a node or one of its ancestors was pruned. */
+export const isPruned = (number) => pathTo(number).some(({ pruned }) => pruned);
 export const tokensOf = (number) => pathTo(number).flatMap(({ tokens }) => tokens);
 
-// -- looking at a text ------------------------------------------------------------------------
+// -- opening a node ---------------------------------------------------------------------------
 
-/** Look at a text, token by token: as a branch of the tree, which a person can go on with. */
+/** Select a node and create a branch with its text, which the user can continue. */
 export async function openNode(number) {
-  change({ open: number });
-  const known = thinking.opened.get(number);
-  if (known && !known.fault) return;
+  setThinking({ open: number });
+  const existing = thinking.opened.get(number);
+  if (existing && !existing.fault) return;
   const text = { id: null, fault: null };
   thinking.opened.set(number, text);
-  told();
+  notify();
   try {
-    const { think, stream, max_tokens, ...asked } = thinking.asked;
+    const { think, stream, max_tokens, ...prompt } = thinking.request;
     const { seed, model } = thinking.start;
     const tokens = tokensOf(number);
-    const made = await api.post("/v1/tree", { ...asked, model, seed, top: CANDIDATES, name: number ? `Text ${number} of a search` : null });
-    const id = keep(made, { temperature: asked.temperature });
-    if (tokens.length) adoptEvent("branch", { data: await api.post(`/v1/tree/${id}/append`, { tokens }) });
-    state.branches.get(id).kept = new Set(tokens.keys()); // the model's own words, not a person's
+    const created = await api.post("/v1/tree", { ...prompt, model, seed, top: CANDIDATES, name: number ? `Text ${number} of a search` : null });
+    const id = addBranch(created, { temperature: prompt.temperature });
+    if (tokens.length) applyEvent("branch", { data: await api.post(`/v1/tree/${id}/append`, { tokens }) });
+    state.branches.get(id).unchanged = new Set(tokens.keys()); // sampled by the model, not chosen by the user
     text.id = id;
   } catch (error) {
     text.fault = error.message;
-    if (!(error instanceof ApiFault)) throw error;
+    if (!(error instanceof ApiError)) throw error;
   }
-  told();
+  notify();
 }

@@ -1,27 +1,136 @@
-// The text, token by token. Written by hand, not by components: thousands of tokens stay in place while
-// new ones come, and a frame touches only what is new.
+// The text, token by token. Plain DOM, not components: thousands of tokens stay in place, and a frame touches only
+// new ones.
 
-import { isNarrow, isWord, spelled } from "../lib.js";
-import { branchNow, changed, on, promptLength, state, stepAt, textLength, tokenAt } from "../state.js";
-import { select } from "../actions.js";
-import { applyMarks, extendPart, markedChange, watchSelection } from "./marks.js";
-import { countThought, homeOf, tellThoughts, tidy, unfold } from "./thoughts.js";
-import { said, tintOf } from "./tint.js";
+import { selectToken } from "../actions.js";
+import { clamp, count, isNarrow, isWord, nats, ordinal, percent, visibleText } from "../lib.js";
+import { changed, currentBranch, on, promptLength, state, stepAt, textLength, tokenAt } from "../state.js";
+import { applyMarks, extendSpan, selectChangeAt, watchSelection } from "./edits.js";
 
-const NEAR_END = 80; // px: who is as close as this to the end follows the text
+export const TINTS = {
+  probability: "probability", entropy: "entropy", rank: "rank", doubt: "doubt", none: "no color",
+};
+
+const LOG_STEPS = 9 / Math.log(1000); // from certain to one in a thousand
+const ENTROPY_STEPS = 9 / 6; // a step of two thirds of a nat
+
+const TINT_LEVELS = {
+  // -- tints: 0 (certain) to 9
+  probability: (step) => -(step.logprob ?? -50) * LOG_STEPS,
+  entropy: (step) => (step.entropy ?? 0) * ENTROPY_STEPS,
+  rank: (step) => (step.rank ? 1 + Math.log2(step.rank) : 0),
+  doubt: (step) => (step.doubt ?? 0) * LOG_STEPS, // loaded on demand: loadDoubt
+  none: () => 0,
+};
+
+/** The CSS class that tints a step; none for certain tokens. */
+export function tintClass(step, by) {
+  if (!step || step.logprob === undefined) return "";
+  const tint = Math.round(clamp(TINT_LEVELS[by](step), 0, 9));
+  return tint ? `tint-${tint}` : "";
+}
+
+/** The ends of each scale. */
+export const TINT_SCALES = {
+  probability: ["likely", "1 in 1,000"], entropy: ["sure", "6 nats"], rank: ["1st", "256th"],
+  doubt: ["fits", "doubtful"],
+};
+
+/** A step as a short text for screen readers. */
+function describeStep(step) {
+  const p = step.logprob === null ? 0 : Math.exp(step.logprob);
+  return `probability ${percent(p)}, ${ordinal(step.rank + 1)}, entropy ${nats(step.entropy)} nats`;
+}
+
+// -- reasoning output: folded under a title with its number of tokens and time ---------------------
+
+let foldCount = 0; // for unique ids
+
+/** The element for a token's line: the text, or the last reasoning fold. */
+function lineParent(body, token) {
+  if (!token.thought) return body;
+  const last = body.lastChild;
+  return (last?.classList.contains("thought") ? last : newFold(body)).lastChild;
+}
+
+function newFold(body) {
+  const fold = document.createElement("div");
+  fold.className = "thought";
+  const head = document.createElement("button");
+  head.type = "button";
+  head.className = "thought-head";
+  const inside = document.createElement("div");
+  foldCount += 1;
+  inside.id = `thought-${foldCount}`;
+  inside.className = "thought-body";
+  head.setAttribute("aria-controls", inside.id);
+  head.addEventListener("click", (event) => {
+    event.stopPropagation(); // not a token
+    setOpen(fold, inside.hidden);
+  });
+  fold.append(head, inside);
+  Object.assign(fold, { tokens: 0, seconds: 0 });
+  setOpen(fold, false);
+  body.append(fold);
+  return fold;
+}
+
+function setOpen(fold, isOpen) {
+  fold.lastChild.hidden = !isOpen;
+  fold.firstChild.setAttribute("aria-expanded", String(isOpen));
+}
+
+/** Add a token to the totals of its fold, or (-1) remove it. */
+function countReasoning(span, token, change = 1) {
+  const fold = span.closest(".thought");
+  if (!fold) return;
+  fold.tokens += change;
+  fold.seconds += change * (token.seconds ?? 0);
+}
+
+/** Update the titles of the folds; the last one may still be growing. */
+function updateReasoningTitles(body) {
+  for (const fold of body.querySelectorAll(":scope > .thought")) {
+    const isGrowing = state.writing !== null && fold === body.lastChild;
+    const took = `${count(fold.tokens)} ${fold.tokens === 1 ? "token" : "tokens"}, ${fold.seconds.toFixed(1)} s`;
+    const title = `${isGrowing ? "Reasoning …" : "Reasoning"} · ${took}`;
+    if (fold.firstChild.textContent !== title) fold.firstChild.textContent = title;
+  }
+}
+
+/** Open the fold of a selected token. */
+function unfold(span) {
+  const fold = span?.closest(".thought");
+  if (fold?.lastChild.hidden) setOpen(fold, true);
+}
+
+/** Remove lines and folds that have become empty. */
+function removeEmptyLines(body) {
+  for (let last = body.lastChild; last; last = body.lastChild) {
+    if (last.classList.contains("thought")) {
+      const lines = last.lastChild;
+      while (lines.lastChild && !lines.lastChild.hasChildNodes()) lines.lastChild.remove();
+      if (lines.hasChildNodes()) return;
+    } else if (last.hasChildNodes()) return;
+    last.remove();
+  }
+}
+
+// -- the text -----------------------------------------------------------------------------------
+
+const NEAR_END = 80; // px: within this distance of the end, the view follows the text
 const SPECIAL = /^<\|.*\|>$|^<\/?s>$|^<[a-z_]+>$/;
 
-let box = null; // what scrolls
-let body = null; // holds the lines
-let layer = null; // the picture over the text
-let spoken = null; // says the selected token to those who hear the page
-let drawn = { id: null, tokens: [], spans: [], line: null };
-let lit = null;
-let marked = null; // the selected token
-let follows = true; // the end of the text stays in sight while it grows
-let begun = null; // the writing that took the focus
+let box = null; // the scroll container
+let body = null; // contains the lines
+let layer = null; // the SVG over the text
+let announcement = null; // the selected token, for screen readers
+let rendered = { id: null, tokens: [], spans: [], line: null };
+let highlight = null;
+let selectedSpan = null;
+let follows = true; // whether the view follows the end of a growing text
+let lastWriting = null; // the generation that took the focus
 
-/** Make the pane inside an element; gives the function that takes it away. */
+/** Create the pane inside an element. Returns the function that unmounts it. */
 export function mountPane(element) {
   box = element;
   body = document.createElement("div");
@@ -29,24 +138,24 @@ export function mountPane(element) {
   layer = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   layer.id = "text-overlay";
   layer.setAttribute("aria-hidden", "true");
-  spoken = document.createElement("p");
-  spoken.className = "visually-hidden";
-  spoken.setAttribute("role", "status");
-  box.append(body, layer, spoken);
-  drawn = { id: null, tokens: [], spans: [], line: null };
+  announcement = document.createElement("p");
+  announcement.className = "visually-hidden";
+  announcement.setAttribute("role", "status");
+  box.append(body, layer, announcement);
+  rendered = { id: null, tokens: [], spans: [], line: null };
   body.addEventListener("pointerover", hover);
   body.addEventListener("pointerleave", () => setHovered(null));
-  body.addEventListener("click", (event) => tapped(positionOf(event.target)));
+  body.addEventListener("click", (event) => onTokenClick(positionOf(event.target)));
   box.addEventListener("keydown", onKey);
   follows = false;
   box.addEventListener("scroll", scrolled, { passive: true });
-  // After layout, where sizes can be read without another one. The box shrinks when the reply comes below it.
-  const resized = new ResizeObserver(keepInSight);
+  // Observers run after layout, so reading sizes is free. The box shrinks when the reply form appears below it.
+  const resized = new ResizeObserver(keepVisible);
   resized.observe(body);
   resized.observe(box);
   const leave = [
-    on("steps", draw), on("current", draw), on("tint", retint), on("selection", mark), on("writing", began),
-    on("part", remark), on("revision", remark), watchSelection(body),
+    on("steps", draw), on("current", draw), on("tint", retint), on("selection", markSelected), on("writing", onWritingChange),
+    on("span", updateMarks), on("revision", updateMarks), watchSelection(body),
     () => resized.disconnect(),
   ];
   draw();
@@ -56,34 +165,34 @@ export function mountPane(element) {
   };
 }
 
-// -- what stays in sight ----------------------------------------------------------------------
+// -- scrolling --------------------------------------------------------------------------------
 
-let isOurs = false; // the scrolling that comes next
-let height = 0; // of the box, when it was last looked at
+let isOwnScroll = false; // the next scroll event is caused by this code
+let lastHeight = 0; // of the box
 
 function scrolled() {
-  // A box that became smaller was not scrolled by anybody.
-  if (!isOurs && box.clientHeight === height) follows = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
-  isOurs = false;
+  // A scroll event of a box that shrank is not the user's.
+  if (!isOwnScroll && box.clientHeight === lastHeight) follows = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
+  isOwnScroll = false;
 }
 
-/** The end of a text that is written, or the token that is looked at, whatever else takes room. */
-function keepInSight() {
-  const isSmaller = box.clientHeight < height;
-  height = box.clientHeight;
-  if (isSmaller && marked) reveal(state.selected);
+/** Keep the end of a growing text, or the selected token, visible when sizes change. */
+function keepVisible() {
+  const isSmaller = box.clientHeight < lastHeight;
+  lastHeight = box.clientHeight;
+  if (isSmaller && selectedSpan) reveal(state.selected);
   else if (follows) {
-    isOurs = box.scrollTop + height < box.scrollHeight - 1;
+    isOwnScroll = box.scrollTop + lastHeight < box.scrollHeight - 1;
     box.scrollTop = box.scrollHeight;
   }
   changed("layout");
 }
 
-/** Writing begins, goes on or ends. When it begins, the keys are the text's: what was asked is asked. */
-function began() {
-  mark();
-  const isNew = state.writing && state.writing !== begun;
-  begun = state.writing;
+/** Generation started, continued or ended. When it starts, focus the text, so that shortcuts work. */
+function onWritingChange() {
+  markSelected();
+  const isNew = state.writing && state.writing !== lastWriting;
+  lastWriting = state.writing;
   if (!isNew) return;
   follows = true;
   const field = document.activeElement?.closest(".composer, .reply");
@@ -94,91 +203,91 @@ function began() {
 
 function draw() {
   if (!body) return;
-  const branch = branchNow();
-  if (drawn.id !== (branch?.id ?? null)) turnTo(branch);
+  const branch = currentBranch();
+  if (rendered.id !== (branch?.id ?? null)) switchBranch(branch);
   if (branch?.prompt) {
-    const own = promptLength(branch);
-    const tokenOf = (at) => (at < own ? branch.prompt.tokens[at] : branch.steps[at - own]);
+    const promptTokens = promptLength(branch);
+    const tokenOf = (at) => (at < promptTokens ? branch.prompt.tokens[at] : branch.steps[at - promptTokens]);
     const length = textLength(branch);
-    let same = 0;
-    while (same < drawn.tokens.length && same < length && drawn.tokens[same] === tokenOf(same)) same += 1;
-    if (same < drawn.tokens.length) cut(same);
-    for (let at = same; at < length; at += 1) append(branch, at, tokenOf(at), at < own);
+    let unchanged = 0;
+    while (unchanged < rendered.tokens.length && unchanged < length && rendered.tokens[unchanged] === tokenOf(unchanged)) unchanged += 1;
+    if (unchanged < rendered.tokens.length) cut(unchanged);
+    for (let at = unchanged; at < length; at += 1) append(branch, at, tokenOf(at), at < promptTokens);
   }
-  mark();
+  markSelected();
 }
 
-/** Another branch: what it has in common with the one before stays where it is. */
-function turnTo(branch) {
-  drawn.id = branch?.id ?? null;
-  if (drawn.tokens[0] !== branch?.prompt?.tokens[0]) {
+/** Show another branch; tokens shared with the previous one stay in place. */
+function switchBranch(branch) {
+  rendered.id = branch?.id ?? null;
+  if (rendered.tokens[0] !== branch?.prompt?.tokens[0]) {
     cut(0);
     box.scrollTop = 0;
   }
   follows = state.writing !== null;
-  light(null);
+  highlightTokens(null);
 }
 
 function cut(length) {
-  drawn.spans.splice(length).forEach((span, place) => {
-    countThought(span, drawn.tokens[length + place], -1);
+  rendered.spans.splice(length).forEach((span, place) => {
+    countReasoning(span, rendered.tokens[length + place], -1);
     span.remove();
   });
-  drawn.tokens.length = length;
-  tidy(body);
-  const last = drawn.spans[length - 1];
-  drawn.line = last && !last.textContent.endsWith("\n") ? last.parentNode : null;
+  rendered.tokens.length = length;
+  removeEmptyLines(body);
+  const last = rendered.spans[length - 1];
+  rendered.line = last && !last.textContent.endsWith("\n") ? last.parentNode : null;
 }
 
 function append(branch, at, token, isPrompt) {
-  const home = homeOf(body, token);
-  if (drawn.line?.parentNode !== home) {
-    drawn.line = document.createElement("div");
-    drawn.line.className = "line";
-    home.append(drawn.line);
+  const home = lineParent(body, token);
+  if (rendered.line?.parentNode !== home) {
+    rendered.line = document.createElement("div");
+    rendered.line.className = "line";
+    home.append(rendered.line);
   }
   const span = document.createElement("span");
   span.dataset.at = at;
-  dress(span, branch, at, token, isPrompt);
-  if (span.textContent.includes("⟨") && token.text?.startsWith("\ufffd")) spellOut(at);
-  if (isWord(span.textContent, drawn.line.lastChild?.textContent)) span.classList.add("word");
-  drawn.line.append(span);
-  countThought(span, token);
-  drawn.tokens.push(token);
-  drawn.spans.push(span);
-  // A line of its own for each paragraph: the browser lays out only the last one again.
-  if (span.textContent.endsWith("\n")) drawn.line = null;
+  styleToken(span, branch, at, token, isPrompt);
+  if (span.textContent.includes("⟨") && token.text?.startsWith("\ufffd")) showBytes(at);
+  if (isWord(span.textContent, rendered.line.lastChild?.textContent)) span.classList.add("word");
+  rendered.line.append(span);
+  countReasoning(span, token);
+  rendered.tokens.push(token);
+  rendered.spans.push(span);
+  // One element per paragraph: the browser lays out only the last one again.
+  if (span.textContent.endsWith("\n")) rendered.line = null;
 }
 
-/** What the tokens before began was never completed: they show their bytes. */
-function spellOut(before) {
-  for (let at = before - 1; drawn.spans[at]?.classList.contains("part"); at -= 1) {
-    drawn.spans[at].textContent = drawn.tokens[at].piece;
+/** Show the bytes of the tokens before, whose character was never completed. */
+function showBytes(before) {
+  for (let at = before - 1; rendered.spans[at]?.classList.contains("part"); at -= 1) {
+    rendered.spans[at].textContent = rendered.tokens[at].piece;
   }
 }
 
-function dress(span, branch, at, token, isPrompt) {
+function styleToken(span, branch, at, token, isPrompt) {
   const names = ["t"];
   const piece = token.piece ?? token.text;
-  let text = token.text.includes("\ufffd") ? piece : token.text; // no question marks: its own bytes
+  let text = token.text.includes("\ufffd") ? piece : token.text; // bytes instead of replacement characters
   if (SPECIAL.test(piece)) {
     names.push("special");
     text = piece;
   } else if (text === "") {
-    names.push("part"); // a part of a character, or held back: it still is a token to point at
+    names.push("part"); // part of a character, or withheld: still a token to point at
     text = "·";
   }
-  if (/^[\r\n]+$/.test(text)) names.push("break"); // drawn with a mark, else nobody could point at it
+  if (/^[\r\n]+$/.test(text)) names.push("break"); // drawn with a mark to point at
   const index = at - promptLength(branch);
   if (isPrompt) names.push("prompt");
   if (isPrompt ? token.added : branch.added?.has(index)) names.push("added");
   if (!isPrompt) {
-    names.push(tintOf(token, state.tint));
-    if (token.chosen && !branch.kept?.has(index)) names.push("chosen");
+    names.push(tintClass(token, state.tint));
+    if (token.chosen && !branch.unchanged?.has(index)) names.push("chosen");
     if (token.draft) names.push(token.draft);
     if (branch.retracted.some((cutOut) => cutOut.at === index && cutOut.verb === "retract")) {
       names.push("repaired");
-      span.title = "A guard took words back here";
+      span.title = "The loop guard rewound tokens here";
     }
   }
   span.className = names.filter(Boolean).join(" ");
@@ -186,32 +295,30 @@ function dress(span, branch, at, token, isPrompt) {
 }
 
 function retint() {
-  const branch = branchNow();
+  const branch = currentBranch();
   if (!branch) return;
-  const own = promptLength(branch);
-  drawn.spans.forEach((span, at) => {
+  const promptTokens = promptLength(branch);
+  rendered.spans.forEach((span, at) => {
     const isWordInLine = span.classList.contains("word");
-    dress(span, branch, at, drawn.tokens[at], at < own);
+    styleToken(span, branch, at, rendered.tokens[at], at < promptTokens);
     span.classList.toggle("word", isWordInLine);
   });
-  mark();
-  if (lit) light(lit.weights, lit.upTo);
+  markSelected();
+  if (highlight) highlightTokens(highlight.weights, highlight.upTo);
 }
 
-
-
-function mark() {
+function markSelected() {
   if (!body) return;
-  marked?.classList.remove("selected");
-  marked = drawn.spans[state.selected] ?? null;
-  marked?.classList.add("selected");
-  unfold(marked);
-  tellThoughts(body);
-  remark();
-  body.classList.toggle("writing", state.writing?.branch === drawn.id && drawn.id !== null);
+  selectedSpan?.classList.remove("selected");
+  selectedSpan = rendered.spans[state.selected] ?? null;
+  selectedSpan?.classList.add("selected");
+  unfold(selectedSpan);
+  updateReasoningTitles(body);
+  updateMarks();
+  body.classList.toggle("writing", state.writing?.branch === rendered.id && rendered.id !== null);
 }
 
-const remark = () => body && applyMarks(drawn.spans, branchNow());
+const updateMarks = () => body && applyMarks(rendered.spans, currentBranch());
 
 // -- pointing ---------------------------------------------------------------------------------
 
@@ -220,10 +327,10 @@ function positionOf(target) {
   return at === undefined ? null : Number(at);
 }
 
-function tapped(position) {
-  if (markedChange(position)) return;
-  select(position);
-  // On a narrow screen a sheet comes up from below: whoever cannot see that is taken there.
+function onTokenClick(position) {
+  if (selectChangeAt(position)) return;
+  selectToken(position);
+  // On a narrow screen a sheet opens at the bottom: focus it, for screen readers.
   if (position !== null && isNarrow()) {
     requestAnimationFrame(() => document.getElementById("side-panel")?.focus({ preventScroll: true }));
   }
@@ -242,36 +349,36 @@ function setHovered(position) {
 const MOVES = { ArrowLeft: -1, ArrowRight: 1 };
 
 function onKey(event) {
-  const branch = branchNow();
+  const branch = currentBranch();
   if (!branch || event.target !== box || event.ctrlKey || event.metaKey || event.altKey) return;
   const last = textLength(branch) - 1;
   const now = state.selected ?? (event.key === "ArrowLeft" ? last + 1 : promptLength(branch) - 1);
   let next = null;
   if (event.key in MOVES) next = now + MOVES[event.key];
-  else if (event.key === "ArrowUp" || event.key === "ArrowDown") next = neighbour(now, event.key === "ArrowUp");
+  else if (event.key === "ArrowUp" || event.key === "ArrowDown") next = tokenInNextLine(now, event.key === "ArrowUp");
   else if (event.key === "Home") next = 0;
   else if (event.key === "End") next = last;
   if (next === null || next < 0 || next > last) return;
   event.preventDefault();
-  if (event.shiftKey && event.key in MOVES) extendPart(branch, now, next);
-  select(next);
+  if (event.shiftKey && event.key in MOVES) extendSpan(branch, now, next);
+  selectToken(next);
   reveal(next);
   const step = stepAt(branch, next);
-  const text = spelled(tokenAt(branch, next).text);
-  const kind = step?.thought ? ", of a thought" : "";
-  spoken.textContent = step ? `${text}, ${said(step)}${kind}` : `${text}, of the prompt`;
+  const text = visibleText(tokenAt(branch, next).text);
+  const kind = step?.thought ? ", reasoning" : "";
+  announcement.textContent = step ? `${text}, ${describeStep(step)}${kind}` : `${text}, prompt`;
 }
 
 /** The token in the next line above or below. */
-function neighbour(position, above) {
-  const from = placeOf(position);
+function tokenInNextLine(position, above) {
+  const from = tokenBox(position);
   if (!from) return null;
   const middle = from.x + from.width / 2;
   let best = null;
   let nearest = Infinity;
-  for (let at = position; at >= 0 && at < drawn.spans.length; at += above ? -1 : 1) {
-    const place = placeOf(at);
-    if (!place) continue; // folded away
+  for (let at = position; at >= 0 && at < rendered.spans.length; at += above ? -1 : 1) {
+    const place = tokenBox(at);
+    if (!place) continue; // in a closed fold
     const down = above ? from.y - place.y : place.y - from.y;
     if (down < from.height / 2) continue;
     if (down > from.height * 3 && best !== null) break;
@@ -283,30 +390,30 @@ function neighbour(position, above) {
 }
 
 function reveal(position) {
-  drawn.spans[position]?.scrollIntoView({ block: "nearest" });
+  rendered.spans[position]?.scrollIntoView({ block: "nearest" });
 }
 
-// -- for those who draw over the text ---------------------------------------------------------
+// -- for overlays -----------------------------------------------------------------------------
 
-/** Where a token stands, in the overlay's coordinates: where most of it is, if it spans two lines. */
-export function placeOf(position) {
-  const span = drawn.spans[position];
+/** Box of a token in the overlay's coordinates; of its larger part if it spans two lines. */
+export function tokenBox(position) {
+  const span = rendered.spans[position];
   if (!span || !layer) return null;
-  const [most] = [...span.getClientRects()].sort((one, other) => other.width - one.width);
+  const [most] = [...span.getClientRects()].sort((a, b) => b.width - a.width);
   const outer = layer.getBoundingClientRect();
   if (!most) return null;
   return { x: most.x - outer.x, y: most.y - outer.y, width: most.width, height: most.height };
 }
 
 export const overlay = () => layer;
-export const isLit = () => lit !== null;
+export const isHighlighted = () => highlight !== null;
 
-/** Light tokens by their weights (0 to 1); those behind `upTo` are masked. Null: as usual. */
-export function light(weights, upTo = Infinity) {
-  if ((lit === null) !== (weights === null)) changed("light");
-  lit = weights ? { weights, upTo } : null;
+/** Shade tokens by weights (0 to 1) and dim those after `upTo`. Null: back to normal. */
+export function highlightTokens(weights, upTo = Infinity) {
+  if ((highlight === null) !== (weights === null)) changed("light");
+  highlight = weights ? { weights, upTo } : null;
   body?.classList.toggle("lighted", weights !== null);
-  drawn.spans.forEach((span, at) => {
+  rendered.spans.forEach((span, at) => {
     const weight = weights?.[at] ?? 0;
     span.classList.toggle("masked", weights !== null && at > upTo);
     span.classList.toggle("lit", weight > 0 && at <= upTo);

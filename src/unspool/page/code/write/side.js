@@ -1,54 +1,131 @@
-// What is behind the text: a column beside it, or, on a narrow screen, a sheet at the bottom.
+// The side panel: a column beside the text or, on a narrow screen, a sheet at the bottom; and its Settings panel.
 
-import { clamp, html, isNarrow, Tabs, useChanges, useEffect, useRef } from "../lib.js";
-import { changed, state } from "../state.js";
-import { closeSheet, show } from "../actions.js";
-import { Lazy } from "../lazy.js";
-import { SettingsPanel } from "./settings_panel.js";
+import { clearFault, closeSheet, showPanel, updateSettings } from "../actions.js";
+import { clamp, html, isNarrow, Lazy, Tabs, useChanges, useEffect, useRef, useState } from "../lib.js";
+import { FIELDS, settingValue } from "../settings.js";
+import { changed, currentBranch, state } from "../state.js";
+import { PANELS } from "../views.js";
 
-const PANELS = {
-  step: ["Step", "./step/panel.js", "StepPanel"],
-  inside: ["Inside", "./inside/panel.js", "InsidePanel"],
-  map: ["Map", "./map/panel.js", "MapPanel"],
-  costs: ["Costs", "./costs/panel.js", "CostsPanel"],
-  settings: ["Settings"],
-};
-const TITLES = Object.fromEntries(Object.entries(PANELS).map(([panel, [title]]) => [panel, title]));
+export function SettingsPanel() {
+  useChanges("settings", "fault", "current");
+  const isSet = (field) => state.settings[field.name] != null && state.settings[field.name] !== field.defaultValue;
+  const [all, setAll] = useState(false);
+  const basic = FIELDS.filter((field) => !field.isAdvanced);
+  const advanced = FIELDS.filter((field) => field.isAdvanced);
+  const reset = () => {
+    updateSettings(Object.fromEntries(FIELDS.map((field) => [field.name, null])));
+    clearFault();
+  };
+  const branch = currentBranch();
+  return html`<section class="stack" aria-labelledby="settings-title">
+    <div class="row spread"><h2 id="settings-title">Settings</h2>
+      <button class="button tiny" onClick=${reset} disabled=${!FIELDS.some(isSet)}>Reset</button></div>
+    <p class="quiet small">They apply to the next tokens; existing text does not change.
+      ${branch && html` Seed of this text: <code>${branch.seed}</code>.`}</p>
+    ${basic.map((field) => html`<${Field} field=${field} key=${field.name} />`)}
+    <details open=${all || advanced.some(isSet)} onToggle=${(event) => setAll(event.target.open)}>
+      <summary>Advanced</summary>
+      <div class="stack more">${advanced.map((field) => html`<${Field} field=${field} key=${field.name} />`)}</div>
+    </details>
+  </section>`;
+}
+
+const KINDS = { number: NumberField, integer: IntegerField, switch: SwitchField, text: TextField };
+
+function Field({ field }) {
+  const fault = state.fault?.param === field.name ? state.fault.message : null;
+  const id = `set-${field.name}`;
+  const set = (value) => {
+    updateSettings({ [field.name]: value });
+    if (fault) clearFault();
+  };
+  return html`<div class="setting">
+    <${KINDS[field.kind]} field=${field} id=${id} set=${set} describedBy=${fault ? `${id}-fault` : `${id}-help`} />
+    ${fault && html`<p class="bad small" id=${`${id}-fault`} role="alert">${fault}</p>`}
+    <p class="quiet small" id=${`${id}-help`}>${field.help ?? ""}</p>
+  </div>`;
+}
+
+/** A text field that commits on change; updates of its value do not overwrite what is being typed. */
+function CommittedInput({ value, commit, ...attributes }) {
+  const [typed, setTyped] = useState(null);
+  const commitValue = (event) => {
+    setTyped(null);
+    commit(event.target.value);
+  };
+  return html`<input class="field" ...${attributes} value=${typed ?? value ?? ""} onChange=${commitValue}
+    onInput=${(event) => setTyped(event.target.value)} onBlur=${() => setTyped(null)} />`;
+}
+
+const asNumber = (text) => (text === "" ? null : Number(text));
+
+function NumberField({ field, id, set, describedBy }) {
+  const value = settingValue(field);
+  const setNumber = (text) => set(asNumber(text) === field.defaultValue ? null : asNumber(text));
+  const { min, max, step } = field;
+  return html`<div class="row spread"><label for=${id}>${field.title}</label>
+      <${CommittedInput} id=${id} class="field number" type="number" step="any" value=${value} commit=${setNumber} aria-describedby=${describedBy} /></div>
+    <input type="range" min=${min} max=${max} step=${step} value=${value} aria-label=${`${field.title}, slider`}
+      onInput=${(event) => setNumber(event.target.value)} />`;
+}
+
+function IntegerField({ field, id, set, describedBy }) {
+  return html`<div class="row spread"><label for=${id}>${field.title}</label>
+    <${CommittedInput} id=${id} class="field number" type="number" step="1" placeholder=${field.placeholder} aria-describedby=${describedBy}
+      value=${state.settings[field.name]} commit=${(text) => set(asNumber(text))} /></div>`;
+}
+
+function SwitchField({ field, id, set, describedBy }) {
+  const { on, off = null, defaultValue } = field;
+  const toggle = (event) => set(event.target.checked ? (on === defaultValue ? null : on) : off);
+  return html`<label class="row" for=${id}><input id=${id} type="checkbox" role="switch" checked=${settingValue(field) === on}
+    onChange=${toggle} aria-describedby=${describedBy} /> ${field.title}</label>`;
+}
+
+function TextField({ field, id, set, describedBy }) {
+  return html`<label for=${id}>${field.title}</label>
+    <${CommittedInput} id=${id} class="field mono" value=${state.settings[field.name]} placeholder=${field.placeholder}
+      aria-describedby=${describedBy} commit=${(text) => set(text || null)} />`;
+}
+
+// -- the side panel -----------------------------------------------------------------------------
+
+const TITLES = Object.fromEntries(PANELS.map(({ name, title }) => [name, title]));
 const HIGHEST = 0.85; // of the screen
-const LOWEST = 0.2; // below this it is let go
+const LOWEST = 0.2; // below this it closes
 
-export function Side() {
+export function SidePanel() {
   useChanges("panel");
   const side = useRef();
-  useEffect(() => tapsOutside(side.current), []);
-  const [, file, name] = PANELS[state.panel];
-  const pick = (panel) => (isNarrow() && state.sheet && panel === state.panel ? closeSheet() : show(panel));
-  return html`<aside class=${`side ${state.sheet ? "up" : ""}`} ref=${side} aria-label="Behind the text">
+  useEffect(() => closeOnTapOutside(side.current), []);
+  const { file, component } = PANELS.find(({ name }) => name === state.panel);
+  const pick = (panel) => (isNarrow() && state.sheet && panel === state.panel ? closeSheet() : showPanel(panel));
+  return html`<aside class=${`side ${state.sheet ? "up" : ""}`} ref=${side} aria-label="Details of the text">
     <div class="sheet-head">
-      <span class="sheet-grip" aria-hidden="true" onPointerDown=${(event) => drag(event, side.current)}></span>
+      <span class="sheet-grip" aria-hidden="true" onPointerDown=${(event) => dragSheet(event, side.current)}></span>
       <button type="button" class="button plain tiny" id="close-sheet" aria-label="Close the panel" onClick=${closeSheet}>×</button>
     </div>
     <${Tabs} class="tabs" label="Panels" prefix="tab" controls="side-panel" tabs=${TITLES} now=${state.panel} pick=${pick} />
     <div class="panel side-panel" id="side-panel" role="tabpanel" aria-labelledby=${`tab-${state.panel}`} tabindex="-1">
-      ${file ? html`<${Lazy} key=${file} file=${file} name=${name} />` : html`<${SettingsPanel} />`}
+      <${Lazy} key=${file} file=${file} name=${component} />
     </div>
   </aside>`;
 }
 
-/** A tap beside the sheet puts it away; one on a token shows that token. */
-function tapsOutside(side) {
-  const heard = ({ target }) => {
+/** Close the sheet on a tap outside it, unless the tap is on a token. */
+function closeOnTapOutside(side) {
+  const onPointerDown = ({ target }) => {
     const isKept = side.contains(target) || target.closest(".t, .tour-card, dialog");
     if (!isNarrow() || !state.sheet || isKept) return;
-    state.sheet = false; // the focus goes where the tap goes
+    state.sheet = false; // not closeSheet: the focus follows the tap
     changed("panel");
   };
-  document.addEventListener("pointerdown", heard);
-  return () => document.removeEventListener("pointerdown", heard);
+  document.addEventListener("pointerdown", onPointerDown);
+  return () => document.removeEventListener("pointerdown", onPointerDown);
 }
 
-/** Pull the sheet up or down; far enough down, it goes. */
-function drag(event, side) {
+/** Drag the sheet up or down; far enough down, it closes. */
+function dragSheet(event, side) {
   const grip = event.currentTarget;
   const [from, tall] = [event.clientY, side.offsetHeight];
   let share = tall / innerHeight;

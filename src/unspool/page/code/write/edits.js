@@ -1,0 +1,131 @@
+// Marks in the text: the span selected for rewriting, proposed edits, and doubt. A span is selected with the mouse, by
+// touch, or with Shift and the arrow keys.
+
+import { attempt } from "../actions.js";
+import { api } from "../api.js";
+import { changed, currentBranch, promptLength, state } from "../state.js";
+
+let markedSpans = []; // elements that have a mark
+
+/** Select the tokens from position `from` to before `to`; prompt tokens are left out. */
+export function selectSpan(branch, from, to) {
+  const promptTokens = promptLength(branch);
+  const [first, last] = [Math.max(0, from - promptTokens), Math.min(to - promptTokens, branch.steps.length)];
+  const isSame = state.span?.branch === branch.id && state.span.first === first && state.span.last === last;
+  if (isSame || state.writing || branch.recorded) return;
+  state.span = first < last ? { branch: branch.id, first, last, isRequested: false } : null;
+  changed("span");
+}
+
+export function clearSpan() {
+  if (state.span === null) return false;
+  state.span = null;
+  changed("span");
+  return true;
+}
+
+let anchor = null; // position where the selection by keyboard started
+
+/** Extend the span from its anchor to a position. */
+export function extendSpan(branch, from, to) {
+  if (state.span === null || anchor === null) anchor = from;
+  selectSpan(branch, Math.min(anchor, to), Math.max(anchor, to) + 1);
+}
+
+/** Follow the browser's text selection. Returns the function that stops that. */
+export function watchSelection(body) {
+  const onSelectionChange = () => {
+    const selection = document.getSelection();
+    const branch = currentBranch();
+    if (!branch || selection.isCollapsed || !selection.rangeCount) return;
+    const range = selection.getRangeAt(0);
+    if (!body.contains(range.startContainer) || !body.contains(range.endContainer)) return;
+    const inside = [...body.querySelectorAll(".t")].filter((token) => touches(range, token));
+    if (inside.length) selectSpan(branch, Number(inside[0].dataset.at), Number(inside.at(-1).dataset.at) + 1);
+  };
+  const clearAll = () => {
+    anchor = null;
+    clearSpan();
+  };
+  document.addEventListener("selectionchange", onSelectionChange);
+  body.addEventListener("pointerdown", clearAll);
+  return () => {
+    document.removeEventListener("selectionchange", onSelectionChange);
+    body.removeEventListener("pointerdown", clearAll);
+  };
+}
+
+/** Whether a visible character of a token is selected, not only its edge or the space before it. */
+function touches(range, token) {
+  if (!range.intersectsNode(token)) return false;
+  const common = document.createRange();
+  common.selectNodeContents(token);
+  if (range.compareBoundaryPoints(Range.START_TO_START, common) > 0) common.setStart(range.startContainer, range.startOffset);
+  if (range.compareBoundaryPoints(Range.END_TO_END, common) < 0) common.setEnd(range.endContainer, range.endOffset);
+  return common.toString().trim() !== "";
+}
+
+// -- drawing ----------------------------------------------------------------------------------
+
+const pendingChanges = () => (
+  state.revision?.branch === state.current ? state.revision.proposals : []);
+
+/** Add the marks of a branch to its tokens, and remove old ones. */
+export function applyMarks(spans, branch) {
+  for (const span of markedSpans) {
+    span.classList.remove("in-part", "struck", "current-change");
+    delete span.dataset.new;
+  }
+  markedSpans = [];
+  if (!branch) return;
+  const promptTokens = promptLength(branch);
+  const dress = (step, look) => {
+    const span = spans[promptTokens + step];
+    if (!span) return null;
+    span.classList.add(look);
+    markedSpans.push(span);
+    return span;
+  };
+  if (state.span?.branch === branch.id) {
+    for (let at = state.span.first; at < state.span.last; at += 1) dress(at, "in-part");
+  }
+  for (const change of pendingChanges()) {
+    for (let at = change.first; at < change.last; at += 1) {
+      dress(at, "struck");
+      if (change === state.revision.current) dress(at, "current-change");
+    }
+    const last = spans[promptTokens + change.last - 1];
+    if (last) last.dataset.new = change.new;
+  }
+}
+
+/** Select the proposed edit at a position; false if there is none. */
+export function selectChangeAt(position) {
+  const branch = currentBranch();
+  if (position === null || !branch) return false;
+  const at = position - promptLength(branch);
+  const change = pendingChanges().find(({ first, last }) => first <= at && at < last);
+  if (!change) return false;
+  state.revision.current = change;
+  changed("revision");
+  return true;
+}
+
+// -- doubt of each token, loaded when the colors show it --------------------------------------------
+
+let pendingText = null; // branch and length of the request that is running
+
+export async function loadDoubt() {
+  const branch = currentBranch();
+  if (state.tint !== "doubt" || !branch?.isLoaded || branch.recorded || state.writing) return;
+  const { steps } = branch;
+  const mark = `${branch.id} ${steps.length}`;
+  if (steps.every((step) => step.doubt !== undefined) || pendingText === mark) return;
+  pendingText = mark;
+  await attempt(async () => {
+    const { doubts } = await api.post(`/v1/tree/${branch.id}/doubt`);
+    doubts.forEach((doubt, at) => { if (steps[at]) steps[at].doubt = doubt; });
+    changed("tint");
+  });
+  pendingText = null;
+}
