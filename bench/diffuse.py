@@ -1,21 +1,18 @@
-"""How good a text is at how many tokens a pass: python bench/diffuse.py [--model MODEL] [--tiny]
+"""Text quality by tokens per pass: python bench/diffuse.py [--model MODEL] [--tiny]
 
     python bench/diffuse.py --model GSAI-ML/LLaDA-8B-Instruct --judge qwen3-0.6b
-    python bench/diffuse.py --twin FOLDER --mask 3 --block 8       a causal model's twin
-    python bench/diffuse.py --tiny                                 does the bench itself work?
+    python bench/diffuse.py --twin FOLDER --mask 3 --block 8     a causal model's twin
+    python bench/diffuse.py --tiny                               test of the benchmark itself
 
-Each prompt is filled at several settings, from one place a pass to all at once. For each setting:
-tokens a pass, seconds, the perplexity of the texts under a judge (a causal model that reads prompt
-and text), how many runs of four tokens occurred before, and the entropy of the tokens used. A low
-perplexity with many repeats is a text that loops: read the columns together. Of a twin, what the
-causal model itself writes comes first. At the end the threshold order is written down once more as
-a plain loop, which must give the same tokens.
+Each prompt is filled with several settings, from one position per pass to all in one pass. For each
+setting: tokens per pass, seconds, the perplexity of the texts under a judge (a causal model that
+reads prompt and text), the share of repeated 4-grams, and the entropy of the tokens. A low
+perplexity with many repeats is a looping text: read the columns together. For a twin, the causal
+model's own texts come first. At the end the threshold order is compared with a plain loop, which
+must give the same tokens.
 """
 
-from __future__ import annotations
-
 import argparse
-import json
 import math
 import sys
 import tempfile
@@ -27,8 +24,10 @@ from typing import Any
 import numpy as np
 
 import unspool
-from thinking.report import sheet
+from lib.arguments import add_options, make_parser
+from lib.report import Panel, sheet, write_json
 from unspool.costs.part import Series
+from unspool.sampling.guards import repetition_rate
 
 PROMPTS = (
     "Why do leaves change color in fall?",
@@ -38,10 +37,11 @@ PROMPTS = (
     "Describe a busy market in one paragraph.",
     "Give me three tips for sleeping better.",
 )
+CAUSAL = "causal, temperature"
 SETTINGS: list[dict[str, Any]] = [
     {"order": "fixed", "k": 1},
-    *({"order": "threshold", "threshold": sure} for sure in (0.95, 0.9, 0.7, 0.5, 0.3, 0.2)),
-    *({"order": "left", "threshold": sure} for sure in (0.9, 0.7, 0.5, 0.3)),
+    *({"order": "threshold", "threshold": value} for value in (0.95, 0.9, 0.7, 0.5, 0.3, 0.2)),
+    *({"order": "left", "threshold": value} for value in (0.9, 0.7, 0.5, 0.3)),
     *({"order": "entropy", "entropy_bound": bound} for bound in (0.1, 0.5, 1.0, 2.0, 4.0)),
     {"order": "factor", "factor": 1.0},
     {"order": "margin", "k": 2},
@@ -50,171 +50,148 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def measured(lm: Any, judge: Any, prompts: list[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """One setting: all prompts, one after the other, so that seconds mean something."""
-    texts = [lm.diffuse(lm_prompt(lm, prompt), seed=0, **options) for prompt in prompts]
-    runs = sum(one.kind != "look" for text in texts for one in text.passes)
-    return judged(judge, prompts, texts, runs, sum(text.seconds for text in texts))
-
-
-def written(lm: Any, judge: Any, prompts: list[Any], temperature: float, most: int) -> Any:
-    """What the causal model writes, a token a pass."""
-    began = perf_counter()
-    texts = [
-        lm.generate(lm_prompt(lm, prompt), max_tokens=most, temperature=temperature, seed=0)
-        for prompt in prompts
-    ]
-    runs = sum(len(text.tokens) for text in texts)
-    return judged(judge, prompts, texts, runs, perf_counter() - began)
-
-
-def judged(
-    judge: Any, prompts: list[Any], texts: list[Any], runs: int, seconds: float
-) -> dict[str, Any]:
-    tokens = [text.tokens for text in texts]
-    return {
-        "passes": runs,
-        "tokens": sum(map(len, tokens)),
-        "tokens_per_pass": round(sum(map(len, tokens)) / runs, 2),
-        "seconds": round(seconds, 2),
-        "judged_perplexity": round(perplexity(judge, prompts, texts), 2),
-        "repeated_4_grams": round(float(np.mean([repeated(one) for one in tokens])), 3),
-        "entropy_bits": round(float(np.mean([entropy(one) for one in tokens])), 2),
-        "example": texts[0].text[:80],
-    }
-
-
-def lm_prompt(lm: Any, question: str) -> Any:
+def chat_prompt(lm: Any, question: str) -> Any:
     return lm.chat_prompt(question).ids if lm.is_instruct else question
 
 
-def perplexity(judge: Any, prompts: list[str], texts: list[Any]) -> float:
-    """Of the texts behind their prompts, by a model that did not write them, a token on average."""
+def measure(
+    lm: Any, judge: Any, questions: list[str], setting: dict[str, Any], shared: dict[str, Any]
+) -> dict[str, Any]:
+    """One setting: all prompts, one after the other, so that the seconds are comparable."""
+    prompts = [chat_prompt(lm, question) for question in questions]
+    start = perf_counter()
+    if CAUSAL in setting:
+        options = {"max_tokens": shared["max_tokens"], "temperature": setting[CAUSAL]}
+        texts = [lm.generate(prompt, seed=0, **options) for prompt in prompts]
+        passes = sum(len(text.tokens) for text in texts)
+    else:
+        texts = [lm.diffuse(prompt, seed=0, **shared, **setting) for prompt in prompts]
+        passes = sum(step.kind != "look" for text in texts for step in text.passes)
+    seconds, tokens = perf_counter() - start, [text.tokens for text in texts]
+    count = sum(map(len, tokens))
+    return {
+        "setting": setting, "passes": passes, "tokens": count,
+        "tokens_per_pass": round(count / passes, 2), "seconds": round(seconds, 2),
+        "judged_perplexity": round(perplexity(judge, questions, texts), 2),
+        "repeated_4_grams": round(float(np.mean([repetition_rate(t) for t in tokens])), 3),
+        "entropy_bits": round(float(np.mean([entropy(t) for t in tokens])), 2),
+        "example": texts[0].text[:80],
+    }  # fmt: skip
+
+
+def perplexity(judge: Any, questions: list[str], texts: list[Any]) -> float:
+    """Perplexity of the texts after their prompts, by a model that did not write them."""
     logprobs: list[float] = []
-    for question, text in zip(prompts, texts, strict=True):
+    for question, text in zip(questions, texts, strict=True):
         if judge is None:
             break
-        prompt = judge.prompt_ids(lm_prompt(judge, question))
-        behind = judge.tokenizer.encode(text.text)
-        if behind:
-            scored = judge.score([*prompt, *behind]).logprobs[len(prompt) :]
-            logprobs += [one for one in scored if one is not None]
+        prompt = judge.prompt_ids(chat_prompt(judge, question))
+        ids = judge.tokenizer.encode(text.text)
+        if ids:
+            scored = judge.score([*prompt, *ids]).logprobs[len(prompt) :]
+            logprobs += [value for value in scored if value is not None]
     return math.exp(-math.fsum(logprobs) / len(logprobs)) if logprobs else math.nan
 
 
-def repeated(tokens: list[int]) -> float:
-    """The share of runs of four tokens that occurred before."""
-    runs = [tuple(tokens[n : n + 4]) for n in range(len(tokens) - 3)]
-    return 1 - len(set(runs)) / len(runs) if runs else 0.0
-
-
 def entropy(tokens: list[int]) -> float:
-    counts = np.array(list(Counter(tokens).values()), float)
-    shares = counts / counts.sum() if len(counts) else counts
-    return float(-(shares * np.log2(shares)).sum()) if len(counts) else 0.0
+    """Bits of the distribution of tokens in a text."""
+    shares = np.array(list(Counter(tokens).values()), float) / max(1, len(tokens))
+    return float(-(shares * np.log2(shares)).sum())
 
 
 def plain_loop(lm: Any, prompt: list[int], length: int, threshold: float) -> list[int]:
-    """The threshold order, written down once more: a canvas by hand, and nothing else."""
+    """The threshold order as a plain loop over a canvas."""
     with lm.canvas(prompt, length) as canvas:
         while canvas.masked:
             logits = np.array(canvas.logits(), np.float64)
             logits[:, canvas.kind.mask_id] = -np.inf
             logits -= logits.max(-1, keepdims=True)
-            chances = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-            order = sorted(canvas.masked, key=lambda place: -chances[place].max())
-            sure = [place for place in order if chances[place].max() >= threshold]
-            for place in sure or order[:1]:
-                canvas.set(place, int(chances[place].argmax()))
-        return canvas.tokens
+            probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+            order = sorted(canvas.masked, key=lambda position: -probabilities[position].max())
+            certain = [p for p in order if probabilities[p].max() >= threshold]
+            for position in certain or order[:1]:
+                canvas.set(position, int(probabilities[position].argmax()))
+        return list(canvas.tokens)
 
 
-def tiny_model(folder: str) -> Any:
-    """Random weights that see the whole text."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    from helpers import canvas_support
-
-    return canvas_support.with_vocabulary(Path(folder), sight="whole")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a diffusion model; without it the default model")
-    parser.add_argument("--judge", help="a causal model that reads the texts (the default one)")
-    parser.add_argument("--twin", help="a folder with an adapter that fills the canvas")
-    parser.add_argument("--mask", type=int, help="the mask token, where the model does not say")
-    parser.add_argument("--block", type=int)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--json", type=Path, help="write the table there too")
-    parser.add_argument("--plot", type=Path, help="draw it there, as SVG")
-    parser.add_argument("--tiny", action="store_true", help="random weights and a few tokens")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        lm = tiny_model(folder) if given.tiny else unspool.load(given.model)
-        judge = None if given.tiny else unspool.load(given.judge)
-        run(lm, judge, given)
-
-
-def run(lm: Any, judge: Any, given: argparse.Namespace) -> None:
-    shared: dict[str, Any] = {"max_tokens": 8 if given.tiny else given.tokens}
-    shared |= {n: v for n, v in (("mask", given.mask), ("block", given.block)) if v is not None}
-    if given.twin:
-        lm.load_adapter("twin", given.twin)
+def run(lm: Any, judge: Any, args: argparse.Namespace) -> None:
+    shared: dict[str, Any] = {"max_tokens": 8 if args.tiny else args.tokens}
+    shared |= {n: v for n, v in (("mask", args.mask), ("block", args.block)) if v is not None}
+    causal: list[dict[str, Any]] = []
+    if args.twin:
+        lm.load_adapter("twin", args.twin)
         shared |= {"twin": "twin", "shifted": True}
-    prompts = list(PROMPTS[:2] if given.tiny else PROMPTS)
+        causal = [{CAUSAL: temperature} for temperature in (0.0, 0.8)]
+    questions = list(PROMPTS[:2] if args.tiny else PROMPTS)
     rows = []
-    causal = [{"causal, temperature": number} for number in (0.0, 0.8)] if given.twin else []
-    for options in [*causal, *SETTINGS]:
-        if options in causal:
-            number = options["causal, temperature"]
-            row = {"setting": options, **written(lm, judge, prompts, number, given.tokens)}
-        else:
-            row = {"setting": options, **measured(lm, judge, prompts, {**shared, **options})}
+    for setting in [*causal, *SETTINGS]:
+        row = measure(lm, judge, questions, setting, shared)
         rows.append(row)
-        shown = ", ".join(f"{name} {value}" for name, value in options.items())
+        text = ", ".join(f"{name} {value}" for name, value in setting.items())
         print(
-            f"{shown:<32} {row['tokens_per_pass']:>6} a pass  perplexity "
+            f"{text:<32} {row['tokens_per_pass']:>6} per pass  perplexity "
             f"{row['judged_perplexity']:>9}  repeats {row['repeated_4_grams']:>5}  entropy "
             f"{row['entropy_bits']:>5} bits  {row['seconds']:>7} s  {row['example']!r}",
             flush=True,
         )
-    if lm.config.sight == "whole" and not given.twin:
-        ids, length = lm.prompt_ids(lm_prompt(lm, prompts[0])), shared["max_tokens"]
-        ours = lm.diffuse(ids, threshold=0.7, end=False, **{**shared, "block": length})
-        same = ours.tokens == plain_loop(lm, ids, length, 0.7)
-        print("a plain loop over the same logits gives", "the same tokens" if same else "OTHERS")
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
-    if given.plot:
-        given.plot.write_text(drawn(rows), encoding="utf-8")
+    if lm.config.sight == "whole" and not args.twin:
+        ids, length = lm.prompt_ids(chat_prompt(lm, questions[0])), shared["max_tokens"]
+        text = lm.diffuse(ids, threshold=0.7, end=False, **{**shared, "block": length})
+        is_same = text.tokens == plain_loop(lm, ids, length, 0.7)
+        print("a plain loop gives", "the same tokens" if is_same else "OTHER tokens")
+    if args.json:
+        write_json(args.json, rows)
+    if args.plot:
+        args.plot.write_text(draw(rows), encoding="utf-8")
 
 
-def drawn(rows: list[dict[str, Any]]) -> str:
-    """Perplexity, repetition and entropy against tokens a pass, a line for each order."""
+def draw(rows: list[dict[str, Any]]) -> str:
+    """Perplexity, repetition and entropy against tokens per pass, a line for each order."""
     columns = {
         "judged_perplexity": "perplexity under a judge",
-        "repeated_4_grams": "runs of four that occurred before",
+        "repeated_4_grams": "share of repeated 4-grams",
         "entropy_bits": "entropy of the tokens, bits",
     }
-    lines: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        order = row["setting"].get("order")
-        if order in ("threshold", "left", "entropy"):
-            lines.setdefault(order, []).append(row)
-    causal = [row for row in rows if "causal, temperature" in row["setting"]][:1]
-    panels = []
+    rows = sorted(rows, key=lambda row: row["tokens_per_pass"])
+    panels: list[Panel] = []
     for column, label in columns.items():
-        every = []
-        for order, found in lines.items():
-            found = sorted(found, key=lambda row: row["tokens_per_pass"])
-            across = [row["tokens_per_pass"] for row in found]
-            up = [row[column] for row in found]
-            every.append(Series(order, across, up, None, None, "tokens a pass", label, log_x=True))
-        ends = [min(x for one in every for x in one.x), max(x for one in every for x in one.x)]
-        for row in causal:
-            every.append(Series("causal", ends, [row[column]] * 2, log_x=True, kind="reference"))
-        panels.append((label, every))
+        lines = []
+        for order in ("threshold", "left", "entropy"):
+            line = [row for row in rows if row["setting"].get("order") == order]
+            x, y = [row["tokens_per_pass"] for row in line], [row[column] for row in line]
+            labels = {"x_label": "tokens per pass", "y_label": label}
+            lines.append(Series(order, x, y, **labels, log_x=True))
+        ends = [min(x for line in lines for x in line.x), max(x for line in lines for x in line.x)]
+        levels = [row[column] for row in rows if row["setting"].get(CAUSAL) == 0.0]
+        for level in levels:
+            lines.append(Series("causal", ends, [level] * 2, log_x=True, kind="reference"))
+        panels.append((label, lines))
     return sheet(panels)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    add_options(
+        parser,
+        ("--model", str, "diffusion model; default: the default model"),
+        ("--judge", str, "causal model that reads the texts (the default model)"),
+        ("--twin", str, "folder of an adapter that fills the canvas"),
+        ("--mask", int, "mask token, if the model does not define one"),
+        ("--block", int),
+        ("--tokens", 64),
+        ("--json", Path, "file for the table"),
+        ("--plot", Path, "file for the chart, SVG"),
+        ("--tiny", False, "random weights and a few tokens"),
+    )
+    args = parser.parse_args()
+    if not args.tiny:
+        run(unspool.load(args.model), unspool.load(args.judge), args)
+        return
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    from helpers import canvas_support
+
+    with tempfile.TemporaryDirectory() as folder:
+        run(canvas_support.with_vocabulary(Path(folder), sight="whole"), None, args)
 
 
 if __name__ == "__main__":

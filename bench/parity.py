@@ -1,12 +1,10 @@
-"""How near every family comes to transformers: python bench/parity.py [FAMILY ...]
+"""How close every family is to transformers: python bench/parity.py [FAMILY ...]
 
 Tiny models with random weights, those of the tests. For each: the largest difference of any logit
-behind prompts of up to 48 tokens, in plain torch and on the native kernels (weights and keys in 32
-bits), read at once and token by token; and how far the logits themselves spread. A line a family,
-as a table for the documents. Needs the packages of the tests.
+after prompts of up to 48 tokens, in plain torch and with the native kernels (weights and keys in 32
+bits), in one pass and token by token; and the standard deviation of the logits. Prints a table for
+the documentation. Needs the packages of the tests.
 """
-
-from __future__ import annotations
 
 import sys
 import tempfile
@@ -21,6 +19,7 @@ import transformers
 
 from helpers import tiny, tiny_recurrent
 from helpers.single_sequence import SingleSequence
+from lib.arguments import make_parser, one_of
 from unspool.backends.cpu.model import load_cpu
 from unspool.backends.step import LoadedModel
 from unspool.backends.torch.backend import TorchModel
@@ -30,43 +29,39 @@ TOKENS = 48
 FAMILIES = {**tiny.FAMILIES, **tiny.TODAY, **tiny_recurrent.FAMILIES}
 
 
-def farthest(model: LoadedModel, tokens: list[int], wanted: Any) -> list[float]:
-    """The largest difference behind prompts of three lengths, and behind every single token."""
+def max_differences(model: LoadedModel, tokens: list[int], expected: Any) -> list[float]:
+    """Largest difference after prompts of three lengths, and after every single token."""
     text = SingleSequence(model, len(tokens))
     prompts, single = [], []
     for length in (len(tokens) // 3, len(tokens) - 1, len(tokens)):
         text.rewind(0)
-        prompts.append(np.abs(text.append(tokens[:length]) - wanted[length - 1]).max())
+        prompts.append(np.abs(text.append(tokens[:length]) - expected[length - 1]).max())
     text.rewind(0)
-    for token, expected in zip(tokens, wanted, strict=True):
-        single.append(np.abs(text.append([token]) - expected).max())
+    for token, row in zip(tokens, expected, strict=True):
+        single.append(np.abs(text.append([token]) - row).max())
     return [float(max(prompts)), float(max(single))]
 
 
-def differences(name: str) -> tuple[float, list[float]]:
-    with tempfile.TemporaryDirectory() as folder:
-        theirs = tiny.save(name, Path(folder))
-        checkpoint = open_checkpoint(folder)
-        plain = TorchModel(load_transformer(checkpoint))
-        models = plain, load_cpu(checkpoint, store="float32", kv_bits=32)
-        tokens = np.random.default_rng(1).integers(3, 250, TOKENS).tolist()
-        with torch.no_grad():
-            wanted = theirs(torch.tensor([tokens])).logits[0].float().numpy()
-        found = [each for model in models for each in farthest(model, tokens, wanted)]
-    return float(wanted.std()), found
-
-
 def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("families", nargs="*", type=one_of(FAMILIES), metavar="FAMILY")
+    names = parser.parse_args().families
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    print(
-        "| family | logits spread by | torch, at once | one by one | native, at once | one by one |"
-    )
+    print("| family | std of logits | torch, one pass | by token | native, one pass | by token |")
     print("|---|---|---|---|---|---|", flush=True)
-    for name in sys.argv[1:] or FAMILIES:
-        spread, found = differences(name)
-        told = " | ".join(f"{each:.0e}" for each in found)
-        print(f"| {name} | {spread:.1f} | {told} |", flush=True)
+    for name in names or FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            peer = tiny.save(name, Path(folder))
+            checkpoint = open_checkpoint(folder)
+            plain = TorchModel(load_transformer(checkpoint))
+            models = plain, load_cpu(checkpoint, store="float32", kv_bits=32)
+            tokens = np.random.default_rng(1).integers(3, 250, TOKENS).tolist()
+            with torch.no_grad():
+                expected = peer(torch.tensor([tokens])).logits[0].float().numpy()
+            values = [v for model in models for v in max_differences(model, tokens, expected)]
+        cells = " | ".join(f"{value:.0e}" for value in values)
+        print(f"| {name} | {expected.std():.1f} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,25 @@
-"""What drafts gain: python bench/speculative.py [WORD]     (default: lookup; see `--speculate`)
+"""Gains of drafts: python bench/speculative.py [WORD]     (default: lookup; see `--speculate`)
 
-Writes each prompt with and without drafts, in turns (so that both meet the same load), and prints
-the median of the paired ratios: once for texts that copy much, once for texts that do not. The
-texts are checked to be the same.
+Writes each prompt with and without drafts, in turns, and prints the median of the paired ratios:
+for texts that copy much and for texts that do not. Checks that the texts are the same.
 
     python bench/speculative.py head [--tokens 96] [--chats 12] [--device cuda]
 
-For a trained head: tokens a pass on hand-written chats, greedy and drawn, for chains and trees of
-every size, and the speed of the size that the drafter itself chooses.
+For a trained head: tokens per pass on hand-written chats, greedy and sampled, for chains and trees
+of every size, and the speed with the size that the drafter chooses itself.
 """
 
-from __future__ import annotations
-
-import argparse
 import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import unspool
+from lib.arguments import add_options, make_parser
+from lib.stats import spread
 from unspool.decoding.speculative.controller import (
     SHAPES,
     DraftShape,
@@ -34,9 +33,7 @@ from unspool.engine.generation import Generation
 from unspool.engine.request import Limits, Request
 from unspool.sampling import SamplingSettings
 
-TOKENS = 48
-PAIRS = 2
-
+TOKENS, PAIRS = 48, 2
 COPYING = {
     "summary with quotes": (
         "Report: The bridge over the river Alm was closed on Monday after an inspector found "
@@ -75,15 +72,16 @@ CHATS = (
     "Summarize the plot of Romeo and Juliet in four sentences.",
     "Plan a simple vegetarian dinner for six people.",
 )
-WAYS = {
+SAMPLING = {
     "greedy": {"temperature": 0.0},
     "T .8, top-p .95": {"temperature": 0.8, "top_p": 0.95, "top_k": 0, "min_p": 0.0, "seed": 1},
 }
 
 
-def written(
+def generate(
     lm: Any, prompt: Sequence[int], drafter: Any, tokens: int = TOKENS, **options: Any
 ) -> tuple[Generation, float]:
+    """Write a text; return it and the seconds."""
     request = Request(
         prompt=tuple(prompt),
         settings=SamplingSettings(**{"temperature": 0.0, **options}),
@@ -91,99 +89,99 @@ def written(
         drafter=drafter,
     )
     generation = Generation(request)
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in generation.extend(lm.engine.submit(request)):
         pass
-    return generation, time.perf_counter() - began
+    return generation, time.perf_counter() - start
 
 
-def paired(lm: Any, make: Any) -> None:
+def compare_pairs(lm: Any, drafter: Any) -> None:
     """Texts that copy and texts that do not, with and without drafts in turns."""
     print(f"{'text':22} {'plain':>8} {'drafted':>8} {'ratio':>6} {'accepted':>9}  same")
     for kind, prompts in (("copying", COPYING), ("free", FREE)):
-        every = []
+        all_ratios = []
         for name, text in prompts.items():
             prompt = lm.tokenizer.encode(text)
-            written(lm, prompt, None, 1)  # read once: both sides find it computed
-            ratios, plain_s, drafted_s = [], [], []
+            generate(lm, prompt, None, 1)  # both find the prompt cached
+            ratios, plain_rates, drafted_rates = [], [], []
             for _ in range(PAIRS):
-                plain, seconds = written(lm, prompt, None)
-                drafted, quicker = written(lm, prompt, make)
-                ratios.append(seconds / quicker)
-                plain_s.append(len(plain.steps) / seconds)
-                drafted_s.append(len(drafted.steps) / quicker)
-            said = Counter(step.draft for step in drafted.steps)
+                plain, plain_s = generate(lm, prompt, None)
+                drafted, drafted_s = generate(lm, prompt, drafter)
+                ratios.append(plain_s / drafted_s)
+                plain_rates.append(len(plain.steps) / plain_s)
+                drafted_rates.append(len(drafted.steps) / drafted_s)
+            rates = [statistics.median(values) for values in (plain_rates, drafted_rates)]
+            accepted = Counter(step.draft for step in drafted.steps)["accepted"]
             print(
-                f"{name:22} {statistics.median(plain_s):6.1f}/s {statistics.median(drafted_s):6.1f}"
-                f"/s {statistics.median(ratios):6.2f} {said['accepted']:5} of "
-                f"{len(drafted.steps)}  {plain.tokens == drafted.tokens}"
+                f"{name:22} {rates[0]:6.1f}/s {rates[1]:6.1f}/s {statistics.median(ratios):6.2f} "
+                f"{accepted:5} of {len(drafted.steps)}  {plain.tokens == drafted.tokens}"
             )
             for note in drafted.notes:
                 print(f"    {note}")
-            every += ratios
-        print(
-            f"{kind}: {statistics.median(every):.2f}x (from {min(every):.2f} to {max(every):.2f})"
-        )
+            all_ratios += ratios
+        print(f"{kind}: {statistics.median(all_ratios):.2f}x (from {spread(all_ratios)})")
 
 
-def with_head(lm: Any, where: str, tokens: int, chats: int) -> None:
-    """A head on chats: tokens a pass for each shape, then the speed of what it chooses itself."""
+def measure_head(lm: Any, where: str, tokens: int, chats: int) -> None:
+    """Tokens per pass of a head for each shape, then the speed with its own choice."""
     head = load_head(Path(where) if where else shipped_head(lm.model), lm)
     prompts = [lm.chat_prompt(question).ids for question in CHATS[:chats]]
     shapes = [None, *(DraftShape(size) for size in (1, 2, 3, 5, 7)), *SHAPES]
-    print(f"{'':16} " + " ".join(f"{_named(shape):>9}" for shape in shapes))
-    for way, options in WAYS.items():
+    print(f"{'':16} " + " ".join(f"{shape_name(shape):>9}" for shape in shapes))
+
+    def fixed(shape: DraftShape, request: Request) -> HeadDrafter:
+        return HeadDrafter(head, request, FixedShape(shape))
+
+    for name, options in SAMPLING.items():
         texts: list[list[int]] = []
         rates, speeds = [], []
         for shape in shapes:
-            make = None
-            if shape is not None:
-                fixed = shape
-                make = lambda request: HeadDrafter(head, request, FixedShape(fixed))  # noqa: B023, E731
-            written(lm, prompts[0], make, 32, **options)  # compiled and captured by then
-            count = passes = 0
-            seconds, others = 0.0, 0
+            drafter = None if shape is None else partial(fixed, shape)
+            generate(lm, prompts[0], drafter, 32, **options)  # compiles and captures
+            count = passes = num_different = 0
+            total_s = 0.0
             for number, prompt in enumerate(prompts):
-                lm.engine.call(lm.engine.tree.index.clear)  # everybody reads the prompt
+                lm.engine.call(lm.engine.tree.index.clear)  # all compute the prompt
                 before = lm.engine.steps
-                text, took = written(lm, prompt, make, tokens, **options)
-                passes += lm.engine.steps - before - 1  # the prompt's own
+                text, elapsed = generate(lm, prompt, drafter, tokens, **options)
+                passes += lm.engine.steps - before - 1  # without the prompt's
                 count += len(text.steps) - 1
-                seconds += took
+                total_s += elapsed
                 if shape is None:
                     texts.append(text.tokens)
-                others += text.tokens != texts[number]
+                num_different += text.tokens != texts[number]
             rates.append(count / passes)
-            speeds.append(count / seconds)
-            if others:  # the largest drafts on a GPU, as with any two sizes of a batch there
-                print(f"{way}, {_named(shape)}: {others} of {chats} texts are others")
+            speeds.append(count / total_s)
+            if num_different:  # large drafts on a GPU, like any two batch sizes there
+                print(f"{name}, {shape_name(shape)}: {num_different} of {chats} texts differ")
                 assert lm.model.device != "cpu"
-        print(f"{way:16} " + " ".join(f"{rate:9.2f}" for rate in rates) + "  tokens a pass")
+        print(f"{name:16} " + " ".join(f"{rate:9.2f}" for rate in rates) + "  tokens per pass")
         print(f"{'':16} " + " ".join(f"{s / speeds[0]:9.2f}" for s in speeds) + "  times the speed")
-        chosen(lm, head, prompts, tokens, way, options)
+        measure_adaptive(lm, head, prompts, tokens, options)
 
 
-def chosen(
-    lm: Any, head: Any, prompts: list[list[int]], tokens: int, way: str, options: Any
+def measure_adaptive(
+    lm: Any, head: Any, prompts: list[list[int]], tokens: int, options: Any
 ) -> None:
-    """The drafter's own choice of how much to draft, against no drafts, in turns."""
+    """The drafter's own choice of the size against no drafts, in turns."""
     costs, ratios = RoundCosts(observing_is_free=lm.model.device == "cpu"), []
+
+    def adaptive(request: Request) -> HeadDrafter:
+        return HeadDrafter(head, request, ShapeController(costs))
+
     for prompt in prompts:
         lm.engine.call(lm.engine.tree.index.clear)
-        plain, seconds = written(lm, prompt, None, tokens, **options)
+        plain, plain_s = generate(lm, prompt, None, tokens, **options)
         lm.engine.call(lm.engine.tree.index.clear)
-        make = lambda request: HeadDrafter(head, request, ShapeController(costs))  # noqa: E731
-        drafted, quicker = written(lm, prompt, make, tokens, **options)
-        ratios.append(seconds / quicker * len(drafted.steps) / len(plain.steps))
+        drafted, drafted_s = generate(lm, prompt, adaptive, tokens, **options)
+        ratios.append(plain_s / drafted_s * len(drafted.steps) / len(plain.steps))
         assert plain.tokens == drafted.tokens or lm.model.device != "cpu"
     shape = SHAPES[costs.size] if not costs.paused else None
-    print(
-        f"{'':16} by its own measure: {statistics.median(ratios):.2f}x (from {min(ratios):.2f} to "
-        f"{max(ratios):.2f}), at the end {_named(shape)}"
-    )
+    ratio = f"{statistics.median(ratios):.2f}x (from {spread(ratios)})"
+    print(f"{'':16} adaptive: {ratio}, at the end {shape_name(shape)}")
 
 
-def _named(shape: DraftShape | None) -> str:
+def shape_name(shape: DraftShape | None) -> str:
     if shape is None:
         return "none"
     if shape.width > 1:
@@ -192,18 +190,16 @@ def _named(shape: DraftShape | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("word", nargs="?", default="lookup")
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--chats", type=int, default=len(CHATS))
-    parser.add_argument("--device", default="cpu")
-    given = parser.parse_args()
-    lm = unspool.load(device=given.device)
-    kind, _, where = given.word.partition(":")
+    add_options(parser, ("--tokens", 96), ("--chats", len(CHATS)), ("--device", "cpu"))
+    args = parser.parse_args()
+    lm = unspool.load(device=args.device)
+    kind, _, where = args.word.partition(":")
     if kind == "head":
-        with_head(lm, where, given.tokens, given.chats)
+        measure_head(lm, where, args.tokens, args.chats)
     else:
-        paired(lm, make_drafter(given.word, lm, unspool.load))
+        compare_pairs(lm, make_drafter(args.word, lm, unspool.load))
 
 
 if __name__ == "__main__":

@@ -1,189 +1,121 @@
-"""Real replicas on this machine, and a client that asks them as the simulated clients do.
+"""Real replicas on this machine: step costs measured on them, and the simulator checked with them.
 
-Each replica is a process of `unspool serve` that is kept on one core. The client sends prompts as
-token ids to `/completion`, whose events tell the ids that were written, so that the next turn of a
-chat continues exactly what the replica has computed.
+Each replica is a process of `unspool serve` on one core. The client sends token ids to
+`/completion`, whose events have the ids that were written, so that the next turn of a chat
+continues exactly what the replica has cached.
 """
-
-from __future__ import annotations
 
 import asyncio
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
-from fleets.requests import Request
-from fleets.simulate import Router
-from fleets.trace import Session
-from serving.servers import free_port
-from unspool.scale.replicas.routing import page_hashes
+import numpy as np
+from scipy.optimize import nnls
 
-STARTS_WITHIN_S, ENDS_WITHIN_S, ANSWERS_WITHIN_S = 180.0, 60.0, 600.0
+from fleets.simulate import (
+    Figures,
+    Replica,
+    Router,
+    Scenario,
+    Shape,
+    StepCosts,
+    Table,
+    figures,
+    make_router,
+    simulate,
+)
+from fleets.trace import SMALL, Arrivals, Request, Session, make_trace, requests_per_session
+from lib.servers import CoreSeconds, RunningServer, Server
+from unspool.costs.measuring import processor_name
+from unspool.scale.replicas.routing import RoundRobin, page_hashes
+
+ANSWERS_WITHIN_S = 600.0
 
 
 class ReplicaError(Exception):
-    """A replica did not start, or an answer did not come."""
-
-
-class RealReplica:
-    """One `unspool serve` of its own on one core."""
-
-    def __init__(self, folder: Path, core: int, options: Sequence[str], log: Path | None) -> None:
-        self.name, self.port, self.core = f"replica {core}", free_port(), core
-        here = Path(__file__).parent
-        program = ["-m", "unspool"] if log is None else [str(here / "stepping.py"), str(log)]
-        command = [sys.executable, *program, "serve", "--port", str(self.port), "--threads", "1"]
-        self.told = folder / f"replica-{core}.log"
-        with self.told.open("wb") as told:
-            self.process = subprocess.Popen(
-                [*command, *options], stdin=subprocess.DEVNULL, stdout=told, stderr=told,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-        if hasattr(os, "sched_setaffinity"):  # its threads, which come later, stay there too
-            cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(self.process.pid, {cores[core % len(cores)]})
-
-    def wait_until_ready(self) -> None:
-        until = time.monotonic() + STARTS_WITHIN_S
-        while time.monotonic() < until:
-            if self.process.poll() is not None:
-                break
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
-                    return
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.1)
-        raise ReplicaError(f"{self.name} did not start; what it said is in {self.told}")
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(ENDS_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+    """An answer did not come."""
 
 
 class RealFleet:
-    """Replicas 0, 1, ..., each on the core of its number."""
+    """Replicas 0, 1, ..., each on the core of its number; with `logs` their steps are recorded."""
 
     def __init__(
         self, folder: Path, count: int, options: Sequence[str] = (), logs: Sequence[Path] = ()
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.replicas: list[RealReplica] = []
+        script = str(Path(__file__).with_name("record_steps.py"))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.replicas: dict[str, RunningServer] = {}
         try:
             for core in range(count):
-                log = logs[core] if logs else None
-                self.replicas.append(RealReplica(folder, core, options, log))
-            for replica in self.replicas:
-                replica.wait_until_ready()
+                program = [script, str(logs[core])] if logs else ["-m", "unspool"]
+                words = ["serve", "--port", "{port}", "--threads", "1", *options]
+                server = Server("us", "", (sys.executable, *program, *words))
+                log = folder / f"replica-{core}.log"
+                running = RunningServer(server, environment, log, core)
+                self.replicas[f"replica {core}"] = running
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> RealFleet:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        for replica in self.replicas:
+        for replica in self.replicas.values():
             replica.close()
 
-
-@dataclass(frozen=True)
-class CoreSeconds:
-    """What has been computed so far: by the replicas, by everybody on this machine, and what could
-    have been. Zeros where the system does not tell."""
-
-    replicas: float
-    everybody: float
-    cores: float
-
-    @classmethod
-    def now(cls, replicas: Sequence[RealReplica]) -> CoreSeconds:
-        try:
-            tick = os.sysconf("SC_CLK_TCK")
-            ticks = [int(word) for word in _words("/proc/stat")[1:9]]
-            mine = [_words(f"/proc/{one.process.pid}/stat", ")")[11:13] for one in replicas]
-        except (OSError, ValueError, IndexError):
-            return cls(0.0, 0.0, 0.0)
-        idle = ticks[3] + ticks[4]
-        used = sum(int(word) for pair in mine for word in pair)
-        return cls(used / tick, (sum(ticks) - idle) / tick, sum(ticks) / tick)
-
-    def since(self, before: CoreSeconds) -> tuple[float, float]:
-        """What the replicas have computed since then, and the share of all cores that others,
-        this client among them, have taken meanwhile."""
-        used = self.replicas - before.replicas
-        others = self.everybody - before.everybody - used
-        return used, max(0.0, others / max(1e-9, self.cores - before.cores))
+    def core_seconds(self) -> CoreSeconds:
+        return CoreSeconds.now(*(replica.process.pid for replica in self.replicas.values()))
 
 
-def _words(file: str, behind: str = "") -> list[str]:
-    """Of a file's first line, behind a sign."""
-    line = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()[0]
-    return (line.rsplit(behind, 1)[1] if behind else line).split()
-
-
-@dataclass
 class Client:
-    """Asks replicas, and writes down what came when. Time begins with the client."""
+    """Sends requests and records the times of tokens, in seconds since its start."""
 
-    replicas: Sequence[RealReplica]
-    router: Router
-
-    def __post_init__(self) -> None:
-        self.ports = {replica.name: replica.port for replica in self.replicas}
-        self.load = dict.fromkeys(self.ports, 0)
+    def __init__(self, replicas: dict[str, RunningServer], router: Router) -> None:
+        self.ports = {name: replica.port for name, replica in replicas.items()}
+        self.router, self.load = router, dict.fromkeys(self.ports, 0)
         self.requests: list[Request] = []
         for name in self.ports:
-            self.router.add(name)
-        self.began = time.perf_counter()
+            router.add(name)
+        self.start = time.perf_counter()
 
     @property
     def now(self) -> float:
-        return time.perf_counter() - self.began
+        return time.perf_counter() - self.start
 
     async def play(self, sessions: Sequence[Session]) -> list[Request]:
-        """All sessions, each when it begins."""
-        self.began = time.perf_counter()
+        """Run all sessions, each from its start time."""
+        self.start = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for session in sessions:
-                group.create_task(self._session(session))
+                group.create_task(self._run_session(session))
         return sorted(self.requests, key=lambda request: request.number)
 
-    async def _session(self, session: Session) -> None:
+    async def _run_session(self, session: Session) -> None:
         await asyncio.sleep(session.begins - self.now)
         answers: list[list[int]] = []
-        for turn, said in enumerate(session.turns):
-            if turn:
-                await asyncio.sleep(said.pause_s)
-            prompt = session.prompt(turn, answers)
-            request = Request(
-                len(self.requests), prompt, said.answer, self.now, session.number, turn
-            )
+        for number, turn in enumerate(session.turns):
+            if number:
+                await asyncio.sleep(turn.pause_s)
+            prompt, index = session.prompt(number, answers), len(self.requests)
+            request = Request(index, prompt, turn.answer, self.now, session.number, number)
             self.requests.append(request)
             answers.append(await self.ask(request))
 
     async def ask(self, request: Request) -> list[int]:
-        """Send a request where the policy wants it; the tokens of the answer."""
+        """Send a request to the replica that the policy chooses; return the answer's tokens."""
         hashes = page_hashes(request.prompt)
         name = self.router.choose(hashes, self.load)
         self.router.record(name, hashes)
@@ -196,10 +128,18 @@ class Client:
             self.load[name] -= 1
 
     async def _stream(self, request: Request, port: int) -> list[int]:
+        body = json.dumps({
+            "prompt": request.prompt, "n_predict": len(request.answer), "ignore_eos": True,
+            "stream": True, "seed": request.number, "temperature": 0.8,
+        })  # fmt: skip
+        head = (
+            f"POST /completion HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         written: list[int] = []
         try:
-            writer.write(_post(port, request))
+            writer.write((head + body).encode())
             while line := await reader.readline():
                 if not line.startswith(b"data:"):
                     continue
@@ -218,14 +158,200 @@ class Client:
         return written
 
 
-def _post(port: int, request: Request) -> bytes:
-    asked: dict[str, Any] = {
-        "prompt": request.prompt, "n_predict": len(request.answer), "ignore_eos": True,
-        "stream": True, "seed": request.number, "temperature": 0.8,
-    }  # fmt: skip
-    body = json.dumps(asked).encode()
-    head = (
-        f"POST /completion HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+# -- calibration: what the engine's steps cost on this machine -------------------------------------
+
+SHORT = 64  # prompt tokens whose prefill time is negligible
+MAX_WEIGHT = 4  # how often a kind of step counts at most
+KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# Rounds of requests that start together: their number, prompt tokens and answer tokens.
+ROUNDS = (
+    (1, 24, 24), (1, 900, 16), (2, 24, 16), (4, 24, 16), (4, 400, 12), (8, 24, 16), (8, 200, 12),
+    (16, 24, 16), (16, 200, 12), (32, 24, 12), (1, 24, 4), (1, 64, 4), (1, 128, 4), (1, 256, 4),
+    (1, 1500, 2), (1, 24, 4), (1, 48, 4),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """The arguments of `StepCosts.step`, and the seconds that it took."""
+
+    rows: int
+    context: int
+    prefill: int
+    pairs: int
+    seconds: float
+
+
+def calibrate(
+    name: str, folder: Path, replicas: int, options: Sequence[str], rounds: int = 2
+) -> StepCosts:
+    """Measure a cost table on as many replicas as will run together, each on one core.
+
+    So the figures include what replicas take from each other, and what the server does on the same
+    core: decoding at many batch sizes after short and long prompts, and prompts alone and mixed.
+    """
+    logs = [folder / f"steps-{number}.json" for number in range(replicas)]
+    with RealFleet(folder, replicas, options, logs) as fleet:
+        start_s = max(replica.start_s for replica in fleet.replicas.values())
+        alone = asyncio.run(_run_rounds(fleet.replicas, rounds))
+    recorded = [json.loads(log.read_text(encoding="utf-8")) for log in logs]
+    steps = [step for log in recorded for step in typical_steps(measured_steps(log["steps"]))]
+    terms, error = fit_costs(steps)
+    costs = StepCosts(
+        name=name,
+        source=f"python bench/fleet.py calibrate, {replicas} replicas on {processor_name()}, "
+        f"{len(steps)} steps, median error of the fit {error:.1%}",
+        shape=Shape(**recorded[0]["backend"], start_s=round(start_s, 2)),
+        **terms,
     )
-    return head.encode() + body
+    # Time outside of the steps: requests to an idle replica minus their simulated steps; the first
+    # quartile, as other work on the machine only adds to it.
+    extra = []
+    for request in alone:
+        copy = Request(0, request.prompt, request.answer, 0.0)
+        replica = Replica("idle", costs, lambda request, now: None)
+        end = replica.submit(copy, 0.0)
+        while copy.first < 0 and end is not None:
+            end = replica.step_ended(end)
+        extra.append(request.first_token_s - copy.first)
+    return replace(costs, request_s=max(0.0, sorted(extra)[len(extra) // 4]))
+
+
+async def _run_rounds(replicas: dict[str, RunningServer], rounds: int) -> list[Request]:
+    """Put the same load on every replica; return short requests that came to an idle one."""
+    alone: list[Request] = []
+    random = np.random.default_rng(0)
+    for count, prompt, answer in ROUNDS * rounds:
+        clients = [Client({name: replica}, RoundRobin()) for name, replica in replicas.items()]
+        async with asyncio.TaskGroup() as group:
+            for client in clients:
+                for number in range(count):
+                    tokens = (1000 + random.integers(0, 30_000, prompt)).tolist()
+                    request = Request(number, tokens, [0] * answer, client.now)
+                    client.requests.append(request)
+                    group.create_task(client.ask(request))
+        if count == 1 and prompt <= SHORT:
+            alone += [request for client in clients for request in client.requests]
+    return alone
+
+
+def measured_steps(log: Sequence[Any]) -> list[MeasuredStep]:
+    """Steps that were followed by another without a pause: one of their texts continues in it.
+
+    The cost of a step is the time from its start to the start of the next.
+    """
+    steps = []
+    for (start, slots, firsts, ends), (next_start, next_slots, next_firsts, _) in pairwise(log):
+        if set(zip(slots, ends, strict=True)) & set(zip(next_slots, next_firsts, strict=True)):
+            rows = list(zip(firsts, ends, strict=True))
+            contexts = [end for first, end in rows if end - first == 1]
+            chunks = [(end - first, first + end + 1) for first, end in rows if end - first > 1]
+            prefill = sum(count for count, _ in chunks)
+            pairs = sum(count * ends // 2 for count, ends in chunks)
+            cost = next_start - start
+            steps.append(MeasuredStep(len(contexts), sum(contexts), prefill, pairs, cost))
+    return steps
+
+
+def typical_steps(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    """The median of each kind of step, which excludes other work of the machine."""
+    kinds: dict[tuple[int, ...], list[MeasuredStep]] = defaultdict(list)
+    for step in steps:
+        attention = int(np.log2(1 + step.context + step.pairs) * 4)
+        kinds[step.rows, step.prefill, attention].append(step)
+    medians = []
+    for similar in kinds.values():
+        middle = sorted(similar, key=lambda step: step.seconds)[len(similar) // 2]
+        medians += [middle] * min(len(similar), MAX_WEIGHT)
+    return medians
+
+
+def fit_costs(steps: Sequence[MeasuredStep]) -> tuple[dict[str, Any], float]:
+    """Fit the terms of `StepCosts`, none below zero; also return the median relative error.
+
+    Errors are relative, so that fast steps, which are most of them, count as much as slow ones.
+    Each step is a weighted sum of the unknowns (increments of the tables between their knots, and
+    the attention terms), which non-negative least squares finds.
+    """
+    rows, tokens = _knots([s.rows for s in steps]), _knots([s.prefill for s in steps])
+    weights = np.array(
+        [(*_ramps(s.rows, rows), *_ramps(s.prefill, tokens), s.context, s.pairs) for s in steps]
+    )
+    seconds = np.array([step.seconds for step in steps])
+    scale = np.maximum(weights.max(axis=0), 1e-30)
+    solution = nnls(weights / scale / seconds[:, None], np.ones(len(steps)))[0] / scale
+    error = float(np.median(np.abs(weights @ solution / seconds - 1)))
+    tables = np.cumsum(solution[: len(rows)]), np.cumsum(solution[len(rows) : -2])
+    decode, prefill = (tuple(map(float, values)) for values in tables)
+    terms = {"decode": Table(rows, decode), "prefill": Table(tokens, prefill)}
+    return {**terms, "context_s": float(solution[-2]), "pair_s": float(solution[-1])}, error
+
+
+def _knots(numbers: Sequence[int]) -> tuple[int, ...]:
+    """Knots near which something was measured."""
+    near = [k for k in KNOTS if any(0.75 * k <= number <= 1.5 * k for number in numbers)]
+    return tuple(near) or KNOTS[:1]
+
+
+def _ramps(number: int, knots: Sequence[int]) -> list[float]:
+    """Weights of the first knot's seconds and of the increments between the knots."""
+    if not number:
+        return [0.0] * len(knots)
+    rises = [(number - before) / (knot - before) for before, knot in pairwise(knots)]
+    inner = [min(max(rise, 0.0), 1.0) for rise in rises[:-1]]
+    return [1.0, *inner, *(max(rise, 0.0) for rise in rises[-1:])]
+
+
+# -- check: the simulator against real replicas ----------------------------------------------------
+
+COMPARED = {
+    "tokens/s": ("tokens_s", 1.0),
+    "prompt tokens computed": ("prefill_tokens", 1.0),
+    "first token p50, ms": ("first_p50", 1e3),
+    "first token p99, ms": ("first_p99", 1e3),
+    "between tokens p50, ms": ("gap_p50", 1e3),
+    "between tokens p99, ms": ("gap_p99", 1e3),
+}
+
+
+def small_trace(seed: int, rate: float, seconds: float) -> list[Session]:
+    """Sessions that amount to `rate` requests per second."""
+    arrivals = Arrivals(rate / requests_per_session(SMALL), calm_s=20.0)
+    return make_trace(seed, arrivals, seconds, SMALL)
+
+
+def check(
+    costs: StepCosts, sessions: Sequence[Session], folder: Path, policies: Sequence[str],
+    replicas: int, options: Sequence[str],
+) -> tuple[list[dict[str, Any]], dict[str, float]]:  # fmt: skip
+    """Every figure of every policy, real and predicted, and the share of cores used by others.
+
+    Both get the same sessions at the same times. Replicas start empty for each policy. Other work
+    on the machine is not predicted, and delays everything.
+    """
+    rows, others = list[dict[str, Any]](), dict[str, float]()
+    for policy in policies:
+        run = simulate(Scenario(costs, replicas, policy), sessions)
+        predicted = server_figures(run.requests)
+        with RealFleet(folder, replicas, options) as fleet:
+            client = Client(fleet.replicas, make_router(policy, costs))
+            before = fleet.core_seconds()
+            real = server_figures(asyncio.run(client.play(sessions)))
+            used, others[policy] = fleet.core_seconds().since(before)
+        pairs = {
+            name: (getattr(real, key) * scale, getattr(predicted, key) * scale)
+            for name, (key, scale) in COMPARED.items()
+        }
+        pairs["core seconds of the replicas"] = used, sum(r.busy_s for r in run.replicas)
+        for name, (value, prediction) in pairs.items():
+            error = prediction / value - 1 if value else 0.0
+            row = {"policy": policy, "name": name, "real": value, "predicted": prediction}
+            rows.append({**row, "error": error})
+    return rows, others
+
+
+def server_figures(requests: Sequence[Request]) -> Figures:
+    """Figures that count computed prompt tokens as servers do: those not cached on arrival."""
+    for request in requests:
+        request.computed = len(request.prompt) - request.cached
+    return figures(requests)

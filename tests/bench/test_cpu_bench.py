@@ -1,34 +1,32 @@
-"""The comparison's own parts: the protocol, the turns, the statistics, the table."""
+"""The comparison of engines: worker protocol, statistics, table."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+import cpu
+from lib import peers, report, stats
+from lib.limits import cpu_bandwidth
+from lib.peers import Worker, WorkerError, cold_start, thread_environment
+
 BENCH = Path(__file__).parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
-
-from peers import environments, measure, quality  # noqa: E402
-from peers.report import markdown  # noqa: E402
-from peers.workers import Worker, WorkerError, cold_start  # noqa: E402
-
 FAKE = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
-from protocol import serve
+from engines import Engine, serve
 
-class Fake:
-    name, weights, weight_bytes = "fake 1", None, 100
-    def __init__(self, options): self.threads = options.threads
+
+class Fake(Engine):
+    name, weight_bytes = "fake 1", 100
+    def __init__(self, model, threads, dtype): self.threads = threads
     def write(self, prompts, new, mark):
         print("libraries print, too")
         if prompts[0][0] == 13: raise ValueError("no thirteens")
@@ -37,9 +35,9 @@ class Fake:
     def logits(self, ids):
         import numpy as np
         return np.eye(len(ids), 5)
-    def first(self, text): return text + "!"
+    def first_token(self, text): return text + "!"
 
-serve(Fake)
+serve(Fake, sys.argv[1:])
 """
 
 
@@ -47,36 +45,28 @@ serve(Fake)
 def command(tmp_path: Path) -> list[str]:
     script = tmp_path / "fake.py"
     script.write_text(FAKE)
-    return [sys.executable, str(script), str(BENCH / "peers"), "--model", "none"]
+    return [sys.executable, str(script), str(BENCH / "lib"), "--model", "none"]
 
 
-def cpu() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("cpu_bench", BENCH / "cpu.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_worker_answers_jobs_and_sleeps_between_them(command: list[str], tmp_path: Path) -> None:
-    with Worker(command, environments.environment(2)) as worker:
+def test_a_worker_is_suspended_between_jobs(command: list[str], tmp_path: Path) -> None:
+    with Worker(command, thread_environment(2)) as worker:
         assert worker.engine == "fake 1"
-        found = worker.ask(work="write", prompts=[[1], [2]], new=3)
-        assert found["ids"] == [[1, 1, 1], [2, 2, 2]]
-        assert 0 <= found["first_s"] <= found["seconds"]
+        answer = worker.ask(work="write", prompts=[[1], [2]], new=3)
+        assert answer["ids"] == [[1, 1, 1], [2, 2, 2]]
+        assert 0 <= answer["first_s"] <= answer["seconds"]
         assert worker.ask(work="logits", ids=[1, 2], file=str(tmp_path / "l.npy"))["rows"] == 2
         assert worker.ask(work="memory")["peak_mb"] > 1
         state = Path(f"/proc/{worker.process.pid}/stat")
         if state.exists():
-            until = time.monotonic() + 60
+            deadline = time.monotonic() + 60
             while state.read_text().rsplit(")", 1)[1].split()[0] != "T":  # stopped
-                assert time.monotonic() < until
+                assert time.monotonic() < deadline
                 time.sleep(0.01)
     assert worker.process.returncode is not None
 
 
-def test_a_failed_job_is_told_and_the_worker_goes_on(command: list[str]) -> None:
-    with Worker(command, environments.environment(1)) as worker:
+def test_a_worker_survives_a_failed_job(command: list[str]) -> None:
+    with Worker(command, thread_environment(1)) as worker:
         with pytest.raises(WorkerError, match="no thirteens"):
             worker.ask(work="write", prompts=[[13]], new=2)
         with pytest.raises(WorkerError, match="instead of 4 each"):
@@ -84,40 +74,56 @@ def test_a_failed_job_is_told_and_the_worker_goes_on(command: list[str]) -> None
         assert worker.ask(work="write", prompts=[[5]], new=1)["ids"] == [[5]]
 
 
-def test_an_engine_that_dies_says_why() -> None:
+def test_the_reason_of_a_crash_is_reported() -> None:
     with pytest.raises(WorkerError, match="exit status 1: ImportError: no such engine"):
         Worker([sys.executable, "-c", "raise ImportError('no such engine')"], {})
 
 
 def test_cold_start_is_timed_to_the_first_byte(command: list[str]) -> None:
-    assert 0 < cold_start([*command, "--cold", "Hi"], environments.environment(1)) < 60
+    assert 0 < cold_start([*command, "--cold", "Hi"], thread_environment(1)) < 60
     with pytest.raises(WorkerError, match="lost"):
         cold_start([sys.executable, "-c", "raise SystemExit('lost')"], {})
 
 
-def test_prompts_never_begin_alike() -> None:
-    prompts = measure.Prompts(range(100))
-    texts = [prompts.take(250) for _ in range(500)]
+def test_prompts_never_share_a_first_token() -> None:
+    prompts = cpu.Prompts(range(100))
+    texts = [prompts.next(250) for _ in range(500)]
     assert {len(text) for text in texts} == {250}
     assert len({text[0] for text in texts}) == 500
 
 
-def test_ratios_are_taken_within_a_round() -> None:
-    assert measure.paired([10, 30, None], [5, 10, 4]) == {"median": 2.5, "low": 2, "high": 3}
-    assert measure.paired([], [1]) is None
-    assert measure.agreement([1, 2, 3], [1, 2, 4]) == 2
-    assert measure.bandwidth(1, 1, repeat=1) > 1e6
+def test_statistics() -> None:
+    assert stats.paired_ratio([10, 30, None], [5, 10, 4]) == {"median": 2.5, "low": 2, "high": 3}
+    assert stats.paired_ratio([], [1]) is None
+    assert stats.median([None, 3.0, 1.0]) == 2.0 and stats.median([None]) is None
+    assert stats.alternate(["a", "b"], 0) == ["a", "b"] and stats.alternate("ab", 1) == ["b", "a"]
+    assert stats.roc_auc([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1]) == 0.75
+    assert stats.roc_auc([0, 0, 0, 0], [0, 1, 0, 1]) == 0.5
+    assert stats.roc_auc([0.1, 0.4, 0.35, 0.8], [1, 0, 1, 0]) == 0.0
+    assert cpu_bandwidth(1, 1, repeat=1) > 1e6
 
 
-def test_divergence_is_zero_for_equal_logits_and_known_for_others() -> None:
-    true = np.log(np.array([[0.5, 0.5], [0.5, 0.5]]))
+def test_speeds_of_jobs() -> None:
+    class FakeWorker:
+        def ask(self, **job: Any) -> dict[str, Any]:
+            return {"seconds": 3.0, "first_s": 1.0, "ids": []}
+
+    worker: Any = FakeWorker()
+    assert cpu.measure(worker, "decode", [[1] * 32], 129) == 64.0  # the first token does not count
+    assert cpu.measure(worker, "prompt", [[1] * 600], 1) == 200.0
+    assert cpu.measure(worker, "batch", [[1]] * 3, 10) == 10.0
+
+
+def test_divergence_is_zero_for_equal_logits() -> None:
+    reference = np.log(np.array([[0.5, 0.5], [0.5, 0.5]]))
     other = np.log(np.array([[0.25, 0.75], [0.5, 0.5]]))
-    assert quality._compare(true, true + 3, [0, 1])[0] == pytest.approx(0)
-    expected = 0.5 * np.log(2) + 0.5 * np.log(0.5 / 0.75)
-    assert quality._compare(true, other, [0, 1])[0] == pytest.approx(expected)
+    assert cpu.compare(reference, reference + 3, [0, 1])[0] == pytest.approx(0)
+    kl, agree, nll = cpu.compare(reference, other, [0, 1])
+    assert kl == pytest.approx(0.5 * np.log(2) + 0.5 * np.log(0.5 / 0.75))
+    assert agree == 0 and nll == pytest.approx(-np.log(0.75))
 
 
-def test_the_table_names_what_could_not_be_measured() -> None:
+def test_the_table_lists_what_could_not_be_measured(tmp_path: Path) -> None:
     entry: dict[str, Any] = {"title": "x", "weights": "int4", "failed": {}, "weight_bytes": 10**8}
     results = {
         "machine": {"processor": "p", "architecture": "a", "cores": 2},
@@ -130,33 +136,42 @@ def test_the_table_names_what_could_not_be_measured() -> None:
             "slow": {**entry, "title": "slow", "decode": [50.0, 40.0]},
             "gone": {**entry, "title": "gone", "failed": {"all": "no wheel for this machine"}},
         },
-        "growth": {"us": {"context": {"128": [5.0]}, "batch": {}}},
     }
-    table = markdown(json.loads(json.dumps(results)))
+    table = cpu.markdown(json.loads(json.dumps(results)))
     assert "| slow | int4 | 45 (2.50x, 2.00 to 3.00) |" in table
     assert "gone: could not be measured: no wheel for this machine" in table
-    assert "55%" in table or "56%" in table
+    assert "56%" in table  # 110 tokens/s x 102 MB of 20 GB/s
     assert "20.0 GB/s from 80 MB" in table
+    cpu.draw(results, tmp_path)
+    assert "not measured" in (tmp_path / "peers.svg").read_text()
 
 
-def test_what_cannot_be_installed_has_a_reason(tmp_path: Path) -> None:
-    with pytest.raises(environments.UnavailableError, match="cannot be installed"):
-        environments._do([sys.executable, "-c", "exit(1)"], "cannot be installed")
-    peer = next(peer for peer in environments.PEERS if peer.key == "openvino")
+def test_failed_installations_have_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(peers.UnavailableError, match="cannot be installed"):
+        peers.run_command([sys.executable, "-c", "exit(1)"], "cannot be installed")
+    peer = next(peer for peer in peers.PEERS if peer.key == "openvino")
     (tmp_path / "models" / "hf").mkdir(parents=True)
     (tmp_path / "models" / "hf" / "model.safetensors").touch()
-    with pytest.raises(environments.UnavailableError, match="nothing is converted"):
-        environments.prepare(peer, tmp_path, tmp_path / "m.gguf", installed=True)
+    with pytest.raises(peers.UnavailableError, match="converts nothing"):
+        peers.install(peer, tmp_path, tmp_path / "m.gguf", installed=True)
 
 
-def test_help_has_examples_and_unknown_names_are_refused_in_words() -> None:
-    run = [sys.executable, str(BENCH / "cpu.py")]
-    assert "examples:" in subprocess.run([*run, "--help"], capture_output=True, text=True).stdout
-    refused = subprocess.run([*run, "--work", "dance"], capture_output=True, text=True)
-    assert refused.returncode == 2 and "'dance' is not one of decode" in refused.stderr
+def test_selection_of_engines(run_bench, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cpu.is_selected("us", ["llama_cpp"])
+    assert cpu.is_selected("transformers_bf16", ["transformers"])
+    assert not cpu.is_selected("openvino", ["llama_cpp"])
+    with pytest.raises(SystemExit):
+        run_bench(cpu, "--work", "dance")
+    assert "'dance' is not one of decode" in capsys.readouterr().err
 
 
-def test_we_are_always_measured() -> None:
-    bench = cpu()
-    assert bench.chosen("us", ["llama_cpp"]) and bench.chosen("transformers_bf16", ["transformers"])
-    assert not bench.chosen("openvino", ["llama_cpp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", sorted(BENCH.glob("*.py")), ids=lambda script: script.stem)
+def test_every_script_has_help(script: Path) -> None:
+    if script.stem != "null_server":
+        done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
+        assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+
+
+def test_markdown_tables() -> None:
+    assert report.table(["a", "b"], [[1, "x"]]) == "| a | b |\n|---|---|\n| 1 | x |"

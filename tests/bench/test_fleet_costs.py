@@ -4,38 +4,40 @@ commands from beginning to end."""
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
+import fleet
+from fleets.real import (
+    Client,
+    MeasuredStep,
+    RealFleet,
+    check,
+    fit_costs,
+    measured_steps,
+    small_trace,
+    typical_steps,
+)
+from fleets.simulate import (
+    COSTS_FOLDER,
+    CostsError,
+    Replica,
+    Scenario,
+    StepCosts,
+    Table,
+    load_costs,
+    simulate,
+)
+from fleets.trace import SMALL, Request, Session, Turn
+from unspool.scale.replicas.routing import RoundRobin
 
-from fleets import studies  # noqa: E402
-from fleets.calibrate import measured, typical  # noqa: E402
-from fleets.checking import SMALL, check, small_trace  # noqa: E402
-from fleets.costs import HERE, CostsError, StepCosts, Table, load  # noqa: E402
-from fleets.fitting import Measured, fit  # noqa: E402
-from fleets.real import Client, RealFleet  # noqa: E402
-from fleets.replica import Replica  # noqa: E402
-from fleets.requests import Request  # noqa: E402
-from fleets.simulate import Scenario, simulate  # noqa: E402
-from fleets.trace import Session, Turn  # noqa: E402
-from unspool.scale.replicas.routing import RoundRobin  # noqa: E402
+BENCH = Path(__file__).parents[2] / "bench"
 
-
-def fleet() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fleet_bench", ROOT / "bench" / "fleet.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+ROOT = BENCH.parent
 
 
 def test_the_fit_finds_the_costs_that_steps_were_made_of() -> None:
@@ -43,38 +45,38 @@ def test_the_fit_finds_the_costs_that_steps_were_made_of() -> None:
         "true", "", Table((1, 4, 16), (0.01, 0.02, 0.07)), Table((16, 64, 256), (0.05, 0.2, 0.7)),
         context_s=2e-6, pair_s=1e-6,
     )  # fmt: skip
-    chance = np.random.default_rng(0)
+    random = np.random.default_rng(0)
     steps = []
     for _ in range(400):
-        rows, prefill = int(chance.integers(0, 17)), int(chance.choice([0, 16, 40, 64, 256]))
+        rows, prefill = int(random.integers(0, 17)), int(random.choice([0, 16, 40, 64, 256]))
         if rows + prefill == 0:
             continue
-        context, pairs = rows * int(chance.integers(20, 900)), prefill * int(chance.integers(9, 99))
-        seconds = true.step(rows, context, prefill, pairs) * chance.normal(1, 0.02)
-        steps.append(Measured(rows, context, prefill, pairs, seconds))
-    terms, error = fit(steps)
-    found = StepCosts("found", "", **terms)
+        context, pairs = rows * int(random.integers(20, 900)), prefill * int(random.integers(9, 99))
+        seconds = true.step(rows, context, prefill, pairs) * random.normal(1, 0.02)
+        steps.append(MeasuredStep(rows, context, prefill, pairs, seconds))
+    terms, error = fit_costs(steps)
+    result = StepCosts("result", "", **terms)
     assert error < 0.03
     for rows, context, prefill, pairs in ((1, 100, 0, 0), (8, 4000, 64, 3000), (0, 0, 256, 32_896)):
         expected = true.step(rows, context, prefill, pairs)
-        assert found.step(rows, context, prefill, pairs) == pytest.approx(expected, rel=0.08)
-    assert list(found.decode.seconds) == sorted(found.decode.seconds)
+        assert result.step(rows, context, prefill, pairs) == pytest.approx(expected, rel=0.08)
+    assert list(result.decode.seconds) == sorted(result.decode.seconds)
 
 
 def test_steps_that_nothing_follows_are_not_measured() -> None:
     log = [
         (0.0, [0], [0], [30]),  # a prompt,
-        (0.5, [0, 1], [30, 0], [31, 8]),  # which goes on, beside another prompt
-        (0.7, [1], [8], [9]),  # that goes on alone; then nobody asks for a while
+        (0.5, [0, 1], [30, 0], [31, 8]),  # which continues, with another prompt
+        (0.7, [1], [8], [9]),  # which continues alone; then a pause
         (9.0, [0], [0], [5]),
     ]
-    found = measured(log)
-    assert [(s.rows, s.prefill, s.context, s.pairs) for s in found] == [
+    result = measured_steps(log)
+    assert [(s.rows, s.prefill, s.context, s.pairs) for s in result] == [
         (0, 30, 0, 465),
         (1, 8, 31, 36),
     ]
-    assert [s.seconds for s in found] == pytest.approx([0.5, 0.2])
-    assert len(typical([*found, *found])) == 4
+    assert [s.seconds for s in result] == pytest.approx([0.5, 0.2])
+    assert len(typical_steps([*result, *result])) == 4
 
 
 def test_the_h200_costs_give_back_the_figures_they_come_from() -> None:
@@ -86,19 +88,19 @@ def test_the_h200_costs_give_back_the_figures_they_come_from() -> None:
         values = [cell.strip().replace(",", "") for cell in cells[1].split("|")]
         return float(values[0]), float(values[3])
 
-    costs = load("h200-8b")
+    costs = load_costs("h200-8b")
 
     def run(count: int, prompt: int, answer: int) -> tuple[float, float]:
         """Tokens a second, from the first one on where it is one text; ms to the first."""
-        chance = np.random.default_rng(0)
+        random = np.random.default_rng(0)
         replica = Replica("one", costs, lambda request, now: None)
         requests = [
-            Request(n, chance.integers(0, 1 << 30, prompt).tolist(), [n] * answer, 0.0)
+            Request(n, random.integers(0, 1 << 30, prompt).tolist(), [n] * answer, 0.0)
             for n in range(count)
         ]
         replica.queued.extend(requests)
         replica._fill()
-        ends: float | None = replica._head_end(0.0)
+        ends: float | None = replica._step_end(0.0)
         while ends is not None:
             ends = replica.step_ended(ends)
         first, last = requests[0].first, max(request.last for request in requests)
@@ -112,76 +114,79 @@ def test_the_h200_costs_give_back_the_figures_they_come_from() -> None:
         ("8B bf16, 64 requests of 512 + 128", 64, 512, 128),
     ):
         speed, first_ms = run(count, prompt, answer)
-        told_speed, told_first_ms = row(title)
-        assert speed == pytest.approx(told_speed, rel=0.03), title
-        assert first_ms == pytest.approx(told_first_ms, rel=0.05), title
+        expected_speed, expected_first_ms = row(title)
+        assert speed == pytest.approx(expected_speed, rel=0.03), title
+        assert first_ms == pytest.approx(expected_first_ms, rel=0.05), title
     assert run(1, 4096, 2)[1] == pytest.approx(
         row("8B bf16, first token behind 4,096")[1], rel=0.03
     )
 
 
-@pytest.mark.parametrize("file", sorted(HERE.glob("*.json")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(COSTS_FOLDER.glob("*.json")), ids=lambda file: file.stem)
 def test_stored_costs_are_read_and_tell_their_source(file: Path, tmp_path: Path) -> None:
-    costs = load(file.stem)
+    costs = load_costs(file.stem)
     assert costs.name == file.stem and len(costs.source) > 20
     costs.save(tmp_path / "again.json")
-    assert load(str(tmp_path / "again.json")) == costs
+    assert load_costs(str(tmp_path / "again.json")) == costs
 
 
 def test_what_is_no_table_of_costs_is_said(tmp_path: Path) -> None:
     with pytest.raises(CostsError, match=r"h200-8b.*calibrate"):
-        load("nothing-like-it")
+        load_costs("nothing-like-it")
     (tmp_path / "bad.json").write_text("[]")
     with pytest.raises(CostsError, match="not a table of step costs"):
-        load(str(tmp_path / "bad.json"))
-    with pytest.raises(CostsError, match="rising"):
+        load_costs(str(tmp_path / "bad.json"))
+    with pytest.raises(CostsError, match="increasing"):
         Table((2, 1), (0.1, 0.2))
 
 
 def test_the_whole_plan_at_a_small_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench, out = fleet(), tmp_path / "out"
-    monkeypatch.setattr(studies, "MIX", SMALL)
-    bench._PLANNED = {
+    out = tmp_path / "out"
+    monkeypatch.setattr(fleet, "MIX", SMALL)
+    plan = {
         "size": ["--rate", "4", "--seconds", "12"],
         "routing": ["--rate", "4", "--replicas", "2", "--seconds", "12"],
         "loss": ["--rate", "4", "--replicas", "2", "--seconds", "60", "--restart", "5"],
         "scaling": ["--rate", "4", "--replicas", "1", "--seconds", "60", "--target", "3"],
     }
-    assert bench.main(["plan", "--out", str(out)]) == 0
-    told = capsys.readouterr().out
+    monkeypatch.setattr(fleet, "PLAN", plan)
+    assert fleet.main(["plan", "--out", str(out)]) == 0
+    output = capsys.readouterr().out
     for title in ("requests/s", "prompt tokens computed", "s until as before", "up delay, s"):
-        assert f"| {title} |" in told
-    found = json.loads((out / "fleet.json").read_text())
-    assert {row["policy"] for row in found["routing"]} == {"round-robin", "least-loaded", "prefix"}
-    assert found["loss"][0]["lost"] == 0 and found["size"][0]["replicas"] == 1
+        assert f"| {title} |" in output
+    result = json.loads((out / "fleet.json").read_text())
+    assert {row["policy"] for row in result["routing"]} == {"round-robin", "least-loaded", "prefix"}
+    assert result["loss"][0]["lost"] == 0 and result["size"][0]["replicas"] == 1
     assert (out / "fleet.svg").read_text().startswith("<svg")
-    assert bench.main(["size", "--costs", str(tmp_path / "none.json")]) == 2
+    assert fleet.main(["size", "--costs", str(tmp_path / "none.json")]) == 2
 
 
 @pytest.mark.real
 def test_a_real_replica_is_asked_as_the_simulated_one(tmp_path: Path) -> None:
-    """One chat of three turns: what is found computed of each prompt is the same in both, and the
+    """One chat of three turns: what is result computed of each prompt is the same in both, and the
     steps that were written down can be fitted."""
-    chance = np.random.default_rng(4)
+    random = np.random.default_rng(4)
 
     def words(count: int) -> list[int]:
-        return (1000 + chance.integers(0, 30_000, count)).tolist()
+        return (1000 + random.integers(0, 30_000, count)).tolist()
 
     turns = [Turn(words(12), words(6), 0.0) for _ in range(3)]
     sessions = [Session(0, "chat", 0.0, words(40), turns)]
     log = tmp_path / "steps.json"
     with RealFleet(tmp_path, 1, ["--cache-memory", str(1 << 26)], [log]) as real:
         client = Client(real.replicas, RoundRobin())
-        found = asyncio.run(client.play(sessions))
-    assert real.replicas[0].process.poll() is not None
-    simulated = simulate(Scenario(load("neoverse-n1-135m"), 1, "round-robin"), sessions).requests
-    assert [r.cached for r in found] == [r.cached for r in simulated]
-    assert found[0].cached == 0 < found[1].cached < found[2].cached
-    assert all(r.outcome == "finished" and 0 < r.first <= r.last for r in found)
+        result = asyncio.run(client.play(sessions))
+    assert real.replicas["replica 0"].process.poll() is not None
+    simulated = simulate(
+        Scenario(load_costs("neoverse-n1-135m"), 1, "round-robin"), sessions
+    ).requests
+    assert [r.cached for r in result] == [r.cached for r in simulated]
+    assert result[0].cached == 0 < result[1].cached < result[2].cached
+    assert all(r.outcome == "finished" and 0 < r.first <= r.last for r in result)
     written = json.loads(log.read_text())
-    terms, _ = fit(measured(written["steps"]))
+    terms, _ = fit_costs(measured_steps(written["steps"]))
     assert StepCosts("here", "", **terms).step(1, 60, 0, 0) > 0
     assert written["backend"]["page_size"] == 16
 
@@ -191,12 +196,12 @@ def test_a_real_replica_is_asked_as_the_simulated_one(tmp_path: Path) -> None:
 def test_predictions_against_two_real_replicas(tmp_path: Path) -> None:
     """How good they are depends on what else the machine does, so this only looks at the count of
     prompt tokens, which hardly does."""
-    costs = load("neoverse-n1-135m")
+    costs = load_costs("neoverse-n1-135m")
     sessions = small_trace(1, 1.0, 20.0)
-    found, _ = check(costs, sessions, tmp_path, ["prefix"], 2, ["--cache-memory", str(1 << 29)])
-    by_name = {one.name: one for one in found}
-    assert abs(by_name["prompt tokens computed"].error) < 0.2
-    assert by_name["core seconds of the replicas"].real > 0
+    rows, _ = check(costs, sessions, tmp_path, ["prefix"], 2, ["--cache-memory", str(1 << 29)])
+    by_name = {row["name"]: row for row in rows}
+    assert abs(by_name["prompt tokens computed"]["error"]) < 0.2
+    assert by_name["core seconds of the replicas"]["real"] > 0
 
 
 def test_the_commands_in_the_guide_are_known() -> None:
@@ -204,4 +209,4 @@ def test_the_commands_in_the_guide_are_known() -> None:
     commands = re.findall(r"^python bench/fleet\.py ([^#\n]*)", page, re.MULTILINE)
     assert len(commands) >= 8
     for words in commands:
-        fleet().parser().parse_args(words.split())
+        fleet.parser().parse_args(words.split())

@@ -1,30 +1,23 @@
 """A simulated replica does what the real engine does: the same rows in the same steps, the same
-prefixes found, the same texts preempted."""
+prefixes result, the same texts preempted."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fleets.simulate import Replica, RunningRequest, Shape, StepCosts, Table
+from fleets.trace import Request
 from helpers.null_model import NullModel
-
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
-
-from fleets.costs import Shape, StepCosts, Table  # noqa: E402
-from fleets.replica import Replica, Writing  # noqa: E402
-from fleets.requests import Request  # noqa: E402
-from unspool.backends.step import StepLimits  # noqa: E402
-from unspool.engine.engine import Engine  # noqa: E402
-from unspool.engine.request import Limits  # noqa: E402
-from unspool.engine.request import Request as EngineRequest  # noqa: E402
-from unspool.sampling import SamplingSettings  # noqa: E402
+from unspool.backends.step import StepLimits
+from unspool.engine.engine import Engine
+from unspool.engine.request import Limits
+from unspool.engine.request import Request as EngineRequest
+from unspool.sampling import SamplingSettings
 
 LIMITS = StepLimits(max_rows=8, prefill_tokens=48, prefill_beside_decode=32)
 SMALL = Shape(
@@ -36,22 +29,22 @@ ONE_SECOND = StepCosts("test", "", Table((1,), (1.0,)), Table((1,), (1.0,)), sha
 
 def prompts(seed: int, count: int) -> list[list[int]]:
     """Some of them begin alike, and all are short enough for the null model's memory."""
-    chance = np.random.default_rng(seed)
-    openings = [chance.integers(0, 40, length).tolist() for length in (0, 9, 24)]
+    random = np.random.default_rng(seed)
+    openings = [random.integers(0, 40, length).tolist() for length in (0, 9, 24)]
     return [
-        [*openings[int(chance.integers(3))], *chance.integers(0, 40, chance.integers(1, 30))]
+        [*openings[int(random.integers(3))], *random.integers(0, 40, random.integers(1, 30))]
         for _ in range(count)
     ]
 
 
-def written(engine: Engine, asked: list[list[int]], counts: list[int], together: bool) -> Any:
+def written(engine: Engine, texts: list[list[int]], counts: list[int], together: bool) -> Any:
     """What the real engine writes and what it reused of each prompt; `together`, it begins when
     all are there, otherwise each is written before the next one comes."""
     gate = threading.Event()
     if together:
         engine.loop.post(lambda: gate.wait(60))
     streams, tokens = [], []
-    for number, (prompt, count) in enumerate(zip(asked, counts, strict=True)):
+    for number, (prompt, count) in enumerate(zip(texts, counts, strict=True)):
         request = EngineRequest(
             prompt=tuple(int(token) for token in prompt),
             settings=SamplingSettings(seed=number),
@@ -88,22 +81,22 @@ def run_dry(replica: Replica, ends: float | None) -> None:
 def test_the_same_rows_in_the_same_steps(
     overlaps: bool, pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = prompts(7, 14)
-    counts = [int(n) for n in np.random.default_rng(3).integers(1, 25, len(asked))]
+    texts = prompts(7, 14)
+    counts = [int(n) for n in np.random.default_rng(3).integers(1, 25, len(texts))]
     model = NullModel(pages=pages, limits=LIMITS, overlaps=overlaps)
     engine = Engine(model, lambda token: b"x")
-    answers, reused = written(engine, asked, counts, together=True)
+    answers, reused = written(engine, texts, counts, together=True)
     preemptions = engine.scheduler.preemptions
     engine.close()
 
-    def known_to_end(self: Writing) -> bool:  # as where the most tokens of a text are told
+    def known_to_end(self: RunningRequest) -> bool:  # as if max_tokens is known
         return self.written + 1 < len(self.request.answer) and usual(self)
 
-    usual = Writing.run_ahead
-    monkeypatch.setattr(Writing, "run_ahead", known_to_end)
+    usual = RunningRequest.run_ahead
+    monkeypatch.setattr(RunningRequest, "run_ahead", known_to_end)
     shape = replace(SMALL, page_count=pages, overlaps=overlaps)
     replica = Watched(replace(ONE_SECOND, shape=shape))
-    requests = [Request(n, p, a, 0.0) for n, (p, a) in enumerate(zip(asked, answers, strict=True))]
+    requests = [Request(n, p, a, 0.0) for n, (p, a) in enumerate(zip(texts, answers, strict=True))]
     replica.queued.extend(requests)
     replica._fill()
     run_dry(replica, 0.0)
@@ -114,21 +107,21 @@ def test_the_same_rows_in_the_same_steps(
     assert all(request.outcome == "finished" for request in requests)
 
 
-def test_prefixes_found_and_evicted_as_in_the_real_tree() -> None:
-    asked = prompts(11, 60)
-    counts = [1 + n % 7 for n in range(len(asked))]
+def test_prefixes_result_and_evicted_as_in_the_real_tree() -> None:
+    texts = prompts(11, 60)
+    counts = [1 + n % 7 for n in range(len(texts))]
     engine = Engine(NullModel(pages=40, limits=LIMITS), lambda token: b"x")
-    answers, reused = written(engine, asked, counts, together=False)
+    answers, reused = written(engine, texts, counts, together=False)
     engine.close()
     costs = replace(ONE_SECOND, shape=replace(SMALL, page_count=40))
     replica = Replica("one", costs, lambda request, now: None)
-    found = []
-    for number, (prompt, answer) in enumerate(zip(asked, answers, strict=True)):
+    result = []
+    for number, (prompt, answer) in enumerate(zip(texts, answers, strict=True)):
         request = Request(number, prompt, answer, 0.0)
         run_dry(replica, replica.submit(request, 0.0))
-        found.append(request.cached)
-    assert found == reused
-    assert sum(found) > 0 and found.count(0) > 3
+        result.append(request.cached)
+    assert result == reused
+    assert sum(result) > 0 and result.count(0) > 3
 
 
 def test_an_idle_replica_takes_the_bare_step_costs() -> None:
@@ -153,5 +146,5 @@ def test_more_requests_than_may_wait_are_refused() -> None:
     requests = [Request(n, [n, 1], [2, 3], 0.0) for n in range(5)]
     ends = [replica.submit(request, 0.0) for request in requests]
     run_dry(replica, next(moment for moment in ends if moment is not None))
-    told = [request.outcome for request in requests]
-    assert told == ["finished", "finished", "finished", "refused", "refused"]
+    outcomes = [request.outcome for request in requests]
+    assert outcomes == ["finished", "finished", "finished", "refused", "refused"]

@@ -1,47 +1,42 @@
-"""The bench of thinking longer: it runs without a real model, its checks are those of the tasks'
-own judges, and what it reads off samples is what the policies do."""
+"""Thinking longer: the benchmark runs without a real model, its checks agree with the tasks' own
+scores, and what it computes from samples is what the policies do."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
-
-
-@pytest.fixture(autouse=True)
-def on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCH))
+import think
+import unspool
+from lib.models import tiny_causal
+from thinking.curves import CHOICES, ProblemSamples, Sample, curves, voting
+from thinking.tasks import GYM, Problem, answer_of, gym_problems, is_right, score, turns
 
 
 @pytest.fixture
-def tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import think
-
-    def run(*given: str) -> dict:
-        monkeypatch.setattr(sys, "argv", ["bench/think.py", *given, "--out", str(tmp_path)])
-        think.main()
+def tiny_run(tmp_path: Path, run_bench):
+    def run(*words: str) -> dict:
+        run_bench(think, *words, "--out", tmp_path)
         return json.loads((tmp_path / "results.json").read_text())
 
     return run
 
 
-def test_it_runs_is_broken_off_and_goes_on(tiny_run, tmp_path: Path) -> None:
+def test_it_runs_and_resumes(tiny_run, tmp_path: Path) -> None:
     stopped = tiny_run("run", "--tiny", "--limit", "-1")
     assert stopped["models"] == {}
-    found = tiny_run("run", "--tiny")
-    (settings,) = found["settings"]
+    result = tiny_run("run", "--tiny")
+    (settings,) = result["settings"]
     assert settings["model"] == "tiny" and settings["seed"] == 1 and "--tiny" in settings["command"]
-    told = found["models"]["tiny"]["tasks"]["sums"]
-    assert told["problems"] == 3 and told["samples"] == 4
-    curves = told["curves"]
+    figures = result["models"]["tiny"]["tasks"]["sums"]
+    assert figures["problems"] == 3 and figures["samples"] == 4
+    points = figures["curves"]
     run = {"beam by log-probability", "dvts by log-probability", "mcts by the exact check"}
-    assert {"one sample", "greedy", "best-of by certainty", "budget forcing", *run} <= set(curves)
-    assert all(point["tokens"] > 0 for points in curves.values() for point in points)
+    assert {"one sample", "greedy", "best-of by certainty", "budget forcing", *run} <= set(points)
+    assert all(point["tokens"] > 0 for line in points.values() for point in line)
     # Every search keeps to what the samples of its problem cost.
     for line in (tmp_path / "searches" / "tiny~sums.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -51,34 +46,27 @@ def test_it_runs_is_broken_off_and_goes_on(tiny_run, tmp_path: Path) -> None:
         ElementTree.fromstring(picture.read_text())
     assert (tmp_path / "results.md").read_text().startswith("### tiny, sums")
     before = (tmp_path / "samples" / "tiny~sums.jsonl").read_text()
-    assert tiny_run("run", "--tiny") == found  # nothing is done twice
+    assert tiny_run("run", "--tiny") == result  # nothing is done twice
     assert (tmp_path / "samples" / "tiny~sums.jsonl").read_text() == before
 
 
 def test_what_is_read_off_samples_is_what_the_policies_do(tmp_path: Path) -> None:
-    import unspool
-    from thinking.asking import drawn, options_of, prompt_of
-    from thinking.checks import answer_of
-    from thinking.records import CHOICES
-    from thinking.samples import _certainties, _kept
-    from thinking.tasks import Problem, turns
-    from twins.models import tiny_causal
 
     lm = unspool.load(tiny_causal(tmp_path), device="cpu", progress=False)
     problem = Problem("one", turns("what comes next?"), "exact", "e", max_tokens=3)
-    (texts,) = drawn(lm, [problem], 9, 5)
-    kept = _kept(lm, problem, texts, texts[0], _certainties(lm, texts)).samples
+    (texts,) = think.draw(lm, [problem], 9, 5)
+    (record,) = think.record_samples(lm, [problem], [texts], [texts[:1]], 9)
 
-    def by_length(text):  # stands for the exact check, whose scores are all 0 here
+    def by_length(text):  # replaces the exact check, whose scores are all 0 here
         return float(len(text.text))
 
     def answer(text):
-        found = answer_of(problem, text.text)
-        return found and found[:1]
+        full = answer_of(problem, text.text)
+        return full and full[:1]
 
-    kept = [
-        type(one)(one.tokens, one.logprob, one.right, by_length(text), answer(text), one.certainty)
-        for one, text in zip(kept, texts, strict=True)
+    samples = [
+        Sample(s.tokens, s.logprob, s.right, by_length(text), answer(text), s.certainty)
+        for s, text in zip(record.samples, texts, strict=True)
     ]
     policies = {
         "best-of by the exact check": {"policy": "best-of", "judge": by_length},
@@ -90,27 +78,25 @@ def test_what_is_read_off_samples_is_what_the_policies_do(tmp_path: Path) -> Non
         "vote weighed by certainty": {"policy": "vote", "judge": "certainty", "extract": answer},
     }  # fmt: skip
     assert set(policies) == set(CHOICES)
-    for name, given in policies.items():
+    for name, policy in policies.items():
         for n in (3, 9):
-            chosen = CHOICES[name][0](kept[:n])
-            asked = {**options_of(lm, problem, 5), **given, "n": n, "budget": 10_000}
-            thought = lm.think(prompt_of(lm, problem), **asked)
-            assert thought.text == texts[kept.index(chosen)].text, (name, n)
+            selected = CHOICES[name][0](samples[:n])
+            options = {**think.options_of(lm, problem, 5), **policy, "n": n, "budget": 10_000}
+            text = lm.think(think.prompt_of(lm, problem), **options).text
+            assert text == texts[samples.index(selected)].text, (name, n)
 
 
 def test_checks_say_what_the_tasks_own_judges_say() -> None:
     gym = pytest.importorskip("reasoning_gym")
-    from thinking.checks import is_right
-    from thinking.tasks import GYM, gym_problems
 
-    for name, task in GYM.items():
-        judge = gym.create_dataset(task.name, size=1, seed=0, **task.settings)
-        entries = gym.create_dataset(task.name, size=800, seed=2026, **task.settings)
-        asked = {entry["question"].strip(): entry for entry in entries}
+    for name, (task, check, _, _, settings) in GYM.items():
+        judge = gym.create_dataset(task, size=1, seed=0, **settings)
+        entries = gym.create_dataset(task, size=96, seed=2026, **settings)
+        by_question = {entry["question"].strip(): entry for entry in entries}
         for problem in gym_problems(name, 12):
-            entry = asked[problem.messages[-1]["content"]]
+            entry = by_question[problem.messages[-1]["content"]]
             # Of sums the last number is taken, so here only answers that are nothing else.
-            others = ["7", "", "))", *(["1 + 2 * 3"] if task.check != "number" else [])]
+            others = ["7", "", "))", *(["1 + 2 * 3"] if check != "number" else [])]
             for answer in [entry["answer"], f" {entry['answer']}\n", *others]:
                 right = judge.score_answer(answer.strip(), entry) >= 1.0
                 assert is_right(problem, answer) == right, (name, answer)
@@ -122,16 +108,12 @@ def test_checks_say_what_the_tasks_own_judges_say() -> None:
      ("(5 + 4)*3", True), ("9**9**9", False), ("-3*(-4-5)", True), ("5 * 3 / 0", False)],
 )  # fmt: skip
 def test_countdown_counts_its_numbers(text: str, right: bool) -> None:
-    from thinking.checks import is_right
-    from thinking.tasks import Problem
 
     data = {"numbers": [3, 4, 5], "target": 27}
     assert is_right(Problem("one", [], "countdown", data=data), text) == right
 
 
-def test_numbers_are_found_where_answers_give_them() -> None:
-    from thinking.checks import answer_of
-    from thinking.tasks import Problem
+def test_numbers_are_result_where_answers_give_them() -> None:
 
     problem = Problem("one", [], "number")
     assert answer_of(problem, "16 - 3 = 13. So the answer is $1,234.00 of 2000.") == "1234"
@@ -141,8 +123,6 @@ def test_numbers_are_found_where_answers_give_them() -> None:
 
 def test_instructions_are_checked() -> None:
     pytest.importorskip("if_verifiable")
-    from thinking.checks import score
-    from thinking.tasks import Problem
 
     data = {"prompt": "", "instructions": ["punctuation:no_comma", "change_case:english_lowercase"],
             "kwargs": [{}, {}]}  # fmt: skip
@@ -153,26 +133,24 @@ def test_instructions_are_checked() -> None:
 
 
 def test_points_and_the_plot_of_votes() -> None:
-    from thinking.curves import curves, voting
-    from thinking.records import Drawn, Sample
 
-    def problem(number: int, rights: list[bool]) -> Drawn:
+    def problem(number: int, rights: list[bool]) -> ProblemSamples:
         samples = [
-            Sample(2, -float(k), one, float(one), "yes" if one else "no", 1.0 + k)
-            for k, one in enumerate(rights)
+            Sample(2, -float(k), right, float(right), "yes" if right else "no", 1.0 + k)
+            for k, right in enumerate(rights)
         ]
-        return Drawn(str(number), 10, samples, samples[0])
+        return ProblemSamples(str(number), 10, samples, samples[0])
 
     often = [True, True, False, True] * 8  # the right answer is the usual one: votes help
     seldom = [False, True, False, False] * 8  # ... and the seldom one: votes hurt
-    drawn = [problem(n, often) for n in range(6)] + [problem(6 + n, seldom) for n in range(6)]
-    found = curves(drawn, [])
-    assert found["one sample"][0]["accuracy"] == pytest.approx(0.5)
-    vote = {point["n"]: point for point in found["vote"]}
+    problems = [problem(n, often) for n in range(6)] + [problem(6 + n, seldom) for n in range(6)]
+    result = curves(problems, [])
+    assert result["one sample"][0]["accuracy"] == pytest.approx(0.5)
+    vote = {point["n"]: point for point in result["vote"]}
     assert vote[4]["accuracy"] == 0.5 and vote[4]["tokens"] == 8 and vote[4]["runs"] == 8
-    checked = {point["n"]: point for point in found["best-of by the exact check"]}
+    checked = {point["n"]: point for point in result["best-of by the exact check"]}
     assert checked[4]["accuracy"] == 1.0 and checked[4]["gain"] == pytest.approx(0.5)
-    assert found["best-of by certainty"][0]["tokens"] == 2 * 2 * 2  # written, and read again
-    low, high = voting(drawn)["bins"]
-    assert low["right"] == 0.25 and [one["gain"] for one in low["gains"]] == [-0.25, -0.25]
-    assert high["right"] == 0.75 and [one["gain"] for one in high["gains"]] == [0.25, 0.25]
+    assert result["best-of by certainty"][0]["tokens"] == 2 * 2 * 2  # written, and read again
+    low, high = voting(problems)["bins"]
+    assert low["right"] == 0.25 and [gain["gain"] for gain in low["gains"]] == [-0.25, -0.25]
+    assert high["right"] == 0.75 and [gain["gain"] for gain in high["gains"]] == [0.25, 0.25]

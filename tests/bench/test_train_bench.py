@@ -1,14 +1,22 @@
-"""The bench of training without a GPU: the whole of it on a tiny shape."""
+"""Benchmarks of training without a GPU: everything on tiny shapes, and the measures by hand."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+
+import train_gpu
+from twins.measures import count_passes, draw_hidden
+from unspool.train.data.prepared import PackedDocuments
+from unspool.train.learning.model_size import new_config, new_model
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -35,26 +43,18 @@ def test_every_part_runs_on_a_tiny_shape(tmp_path: Path) -> None:
     assert "Muon needs" in done.stdout
 
 
-def test_a_part_that_is_not_there_is_told() -> None:
-    done = subprocess.run(
-        [sys.executable, str(BENCH / "train_gpu.py"), "nonsense"], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert "there is no part 'nonsense'" in done.stderr
+def test_unknown_parts_and_missing_data_are_refused(run_bench, capsys) -> None:
+    for words, message in (
+        (["nonsense"], "'nonsense' is not one of speed"),
+        (["enwik8"], "--data"),
+    ):
+        with pytest.raises(SystemExit):
+            run_bench(train_gpu, *words)
+        assert message in capsys.readouterr().err
 
 
-def test_every_byte_is_judged_once_behind_what_comes_before_it(monkeypatch) -> None:
+def test_every_byte_is_scored_once_with_its_context() -> None:
     """Bits per byte in overlapping windows, beside each byte's own surprise, taken one by one."""
-    import math
-
-    import numpy as np
-    import torch
-
-    monkeypatch.syspath_prepend(str(BENCH))
-    from training.enwik8 import judged, parts
-    from unspool.train.data.prepared import PackedDocuments
-    from unspool.train.learning.model_size import new_config, new_model
-
     length = 16
     model = new_model(new_config(1, 256, length, width=32), seed=3)
     torch.nn.init.normal_(model.layers[0].attention.out.weight, std=0.5)
@@ -68,9 +68,63 @@ def test_every_byte_is_judged_once_behind_what_comes_before_it(monkeypatch) -> N
             logits = model(torch.tensor(text[begin:place].astype(np.int64))[None])[0, -1]
         surprise -= float(torch.log_softmax(logits, -1)[int(text[place])])
     packed = PackedDocuments(text, np.array([0, len(text)]), None)
-    assert judged(model, packed, length) == pytest.approx(
+    assert train_gpu.bits_per_byte(model, packed, length) == pytest.approx(
         surprise / math.log(2) / (len(text) - 1), rel=1e-4
     )
     path = BENCH.parent / "README.md"
-    train, held_out, test = parts(path)
+    train, held_out, test = train_gpu.split_enwik8(path)
     assert bytes(train.ids) + bytes(held_out.ids) + bytes(test.ids) == path.read_bytes()
+
+
+def run_twins(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(BENCH / "twins_gpu.py"), *words, "--tiny", "--device", "cpu",
+         "--out", str(out)],
+        capture_output=True, text=True, timeout=280,
+        env={**os.environ, "UNSPOOL_CACHE": str(out / "cache")},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_all_twins_of_a_tiny_model(tmp_path: Path) -> None:
+    stopped = run_twins(tmp_path, "countdown", "--limit", "0.000001")
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    assert "the same command resumes" in stopped.stdout
+    done = run_twins(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    for part in ("block", "block-lora"):
+        assert results[part]["words"]["block 4"] > 0
+        assert len(results[part]["words"]["agreement"]) == 7
+    assert set(results["fill"]["words"]["holes"]) == {"1", "2", "4", "8"}
+    assert results["draft"]["written"]["tokens a pass"]["7"] >= 1
+    for name in ("sudoku", "countdown"):
+        bidirectional, causal = results[name]["whole"], results[name]["causal"]
+        assert bidirectional["steps"] == causal["steps"]
+        assert bidirectional["parameters"] == causal["parameters"]
+    for part in ("block", "fill", "sudoku-whole", "sudoku-causal", "countdown-whole"):
+        assert (tmp_path / "weights" / part / "model.safetensors").exists()
+    assert (tmp_path / "weights" / "block-lora" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "weights" / "draft" / "head.safetensors").exists()
+
+
+def test_hidden_tokens_of_the_bound_weigh_what_the_bound_says() -> None:
+    blocks = torch.arange(0, 40, 4).repeat_interleave(4)[None].expand(500, -1)
+    hide, weight = draw_hidden(blocks, torch.Generator().manual_seed(0))
+    grouped = hide.view(500, 10, 4)
+    assert not grouped[:, :, 0].any()
+    hidden = grouped.sum(2)
+    assert set(hidden.unique().tolist()) == {1, 2, 3}
+    assert torch.allclose(weight.view(500, 10, 4)[:, :, 1], 3 / hidden)
+    shares = [(hidden == count).float().mean().item() for count in (1, 2, 3)]
+    assert shares == pytest.approx([1 / 3] * 3, abs=0.03)
+    # Each token is weighed as one on average: the bound of a model that does not look is exact.
+    assert (hide * weight).view(500, 10, 4)[:, :, 1:].mean() == pytest.approx(1, abs=0.02)
+
+
+def test_passes_are_counted_as_drafting_takes_them() -> None:
+    all_right, none = [[True] * 7] * 9, [[False] * 7] * 9
+    assert count_passes(none, 0, 8, 7) == 8
+    assert count_passes(all_right, 0, 8, 3) == 2
+    assert count_passes(all_right, 0, 8, 7) == 1
+    assert count_passes([[True, False, True]] * 9, 0, 8, 3) == 4

@@ -23,7 +23,7 @@ from unspool.text.reasoning import OutputStart, ReasoningFormat
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
-from stress import Asked, palette, stress, write_alone
+from stress import ReferenceText, make_texts, stress, write_alone
 
 VOCABULARY = 40
 
@@ -32,10 +32,10 @@ def piece(token: int) -> bytes:
     return b"%d " % token
 
 
-def asked_alone(count: int, seed: int) -> list[Asked]:
+def asked_alone(count: int, seed: int) -> list[ReferenceText]:
     """Texts of every kind, as an engine that does nothing ahead writes them."""
     engine = Engine(null_model.NullModel(pages=400, vocab_size=VOCABULARY), piece)
-    texts = palette(VOCABULARY, 60, count, seed)
+    texts = make_texts(VOCABULARY, 60, count, seed)
     write_alone(engine, texts)
     engine.close()
     return texts

@@ -40,8 +40,7 @@ from unspool.text.tokenizer.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
-from serving.made_model import write_tokenizer
-from serving.null_server import VOCABULARY, NullLoaded
+from lib.models import VOCABULARY, NullLoaded, write_tokenizer
 
 ALICE, BOB = "key-of-alice", "key-of-bob-too"
 WORDS = ["abc", "de", "x"]

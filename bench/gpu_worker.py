@@ -1,0 +1,354 @@
+"""Process of bench/gpu.py that measures parts and writes a JSON object per line.
+
+{"part": ..., "begin": true}, then {"part": ..., "result": ...} or {"part": ..., "error": ...}.
+Names are parts ("8b"), parts measured with transformers ("8b@static"), or "limits".
+"""
+
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpu import PARTS, Part
+from lib.arguments import add_options, make_parser
+from lib.limits import ModelCosts, Phase, measure_limits, weight_bytes
+from lib.models import SHAPES, TINY_SHAPE, random_transformer, write_llama_gguf
+
+NUM_ALONE = 8  # texts of a batch that are written again, alone
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Where and how parts are measured."""
+
+    device: str
+    backend: str  # cuda: our kernels; torch: the reference path
+    rounds: int
+    tiny: bool
+    scratch: Path
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.device.startswith("cuda") else "float32"
+
+    def shape(self, part: Part) -> dict[str, Any]:
+        return {**SHAPES[part.shape], **(TINY_SHAPE if self.tiny else {})}
+
+
+def throughput(seconds: float, tokens: int, first_s: float, *phases: Phase) -> dict[str, Any]:
+    figures = {"seconds": seconds, "tokens": tokens, "tokens_s": tokens / seconds}
+    return {**figures, "first_s": first_s, "floor": list(phases)}
+
+
+class UnspoolRunner:
+    """A model with which parts are measured, one after the other."""
+
+    def __init__(self, part: Part, setup: Setup, context: int) -> None:
+        import unspool
+
+        self.setup, self.random = setup, np.random.default_rng(7)
+        number_bytes = 4 if setup.dtype == "float32" else 2
+        start, shape = time.perf_counter(), setup.shape(part)
+        if part.packed:
+            with scratch_folder(setup.scratch) as folder:
+                size = write_llama_gguf(shape, part.packed, folder / "model.gguf")
+                start = time.perf_counter()
+                self.lm: Any = unspool.load(
+                    folder / "model.gguf", device=setup.device, context=context, progress=False
+                )
+        else:
+            model = load_random(shape, setup, part.exact)
+            self.lm = unspool.LanguageModel(model, None, context=context)
+            size = weight_bytes(self.lm.config, number_bytes)
+        self.costs = ModelCosts(self.lm.config, size, kv_bytes=number_bytes)
+        self.load_s = time.perf_counter() - start
+
+    def close(self) -> None:
+        self.lm.close()
+        del self.lm
+
+    def measure(self, part: Part) -> dict[str, Any]:
+        """Figures of a part, and the least it must read and compute."""
+        part = part.tiny() if self.setup.tiny else part
+        work: Callable[[Part], dict[str, Any]] = getattr(self, f"measure_{part.work}")
+        start = time.perf_counter()
+        work(part)  # compiles, captures graphs, fills caches
+        warm = time.perf_counter() - start
+        rounds = sorted((work(part) for _ in range(self.setup.rounds)), key=lambda r: r["seconds"])
+        result = {**rounds[len(rounds) // 2], "warm_s": warm, "load_s": self.load_s}
+        result["spread"] = [figures["seconds"] for figures in rounds]
+        if part.work == "many":
+            result["same_alone"] = self._compare_alone(part)
+        if self.setup.device.startswith("cuda"):
+            import torch
+
+            result["memory_bytes"] = torch.cuda.max_memory_allocated(self.setup.device)
+        return result
+
+    def measure_one(self, part: Part) -> dict[str, Any]:
+        times = [time.perf_counter()]
+        for _ in self._stream(part, self._prompt(part.prompt), 0):
+            times.append(time.perf_counter())
+        count = len(times) - 2
+        decode = self.costs.decode(1, part.prompt + 1, count)
+        return throughput(times[-1] - times[1], count, times[1] - times[0], decode)
+
+    def measure_many(self, part: Part) -> dict[str, Any]:
+        self.prompts = [self._prompt(part.prompt) for _ in range(part.rows)]
+        start = time.perf_counter()
+        streams = [self._stream(part, ids, seed) for seed, ids in enumerate(self.prompts)]
+        first = next(streams[0])
+        first_s = time.perf_counter() - start
+        steps = [list(stream) for stream in streams]
+        elapsed = time.perf_counter() - start
+        steps[0].insert(0, first)
+        self.written = [[step.token for step in row] for row in steps]
+        count = sum(map(len, self.written))
+        assert count == part.rows * part.new, f"{count} tokens were written"
+        assert all(np.isfinite(step.logprob) for step in steps[-1])
+        prefill = self.costs.prompt(part.rows, part.prompt)
+        decode = self.costs.decode(part.rows, part.prompt + 1, part.new - 1)
+        return throughput(elapsed, count, first_s, prefill, decode)
+
+    def measure_first(self, part: Part) -> dict[str, Any]:
+        start = time.perf_counter()
+        next(iter(self._stream(part, self._prompt(part.prompt), 0)))
+        elapsed = time.perf_counter() - start
+        return throughput(elapsed, part.prompt, elapsed, self.costs.prompt(1, part.prompt))
+
+    def _compare_alone(self, part: Part) -> str:
+        """How many of the last batch's texts are the same when written alone."""
+        equal, count = 0, min(NUM_ALONE, part.rows)
+        for seed in range(count):
+            alone = [step.token for step in self._stream(part, self.prompts[seed], seed)]
+            equal += alone == self.written[seed]
+        return f"{equal} of {count}"
+
+    def _prompt(self, length: int) -> list[int]:
+        """A new prompt each time."""
+        return list(self.random.integers(3, self.lm.vocab_size, length).tolist())
+
+    def _stream(self, part: Part, ids: list[int], seed: int) -> Any:
+        return self.lm.stream(ids, max_tokens=part.new, end=False, seed=seed, **part.options)
+
+
+def load_random(shape: dict[str, Any], setup: Setup, exact: bool) -> Any:
+    model = random_transformer(shape, setup.dtype, setup.device)
+    if setup.backend == "torch":
+        from unspool.backends.torch.backend import TorchModel
+
+        return TorchModel(model)
+    from unspool.backends.cuda.model import CudaModel
+    from unspool.backends.cuda.weights import fuse_weights
+
+    options = {"exact": True} if exact else {}
+    return CudaModel(fuse_weights(model), lambda: "random", **options)
+
+
+class TransformersRunner:
+    """The same shape with random weights in transformers."""
+
+    def __init__(self, part: Part, setup: Setup) -> None:
+        import torch
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+        self.torch, self.transformers, self.setup = torch, transformers, setup
+        shape = setup.shape(part)
+        config = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)
+        torch.manual_seed(0)
+        dtype = getattr(torch, setup.dtype)
+        with torch.device(setup.device):
+            self.model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        torch.set_float32_matmul_precision("high")
+        self.random, self.vocab_size = np.random.default_rng(7), config.vocab_size
+
+    def measure(self, part: Part, mode: str) -> dict[str, Any]:
+        part = part.tiny() if self.setup.tiny else part
+        start = time.perf_counter()
+        work = self._static if mode == "static" else self._continuous
+        work(part)
+        warm = time.perf_counter() - start
+        elapsed = min(work(part) for _ in range(self.setup.rounds))
+        tokens = part.rows * part.new
+        if part.work == "one":  # count after the first token
+            elapsed -= min(self._static(part, 1) for _ in range(2))
+            tokens -= part.rows
+        figures = {"seconds": elapsed, "tokens": tokens, "tokens_s": tokens / elapsed}
+        return {**figures, "warm_s": warm}
+
+    def _static(self, part: Part, new: int | None = None) -> float:
+        """One batch: a static cache, and compiled decoding if there is a GPU."""
+        torch = self.torch
+        ids = torch.tensor(self._prompts(part), device=self.setup.device)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            tokens = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new or part.new,
+                do_sample=False, eos_token_id=-1, pad_token_id=0, cache_implementation="static",
+            )  # fmt: skip
+        rows = tokens[:, ids.shape[1] :].tolist()  # synchronizes
+        assert all(len(row) == (new or part.new) for row in rows)
+        return time.perf_counter() - start
+
+    def _continuous(self, part: Part) -> float:
+        prompts = self._prompts(part)
+        settings = self.transformers.GenerationConfig(
+            max_new_tokens=part.new, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        start = time.perf_counter()
+        texts = self.model.generate_batch(
+            inputs=prompts, generation_config=settings, progress_bar=False,
+            persistent_manager=True,  # graphs are captured once, while warming up
+        )  # fmt: skip
+        elapsed = time.perf_counter() - start
+        count = sum(len(text.generated_tokens) for text in texts.values())
+        assert count == part.rows * part.new, f"{count} tokens were written"
+        return elapsed
+
+    def _prompts(self, part: Part) -> list[list[int]]:
+        return list(self.random.integers(3, self.vocab_size, (part.rows, part.prompt)).tolist())
+
+
+def measure_load(part: Part, setup: Setup) -> dict[str, Any]:
+    """Seconds of `unspool.load` and to the first token, and of only reading the files."""
+    import unspool
+    from unspool.model.files.checkpoint import save_checkpoint
+
+    with scratch_folder(setup.scratch, in_memory=False) as folder:
+        save_checkpoint(random_transformer(setup.shape(part), setup.dtype, setup.device), folder)
+        free_memory()
+        files = sorted(folder.glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in files)
+        drop_file_cache(files)
+        start = time.perf_counter()
+        for file in files:
+            with file.open("rb", buffering=0) as opened:
+                while opened.read(1 << 24):
+                    pass
+        disk_s = time.perf_counter() - start
+        drop_file_cache(files)
+        options: dict[str, Any] = {"device": setup.device, "context": 256, "progress": False}
+        start = time.perf_counter()
+        with unspool.load(folder, **options) as lm:
+            loaded = time.perf_counter() - start
+            next(iter(lm.stream([5, 6, 7], max_tokens=1, end=False)))
+            first_s = time.perf_counter() - start
+        start = time.perf_counter()
+        unspool.load(folder, **options).close()
+        cached_s = time.perf_counter() - start
+    figures = {"seconds": loaded, "first_s": first_s, "cached_s": cached_s, "disk_s": disk_s}
+    return {**figures, "bytes": size, "bytes_s": size / loaded}
+
+
+def drop_file_cache(files: list[Path]) -> None:
+    for file in files:
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure_server(part: Part, setup: Setup) -> dict[str, Any]:
+    """Tokens/s that reach streaming clients; see bench/serve.py."""
+    script = Path(__file__).with_name("serve.py")
+    with scratch_folder(setup.scratch) as folder:
+        subprocess.run(
+            [sys.executable, script, "--device", setup.device, "--clients", str(part.rows),
+             "--tokens", str(part.new), "--out", folder],
+            check=True, stdout=sys.stderr, timeout=part.seconds,
+        )  # fmt: skip
+        figures = json.loads((folder / "streams.json").read_text())[str(part.rows)]
+    tokens = part.rows * part.new
+    result = throughput(tokens / figures["tokens_s"], tokens, figures["first_s_p50"])
+    return {**result, "figures": figures}
+
+
+@contextmanager
+def scratch_folder(folder: Path, *, in_memory: bool = True) -> Iterator[Path]:
+    """Temporary folder for large files, in shared memory unless the disk is measured."""
+    memory = Path("/dev/shm")
+    where = memory if in_memory and memory.is_dir() else folder
+    with tempfile.TemporaryDirectory(dir=where, prefix="unspool-bench-") as path:
+        yield Path(path)
+
+
+def free_memory() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("parts", nargs="*")
+    add_options(
+        parser, ("--device", "cuda"), ("--backend", "cuda"), ("--rounds", 3), ("--tiny", False),
+        ("--scratch", Path(tempfile.gettempdir())),
+    )  # fmt: skip
+    args = parser.parse_args()
+    setup = Setup(args.device, args.backend, args.rounds, args.tiny, args.scratch)
+    output = os.dup(1)
+    os.dup2(2, 1)  # what libraries print goes to stderr
+    context = max((PARTS[name].context for name in args.parts if name in PARTS), default=0)
+    loaded: dict[Any, Any] = {}  # at most one model, which the next part may need too
+
+    def load(key: Any, make: Callable[[], Any]) -> Any:
+        if key not in loaded:
+            for old in loaded.values():
+                with suppress(AttributeError):  # transformers' model has no `close`
+                    old.close()
+            loaded.clear()
+            free_memory()
+            loaded[key] = make()
+        return loaded[key]
+
+    def measure(name: str) -> dict[str, Any]:
+        if name == "limits":
+            return dict(measure_limits(setup.device, setup.tiny))
+        key, _, mode = name.partition("@")
+        part = PARTS[key]
+        if mode:
+            peer = load(("transformers", part.shape), lambda: TransformersRunner(part, setup))
+            return dict(peer.measure(part, mode))
+        if part.work in ("load", "server"):
+            load(None, lambda: None)
+            return (measure_load if part.work == "load" else measure_server)(part, setup)
+        runner = load(part.model, lambda: UnspoolRunner(part, setup, context))
+        return dict(runner.measure(part))
+
+    def send(**message: Any) -> None:
+        os.write(output, (json.dumps(message) + "\n").encode())
+
+    for name in args.parts:
+        send(part=name, begin=True)
+        try:
+            send(part=name, result=measure(name))
+        except Exception as error:
+            traceback.print_exc()
+            send(part=name, error=f"{type(error).__name__}: {error}"[:500])
+            if "CUDA error" in str(error):  # nothing runs in this process any longer
+                os._exit(3)
+    sys.stderr.flush()
+    os._exit(0)  # graphs and pools need no cleanup
+
+
+if __name__ == "__main__":
+    main()
