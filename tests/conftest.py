@@ -15,9 +15,10 @@ from hypothesis.internal.conjecture import providers
 
 # The same examples in every run, so that a failure is never a matter of luck. To look for new
 # ones: pytest --hypothesis-profile=explore
-_ANY_SPEED = [HealthCheck.too_slow]  # seconds say nothing on a machine that does much else
-# The first draw would parse every imported module for its constants, for up to a minute.
+# Hypothesis would draw constants that it finds in our source: examples would change with any edit,
+# and the first draw of a process would parse every module.
 providers._get_local_constants = lambda: providers._local_constants
+_ANY_SPEED = [HealthCheck.too_slow]
 settings.register_profile("same-every-run", derandomize=True, suppress_health_check=_ANY_SPEED)
 settings.register_profile("explore", max_examples=2_000, suppress_health_check=_ANY_SPEED)
 settings.load_profile("same-every-run")

@@ -33,13 +33,28 @@ def test_how_it_works_with_its_numbers():
     assert failed == 0
 
 
+def section(page: str, heading: str) -> str:
+    """The text below a heading, up to the next of the same level."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def blocks_of(text: str, kind: str = "python") -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)
+
+
+def run(blocks: list[str], names: dict[str, Any] | None = None) -> None:
+    """Run blocks of code, each with names of its own unless `names` is shared."""
+    for block in blocks:
+        exec(compile(block, "docs", "exec"), {} if names is None else names)
+
+
 @pytest.mark.real
 def test_python_guide(lm: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(type(lm), "close", lambda self: None)  # others go on with it
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+    blocks = blocks_of((ROOT / "docs/python.md").read_text())
     assert len(blocks) >= 5
-    for block in blocks:
-        exec(compile(block, "python.md", "exec"), {})
+    run(blocks)
 
 
 def test_chat_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -47,37 +62,32 @@ def test_chat_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from helpers.thought_families import QWEN_OPEN, save_thinker
 
     monkeypatch.undo()
-    thinker = unspool.load(save_thinker(tmp_path, QWEN_OPEN), memory=8 << 20)
-    monkeypatch.setattr("unspool.loading.load", lambda *args, **options: thinker)
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/chat.md").read_text(), re.DOTALL)
-    exec(compile(block, "chat.md", "exec"), {})
-    thinker.close()
+    with unspool.load(save_thinker(tmp_path, QWEN_OPEN), memory=8 << 20) as thinker:
+        monkeypatch.setattr("unspool.loading.load", lambda *args, **options: thinker)
+        (block,) = blocks_of((ROOT / "docs/chat.md").read_text())
+        run([block])
 
 
 @pytest.mark.real
 def test_beyond_left_to_right(default_model: Path, monkeypatch: pytest.MonkeyPatch):
-    """Read as one that sees the whole text the default model says nothing of worth, and runs."""
+    """The default model with bidirectional attention: its text means nothing, but the code runs."""
     import unspool
 
     page = (ROOT / "docs/beyond.md").read_text(encoding="utf-8")
-    section = page.split("## Diffusion")[1].split("\n## ")[0]
-    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    blocks = blocks_of(page.split("## Diffusion")[1].split("\n## ")[0])
     assert len(blocks) >= 4
     monkeypatch.undo()
-    seeing = unspool.load(default_model)
-    for name, value in {"sight": "whole", "mask_id": seeing.vocab_size - 1}.items():
-        object.__setattr__(seeing.config, name, value)
-    monkeypatch.setattr("unspool.loading.load", lambda *args, **options: seeing)
-    for block in blocks:
-        exec(compile(block, "beyond.md", "exec"), {})
-    seeing.close()
+    with unspool.load(default_model) as seeing:
+        for name, value in {"sight": "whole", "mask_id": seeing.vocab_size - 1}.items():
+            object.__setattr__(seeing.config, name, value)
+        monkeypatch.setattr("unspool.loading.load", lambda *args, **options: seeing)
+        run(blocks)
 
 
 def test_the_puzzle_pairs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.undo()  # by its name each is itself
-    text = section("beyond.md", "The Sudoku pair")
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    exec(compile(block, "beyond.md", "exec"), {})
+    (block,) = blocks_of(section("beyond.md", "The Sudoku pair"))
+    run([block])
     filled, written, _ = capsys.readouterr().out.splitlines()
     assert len(filled.split()[0]) == 81 and written.split()[-1] in ("True", "False")
 
@@ -85,40 +95,27 @@ def test_the_puzzle_pairs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 @pytest.mark.real
 @pytest.mark.parametrize("heading", ["Fill a gap", "Edit"])
 def test_fill_and_edit_guide(heading: str, capsys: pytest.CaptureFixture[str]):
-    page = (ROOT / "docs" / "beyond.md").read_text(encoding="utf-8")
-    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    exec(compile(block, "beyond.md", "exec"), {})
+    (block,) = blocks_of(section("beyond.md", heading))
+    run([block])
     assert "mat" in capsys.readouterr().out
-
-
-def section(page: str, heading: str) -> str:
-    """What stands below a heading, up to the next of its kind."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    return text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
 @pytest.mark.real
 def test_judges_and_servers_that_think(server: Any, capsys: pytest.CaptureFixture[str]):
     for heading, least in (("Judges", 3), ("Over HTTP", 2)):
-        names: dict[str, Any] = {}
-        blocks = re.findall(r"```python\n(.*?)```", section("thinking.md", heading), re.DOTALL)
+        blocks = blocks_of(section("thinking.md", heading))
         assert len(blocks) >= least
-        for block in blocks:
-            asking = block.replace("http://127.0.0.1:8000", server.url)
-            exec(compile(asking, "thinking.md", "exec"), names)
-    told = capsys.readouterr().out
-    assert "judged=" in told and "won" in told and "None" in told
+        run([block.replace("http://127.0.0.1:8000", server.url) for block in blocks], {})
+    output = capsys.readouterr().out
+    assert "judged=" in output and "won" in output and "None" in output
 
 
 @pytest.mark.real
 def test_thinking_in_python(capsys: pytest.CaptureFixture[str]):
-    page = (ROOT / "docs" / "thinking.md").read_text(encoding="utf-8").split("\n## Judges\n")[0]
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    page = (ROOT / "docs" / "thinking.md").read_text(encoding="utf-8")
+    blocks = blocks_of(page.split("\n## Judges\n")[0])
     assert len(blocks) == 3
-    names: dict[str, Any] = {}
-    for block in blocks:
-        exec(compile(block, "thinking.md", "exec"), names)
+    run(blocks, {})
     assert "NodeAdded(node=1" in capsys.readouterr().out
 
 
@@ -140,9 +137,7 @@ def test_thinking_on_the_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
     from unspool.cli.main import _exit_code
 
     monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(
-        r"```sh\n(.*?)```", section("thinking.md", "On the command line"), re.DOTALL
-    )
+    (block,) = blocks_of(section("thinking.md", "On the command line"), "sh")
     for line in block.splitlines():
         assert _exit_code(shlex.split(line)[1:]) == 0, line
     assert (tmp_path / "search.json").stat().st_size > 100
@@ -168,12 +163,10 @@ def test_python_guide_names_every_method():
 
 @pytest.mark.real
 def test_readme_python(lm: Any, capsys: pytest.CaptureFixture[str]):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = blocks_of((ROOT / "README.md").read_text())
     assert blocks
-    for block in blocks:
-        if "http://" in block:
-            continue  # asks a server: see tests/server/test_guide.py
-        exec(compile(block, "README.md", "exec"), {})
+    # Those that ask a server are run in the tests of the server's guide.
+    run([block for block in blocks if "http://" not in block])
     wanted = lm.generate("The capital of Germany is", max_tokens=8, temperature=0).text
     assert wanted in capsys.readouterr().out
 
@@ -204,7 +197,7 @@ def test_replicas_are_started_as_shown():
     serve: Any = typer.main.get_command(app_with()).commands["serve"]  # type: ignore[attr-defined]
     known = {name for option in serve.params for name in option.opts}
     text = section("scale.md", "Replicas")
-    (block,) = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    (block,) = blocks_of(text, "sh")
     shown = re.findall(r"(?<=\s)--[a-z-]+", block) + re.findall(r"`(--[a-z-]+)`", text)
     assert len(shown) > 8 and set(shown) <= known
     told = set(re.findall(r"`([a-z_]+)`", text))

@@ -301,10 +301,3 @@ def test_bad_text(lm: Any):
         lm.generate("half \ud83d a character")
     assert lm.score("a\0b").tokens == lm.tokenizer.encode("a\0b")
     assert lm.tokenizer.decode(lm.tokenizer.encode("a\0b")) == "a\0b"
-
-
-def test_load_options():
-    with pytest.raises(SettingsError, match=r"dtype must be .*got 'int4'"):
-        unspool.load("somewhere", dtype="int4")
-    with pytest.raises(SettingsError, match="device 'tpu9'"):
-        unspool.load("somewhere", device="tpu9")

@@ -87,3 +87,105 @@ def test_a_provisional_block_is_written_replaced_and_committed():
     assert engine.call(lambda: tree.open([*whole, 1]).num_reused) >= 8, "now it is found"
     with pytest.raises(ValueError, match="provisional"):
         engine.call(lambda: tree.replace(branch, 4, [1]))
+
+
+# -- Hooks on `lm.transformer` --------------------------------------------------------------------
+
+
+TOKENS = [int(token) for token in np.random.default_rng(2).integers(3, 250, 45)]
+
+
+def load(name: str, folder: Path) -> Any:
+    tiny.save(name, folder)
+    return unspool.load(folder, backend="torch", memory=8 << 20)
+
+
+def read(lm: Any, tokens: list[int]) -> Any:
+    """The logits after the tokens, and how many tokens were cached."""
+    with lm.open_branch(tokens) as branch:
+        return np.array(lm.engine.extend(branch)), branch.num_reused
+
+
+def steer(module: torch.nn.Module) -> Any:
+    def add(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 1
+
+    return module.register_forward_hook(add)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma4-all", "qwen3.5"])
+def test_hooks_on_every_module_run(name: str, tmp_path: Path):
+    before: set[str] = set()
+    after: set[str] = set()
+    with load(name, tmp_path) as lm:
+        expected = {
+            path
+            for path, module in lm.transformer.named_modules()
+            if not isinstance(module, torch.nn.ModuleList)
+        }
+        for path, module in lm.transformer.named_modules():
+            module.register_forward_pre_hook(lambda *_, path=path: before.add(path))
+            module.register_forward_hook(lambda *_, path=path: after.add(path))
+        lm.generate(TOKENS, max_tokens=2)
+    assert before == after == expected
+
+
+def test_removing_a_hook_removes_its_changes(tmp_path: Path):
+    with load("llama", tmp_path) as lm:
+        plain, _ = read(lm, TOKENS)
+        _, reused = read(lm, TOKENS)
+        assert reused == len(TOKENS) - 1
+        for module in (lm.transformer.layers[1], lm.transformer.layers[0].attention):
+            hook = steer(module)
+            for _ in range(2):
+                steered, reused = read(lm, TOKENS)
+                assert reused == 0 and not np.allclose(steered, plain)
+            longer, _ = read(lm, [*TOKENS, 7, 8, 9])
+            hook.remove()
+            again, reused = read(lm, TOKENS)
+            assert reused == len(TOKENS) - 1 and np.allclose(again, plain, atol=1e-4)
+            result, _ = read(lm, [*TOKENS, 7, 8, 9])
+            assert not np.allclose(result, longer)
+        fresh = unspool.load(tmp_path, backend="torch", memory=8 << 20)
+        with fresh:
+            assert np.allclose(read(fresh, [*TOKENS, 7, 8, 9])[0], result, atol=1e-4)
+
+
+def test_sequences_started_before_and_after_a_hook(tmp_path: Path):
+    """A sequence started without hooks never shares changed pages, and changed pages are never
+    cached for others."""
+    with load("llama", tmp_path) as lm:
+        engine = lm.engine
+        begun = engine.open(TOKENS)
+        engine.extend(begun)
+        stored_values = engine.fork(begun)
+        hook = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, _, output: output + 1 if module is lm.transformer.layers[0] else None
+        )
+        engine.extend(begun, list(range(40, 60)))  # over the border of a page
+        other = engine.fork(begun)
+        hook.remove()
+        engine.extend(begun, [3, 4])
+        engine.extend(other, [5, 6])
+        plain = np.array(engine.extend(stored_values, list(range(40, 60))))
+        for branch in (begun, other):
+            engine.release(branch)
+        again, reused = read(lm, [*TOKENS, *range(40, 60)])
+        assert reused == len(TOKENS) + 19 and np.allclose(again, plain, atol=1e-4)
+        engine.release(stored_values)
+    with unspool.load(tmp_path, backend="torch", memory=8 << 20) as fresh:
+        expected, _ = read(fresh, [*TOKENS, *range(40, 60)])
+    assert np.allclose(plain, expected, atol=1e-4)
+
+
+def test_pages_of_changed_texts_are_freed(tmp_path: Path):
+    """They can be evicted like others, without leaks."""
+    with load("llama", tmp_path) as lm:
+        hook = steer(lm.transformer.layers[2])
+        for start in range(3):
+            read(lm, TOKENS[start:])
+        hook.remove()
+        tree = lm.engine.tree
+        lm.engine.call(tree.index.clear)
+        assert tree.index.pages == 0 and tree.pool.free == tree.pool.count
+        assert not tree.index.root().children

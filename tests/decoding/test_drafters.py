@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.drafts_support import Says, a_request, step_facts
+from helpers.null_model import NullModel, logits_after
+from helpers.recurrent_null import RecurrentNull
+from unspool.decoding.speculative import drafters
 from unspool.decoding.speculative.controller import HOPELESS_ROUNDS, LENGTH_PACE, AdaptiveDrafter
-from unspool.decoding.speculative.drafters import PromptLookup
+from unspool.decoding.speculative.drafters import (
+    DraftSequences,
+    ModelDrafter,
+    PromptLookup,
+    make_drafter,
+)
 from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
+from unspool.errors import ModelFileError, SettingsError
 
 # -- the drafters ----------------------------------------------------------------------------
 
@@ -110,3 +126,151 @@ def test_stopping_is_said_in_the_notes(letters: Engine):
     assert step_facts(list(generation.extend(letters.submit(request)))) == step_facts(plain)
     assert any(note.startswith("drafting stopped: accepted 0 of") for note in generation.notes)
     assert Counter(step.draft for step in generation.steps)["rejected"] <= 3 * HOPELESS_ROUNDS
+
+
+# -- Draft models: one backend for all texts, the right logits for each, and nothing kept ---------
+
+
+VOCABULARY = 40
+
+
+class Model:
+    """What is asked of a session, on a backend without a model."""
+
+    view_of = None
+    context = 4096
+
+    def __init__(self, *, pages: int | None = None, states: int = 0) -> None:
+        self.backends: list[NullModel] = []
+        self.config: Any = SimpleNamespace(
+            require_causal=lambda: None, kv_floats_per_token=1, state_bytes=states,
+            vocab_size=VOCABULARY,
+        )  # fmt: skip
+
+        def build(memory: int, context: int) -> NullModel:
+            shape = {"pages": pages or memory // 16, "vocab_size": VOCABULARY, "context": context}
+            backend = RecurrentNull(states=12, **shape) if states else NullModel(**shape)
+            self.backends.append(backend)
+            return backend
+
+        self.model: Any = SimpleNamespace(backend=build)
+
+    @property
+    def tokenizer(self) -> Any:
+        raise ModelFileError("no vocabulary")
+
+
+def drafted_for(model: Any) -> list[int]:
+    drafter = ModelDrafter(model, a_request([1, 2, 3], context=512, max_tokens=8))
+    return drafter.propose([1, 2, 3], 3)
+
+
+@pytest.mark.parametrize("states", [0, 1000])
+@pytest.mark.parametrize("pages", [None, 30])
+def test_texts_grow_and_are_rewound_beside_each_other(pages: int | None, states: int):
+    """Also where not all of them fit: the others are read again."""
+    chance = random.Random(5)
+    model: Any = Model(pages=pages, states=states)
+    shared = DraftSequences(model)
+    texts = [(shared.open(100), [1, 2, 3, 4, 5]) for _ in range(8)]
+    for _ in range(150):
+        text, tokens = chance.choice(texts)
+        del tokens[chance.randrange(2, len(tokens) + 1) :]
+        tokens += [chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 5))]
+        logits = None
+        while logits is None:
+            logits = text.logits(tokens, chance.randrange(1, 9))
+        assert np.array_equal(logits, logits_after(tokens, VOCABULARY))
+    assert len(model.backends) == 1
+    del text, texts, _
+    gc.collect()
+    loop: Any = shared._loop
+    loop.tree.index.clear()
+    assert loop.tree.pool.used == 0 and not shared._capacities
+
+
+def test_a_long_text_is_read_in_pieces():
+    model: Any = Model()
+    text = DraftSequences(model).open(100)
+    tokens = list(range(30))
+    assert [text.logits(tokens, 8) is None for _ in range(4)] == [True, True, True, False]
+    assert [sum(run) for run in model.backends[0].runs] == [8, 8, 8, 6]
+
+
+def test_the_backend_grows_with_the_texts_and_goes_with_the_last():
+    model: Any = Model()
+    shared = DraftSequences(model)
+    first = shared.open(100)
+    tokens = list(range(20))
+    assert np.array_equal(first.logits(tokens), logits_after(tokens, VOCABULARY))
+    extra = [shared.open(4000) for _ in range(3)]
+    for text in (*extra, first):
+        assert np.array_equal(text.logits(tokens), logits_after(tokens, VOCABULARY))
+    assert [backend.page_count * 4 >= size for backend, size in zip(
+        model.backends, (drafters._MIN_TOKENS, 12_100), strict=True
+    )] == [True, True]  # fmt: skip
+    del first, extra, text
+    gc.collect()
+    assert shared._loop is None, "room for long texts is not kept for none"
+
+
+def test_drafters_of_one_model_share_its_backend():
+    lm: Any = Model()
+    draft: Any = Model()
+    request = a_request([1, 2, 3], context=512, max_tokens=8)
+    expected = drafted_for(Model())
+    make: Any = make_drafter("model:small", lm, lambda name: draft)
+    drafters = [make(request) for _ in range(4)]
+    drafts = [drafter.drafter.propose([1, 2, 3], 3) for drafter in drafters]
+    del drafters
+    gc.collect()
+    drafts.append(make(request).drafter.propose([1, 2, 3], 3))
+    assert all(draft == expected for draft in drafts)
+    assert len(draft.backends) == 1, "built once, for requests at the same time and one by one"
+
+
+def test_what_nobody_drafts_with_is_released():
+    model: Any = Model()
+    drafted_for(model)
+    backend = weakref.ref(model.backends.pop())
+    gc.collect()
+    assert backend() is None
+
+
+def test_loading_a_draft_model_holds_up_no_other_request():
+    lm: Any = Model()
+    go_on, entered = threading.Event(), threading.Event()
+
+    def load(name: str) -> Any:
+        entered.set()
+        assert go_on.wait(60)
+        return Model()
+
+    created: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: created.append(make_drafter("model:slow", lm, load)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    assert entered.wait(60)
+    quick = threading.Thread(target=lambda: created.append(make_drafter("lookup", lm, load)))
+    quick.start()
+    quick.join(60)
+    assert len(created) == 1, "it waited for a model that it does not need"
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert created[1] is created[2], "both wait for the same model"
+
+
+def test_a_model_that_could_not_be_loaded_is_tried_again():
+    lm: Any = Model()
+
+    def fail(name: str) -> Any:
+        raise SettingsError("no such model")
+
+    for _ in range(2):
+        with pytest.raises(SettingsError, match="no such model"):
+            make_drafter("model:missing", lm, fail)
+    assert callable(make_drafter("model:missing", lm, lambda name: Model()))

@@ -207,11 +207,7 @@ def the_draw_after_a_rejection_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WrittenText, "row_input", stale)
 
 
-MISTAKES = [
-    take_every_possible_draft,
-    one_draw_for_a_whole_draft,
-    the_draw_after_a_rejection_again,
-]
+MISTAKES = [take_every_possible_draft, one_draw_for_a_whole_draft, the_draw_after_a_rejection_again]
 
 
 def count_out(monkeypatch: pytest.MonkeyPatch, make: Callable[[Request], Any]) -> dict[str, int]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from typing import Any
@@ -77,12 +76,6 @@ def test_a_priority_that_is_no_number(tiny_lm: Any, priority: Any):
     with pytest.raises(SettingsError, match="priority"):
         created.resume(priority=priority)
     assert len(within(60, lambda: tiny_lm.generate([1, 2], max_tokens=2, end=False)).tokens) == 2
-
-
-@pytest.mark.parametrize("stop", [7, ["a", 3], {"a": 1}])
-def test_stop_strings_that_are_none(tiny_lm: Any, stop: Any):
-    with pytest.raises(SettingsError, match=r"stop must be a string or a list of strings, got "):
-        tiny_lm.generate([1, 2], max_tokens=2, stop=stop)
 
 
 def test_one_stop_string_is_one_stop_string_in_a_conversation(lm: Any):
@@ -240,57 +233,30 @@ def test_eight_first_callers_make_one_engine(tmp_path: Any):
 # -- leaving is cancelling --------------------------------------------------------------------
 
 
-def leave_by_break(stream: StepStream) -> None:
-    for _ in stream:
-        break
-
-
-def leave_by_with(stream: StepStream) -> None:
-    with stream:
-        next(stream)
-
-
-def leave_by_close(stream: StepStream) -> None:
-    next(stream)
-    stream.close()
-
-
-def leave_by_an_error(stream: StepStream) -> None:
-    with pytest.raises(ZeroDivisionError):
-        for _ in stream:
-            1 / 0  # noqa: B018
-
-
-def leave_by_interrupt(stream: StepStream) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        for _ in stream:
-            raise KeyboardInterrupt
-
-
-async def _left_early(stream: StepStream) -> None:
+async def _leave_early(stream: StepStream) -> None:
     async for _ in stream:
         break
 
 
-def leave_asynchronously(stream: StepStream) -> None:
-    asyncio.run(_left_early(stream))
-
-
-@pytest.mark.parametrize(
-    "leave",
-    [
-        leave_by_break,
-        leave_by_with,
-        leave_by_close,
-        leave_by_an_error,
-        leave_by_interrupt,
-        leave_asynchronously,
-    ],
-)
-def test_leaving_cancels(leave: Any):
+@pytest.mark.parametrize("way", ["break", "with", "close", "error", "interrupt", "async"])
+def test_leaving_cancels(way: str):
     engine = new_engine(pages=2000, context=5000)
     stream = engine.submit(request([1, 2], 4000))
-    leave(stream)
+    if way == "async":
+        asyncio.run(_leave_early(stream))
+    elif way == "with":
+        with stream:
+            next(stream)
+    elif way == "close":
+        next(stream)
+        stream.close()
+    else:
+        error = {"error": ZeroDivisionError, "interrupt": KeyboardInterrupt}.get(way)
+        with contextlib.suppress(ZeroDivisionError, KeyboardInterrupt):
+            for _ in stream:
+                if error:
+                    raise error
+                break
     assert is_idle(engine), "the text was written on"
     assert engine.steps < 3900
     assert len(within(30, lambda: list(engine.submit(request([1, 2], 5))))) == 5
@@ -377,28 +343,6 @@ def test_what_the_garbage_collector_ends_on_the_engines_thread_is_released():
 
     assert engine.call(pages_used) == 0
     engine.close()
-
-
-def test_ctrl_c_in_generate_cancels(tmp_path: Any):
-    """In a child process, which receives the real signal."""
-    from helpers import tiny
-
-    tiny.save("llama", tmp_path)
-    code = f"""
-import os, signal, threading, time, unspool
-lm = unspool.load({str(tmp_path)!r}, backend="torch", memory=8 << 20)
-threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-try:
-    while True:
-        lm.generate([1, 2, 3], max_tokens=90, end=False)
-except KeyboardInterrupt:
-    while lm.engine.call(lambda: len(lm.engine.scheduler)):
-        time.sleep(0.01)
-    print("idle", len(lm.generate([1, 2, 3], max_tokens=4, end=False).tokens))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["idle", "4"], done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_a_closed_event_loop_does_not_reach_the_engine(tiny_lm: Any):

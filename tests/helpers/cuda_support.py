@@ -102,8 +102,8 @@ def pick_rows(settings_list: Sequence[SamplingSettings], lengths: Sequence[int])
     return SamplingRows(np.array(floats), np.array(ints), np.empty(0, np.int64))
 
 
-def check_picks(backend: Backend, batch: StepBatch) -> None:
-    """What a step picks is what the chain picks from the logits that the step itself gave."""
+def check_picks(backend: Backend, batch: StepBatch) -> Any:
+    """A step samples what the chain samples from the same logits; returns the tokens."""
     ran = backend.launch(batch).result()
     assert batch.sampling is not None
     logits = host(ran.logits)
@@ -112,6 +112,7 @@ def check_picks(backend: Backend, batch: StepBatch) -> None:
     expected = Chain(settings_list).pick(logits, inputs)
     assert ran.tokens.tolist() == [choice.token for choice in expected]
     np.testing.assert_allclose(ran.logprobs, [choice.logprob for choice in expected], atol=1e-5)
+    return ran.tokens
 
 
 def written(lm: LanguageModel, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:

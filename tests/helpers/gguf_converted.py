@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from filelock import FileLock
 
 from helpers import assets, tiny, tiny_masked, tiny_recurrent
@@ -32,6 +34,30 @@ _RECURRENT_NOT_IN_GGUF = {
 }  # fmt: skip
 RECURRENT = sorted(tiny_recurrent.FAMILIES.keys() - _RECURRENT_NOT_IN_GGUF)
 MASKED = ("dream", "llada")
+# Models for the tests of export, with 300 rows for the small vocabulary. llama.cpp needs keys and
+# values of a recurrent head to have the same width.
+_SQUARE = {**tiny_recurrent._DELTA, "linear_value_head_dim": 12}
+_SHARED = {**_SQUARE, **tiny_recurrent._EXPERTS, "shared_expert_intermediate_size": 24}
+EXPORTED_RECURRENT: dict[str, Callable[[], Any]] = {
+    "lfm2": tiny_recurrent.FAMILIES["lfm2"],
+    "lfm2-moe": tiny_recurrent.FAMILIES["lfm2-moe"],
+    "qwen3.5": tiny.named("Qwen3_5", **_SQUARE),
+    "qwen3.5-moe": tiny.named("Qwen3_5Moe", **_SHARED),
+    "qwen3-next": tiny.named("Qwen3Next", **_SHARED),
+}
+EXPORTED_CAUSAL = (
+    "llama", "llama-tied-bias", "llama-linear", "llama-llama3", "llama-yarn", "qwen2", "qwen3",
+)  # fmt: skip
+
+
+def save_for_export(name: str, folder: Path) -> Any:
+    """Save a model of 300 rows; returns the transformers model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tiny._SHAPE, "vocab_size", 300)
+        torch.manual_seed(0)
+        model = tiny.filled({**tiny.FAMILIES, **EXPORTED_RECURRENT}[name]())
+    model.save_pretrained(folder)
+    return model
 
 
 def convert(pairs: Iterable[tuple[Path, Path]], *, vocabulary: bool = False) -> None:
@@ -44,7 +70,10 @@ def convert(pairs: Iterable[tuple[Path, Path]], *, vocabulary: bool = False) -> 
 
 
 def converted_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with NAME and NAME.gguf of all models; those of `RECURRENT` have a vocabulary."""
+    """The folder with NAME and NAME.gguf of all models; those of `RECURRENT` have a vocabulary.
+
+    `exported` in it has those that are exported by Unspool too.
+    """
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent  # shared by all workers
@@ -55,13 +84,16 @@ def converted_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 tiny.save(name, folder / name)
             for name in MASKED:
                 tiny_masked.save(name, folder / name)
+            exported = [f"exported/{name}" for name in (*EXPORTED_CAUSAL, *EXPORTED_RECURRENT)]
+            for name in exported:
+                save_for_export(name.removeprefix("exported/"), folder / name)
             _run(
                 (
                     "vocabulary" if name in RECURRENT else "plain",
                     folder / name,
                     folder / f"{name}.gguf",
                 )
-                for name in (*CAUSAL, *RECURRENT, *MASKED)
+                for name in (*CAUSAL, *RECURRENT, *MASKED, *exported)
             )
             (folder / "done").touch()
     return folder

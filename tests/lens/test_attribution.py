@@ -135,8 +135,7 @@ def test_for_json(tiny_lm):
 
 @pytest.mark.real
 @pytest.mark.parametrize(
-    ("fixture", "max_rest"),
-    [pytest.param("torch_lm", 1e-3, marks=pytest.mark.slow), ("lm", 0.3)],
+    ("fixture", "max_rest"), [pytest.param("torch_lm", 1e-3, marks=pytest.mark.slow), ("lm", 0.3)]
 )
 def test_on_the_default_model(fixture, max_rest, request):
     """The native head rounds its input to bytes: what that changes is shown as the rest."""

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from helpers import tiny
-from unspool.errors import UnspoolError
+from unspool.errors import ModelFileError, SettingsError, UnspoolError
+from unspool.lens import activations
 from unspool.lens.activations import get_activations
+from unspool.lens.embeddings import embedding, neighbours
 from unspool.lens.logit_lens import logit_lens
 from unspool.sampling import log_softmax
 
@@ -74,3 +76,94 @@ def test_the_default_model_comes_to_its_answer(lm):
     assert lens.text == generation.steps[0].text
     assert lens.layers[-1].rank == 0
     assert lens.layers[-1].logprob == pytest.approx(generation.steps[0].logprob, abs=1e-4)
+
+
+# -- A text as one vector, on every backend and in pieces -----------------------------------------
+
+
+def test_the_mean_of_the_final_vectors(tiny_lm, monkeypatch):
+    from unspool.lens import embeddings as module
+
+    monkeypatch.setattr(module, "_CHUNK_TOKENS", 32)
+    ids = [(7 * n) % 50 + 1 for n in range(100)]  # more than one chunk
+    result = embedding(tiny_lm, ids)
+    final = [
+        tiny_lm.model.normed(get_activations(tiny_lm, ids, n).residuals[-1][None])[0]
+        for n in range(100)
+    ]
+    mean = np.mean(final, axis=0, dtype=np.float64)
+    assert np.allclose(result, mean / np.linalg.norm(mean), atol=1e-5)
+    assert abs(np.linalg.norm(result) - 1) < 1e-6
+
+
+def test_near_texts_are_near(lm):
+    branch, near, far = (
+        embedding(lm, text) for text in ("A small dog", "A little dog", "x = 3 * (y - 1)")
+    )
+    assert branch @ near > branch @ far
+
+
+def test_a_look_for_vectors_alone_beside_a_whole_one(tiny_lm):
+    """In one batch, each gets what it asked for."""
+    engine = tiny_lm.engine
+    with tiny_lm.open_branch([1, 2, 3]) as branch, tiny_lm.open_branch([1, 2, 4]) as other:
+        (shallow,) = engine.look(branch, at=frozenset({0, 1, 2}), deep=False).inside
+        (deep,) = engine.look(other, at=frozenset({1, 2})).inside
+    assert shallow.residuals.shape[1] == 3 and not shallow.attention
+    assert deep.residuals.shape[1] == 2 and len(deep.attention) == 2
+    assert np.allclose(shallow.residuals[:, 1], deep.residuals[:, 0], rtol=1e-4, atol=1e-5)
+
+
+# -- Nearest tokens by embedding ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows_at_once", [7, 4096])
+def test_as_by_brute_force(tiny_lm, monkeypatch, rows_at_once):
+    monkeypatch.setattr(activations, "_CHUNK_ROWS", rows_at_once)
+    table = tiny_lm.transformer.embed.weight.detach().double().numpy()
+    unit = table / np.linalg.norm(table, axis=1, keepdims=True)
+    cosines = unit @ unit[42]
+    cosines[42] = -2
+    result = neighbours(tiny_lm, 42, 12)
+    assert [near.token for near in result] == np.argsort(-cosines)[:12].tolist()
+    assert [near.similarity for near in result] == pytest.approx(np.sort(cosines)[::-1][:12])
+    assert result[0].to_dict().keys() == {"token", "text", "similarity"}
+
+
+def test_tokens_without_direction_are_near_to_nothing(family_lm):
+    lm = family_lm("smollm3")
+    table = lm.transformer.embed.weight.data
+    row_before = table[5].clone()
+    table[5] = 0
+    try:
+        result = neighbours(lm, 5, 3)
+        assert [near.similarity for near in result] == [0, 0, 0]
+        assert all(np.isfinite(near.similarity) for near in neighbours(lm, 6, 300))
+    finally:
+        table[5] = row_before
+
+
+def test_all_but_itself_at_the_most(tiny_lm):
+    result = neighbours(tiny_lm, 3, 100_000)
+    assert len(result) == 258 and 3 not in {near.token for near in result}
+    assert neighbours(tiny_lm, 3, 0) == ()
+
+
+def test_what_has_no_neighbours(tiny_lm):
+    for token in (-1, 259, True, 1.0):
+        with pytest.raises(SettingsError, match="vocabulary"):
+            neighbours(tiny_lm, token)
+    with pytest.raises(SettingsError, match="count"):
+        neighbours(tiny_lm, 1, -1)
+    with pytest.raises(ModelFileError, match="no tokenizer"):
+        neighbours(tiny_lm, "text without a vocabulary")
+
+
+@pytest.mark.real
+def test_on_the_default_model(lm):
+    result = neighbours(lm, " king", 20)
+    assert {near.text.strip().lower() for near in result} & {"kings", "queen", "king"}
+    with pytest.raises(SettingsError, match=r"2 tokens|3 tokens|4 tokens"):
+        neighbours(lm, "unspooling")
+    with pytest.raises(SettingsError, match="0 tokens"):
+        neighbours(lm, "")

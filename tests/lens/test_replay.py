@@ -105,14 +105,12 @@ def test_each_kind_of_difference(tiny_lm, tmp_path):
     assert after(9, finish_reason="stop").kind == "end"
     assert after(9, finish_reason=None) is None  # it was interrupted: no end to compare
     cut_short = replay(
-        tiny_lm,
-        dataclasses.replace(trace, limits=dataclasses.replace(trace.limits, max_tokens=7)),
+        tiny_lm, dataclasses.replace(trace, limits=dataclasses.replace(trace.limits, max_tokens=7))
     )
     assert (cut_short.difference.kind, cut_short.difference.index) == ("end", 7)
     assert cut_short.difference.now is None and "end of text" in cut_short.describe()
     went_on = replay(
-        tiny_lm,
-        dataclasses.replace(trace, limits=dataclasses.replace(trace.limits, max_tokens=12)),
+        tiny_lm, dataclasses.replace(trace, limits=dataclasses.replace(trace.limits, max_tokens=12))
     )
     assert (went_on.difference.kind, went_on.difference.index) == ("end", 9)
 

@@ -71,10 +71,7 @@ def test_pickles_are_refused_with_the_reason(tmp_path: Path):
         ({"rms_norm_eps": "small"}, 'rms_norm_eps must be a number, got "small"'),
         ({"hidden_act": "mish"}, "'mish' is not supported"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "'spiral' is not supp"),
-        (
-            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
-            "low_freq_factor",
-        ),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "low_freq_factor"),
         ({"rope_parameters": [1]}, "rope_parameters must be an object"),
         ({"hidden_size": 96}, "do not belong together"),
         ({"num_hidden_layers": 5}, r"lacks model\.layers\.4\.[^{}]*$"),

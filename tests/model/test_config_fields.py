@@ -1,5 +1,6 @@
 """Every setting of transformers' configuration classes is honoured, irrelevant, or refused; and a
-value of a wrong type, in any file that is read, is an error that names it."""
+value of a wrong type, in any file that is read, is an error that names it.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +14,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from tokenizers import Tokenizer, models
 from transformers import CONFIG_MAPPING
 
-from helpers import tiny_masked
+from helpers import tiny, tiny_masked
 from helpers.adapter_support import random_adapter
+from helpers.paged_texts import config
 from helpers.tiny_gguf import write_tiny
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.adapters import read_adapter, write_adapter
+from unspool.model.config import Recurrence, Rotary, sinusoidal
 from unspool.model.families.causal import ALIASES
 from unspool.model.families.family import Family
 from unspool.model.families.registry import _ALL, family_of_model_type
+from unspool.model.files import gguf
 from unspool.model.files.config_gguf import config_from_gguf
 from unspool.model.files.config_json import config_from_hf
 from unspool.model.files.gguf import GGUFFile
+from unspool.model.hub.inspect import summarize_model
+from unspool.model.hub.memory import PLANNED_STATES, sequence_memory
+from unspool.model.layers.parts import apply_rope
+from unspool.model.weights import parameter_count
 from unspool.text.tokenizer.huggingface import read_tokenizer_json
 
 _BASE = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)}
@@ -276,3 +285,174 @@ def test_a_wrong_type_beside_the_vocabulary_is_named(
     (tmp_path / file).write_text(json.dumps(changes))
     with pytest.raises(ModelFileError, match=message):
         read_tokenizer_json(tmp_path / "tokenizer.json")
+
+
+# -- What config.json says of models with Mamba-2 layers, in the words of their makers ------------
+
+
+NANO_2 = {  # nvidia/NVIDIA-Nemotron-Nano-9B-v2
+    "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 4480,
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 15680, "mlp_hidden_act": "relu2", "max_position_embeddings": 131072,
+    "mamba_num_heads": 128, "mamba_head_dim": 80, "n_groups": 8, "ssm_state_size": 128,
+    "conv_kernel": 4, "layer_norm_epsilon": 1e-5, "time_step_limit": [0.0, math.inf],
+}  # fmt: skip
+NANO_3 = {  # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B
+    **NANO_2, "hidden_size": 2688, "num_attention_heads": 32, "num_key_value_heads": 2,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "mamba_num_heads": 64, "mamba_head_dim": 64, "intermediate_size": 1856,
+    "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+H_TINY = {  # ibm-granite/granite-4.0-h-tiny
+    "model_type": "granitemoehybrid", "vocab_size": 100352, "hidden_size": 1536,
+    "num_hidden_layers": 40, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "intermediate_size": 512, "shared_intermediate_size": 1024, "num_local_experts": 64,
+    "num_experts_per_tok": 6, "mamba_n_heads": 48, "mamba_d_state": 128, "mamba_d_head": 64,
+    "position_embedding_type": "nope", "tie_word_embeddings": True, "logits_scaling": 6,
+    "embedding_multiplier": 12, "residual_multiplier": 0.22, "attention_multiplier": 0.0078125,
+    "layer_types": ["attention" if n in (5, 15, 25, 35) else "mamba" for n in range(40)],
+    "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raw", "billions", "mamba", "attention"),
+    [(NANO_2, 8.9, 27, 4), (NANO_3, 31.6, 23, 6), (H_TINY, 6.9, 36, 4)],
+)
+def test_shapes_of_known_models(raw: dict[str, Any], billions: float, mamba: int, attention: int):
+    config = config_from_hf(raw)
+    assert parameter_count(config) == pytest.approx(billions * 1e9, rel=0.01)
+    assert config.mixers.count("mamba2") == mamba and config.mixers.count("attention") == attention
+    assert config.positions == "none" and config.context == 131072
+
+
+def test_a_granite_without_mamba_layers():
+    config = config_from_hf(
+        {
+            **H_TINY, "layer_types": ["attention"] * 40, "position_embedding_type": "rope",
+            "num_local_experts": 0,
+        }
+    )  # fmt: skip
+    assert config.state_bytes == 0 and config.rotary is not None
+    assert config.ff_width == 1024 and config.experts == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
+        ({"hybrid_override_pattern": "M?"}, "layer"),
+        ({"n_group": 4}, "n_group"),
+        ({"moe_latent_size": 64}, "moe_latent_size"),
+        ({"mamba_num_heads": 100}, "multiple"),
+    ],
+)
+def test_what_is_not_supported_is_said(changes: dict[str, Any], words: str):
+    with pytest.raises(ModelFileError, match=words):
+        config_from_hf({**NANO_3, **changes})
+
+
+# -- Positions against their formulas -------------------------------------------------------------
+
+
+def test_sinusoidal_is_the_papers_formula():
+    table = sinusoidal(np.arange(50), 16)
+    for position in (0, 1, 7, 49):
+        for pair in range(8):
+            angle = position / 10000 ** (2 * pair / 16)
+            assert table[position, 2 * pair] == pytest.approx(math.sin(angle), abs=1e-6)
+            assert table[position, 2 * pair + 1] == pytest.approx(math.cos(angle), abs=1e-6)
+
+
+def test_rotary_depends_only_on_the_distance():
+    rotary = Rotary(width=8)
+    query, key = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0))
+
+    def product(at: int, other: int) -> float:
+        tables = [rotary.tables(np.array([p]), 200) for p in (at, other)]
+        turned = [
+            apply_rope(x, torch.from_numpy(c), torch.from_numpy(s))
+            for x, (c, s) in zip((query, key), tables, strict=True)
+        ]
+        return float((turned[0] * turned[1]).sum())
+
+    assert product(9, 4) == pytest.approx(product(105, 100), abs=1e-4)
+    assert product(9, 4) != pytest.approx(product(9, 5), abs=1e-3)
+
+
+def test_turning_keeps_the_length_and_leaves_the_rest_alone():
+    rotary = Rotary(width=4)
+    cosine, sine = (torch.from_numpy(t) for t in rotary.tables(np.array([3]), 10))
+    x = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
+    turned = apply_rope(x, cosine, sine)
+    assert torch.equal(turned[:, 4:], x[:, 4:])
+    assert turned.norm() == pytest.approx(float(x.norm()), rel=1e-6)
+    first = x[0, 0] * math.cos(3) - x[0, 2] * math.sin(3)
+    assert turned[0, 0] == pytest.approx(float(first), rel=1e-5)
+
+
+def test_scalings_slow_what_they_should():
+    plain = Rotary(width=64, base=10000.0).frequencies(8192)
+    linear = Rotary(width=64, scaling="linear", factor=4.0).frequencies(8192)
+    np.testing.assert_allclose(linear, plain / 4, rtol=1e-6)
+    for scaling in ("yarn", "llama3"):
+        scaled = Rotary(
+            width=64,
+            scaling=scaling,
+            factor=4.0,
+            original_context=2048,  # type: ignore[arg-type]
+        ).frequencies(8192)
+        ratio = plain / scaled
+        assert ratio[0] == pytest.approx(1.0), "the fastest pair is left alone"
+        assert ratio[-1] == pytest.approx(4.0), "the slowest is slowed fully"
+        assert (np.diff(ratio) >= -1e-5).all(), "and in between it only grows"
+    dynamic = Rotary(width=64, scaling="dynamic", factor=4.0, original_context=2048)
+    np.testing.assert_allclose(dynamic.frequencies(2048), plain, rtol=1e-6)
+    assert dynamic.frequencies(8192)[-1] < plain[-1] / 4
+
+
+# -- The memory of recurrent states is known before a model is opened -----------------------------
+
+
+QWEN = {
+    "block_count": 24, "embedding_length": 1024, "context_length": 262144,
+    "attention.head_count": 8, "attention.head_count_kv": 2, "attention.key_length": 256,
+    "full_attention_interval": 4, "ssm.conv_kernel": 4, "ssm.state_size": 128,
+    "ssm.group_count": 16, "ssm.time_step_rank": 16, "ssm.inner_size": 2048,
+}  # fmt: skip
+
+
+def test_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The numbers of Qwen3.5-0.8B."""
+
+    class Header:
+        def __init__(self, path: Any, glance: bool) -> None:
+            self.metadata = {f"qwen35.{key}": value for key, value in QWEN.items()}
+            self.metadata |= {"general.architecture": "qwen35", "general.file_type": 15}
+
+    monkeypatch.setattr(gguf, "GGUFFile", Header)
+    monkeypatch.setattr(gguf, "part_paths", lambda path: [path])
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    observed = summarize_model(tmp_path / "model.gguf")
+    shape = Recurrence(conv_kernel=4, key_heads=16, value_heads=16, key_width=128, value_width=128)
+    mixers = ("delta", "delta", "delta", "attention") * 6
+    complete = config(
+        layers=24, width=1024, heads=8, kv_heads=2, head_width=256, mixers=mixers, recurrence=shape
+    )
+    assert not observed.problem
+    assert (
+        observed.state_bytes == complete.state_bytes
+        and observed.kv_bytes == 2 * complete.kv_floats_per_token
+    )
+    assert 18 << 20 < observed.state_bytes < 20 << 20
+
+
+def test_of_a_folder(tmp_path: Path):
+    tiny.save("qwen3.5", tmp_path)
+    observed = summarize_model(tmp_path)
+    assert not observed.problem and observed.state_bytes > 0
+    text = sequence_memory(observed.kv_bytes, observed.context)
+    with_states = sequence_memory(observed.kv_bytes, observed.context, observed.state_bytes)
+    assert with_states == text + PLANNED_STATES * observed.state_bytes

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from helpers.hub_server import hub_process
 from helpers.tiny_gguf import write_tiny
 from unspool.cli.main import _exit_code
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
+Done = subprocess.CompletedProcess[str]
+Run = Callable[..., Done]
+Session = Callable[..., list[Done]]
 SOURCE = Path(__file__).parents[2] / "src"
 
 
@@ -55,23 +57,37 @@ def environment(hub: tuple[str, Path], home: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
+# Commands one after the other: importing takes longer than any of them. A process of their own,
+# because the hub's library reads its settings when it is imported.
+_COMMANDS = """
+import contextlib, io, json, sys
+from unspool.cli.main import _exit_code
+results = []
+for arguments in json.loads(sys.argv[1]):
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in "oe")
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = _exit_code(arguments)
+    results.append([code, *(file.buffer.getvalue().decode() for file in (out, err))])
+print(json.dumps(results))
+"""
+
+
 @pytest.fixture
-def unspool(environment: dict[str, str]) -> Run:
-    def run(*arguments: str, **extra: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "unspool", *arguments],
-            env={**environment, **extra.pop("env", {})},
-            capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, **extra,
+def unspool(environment: dict[str, str]) -> Session:
+    def run(*commands: Sequence[str]) -> list[Done]:
+        child = subprocess.run(
+            [sys.executable, "-c", _COMMANDS, json.dumps(commands)], env=environment,
+            capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL, check=True,
         )  # fmt: skip
+        rows = json.loads(child.stdout.splitlines()[-1])
+        return [Done(words, *row) for words, row in zip(commands, rows, strict=True)]
 
     return run
 
 
 @pytest.fixture
 def command(
-    environment: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Run:
     """The same in this process, for commands that do not use the hub's library."""
     for name in os.environ.keys() - environment.keys():
@@ -92,41 +108,41 @@ def command(
 
 
 def test_a_short_name_is_fetched_once_said_and_removed(
-    unspool: Run, hub: tuple[str, Path], home: Path
+    unspool: Session, hub: tuple[str, Path], home: Path
 ) -> None:
     write = ("--raw", "hello", "-n", "3", "-t", "0", "-q", "--seed", "1")
-    first = unspool("-m", "qwen3:0.6b", *write)
+    (first,) = unspool(("-m", "qwen3:0.6b", *write))
     assert first.returncode == 0, first.stderr
     assert "qwen3-0.6b: Qwen/Qwen3-0.6B-GGUF, Q8_0, 0 MB, needs about" in first.stderr
     num_requests = (hub[1] / "asked.log").read_text().count("Qwen3-0.6B")
-    again = unspool("-m", "qwen3-0", *write)
+    again, by_repository, listed, unsure, removed, missing = unspool(
+        ("-m", "qwen3-0", *write), ("-m", "Qwen/Qwen3-0.6B-GGUF:Q8_0", "--offline", *write),
+        ("list",), ("rm", "qwen3-0.6b"), ("rm", "qwen3-0.6b", "--yes"),
+        ("-m", "qwen3-0.6b", "--offline", *write),
+    )  # fmt: skip
     assert again.stdout == first.stdout, "the same model by the beginning of its name"
-    assert (hub[1] / "asked.log").read_text().count("Qwen3-0.6B") == num_requests, (
-        "the hub was asked"
-    )
-    assert unspool("-m", "Qwen/Qwen3-0.6B-GGUF:Q8_0", "--offline", *write).stdout == first.stdout
-    listed = unspool("list")
+    assert (hub[1] / "asked.log").read_text().count("Qwen3-0.6B") == num_requests
+    assert by_repository.stdout == first.stdout
     assert "Qwen/Qwen3-0.6B-GGUF:Q8_0" in listed.stdout and "huggingface" in listed.stdout
-    assert "--yes" in unspool("rm", "qwen3-0.6b").stderr
-    removed = unspool("rm", "qwen3-0.6b", "--yes")
+    assert "--yes" in unsure.stderr
     assert removed.returncode == 0 and "removed Qwen/Qwen3-0.6B-GGUF" in removed.stdout
-    missing = unspool("-m", "qwen3-0.6b", "--offline", *write)
     assert missing.returncode == 2 and "not in the cache" in missing.stderr
 
 
-def test_the_best_file_is_pulled_and_said(unspool: Run) -> None:
-    pulled = unspool("pull", "hf.co/org/many-GGUF")
+def test_the_best_file_is_pulled_and_said(unspool: Session) -> None:
+    page = "https://huggingface.co/org/many-GGUF/blob/main/many-Q4_K_M.gguf"
+    pulled, selection, by_page, details, wrong = unspool(
+        ("pull", "hf.co/org/many-GGUF"), ("models", "pull", "hf.co/org/many-GGUF:q4_k_m"),
+        ("pull", page), ("show", "org/many-GGUF:Q4_K_M", "--offline"),
+        ("pull", "org/many-GGUF:Q2_K"),
+    )  # fmt: skip
     assert pulled.returncode == 0, pulled.stderr
     assert Path(pulled.stdout.strip()).name == "many-Q8_0.gguf"
     assert "org/many-GGUF: Q8_0 of its 3 GGUF files" in pulled.stderr
-    selection = unspool("models", "pull", "hf.co/org/many-GGUF:q4_k_m")
     assert Path(selection.stdout.strip()).name == "many-Q4_K_M.gguf"
-    page = "https://huggingface.co/org/many-GGUF/blob/main/many-Q4_K_M.gguf"
-    assert unspool("pull", page).stdout == selection.stdout
-    details = unspool("show", "org/many-GGUF:Q4_K_M", "--offline")
+    assert by_page.stdout == selection.stdout
     assert details.returncode == 0, details.stderr
     assert selection.stdout in details.stdout, "the path is not truncated"
-    wrong = unspool("pull", "org/many-GGUF:Q2_K")
     assert wrong.returncode == 2 and "no GGUF file of kind Q2_K" in wrong.stderr
 
 
@@ -241,13 +257,15 @@ def test_ps(command: Run) -> None:
     assert nobody.returncode == 2 and "start one with unspool serve" in nobody.stderr
 
 
-def test_the_shell_completes_names(unspool: Run, home: Path) -> None:
+def test_the_shell_completes_names(environment: dict[str, str], home: Path) -> None:
     write_tiny(home / "llama.cpp" / "qwen-own.gguf")
 
     def completed(line: str) -> list[str]:
         words = {"_UNSPOOL_COMPLETE": "complete_bash", "COMP_WORDS": line,
                  "COMP_CWORD": str(len(line.split()) - 1)}  # fmt: skip
-        return unspool(env=words).stdout.split()
+        command = [sys.executable, "-m", "unspool"]
+        done = subprocess.run(command, env=environment | words, capture_output=True, text=True)
+        return done.stdout.split()
 
     assert completed("unspool run -m qwen3-0") == ["qwen3-0.6b"]
     assert completed("unspool run -m llama.c") == ["llama.cpp/qwen-own"]

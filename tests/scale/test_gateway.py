@@ -155,10 +155,7 @@ def labelled_paths(here: Front) -> set[str]:
 
 def test_a_client_that_hangs_up_ends_the_text(here: Front, two: tuple[Running, Running]):
     body = {**PROMPT, **NO_END, "max_tokens": 480, "stream": True}
-    with (
-        here.client() as client,
-        client.stream("POST", "/v1/completions", json=body) as answer,
-    ):
+    with here.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
         next(answer.iter_lines())
     deadline = time.monotonic() + 30
     while here.gateway.pool.in_flight and time.monotonic() < deadline:

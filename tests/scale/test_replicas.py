@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 
 pytest.importorskip("ray.serve")
 
+from helpers.batch_support import processes_below
 from helpers.local_replicas import replica
 
 BODY = {"prompt": "The scheduler plans rows", "max_tokens": 12, "seed": 7, "temperature": 0.9,
@@ -42,19 +43,12 @@ class Asking:
                 body = {**BODY, "prompt": f"{number} pages", "max_tokens": 4}
                 self.responses.append(client.post("/v1/completions", json=body))
 
-    def end(self) -> list[httpx.Response]:
+    def __enter__(self) -> Asking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.stopped.set()
         self.thread.join()
-        return self.responses
-
-
-@contextmanager
-def asking(url: str) -> Iterator[Asking]:
-    client = Asking(url)
-    try:
-        yield client
-    finally:
-        client.end()
 
 
 class Writing:
@@ -98,22 +92,6 @@ def names(client: httpx.Client) -> set[str]:
     return set(answer.json()["replicas"]) if answer.status_code == 200 else set()
 
 
-def descendants(process: int) -> dict[int, str]:
-    """Return the descendants of a process with their titles."""
-    parents, titles = dict[int, int](), dict[int, str]()
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with suppress(OSError):
-                after = (folder / "stat").read_text().rsplit(")", 1)[1].split()
-                if after[0] != "Z":
-                    parents[int(folder.name)] = int(after[1])
-                    titles[int(folder.name)] = (folder / "cmdline").read_text().split("\0")[0]
-    result, new = dict[int, str](), {process}
-    while new := {child for child, parent in parents.items() if parent in new} - result.keys():
-        result |= {child: titles[child] for child in new}
-    return result
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
 def test_a_server_of_two_replicas_of_which_one_is_killed(chatty: Path, tmp_path: Path):
     command = [sys.executable, "-m", "unspool", "serve", "--replicas", "2", "--port", "0"]
@@ -126,7 +104,7 @@ def test_a_server_of_two_replicas_of_which_one_is_killed(chatty: Path, tmp_path:
         url = json.loads(line)["address"]
         with httpx.Client(base_url=url, timeout=60) as client:
             _ask_and_kill(url, client, chatty, process.pid)
-        processes = descendants(process.pid)
+        processes = processes_below(process.pid)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
         until(lambda: not [pid for pid in processes if Path(f"/proc/{pid}").exists()], 30)
@@ -148,9 +126,9 @@ def _ask_and_kill(url: str, client: httpx.Client, chatty: Path, process: int) ->
         assert answer.json()["choices"][0]["text"] == plain["choices"][0]["text"]
     writing = [Writing(client) for _ in range(4)]
     assert {branch.replica for branch in writing} == replicas
-    with asking(url) as requests:
+    with Asking(url) as requests:
         time.sleep(0.3)
-        killed = next(pid for pid, title in descendants(process).items() if "Replica" in title)
+        killed = processes_below(process, "Replica")[0]
         subprocess.run(["kill", "-9", str(killed)], check=True)
         texts = {branch.id: branch.end() for branch in writing}
         broken = {branch.replica for branch in writing if "replica_lost" in texts[branch.id]}
@@ -162,7 +140,7 @@ def _ask_and_kill(url: str, client: httpx.Client, chatty: Path, process: int) ->
             answer = client.get(f"/v1/tree/{branch.id}")
             assert answer.status_code == (410 if is_lost else 200)
         until(lambda: len(names(client) - {lost}) == 2)  # Ray has started another one
-    assert {answer.status_code for answer in requests.end()} == {200}
+    assert {answer.status_code for answer in requests.responses} == {200}
     text = client.get("/metrics").text
     assert f'replica="{lost}"' not in text
     assert text.count("unspool_texts_running{replica=") == 2
@@ -190,7 +168,7 @@ def test_an_update_lets_what_runs_finish(chatty: Path, ray_here: str):
         with httpx.Client(base_url=url, timeout=60) as client:
             (before,) = until(lambda: names(client))
             writing = Writing(client, pace=20)  # so that it outlasts the start of another replica
-            with asking(url) as requests:
+            with Asking(url) as requests:
                 changed = {**args, "settings": {**args["settings"], "max_running": 32}}
                 serve.run(build_replicas(changed), name="replicas", route_prefix=None)
                 (after,) = until(lambda: names(client) - {before} and names(client))
@@ -198,7 +176,7 @@ def test_an_update_lets_what_runs_finish(chatty: Path, ray_here: str):
             assert after != before
             assert '"finish_reason":"length"' in end
             assert "event: error" not in end and "replica_lost" not in end
-            statuses = {answer.status_code for answer in requests.end()}
+            statuses = {answer.status_code for answer in requests.responses}
             assert statuses == {200}, [a.text for a in requests.responses if a.status_code != 200]
             assert client.get(f"/v1/tree/{writing.id}").status_code == 410
     finally:

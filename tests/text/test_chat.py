@@ -52,11 +52,11 @@ def test_ids_equal_transformers(built: Any, name: str, system: bool) -> None:
     check_same(*built, TEMPLATES[name], messages[:-1], continue_final_message=True)
 
 
-# Gemma's vocabulary takes transformers ten seconds to read.
-@pytest.mark.parametrize(
-    "family",
-    ["qwen", "llama3", "mistral", pytest.param("gemma", marks=pytest.mark.slow), "deepseek"],
-)
+# The others take transformers and us three to ten seconds to read.
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama3", "gemma", "deepseek")]
+
+
+@pytest.mark.parametrize("family", ["qwen", "mistral", *SLOW])
 def test_real_vocabularies_equal_transformers(family: str) -> None:
     folder = assets.tokenizer_json_folder() / family
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -9,13 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from helpers.chat_support import (
-    ADDED,
-    CONTROLS,
-    HELLO,
-    QWEN_THINK,
-    TEMPLATES,
-)
+from helpers.chat_support import ADDED, CONTROLS, HELLO, QWEN_THINK, TEMPLATES
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.text.chat.sandbox import SandboxedTemplate
 from unspool.text.chat.template import ChatTemplate
@@ -73,10 +67,7 @@ SPLICES = {
 @pytest.mark.parametrize("name", SPLICES)
 def test_no_half_of_a_control_token_comes_from_a_message(built: Any, name: str) -> None:
     template, content = SPLICES[name]
-    messages = [
-        {"role": "im_end", "content": content},
-        {"role": "user", "content": "end|>"},
-    ]
+    messages = [{"role": "im_end", "content": content}, {"role": "user", "content": "end|>"}]
     chat = ChatTemplate(template, built[0])
     ids = chat.encode(messages).ids
     assert built[0].special_tokens["<|im_end|>"] not in ids
@@ -254,8 +245,8 @@ EXPLOSIVE = [
 @pytest.mark.parametrize("source", EXPLOSIVE, ids=range(len(EXPLOSIVE)))
 @pytest.mark.timeout(60)
 def test_endless_and_explosive_templates(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if source != ENDLESS:  # the others come to the same end at a fifth of the steps
-        monkeypatch.setattr("unspool.text.chat.sandbox._STEPS", 200_000)
+    if source != ENDLESS:  # the others come to the same end with far fewer steps
+        monkeypatch.setattr("unspool.text.chat.sandbox._STEPS", 50_000)
     start = time.perf_counter()
     with pytest.raises(ModelFileError) as caught:
         SandboxedTemplate(source).render({"messages": HELLO})

@@ -19,7 +19,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["llama-spm", "llama-bpe", "gpt-2", "starcoder"])
+@pytest.mark.parametrize("name", ["llama-spm", "gpt-2", "starcoder"])
 def test_gguf_vocabularies(name: str, tmp_path: Path):
     original = from_gguf(name)
     original.save(tmp_path)

@@ -114,8 +114,7 @@ def test_syntaxes_that_are_not_read_here_become_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "name"),
-    [("qwen", "hermes"), ("mistral", "mistral"), ("deepseek", "generic")],
+    ("family", "name"), [("qwen", "hermes"), ("mistral", "mistral"), ("deepseek", "generic")]
 )
 def test_real_templates(family: str, name: str) -> None:
     tokenizer = Tokenizer.from_file(assets.tokenizer_json_folder() / family)

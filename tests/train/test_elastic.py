@@ -34,6 +34,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals")
 # stops answering in the middle of a step.
 JOB = """
 import os, signal, sys
+import safetensors.torch, torch._dynamo
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import unspool.cli.train.display, unspool.train.pretrain
 import unspool.train.running.loop as loop

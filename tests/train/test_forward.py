@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 from helpers import tiny
+from helpers.paged_texts import config
+from helpers.recurrent_texts import SHAPES
 from helpers.tiny_training import Batch, tiny_model
-from unspool.model.files.checkpoint import load_transformer, open_checkpoint
+from unspool.model.files.checkpoint import (
+    load_transformer,
+    open_checkpoint,
+    rules_for_hf,
+    save_checkpoint,
+)
+from unspool.model.files.tensor_mapping import write_weights
 from unspool.model.layers.transformer import Transformer
+from unspool.train.data.batches import TrainingBatch
 from unspool.train.learning.forward import (
     AttentionMask,
     causal_within_documents,
     hidden_states,
     recompute_activations,
 )
-from unspool.train.learning.model_size import new_config, new_model
+from unspool.train.learning.model_size import new_config, new_model, rates_for
 from unspool.train.learning.objectives import next_token, summed_loss, token_losses
+from unspool.train.learning.optimizers import make_optimizers, parameter_groups
 
 
 def rng() -> torch.Generator:
@@ -83,8 +95,8 @@ def test_loss_in_pieces_is_the_loss(at_once: int, monkeypatch: pytest.MonkeyPatc
     summed = summed_loss(model, x, targets, weights) * 0.5
     result = torch.autograd.grad(summed, [x, *model.head.parameters(), model.norm.weight])
     assert torch.allclose(summed, wanted, rtol=1e-5)
-    for ours, theirs in zip(result, expected, strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-4)
+    for actual, reference in zip(result, expected, strict=True):
+        assert torch.allclose(actual, reference, atol=1e-5, rtol=1e-4)
     with torch.no_grad():
         assert torch.allclose(summed_loss(model, x, targets, weights), wanted * 2, rtol=1e-5)
     by_token = token_losses(model, x, targets)
@@ -163,3 +175,138 @@ def test_layers_that_are_alike_are_compiled_once(kind: str):
     tokens = torch.arange(16).view(1, 16)
     hidden_states(model, tokens, AttentionMask.build(config, tokens)).sum().backward()
     assert len(graphs) == (1 if kind == "qwen3" else 2)
+
+
+# -- The trainer's way through recurrent layers ---------------------------------------------------
+
+
+def model_of(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = new_model(config(layers=3, **SHAPES[name]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # also those that begin at zero
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+    return model
+
+
+def some_tokens(rows: int, count: int) -> torch.Tensor:
+    return torch.randint(0, 67, (rows, count), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", ["conv", "delta", "tiled", "mamba2", "halves"])
+def test_chunks_give_what_single_tokens_give(name: str):
+    model, tokens = model_of(name), some_tokens(2, 150)  # three chunks, the last not full
+    with torch.no_grad():
+        chunks = model.logits(
+            hidden_states(model, tokens, AttentionMask.build(model.config, tokens))
+        )
+        assert (chunks - model(tokens)).abs().max() < 1e-3 and chunks.std() > 0.1
+
+
+@pytest.mark.parametrize("name", ["conv", "delta", "mamba2"])
+def test_in_16_bits_it_learns_nearly_the_same(name: str):
+    """As on a GPU, where products are made in bfloat16 and the weights stay in 32 bits."""
+    gradients = []
+    for bits in (32, 16):
+        model = model_of(name)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bits == 16):
+            loss = next_token(model, TrainingBatch(some_tokens(2, 80)), torch.Generator()).mean
+        loss.backward()
+        named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        gradients.append(torch.cat([named[n].flatten() for n in sorted(named)]))
+    exact, rounded = gradients
+    assert torch.nn.functional.cosine_similarity(exact, rounded, dim=0) > 0.99
+    assert not torch.equal(exact, rounded)
+
+
+@pytest.mark.parametrize("name", ["conv", "delta", "mamba2"])
+def test_no_document_knows_of_another(name: str):
+    model, tokens = model_of(name), some_tokens(1, 150)
+    lengths = [3, 1, 60, 70, 16]  # one ends inside a chunk, another goes over a border
+    documents = torch.repeat_interleave(torch.arange(5), torch.tensor(lengths))[None]
+    sight = AttentionMask.build(model.config, tokens, causal_within_documents(documents), documents)
+    # The same positions, alone: only what lies before it may differ.
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    with torch.no_grad():
+        together = hidden_states(model, tokens, sight)
+        changed = tokens.clone()
+        for first, end in pairwise(starts.tolist()):
+            changed[0, :first] = (tokens[0, :first] + 1) % 67
+            alone = hidden_states(model, changed, sight)
+            assert (alone[0, first:end] - together[0, first:end]).abs().max() < 1e-4
+            changed = tokens.clone()
+
+
+@pytest.mark.parametrize(
+    "name", ["conv", *(pytest.param(more, marks=pytest.mark.slow) for more in ("delta", "mamba2"))]
+)
+def test_it_learns_to_repeat_what_lies_further_back(name: str, tmp_path):
+    """Period 3 is out of sight of a token itself: the convolution or the state must carry it."""
+    torch.manual_seed(0)
+    model = new_model(config(layers=2, **{**SHAPES[name], "mixers": (name, name)}))
+    assert not any("conv.weight" in n for n in _names(model, "matrices"))
+    chosen = make_optimizers(model, rates_for(model.config))
+    rng, losses = torch.Generator().manual_seed(0), []
+    for _ in range(80):
+        start = torch.randint(0, 8, (16, 3), generator=rng)
+        batch = TrainingBatch(start.repeat(1, 8), None, None)
+        loss = next_token(model, batch, rng)
+        loss.mean.backward()
+        for optimizer in chosen:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.mean.item())
+    assert losses[-1] < 1.2, "a model that knows no order comes to ln 8 = 2.08"
+    save_checkpoint(model, tmp_path)
+    again = load_transformer(open_checkpoint(tmp_path))
+    tokens = some_tokens(1, 20)
+    with torch.no_grad():
+        assert torch.equal(again(tokens), model.eval()(tokens))
+
+
+def _names(model: torch.nn.Module, group: str) -> list[str]:
+    result = {id(parameter) for parameter in parameter_groups(model)[group]}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in result]
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    result = torch.autograd.grad(loss, list(model.parameters()))
+    return {name: item for (name, _), item in zip(model.named_parameters(), result, strict=True)}
+
+
+def assert_alike(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Relative error of each tensor at most 0.001."""
+    assert result.keys() == expected.keys()
+    for name, one in result.items():
+        apart = (one.reshape(-1) - expected[name].reshape(-1)).norm()
+        assert apart <= 1e-3 * expected[name].norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("name", ["conv", "delta", "tiled"])
+def test_gradients_are_those_of_the_plain_recurrence(name: str):
+    """Backward through chunks, and through one token after the other."""
+    model, tokens = model_of(name), some_tokens(2, 80)
+    chunks = next_token(model, TrainingBatch(tokens, None, None), torch.Generator()).mean
+    logits = model(tokens[:, :-1])
+    plain = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert torch.allclose(chunks, plain, rtol=1e-4)
+    assert_alike(gradients(model, chunks), gradients(model, plain))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "qwen3-next"])
+def test_gradients_are_those_of_transformers(name: str, tmp_path):
+    reference = tiny.save(name, tmp_path)
+    model = load_transformer(open_checkpoint(tmp_path)).requires_grad_(True)
+    tokens = torch.randint(3, 259, (2, 70), generator=torch.Generator().manual_seed(1))
+    loss = next_token(model, TrainingBatch(tokens, None, None), torch.Generator()).mean
+    wanted = reference(tokens, labels=tokens).loss
+    assert torch.allclose(loss, wanted, rtol=1e-4)
+    # A gradient has the layout of its weight, so the rules for weights name it as they do.
+    named = write_weights(model.config, rules_for_hf(model.config), gradients(model, loss))
+    result = {key.replace("{p}", "model."): value for key, value in named.items()}
+    expected = gradients(reference, wanted)
+    for item in (result, expected):  # files call what is in experts otherwise than the module does
+        for key in [key for key in item if ".experts." in key]:
+            del item[key]
+    assert_alike(result, expected)

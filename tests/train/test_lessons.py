@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def theirs(folder: Path) -> Any:
+def reference(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
@@ -75,12 +75,12 @@ def learned(tokenizer: Tokenizer, messages: Any, tools: Any = None) -> str:
 
 
 @pytest.mark.parametrize("number", range(len(CONVERSATIONS)))
-def test_equal_to_transformers_mask(folder: Path, theirs: Any, number: int) -> None:
+def test_equal_to_transformers_mask(folder: Path, reference: Any, number: int) -> None:
     messages, tools = CONVERSATIONS[number]
     tokenizer = Tokenizer.from_file(folder)
     chat = ChatTemplate(tokenizer.chat_template, tokenizer)
     lesson = mask_conversation(chat, messages, tools, tokenizer.end_ids)
-    expected = theirs.apply_chat_template(
+    expected = reference.apply_chat_template(
         messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
     )
     if "<|im_" in str(messages):  # for transformers a control token in a message is one

@@ -34,16 +34,16 @@ def lm(folder: Path) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def both(folder: Path, lm: Any) -> tuple[Any, Any]:
-    theirs = HFLM(pretrained=str(folder), device="cpu", batch_size=3, dtype="float32")
-    return UnspoolLM(lm, progress=False), theirs
+def pair(folder: Path, lm: Any) -> tuple[Any, Any]:
+    reference = HFLM(pretrained=str(folder), device="cpu", batch_size=3, dtype="float32")
+    return UnspoolLM(lm, progress=False), reference
 
 
 def asked(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
     return [Instance(kind, {}, first, number) for number, first in enumerate(arguments)]
 
 
-def test_loglikelihood(both: tuple[Any, Any]):
+def test_loglikelihood(pair: tuple[Any, Any]):
     requests = asked(
         "loglikelihood",
         *((QUESTION, answer) for answer in ANSWERS),
@@ -51,18 +51,20 @@ def test_loglikelihood(both: tuple[Any, Any]):
         ("<|end|>The", " state"),
         (QUESTION * 5, " too long for the context"),
     )
-    ours, theirs = (model.loglikelihood(requests, disable_tqdm=True) for model in both)
-    assert [first[0] for first in ours] == pytest.approx([first[0] for first in theirs], abs=1e-3)
-    assert [bool(first[1]) for first in ours] == [bool(first[1]) for first in theirs]
+    actual, reference = (model.loglikelihood(requests, disable_tqdm=True) for model in pair)
+    assert [first[0] for first in actual] == pytest.approx(
+        [first[0] for first in reference], abs=1e-3
+    )
+    assert [bool(first[1]) for first in actual] == [bool(first[1]) for first in reference]
 
 
-def test_loglikelihood_rolling(both: tuple[Any, Any]):
+def test_loglikelihood_rolling(pair: tuple[Any, Any]):
     requests = asked("loglikelihood_rolling", ("The union is free.",), (QUESTION * 6,))
-    ours, theirs = (model.loglikelihood_rolling(requests, disable_tqdm=True) for model in both)
-    assert ours == pytest.approx(theirs, abs=1e-3)
+    actual, reference = (model.loglikelihood_rolling(requests, disable_tqdm=True) for model in pair)
+    assert actual == pytest.approx(reference, abs=1e-3)
 
 
-def test_generate_until(both: tuple[Any, Any]):
+def test_generate_until(pair: tuple[Any, Any]):
     greedy = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
     requests = asked(
         "generate_until",
@@ -71,8 +73,8 @@ def test_generate_until(both: tuple[Any, Any]):
         ("import os", greedy),
         (QUESTION * 4, greedy),
     )
-    ours, theirs = (model.generate_until(requests, disable_tqdm=True) for model in both)
-    assert ours == theirs
+    actual, reference = (model.generate_until(requests, disable_tqdm=True) for model in pair)
+    assert actual == reference
 
 
 def test_settings_of_sampling_are_passed_on(lm: Any):
@@ -117,14 +119,14 @@ metric_list:
 """
     )
     result = run_tasks(lm, ["union"], folder=tmp_path)["union"]
-    theirs = simple_evaluate(
+    reference = simple_evaluate(
         HFLM(pretrained=str(folder), device="cpu", dtype="float32"),
         tasks=["union"],
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
         bootstrap_iters=0,
     )["results"]["union"]
     for metric in ("acc,none", "acc_norm,none"):
-        assert result[metric] == pytest.approx(theirs[metric])
+        assert result[metric] == pytest.approx(reference[metric])
     with pytest.raises(UnspoolError, match="no task 'nowhere'"):
         run_tasks(lm, ["nowhere"], folder=tmp_path)
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from helpers.tiny_training import Batch, CountingBatches, tiny_model, tiny_trainer
+from unspool.errors import SettingsError
 from unspool.train.learning.objectives import Loss, next_token
 from unspool.train.learning.optimizers import Rates, make_optimizers
 from unspool.train.running.events import (
@@ -26,9 +30,11 @@ from unspool.train.running.events import (
     SampleWritten,
     StepLogged,
     StepsReplanned,
+    combine_listeners,
+    reporters,
 )
 from unspool.train.running.loop import Trainer, TrainingError, TrainSettings
-from unspool.train.running.runs import Run
+from unspool.train.running.runs import Run, RunError, milestone_steps
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -391,3 +397,283 @@ def test_without_load_all_planned_steps_are_made(tmp_path: Path, monkeypatch: py
     fake_time = SimpleNamespace(monotonic=lambda: clock[0])
     monkeypatch.setattr("unspool.train.running.loop.time", fake_time)
     assert trainer.run().step == 100
+
+
+# -- The run folder: written by one process, read and asked by others -----------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run.create(tmp_path / "runs" / "speeches", "new", settings={"depth": 4}, steps=100)
+
+
+def save(run: Run, step: int, *, resumable: bool = False) -> None:
+    folder = run.folder / "checkpoints" / f"{step:06}"
+    folder.mkdir()
+    (folder / "training.json").write_text(json.dumps({"step": step, "tokens": step * 8}))
+    if resumable:
+        (folder / "state").mkdir()
+        (folder / "state" / "state.json").write_text("{}")
+
+
+def test_a_run_is_found_again_with_what_it_said(run: Run):
+    run.update(data={"tokens": 5})
+    again = Run.open(run.folder)
+    assert again.facts["settings"] == {"depth": 4}
+    assert again.facts["data"] == {"tokens": 5}
+    assert (again.name, again.state, again.steps) == ("speeches", "running", 100)
+    assert [result.folder for result in Run.all(run.folder.parent)] == [run.folder]
+
+
+def test_a_bare_name_is_looked_for_among_the_runs(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("UNSPOOL_RUNS", str(run.folder.parent))
+    assert Run.open("speeches").folder == run.folder
+    assert Run.free_folder("speeches").name == "speeches-2"
+    with pytest.raises(RunError, match="not a training run"):
+        Run.open("nowhere")
+    with pytest.raises(RunError, match="has a run already"):
+        Run.create(run.folder, "new")
+
+
+def test_a_run_whose_process_is_gone_is_broken_off(run: Run):
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    run.update(pid=int(gone.stdout))
+    assert run.state == "broken off"
+    run.resume_here()
+    assert run.state == "running"
+    with pytest.raises(RunError, match="already running"):
+        run.resume_here()
+    run.update(state="done", pid=int(gone.stdout))
+    assert run.state == "done"
+
+
+def test_a_half_written_line_is_no_line_and_lines_are_taken_back(run: Run):
+    for step in (1, 2, 3):
+        run.write_log({"step": step, "loss": 1 / step, "grad_norm": float("nan")})
+    with (run.folder / "log.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert [line["step"] for line in run.log()] == [1, 2, 3]
+    assert run.log(since=2) == [{"step": 3, "loss": 1 / 3}]
+    run.truncate_logs(2)
+    run.write_log({"step": 3, "loss": 0.3})
+    assert [line["step"] for line in run.log()] == [1, 2, 3]
+
+
+def test_asking(run: Run):
+    assert run.requested_command() == "go"
+    run.send_command("pause")
+    assert run.requested_command() == "pause"
+    with pytest.raises(RunError, match="pause"):
+        run.send_command("dance")
+    run.update(state="done")
+    with pytest.raises(RunError, match="is done"):
+        run.send_command("stop")
+
+
+def test_checkpoints_in_order_and_the_model_to_write_with(run: Run):
+    assert run.model is None
+    for step in (0, 30, 3):
+        save(run, step, resumable=step == 3)
+    (run.folder / "checkpoints" / ".000040.part").mkdir()
+    assert [saved.step for saved in run.checkpoints()] == [0, 3, 30]
+    assert run.model == run.folder / "checkpoints" / "000030"
+    resumable = run.resumable_checkpoint()
+    assert resumable is not None and resumable.step == 3
+    (run.folder / "final.json").write_text('{"checkpoint": "checkpoints/000003"}')
+    assert run.model == run.final == run.folder / "checkpoints" / "000003"
+
+
+def test_a_damaged_run_says_so(run: Run):
+    (run.folder / "run.json").write_text("[1")
+    with pytest.raises(RunError, match="damaged"):
+        _ = run.facts
+    assert Run.all(run.folder.parent) == []
+
+
+def test_the_film_has_its_steps():
+    assert milestone_steps(1000) == (0, 10, 30, 100, 300, 1000)
+    assert milestone_steps(3) == (0, 1, 3)
+
+
+def test_reading_runs_needs_no_torch():
+    code = "import sys, unspool.train.running.runs; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# -- Reports to other programs: what they are given, in calls that they take ----------------------
+
+
+EVENTS = [
+    StepLogged(1, 64, 3.5, 1e-3, 0.7, 900.0, 0.1, None, {"reward": 0.5}),
+    Evaluated(1, 3.25, 1.5),
+    Evaluated(1, 3.25, None),
+    SampleWritten(1, "Once", 0, " upon"),
+    RunEnded("done", 1),
+]
+FIGURES = {
+    "loss": 3.5, "lr": 1e-3, "grad_norm": 0.7, "tokens": 64, "tokens_per_second": 900.0,
+    "reward": 0.5,
+}  # fmt: skip
+
+
+@pytest.fixture
+def reported_run(tmp_path: Path) -> Run:
+    return Run.create(tmp_path / "my run", "new", settings={"depth": 2})
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_trackers(name: str, reported_run: Run, monkeypatch: pytest.MonkeyPatch):
+    """A stand-in with the parameters that wandb 0.31 and trackio 0.43 have."""
+    calls: list[tuple[str, Any]] = []
+    module = ModuleType(name)
+
+    if name == "wandb":
+
+        def init(
+            *, entity: str | None = None, project: str | None = None, id: str | None = None,
+            name: str | None = None, config: dict[str, Any] | None = None,
+            resume: bool | str | None = None,
+        ) -> None:  # fmt: skip
+            assert id is not None and not set(id) & set("/\\#?%: ")  # letters that it refuses
+            calls.append(("init", (project, name, config, resume)))
+
+        def log(data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+            calls.append(("log", (data, step)))
+
+        def finish(exit_code: int | None = None, quiet: bool | None = None) -> None:
+            calls.append(("finish", None))
+    else:
+
+        def init(  # type: ignore[misc]
+            project: str, name: str | None = None, group: str | None = None,
+            config: dict[str, Any] | None = None, resume: str = "never",
+        ) -> None:  # fmt: skip
+            calls.append(("init", (project, name, config, resume)))
+
+        def log(metrics: dict[str, Any], step: int | None = None) -> None:  # type: ignore[misc]
+            calls.append(("log", (metrics, step)))
+
+        def finish() -> None:  # type: ignore[misc]
+            calls.append(("finish", None))
+
+    module.init, module.log, module.finish = init, log, finish  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+    heard: list[Any] = []
+    listen = combine_listeners(heard.append, *reporters([name], reported_run))
+    for event in EVENTS:
+        listen(event)
+    assert heard == EVENTS
+    assert calls == [
+        ("init", ("unspool", "my run", {"depth": 2}, "allow")),
+        ("log", (FIGURES, 1)),
+        ("log", ({"held_out_loss": 3.25, "bits_per_byte": 1.5}, 1)),
+        ("log", ({"held_out_loss": 3.25}, 1)),
+        ("finish", None),
+    ]
+
+
+def test_tensorboard(reported_run: Run, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (listen,) = reporters(["tensorboard"], reported_run)
+    for event in EVENTS:
+        listen(event)
+    result = EventAccumulator(str(reported_run.folder / "tensorboard"))
+    result.Reload()
+    assert set(result.Tags()["scalars"]) == {*FIGURES, "held_out_loss", "bits_per_byte"}
+    assert [(item.step, item.value) for item in result.Scalars("loss")] == [(1, 3.5)]
+    assert result.Tags()["tensors"] == ["sample/text_summary"]
+
+
+def test_what_is_not_there_or_not_possible_is_said(
+    reported_run: Run, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(SettingsError, match="unknown report 'paper'"):
+        reporters(["paper"], reported_run)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SettingsError, match="wandb is not installed: pip install wandb"):
+        reporters(["wandb"], reported_run)
+
+    def init(**given: Any) -> None:
+        raise RuntimeError("no API key configured\nmore")
+
+    module = ModuleType("trackio")
+    module.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    with pytest.raises(SettingsError, match=r"cannot report to trackio: no API key configured$"):
+        reporters(["trackio"], reported_run)
+
+
+# -- Killed at any moment, gone on with: the same weights, bit for bit ----------------------------
+
+
+HERE = Path(__file__).parent
+
+# One process imports torch and forks a child for each life of the run, so that many deaths take
+# little time. A child kills itself at the n-th call that touches files, or in the middle of a step.
+LIVES = """
+import os, random, signal, sys
+from pathlib import Path
+import safetensors.torch, torch._dynamo  # else every child imports them
+from helpers.tiny_training import tiny_trainer
+import unspool.train.running.loop as loop
+
+folder, whole = Path(sys.argv[1]) / "killed", Path(sys.argv[1]) / "whole"
+rng = random.Random(int(sys.argv[2]))
+
+def child(path, calls):
+    pid = os.fork()
+    if pid == 0:
+        left = calls
+        def deadly(function):
+            def called(*given, **named):
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*given, **named)
+            return called
+        if calls:
+            for name in ("fsync", "rename", "replace", "unlink", "mkdir"):
+                setattr(os, name, deadly(getattr(os, name)))
+            loop.set_rates = deadly(loop.set_rates)
+        tiny_trainer(path, 6, save_every=2, accumulate=2).run()
+        os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+assert child(whole, 0) == 0
+deaths = 0
+while child(folder, rng.randrange(8, 90)) != 0:
+    deaths += 1
+    for saved in (folder / "checkpoints").glob("[0-9]*"):
+        assert (saved / "model.safetensors").exists() and (saved / "training.json").exists()
+    assert deaths < 200
+print(deaths)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+def test_killed_at_any_moment(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", LIVES, str(tmp_path), "1"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)},
+        capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout) >= 3
+    for name in ("model.safetensors", "state/state.safetensors", "training.json"):
+        first, other = (
+            tmp_path / run / "checkpoints" / "000006" / name for run in ("whole", "killed")
+        )
+        if name.endswith(".json"):
+            facts = [json.loads(path.read_text()) for path in (first, other)]
+            assert facts[0]["tokens"] == facts[1]["tokens"]
+        else:
+            assert first.read_bytes() == other.read_bytes(), name
+    logs = [
+        [(line["step"], line["loss"]) for line in map(json.loads, path.open())]
+        for path in (tmp_path / "whole" / "log.jsonl", tmp_path / "killed" / "log.jsonl")
+    ]
+    assert logs[0] == logs[1]

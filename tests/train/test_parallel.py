@@ -37,8 +37,8 @@ def trained_alone(folder: Path | None = None, steps: int = 99) -> dict[str, torc
     model = tiny_model(**ODD)
     run = None
     if folder is not None:
-        known = (folder / "run.json").exists()
-        run = Run.open(folder) if known else Run.create(folder, "new", steps=8)
+        existing = (folder / "run.json").exists()
+        run = Run.open(folder) if existing else Run.create(folder, "new", steps=8)
     trainer = Trainer(
         model, CountingBatches(8), next_token, make_optimizers(model, Rates()),
         TrainSettings(steps=8, warmup=2, accumulate=2), run,
@@ -79,9 +79,9 @@ def alone() -> dict[str, torch.Tensor]:
 def test_two_processes_are_one(kind: str, runs: Path, alone: dict[str, torch.Tensor]):
     run = Run.open(runs / kind)
     assert run.final is not None
-    found = load_transformer(open_checkpoint(run.final)).state_dict()
+    result = load_transformer(open_checkpoint(run.final)).state_dict()
     for name, value in alone.items():
-        assert torch.allclose(found[name], value, atol=2e-4), name
+        assert torch.allclose(result[name], value, atol=2e-4), name
     assert [line["step"] for line in run.log() if "loss" in line] == list(range(1, 9))
     last = [line for line in run.log() if "loss" in line][-1]
     assert last["tokens"] == 8 * 2 * 8 * 16 and last["reward"] == 2.0
@@ -95,16 +95,16 @@ def test_each_process_writes_the_rows_it_has(runs: Path):
     gate, counts = "model.layers.0.feed.gate.weight", "optimizer.0.step.embed.weight"
     assert (len(one[gate]), len(other[gate])) == (25, 24)
     assert counts in one and counts not in other  # what is alike everywhere is kept once
-    whole = load_file(_state(runs / "whole") / "state.safetensors")
-    for name in whole.keys() - {name for name in whole if ".step." in name}:
-        assert torch.allclose(torch.cat((one[name], other[name])), whole[name], atol=2e-4), name
+    complete = load_file(_state(runs / "whole") / "state.safetensors")
+    for name in complete.keys() - {name for name in complete if ".step." in name}:
+        assert torch.allclose(torch.cat((one[name], other[name])), complete[name], atol=2e-4), name
 
 
 def test_one_process_goes_on_with_what_two_began(runs: Path, alone: dict[str, torch.Tensor]):
     assert len(_files(runs / "fewer")) == 3
-    found = trained_alone(runs / "fewer")
+    result = trained_alone(runs / "fewer")
     for name, value in alone.items():
-        assert torch.allclose(found[name], value, atol=2e-4), name
+        assert torch.allclose(result[name], value, atol=2e-4), name
 
 
 def test_a_part_that_is_not_there_is_named(runs: Path, tmp_path: Path):
@@ -124,16 +124,16 @@ def test_two_processes_tune_as_one_does(
     assert together.final is not None and alone.final is not None
     names = [path.name for path in together.final.glob("*.safetensors")]
     assert len(names) == 1
-    found, wanted = (load_file(run.final / names[0]) for run in (together, alone))
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.allclose(found[name], value, atol=1e-4), name
+    result, expected = (load_file(run.final / names[0]) for run in (together, alone))
+    assert result.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(result[name], value, atol=1e-4), name
     logs = [[line for line in run.log() if "loss" in line] for run in (together, alone)]
     assert [line["tokens"] > 0 for line in logs[0]] == [True] * 4
-    for ours, theirs in zip(*logs, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
-        for key in {"reward", "accuracy", "margin"} & ours.keys():
-            assert ours[key] == pytest.approx(theirs[key], abs=1e-3)
+    for actual, reference in zip(*logs, strict=True):
+        assert actual["loss"] == pytest.approx(reference["loss"], abs=1e-4)
+        for key in {"reward", "accuracy", "margin"} & actual.keys():
+            assert actual[key] == pytest.approx(reference[key], abs=1e-3)
 
 
 def test_what_cannot_be_shared_is_said(runs: Path):

@@ -129,12 +129,12 @@ def test_what_others_held_out_stays_held_out(tmp_path: Path, tokenizer: Tokenize
     rows_file(tmp_path / "train.jsonl", [*ROWS[:50], ROWS[60]])
     rows_file(tmp_path / "valid.jsonl", ROWS[60:70])
     prepared = prepare(tmp_path, tokenizer)
-    found = texts_in(prepared.held_out, tokenizer)
-    assert found == [row + "<|endoftext|>" for row in ROWS[60:70]]
+    result = texts_in(prepared.held_out, tokenizer)
+    assert result == [row + "<|endoftext|>" for row in ROWS[60:70]]
     # What is in both is only judged by, and never learned.
     assert prepared.card.documents == 50 and prepared.card.duplicates == 1
     given = prepare(tmp_path / "train.jsonl", tokenizer, held_out=str(tmp_path / "valid.jsonl"))
-    assert texts_in(given.held_out, tokenizer) == found
+    assert texts_in(given.held_out, tokenizer) == result
 
 
 def test_a_large_vocabulary_needs_wide_ids(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -165,14 +165,14 @@ def test_a_source_that_changes_meanwhile(
     survey = prepared.survey
 
     def changed(*given: Any) -> Any:
-        found = survey(*given)
+        result = survey(*given)
         rows_file(file, ROWS[1:])
-        return found
+        return result
 
     monkeypatch.setattr(prepared, "survey", changed)
     with pytest.raises(DataError, match="changed while it was read"):
         prepare(file, tokenizer)
-    assert [each.suffix for each in (cache / "prepared").iterdir()] in ([".lock"], [])
+    assert [item.suffix for item in (cache / "prepared").iterdir()] in ([".lock"], [])
 
 
 def test_a_full_disk(
@@ -187,7 +187,7 @@ def test_a_full_disk(
         patch.setattr(prepared._SplitWriter, "add", full)
         with pytest.raises(DataError, match=r"the disk is full .* free some space"):
             prepare(file, tokenizer)
-    assert [each.suffix for each in (cache / "prepared").iterdir()] in ([".lock"], [])
+    assert [item.suffix for item in (cache / "prepared").iterdir()] in ([".lock"], [])
     assert prepare(file, tokenizer).card.documents == 196
 
 
@@ -242,7 +242,7 @@ def test_killed_in_the_middle(tmp_path: Path, tokenizer_folder: Path, cache: Pat
     part, deadline = None, time.monotonic() + 120
     while part is None and time.monotonic() < deadline:
         written = cache.glob("prepared/*.part/train.ids")
-        part = next((each for each in written if each.stat().st_size > 0), None)
+        part = next((item for item in written if item.stat().st_size > 0), None)
     child.send_signal(signal.SIGKILL)
     child.wait()
     assert part is not None and not list(cache.glob("prepared/*/card.json"))
@@ -271,5 +271,5 @@ def test_two_processes_at_once(tmp_path: Path, tokenizer_folder: Path, cache: Pa
     file = rows_file(tmp_path / "a.jsonl", ROWS)
     command = [sys.executable, "-c", PREPARE, str(file), str(tokenizer_folder)]
     children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    told = [child.communicate()[0].split()[0] for child in children]
-    assert told[0] == told[1] and len(list(cache.glob("prepared/*/card.json"))) == 1
+    output = [child.communicate()[0].split()[0] for child in children]
+    assert output[0] == output[1] and len(list(cache.glob("prepared/*/card.json"))) == 1

@@ -11,7 +11,7 @@ from scipy.optimize import minimize
 from scipy.special import logsumexp
 
 from unspool.errors import SettingsError
-from unspool.train.scaling.study import HUBER_DELTA, RunResult, fit
+from unspool.train.scaling.study import HUBER_DELTA, Law, RunResult, fit
 
 # Chinchilla's own figures (Hoffmann et al. 2022, approach 3).
 E, A, ALPHA, B, BETA = 1.69, 406.4, 0.34, 410.7, 0.28
@@ -31,8 +31,12 @@ def runs(noise: float = 0.0, seed: int = 0) -> list[RunResult]:
     ]
 
 
-def test_a_known_law_is_found_again():
-    law = fit(runs(), redraws=0)
+@pytest.fixture(scope="module")
+def law() -> Law:
+    return fit(runs(), redraws=0)
+
+
+def test_a_known_law_is_found_again(law: Law):
     assert law.e == pytest.approx(E, rel=1e-3)
     assert law.alpha == pytest.approx(ALPHA, rel=1e-3)
     assert law.beta == pytest.approx(BETA, rel=1e-3)
@@ -55,10 +59,10 @@ def test_the_minimum_is_the_one_that_scipy_finds():
 
     starts = product((5.0,), (0.3, 0.6), (5.0,), (0.3, 0.6), (0.5,))
     options = {"maxiter": 2000, "ftol": 1e-15, "gtol": 1e-12}
-    theirs = min(minimize(cost, s, method="L-BFGS-B", options=options).fun for s in starts)
+    reference = min(minimize(cost, s, method="L-BFGS-B", options=options).fun for s in starts)
     law = fit(measured, redraws=0)
     mine = cost([np.log(law.a), law.alpha, np.log(law.b), law.beta, np.log(law.e)])
-    assert mine <= theirs * 1.001
+    assert mine <= reference * 1.001
 
 
 _FIELDS = ("parameters", "tokens", "loss")
@@ -66,12 +70,12 @@ _FIELDS = ("parameters", "tokens", "loss")
 
 def test_a_larger_run_is_predicted_and_lies_in_the_interval():
     small = [run for run in runs(noise=0.003, seed=1) if run.compute < 2e18]
-    law = fit(small, redraws=100)
-    wanted = true_loss(3e8, 1e10)
-    assert law.loss(3e8, 1e10) == pytest.approx(wanted, rel=0.02)
+    law = fit(small, redraws=30)
+    expected = true_loss(3e8, 1e10)
+    assert law.loss(3e8, 1e10) == pytest.approx(expected, rel=0.02)
     low, high = law.interval(3e8, 1e10) or (0, 0)
     assert low < high
-    assert low * 0.99 < wanted < high * 1.01
+    assert low * 0.99 < expected < high * 1.01
     assert set(law.intervals()) == {"e", "a", "alpha", "b", "beta"}
     low, high = law.intervals()["alpha"]
     assert low < high
@@ -85,9 +89,8 @@ def test_one_odd_run_hardly_pulls():
     assert law.loss(1e9, 1e10) == pytest.approx(true_loss(1e9, 1e10), rel=0.02)
 
 
-def test_the_best_size_for_a_budget():
+def test_the_best_size_for_a_budget(law: Law):
     """No other size of the same compute has a lower loss, and the exponents are the paper's."""
-    law = fit(runs(), redraws=0)
     size, tokens = law.best_at(1e18)
     assert 6 * size * tokens == pytest.approx(1e18)
     best = law.loss(size, tokens)

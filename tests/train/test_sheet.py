@@ -31,13 +31,13 @@ def test_each_text_is_what_the_model_writes_alone(folder: Path):
     with unspool.load(folder) as lm:
         for prompt in prompts:
             for seed in seeds:
-                wanted = lm.generate(prompt, seed=seed, max_tokens=8, temperature=1.0).text
-                assert sheet.texts["one", prompt, seed] == wanted
-                assert sheet.texts["two", prompt, seed] == wanted
+                expected = lm.generate(prompt, seed=seed, max_tokens=8, temperature=1.0).text
+                assert sheet.texts["one", prompt, seed] == expected
+                assert sheet.texts["two", prompt, seed] == expected
     assert len(sheet.to_dict()) == 8
-    shown = sheet.as_text()
-    assert shown.count("seed 1") == 2
-    assert shown.count("  two ") == 4
+    printed = sheet.as_text()
+    assert printed.count("seed 1") == 2
+    assert printed.count("  two ") == 4
 
 
 def test_the_page_shows_texts_as_they_are(folder: Path):
@@ -65,9 +65,9 @@ def test_a_run_as_a_film(folder: Path, tmp_path: Path):
         checkpoint = run.folder / "checkpoints" / f"{step:06}"
         export_folder(folder, checkpoint)
         (checkpoint / "training.json").write_text(json.dumps({"step": step, "tokens": step}))
-    found = named_models([str(run.folder)], film=True)
-    assert list(found) == ["000000", "000010"]
+    result = named_models([str(run.folder)], film=True)
+    assert list(result) == ["000000", "000010"]
     assert list(named_models([str(run.folder)])) == ["run"]
-    assert write_sheet(found, ["The"], max_tokens=2).models == ("000000", "000010")
+    assert write_sheet(result, ["The"], max_tokens=2).models == ("000000", "000010")
     with pytest.raises(SettingsError, match="at least one model"):
         write_sheet({}, ["The"])

