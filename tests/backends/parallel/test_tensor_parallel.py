@@ -21,7 +21,7 @@ from helpers.cuda_support import (
     read_in_many_ways,
     torch_model,
 )
-from unspool.backends.torch import backend
+from unspool.backends.torch import backend as torch_backend
 from unspool.backends.torch.backend import TorchModel
 from unspool.backends.torch.parallel.model import split_model
 from unspool.backends.torch.parallel.ranks import Ranks
@@ -211,15 +211,15 @@ def test_texts_are_the_same_as_on_one(name: str, tmp_path: Path, monkeypatch: py
         load_transformer(checkpoint, device=build_device_map(checkpoint.config, ["cpu", "cpu"]))
     )
     devices = [torch.device("cpu", min(n, 1)) for n in range(checkpoint.config.layers)]
-    monkeypatch.setattr(backend, "layer_devices", lambda model: devices)
+    monkeypatch.setattr(torch_backend, "layer_devices", lambda model: devices)
     created: list[torch.device] = []
-    original = backend._BatchIndices
+    original = torch_backend._BatchIndices
 
     def create(batch: Any, table: Any, size: int, device: torch.device) -> Any:
         created.append(device)
         return original(batch, table, size, device)
 
-    monkeypatch.setattr(backend, "_BatchIndices", create)
+    monkeypatch.setattr(torch_backend, "_BatchIndices", create)
     result = read_by_engine(two)
     assert set(created) == set(devices) and len(set(devices)) == 2
     assert np.array_equal(result, expected)
