@@ -206,9 +206,6 @@ class BlockTable:
         self.pages[updates.slots, updates.columns] = updates.pages
 
 
-# -- Protocols of a loaded model and of the backend that runs it
-
-
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     """How much a backend computes in one step; the defaults are for a CPU."""
@@ -272,9 +269,6 @@ class LoadedModel(Protocol):
 
     def fingerprint(self) -> str:
         """A cheap hash of the weights."""
-
-
-# -- Dividing memory between KV cache pages and recurrent state slots
 
 
 MIN_STATES = 4  # one to read and one to write, for two sequences

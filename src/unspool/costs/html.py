@@ -345,9 +345,6 @@ def _part(parts: Sequence[CostPart], columns: Sequence[Column]) -> str:
     return f'<section id="{part.name}">{"".join(inside)}</section>'
 
 
-# -- figures --------------------------------------------------------------------------------------
-
-
 def _figures(parts: Sequence[CostPart], columns: Sequence[Column]) -> str:
     if not figure_names(parts):
         return ""
@@ -401,9 +398,6 @@ def best_model(figures: Sequence[Figure], same_tokens: bool = True) -> int | Non
     return None
 
 
-# -- plots ----------------------------------------------------------------------------------------
-
-
 def _plots(parts: Sequence[CostPart], columns: Sequence[Column]) -> str:
     titles = list(dict.fromkeys(series.plot for part in parts for series in part.series))
     pictures = "".join(_plot_per_model(title, parts, columns) for title in titles)
@@ -439,9 +433,6 @@ def _legend(series: Sequence[Series]) -> str:
         style = style or f"background:{colour(number)}"
         items += f'<li><i style="{style}"></i>{escape_html(line.name)}</li>'
     return f"<ul class='legend'>{items}</ul>"
-
-
-# -- words ----------------------------------------------------------------------------------------
 
 
 def _table(part: CostPart, column: Column) -> str:

@@ -77,8 +77,6 @@ class Generation:
             del self.steps[len(self.steps) - step.retracts :]
         self.steps.append(step)
 
-    # -- rewinding and continuing ------------------------------------------------------------
-
     def rewind(self, length: int) -> Generation:
         """Keep the first `length` of the new tokens; a negative number drops that many."""
         check_int("length", length, least=None)
@@ -149,8 +147,6 @@ class Generation:
     def explained(self, top: int = 5) -> Generation:
         """Return the same text with all details of the sampling, as from `explain=True`."""
         return replace(self, steps=self._writer().explain(self, top))
-
-    # -- properties --------------------------------------------------------------------------
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -243,8 +239,6 @@ class Generation:
         return notebook_html(
             text_html(pieces), note_html(facts), legend_html(), steps_table(pieces)
         )
-
-    # -- copies ------------------------------------------------------------------------------
 
     def __copy__(self) -> Generation:
         return replace(self, steps=list(self.steps), notes=list(self.notes))

@@ -143,8 +143,6 @@ class SupervisedThread:
         self._calling = False  # whether the thread runs a command of `call`
         self._at_rest = False  # whether nothing was in flight when that command started
 
-    # -- implemented by subclasses ------------------------------------------------------------
-
     def has_work(self) -> bool:
         raise NotImplementedError
 
@@ -159,8 +157,6 @@ class SupervisedThread:
     def fail_all(self, error: BaseException) -> None:
         """Fail all tasks: the error concerns none of them in particular."""
         raise NotImplementedError
-
-    # -- from any thread ---------------------------------------------------------------------
 
     def call(self, command: Callable[[], Result], *, at_rest: bool = True) -> Result:
         """Run a command on the thread between two rounds, and return its result.
@@ -284,8 +280,6 @@ class SupervisedThread:
             raise UnspoolError(
                 "this model was in use before the process was forked; load it in the child process"
             )
-
-    # -- on the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:

@@ -152,8 +152,6 @@ class ReasoningState:
         """Whether the last token is not part of the answer: reasoning, or its tags."""
         return self._was_aside or self._reader.last_is_reasoning
 
-    # -- which tokens may come next, as in `GrammarState` --------------------------------------
-
     def mask(self) -> Mask | None:
         """Return which tokens may come next; None: all."""
         if self._forced:
@@ -210,8 +208,6 @@ class ReasoningState:
                 return count
             trial.advance(token)
         return len(tokens)
-
-    # -- the tokens of the text ----------------------------------------------------------------
 
     def advance(self, token: int) -> None:
         """Append a token."""

@@ -161,8 +161,6 @@ class Sequence(EngineTask):
         else:
             self.scheduler.add(self)
 
-    # -- called by the scheduler and the batch builder -------------------------------------------
-
     @property
     def num_dropped(self) -> int:
         """Tokens of the text that are not in the branch because they outgrew the context."""
@@ -245,8 +243,6 @@ class Sequence(EngineTask):
 
     def fail(self, error: BaseException) -> None:
         self.end(error)
-
-    # -- from a sampled token to the next step ----------------------------------------------------
 
     def row_input(self) -> RowInput:
         """Return what the sampling stages need to know to sample the next token."""
@@ -333,8 +329,6 @@ class Sequence(EngineTask):
         self.scheduler.change_branch(self, tree.open(visible, cached=self.cached, adapter=adapter))
         return self.branch
 
-    # -- steps, and rewinding them --------------------------------------------------------------
-
     def _emit(
         self, token: int, logprob: float, pick: Pick | None, draft_result: str | None
     ) -> bool:
@@ -406,8 +400,6 @@ class Sequence(EngineTask):
         else:
             self.sampler_state = point.sampler_state
             self.stop_checker = point.stop_checker.copy()
-
-    # -- the end --------------------------------------------------------------------------------
 
     def end(self, error: BaseException | None) -> None:
         """Release the branch and end the stream, with an error if there is one. Idempotent."""

@@ -77,9 +77,6 @@ def _table_chunks(lm: Session, table: str) -> Iterator[Floats]:
         yield lm.model.rows(table, start, min(start + _CHUNK_ROWS, size))
 
 
-# -- Texts and tokens as arguments of the lenses
-
-
 TextLike = str | Sequence[int] | Generation
 """A text, its token ids, or a generation (prompt and new tokens)."""
 
@@ -103,9 +100,6 @@ def resolve_token(lm: Session, token: int | str) -> int:
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
         raise SettingsError(f"token {token!r} is not in the vocabulary (0 to {size - 1})")
     return token
-
-
-# -- Activations at one position: attention weights and the residual stream
 
 
 _JSON_DECIMALS = 6  # decimals of an attention weight in JSON

@@ -169,9 +169,6 @@ def _to_json(value: Any) -> Any:
     return value
 
 
-# -- Trace files
-
-
 _MAX_FILE_BYTES = 256 << 20  # bytes of a file; a step with full detail takes about 3 kB
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}  # not in JSON
 

@@ -32,9 +32,6 @@ from unspool.server.http.settings import ServerSettings
 from unspool.server.runtime.registry import ModelEntry, ModelRegistry, shipped_entry
 from unspool.server.runtime.state import ServerState, state_of
 
-# -- For operators: `/health`, `/ready`, `/metrics`
-
-
 operation_router = new_router("Operation")
 
 

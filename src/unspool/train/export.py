@@ -135,9 +135,6 @@ def _write_errors(target: Path) -> Iterator[None]:
         ) from error
 
 
-# -- Merge an adapter into its base model
-
-
 def merge_adapter(
     adapter: Path,
     folder: Path,

@@ -177,9 +177,6 @@ def settings_of(run: Run) -> NewSettings:
 _TRAINING_SHARE = 0.93  # of the time budget; evaluation, sampling and saving take the rest
 
 
-# -- before the first step ------------------------------------------------------------------
-
-
 def create_run(
     settings: NewSettings,
     folder: Path | None = None,
@@ -365,9 +362,6 @@ def _measure_speed(
         *_, tokens, _ = trainer.train_step()
         seconds.append(time.monotonic() - step_start)
     return tokens / min(seconds[1:]) * parallel.world_size
-
-
-# -- the training ---------------------------------------------------------------------------
 
 
 def train(

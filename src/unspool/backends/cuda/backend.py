@@ -229,8 +229,6 @@ class CudaBackend:
             pick_index, requested, inside, has_prefill=len(split.sampled_prefill) > 0
         )
 
-    # -- decode ----------------------------------------------------------------------------------
-
     def _run_graph(
         self, batch: StepBatch, split: _BatchSplit, table_updates: tuple[Ints, Ints]
     ) -> Tensor | None:
@@ -301,8 +299,6 @@ class CudaBackend:
         is_pick, tokens = tokens < 0, tokens.copy()
         tokens[is_pick] = -1 - self._previous_index[-1 - tokens[is_pick]]
         return tokens
-
-    # -- prefill -----------------------------------------------------------------------------------
 
     def _prefill_token_ids(self, batch: StepBatch, split: _BatchSplit) -> Tensor:
         """Token ids of the prefill on the device, previous picks included."""

@@ -31,9 +31,6 @@ from unspool.costs.texts import excerpts, last_logits, token_nlls
 from unspool.engine.request import SINKS
 from unspool.lm import LanguageModel
 
-# -- Limited context: truncated texts, and a model with sliding-window attention
-
-
 _MAX_WEIGHT_BYTES = 2 << 30  # of a model to load a second time
 
 
@@ -133,9 +130,6 @@ def measure(lm: LanguageModel, plan: MeasurementPlan) -> CostPart:
     )
 
 
-# -- a needle -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Needles:
     """Results of the needle test: `hits` is [length, depth, try]."""
@@ -217,9 +211,6 @@ def _example(lm: LanguageModel, text: list[int], answer: list[int]) -> Example:
     return Example(decoded, marks, "A number hidden in a text, and asked for at its end")
 
 
-# -- effective context length ---------------------------------------------------------------
-
-
 def _by_shown(
     lm: LanguageModel,
     texts: Sequence[list[int]],
@@ -275,9 +266,6 @@ def _by_position(positions: NDArray[np.float64]) -> Series:
         "full context", middle, rows.mean(0).tolist(), low.tolist(), high.tolist(),
         "position", "NLL, nats", "NLL by position", log_x=True,
     )  # fmt: skip
-
-
-# -- windows --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,6 @@ from unspool.errors import UnspoolError
 from unspool.lm import LanguageModel
 from unspool.sampling.monitors import repetition_rate
 
-# -- Small sums with checkable answers: accuracy and cost of test-time compute
-
-
 _SAMPLES = 5
 _ANSWER_TOKENS = 6
 _MAX_REASONING = 24  # tokens of reasoning with budget forcing ...

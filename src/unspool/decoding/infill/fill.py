@@ -23,9 +23,6 @@ from unspool.errors import SettingsError
 from unspool.session import Session
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
-# -- Infilling with FIM (fill-in-the-middle) tokens, for models trained with them
-
-
 # Prefix, suffix, middle: Qwen2.5-Coder and others, StarCoder, Granite, CodeLlama,
 # DeepSeek-Coder, GLM, Codestral's names.
 _FORMS = (

@@ -100,10 +100,6 @@ def _without(logprobs: Floats, tokens: Sequence[int]) -> Floats:
     return normalized
 
 
-# -- Infilling with a masked model: mask tokens in the gap, the most confident position set
-# first
-
-
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tried, in tokens
 _PASSES = 8  # denoising passes per gap, for any length
 _STARTS = 4  # first tokens tried for a gap of several tokens

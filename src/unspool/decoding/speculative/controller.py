@@ -158,8 +158,6 @@ class DraftController:
         return note
 
 
-# -- chains of any drafter ---------------------------------------------------------------------
-
 LENGTH_PACE = Pace(
     first_baseline=2, baseline=1, baseline_every=32, baseline_after_pause=0, skip_first=False,
     first_pause=32, max_pause=1024,
@@ -250,8 +248,6 @@ class AdaptiveDrafter(DraftController):
         self.length = min(2, self.longest)
         return note
 
-
-# -- shapes of a drafting head -----------------------------------------------------------------
 
 SHAPES = (
     DraftShape(5, min_probability=0.8),

@@ -176,9 +176,6 @@ def read_head(folder: Path) -> HeadFiles:
     return HeadFiles(config, matrices, norms, ids)
 
 
-# -- Drafting heads in Unspool's own format: the reference implementation
-
-
 _CHUNK_ROWS = 4096  # rows of the model's tables read at a time
 
 

@@ -77,8 +77,6 @@ class CudaHead(UnspoolHead):
         self._buffer.load(context)
         return self._buffer
 
-    # -- reading -------------------------------------------------------------------------------
-
     def read(self, context: CudaHeadContext, positions: Ints, vectors: Tensor | Floats) -> None:
         """Read further positions of a text."""
         count, first = len(positions), len(context)
@@ -119,8 +117,6 @@ class CudaHead(UnspoolHead):
         buffer.fused.index_copy_(0, places, fused)
         buffer.keys.index_copy_(0, places + 1, keys.to(dtype))
         buffer.values.index_copy_(0, places + 1, kv[:, 1].contiguous())
-
-    # -- drafting ------------------------------------------------------------------------------
 
     def chain(
         self, context: CudaHeadContext, tokens: Sequence[int], levels: int, temperature: float

@@ -146,9 +146,6 @@ class HeadDrafter:
         return bool(self._positions) and self._positions[-1] == last - 1
 
 
-# -- loading heads -----------------------------------------------------------------------------
-
-
 def head_maker(where: str, lm: Session, most: int | None) -> DraftMaker:
     """Build the drafter factory for the head in a folder, or the shipped one if none is named."""
     head = load_head(head_folder(where) if where else shipped_head(lm.model), lm)

@@ -48,9 +48,6 @@ def gemma_scales(values: Raw) -> dict[str, Any]:
     }
 
 
-# -- Gemma 4 --------------------------------------------------------------------------------
-
-
 def _gemma4(full: Raw, values: Raw) -> dict[str, Any]:
     layers = values["layers"]
     windows = (*(values["windows"] or (0,) * layers)[:-1], 0)  # the last layer sees everything
@@ -112,9 +109,6 @@ def max_sizes(shapes: tuple[LayerShape, ...]) -> dict[str, Any]:
     names = ("heads", "kv_heads", "head_width", "ff_width")
     sizes: dict[str, Any] = {name: max(getattr(s, name) for s in shapes) for name in names}
     return {**sizes, "shapes": shapes if len(set(shapes)) > 1 else ()}
-
-
-# -- writing --------------------------------------------------------------------------------
 
 
 def extra_settings_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -319,9 +313,6 @@ def _recurrence_to_hf(config: ModelConfig, keys: Mapping[str, str]) -> dict[str,
     return {key: getattr(config.recurrence, setting) for setting, key in keys.items()}
 
 
-# -- GGUF -----------------------------------------------------------------------------------
-
-
 def mamba_from_gguf(
     family: Family, file: GGUFFile, number: Callable[..., Any], layers: int
 ) -> dict[str, Any]:
@@ -449,9 +440,6 @@ def needs_unspool_format(config: ModelConfig) -> bool:
         return False
     grouped = "mamba2" in config.mixers and recurrence.norm_groups != recurrence.key_heads
     return recurrence.tiled or grouped
-
-
-# -- GGUF -----------------------------------------------------------------------------------
 
 
 def recurrent_from_gguf(

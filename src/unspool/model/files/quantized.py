@@ -102,9 +102,6 @@ def _blocks_of(parts: Array | FileTensor) -> Bytes:
     return np.stack([part.data for part in parts])
 
 
-# -- blocks of 32 numbers -----------------------------------------------------------------------
-
-
 def split_nibble_halves(nibbles: Bytes) -> Bytes:
     """Repack 16 bytes of adjacent nibble pairs: the first 16 numbers become the low nibbles."""
     front, back = nibbles[..., :8], nibbles[..., 8:]
@@ -311,9 +308,6 @@ def _unpacked(words: Array, bits: int) -> npt.NDArray[np.uint8]:
 def _nibbles(numbers: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Pack 4-bit numbers, two neighbours per byte."""
     return numbers[..., 0::2] | numbers[..., 1::2] << np.uint8(4)
-
-
-# -- the formats ----------------------------------------------------------------------------------
 
 
 def _mxfp4(scheme: Scheme, name: str, tensors: Tensors) -> FileTensor | None:

@@ -68,9 +68,6 @@ def resolve_run(path: Path) -> Path:
     return checkpoint
 
 
-# -- Find models: by path, short name, in another program's store, on the Hugging Face hub
-
-
 __all__ = ["CachedModel", "cache_folder", "cached_models", "find_model", "is_default"]
 
 _DEFAULT_NAMES = ("default", DEFAULT.name)

@@ -159,9 +159,6 @@ def _tokens(outcome: Outcome) -> int:
     return int(answer.get("completion_tokens", 0))
 
 
-# -- Workers on a Ray cluster: actors with a model each
-
-
 _POLL_S = 0.1  # in which a worker gathers answers before it returns them
 _GROUPS = (MAX_ROWS, MAX_ROWS // 8, MAX_ROWS // 64, 1)  # rows together, by number of dead workers
 _MAX_DEATHS = 4  # consecutive deaths per worker, without any answer in between

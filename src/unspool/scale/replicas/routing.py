@@ -216,9 +216,6 @@ class RoundRobin:
         """Do nothing."""
 
 
-# -- Routing hints of a request, read without a tokenizer or a model
-
-
 Kind = Literal["kept", "session", "prompt", "shared", "any"]
 
 _KEPT = re.compile(r"^(?:branch-([a-z0-9]+)-|(?:resp|msg)_([a-z0-9]+)_)[0-9a-f]{24}$")

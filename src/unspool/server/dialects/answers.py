@@ -18,9 +18,6 @@ from unspool.server.runtime.step_json import progress_json, step_json, texts_jso
 from unspool.server.runtime.texts import RequestTexts
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
-# -- Log-probabilities in OpenAI's two formats: for chats and for completions
-
-
 MIN_LOGPROB = -9999.0  # OpenAI's value for impossible tokens: JSON has no infinity
 
 
@@ -48,8 +45,6 @@ class LogprobFormat:
     def text(self, token: int) -> str:
         return token_text(self.bytes(token))
 
-    # -- chats -------------------------------------------------------------------------------
-
     def chat(self, steps: Sequence[Step], end_ids: frozenset[int], top: int) -> dict[str, Any]:
         content = [self._chat_token(step, top) for step in steps if step.token not in end_ids]
         return {"content": content, "refusal": None}
@@ -63,8 +58,6 @@ class LogprobFormat:
     def _token_json(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self.bytes(token)
         return {"token": token_text(piece), "logprob": clamp_logprob(logprob), "bytes": list(piece)}
-
-    # -- completions -------------------------------------------------------------------------
 
     def completion(self, steps: Sequence[Step], top: int, offset: int) -> dict[str, Any]:
         """Of generated steps; `offset` characters precede them."""

@@ -88,8 +88,6 @@ class ChatAnswer(Answer):
             return None
         return self.logprob_format.chat(steps, self.served.lm.end_ids, self.body.top_logprobs or 0)
 
-    # -- complete ----------------------------------------------------------------------------
-
     async def answer(self) -> dict[str, Any]:
         await self.texts.finish()
         return self._complete_json(
@@ -117,8 +115,6 @@ class ChatAnswer(Answer):
             ),
             "finish_reason": finish_reason(generation.finish_reason, choice.calls),
         }
-
-    # -- in chunks ---------------------------------------------------------------------------
 
     async def write(self, wire: Wire) -> None:
         if self.body.return_progress:
@@ -207,9 +203,6 @@ def _reasoning_json(text: str) -> dict[str, Any]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-# -- `unspool.think` in `/v1/chat/completions`: an answer found by search
-
-
 async def search_chat(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation with the best text that a search finds."""
     extension = body.unspool
@@ -293,9 +286,6 @@ def search_json(result: dict[str, Any]) -> dict[str, Any]:
     """The result of a search without the text, which the answer has."""
     names = ("policy", "score", "why", "budget", "spent", "answers", "seconds")
     return {name: result[name] for name in names if name in result}
-
-
-# -- `POST /v1/chat/completions`: OpenAI's chat completions
 
 
 router = new_router("OpenAI")

@@ -250,8 +250,6 @@ class RequestTexts:
             },
         }
 
-    # -- inside ------------------------------------------------------------------------------
-
     def _poll(self) -> bool:
         """Pass new steps to the sink. True if there is more to do: texts to start or to end."""
         steps: list[tuple[int, Step]] = []

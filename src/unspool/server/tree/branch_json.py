@@ -141,8 +141,6 @@ def preview(generation: Generation, start: int) -> str:
     return text[:_PREVIEW]
 
 
-# -- answers ---------------------------------------------------------------------------------
-
 router = new_router("The tree of tokens", "/v1/tree")
 
 

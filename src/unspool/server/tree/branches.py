@@ -191,8 +191,6 @@ class TreeBranch:
         common = self.generation.rewind(len(self.steps) if length is None else length)
         return replace(common, source=lm)
 
-    # -- changing ----------------------------------------------------------------------------
-
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the branch: other requests that change it get 409 meanwhile. It may still be
@@ -266,8 +264,6 @@ class TreeBranch:
         self.ends += 1
         self.touched = time.monotonic()
         self.wake()
-
-    # -- watching ----------------------------------------------------------------------------
 
     def wake(self) -> None:
         for news in self._watchers:

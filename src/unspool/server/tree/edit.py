@@ -102,10 +102,6 @@ def checked_range(branch: TreeBranch, first: int, last: int) -> tuple[int, int]:
     return first, last
 
 
-# -- `fill` and `replace` of `/v1/tree`: propose other words for a part of a text, and replace
-# it
-
-
 MAX_CANDIDATES = 32
 MAX_CHANGES = 256
 _SCORED_IN_A_CALL = 64  # tokens
@@ -249,9 +245,6 @@ def _replace_parts(
     for start in range(0, len(tokens), _SCORED_IN_A_CALL):
         changed = changed.choose(tokens[start : start + _SCORED_IN_A_CALL])
     return changed
-
-
-# -- `doubt` and `revise` of `/v1/tree`: score how doubtful steps are, and propose better words
 
 
 # Interactive: fewer candidates than in `lm.edit`.

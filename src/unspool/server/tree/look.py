@@ -331,9 +331,6 @@ def _numbers(values: Any) -> Any:
     return np.round(np.asarray(values, np.float64), 6).tolist()
 
 
-# -- `try` of `/v1/tree`: one step with other settings. Changes nothing
-
-
 class TryRequest(WriteOptions):
     """A step of the branch, and settings to try; others are those of the branch."""
 

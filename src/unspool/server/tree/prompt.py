@@ -27,9 +27,6 @@ from unspool.server.tree.branches import ExtraSettings, MessageSpan, TreeBranch,
 from unspool.text.chat.template import ChatPrompt
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
-# -- Request schemas of `/v1/tree`. All settings are top-level parameters
-
-
 Name = Annotated[str, StringConstraints(max_length=200)]
 Words = Annotated[str, StringConstraints(min_length=1)]
 Place = Annotated[int, Field(gt=-(1 << 31), lt=1 << 31)]

@@ -136,8 +136,6 @@ class BranchWriting:
                 news.clear()
                 await news.wait()
 
-    # -- inside ------------------------------------------------------------------------------
-
     def _started(self, number: int, generation: Generation) -> None:
         """Called when the engine has accepted a text, which may change the end of its text."""
         branch = self.branches[number]
@@ -260,9 +258,6 @@ def _last_reason(branch: TreeBranch) -> str | None:
     """The finish reason of the last step, or None. Earlier resumes leave none, see
     `Generation.rewind`."""
     return branch.steps[-1].finish_reason if branch.steps else None
-
-
-# -- events ------------------------------------------------------------------------------
 
 
 def branch_event(name: str, branch: TreeBranch, data: dict[str, Any], cursor: Cursor) -> bytes:

@@ -87,9 +87,6 @@ class DataCard:
         ]
 
 
-# -- A cache folder that is built once, atomically, by one process
-
-
 def build_once(target: Path, make: Callable[[Path], None]) -> Path:
     """Return the folder `target`, building it with `make(temporary_folder)` if it is missing.
 
@@ -135,9 +132,6 @@ def _disk_errors(root: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             reason = f"the disk is full at {root}: free some space"
         raise DataError(f"{reason}, or set UNSPOOL_CACHE to another folder") from None
-
-
-# -- Encode documents to token ids and a loss mask
 
 
 _CHUNK_CHARACTERS = 1_000_000  # encoded together, on all cores
@@ -237,9 +231,6 @@ def fingerprint(tokenizer: Tokenizer) -> str:
         for file in sorted(Path(folder).iterdir()):
             digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-# -- Tokenized data in memory-mapped files, prepared once and cached
 
 
 _FILE_VERSION = 1  # of the file layout; part of the cache key

@@ -153,9 +153,6 @@ def _prefill_shared(lm: Session, group: Sequence[_Continuation], stack: ExitStac
         lm.engine.extend_all([(branch, ()) for branch in branches])
 
 
-# -- Texts for evaluation: a data source, or the held-out split of a run
-
-
 def source_texts(
     source: Sequence[str], *, field: str | None = None, limit: int | None = None
 ) -> Iterator[str]:
@@ -196,9 +193,6 @@ def held_out_texts(run: Run, *, limit: int | None = None) -> Iterator[str]:
     for number in range(min(packed.num_documents, limit or packed.num_documents)):
         start, end = packed.offsets[number], packed.offsets[number + 1]
         yield tokenizer.decode(map(int, packed.ids[start:end]), specials=False)
-
-
-# -- Bits per byte of a model on held-out text
 
 
 @dataclass(frozen=True, slots=True)

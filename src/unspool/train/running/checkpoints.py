@@ -34,8 +34,6 @@ from unspool.train.running.runs import (
     write_json,
 )
 
-# -- Training state of a checkpoint: weights and optimizer state as in memory, in safetensors
-
 
 def training_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
     """Trained weights and optimizer state by name; sharded tensors stay sharded."""

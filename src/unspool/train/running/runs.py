@@ -32,8 +32,6 @@ from typing import Any
 from unspool.errors import UnspoolError
 from unspool.model.hub.find import find_run, run_model, runs_folder
 
-# -- Atomic files: written to a temporary name, synced to disk, then renamed
-
 
 def write_json(path: Path, content: Any) -> None:
     """Replace a JSON file; a reader sees either the old or the new content."""
@@ -110,8 +108,6 @@ class Run:
     def __repr__(self) -> str:
         return f"<Run {self.folder}>"
 
-    # -- finding and making -------------------------------------------------------------------
-
     @classmethod
     def open(cls, folder: str | Path) -> Run:
         """Open a run by its folder, or by its name among the runs."""
@@ -159,8 +155,6 @@ class Run:
             number += 1
             folder = base.with_name(f"{base.name}-{number}")
         return folder
-
-    # -- reading ------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -235,8 +229,6 @@ class Run:
         best = min(evaluated, key=lambda c: (c.held_out_loss, -c.step), default=None)
         return None if best is None else best.step
 
-    # -- control ------------------------------------------------------------------------------
-
     def send_command(self, command: str) -> None:
         """Ask the training process to `pause`, `go` on or `stop`; it checks once per step."""
         if command not in COMMANDS:
@@ -252,8 +244,6 @@ class Run:
             command = str(read_json(self.folder / "control.json").get("want"))
             return command if command in COMMANDS else "go"
         return "go"
-
-    # -- written by the training process ------------------------------------------------------
 
     def update(self, **facts: Any) -> None:
         write_json(self.folder / "run.json", {**self.facts, **facts})

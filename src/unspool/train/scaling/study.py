@@ -459,8 +459,6 @@ class Study:
         self.save()
         return self.checked
 
-    # -- the file -----------------------------------------------------------------------------
-
     def save(self) -> None:
         write_json(self.file, self.to_dict())
 

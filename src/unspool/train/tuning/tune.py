@@ -215,8 +215,6 @@ class _TuningJob:
         if self.parallel.is_first:
             self.run.update(**facts)
 
-    # -- data and objective ---------------------------------------------------------------------
-
     def _parts(self, device: str) -> tuple[Any, Any, int]:
         """Batches, objective, and number of data rows."""
         settings = self.settings
@@ -302,8 +300,6 @@ class _TuningJob:
             rank=self.parallel.rank, world=self.parallel.world_size,
         )  # fmt: skip
         return batches, len(questions)
-
-    # -- evaluation and checkpoints -------------------------------------------------------------
 
     def evaluate(self, model: Transformer) -> tuple[float, float | None]:
         """Mean loss on the held-out data."""

@@ -98,10 +98,6 @@ def merge_mask_embedding(weights: Mapping[str, Tensor], mask_id: int) -> dict[st
     return merged
 
 
-# -- Training of masked twins of a text model: block diffusion, or fully bidirectional
-# infilling
-
-
 _TWIN_FIELDS = ("sight", "block", "mask_id", "shifted")  # of the config, for twin.json
 _FULL_RATES = {"block": 4e-4, "fill": 3e-4}  # with all weights trained
 _LORA_RATE = 1e-3

@@ -130,9 +130,6 @@ def _threshold(order: str) -> float:
         ) from None
 
 
-# -- Training of a small model on a puzzle: causal, or masked (fills in any order)
-
-
 FAMILY = "unspool-puzzle"  # not a family of transformers
 _PUZZLE_EVAL_BATCHES = 4
 

@@ -176,8 +176,6 @@ class RankGroups:
         prefixed = dist.PrefixStore("compute", store)
         self._compute = dist.ProcessGroupNCCL(prefixed, share.rank, share.ranks, options)
 
-    # -- bytes -------------------------------------------------------------------------------
-
     def send(self, content: bytes) -> None:
         """Send bytes from rank 0 to all others: one broadcast, or two if they are long."""
         frame = len(content).to_bytes(_LENGTH_BYTES, "little") + content
@@ -209,8 +207,6 @@ class RankGroups:
         options.reduceOp = dist.ReduceOp.MIN
         self._control.allreduce([tensor], options).wait()
         return [int(number) for number in tensor]
-
-    # -- tensors, on the devices ---------------------------------------------------------------
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum over all ranks, bit-identical on each of them."""
@@ -321,8 +317,6 @@ class Ranks:
         nccl = self.device.type == "cuda" and distinct
         self.groups = RankGroups(store, share, self.device, nccl=nccl, address=address)
 
-    # -- start ---------------------------------------------------------------------------------
-
     @classmethod
     def spawn(cls, count: int, device: Device) -> Ranks:
         """Start count - 1 processes on this machine; this one becomes rank 0."""
@@ -381,8 +375,6 @@ class Ranks:
         begin = json.loads(store.get(_BEGIN))
         return cls(store, share, begin["device"]) if begin else None
 
-    # -- messages ------------------------------------------------------------------------------
-
     def new_model(self) -> int:
         """Number for another model on these ranks."""
         self._models += 1
@@ -406,8 +398,6 @@ class Ranks:
     def receive(self) -> RankMessage:
         """Wait for the next message of rank 0."""
         return RankMessage.decode(self.groups.receive())
-
-    # -- failure and end -------------------------------------------------------------------------
 
     def report(self, error: BaseException) -> None:
         """Store this rank's error for rank 0."""
