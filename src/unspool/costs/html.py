@@ -147,7 +147,7 @@ def plot(series: Sequence[Series], up: Range | None = None) -> str:
     first = series[0]
     bars = any(line.kind == "bars" for line in series)
     frame = _Frame(x_range(series, bars), up or y_range(series), first.log_x and not bars)
-    parts = [_axes(frame, first, _bar_names(series) if bars else None)]
+    parts = [_axes(frame, first, [short_label(x) for x in series[0].x] if bars else None)]
     parts += _stacks(frame, series) if bars else []
     crowded = sum(line.low is not None for line in series) > _MAX_BANDS
     for number, line in enumerate(series):
@@ -194,10 +194,6 @@ def x_range(series: Sequence[Series], bars: bool) -> Range:
     if low == high:
         return (low / 2, high * 2) if series[0].log_x else (low - 1, high + 1)
     return low, high
-
-
-def _bar_names(series: Sequence[Series]) -> list[str]:
-    return [short_label(x) for x in series[0].x]
 
 
 def _axes(frame: _Frame, first: Series, names: list[str] | None) -> str:
@@ -286,8 +282,7 @@ def _stacks(frame: _Frame, series: Sequence[Series]) -> list[str]:
     return bars
 
 
-# -- Render a report as one HTML file: figures, plots, examples; no scripts or external
-# resources
+# -- Render a report as one HTML file without scripts or external resources
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from unspool.errors import BusyError, UnspoolError
 from unspool.sampling import Chain, Pick, RowInput, SamplingSettings
 from unspool.sampling.candidates import ROW_ERRORS
 
-# -- Sampling on the host: tokens for many sequences, by the chain of sampling stages, in one
-# pass
+# -- Sampling on the host
 
 
 class ChainPicker:

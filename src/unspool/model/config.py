@@ -134,8 +134,7 @@ class Rotary:
         return ((1 - keep) * plain / self.factor + keep * plain).astype(np.float32)
 
 
-# -- Settings of recurrent layers, which carry a state from token to token instead of a KV
-# cache
+# -- Settings of recurrent layers
 
 
 STATELESS = ("attention", "none")

@@ -19,8 +19,7 @@ from unspool.sampling.draw import XTC_STREAM
 from unspool.sampling.rows import Rows, Tokens
 from unspool.sampling.settings import SamplingSettings
 
-# -- Stages that change single tokens: repetition, frequency and presence penalties; bias and
-# bans
+# -- Stages that change single tokens: penalties, bias and bans
 
 
 class RepetitionPenalty:
@@ -255,8 +254,7 @@ def _since_breaker(history: Tokens, breakers: tuple[tuple[int, ...], ...]) -> in
     return since
 
 
-# -- Stages that remove candidates: top-k, top-p, min-p, typical, eta, top-n-sigma, XTC,
-# mirostat
+# -- Stages that remove candidates
 
 
 FIRST_CANDIDATES = 128

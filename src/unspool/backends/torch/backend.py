@@ -122,8 +122,7 @@ def _add_updates(
     return add
 
 
-# -- Recurrent state slots: a row reads one before its first token and writes one after its
-# last
+# -- Recurrent state slots, read before a row's first token and written after its last
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,8 +200,7 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     return low
 
 
-# -- Speculative decoding: cheap drafts of the next tokens, verified several at a time in one
-# step
+# -- Drafters
 
 
 __all__ = [

@@ -644,9 +644,7 @@ def _close_result(result: Future[ServedModel | Exception]) -> None:
         _close_model(outcome.lm)
 
 
-# -- Ephemeral models: in no list, but requested by name, such as checkpoints of training runs
-# and models shipped with Unspool. They run short texts; the registry keeps few of them in
-# memory
+# -- Ephemeral models: in no list, requested by name, such as checkpoints of training runs
 
 
 _KV_CACHE_BYTES = 256 << 20  # of each ephemeral model

@@ -36,7 +36,7 @@ def summary(branch: TreeBranch) -> dict[str, Any]:
         "created": round(branch.created, 3),
         "length": len(branch.steps),
         "prompt_tokens": len(branch.prompt.ids),
-        "preview": _preview(branch),
+        "preview": preview(branch.generation, branch.forked_at or 0),
         "finish_reason": branch.finish_reason,
         "writing": branch.writing is not None,
     }
@@ -125,11 +125,6 @@ def sampling_json(settings: SamplingSettings) -> dict[str, Any]:
         for token, amount in settings.logit_bias.items()
     }
     return values
-
-
-def _preview(branch: TreeBranch) -> str:
-    """The first text after the fork."""
-    return preview(branch.generation, branch.forked_at or 0)
 
 
 def preview(generation: Generation, start: int) -> str:

@@ -117,8 +117,7 @@ def escaped(character: str) -> str:
     return character if character >= " " else f"\\u{ord(character):04x}"
 
 
-# -- Incremental parser for a tool call as a JSON object: its name, and its arguments as they
-# arrive
+# -- Incremental parser for a tool call as a JSON object
 
 
 _ARGUMENTS = ("arguments", "parameters")  # models write either, independent of the template

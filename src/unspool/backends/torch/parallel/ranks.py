@@ -128,8 +128,7 @@ def parse_adapter(message: RankMessage) -> Adapter | None:
     )
 
 
-# -- Communication between ranks: bytes from rank 0 to all, and tensor collectives on their
-# devices
+# -- Communication between ranks: bytes from rank 0, and tensor collectives
 
 
 dist: Any = torch.distributed  # Any: its type stubs are incomplete
