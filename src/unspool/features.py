@@ -1,4 +1,4 @@
-"""Features on top of the engine, as plain data: what each adds to commands, server and page.
+"""Features on top of the engine, as plain data: what each adds to commands and server.
 
 The server, the page and the command line know this list and nothing else about a feature.
 Everything is named as "module:attribute" and imported by `load` when it is first needed, so a
@@ -27,7 +27,6 @@ class Command:
     name: str
     target: str  # "module:attribute": a function, or a Typer group
     panel: str  # the section of --help that lists it
-    is_group: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +39,29 @@ class ModelFinder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """One feature: its commands, HTTP routes, models and views of the page."""
+    """One feature: its commands, HTTP routes and models."""
 
     name: str
     commands: tuple[Command, ...] = ()
     routes: tuple[RouteGroup, ...] = ()
     models: tuple[ModelFinder, ...] = ()
-    page_views: tuple[str, ...] = ()  # folders of page/code
 
 
 FEATURES = (
     Feature(
         name="train",
-        commands=(Command("train", "unspool.cli.train.group:train", "Train", is_group=True),),
+        commands=(Command("train", "unspool.cli.train.group:train", "Train"),),
         routes=(RouteGroup(("/v1/runs",), ("unspool.train.routes:router",)),),
         models=(ModelFinder(r".+@[0-9]{1,12}", "unspool.train.routes:find_checkpoint"),),
-        page_views=("learn",),
     ),
     Feature(
         name="puzzles",
         routes=(RouteGroup(("/v1/puzzles",), ("unspool.train.puzzle_routes:router",)),),
-        page_views=("twins",),
     ),
     Feature(
         name="costs",
         commands=(Command("costs", "unspool.cli.costs:costs", "Look"),),
         routes=(RouteGroup(("/v1/costs",), ("unspool.costs.routes:router",)),),
-        page_views=("measure",),
     ),
     Feature(
         name="scale",

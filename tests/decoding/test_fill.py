@@ -15,7 +15,7 @@ from helpers.decoding_support import pages_left
 from helpers.word_model import save_worded
 from unspool import SettingsError, UnspoolError, gap
 from unspool.decoding.infill.causal import start_ids, text_ids, token_ends, tokens_within
-from unspool.decoding.infill.gaps import GappedText
+from unspool.decoding.infill.result import GappedText
 
 LEFT, RIGHT = "The scheduler plans rows, and the ", " builder makes a step of them."
 WORDS = st.text(

@@ -16,8 +16,8 @@ from helpers.decoding_support import pages_left
 from helpers.word_model import save_worded
 from unspool import SettingsError, gap
 from unspool.decoding.edit.edit import masked_surprise, score_doubts
-from unspool.decoding.infill.gaps import GappedText
 from unspool.decoding.infill.masked import MaskedModel, WholeText, fill_by_masks
+from unspool.decoding.infill.result import GappedText
 
 TEXT = "The scheduler plans rows, and the batch builder makes a step of them."
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from helpers.heads_support import IDS, PROMPT, read_text, save_eagle, save_own, vectors_of
-from unspool.decoding.speculative.draft_tree import DraftNode
-from unspool.decoding.speculative.head import UnspoolHead, read_head
+from unspool.decoding.speculative.head import DraftNode, UnspoolHead, read_head
 from unspool.decoding.speculative.head_cpu import CpuHead
 
 

@@ -13,8 +13,15 @@ import pytest
 from helpers.heads_support import PROMPT, read_text, save_eagle, save_own
 from unspool.decoding.speculative import arrays
 from unspool.decoding.speculative.controller import SHAPES, FixedShape, RoundCosts, ShapeController
-from unspool.decoding.speculative.draft_tree import DraftNode, DraftShape, build_draft, last_tokens
-from unspool.decoding.speculative.head import SHIPPED, UnspoolHead, read_head
+from unspool.decoding.speculative.head import (
+    SHIPPED,
+    DraftNode,
+    DraftShape,
+    UnspoolHead,
+    build_draft,
+    last_tokens,
+    read_head,
+)
 from unspool.decoding.speculative.head_drafter import HeadDrafter, load_head
 from unspool.engine.request import DraftTree
 from unspool.errors import ModelFileError, SettingsError, UnspoolError

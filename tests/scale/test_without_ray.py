@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from unspool.scale.needs_ray import RayMissingError, require_ray
+from unspool.scale import RayMissingError, require_ray
 
 
 def test_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("unspool.scale.needs_ray.find_spec", lambda name: None)
+    monkeypatch.setattr("unspool.scale.find_spec", lambda name: None)
     with pytest.raises(
         RayMissingError, match=r"--replicas needs Ray.*pip install 'unspool\[ray\]'"
     ):

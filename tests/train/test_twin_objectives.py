@@ -15,7 +15,6 @@ from unspool.train.data.batches import TrainingBatch
 from unspool.train.learning import forward
 from unspool.train.learning.lora import LoraConfig, add_lora
 from unspool.train.twins import objectives
-from unspool.train.twins.masked_twin import add_mask_embedding
 from unspool.train.twins.objectives import (
     BlockTwinObjective,
     CleanNoisyPasses,
@@ -24,6 +23,7 @@ from unspool.train.twins.objectives import (
     document_starts,
     quarter_rows,
 )
+from unspool.train.twins.twin import add_mask_embedding
 
 MASK = 28
 

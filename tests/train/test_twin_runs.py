@@ -23,9 +23,8 @@ from unspool.train.running.events import Event, StepLogged
 from unspool.train.running.loop import Trainer
 from unspool.train.running.runs import Run
 from unspool.train.twins.draft_head import DraftHead, open_head
-from unspool.train.twins.masked_twin import mask_token
 from unspool.train.twins.settings import TwinSettings
-from unspool.train.twins.twin import new_run, settings_of, train_twin
+from unspool.train.twins.twin import mask_token, new_run, settings_of, train_twin
 
 QUICK: dict[str, Any] = {
     "chat": 6, "chat_tokens": 20, "batch": 4, "length": 32, "steps": 4, "device": "cpu",

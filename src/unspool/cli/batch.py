@@ -104,11 +104,11 @@ def batch(
     options = {name: value for name, value in options.items() if value is not None}
     o.check(options)
     chosen.check()
+    from unspool.scale import require_ray
     from unspool.scale.batch.job import LocalPool, WorkerPool, job_identity
     from unspool.scale.batch.journal import Journal, finished_job, is_unfinished
     from unspool.scale.batch.rows import BatchSettings, check_file_type, scan_input
     from unspool.scale.batch.worker import WorkerPlan
-    from unspool.scale.needs_ray import require_ray
 
     check_file_type(rows, "INPUT")
     check_file_type(output, "OUTPUT")

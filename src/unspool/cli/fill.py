@@ -12,8 +12,7 @@ from unspool.cli import options as o
 from unspool.errors import SettingsError, UnspoolError, count
 
 if TYPE_CHECKING:
-    from unspool.decoding.infill.gaps import Gap
-    from unspool.decoding.infill.result import Filling
+    from unspool.decoding.infill.result import Filling, Gap
 
 _PLACE = re.compile(r"(\d+)(?::(\d+))?(?:-(?:(\d+):)?(\d+))?")
 _AROUND = 60  # characters of the text on each side that a table's rows do not repeat
@@ -162,7 +161,7 @@ def _offset(text: str, line: int, column: int, at: str) -> int:
 
 
 def _length(tokens: str | None) -> Gap:
-    from unspool.decoding.infill.gaps import gap
+    from unspool.decoding.infill.result import gap
 
     if tokens is None:
         return gap

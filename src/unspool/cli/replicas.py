@@ -29,7 +29,7 @@ def serve_replicas(
     adapters: Path | None = None,
 ) -> None:
     """Serve until asked to stop. What the machine has is shared out among the replicas."""
-    from unspool.scale.needs_ray import require_ray
+    from unspool.scale import require_ray
 
     require_ray("--replicas")
     from unspool.model.hub.locate import locate

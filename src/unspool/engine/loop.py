@@ -3,7 +3,7 @@
 While a device computes step n, step n+1 is planned and launched, and only then step n is settled,
 if the backend can overlap them. Sequences that are sampled on the host sit out that step: they are
 sampled while it runs, a few at a time, so that they do not delay the others. Other threads use the
-tree through commands (`thread.py`).
+tree through commands.
 
 An exception fails the rows it concerns; one that concerns no row in particular fails every task in
 flight. The loop continues in both cases.

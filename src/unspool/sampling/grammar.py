@@ -411,7 +411,7 @@ class _TokenizerWrapper:
         self.eos_token_id = vocabulary.size
 
     def __call__(self, text: str) -> list[int]:
-        raise AssertionError("masks need no tokenization")  # see _NO_FORCING in grammar_spec.py
+        raise AssertionError("masks need no tokenization")  # see _NO_FORCING
 
 
 class Grammar:

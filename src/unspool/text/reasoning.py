@@ -205,7 +205,7 @@ def _render_marks(
     return prefix[prefix.rindex(open) :], between
 
 
-# -- Pieces of a parsed output: text, tool calls (`tools/calls.py`) and reasoning
+# -- Pieces of a parsed output: text, tool calls and reasoning
 
 
 @dataclass(frozen=True)

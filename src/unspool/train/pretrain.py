@@ -68,7 +68,7 @@ _POSITIVE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSettings:
-    """All settings. A setting that is None follows from the others by the rules in `shape.py`."""
+    """All settings. One that is None follows from the others by the rules in `model_size.py`."""
 
     data: tuple[str, ...] = (DEFAULT_SOURCE,)
     field: str | None = None

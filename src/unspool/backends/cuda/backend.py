@@ -42,9 +42,6 @@ from unspool.errors import UnspoolError
 from unspool.model.adapters import Adapter
 from unspool.sampling.picker import HISTORY_END, HISTORY_START, SamplingRows
 
-# -- CUDA graphs: a captured step is one launch, however many kernels it has
-
-
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _PADDED_SIZES = [
     next(size for size in BATCH_SIZES if size >= n) for n in range(BATCH_SIZES[-1] + 1)

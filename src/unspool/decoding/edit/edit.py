@@ -30,7 +30,6 @@ from unspool.decoding.infill.causal import (
     truncate_text,
 )
 from unspool.decoding.infill.fill import draft_settings
-from unspool.decoding.infill.gaps import Gap, GappedText
 from unspool.decoding.infill.masked import (
     MaskedModel,
     add_special_tokens,
@@ -38,7 +37,7 @@ from unspool.decoding.infill.masked import (
     masked_model,
     text_logprobs,
 )
-from unspool.decoding.infill.result import Filled, rank_candidates
+from unspool.decoding.infill.result import Filled, Gap, GappedText, rank_candidates
 from unspool.engine.results import Score, brief
 from unspool.errors import SettingsError, check_number
 from unspool.notebook import bar_html, escape_html, note_html, notebook_html, percent, table_html

@@ -17,8 +17,7 @@ import numpy as np
 
 from unspool.backends.step import Logits
 from unspool.decoding.branches import HeldBranches
-from unspool.decoding.infill.gaps import Gap, GappedText
-from unspool.decoding.infill.result import Filled, clip_steps, rank_candidates
+from unspool.decoding.infill.result import Filled, Gap, GappedText, clip_steps, rank_candidates
 from unspool.engine.loop import concat_logits
 from unspool.engine.request import check_fits
 from unspool.engine.results import Candidate, Step

@@ -1,7 +1,7 @@
 """Infilling: `lm.fill("The ", gap, " sat on the mat")`.
 
-Three methods; the model decides which: a masked model sees both sides (`places.py`); a vocabulary
-with FIM tokens belongs to a model trained to write the middle (`fim.py`); any other causal model
+Three methods; the model decides which: a masked model sees both sides; a vocabulary
+with FIM tokens belongs to a model trained to write the middle; any other causal model
 drafts after the prefix and ranks the drafts with the suffix (`causal.py`).
 """
 
@@ -15,9 +15,8 @@ from typing import Any
 from unspool.decoding.batch import run_all
 from unspool.decoding.branches import check_int
 from unspool.decoding.infill.causal import Drafting, fill_by_ranking
-from unspool.decoding.infill.gaps import Gap, GappedText, gap
 from unspool.decoding.infill.masked import MaskedModel, WholeText, fill_by_masks, masked_model
-from unspool.decoding.infill.result import Filled, Filling, rank_candidates
+from unspool.decoding.infill.result import Filled, Filling, Gap, GappedText, gap, rank_candidates
 from unspool.engine.generation import Generation
 from unspool.errors import SettingsError
 from unspool.session import Session

@@ -16,8 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from unspool.backends.step import Logits
-from unspool.decoding.infill.gaps import Gap, GappedText
-from unspool.decoding.infill.result import Filled, clip_steps, rank_candidates
+from unspool.decoding.infill.result import Filled, Gap, GappedText, clip_steps, rank_candidates
 from unspool.engine.results import Candidate, Step
 from unspool.engine.tree import Branch
 from unspool.errors import SettingsError, UnspoolError

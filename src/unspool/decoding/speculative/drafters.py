@@ -325,7 +325,7 @@ class ModelDrafter:
     Where the two models agree, the same random number picks the same token, also at high
     temperatures. It runs on the target model's engine thread and never blocks. A long prompt is
     computed in chunks, one per round, so that other texts are not delayed. Drafters of one model
-    share its backend (`draft_texts.py`).
+    share its backend.
     """
 
     def __init__(self, model: Session, request: Request, *, most: int = LONGEST) -> None:

@@ -28,8 +28,13 @@ from unspool.backends.cuda.step_io import to_device
 from unspool.backends.cuda.weights import PlainMatrix
 from unspool.backends.step import Floats, Ints
 from unspool.decoding.speculative.arrays import apply_rope
-from unspool.decoding.speculative.draft_tree import DraftNode
-from unspool.decoding.speculative.head import HeadConfig, HeadFiles, UnspoolHead, expand_nodes
+from unspool.decoding.speculative.head import (
+    DraftNode,
+    HeadConfig,
+    HeadFiles,
+    UnspoolHead,
+    expand_nodes,
+)
 
 MAX_CHAIN = 16  # tokens
 _GRAPH_ROWS = 8  # positions read by a graph: as many as a verified draft brings

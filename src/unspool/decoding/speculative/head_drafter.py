@@ -21,9 +21,10 @@ import numpy as np
 from unspool.backends.step import Floats, LoadedModel
 from unspool.decoding.speculative.arrays import concat
 from unspool.decoding.speculative.controller import FixedShape, RoundCosts, ShapeController
-from unspool.decoding.speculative.draft_tree import DraftingHead, build_draft
 from unspool.decoding.speculative.head import (
     SHIPPED,
+    DraftingHead,
+    build_draft,
     head_folder,
     parse_config,
     read_head,

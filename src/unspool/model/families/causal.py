@@ -1,4 +1,4 @@
-"""Causal transformer families, as tables. What a table cannot express is in `today_config.py`."""
+"""Causal transformer families, as tables. The rest is in `family_settings.py`."""
 
 from __future__ import annotations
 

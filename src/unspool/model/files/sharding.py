@@ -2,7 +2,7 @@
 
 The embedding is on the first device, the last norm and the head on the last one (on the first if
 the head is tied). A step goes from device to device, so only one computes at a time; with tensor
-parallelism (`split.py`) all devices compute in parallel.
+parallelism all devices compute in parallel.
 
     places = places_of(config, ["cuda:0", "cuda:1"])
     places.layers                                    # ("cuda:0", "cuda:0", ..., "cuda:1")

@@ -19,7 +19,15 @@ from unspool import __version__
 from unspool.engine.results import Step
 from unspool.lens.embeddings import embedding
 from unspool.model.weights import parameter_count
-from unspool.server.dialects.answers import BlockAnswer, LogprobFormat
+from unspool.server.dialects.answers import (
+    Block,
+    BlockAnswer,
+    BlockClosed,
+    BlockGrown,
+    Change,
+    LogprobFormat,
+    was_cut,
+)
 from unspool.server.dialects.chat_prompt import (
     MAX_TOP_LOGPROBS,
     ChatRequest,
@@ -34,7 +42,6 @@ from unspool.server.http.errors import ApiError, bad_request
 from unspool.server.http.events import Wire
 from unspool.server.http.replies import JsonReply, new_router, to_json
 from unspool.server.runtime.aliases import FOREVER, keep_alive_seconds, llama_defaults
-from unspool.server.runtime.blocks import Block, BlockClosed, BlockGrown, Change, was_cut
 from unspool.server.runtime.registry import ModelEntry, ServedModel
 from unspool.server.runtime.schema import (
     ForeignRequest,

@@ -9,7 +9,16 @@ from fastapi import Request
 from starlette.responses import Response
 
 from unspool.engine.results import Step
-from unspool.server.dialects.answers import Answer
+from unspool.server.dialects.answers import (
+    Answer,
+    Block,
+    BlockClosed,
+    BlockGrown,
+    BlockOpened,
+    BlockParser,
+    Change,
+    MakeReader,
+)
 from unspool.server.dialects.chat_prompt import (
     ChatRequest,
     PreparedChat,
@@ -30,15 +39,6 @@ from unspool.server.dialects.think import (
 from unspool.server.http.errors import bad_request
 from unspool.server.http.events import EventTemplate, Wire, event
 from unspool.server.http.replies import new_router
-from unspool.server.runtime.blocks import (
-    Block,
-    BlockClosed,
-    BlockGrown,
-    BlockOpened,
-    BlockParser,
-    Change,
-    MakeReader,
-)
 from unspool.server.runtime.schema import check_choices, finish_reason
 from unspool.server.runtime.state import Call, state_of
 from unspool.server.runtime.texts import RequestTexts

@@ -13,7 +13,15 @@ from pydantic import Field, StringConstraints, Tag
 from starlette.responses import Response
 
 from unspool.engine.results import Step
-from unspool.server.dialects.answers import BlockAnswer, LogprobFormat
+from unspool.server.dialects.answers import (
+    Block,
+    BlockAnswer,
+    BlockGrown,
+    BlockOpened,
+    Change,
+    LogprobFormat,
+    was_cut,
+)
 from unspool.server.dialects.chat_prompt import (
     MAX_TOP_LOGPROBS,
     AllowedToolsChoice,
@@ -27,7 +35,6 @@ from unspool.server.dialects.response_store import ResponseStore
 from unspool.server.http.errors import ApiError, bad_request, unsupported
 from unspool.server.http.events import EventStream, Wire, event
 from unspool.server.http.replies import JsonReply, ignore, new_id, new_router
-from unspool.server.runtime.blocks import Block, BlockGrown, BlockOpened, Change, was_cut
 from unspool.server.runtime.schema import (
     Constraints,
     ExtensionWithSeed,

@@ -27,8 +27,7 @@ from unspool.decoding.infill.fill import (
     fim_tokens,
     make_fim_request,
 )
-from unspool.decoding.infill.gaps import LONGEST, Gap
-from unspool.decoding.infill.result import Filling
+from unspool.decoding.infill.result import LONGEST, Filling, Gap
 from unspool.engine.generation import Generation
 from unspool.engine.results import Step, StepQueue, StepStream
 from unspool.errors import UnspoolError

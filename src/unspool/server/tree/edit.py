@@ -25,8 +25,8 @@ from unspool.decoding.edit.edit import (
     split_units,
 )
 from unspool.decoding.infill.fill import draft_settings, fill
-from unspool.decoding.infill.gaps import Gap
 from unspool.decoding.infill.masked import MaskedModel, masked_model
+from unspool.decoding.infill.result import Gap
 from unspool.engine.generation import Generation
 from unspool.engine.results import Step
 from unspool.server.http.errors import bad_request

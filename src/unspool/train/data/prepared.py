@@ -18,8 +18,7 @@ import numpy as np
 
 from unspool.errors import DataError, UnspoolError
 from unspool.model.hub.download import cache_folder
-from unspool.text.chat.loss_mask import mask_conversation
-from unspool.text.chat.template import ChatTemplate
+from unspool.text.chat.template import ChatTemplate, mask_conversation
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.selection import HELD_OUT, TRAIN, Progress, Survey, select, survey
 from unspool.train.data.sources import Document, Source

@@ -13,23 +13,217 @@ The result is a run folder; its checkpoints are models, adapters, or draft heads
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
-from unspool.train.learning.optimizers import make_optimizers
+from unspool.errors import SettingsError
+from unspool.model.adapters import CANVAS_SETTINGS, write_adapter
+from unspool.model.config import ModelConfig
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint, save_weights
+from unspool.model.files.config_json import read_json
+from unspool.model.hub.find import find_model
+from unspool.model.layers.transformer import Transformer
+from unspool.text.tokenizer.tokenizer import Tokenizer
+from unspool.train.learning.lora import LoraConfig, adapter_from_weights, add_lora
+from unspool.train.learning.objectives import Objective
+from unspool.train.learning.optimizers import Rates, make_optimizers
 from unspool.train.running.events import Event
 from unspool.train.running.loop import Trainer, TrainSettings
 from unspool.train.running.parallel import Parallel
 from unspool.train.running.runs import Run
+from unspool.train.twins.data import CausalModel, Mixture, evaluator, load_sources
 from unspool.train.twins.draft_head import head_parts
-from unspool.train.twins.masked_twin import text_parts
+from unspool.train.twins.objectives import BlockTwinObjective, FillTwinObjective
 from unspool.train.twins.puzzle_models import puzzle_parts
 from unspool.train.twins.settings import TwinParts, TwinSettings
+
+_MASK_NAMES = ("<|mask|>", "<mask>", "[MASK]", "<|MASK|>", "<|mdm_mask|>")
+_MASK_VECTOR = "embed.mask"
+
+
+def mask_token(config: ModelConfig, tokenizer: Tokenizer) -> int:
+    """Choose a mask token.
+
+    In order: the model's own, a special token with a mask's name, an unused special token, or an id
+    after the vocabulary, if the embedding table has one.
+    """
+    if config.mask_id is not None:
+        return config.mask_id
+    specials = tokenizer.special_tokens
+    named = [specials[name] for name in _MASK_NAMES if name in specials]
+    if named:
+        return named[0]
+    used = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.unk_id, tokenizer.pad_id}
+    used |= {*tokenizer.end_ids, *config.end_ids}
+    template = tokenizer.chat_template or ""
+    free = [
+        token
+        for text, token in tokenizer.special_tokens.items()
+        if token not in used and token < config.vocab_size and text not in template
+    ]
+    if free:
+        return max(free)
+    if config.vocab_size > tokenizer.vocab_size:  # many embedding tables are padded
+        return config.vocab_size - 1
+    raise SettingsError(
+        "the tokenizer has no unused token for the mask; name one that does not occur in your "
+        "texts: --mask ID"
+    )
+
+
+class MaskedEmbedding(nn.Embedding):
+    """A frozen embedding table with a trainable vector for one token."""
+
+    def __init__(self, table: nn.Embedding, mask_id: int) -> None:
+        with torch.device("meta"):  # no allocation: the weights are those of `table`
+            super().__init__(table.num_embeddings, table.embedding_dim)
+        self.weight, self.mask_id = table.weight, mask_id
+        self.mask = nn.Parameter(table.weight.detach()[mask_id].float().clone())
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = super().forward(input)
+        return torch.where((input == self.mask_id)[..., None], self.mask.to(x.dtype), x)
+
+
+def add_mask_embedding(model: Transformer, mask_id: int, *, fresh: bool) -> None:
+    """Make the mask's embedding trainable; a fresh one starts near the mean of all tokens."""
+    embedding = MaskedEmbedding(model.embed, mask_id)
+    if fresh:
+        with torch.no_grad():
+            table = model.embed.weight.float()
+            embedding.mask.copy_(table.mean(0) + 0.5 * table[mask_id])
+    model.embed = embedding
+
+
+def merge_mask_embedding(weights: Mapping[str, Tensor], mask_id: int) -> dict[str, Tensor]:
+    """The weights with the mask's vector as a row of the embedding table."""
+    merged = dict(weights)
+    mask = merged.pop(_MASK_VECTOR, None)
+    if mask is not None:
+        merged["embed.weight"] = merged["embed.weight"].clone()
+        merged["embed.weight"][mask_id] = mask.to(merged["embed.weight"])
+    return merged
+
+
+_TWIN_FIELDS = ("sight", "block", "mask_id", "shifted")  # of the config, for twin.json
+_FULL_RATES = {"block": 4e-4, "fill": 3e-4}  # with all weights trained
+_LORA_RATE = 1e-3
+
+
+def text_parts(
+    settings: TwinSettings, device: torch.device, on_text: Callable[[int], object]
+) -> TwinParts:
+    causal = CausalModel.open(settings.model)
+    train, held_out, facts = load_sources(causal, settings, device, on_text)
+    mask = settings.mask
+    if mask is None:
+        mask = mask_token(causal.checkpoint.config, causal.tokenizer)
+    config = _twin_config(causal.checkpoint.config, settings, mask)
+    clean = causal.frozen(device)
+    model = _model(causal, settings, mask, device, clean)
+    objective = _objective(settings, mask, None if settings.lora else clean)
+    cuda = device.type == "cuda"
+    rows, length = settings.batch or (48 if cuda else 4), _length(settings, config, cuda)
+    if settings.compile and not settings.lora:
+        for layer in clean.layers:  # the trainer compiles those of the twin
+            layer.compile(dynamic=False)
+    rate = settings.rate or (_LORA_RATE if settings.lora else _FULL_RATES[settings.kind])
+    return TwinParts(
+        model,
+        Mixture(train, rows, length, settings.seed),
+        objective,
+        _saver(config, causal, settings, mask),
+        evaluator(held_out, settings, rows, length, objective),
+        None,
+        Rates(rate, rate, rate, rate, weight_decay=settings.weight_decay),
+        "muon" if settings.optimizer == "muon" else "adamw",
+        {"base": causal.base, "adapter": bool(settings.lora), "data": facts,
+         "config": config.to_dict()},
+    )  # fmt: skip
+
+
+def _length(settings: TwinSettings, config: ModelConfig, cuda: bool) -> int:
+    return min(settings.length or (640 if cuda else 128), config.context)
+
+
+def _twin_config(config: ModelConfig, settings: TwinSettings, mask: int) -> ModelConfig:
+    block = settings.kind == "block"
+    return replace(
+        config, sight="block" if block else "whole", block=settings.block if block else 0,
+        mask_id=mask, shifted=True,
+    )  # fmt: skip
+
+
+def _objective(settings: TwinSettings, mask: int, clean: Transformer | None) -> Objective:
+    return (
+        BlockTwinObjective(mask, clean)
+        if settings.kind == "block"
+        else FillTwinObjective(mask, clean)
+    )
+
+
+def _model(
+    causal: CausalModel, settings: TwinSettings, mask: int, device: torch.device, clean: Transformer
+) -> Transformer:
+    """The trained model: the causal model with LoRA, or a copy of it (or of another twin).
+
+    A copy has frozen embeddings and head, and a trainable vector for the mask token.
+    """
+    if settings.lora:
+        if settings.start:
+            raise SettingsError("--from cannot be combined with --lora; leave one of them out")
+        add_lora(clean, LoraConfig(rank=settings.lora, alpha=settings.alpha), seed=settings.seed)
+        return clean
+    first = causal.checkpoint
+    if settings.start:
+        first = open_checkpoint(find_model(settings.start, progress=False))
+        same_vocabulary = first.config.vocab_size == causal.checkpoint.config.vocab_size
+        if not same_vocabulary or _read_mask(first.path) != mask:
+            raise SettingsError(
+                f"{settings.start} is not a twin of this model with mask token {mask}"
+            )
+    model = load_transformer(first, device=str(device)).requires_grad_(True)
+    model.embed.requires_grad_(False)
+    if model.head is not None:
+        model.head.requires_grad_(False)
+    add_mask_embedding(model, mask, fresh=settings.start is None)
+    return model
+
+
+def _read_mask(folder: Path) -> int | None:
+    """Mask token of another twin; None if it is not a twin."""
+    file = folder / CANVAS_SETTINGS
+    return None if not file.is_file() else read_json(file).get("mask_id")
+
+
+def _saver(
+    config: ModelConfig, causal: CausalModel, settings: TwinSettings, mask: int
+) -> Callable[[Mapping[str, Tensor], Path], None]:
+    lora = LoraConfig(rank=settings.lora or 1, alpha=settings.alpha)
+
+    def save_adapter(weights: Mapping[str, Tensor], folder: Path) -> None:
+        adapter = adapter_from_weights(weights, lora.scale, causal.base)
+        write_adapter(adapter, folder, causal.checkpoint.config)
+        write_twin_file(folder)
+
+    def save_model(weights: Mapping[str, Tensor], folder: Path) -> None:
+        save_weights(config, merge_mask_embedding(weights, mask), folder)
+        causal.tokenizer.save(folder)
+        write_twin_file(folder)
+
+    def write_twin_file(folder: Path) -> None:
+        content = {"base": causal.base, **{name: getattr(config, name) for name in _TWIN_FIELDS}}
+        (folder / CANVAS_SETTINGS).write_text(json.dumps(content, indent=2) + "\n")
+
+    return save_adapter if settings.lora else save_model
+
 
 _TRAINING_SHARE = 0.93  # of the time budget; evaluation and saving take the rest
 _TRIAL_STEPS = 4  # to measure the speed
