@@ -63,10 +63,7 @@ FEATURES = (
         commands=(Command("costs", "unspool.cli.costs:costs", "Look"),),
         routes=(RouteGroup(("/v1/costs",), ("unspool.costs.routes:router",)),),
     ),
-    Feature(
-        name="scale",
-        commands=(Command("batch", "unspool.cli.batch:batch", "Write"),),
-    ),
+    Feature(name="scale", commands=(Command("batch", "unspool.cli.batch:batch", "Write"),)),
 )
 
 

@@ -35,10 +35,7 @@ class GenerationModel(Protocol):
         """Return the most likely tokens after these."""
 
     def chosen_steps(
-        self,
-        tokens: Sequence[int],
-        chosen: str | int | Sequence[int],
-        adapter: str | None = None,
+        self, tokens: Sequence[int], chosen: str | int | Sequence[int], adapter: str | None = None
     ) -> list[Step]:
         """Return steps for tokens that a person appends to these."""
 

@@ -65,9 +65,7 @@ class ChainPicker:
         return failed
 
     def _picks(
-        self,
-        pending: list[tuple[Sequence, Logits]],
-        failed: list[tuple[Sequence, BaseException]],
+        self, pending: list[tuple[Sequence, Logits]], failed: list[tuple[Sequence, BaseException]]
     ) -> list[tuple[Sequence, Pick]]:
         """Sample one token for each sequence; those that cannot be sampled join `failed`."""
         groups: dict[tuple[int, bool], list[tuple[Sequence, Logits, RowInput]]] = {}

@@ -329,8 +329,7 @@ class Options(SamplingOptions, total=False):
         "stay visible (False)",
     ]
     thoughts: Annotated[
-        bool | str | None,
-        "separate reasoning from the answer (False; chats: True)",
+        bool | str | None, "separate reasoning from the answer (False; chats: True)"
     ]
     think_budget: Annotated[_Int, "maximum tokens of reasoning; 0: no reasoning"]
     json: Annotated[_Flag, "constrain the text to a JSON object (False)"]

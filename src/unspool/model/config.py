@@ -414,9 +414,7 @@ class ModelConfig:
         self._need(divides, "shapes", "heads that are multiples of kv_heads")
         same_shape = len({shape.head_width for shape in self.shapes}) <= 1
         self._need(
-            same_shape or self.attention_scale > 0,
-            "attention_scale",
-            "set if head widths differ",
+            same_shape or self.attention_scale > 0, "attention_scale", "set if head widths differ"
         )
         is_valid = isinstance(self.kv_shared, int) and 0 <= self.kv_shared < self.layers
         self._need(is_valid, "kv_shared", f"0 to {self.layers - 1}")

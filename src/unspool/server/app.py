@@ -103,13 +103,7 @@ _DESCRIPTION = """The APIs of OpenAI, Anthropic, Ollama and llama.cpp for local 
 of tokens: every text can be inspected, edited, forked and rewound."""
 
 # Imported when the server starts: what nearly every client uses.
-_ROUTERS = (
-    models_router,
-    chat_router,
-    completions_router,
-    operation_router,
-    page_router,
-)
+_ROUTERS = (models_router, chat_router, completions_router, operation_router, page_router)
 
 # Imported with the first request, in the order of /docs.
 ROUTE_GROUPS = (

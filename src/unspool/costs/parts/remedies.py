@@ -299,10 +299,7 @@ def measure(lm: LanguageModel, plan: MeasurementPlan) -> CostPart:
         "remedies",
         "Remedies side by side, with their cost",
         _FORMULA,
-        [
-            *(_gain(_baseline_of(other, outcomes), other) for other in outcomes[1:]),
-            *answered,
-        ],
+        [*(_gain(_baseline_of(other, outcomes), other) for other in outcomes[1:]), *answered],
         (),
         _example(outcomes),
         [

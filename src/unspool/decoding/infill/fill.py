@@ -109,12 +109,7 @@ def make_fim_request(lm: Session, tokens: FimTokens, prompt: list[int], options:
 
 
 def fill_by_fim(
-    lm: Session,
-    tokens: FimTokens,
-    gapped: GappedText,
-    options: dict[str, Any],
-    *,
-    drafts: int,
+    lm: Session, tokens: FimTokens, gapped: GappedText, options: dict[str, Any], *, drafts: int
 ) -> tuple[Filled, ...]:
     """Fill a text, best first. Gaps are filled in order, each with the text up to the next gap as
     suffix. The score is the log-probability of the middle and its end."""
@@ -137,12 +132,7 @@ def fill_by_fim(
 
 
 def _drafts(
-    lm: Session,
-    tokens: FimTokens,
-    prompt: list[int],
-    gap: Gap,
-    options: dict[str, Any],
-    count: int,
+    lm: Session, tokens: FimTokens, prompt: list[int], gap: Gap, options: dict[str, Any], count: int
 ) -> Iterator[Generation]:
     """One greedy draft, and samples."""
     greedy_options = {"temperature": 0, **options, "max_tokens": gap.most}

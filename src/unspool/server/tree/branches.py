@@ -212,9 +212,7 @@ class TreeBranch:
         if self._locked or self.writing is not None:
             reason = "running" if self.writing is not None else "being changed"
             raise ApiError(
-                409,
-                f"the branch is {reason}; wait, stop it first, or fork it",
-                code="branch_busy",
+                409, f"the branch is {reason}; wait, stop it first, or fork it", code="branch_busy"
             )
 
     def replace_text(self, generation: Generation, common: int, verb: str) -> None:

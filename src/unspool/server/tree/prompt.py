@@ -43,10 +43,7 @@ class WriteOptions(Extension):
     stop: StopStrings | None = None
     logit_bias: Bias | None = None
     max_tokens: int | None = Field(
-        None,
-        ge=1,
-        lt=1 << 31,
-        description=f"most tokens of one resume ({DEFAULT_TOKENS})",
+        None, ge=1, lt=1 << 31, description=f"most tokens of one resume ({DEFAULT_TOKENS})"
     )
     think_budget: int | None = Field(
         None, ge=0, lt=1 << 31, description="end the reasoning after this many tokens"

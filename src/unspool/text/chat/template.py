@@ -231,10 +231,7 @@ class ChatTemplate:
         return self.try_turns(self._encode_prompt, messages, options)
 
     def try_turns(
-        self,
-        make: Callable[..., Result],
-        messages: Sequence[Message],
-        options: Mapping[str, Any],
+        self, make: Callable[..., Result], messages: Sequence[Message], options: Mapping[str, Any]
     ) -> Result:
         """Return `make(messages)`; if the template refuses the messages, try equivalent turns."""
         try:

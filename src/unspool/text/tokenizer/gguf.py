@@ -171,10 +171,7 @@ def build_wordpiece(table: GgufTokens, *, lowercase: bool, strip_accents: bool) 
     vocab[unknown] = table.unk_id
     library = Library(models.WordPiece(vocab, unk_token=unknown))
     library.normalizer = normalizers.BertNormalizer(
-        clean_text=True,
-        handle_chinese_chars=True,
-        strip_accents=strip_accents,
-        lowercase=lowercase,
+        clean_text=True, handle_chinese_chars=True, strip_accents=strip_accents, lowercase=lowercase
     )
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return BuiltTokenizer(

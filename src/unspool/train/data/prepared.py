@@ -193,10 +193,7 @@ class DocumentEncoder:
         (prompt, _), (completion, _) = document.pieces
         if not self._chat.is_plain:
             return self._encode_messages(
-                [
-                    {"role": "user", "content": prompt},
-                    {"role": "assistant", "content": completion},
-                ],
+                [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}],
                 None,
             )
         before = self._start + self.tokenizer.encode(prompt)

@@ -45,9 +45,7 @@ class Likelihood:
 
 
 def score_continuations(
-    lm: Session,
-    pairs: Sequence[Pair],
-    on_progress: Callable[[int], object] = lambda done: None,
+    lm: Session, pairs: Sequence[Pair], on_progress: Callable[[int], object] = lambda done: None
 ) -> list[Likelihood]:
     """Score each target after its context, in the given order.
 

@@ -190,10 +190,7 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def save(
-        self,
-        facts: Mapping[str, Any],
-        weights: Mapping[str, Tensor],
-        state: Mapping[str, Tensor],
+        self, facts: Mapping[str, Any], weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
     ) -> Path:
         """Write the checkpoint of step `facts["step"]` and delete old ones.
 

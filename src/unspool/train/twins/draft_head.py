@@ -85,10 +85,7 @@ def _tables(
     rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     cosine, sine = rotary.tables(np.arange(length), length)
-    return (
-        torch.from_numpy(cosine).to(device, dtype),
-        torch.from_numpy(sine).to(device, dtype),
-    )
+    return (torch.from_numpy(cosine).to(device, dtype), torch.from_numpy(sine).to(device, dtype))
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
