@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from unspool.model.files.checkpoint import load_transformer, open_checkpoint
-from unspool.train.twins.puzzle_models import ORDERS, solve
 from unspool.train.twins.puzzles import puzzle_by_name
+from unspool.train.twins.twin import ORDERS, solve
 
 _AT_ONCE = 256
 

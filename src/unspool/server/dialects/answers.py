@@ -14,8 +14,13 @@ from unspool.server.http.events import DONE, Wire, event
 from unspool.server.http.replies import new_id
 from unspool.server.runtime.schema import Extension, StreamOptions
 from unspool.server.runtime.state import Call
-from unspool.server.runtime.step_json import progress_json, step_json, texts_json, timings_json
-from unspool.server.runtime.texts import RequestTexts
+from unspool.server.runtime.texts import (
+    RequestTexts,
+    progress_json,
+    step_json,
+    texts_json,
+    timings_json,
+)
 from unspool.text.reasoning import OutputParser, OutputPiece, OutputStart, ReasoningPiece
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.text.tools.parser import TextPiece, ToolCallArguments, ToolCallEnd, ToolCallStart

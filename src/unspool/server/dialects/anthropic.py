@@ -37,8 +37,7 @@ from unspool.server.runtime.schema import (
     by_type,
 )
 from unspool.server.runtime.state import Call, ServerState, state_of
-from unspool.server.runtime.step_json import texts_json
-from unspool.server.runtime.texts import RequestTexts
+from unspool.server.runtime.texts import RequestTexts, texts_json
 
 _TOOLS = "only tools that the caller runs can be used"
 _CITATIONS = "there are no citations"

@@ -37,8 +37,13 @@ from unspool.server.runtime.schema import (
     sampling_options,
 )
 from unspool.server.runtime.state import Call, state_of
-from unspool.server.runtime.step_json import progress_json, timings_json
-from unspool.server.runtime.texts import InfillGap, RequestText, RequestTexts
+from unspool.server.runtime.texts import (
+    InfillGap,
+    RequestText,
+    RequestTexts,
+    progress_json,
+    timings_json,
+)
 from unspool.text.chat.messages import ONLY_TEXT
 
 MAX_PROBABILITIES = 1000

@@ -50,8 +50,7 @@ from unspool.server.runtime.schema import (
     check_stream_options,
 )
 from unspool.server.runtime.state import Call, ServerState, state_of
-from unspool.server.runtime.step_json import texts_json
-from unspool.server.runtime.texts import RequestTexts
+from unspool.server.runtime.texts import RequestTexts, texts_json
 from unspool.text.chat.messages import ONLY_TEXT
 
 LOGPROBS = "message.output_text.logprobs"

@@ -16,7 +16,7 @@ from unspool.engine.results import Step
 from unspool.sampling import SamplingSettings
 from unspool.server.http.replies import JsonReply, new_router
 from unspool.server.runtime.state import ServerState, state_of
-from unspool.server.runtime.step_json import finite, step_json
+from unspool.server.runtime.texts import finite, step_json
 from unspool.server.runtime.threads import in_thread
 from unspool.server.tree.branches import Branches, MessageSpan, TreeBranch, TreePrompt, UserBranches
 from unspool.server.tree.prompt import DEFAULT_TOKENS

@@ -34,7 +34,7 @@ from unspool.server.http.events import error_event, event, writer_from
 from unspool.server.http.replies import JsonReply
 from unspool.server.runtime.schema import Strict
 from unspool.server.runtime.state import Call, state_of
-from unspool.server.runtime.step_json import finite
+from unspool.server.runtime.texts import finite
 from unspool.server.runtime.threads import Worker
 from unspool.server.tree.branch_json import branches_of, reply, router
 from unspool.server.tree.branches import TreeBranch, TreePrompt, fork_branch

@@ -23,7 +23,7 @@ from unspool.sampling import log_softmax, score
 from unspool.server.http.errors import bad_request
 from unspool.server.http.replies import JsonReply
 from unspool.server.runtime.state import state_of
-from unspool.server.runtime.step_json import finite, step_json
+from unspool.server.runtime.texts import finite, step_json
 from unspool.server.tree.branch_json import branches_of, router, sampling_json
 from unspool.server.tree.prompt import Place, WriteOptions
 from unspool.session import Session

@@ -31,8 +31,7 @@ from unspool.server.http.events import EventStream, error_event, event, writer_f
 from unspool.server.http.middleware import CancelOnDisconnect
 from unspool.server.runtime.schema import check_choices
 from unspool.server.runtime.state import Call, ServerState, state_of
-from unspool.server.runtime.step_json import step_json
-from unspool.server.runtime.texts import RequestTexts
+from unspool.server.runtime.texts import RequestTexts, step_json
 from unspool.server.runtime.threads import in_thread
 from unspool.server.tree.branch_json import (
     branch_json,
