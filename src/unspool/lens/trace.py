@@ -35,7 +35,8 @@ from unspool.engine.request import Limits
 from unspool.engine.results import Candidate, Step, brief
 from unspool.errors import SettingsError, UnspoolError, count
 from unspool.sampling import GrammarSpec, SamplingSettings, StageReport
-from unspool.sampling.guards import BannedGuard, GuardPolicy, LoopGuard, SurpriseGuard
+from unspool.sampling.guards import GuardPolicy
+from unspool.sampling.monitors import BannedGuard, LoopGuard, SurpriseGuard
 from unspool.session import Session
 
 FORMAT = "unspool-trace"

@@ -72,8 +72,6 @@ def resolve_run(path: Path) -> Path:
     return checkpoint
 
 
-__all__ = ["CachedModel", "cache_folder", "cached_models", "find_model", "is_default"]
-
 _DEFAULT_NAMES = ("default", DEFAULT.name)
 
 

@@ -31,16 +31,6 @@ from unspool.text.tools.call_parsers import (
 )
 from unspool.text.tools.formats import ToolFormat, ToolSpec
 
-__all__ = [
-    "Piece",
-    "TextPiece",
-    "ToolCallArguments",
-    "ToolCallEnd",
-    "ToolCallParser",
-    "ToolCallStart",
-    "ToolSpec",
-]
-
 
 @dataclass(frozen=True)
 class TextPiece:
