@@ -113,7 +113,6 @@ PAGE = """<!doctype html>
 
 # -- SVG plots: lines with intervals, stacked bars, dashed reference lines
 
-
 WIDTH, HEIGHT = 440, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 14, 46
 _COLOURS = 8

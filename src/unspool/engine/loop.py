@@ -123,7 +123,6 @@ def concat_logits(parts: AbstractSequence[Logits]) -> Logits:
 
 # -- A supervised thread that owns some state and runs commands on it for other threads
 
-
 Result = TypeVar("Result")
 _ALIVE_CHECK_S = 1.0  # how often a waiting caller checks that the thread is alive
 

@@ -20,7 +20,6 @@ from unspool.text.tokenizer.stream import TextStream
 
 # -- Context truncation: texts that grow longer than the model's context (the option `endless`)
 
-
 SINKS = 4  # first tokens that attract the attention nothing else needs (attention sinks)
 
 
@@ -252,7 +251,6 @@ DraftMaker = Callable[[Request], Drafter]
 
 # -- Every option of a generation: its name, its type, and what it does
 
-
 _Flag = bool | None
 _Int = int | None
 _Float = float | None
@@ -372,7 +370,6 @@ _LIST = "\n".join(f"{name:<20} {_HINTS[name].__metadata__[0]}" for name in NAMES
 
 
 # -- Errors for unknown options: option names of other libraries, and what to write here
-
 
 _SYNONYMS = {
     "max_tokens": "max_new_tokens max_completion_tokens max_output_tokens num_predict n_predict",

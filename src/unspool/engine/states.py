@@ -25,7 +25,6 @@ from unspool.errors import UnspoolError
 
 # -- Which recurrent states of a text are worth keeping
 
-
 DENSE = 8  # every border of this many last pages is kept
 MESSAGES = 8  # the ends of this many last messages of a prompt are marked, and of the first one
 

@@ -20,7 +20,6 @@ from unspool.errors import ModelFileError, UnspoolError
 
 # -- Position encodings: sinusoidal vectors, and RoPE with its context-extension scalings
 
-
 Floats = npt.NDArray[np.float32]
 Scaling = Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
 SCALINGS: tuple[str, ...] = get_args(Scaling)
@@ -135,7 +134,6 @@ class Rotary:
 
 
 # -- Settings of recurrent layers
-
 
 STATELESS = ("attention", "none")
 MIXERS = (*STATELESS, "conv", "delta", "mamba2")

@@ -407,7 +407,6 @@ def _address(x: Array) -> int:
 
 # -- The operations for an array. Never imports torch: a tensor implies that it is imported
 
-
 Operations = NumpyOperations | TorchOperations
 
 _numpy: NumpyOperations | None = None

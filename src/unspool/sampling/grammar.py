@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 # -- Output constraints: JSON schema, regex, choice, Lark or GBNF grammar
 
-
 Kind = Literal["json", "json_schema", "regex", "choice", "lark", "gbnf"]
 
 _KIND_NAMES: dict[Kind, str] = {

@@ -256,7 +256,6 @@ def _since_breaker(history: Tokens, breakers: tuple[tuple[int, ...], ...]) -> in
 
 # -- Stages that remove candidates
 
-
 FIRST_CANDIDATES = 128
 """Number of most likely candidates that are sorted first."""
 GROWTH = 8
@@ -411,7 +410,6 @@ def mirostat_next(mu: float, probability: float, tau: float, eta: float) -> floa
 
 
 # -- Temperature stages: fixed and dynamic
-
 
 _MIN_TEMPERATURE = 1e-6
 """Lower bound of the temperature: below it only the best candidates (ties) have probability, and

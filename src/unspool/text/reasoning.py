@@ -367,7 +367,6 @@ class TagReasoningParser:
 
 # -- Incremental parser for OpenAI's harmony format: messages in channels
 
-
 _FUNCTION = re.compile(r"to=functions\.([\w.:/-]{1,128}?)(?=$|[\s<])")
 _RECIPIENT = re.compile(r"\bto=\S")
 

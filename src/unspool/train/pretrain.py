@@ -173,7 +173,6 @@ def settings_of(run: Run) -> NewSettings:
 
 # -- Train a new model from text: tokenizer, data, config and training, in one run folder
 
-
 _TRAINING_SHARE = 0.93  # of the time budget; evaluation, sampling and saving take the rest
 
 

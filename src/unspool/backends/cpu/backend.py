@@ -130,7 +130,6 @@ class CpuAdapters:
 
 # -- Observation of recurrent layers
 
-
 _COLUMNS = 2 * LANES  # columns of a head's state per task: kColumns in `native/kernels`
 
 

@@ -247,7 +247,6 @@ def _norm_weights(norm: torch.nn.Module | None) -> NormWeights | None:
 
 # -- Load a checkpoint's weights from the file to the device, in parallel
 
-
 _THREADS = 8
 _CHUNK_BYTES = 1 << 25  # of the file per job
 _MIN_PROGRESS_BYTES = 1 << 30  # smaller models load without a progress bar

@@ -236,7 +236,6 @@ class RecurrentObserver:
 
 # -- The torch backend: ragged batches over a paged KV cache, on any device
 
-
 PAGE_SIZE = 16
 
 

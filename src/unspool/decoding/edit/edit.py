@@ -48,7 +48,6 @@ from unspool.text.tokenizer.tokenizer import Tokenizer
 
 # -- Doubtful tokens: how surprising each token of a text is, in nats
 
-
 WAYS = ("auto", "causal", "masked", "both")
 _NEXT_WEIGHT = 3.0  # of the next token's surprise (see bench/fill.py: planted errors)
 _STRIDE = 8  # every eighth token is masked in one run
@@ -149,7 +148,6 @@ def _map_spans(
 
 
 # -- Correct typing errors: known words at edit distance one
-
 
 _LETTERS = re.compile(r"[^\W\d_]{3,}")
 _MAX_CORRECTIONS = 6
@@ -332,7 +330,6 @@ def _region(change: Change) -> tuple[int, int]:
 
 
 # -- Replacements for a doubtful word, with probabilities that use both sides
-
 
 _WORD = re.compile(r"\w+(?:['’\-]\w+)*")
 _PUNCTUATION = re.compile(r"[^\w\s]+")

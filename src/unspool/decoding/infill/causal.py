@@ -32,7 +32,6 @@ from unspool.text.tokenizer.tokenizer import Tokenizer
 
 # -- Token boundaries at the edges of a gap
 
-
 Ids = list[int]
 _STARTS = ("<|endoftext|>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<s>")
 
@@ -146,7 +145,6 @@ def truncate_text(lm: Session, text: str, count: int | None) -> str:
 
 
 # -- Draft candidates for a gap with a causal model
-
 
 _KEY_CHARS = 12  # of the suffix, searched for in drafts
 _EXTRA_TOKENS = 2  # drafted beyond the gap: tokenized again, the text may have fewer
@@ -313,7 +311,6 @@ def _without_end_tokens(lm: Session, row: Floats) -> Floats:
 
 
 # -- Exact log-probabilities of texts with a common prefix, which is computed once
-
 
 _MAX_LOGIT_ROWS = 256  # per batch: bounds memory use
 _MAX_FORKS = 32  # texts per batch

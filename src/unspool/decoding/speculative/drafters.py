@@ -202,7 +202,6 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 # -- Drafters
 
-
 KINDS = "lookup, model:PATH, head or head:FOLDER, each optionally with :COUNT, the longest draft"
 _COMPARED_TAIL = 32  # indexed tokens compared to detect that a text was rewound
 

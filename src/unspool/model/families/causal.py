@@ -600,7 +600,6 @@ GGUF_ALIASES = {
 
 # -- gpt-oss: attention sinks, a sliding window in every second layer, and experts in MXFP4
 
-
 _EXPERT_TENSORS = IN_LAYER + "mlp.experts."
 _SIDES = ("layers.{i}.feed.gate", "layers.{i}.feed.up")
 _WEIGHTS = tuple(f"{side}.weight" for side in _SIDES)

@@ -157,7 +157,6 @@ def _write_gemma4(config: ModelConfig) -> dict[str, Any]:
 
 # -- Settings of Mamba-2 models, from config.json or GGUF metadata, and back to config.json
 
-
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
 # Older spellings.
 _KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -358,7 +357,6 @@ def mamba_from_gguf(
 
 
 # -- Settings of recurrent layers, from config.json or GGUF metadata, and back to config.json
-
 
 CONVOLUTIONS = ("lfm2", "lfm2-moe")
 DELTAS = ("qwen3.5", "qwen3.5-moe", "qwen3-next")

@@ -23,7 +23,6 @@ from unspool.model.files.stored import GROUP, UNSPOOL_BLOCK_BYTES, FileTensor, i
 
 # -- Quantized tensors of safetensors files, repacked into blocks on demand
 
-
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Parts = tuple[Array, ...]

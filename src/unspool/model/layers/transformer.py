@@ -41,7 +41,6 @@ from unspool.model.layers.recurrent import DeltaNet, Mamba2, Mixer, ShortConv
 
 # -- Build the parts of a layer from the model's settings
 
-
 _MIXERS: dict[str, type[Mixer]] = {"conv": ShortConv, "delta": DeltaNet, "mamba2": Mamba2}
 
 

@@ -220,7 +220,6 @@ class MessagesRequest(CountRequest):
 
 # -- `POST /v1/messages`: Anthropic's messages API, and token counting
 
-
 router = new_router("Anthropic")
 _PING = event({"type": "ping"}, "ping")
 

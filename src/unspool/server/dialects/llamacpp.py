@@ -174,7 +174,6 @@ def _amount(token: int | str, amount: Any) -> float:
 
 # -- llama.cpp's own endpoints: `POST /completion`, `/props`, `/slots` and `/lora-adapters`
 
-
 router = new_router("llama.cpp")
 
 
@@ -525,7 +524,6 @@ def _prepare_infill(call: Call, body: InfillRequest) -> tuple[InfillGap, list[in
 
 
 # -- llama.cpp's `/embedding`, `/embeddings` and `/rerank`, which differ from OpenAI's
-
 
 _INT16_SCALE = 32760.0  # largest number of vectors that are scaled for 16-bit integers
 

@@ -158,7 +158,6 @@ class ShowRequest(Strict):
 
 # -- `POST /api/generate` and `/api/chat` of Ollama's API
 
-
 router = new_router("Ollama")
 OllamaRequest = OllamaChatRequest | GenerateRequest
 
@@ -470,7 +469,6 @@ def _encode_texts(call: Call, texts: list[str], truncates: bool) -> list[list[in
 
 
 # -- Ollama's `/api/tags`, `/api/ps`, `/api/show`, `/api/version`; others are rejected
-
 
 API_VERSION = "0.12.0"  # the version of Ollama whose API this is; clients check it
 

@@ -244,7 +244,6 @@ class ResponseRequest(ForeignRequest, Constraints):
 
 # -- Input items of `/v1/responses`: as they are stored, and as messages for chat templates
 
-
 Items = Sequence[dict[str, Any]]
 
 
@@ -332,7 +331,6 @@ def _add_message(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
 
 
 # -- `/v1/responses`: OpenAI's responses, stored so that the next request can continue them
-
 
 router = new_router("OpenAI")
 
@@ -466,7 +464,6 @@ def _check_include(names: Iterable[str]) -> None:
 
 
 # -- the request, as a chat -------------------------------------------------------------------
-
 
 _TOO_LONG = "context_length_exceeded"
 

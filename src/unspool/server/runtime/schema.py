@@ -419,7 +419,6 @@ class SamplingRequest(ForeignRequest, Constraints):
 
 # -- Translate the parameters of an API to the options of `LanguageModel.stream`
 
-
 _GRAMMARS = ("json", "json_schema", "regex", "grammar", "choice")
 
 

@@ -42,7 +42,6 @@ from unspool.session import Session
 
 # -- Wake the event loop from other threads, once for all pending callbacks
 
-
 _SHORT_ROUND_S = 0.001  # no delay after a round up to this long
 _MAX_PAUSE_S = 0.02  # between rounds; not visible as stutter
 
@@ -378,7 +377,6 @@ class RequestTexts:
 
 # -- Infill: texts between a prefix and a suffix
 
-
 _CANDIDATES = 20
 _DEFAULT_GAP = 32  # tokens of a ranked gap without a limit
 
@@ -451,7 +449,6 @@ class InfillTexts(RequestTexts):
 
 
 # -- Steps, timings and traces of texts as JSON: the parts under `unspool` and `timings`
-
 
 Readable = Callable[[int, bytes], str]  # text of a token after an incomplete UTF-8 character
 

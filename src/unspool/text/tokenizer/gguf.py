@@ -181,7 +181,6 @@ def build_wordpiece(table: GgufTokens, *, lowercase: bool, strip_accents: bool) 
 
 # -- Read the vocabulary from a GGUF file's metadata
 
-
 _PREFIX = "tokenizer.ggml."
 # Special tokens where the file does not name them. "seperator" is llama.cpp's spelling.
 _DEFAULT_IDS: dict[str, dict[str, int]] = {

@@ -30,7 +30,6 @@ from unspool.text.tools.call_parsers import QUOTE
 
 # -- Convert conversations with tool calls from OpenAI's format to that of a chat template
 
-
 Messages = list[dict[str, Any]]
 
 
@@ -207,7 +206,6 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 # -- Lark grammars for the arguments of tool calls in other syntaxes than JSON
-
 
 NUMBERS = r"""
 INTEGER: /-?(0|[1-9][0-9]{0,18})/

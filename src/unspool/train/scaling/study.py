@@ -35,7 +35,6 @@ from unspool.train.running.runs import write_json
 
 # -- Run jobs in parallel, each in its own process
 
-
 Job = TypeVar("Job")
 
 
@@ -95,7 +94,6 @@ def _receive(receiver: Any, process: Any) -> float:
 
 
 # -- Scaling law L = E + A/N^a + B/D^b: fit to runs, confidence intervals, predictions
-
 
 Floats = npt.NDArray[np.float64]
 

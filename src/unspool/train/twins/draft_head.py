@@ -379,7 +379,6 @@ def answer_mask(batch: TrainingBatch) -> Tensor:
 
 # -- Files of a draft head, as `speculate="head:FOLDER"` reads them
 
-
 CONFIG, WEIGHTS = "config.json", "head.safetensors"
 _FORMAT = {"format": "unspool-draft-head", "version": 1}
 _NORMS = {
@@ -495,7 +494,6 @@ def _unpacked_shape(array: np.ndarray[Any, Any], type: str) -> tuple[int, int]:
 
 
 # -- Training of a draft head: model, data and objective
-
 
 _HEAD_RATE = 7e-3
 

@@ -62,7 +62,6 @@ from unspool.train.twins.settings import TwinParts, TwinSettings
 
 # -- Solve puzzles with a model, without engine and KV cache, in various orders of unmasking
 
-
 ORDERS = ("left", "confident", "margin", "random", "all", "0.9", "0.99")
 
 

@@ -40,7 +40,6 @@ from unspool.model.files.sharding import TensorParallelRank
 
 # -- Messages from rank 0 to the others, as bytes: a line of JSON, then arrays
 
-
 Arrays = dict[str, npt.NDArray[Any]]
 
 _HEADER_BYTES = 4  # length of the JSON line
@@ -129,7 +128,6 @@ def parse_adapter(message: RankMessage) -> Adapter | None:
 
 
 # -- Communication between ranks: bytes from rank 0, and tensor collectives
-
 
 dist: Any = torch.distributed  # Any: its type stubs are incomplete
 Store = Any
@@ -230,7 +228,6 @@ class RankGroups:
 
 
 # -- Processes of the other ranks on this machine; they end with the process that started them
-
 
 Process = subprocess.Popen[bytes]
 
