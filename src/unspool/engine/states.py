@@ -52,15 +52,6 @@ def furthest_thinned(num_pages: int) -> int:
     return furthest
 
 
-def max_recomputed(num_rewound: int, page_size: int) -> int:
-    """Return the most tokens that rewinding by `num_rewound` computes again, if no state of the
-    text was evicted."""
-    pages, gap = -(-num_rewound // page_size) + 1, 1
-    while (DENSE - 1) * gap < pages:
-        gap *= 2
-    return (gap + 1) * page_size
-
-
 def find_captures(
     first: int, until: int, length: int, page_size: int, every: bool, marks: Collection[int]
 ) -> Iterator[tuple[int, int]]:

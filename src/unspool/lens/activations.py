@@ -172,13 +172,6 @@ class Activations:
         return np.asarray(self.attention.mean(1, dtype=np.float64), np.float32)
 
     @property
-    def attention_by_head(self) -> Floats:
-        """Mean over the layers, [heads, past]."""
-        return np.asarray(
-            self.attention[self.attention_layers].mean(0, dtype=np.float64), np.float32
-        )
-
-    @property
     def attention_mean(self) -> Floats:
         """Mean over layers and heads, [past]."""
         weights = self.attention[self.attention_layers]

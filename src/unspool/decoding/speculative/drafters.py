@@ -206,7 +206,7 @@ KINDS = "lookup, model:PATH, head or head:FOLDER, each optionally with :COUNT, t
 _COMPARED_TAIL = 32  # indexed tokens compared to detect that a text was rewound
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Prompt lookup: finds the last occurrence of the longest suffix, and proposes what followed.
 
     One table per n-gram length maps an n-gram to the position after its last occurrence. An n-gram
@@ -237,9 +237,6 @@ class PromptLookup:
                 position = self._tables[length].get(tuple(tokens[-length:]))
                 if position is not None:
                     return position
-        return None
-
-    def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
         return None
 
     def _copy_from(self, place: int, most: int) -> list[int]:
@@ -283,7 +280,7 @@ class PromptLookup:
         return tuple(self._text[max(0, place - length) : place])
 
 
-class PredictedText:
+class PredictedText(Drafter):
     """Draft from the output that the caller expects (OpenAI's predicted outputs).
 
     Copies it from the start; where the text has diverged, from where the two agree again.
@@ -303,11 +300,8 @@ class PredictedText:
         place = self._lookup.find(output)
         return [] if place is None else self.ids[place : place + most]
 
-    def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
-        return None
 
-
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafts with another model, with the same settings and random numbers as the text.
 
     Where the two models agree, the same random number picks the same token, also at high
@@ -349,9 +343,6 @@ class ModelDrafter:
             if pick.token in self._request.limits.end_ids:
                 break
         return draft
-
-    def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
-        return None
 
 
 _draft_sequences: WeakKeyDictionary[Session, weakref.ref[DraftSequences]] = WeakKeyDictionary()

@@ -72,7 +72,6 @@ def sync_folder(folder: Path) -> None:
 
 
 KINDS = ("new", "tune", "dpo", "grpo", "twin")
-STATES = ("running", "paused", "done", "failed", "stopped", "broken off")
 COMMANDS = ("go", "pause", "stop")
 MILESTONES = (0, 1, 3, 10, 30, 100)  # percent of the steps; these checkpoints are always kept
 
