@@ -1,6 +1,6 @@
 """Reasoning before the answer: where it is in a text, its token budget, and grammars after it.
 
-`ThinkingState` follows a text token by token, with the interface of a `GrammarState`. Inside the
+`ReasoningState` follows a text token by token, with the interface of a `GrammarState`. Inside the
 reasoning every token is allowed until the budget is used up; then only the tokens that end the
 reasoning, as the model's chat template writes them. A grammar applies to the answer alone, which
 starts after the reasoning.

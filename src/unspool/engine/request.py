@@ -206,6 +206,7 @@ class Drafter(Protocol):
         Called after every round, also after one without a draft (`proposed` is 0), so that the
         seconds from proposing to sampling can be compared.
         """
+        return None
 
 
 @runtime_checkable

@@ -1,6 +1,6 @@
 """One request that is being decoded: its tokens, when it ends, and what is computed next.
 
-The same loop as `plain.py`, turned inside out: whenever the scheduler has computed the sequence, it
+The same loop as `reference.py`, inside out: whenever the scheduler has computed the sequence, it
 takes the sampled token, emits a step, and appends the token to its branch to be computed next.
 
 A plain sequence has its tokens sampled by the backend within the step. What else a request may ask
@@ -13,7 +13,7 @@ for is a part that a plain sequence does not have (None):
 - `truncation`: the text may outgrow the context.
 
 Sequences with a grammar, a guard, unusual sampling stages or explained steps get logits, and are
-sampled together on the host by the chain of stages (`picking.py`).
+sampled together on the host by the chain of stages (`loop.py`).
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Trace:
         return [step.token for step in self.steps]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `trace_file.trace_from` reads it."""
+        """For JSON; `trace_from` reads it."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data = {"format": FORMAT, "version": VERSION, "text": self.text, **_to_json(fields)}
         data["model"]["config"] = self.model.config

@@ -130,7 +130,7 @@ class ReasoningFormat:
 
 
 def prompt_tail(prompt: Sequence[int]) -> Sequence[int]:
-    """Return the last tokens of a prompt, whose text `ThoughtFormat.start` needs."""
+    """Return the last tokens of a prompt, whose text `ReasoningFormat.start` needs."""
     return prompt[-_TAIL:]
 
 

@@ -41,7 +41,7 @@ from unspool.model.files.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One operation. Weights and buffers are named; `Plan.encoded` replaces names by numbers."""
+    """One operation. Weights and buffers are named; `ExecutionPlan.encode` replaces names by numbers."""
 
     kind: str
     source: str = ""

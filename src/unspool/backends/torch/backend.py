@@ -628,7 +628,7 @@ class _TorchObserver:
 
 
 class TorchModel:
-    """`Loaded` for the plain transformer, on any torch device."""
+    """`LoadedModel` for the plain transformer, on any torch device."""
 
     def __init__(self, transformer: Transformer) -> None:
         self.transformer = transformer

@@ -1,6 +1,6 @@
 """Incremental JSON scanner: finds the end of a value that is still being written.
 
-    scan = JsonScan()
+    scan = JsonScanner()
     for character in '{"a": [1, 2]} and more':
         if not scan.push(character):
             break                       # this character is not valid here
