@@ -98,7 +98,7 @@ class ReasoningFormat:
     def start(self, prompt: Sequence[int], text: str) -> OutputStart:
         """Return where the output after a prompt begins.
 
-        `text` is the text of the prompt's last tokens (see `tail_of`), control tokens included.
+        `text` is the text of the prompt's last tokens (see `prompt_tail`), control tokens included.
         """
         if self.uses_channels:
             return self._start_in_channel(prompt, text)

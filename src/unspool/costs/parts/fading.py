@@ -48,7 +48,7 @@ def truncate_context(
 
 
 def truncate_with_sinks(tokens: Sequence[int], judged: int, width: int) -> list[int]:
-    """As `last_of`, with the attention sinks (the first four tokens) in the context."""
+    """As `truncate_context`, with the attention sinks (the first four tokens) in the context."""
     return truncate_context(tokens, judged, width, min(SINKS, width // 2))
 
 

@@ -1,5 +1,4 @@
-"""Draft-length control: how large the next draft is, and when drafting pauses because it does not
-pay.
+"""Draft-length control: how large the next draft is, and when drafting pauses.
 
 A drafted round verifies several tokens and costs more than a round without a draft. It pays if the
 accepted tokens outweigh that. Both controllers measure rounds with and without drafts (the
@@ -8,8 +7,7 @@ baseline), pause when drafting is slower, and double the pause each time it fail
 - `AdaptiveDrafter` wraps any drafter of chains: the length doubles while whole drafts are accepted,
   and shrinks otherwise. Suits prompt lookup, where acceptance comes in bursts.
 - `ShapeController` is for drafting heads: it climbs a ladder of draft shapes (chains, then trees)
-to
-  the one with the most tokens per second.
+  to the one with the most tokens per second.
 """
 
 from __future__ import annotations

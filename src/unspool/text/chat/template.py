@@ -6,8 +6,7 @@
 
 Text and ids are those of transformers with the same template, with one difference: a control token
 written in a message, a tool or any other string of the caller is encoded as text. Only the template
-writes control tokens. As in transformers, no start token is added: templates
-write it themselves.
+writes control tokens. As in transformers, no start token is added: templates write it themselves.
 
 A model without a template gets plain lines, one per message, after the start token if it uses one:
 

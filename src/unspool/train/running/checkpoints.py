@@ -230,7 +230,7 @@ class Checkpoints:
     def _clean_up(self, newest: Path) -> None:
         """Delete old checkpoints, and the optimizer state of all but the newest.
 
-        Milestones (`film_steps`), the best on held-out text and the newest `keep` others stay.
+        Milestones (`milestone_steps`), the best on held-out text and the newest `keep` others stay.
         """
         checkpoints = self.run.checkpoints()
         permanent = {*milestone_steps(self.run.steps), self.run.best_step}
