@@ -1,7 +1,7 @@
 """The backend contract: the step batch, its result, and the protocols that backends implement.
 
 A `StepBatch` holds the new tokens of several sequences, where their keys and values are written,
-and what to return. `Backend.launch` returns a `StepHandle` without waiting. The handle's result holds
+and what to return. `Backend.launch` returns a `StepHandle` without waiting. Its result holds
 the sampled tokens with their log-probabilities, and logits or observations only where requested. A
 device can therefore start the next step before the result of the last one is read: a token may be
 given as "sample number n of the previous step".

@@ -271,7 +271,7 @@ AttentionFunction = Callable[[Attention, Tensor, Tensor, Tensor], Tensor]
 
 
 class BackendStep(ABC):
-    """The attention function of a backend: one step of many sequences, whose caches the backend keeps."""
+    """The attention of a backend: one step of many sequences, whose caches the backend keeps."""
 
     @abstractmethod
     def __call__(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

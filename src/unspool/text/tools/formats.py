@@ -9,7 +9,7 @@ Each model family has its own format, which its chat template shows. The family 
 marks in the template's source; rendering a small conversation shows what the template does with
 tools, calls and system messages. A template that writes no tools, or uses an unsupported syntax,
 gets the generic format: tools and syntax are described in the system message, and calls and results
-of earlier turns are plain text. `ToolCallParser` parses the calls, `HarmonyParser` those of harmony.
+of earlier turns are text. `ToolCallParser` parses the calls, `HarmonyParser` those of harmony.
 """
 
 from __future__ import annotations
