@@ -18,12 +18,11 @@ import torch
 from unspool.train.data.batches import PackedBatches
 from unspool.train.data.prepared import prepare
 from unspool.train.data.tokenizer import TokenizerSettings, make_tokenizer
-from unspool.train.evaluation.held_out import HeldOutEvaluation
 from unspool.train.learning.model_size import new_config, new_model, rates_for
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import make_optimizers
 from unspool.train.running.events import Evaluated
-from unspool.train.running.loop import Trainer, TrainSettings
+from unspool.train.running.loop import HeldOutEvaluation, Trainer, TrainSettings
 
 
 @dataclass(frozen=True)

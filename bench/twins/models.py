@@ -14,10 +14,10 @@ from unspool.model.files.checkpoint import load_transformer, open_checkpoint, sa
 from unspool.model.layers.transformer import Transformer
 from unspool.train.data.batches import TrainingBatch
 from unspool.train.data.tokenizer import TokenizerSettings, save_tokenizer_files, train_bpe
-from unspool.train.evaluation.held_out import on_device
 from unspool.train.learning.lora import LoraConfig, add_lora, load_adapter
 from unspool.train.learning.model_size import new_config, new_model
 from unspool.train.learning.objectives import token_losses
+from unspool.train.running.loop import on_device
 from unspool.train.twins.data import CausalModel, Mixture, Sources
 
 

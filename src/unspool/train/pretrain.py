@@ -24,7 +24,6 @@ from unspool.train.data.batches import PackedBatches
 from unspool.train.data.prepared import PreparedData, prepare
 from unspool.train.data.sources import DEFAULT_SOURCE
 from unspool.train.data.tokenizer import TokenizerSettings, make_tokenizer
-from unspool.train.evaluation.held_out import HeldOutEvaluation, SampleGenerator, first_words
 from unspool.train.learning.model_size import (
     RECURRENT_SHAPES,
     SHAPES,
@@ -48,7 +47,13 @@ from unspool.train.learning.objectives import (
 )
 from unspool.train.learning.optimizers import make_optimizers
 from unspool.train.running.events import Event, RunEnded
-from unspool.train.running.loop import Trainer, TrainSettings
+from unspool.train.running.loop import (
+    HeldOutEvaluation,
+    SampleGenerator,
+    Trainer,
+    TrainSettings,
+    first_words,
+)
 from unspool.train.running.parallel import Parallel, job_facts
 from unspool.train.running.runs import Run, RunError
 

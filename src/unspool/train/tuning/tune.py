@@ -31,7 +31,6 @@ from unspool.text.chat.template import ChatTemplate
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.batches import PackedBatches, TrainingBatch
 from unspool.train.data.prepared import PackedDocuments, prepare
-from unspool.train.evaluation.held_out import on_device
 from unspool.train.learning.forward import AttentionMask, hidden_states
 from unspool.train.learning.lora import (
     TARGETS,
@@ -44,7 +43,7 @@ from unspool.train.learning.objectives import Loss, next_token, summed_loss
 from unspool.train.learning.optimizers import Rates, make_optimizers
 from unspool.train.running.checkpoints import SaveModel
 from unspool.train.running.events import Event
-from unspool.train.running.loop import Trainer, TrainSettings
+from unspool.train.running.loop import Trainer, TrainSettings, on_device
 from unspool.train.running.parallel import Parallel, job_facts
 from unspool.train.running.runs import Run
 from unspool.train.tuning.dpo import Dpo, PairBatches

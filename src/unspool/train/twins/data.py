@@ -38,8 +38,8 @@ from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.batches import TrainingBatch
 from unspool.train.data.prepared import PackedDocuments, prepare
 from unspool.train.data.selection import permuted
-from unspool.train.evaluation.held_out import on_device
 from unspool.train.learning.objectives import Objective
+from unspool.train.running.loop import on_device
 from unspool.train.twins.settings import TwinSettings
 
 PART = 512  # texts per file

@@ -33,14 +33,13 @@ from unspool.model.hub.find import find_model
 from unspool.model.layers.transformer import Transformer
 from unspool.model.weights import parameter_count
 from unspool.text.tokenizer.tokenizer import Tokenizer
-from unspool.train.evaluation.held_out import on_device
 from unspool.train.learning.forward import AttentionMask, full_mask, hidden_states
 from unspool.train.learning.lora import LoraConfig, adapter_from_weights, add_lora
 from unspool.train.learning.model_size import new_model, rates_for
 from unspool.train.learning.objectives import Masked, Objective, next_token
 from unspool.train.learning.optimizers import Rates, make_optimizers
 from unspool.train.running.events import Event
-from unspool.train.running.loop import Trainer, TrainSettings
+from unspool.train.running.loop import Trainer, TrainSettings, on_device
 from unspool.train.running.parallel import Parallel
 from unspool.train.running.runs import Run
 from unspool.train.twins.data import CausalModel, Mixture, evaluator, load_sources
