@@ -27,7 +27,7 @@ import unspool
 from lib.arguments import add_options, make_parser
 from lib.report import Panel, sheet, write_json
 from unspool.costs.part import Series
-from unspool.sampling.guards import repetition_rate
+from unspool.sampling.monitors import repetition_rate
 
 PROMPTS = (
     "Why do leaves change color in fall?",

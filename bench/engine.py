@@ -26,7 +26,7 @@ from unspool.backends.step import CompletedStep, StepBatch, StepLimits, StepResu
 from unspool.engine.engine import Engine
 from unspool.engine.request import Limits, Request
 from unspool.sampling import SamplingSettings
-from unspool.sampling.guards import repetition_rate
+from unspool.sampling.monitors import repetition_rate
 from unspool.sampling.picker import pick_tokens
 
 VOCABULARY = 49_152

@@ -36,7 +36,6 @@ from unspool.model.weights import parameter_count
 from unspool.train.data.batches import PackedBatches, TrainingBatch
 from unspool.train.data.prepared import PackedDocuments, prepare
 from unspool.train.data.tokenizer import TokenizerSettings, make_tokenizer
-from unspool.train.evaluation.held_out import HeldOutEvaluation
 from unspool.train.learning.model_size import (
     device_peak,
     mfu,
@@ -48,7 +47,7 @@ from unspool.train.learning.model_size import (
 from unspool.train.learning.objectives import next_token
 from unspool.train.learning.optimizers import make_optimizers
 from unspool.train.running.events import Evaluated, Event, StepLogged
-from unspool.train.running.loop import Trainer, TrainSettings
+from unspool.train.running.loop import HeldOutEvaluation, Trainer, TrainSettings
 
 
 def say(line: str) -> None:

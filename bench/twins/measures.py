@@ -15,9 +15,9 @@ from unspool.model.adapters import is_adapter, read_adapter
 from unspool.model.files.checkpoint import load_transformer, open_checkpoint
 from unspool.model.layers.transformer import Transformer
 from unspool.train.data.batches import TrainingBatch
-from unspool.train.evaluation.held_out import on_device
 from unspool.train.learning.lora import LoraConfig, add_lora, load_adapter
 from unspool.train.learning.objectives import token_losses
+from unspool.train.running.loop import on_device
 from unspool.train.twins.data import CausalModel, Mixture, Sources
 from unspool.train.twins.draft_head import DraftHead, UnrolledDrafts, answer_mask, open_head
 from unspool.train.twins.objectives import (
@@ -27,8 +27,8 @@ from unspool.train.twins.objectives import (
     document_ids,
     document_starts,
 )
-from unspool.train.twins.puzzle_models import ORDERS, solve
 from unspool.train.twins.puzzles import puzzle_by_name
+from unspool.train.twins.twin import ORDERS, solve
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from unspool.errors import BatchError, ContextError, ModelFileError, SettingsErr
 
 if TYPE_CHECKING:
     from unspool.costs.measuring import costs
-    from unspool.decoding.infill.gaps import gap
+    from unspool.decoding.infill.result import gap
     from unspool.engine.generation import Generation, Generations
     from unspool.engine.request import Options
     from unspool.engine.results import Score, Step
@@ -46,7 +46,7 @@ __all__ = [
 
 _MODULES = {  # of names that are imported when they are first used
     "costs": "unspool.costs.measuring",
-    "gap": "unspool.decoding.infill.gaps",
+    "gap": "unspool.decoding.infill.result",
     "load": "unspool.loading",
     "LanguageModel": "unspool.lm",
     "Generation": "unspool.engine.generation",

@@ -72,9 +72,6 @@ class UnspoolWarning(UserWarning):
     """Something works less well than it could; the message says why."""
 
 
-# -- arguments of the wrong type or out of range ---------------------------------------------------
-
-
 def check_int(name: str, value: object, least: int | None = 0, most: int | None = None) -> int:
     """Return the value as an int within its bounds, or raise SettingsError."""
     is_int = hasattr(type(value), "__index__") and not isinstance(value, bool)

@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from unspool.decoding.diffusion.options import DiffusionOptions
     from unspool.decoding.diffusion.result import Diffusion, Diffusions
     from unspool.decoding.edit.edit import Edit
-    from unspool.decoding.infill.gaps import Gap
     from unspool.decoding.infill.masked import MaskedModel
-    from unspool.decoding.infill.result import Filling
+    from unspool.decoding.infill.result import Filling, Gap
     from unspool.decoding.search.samples import Expander, Vote
     from unspool.decoding.search.think import Policy, ThoughtStream, VerifierLike
     from unspool.decoding.search.tree import SearchTree, Thought

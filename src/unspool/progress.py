@@ -17,7 +17,7 @@ ProgressCallback = Callable[[int], object]
 @contextmanager
 def progress_bar(label: str, total: int, *, show: bool = True) -> Iterator[ProgressCallback]:
     """Yield a function that takes the completed amount; the bar appears after one second."""
-    make = (_in_notebook() or _in_terminal()) if show else None
+    make = (_in_notebook() or (_terminal_bar if sys.stderr.isatty() else None)) if show else None
     started = monotonic()
     with ExitStack() as stack:
         bar: list[ProgressCallback] = []
@@ -29,10 +29,6 @@ def progress_bar(label: str, total: int, *, show: bool = True) -> Iterator[Progr
                 bar[0](done)
 
         yield tell
-
-
-def _in_terminal() -> Any:
-    return _terminal_bar if sys.stderr.isatty() else None
 
 
 @contextmanager

@@ -278,10 +278,7 @@ class Session:
         )
 
     def chosen_steps(
-        self,
-        tokens: Sequence[int],
-        addition: str | int | Sequence[int],
-        adapter: str | None = None,
+        self, tokens: Sequence[int], addition: str | int | Sequence[int], adapter: str | None = None
     ) -> list[Step]:
         """Return steps for tokens that a person appends to these, with the model's scores."""
         added = self._chosen_ids(addition)

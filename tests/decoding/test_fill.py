@@ -20,8 +20,8 @@ from helpers.word_model import save_worded
 from unspool import SettingsError, UnspoolError, gap
 from unspool.decoding.edit.edit import masked_surprise, score_doubts
 from unspool.decoding.infill.causal import start_ids, text_ids, token_ends, tokens_within
-from unspool.decoding.infill.gaps import GappedText
 from unspool.decoding.infill.masked import MaskedModel, WholeText, fill_by_masks
+from unspool.decoding.infill.result import GappedText
 
 LEFT, RIGHT = "The scheduler plans rows, and the ", " builder makes a step of them."
 WORDS = st.text(

@@ -14,8 +14,15 @@ import torch
 from helpers.heads_support import IDS, PROMPT, read_text, save_eagle, save_own, vectors_of
 from unspool.decoding.speculative import arrays
 from unspool.decoding.speculative.controller import SHAPES, FixedShape, RoundCosts, ShapeController
-from unspool.decoding.speculative.draft_tree import DraftNode, DraftShape, build_draft, last_tokens
-from unspool.decoding.speculative.head import SHIPPED, UnspoolHead, read_head
+from unspool.decoding.speculative.head import (
+    SHIPPED,
+    DraftNode,
+    DraftShape,
+    UnspoolHead,
+    build_draft,
+    last_tokens,
+    read_head,
+)
 from unspool.decoding.speculative.head_cpu import CpuHead
 from unspool.decoding.speculative.head_drafter import HeadDrafter, load_head
 from unspool.engine.request import DraftTree

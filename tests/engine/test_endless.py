@@ -27,7 +27,8 @@ from unspool.errors import ContextError
 from unspool.lens.replay import replay
 from unspool.lens.trace import load_trace, save_trace, trace_from, trace_of
 from unspool.sampling import Chain, RowInput, SamplingSettings
-from unspool.sampling.guards import BannedGuard, GuardPolicy
+from unspool.sampling.guards import GuardPolicy
+from unspool.sampling.monitors import BannedGuard
 
 CONTEXT, KEPT, PROMPT, COUNT = 24, 3, (1, 2, 3, 4, 5), 90
 

@@ -24,7 +24,8 @@ from unspool.engine.results import StepQueue, StepStream
 from unspool.errors import SettingsError, UnspoolError
 from unspool.model.adapters import Adapter
 from unspool.sampling import SamplingSettings
-from unspool.sampling.guards import GuardError, GuardPolicy, PredicateGuard
+from unspool.sampling.guards import GuardPolicy
+from unspool.sampling.monitors import GuardError, PredicateGuard
 
 
 def request(prompt: list[int], count: int = 20, **overrides: Any) -> Request:

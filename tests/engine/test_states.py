@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from helpers.null_model import logits_after
 from helpers.recurrent_null import RecurrentNull
 from helpers.slow_device import SlowDevice
-from helpers.states_machine import END, Guesses, StatesMachine, request
+from helpers.states_machine import END, Guesses, StatesMachine, max_recomputed, request
 from unspool.backends.step import num_pages_and_states
 from unspool.engine.canvas import CanvasKind, open_canvas
 from unspool.engine.engine import Engine
-from unspool.engine.states import DENSE, StatePool, is_kept, max_recomputed, message_ends
+from unspool.engine.states import DENSE, StatePool, is_kept, message_ends
 from unspool.errors import SettingsError, UnspoolError
 
 StatesMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

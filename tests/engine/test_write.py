@@ -20,13 +20,8 @@ from unspool.engine.generation import Generation
 from unspool.engine.request import Limits, Request
 from unspool.engine.results import StepQueue, StepStream
 from unspool.sampling import SamplingSettings
-from unspool.sampling.guards import (
-    BannedGuard,
-    GuardError,
-    GuardPolicy,
-    PredicateGuard,
-    SurpriseGuard,
-)
+from unspool.sampling.guards import GuardPolicy
+from unspool.sampling.monitors import BannedGuard, GuardError, PredicateGuard, SurpriseGuard
 
 
 def letter(token: int) -> bytes:

@@ -12,8 +12,7 @@ from helpers.cuda_support import cuda_model, language_model
 from helpers.heads_support import PROMPT, save_eagle, save_own
 from helpers.paged_texts import RandomCheckpoint, config
 from unspool.decoding.speculative.controller import FixedShape
-from unspool.decoding.speculative.draft_tree import DraftShape, build_draft
-from unspool.decoding.speculative.head import UnspoolHead, read_head
+from unspool.decoding.speculative.head import DraftShape, UnspoolHead, build_draft, read_head
 from unspool.decoding.speculative.head_drafter import HeadDrafter, load_head
 
 TINY = config(layers=2, context=4096, vocab_size=259, width=64)

@@ -23,12 +23,21 @@ from helpers.recurrent_null import RecurrentNull, spread
 from unspool.backends.step import StepLimits
 from unspool.engine.engine import Engine
 from unspool.engine.request import DraftTree, Limits, Request
-from unspool.engine.states import max_recomputed
+from unspool.engine.states import DENSE
 from unspool.engine.tree import Branch
 from unspool.sampling import SamplingSettings
 
 END = 1
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=14)  # few kinds: prefixes often meet
+
+
+def max_recomputed(num_rewound: int, page_size: int) -> int:
+    """Return the most tokens that rewinding by `num_rewound` computes again, if no state of the
+    text was evicted."""
+    pages, gap = -(-num_rewound // page_size) + 1, 1
+    while (DENSE - 1) * gap < pages:
+        gap *= 2
+    return (gap + 1) * page_size
 
 
 class Guesses:

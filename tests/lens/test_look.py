@@ -25,7 +25,6 @@ def test_attention_is_causal_and_sums_to_one(family, family_lm):
         for rows in (
             activations.attention,
             activations.attention_by_layer,
-            activations.attention_by_head,
             activations.attention_mean,
         ):
             assert (rows >= 0).all()

@@ -13,7 +13,8 @@ from unspool.errors import ContextError, ModelFileError, UnspoolError
 from unspool.lens.replay import replay
 from unspool.lens.trace import load_trace, save_trace, trace_of
 from unspool.sampling import GrammarSpec
-from unspool.sampling.guards import GuardPolicy, LoopGuard, PredicateGuard, SurpriseGuard
+from unspool.sampling.guards import GuardPolicy
+from unspool.sampling.monitors import LoopGuard, PredicateGuard, SurpriseGuard
 
 PROMPT = [1, 40, 77]
 

@@ -17,7 +17,8 @@ from unspool.errors import UnspoolError
 from unspool.lens import trace as module
 from unspool.lens.trace import Trace, load_trace, save_trace, trace_from, trace_of
 from unspool.sampling import Draw, GrammarSpec, SamplingSettings, StageReport
-from unspool.sampling.guards import BannedGuard, GuardPolicy, LoopGuard, SurpriseGuard
+from unspool.sampling.guards import GuardPolicy
+from unspool.sampling.monitors import BannedGuard, LoopGuard, SurpriseGuard
 
 PROMPT = [1, 40, 77]
 

@@ -19,7 +19,7 @@ from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.hub import download, find
 from unspool.model.hub import download as module
 from unspool.model.hub.download import DEFAULT, DownloadError, cache_folder, fetch
-from unspool.model.hub.removal import plan_removal
+from unspool.model.hub.find import plan_removal
 from unspool.model.hub.repository import RepoName, choose_files
 
 SOURCE = Path(module.__file__).parents[3]
@@ -226,7 +226,7 @@ def here():
     return [each for each in hub.cached_models(include_unusable=True) if each.source != "shipped"]
 models = [[model.name, model.bytes] for model in here()]
 if "remove" in sys.argv:
-    from unspool.model.hub.removal import plan_removal
+    from unspool.model.hub.find import plan_removal
     plan_removal("org/tensors").run()
 left = [model.name for model in here()]
 print(json.dumps([answers, models, left]))

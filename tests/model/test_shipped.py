@@ -20,9 +20,8 @@ from unspool.cli.main import _exit_code
 from unspool.decoding.diffusion.options import make_plan
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.files.checkpoint import open_checkpoint
-from unspool.model.hub.find import cached_models, find_model
+from unspool.model.hub.find import cached_models, find_model, plan_removal
 from unspool.model.hub.inspect import summarize_model
-from unspool.model.hub.removal import plan_removal
 from unspool.model.shipped import shipped_models
 from unspool.model.weights import parameter_count
 from unspool.train.export import export_folder

@@ -16,7 +16,7 @@ import unspool
 from helpers.tiny_gguf import write_tiny
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.hub import find, stores
-from unspool.model.hub.removal import plan_removal
+from unspool.model.hub.find import plan_removal
 
 
 @pytest.fixture(autouse=True)

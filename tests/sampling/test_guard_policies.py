@@ -10,6 +10,7 @@ import pytest
 
 from unspool.errors import SettingsError
 from unspool.sampling import guards as g
+from unspool.sampling.monitors import PredicateGuard, repetition_rate
 
 Picker = Callable[[list[int], frozenset[int]], tuple[int, bytes, float, float]]
 """(tokens so far, what is forbidden now) -> token, its bytes, logprob, entropy."""
@@ -84,7 +85,7 @@ def test_settings_are_checked():
         lambda: g.BannedGuard(words=("",)),
         lambda: g.SurpriseGuard(spike=None),
         lambda: g.SurpriseGuard(window=0),
-        lambda: g.PredicateGuard("x"),  # type: ignore[arg-type]
+        lambda: PredicateGuard("x"),  # type: ignore[arg-type]
         lambda: g.GuardPolicy((), action="undo"),  # type: ignore[arg-type]
         lambda: g.GuardPolicy((), retries=-1),
         lambda: g.GuardPolicy((), exhausted="wait"),  # type: ignore[arg-type]
@@ -111,7 +112,7 @@ def test_a_loop_is_escaped():
     assert tokens[:6] == [0, 1, 2, 3, 4, 9]  # the first round stays; at the second, another way
     assert [violation.start for violation in run.repairs] == [5]
     assert run.forbidden(5) == {0} and run.forbidden(6) == frozenset()
-    assert g.repetition_rate(tokens) == 0
+    assert repetition_rate(tokens) == 0
 
 
 def test_there_are_so_many_repairs_and_no_more():
@@ -139,7 +140,7 @@ def test_what_is_forbidden_holds_while_what_is_before_it_stands():
     def judge(text: str, tokens: Any) -> bool | int:
         return 0 if tokens == (1, 5, 7) else tuple(tokens) in bad
 
-    run = g.GuardRun(g.GuardPolicy((g.PredicateGuard(judge),)))
+    run = g.GuardRun(g.GuardPolicy((PredicateGuard(judge),)))
     assert run.push(1, b"", -1, 1) == g.GuardVerdict()
     verdict = run.push(2, b"", -1, 1)
     assert (verdict.kind, verdict.to, verdict.forbid) == ("rewind", 1, {2})
@@ -158,8 +159,8 @@ def test_what_is_forbidden_holds_while_what_is_before_it_stands():
 
 
 def test_the_earliest_trouble_counts_and_the_end_is_looked_at():
-    late = g.PredicateGuard(lambda text, tokens: len(tokens) == 3, name="late")
-    early = g.PredicateGuard(lambda text, tokens: 1 if len(tokens) == 3 else None, name="early")
+    late = PredicateGuard(lambda text, tokens: len(tokens) == 3, name="late")
+    early = PredicateGuard(lambda text, tokens: 1 if len(tokens) == 3 else None, name="early")
     run = g.GuardRun(g.GuardPolicy((late, early)))
     assert [run.push(n, b"", -1, 1).to for n in range(3)] == [None, None, 1]
     run = g.GuardRun(g.GuardPolicy.parse(["ban=end"]))

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling import guards as g
 from unspool.sampling import monitors
-from unspool.sampling.monitors import LoopFinder, MonitoredText
+from unspool.sampling.monitors import (
+    GuardError,
+    LoopFinder,
+    MonitoredText,
+    PredicateGuard,
+    repetition_rate,
+)
 
 ENGLISH = """
 It was a bright cold day in April, and the clocks were striking thirteen. The rain, which had
@@ -94,7 +100,7 @@ GUARDS: list[g.Guard] = [
     g.BannedGuard(patterns=(r"\bb+\b", r"^ a", "é[ab]"), window=5),
     g.SurpriseGuard(spike=5, mean=2, window=3),
     g.SurpriseGuard(spike=None, mean=1, window=2, beyond_entropy=True),
-    g.PredicateGuard(lambda text, tokens: len(text) % 7 == 3 or None),
+    PredicateGuard(lambda text, tokens: len(text) % 7 == 3 or None),
 ]
 MOVES = st.lists(
     st.one_of(
@@ -264,10 +270,10 @@ def test_chinese_loops_are_seen():
 
 
 def test_repetition_rate():
-    assert g.repetition_rate([1, 2, 3]) == 0
-    assert g.repetition_rate(range(100)) == 0
-    assert g.repetition_rate([7] * 103) == pytest.approx(0.99)
-    assert g.repetition_rate([1, 2, 1, 2, 1], n=2) == pytest.approx(0.5)
+    assert repetition_rate([1, 2, 3]) == 0
+    assert repetition_rate(range(100)) == 0
+    assert repetition_rate([7] * 103) == pytest.approx(0.99)
+    assert repetition_rate([1, 2, 1, 2, 1], n=2) == pytest.approx(0.5)
 
 
 # -- bans -----------------------------------------------------------------------------------
@@ -436,12 +442,12 @@ def test_surprise():
 
 def test_predicates():
     answers: list[Any] = [None, False, True, 1, "too rude"]
-    monitor = g.PredicateGuard(lambda text, tokens: answers[len(tokens) - 1]).start()
+    monitor = PredicateGuard(lambda text, tokens: answers[len(tokens) - 1]).start()
     violations = [monitor.push(n, b"x", -1, 1) for n in range(5)]
     assert [violation and violation.start for violation in violations] == [None, None, 2, 1, 4]
     assert violations[4] is not None and violations[4].reason == "too rude"
     calls: list[Any] = []
-    monitor = g.PredicateGuard(lambda *args: calls.append(args)).start()
+    monitor = PredicateGuard(lambda *args: calls.append(args)).start()
     for token, piece in enumerate([b"a", b"\xc3", b"\xa9"]):
         monitor.push(token, piece, -1, 1)
     assert calls == [("a", (0,)), ("a", (0, 1)), ("aé", (0, 1, 2))]
@@ -451,12 +457,12 @@ def test_a_predicate_that_fails_says_so():
     def broken(text: str, tokens: Any) -> None:
         raise KeyError("oh")
 
-    run = g.GuardRun(g.GuardPolicy((g.PredicateGuard(broken, name="mine"),)))
-    with pytest.raises(g.GuardError, match="'mine' failed at token 0: KeyError") as caught:
+    run = g.GuardRun(g.GuardPolicy((PredicateGuard(broken, name="mine"),)))
+    with pytest.raises(GuardError, match="'mine' failed at token 0: KeyError") as caught:
         run.push(1, b"x", -1, 1)
     assert isinstance(caught.value, UnspoolError)
     assert isinstance(caught.value.__cause__, KeyError)
     for answer in (-1, 1, 2.5, object()):
-        monitor = g.PredicateGuard(lambda text, tokens, answer=answer: answer).start()
-        with pytest.raises(g.GuardError, match="it must return"):
+        monitor = PredicateGuard(lambda text, tokens, answer=answer: answer).start()
+        with pytest.raises(GuardError, match="it must return"):
             monitor.push(1, b"x", -1, 1)

@@ -156,7 +156,7 @@ def test_a_cluster_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch):
 def test_without_ray_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("unspool.scale.needs_ray.find_spec", lambda name: None)
+    monkeypatch.setattr("unspool.scale.find_spec", lambda name: None)
     rows = write_rows(tmp_path / "in.jsonl", [{"prompt": "a"}])
     assert batch(tmp_path, rows, tmp_path / "out.jsonl", "--ray") == 2
     assert "unspool[ray]" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from unspool.errors import SettingsError
-from unspool.scale.needs_ray import RayMissingError, require_ray
+from unspool.scale import RayMissingError, require_ray
 from unspool.scale.replicas.config import replicas_config_from
 from unspool.scale.replicas.gateway import ReplicaLostError, merge_branches, merge_metrics
 from unspool.scale.replicas.request_router import PolicyRouter
@@ -351,7 +351,7 @@ def test_an_unknown_name_in_the_configuration_is_refused():
 
 
 def test_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("unspool.scale.needs_ray.find_spec", lambda name: None)
+    monkeypatch.setattr("unspool.scale.find_spec", lambda name: None)
     with pytest.raises(
         RayMissingError, match=r"--replicas needs Ray.*pip install 'unspool\[ray\]'"
     ):

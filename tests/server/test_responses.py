@@ -11,8 +11,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 from unspool.engine.results import Step
+from unspool.server.dialects.answers import BlockClosed, BlockParser, Change
 from unspool.server.dialects.response_store import ResponseStore
-from unspool.server.runtime.blocks import BlockClosed, BlockParser, Change
 from unspool.text.tools.formats import ToolFormat
 from unspool.text.tools.parser import ToolCallParser
 

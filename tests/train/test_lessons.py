@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from unspool.errors import DataError
-from unspool.text.chat.loss_mask import mask_conversation
-from unspool.text.chat.template import ChatTemplate
+from unspool.text.chat.template import ChatTemplate, mask_conversation
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.batches import PackedBatches
 from unspool.train.data.prepared import DocumentEncoder, prepare

@@ -24,7 +24,6 @@ from unspool.train.learning import forward
 from unspool.train.learning.lora import LoraConfig, add_lora
 from unspool.train.twins import data, objectives
 from unspool.train.twins.data import Mixture, WritingSettings, generated_texts
-from unspool.train.twins.masked_twin import add_mask_embedding
 from unspool.train.twins.objectives import (
     BlockTwinObjective,
     CleanNoisyPasses,
@@ -33,6 +32,7 @@ from unspool.train.twins.objectives import (
     document_starts,
     quarter_rows,
 )
+from unspool.train.twins.twin import add_mask_embedding
 
 MASK = 28
 

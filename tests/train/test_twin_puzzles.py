@@ -12,7 +12,6 @@ import torch
 from unspool.errors import SettingsError
 from unspool.train.learning.model_size import new_model
 from unspool.train.learning.objectives import Masked, next_token
-from unspool.train.twins.puzzle_models import ORDERS, puzzle_config, solve
 from unspool.train.twins.puzzles import (
     MASK,
     PuzzleBatches,
@@ -24,6 +23,7 @@ from unspool.train.twins.puzzles import (
     save_tokenizer,
     token_ids,
 )
+from unspool.train.twins.twin import ORDERS, puzzle_config, solve
 
 NAMES = ("sudoku:48", "sudoku4", "countdown", "countdown:3")
 

@@ -39,9 +39,8 @@ from unspool.train.twins.draft_head import (
     rms,
     save_head,
 )
-from unspool.train.twins.masked_twin import mask_token
 from unspool.train.twins.settings import TwinSettings
-from unspool.train.twins.twin import new_run, settings_of, train_twin
+from unspool.train.twins.twin import mask_token, new_run, settings_of, train_twin
 
 QUICK: dict[str, Any] = {
     "chat": 6, "chat_tokens": 20, "batch": 4, "length": 32, "steps": 4, "device": "cpu",

@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 
 from unspool.errors import SettingsError, UnspoolError
 
-# -- Checks whether torch is installed, without importing modules that need it
-
-
 INSTALL_TORCH = "pip install 'unspool[torch]'"
 
 

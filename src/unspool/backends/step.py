@@ -1,8 +1,8 @@
 """The backend contract: the step batch, its result, and the protocols that backends implement.
 
 A `StepBatch` holds the new tokens of several sequences, where their keys and values are written,
-and what to return. `Backend.launch` returns a `Handle` without waiting. The handle's result holds
-the sampled tokens with their log-probabilities (for a canvas also entropy, margin and the
+and what to return. `Backend.launch` returns a `StepHandle` without waiting. Its result holds the
+sampled tokens with their log-probabilities (for a canvas also entropy, margin and the
 log-probability of a given token), and logits or observations only where requested. A device can
 therefore start the next step before the result of the last one is read: a token may be given as
 "sample number n of the previous step".
@@ -210,9 +210,6 @@ class BlockTable:
         self.pages[updates.slots, updates.columns] = updates.pages
 
 
-# -- Protocols of a loaded model and of the backend that runs it
-
-
 @dataclass(frozen=True, slots=True)
 class StepLimits:
     """How much a backend computes in one step; the defaults are for a CPU."""
@@ -276,9 +273,6 @@ class LoadedModel(Protocol):
 
     def fingerprint(self) -> str:
         """A cheap hash of the weights."""
-
-
-# -- Dividing memory between KV cache pages and recurrent state slots
 
 
 MIN_STATES = 4  # one to read and one to write, for two sequences

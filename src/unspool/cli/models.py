@@ -124,8 +124,8 @@ def rm(
       unspool models rm qwen3-0.6b
       unspool models rm HuggingFaceTB/SmolLM2-360M-Instruct --yes
     """
+    from unspool.model.hub.find import plan_removal
     from unspool.model.hub.memory import format_bytes
-    from unspool.model.hub.removal import plan_removal
 
     for removal in [plan_removal(name) for name in names]:
         if not yes:

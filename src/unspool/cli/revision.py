@@ -16,8 +16,7 @@ from unspool.errors import SettingsError, UnspoolError, count
 
 if TYPE_CHECKING:
     from unspool.decoding.edit.edit import Edit
-    from unspool.decoding.infill.gaps import Gap
-    from unspool.decoding.infill.result import Filling
+    from unspool.decoding.infill.result import Filling, Gap
 
 _PLACE = re.compile(r"(\d+)(?::(\d+))?(?:-(?:(\d+):)?(\d+))?")
 _CONTEXT_CHARACTERS = 60  # of a file, shown on each side of the gap
@@ -150,7 +149,7 @@ def _offset(text: str, line: int, column: int, at: str) -> int:
 
 
 def _parse_length(tokens: str | None) -> Gap:
-    from unspool.decoding.infill.gaps import gap
+    from unspool.decoding.infill.result import gap
 
     if tokens is None:
         return gap

@@ -126,11 +126,11 @@ def batch(
     options = {name: value for name, value in options.items() if value is not None}
     o.check(options)
     model_choice.check()
+    from unspool.scale import require_ray
     from unspool.scale.batch.job import LocalPool, job_identity
     from unspool.scale.batch.journal import Journal, finished_job, is_unfinished
     from unspool.scale.batch.rows import BatchSettings, check_file_type, scan_input
     from unspool.scale.batch.worker import WorkerPlan
-    from unspool.scale.needs_ray import require_ray
 
     check_file_type(rows, "INPUT")
     check_file_type(output, "OUTPUT")
@@ -380,7 +380,7 @@ def serve_replicas(
     adapters: Path | None = None,
 ) -> None:
     """Serve with several replicas under Ray until shutdown; they share cores, GPUs and memory."""
-    from unspool.scale.needs_ray import require_ray
+    from unspool.scale import require_ray
 
     require_ray("--replicas")
     from unspool.model.hub.locate import locate

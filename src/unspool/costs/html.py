@@ -115,7 +115,6 @@ PAGE = """<!doctype html>
 
 # -- SVG plots: lines with intervals, stacked bars, dashed reference lines
 
-
 WIDTH, HEIGHT = 440, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 14, 46
 _COLOURS = 8
@@ -149,7 +148,7 @@ def plot(series: Sequence[Series], up: Range | None = None) -> str:
     first = series[0]
     bars = any(line.kind == "bars" for line in series)
     frame = _Frame(x_range(series, bars), up or y_range(series), first.log_x and not bars)
-    parts = [_axes(frame, first, _bar_names(series) if bars else None)]
+    parts = [_axes(frame, first, [short_label(x) for x in series[0].x] if bars else None)]
     parts += _stacks(frame, series) if bars else []
     crowded = sum(line.low is not None for line in series) > _MAX_BANDS
     for number, line in enumerate(series):
@@ -196,10 +195,6 @@ def x_range(series: Sequence[Series], bars: bool) -> Range:
     if low == high:
         return (low / 2, high * 2) if series[0].log_x else (low - 1, high + 1)
     return low, high
-
-
-def _bar_names(series: Sequence[Series]) -> list[str]:
-    return [short_label(x) for x in series[0].x]
 
 
 def _axes(frame: _Frame, first: Series, names: list[str] | None) -> str:
@@ -288,8 +283,7 @@ def _stacks(frame: _Frame, series: Sequence[Series]) -> list[str]:
     return bars
 
 
-# -- Render a report as one HTML file: figures, plots, examples; no scripts or external
-# resources
+# -- Render a report as one HTML file without scripts or external resources
 
 
 @dataclass(frozen=True)
@@ -347,9 +341,6 @@ def _part(parts: Sequence[CostPart], columns: Sequence[Column]) -> str:
     return f'<section id="{part.name}">{"".join(inside)}</section>'
 
 
-# -- figures --------------------------------------------------------------------------------------
-
-
 def _figures(parts: Sequence[CostPart], columns: Sequence[Column]) -> str:
     if not figure_names(parts):
         return ""
@@ -403,9 +394,6 @@ def best_model(figures: Sequence[Figure], same_tokens: bool = True) -> int | Non
     return None
 
 
-# -- plots ----------------------------------------------------------------------------------------
-
-
 def _plots(parts: Sequence[CostPart], columns: Sequence[Column]) -> str:
     titles = list(dict.fromkeys(series.plot for part in parts for series in part.series))
     pictures = "".join(_plot_per_model(title, parts, columns) for title in titles)
@@ -441,9 +429,6 @@ def _legend(series: Sequence[Series]) -> str:
         style = style or f"background:{colour(number)}"
         items += f'<li><i style="{style}"></i>{escape_html(line.name)}</li>'
     return f"<ul class='legend'>{items}</ul>"
-
-
-# -- words ----------------------------------------------------------------------------------------
 
 
 def _table(part: CostPart, column: Column) -> str:

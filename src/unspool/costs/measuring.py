@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from unspool.lm import LanguageModel
 
 
-# -- Facts about model and machine for the head of a report
-
-
 def model_name(lm: LanguageModel) -> str:
     """Return a model's display name: its file, folder or run, else its family."""
     if lm.path is None:

@@ -195,9 +195,6 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value]
 
 
-# -- The measurement plan that every part gets, next to the model
-
-
 _T = TypeVar("_T")
 
 
@@ -226,9 +223,6 @@ class MeasurementPlan:
     def pick(self, quick: _T, full: _T) -> _T:
         """Return the amount for a quick or for a complete measurement."""
         return quick if self.quick else full
-
-
-# -- Figures with confidence intervals
 
 
 _DRAWS = 2000

@@ -13,8 +13,6 @@ from typing import Any
 from unspool.costs.html import Column, render_page
 from unspool.costs.part import CostPart, figure_names, figure_or_empty, group_parts
 
-# -- Render a report as text: one line per figure, with its interval
-
 
 def summary(models: Sequence[str], reports: Sequence[Sequence[CostPart]]) -> str:
     """Return the figures of one model, or of several in columns."""

@@ -87,9 +87,6 @@ def packaged_sample() -> SampleTexts:
     return _checked(texts, "a few pages of State of the Union addresses")
 
 
-# -- Logits and negative log-likelihood of the last tokens of many texts
-
-
 _BATCH = 8  # texts per batch
 
 
@@ -123,9 +120,6 @@ def token_nlls(
 def nll(logits: Logits, tokens: Sequence[int]) -> NDArray[np.float64]:
     """Return the negative log-likelihood of each token, in nats."""
     return np.array([-float(value) for value in score(logits, tokens).logprobs])
-
-
-# -- Excerpts of texts as tokens, and measured batch generation
 
 
 def encode_with_start(lm: Session, text: str) -> list[int]:

@@ -90,9 +90,6 @@ def prepare_generation(
     return generation
 
 
-# -- partial texts -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class PartialText:
     """An immutable partial text: adding a token returns a new line, so one can branch."""
@@ -139,9 +136,6 @@ class PartialText:
         return replace(self.start, steps=list(self.steps))
 
 
-# -- next tokens -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class NextTokens:
     """The likeliest next tokens of several texts: arrays [texts, count], likeliest first."""
@@ -178,9 +172,6 @@ def top_next_tokens(logits: Sequence[Logits], count: int, top: int) -> NextToken
     """Compute the `count` likeliest next tokens per text; logits are [1, vocabulary] each."""
     rows = concat_logits(logits)
     return NextTokens(score(rows, [0] * len(rows), max(count, top)), top)
-
-
-# -- branches ----------------------------------------------------------------------------------
 
 
 class HeldBranches:

@@ -2,7 +2,7 @@
 
 A draft tree is split into chains. The first chain continues the sequence and is computed in the
 sequence's own row. Every other chain leaves its parent chain at some token and gets a row and a
-own branch, which shares the sequence's past. The tokens between that past and the start of
+separate branch, which shares the sequence's past. The tokens between that past and the start of
 the chain are computed once, in the row they belong to, and written into the pages of the chain's
 branch too (`StepBatch.echoes`); a backend that cannot do this computes them again. To the kernels
 every row is ordinary text, so a token's logits are the same to the bit as without drafts.

@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from unspool.backends.step import Adapter, CanvasAdapterSettings
 
 
-# -- The LoRA adapters of one engine: loaded and unloaded by name while texts are generated
-
-
 class EngineAdapters:
     """Loads, numbers and frees the adapters of an engine."""
 
@@ -190,8 +187,6 @@ class Engine:
         """Steps settled so far."""
         return self.loop.steps
 
-    # -- branches ----------------------------------------------------------------------------
-
     def open(self, tokens: Sequence[int], adapter: str | None = None) -> Branch:
         """Open a branch; cached pages of its tokens are used."""
         self._check_length(len(tokens))
@@ -332,8 +327,6 @@ class Engine:
 
         self.loop.clean_up(close, at_rest=False)
 
-    # -- generation ----------------------------------------------------------------------------
-
     def submit(self, request: Request) -> StepStream:
         """Start generating a text; return the stream of its steps.
 
@@ -392,8 +385,6 @@ class Engine:
         return StepStream(
             queue, lambda: loop.post(cancel, at_rest=False), loop.check_alive, loop.check_caller
         )
-
-    # -- the engine's thread -------------------------------------------------------------------
 
     def call(self, command: Callable[[], Result]) -> Result:
         """Run a command on the engine's thread, with no step in flight, and return its result."""

@@ -35,10 +35,7 @@ class GenerationModel(Protocol):
         """Return the most likely tokens after these."""
 
     def chosen_steps(
-        self,
-        tokens: Sequence[int],
-        chosen: str | int | Sequence[int],
-        adapter: str | None = None,
+        self, tokens: Sequence[int], chosen: str | int | Sequence[int], adapter: str | None = None
     ) -> list[Step]:
         """Return steps for tokens that a person appends to these."""
 
@@ -76,8 +73,6 @@ class Generation:
         if step.retracts:
             del self.steps[len(self.steps) - step.retracts :]
         self.steps.append(step)
-
-    # -- rewinding and continuing ------------------------------------------------------------
 
     def rewind(self, length: int) -> Generation:
         """Keep the first `length` of the new tokens; a negative number drops that many."""
@@ -149,8 +144,6 @@ class Generation:
     def explained(self, top: int = 5) -> Generation:
         """Return the same text with all details of the sampling, as from `explain=True`."""
         return replace(self, steps=self._writer().explain(self, top))
-
-    # -- properties --------------------------------------------------------------------------
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -243,8 +236,6 @@ class Generation:
         return notebook_html(
             text_html(pieces), note_html(facts), legend_html(), steps_table(pieces)
         )
-
-    # -- copies ------------------------------------------------------------------------------
 
     def __copy__(self) -> Generation:
         return replace(self, steps=list(self.steps), notes=list(self.notes))

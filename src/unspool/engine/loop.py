@@ -3,7 +3,7 @@
 While a device computes step n, step n+1 is planned and launched, and only then step n is settled,
 if the backend can overlap them. Sequences that are sampled on the host sit out that step: they are
 sampled while it runs, a few at a time, so that they do not delay the others. Other threads use the
-tree through commands (`thread.py`).
+tree through commands.
 
 An exception fails the rows it concerns; one that concerns no row in particular fails every task in
 flight. The loop continues in both cases.
@@ -34,8 +34,7 @@ from unspool.errors import BusyError, UnspoolError
 from unspool.sampling import Chain, Pick, RowInput, SamplingSettings
 from unspool.sampling.candidates import ROW_ERRORS
 
-# -- Sampling on the host: tokens for many sequences, by the chain of sampling stages, in one
-# pass
+# -- Sampling on the host
 
 
 class ChainPicker:
@@ -66,9 +65,7 @@ class ChainPicker:
         return failed
 
     def _picks(
-        self,
-        pending: list[tuple[Sequence, Logits]],
-        failed: list[tuple[Sequence, BaseException]],
+        self, pending: list[tuple[Sequence, Logits]], failed: list[tuple[Sequence, BaseException]]
     ) -> list[tuple[Sequence, Pick]]:
         """Sample one token for each sequence; those that cannot be sampled join `failed`."""
         groups: dict[tuple[int, bool], list[tuple[Sequence, Logits, RowInput]]] = {}
@@ -126,7 +123,6 @@ def concat_logits(parts: AbstractSequence[Logits]) -> Logits:
 
 # -- A supervised thread that owns some state and runs commands on it for other threads
 
-
 Result = TypeVar("Result")
 _ALIVE_CHECK_S = 1.0  # how often a waiting caller checks that the thread is alive
 
@@ -143,8 +139,6 @@ class SupervisedThread:
         self._calling = False  # whether the thread runs a command of `call`
         self._at_rest = False  # whether nothing was in flight when that command started
 
-    # -- implemented by subclasses ------------------------------------------------------------
-
     def has_work(self) -> bool:
         raise NotImplementedError
 
@@ -159,8 +153,6 @@ class SupervisedThread:
     def fail_all(self, error: BaseException) -> None:
         """Fail all tasks: the error concerns none of them in particular."""
         raise NotImplementedError
-
-    # -- from any thread ---------------------------------------------------------------------
 
     def call(self, command: Callable[[], Result], *, at_rest: bool = True) -> Result:
         """Run a command on the thread between two rounds, and return its result.
@@ -284,8 +276,6 @@ class SupervisedThread:
             raise UnspoolError(
                 "this model was in use before the process was forked; load it in the child process"
             )
-
-    # -- on the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
         try:

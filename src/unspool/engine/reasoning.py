@@ -1,6 +1,6 @@
 """Reasoning before the answer: where it is in a text, its token budget, and grammars after it.
 
-`ThinkingState` follows a text token by token, with the interface of a `GrammarState`. Inside the
+`ReasoningState` follows a text token by token, with the interface of a `GrammarState`. Inside the
 reasoning every token is allowed until the budget is used up; then only the tokens that end the
 reasoning, as the model's chat template writes them. A grammar applies to the answer alone, which
 starts after the reasoning.
@@ -152,8 +152,6 @@ class ReasoningState:
         """Whether the last token is not part of the answer: reasoning, or its tags."""
         return self._was_aside or self._reader.last_is_reasoning
 
-    # -- which tokens may come next, as in `GrammarState` --------------------------------------
-
     def mask(self) -> Mask | None:
         """Return which tokens may come next; None: all."""
         if self._forced:
@@ -210,8 +208,6 @@ class ReasoningState:
                 return count
             trial.advance(token)
         return len(tokens)
-
-    # -- the tokens of the text ----------------------------------------------------------------
 
     def advance(self, token: int) -> None:
         """Append a token."""

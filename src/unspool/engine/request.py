@@ -20,7 +20,6 @@ from unspool.text.tokenizer.stream import TextStream
 
 # -- Context truncation: texts that grow longer than the model's context (the option `endless`)
 
-
 SINKS = 4  # first tokens that attract the attention nothing else needs (attention sinks)
 
 
@@ -207,6 +206,7 @@ class Drafter(Protocol):
         Called after every round, also after one without a draft (`proposed` is 0), so that the
         seconds from proposing to sampling can be compared.
         """
+        return None
 
 
 @runtime_checkable
@@ -251,7 +251,6 @@ DraftMaker = Callable[[Request], Drafter]
 
 
 # -- Every option of a generation: its name, its type, and what it does
-
 
 _Flag = bool | None
 _Int = int | None
@@ -329,8 +328,7 @@ class Options(SamplingOptions, total=False):
         "stay visible (False)",
     ]
     thoughts: Annotated[
-        bool | str | None,
-        "separate reasoning from the answer (False; chats: True)",
+        bool | str | None, "separate reasoning from the answer (False; chats: True)"
     ]
     think_budget: Annotated[_Int, "maximum tokens of reasoning; 0: no reasoning"]
     json: Annotated[_Flag, "constrain the text to a JSON object (False)"]
@@ -373,7 +371,6 @@ _LIST = "\n".join(f"{name:<20} {_HINTS[name].__metadata__[0]}" for name in NAMES
 
 
 # -- Errors for unknown options: option names of other libraries, and what to write here
-
 
 _SYNONYMS = {
     "max_tokens": "max_new_tokens max_completion_tokens max_output_tokens num_predict n_predict",

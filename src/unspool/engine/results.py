@@ -312,7 +312,6 @@ class Score:
 
 # -- The stream of steps from the engine's thread to the reader of a generation
 
-
 _ALIVE_CHECK_S = 1.0  # how often a waiting reader checks that the engine is alive
 
 

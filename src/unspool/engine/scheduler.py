@@ -103,8 +103,6 @@ class EngineTask:
         """Whether the backend returns logits instead of sampling itself."""
         return self.pick_floats is None
 
-    # -- implemented by subclasses ------------------------------------------------------------
-
     def complete(self) -> None:
         """Take the outputs, `self.picked` or `self.logits`: everything is computed."""
         raise NotImplementedError
@@ -148,8 +146,6 @@ class EngineTask:
         first = self.branch.length - max(1, self.num_logits)
         observed = self.observed_positions
         return max(0, min([first, *observed]) if observed else first)
-
-    # -- for the scheduler --------------------------------------------------------------------
 
     @property
     def order(self) -> tuple[int, int]:

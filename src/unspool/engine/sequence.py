@@ -1,6 +1,6 @@
 """One request that is being decoded: its tokens, when it ends, and what is computed next.
 
-The same loop as `plain.py`, turned inside out: whenever the scheduler has computed the sequence, it
+The same loop as `reference.py`, inside out: whenever the scheduler has computed the sequence, it
 takes the sampled token, emits a step, and appends the token to its branch to be computed next.
 
 A plain sequence has its tokens sampled by the backend within the step. What else a request may ask
@@ -13,7 +13,7 @@ for is a part that a plain sequence does not have (None):
 - `truncation`: the text may outgrow the context.
 
 Sequences with a grammar, a guard, unusual sampling stages or explained steps get logits, and are
-sampled together on the host by the chain of stages (`picking.py`).
+sampled together on the host by the chain of stages (`loop.py`).
 """
 
 from __future__ import annotations
@@ -161,8 +161,6 @@ class Sequence(EngineTask):
         else:
             self.scheduler.add(self)
 
-    # -- called by the scheduler and the batch builder -------------------------------------------
-
     @property
     def num_dropped(self) -> int:
         """Tokens of the text that are not in the branch because they outgrew the context."""
@@ -245,8 +243,6 @@ class Sequence(EngineTask):
 
     def fail(self, error: BaseException) -> None:
         self.end(error)
-
-    # -- from a sampled token to the next step ----------------------------------------------------
 
     def row_input(self) -> RowInput:
         """Return what the sampling stages need to know to sample the next token."""
@@ -333,8 +329,6 @@ class Sequence(EngineTask):
         self.scheduler.change_branch(self, tree.open(visible, cached=self.cached, adapter=adapter))
         return self.branch
 
-    # -- steps, and rewinding them --------------------------------------------------------------
-
     def _emit(
         self, token: int, logprob: float, pick: Pick | None, draft_result: str | None
     ) -> bool:
@@ -406,8 +400,6 @@ class Sequence(EngineTask):
         else:
             self.sampler_state = point.sampler_state
             self.stop_checker = point.stop_checker.copy()
-
-    # -- the end --------------------------------------------------------------------------------
 
     def end(self, error: BaseException | None) -> None:
         """Release the branch and end the stream, with an error if there is one. Idempotent."""

@@ -25,7 +25,6 @@ from unspool.errors import UnspoolError
 
 # -- Which recurrent states of a text are worth keeping
 
-
 DENSE = 8  # every border of this many last pages is kept
 MESSAGES = 8  # the ends of this many last messages of a prompt are marked, and of the first one
 
@@ -51,15 +50,6 @@ def furthest_thinned(num_pages: int) -> int:
             furthest = DENSE * power_of_two
         power_of_two *= 2
     return furthest
-
-
-def max_recomputed(num_rewound: int, page_size: int) -> int:
-    """Return the most tokens that rewinding by `num_rewound` computes again, if no state of the
-    text was evicted."""
-    pages, gap = -(-num_rewound // page_size) + 1, 1
-    while (DENSE - 1) * gap < pages:
-        gap *= 2
-    return (gap + 1) * page_size
 
 
 def find_captures(

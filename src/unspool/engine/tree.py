@@ -16,7 +16,7 @@ it falls back to the last such position, and the tokens after it are computed ag
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -93,10 +93,6 @@ class PageNode:
     def key(self) -> tuple[int, ...]:
         """All tokens that the page's content depends on, besides those of its parents."""
         return self.tokens + self.lookahead
-
-    def all_children(self) -> Iterator[PageNode]:
-        for same_start in self.children.values():
-            yield from same_start.values()
 
 
 class PrefixIndex:

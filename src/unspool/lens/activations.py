@@ -79,9 +79,6 @@ def _table_chunks(lm: Session, table: str) -> Iterator[Floats]:
         yield lm.model.rows(table, start, min(start + _CHUNK_ROWS, size))
 
 
-# -- Texts and tokens as arguments of the lenses
-
-
 TextLike = str | Sequence[int] | Generation
 """A text, its token ids, or a generation (prompt and new tokens)."""
 
@@ -105,9 +102,6 @@ def resolve_token(lm: Session, token: int | str) -> int:
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
         raise SettingsError(f"token {token!r} is not in the vocabulary (0 to {size - 1})")
     return token
-
-
-# -- Activations at one position: attention weights and the residual stream
 
 
 _JSON_DECIMALS = 6  # decimals of an attention weight in JSON
@@ -178,13 +172,6 @@ class Activations:
     def attention_by_layer(self) -> Floats:
         """Mean over the heads, [layers, past]."""
         return np.asarray(self.attention.mean(1, dtype=np.float64), np.float32)
-
-    @property
-    def attention_by_head(self) -> Floats:
-        """Mean over the layers, [heads, past]."""
-        return np.asarray(
-            self.attention[self.attention_layers].mean(0, dtype=np.float64), np.float32
-        )
 
     @property
     def attention_mean(self) -> Floats:

@@ -67,9 +67,6 @@ def _mean_vector(lm: Session, tokens: list[int], adapter: str | None) -> Floats:
     return np.asarray(sum_vector / norm if norm else sum_vector, np.float32)
 
 
-# -- Nearest tokens by embedding
-
-
 @dataclass(frozen=True, slots=True)
 class Neighbour:
     """A token and its similarity."""

@@ -116,11 +116,7 @@ class Replay:
 
 
 def replay(
-    lm: Session,
-    trace: Trace,
-    *,
-    tolerance: float | None = None,
-    guards: GuardPolicy | None = None,
+    lm: Session, trace: Trace, *, tolerance: float | None = None, guards: GuardPolicy | None = None
 ) -> Replay:
     """Generate a trace again and compare.
 

@@ -35,7 +35,8 @@ from unspool.engine.request import Limits
 from unspool.engine.results import Candidate, Step, brief
 from unspool.errors import SettingsError, UnspoolError, count
 from unspool.sampling import GrammarSpec, SamplingSettings, StageReport
-from unspool.sampling.guards import BannedGuard, GuardPolicy, LoopGuard, SurpriseGuard
+from unspool.sampling.guards import GuardPolicy
+from unspool.sampling.monitors import BannedGuard, LoopGuard, SurpriseGuard
 from unspool.session import Session
 
 FORMAT = "unspool-trace"
@@ -99,7 +100,7 @@ class Trace:
         return [step.token for step in self.steps]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `trace_file.trace_from` reads it."""
+        """For JSON; `trace_from` reads it."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data = {"format": FORMAT, "version": VERSION, "text": self.text, **_to_json(fields)}
         data["model"]["config"] = self.model.config
@@ -167,9 +168,6 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, bytes | tuple | list):
         return [_to_json(item) for item in value]
     return value
-
-
-# -- Trace files
 
 
 _MAX_FILE_BYTES = 256 << 20  # bytes of a file; a step with full detail takes about 3 kB

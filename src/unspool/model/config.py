@@ -20,7 +20,6 @@ from unspool.errors import ModelFileError, UnspoolError
 
 # -- Position encodings: sinusoidal vectors, and RoPE with its context-extension scalings
 
-
 Floats = npt.NDArray[np.float32]
 Scaling = Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"]
 SCALINGS: tuple[str, ...] = get_args(Scaling)
@@ -134,9 +133,7 @@ class Rotary:
         return ((1 - keep) * plain / self.factor + keep * plain).astype(np.float32)
 
 
-# -- Settings of recurrent layers, which carry a state from token to token instead of a KV
-# cache
-
+# -- Settings of recurrent layers
 
 STATELESS = ("attention", "none")
 MIXERS = (*STATELESS, "conv", "delta", "mamba2")
@@ -415,9 +412,7 @@ class ModelConfig:
         self._need(divides, "shapes", "heads that are multiples of kv_heads")
         same_shape = len({shape.head_width for shape in self.shapes}) <= 1
         self._need(
-            same_shape or self.attention_scale > 0,
-            "attention_scale",
-            "set if head widths differ",
+            same_shape or self.attention_scale > 0, "attention_scale", "set if head widths differ"
         )
         is_valid = isinstance(self.kv_shared, int) and 0 <= self.kv_shared < self.layers
         self._need(is_valid, "kv_shared", f"0 to {self.layers - 1}")

@@ -315,9 +315,6 @@ class TorchOperations:
         return values, columns
 
 
-# -- numpy operations with compiled kernels for float32 rows of a whole vocabulary
-
-
 MIN_NATIVE_WIDTH = 256  # narrower rows: the call costs more than it saves
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT32_MIN = float(np.finfo(np.float32).min)
@@ -408,7 +405,6 @@ def _address(x: Array) -> int:
 
 
 # -- The operations for an array. Imports torch only for its tensors
-
 
 Operations = NumpyOperations | TorchOperations
 

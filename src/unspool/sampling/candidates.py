@@ -16,8 +16,6 @@ import numpy as np
 from unspool.errors import SettingsError, UnspoolError
 from unspool.sampling.arrays import LOWEST, Array, Operations, array_operations
 
-# -- Errors while picking tokens
-
 
 class RowError(Exception):
     """Base of errors that concern some rows of a batch only."""
@@ -97,8 +95,6 @@ class Candidates:
     def rows(self) -> int:
         return int(self.logits.shape[0])
 
-    # -- the distribution ---------------------------------------------------------------------
-
     def peak(self) -> Array:
         """Largest logit of each row. Makes +inf finite; raises if a row has no candidate."""
         if self._peak is not None:
@@ -158,8 +154,6 @@ class Candidates:
             self._remaining = self.ops.count(self.logits > -INF)
         return self._remaining
 
-    # -- truncation ---------------------------------------------------------------------------
-
     def top(self, count: int) -> Candidates:
         """The `count` most likely of each row, highest logit first."""
         if self.is_sorted:
@@ -218,8 +212,6 @@ class Candidates:
         result.sorted_by_id = False
         return result
 
-    # -- changed logits ------------------------------------------------------------------------
-
     def with_logits(self, logits: Array, is_sorted: bool = False) -> Candidates:
         return self._derive(logits, self.ids, is_sorted=is_sorted, sorted_by_id=self.sorted_by_id)
 
@@ -270,8 +262,6 @@ class Candidates:
         row, column = np.nonzero(is_match)
         source = order[nearest[row, column]]
         return row, column, tuple(amount[source] for amount in amounts)
-
-    # -- construction ----------------------------------------------------------------------------
 
     def _truncate(self, count: int) -> Candidates:
         if self.ids is None or count >= self.logits.shape[-1]:

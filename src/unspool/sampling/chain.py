@@ -434,7 +434,6 @@ def _top_candidates(
 
 # -- Log-probabilities and ranks of target tokens: the computation of `lm.score`
 
-
 _ROWS_PER_CHUNK = 64  # bounds the size of intermediate arrays
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]

@@ -1,4 +1,4 @@
-"""Constrained decoding: the tokens that a grammar allows at each step. (llguidance)
+r"""Constrained decoding: the tokens that a grammar allows at each step. (llguidance)
 
     vocabulary = GrammarVocabulary(token_bytes, end_ids, encode=tokenizer.encode)  # once per model
     grammar = Grammar.compile(GrammarSpec.regex(r"\d+ apples?"), vocabulary)       # shared
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 
 # -- Output constraints: JSON schema, regex, choice, Lark or GBNF grammar
-
 
 Kind = Literal["json", "json_schema", "regex", "choice", "lark", "gbnf"]
 
@@ -411,7 +410,7 @@ class _TokenizerWrapper:
         self.eos_token_id = vocabulary.size
 
     def __call__(self, text: str) -> list[int]:
-        raise AssertionError("masks need no tokenization")  # see _NO_FORCING in grammar_spec.py
+        raise AssertionError("masks need no tokenization")  # see _NO_FORCING
 
 
 class Grammar:

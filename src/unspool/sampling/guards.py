@@ -21,33 +21,13 @@ from unspool.errors import SettingsError
 from unspool.sampling.monitors import (
     BannedGuard,
     Guard,
-    GuardError,
     GuardMonitor,
     LoopGuard,
-    MonitoredText,
-    PredicateGuard,
     SurpriseGuard,
     Violation,
     check_int,
     check_size,
-    repetition_rate,
 )
-
-__all__ = [
-    "BannedGuard",
-    "Guard",
-    "GuardError",
-    "GuardMonitor",
-    "GuardPolicy",
-    "GuardRun",
-    "GuardVerdict",
-    "LoopGuard",
-    "MonitoredText",
-    "PredicateGuard",
-    "SurpriseGuard",
-    "Violation",
-    "repetition_rate",
-]
 
 Action = Literal["stop", "rewind"]
 Exhausted = Literal["stop", "go on"]

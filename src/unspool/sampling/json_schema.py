@@ -75,8 +75,6 @@ class _SchemaPreparer:
             result.append("the JSON schema's 'oneOf' is treated as 'anyOf': several may match")
         return result
 
-    # -- one schema --------------------------------------------------------------------------
-
     def prepare(self, node: Any, *, closes: bool = True, enclosing: Iterable[str] = ()) -> Any:
         """Prepare a schema.
 
@@ -144,8 +142,6 @@ class _SchemaPreparer:
         if isinstance(node.get("oneOf"), list) and not self._are_exclusive(node["oneOf"]):
             self.has_loose_one_of = True
         return result
-
-    # -- properties and references -----------------------------------------------------------
 
     def _names(self, node: Any, visited: set[str] | None = None) -> list[str]:
         """Properties that a schema and its parts name."""

@@ -124,7 +124,6 @@ def _reason(error: Exception) -> str:
 
 # -- Interfaces of guards and monitors, and the simpler guards
 
-
 _MAX_WORD = 1000  # characters
 _MAX_TOTAL = 100_000  # characters of all words together
 _Decoder = codecs.getincrementaldecoder("utf-8")
@@ -496,7 +495,6 @@ def shorten(text: str) -> str:
 
 
 # -- Loop detection: a guard against text that repeats itself, and a measure of repetition
-
 
 _NUMBER_ITEM = "#"
 _MAX_DIGITS = 15  # only the last digits of a number are compared

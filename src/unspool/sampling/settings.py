@@ -24,9 +24,6 @@ import numpy.typing as npt
 from unspool.errors import SettingsError
 from unspool.sampling.candidates import INF, Candidates, StageError
 
-# -- A caller's function as a sampling stage
-
-
 StageFunction = Callable[[npt.NDArray[np.int64], npt.NDArray[np.float64]], npt.ArrayLike]
 """Maps the token ids so far (prompt first) and the logits of the vocabulary to new logits."""
 

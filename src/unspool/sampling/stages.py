@@ -19,8 +19,7 @@ from unspool.sampling.draw import XTC_STREAM
 from unspool.sampling.rows import Rows, Tokens
 from unspool.sampling.settings import SamplingSettings
 
-# -- Stages that change single tokens: repetition, frequency and presence penalties; bias and
-# bans
+# -- Stages that change single tokens: penalties, bias and bans
 
 
 class RepetitionPenalty:
@@ -255,9 +254,7 @@ def _since_breaker(history: Tokens, breakers: tuple[tuple[int, ...], ...]) -> in
     return since
 
 
-# -- Stages that remove candidates: top-k, top-p, min-p, typical, eta, top-n-sigma, XTC,
-# mirostat
-
+# -- Stages that remove candidates
 
 FIRST_CANDIDATES = 128
 """Number of most likely candidates that are sorted first."""
@@ -413,7 +410,6 @@ def mirostat_next(mu: float, probability: float, tau: float, eta: float) -> floa
 
 
 # -- Temperature stages: fixed and dynamic
-
 
 _MIN_TEMPERATURE = 1e-6
 """Lower bound of the temperature: below it only the best candidates (ties) have probability, and

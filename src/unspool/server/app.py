@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from unspool import __version__
@@ -24,7 +28,6 @@ from unspool.page.files import router as page_router
 from unspool.server.dialects.openai_chat import router as chat_router
 from unspool.server.dialects.openai_completions import router as completions_router
 from unspool.server.dialects.openai_models import router as models_router
-from unspool.server.http.docs_page import router as docs_router
 from unspool.server.http.errors import ApiError, to_api_error
 from unspool.server.http.middleware import Middleware
 from unspool.server.http.replies import JsonReply, error_reply, new_router
@@ -32,10 +35,8 @@ from unspool.server.http.settings import ServerSettings
 from unspool.server.runtime.registry import ModelEntry, ModelRegistry, shipped_entry
 from unspool.server.runtime.state import ServerState, state_of
 
-# -- For operators: `/health`, `/ready`, `/metrics`
-
-
 operation_router = new_router("Operation")
+_DOCS_PAGE = Path(__file__).with_name("http") / "static" / "docs.html"
 
 
 @operation_router.get("/health", summary="Whether the process is alive")
@@ -62,18 +63,47 @@ async def metrics(request: Request) -> Response:
     return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+@operation_router.get("/docs", include_in_schema=False)
+async def docs() -> Response:
+    text, policy = _docs_page()
+    headers = {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+    return HTMLResponse(text, headers=headers)
+
+
+@cache
+def _docs_page() -> tuple[str, str]:
+    """The page that lists the endpoints (one file, works offline), and its policy header."""
+    text = _DOCS_PAGE.read_text(encoding="utf-8")
+    directives = {
+        "default-src": "'none'",
+        "style-src": _hashes("style", text),
+        "script-src": _hashes("script", text),
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return text, "; ".join(f"{name} {value}" for name, value in directives.items())
+
+
+def _hashes(tag: str, text: str) -> str:
+    """Hashes of the content of these elements, as a policy lists them."""
+    parts = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+    digests = (hashlib.sha256(part.encode()).digest() for part in parts)
+    return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+
+
 _DESCRIPTION = """The APIs of OpenAI, Anthropic, Ollama and llama.cpp for local models, and a tree
 of tokens: every text can be inspected, edited, forked and rewound."""
 
 # Imported when the server starts: what nearly every client uses.
-_ROUTERS = (
-    models_router,
-    chat_router,
-    completions_router,
-    operation_router,
-    docs_router,
-    page_router,
-)
+_ROUTERS = (models_router, chat_router, completions_router, operation_router, page_router)
 
 # Imported with the first request, in the order of /docs.
 ROUTE_GROUPS = (
@@ -139,9 +169,8 @@ class _Api(FastAPI):
         """Import the routes of these groups, each once. Thread-safe."""
         with self._including:
             for group in [group for group in groups if group in self._missing]:
-                routers = [load(target) for target in group.routers]
-                for router in {id(router): router for router in routers}.values():
-                    self.include_router(router)
+                for target in group.routers:
+                    self.include_router(load(target))
                 self._missing.remove(group)  # last: until then requests for it wait
 
     def openapi(self) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class ReasoningFormat:
     def start(self, prompt: Sequence[int], text: str) -> OutputStart:
         """Return where the output after a prompt begins.
 
-        `text` is the text of the prompt's last tokens (see `tail_of`), control tokens included.
+        `text` is the text of the prompt's last tokens (see `prompt_tail`), control tokens included.
         """
         if self.uses_channels:
             return self._start_in_channel(prompt, text)
@@ -131,7 +131,7 @@ class ReasoningFormat:
 
 
 def prompt_tail(prompt: Sequence[int]) -> Sequence[int]:
-    """Return the last tokens of a prompt, whose text `ThoughtFormat.start` needs."""
+    """Return the last tokens of a prompt, whose text `ReasoningFormat.start` needs."""
     return prompt[-_TAIL:]
 
 
@@ -206,7 +206,7 @@ def _render_marks(
     return prefix[prefix.rindex(open) :], between
 
 
-# -- Pieces of a parsed output: text, tool calls (`tools/calls.py`) and reasoning
+# -- Pieces of a parsed output: text, tool calls and reasoning
 
 
 @dataclass(frozen=True)
@@ -367,7 +367,6 @@ class TagReasoningParser:
 
 
 # -- Incremental parser for OpenAI's harmony format: messages in channels
-
 
 _FUNCTION = re.compile(r"to=functions\.([\w.:/-]{1,128}?)(?=$|[\s<])")
 _RECIPIENT = re.compile(r"\bto=\S")

@@ -35,11 +35,7 @@ MLX_BITS = {"mlx8": 8, "mlx4": 4}
 
 
 def export_folder(
-    model: str | Path,
-    target: str | Path,
-    *,
-    dtype: str = "float32",
-    force: bool = False,
+    model: str | Path, target: str | Path, *, dtype: str = "float32", force: bool = False
 ) -> Path:
     """Write config.json, safetensors and the tokenizer for transformers (or mlx-lm)."""
     check_torch()
@@ -133,9 +129,6 @@ def _write_errors(target: Path) -> Iterator[None]:
         raise UnspoolError(
             f"{target} cannot be written: {error.strerror or error}; nothing was changed"
         ) from error
-
-
-# -- Merge an adapter into its base model
 
 
 def merge_adapter(

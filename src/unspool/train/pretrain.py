@@ -24,7 +24,6 @@ from unspool.train.data.batches import PackedBatches
 from unspool.train.data.prepared import PreparedData, prepare
 from unspool.train.data.sources import DEFAULT_SOURCE
 from unspool.train.data.tokenizer import TokenizerSettings, make_tokenizer
-from unspool.train.evaluation.held_out import HeldOutEvaluation, SampleGenerator, first_words
 from unspool.train.learning.model_size import (
     RECURRENT_SHAPES,
     SHAPES,
@@ -48,7 +47,13 @@ from unspool.train.learning.objectives import (
 )
 from unspool.train.learning.optimizers import make_optimizers
 from unspool.train.running.events import Event, RunEnded
-from unspool.train.running.loop import Trainer, TrainSettings
+from unspool.train.running.loop import (
+    HeldOutEvaluation,
+    SampleGenerator,
+    Trainer,
+    TrainSettings,
+    first_words,
+)
 from unspool.train.running.parallel import Parallel, job_facts
 from unspool.train.running.runs import Run, RunError
 
@@ -70,7 +75,7 @@ _POSITIVE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSettings:
-    """All settings. A setting that is None follows from the others by the rules in `shape.py`."""
+    """All settings. One that is None follows from the others by the rules in `model_size.py`."""
 
     data: tuple[str, ...] = (DEFAULT_SOURCE,)
     field: str | None = None
@@ -175,11 +180,7 @@ def settings_of(run: Run) -> NewSettings:
 
 # -- Train a new model from text: tokenizer, data, config and training, in one run folder
 
-
 _TRAINING_SHARE = 0.93  # of the time budget; evaluation, sampling and saving take the rest
-
-
-# -- before the first step ------------------------------------------------------------------
 
 
 def create_run(
@@ -367,9 +368,6 @@ def _measure_speed(
         *_, tokens, _ = trainer.train_step()
         seconds.append(time.monotonic() - step_start)
     return tokens / min(seconds[1:]) * parallel.world_size
-
-
-# -- the training ---------------------------------------------------------------------------
 
 
 def train(

@@ -94,7 +94,6 @@ def path_exists(path: Path) -> bool:
 
 # -- Training runs as JSON: settings, progress and checkpoints
 
-
 MAX_LINES = 4000  # of a log in one response: more points than there are pixels
 _TAIL_BYTES = 1 << 14  # always holds the last line of a log
 _HIDDEN = ("pid", "pid_started")
@@ -172,7 +171,6 @@ def downsample(lines: list[dict[str, Any]], max_lines: int = MAX_LINES) -> list[
 
 
 # -- Training started by this server: `unspool train` as a child process, one at a time
-
 
 ACTIVE = ("running", "paused")
 _OUTPUT_BYTES = 2000  # of a failed process that are read for its message
@@ -266,7 +264,6 @@ class ServerTrainer:
 
 # -- Events of a training run, from the files in its folder
 
-
 _POLL_SECONDS = 0.5
 
 
@@ -354,7 +351,6 @@ def find_run(name: str, trainer: ServerTrainer) -> Run | None:
 
 
 # -- `/v1/runs`: the training runs of one folder, while they run and afterwards
-
 
 router = new_router("Training", "/v1/runs")
 

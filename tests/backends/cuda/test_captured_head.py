@@ -17,8 +17,7 @@ from helpers.heads_support import PROMPT, save_own, vectors_of
 from helpers.paged_texts import RandomCheckpoint, config
 from unspool.decoding.speculative import head_cuda
 from unspool.decoding.speculative.controller import FixedShape
-from unspool.decoding.speculative.draft_tree import DraftShape, build_draft
-from unspool.decoding.speculative.head import UnspoolHead, read_head
+from unspool.decoding.speculative.head import DraftShape, UnspoolHead, build_draft, read_head
 from unspool.decoding.speculative.head_drafter import HeadDrafter, load_head
 
 pytest.importorskip("triton")

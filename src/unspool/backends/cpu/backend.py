@@ -57,8 +57,7 @@ if TYPE_CHECKING:
     from unspool.model.adapters import Adapter
 
 
-# -- LoRA adapters on the native backend: their matrices in the kernels' layout, and the
-# adapter of each row
+# -- LoRA adapters: matrices in the kernels' layout, and the adapter of each row
 
 
 @dataclass(slots=True)
@@ -129,8 +128,7 @@ class CpuAdapters:
         return RowAdapters(struct, row_adapters)
 
 
-# -- Observation of recurrent layers on the native backend
-
+# -- Observation of recurrent layers
 
 _COLUMNS = 2 * LANES  # columns of a head's state per task: kColumns in `native/kernels`
 

@@ -81,8 +81,6 @@ class CpuModel:
         )
         self._loading.start()
 
-    # -- loading ------------------------------------------------------------------------------
-
     def wait(self) -> CpuModel:
         """Wait until the weights are loaded; raises what loading raised. Thread-safe."""
         if os.getpid() != self._process:  # a forked child does not have the loading thread
@@ -179,8 +177,6 @@ class CpuModel:
         """How far rounding changed the weights, as a message; None: nothing was rounded."""
         return self.wait()._quantization_error
 
-    # -- running ------------------------------------------------------------------------------
-
     def backend(self, *, memory: int | None, context: int) -> CpuBackend:
         # Imported here, while the weights load in the background.
         from unspool.backends.cpu.backend import CpuBackend
@@ -197,8 +193,6 @@ class CpuModel:
         if name.endswith(".a_log"):  # the decay rate of a head
             vector = -np.exp(vector)
         return np.ascontiguousarray(vector)
-
-    # -- weights for the lenses ---------------------------------------------------------------
 
     def logits(self, vectors: Floats) -> Floats:
         with self._lens_lock:  # the engine uses another runner

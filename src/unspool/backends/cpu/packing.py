@@ -29,9 +29,7 @@ from unspool.errors import ModelFileError, SettingsError
 from unspool.model.files.gguf import BLOCK_TYPES
 from unspool.model.files.stored import FLOAT8, UNSPOOL_BLOCK_BYTES
 
-# -- Memory layout of packed matrices, as in `native/layout.h`, and the layout of each file
-# type
-
+# -- Memory layout of packed matrices, as in `native/layout.h`
 
 FORMATS = {"F32": 0, "F16": 1, "BF16": 2, "Q4": 3, "Q8": 4, "codes": 5}
 SCALES = {"half": 0, "super": 1, "power": 2, "float8": 3}

@@ -41,7 +41,7 @@ from unspool.model.files.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One operation. Weights and buffers are named; `Plan.encoded` replaces names by numbers."""
+    """An operation on named weights and buffers; `ExecutionPlan.encode` numbers them."""
 
     kind: str
     source: str = ""

@@ -56,7 +56,7 @@ class CompiledPlan:
         experts_per_token: int = 0,
         owner: Any = None,
     ) -> None:
-        """`matrices` in the order of `Plan.encoded`, `vectors` in that of `Plan.vectors`; `owner`
+        """`matrices` in the order of `plan.encode()`, `vectors` in that of `plan.vectors`; `owner`
         keeps the memory of the matrices alive."""
         ops, _ = plan.encode()
         structs = [VectorStruct(address_of(vector), vector.size) for vector in vectors]

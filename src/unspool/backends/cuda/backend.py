@@ -42,9 +42,6 @@ from unspool.errors import UnspoolError
 from unspool.model.adapters import Adapter
 from unspool.sampling.picker import HISTORY_END, HISTORY_START, SamplingRows
 
-# -- CUDA graphs: a captured step is one launch, however many kernels it has
-
-
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _PADDED_SIZES = [
     next(size for size in BATCH_SIZES if size >= n) for n in range(BATCH_SIZES[-1] + 1)
@@ -234,8 +231,6 @@ class CudaBackend:
             has_canvas=_has_canvas(batch),
         )  # fmt: skip
 
-    # -- decode ----------------------------------------------------------------------------------
-
     def _run_graph(
         self, batch: StepBatch, split: _BatchSplit, table_updates: tuple[Ints, Ints]
     ) -> Tensor | None:
@@ -308,8 +303,6 @@ class CudaBackend:
         is_pick, tokens = tokens < 0, tokens.copy()
         tokens[is_pick] = -1 - self._previous_index[-1 - tokens[is_pick]]
         return tokens
-
-    # -- prefill -----------------------------------------------------------------------------------
 
     def _prefill_token_ids(self, batch: StepBatch, split: _BatchSplit) -> Tensor:
         """Token ids of the prefill on the device, previous picks included."""

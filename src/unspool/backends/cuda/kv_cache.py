@@ -47,9 +47,6 @@ class KVCache:
         self._data[:, :, pairs[:, 1]] = self._data[:, :, pairs[:, 0]]
 
 
-# -- Size of the KV cache of a GPU
-
-
 _MAX_SEQUENCES = 512  # of full length: more pages are never used
 _MIN_PAGES = 16
 

@@ -138,7 +138,6 @@ def gemm(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
 
 # -- GEMM with a fixed order of summation: choice of tiles, and the launch
 
-
 _EXACT_COLUMNS = 64  # per tl.dot
 _MAX_SPLIT_ROWS = (
     64  # up to this many rows of x, several programs share the columns of a tile (split-K)
@@ -446,7 +445,6 @@ def _nonzero(scale: Tensor) -> Tensor:
 
 
 # -- Quantized matrices that stay packed on the device: GGUF types in 4 and 8 bits, and FP8
-
 
 _MAX_REGISTER_ROWS = 64  # up to this many rows of x, weights are dequantized in registers
 _UNITS_PER_THREAD = 4  # loads in flight

@@ -78,9 +78,6 @@ def _progress(task: str) -> Iterator[None]:
             print(f" {perf_counter() - start:.0f} s", file=sys.stderr)
 
 
-# -- A model loaded on a GPU: the `Loaded` interface of the CUDA backend
-
-
 class CudaModel:
     """Model weights on a GPU. Makes backends that run them."""
 

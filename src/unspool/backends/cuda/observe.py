@@ -90,9 +90,6 @@ def normed(x: Tensor, norm: NormWeights | None, eps: float) -> Tensor:
     return (x32 if norm.bias is None else x32 + norm.bias).to(x.dtype)
 
 
-# -- Residual vectors before chosen layers, copied inside a graph: the input of a drafting head
-
-
 class ResidualTap:
     """Copies the residual stream before chosen layers while a captured step runs."""
 

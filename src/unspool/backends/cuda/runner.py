@@ -143,7 +143,6 @@ def run_experts(
 
 # -- Forward pass of the model as kernel launches, from tokens to logits
 
-
 _GLU_BLOCK = 1024
 _MAX_FUSED_ROWS = 16  # rows that may use the fused GEMVs ...
 _MAX_FUSED_BYTES = 2 << 30  # ... if they read at most this much in total, mostly from the L2 cache

@@ -116,8 +116,6 @@ class StepInputs:
         """Inputs of attention for the first `count` rows."""
         return DecodeRows(self.table, self.slots[:count], self.positions[:count], self.ends[:count])
 
-    # -- the block table -----------------------------------------------------------------------
-
     def _new_table(self, rows: int) -> Tensor:
         shape = (rows, self.columns)
         return torch.full(shape, self._padding_page, dtype=torch.int32, device=self.device)
@@ -143,8 +141,6 @@ class StepInputs:
         where = to_device(table_index, self.device)
         self.table.view(-1)[where] = to_device(pages.astype(np.int32), self.device)
 
-    # -- token history for penalties -----------------------------------------------------------
-
     def grow_history(self, length: int) -> bool:
         """Grow the history if needed. Return whether it moved: graphs must be recaptured."""
         if length <= self.history.shape[0]:
@@ -164,8 +160,6 @@ class StepInputs:
         buffer, length = self._host_histories[self._current], len(tokens)
         buffer.numpy()[:length] = tokens
         self.history[:length].copy_(buffer[:length], non_blocking=True)
-
-    # -- a step --------------------------------------------------------------------------------
 
     def send(
         self,
@@ -223,9 +217,6 @@ class StepInputs:
         """Wait until the last copy from the current host buffer has ended."""
         if self._copy_done:
             self._copy_done[self._current].synchronize()
-
-
-# -- Results of a step and their copy from the device to the host
 
 
 _NUM_RESULTS = 4  # results in copy_to_host

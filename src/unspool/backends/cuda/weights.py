@@ -200,7 +200,7 @@ def fuse_weights(model: Transformer) -> Weights:
 
 def _fuse_layer(layer: Layer) -> LayerWeights:
     attention, feed = layer.attention, layer.feed
-    assert attention.v is not None, "available.py rejects models whose keys are values"
+    assert attention.v is not None, "availability.py rejects models whose keys are values"
     return LayerWeights(
         attention_norm=_norm_weights(layer.attention_norm),
         qkv=_concat(attention.q, attention.k, attention.v),
@@ -221,7 +221,7 @@ def _fuse_gate_up(feed: FeedForward) -> WeightMatrix:
 
 
 def _fuse_experts(feed: Experts) -> ExpertWeights:
-    assert feed.gate is not None, "available.py rejects experts without a gate"
+    assert feed.gate is not None, "availability.py rejects experts without a gate"
     gate_up = torch.cat((feed.gate.weight, feed.up.weight), 1)
     return ExpertWeights(feed.router.weight, gate_up, feed.down.weight)
 
@@ -246,7 +246,6 @@ def _norm_weights(norm: torch.nn.Module | None) -> NormWeights | None:
 
 
 # -- Load a checkpoint's weights from the file to the device, in parallel
-
 
 _THREADS = 8
 _CHUNK_BYTES = 1 << 25  # of the file per job

@@ -123,8 +123,7 @@ def _add_updates(
     return add
 
 
-# -- Recurrent state slots: a row reads one before its first token and writes one after its
-# last
+# -- Recurrent state slots, read before a row's first token and written after its last
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +236,6 @@ class RecurrentObserver:
 
 
 # -- The torch backend: ragged batches over a paged KV cache, on any device
-
 
 PAGE_SIZE = 16
 
@@ -633,7 +631,7 @@ class _TorchObserver:
 
 
 class TorchModel:
-    """`Loaded` for the plain transformer, on any torch device."""
+    """`LoadedModel` for the plain transformer, on any torch device."""
 
     def __init__(self, transformer: Transformer) -> None:
         self.transformer = transformer

@@ -29,8 +29,6 @@ from unspool.engine.results import Score
 from unspool.lm import LanguageModel
 from unspool.train.evaluation.bits_per_byte import score_continuations
 
-# -- Multiple-choice questions with four answers, for measuring confidence
-
 
 @dataclass(frozen=True)
 class Item:

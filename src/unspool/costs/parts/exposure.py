@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from unspool.train.data.batches import TrainingBatch
 
 
-# -- A text source with a known distribution, and small models trained on it
-
-
 LETTERS = "abcdefghABCDEFGH"
 LENGTH = 64  # letters of a text, the first two given
 _HALF = len(LETTERS) // 2
@@ -259,9 +256,6 @@ def _logprobs(lm: LanguageModel, texts: NDArray[np.int64]) -> NDArray[np.float64
     logits -= logits.max(2, keepdims=True)
     logprobs: NDArray[np.float64] = logits - np.log(np.exp(logits).sum(2, keepdims=True))
     return logprobs
-
-
-# -- the report -----------------------------------------------------------------------------
 
 
 def _part(

@@ -31,9 +31,6 @@ from unspool.costs.texts import excerpts, last_logits, token_nlls
 from unspool.engine.request import SINKS
 from unspool.lm import LanguageModel
 
-# -- Limited context: truncated texts, and a model with sliding-window attention
-
-
 _MAX_WEIGHT_BYTES = 2 << 30  # of a model to load a second time
 
 
@@ -51,7 +48,7 @@ def truncate_context(
 
 
 def truncate_with_sinks(tokens: Sequence[int], judged: int, width: int) -> list[int]:
-    """As `last_of`, with the attention sinks (the first four tokens) in the context."""
+    """As `truncate_context`, with the attention sinks (the first four tokens) in the context."""
     return truncate_context(tokens, judged, width, min(SINKS, width // 2))
 
 
@@ -131,9 +128,6 @@ def measure(lm: LanguageModel, plan: MeasurementPlan) -> CostPart:
     return CostPart(
         "fading", _TITLE, _FORMULA, figures, series, needles.example, [_NOTE, *windows.notes]
     )
-
-
-# -- a needle -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -217,9 +211,6 @@ def _example(lm: LanguageModel, text: list[int], answer: list[int]) -> Example:
     return Example(decoded, marks, "A number hidden in a text, and asked for at its end")
 
 
-# -- effective context length ---------------------------------------------------------------
-
-
 def _by_shown(
     lm: LanguageModel,
     texts: Sequence[list[int]],
@@ -275,9 +266,6 @@ def _by_position(positions: NDArray[np.float64]) -> Series:
         "full context", middle, rows.mean(0).tolist(), low.tolist(), high.tolist(),
         "position", "NLL, nats", "NLL by position", log_x=True,
     )  # fmt: skip
-
-
-# -- windows --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

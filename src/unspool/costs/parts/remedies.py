@@ -28,9 +28,6 @@ from unspool.errors import UnspoolError
 from unspool.lm import LanguageModel
 from unspool.sampling.monitors import repetition_rate
 
-# -- Small sums with checkable answers: accuracy and cost of test-time compute
-
-
 _SAMPLES = 5
 _ANSWER_TOKENS = 6
 _MAX_REASONING = 24  # tokens of reasoning with budget forcing ...
@@ -302,10 +299,7 @@ def measure(lm: LanguageModel, plan: MeasurementPlan) -> CostPart:
         "remedies",
         "Remedies side by side, with their cost",
         _FORMULA,
-        [
-            *(_gain(_baseline_of(other, outcomes), other) for other in outcomes[1:]),
-            *answered,
-        ],
+        [*(_gain(_baseline_of(other, outcomes), other) for other in outcomes[1:]), *answered],
         (),
         _example(outcomes),
         [

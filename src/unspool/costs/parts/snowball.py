@@ -83,9 +83,6 @@ def measure(lm: LanguageModel, plan: MeasurementPlan) -> CostPart:
     )
 
 
-# -- one wrong token ------------------------------------------------------------------------
-
-
 def find_errors(lm: LanguageModel, texts: Sequence[list[int]], reach: int) -> list[TokenError]:
     """Find the position with the likeliest wrong token in each text."""
     upto = [text[: reach + _LOOKED_AT] for text in texts]
@@ -188,9 +185,6 @@ def _example(lm: LanguageModel, slips: Sequence[TokenError], costs: NDArray[np.f
     return Example(
         text, marks, "One wrong token, and tokens that became harder to predict by over half a nat"
     )
-
-
-# -- the model's own output as context ------------------------------------------------------
 
 
 @dataclass(frozen=True)

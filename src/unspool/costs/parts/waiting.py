@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 # -- The lower bound of the time per token: bytes to read divided by memory bandwidth
 
-
 _BLOCK = 128_000_000  # bytes: larger than processor caches
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
@@ -120,7 +119,6 @@ def _torch_reader(lm: Session) -> Callable[[], object]:
 
 
 # -- The time per token by operation: weights, attention, sampling, everything else
-
 
 _MS_PER_S = 1000.0
 _WEIGHTS = ("linear", "embed", "route", "experts", "combine")

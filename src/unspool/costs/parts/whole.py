@@ -30,8 +30,6 @@ from unspool.lm import LanguageModel
 from unspool.session import Session
 from unspool.train.evaluation.bits_per_byte import score_continuations
 
-# -- Stories with one fact that is asked for at the end: templates with all values in turn
-
 
 @dataclass(frozen=True)
 class Story:
@@ -366,9 +364,6 @@ def _swap_example(swapped: Sequence[Swap], scores: Sequence[Any]) -> Example:
         caption = f"Two sentences are swapped: {-gain:.1f} nats less likely, the smallest loss of "
         caption += "all swaps; the model noticed all of them."
     return Example(swap.swapped, marks, caption)
-
-
-# -- stories ------------------------------------------------------------------------------------
 
 
 def contradictions(

@@ -30,7 +30,6 @@ from unspool.decoding.infill.causal import (
     truncate_text,
 )
 from unspool.decoding.infill.fill import draft_settings
-from unspool.decoding.infill.gaps import Gap, GappedText
 from unspool.decoding.infill.masked import (
     MaskedModel,
     add_special_tokens,
@@ -38,7 +37,7 @@ from unspool.decoding.infill.masked import (
     masked_model,
     text_logprobs,
 )
-from unspool.decoding.infill.result import Filled, rank_candidates
+from unspool.decoding.infill.result import Filled, Gap, GappedText, rank_candidates
 from unspool.engine.results import Score, brief
 from unspool.errors import SettingsError, check_number
 from unspool.notebook import bar_html, escape_html, note_html, notebook_html, percent, table_html
@@ -48,7 +47,6 @@ from unspool.session import Session
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 # -- Doubtful tokens: how surprising each token of a text is, in nats
-
 
 WAYS = ("auto", "causal", "masked", "both")
 _NEXT_WEIGHT = 3.0  # of the next token's surprise (see bench/fill.py: planted errors)
@@ -150,7 +148,6 @@ def _map_spans(
 
 
 # -- Correct typing errors: known words at edit distance one
-
 
 _LETTERS = re.compile(r"[^\W\d_]{3,}")
 _MAX_CORRECTIONS = 6
@@ -333,7 +330,6 @@ def _region(change: Change) -> tuple[int, int]:
 
 
 # -- Replacements for a doubtful word, with probabilities that use both sides
-
 
 _WORD = re.compile(r"\w+(?:['’\-]\w+)*")
 _PUNCTUATION = re.compile(r"[^\w\s]+")

@@ -17,8 +17,7 @@ import numpy as np
 
 from unspool.backends.step import Logits
 from unspool.decoding.branches import HeldBranches
-from unspool.decoding.infill.gaps import Gap, GappedText
-from unspool.decoding.infill.result import Filled, clip_steps, rank_candidates
+from unspool.decoding.infill.result import Filled, Gap, GappedText, clip_steps, rank_candidates
 from unspool.engine.loop import concat_logits
 from unspool.engine.request import check_fits
 from unspool.engine.results import Candidate, Step
@@ -32,7 +31,6 @@ from unspool.text.tokenizer.stream import TextStream
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 # -- Token boundaries at the edges of a gap
-
 
 Ids = list[int]
 _STARTS = ("<|endoftext|>", "<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<s>")
@@ -147,7 +145,6 @@ def truncate_text(lm: Session, text: str, count: int | None) -> str:
 
 
 # -- Draft candidates for a gap with a causal model
-
 
 _KEY_CHARS = 12  # of the suffix, searched for in drafts
 _EXTRA_TOKENS = 2  # drafted beyond the gap: tokenized again, the text may have fewer
@@ -314,7 +311,6 @@ def _without_end_tokens(lm: Session, row: Floats) -> Floats:
 
 
 # -- Exact log-probabilities of texts with a common prefix, which is computed once
-
 
 _MAX_LOGIT_ROWS = 256  # per batch: bounds memory use
 _MAX_FORKS = 32  # texts per batch

@@ -1,7 +1,7 @@
 """Infilling: `lm.fill("The ", gap, " sat on the mat")`.
 
-Three methods; the model decides which: a masked model sees both sides (`places.py`); a vocabulary
-with FIM tokens belongs to a model trained to write the middle (`fim.py`); any other causal model
+Three methods; the model decides which: a masked model sees both sides; a vocabulary
+with FIM tokens belongs to a model trained to write the middle; any other causal model
 drafts after the prefix and ranks the drafts with the suffix (`causal.py`).
 """
 
@@ -15,16 +15,12 @@ from typing import Any
 from unspool.decoding.batch import run_all
 from unspool.decoding.branches import check_int
 from unspool.decoding.infill.causal import Drafting, fill_by_ranking
-from unspool.decoding.infill.gaps import Gap, GappedText, gap
 from unspool.decoding.infill.masked import MaskedModel, WholeText, fill_by_masks, masked_model
-from unspool.decoding.infill.result import Filled, Filling, rank_candidates
+from unspool.decoding.infill.result import Filled, Filling, Gap, GappedText, gap, rank_candidates
 from unspool.engine.generation import Generation
 from unspool.errors import SettingsError
 from unspool.session import Session
 from unspool.text.tokenizer.tokenizer import Tokenizer
-
-# -- Infilling with FIM (fill-in-the-middle) tokens, for models trained with them
-
 
 # Prefix, suffix, middle: Qwen2.5-Coder and others, StarCoder, Granite, CodeLlama,
 # DeepSeek-Coder, GLM, Codestral's names.
@@ -113,12 +109,7 @@ def make_fim_request(lm: Session, tokens: FimTokens, prompt: list[int], options:
 
 
 def fill_by_fim(
-    lm: Session,
-    tokens: FimTokens,
-    gapped: GappedText,
-    options: dict[str, Any],
-    *,
-    drafts: int,
+    lm: Session, tokens: FimTokens, gapped: GappedText, options: dict[str, Any], *, drafts: int
 ) -> tuple[Filled, ...]:
     """Fill a text, best first. Gaps are filled in order, each with the text up to the next gap as
     suffix. The score is the log-probability of the middle and its end."""
@@ -141,12 +132,7 @@ def fill_by_fim(
 
 
 def _drafts(
-    lm: Session,
-    tokens: FimTokens,
-    prompt: list[int],
-    gap: Gap,
-    options: dict[str, Any],
-    count: int,
+    lm: Session, tokens: FimTokens, prompt: list[int], gap: Gap, options: dict[str, Any], count: int
 ) -> Iterator[Generation]:
     """One greedy draft, and samples."""
     greedy_options = {"temperature": 0, **options, "max_tokens": gap.most}

@@ -16,8 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from unspool.backends.step import Logits
-from unspool.decoding.infill.gaps import Gap, GappedText
-from unspool.decoding.infill.result import Filled, clip_steps, rank_candidates
+from unspool.decoding.infill.result import Filled, Gap, GappedText, clip_steps, rank_candidates
 from unspool.engine.results import Candidate, Step
 from unspool.engine.tree import Branch
 from unspool.errors import SettingsError, UnspoolError
@@ -98,10 +97,6 @@ def _without(logprobs: Floats, tokens: Sequence[int]) -> Floats:
     peak = logprobs.max(1, keepdims=True)
     normalized: Floats = logprobs - peak - np.log(np.exp(logprobs - peak).sum(1, keepdims=True))
     return normalized
-
-
-# -- Infilling with a masked model: mask tokens in the gap, the most confident position set
-# first
 
 
 _LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tried, in tokens

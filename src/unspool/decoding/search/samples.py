@@ -1,4 +1,4 @@
-"""Several samples of one prompt: all of them, the best one, or a majority vote.
+r"""Several samples of one prompt: all of them, the best one, or a majority vote.
 
     samples(lm, "Once upon a time", 5, seed=7)                    # five texts, one batch
     best_of(lm, "Once upon a time", 5).best                       # highest mean log-probability

@@ -1,5 +1,4 @@
-"""Draft-length control: how large the next draft is, and when drafting pauses because it does not
-pay.
+"""Draft-length control: how large the next draft is, and when drafting pauses.
 
 A drafted round verifies several tokens and costs more than a round without a draft. It pays if the
 accepted tokens outweigh that. Both controllers measure rounds with and without drafts (the
@@ -8,8 +7,7 @@ baseline), pause when drafting is slower, and double the pause each time it fail
 - `AdaptiveDrafter` wraps any drafter of chains: the length doubles while whole drafts are accepted,
   and shrinks otherwise. Suits prompt lookup, where acceptance comes in bursts.
 - `ShapeController` is for drafting heads: it climbs a ladder of draft shapes (chains, then trees)
-to
-  the one with the most tokens per second.
+  to the one with the most tokens per second.
 """
 
 from __future__ import annotations
@@ -158,8 +156,6 @@ class DraftController:
         return note
 
 
-# -- chains of any drafter ---------------------------------------------------------------------
-
 LENGTH_PACE = Pace(
     first_baseline=2, baseline=1, baseline_every=32, baseline_after_pause=0, skip_first=False,
     first_pause=32, max_pause=1024,
@@ -250,8 +246,6 @@ class AdaptiveDrafter(DraftController):
         self.length = min(2, self.longest)
         return note
 
-
-# -- shapes of a drafting head -----------------------------------------------------------------
 
 SHAPES = (
     DraftShape(5, min_probability=0.8),

@@ -201,26 +201,13 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
     return low
 
 
-# -- Speculative decoding: cheap drafts of the next tokens, verified several at a time in one
-# step
-
-
-__all__ = [
-    "AdaptiveDrafter",
-    "DraftMaker",
-    "ModelDrafter",
-    "PredictedText",
-    "PromptLookup",
-    "check_same_vocabulary",
-    "drafter_from",
-    "make_drafter",
-]
+# -- Drafters
 
 KINDS = "lookup, model:PATH, head or head:FOLDER, each optionally with :COUNT, the longest draft"
 _COMPARED_TAIL = 32  # indexed tokens compared to detect that a text was rewound
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Prompt lookup: finds the last occurrence of the longest suffix, and proposes what followed.
 
     One table per n-gram length maps an n-gram to the position after its last occurrence. An n-gram
@@ -251,9 +238,6 @@ class PromptLookup:
                 position = self._tables[length].get(tuple(tokens[-length:]))
                 if position is not None:
                     return position
-        return None
-
-    def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
         return None
 
     def _copy_from(self, place: int, most: int) -> list[int]:
@@ -297,7 +281,7 @@ class PromptLookup:
         return tuple(self._text[max(0, place - length) : place])
 
 
-class PredictedText:
+class PredictedText(Drafter):
     """Draft from the output that the caller expects (OpenAI's predicted outputs).
 
     Copies it from the start; where the text has diverged, from where the two agree again.
@@ -317,17 +301,14 @@ class PredictedText:
         place = self._lookup.find(output)
         return [] if place is None else self.ids[place : place + most]
 
-    def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
-        return None
 
-
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafts with another model, with the same settings and random numbers as the text.
 
     Where the two models agree, the same random number picks the same token, also at high
     temperatures. It runs on the target model's engine thread and never blocks. A long prompt is
     computed in chunks, one per round, so that other texts are not delayed. Drafters of one model
-    share its backend (`draft_texts.py`).
+    share its backend.
     """
 
     def __init__(self, model: Session, request: Request, *, most: int = LONGEST) -> None:
@@ -363,9 +344,6 @@ class ModelDrafter:
             if pick.token in self._request.limits.end_ids:
                 break
         return draft
-
-    def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
-        return None
 
 
 _draft_sequences: WeakKeyDictionary[Session, weakref.ref[DraftSequences]] = WeakKeyDictionary()

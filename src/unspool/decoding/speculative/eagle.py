@@ -17,7 +17,7 @@ import numpy as np
 
 from unspool.backends.step import Floats, Ints, LoadedModel
 from unspool.decoding.speculative import arrays
-from unspool.decoding.speculative.draft_tree import DraftNode
+from unspool.decoding.speculative.head import DraftNode
 from unspool.errors import ModelFileError
 from unspool.model.files.config_json import rope_from_hf
 from unspool.model.files.safetensors import SafetensorsFile

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from unspool.backends.step import Floats, Ints, LoadedModel
 from unspool.decoding.speculative import arrays
-from unspool.decoding.speculative.draft_tree import DraftNode, last_tokens
+from unspool.decoding.speculative.controller import DraftShape
+from unspool.engine.request import DraftTree
 from unspool.errors import ModelFileError, SettingsError
 from unspool.model.config import Rotary
 from unspool.model.files.safetensors import SafetensorsFile
@@ -30,8 +32,126 @@ from unspool.model.files.stored import FileTensor
 #      "rope_theta": 100000.0, "norm_eps": 1e-05, "weights": "Q4_1"}
 #
 # `ids` are the tokens that it can propose. Matrices of 4 or 8 bits are stored as bytes [rows,
-# bytes per row] in GGUF blocks (Q4_1, Q8_0), which the kernels use directly. `own.py` uses the
-# weights.
+# bytes per row] in GGUF blocks (Q4_1, Q8_0), which the kernels use directly.
+
+# -- Build a draft from a head's logits: a greedy chain, or a small tree
+
+
+@dataclass(slots=True, eq=False)
+class DraftNode:
+    """A drafted token; the root (parent None) is the last token of the text."""
+
+    token: int
+    parent: DraftNode | None = None
+    depth: int = 0
+    score: float = 0.0  # log-probability of the path
+    state: Any = field(default=None, repr=False)  # the head's state after this token
+
+
+class HeadContext(Protocol):
+    """The state of a head for one text: the positions it has read."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, positions: Ints, vectors: Floats, following: Sequence[int]) -> None:
+        """Read positions: the model's hidden states [layers, n, width], and each next token."""
+
+    def truncate(self, count: int) -> None:
+        """Keep only the first `count` positions."""
+
+    def fork(self, count: int) -> HeadContext:
+        """Return the context of another text that shares the first `count` positions."""
+
+    def expand(self, nodes: list[DraftNode], tokens: Sequence[int]) -> Floats:
+        """Logits of the token after each node; sets the nodes' states."""
+
+
+class DraftingHead(Protocol):
+    """A drafting head with its weights, for any number of texts."""
+
+    name: str
+    layers: tuple[int, ...]
+    ids: Ints  # the token of each logit
+
+    def context(self) -> HeadContext: ...
+
+
+def build_draft(
+    context: HeadContext, tokens: Sequence[int], ids: Ints, shape: DraftShape, temperature: float
+) -> DraftTree | list[int]:
+    """Build a draft of this shape after these tokens."""
+    if shape.width == 1:
+        chain = getattr(context, "chain", None)  # a head may draft a whole chain in one run
+        if chain is None:
+            guesses = _chain(context, tokens, ids, shape.levels, temperature)
+        else:
+            guesses = chain(tokens, shape.levels, temperature)
+        return _while_likely(guesses, shape.min_probability)
+    level, all_nodes = [DraftNode(int(tokens[-1]))], list[DraftNode]()
+    for depth in range(1, shape.levels + 1):
+        logits = context.expand(level, tokens)
+        candidates = [
+            DraftNode(int(ids[place]), node, depth, node.score + logprob)
+            for node, row in zip(level, logits, strict=True)
+            for place, logprob in _top_logprobs(row, shape.width, temperature)
+        ]
+        candidates.sort(key=lambda node: -node.score)
+        all_nodes += candidates
+        level = candidates[: shape.width]
+    all_nodes.sort(key=lambda node: -node.score)  # stable: parents stay before their children
+    selected = all_nodes[: shape.nodes]
+    number: dict[DraftNode | None, int] = {node: place for place, node in enumerate(selected)}
+    parents = [number.get(node.parent, -1) for node in selected]
+    return DraftTree([node.token for node in selected], parents)
+
+
+def _chain(
+    context: HeadContext, tokens: Sequence[int], ids: Ints, levels: int, temperature: float
+) -> Iterator[tuple[int, float]]:
+    """Draft greedily; each token is computed only when requested."""
+    node = DraftNode(int(tokens[-1]))
+    for depth in range(1, levels + 1):
+        (logits,) = context.expand([node], tokens)
+        ((place, logprob),) = _top_logprobs(logits, 1, temperature)
+        node = DraftNode(int(ids[place]), node, depth)
+        yield node.token, logprob
+
+
+def _while_likely(guesses: Iterator[tuple[int, float]], min_probability: float) -> list[int]:
+    """Take tokens while their joint probability is at least `min_probability`."""
+    kept_tokens, score = list[int](), 0.0
+    for token, logprob in guesses:
+        score += logprob
+        if min_probability and score < math.log(min_probability):
+            break
+        kept_tokens.append(token)
+    return kept_tokens
+
+
+def _top_logprobs(logits: Floats, count: int, temperature: float) -> list[tuple[int, float]]:
+    """The likeliest indices with their log-probabilities."""
+    most = float(logits.max())
+    near = np.flatnonzero(logits > most - 8 * temperature)  # the others do not matter, even summed
+    scaled = (logits[near] - most) / temperature
+    total = float(np.log(np.exp(scaled).sum()))
+    order = np.argsort(-scaled, kind="stable")[:count]
+    return [(int(near[place]), float(scaled[place]) - total) for place in order]
+
+
+def last_tokens(node: DraftNode, tokens: Sequence[int], count: int) -> list[int]:
+    """The last `count` tokens up to a node, most recent first; short texts repeat their first
+    token."""
+    recent: list[int] = []
+    current: DraftNode | None = node
+    while current is not None and current.parent is not None:
+        recent.append(current.token)
+        current = current.parent
+    back = 1
+    while len(recent) < count:
+        recent.append(int(tokens[max(-back, -len(tokens))]))
+        back += 1
+    return recent[:count]
+
 
 FORMAT, VERSION = "unspool-draft-head", 1
 WEIGHTS = "head.safetensors"
@@ -176,9 +296,6 @@ def read_head(folder: Path) -> HeadFiles:
     if ids.ndim != 1 or not len(ids) or int(ids.min()) < 0:
         raise ModelFileError(f"{file.path}: ids must be a list of token ids")
     return HeadFiles(config, matrices, norms, ids)
-
-
-# -- Drafting heads in Unspool's own format: the reference implementation
 
 
 _CHUNK_ROWS = 4096  # rows of the model's tables read at a time

@@ -1,4 +1,4 @@
-"""Drafting heads in Unspool's format on the CPU kernels: `own.py` as three short programs.
+"""Drafting heads in Unspool's format on the CPU kernels, as three short programs.
 
 The first fuses hidden states and computes keys and values, the second projects embeddings for the
 mixture of the last tokens, the third drafts one token for each of several nodes. RoPE and the page
@@ -18,8 +18,13 @@ from unspool.backends.cpu.plan import ExecutionPlan, Operation
 from unspool.backends.cpu.program import FloatKvPages, NativeProgram, TokenRows
 from unspool.backends.step import Floats, Ints
 from unspool.decoding.speculative.arrays import apply_rope
-from unspool.decoding.speculative.draft_tree import DraftNode, last_tokens
-from unspool.decoding.speculative.head import HeadConfig, HeadFiles, gather_rows
+from unspool.decoding.speculative.head import (
+    DraftNode,
+    HeadConfig,
+    HeadFiles,
+    gather_rows,
+    last_tokens,
+)
 from unspool.model.config import Rotary
 from unspool.model.files.stored import FileTensor
 

@@ -28,8 +28,13 @@ from unspool.backends.cuda.step_io import to_device
 from unspool.backends.cuda.weights import PlainMatrix
 from unspool.backends.step import Floats, Ints
 from unspool.decoding.speculative.arrays import apply_rope
-from unspool.decoding.speculative.draft_tree import DraftNode
-from unspool.decoding.speculative.head import HeadConfig, HeadFiles, UnspoolHead, expand_nodes
+from unspool.decoding.speculative.head import (
+    DraftNode,
+    HeadConfig,
+    HeadFiles,
+    UnspoolHead,
+    expand_nodes,
+)
 
 MAX_CHAIN = 16  # tokens
 _GRAPH_ROWS = 8  # positions read by a graph: as many as a verified draft brings
@@ -77,8 +82,6 @@ class CudaHead(UnspoolHead):
         self._buffer.load(context)
         return self._buffer
 
-    # -- reading -------------------------------------------------------------------------------
-
     def read(self, context: CudaHeadContext, positions: Ints, vectors: Tensor | Floats) -> None:
         """Read further positions of a text."""
         count, first = len(positions), len(context)
@@ -119,8 +122,6 @@ class CudaHead(UnspoolHead):
         buffer.fused.index_copy_(0, places, fused)
         buffer.keys.index_copy_(0, places + 1, keys.to(dtype))
         buffer.values.index_copy_(0, places + 1, kv[:, 1].contiguous())
-
-    # -- drafting ------------------------------------------------------------------------------
 
     def chain(
         self, context: CudaHeadContext, tokens: Sequence[int], levels: int, temperature: float

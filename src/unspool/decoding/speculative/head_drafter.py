@@ -21,9 +21,10 @@ import numpy as np
 from unspool.backends.step import Floats, LoadedModel
 from unspool.decoding.speculative.arrays import concat
 from unspool.decoding.speculative.controller import FixedShape, RoundCosts, ShapeController
-from unspool.decoding.speculative.draft_tree import DraftingHead, build_draft
 from unspool.decoding.speculative.head import (
     SHIPPED,
+    DraftingHead,
+    build_draft,
     head_folder,
     parse_config,
     read_head,
@@ -144,9 +145,6 @@ class HeadDrafter:
             if len(positions) > 32:  # a prompt, or text written during a pause
                 self._excluded_s = perf_counter() - began
         return bool(self._positions) and self._positions[-1] == last - 1
-
-
-# -- loading heads -----------------------------------------------------------------------------
 
 
 def head_maker(where: str, lm: Session, most: int | None) -> DraftMaker:

@@ -233,12 +233,7 @@ CAUSAL: tuple[Family, ...] = (
         },
         other_names=_NUM_EXPERTS,
         window_layers="all",
-        rules=rules(
-            ENDS,
-            ATTENTION,
-            NORMS_BEFORE,
-            experts("block_sparse_moe", "w1", "w3", "w2"),
-        ),
+        rules=rules(ENDS, ATTENTION, NORMS_BEFORE, experts("block_sparse_moe", "w1", "w3", "w2")),
     ),
     llama_like(
         "qwen3-moe",
@@ -440,11 +435,7 @@ CAUSAL: tuple[Family, ...] = (
         "Olmo3ForCausalLM",
         gguf="olmo2",
         keys=BIASES,
-        defaults={
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500_000.0,
-            "sliding_window": 4096,
-        },
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
         fixed={"norm_before": False, "norm_after": True, "qk_norm": "whole"},
         rotary_by_kind=True,
         window_layers="three of four",
@@ -476,11 +467,7 @@ CAUSAL: tuple[Family, ...] = (
         rotary_by_kind=True,
         window_layers="listed",
         rules=rules(
-            ENDS,
-            ATTENTION,
-            NORMS_BEFORE,
-            FEED,
-            experts("mlp", "gate_proj", "up_proj", "down_proj"),
+            ENDS, ATTENTION, NORMS_BEFORE, FEED, experts("mlp", "gate_proj", "up_proj", "down_proj")
         ),
     ),
     llama_like(
@@ -552,11 +539,7 @@ CAUSAL: tuple[Family, ...] = (
         rotary_by_kind=True,
         window_layers="five of six",
         rules=rules(
-            ENDS,
-            ATTENTION,
-            NORMS_AROUND,
-            FEED,
-            _gemma4(0, IN_LAYER, "{p}", "experts.gate_up_proj"),
+            ENDS, ATTENTION, NORMS_AROUND, FEED, _gemma4(0, IN_LAYER, "{p}", "experts.gate_up_proj")
         ),
         gguf_rules=_GEMMA4_GGUF,
     ),
@@ -619,7 +602,6 @@ GGUF_ALIASES = {
 
 # -- gpt-oss: attention sinks, a sliding window in every second layer, and experts in MXFP4
 
-
 _EXPERT_TENSORS = IN_LAYER + "mlp.experts."
 _SIDES = ("layers.{i}.feed.gate", "layers.{i}.feed.up")
 _WEIGHTS = tuple(f"{side}.weight" for side in _SIDES)
@@ -659,12 +641,7 @@ GPT_OSS = llama_like(
     },
     other_names={"num_experts": "num_local_experts"},
     only={"swiglu_alpha": 1.702},
-    fixed={
-        "sinks": True,
-        "router_bias": True,
-        "expert_bias": True,
-        "activation": "swiglu_clamped",
-    },
+    fixed={"sinks": True, "router_bias": True, "expert_bias": True, "activation": "swiglu_clamped"},
     window_layers="every second",
     gguf_rules=(
         # llama.cpp's name of the norm before the experts, which differs from most families.

@@ -9,8 +9,6 @@ from typing import Any, Literal
 from unspool.errors import ModelFileError
 from unspool.model.weights import Layout, TensorRule
 
-# -- Rules for the tensor names that families share, in safetensors and in GGUF files
-
 
 def layer(file_name: str, *weights: str, layout: Layout = "plain") -> tuple[TensorRule, TensorRule]:
     """Rules for the weight and the bias of a module in a layer."""

@@ -112,9 +112,6 @@ _DIFFUSION = (
 )
 
 
-# -- BERT and related models -----------------------------------------------------------------------
-
-
 def _weight_and_bias(tensor: str, weight: str) -> tuple[TensorRule, ...]:
     return tuple(
         TensorRule(f"{tensor}.{part}", (f"{weight}.{part}",)) for part in ("weight", "bias")

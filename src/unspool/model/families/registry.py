@@ -2,7 +2,7 @@
 
 A family is a table: its `model_type`, the settings that are fixed for it, and where its config.json
 and its tensor names differ from Llama's. GGUF files use one set of tensor names for all families
-(`gguf_rules` in `tensor_names.py`).
+(`gguf_rules` in `family.py`).
 """
 
 from __future__ import annotations

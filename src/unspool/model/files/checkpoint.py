@@ -416,7 +416,6 @@ def save_weights(
 
 # -- Fingerprint of a model's weights: a hash of names, shapes and sampled numbers
 
-
 _SAMPLED = 64  # numbers of each weight
 
 Numbers = npt.NDArray[np.float32]
@@ -464,7 +463,6 @@ def _picked(matrix: FileTensor, rows: Indices, columns: Indices) -> Numbers:
 
 
 # -- The score head of a reward model
-
 
 Floats = npt.NDArray[np.float32]
 _NAME = re.compile(r"(?:score|classifier)(?:\.(\d+))?\.(weight|bias)")

@@ -28,8 +28,6 @@ from unspool.model.files.family_settings import (
 from unspool.model.files.gguf import ArchitectureMetadata, GGUFFile
 from unspool.model.weights import TensorRule
 
-# -- Settings of single families in GGUF metadata, where sizes may differ between layers
-
 
 def resolve_gguf_family(family: Family, keys: ArchitectureMetadata) -> Family:
     """Resolve an architecture that several families share."""

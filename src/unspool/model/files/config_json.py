@@ -714,8 +714,7 @@ def _rope_to_hf(rotary: Rotary, config: ModelConfig) -> dict[str, Any]:
     return raw
 
 
-# -- Settings of diffusion checkpoints that config.json lacks: the mask token, which the
-# tokenizer's files name, and the block size, which only the folder's name shows
+# -- Settings of diffusion checkpoints that config.json lacks: mask token and block size
 
 
 # Spellings to try if no file names the mask token, as in the oldest BERTs.

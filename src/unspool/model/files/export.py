@@ -117,9 +117,6 @@ def kv_heads_per_layer(config: ModelConfig) -> int | list[int]:
     ]
 
 
-# -- the order of heads ---------------------------------------------------------------------
-
-
 def permute_for_gguf(config: ModelConfig, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Permute Qwen3.5's value heads to the order of GGUF files: those that share a key head are
     `key_heads` apart instead of adjacent."""
@@ -149,9 +146,6 @@ def _reordered(name: str, weight: Tensor, recurrence: Recurrence) -> Tensor:
     if part == "qkv.weight":
         return weight[channels]
     return weight[:, channels] if part == "conv.weight" else weight
-
-
-# -- Write GGUF files for llama.cpp: settings, vocabulary and weights
 
 
 # general.file_type of each type.
@@ -241,9 +235,6 @@ def check_writable(config: ModelConfig, type: str) -> None:
         raise ModelFileError("llama.cpp does not support the RoPE scaling 'dynamic'")
 
 
-# -- settings -------------------------------------------------------------------------------
-
-
 def _describe(writer: GGUFWriter, config: ModelConfig, type: str, name: str) -> None:
     from gguf import GGML_QUANT_VERSION, size_label
 
@@ -317,9 +308,6 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value.tolist() if isinstance(value, np.ndarray) else value)
 
 
-# -- tensors --------------------------------------------------------------------------------
-
-
 def _array(name: str, tensor: Tensor) -> np.ndarray[Any, Any]:
     """A tensor as float32; convolution weights have one axis less in llama.cpp."""
     if name.endswith(_TAPS):
@@ -353,10 +341,6 @@ def _packed(array: np.ndarray[Any, Any], type: str) -> np.ndarray[Any, Any]:
 
     packed: np.ndarray[Any, Any] = quantize(array, GGMLQuantizationType[type])
     return packed
-
-
-# -- Quantize a safetensors folder in MLX's format: groups of 32 integers with scale and
-# minimum
 
 
 GROUP = 32

@@ -50,9 +50,6 @@ def gemma_scales(values: Raw) -> dict[str, Any]:
     }
 
 
-# -- Gemma 4 --------------------------------------------------------------------------------
-
-
 def _gemma4(full: Raw, values: Raw) -> dict[str, Any]:
     layers = values["layers"]
     windows = (*(values["windows"] or (0,) * layers)[:-1], 0)  # the last layer sees everything
@@ -116,9 +113,6 @@ def max_sizes(shapes: tuple[LayerShape, ...]) -> dict[str, Any]:
     return {**sizes, "shapes": shapes if len(set(shapes)) > 1 else ()}
 
 
-# -- writing --------------------------------------------------------------------------------
-
-
 def extra_settings_to_hf(config: ModelConfig) -> dict[str, Any]:
     """Further keys of config.json for some families."""
     if config.family == "ministral3" and config.rotary is not None:
@@ -164,7 +158,6 @@ def _write_gemma4(config: ModelConfig) -> dict[str, Any]:
 
 
 # -- Settings of Mamba-2 models, from config.json or GGUF metadata, and back to config.json
-
 
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
 # Older spellings.
@@ -321,9 +314,6 @@ def _recurrence_to_hf(config: ModelConfig, keys: Mapping[str, str]) -> dict[str,
     return {key: getattr(config.recurrence, setting) for setting, key in keys.items()}
 
 
-# -- GGUF -----------------------------------------------------------------------------------
-
-
 def mamba_from_gguf(
     family: Family, file: GGUFFile, number: Callable[..., Any], layers: int
 ) -> dict[str, Any]:
@@ -369,7 +359,6 @@ def mamba_from_gguf(
 
 
 # -- Settings of recurrent layers, from config.json or GGUF metadata, and back to config.json
-
 
 CONVOLUTIONS = ("lfm2", "lfm2-moe")
 DELTAS = ("qwen3.5", "qwen3.5-moe", "qwen3-next")
@@ -451,9 +440,6 @@ def needs_unspool_format(config: ModelConfig) -> bool:
         return False
     grouped = "mamba2" in config.mixers and recurrence.norm_groups != recurrence.key_heads
     return recurrence.tiled or grouped
-
-
-# -- GGUF -----------------------------------------------------------------------------------
 
 
 def recurrent_from_gguf(

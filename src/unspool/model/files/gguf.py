@@ -137,8 +137,6 @@ class GGUFFile:
     def _broken(self, why: str) -> ModelFileError:
         return ModelFileError(f"{self.path}: not a usable GGUF file: {why}; download it again")
 
-    # -- the header -------------------------------------------------------------------------
-
     def _parse(self, glance: bool) -> None:
         if self._map[:4] != b"GGUF":
             raise self._broken(f"it begins with {self._map[:4]!r} instead of b'GGUF'")
@@ -242,8 +240,6 @@ class GGUFFile:
                     raise self._broken(f"tensor {name!r} reaches past its end: it is truncated")
             self.tensors[name] = tensor
 
-    # -- several files ----------------------------------------------------------------------
-
     def _join_parts(self) -> None:
         """Add the tensors of the other files of a split model."""
         first, *others = part_paths(self.path)
@@ -253,8 +249,6 @@ class GGUFFile:
             part = GGUFFile(path)
             self._parts.update(dict.fromkeys(part.tensors, part))
             self.tensors.update(part.tensors)
-
-    # -- the tensors ------------------------------------------------------------------------
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """The packed bytes of a tensor, [..., bytes of a row]; a view into the file."""
@@ -302,9 +296,6 @@ def _type_name(number: int) -> str:
         return f"{GGMLQuantizationType(number).name}"
     except ValueError:
         return f"{number}, which is unknown"
-
-
-# -- Access to the architecture-specific metadata of a GGUF file (`llama.block_count`, ...)
 
 
 class ArchitectureMetadata:

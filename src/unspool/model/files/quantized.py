@@ -23,7 +23,6 @@ from unspool.model.files.stored import GROUP, UNSPOOL_BLOCK_BYTES, FileTensor, i
 
 # -- Quantized tensors of safetensors files, repacked into blocks on demand
 
-
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 Parts = tuple[Array, ...]
@@ -100,9 +99,6 @@ def _blocks_of(parts: Array | FileTensor) -> Bytes:
     if isinstance(parts, FileTensor):
         return parts.data
     return np.stack([part.data for part in parts])
-
-
-# -- blocks of 32 numbers -----------------------------------------------------------------------
 
 
 def split_nibble_halves(nibbles: Bytes) -> Bytes:
@@ -311,9 +307,6 @@ def _unpacked(words: Array, bits: int) -> npt.NDArray[np.uint8]:
 def _nibbles(numbers: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Pack 4-bit numbers, two neighbours per byte."""
     return numbers[..., 0::2] | numbers[..., 1::2] << np.uint8(4)
-
-
-# -- the formats ----------------------------------------------------------------------------------
 
 
 def _mxfp4(scheme: Scheme, name: str, tensors: Tensors) -> FileTensor | None:

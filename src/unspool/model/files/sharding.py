@@ -93,9 +93,6 @@ def _group_sizes(config: ModelConfig, groups: list[list[int]]) -> list[int]:
     return [sum(layer_sizes[layer] for layer in group) for group in groups]
 
 
-# -- Tensor parallelism: which part of every weight each rank has
-
-
 Ints = npt.NDArray[np.int64]
 
 _VOCABULARY = (
@@ -245,9 +242,6 @@ def _of_heads(heads: Ints, width: int) -> Ints:
     return (heads[:, None] * width + np.arange(width)).reshape(-1)
 
 
-# -- the model that one rank runs ------------------------------------------------------------------
-
-
 def shard_config(config: ModelConfig, share: TensorParallelRank) -> ModelConfig:
     """The config of a rank's transformer: its heads, inner widths and part of the vocabulary."""
     ranks = share.ranks
@@ -285,9 +279,6 @@ def _part_shape(shape: LayerShape, ranks: int) -> LayerShape:
 
 def _is_dense(config: ModelConfig, layer: int) -> bool:
     return not config.has_experts(layer) or config.has_dense_and_experts(layer)
-
-
-# -- checks ----------------------------------------------------------------------------------------
 
 
 def check_shardable(config: ModelConfig, ranks: int) -> None:

@@ -18,9 +18,6 @@ import numpy.typing as npt
 
 from unspool.errors import ModelFileError
 
-# -- Dequantize packed blocks: GGUF's types, and three of Unspool's
-
-
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
@@ -66,9 +63,6 @@ def _dequantize_q1(data: Bytes) -> Floats:
 def _halves(blocks: Bytes, start: int) -> Floats:
     values: npt.NDArray[Any] = np.ascontiguousarray(blocks[:, start : start + 2]).view("<f2")
     return values.astype(np.float32)
-
-
-# -- FP8 weights (e4m3) of published checkpoints, with their scales
 
 
 FLOAT8 = "F8_E4M3"
@@ -213,8 +207,6 @@ class FileTensor:
         values = dequantize_blocks(self.type, self.data).reshape(self.shape)
         return values if self.factor is None else values * self.factor[..., None, None]
 
-    # -- rows: the same for packed and plain tensors -------------------------------------------
-
     def rows(self, start: int, stop: int) -> FileTensor:
         """A range of rows; a view."""
         data = self.data[start:stop]
@@ -291,8 +283,6 @@ class FileTensor:
                 np.stack(factors) if factors else None,
             )
         return FileTensor.from_float32(np.stack([part.float32() for part in parts]))
-
-    # -- changes to single numbers: packed tensors are dequantized -----------------------------
 
     def transposed(self) -> FileTensor:
         """Transpose the last two axes."""

@@ -76,7 +76,7 @@ UNUSED_TENSORS = tuple(
         r"\.(attn|attention)\.(masked_)?bias$",  # GPT-2 and GPT-NeoX: the causal mask
         r"embeddings\.position_ids$",  # BERT: 0, 1, 2, ...
         r"(^|\.)(pooler|cls\.seq_relationship)\.",  # BERT: heads for other tasks
-        r"^(score|classifier)\.",  # a reward model's head: read by `score_head.py`
+        r"^(score|classifier)\.",  # a reward model's head: read by `checkpoint.py`
         r"^v_head\.",  # a value head, of use only in training
         # Images and sound: only text is read.
         r"^(model\.|thinker\.)?(visual|vision_\w+|audio_\w+|multi_modal_projector|mm_projector"

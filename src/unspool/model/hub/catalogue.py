@@ -99,9 +99,6 @@ def _normalize_name(name: str) -> str:
     return re.sub(r"[-_: ]", "", name.lower())
 
 
-# -- Resolve model names that are not paths: URLs of the hub, models in stores, short names
-
-
 _ADDRESS = re.compile(
     r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/|hf://(?:models/)?", re.IGNORECASE
 )

@@ -476,9 +476,7 @@ def _keep(part: Path, packaged: PackagedFile) -> None:
     _stamp(target).write_text(stamp, encoding="utf-8")
 
 
-# -- The default model: SmolLM2-135M-Instruct in 4 bits (GGUF, 98 MB, Apache-2.0), from a
-# package
-
+# -- The default model: SmolLM2-135M-Instruct in 4 bits (GGUF, 98 MB, Apache-2.0)
 
 DEFAULT = PackagedFile(
     name="smollm2-135m-instruct",

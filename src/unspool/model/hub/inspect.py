@@ -163,9 +163,6 @@ def _kind(raw: dict[str, Any]) -> str | None:
     return _DTYPES.get(str(settings.get("dtype") or settings.get("torch_dtype")))
 
 
-# -- Memory plans: a model on one GPU, its layers over several, or tensor parallel
-
-
 PROCESS = 1_000_000_000  # bytes of GPU memory of an idle process
 _NUMBER = 2  # bytes
 

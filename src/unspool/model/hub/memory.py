@@ -13,9 +13,6 @@ from pathlib import Path
 
 from unspool.errors import SettingsError
 
-# -- Quantization kinds of GGUF files (Q4_K_M, Q8_0, ...): readable ones, memory, preference
-
-
 # Best first if memory suffices: small and fast with little loss, then better but larger.
 READABLE = (
     "Q4_K_M", "MXFP4_MOE", "MXFP4", "Q4_K_S", "IQ4_XS", "IQ4_NL", "Q4_1", "Q4_0", "NVFP4", "Q8_0",

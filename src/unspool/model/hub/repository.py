@@ -168,9 +168,6 @@ def _pickle_reason(repo: str, files: Sequence[str]) -> str:
     )
 
 
-# -- Download models from the Hugging Face hub, and find them again offline
-
-
 @dataclass(frozen=True)
 class HubRequest:
     """A request for a model on the hub."""

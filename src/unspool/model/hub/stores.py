@@ -253,7 +253,6 @@ def is_file(path: Path) -> bool:
 
 # -- List the cache of the Hugging Face hub by reading its folders
 
-
 _DEEPEST = 3  # folders inside a repository
 
 

@@ -87,9 +87,6 @@ class HeadTransform(nn.Module):
         return activate(self.activation, self.dense(self.norm(x)))
 
 
-# -- Feed-forward layers: dense, and mixture of experts
-
-
 SMALLEST_SUM = 1e-6  # added to the sum of sigmoid router weights, which may be close to 0
 
 
@@ -188,10 +185,6 @@ class Experts(nn.Module):
             total = weights.sum(-1, keepdim=True)
             weights = weights / (total + SMALLEST_SUM if config.router == "sigmoid" else total)
         return weights * config.experts_scale, expert_ids
-
-
-# -- Parts of Gemma 4's layers: experts in parallel with a feed-forward, and per-layer
-# embeddings
 
 
 class DenseAndExperts(nn.Module):

@@ -144,7 +144,6 @@ class ShortConv(Mixer):
 
 # -- Recurrent layers with a matrix state S per head, in which values are looked up by keys
 
-
 CHUNK = 64  # tokens of a chunk in training
 
 
@@ -279,7 +278,6 @@ def document_masks(documents: Tensor | None, start: int) -> DocumentMasks | None
 
 
 # -- Gated DeltaNet in plain torch (Qwen3-Next, Qwen3.5)
-
 
 _KEY_EPS = 1e-6
 

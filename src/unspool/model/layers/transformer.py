@@ -9,7 +9,7 @@ attention and feed-forward to the residual stream, the output head computes logi
     logits = model(prompt, cache, last_only=True) # prefill
     logits = model(next_token, cache)             # decode one token
 
-Training runs the same layers with another `Attend`: see `train/learning/forward.py`.
+Training runs the same layers with another attention function: see `train/learning/forward.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from unspool.model.layers.parts import (
 from unspool.model.layers.recurrent import DeltaNet, Mamba2, Mixer, ShortConv
 
 # -- Build the parts of a layer from the model's settings
-
 
 _MIXERS: dict[str, type[Mixer]] = {"conv": ShortConv, "delta": DeltaNet, "mamba2": Mamba2}
 
@@ -272,7 +271,7 @@ AttentionFunction = Callable[[Attention, Tensor, Tensor, Tensor], Tensor]
 
 
 class BackendStep(ABC):
-    """The `Attend` of a backend: one step of many sequences, whose caches the backend keeps."""
+    """The attention of a backend: one step of many sequences, whose caches the backend keeps."""
 
     @abstractmethod
     def __call__(self, attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from unspool.errors import UnspoolError
+from unspool.scale import require_ray
 from unspool.scale.batch.journal import Journal, write_output
 from unspool.scale.batch.rows import BatchRow, InputSummary, read_rows
 from unspool.scale.batch.worker import MAX_ROWS, BatchWorker, Outcome, WorkerPlan, failed_outcome
-from unspool.scale.needs_ray import require_ray
 
 _MIN_BLOCK = 8  # rows of the smallest block
 TakeRows = Callable[[int], list[BatchRow]]  # returns up to n rows; none if there are no more
@@ -157,9 +157,6 @@ def _tokens(outcome: Outcome) -> int:
         usage = answer["response"]["body"].get("usage") or {}
         return int(usage.get("completion_tokens", usage.get("output_tokens", 0)))
     return int(answer.get("completion_tokens", 0))
-
-
-# -- Workers on a Ray cluster: actors with a model each
 
 
 _POLL_S = 0.1  # in which a worker gathers answers before it returns them

@@ -100,8 +100,6 @@ class Journal:
         if not (self.folder / _JOB).exists():  # not started, or complete
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    # -- start and resume ----------------------------------------------------------------------
-
     def open(self, job: dict[str, Any], *, restart: bool = False) -> None:
         """Start a job, or resume the unfinished one; raise JobChangedError if it differs."""
         file, answers = self.folder / _JOB, self.folder / _ANSWERS
@@ -157,8 +155,6 @@ class Journal:
         self._file.truncate(offset)
         self._file.seek(offset)
 
-    # -- writing -------------------------------------------------------------------------------
-
     def is_done(self, row: int) -> bool:
         return row < len(self._offsets) and self._offsets[row] >= 0
 
@@ -187,8 +183,6 @@ class Journal:
         self._offsets[row] = offset
         self.num_done += 1
         self.num_failed += "error" in outcome
-
-    # -- reading -------------------------------------------------------------------------------
 
     def outcomes(self) -> Iterator[Outcome]:
         """Yield all outcomes, in the order of the rows."""
@@ -244,9 +238,6 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     for name, value in json.loads(json.dumps(settings)).items():
         flat |= _flat(value) if name in ("options", "load") else {name: value}
     return flat
-
-
-# -- Write the output files of a batch: the answers, and the failed rows with their errors
 
 
 _ROW_GROUP = 8192  # rows per parquet row group

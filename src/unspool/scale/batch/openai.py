@@ -117,9 +117,6 @@ def _defaults(options: Mapping[str, Any], request: Mapping[str, Any]) -> dict[st
     return defaults
 
 
-# -- output lines ------------------------------------------------------------------------------
-
-
 def answer_line(row: BatchRow, reply: Reply) -> dict[str, Any]:
     """Return a line of OpenAI's output file or error file."""
     response = {"status_code": reply.status, "request_id": reply.id, "body": reply.body}

@@ -162,9 +162,6 @@ def _row(number: int, data: Any) -> BatchRow:
     return BatchRow(number, row_id, data, is_openai)
 
 
-# -- Settings of a batch, and the seeds of its rows
-
-
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
     """Generation settings of rows that do not override them."""

@@ -38,8 +38,6 @@ from unspool.server.http.sockets import bind_socket
 from unspool.server.runtime.registry import AdapterFolder, ModelEntry, ModelRegistry
 from unspool.session import Session
 
-# -- A server on a thread, for processes that Ray owns
-
 
 class ServerThread:
     """A running server, until `stop`; on any free port by default."""
@@ -82,9 +80,6 @@ class ServerThread:
         """Refuse new requests, finish running ones, and stop."""
         self._server.stop()
         self._thread.join(self._drain + 5.0)
-
-
-# -- A replica: a server with its engine, in a process that Ray supervises
 
 
 class Replica:

@@ -46,7 +46,6 @@ from unspool.server.http.settings import ServerSettings
 
 # -- Errors for clients when a replica is lost
 
-
 _NAMED_EVENTS = ("/v1/tree", "/v1/think", "/v1/diffuse", "/v1/costs", "/v1/runs")
 
 
@@ -95,7 +94,6 @@ def last_event(path: str, error: ApiError, *, is_lines: bool) -> bytes:
 
 
 # -- A gateway's view of the replicas: which exist, their load, and which one to use
-
 
 _WAIT_SECONDS = 30.0  # if there is no replica: one is probably starting
 _SUSPECT_SECONDS = 5.0  # to avoid a replica after a broken connection, until Ray notices
@@ -180,7 +178,6 @@ class ReplicaPool:
 
 # -- Prometheus metrics of a gateway
 
-
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -223,7 +220,6 @@ class _InFlight(Collector):
 
 
 # -- Merge responses of several replicas: metrics and branch lists
-
 
 _SAMPLE = re.compile(rb"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.*)$")
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 from unspool.errors import UnspoolError
-from unspool.scale.needs_ray import require_ray
+from unspool.scale import require_ray
 from unspool.scale.replicas.config import ReplicasConfig
 
 _STORE_BYTES = 80 << 20  # of Ray's object store, which is not used: the minimum

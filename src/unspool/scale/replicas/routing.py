@@ -95,11 +95,7 @@ class PrefixRouter:
     """
 
     def __init__(
-        self,
-        replicas: Iterable[str] = (),
-        *,
-        capacity_pages: int = CAPACITY,
-        slack: float = SLACK,
+        self, replicas: Iterable[str] = (), *, capacity_pages: int = CAPACITY, slack: float = SLACK
     ) -> None:
         self.capacity_pages, self.slack = capacity_pages, slack
         # Pages by replica, in LRU order.
@@ -214,9 +210,6 @@ class RoundRobin:
 
     def record(self, replica: str, hashes: Sequence[int]) -> None:
         """Do nothing."""
-
-
-# -- Routing hints of a request, read without a tokenizer or a model
 
 
 Kind = Literal["kept", "session", "prompt", "shared", "any"]

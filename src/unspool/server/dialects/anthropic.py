@@ -14,7 +14,7 @@ from pydantic import Field, Tag
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from unspool.server.dialects.answers import BlockAnswer
+from unspool.server.dialects.answers import Block, BlockAnswer, BlockGrown, BlockOpened, Change
 from unspool.server.dialects.chat_prompt import (
     ChatRequest,
     PreparedChat,
@@ -26,7 +26,6 @@ from unspool.server.dialects.response_store import ResponseStore
 from unspool.server.http.errors import ApiError, bad_request, thread_not_found
 from unspool.server.http.events import Wire, event
 from unspool.server.http.replies import JsonReply, ignore, new_id, new_router, to_json
-from unspool.server.runtime.blocks import Block, BlockGrown, BlockOpened, Change
 from unspool.server.runtime.schema import (
     ExtensionWithSeed,
     PartialApi,
@@ -38,8 +37,7 @@ from unspool.server.runtime.schema import (
     by_type,
 )
 from unspool.server.runtime.state import Call, ServerState, state_of
-from unspool.server.runtime.step_json import texts_json
-from unspool.server.runtime.texts import RequestTexts
+from unspool.server.runtime.texts import RequestTexts, texts_json
 
 # -- The request schema of `/v1/messages`
 
@@ -223,7 +221,6 @@ class MessagesRequest(CountRequest):
 
 
 # -- `POST /v1/messages`: Anthropic's messages API, and token counting
-
 
 router = new_router("Anthropic")
 _PING = event({"type": "ping"}, "ping")

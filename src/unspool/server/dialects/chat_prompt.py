@@ -40,7 +40,6 @@ from unspool.text.tools.parser import ToolCallParser
 
 # -- The request schema of `/v1/chat/completions`
 
-
 MAX_TOP_LOGPROBS = 20
 
 

@@ -37,8 +37,13 @@ from unspool.server.runtime.schema import (
     sampling_options,
 )
 from unspool.server.runtime.state import Call, state_of
-from unspool.server.runtime.step_json import progress_json, timings_json
-from unspool.server.runtime.texts import InfillGap, RequestText, RequestTexts
+from unspool.server.runtime.texts import (
+    InfillGap,
+    RequestText,
+    RequestTexts,
+    progress_json,
+    timings_json,
+)
 from unspool.text.chat.messages import ONLY_TEXT
 
 # -- Request schemas of llama.cpp's `/completion` and `/infill`, translated to Unspool's names
@@ -170,7 +175,6 @@ def _amount(token: int | str, amount: Any) -> float:
 
 
 # -- llama.cpp's own endpoints: `POST /completion`, `/props`, `/slots` and `/lora-adapters`
-
 
 router = new_router("llama.cpp")
 
@@ -522,7 +526,6 @@ def _prepare_infill(call: Call, body: InfillRequest) -> tuple[InfillGap, list[in
 
 
 # -- llama.cpp's `/embedding`, `/embeddings` and `/rerank`, which differ from OpenAI's
-
 
 _INT16_SCALE = 32760.0  # largest number of vectors that are scaled for 16-bit integers
 

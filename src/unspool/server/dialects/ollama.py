@@ -19,7 +19,15 @@ from unspool import __version__
 from unspool.engine.results import Step
 from unspool.lens.embeddings import embedding
 from unspool.model.weights import parameter_count
-from unspool.server.dialects.answers import BlockAnswer, LogprobFormat
+from unspool.server.dialects.answers import (
+    Block,
+    BlockAnswer,
+    BlockClosed,
+    BlockGrown,
+    Change,
+    LogprobFormat,
+    was_cut,
+)
 from unspool.server.dialects.chat_prompt import (
     MAX_TOP_LOGPROBS,
     ChatRequest,
@@ -34,7 +42,6 @@ from unspool.server.http.errors import ApiError, bad_request
 from unspool.server.http.events import Wire
 from unspool.server.http.replies import JsonReply, new_router, to_json
 from unspool.server.runtime.aliases import FOREVER, keep_alive_seconds, llama_defaults
-from unspool.server.runtime.blocks import Block, BlockClosed, BlockGrown, Change, was_cut
 from unspool.server.runtime.registry import ModelEntry, ServedModel
 from unspool.server.runtime.schema import (
     ForeignRequest,
@@ -152,7 +159,6 @@ class ShowRequest(Strict):
 
 
 # -- `POST /api/generate` and `/api/chat` of Ollama's API
-
 
 router = new_router("Ollama")
 OllamaRequest = OllamaChatRequest | GenerateRequest
@@ -465,7 +471,6 @@ def _encode_texts(call: Call, texts: list[str], truncates: bool) -> list[list[in
 
 
 # -- Ollama's `/api/tags`, `/api/ps`, `/api/show`, `/api/version`; others are rejected
-
 
 API_VERSION = "0.12.0"  # the version of Ollama whose API this is; clients check it
 

@@ -9,7 +9,16 @@ from fastapi import Request
 from starlette.responses import Response
 
 from unspool.engine.results import Step
-from unspool.server.dialects.answers import Answer
+from unspool.server.dialects.answers import (
+    Answer,
+    Block,
+    BlockClosed,
+    BlockGrown,
+    BlockOpened,
+    BlockParser,
+    Change,
+    MakeReader,
+)
 from unspool.server.dialects.chat_prompt import (
     ChatRequest,
     PreparedChat,
@@ -30,15 +39,6 @@ from unspool.server.dialects.think import (
 from unspool.server.http.errors import bad_request
 from unspool.server.http.events import EventTemplate, Wire, event
 from unspool.server.http.replies import new_router
-from unspool.server.runtime.blocks import (
-    Block,
-    BlockClosed,
-    BlockGrown,
-    BlockOpened,
-    BlockParser,
-    Change,
-    MakeReader,
-)
 from unspool.server.runtime.schema import check_choices, finish_reason
 from unspool.server.runtime.state import Call, state_of
 from unspool.server.runtime.texts import RequestTexts
@@ -90,8 +90,6 @@ class ChatAnswer(Answer):
             return None
         return self.logprob_format.chat(steps, self.served.lm.end_ids, self.body.top_logprobs or 0)
 
-    # -- complete ----------------------------------------------------------------------------
-
     async def answer(self) -> dict[str, Any]:
         await self.texts.finish()
         return self._complete_json(
@@ -119,8 +117,6 @@ class ChatAnswer(Answer):
             ),
             "finish_reason": finish_reason(generation.finish_reason, choice.calls),
         }
-
-    # -- in chunks ---------------------------------------------------------------------------
 
     async def write(self, wire: Wire) -> None:
         if self.body.return_progress:
@@ -209,9 +205,6 @@ def _reasoning_json(text: str) -> dict[str, Any]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-# -- `unspool.think` in `/v1/chat/completions`: an answer found by search
-
-
 async def search_chat(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation with the best text that a search finds."""
     extension = body.unspool
@@ -295,9 +288,6 @@ def search_json(result: dict[str, Any]) -> dict[str, Any]:
     """The result of a search without the text, which the answer has."""
     names = ("policy", "score", "why", "budget", "spent", "answers", "seconds")
     return {name: result[name] for name in names if name in result}
-
-
-# -- `POST /v1/chat/completions`: OpenAI's chat completions
 
 
 router = new_router("OpenAI")

@@ -142,8 +142,6 @@ class _Completion(Answer):
     def _echo(self, prompt: int) -> str:
         return self.served.lm.tokenizer.decode(self.texts.prompts[prompt]) if self.body.echo else ""
 
-    # -- complete ----------------------------------------------------------------------------
-
     async def answer(self) -> dict[str, Any]:
         await self._score()
         await self.texts.finish()
@@ -169,8 +167,6 @@ class _Completion(Answer):
         if not self.scores:
             return None, 0
         return self.logprob_format.echoed(self.scores[prompt], self.body.logprobs or 0)
-
-    # -- in chunks ---------------------------------------------------------------------------
 
     async def write(self, wire: Wire) -> None:
         if self.body.return_progress:

@@ -13,7 +13,15 @@ from pydantic import Field, StringConstraints, Tag
 from starlette.responses import Response
 
 from unspool.engine.results import Step
-from unspool.server.dialects.answers import BlockAnswer, LogprobFormat
+from unspool.server.dialects.answers import (
+    Block,
+    BlockAnswer,
+    BlockGrown,
+    BlockOpened,
+    Change,
+    LogprobFormat,
+    was_cut,
+)
 from unspool.server.dialects.chat_prompt import (
     MAX_TOP_LOGPROBS,
     AllowedToolsChoice,
@@ -27,7 +35,6 @@ from unspool.server.dialects.response_store import ResponseStore
 from unspool.server.http.errors import ApiError, bad_request, unsupported
 from unspool.server.http.events import EventStream, Wire, event
 from unspool.server.http.replies import JsonReply, ignore, new_id, new_router
-from unspool.server.runtime.blocks import Block, BlockGrown, BlockOpened, Change, was_cut
 from unspool.server.runtime.schema import (
     Constraints,
     ExtensionWithSeed,
@@ -43,8 +50,7 @@ from unspool.server.runtime.schema import (
     check_stream_options,
 )
 from unspool.server.runtime.state import Call, ServerState, state_of
-from unspool.server.runtime.step_json import texts_json
-from unspool.server.runtime.texts import RequestTexts
+from unspool.server.runtime.texts import RequestTexts, texts_json
 from unspool.text.chat.messages import ONLY_TEXT
 
 # -- The request schema of `/v1/responses`
@@ -240,7 +246,6 @@ class ResponseRequest(ForeignRequest, Constraints):
 
 # -- Input items of `/v1/responses`: as they are stored, and as messages for chat templates
 
-
 Items = Sequence[dict[str, Any]]
 
 
@@ -328,7 +333,6 @@ def _add_message(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
 
 
 # -- `/v1/responses`: OpenAI's responses, stored so that the next request can continue them
-
 
 router = new_router("OpenAI")
 
@@ -462,7 +466,6 @@ def _check_include(names: Iterable[str]) -> None:
 
 
 # -- the request, as a chat -------------------------------------------------------------------
-
 
 _TOO_LONG = "context_length_exceeded"
 

@@ -39,9 +39,6 @@ from unspool.server.runtime.state import Call, state_of
 from unspool.server.runtime.texts import RequestTexts
 from unspool.server.runtime.threads import Runner, Worker
 
-# -- Search for a better answer on behalf of a request: its limits, start and end
-
-
 # Options of policies whose product is the number of parallel texts.
 _WIDTHS = ("n", "width", "keep", "k", "subtrees")
 _DEFAULT_BUDGET = 2000

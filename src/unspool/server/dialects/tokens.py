@@ -255,9 +255,6 @@ def _score(call: Call, body: ScoreRequest) -> dict[str, Any]:
     return {**scores, "model": call.served.name, "system_fingerprint": call.served.fingerprint}
 
 
-# -- vocabularies ----------------------------------------------------------------------------
-
-
 @lru_cache(maxsize=len(NAMES))
 def open_vocabulary(name: VocabularyName) -> Tokenizer:
     """One of OpenAI's vocabularies, for comparison; takes about a second the first time."""

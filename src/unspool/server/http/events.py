@@ -15,9 +15,6 @@ from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 from unspool.server.http.errors import ApiError, shutting_down, to_api_error
 from unspool.server.http.replies import to_json
 
-# -- Writers for the body of a streamed response
-
-
 WIRE_EXTENSION = "unspool.wire"  # the ASGI extension that makes a wire
 
 

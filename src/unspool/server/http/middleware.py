@@ -24,8 +24,6 @@ from unspool.server.http.logs import log_event
 from unspool.server.http.replies import error_reply, note_headers
 from unspool.server.http.settings import ServerSettings
 
-# -- Cancel the work of a request when its client disconnects
-
 
 class CancelOnDisconnect:
     """Context manager that is cancelled when the client disconnects, and then raises
@@ -143,8 +141,6 @@ class Middleware:
             scope["state"]["log"]["error"] = api_error.message
             await error_reply(api_error, scope["path"])(scope, receive, answer.send)
 
-    # -- before ------------------------------------------------------------------------------
-
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
         self._check_host(headers)
@@ -230,8 +226,6 @@ class Middleware:
             return message
 
         return bounded
-
-    # -- after -------------------------------------------------------------------------------
 
     def _account(self, scope: Scope, status: int | None, seconds: float) -> None:
         log: dict[str, Any] = scope["state"]["log"]

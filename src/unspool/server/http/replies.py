@@ -100,9 +100,6 @@ def error_reply(error: ApiError, path: str) -> JsonReply:
     return JsonReply(error.body(path), error.status, error.headers)
 
 
-# -- Response headers that report ignored parameters and other notes on a request
-
-
 _MAX_HEADER = 1000  # characters
 
 

@@ -133,10 +133,7 @@ class Server(uvicorn.Server):
         on_stopping: Callable[[], None],
         on_started: Callable[[str], bool],
     ) -> None:
-        seconds = {
-            "head_seconds": settings.body_seconds,
-            "write_seconds": settings.write_seconds,
-        }
+        seconds = {"head_seconds": settings.body_seconds, "write_seconds": settings.write_seconds}
         protocol = type("Protocol", (_Protocol,), seconds)
         super().__init__(
             uvicorn.Config(

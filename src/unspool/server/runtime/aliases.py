@@ -139,8 +139,6 @@ _DISABLED: dict[str, Any] = {
 }
 
 
-# -- samplers ------------------------------------------------------------------------------------
-
 UNUSED = " unused"
 """Key in a translated request: names of settings to validate but not to use."""
 

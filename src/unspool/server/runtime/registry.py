@@ -57,7 +57,6 @@ from unspool.text.tools.formats import ToolFormat, tool_format
 
 # -- LoRA adapters of the first model, served from a folder as `model:adapter`
 
-
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -644,10 +643,7 @@ def _close_result(result: Future[ServedModel | Exception]) -> None:
         _close_model(outcome.lm)
 
 
-# -- Ephemeral models: in no list, but requested by name, such as checkpoints of training runs
-# and models shipped with Unspool. They run short texts; the registry keeps few of them in
-# memory
-
+# -- Ephemeral models: in no list, requested by name, such as checkpoints of training runs
 
 _KV_CACHE_BYTES = 256 << 20  # of each ephemeral model
 

@@ -188,8 +188,6 @@ def check_num_biases(value: Collection[Any]) -> None:
         )
 
 
-# -- Unspool-specific ------------------------------------------------------------------------
-
 Number = float | None
 Whole = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None
 MAX_CANDIDATES = 100
@@ -304,8 +302,6 @@ class Extension(Constraints):
             options.update(explain=True, top=self.top)
         return options
 
-
-# -- forms -----------------------------------------------------------------------------------
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 Reasons = Mapping[str, str]
@@ -422,7 +418,6 @@ class SamplingRequest(ForeignRequest, Constraints):
 
 
 # -- Translate the parameters of an API to the options of `LanguageModel.stream`
-
 
 _GRAMMARS = ("json", "json_schema", "regex", "grammar", "choice")
 

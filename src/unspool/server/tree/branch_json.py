@@ -16,7 +16,7 @@ from unspool.engine.results import Step
 from unspool.sampling import SamplingSettings
 from unspool.server.http.replies import JsonReply, new_router
 from unspool.server.runtime.state import ServerState, state_of
-from unspool.server.runtime.step_json import finite, step_json
+from unspool.server.runtime.texts import finite, step_json
 from unspool.server.runtime.threads import in_thread
 from unspool.server.tree.branches import Branches, MessageSpan, TreeBranch, TreePrompt, UserBranches
 from unspool.server.tree.prompt import DEFAULT_TOKENS
@@ -36,7 +36,7 @@ def summary(branch: TreeBranch) -> dict[str, Any]:
         "created": round(branch.created, 3),
         "length": len(branch.steps),
         "prompt_tokens": len(branch.prompt.ids),
-        "preview": _preview(branch),
+        "preview": preview(branch.generation, branch.forked_at or 0),
         "finish_reason": branch.finish_reason,
         "writing": branch.writing is not None,
     }
@@ -127,11 +127,6 @@ def sampling_json(settings: SamplingSettings) -> dict[str, Any]:
     return values
 
 
-def _preview(branch: TreeBranch) -> str:
-    """The first text after the fork."""
-    return preview(branch.generation, branch.forked_at or 0)
-
-
 def preview(generation: Generation, start: int) -> str:
     text = ""
     for step in generation.steps[start : start + _PREVIEW]:
@@ -140,8 +135,6 @@ def preview(generation: Generation, start: int) -> str:
             break
     return text[:_PREVIEW]
 
-
-# -- answers ---------------------------------------------------------------------------------
 
 router = new_router("The tree of tokens", "/v1/tree")
 

@@ -191,8 +191,6 @@ class TreeBranch:
         common = self.generation.rewind(len(self.steps) if length is None else length)
         return replace(common, source=lm)
 
-    # -- changing ----------------------------------------------------------------------------
-
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the branch: other requests that change it get 409 meanwhile. It may still be
@@ -214,9 +212,7 @@ class TreeBranch:
         if self._locked or self.writing is not None:
             reason = "running" if self.writing is not None else "being changed"
             raise ApiError(
-                409,
-                f"the branch is {reason}; wait, stop it first, or fork it",
-                code="branch_busy",
+                409, f"the branch is {reason}; wait, stop it first, or fork it", code="branch_busy"
             )
 
     def replace_text(self, generation: Generation, common: int, verb: str) -> None:
@@ -266,8 +262,6 @@ class TreeBranch:
         self.ends += 1
         self.touched = time.monotonic()
         self.wake()
-
-    # -- watching ----------------------------------------------------------------------------
 
     def wake(self) -> None:
         for news in self._watchers:

@@ -25,8 +25,8 @@ from unspool.decoding.edit.edit import (
     split_units,
 )
 from unspool.decoding.infill.fill import draft_settings, fill
-from unspool.decoding.infill.gaps import Gap
 from unspool.decoding.infill.masked import MaskedModel, masked_model
+from unspool.decoding.infill.result import Gap
 from unspool.engine.generation import Generation
 from unspool.engine.results import Step
 from unspool.server.http.errors import bad_request
@@ -34,7 +34,7 @@ from unspool.server.http.events import error_event, event, writer_from
 from unspool.server.http.replies import JsonReply
 from unspool.server.runtime.schema import Strict
 from unspool.server.runtime.state import Call, state_of
-from unspool.server.runtime.step_json import finite
+from unspool.server.runtime.texts import finite
 from unspool.server.runtime.threads import Worker
 from unspool.server.tree.branch_json import branches_of, reply, router
 from unspool.server.tree.branches import TreeBranch, TreePrompt, fork_branch
@@ -102,10 +102,6 @@ def checked_range(branch: TreeBranch, first: int, last: int) -> tuple[int, int]:
     if first >= last:
         raise bad_request(f"last must be after first, got {first} and {last}", "last")
     return first, last
-
-
-# -- `fill` and `replace` of `/v1/tree`: propose other words for a part of a text, and replace
-# it
 
 
 MAX_CANDIDATES = 32
@@ -251,9 +247,6 @@ def _replace_parts(
     for start in range(0, len(tokens), _SCORED_IN_A_CALL):
         changed = changed.choose(tokens[start : start + _SCORED_IN_A_CALL])
     return changed
-
-
-# -- `doubt` and `revise` of `/v1/tree`: score how doubtful steps are, and propose better words
 
 
 # Interactive: fewer candidates than in `lm.edit`.

@@ -23,7 +23,7 @@ from unspool.sampling import log_softmax, score
 from unspool.server.http.errors import bad_request
 from unspool.server.http.replies import JsonReply
 from unspool.server.runtime.state import state_of
-from unspool.server.runtime.step_json import finite, step_json
+from unspool.server.runtime.texts import finite, step_json
 from unspool.server.tree.branch_json import branches_of, router, sampling_json
 from unspool.server.tree.prompt import Place, WriteOptions
 from unspool.session import Session
@@ -329,9 +329,6 @@ def _token(lm: Session, token: int, partial_utf8: bytes) -> dict[str, Any]:
 
 def _numbers(values: Any) -> Any:
     return np.round(np.asarray(values, np.float64), 6).tolist()
-
-
-# -- `try` of `/v1/tree`: one step with other settings. Changes nothing
 
 
 class TryRequest(WriteOptions):

@@ -27,9 +27,6 @@ from unspool.server.tree.branches import ExtraSettings, MessageSpan, TreeBranch,
 from unspool.text.chat.template import ChatPrompt
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
-# -- Request schemas of `/v1/tree`. All settings are top-level parameters
-
-
 Name = Annotated[str, StringConstraints(max_length=200)]
 Words = Annotated[str, StringConstraints(min_length=1)]
 Place = Annotated[int, Field(gt=-(1 << 31), lt=1 << 31)]
@@ -46,10 +43,7 @@ class WriteOptions(Extension):
     stop: StopStrings | None = None
     logit_bias: Bias | None = None
     max_tokens: int | None = Field(
-        None,
-        ge=1,
-        lt=1 << 31,
-        description=f"most tokens of one resume ({DEFAULT_TOKENS})",
+        None, ge=1, lt=1 << 31, description=f"most tokens of one resume ({DEFAULT_TOKENS})"
     )
     think_budget: int | None = Field(
         None, ge=0, lt=1 << 31, description="end the reasoning after this many tokens"

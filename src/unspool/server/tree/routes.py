@@ -37,9 +37,6 @@ __all__ = ["router"]
 _SCORED_TOKENS = 64  # in one call: each needs a row of logits
 
 
-# -- branches ------------------------------------------------------------------------------------
-
-
 @router.post("", summary="A new branch from a prompt; nothing is computed yet")
 async def create(body: CreateRequest, request: Request) -> Response:
     branches = branches_of(request)
@@ -84,9 +81,6 @@ async def delete(identity: str, request: Request) -> Response:
     branches = branches_of(request)
     branches.delete(branches.get(identity))
     return JsonReply({"id": identity, "object": "tree.branch.deleted", "deleted": True})
-
-
-# -- the verbs -----------------------------------------------------------------------------------
 
 
 @router.post("/{identity}/append", summary="Append text, tokens or a message")

@@ -31,8 +31,7 @@ from unspool.server.http.events import EventStream, error_event, event, writer_f
 from unspool.server.http.middleware import CancelOnDisconnect
 from unspool.server.runtime.schema import check_choices
 from unspool.server.runtime.state import Call, ServerState, state_of
-from unspool.server.runtime.step_json import step_json
-from unspool.server.runtime.texts import RequestTexts
+from unspool.server.runtime.texts import RequestTexts, step_json
 from unspool.server.runtime.threads import in_thread
 from unspool.server.tree.branch_json import (
     branch_json,
@@ -135,8 +134,6 @@ class BranchWriting:
             while branch.writing is self:
                 news.clear()
                 await news.wait()
-
-    # -- inside ------------------------------------------------------------------------------
 
     def _started(self, number: int, generation: Generation) -> None:
         """Called when the engine has accepted a text, which may change the end of its text."""
@@ -260,9 +257,6 @@ def _last_reason(branch: TreeBranch) -> str | None:
     """The finish reason of the last step, or None. Earlier resumes leave none, see
     `Generation.rewind`."""
     return branch.steps[-1].finish_reason if branch.steps else None
-
-
-# -- events ------------------------------------------------------------------------------
 
 
 def branch_event(name: str, branch: TreeBranch, data: dict[str, Any], cursor: Cursor) -> bytes:

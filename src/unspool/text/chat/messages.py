@@ -92,9 +92,6 @@ def _as_dict(value: Any) -> dict[Any, Any]:
     raise TypeError(f"a {type(value).__name__} is not JSON")
 
 
-# -- Rewrite a conversation that a template refuses into equivalent turns
-
-
 _SEPARATOR = "\n\n"  # between joined messages
 
 

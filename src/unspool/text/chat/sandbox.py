@@ -34,7 +34,6 @@ from unspool.errors import ModelFileError, UnspoolError
 
 # -- Limits on a chat template: operations, characters processed, size of the largest value
 
-
 _STEPS = 1_000_000
 _MAX_SIZE = 4_000_000  # characters and items of one value, in addition to the input's
 _MAX_INTEGER_BITS = 4_096
@@ -139,7 +138,6 @@ def active_budget() -> TemplateBudget:
 
 
 # -- Strings that record the origin of each character
-
 
 _MAX_DEPTH = 100
 
@@ -337,7 +335,6 @@ def _format_percent(layout: OriginText, values: Any) -> OriginText:
 
 
 # -- Rewrite a template's syntax tree so that every operation is charged to the budget
-
 
 GENERATION_EDGE = "\ufdd1"  # a Unicode noncharacter, so no text has it
 

@@ -6,8 +6,7 @@
 
 Text and ids are those of transformers with the same template, with one difference: a control token
 written in a message, a tool or any other string of the caller is encoded as text. Only the template
-writes control tokens (see `origin.py`). As in transformers, no start token is added: templates
-write it themselves.
+writes control tokens. As in transformers, no start token is added: templates write it themselves.
 
 A model without a template gets plain lines, one per message, after the start token if it uses one:
 
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -37,6 +36,7 @@ from unspool.text.chat.messages import (
     validate_messages,
 )
 from unspool.text.chat.sandbox import (
+    GENERATION_EDGE,
     TEMPLATE,
     UNKNOWN,
     MessagesRefusedError,
@@ -221,7 +221,7 @@ class ChatTemplate:
         `continue_final_message` ends it after the last message's content instead, so that the
         model continues that message. `tools` are function descriptions. Other options are passed
         to the template: `documents`, `enable_thinking` and others. If the template refuses the
-        messages, equivalent turns are tried (`turns.py`).
+        messages, equivalent turns are tried.
         """
         return self.try_turns(self.render_as_is, messages, options)
 
@@ -230,10 +230,7 @@ class ChatTemplate:
         return self.try_turns(self._encode_prompt, messages, options)
 
     def try_turns(
-        self,
-        make: Callable[..., Result],
-        messages: Sequence[Message],
-        options: Mapping[str, Any],
+        self, make: Callable[..., Result], messages: Sequence[Message], options: Mapping[str, Any]
     ) -> Result:
         """Return `make(messages)`; if the template refuses the messages, try equivalent turns."""
         try:
@@ -555,3 +552,91 @@ def _open_mark(message: dict[str, Any]) -> str | None:
     holder, key = _last_text(message)
     mark = origin_of(holder.get(key) or "")[-1:]
     return mark if mark in (_OPEN, _BLANK) else None
+
+
+# -- The loss mask of a conversation: which tokens the model is trained on
+
+
+@dataclass(frozen=True)
+class MaskedConversation:
+    """A conversation as token ids with its loss mask."""
+
+    ids: list[int]
+    loss_mask: list[bool]
+    text: str
+
+
+def mask_conversation(
+    chat: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    end_ids: Collection[int] = (),
+) -> MaskedConversation:
+    """Return the ids and loss mask of a conversation; a message with `weight: 0` is masked."""
+
+    def lesson(turns: Sequence[Message]) -> MaskedConversation:
+        unweighted = [{key: turn[key] for key in turn if key != "weight"} for turn in turns]
+        marked = chat.render_marked(unweighted, tools=tools, add_generation_prompt=False)
+        text, blocks = _remove_marks(marked)
+        parts = chat.encode_parts(text)
+        ids = [token for cut in parts for token in cut.ids]
+        mask = [False] * len(ids)
+        starts = [*message_starts(origin_of(text), len(turns)), len(text)]
+        for turn, span in zip(turns, pairwise(starts), strict=True):
+            if turn["role"] != "assistant" or turn.get("weight") == 0:
+                continue
+            for begin, end in _trained_spans(chat, text, span, blocks, parts, end_ids):
+                mask[begin:end] = [True] * (end - begin)
+        return MaskedConversation(ids, mask, str.__str__(text))
+
+    return chat.try_turns(lesson, messages, {})
+
+
+def _remove_marks(marked: OriginText) -> tuple[OriginText, list[tuple[int, int]]]:
+    """Return the text without generation marks, and the spans between the marks."""
+    origin = origin_of(marked)
+    edges = [
+        match.start()
+        for match in re.finditer(GENERATION_EDGE, marked)
+        if is_template(origin[match.start()])
+    ]
+    bounds = [-1, *edges, len(marked)]
+    pieces = [(a + 1, b) for a, b in pairwise(bounds)]
+    plain = str.__str__(marked)
+    text = OriginText(
+        "".join(plain[a:b] for a, b in pieces), "".join(origin[a:b] for a, b in pieces)
+    )
+    positions = [edge - number for number, edge in enumerate(edges)]
+    return text, list(zip(positions[::2], positions[1::2], strict=True))
+
+
+def _trained_spans(
+    chat: ChatTemplate,
+    text: OriginText,
+    span: tuple[int, int],
+    blocks: Sequence[tuple[int, int]],
+    parts: Sequence[EncodedPart],
+    end_ids: Collection[int],
+) -> list[tuple[int, int]]:
+    """Return the token spans of one assistant message to train on, as (begin, end)."""
+    token_bytes = chat.tokenizer.token_bytes
+    if chat.marks_generation:
+        inside = [(begin, end) for begin, end in blocks if span[0] <= begin < span[1]]
+        return [tokens_within(parts, begin, end, token_bytes) for begin, end in inside]
+    begin, end = tokens_within(parts, _after_prompt(chat, text, *span), span[1], token_bytes)
+    ids = [token for cut in parts for token in cut.ids]
+    ends = [position for position in range(begin, end) if ids[position] in end_ids]
+    return [(begin, ends[-1] + 1 if ends else end)]
+
+
+def _after_prompt(chat: ChatTemplate, text: OriginText, begin: int, end: int) -> int:
+    """Return where the model begins to write: after the generation prompt."""
+    prompt = chat.generation_prompt
+    prompt_pos = text.find(prompt.rstrip(), begin, end) if prompt.strip() else -1
+    content_pos = next((n for n in range(begin, end) if not is_template(origin_of(text)[n])), end)
+    if begin <= prompt_pos <= content_pos:
+        begin = prompt_pos
+    max_length, matching = min(end - begin, len(prompt)), 0
+    while matching < max_length and text[begin + matching] == prompt[matching]:
+        matching += 1
+    return begin + matching

@@ -179,9 +179,6 @@ class _MergeTables:
             before = number
 
 
-# -- BPE training, a plain implementation
-
-
 Ids = tuple[int, int]
 
 

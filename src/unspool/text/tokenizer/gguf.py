@@ -172,10 +172,7 @@ def build_wordpiece(table: GgufTokens, *, lowercase: bool, strip_accents: bool) 
     vocab[unknown] = table.unk_id
     library = Library(models.WordPiece(vocab, unk_token=unknown))
     library.normalizer = normalizers.BertNormalizer(
-        clean_text=True,
-        handle_chinese_chars=True,
-        strip_accents=strip_accents,
-        lowercase=lowercase,
+        clean_text=True, handle_chinese_chars=True, strip_accents=strip_accents, lowercase=lowercase
     )
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return BuiltTokenizer(
@@ -184,7 +181,6 @@ def build_wordpiece(table: GgufTokens, *, lowercase: bool, strip_accents: bool) 
 
 
 # -- Read the vocabulary from a GGUF file's metadata
-
 
 _PREFIX = "tokenizer.ggml."
 # Special tokens where the file does not name them. "seperator" is llama.cpp's spelling.

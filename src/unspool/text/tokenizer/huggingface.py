@@ -330,7 +330,6 @@ def _parts(component: Any) -> list[dict[str, Any]]:
 
 # -- Write a vocabulary as tokenizer.json and tokenizer_config.json, for transformers
 
-
 _BYTE_LEVEL = {
     "type": "ByteLevel",
     "add_prefix_space": True,

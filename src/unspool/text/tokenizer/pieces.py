@@ -99,10 +99,6 @@ def text_bytes(text: str) -> bytes:
     return text.encode("utf-8", "replace")
 
 
-# -- Token bytes as readable text. A character split over several tokens appears with its last
-# byte
-
-
 _MAX_UTF8_BYTES = 4
 _INVALID_BYTES = re.compile("[\udc80-\udcff]+")  # how `surrogateescape` decodes invalid UTF-8
 

@@ -15,9 +15,6 @@ from tokenizers import models
 
 from unspool.text.tokenizer.pieces import SPACE_MARK, PieceToBytes, byte_characters
 
-# -- Encode text to token ids. Without `specials`, no text becomes a control token
-
-
 _BLANKS = " \t\n\v\f\r"
 _BATCH_MIN_CHARS = 4_000  # texts at least this long go through the library's batch call
 
@@ -319,9 +316,6 @@ class Vocabulary:
     space_after_added: bool = False
 
 
-# -- End-of-generation tokens (EOG): which tokens end a text or a turn
-
-
 # No vocabulary uses these as ordinary text, so the token type in the file does not matter.
 UNAMBIGUOUS_END_TEXTS = frozenset(
     [
@@ -370,9 +364,6 @@ def end_ids(tokens: Mapping[str, int], control: Collection[int]) -> set[int]:
     if "<|tool_response>" in tokens:
         ends.discard(tokens.get("</s>", -1))
     return ends
-
-
-# -- Merges for vocabularies without a merge list: SentencePiece scores and tiktoken ranks
 
 
 def merges_by_rank(best_first: Iterable[str], usable: Collection[str]) -> list[tuple[str, str]]:

@@ -118,9 +118,7 @@ def escaped(character: str) -> str:
     return character if character >= " " else f"\\u{ord(character):04x}"
 
 
-# -- Incremental parser for a tool call as a JSON object: its name, and its arguments as they
-# arrive
-
+# -- Incremental parser for a tool call as a JSON object
 
 _ARGUMENTS = ("arguments", "parameters")  # models write either, independent of the template
 _ALLOWED_KEYS = ("name", "type", "id", *_ARGUMENTS)  # of a call without a mark
@@ -190,7 +188,6 @@ class JsonCallParser:
 
 
 # -- Incremental parser for tool calls written as tags (Qwen3-Coder); converts them to JSON
-
 
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _VALUE_END, _CALL_END = "</parameter>", "</function>"
@@ -320,7 +317,6 @@ def _as_json(text: str) -> str:
 
 
 # -- Incremental parser for tool calls with arguments as literals; converts them to JSON
-
 
 QUOTE = '<|"|>'  # Gemma's: a control token, or its characters
 _NAME = re.compile(r"[\w.:/-]{1,128}")

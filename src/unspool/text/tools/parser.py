@@ -1,10 +1,10 @@
 """Incremental parser of tool calls: splits a model's output into text and calls as it arrives.
 
-    reader = ToolCallReader(format)                   # a ToolFormat of formats.py
+    parser = ToolCallParser(format)                   # a ToolFormat of formats.py
     for step in steps:
-        for piece in reader.push(step.token, step.text):
-            ...                                       # TextPiece, CallBegun, CallArguments, ...
-    pieces, calls = reader.finish(), reader.calls
+        for piece in parser.push(step.token, step.text):
+            ...                                       # TextPiece, ToolCallStart, ...
+    pieces, calls = parser.finish(), parser.calls
 
 Text passes immediately; only a possible beginning of a call is held back. A call is reported as
 soon as it is certain, when its name is known and its arguments start; from then on the arguments
@@ -30,16 +30,6 @@ from unspool.text.tools.call_parsers import (
     TaggedCallParser,
 )
 from unspool.text.tools.formats import ToolFormat, ToolSpec
-
-__all__ = [
-    "Piece",
-    "TextPiece",
-    "ToolCallArguments",
-    "ToolCallEnd",
-    "ToolCallParser",
-    "ToolCallStart",
-    "ToolSpec",
-]
 
 
 @dataclass(frozen=True)
@@ -97,7 +87,7 @@ class ToolCallParser:
     format's grammar: blanks next to calls are not text.
     """
 
-    has_stray_close = False  # only texts with reasoning can be, see `AnswerReader`
+    has_stray_close = False  # only texts with reasoning can be, see `TagReasoningParser`
 
     def __init__(
         self,

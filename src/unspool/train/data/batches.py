@@ -82,10 +82,6 @@ class PackedBatches:
         """Number of rows in an epoch."""
         return len(self._rows)
 
-    @property
-    def steps_per_epoch(self) -> float:
-        return self.rows / (self.batch_size * self.world)
-
     def batch(self, step: int) -> TrainingBatch:
         """The batch of step `step`, starting at 0."""
         first = (step * self.world + self.rank) * self.batch_size

@@ -18,8 +18,7 @@ import numpy as np
 
 from unspool.errors import DataError, UnspoolError
 from unspool.model.hub.download import cache_folder
-from unspool.text.chat.loss_mask import mask_conversation
-from unspool.text.chat.template import ChatTemplate
+from unspool.text.chat.template import ChatTemplate, mask_conversation
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.selection import HELD_OUT, TRAIN, Progress, Survey, select, survey
 from unspool.train.data.sources import Document, Source
@@ -89,9 +88,6 @@ class DataCard:
         ]
 
 
-# -- A cache folder that is built once, atomically, by one process
-
-
 def build_once(target: Path, make: Callable[[Path], None]) -> Path:
     """Return the folder `target`, building it with `make(temporary_folder)` if it is missing.
 
@@ -137,9 +133,6 @@ def _disk_errors(root: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             reason = f"the disk is full at {root}: free some space"
         raise DataError(f"{reason}, or set UNSPOOL_CACHE to another folder") from None
-
-
-# -- Encode documents to token ids and a loss mask
 
 
 _CHUNK_CHARACTERS = 1_000_000  # encoded together, on all cores
@@ -202,10 +195,7 @@ class DocumentEncoder:
         (prompt, _), (completion, _) = document.pieces
         if not self._chat.is_plain:
             return self._encode_messages(
-                [
-                    {"role": "user", "content": prompt},
-                    {"role": "assistant", "content": completion},
-                ],
+                [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}],
                 None,
             )
         before = self._start + self.tokenizer.encode(prompt)
@@ -239,9 +229,6 @@ def fingerprint(tokenizer: Tokenizer) -> str:
         for file in sorted(Path(folder).iterdir()):
             digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-# -- Tokenized data in memory-mapped files, prepared once and cached
 
 
 _FILE_VERSION = 1  # of the file layout; part of the cache key

@@ -50,9 +50,6 @@ def mixed(numbers: Numbers) -> Numbers:
     return np.asarray(numbers ^ (numbers >> np.uint64(31)))
 
 
-# -- First pass over a source: drop duplicates and choose the held-out documents
-
-
 Progress = Callable[[str, int, int], None]  # (activity, bytes done, bytes in all or 0)
 
 TRAIN, HELD_OUT, DROPPED = 0, 1, 2

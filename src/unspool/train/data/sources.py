@@ -43,7 +43,6 @@ from unspool.text.chat.messages import validate_messages
 
 # -- Formats of a data row: a text, a conversation, or a prompt with its completion
 
-
 Row = Mapping[str, Any]
 
 _FORMATS = "text, messages, or prompt and completion"
@@ -188,7 +187,6 @@ def _drop_nulls(message: Any) -> Any:
 
 
 # -- Stream the documents of a file; only a few are in memory at a time
-
 
 PART = 256 * 1024  # characters of a text read together
 

@@ -38,9 +38,6 @@ from unspool.train.data.selection import (
 )
 from unspool.train.data.sources import Document, Source
 
-# -- Default chat template of a new tokenizer: ChatML, with tool calls as in Hermes and Qwen
-
-
 END_OF_TEXT = "<|endoftext|>"
 START_OF_TURN = "<|im_start|>"
 END_OF_TURN = "<|im_end|>"

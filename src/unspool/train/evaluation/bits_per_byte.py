@@ -46,9 +46,7 @@ class Likelihood:
 
 
 def score_continuations(
-    lm: Session,
-    pairs: Sequence[Pair],
-    on_progress: Callable[[int], object] = lambda done: None,
+    lm: Session, pairs: Sequence[Pair], on_progress: Callable[[int], object] = lambda done: None
 ) -> list[Likelihood]:
     """Score each target after its context, in the given order.
 
@@ -154,9 +152,6 @@ def _prefill_shared(lm: Session, group: Sequence[_Continuation], stack: ExitStac
         lm.engine.extend_all([(branch, ()) for branch in branches])
 
 
-# -- Texts for evaluation: a data source, or the held-out split of a run
-
-
 def source_texts(
     source: Sequence[str], *, field: str | None = None, limit: int | None = None
 ) -> Iterator[str]:
@@ -197,9 +192,6 @@ def held_out_texts(run: Run, *, limit: int | None = None) -> Iterator[str]:
     for number in range(min(packed.num_documents, limit or packed.num_documents)):
         start, end = packed.offsets[number], packed.offsets[number + 1]
         yield tokenizer.decode(map(int, packed.ids[start:end]), specials=False)
-
-
-# -- Bits per byte of a model on held-out text
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,6 @@ class UnspoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval's classes have no 
         self.lm, self.max_gen_toks, self.progress = lm, max_gen_toks, progress
         self.batch_size = 1  # the engine builds its own batches
 
-    # -- text and tokens ----------------------------------------------------------------------
-
     @property
     def max_length(self) -> int:
         return self.lm.context
@@ -84,8 +82,6 @@ class UnspoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval's classes have no 
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
-
-    # -- requests -----------------------------------------------------------------------------
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any

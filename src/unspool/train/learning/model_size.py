@@ -224,9 +224,6 @@ def new_model(config: ModelConfig, seed: int = 0) -> Transformer:
     return model
 
 
-# -- FLOPs per token, and model FLOPs utilization (MFU)
-
-
 # Dense bf16 FLOP/s from the data sheets, by part of the device name.
 _PEAKS = {
     "H200": 989e12,

@@ -38,9 +38,6 @@ if TYPE_CHECKING:
     from unspool.train.data.batches import TrainingBatch
 
 
-# -- Chunked cross-entropy: the logits of a batch never exist as one tensor
-
-
 _LOGITS_PER_CHUNK = 1 << 24  # elements
 # A GPU takes larger chunks: each is launched from Python and adds a gradient of the size of the
 # head, and with small chunks the GPU waits for both. One logit per this many bytes of its memory.
@@ -298,9 +295,6 @@ def _mean_loss(summed: Tensor, tokens: int | Tensor) -> Loss:
     return Loss(summed / num_tokens, tokens)
 
 
-# -- Next-token training with scheduled sampling and unlikelihood, as one objective
-
-
 _MAX_PROBABILITY = 1 - 1e-5  # of a wrong token, to keep its loss finite
 _SAMPLED_LOGITS_PER_CHUNK = 1 << 24
 
@@ -343,9 +337,6 @@ class MitigatedNextToken:
         return Loss(summed / count, count, extra)
 
 
-# -- scheduled sampling ---------------------------------------------------------------------
-
-
 def _replace_tokens(
     model: Transformer, batch: TrainingBatch, attention: Any, rate: float, rng: torch.Generator
 ) -> Tensor:
@@ -376,9 +367,6 @@ def _sample_tokens(model: Transformer, x: Tensor, uniforms: Tensor) -> Tensor:
         tokens = torch.searchsorted(cumulative, threshold[:, None])
         samples.append(tokens.squeeze(-1).clamp(max=model.config.vocab_size - 1))
     return torch.cat(samples)
-
-
-# -- unlikelihood ---------------------------------------------------------------------------
 
 
 def _unlikelihood(model: Transformer, x: Tensor, batch: TrainingBatch, row: int) -> Tensor:

@@ -18,9 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-# -- Nearest orthogonal matrix by Newton-Schulz iteration, for Muon
-
-
 # Polynomial that moves the singular values towards 1, and how often it is applied.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5

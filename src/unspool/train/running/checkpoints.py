@@ -34,8 +34,6 @@ from unspool.train.running.runs import (
     write_json,
 )
 
-# -- Training state of a checkpoint: weights and optimizer state as in memory, in safetensors
-
 
 def training_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
     """Trained weights and optimizer state by name; sharded tensors stay sharded."""
@@ -192,10 +190,7 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def save(
-        self,
-        facts: Mapping[str, Any],
-        weights: Mapping[str, Tensor],
-        state: Mapping[str, Tensor],
+        self, facts: Mapping[str, Any], weights: Mapping[str, Tensor], state: Mapping[str, Tensor]
     ) -> Path:
         """Write the checkpoint of step `facts["step"]` and delete old ones.
 
@@ -235,7 +230,7 @@ class Checkpoints:
     def _clean_up(self, newest: Path) -> None:
         """Delete old checkpoints, and the optimizer state of all but the newest.
 
-        Milestones (`film_steps`), the best on held-out text and the newest `keep` others stay.
+        Milestones (`milestone_steps`), the best on held-out text and the newest `keep` others stay.
         """
         checkpoints = self.run.checkpoints()
         permanent = {*milestone_steps(self.run.steps), self.run.best_step}

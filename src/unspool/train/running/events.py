@@ -75,9 +75,6 @@ Event = (
 )
 
 
-# -- Event listeners for experiment trackers: TensorBoard, Weights & Biases, trackio
-
-
 Listener = Callable[[Event], None]
 
 

@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-# -- Rendezvous of the training processes that survives restarts by torchrun
-
-
 _POLL_STORE_S = 0.05
 _REPLY_TIMEOUT_S = 2.0  # without a reply in this time, the attempt id is an old one
 
@@ -297,9 +294,6 @@ def _device(name: str, local_rank: int) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
-
-
-# -- Resume after torchrun restarted all processes with the same command
 
 
 def job_facts(settings: DataclassInstance) -> dict[str, Any]:

@@ -32,8 +32,6 @@ from typing import Any
 from unspool.errors import UnspoolError
 from unspool.model.hub.find import find_run, run_model, runs_folder
 
-# -- Atomic files: written to a temporary name, synced to disk, then renamed
-
 
 def write_json(path: Path, content: Any) -> None:
     """Replace a JSON file; a reader sees either the old or the new content."""
@@ -74,7 +72,6 @@ def sync_folder(folder: Path) -> None:
 
 
 KINDS = ("new", "tune", "dpo", "grpo", "twin")
-STATES = ("running", "paused", "done", "failed", "stopped", "broken off")
 COMMANDS = ("go", "pause", "stop")
 MILESTONES = (0, 1, 3, 10, 30, 100)  # percent of the steps; these checkpoints are always kept
 
@@ -109,8 +106,6 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<Run {self.folder}>"
-
-    # -- finding and making -------------------------------------------------------------------
 
     @classmethod
     def open(cls, folder: str | Path) -> Run:
@@ -159,8 +154,6 @@ class Run:
             number += 1
             folder = base.with_name(f"{base.name}-{number}")
         return folder
-
-    # -- reading ------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -235,8 +228,6 @@ class Run:
         best = min(evaluated, key=lambda c: (c.held_out_loss, -c.step), default=None)
         return None if best is None else best.step
 
-    # -- control ------------------------------------------------------------------------------
-
     def send_command(self, command: str) -> None:
         """Ask the training process to `pause`, `go` on or `stop`; it checks once per step."""
         if command not in COMMANDS:
@@ -252,8 +243,6 @@ class Run:
             command = str(read_json(self.folder / "control.json").get("want"))
             return command if command in COMMANDS else "go"
         return "go"
-
-    # -- written by the training process ------------------------------------------------------
 
     def update(self, **facts: Any) -> None:
         write_json(self.folder / "run.json", {**self.facts, **facts})

@@ -130,9 +130,6 @@ def _padded_range(values: Sequence[float], margin: float, *, logarithmic: bool =
     return (math.exp(low), math.exp(high)) if logarithmic else (low, high)
 
 
-# -- marks ----------------------------------------------------------------------------------
-
-
 def _axes(panel: _Panel, label: str, *, first: bool) -> str:
     bottom, right = _TOP + _HEIGHT, panel.x0 + _WIDTH
     parts = [f'<path class="axis" d="M{panel.x0:.1f},{_TOP} V{bottom} H{right:.1f}"/>']

@@ -35,7 +35,6 @@ from unspool.train.running.runs import write_json
 
 # -- Run jobs in parallel, each in its own process
 
-
 Job = TypeVar("Job")
 
 
@@ -95,7 +94,6 @@ def _receive(receiver: Any, process: Any) -> float:
 
 
 # -- Scaling law L = E + A/N^a + B/D^b: fit to runs, confidence intervals, predictions
-
 
 Floats = npt.NDArray[np.float64]
 
@@ -458,8 +456,6 @@ class Study:
         )
         self.save()
         return self.checked
-
-    # -- the file -----------------------------------------------------------------------------
 
     def save(self) -> None:
         write_json(self.file, self.to_dict())

@@ -31,7 +31,6 @@ from unspool.text.chat.template import ChatTemplate
 from unspool.text.tokenizer.tokenizer import Tokenizer
 from unspool.train.data.batches import PackedBatches, TrainingBatch
 from unspool.train.data.prepared import PackedDocuments, prepare
-from unspool.train.evaluation.held_out import on_device
 from unspool.train.learning.forward import AttentionMask, hidden_states
 from unspool.train.learning.lora import (
     TARGETS,
@@ -44,7 +43,7 @@ from unspool.train.learning.objectives import Loss, next_token, summed_loss
 from unspool.train.learning.optimizers import Rates, make_optimizers
 from unspool.train.running.checkpoints import SaveModel
 from unspool.train.running.events import Event
-from unspool.train.running.loop import Trainer, TrainSettings
+from unspool.train.running.loop import Trainer, TrainSettings, on_device
 from unspool.train.running.parallel import Parallel, job_facts
 from unspool.train.running.runs import Run
 from unspool.train.tuning.dpo import Dpo, PairBatches
@@ -215,8 +214,6 @@ class _TuningJob:
         if self.parallel.is_first:
             self.run.update(**facts)
 
-    # -- data and objective ---------------------------------------------------------------------
-
     def _parts(self, device: str) -> tuple[Any, Any, int]:
         """Batches, objective, and number of data rows."""
         settings = self.settings
@@ -302,8 +299,6 @@ class _TuningJob:
             rank=self.parallel.rank, world=self.parallel.world_size,
         )  # fmt: skip
         return batches, len(questions)
-
-    # -- evaluation and checkpoints -------------------------------------------------------------
 
     def evaluate(self, model: Transformer) -> tuple[float, float | None]:
         """Mean loss on the held-out data."""

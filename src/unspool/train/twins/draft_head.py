@@ -86,10 +86,7 @@ def _tables(
     rotary: Rotary, length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     cosine, sine = rotary.tables(np.arange(length), length)
-    return (
-        torch.from_numpy(cosine).to(device, dtype),
-        torch.from_numpy(sine).to(device, dtype),
-    )
+    return (torch.from_numpy(cosine).to(device, dtype), torch.from_numpy(sine).to(device, dtype))
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -383,7 +380,6 @@ def answer_mask(batch: TrainingBatch) -> Tensor:
 
 # -- Files of a draft head, as `speculate="head:FOLDER"` reads them
 
-
 CONFIG, WEIGHTS = "config.json", "head.safetensors"
 _FORMAT = {"format": "unspool-draft-head", "version": 1}
 _NORMS = {
@@ -499,7 +495,6 @@ def _unpacked_shape(array: np.ndarray[Any, Any], type: str) -> tuple[int, int]:
 
 
 # -- Training of a draft head: model, data and objective
-
 
 _HEAD_RATE = 7e-3
 

@@ -88,9 +88,6 @@ def mask_uniformly(rows: int, length: int, rng: torch.Generator, most: float = 1
     return torch.rand(rows, length, generator=rng) < share
 
 
-# -- Forward passes of a frozen causal model and its twin over the same rows
-
-
 def document_starts(documents: Tensor) -> Tensor:
     """Start of each token's document, from document indices [rows, length]."""
     places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
@@ -236,9 +233,6 @@ class CleanNoisyPasses:
         return clean, noisy, full
 
 
-# -- Objective of a block-diffusion twin of a frozen causal model
-
-
 @dataclass(eq=False)
 class BlockTwinObjective:
     """Predict masked tokens of blocks of several sizes from the rest and the text before."""
@@ -297,9 +291,6 @@ def predicting_states(x: Tensor, hide: Tensor) -> Tensor:
     """The states that predict tokens 1, 2, ...: those before, in the copy that masks the token."""
     first, second = x.chunk(2)
     return torch.where(hide[:, 1:, None], first[:, :-1], second[:, :-1])
-
-
-# -- Objective of a bidirectional twin, for infilling and error detection
 
 
 _NOISE_LOGITS_PER_CHUNK = 1 << 25

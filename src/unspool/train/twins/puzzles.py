@@ -168,7 +168,6 @@ def _search_board(box: int, rng: random.Random) -> list[int]:
 
 # -- Countdown: reach a target number from others with the four arithmetic operations
 
-
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Characters = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -290,7 +289,6 @@ def _play(numbers: Integers, rng: np.random.Generator) -> tuple[Integers, Intege
 
 
 # -- Puzzles: generated prompts and answers, a verifier, and a character vocabulary
-
 
 END, MASK = "<end>", "<mask>"
 HELD_OUT = 1 << 20  # number of the first batch for evaluation

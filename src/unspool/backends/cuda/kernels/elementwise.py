@@ -118,9 +118,6 @@ def norm_all_heads(
     tl.store(at, x.to(qkv.dtype.element_ty), mask=inside)
 
 
-# -- Greedy token of a drafting head, picked on the device
-
-
 @triton.jit
 def greedy_token(logits, ids, temperature, token, logprob, N, NP: tl.constexpr):
     """Token with the largest logit (ties: the first), and its log-probability.

@@ -107,9 +107,6 @@ def gemv_kernel(
         rows = next_rows
 
 
-# -- GEMM with a fixed order of summation: bit-identical results for any batch size
-
-
 @triton.jit
 def _partial_sum(
     x, w, rows, batch_rows, first, last, M, N, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -173,9 +170,6 @@ def exact_gemm_kernel(
         out_offsets = batch_rows.to(tl.int64)[None, :] * N + rows[:, None]
         is_valid = (batch_rows < M)[None, :] & (rows < N)[:, None]
         tl.store(out + out_offsets, total.to(out.dtype.element_ty), mask=is_valid)
-
-
-# -- LoRA with one adapter per row: out += up · (down · x), in two launches
 
 
 @triton.jit

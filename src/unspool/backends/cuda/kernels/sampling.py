@@ -22,7 +22,6 @@ import triton.language as tl
 
 # -- Orderable floats, exponentials, and the random number of a draw
 
-
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_LOW = tl.constexpr(1.925963033500862e-08)  # LOG2E - float32(LOG2E)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -180,7 +179,6 @@ def load_logits(source, ids, PENALTIES: tl.constexpr):
 
 
 # -- The ranking of a row's candidates (highest logit first, ties by lower id): sums along it
-
 
 COUNTS = tl.constexpr(0)
 WEIGHTS = tl.constexpr(1)
@@ -571,7 +569,6 @@ def summarize(
 
 
 # -- Second and third pass, for sampled rows: truncation, and the sampled token
-
 
 BIN_RANGES = tl.constexpr(8)  # three ranges of bins, and the number of gathered candidates
 GATHERED = tl.constexpr(6)

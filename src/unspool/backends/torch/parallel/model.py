@@ -329,7 +329,7 @@ class RankZeroBackend(PartBackend):
 
 
 class SplitModel:
-    """`Loaded` for a model with tensor parallelism, on rank 0."""
+    """`LoadedModel` for a model with tensor parallelism, on rank 0."""
 
     def __init__(self, part: SplitTransformer, number: int, *, own_ranks: bool) -> None:
         self._transformer, self._number, self._part = part, number, ModelPart(part)

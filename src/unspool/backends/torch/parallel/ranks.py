@@ -40,7 +40,6 @@ from unspool.model.files.sharding import TensorParallelRank
 
 # -- Messages from rank 0 to the others, as bytes: a line of JSON, then arrays
 
-
 Arrays = dict[str, npt.NDArray[Any]]
 
 _HEADER_BYTES = 4  # length of the JSON line
@@ -128,9 +127,7 @@ def parse_adapter(message: RankMessage) -> Adapter | None:
     )
 
 
-# -- Communication between ranks: bytes from rank 0 to all, and tensor collectives on their
-# devices
-
+# -- Communication between ranks: bytes from rank 0, and tensor collectives
 
 dist: Any = torch.distributed  # Any: its type stubs are incomplete
 Store = Any
@@ -176,8 +173,6 @@ class RankGroups:
         prefixed = dist.PrefixStore("compute", store)
         self._compute = dist.ProcessGroupNCCL(prefixed, share.rank, share.ranks, options)
 
-    # -- bytes -------------------------------------------------------------------------------
-
     def send(self, content: bytes) -> None:
         """Send bytes from rank 0 to all others: one broadcast, or two if they are long."""
         frame = len(content).to_bytes(_LENGTH_BYTES, "little") + content
@@ -210,8 +205,6 @@ class RankGroups:
         self._control.allreduce([tensor], options).wait()
         return [int(number) for number in tensor]
 
-    # -- tensors, on the devices ---------------------------------------------------------------
-
     def sum(self, x: Tensor) -> Tensor:
         """Sum over all ranks, bit-identical on each of them."""
         x = x.contiguous()
@@ -235,7 +228,6 @@ class RankGroups:
 
 
 # -- Processes of the other ranks on this machine; they end with the process that started them
-
 
 Process = subprocess.Popen[bytes]
 
@@ -321,8 +313,6 @@ class Ranks:
         nccl = self.device.type == "cuda" and distinct
         self.groups = RankGroups(store, share, self.device, nccl=nccl, address=address)
 
-    # -- start ---------------------------------------------------------------------------------
-
     @classmethod
     def spawn(cls, count: int, device: Device) -> Ranks:
         """Start count - 1 processes on this machine; this one becomes rank 0."""
@@ -381,8 +371,6 @@ class Ranks:
         begin = json.loads(store.get(_BEGIN))
         return cls(store, share, begin["device"]) if begin else None
 
-    # -- messages ------------------------------------------------------------------------------
-
     def new_model(self) -> int:
         """Number for another model on these ranks."""
         self._models += 1
@@ -406,8 +394,6 @@ class Ranks:
     def receive(self) -> RankMessage:
         """Wait for the next message of rank 0."""
         return RankMessage.decode(self.groups.receive())
-
-    # -- failure and end -------------------------------------------------------------------------
 
     def report(self, error: BaseException) -> None:
         """Store this rank's error for rank 0."""

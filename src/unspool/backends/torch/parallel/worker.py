@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from unspool.backends.torch.parallel.ranks import RankMessage, Ranks
 
 
-# -- Processes started by torchrun, detected without importing torch
-
-
 def world_size() -> int | None:
     """World size of torchrun; None if this process is not one of several."""
     count = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
