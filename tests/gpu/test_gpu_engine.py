@@ -244,7 +244,7 @@ def test_memory_that_is_not_there_is_no_traceback(tmp_path: Path, device: str):
     torch.cuda.set_per_process_memory_fraction(0.05)  # others may be on this GPU, too
     try:
         with (
-            pytest.warns(UnspoolWarning, match="no room"),
+            pytest.warns(UnspoolWarning, match="has no memory"),
             language_model(cuda_model(checkpoint, device=device), memory=1 << 38) as lm,
         ):
             assert np.isfinite(lm.generate(PROMPT, max_tokens=2, end=False).steps[0].logprob)

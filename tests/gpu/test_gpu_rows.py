@@ -60,11 +60,11 @@ def test_exact_to_the_last_bit(exact: LanguageModel):
 def test_exact_in_whatever_chunks_a_prompt_is_read(exact: LanguageModel):
     """What was read before is used again, so that only the rest of the prompt is a chunk."""
     ids = np.random.default_rng(1).integers(0, SHAPE.vocab_size, 700).tolist()
-    with exact.opened(ids) as branch_:
+    with exact.open_branch(ids) as branch_:
         expected = host(exact.engine.extend(branch_))
     exact.engine.call(exact.engine.tree.index.clear)
     for cut in (1, 77, 350, 699):
-        with exact.opened(ids[:cut]) as branch:
+        with exact.open_branch(ids[:cut]) as branch:
             exact.engine.extend(branch)
             result = host(exact.engine.extend(branch, ids[cut:]))
         exact.engine.call(exact.engine.tree.index.clear)

@@ -58,7 +58,13 @@ def backend(model: LoadedModel, context: int = 128, pages: int = PAGES) -> Backe
 def language_model(
     model: LoadedModel, tokenizer: Any = None, memory: int = 64 << 20
 ) -> LanguageModel:
-    return LanguageModel(model, tokenizer, memory=memory, make_drafter=make_drafter_for)
+    return LanguageModel(
+        model,
+        tokenizer,
+        memory=memory,
+        context=model.config.context,
+        make_drafter=make_drafter_for,
+    )
 
 
 def distance(a: Any, b: Any) -> float:
