@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.fixture(autouse=True)
@@ -44,14 +44,14 @@ def blocks_of(text: str, kind: str = "python") -> list[str]:
 
 
 def run(blocks: list[str], names: dict[str, Any] | None = None) -> None:
-    """Run blocks of code, each with names of its own unless `names` is shared."""
+    """Run blocks of code, each with separate names unless `names` is shared."""
     for block in blocks:
         exec(compile(block, "docs", "exec"), {} if names is None else names)
 
 
 @pytest.mark.real
 def test_python_guide(lm: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(type(lm), "close", lambda self: None)  # others go on with it
+    monkeypatch.setattr(type(lm), "close", lambda self: None)  # other tests use it later
     blocks = blocks_of((ROOT / "docs/python.md").read_text())
     assert len(blocks) >= 5
     run(blocks)
@@ -124,12 +124,12 @@ def test_the_table_of_policies_is_whole():
 
     rows = re.findall(r"^\| `([a-z-]+)` \|(.*)$", section("thinking.md", "Policies"), re.MULTILINE)
     assert [name for name, _ in rows] == list(POLICIES)
-    for name, told in rows:
+    for name, report in rows:
         for option, usual in policy_options(name).items():
-            shown = re.search(rf"`{option}(?:=([^`]+))?`", told)
-            assert shown, f"{name}: {option}"
-            if isinstance(usual, int) and shown[1]:
-                assert shown[1] == str(usual), f"{name}: {option}"
+            displayed = re.search(rf"`{option}(?:=([^`]+))?`", report)
+            assert displayed, f"{name}: {option}"
+            if isinstance(usual, int) and displayed[1]:
+                assert displayed[1] == str(usual), f"{name}: {option}"
 
 
 @pytest.mark.real
@@ -167,8 +167,8 @@ def test_readme_python(lm: Any, capsys: pytest.CaptureFixture[str]):
     assert blocks
     # Those that ask a server are run in the tests of the server's guide.
     run([block for block in blocks if "http://" not in block])
-    wanted = lm.generate("The capital of Germany is", max_tokens=8, temperature=0).text
-    assert wanted in capsys.readouterr().out
+    expected = lm.generate("The capital of Germany is", max_tokens=8, temperature=0).text
+    assert expected in capsys.readouterr().out
 
 
 def test_readme_commands_exist():
@@ -178,13 +178,13 @@ def test_readme_commands_exist():
     from unspool.cli.main import app_with, with_command
 
     root: Any = typer.main.get_command(app_with())
-    shown = re.findall(r"`(unspool [^`]+)`", (ROOT / "README.md").read_text())
-    assert len(shown) > 6
-    for line in shown:
+    displayed = re.findall(r"`(unspool [^`]+)`", (ROOT / "README.md").read_text())
+    assert len(displayed) > 6
+    for line in displayed:
         words = with_command(shlex.split(line.replace("COMMAND", "run"))[1:], piped=False)
         command = root.commands[words[0]]
-        known = {name for option in command.params for name in (*option.opts, "--help")}
-        assert all(word in known for word in words if word.startswith("--")), line
+        known_names = {name for option in command.params for name in (*option.opts, "--help")}
+        assert all(word in known_names for word in words if word.startswith("--")), line
 
 
 def test_replicas_are_started_as_shown():
@@ -195,14 +195,14 @@ def test_replicas_are_started_as_shown():
     from unspool.scale.replicas.config import GatewayConfig, ReplicasConfig
 
     serve: Any = typer.main.get_command(app_with()).commands["serve"]  # type: ignore[attr-defined]
-    known = {name for option in serve.params for name in option.opts}
+    known_names = {name for option in serve.params for name in option.opts}
     text = section("scale.md", "Replicas")
     (block,) = blocks_of(text, "sh")
-    shown = re.findall(r"(?<=\s)--[a-z-]+", block) + re.findall(r"`(--[a-z-]+)`", text)
-    assert len(shown) > 8 and set(shown) <= known
-    told = set(re.findall(r"`([a-z_]+)`", text))
+    displayed = re.findall(r"(?<=\s)--[a-z-]+", block) + re.findall(r"`(--[a-z-]+)`", text)
+    assert len(displayed) > 8 and set(displayed) <= known_names
+    report = set(re.findall(r"`([a-z_]+)`", text))
     fields = {*ReplicasConfig.__dataclass_fields__, *GatewayConfig.__dataclass_fields__}
-    assert fields - {"log"} <= told
+    assert fields - {"log"} <= report
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

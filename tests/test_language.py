@@ -259,7 +259,7 @@ def violations(path: Path) -> Iterator[tuple[str, int, str]]:
 def test_names_and_texts_are_plain():
     problems = [
         f"{path.relative_to(ROOT)}:{line}: {kind} {text!r}"
-        for folder in ("src/unspool", "bench")
+        for folder in FOLDERS
         for path in source_files(folder)
         for kind, line, text in violations(path)
     ]

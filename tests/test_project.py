@@ -21,8 +21,10 @@ def test_importing_unspool_is_light():
     code = (
         "import unspool, sys; print(*[m for m in ('torch', 'numpy', 'rich') if m in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == []
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == []
 
 
 def test_help_does_not_load_torch():

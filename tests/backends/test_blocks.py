@@ -74,17 +74,17 @@ def test_a_provisional_block_is_written_replaced_and_committed():
     branch = engine.open([1, 2, 3])
     engine.extend(branch)
     engine.call(lambda: tree.append(branch, [9] * 6, provisional=True))
-    whole = [1, 2, 3, 9, 9, 9, 9, 9, 9]
+    full = [1, 2, 3, 9, 9, 9, 9, 9, 9]
     for _ in range(2):
         logits = engine.extend(branch, num_logits=6)
-        assert all(np.array_equal(row, after(whole, 40)) for row in logits), "all see the block"
-        assert engine.call(lambda: tree.open([*whole, 1]).num_reused) <= 3, "nobody finds it"
+        assert all(np.array_equal(row, after(full, 40)) for row in logits), "all see the block"
+        assert engine.call(lambda: tree.open([*full, 1]).num_reused) <= 3, "nobody finds it"
         engine.call(lambda: tree.replace(branch, 4, [7, 8]))
-        whole[4:6] = [7, 8]
+        full[4:6] = [7, 8]
     engine.extend(branch)
     engine.call(lambda: tree.commit(branch))
-    assert np.array_equal(engine.extend(branch, [5])[0], after([*whole, 5], 40))
-    assert engine.call(lambda: tree.open([*whole, 1]).num_reused) >= 8, "now it is found"
+    assert np.array_equal(engine.extend(branch, [5])[0], after([*full, 5], 40))
+    assert engine.call(lambda: tree.open([*full, 1]).num_reused) >= 8, "now it is found"
     with pytest.raises(ValueError, match="provisional"):
         engine.call(lambda: tree.replace(branch, 4, [1]))
 
@@ -156,19 +156,19 @@ def test_sequences_started_before_and_after_a_hook(tmp_path: Path):
     cached for others."""
     with load("llama", tmp_path) as lm:
         engine = lm.engine
-        begun = engine.open(TOKENS)
-        engine.extend(begun)
-        stored_values = engine.fork(begun)
+        started = engine.open(TOKENS)
+        engine.extend(started)
+        stored_values = engine.fork(started)
         hook = torch.nn.modules.module.register_module_forward_hook(
             lambda module, _, output: output + 1 if module is lm.transformer.layers[0] else None
         )
-        engine.extend(begun, list(range(40, 60)))  # over the border of a page
-        other = engine.fork(begun)
+        engine.extend(started, list(range(40, 60)))  # over the border of a page
+        other = engine.fork(started)
         hook.remove()
-        engine.extend(begun, [3, 4])
+        engine.extend(started, [3, 4])
         engine.extend(other, [5, 6])
         plain = np.array(engine.extend(stored_values, list(range(40, 60))))
-        for branch in (begun, other):
+        for branch in (started, other):
             engine.release(branch)
         again, reused = read(lm, [*TOKENS, *range(40, 60)])
         assert reused == len(TOKENS) + 19 and np.allclose(again, plain, atol=1e-4)

@@ -29,24 +29,24 @@ pytestmark = pytest.mark.skipif(
 LENGTH = 90
 
 
-def same(ours: Floats, expected: Floats) -> None:
-    assert ours.shape == expected.shape
-    differs = (ours.view(np.uint32) != expected.view(np.uint32)).any(axis=-1)
+def assert_close(actual: Floats, expected: Floats) -> None:
+    assert actual.shape == expected.shape
+    differs = (actual.view(np.uint32) != expected.view(np.uint32)).any(axis=-1)
     assert not differs.any(), f"tokens {np.flatnonzero(differs)[:10]} of {len(differs)} differ"
 
 
 @pytest.fixture(scope="module", params=SHAPES)
 def case(request: pytest.FixtureRequest) -> tuple[str, Shelf, list[int], Floats]:
     shelf, tokens = Shelf(native(request.param)), some_tokens(LENGTH)
-    expected = shelf.whole(tokens, LENGTH)
+    expected = shelf.read_all(tokens, LENGTH)
     assert np.isfinite(expected).all() and expected.std() > 0.2
     return request.param, shelf, tokens, expected
 
 
 def test_native_is_torch(case):
     name, shelf, tokens, expected = case
-    theirs = Shelf(plain(name)).whole(tokens, 37)
-    assert np.abs(expected - theirs).max() < 2e-3
+    reference = Shelf(plain(name)).read_all(tokens, 37)
+    assert np.abs(expected - reference).max() < 2e-3
     taps = ObserveRequest(residuals=np.arange(20), attention=np.array([3, 17]), parts=np.arange(20))
     observed = []
     for shelf in (Shelf(native(name)), Shelf(plain(name))):
@@ -55,31 +55,31 @@ def test_native_is_torch(case):
         _, inside = shelf.read([(text, 20)], look=taps)
         assert inside is not None
         observed.append(inside)
-    ours, their = observed
-    for a, b in zip(ours.attention, their.attention, strict=True):
+    actual, their = observed
+    for a, b in zip(actual.attention, their.attention, strict=True):
         assert np.abs(a - b).max() < 1e-3
         has_attention = np.array(SHAPES[name]["mixers"]) == "attention"
         assert np.abs(a.sum(-1) - has_attention[:, None]).max() < 1e-3, "a recurrent layer has none"
-    for a, b in zip(ours.recurrent, their.recurrent, strict=True):
+    for a, b in zip(actual.recurrent, their.recurrent, strict=True):
         assert np.array_equal(np.isnan(a), np.isnan(b)) and not np.isnan(a).all()
         assert np.nanmax(np.abs(a - b)) < 1e-3
         stateless = np.isin(SHAPES[name]["mixers"], ("attention", "none"))
         assert (np.isnan(a).all((1, 2)) == stateless).all()
-    assert np.abs(ours.parts - their.parts).max() < 1e-3
+    assert np.abs(actual.parts - their.parts).max() < 1e-3
 
 
 def test_in_chunks_and_token_by_token(case):
     _, shelf, tokens, expected = case
-    same(shelf.whole(tokens, 1), expected)
-    same(shelf.whole(tokens, 37), expected)
+    assert_close(shelf.read_all(tokens, 1), expected)
+    assert_close(shelf.read_all(tokens, 37), expected)
     text = shelf.text(tokens)
     result = [shelf.read([(text, count)], in_place=True)[0][0] for count in (3, 1, 1, 60, 2, 23)]
-    same(np.concatenate(result), expected)
+    assert_close(np.concatenate(result), expected)
 
 
 def test_on_one_thread(case):
     name, _, tokens, expected = case
-    same(Shelf(native(name, threads=1)).whole(tokens, 50), expected)
+    assert_close(Shelf(native(name, threads=1)).read_all(tokens, 50), expected)
 
 
 def test_among_others(case):
@@ -88,16 +88,16 @@ def test_among_others(case):
     texts = [shelf.text(some_tokens(int(n), seed=n)) for n in chance.integers(2, 40, 10)]
     texts.append(shelf.text(tokens))
     result: dict[int, list[Floats]] = {number: [] for number in range(len(texts))}
-    while left := [n for n, text in enumerate(texts) if text.read < len(text.tokens)]:
-        chosen = chance.permutation(left)[: int(chance.integers(1, 9))].tolist()
+    while unread := [n for n, text in enumerate(texts) if text.read < len(text.tokens)]:
+        chosen = chance.permutation(unread)[: int(chance.integers(1, 9))].tolist()
         parts = [
             (texts[n], min(int(chance.choice([1, 1, 9])), len(texts[n].tokens) - texts[n].read))
             for n in chosen
         ]
         for number, logits in zip(chosen, shelf.read(parts)[0], strict=True):
             result[number].append(logits)
-    same(np.concatenate(result[10]), expected)
-    same(np.concatenate(result[4]), shelf.whole(texts[4].tokens, 40))
+    assert_close(np.concatenate(result[10]), expected)
+    assert_close(np.concatenate(result[4]), shelf.read_all(texts[4].tokens, 40))
 
 
 def test_forks_share_a_state_and_captures_save_intermediate_ones(case):
@@ -112,7 +112,7 @@ def test_forks_share_a_state_and_captures_save_intermediate_ones(case):
         forks.append(fork)
     result = shelf.read([(fork, len(tokens) - fork.read) for fork in forks])[0]
     for fork, logits in zip((10, 42, 50, 50), result, strict=True):
-        same(logits, expected[fork:])
+        assert_close(logits, expected[fork:])
 
 
 @pytest.mark.parametrize("make", [native, plain])
@@ -139,8 +139,8 @@ def test_states_that_do_not_exist_are_rejected(make):
 
 def test_torch_handles_states_like_native():
     shelf, tokens = Shelf(plain("delta")), some_tokens(LENGTH)
-    expected = shelf.whole(tokens, LENGTH)
-    assert np.abs(shelf.whole(tokens, 7) - expected).max() < 1e-4
+    expected = shelf.read_all(tokens, LENGTH)
+    assert np.abs(shelf.read_all(tokens, 7) - expected).max() < 1e-4
     first, slot = shelf.text(tokens), shelf.slots.pop()
     shelf.read([(first, 50)], captures=[(19, slot)])
     fork = shelf.text(tokens)
@@ -160,12 +160,12 @@ def test_the_torch_recurrence_is_bit_identical_in_any_chunks(name: str):
     mixer = next(layer.mixer for layer in model.layers if layer.mixer is not None)
     x = torch.randn(3, 40, model.config.width, generator=torch.Generator().manual_seed(0))
     parts = mixer.project(x)
-    whole, state = mixer.recur(parts, mixer.zero_state(3, x.device))
+    full, state = mixer.recur(parts, mixer.zero_state(3, x.device))
     now, result = mixer.zero_state(1, x.device), []
     for start, end in ((0, 1), (1, 2), (2, 19), (19, 40)):
         piece, now = mixer.recur(tuple(part[1:2, start:end] for part in parts), now)
         result.append(piece)
-    assert torch.equal(torch.cat(result, 1), whole[1:2]) and torch.equal(now, state[1:2])
+    assert torch.equal(torch.cat(result, 1), full[1:2]) and torch.equal(now, state[1:2])
 
 
 def test_limits_of_the_kernels():
@@ -213,17 +213,17 @@ class OnModel(StatesMachine):
         created.launch = counted
         self.error = 1e-4 if backend == "torch" else 0.0  # its products vary with what is beside
         self.single_process = Engine(self.fresh)
-        self.known: dict[tuple[int, ...], Any] = {}
+        self.states_by_tokens: dict[tuple[int, ...], Any] = {}
         return created
 
     def expected(self, tokens: list[int]) -> Any:
         key = tuple(tokens)
-        if key not in self.known:
+        if key not in self.states_by_tokens:
             self.single_process.call(self.single_process.tree.index.clear)
             branch = self.single_process.open(tokens)
-            self.known[key] = np.asarray(self.single_process.extend(branch))[-1].copy()
+            self.states_by_tokens[key] = np.asarray(self.single_process.extend(branch))[-1].copy()
             branch.release()
-        return self.known[key]
+        return self.states_by_tokens[key]
 
     def teardown(self) -> None:
         super().teardown()
@@ -277,9 +277,9 @@ def test_little_memory_gives_the_same_results():
 def test_a_single_sequence_rewinds_to_any_position():
     text, fresh = SingleSequence(model(), 200), [3, 4, 5, 6] * 10
     text.append(fresh)
-    for length, more in ((40, 5), (39, 1), (44, 2), (7, 30), (30, 1), (20, 3), (0, 4)):
+    for length, extra in ((40, 5), (39, 1), (44, 2), (7, 30), (30, 1), (20, 3), (0, 4)):
         text.rewind(min(length, len(text)))
-        fresh = [*fresh[: len(text)], *range(9, 9 + more)]
+        fresh = [*fresh[: len(text)], *range(9, 9 + extra)]
         for token in fresh[len(text) :]:
             logits = np.array(text.append([token]))
         assert len(text) == len(fresh)

@@ -84,7 +84,7 @@ def test_tokens_are_counted_from_events_without_usage() -> None:
         (stream("error"), 'an error within the stream: {"message": "out of memory"}'),
         (stream().replace(b'{"choices": []', b'["choices": []'), "an error within the stream: not"),
         (
-            fake_server.whole("503 Busy", {"error": "busy"}),
+            fake_server.complete_reply("503 Busy", {"error": "busy"}),
             'status 503: {"error": "busy"}',
         ),
         (b"SSH-2.0\r\n\r\n", "status 999"),

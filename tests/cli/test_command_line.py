@@ -291,10 +291,10 @@ def test_every_environment_variable_is_documented(
     bare_unspool: Any, monkeypatch: pytest.MonkeyPatch
 ):
     section = DOCUMENT.read_text(encoding="utf-8").split("## Environment variables")[1]
-    ours, others = section.split("What the libraries below read")
+    own_section, others = section.split("What the libraries below read")
     documented = {
         name
-        for row in re.findall(r"^\| (`.*?) \|", ours, re.MULTILINE)
+        for row in re.findall(r"^\| (`.*?) \|", own_section, re.MULTILINE)
         for name in re.findall(r"`(\w+)`", row)
     }
     assert environment_variables() == documented

@@ -51,9 +51,9 @@ def test_another_way_leaves_the_old_one_as_a_branch(explorer: Explorer):
 
 def screen_of(explorer: Explorer, prompt: str, width: int, height: int) -> str:
     console = Console(width=width, height=height, file=None, force_terminal=False)
-    with console.capture() as shown:
+    with console.capture() as displayed:
         console.print(draw_screen(explorer, prompt, width, height))
-    return shown.get()
+    return displayed.get()
 
 
 def test_the_screen(explorer: Explorer):

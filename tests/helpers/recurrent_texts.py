@@ -128,7 +128,7 @@ class Shelf:
             text.read, text.slot = text.read + count, slot
         return np.split(host(ran.logits).copy(), batch.row_starts[1:-1]), ran.observations
 
-    def whole(self, tokens: Sequence[int], chunk: int) -> Floats:
+    def read_all(self, tokens: Sequence[int], chunk: int) -> Floats:
         """All logits of a text that is read in chunks, alone."""
         text, rows = self.text(tokens), []
         while text.read < len(text.tokens):

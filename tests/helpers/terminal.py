@@ -23,16 +23,16 @@ class Terminal:
     """`unspool ...` with a pseudo-terminal as its input, output and errors."""
 
     def __init__(self, *arguments: str, rows: int = 24, columns: int = 80, **env: str) -> None:
-        ours, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        controller, terminal = pty.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         # In its own session with this controlling terminal: only then is ^C a signal.
         self.process = subprocess.Popen(
             [sys.executable, "-c", _START, *arguments],
-            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+            stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True,
             env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "", "LINES": "", **env},
         )  # fmt: skip
-        os.close(theirs)
-        self._ours = ours
+        os.close(terminal)
+        self._controller = controller
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.raw = ""
 
@@ -47,7 +47,7 @@ class Terminal:
     ) -> None:
         self.process.kill()
         self.process.wait(30)
-        os.close(self._ours)
+        os.close(self._controller)
 
     @property
     def display_text(self) -> str:
@@ -55,7 +55,7 @@ class Terminal:
         return _CONTROL.sub("", self.raw)
 
     def type(self, keys: str) -> None:
-        os.write(self._ours, keys.encode())
+        os.write(self._controller, keys.encode())
 
     def wait_for(self, words: str, seconds: float = 60.0) -> str:
         """Read until the output contains `words`; returns all output."""
@@ -84,10 +84,10 @@ class Terminal:
 
     def _read(self, seconds: float) -> bool:
         """Read available output; False at the end of file."""
-        if not select.select([self._ours], [], [], seconds)[0]:
+        if not select.select([self._controller], [], [], seconds)[0]:
             return True
         try:
-            data = os.read(self._ours, 65536)
+            data = os.read(self._controller, 65536)
         except OSError:  # Linux: the other side is closed
             return False
         self.raw += self._decoder.decode(data)

@@ -82,11 +82,11 @@ class Marked(Letters):
         self.words = {word: 0x120000 + i for i, word in enumerate(words)}
 
     @property
-    def _known(self) -> dict[str, int]:
+    def _token_ids(self) -> dict[str, int]:
         return {**self.special_tokens, **self.words}
 
     def encode(self, text: str, *, specials: bool = False, bos: bool = False) -> list[int]:
-        vocabulary = self._known if specials else self.words
+        vocabulary = self._token_ids if specials else self.words
         pattern = "|".join(map(re.escape, sorted(vocabulary, key=len, reverse=True))) or "(?!)"
         ids: list[int] = []
         for part in re.split(f"({pattern})", text):
@@ -94,7 +94,7 @@ class Marked(Letters):
         return ids
 
     def token_text(self, token: int) -> str:
-        text_by_id = {number: text for text, number in self._known.items()}
+        text_by_id = {number: text for text, number in self._token_ids.items()}
         return text_by_id[token] if token in text_by_id else chr(token)
 
     def token_bytes(self, token: int) -> bytes:

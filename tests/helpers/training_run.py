@@ -92,8 +92,8 @@ def _tokenizer() -> Tokenizer:
     """One token a byte."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     ids = {token: number for number, token in enumerate([*_SPECIAL, *letters])}
-    found = Tokenizer(models.BPE(ids, []))
-    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.decoder = decoders.ByteLevel()
-    found.add_special_tokens([AddedToken(each, special=True) for each in _SPECIAL])
-    return found
+    result = Tokenizer(models.BPE(ids, []))
+    result.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    result.decoder = decoders.ByteLevel()
+    result.add_special_tokens([AddedToken(item, special=True) for item in _SPECIAL])
+    return result

@@ -42,7 +42,7 @@ def log_probabilities(model: Any, prompts: list[list[int]]) -> np.ndarray[Any, A
     return torch.stack(rows).log_softmax(-1).numpy()
 
 
-def ours(path: Path, prompts: list[list[int]]) -> np.ndarray[Any, Any]:
+def our_logits(path: Path, prompts: list[list[int]]) -> np.ndarray[Any, Any]:
     with unspool.load(path, backend="torch", memory=8 << 20) as lm:
         rows = []
         for prompt in prompts:
@@ -59,7 +59,7 @@ def test_llama_cpp_gives_the_logits_of_transformers(name: str, tmp_path: Path):
     expected = log_probabilities(model, PROMPTS)
     result = np.array(llama_cpp.ask(path, prompts=PROMPTS)["logprobs"])
     assert np.abs(result - expected).max() < 1e-3
-    assert np.abs(ours(path, PROMPTS) - expected).max() < 1e-3
+    assert np.abs(our_logits(path, PROMPTS) - expected).max() < 1e-3
     if name in EXPORTED_RECURRENT:  # what came out of a GGUF file goes into one again as it was
         again = export_gguf(path, tmp_path / "again.gguf", type="F32")
         first, other = GGUFFile(path), GGUFFile(again)
@@ -90,7 +90,7 @@ def test_packed_numbers(folder: Path, tmp_path: Path, kind: str):
     heads = set() if kind == "F16" else {"Q8_0"}
     assert kinds == {"F32", kind} | heads
     message = np.array(llama_cpp.ask(path, prompts=PROMPTS)["logprobs"])
-    local, exact = ours(path, PROMPTS), ours(folder, PROMPTS)
+    local, exact = our_logits(path, PROMPTS), our_logits(folder, PROMPTS)
     # llama.cpp rounds what goes into a product of packed numbers to 8 bits too; we do not here.
     assert np.abs(message - local).mean() < 0.05
     assert np.abs(local - exact).mean() < {"F16": 0.01, "Q8_0": 0.05}.get(kind, 1.0)
@@ -173,7 +173,7 @@ def test_known_vocabularies_as_llama_cpp_wrote_them(family: str, file: str, name
 def test_a_folder_for_transformers(folder: Path, tmp_path: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    expected = ours(folder, PROMPTS)
+    expected = our_logits(folder, PROMPTS)
     target = export_folder(folder, tmp_path / "exported")
     model = AutoModelForCausalLM.from_pretrained(target)
     assert np.abs(log_probabilities(model, PROMPTS) - expected).max() < 1e-4
@@ -202,7 +202,7 @@ def test_a_folder_for_mlx(folder: Path, tmp_path: Path, kind: str, bits: int, ne
     result = item.reshape(*scales.shape, 32) * scales[..., None] + minima[..., None]
     off = np.abs(result.reshape(expected.shape) - expected).reshape(*scales.shape, 32).max(-1)
     assert (off <= 0.55 * scales + 1e-3 * np.abs(minima) + 1e-6).all()
-    assert np.abs(ours(target, PROMPTS) - ours(folder, PROMPTS)).max() < near
+    assert np.abs(our_logits(target, PROMPTS) - our_logits(folder, PROMPTS)).max() < near
     read = dict(open_checkpoint(target).weights())["layers.0.feed.up.weight"].float32()
     np.testing.assert_allclose(read, result.reshape(expected.shape), atol=1e-6)
 
@@ -227,7 +227,9 @@ def test_a_run_is_exported_by_its_newest_checkpoint(folder: Path, tmp_path: Path
     export_folder(folder, checkpoint)
     (checkpoint / "training.json").write_text(json.dumps({"step": 10, "tokens": 100}))
     export_gguf(run.folder, tmp_path / "a.gguf", type="F32")
-    assert np.abs(ours(tmp_path / "a.gguf", PROMPTS) - ours(folder, PROMPTS)).max() < 1e-5
+    assert (
+        np.abs(our_logits(tmp_path / "a.gguf", PROMPTS) - our_logits(folder, PROMPTS)).max() < 1e-5
+    )
 
 
 def test_what_is_there_stays_until_the_new_one_is_whole(
@@ -302,7 +304,7 @@ def test_packed_numbers_of_recurrent_layers_are_run_by_llama_cpp(tmp_path: Path)
         # llama.cpp rounds what goes into a product of packed numbers to 8 bits too, and the norm
         # behind the state of a random model makes much of that.
         message = np.array(llama_cpp.ask(path, prompts=PROMPTS)["logprobs"])
-        assert np.corrcoef(message.ravel(), ours(path, PROMPTS).ravel())[0, 1] > alike
+        assert np.corrcoef(message.ravel(), our_logits(path, PROMPTS).ravel())[0, 1] > alike
 
 
 @pytest.mark.parametrize(

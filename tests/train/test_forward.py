@@ -90,15 +90,15 @@ def test_loss_in_pieces_is_the_loss(at_once: int, monkeypatch: pytest.MonkeyPatc
     targets, weights = random_ids(3, 50), torch.rand(3, 50, generator=rng())
     logits = model.logits(x).flatten(0, 1)
     item = functional.cross_entropy(logits, targets.flatten(), reduction="none")
-    wanted = (item * weights.flatten()).sum() * 0.5
-    expected = torch.autograd.grad(wanted, [x, *model.head.parameters(), model.norm.weight])
+    target = (item * weights.flatten()).sum() * 0.5
+    expected = torch.autograd.grad(target, [x, *model.head.parameters(), model.norm.weight])
     summed = summed_loss(model, x, targets, weights) * 0.5
     result = torch.autograd.grad(summed, [x, *model.head.parameters(), model.norm.weight])
-    assert torch.allclose(summed, wanted, rtol=1e-5)
+    assert torch.allclose(summed, target, rtol=1e-5)
     for actual, reference in zip(result, expected, strict=True):
         assert torch.allclose(actual, reference, atol=1e-5, rtol=1e-4)
     with torch.no_grad():
-        assert torch.allclose(summed_loss(model, x, targets, weights), wanted * 2, rtol=1e-5)
+        assert torch.allclose(summed_loss(model, x, targets, weights), target * 2, rtol=1e-5)
     by_token = token_losses(model, x, targets)
     assert torch.allclose(by_token.flatten(), item, atol=1e-5)
     result = torch.autograd.grad((by_token * weights).sum() * 0.5, [x, model.norm.weight])
@@ -239,7 +239,8 @@ def test_no_document_knows_of_another(name: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["conv", *(pytest.param(more, marks=pytest.mark.slow) for more in ("delta", "mamba2"))]
+    "name",
+    ["conv", *(pytest.param(extra, marks=pytest.mark.slow) for extra in ("delta", "mamba2"))],
 )
 def test_it_learns_to_repeat_what_lies_further_back(name: str, tmp_path):
     """Period 3 is out of sight of a token itself: the convolution or the state must carry it."""
@@ -278,8 +279,8 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Ten
 def assert_alike(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Relative error of each tensor at most 0.001."""
     assert result.keys() == expected.keys()
-    for name, one in result.items():
-        apart = (one.reshape(-1) - expected[name].reshape(-1)).norm()
+    for name, first_item in result.items():
+        apart = (first_item.reshape(-1) - expected[name].reshape(-1)).norm()
         assert apart <= 1e-3 * expected[name].norm() + 1e-6, name
 
 
@@ -300,12 +301,12 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path):
     model = load_transformer(open_checkpoint(tmp_path)).requires_grad_(True)
     tokens = torch.randint(3, 259, (2, 70), generator=torch.Generator().manual_seed(1))
     loss = next_token(model, TrainingBatch(tokens, None, None), torch.Generator()).mean
-    wanted = reference(tokens, labels=tokens).loss
-    assert torch.allclose(loss, wanted, rtol=1e-4)
+    target = reference(tokens, labels=tokens).loss
+    assert torch.allclose(loss, target, rtol=1e-4)
     # A gradient has the layout of its weight, so the rules for weights name it as they do.
     named = write_weights(model.config, rules_for_hf(model.config), gradients(model, loss))
     result = {key.replace("{p}", "model."): value for key, value in named.items()}
-    expected = gradients(reference, wanted)
+    expected = gradients(reference, target)
     for item in (result, expected):  # files call what is in experts otherwise than the module does
         for key in [key for key in item if ".experts." in key]:
             del item[key]

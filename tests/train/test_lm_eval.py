@@ -39,12 +39,12 @@ def pair(folder: Path, lm: Any) -> tuple[Any, Any]:
     return UnspoolLM(lm, progress=False), reference
 
 
-def asked(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
+def make_requests(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
     return [Instance(kind, {}, first, number) for number, first in enumerate(arguments)]
 
 
 def test_loglikelihood(pair: tuple[Any, Any]):
-    requests = asked(
+    requests = make_requests(
         "loglikelihood",
         *((QUESTION, answer) for answer in ANSWERS),
         ("", "The union"),
@@ -59,14 +59,14 @@ def test_loglikelihood(pair: tuple[Any, Any]):
 
 
 def test_loglikelihood_rolling(pair: tuple[Any, Any]):
-    requests = asked("loglikelihood_rolling", ("The union is free.",), (QUESTION * 6,))
+    requests = make_requests("loglikelihood_rolling", ("The union is free.",), (QUESTION * 6,))
     actual, reference = (model.loglikelihood_rolling(requests, disable_tqdm=True) for model in pair)
     assert actual == pytest.approx(reference, abs=1e-3)
 
 
 def test_generate_until(pair: tuple[Any, Any]):
     greedy = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
-    requests = asked(
+    requests = make_requests(
         "generate_until",
         (QUESTION, greedy),
         ("We'll do", {**greedy, "max_gen_toks": 5}),
@@ -81,11 +81,11 @@ def test_settings_of_sampling_are_passed_on(lm: Any):
     model = UnspoolLM(lm, progress=False)
     settings = {"do_sample": True, "temperature": 1.2, "seed": 5, "max_gen_toks": 8}
     first, again = (
-        model.generate_until(asked("generate_until", (QUESTION, s))) for s in [settings] * 2
+        model.generate_until(make_requests("generate_until", (QUESTION, s))) for s in [settings] * 2
     )
     assert first == again == [lm.generate(QUESTION, temperature=1.2, seed=5, max_tokens=8).text]
     with pytest.raises(UnspoolError, match="--max-gen-tokens"):
-        model.generate_until(asked("generate_until", (QUESTION, {"max_gen_toks": 64})))
+        model.generate_until(make_requests("generate_until", (QUESTION, {"max_gen_toks": 64})))
 
 
 def test_a_template(lm: Any):

@@ -41,7 +41,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
 
-def same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def is_equal(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return first.keys() == other.keys() and all(
         torch.equal(first[name], other[name]) for name in first
     )
@@ -150,7 +150,7 @@ def test_a_checkpoint_is_the_model(tmp_path: Path):
     final = Run.open(tmp_path / "run").final
     assert final is not None
     loaded = load_transformer(open_checkpoint(final))
-    assert same(loaded.state_dict(), weights(trainer))
+    assert is_equal(loaded.state_dict(), weights(trainer))
     files = [path for path in final.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".json", ".safetensors"}
 
@@ -166,7 +166,7 @@ def test_stopped_and_gone_on_with_it_ends_with_the_same_weights(tmp_path: Path):
     assert Run.open(tmp_path / "broken").state == "stopped"
     again = tiny_trainer(tmp_path / "broken", accumulate=2)
     assert again.run() == RunEnded("done", 30)
-    assert same(weights(full), weights(again))
+    assert is_equal(weights(full), weights(again))
 
     def losses(name: str) -> list[tuple[int, float]]:
         return [(line["step"], line["loss"]) for line in Run.open(tmp_path / name).log()]
@@ -436,15 +436,15 @@ def test_a_bare_name_is_looked_for_among_the_runs(run: Run, monkeypatch: pytest.
 
 
 def test_a_run_whose_process_is_gone_is_broken_off(run: Run):
-    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
+    ended_process = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
                           capture_output=True, text=True, check=True)  # fmt: skip
-    run.update(pid=int(gone.stdout))
+    run.update(pid=int(ended_process.stdout))
     assert run.state == "broken off"
     run.resume_here()
     assert run.state == "running"
     with pytest.raises(RunError, match="already running"):
         run.resume_here()
-    run.update(state="done", pid=int(gone.stdout))
+    run.update(state="done", pid=int(ended_process.stdout))
     assert run.state == "done"
 
 
@@ -559,11 +559,11 @@ def test_trackers(name: str, reported_run: Run, monkeypatch: pytest.MonkeyPatch)
 
     module.init, module.log, module.finish = init, log, finish  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, module)
-    heard: list[Any] = []
-    listen = combine_listeners(heard.append, *reporters([name], reported_run))
+    events_heard: list[Any] = []
+    listen = combine_listeners(events_heard.append, *reporters([name], reported_run))
     for event in EVENTS:
         listen(event)
-    assert heard == EVENTS
+    assert events_heard == EVENTS
     assert calls == [
         ("init", ("unspool", "my run", {"depth": 2}, "allow")),
         ("log", (FIGURES, 1)),

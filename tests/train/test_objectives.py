@@ -63,7 +63,7 @@ def ids(rows: int = 2, length: int = 21) -> Tensor:
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+def random_draws(monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """What an objective drew: how much to hide, and which tokens."""
     observed: dict[str, Tensor] = {}
     shares, hide = objectives._mask_ratios, objectives._draw_mask
@@ -106,10 +106,10 @@ def run(objective: Any, batch: Batch) -> tuple[Transformer, Any]:
     return model, objective(model, batch, torch.Generator().manual_seed(1))
 
 
-def test_masked_is_the_bound_of_masked_diffusion(drawn: dict[str, Tensor]):
+def test_masked_is_the_bound_of_masked_diffusion(random_draws: dict[str, Tensor]):
     batch = Batch(ids())
     model, loss = run(Masked(MASK), batch)
-    share, hide, tokens = drawn["share"], drawn["hide"], batch.ids[:, :-1]
+    share, hide, tokens = random_draws["share"], random_draws["hide"], batch.ids[:, :-1]
     total = torch.tensor(0.0)
     for row in range(2):
         noisy = tokens[row].masked_fill(hide[row], MASK)
@@ -122,10 +122,10 @@ def test_masked_is_the_bound_of_masked_diffusion(drawn: dict[str, Tensor]):
     assert model.embed.weight.grad is not None
 
 
-def test_plain_weighting_counts_every_guess_alike(drawn: dict[str, Tensor]):
+def test_plain_weighting_counts_every_guess_alike(random_draws: dict[str, Tensor]):
     batch = Batch(ids())
     model, loss = run(Masked(MASK, weighting="plain"), batch)
-    hide, tokens = drawn["hide"], batch.ids[:, :-1]
+    hide, tokens = random_draws["hide"], batch.ids[:, :-1]
     total = torch.tensor(0.0)
     for row in range(2):
         x = looking(model, tokens[row].masked_fill(hide[row], MASK), list(range(20)), [20] * 20)
@@ -134,7 +134,7 @@ def test_plain_weighting_counts_every_guess_alike(drawn: dict[str, Tensor]):
     assert int(loss.tokens) == int(hide.sum())
 
 
-def test_masked_hides_only_what_counts(drawn: dict[str, Tensor]):
+def test_masked_hides_only_what_counts(random_draws: dict[str, Tensor]):
     loss_mask = torch.zeros(2, 20, dtype=torch.bool)
     loss_mask[:, 10:] = True  # the targets from token 11 on
     model = tiny_model()
@@ -147,11 +147,11 @@ def test_masked_hides_only_what_counts(drawn: dict[str, Tensor]):
     assert (observed[0][:, 11:] == MASK).any()
 
 
-def test_block_diffusion_is_a_block_behind_clean_text(drawn: dict[str, Tensor]):
+def test_block_diffusion_is_a_block_behind_clean_text(random_draws: dict[str, Tensor]):
     """Each noisy block, alone behind its clean past, gives the vectors of the joint pass."""
     batch, block = Batch(ids()), 8
     model, loss = run(BlockDiffusion(MASK, block), batch)
-    share, hide, tokens = drawn["share"], drawn["hide"], batch.ids[:, :-1]
+    share, hide, tokens = random_draws["share"], random_draws["hide"], batch.ids[:, :-1]
     total = torch.tensor(0.0)
     for row in range(2):
         for start in range(0, 20, block):
@@ -175,11 +175,13 @@ def test_the_clean_half_is_the_causal_model():
     assert torch.allclose(model.logits(x[:, :20]), model(tokens), atol=1e-4)
 
 
-def test_shifted_block_diffusion_begins_each_block_with_the_causal_guess(drawn: dict[str, Tensor]):
+def test_shifted_block_diffusion_begins_each_block_with_the_causal_guess(
+    random_draws: dict[str, Tensor],
+):
     batch = Batch(ids())
     objective = BlockDiffusion(MASK, 4, shifted=True, weighting="plain")
     model, loss = run(objective, batch)
-    hide, tokens = drawn["hide"], batch.ids[:, :-1]
+    hide, tokens = random_draws["hide"], batch.ids[:, :-1]
     causal = model(tokens)
     total, count = torch.tensor(0.0), 0
     for row in range(2):
@@ -276,7 +278,7 @@ def test_scheduled_sampling_reads_its_own_tokens_and_learns_the_texts(
     first, second = read
     assert torch.equal(first, batch.ids[:, :-1]) and torch.equal(first[:, 0], second[:, 0])
     changed = (first != second).float().mean()
-    assert 0.35 < changed < 0.6, "half, less those drawn as they stood"
+    assert 0.35 < changed < 0.6, "half, less those random_draws as they stood"
     logits = model(second)
     expected = functional.cross_entropy(logits.flatten(0, 1), batch.ids[:, 1:].flatten())
     assert torch.allclose(loss.mean, expected, rtol=1e-4)
@@ -288,8 +290,8 @@ def test_what_is_drawn_has_the_models_chances():
     x = torch.randn(1, 32, generator=torch.Generator().manual_seed(2))
     shares = model.logits(x).float().softmax(-1)[0]
     chances = (torch.arange(20_000) + 0.5) / 20_000
-    drawn = objectives._sample_tokens(model, x.expand(20_000, -1), chances)
-    counts = torch.bincount(drawn, minlength=29) / 20_000
+    random_draws = objectives._sample_tokens(model, x.expand(20_000, -1), chances)
+    counts = torch.bincount(random_draws, minlength=29) / 20_000
     assert torch.allclose(counts, shares, atol=2e-4)
 
 
@@ -458,8 +460,8 @@ def test_a_new_model_knows_nothing_and_transformers_agrees(tmp_path: Path):
 
 def test_the_seed_decides_the_start():
     config = ModelPlan.for_depth(1, 300).config
-    one, same, other = (new_model(config, seed).embed.weight for seed in (1, 1, 2))
-    assert torch.equal(one, same) and not torch.equal(one, other)
+    first_item, is_same, other = (new_model(config, seed).embed.weight for seed in (1, 1, 2))
+    assert torch.equal(first_item, is_same) and not torch.equal(first_item, other)
 
 
 def test_another_familys_shape_for_a_vocabulary_of_ones_own(tmp_path: Path):
@@ -481,8 +483,8 @@ def test_a_gpu_takes_as_many_tokens_at_once_as_its_memory_holds():
     assert micro_batch_tokens(large, narrow) < micro_batch_tokens(large, roomy) < 2**17
     for config in (small, large):
         for memory in (roomy, narrow):
-            held = micro_batch_tokens(config, memory) * config.layers * config.width * 48
-            assert held <= max(memory // 6, 2**11 * config.layers * config.width * 48)
+            held_bytes = micro_batch_tokens(config, memory) * config.layers * config.width * 48
+            assert held_bytes <= max(memory // 6, 2**11 * config.layers * config.width * 48)
     assert micro_batch_tokens(large, 1 << 30) == 2**11  # no fewer: what does not fit then is said
     assert micro_batch_tokens(small, None) == micro_batch_tokens(large, None) == 4096
 

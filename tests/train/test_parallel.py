@@ -91,13 +91,15 @@ def test_each_process_writes_the_rows_it_has(runs: Path):
     assert _files(runs / "whole") == ["state.json", "state.safetensors"]
     parts = ["state-00001-of-00002.safetensors", "state-00002-of-00002.safetensors"]
     assert _files(runs / "shard") == [*parts, "state.json"]
-    one, other = (load_file(_state(runs / "shard") / name) for name in parts)
+    first_item, other = (load_file(_state(runs / "shard") / name) for name in parts)
     gate, counts = "model.layers.0.feed.gate.weight", "optimizer.0.step.embed.weight"
-    assert (len(one[gate]), len(other[gate])) == (25, 24)
-    assert counts in one and counts not in other  # what is alike everywhere is kept once
+    assert (len(first_item[gate]), len(other[gate])) == (25, 24)
+    assert counts in first_item and counts not in other  # what is alike everywhere is kept once
     complete = load_file(_state(runs / "whole") / "state.safetensors")
     for name in complete.keys() - {name for name in complete if ".step." in name}:
-        assert torch.allclose(torch.cat((one[name], other[name])), complete[name], atol=2e-4), name
+        assert torch.allclose(
+            torch.cat((first_item[name], other[name])), complete[name], atol=2e-4
+        ), name
 
 
 def test_one_process_goes_on_with_what_two_began(runs: Path, alone: dict[str, torch.Tensor]):

@@ -117,10 +117,10 @@ def test_what_is_held_out_depends_on_the_seed_and_on_nothing_else(
         file = rows_file(tmp_path / "a.jsonl", texts)
         return set(texts_in(prepare(file, tokenizer, **options).held_out, tokenizer))
 
-    one = held_out(ROWS, held_out=0.1)
-    assert len(one) == 20 and held_out(ROWS[::-1], held_out=0.1) == one
+    first_item = held_out(ROWS, held_out=0.1)
+    assert len(first_item) == 20 and held_out(ROWS[::-1], held_out=0.1) == first_item
     other = held_out(ROWS, held_out=0.1, seed=1)
-    assert len(other) == 20 and len(one & other) < 10
+    assert len(other) == 20 and len(first_item & other) < 10
     assert len(held_out(ROWS)) == 4  # one in a hundred would be two: too few to judge by
     assert len(held_out(ROWS[:3])) == 1
 

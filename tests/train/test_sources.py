@@ -255,10 +255,10 @@ for name in sys.argv[1:]:
 """
 
 
-def ask_hub(endpoint: str, tmp_path: Path, *names: str, **more: str) -> list[str]:
+def ask_hub(endpoint: str, tmp_path: Path, *names: str, **extra: str) -> list[str]:
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_ENDPOINT": endpoint,
-        "HF_HOME": str(tmp_path / "hf"), **more,
+        "HF_HOME": str(tmp_path / "hf"), **extra,
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", ASK, *names],

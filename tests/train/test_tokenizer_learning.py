@@ -36,7 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def library_merges(texts: list[str], chosen: TokenizerSettings) -> list[tuple[bytes, bytes]]:
     described = json.loads(train_bpe(texts, chosen).to_str())
     merges = described["model"]["merges"]
-    return [(byte_level_bytes(left), byte_level_bytes(right)) for left, right in merges]
+    return [(byte_level_bytes(unread), byte_level_bytes(right)) for unread, right in merges]
 
 
 @pytest.mark.parametrize("cut", PRETOKENIZERS)

@@ -178,7 +178,7 @@ def test_starting_from_the_weights_of_a_model(finished_run: Run):
 
 @pytest.mark.parametrize(
     "shape",
-    ["lfm2", *(pytest.param(more, marks=pytest.mark.slow) for more in ("llama", "qwen3.5"))],
+    ["lfm2", *(pytest.param(extra, marks=pytest.mark.slow) for extra in ("llama", "qwen3.5"))],
 )
 def test_layers_of_other_families(shape: str, place: Path):
     """They learn, and what comes out is a model for transformers, for us and for llama.cpp."""

@@ -28,8 +28,10 @@ REJECTED = [[33, 2], [41, 42, 43, 44, 2], [52, 2]]
 @pytest.fixture
 def model(tmp_path: Path) -> tuple[Any, torch.nn.Module]:
     """In transformers and here."""
-    theirs = tiny.save("qwen3", tmp_path / "model")
-    return theirs, load_transformer(open_checkpoint(tmp_path / "model")).requires_grad_(True)
+    reference_model = tiny.save("qwen3", tmp_path / "model")
+    return reference_model, load_transformer(open_checkpoint(tmp_path / "model")).requires_grad_(
+        True
+    )
 
 
 def quiet_vocabulary(folder: Path) -> Any:
@@ -58,42 +60,45 @@ def row(prompt: list[int], answer: list[int]) -> EncodedDocument:
     return EncodedDocument(ids, np.arange(len(ids)) >= len(prompt), 0)
 
 
-def assert_same_gradients(theirs: Any, loss: torch.Tensor, ours: Any, own: torch.Tensor) -> None:
-    assert own.item() == pytest.approx(loss.item(), rel=1e-4)
+def assert_same_gradients(
+    reference_model: Any, loss: torch.Tensor, unspool_model: Any, own_value: torch.Tensor
+) -> None:
+    assert own_value.item() == pytest.approx(loss.item(), rel=1e-4)
     loss.backward()
-    own.backward()
-    found = {name: each.grad for name, each in ours.named_parameters()}
-    named = write_weights(ours.config, rules_for_hf(ours.config), found)
-    wanted = {name: each.grad for name, each in theirs.named_parameters()}
+    own_value.backward()
+    result = {name: item.grad for name, item in unspool_model.named_parameters()}
+    named = write_weights(unspool_model.config, rules_for_hf(unspool_model.config), result)
+    expected = {name: item.grad for name, item in reference_model.named_parameters()}
     for name, gradient in named.items():
-        other = wanted[name.replace("{p}", "model.")]
+        other = expected[name.replace("{p}", "model.")]
         assert (gradient - other).norm() <= 1e-3 * other.norm() + 1e-7, name
 
 
 def test_tuning_on_answers_is_trls_sft(model: tuple[Any, Any], tmp_path: Path):
     from datasets import Dataset
 
-    theirs, ours = model
+    reference_model, unspool_model = model
     rows = [
         {"input_ids": p + c, "labels": [-100] * len(p) + c}
         for p, c in zip(PROMPTS, CHOSEN, strict=True)
     ]
     trainer = trl.SFTTrainer(
-        theirs, args=trl.SFTConfig(**options(tmp_path)), train_dataset=Dataset.from_list(rows),
+        reference_model, args=trl.SFTConfig(**options(tmp_path)),
+        train_dataset=Dataset.from_list(rows),
         processing_class=quiet_vocabulary(tmp_path / "vocabulary"),
     )  # fmt: skip
-    theirs.train()
-    loss = trainer.compute_loss(theirs, trainer.data_collator(rows))
+    reference_model.train()
+    loss = trainer.compute_loss(reference_model, trainer.data_collator(rows))
     ids, loss_mask = padded([row(p, c) for p, c in zip(PROMPTS, CHOSEN, strict=True)])
-    own = answers_only(ours, TrainingBatch(ids, loss_mask), torch.Generator()).total
-    assert_same_gradients(theirs, loss, ours, own)
+    own_value = answers_only(unspool_model, TrainingBatch(ids, loss_mask), torch.Generator()).total
+    assert_same_gradients(reference_model, loss, unspool_model, own_value)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_dpo_is_trls_dpo(model: tuple[Any, Any], smoothing: float, tmp_path: Path):
     from datasets import Dataset
 
-    theirs, ours = model
+    reference_model, unspool_model = model
     before = tiny.make("qwen3")
     with torch.no_grad():  # what it was is not what it is, else every margin would be 0
         for parameter in before.parameters():
@@ -102,28 +107,30 @@ def test_dpo_is_trls_dpo(model: tuple[Any, Any], smoothing: float, tmp_path: Pat
     reference = load_transformer(open_checkpoint(tmp_path / "before"))
     texts = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 3
     trainer = trl.DPOTrainer(
-        theirs, ref_model=before, train_dataset=Dataset.from_list(texts),
+        reference_model, ref_model=before, train_dataset=Dataset.from_list(texts),
         args=trl.DPOConfig(**options(tmp_path), beta=0.3),
         processing_class=quiet_vocabulary(tmp_path / "vocabulary"),
     )  # fmt: skip
-    theirs.train()
+    reference_model.train()
     examples = [
         {"prompt_ids": p, "chosen_ids": c, "rejected_ids": r}
         for p, c, r in zip(PROMPTS, CHOSEN, REJECTED, strict=True)
     ]
-    loss = trainer.compute_loss(theirs, trainer.data_collator(examples))
+    loss = trainer.compute_loss(reference_model, trainer.data_collator(examples))
     if smoothing:  # what trl has no name for: both ways round, in their shares
         swapped = [
-            {**each, "chosen_ids": each["rejected_ids"], "rejected_ids": each["chosen_ids"]}
-            for each in examples
+            {**item, "chosen_ids": item["rejected_ids"], "rejected_ids": item["chosen_ids"]}
+            for item in examples
         ]
-        other = trainer.compute_loss(theirs, trainer.data_collator(swapped))
+        other = trainer.compute_loss(reference_model, trainer.data_collator(swapped))
         loss = (1 - smoothing) * loss + smoothing * other
     pairs = zip(PROMPTS, CHOSEN, REJECTED, strict=True)
     ids, loss_mask = padded([row(p, answer) for p, c, r in pairs for answer in (c, r)])
-    told = Dpo(0.3, smoothing, reference)(ours, PairBatch(ids, loss_mask), torch.Generator())
-    assert_same_gradients(theirs, loss, ours, told.total)
-    assert abs(told.extra["margin"]) > 1e-3
+    report = Dpo(0.3, smoothing, reference)(
+        unspool_model, PairBatch(ids, loss_mask), torch.Generator()
+    )
+    assert_same_gradients(reference_model, loss, unspool_model, report.total)
+    assert abs(report.extra["margin"]) > 1e-3
 
 
 def test_grpo_is_trls_grpo(model: tuple[Any, Any], tmp_path: Path):
@@ -131,13 +138,13 @@ def test_grpo_is_trls_grpo(model: tuple[Any, Any], tmp_path: Path):
     loss of the paper, in which ratios do not weigh the KL term."""
     from datasets import Dataset
 
-    theirs, ours = model
+    reference_model, unspool_model = model
     prompts, rng = [[5, 6, 7], [9, 10, 11]], torch.Generator().manual_seed(0)
     answers = [CHOSEN[0], REJECTED[1]]
     rows = [row(p, a) for p, a in zip(prompts, answers, strict=True)]
     ids, loss_mask = padded(rows)
     with torch.no_grad():
-        now = log_probabilities(ours, ids, loss_mask)
+        now = log_probabilities(unspool_model, ids, loss_mask)
     before = (now + 0.5 * torch.randn(now.shape, generator=rng)) * loss_mask
     reference = (now + 0.5 * torch.randn(now.shape, generator=rng)) * loss_mask
     gains = torch.tensor([0.7, -0.7])
@@ -145,25 +152,29 @@ def test_grpo_is_trls_grpo(model: tuple[Any, Any], tmp_path: Path):
     settings = {**options(tmp_path), "per_device_train_batch_size": 2}
     del settings["max_length"]
     trainer = trl.GRPOTrainer(
-        theirs, reward_funcs=lambda completions, **told: [0.0] * len(completions),
+        reference_model, reward_funcs=lambda completions, **report: [0.0] * len(completions),
         args=trl.GRPOConfig(
             **settings, loss_type="grpo", num_generations=2, use_bias_correction_kl=False
         ),
         train_dataset=Dataset.from_list([{"prompt": "a"}] * 2),
         processing_class=quiet_vocabulary(tmp_path / "vocabulary"),
     )  # fmt: skip
-    theirs.train()
+    reference_model.train()
     trainer.current_gradient_accumulation_steps = 1
     trainer.beta = 0.04  # said before, it would fetch a model to be compared with
     behind = slice(len(prompts[0]) - 1, None)  # the places whose targets are answers
-    loss = trainer._compute_loss(theirs, {
+    loss = trainer._compute_loss(reference_model, {
         "prompt_ids": torch.tensor(prompts), "prompt_mask": torch.ones(2, 3, dtype=torch.long),
         "completion_ids": ids[:, 3:], "completion_mask": loss_mask[:, behind].long(),
         "advantages": gains, "old_per_token_logps": before[:, behind],
         "ref_per_token_logps": reference[:, behind], "num_items_in_batch": loss_mask.sum(),
     })  # fmt: skip
-    found = grpo_losses(
-        log_probabilities(ours, ids, loss_mask), before, gains, reference=reference, kl_weight=0.04
+    result = grpo_losses(
+        log_probabilities(unspool_model, ids, loss_mask),
+        before,
+        gains,
+        reference=reference,
+        kl_weight=0.04,
     )
-    own = ((found * loss_mask).sum(1) / loss_mask.sum(1)).mean()
-    assert_same_gradients(theirs, loss, ours, own)
+    own_value = ((result * loss_mask).sum(1) / loss_mask.sum(1)).mean()
+    assert_same_gradients(reference_model, loss, unspool_model, own_value)

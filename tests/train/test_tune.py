@@ -66,8 +66,8 @@ def logged(events: list[Event]) -> list[StepLogged]:
 @pytest.mark.parametrize("lora", [4, 0])
 def test_answers_are_learned_and_what_comes_out_writes_them(here: Path, lora: int) -> None:
     events: list[Event] = []
-    wanted = settings(here, lora=lora, steps=40, rate=2e-2 if lora else 5e-3)
-    run = tune(wanted, new_run(wanted), events.append)
+    expected = settings(here, lora=lora, steps=40, rate=2e-2 if lora else 5e-3)
+    run = tune(expected, new_run(expected), events.append)
     losses = [event.loss for event in logged(events)]
     assert len(losses) == 40 and np.mean(losses[-5:]) < 0.25 * np.mean(losses[:3])
     assert run.state == "done" and run.final is not None
@@ -80,7 +80,7 @@ def test_answers_are_learned_and_what_comes_out_writes_them(here: Path, lora: in
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(here: Path) -> None:
-    whole = tune(settings(here, lora=4, steps=8), new_run(settings(here, lora=4, steps=8)))
+    full = tune(settings(here, lora=4, steps=8), new_run(settings(here, lora=4, steps=8)))
     parts = new_run(settings(here, lora=4, steps=8, save_every=3), here / "runs" / "parts")
 
     def stop(event: Event) -> None:
@@ -92,7 +92,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(here: Path) -> None:
     again = Run.open("parts")
     again.resume_here()
     tune(settings_of(again), again)
-    files = [run.final / "adapter_model.safetensors" for run in (whole, again) if run.final]
+    files = [run.final / "adapter_model.safetensors" for run in (full, again) if run.final]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -105,14 +105,14 @@ def test_dpo_makes_the_chosen_answer_likelier(here: Path) -> None:
     ]
     (here / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     events: list[Event] = []
-    wanted = settings(
+    expected = settings(
         here, kind="dpo", data=(str(here / "pairs.jsonl"),), lora=0, steps=15, rate=1e-3
     )
-    run = tune(wanted, new_run(wanted), events.append)
-    told = logged(events)
-    assert told[0].loss == pytest.approx(np.log(2), abs=1e-4)  # at first nothing has changed
-    assert told[-1].loss < 0.3 and told[-1].extra["margin"] > 1
-    assert told[-1].extra["accuracy"] == 1.0
+    run = tune(expected, new_run(expected), events.append)
+    report = logged(events)
+    assert report[0].loss == pytest.approx(np.log(2), abs=1e-4)  # at first nothing has changed
+    assert report[-1].loss < 0.3 and report[-1].extra["margin"] > 1
+    assert report[-1].extra["accuracy"] == 1.0
     assert run.facts["kind"] == "dpo"
 
 
@@ -126,11 +126,11 @@ def test_grpo_learns_what_its_judge_likes(here: Path, monkeypatch: pytest.Monkey
     rows = [{"prompt": f"number {n}"} for n in range(8)]
     (here / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     events: list[Event] = []
-    wanted = settings(
+    expected = settings(
         here, kind="grpo", data=(str(here / "asked.jsonl"),), judge="my_judge:low", lora=0,
         steps=12, rate=3e-3, groups=4, answers=8, max_tokens=8, kl=0.01,
     )  # fmt: skip
-    tune(wanted, new_run(wanted), events.append)
+    tune(expected, new_run(expected), events.append)
     rewards = [event.extra["reward"] for event in logged(events)]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15
     sys.modules.pop("my_judge", None)
@@ -143,8 +143,8 @@ def test_the_commands(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from unspool.cli.train.tuning import merge
     from unspool.cli.train.tuning import tune as command
 
-    asked = ["--model", model, "--data", data, "--lora", "2", "--steps", "2", "--name", "mine"]
-    said = _invoke(CliRunner(), command, [*asked, "--device", "cpu"])
+    arguments = ["--model", model, "--data", data, "--lora", "2", "--steps", "2", "--name", "mine"]
+    said = _invoke(CliRunner(), command, [*arguments, "--device", "cpu"])
     assert said.exit_code == 0, said.output
     run = Run.open("mine")
     assert run.state == "done" and run.final is not None
@@ -153,11 +153,11 @@ def test_the_commands(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     merged = unspool.load(here / "merged", backend="torch")
     adapted = unspool.load(run.final, backend="torch")
     text = [3, 4, 5, 6, 7]
-    one, other = (model.score(text).logprobs[1:] for model in (merged, adapted))
-    assert one == pytest.approx(other, abs=1e-4)
-    asked = ["run", "hi", "--raw", "-n", "2", "-m", model]
+    first_item, other = (model.score(text).logprobs[1:] for model in (merged, adapted))
+    assert first_item == pytest.approx(other, abs=1e-4)
+    arguments = ["run", "hi", "--raw", "-n", "2", "-m", model]
     for adapter in (run.final, run.folder, run.name):
-        assert _exit_code([*asked, "--adapter", str(adapter)]) == 0
+        assert _exit_code([*arguments, "--adapter", str(adapter)]) == 0
     judged = [line["step"] for line in run.log() if "held_out_loss" in line]
     assert judged[:1] == [0], "the held-out loss is shown from the start"
 
@@ -171,10 +171,10 @@ def _invoke(runner: Any, command: Any, arguments: list[str]) -> Any:
 
 
 def test_a_run_that_cannot_begin_leaves_nothing(here: Path) -> None:
-    wanted = settings(here, data=(str(here / "nowhere.jsonl"),))
-    run = new_run(wanted)
+    expected = settings(here, data=(str(here / "nowhere.jsonl"),))
+    run = new_run(expected)
     with pytest.raises(UnspoolError, match="nowhere"):
-        tune(wanted, run)
+        tune(expected, run)
     assert not run.folder.exists()
 
 
@@ -194,7 +194,7 @@ def test_accuracy_counts_exact_answers() -> None:
     entries = task.entries(4, seed=2)
 
     class Knowing:
-        def chat(self, asked: list[str], **options: Any) -> Any:
+        def chat(self, arguments: list[str], **options: Any) -> Any:
             right = [entry["answer"] for entry in entries]
             return [type("Written", (), {"text": text}) for text in [*right[:3], "nobody"]]
 
@@ -269,9 +269,9 @@ def test_what_was_trained_gives_pefts_logits_ours_and_those_of_the_merged_model(
         expected = model(TOKENS)
     write_adapter(adapter_of(model), folder / "adapter", model.config)
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
-    theirs = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()
+    reference_model = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()
     with torch.no_grad():
-        torch.testing.assert_close(theirs(TOKENS).logits, expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(reference_model(TOKENS).logits, expected, rtol=0, atol=1e-4)
     merged = transformer(folder)
     merge(merged, read_adapter(folder / "adapter", merged.config))
     with torch.no_grad():

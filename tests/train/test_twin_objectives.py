@@ -61,16 +61,16 @@ def a_pair() -> tuple[Transformer, Transformer]:
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def random_draws(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the objectives drew."""
-    seen: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
 
     def watch(module: Any, name: str) -> None:
         inner = getattr(module, name)
 
         def watched(*args: Any, **options: Any) -> Any:
-            seen[name] = inner(*args, **options)
-            return seen[name]
+            recorded[name] = inner(*args, **options)
+            return recorded[name]
 
         monkeypatch.setattr(module, name, watched)
 
@@ -79,7 +79,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     watch(objectives, "mask_uniformly")
     watch(FillTwinObjective, "_draw_masks")
     watch(FillTwinObjective, "_sample_tokens")
-    return seen
+    return recorded
 
 
 def looking_at(
@@ -120,10 +120,12 @@ def block_vectors(
     return x[0]
 
 
-def test_a_block_is_guessed_from_itself_and_what_the_causal_model_read(drawn: dict[str, Any]):
+def test_a_block_is_guessed_from_itself_and_what_the_causal_model_read(
+    random_draws: dict[str, Any],
+):
     batch, (clean, twin) = a_batch(2), a_pair()
     loss = BlockTwinObjective(MASK, clean)(twin, batch, rng())
-    grid, (hide, _) = drawn["draw_grid"], drawn["mask_blocks"]
+    grid, (hide, _) = random_draws["draw_grid"], random_draws["mask_blocks"]
     total, count = torch.tensor(0.0), 0
     for row in range(2):
         tokens, size, shift = batch.inputs[row], int(grid.sizes[row]), int(grid.offsets[row])
@@ -132,8 +134,8 @@ def test_a_block_is_guessed_from_itself_and_what_the_causal_model_read(drawn: di
             starts = [begin, *(s for s in range(border, end, size) if s > begin)]
             for start, stop in zip(starts, [*starts[1:], end], strict=True):
                 for place in range(start + 1, stop):
-                    shown = hide[row] if hide[row, place] else ~hide[row]
-                    noisy = tokens[start:stop].masked_fill(shown[start:stop], MASK)
+                    displayed = hide[row] if hide[row, place] else ~hide[row]
+                    noisy = tokens[start:stop].masked_fill(displayed[start:stop], MASK)
                     noisy[0] = tokens[start]  # the causal model's own
                     x = block_vectors(clean, twin, tokens[begin:start], noisy, begin)
                     guess = twin.logits(x[place - 1 - start])
@@ -159,7 +161,7 @@ def test_the_causal_model_reads_as_it_always_did():
     assert "embed.mask" in trained and "norm.weight" in trained and "embed.weight" not in trained
 
 
-def test_as_an_adapter_the_clean_half_is_the_model_without_it(drawn: dict[str, Any]):
+def test_as_an_adapter_the_clean_half_is_the_model_without_it(random_draws: dict[str, Any]):
     """With LoRA the loss is that of a frozen copy beside the adapted model."""
     adapted = tiny_model()
     add_lora(adapted, LoraConfig(rank=2))
@@ -173,14 +175,14 @@ def test_as_an_adapter_the_clean_half_is_the_model_without_it(drawn: dict[str, A
     assert all(v.grad is None for n, v in adapted.named_parameters() if not v.requires_grad)
 
 
-def test_fill_guesses_from_both_sides_and_corrects_what_is_wrong(drawn: dict[str, Any]):
+def test_fill_guesses_from_both_sides_and_corrects_what_is_wrong(random_draws: dict[str, Any]):
     batch, (clean, twin) = a_batch(), a_pair()
     loss = FillTwinObjective(MASK, clean)(twin, batch, rng())
     tokens, quarter = batch.inputs, quarter_rows(4)
     assert [part.start for part in quarter] == [0, 1, 2, 3]
-    wrong, others = drawn["mask_uniformly"][0], drawn["_sample_tokens"][0]
+    wrong, others = random_draws["mask_uniformly"][0], random_draws["_sample_tokens"][0]
     hidden_total = shown_total = torch.tensor(0.0)
-    count = shown = 0
+    count = displayed = 0
     for row in range(4):
         for begin, end in ((0, 17), (17, 35 if row == 0 else 40)):
             counts = [p for p in range(begin + 1, end) if row != 1 or p > 9]
@@ -189,26 +191,26 @@ def test_fill_guesses_from_both_sides_and_corrects_what_is_wrong(drawn: dict[str
                 for p in counts:
                     noisy[p] = others[p] if wrong[p] else tokens[row, p]
             for p in counts:
-                hide = drawn["_draw_masks"][row]
+                hide = random_draws["_draw_masks"][row]
                 for side in (True, False):  # hidden, and where it is seen
                     if not side and row != 3:
                         continue
                     copy = hide if bool(hide[p]) == side else ~hide
-                    seen = noisy.clone()
+                    recorded = noisy.clone()
                     for q in counts:
-                        seen[q] = MASK if copy[q] else noisy[q]
+                        recorded[q] = MASK if copy[q] else noisy[q]
                     none = torch.zeros(0, dtype=torch.int64)
-                    x = block_vectors(clean, twin, none, seen[begin:end], begin)
-                    found = functional.cross_entropy(twin.logits(x[p - 1 - begin]), tokens[row, p])
+                    x = block_vectors(clean, twin, none, recorded[begin:end], begin)
+                    result = functional.cross_entropy(twin.logits(x[p - 1 - begin]), tokens[row, p])
                     if side:
-                        hidden_total, count = hidden_total + found, count + 1
+                        hidden_total, count = hidden_total + result, count + 1
                     else:
-                        shown_total, shown = shown_total + found, shown + 1
+                        shown_total, displayed = shown_total + result, displayed + 1
     assert int(loss.tokens) == count
     assert loss.extra["hidden"] == pytest.approx(float((hidden_total / count).detach()), rel=1e-4)
-    assert loss.extra["shown"] == pytest.approx(float((shown_total / shown).detach()), rel=1e-4)
-    wanted = hidden_total / count + 0.25 * shown_total / shown
-    assert torch.allclose(loss.mean, wanted, rtol=1e-4)
+    assert loss.extra["shown"] == pytest.approx(float((shown_total / displayed).detach()), rel=1e-4)
+    expected = hidden_total / count + 0.25 * shown_total / displayed
+    assert torch.allclose(loss.mean, expected, rtol=1e-4)
 
 
 def test_wrong_tokens_are_what_the_causal_model_might_have_written():
@@ -216,19 +218,19 @@ def test_wrong_tokens_are_what_the_causal_model_might_have_written():
     batch = a_batch(64)
     with torch.no_grad():  # one token is far likelier than all others
         clean.norm.weight.mul_(30)
-    found = FillTwinObjective(MASK, clean)._sample_tokens(
+    result = FillTwinObjective(MASK, clean)._sample_tokens(
         twin, batch.inputs, document_starts(torch.zeros(64, 40)), rng()
     )
     likeliest = clean(batch.inputs)[:, :-1].argmax(-1)
-    assert torch.equal(found[:, 0], batch.inputs[:, 0])
-    assert (found[:, 1:] == likeliest).float().mean() > 0.95
+    assert torch.equal(result[:, 0], batch.inputs[:, 0])
+    assert (result[:, 1:] == likeliest).float().mean() > 0.95
 
 
 def test_blocks_are_counted_from_the_start_of_their_document():
     starts = document_starts(torch.tensor([[4, 4, 4, 4, 4, 9, 9, 9, 9, 9, 9, -1]]))
     assert starts.tolist() == [[0] * 5 + [5] * 6 + [11]]
-    found = block_starts(starts, torch.tensor([[4]]), torch.tensor([[1]]))
-    assert found.tolist() == [[0, 0, 0, 3, 3, 5, 5, 5, 8, 8, 8, 11]]
+    result = block_starts(starts, torch.tensor([[4]]), torch.tensor([[1]]))
+    assert result.tolist() == [[0, 0, 0, 3, 3, 5, 5, 5, 8, 8, 8, 11]]
 
 
 def test_every_size_and_level_is_drawn():
@@ -260,7 +262,7 @@ def test_another_batch_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
 
     clean, twin = a_pair()
     twin.requires_grad_(False)
-    wanted = BlockTwinObjective(MASK, clean)(twin, a_batch(), rng(2))
+    expected = BlockTwinObjective(MASK, clean)(twin, a_batch(), rng(2))
     filled = FillTwinObjective(MASK, clean)(twin, a_batch(), rng(2))
 
     def looking(allowed: Any, rows: int, queries: int, keys: int, device: Any, config: Any) -> Any:
@@ -276,10 +278,10 @@ def test_another_batch_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch):
         block_twin(twin, a_batch(), rng(1))
         fill_twin(twin, a_batch(), rng(1))
         with torch._dynamo.config.patch(error_on_recompile=True):
-            found = block_twin(twin, a_batch(), rng(2))
+            result = block_twin(twin, a_batch(), rng(2))
             again = fill_twin(twin, a_batch(), rng(2))
     torch._dynamo.reset()
-    assert torch.allclose(found.mean, wanted.mean, rtol=1e-4)
+    assert torch.allclose(result.mean, expected.mean, rtol=1e-4)
     assert torch.allclose(again.mean, filled.mean, rtol=1e-4)
 
 
@@ -314,31 +316,31 @@ def test_text_comes_in_windows_that_know_their_documents():
 
 def test_conversations_are_packed_whole_and_the_rest_of_a_row_is_none():
     mixture = Mixture({"chat": (chats(), 1.0)}, 32, 15)
-    seen = set()
+    recorded = set()
     batch = mixture.batch(0)
     assert batch.document_ids is not None and batch.loss_mask is not None
     for row, documents, loss_mask in zip(
         batch.ids.tolist(), batch.document_ids.tolist(), batch.loss_mask.tolist(), strict=True
     ):
         there = [token for token in row if token >= 1000]
-        seen.update(there)
+        recorded.update(there)
         assert row[len(there) :] == [0] * (16 - len(there))
         assert all(number == -1 for number in documents[len(there) :])
         for place in range(1, 15):
             follows = row[place] == row[place - 1] + 1 and row[place] not in (1005, 1014)
-            same = documents[place] == documents[place - 1] >= 0
-            assert not same or follows
-        wanted = [t >= 1000 and t not in (1000, 1001, 1005, 1006, 1014, 1015) for t in row]
-        assert loss_mask == wanted[1:]
-    assert seen == set(range(1000, 1037))  # the long one in two pieces
+            is_same = documents[place] == documents[place - 1] >= 0
+            assert not is_same or follows
+        expected = [t >= 1000 and t not in (1000, 1001, 1005, 1006, 1014, 1015) for t in row]
+        assert loss_mask == expected[1:]
+    assert recorded == set(range(1000, 1037))  # the long one in two pieces
 
 
 def test_batches_are_functions_of_their_number_and_shares_are_kept():
     sources = {"text": (text(), 0.25), "chat": (chats(), 0.75)}
-    one, other = (Mixture(sources, 400, 15, seed=3) for _ in range(2))
-    assert (one.batch(5).ids == other.batch(5).ids).all()
-    assert (one.batch(5).ids != one.batch(6).ids).any()
-    share = float((one.batch(5).ids[:, 0] < 1000).float().mean())
+    first_item, other = (Mixture(sources, 400, 15, seed=3) for _ in range(2))
+    assert (first_item.batch(5).ids == other.batch(5).ids).all()
+    assert (first_item.batch(5).ids != first_item.batch(6).ids).any()
+    share = float((first_item.batch(5).ids[:, 0] < 1000).float().mean())
     assert 0.17 < share < 0.33
     with pytest.raises(DataError, match="text has too few tokens"):
         Mixture({"text": (text(10), 1.0), "chat": (chats(), 1.0)}, 4, 15)
@@ -354,30 +356,30 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "model"
 
 
-def write(model: Path, texts: int, loads: list[int], **more: Any) -> PackedDocuments:
+def write(model: Path, texts: int, loads: list[int], **extra: Any) -> PackedDocuments:
     def load() -> Any:
         loads.append(texts)
         return unspool.load(model, backend="torch")
 
     settings = WritingSettings(texts=texts, max_tokens=8, question_tokens=24, questions=("Why?",))
-    return generated_texts(model, open_checkpoint(model).config, settings, load, **more)
+    return generated_texts(model, open_checkpoint(model).config, settings, load, **extra)
 
 
 def test_texts_are_written_once_and_gone_on_with(model: Path):
     loads: list[int] = []
     first = write(model, 4, loads)
     assert first.num_documents >= 2 and first.loss_mask is not None
-    more = write(model, 8, loads)
-    assert more.num_documents > first.num_documents
-    assert (more.ids[: len(first.ids)] == first.ids).all()  # the same texts, followed by others
-    assert (write(model, 8, loads).ids == more.ids).all()
+    extra = write(model, 8, loads)
+    assert extra.num_documents > first.num_documents
+    assert (extra.ids[: len(first.ids)] == first.ids).all()  # the same texts, followed by others
+    assert (write(model, 8, loads).ids == extra.ids).all()
     assert loads == [4, 8]
     prompt = int(np.argmax(first.loss_mask))
     with unspool.load(model, backend="torch") as lm:
-        asked = list(lm.chat_prompt("Why?").ids)
-        assert first.ids[:prompt].tolist() == asked
+        arguments = list(lm.chat_prompt("Why?").ids)
+        assert first.ids[:prompt].tolist() == arguments
         answer = first.ids[prompt : int(first.offsets[1])].tolist()
-        again = lm.generate(asked, max_tokens=8, temperature=0)
+        again = lm.generate(arguments, max_tokens=8, temperature=0)
         assert answer == again.tokens  # the first is written without chance
 
 
@@ -393,6 +395,6 @@ def test_a_model_without_a_template_goes_on_with_beginnings(model: Path):
     (model / "tokenizer_config.json").write_text(settings.replace("chat_template", "unused"))
     with pytest.raises(DataError, match="no chat template"):
         write(model, 3, [])
-    found = write(model, 3, [], prefixes=[[5, 6, 7, 8], [9, 10, 11]])
-    assert found.ids[:4].tolist() == [5, 6, 7, 8] and found.loss_mask is not None
-    assert found.loss_mask.all() and found.num_documents == 3
+    result = write(model, 3, [], prefixes=[[5, 6, 7, 8], [9, 10, 11]])
+    assert result.ids[:4].tolist() == [5, 6, 7, 8] and result.loss_mask is not None
+    assert result.loss_mask.all() and result.num_documents == 3

@@ -70,12 +70,12 @@ def test_empty_cells_are_as_many_as_was_asked():
 
 def test_a_countdown_uses_every_number_once():
     puzzle = puzzle_by_name("countdown")
-    asked = "86,28,13,31= 96;"
-    assert puzzle.is_solved(asked, " 86+ 28=114, 31- 13= 18,114- 18= 96")
-    assert not puzzle.is_solved(asked, " 86+ 28=114, 31- 13= 17,114- 18= 96")  # a wrong sum
-    assert not puzzle.is_solved(asked, " 86+ 28=114, 28- 13= 15,114- 18= 96")  # 28 twice
-    assert not puzzle.is_solved(asked, " 86+ 28=114, 31- 13= 18,114+ 18=132")  # another target
-    assert not puzzle.is_solved(asked, " 86+ 28=114, 31- 13= 18,114- 18= 9?")
+    arguments = "86,28,13,31= 96;"
+    assert puzzle.is_solved(arguments, " 86+ 28=114, 31- 13= 18,114- 18= 96")
+    assert not puzzle.is_solved(arguments, " 86+ 28=114, 31- 13= 17,114- 18= 96")  # a wrong sum
+    assert not puzzle.is_solved(arguments, " 86+ 28=114, 28- 13= 15,114- 18= 96")  # 28 twice
+    assert not puzzle.is_solved(arguments, " 86+ 28=114, 31- 13= 18,114+ 18=132")  # another target
+    assert not puzzle.is_solved(arguments, " 86+ 28=114, 31- 13= 18,114- 18= 9?")
     assert not puzzle.is_solved("10, 3, 5, 4= 30;", " 10/  3=  3,  3*  5= 15, 15+  4= 19")
 
 
@@ -107,12 +107,12 @@ def test_both_twins_have_the_same_rows_and_as_many_weights():
     assert not torch.equal(batch.ids, PuzzleBatches(puzzle, 4, seed=3).batch(8).ids)
     assert batch.ids.shape == (4, 163) and batch.loss_mask is not None
     assert batch.loss_mask.sum(1).tolist() == [82] * 4  # the answer and its end
-    causal, whole = (puzzle_config(puzzle, sight, 2, 32, 4) for sight in ("causal", "whole"))
-    sizes = [sum(p.numel() for p in new_model(each).parameters()) for each in (causal, whole)]
+    causal, full = (puzzle_config(puzzle, sight, 2, 32, 4) for sight in ("causal", "whole"))
+    sizes = [sum(p.numel() for p in new_model(item).parameters()) for item in (causal, full)]
     assert sizes[0] == sizes[1]
     assert (causal.sight, causal.mask_id) == ("causal", None)
-    assert (whole.sight, whole.mask_id) == ("whole", 1)
-    for config, objective in ((causal, next_token), (whole, Masked(1, weighting="plain"))):
+    assert (full.sight, full.mask_id) == ("whole", 1)
+    for config, objective in ((causal, next_token), (full, Masked(1, weighting="plain"))):
         loss = objective(new_model(config), batch, torch.Generator().manual_seed(0))
         assert float(loss.mean) == pytest.approx(np.log(12), abs=0.3)
 
@@ -125,9 +125,9 @@ def test_every_order_fills_the_canvas():
         model.norm.weight.mul_(60)
     passes = {}
     for order in ORDERS:
-        found = solve(model, puzzle, prompts, order)
-        assert {len(answer) for answer in found.answers} == {puzzle.answer}
-        passes[order] = found.passes
+        result = solve(model, puzzle, prompts, order)
+        assert {len(answer) for answer in result.answers} == {puzzle.answer}
+        passes[order] = result.passes
     assert passes["all"] == 1 and passes["left"] == passes["confident"] == puzzle.answer
     assert 1 <= passes["0.9"] <= passes["0.99"] <= puzzle.answer
     again = solve(model, puzzle, prompts, "random", seed=3).answers
@@ -140,11 +140,11 @@ def test_a_causal_twin_writes_from_left_to_right():
     puzzle = puzzle_by_name("countdown:3")
     prompts, _ = puzzle.generate(2, rng())
     model = new_model(puzzle_config(puzzle, "causal", 1, 32, 4), seed=1)
-    found = solve(model, puzzle, prompts)
+    result = solve(model, puzzle, prompts)
     text = torch.from_numpy(encode_texts(puzzle, prompts))
     for _ in range(puzzle.answer):
         text = torch.cat((text, model(text)[:, -1].argmax(-1, keepdim=True)), 1)
-    assert found.answers == decode_rows(puzzle, text[:, puzzle.prompt_length :].numpy())
+    assert result.answers == decode_rows(puzzle, text[:, puzzle.prompt_length :].numpy())
     with pytest.raises(SettingsError, match="left to right"):
         solve(model, puzzle, prompts, "confident")
 

@@ -67,9 +67,9 @@ def settings(here: Path, kind: str, **changes: Any) -> TwinSettings:
     return TwinSettings(**{"kind": kind, "mask": 0, **given, **changes})
 
 
-def trained(wanted: TwinSettings) -> tuple[Run, list[float]]:
+def trained(expected: TwinSettings) -> tuple[Run, list[float]]:
     events: list[Event] = []
-    run = train_twin(wanted, new_run(wanted), events.append)
+    run = train_twin(expected, new_run(expected), events.append)
     assert run.state == "done" and run.final is not None
     return run, [event.loss for event in events if isinstance(event, StepLogged)]
 
@@ -94,8 +94,8 @@ def test_a_block_twin_is_a_model_that_says_how_it_looks(here: Path):
 
 def test_as_an_adapter_it_is_peft_with_a_note(here: Path):
     run, _ = trained(settings(here, "block", lora=2))
-    told = json.loads((run.final / "twin.json").read_text())
-    assert {k: told[k] for k in ("sight", "block", "mask_id", "shifted")} == {
+    report = json.loads((run.final / "twin.json").read_text())
+    assert {k: report[k] for k in ("sight", "block", "mask_id", "shifted")} == {
         "sight": "block", "block": 8, "mask_id": 0, "shifted": True
     }  # fmt: skip
     adapter = read_adapter(run.final, open_checkpoint(here / "model").config)
@@ -124,10 +124,10 @@ def test_a_fill_twin_goes_on_from_a_block_twin(here: Path):
     run, _ = trained(settings(here, "fill", start=str(first.folder), rate=1e-9))
     said = json.loads((run.final / "config.json").read_text())["unspool"]
     assert said == {"sight": "whole", "block": 0, "mask_id": 0, "shifted": True}
-    one, other = (
+    first_item, other = (
         load_transformer(open_checkpoint(path.final)).state_dict() for path in (first, run)
     )
-    assert all(torch.allclose(one[name], other[name], atol=1e-5) for name in one)
+    assert all(torch.allclose(first_item[name], other[name], atol=1e-5) for name in first_item)
     log = [line for line in run.log() if "shown" in line]
     assert len(log) == 4
     with pytest.raises(UnspoolError, match="is not a twin of this model"):
@@ -135,13 +135,13 @@ def test_a_fill_twin_goes_on_from_a_block_twin(here: Path):
 
 
 def test_a_drafting_head_learns_and_is_saved(here: Path):
-    wanted = settings(here, "draft", draft_tokens=64, steps=14, draft_steps=3, chat_share=1.0)
-    run, losses = trained(wanted)
+    expected = settings(here, "draft", draft_tokens=64, steps=14, draft_steps=3, chat_share=1.0)
+    run, losses = trained(expected)
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
-    told = json.loads((run.final / "config.json").read_text())
-    assert told["format"] == "unspool-draft-head" and told["layers"] == [0, 1, 3]
+    report = json.loads((run.final / "config.json").read_text())
+    assert report["format"] == "unspool-draft-head" and report["layers"] == [0, 1, 3]
     with unspool.load(here / "model", backend="torch") as lm:
-        assert told["fingerprint"] == lm.model.fingerprint()
+        assert report["fingerprint"] == lm.model.fingerprint()
     shape, weights = open_head(run.final)
     assert shape.tokens == 64 and weights["ids"].shape == (64,)
     config = open_checkpoint(here / "model").config
@@ -180,7 +180,7 @@ def test_a_puzzle_twin_is_an_ordinary_checkpoint(here: Path, sight: str):
      pytest.param("countdown:2", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(here: Path, kind: str):
-    whole, _ = trained(settings(here, kind))
+    full, _ = trained(settings(here, kind))
     parts = new_run(settings(here, kind, save_every=2), here / "runs" / "parts")
 
     def stop(event: Event) -> None:
@@ -191,9 +191,9 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(here: Path, kind: str):
     assert parts.state == "stopped"
     parts.resume_here()
     train_twin(settings_of(parts), parts)
-    assert parts.state == "done" and parts.final and whole.final
+    assert parts.state == "done" and parts.final and full.final
     name = "head.safetensors" if kind == "draft" else "model.safetensors"
-    assert (whole.final / name).read_bytes() == (parts.final / name).read_bytes()
+    assert (full.final / name).read_bytes() == (parts.final / name).read_bytes()
 
 
 def test_minutes_become_steps_and_the_trial_leaves_no_trace(
@@ -203,17 +203,18 @@ def test_minutes_become_steps_and_the_trial_leaves_no_trace(
     run, _ = trained(settings(here, "countdown:2", steps=None, minutes=0.005, batch=2))
     assert 1 <= run.steps < 500
     again, _ = trained(settings(here, "countdown:2", steps=run.steps, batch=2))
-    files = [(each.final / "model.safetensors").read_bytes() for each in (run, again) if each.final]
+    files = [(item.final / "model.safetensors").read_bytes() for item in (run, again) if item.final]
     assert files[0] == files[1]
 
 
 def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]):
-    asked = ["train", "twin", "--kind", "countdown:2", "--steps", "3", "--batch", "4", "--depth",
-             "1", "--width", "16", "--heads", "2", "--device", "cpu", "--name", "mine"]  # fmt: skip
-    assert _exit_code(asked) == 0, capsys.readouterr()
+    arguments = ["train", "twin", "--kind", "countdown:2", "--steps", "3", "--batch", "4",
+                 "--depth", "1", "--width", "16", "--heads", "2", "--device", "cpu",
+                 "--name", "mine"]  # fmt: skip
+    assert _exit_code(arguments) == 0, capsys.readouterr()
     assert Run.open("mine").state == "done"
-    told = capsys.readouterr()
-    assert "done:" in told.out + told.err
+    report = capsys.readouterr()
+    assert "done:" in report.out + report.err
     assert _exit_code(["train", "twin", "--kind", "chess"]) != 0
     assert "unknown kind 'chess'" in capsys.readouterr().err
     assert _exit_code(["train", "twin", "--kind", "draft", "--lora", "3"]) != 0
@@ -287,27 +288,27 @@ def a_batch() -> TrainingBatch:
 @torch.no_grad()
 def inner(model: Transformer, tokens: Tensor) -> Tensor:
     """What goes into both layers, by the specification's own forward pass."""
-    seen: list[Tensor] = []
+    recorded: list[Tensor] = []
     hooks = [
-        layer.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+        layer.register_forward_pre_hook(lambda module, given: recorded.append(given[0]))
         for layer in model.layers
     ]
     model(tokens[None])
     for hook in hooks:
         hook.remove()
-    return torch.stack(seen, 2)[0]
+    return torch.stack(recorded, 2)[0]
 
 
 @torch.no_grad()
 def drafted(
-    model: Transformer, head: DraftHead, text: Tensor, more: Tensor, first: int
+    model: Transformer, head: DraftHead, text: Tensor, extra: Tensor, first: int
 ) -> list[Tensor]:
     """Guesses behind `text` and behind each of the tokens that follow it, one after the other. The
     causal model has seen all of the text but its last token. Positions count from `first`."""
     eps, config = head.config.norm_eps, head.config
     count = len(text) - 1
     f = head.fuse_features(inner(model, text)[:count])
-    places = np.arange(first, first + len(text) + len(more))
+    places = np.arange(first, first + len(text) + len(extra))
     tables = model.rope_tables(places, 64)[-1]
     assert tables is not None
     cosine, sine = tables.cosine, tables.sine
@@ -319,10 +320,10 @@ def drafted(
     nothing = torch.zeros(1, config.kv_heads, config.head_width)
     keys, values = torch.cat((nothing, keys)), torch.cat((nothing, values))
     before = f[-1] if count else torch.zeros(config.width)
-    known, guesses = text.tolist(), []
+    known_names, guesses = text.tolist(), []
     layer = head.layers[0]
-    for step in range(len(more) + 1):
-        state = head.join_inputs(before, model.embed.weight[known[-1]])
+    for step in range(len(extra) + 1):
+        state = head.join_inputs(before, model.embed.weight[known_names[-1]])
         query = layer.q(rms(state, layer.norm, eps)).view(config.heads, config.head_width)
         query = apply_rope(query, cosine[count + step], sine[count + step])
         group = config.heads // config.kv_heads
@@ -335,13 +336,13 @@ def drafted(
         state = state + layer.down(torch.nn.functional.silu(layer.gate(fed)) * layer.up(fed))
         before = state
         said = [
-            head.recent(rms(model.embed.weight[known[-1 - back]], head.recent_norm, eps))
+            head.recent(rms(model.embed.weight[known_names[-1 - back]], head.recent_norm, eps))
             .chunk(4)[back]
             for back in range(4)
         ]  # fmt: skip
         guesses.append(head.output_state(state, head.from_recent(torch.cat(said))))
-        if step < len(more):
-            known.append(int(more[step]))
+        if step < len(extra):
+            known_names.append(int(extra[step]))
     return guesses
 
 
@@ -349,12 +350,12 @@ def test_drafts_of_whole_rows_are_those_of_one_text():
     model, batch = tiny_model().requires_grad_(False), a_batch()
     head = a_head(model)
     drafts = UnrolledDrafts(model, head, batch, {})
-    found = [drafts.step(ahead) for ahead in range(3)]
+    result = [drafts.step(ahead) for ahead in range(3)]
     for row, begin, place in ((0, 0, 9), (0, 0, 5), (1, 13, 18)):
         text = batch.inputs[row, begin : place + 1]
-        more = batch.inputs[row, place + 1 : place + 3]
-        for ahead, guess in enumerate(drafted(model, head, text, more, begin)):
-            assert torch.allclose(found[ahead][row, place], guess, atol=1e-4), (row, place, ahead)
+        extra = batch.inputs[row, place + 1 : place + 3]
+        for ahead, guess in enumerate(drafted(model, head, text, extra, begin)):
+            assert torch.allclose(result[ahead][row, place], guess, atol=1e-4), (row, place, ahead)
 
 
 def test_the_loss_compares_with_what_the_causal_model_says():
@@ -375,8 +376,8 @@ def test_the_loss_compares_with_what_the_causal_model_says():
                     continue
                 said = model(batch.inputs[row : row + 1, begin : place + ahead + 1])[0, -1]
                 chances = (said / 0.8).softmax(-1)[3:23]
-                ours = (table @ guess[row, place] / 0.8).log_softmax(-1)
-                losses.append(-(chances * ours).sum())
+                logprobs = (table @ guess[row, place] / 0.8).log_softmax(-1)
+                losses.append(-(chances * logprobs).sum())
         total = total + torch.stack(losses).mean() * weights[ahead] / sum(weights)
     assert torch.allclose(loss.mean, total, rtol=1e-4)
     loss.mean.backward()

@@ -35,11 +35,13 @@ def turn(rank: int) -> None:
     """Matrices of more and of fewer rows than there are processes, spread over both."""
     mesh = init_device_mesh("cpu", (2,))
     for rows in (1, 3, 6):
-        whole = torch.randn(3, rows, 8, generator=torch.Generator().manual_seed(rows))
-        found = orthogonalize([distribute_tensor(each, mesh, [Shard(0)]) for each in whole])
-        for own, wanted in zip(found, orthogonal(whole), strict=True):
+        full = torch.randn(3, rows, 8, generator=torch.Generator().manual_seed(rows))
+        result = orthogonalize([distribute_tensor(item, mesh, [Shard(0)]) for item in full])
+        for own_value, expected in zip(result, orthogonal(full), strict=True):
             half = -(-rows // 2)
-            assert torch.allclose(own, wanted[rank * half : (rank + 1) * half], atol=1e-5), rows
+            assert torch.allclose(
+                own_value, expected[rank * half : (rank + 1) * half], atol=1e-5
+            ), rows
 
 
 def train(folder: Path, parallel: Parallel, steps: int = 99) -> str:
