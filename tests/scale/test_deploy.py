@@ -138,7 +138,11 @@ def test_ray_serve_would_take_the_applications(name: str, tmp_path: Path):
     assert len(gateway.settings.api_keys) == (2 if name == "kuberay.yaml" else 0)
     assert gateway.settings.host == config.settings.host == "0.0.0.0"
     scaling = built["replicas"]._deployment_config.autoscaling_config
-    assert (scaling.min_replicas, scaling.max_replicas) == (2, 8) == (config.replicas, config.most)
+    assert (
+        (scaling.min_replicas, scaling.max_replicas)
+        == (2, 8)
+        == (config.replicas, config.max_replicas)
+    )
 
 
 def test_autoscaling_by_queue_length():

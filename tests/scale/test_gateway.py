@@ -283,7 +283,7 @@ def test_a_replica_that_drains_finishes_and_takes_nothing_new(chatty: Path):
             lines = answer.iter_lines()
             next(lines)
             (busy,) = here.gateway.pool.in_flight
-            replicas[busy].state.admission.refusing = True
+            replicas[busy].state.admission.is_stopping = True
             with here.client() as other:
                 for n in range(3):
                     written(other, prompt=f"{n} other pages")

@@ -275,7 +275,7 @@ class Gateway:
 
     def __init__(self, settings: ServerSettings, pool: ReplicaPool) -> None:
         self.settings, self.pool = settings, pool
-        self.admission = Admission(1, 0)  # only `refusing` is used, for shutdown
+        self.admission = Admission(1, 0)  # only `is_stopping` is used, for shutdown
         self.metrics = GatewayMetrics(lambda: pool.in_flight)
         self._session: aiohttp.ClientSession | None = None
 
