@@ -245,6 +245,8 @@ def violations(path: Path) -> Iterator[tuple[str, int, str]]:
     for line, name in bindings(tree):
         if name.strip("_") in BARE_WORDS and name not in ALLOWED_NAMES:
             yield "name", line, name
+    if not PHRASES.search(source):
+        return
     for kind, texts in (
         ("docstring", docstrings(tree)),
         ("comment", comments(source)),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from unspool.errors import BatchError, ContextError, ModelFileError, SettingsError, UnspoolError
 
 if TYPE_CHECKING:
-    from unspool.costs.measuring import costs
+    from unspool.costs.measuring import measure_costs
     from unspool.decoding.infill.result import gap
     from unspool.engine.generation import Generation, Generations
     from unspool.engine.request import Options
@@ -39,15 +39,15 @@ __all__ = [
     "Tokenizer",
     "UnspoolError",
     "__version__",
-    "costs",
     "gap",
     "load",
+    "measure_costs",
 ]
 
 _MODULES = {  # of names that are imported when they are first used
-    "costs": "unspool.costs.measuring",
     "gap": "unspool.decoding.infill.result",
     "load": "unspool.loading",
+    "measure_costs": "unspool.costs.measuring",
     "LanguageModel": "unspool.lm",
     "Generation": "unspool.engine.generation",
     "Generations": "unspool.engine.generation",

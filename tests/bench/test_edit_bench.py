@@ -116,6 +116,7 @@ def test_measures_of_texts() -> None:
     assert math.isnan(diffuse.perplexity(None, ["a"], [None]))
 
 
+@pytest.mark.slow
 def test_parity_of_two_families() -> None:
     command = [sys.executable, str(BENCH / "parity.py"), "llama", "lfm2"]
     done = subprocess.run(command, capture_output=True, text=True)

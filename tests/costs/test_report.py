@@ -27,7 +27,7 @@ from unspool.costs.texts import packaged_sample, sample_texts
 
 @pytest.fixture(scope="module")
 def report(small: Any, texts: list[str]) -> Report:
-    return unspool.costs(small, quick=True, texts=texts, progress=False)
+    return unspool.measure_costs(small, quick=True, texts=texts, progress=False)
 
 
 class _Tags(HTMLParser):
@@ -134,7 +134,7 @@ def test_the_better_model_is_the_one_whose_interval_lies_beyond():
 
 def test_the_same_seed_measures_the_same(small: Any, texts: list[str]):
     again = [
-        unspool.costs(small, quick=True, parts=["loops"], texts=texts, progress=False)
+        unspool.measure_costs(small, quick=True, parts=["loops"], texts=texts, progress=False)
         for _ in range(2)
     ]
     assert again[0].parts == again[1].parts
@@ -142,9 +142,9 @@ def test_the_same_seed_measures_the_same(small: Any, texts: list[str]):
 
 def test_parts_by_name_and_a_wrong_name(small: Any, texts: list[str]):
     with pytest.raises(ValueError, match="did you mean loops"):
-        unspool.costs(small, parts=["lops"], texts=texts)
+        unspool.measure_costs(small, parts=["lops"], texts=texts)
     with pytest.raises(ValueError, match="parts is empty"):
-        unspool.costs(small, parts=[], texts=texts)
+        unspool.measure_costs(small, parts=[], texts=texts)
 
 
 def test_progress_goes_from_nothing_to_all(small: Any, texts: list[str]):
@@ -159,18 +159,20 @@ def test_progress_goes_from_nothing_to_all(small: Any, texts: list[str]):
 
 def test_what_cannot_be_measured_is_said_in_its_place(small_folder: Path, texts: list[str]):
     with unspool.load(small_folder, context=64, memory=8 << 20, threads=1) as lm:
-        report = unspool.costs(lm, quick=True, parts=["whole", "confidence"], texts=texts,
+        report = unspool.measure_costs(lm, quick=True, parts=["whole", "confidence"], texts=texts,
                                progress=False)  # fmt: skip
         assert report.part("confidence").figures and not report.part("whole").figures
         assert "Could not be measured: the prompt has" in str(report)
         checked(report.html())
         with pytest.raises(ValueError, match="no part could be measured; whole"):
-            unspool.costs(lm, quick=True, parts=["whole"], texts=texts, progress=False)
+            unspool.measure_costs(lm, quick=True, parts=["whole"], texts=texts, progress=False)
 
 
 def test_on_torch_too(small_folder: Path, texts: list[str]):
     with unspool.load(small_folder, backend="torch", memory=64 << 20) as lm:
-        report = unspool.costs(lm, quick=True, parts=["waiting"], texts=texts, progress=False)
+        report = unspool.measure_costs(
+            lm, quick=True, parts=["waiting"], texts=texts, progress=False
+        )
     part = report.part("waiting")
     weights = next(item for item in part.figures if item.name.startswith("reading weights"))
     assert weights.value is None and "everything else" in weights.why
@@ -386,8 +388,8 @@ def test_a_checkpoint_of_a_run_is_named_after_its_run(tmp_path: Path, small: Any
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a", "b", "c"], "3 models were named"),
-        (["a", "-m", "b"], "name the models once"),
+        (["a", "b", "c"], "got 3"),
+        (["a", "-m", "b"], "not both"),
         (["--parts", "waitign"], "did you mean waiting"),
         (["--out", "/nowhere/at/all.html", "--parts", "loops"], "there is no folder"),
     ],

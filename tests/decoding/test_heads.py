@@ -169,7 +169,7 @@ def test_by_its_name(native: Any, unspool_head: Path):
     for word in (f"head:{unspool_head}", f"head:{unspool_head}:3"):
         drafted = native.generate(PROMPT, max_tokens=60, temperature=0.8, seed=2, speculate=word)
         assert drafted.tokens == plain.tokens
-    with pytest.raises(SettingsError, match="no drafting head is shipped"):
+    with pytest.raises(SettingsError, match="no drafting head for this model"):
         native.generate(PROMPT, speculate="head")
 
 

@@ -179,8 +179,8 @@ def test_what_may_be_asked():
     [
         (("--keep", "4"), "add --endless"),
         (("--endless", "--keep", "0"), "endless must be"),
-        (("--endless", "--beam", "2"), "--endless has no meaning for --beam"),
-        (("--endless", "--diffuse"), "--endless has no meaning for --diffuse"),
+        (("--endless", "--beam", "2"), "--endless has no effect with --beam"),
+        (("--endless", "--diffuse"), "--endless has no effect with --diffuse"),
     ],
 )
 def test_the_command_refuses_what_cannot_be(words: tuple[str, ...], message: str, capfd: Any):

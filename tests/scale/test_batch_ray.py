@@ -165,6 +165,7 @@ def test_without_ray_it_is_told(
 # -- Ray itself --------------------------------------------------------------------------------
 
 
+@pytest.mark.ray
 @pytest.mark.xdist_group("ray")
 def test_a_worker_and_then_the_driver_are_killed(tmp_path: Path, chatty: Path, ray_here: str):
     """No row is lost or duplicated, no worker remains, and the answers are the same."""

@@ -92,6 +92,7 @@ def names(client: httpx.Client) -> set[str]:
     return set(answer.json()["replicas"]) if answer.status_code == 200 else set()
 
 
+@pytest.mark.ray
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
 def test_a_server_of_two_replicas_of_which_one_is_killed(chatty: Path, tmp_path: Path):
     command = [sys.executable, "-m", "unspool", "serve", "--replicas", "2", "--port", "0"]

@@ -90,7 +90,7 @@ def test_tuning_on_answers_is_trls_sft(model: tuple[Any, Any], tmp_path: Path):
     reference_model.train()
     loss = trainer.compute_loss(reference_model, trainer.data_collator(rows))
     ids, loss_mask = padded([row(p, c) for p, c in zip(PROMPTS, CHOSEN, strict=True)])
-    own_value = answers_only(unspool_model, TrainingBatch(ids, loss_mask), torch.Generator()).total
+    own_value = answers_only(unspool_model, TrainingBatch(ids, loss_mask), torch.Generator()).mean
     assert_same_gradients(reference_model, loss, unspool_model, own_value)
 
 
@@ -129,7 +129,7 @@ def test_dpo_is_trls_dpo(model: tuple[Any, Any], smoothing: float, tmp_path: Pat
     report = Dpo(0.3, smoothing, reference)(
         unspool_model, PairBatch(ids, loss_mask), torch.Generator()
     )
-    assert_same_gradients(reference_model, loss, unspool_model, report.total)
+    assert_same_gradients(reference_model, loss, unspool_model, report.mean)
     assert abs(report.extra["margin"]) > 1e-3
 
 

@@ -64,7 +64,7 @@ def costs(
       unspool costs smollm2-135m qwen3-0.6b --parts loops,whole
       unspool costs ./my-model --texts notes.txt
     """
-    from unspool.costs.measuring import costs as measure
+    from unspool.costs.measuring import measure_costs as measure
     from unspool.costs.measuring import select_parts
     from unspool.costs.report import Comparison
     from unspool.costs.texts import sample_texts

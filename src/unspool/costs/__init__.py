@@ -1,1 +1,1 @@
-"""Measure the costs of autoregressive decoding: `unspool.costs(lm)`."""
+"""Measure the costs of autoregressive decoding: `unspool.measure_costs(lm)`."""

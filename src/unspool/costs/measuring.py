@@ -1,6 +1,6 @@
-"""`unspool.costs(lm)`: measure all parts of a report, one after the other.
+"""`unspool.measure_costs(lm)`: measure all parts of a report, one after the other.
 
-    report = unspool.costs(lm, quick=True)
+    report = unspool.measure_costs(lm, quick=True)
     print(report)                                      # as text
     Path("costs.html").write_text(report.html())       # with plots
     report.to_dict()                                   # for JSON
@@ -96,7 +96,7 @@ _PACKAGE = f"{__package__}.parts"
 _STEPS = 100  # of the progress bar per unit of duration
 
 
-def costs(
+def measure_costs(
     lm: LanguageModel,
     *,
     quick: bool = False,

@@ -17,7 +17,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from unspool.costs import stored
-from unspool.costs.measuring import PARTS, costs, select_parts
+from unspool.costs.measuring import PARTS, measure_costs, select_parts
 from unspool.costs.part import CostPart
 from unspool.costs.report import Report
 from unspool.errors import UnspoolError
@@ -138,7 +138,7 @@ class _Measurement:
 
     def _measure(self) -> Report:
         try:
-            return costs(
+            return measure_costs(
                 self._lm,
                 quick=self._body.quick,
                 parts=self._names,

@@ -54,7 +54,7 @@ from unspool.session import Prompt, Session
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class PlacePrediction:
     """The token sampled for a position."""
 
     token: int
@@ -145,7 +145,7 @@ class CanvasSampler:
     # -- for both ---------------------------------------------------------------------------------
 
     def predictions(
-        self, places: Sequence[int], sampled: Sequence[Prediction], number: int
+        self, places: Sequence[int], sampled: Sequence[PlacePrediction], number: int
     ) -> Predictions:
         """Build the input of an order."""
         request, start = self._plan.request, len(self._prompt)
@@ -159,7 +159,7 @@ class CanvasSampler:
             np.array([uniform(seed, request.limits.sample, start + n, stream) for n in places]),
         )
 
-    def place(self, number: int, sampled: Prediction, change: Change = None) -> CanvasPosition:
+    def place(self, number: int, sampled: PlacePrediction, change: Change = None) -> CanvasPosition:
         """Describe a position with its sampled token and whether that was set."""
         best = () if sampled.pick is None else sampled.pick.candidates
         candidates = self.candidates((c.token, c.logprob, c.probability) for c in best)
@@ -173,7 +173,7 @@ class CanvasSampler:
         text = self._lm.readable(token)
         return CanvasPosition(number, token, text, math.exp(logprob), candidates)
 
-    def step(self, place: CanvasPosition, sampled: Prediction, number: int) -> Step:
+    def step(self, place: CanvasPosition, sampled: PlacePrediction, number: int) -> Step:
         """Build the step of a token that was set."""
         position, token_bytes = len(self._prompt) + place.number, self._lm.engine.token_bytes
         if sampled.pick is None:
@@ -218,13 +218,13 @@ class PositionLogits:
     filled: Sequence[Step | None]
     number: int
 
-    def predict(self, places: Sequence[int], allowed: Any = None) -> list[Prediction]:
+    def predict(self, places: Sequence[int], allowed: Any = None) -> list[PlacePrediction]:
         """Sample a token for each position; `allowed`: the tokens that a grammar allows."""
         if not len(places):
             return []
         rows = self.logits[[n - self.first for n in places]]
         picks = self.sampler.pick(rows, places, self.filled, self.number, allowed)
-        return [Prediction(p.token, p.logprob, p.entropy, p.margin, p) for p in picks]
+        return [PlacePrediction(p.token, p.logprob, p.entropy, p.margin, p) for p in picks]
 
     def describe(self, places: Sequence[int], tokens: Sequence[int]) -> list[CanvasPosition]:
         """Describe filled positions, with the probabilities of their tokens."""
@@ -242,13 +242,13 @@ class PickedPositions:
     first: int
     known_logprobs: dict[int, float]  # log-probabilities of filled positions that were not computed
 
-    def predict(self, places: Sequence[int], allowed: Any = None) -> list[Prediction]:
+    def predict(self, places: Sequence[int], allowed: Any = None) -> list[PlacePrediction]:
         """Return the token of each position."""
         assert allowed is None  # a grammar samples on the host
         picks, rows = self.picks, [n - self.first for n in places]
         details = self.picks.details[rows, :TARGET_LOGPROB].tolist()
         return [
-            Prediction(picks.tokens[row], picks.logprobs[row], *values)
+            PlacePrediction(picks.tokens[row], picks.logprobs[row], *values)
             for row, values in zip(rows, details, strict=True)
         ]
 
@@ -476,8 +476,8 @@ class CanvasText:
         return min(max(1, remaining[0]), masked) if len(remaining) > 1 else masked
 
     def _choose(
-        self, masked: list[int], picks: list[Prediction], rows: Rows
-    ) -> dict[int, Prediction]:
+        self, masked: list[int], picks: list[PlacePrediction], rows: Rows
+    ) -> dict[int, PlacePrediction]:
         """Choose the predictions to keep."""
         least = self._min_to_set(len(masked))
         if self._grammar is not None:
@@ -491,10 +491,10 @@ class CanvasText:
             )
         return {masked[number]: picks[number] for number in indices}
 
-    def _by_grammar(self, masked: list[int], rows: Rows, least: int) -> dict[int, Prediction]:
+    def _by_grammar(self, masked: list[int], rows: Rows, least: int) -> dict[int, PlacePrediction]:
         """Set tokens from left to right, each allowed by the grammar."""
         assert self._grammar is not None
-        accepted: dict[int, Prediction] = {}
+        accepted: dict[int, PlacePrediction] = {}
         for place in masked:
             pick = rows.predict([place], self._grammar.mask())[0]
             if len(accepted) >= least and math.exp(pick.logprob) < self.plan.threshold:
@@ -514,9 +514,9 @@ class CanvasText:
 
     def _revise(
         self, filled: list[int], places: dict[int, CanvasPosition], rows: Rows
-    ) -> dict[int, Prediction]:
+    ) -> dict[int, PlacePrediction]:
         """Edit and remask tokens set earlier; returns the edited ones."""
-        plan, edited = self.plan, dict[int, Prediction]()
+        plan, edited = self.plan, dict[int, PlacePrediction]()
         if plan.edit is not None:
             for number, pick in zip(filled, rows.predict(filled), strict=True):
                 if pick.token != places[number].token and math.exp(pick.logprob) > plan.edit:
@@ -549,7 +549,7 @@ class CanvasText:
 
     def _record(
         self, kind: Literal["canvas", "text", "look"], places: dict[int, CanvasPosition],
-        accepted: dict[int, Prediction],
+        accepted: dict[int, PlacePrediction],
     ) -> DiffusionPass:  # fmt: skip
         """Write the decisions to the canvas and record the pass. Positions of the last block beyond
         the text are not reported."""

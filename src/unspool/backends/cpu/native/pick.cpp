@@ -201,8 +201,7 @@ struct RowSampler {
     }
 
     int64_t pick(const float* logits, int64_t width, const Floats& settings, const Ints& row,
-                 const int64_t* history, double* logprob, int64_t target,
-                 CanvasDetails* details) {
+                 const int64_t* history, double* logprob, int64_t target, CanvasDetails* details) {
         const float model_peak = kernels().peak(logits, width);
         if (!std::isfinite(model_peak)) return -1;
         double model_total, weighted;
@@ -266,11 +265,10 @@ struct PickJob {
         PickJob& self = *static_cast<PickJob*>(argument);
         thread_local RowSampler sampler;
         for (int64_t row; (row = self.next.fetch_add(1)) < self.rows;)
-            self.tokens[row] =
-                sampler.pick(self.logits + row * self.width, self.width, self.floats[row],
-                             self.ints[row], self.history, self.logprobs + row,
-                             self.targets ? self.targets[row] : -1,
-                             self.targets ? self.details + row : nullptr);
+            self.tokens[row] = sampler.pick(
+                self.logits + row * self.width, self.width, self.floats[row], self.ints[row],
+                self.history, self.logprobs + row, self.targets ? self.targets[row] : -1,
+                self.targets ? self.details + row : nullptr);
     }
 };
 
