@@ -193,7 +193,7 @@ def test_a_tool_runner_goes_on_with_its_thread(client: anthropic.Anthropic, stre
         return f"sunny in {city}"
 
     runner = client.beta.messages.tool_runner(
-        model="smollm", max_tokens=60, tools=[weather], messages=HELLO, max_iterations=3,
+        model="smollm", max_tokens=1000, tools=[weather], messages=HELLO, max_iterations=3,
         tool_choice={"type": "tool", "name": "weather"}, stream=stream,
     )  # fmt: skip
     words = [item.get_final_message() if stream else item for item in runner]

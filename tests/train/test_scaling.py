@@ -98,8 +98,8 @@ def test_runs_side_by_side_are_the_same_runs(tmp_path: Path):
     together.measure(grid, known_law.train, lambda run, loss: finished.append(run), at_once=2)
     assert together.runs == alone.runs
     assert sorted(finished, key=grid.index) == grid
-    here = (tmp_path / "alone" / grid[0].name / "process").read_text()
-    assert here not in {file.read_text() for file in together.folder.rglob("process")}
+    # A single run that is left over is trained in this process.
+    assert len({file.read_text() for file in together.folder.rglob("process")}) > 1
 
 
 def test_a_run_whose_process_dies_is_told(tmp_path: Path):
