@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 import unspool
@@ -27,13 +28,36 @@ def server(small_server: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def http(server: Any) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
+def http(server: Any) -> httpx.Client:
+    client: httpx.Client = server.http
+    return client
 
 
 @pytest.fixture(scope="session")
-def openai_client(server: Any) -> openai.OpenAI:
+def document(small_server: Any) -> dict[str, Any]:
+    """The OpenAPI document, which takes a second to make."""
+    result: dict[str, Any] = small_server.http.get("/openapi.json").json()
+    return result
+
+
+@pytest.fixture(scope="session")
+def examples(small_server: Any) -> dict[str, Any]:
+    """The example request of each path, as the documentation page has them."""
+    page = small_server.http.get("/docs").text
+    match = re.search(r'id="examples">(.*?)</script>', page, re.DOTALL)
+    assert match
+    result: dict[str, Any] = json.loads(match[1])
+    return result
+
+
+@pytest.fixture(scope="session")
+def openai() -> Any:
+    """The package, imported when it is used: that takes a second."""
+    return importlib.import_module("openai")
+
+
+@pytest.fixture(scope="session")
+def openai_client(openai: Any, server: Any) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 

@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,35 +19,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from pydantic import BaseModel, Field
 
 from helpers import assets
+from helpers.asked import ASKED, PERSON, QUESTION, WEATHER, Person, events_in, tool
 from unspool.lens.embeddings import embedding
 
 HERE = Path(__file__).parent
-QUESTION = "Why do leaves change color in fall?"
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather in a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 20}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
+AGAIN = "And in spring?"
 
 
 def run(command: list[Any], params: str | None = None, **environment: str) -> str:
@@ -73,7 +50,9 @@ def run(command: list[Any], params: str | None = None, **environment: str) -> st
 @pytest.fixture(scope="module")
 def llm(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """The command `llm`, told of the server as its manual says."""
-    program = Path(sysconfig.get_path("scripts")) / "llm"
+    from click.testing import CliRunner
+    from llm.cli import cli
+
     folder = tmp_path_factory.mktemp("llm")
     usual = {"model_name": server.model, "api_base": f"{server.url}/v1"}
     models = [
@@ -84,26 +63,24 @@ def llm(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     # JSON is YAML.
     (folder / "extra-openai-models.yaml").write_text(json.dumps(models), "utf-8")
 
-    def body(*arguments: Any) -> str:
-        return run([program, *arguments], LLM_USER_PATH=str(folder)).removesuffix("\n")
+    def called(*arguments: Any) -> str:
+        runner = CliRunner(env={"LLM_USER_PATH": str(folder), "OPENAI_API_KEY": None})
+        result = runner.invoke(cli, [*map(str, arguments)], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.stdout.removesuffix("\n")
 
-    return body
+    return called
 
 
 def test_llm_streams_and_goes_on(llm, lm):
     options = ["-o", "temperature", 0, "-o", "max_tokens", 24]
     first = lm.chat(QUESTION, temperature=0, max_tokens=24).text
     assert llm("-m", "unspool", QUESTION, *options) == first
-    messages = [
-        {"role": "user", "content": QUESTION},
-        {"role": "assistant", "content": first},
-        {"role": "user", "content": "And in spring?"},
-    ]
-    second = lm.chat(messages, temperature=0, max_tokens=24).text
-    assert llm("--continue", "And in spring?", *options) == second
+    replies = [{"role": "assistant", "content": first}, {"role": "user", "content": AGAIN}]
+    second = lm.chat([*ASKED, *replies], temperature=0, max_tokens=24).text
+    assert llm("--continue", AGAIN, *options) == second
 
 
-@pytest.mark.slow
 def test_llm_without_streaming_with_a_seed_and_a_schema(llm, lm):
     options = ["-o", "temperature", 0.8, "-o", "seed", 7, "-o", "max_tokens", 60]
     params = ["--no-log", "--no-stream", "--schema", json.dumps(PERSON), *options]
@@ -114,7 +91,6 @@ def test_llm_without_streaming_with_a_seed_and_a_schema(llm, lm):
     assert text == expected.text and {*json.loads(text)} == {"name", "age"}
 
 
-@pytest.mark.slow
 def test_llm_with_the_other_endpoints(llm, lm):
     assert {"OpenAI Chat: unspool", "OpenAI Responses: unspool-responses"} <= {
         *llm("models").splitlines()
@@ -132,16 +108,7 @@ def test_llm_with_the_other_endpoints(llm, lm):
 QUIZ = [
     ("The capital of France is", ["Paris", "Berlin", "Madrid"], 0),
     ("The opposite of hot is", ["tall", "cold", "quick"], 1),
-    ("A baby dog is called a", ["kitten", "calf", "puppy"], 2),
-    ("Water freezes and becomes", ["ice", "steam", "sand"], 0),
-    ("The color of fresh snow is", ["black", "white", "green"], 1),
-    ("The largest planet of the solar system is", ["Mars", "Venus", "Jupiter"], 2),
-    ("Two plus two makes", ["four", "nine", "eleven"], 0),
-    ("The author of Hamlet is", ["Goethe", "William Shakespeare", "Homer"], 1),
     ("A spider has", ["two legs", "six legs", "eight legs"], 2),
-    ("Bees make", ["honey", "milk", "wool"], 0),
-    ("The sun rises in the", ["west", "east", "north"], 1),
-    ("Iron that lies in the rain begins to", ["sing", "melt", "rust"], 2),
 ]
 
 
@@ -191,13 +158,8 @@ def test_lm_eval_scores_answers_as_the_engine_does(evaluated, lm):
 def test_openai_for_node(server, lm):
     if shutil.which("node") is None:
         pytest.skip("node is not installed")
-    chat = {
-        "model": server.model,
-        "messages": [{"role": "user", "content": QUESTION}],
-        "seed": 7,
-        "max_tokens": 24,
-    }
-    params = {"model": server.model, "chat": chat, "schema": PERSON, "tool": WEATHER}
+    chat = {"model": server.model, "messages": ASKED, "seed": 7, "max_tokens": 24}
+    params = {"model": server.model, "chat": chat, "schema": PERSON, "tool": tool(**WEATHER)}
     reply = run(["node", HERE / "client.mjs", server.url, assets.node_openai()], json.dumps(params))
     result = json.loads(reply)
     created = lm.chat(QUESTION, seed=7, max_tokens=24)
@@ -206,7 +168,7 @@ def test_openai_for_node(server, lm):
         created.tokens
     )
     assert result["call"] == result["streamedCall"] and result["reason"] == "tool_calls"
-    assert result["call"]["name"] == "get_weather"
+    assert result["call"]["name"] == "weather"
     assert [*json.loads(result["call"]["arguments"])] == ["city"]
     assert result["json"] == lm.chat(QUESTION, json_schema=PERSON, seed=7, max_tokens=100).text
     for text, vector in zip(["Leaves fall.", "Snow falls."], result["embeddings"], strict=True):
@@ -221,8 +183,8 @@ def test_openai_for_node(server, lm):
 
 def test_what_open_webui_sends(server, lm):
     """After its `routers/openai.py`, `routers/tasks.py` and `utils/payload.py`."""
-    headers = {"Authorization": "Bearer none"}
-    with httpx.Client(base_url=f"{server.url}/v1", headers=headers, timeout=60) as client:
+    url, headers = f"{server.url}/v1", {"Authorization": "Bearer none"}
+    with httpx.Client(base_url=url, headers=headers, timeout=60, verify=False) as client:
         listed = client.get("/models").json()["data"]
         assert [(model["id"], model["object"]) for model in listed] == [(server.model, "model")]
 
@@ -236,11 +198,9 @@ def test_what_open_webui_sends(server, lm):
         body["stream_options"] = {"include_usage": True}
         reply = client.post("/chat/completions", json=body)
         assert reply.headers["content-type"].startswith("text/event-stream")
-        events = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
-        assert events.pop() == "[DONE]"
-        chunks = [json.loads(event) for event in events]
+        chunks = events_in(reply.text)
         reported = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks[:-1])
-        plain = [messages[0], {"role": "user", "content": QUESTION}]
+        plain = [messages[0], *ASKED]
         expected = lm.chat(plain, temperature=0.7, top_p=0.9, seed=7, stop=("###",), max_tokens=24)
         assert reported == expected.text
         assert chunks[-1]["usage"]["completion_tokens"] == len(expected.tokens)
@@ -253,13 +213,13 @@ def test_what_open_webui_sends(server, lm):
 
         # Tools that it runs itself, and what it sends when one has answered.
         call = {"index": 0, "id": "call_1", "type": "function",
-                "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}  # fmt: skip
+                "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}  # fmt: skip
         messages += [
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "call_1", "content": "Snow, -3 degrees."},
         ]
-        body = {"stream": True, "model": server.model, "messages": messages, "tools": [WEATHER],
-                "max_tokens": 8}  # fmt: skip
+        body = {"stream": True, "model": server.model, "messages": messages, "max_tokens": 8}
+        body["tools"] = [tool(**WEATHER)]
         assert client.post("/chat/completions", json=body).status_code == 200
 
         # Documents; and parameters of our own, which "Custom Parameters" of a model can hold.
@@ -278,13 +238,6 @@ QUIET = {
     "LANGCHAIN_TRACING_V2": "false",
     "NO_PROXY": "127.0.0.1",
 }
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str = Field(max_length=12)
-    age: int = Field(ge=0, le=99)
 
 
 @pytest.fixture

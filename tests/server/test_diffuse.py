@@ -47,9 +47,8 @@ def serving(folder: Path) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def client(serving: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serving.url, timeout=60) as result:
-        yield result
+def client(serving: Running) -> httpx.Client:
+    return serving.http
 
 
 def ask(client: httpx.Client, status: int = 200, **body: Any) -> Any:
@@ -134,7 +133,7 @@ def test_what_cannot_be_is_said(
 def test_who_leaves_gives_the_pages_back(serving: Running) -> None:
     body = {**ASKED, "model": "block", "max_tokens": 100, "order": "fixed", "stream": True}
     for events in (0, 1, 3):
-        with httpx.stream("POST", f"{serving.url}/v1/diffuse", json=body, timeout=60) as answer:
+        with serving.http.stream("POST", "/v1/diffuse", json=body) as answer:
             lines = answer.iter_lines()
             for _ in range(3 * events):
                 next(lines)

@@ -5,25 +5,19 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-import httpx
 import numpy as np
 import ollama
 import pytest
 
-from helpers.running_server import Running, default_entry, running
+from helpers.asked import ASKED, CITY, PERSON, QUESTION, tool
+from helpers.running_server import Running, running, wait_until
 from unspool.lens.embeddings import embedding
+from unspool.server.runtime.registry import ModelEntry
 
-QUESTION = "Why do leaves change color in fall?"
-ASKED = [{"role": "user", "content": QUESTION}]
 FEW = {"temperature": 0, "num_predict": 12}
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
-    "required": ["name", "age"],
-}
 
 
 @pytest.fixture(scope="module")
@@ -31,27 +25,22 @@ def client(server: Any) -> ollama.Client:
     return ollama.Client(host=server.url)
 
 
-@pytest.fixture(scope="module")
-def answer(lm: Any) -> str:
-    return lm.chat(QUESTION, temperature=0, max_tokens=12).text
-
-
-def test_chat(client, server, answer, lm):
-    result = client.chat(server.model, ASKED, options=FEW)
-    assert result.message.role == "assistant" and result.message.content == answer
+def test_chat(client, server, lm):
+    created = lm.chat(QUESTION, temperature=0, max_tokens=12)
+    result = client.chat(server.model, ASKED, options=FEW, logprobs=True, top_logprobs=2)
+    assert result.message.role == "assistant" and result.message.content == created.text
     assert (result.done, result.done_reason, result.model) == (True, "length", server.model)
-    assert result.eval_count == 12 and result.prompt_eval_count == len(lm.chat_prompt(ASKED).ids)
+    assert result.eval_count == 12 and result.prompt_eval_count == len(created.prompt)
     assert result.total_duration >= result.eval_duration > 0 and result.prompt_eval_duration > 0
-
-
-def test_streams_are_lines_of_json_unless_told(server, answer):
+    logprobs = [step.logprob for step in created.steps]
+    assert [item.logprob for item in result.logprobs] == pytest.approx(logprobs, abs=1e-4)
+    assert all(len(item.top_logprobs) == 2 for item in result.logprobs)
+    # Streams are lines of JSON, and what is sent unless a request says otherwise.
     body = {"model": server.model, "messages": ASKED, "options": FEW}
-    reply = httpx.post(f"{server.url}/api/chat", json=body, timeout=60)
+    reply = server.http.post("/api/chat", json=body)
     assert reply.headers["content-type"] == "application/x-ndjson"
     lines = [json.loads(line) for line in reply.text.splitlines()]
-    assert "".join(line["message"]["content"] for line in lines) == answer
-    complete = httpx.post(f"{server.url}/api/chat", json=body | {"stream": False}, timeout=60)
-    assert complete.json()["message"]["content"] == answer
+    assert "".join(line["message"]["content"] for line in lines) == created.text
 
 
 def test_generate_and_go_on(client, server, lm):
@@ -122,29 +111,17 @@ def test_tools(client, server, lm):
 
 def test_a_call_comes_as_a_call(server):
     """Forced by a grammar under `unspool`, as nothing of Ollama's forces one."""
-    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {
-        "type": "object", "properties": {"city": {"type": "string"}}}}}  # fmt: skip
+    tools = [tool(name="get_weather", parameters=CITY)]
     written = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-    body = {"messages": ASKED, "tools": [tool], "options": {"unspool": {"choice": [written]}}}
-    reply = httpx.post(f"{server.url}/api/chat", json=body, timeout=60)
+    body = {"messages": ASKED, "tools": tools, "options": {"unspool": {"choice": [written]}}}
+    reply = server.http.post("/api/chat", json=body)
     lines = [json.loads(line) for line in reply.text.splitlines()]
     calls = [call for line in lines for call in line["message"].get("tool_calls", ())]
     assert [call["function"] for call in calls] == [
         {"name": "get_weather", "arguments": {"city": "Oslo"}}
     ]
-    complete = httpx.post(
-        f"{server.url}/api/chat", json=body | {"stream": False}, timeout=60
-    ).json()
+    complete = server.http.post("/api/chat", json=body | {"stream": False}).json()
     assert complete["message"]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
-
-
-def test_log_probabilities(client, server, lm):
-    result = client.chat(server.model, ASKED, options=FEW, logprobs=True, top_logprobs=2)
-    created = lm.chat(QUESTION, temperature=0, max_tokens=12)
-    assert [item.logprob for item in result.logprobs] == pytest.approx(
-        [step.logprob for step in created.steps], abs=1e-4
-    )
-    assert all(len(item.top_logprobs) == 2 for item in result.logprobs)
 
 
 def test_embeddings(client, server, lm, monkeypatch):
@@ -170,14 +147,14 @@ def test_which_models_there_are(client, server):
     visible = client.show(server.model)
     assert visible.modelinfo["llama.block_count"] == 4 and "tools" in visible.capabilities
     assert "<|im_start|>" in visible.template
-    assert "unspool" in httpx.get(f"{server.url}/api/version").json()
+    assert "unspool" in server.http.get("/api/version").json()
 
 
 def test_the_probes_of_its_clients(server):
-    there = httpx.get(server.url, headers={"user-agent": "ollama-python/0.6"})
+    there = server.http.get("/", headers={"user-agent": "ollama-python/0.6"})
     assert there.text == "Ollama is running"
-    assert httpx.head(server.url).status_code == 200
-    assert "<html" in httpx.get(server.url, headers={"accept": "text/html"}).text
+    assert server.http.head("/").status_code == 200
+    assert "<html" in server.http.get("/", headers={"accept": "text/html"}).text
 
 
 @pytest.mark.parametrize(
@@ -200,24 +177,20 @@ def test_what_is_refused(client, server, ask, status, words):
 
 
 @pytest.fixture(scope="module")
-def unloadable(small_default: Path) -> Iterator[Running]:
+def unloadable(small_entry: ModelEntry) -> Iterator[Running]:
     """A server whose model may be unloaded."""
-    entry = default_entry(small_default, "SmolLM2-135M-Instruct.Q4_1", memory=16 << 20)
-    with running([entry]) as result:
+    with running([replace(small_entry, name="SmolLM2-135M-Instruct.Q4_1")]) as result:
         yield result
 
 
-NAMES = ["smollm2", "smollm2:latest", "SmolLM2-135M-Instruct", "smollm2-135m-instruct:q4_1"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_names_as_ollama_writes_them(unloadable, name):
-    body = {"model": name, "prompt": "Hi", "stream": False, "options": {"num_predict": 1}}
-    result = httpx.post(f"{unloadable.url}/api/generate", json=body, timeout=60).json()
-    assert result["model"] == name and result["done"]
-    body = {"model": name, "prompt": "Hi", "max_tokens": 1}
-    result = httpx.post(f"{unloadable.url}/v1/completions", json=body, timeout=60).json()
-    assert result["model"] == unloadable.model
+def test_names_as_ollama_writes_them(unloadable):
+    for name in ("smollm2:latest", "SmolLM2-135M-Instruct", "smollm2-135m-instruct:q4_1"):
+        body = {"model": name, "prompt": "Hi", "stream": False, "options": {"num_predict": 1}}
+        result = unloadable.http.post("/api/generate", json=body).json()
+        assert result["model"] == name and result["done"]
+        body = {"model": name, "prompt": "Hi", "max_tokens": 1}
+        result = unloadable.http.post("/v1/completions", json=body).json()
+        assert result["model"] == unloadable.model
 
 
 def test_a_model_is_let_go_and_comes_back(unloadable):
@@ -225,16 +198,11 @@ def test_a_model_is_let_go_and_comes_back(unloadable):
     assert client.generate(unloadable.model).done_reason == "load"
     assert len(client.ps().models) == 1
     assert client.generate(unloadable.model, keep_alive=0).done_reason == "unload"
-    until = time.monotonic() + 60
-    while client.ps().models:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until(lambda: not client.ps().models)
     assert client.list().models[0].details.family == ""  # known once it is loaded again
     assert client.chat(unloadable.model, ASKED, options={"num_predict": 1}, keep_alive="10m").done
     remaining = client.ps().models[0].expires_at.timestamp() - time.time()
     assert 0 < remaining < 700
     body = {"model": unloadable.model, "prompt": "Hi", "max_tokens": 1, "keep_alive": 0.01}
-    assert httpx.post(f"{unloadable.url}/v1/completions", json=body, timeout=60).status_code == 200
-    while client.ps().models:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    assert unloadable.http.post("/v1/completions", json=body).status_code == 200
+    wait_until(lambda: not client.ps().models)

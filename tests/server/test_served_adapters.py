@@ -55,7 +55,7 @@ def served(small_entry: ModelEntry, adapters: Path) -> Any:
 
 def written(server: Any, model: str) -> Any:
     body = {"model": model, "prompt": "the tree", "temperature": 0, "max_tokens": 8, "logprobs": 1}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    return server.http.post("/v1/completions", json=body)
 
 
 def judged(answer: Any) -> Any:
@@ -64,19 +64,19 @@ def judged(answer: Any) -> Any:
 
 
 def test_they_are_listed_with_their_model(served: Any) -> None:
-    result = httpx.get(f"{served.url}/v1/models", timeout=60).json()["data"]
+    result = served.http.get("/v1/models").json()["data"]
     assert [model["id"] for model in result] == ["smollm", "smollm:one", "smollm:two"]
     assert [model.get("parent") for model in result] == [None, "smollm", "smollm"]
 
 
 def test_llama_cpp_names_them_by_number(served: Any) -> None:
     """`lora` beside any request, by the ids of `/lora-adapters`."""
-    listed = httpx.get(f"{served.url}/lora-adapters", timeout=60).json()
+    listed = served.http.get("/lora-adapters").json()
     assert [(item["id"], item["path"]) for item in listed] == [(0, "one"), (1, "two")]
 
     def request_body(path: str, lora: Any, **extra: Any) -> httpx.Response:
         body = {"prompt": "the tree", "max_tokens": 1, "lora": lora, **extra}
-        return httpx.post(f"{served.url}{path}", json=body, timeout=120)
+        return served.http.post(f"{path}", json=body)
 
     pair = [{"id": 0, "scale": 0.0}, {"id": 1, "scale": 1.0}]
     for path in ("/completion", "/v1/completions"):
@@ -86,7 +86,7 @@ def test_llama_cpp_names_them_by_number(served: Any) -> None:
                       [{"id": 0, "scale": 1}, {"id": 1, "scale": 1}]):  # fmt: skip
             assert request_body(path, wrong).status_code == 400
     scales = [{"id": 0, "scale": 1.0}]
-    refused = httpx.post(f"{served.url}/lora-adapters", json=scales, timeout=60)
+    refused = served.http.post("/lora-adapters", json=scales)
     assert refused.status_code == 501 and "use `lora`" in refused.json()["error"]["message"]
 
 

@@ -75,20 +75,9 @@ BODIES = {  # what a verb needs besides the id
 }  # fmt: skip
 
 
-def routes_below(server: Running, *prefixes: str) -> list[tuple[str, str]]:
-    """Every method and path of the server that names something stored."""
-    document = httpx.get(
-        f"{server.url}/openapi.json", headers={"x-api-key": ALICE}, timeout=60
-    ).json()
-    return [
-        (method.upper(), path)
-        for path, methods in document["paths"].items()
-        if path.startswith(prefixes) and "{" in path
-        for method in methods
-    ]
-
-
-def test_a_user_sees_only_their_own_branches_and_responses(serving: Running) -> None:
+def test_a_user_sees_only_their_own_branches_and_responses(
+    serving: Running, document: dict[str, Any]
+) -> None:
     alice, bob = tree_of(serving, ALICE), tree_of(serving, BOB)
     branch = alice.ask("POST", "", json={"prompt": "The union"})
     alice.do("append", branch, text=" of states")
@@ -96,7 +85,12 @@ def test_a_user_sees_only_their_own_branches_and_responses(serving: Running) -> 
     response = alice.http.post("/v1/responses", json=request_body).json()
     assert [item["id"] for item in alice.ask("GET", "")["data"]] == [branch["id"]]
     assert bob.ask("GET", "")["data"] == []
-    routes = routes_below(serving, "/v1/tree/", "/v1/responses/")
+    routes = [
+        (method.upper(), path)
+        for path, methods in document["paths"].items()
+        if path.startswith(("/v1/tree/", "/v1/responses/")) and "{" in path
+        for method in methods
+    ]
     assert len(routes) > 15
     for method, path in routes:
         names = (branch["id"], "branch-0") if "tree" in path else (response["id"], "resp_0")
