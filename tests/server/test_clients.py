@@ -81,6 +81,7 @@ def test_llm_streams_and_goes_on(llm, lm):
     assert llm("--continue", AGAIN, *options) == second
 
 
+@pytest.mark.slow
 def test_llm_without_streaming_with_a_seed_and_a_schema(llm, lm):
     options = ["-o", "temperature", 0.8, "-o", "seed", 7, "-o", "max_tokens", 60]
     params = ["--no-log", "--no-stream", "--schema", json.dumps(PERSON), *options]
@@ -91,6 +92,7 @@ def test_llm_without_streaming_with_a_seed_and_a_schema(llm, lm):
     assert text == expected.text and {*json.loads(text)} == {"name", "age"}
 
 
+@pytest.mark.slow
 def test_llm_with_the_other_endpoints(llm, lm):
     assert {"OpenAI Chat: unspool", "OpenAI Responses: unspool-responses"} <= {
         *llm("models").splitlines()

@@ -198,6 +198,13 @@ def ask(server: Running, name: str, want: str) -> httpx.Response:
     return server.http.post(f"/v1/runs/{name}/control", json={"want": want})
 
 
+def stop(server: Running, run: Run) -> None:
+    """Stop a run, and wait until its process has ended: until then there is no other."""
+    ask(server, run.name, "stop")
+    wait_until(lambda: run.state == "stopped")
+    wait_until(lambda: server.http.get("/v1/runs").json()["starting"] is None)
+
+
 @pytest.mark.usefixtures("stand_in")
 def test_a_run_is_started_paused_and_stopped_and_there_is_only_one(
     served: Running, root: Path
@@ -216,16 +223,14 @@ def test_a_run_is_started_paused_and_stopped_and_there_is_only_one(
     steps = len(run.log())
     ask(served, name, "go")
     wait_until(lambda: len(run.log()) > steps and run.state == "running")
-    ask(served, name, "stop")
-    wait_until(lambda: run.state == "stopped")
+    stop(served, run)
     assert dict(reply)["run"]["state"] == "stopped"
     assert ask(served, name, "stop").status_code == 400
     assert ask(served, name, "go").status_code == 400  # it has no checkpoint to resume from
     again = served.http.post("/v1/runs", json=body).json()["name"]
     assert again == "a-text-d2-2"
     wait_until(lambda: (root / again / "run.json").exists())
-    ask(served, again, "stop")
-    wait_until(lambda: Run(root / again).state == "stopped")
+    stop(served, Run(root / again))
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -239,8 +244,7 @@ def test_a_stopped_run_goes_on_from_its_checkpoint(served: Running, root: Path) 
     reply = events(served, "resumed", since=6)
     assert any(kind == "log" and data["lines"][0]["step"] == 7 for kind, data in reply)
     assert run.facts["resumed_as"] == "tune"  # each kind has its command
-    ask(served, "resumed", "stop")
-    wait_until(lambda: run.state == "stopped")
+    stop(served, run)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -290,8 +294,7 @@ def test_a_run_goes_on_without_the_server_and_the_next_one_finds_it(root: Path) 
     with running([entry(root)], runs=root) as second:
         assert second.http.post("/v1/runs", json={}).status_code == 409
         assert next(events(second, "stays"))[1]["state"] == "running"
-        ask(second, "stays", "stop")
-        wait_until(lambda: run.state == "stopped")
+        stop(second, run)
 
 
 @pytest.mark.usefixtures("stand_in")
