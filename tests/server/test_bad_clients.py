@@ -270,9 +270,7 @@ WORK: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_requests_may_be_cancelled_at_every_await(
-    small_entry: ModelEntry, late: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_requests_may_be_cancelled_at_every_await(small_entry, late, monkeypatch):
     monkeypatch.setattr("unspool.server.tree.writing._POLL_SECONDS", 0.05)
 
     async def check() -> None:
@@ -454,9 +452,7 @@ def test_a_client_that_never_reads_is_dropped(reads: bool):
         assert app.is_finished.wait(60)
 
 
-def test_without_file_descriptors_it_pauses_logs_once_and_recovers(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_without_file_descriptors_it_pauses_logs_once_and_recovers(monkeypatch):
     error = OSError(errno.EMFILE, "Too many open files")
 
     def fail(self: Any) -> None:

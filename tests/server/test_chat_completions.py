@@ -272,9 +272,7 @@ def test_only_allowed_tools_are_called(ask: Any) -> None:
 
 
 @pytest.mark.parametrize("form", ["json_schema", "json_object"])
-def test_with_tools_and_a_format_the_answer_is_a_call_or_of_that_form(
-    ask: Any, lm: Any, form: str
-) -> None:
+def test_with_tools_and_a_format_the_answer_is_a_call_or_of_that_form(ask, lm, form):
     """Neither is ruled out, and nothing else is written."""
     params = {"tools": [tool(**WEATHER)], "max_tokens": 60, "response_format": {"type": form}}
     if form == "json_schema":

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -185,51 +184,32 @@ def test_openai_for_node(server, lm):
 
 def test_what_open_webui_sends(server, lm):
     """After its `routers/openai.py`, `routers/tasks.py` and `utils/payload.py`."""
-    url, headers = f"{server.url}/v1", {"Authorization": "Bearer none"}
-    with httpx.Client(base_url=url, headers=headers, timeout=60, verify=False) as client:
-        listed = client.get("/models").json()["data"]
-        assert [(model["id"], model["object"]) for model in listed] == [(server.model, "model")]
-
-        messages = [
-            {"role": "system", "content": "You are brief."},
-            {"role": "user", "content": [{"type": "text", "text": QUESTION}]},
-        ]
-        params = {"temperature": 0.7, "top_p": 0.9, "seed": 7, "stop": ["###"], "max_tokens": 24,
-                  "frequency_penalty": 0.0, "presence_penalty": 0.0}  # fmt: skip
-        body = {"stream": True, "model": server.model, "messages": messages, **params}
-        body["stream_options"] = {"include_usage": True}
-        reply = client.post("/chat/completions", json=body)
-        assert reply.headers["content-type"].startswith("text/event-stream")
-        chunks = events_in(reply.text)
-        reported = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks[:-1])
-        plain = [messages[0], *ASKED]
-        expected = lm.chat(plain, temperature=0.7, top_p=0.9, seed=7, stop=("###",), max_tokens=24)
-        assert reported == expected.text
-        assert chunks[-1]["usage"]["completion_tokens"] == len(expected.tokens)
-
-        # A title for the chat: `metadata` stays in Open WebUI, which allows 1,000 tokens.
-        title = [{"role": "user", "content": f"### Task:\nTitle this chat.\nUSER: {QUESTION}"}]
-        body = {"model": server.model, "messages": title, "stream": False, "max_tokens": 30}
-        answer = client.post("/chat/completions", json=body).json()
-        assert answer["choices"][0]["message"]["content"]
-
-        # Tools that it runs itself, and what it sends when one has answered.
-        call = {"index": 0, "id": "call_1", "type": "function",
-                "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}  # fmt: skip
-        messages += [
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "call_1", "content": "Snow, -3 degrees."},
-        ]
-        body = {"stream": True, "model": server.model, "messages": messages, "max_tokens": 8}
-        body["tools"] = [tool(**WEATHER)]
-        assert client.post("/chat/completions", json=body).status_code == 200
-
-        # Documents; and parameters of our own, which "Custom Parameters" of a model can hold.
-        body = {"input": ["Leaves fall.", "Snow falls."], "model": server.model}
-        assert len(client.post("/embeddings", json=body).json()["data"]) == 2
-        body = {"model": server.model, "messages": plain, "stream": False, "max_tokens": 4,
-                "unspool": {"min_p": 0.1}}  # fmt: skip
-        assert client.post("/chat/completions", json=body).status_code == 200
+    headers = {"Authorization": "Bearer none"}
+    listed = server.http.get("/v1/models", headers=headers).json()["data"]
+    assert [(model["id"], model["object"]) for model in listed] == [(server.model, "model")]
+    system = {"role": "system", "content": "You are brief."}
+    messages = [system, {"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
+    params = {"temperature": 0.7, "top_p": 0.9, "seed": 7, "stop": ["###"], "max_tokens": 24}
+    body = {"stream": True, "model": server.model, "messages": messages, **params}
+    body |= {"frequency_penalty": 0.0, "presence_penalty": 0.0}
+    body |= {"stream_options": {"include_usage": True}, "unspool": {"min_p": 0.1}}
+    reply = server.http.post("/v1/chat/completions", json=body, headers=headers)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    chunks = events_in(reply.text)
+    reported = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks[:-1])
+    expected = lm.chat([system, *ASKED], min_p=0.1, **params)
+    assert reported == expected.text
+    assert chunks[-1]["usage"]["completion_tokens"] == len(expected.tokens)
+    # Tools that it runs itself, and what it sends when one has answered.
+    call = {"index": 0, "id": "call_1", "type": "function",
+            "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}  # fmt: skip
+    messages += [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "Snow, -3 degrees."},
+    ]
+    body |= {"messages": messages, "max_tokens": 8, "tools": [tool(**WEATHER)]}
+    reply = server.http.post("/v1/chat/completions", json=body, headers=headers)
+    assert reply.status_code == 200
 
 
 # -- frameworks ------------------------------------------------------------------------------

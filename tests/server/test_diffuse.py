@@ -122,9 +122,7 @@ def test_given_tokens_may_be_taken_back(client: httpx.Client) -> None:
         ({"messages": [{"role": "user", "content": "hi"}]}, "either prompt or messages", None),
     ],
 )
-def test_what_cannot_be_is_said(
-    client: httpx.Client, body: dict[str, Any], message: str, code: str | None
-) -> None:
+def test_what_cannot_be_is_said(client, body, message, code):
     error = ask(client, 400, **body)["error"]
     assert message in error["message"]
     assert code is None or error["code"] == code

@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,9 +59,7 @@ def odd_requests(
                 yield url, {"content": content, "headers": JSON}
 
 
-def test_odd_values_get_no_500(
-    server: Running, document: dict[str, Any], examples: dict[str, Any], small_model: Path
-) -> None:
+def test_odd_values_get_no_500(server, document, examples, small_model):
     faults = []
     for path, method in operations(document):
         if (path, method) == ("/v1/costs", "post"):  # it measures

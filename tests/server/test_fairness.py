@@ -81,9 +81,7 @@ def post(server: Running, path: str, body: Any) -> Any:
         ("/v1/completions", {"prompt": MANY, "max_tokens": 0, "echo": True, "logprobs": 1}),
     ],
 )
-def test_a_request_of_many_rows_leaves_room_for_others(
-    tiny_server: Running, path: str, body: dict[str, Any]
-):
+def test_a_request_of_many_rows_leaves_room_for_others(tiny_server, path, body):
     lm = tiny_server.state.registry.loaded["tiny"].lm
     engine, (mark,) = lm.engine, lm.tokenizer.encode("~")
     with Gate(tiny_server) as gate, ThreadPoolExecutor(2) as threads:
@@ -170,9 +168,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_computed_for_a_client_that_has_left(
-    tiny_server: Running, kind: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_nothing_is_computed_for_a_client_that_has_left(tiny_server, kind, monkeypatch):
     path, body = KINDS[kind]
     if "{branch}" in path:
         path = path.format(branch=branch_at(tiny_server, LONG))

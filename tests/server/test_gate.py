@@ -88,9 +88,7 @@ def test_clients_cannot_make_up_labels(gate_server: Running):
     assert "made_up" not in client.get("/metrics").text
 
 
-def test_models_that_are_not_listed_are_among_those_that_run(
-    gate_server: Running, small_entry: ModelEntry, monkeypatch: pytest.MonkeyPatch
-):
+def test_models_that_are_not_listed_are_among_those_that_run(gate_server, small_entry, monkeypatch):
     entry = replace(small_entry, name="puzzle")
     registry, client = gate_server.state.registry, gate_server.http
     monkeypatch.setattr(registry, "find", lambda name: entry if name == "puzzle" else None)

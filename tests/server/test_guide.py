@@ -201,9 +201,7 @@ def test_the_page_asks_nobody_else(server: Any):
 
 
 @pytest.mark.real
-def test_the_examples_of_the_page_work(
-    server: Any, tidy: None, document: dict[str, Any], examples: dict[str, Any]
-):
+def test_the_examples_of_the_page_work(server, tidy, document, examples):
     branch = server.http.post("/v1/tree", json=examples["/v1/tree"]).json()["id"]
     methods = [(path, method) for path, result in document["paths"].items() for method in result
                if "requestBody" in result[method]]  # fmt: skip
@@ -220,9 +218,7 @@ def test_the_examples_of_the_page_work(
             assert answer.status_code == 200, answer.text
 
 
-def test_what_the_guide_to_training_says_of_runs(
-    document: dict[str, Any], examples: dict[str, Any]
-):
+def test_what_the_guide_to_training_says_of_runs(document, examples):
     guide = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
     section = guide.partition("## Watch it learn")[2].partition("\n## ")[0]
     started = re.search(r"start one: `({.*?})`", section)

@@ -149,9 +149,7 @@ def test_structured_output(client: Any) -> None:
         ({"seed": 3}, "parameter 'seed'"),
     ],
 )
-def test_what_is_not_there_is_refused_by_name(
-    client: Any, anthropic: Any, params: dict[str, Any], named: str
-) -> None:
+def test_what_is_not_there_is_refused_by_name(client, anthropic, params, named):
     with pytest.raises(anthropic.BadRequestError, match=named) as caught:
         ask(client, extra_body=SEED | params)
     assert caught.value.body["error"]["type"] == "invalid_request_error"
@@ -171,9 +169,7 @@ def test_a_model_that_is_not_there(client: Any, anthropic: Any) -> None:
         ask(client, model="claude-9")
 
 
-def test_an_error_on_the_way_is_an_event(
-    client: Any, anthropic: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_on_the_way_is_an_event(client, anthropic, server, monkeypatch):
     monkeypatch.setattr(server.state, "settings", replace(server.state.settings, deadline=0.3))
     endless = {"max_tokens": 8000, "extra_body": {"unspool": {"end": False}}}
     with pytest.raises(anthropic.APIStatusError, match="timed out"):
@@ -223,7 +219,7 @@ def test_a_thread_holds_what_was_said(client: Any, anthropic: Any) -> None:
 
 
 def test_a_tool_runner_whose_thread_is_lost_sends_all_of_it_again(
-    client: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+    client: Any, anthropic: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thread_store(server.state), "_limit", 0)  # nothing stays
     test_a_tool_runner_goes_on_with_its_thread(client, anthropic, stream=False)

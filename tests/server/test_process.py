@@ -75,9 +75,7 @@ def completed(url: str, **params: Any) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-def test_a_server_that_was_killed_starts_again_and_stops_when_its_texts_are_done(
-    small_model: Path,
-):
+def test_a_server_that_was_killed_starts_again_and_stops_when_its_texts_are_done(small_model):
     """The first one has a log for people, the second one for programs."""
     endless = {"end": False, "endless": True}
     body = {"prompt": SECRET, "max_tokens": 1500, "stream": True, "unspool": endless}
@@ -207,9 +205,7 @@ def test_settings_that_cannot_be():
     assert not ServerSettings(host="192.168.0.7").is_local
 
 
-def test_the_default_model_is_fetched_while_the_rest_starts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-):
+def test_the_default_model_is_fetched_while_the_rest_starts(monkeypatch, tmp_path):
     """Its name and size are known before; nothing is fetched before it is loaded."""
     monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path))
     monkeypatch.delenv("UNSPOOL_DEFAULT_MODEL", raising=False)
@@ -252,10 +248,6 @@ def status(name):
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name + ":"))
 
 
-def reset_peak():
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 async def generate(registry, name):
     async with registry.use(name) as served:
         lm = served.lm
@@ -263,11 +255,11 @@ async def generate(registry, name):
         await asyncio.to_thread(lambda: lm.score("The cat sat on the mat").perplexity)
 
 
-async def unload(registry):
-    for name in list(registry.loaded):
-        registry.unload(name)
-    while registry.loaded or registry._closing:
-        await asyncio.sleep(0.005)
+async def peak(registry, *names):
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    for name in names:
+        await generate(registry, name)
+    return status("VmHWM")
 
 
 async def main():
@@ -279,15 +271,12 @@ async def main():
         gc.freeze()
     after = []
     for _ in range(2):
-        reset_peak()
-        await generate(registry, "one")
-        alone = status("VmHWM")
-        await unload(registry)
+        alone = await peak(registry, "one")
+        registry.unload("one")
+        while registry.loaded or registry._closing:
+            await asyncio.sleep(0.005)
         after.append(status("VmRSS"))
-    reset_peak()
-    for name in ("one", "two"):
-        await generate(registry, name)
-    together = status("VmHWM")
+    together = await peak(registry, "one", "two")
     await registry.close_all()
     idle.cancel()
     print(json.dumps({"size": size, "after": after, "alone": alone, "together": together}))

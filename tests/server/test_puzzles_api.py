@@ -48,9 +48,7 @@ def test_an_answer_is_judged(client: httpx.Client) -> None:
     assert "not a sudoku" in ask(client, "/v1/puzzles/judge", 400, **wrong)["error"]["message"]
 
 
-def test_its_models_are_loaded_by_name_and_listed_nowhere(
-    client: httpx.Client, serving: Running
-) -> None:
+def test_its_models_are_loaded_by_name_and_listed_nowhere(client, serving):
     created = ask(client, "/v1/puzzles", puzzle="sudoku", seed=3)
     body = {"prompt": created["prompt"], "max_tokens": created["places"]}
     filled = ask(client, "/v1/diffuse", **body, model=created["models"]["whole"])

@@ -455,9 +455,7 @@ def play(visitors: Visitors, draw: random.Random) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 8])
-def test_whatever_is_asked_in_whatever_order(
-    tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_whatever_is_asked_in_whatever_order(tmp_path, limit, monkeypatch):
     monkeypatch.setattr(registries, "MAX_EPHEMERAL", limit)
 
     async def check(seed: int) -> None:

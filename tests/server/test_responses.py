@@ -112,9 +112,7 @@ def test_structured_output_and_the_stream_helper(openai_client: Any) -> None:
     assert free.output_text.lstrip().startswith("{")
 
 
-def test_what_is_kept_can_be_read_gone_on_with_and_forgotten(
-    openai: Any, openai_client: Any
-) -> None:
+def test_what_is_kept_can_be_read_gone_on_with_and_forgotten(openai, openai_client):
     first = ask(openai_client, input="My name is Ada.", max_output_tokens=4, extra_body=ENDLESS)
     second = ask(openai_client, input="And yours?", previous_response_id=first.id, store=False)
     history = [
@@ -175,9 +173,7 @@ def test_the_oldest_responses_go_first() -> None:
         ({"nonsense": 1}, "parameter 'nonsense'"),
     ],
 )
-def test_what_is_not_there_is_refused_by_name(
-    openai: Any, openai_client: Any, params: dict[str, Any], named: str
-) -> None:
+def test_what_is_not_there_is_refused_by_name(openai, openai_client, params, named):
     with pytest.raises(openai.BadRequestError, match=named) as caught:
         ask(openai_client, extra_body=SEED | params)
     assert caught.value.body["type"] == "invalid_request_error"
@@ -191,17 +187,16 @@ def test_a_model_that_is_not_there(openai: Any, openai_client: Any) -> None:
 
 def test_words_that_a_guard_takes_back_are_never_sent(openai_client: Any) -> None:
     """Two words are possible: without the one that the model prefers it is the other."""
-    local, params = {"regex": "My colour is (red|blue)"}, {"temperature": 0}
+    local: dict[str, Any] = {"regex": "My colour is (red|blue)"}
+    params: dict[str, Any] = {"temperature": 0, "max_output_tokens": 24}
     first = ask(openai_client, **params, extra_body={"unspool": local}).output_text.split()[-1]
     params["extra_body"] = {"unspool": local | {"guard": [f"ban={first}"]}}
-    events = ask(openai_client, stream=True, max_output_tokens=24, **params)
+    events = ask(openai_client, stream=True, **params)
     words = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(words) == f"My colour is {'blue' if first == 'red' else 'red'}"
 
 
-def test_an_error_on_the_way_is_an_event(
-    openai_client: Any, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_on_the_way_is_an_event(openai_client, server, monkeypatch):
     monkeypatch.setattr(server.state, "settings", replace(server.state.settings, deadline=0.3))
     endless = {"max_output_tokens": 8000, "extra_body": {"unspool": {"end": False}}}
     last = list(ask(openai_client, stream=True, **endless))[-1]
@@ -218,26 +213,12 @@ def test_words_and_calls_are_blocks(one_call: bool) -> None:
     changes: list[Change] = []
     for place, character in enumerate(text):
         end = "stop" if place == len(text) - 1 else None
-        changes += blocks.push(step_of(character, place, end))
+        step = Step(10**6, character.encode(), character, -1.0, 0, finish_reason=end)
+        changes += blocks.push(step)  # its id is no control token's
     result = [(block.name, block.text, block.is_complete) for block in blocks.all]
     calls = [("f", '{"x": 1}', True)] * (1 if one_call else 2)
     assert result == [(None, "Sure. ", True), *calls]
     assert sum(isinstance(change, BlockClosed) for change in changes) == len(result)
-
-
-def step_of(text: str, place: int, finish_reason: str | None) -> Step:
-    return Step(
-        token=10**6,  # no control token
-        bytes=text.encode(),
-        text=text,
-        logprob=-1.0,
-        rank=0,
-        entropy=0.0,
-        probability=1.0,
-        position=place,
-        draw=None,
-        finish_reason=finish_reason,
-    )
 
 
 def test_the_tokens_of_an_input_are_counted(openai_client: Any) -> None:
@@ -252,9 +233,7 @@ def test_the_tokens_of_an_input_are_counted(openai_client: Any) -> None:
 
 
 @pytest.mark.parametrize("params", [{}, {"tools": [TOOL], "tool_choice": "required"}])
-def test_a_stored_response_is_told_again_as_events(
-    openai: Any, openai_client: Any, params: Any
-) -> None:
+def test_a_stored_response_is_told_again_as_events(openai, openai_client, params):
     body = {"include": ["message.output_text.logprobs"], "max_output_tokens": 40, **params}
     reply = [event.to_dict() for event in ask(openai_client, stream=True, **body)]
     last = reply[-1]["response"]

@@ -163,9 +163,7 @@ def test_an_adapter_counts_with_the_model_it_was_tuned_from(root: Path, tmp_path
     assert result.size == 7 + (base / "model.safetensors").stat().st_size
 
 
-def test_only_so_many_checkpoints_are_in_memory(
-    served: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_so_many_checkpoints_are_in_memory(served, monkeypatch):
     monkeypatch.setattr(registry, "MAX_EPHEMERAL", 2)
     loaded = served.state.registry.loaded
     for step in (0, 2, 6):
@@ -206,9 +204,7 @@ def stop(server: Running, run: Run) -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_a_run_is_started_paused_and_stopped_and_there_is_only_one(
-    served: Running, root: Path
-) -> None:
+def test_a_run_is_started_paused_and_stopped_and_there_is_only_one(served, root):
     body = {"source": "a text.txt", "depth": 2, "minutes": 1}
     name = served.http.post("/v1/runs", json=body).json()["name"]
     assert name == "a-text-d2"
@@ -260,9 +256,7 @@ def test_a_run_that_cannot_begin_or_fails_says_why(served: Running) -> None:
     assert reply["run"]["state"] == "failed" and "became NaN" in reply["run"]["error"]
 
 
-def test_a_run_without_data_is_refused(
-    served: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_without_data_is_refused(served, monkeypatch, tmp_path):
     def refuse(*_: object, **__: object) -> None:
         raise UnspoolError("the data cannot be fetched")
 

@@ -75,9 +75,7 @@ BODIES = {  # what a verb needs besides the id
 }  # fmt: skip
 
 
-def test_a_user_sees_only_their_own_branches_and_responses(
-    serving: Running, document: dict[str, Any]
-) -> None:
+def test_a_user_sees_only_their_own_branches_and_responses(serving, document):
     alice, bob = tree_of(serving, ALICE), tree_of(serving, BOB)
     branch = alice.ask("POST", "", json={"prompt": "The union"})
     alice.do("append", branch, text=" of states")
@@ -153,9 +151,7 @@ def test_memory_counts_every_step_by_itself(small: Any) -> None:
     assert store.weight == 0 == store.memory.weight
 
 
-def test_memory_counts_settings_and_is_checked_by_every_verb(
-    small: Any, serving: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_counts_settings_and_is_checked_by_every_verb(small, serving, monkeypatch):
     store = Branches(10)
     branch = branch_of(small)
     branch.extra_settings = ExtraSettings({"grammar": "x" * 1_000_000})
@@ -200,9 +196,7 @@ def test_branches_are_stored_all_or_none(small: Any) -> None:
     assert len(store.all) == 2 and store.weight == kept_weight(store)
 
 
-def test_what_could_not_begin_is_seen_by_nobody(
-    serving: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_could_not_begin_is_seen_by_nobody(serving, monkeypatch):
     """While the texts of a resume start, and when that fails, no half-made branch is listed."""
     alice = tree_of(serving, ALICE)
     created = alice.ask("POST", "", json={"prompt": "The union"})
@@ -224,9 +218,7 @@ def test_what_could_not_begin_is_seen_by_nobody(
         alice.ask("DELETE", f"/{item['id']}")
 
 
-def test_a_change_of_a_branch_that_is_deleted_meanwhile_is_not_acknowledged(
-    serving: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_of_a_branch_that_is_deleted_meanwhile_is_not_acknowledged(serving, monkeypatch):
     alice = tree_of(serving, ALICE)
     choose = Generation.choose
     for verb, params in (
