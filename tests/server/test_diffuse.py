@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,24 +17,12 @@ ASKED: dict[str, Any] = {"prompt": "hello", "max_tokens": 12, "seed": 3, "thresh
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("canvas")
-
-
-@pytest.fixture(scope="module")
-def masked(folder: Path) -> Any:
-    return canvas_support.with_vocabulary(folder / "own", sight="block", block=8)
-
-
-@pytest.fixture(scope="module")
-def serving(folder: Path) -> Iterator[Running]:
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A block diffusion model, one that sees the whole canvas, and one without a mask token."""
+    folder, make = tmp_path_factory.mktemp("canvas"), canvas_support.with_vocabulary
 
     def entry(name: str, **config: Any) -> ModelEntry:
-        def load() -> Any:
-            return canvas_support.with_vocabulary(folder / name, **config)
-
-        return ModelEntry(name, load, 1 << 20)
+        return ModelEntry(name, lambda: make(folder / name, **config), 1 << 20)
 
     entries = [
         entry("block", sight="block", block=8),
@@ -57,9 +44,9 @@ def ask(client: httpx.Client, status: int = 200, **body: Any) -> Any:
     return answer.json()
 
 
-def test_it_is_what_the_library_makes(client: httpx.Client, masked: Any) -> None:
+def test_it_is_what_the_library_makes(client: httpx.Client, serving: Running) -> None:
     result = ask(client, top=5)
-    local = masked.diffuse("hello", max_tokens=12, seed=3, threshold=0.05)
+    local = serving.state.registry.loaded["block"].lm.diffuse(**ASKED)
     assert (result["tokens"], result["text"]) == (local.tokens, local.text)
     assert [item["tokens"] for item in result["data"]] == [list(p.tokens) for p in local.passes]
     assert result["passes"] == len(local.passes) and result["places"] == 12

@@ -109,17 +109,14 @@ def test_curl(page: str, server: Any, tidy: None):
 @pytest.mark.real
 @pytest.mark.parametrize("text", [GUIDE, README], ids=["guide", "readme"])
 def test_python(text: str, server: Any, capsys: pytest.CaptureFixture[str]):
-    result = [
-        block for block in written_in("python", text) if ADDRESS in block or "client." in block
-    ]
     names: dict[str, Any] = {}
-    for block in result:
-        if "langchain" not in block:
+    for block in written_in("python", text):
+        if "langchain" not in block and (ADDRESS in block or "client." in block):
             exec(compile(here(block, server), "an example", "exec"), names)
     assert names["client"] and len(capsys.readouterr().out) > 20
 
 
-@pytest.mark.slow  # its import alone takes seconds; test_python runs the same requests
+@pytest.mark.slow  # its import alone takes seconds; test_python sends the same requests
 @pytest.mark.real
 def test_langchain(server: Any, lm: Any, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("langchain_openai")

@@ -55,8 +55,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     settings.write_text(json.dumps(json.loads(settings.read_text()) | chat))
 
     entry = default_entry(folder, "coder", memory=16 << 20, threads=1)
-    with running([entry]) as server, entry.load() as lm:
-        yield Served(server.http, lm)
+    with running([entry]) as server:
+        yield Served(server.http, server.state.registry.loaded["coder"].lm)
 
 
 # -- editors -------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pytest
 import unspool
 from helpers import training_run
 from helpers.running_server import Running, running, wait_until
+from helpers.tree_client import read
 from unspool.errors import UnspoolError
 from unspool.server.runtime import registry
 from unspool.server.runtime.registry import ModelEntry
@@ -49,12 +50,8 @@ def served(root: Path) -> Iterator[Running]:
 
 def events(server: Running, name: str, **query: int) -> Iterator[tuple[str, dict[str, Any]]]:
     with server.http.stream("GET", f"/v1/runs/{name}/events", params=query) as answer:
-        kind = ""
-        for line in answer.iter_lines():
-            if line.startswith("event: "):
-                kind = line[7:]
-            elif line.startswith("data: "):
-                yield kind, json.loads(line[6:])
+        for kind, data, _ in read(answer):
+            yield kind, data
 
 
 def test_runs_are_listed_and_told_in_full(served: Running, root: Path) -> None:

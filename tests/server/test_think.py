@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-import unspool
 from helpers import tiny
 from helpers.asked import events_in
 from helpers.running_server import Running, default_entry, running, settled
@@ -35,12 +34,6 @@ def reward(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def local_lm(small_model: Path) -> Iterator[Any]:
-    with unspool.load(small_model, memory=16 << 20, threads=1) as lm:
-        yield lm
-
-
-@pytest.fixture(scope="module")
 def serving(small_model: Path, reward: Path) -> Iterator[Running]:
     usual = {"memory": 16 << 20, "threads": 1}
     entries = [
@@ -49,6 +42,11 @@ def serving(small_model: Path, reward: Path) -> Iterator[Running]:
     ]
     with running(entries, max_think=1000, max_choices=8) as result:
         yield result
+
+
+@pytest.fixture
+def local_lm(serving: Running) -> Any:
+    return serving.state.registry.loaded["chatty"].lm
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from dataclasses import replace
@@ -52,13 +53,8 @@ def test_a_watcher_that_comes_back_is_told_what_it_missed(tree: Tree):
     branch = tree.do("resume", tree.new(max_tokens=6))
 
     def next_steps(count: int, **params: Any) -> list[tuple[str, Any, str]]:
-        result = []
         with tree.events(branch, **params) as answer:
-            for entry in read(answer):
-                result.append(entry)
-                if len(result) == count:
-                    return result
-        return result
+            return list(itertools.islice(read(answer), count))
 
     first = next_steps(7)
     assert [data["index"] for name, data, _ in first if name == "step"] == [0, 1, 2, 3, 4, 5]

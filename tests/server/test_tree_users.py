@@ -290,36 +290,24 @@ class Model:
     def apply(self, verb: str, params: dict[str, Any], reply: Any, encode: Any) -> bool:
         """Do what was acknowledged; False if it cannot have happened in this state."""
         tokens = self.tokens
-        if tokens is None:
+        (change,) = params.get("changes", [{"first": 0, "last": 0, "text": ""}])
+        first, last = change["first"], change["last"]
+        places = [params.get("at", 0), params.get("to", 0), last]
+        if tokens is None or max(places) > len(tokens):
             return False
-        places = [params[name] for name in ("at", "to", "last") if name in params]
-        if any(place > len(tokens) for place in places):
-            return False
-        created = tokens
-        if verb == "append":
-            created = [*tokens, *params["tokens"]]
-        elif verb == "rewind":
-            created = tokens[: params["to"]]
-        elif verb == "choose":
-            created = [*tokens[: params["at"]], params["token"]]
-        elif verb == "replace":
-            (change,) = params["changes"]
-            if change["last"] > len(tokens):
-                return False
-            created = [
-                *tokens[: change["first"]],
-                *encode(change["text"]),
-                *tokens[change["last"] :],
-            ]
-        elif verb == "fork":
-            created = tokens[: params["at"]]
-        elif verb == "resume":
-            if len(reply) != len(tokens) + params["written"] or reply[: len(tokens)] != tokens:
-                return False
-            created = reply
-        elif verb == "delete":
+        if verb == "delete":
             self.tokens = None
             return True
+        if verb == "resume" and len(reply) != len(tokens) + params["written"]:
+            return False
+        created = {
+            "append": [*tokens, *params.get("tokens", ())],
+            "rewind": tokens[: params.get("to")],
+            "choose": [*tokens[: params.get("at")], params.get("token")],
+            "replace": tokens[:first] + encode(change["text"]) + tokens[last:],
+            "fork": tokens[: params.get("at")],
+            "resume": [*tokens, *reply[len(tokens) :]],
+        }[verb]
         if created != reply:
             return False
         if not params.get("fork", verb == "fork"):
