@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from helpers.asked import ASKED, NOTHING, WEATHER, Person, tool
+from helpers.api_requests import MESSAGES, NOTHING, WEATHER, Person, make_tool
 
-CLOCK = tool(name="clock", parameters=NOTHING)
+CLOCK = make_tool(name="clock", parameters=NOTHING)
 
 
 @pytest.fixture(scope="module")
 def ask(openai_client: Any) -> Any:
     def body(**params: Any) -> Any:
-        usual = {"model": "smollm", "messages": ASKED, "seed": 7, "max_tokens": 24}
+        usual = {"model": "smollm", "messages": MESSAGES, "seed": 7, "max_tokens": 24}
         return openai_client.chat.completions.create(**{**usual, **params})
 
     return body
@@ -29,7 +29,7 @@ def streamed(chunks: Any) -> tuple[str, list[Any]]:
 
 def test_an_answer_and_its_stream(ask, lm, go_on):
     answer = ask(**go_on)
-    complete = lm.chat(ASKED, seed=7, max_tokens=24, **go_on).text
+    complete = lm.chat(MESSAGES, seed=7, max_tokens=24, **go_on).text
     assert answer.choices[0].message.content == complete
     assert answer.choices[0].finish_reason == "length"
     assert answer.object == "chat.completion" and answer.model == "smollm"
@@ -59,7 +59,7 @@ def test_what_was_read_before_is_told_as_cached(ask):
 def test_choices_share_a_seed_and_differ(ask, lm, go_on):
     answer = ask(n=3, **go_on)
     texts = [choice.message.content for choice in answer.choices]
-    prompt = lm.chat_prompt(ASKED).ids
+    prompt = lm.chat_prompt(MESSAGES).ids
     expected = [
         lm.generate(prompt, seed=7, max_tokens=24, sample=i, **go_on).text for i in range(3)
     ]
@@ -75,7 +75,7 @@ def test_choices_share_a_seed_and_differ(ask, lm, go_on):
 def test_logprobs(ask, lm):
     answer = ask(logprobs=True, top_logprobs=3, max_tokens=6)
     content = answer.choices[0].logprobs.content
-    steps = lm.chat(ASKED, seed=7, max_tokens=6, top=3).steps
+    steps = lm.chat(MESSAGES, seed=7, max_tokens=6, top=3).steps
     assert [token.logprob for token in content] == pytest.approx([step.logprob for step in steps])
     assert b"".join(bytes(token.bytes) for token in content).decode() == "".join(
         step.text for step in steps
@@ -105,11 +105,11 @@ def test_stops_bias_and_penalties(ask, lm):
 def test_without_a_seed_texts_differ_and_say_how_to_get_them_again(openai_client, ask):
     body = {"unspool": {}}
     item = openai_client.chat.completions.create(
-        model="smollm", messages=ASKED, max_tokens=24, extra_body=body
+        model="smollm", messages=MESSAGES, max_tokens=24, extra_body=body
     )
     seed = item.unspool["choices"][0]["seed"]
     assert ask(seed=seed).choices[0].message.content == item.choices[0].message.content
-    other = openai_client.chat.completions.create(model="smollm", messages=ASKED, max_tokens=24)
+    other = openai_client.chat.completions.create(model="smollm", messages=MESSAGES, max_tokens=24)
     assert other.choices[0].message.content != item.choices[0].message.content
 
 
@@ -132,7 +132,7 @@ def test_structured_output_with_a_pydantic_model(openai_client, ask):
 
 
 def test_a_named_tool_is_called_with_arguments_of_its_schema(ask):
-    choice = {"tools": [CLOCK, tool(**WEATHER)], "tool_choice": tool(name="weather")}
+    choice = {"tools": [CLOCK, make_tool(**WEATHER)], "tool_choice": make_tool(name="weather")}
     options = {**choice, "max_tokens": 100, "parallel_tool_calls": False}
     complete = ask(**options).choices[0].message.tool_calls[0].function
     assert complete.name == "weather" and {*json.loads(complete.arguments)} == {"city"}
@@ -151,7 +151,7 @@ def test_a_named_tool_is_called_with_arguments_of_its_schema(ask):
 def test_the_extension(ask, lm):
     local = {"top_k": 3, "min_p": 0.2, "stages": ["top_k", "min_p", "temperature"], "trace": True}
     answer = ask(extra_body={"unspool": local}, temperature=0.9, max_tokens=8)
-    expected = lm.chat(ASKED, seed=7, max_tokens=8, temperature=0.9, top_k=3, min_p=0.2,
+    expected = lm.chat(MESSAGES, seed=7, max_tokens=8, temperature=0.9, top_k=3, min_p=0.2,
                      stages=("top_k", "min_p", "temperature"))  # fmt: skip
     assert answer.choices[0].message.content == expected.text
     steps = answer.unspool["choices"][0]["steps"]
@@ -264,9 +264,9 @@ def test_an_unknown_model_and_a_prompt_that_is_too_long(openai, ask):
 
 
 def test_only_allowed_tools_are_called(ask: Any) -> None:
-    allowed = {"mode": "required", "tools": [tool(name="clock")]}
+    allowed = {"mode": "required", "tools": [make_tool(name="clock")]}
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    answer = ask(tools=[tool(**WEATHER), CLOCK], tool_choice=choice, max_tokens=100)
+    answer = ask(tools=[make_tool(**WEATHER), CLOCK], tool_choice=choice, max_tokens=100)
     called = answer.choices[0].message.tool_calls
     assert [call.function.name for call in called] == ["clock"]
 
@@ -274,7 +274,7 @@ def test_only_allowed_tools_are_called(ask: Any) -> None:
 @pytest.mark.parametrize("form", ["json_schema", "json_object"])
 def test_with_tools_and_a_format_the_answer_is_a_call_or_of_that_form(ask, lm, form):
     """Neither is ruled out, and nothing else is written."""
-    params = {"tools": [tool(**WEATHER)], "max_tokens": 60, "response_format": {"type": form}}
+    params = {"tools": [make_tool(**WEATHER)], "max_tokens": 60, "response_format": {"type": form}}
     if form == "json_schema":
         schema = {"name": "p", "schema": Person.model_json_schema()}
         params["response_format"]["json_schema"] = schema
@@ -283,5 +283,5 @@ def test_with_tools_and_a_format_the_answer_is_a_call_or_of_that_form(ask, lm, f
     assert not words.tool_calls and words.content.startswith("{")
     call = ask(**params, logit_bias={str(mark): 50, str(brace): -50}).choices[0].message
     assert call.content is None and call.tool_calls[0].function.name == "weather"
-    forced = ask(**params, tool_choice=tool(name="weather")).choices[0].message
+    forced = ask(**params, tool_choice=make_tool(name="weather")).choices[0].message
     assert forced.tool_calls[0].function.name == "weather"

@@ -20,7 +20,15 @@ import numpy as np
 import pytest
 
 from helpers import assets
-from helpers.asked import ASKED, PERSON, QUESTION, WEATHER, Person, events_in, tool
+from helpers.api_requests import (
+    MESSAGES,
+    PERSON,
+    QUESTION,
+    WEATHER,
+    Person,
+    make_tool,
+    parse_events,
+)
 from unspool.lens.embeddings import embedding
 
 HERE = Path(__file__).parent
@@ -76,7 +84,7 @@ def test_llm_streams_and_goes_on(llm, lm):
     first = lm.chat(QUESTION, temperature=0, max_tokens=24).text
     assert llm("-m", "unspool", QUESTION, *options) == first
     replies = [{"role": "assistant", "content": first}, {"role": "user", "content": AGAIN}]
-    second = lm.chat([*ASKED, *replies], temperature=0, max_tokens=24).text
+    second = lm.chat([*MESSAGES, *replies], temperature=0, max_tokens=24).text
     assert llm("--continue", AGAIN, *options) == second
 
 
@@ -159,8 +167,8 @@ def test_lm_eval_scores_answers_as_the_engine_does(evaluated, lm):
 def test_openai_for_node(server, lm):
     if shutil.which("node") is None:
         pytest.skip("node is not installed")
-    chat = {"model": server.model, "messages": ASKED, "seed": 7, "max_tokens": 24}
-    params = {"model": server.model, "chat": chat, "schema": PERSON, "tool": tool(**WEATHER)}
+    chat = {"model": server.model, "messages": MESSAGES, "seed": 7, "max_tokens": 24}
+    params = {"model": server.model, "chat": chat, "schema": PERSON, "tool": make_tool(**WEATHER)}
     reply = run(["node", HERE / "client.mjs", server.url, assets.node_openai()], json.dumps(params))
     result = json.loads(reply)
     created = lm.chat(QUESTION, seed=7, max_tokens=24)
@@ -195,9 +203,9 @@ def test_what_open_webui_sends(server, lm):
     body |= {"stream_options": {"include_usage": True}, "unspool": {"min_p": 0.1}}
     reply = server.http.post("/v1/chat/completions", json=body, headers=headers)
     assert reply.headers["content-type"].startswith("text/event-stream")
-    chunks = events_in(reply.text)
+    chunks = parse_events(reply.text)
     reported = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks[:-1])
-    expected = lm.chat([system, *ASKED], min_p=0.1, **params)
+    expected = lm.chat([system, *MESSAGES], min_p=0.1, **params)
     assert reported == expected.text
     assert chunks[-1]["usage"]["completion_tokens"] == len(expected.tokens)
     # Tools that it runs itself, and what it sends when one has answered.
@@ -207,7 +215,7 @@ def test_what_open_webui_sends(server, lm):
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "Snow, -3 degrees."},
     ]
-    body |= {"messages": messages, "max_tokens": 8, "tools": [tool(**WEATHER)]}
+    body |= {"messages": messages, "max_tokens": 8, "tools": [make_tool(**WEATHER)]}
     reply = server.http.post("/v1/chat/completions", json=body, headers=headers)
     assert reply.status_code == 200
 

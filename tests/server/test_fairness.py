@@ -68,9 +68,7 @@ class Gate:
 
 
 def post(server: Running, path: str, body: Any) -> Any:
-    answer = server.http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return server.http.post(path, json=body).raise_for_status().json()
 
 
 @pytest.mark.parametrize(
@@ -138,12 +136,6 @@ def test_blocked_threads_of_many_requests_do_not_block_others(tiny_server: Runni
 LONG = "a long text which takes the model many steps to read, " * 4
 
 
-def branch_at(server: Running, text: str) -> str:
-    branch = post(server, "/v1/tree", {"prompt": text})["id"]
-    post(server, f"/v1/tree/{branch}/resume", {"max_tokens": 8, "temperature": 0})
-    return f"/v1/tree/{branch}"
-
-
 THINK = {"think": {"policy": "best-of", "n": 3}}
 SEARCH = {"prompt": LONG, **THINK, "max_tokens": 30}
 CHAT = {"messages": [{"role": "user", "content": LONG}], "unspool": THINK, "max_tokens": 30}
@@ -171,7 +163,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_nothing_is_computed_for_a_client_that_has_left(tiny_server, kind, monkeypatch):
     path, body = KINDS[kind]
     if "{branch}" in path:
-        path = path.format(branch=branch_at(tiny_server, LONG))
+        branch = f"/v1/tree/{post(tiny_server, '/v1/tree', {'prompt': LONG})['id']}"
+        post(tiny_server, f"{branch}/resume", {"max_tokens": 8, "temperature": 0})
+        path = path.format(branch=branch)
     served = tiny_server.state.registry.loaded["tiny"]
     settled(tiny_server)
     cancelled = list[WorkScope]()

@@ -49,15 +49,6 @@ def here(block: str, server: Any) -> str:
     return block.replace(ADDRESS, server.url).replace(MODEL, server.model)
 
 
-def is_asking(block: str) -> bool:
-    return "curl " in block
-
-
-def answers(output: str) -> list[Any]:
-    """Those lines that are JSON; streams are not."""
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-
-
 def shaped(visible: Any, real: Any, place: str = "the answer") -> None:
     """What is shown is there, and of the same kind; the rest was left out. Numbers and words are
     the model's, and may differ a little from one processor to another."""
@@ -84,7 +75,7 @@ def test_curl(page: str, server: Any, tidy: None):
         pytest.skip("needs curl and bash")
     text = (ROOT / page).read_text(encoding="utf-8")
     every = blocks(text) + [("sh", f"{line}\n") for line in re.findall(r"`(curl [^`]+)`", text)]
-    asking = [n for n, (name, block) in enumerate(every) if name == "sh" and is_asking(block)]
+    asking = [n for n, (name, block) in enumerate(every) if name == "sh" and "curl " in block]
     assert asking
     script = ["set -eo pipefail", 'curl() { command curl -sS --max-time 30 "$@"; echo; }']
     for n in asking:
@@ -95,7 +86,8 @@ def test_curl(page: str, server: Any, tidy: None):
     assert done.returncode == 0 and not done.stderr, done.stdout[-2000:] + done.stderr
     outputs = done.stdout.split(BETWEEN)
     for n, output in zip(asking, outputs, strict=False):
-        result = answers(output)
+        # Streams are no lines of JSON.
+        result = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
         visible = every[n + 1] if n + 1 < len(every) else ("", "")
         expected = json.loads(visible[1]) if visible[0] == "json" else None
         if expected is not None and "error" in expected:

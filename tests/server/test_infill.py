@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import unspool
-from helpers.asked import events_in
+from helpers.api_requests import parse_events
 from helpers.running_server import default_entry, running
 from helpers.word_model import FIM, save_worded
 from unspool.decoding.infill.fill import OtherFile, fim_prompt, fim_tokens
@@ -79,7 +79,7 @@ def test_infill_by_fim_tokens(served):
     created = lms["coder"].generate(prompt, max_tokens=5, temperature=0)
     assert reply["content"] == created.text and reply["tokens_evaluated"] == len(prompt)
     streamed = client.post("/infill", json=body | {"stream": True}).text
-    chunks = events_in(streamed)
+    chunks = parse_events(streamed)
     assert "".join(chunk["content"] for chunk in chunks) == created.text
     assert chunks[-1]["stop"] and chunks[-1]["timings"]
 

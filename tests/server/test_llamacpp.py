@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from helpers.asked import events_in
+from helpers.api_requests import parse_events
 from helpers.running_server import default_entry, running
 from helpers.word_model import FIM, TEMPLATE, save_worded
 
@@ -44,7 +44,7 @@ class Served:
     def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         answer = self.client.post(path, json=body | {"stream": True})
         assert answer.status_code == 200, (body, answer.text)
-        return events_in(answer.text)
+        return parse_events(answer.text)
 
 
 @pytest.fixture(scope="module")
@@ -333,10 +333,9 @@ def test_end_tokens_are_forbidden_where_ignored(served):
 
 CHAT = {"messages": [{"role": "user", "content": "The scheduler plans rows. " * 12}],
         "max_tokens": 6, "temperature": 0, "logit_bias": {"0": -100}}  # fmt: skip
-CHATS = ["/chat/completions", "/v1/chat/completions"]
 
 
-@pytest.mark.parametrize("path", [*CHATS, "/v1/completions"])
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/chat/completions", "/v1/completions"])
 def test_timings_of_chats(served, path):
     body = CHAT if "chat" in path else {**CHAT, "prompt": TEXT}
     body = {name: value for name, value in body.items() if name != "messages" or "chat" in path}
@@ -492,7 +491,7 @@ def test_a_text_is_continued(served):
 def test_it_streams_in_its_own_way(served):
     body = {"prompt": SKY, "n_predict": 8, "temperature": 0, "stream": True, **NO_END}
     reply = served.client.post("/completion", json=body).text
-    chunks = events_in(reply)
+    chunks = parse_events(reply)
     created = served.lm.generate(SKY, temperature=0, max_tokens=8, **NO_END)
     assert "".join(chunk["content"] for chunk in chunks) == created.text
     assert [token for chunk in chunks for token in chunk["tokens"]] == list(created.tokens)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel
 
-from helpers.asked import CITY
+from helpers.api_requests import CITY
 from unspool.server.dialects.anthropic import thread_store
 
 SEED = {"unspool": {"seed": 7}}

@@ -12,7 +12,7 @@ import numpy as np
 import ollama
 import pytest
 
-from helpers.asked import ASKED, CITY, PERSON, QUESTION, tool
+from helpers.api_requests import CITY, MESSAGES, PERSON, QUESTION, make_tool
 from helpers.running_server import Running, running, wait_until
 from unspool.lens.embeddings import embedding
 from unspool.server.runtime.registry import ModelEntry
@@ -27,7 +27,7 @@ def client(server: Any) -> ollama.Client:
 
 def test_chat(client, server, lm):
     created = lm.chat(QUESTION, temperature=0, max_tokens=12)
-    result = client.chat(server.model, ASKED, options=FEW, logprobs=True, top_logprobs=2)
+    result = client.chat(server.model, MESSAGES, options=FEW, logprobs=True, top_logprobs=2)
     assert result.message.role == "assistant" and result.message.content == created.text
     assert (result.done, result.done_reason, result.model) == (True, "length", server.model)
     assert result.eval_count == 12 and result.prompt_eval_count == len(created.prompt)
@@ -36,7 +36,7 @@ def test_chat(client, server, lm):
     assert [item.logprob for item in result.logprobs] == pytest.approx(logprobs, abs=1e-4)
     assert all(len(item.top_logprobs) == 2 for item in result.logprobs)
     # Streams are lines of JSON, and what is sent unless a request says otherwise.
-    body = {"model": server.model, "messages": ASKED, "options": FEW}
+    body = {"model": server.model, "messages": MESSAGES, "options": FEW}
     reply = server.http.post("/api/chat", json=body)
     assert reply.headers["content-type"] == "application/x-ndjson"
     lines = [json.loads(line) for line in reply.text.splitlines()]
@@ -45,7 +45,7 @@ def test_chat(client, server, lm):
 
 def test_generate_and_go_on(client, server, lm):
     first = client.generate(server.model, QUESTION, system="You are brief.", options=FEW)
-    messages = [{"role": "system", "content": "You are brief."}, *ASKED]
+    messages = [{"role": "system", "content": "You are brief."}, *MESSAGES]
     created = lm.chat(messages, temperature=0, max_tokens=12)
     assert first.response == created.text
     assert first.context == [*created.prompt, *created.tokens]
@@ -69,18 +69,20 @@ def test_generate_raw(client, server, lm):
 def test_options_mean_what_they_mean_there(client, server, lm):
     options = {"seed": 7, "top_k": 5, "repeat_penalty": 1.3, "num_predict": 12, "num_ctx": 2048,
                "min_p": 0.1, "mirostat_tau": 5.0, "stop": ["###"]}  # fmt: skip
-    result = client.chat(server.model, ASKED, options=options)
+    result = client.chat(server.model, MESSAGES, options=options)
     usual = {"seed": 7, "top_k": 5, "min_p": 0.1, "max_tokens": 12}
     expected = lm.chat(QUESTION, repetition_penalty=1.3, penalty_window=64, **usual)
     assert result.message.content == expected.text
-    result = client.chat(server.model, ASKED, options={"mirostat": 2, "seed": 7, "num_predict": 12})
+    result = client.chat(
+        server.model, MESSAGES, options={"mirostat": 2, "seed": 7, "num_predict": 12}
+    )
     assert result.message.content == lm.chat(QUESTION, mirostat_tau=5, seed=7, max_tokens=12).text
 
 
 @pytest.mark.parametrize("form", ["json", PERSON])
 def test_structured_output(client, server, form):
     options = {"temperature": 0, "num_predict": 100}
-    result = client.chat(server.model, ASKED, format=form, options=options)
+    result = client.chat(server.model, MESSAGES, format=form, options=options)
     if form != "json":
         assert {*json.loads(result.message.content)} == {"name", "age"}
     assert result.message.content.lstrip().startswith("{")
@@ -97,23 +99,23 @@ def get_weather(city: str) -> str:
 
 def test_tools(client, server, lm):
     """A small model rarely calls, so the call is ours; that it is read shows in the prompt."""
-    result = client.chat(server.model, ASKED, tools=[get_weather], options=FEW)
+    result = client.chat(server.model, MESSAGES, tools=[get_weather], options=FEW)
     assert result.message.content or result.message.tool_calls
     call = {"function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
     talk = [
-        *ASKED,
+        *MESSAGES,
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_name": "get_weather", "content": get_weather("Oslo")},
     ]
     result = client.chat(server.model, talk, tools=[get_weather], options=FEW)
-    assert result.prompt_eval_count > len(lm.chat_prompt(ASKED).ids) + 20
+    assert result.prompt_eval_count > len(lm.chat_prompt(MESSAGES).ids) + 20
 
 
 def test_a_call_comes_as_a_call(server):
     """Forced by a grammar under `unspool`, as nothing of Ollama's forces one."""
-    tools = [tool(name="get_weather", parameters=CITY)]
+    tools = [make_tool(name="get_weather", parameters=CITY)]
     written = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-    body = {"messages": ASKED, "tools": tools, "options": {"unspool": {"choice": [written]}}}
+    body = {"messages": MESSAGES, "tools": tools, "options": {"unspool": {"choice": [written]}}}
     reply = server.http.post("/api/chat", json=body)
     lines = [json.loads(line) for line in reply.text.splitlines()]
     calls = [call for line in lines for call in line["message"].get("tool_calls", ())]
@@ -160,14 +162,14 @@ def test_the_probes_of_its_clients(server):
 @pytest.mark.parametrize(
     ("ask", "status", "words"),
     [
-        (lambda c, m: c.chat("nonsense", ASKED), 404, "no such model: 'nonsense'"),
+        (lambda c, m: c.chat("nonsense", MESSAGES), 404, "no such model: 'nonsense'"),
         (lambda c, m: c.pull("llama3.2"), 501, "unspool serve --model"),
         (lambda c, m: c.delete(m), 501, "chosen when the server starts"),
         (lambda c, m: c.copy(m, "other"), 501, "NAME=PATH"),
         (lambda c, m: c.generate(m, "Hi", images=[b"abc"]), 400, "only text"),
         (lambda c, m: c.generate(m, "Hi", template="{{ .Prompt }}"), 400, "raw: true"),
-        (lambda c, m: c.chat(m, ASKED, think=True), 400, "does not support thinking"),
-        (lambda c, m: c.chat(m, ASKED, options={"temprature": 1}), 400, "mean 'temperature'"),
+        (lambda c, m: c.chat(m, MESSAGES, think=True), 400, "does not support thinking"),
+        (lambda c, m: c.chat(m, MESSAGES, options={"temprature": 1}), 400, "mean 'temperature'"),
     ],
 )
 def test_what_is_refused(client, server, ask, status, words):
@@ -200,7 +202,9 @@ def test_a_model_is_let_go_and_comes_back(unloadable):
     assert client.generate(unloadable.model, keep_alive=0).done_reason == "unload"
     wait_until(lambda: not client.ps().models)
     assert client.list().models[0].details.family == ""  # known once it is loaded again
-    assert client.chat(unloadable.model, ASKED, options={"num_predict": 1}, keep_alive="10m").done
+    assert client.chat(
+        unloadable.model, MESSAGES, options={"num_predict": 1}, keep_alive="10m"
+    ).done
     remaining = client.ps().models[0].expires_at.timestamp() - time.time()
     assert 0 < remaining < 700
     body = {"model": unloadable.model, "prompt": "Hi", "max_tokens": 1, "keep_alive": 0.01}

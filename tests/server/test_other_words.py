@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from helpers.asked import ASKED, QUESTION, tool
+from helpers.api_requests import MESSAGES, QUESTION, make_tool
 from unspool.server.http.errors import ApiError
 from unspool.server.runtime.aliases import keep_alive_seconds
 from unspool.text.chat.template import ChatTemplate
 
-BODY = {"messages": ASKED, "max_tokens": 12, "seed": 7}
+BODY = {"messages": MESSAGES, "max_tokens": 12, "seed": 7}
 
 
 FLAT: list[tuple[dict[str, Any], dict[str, Any]]] = [  # what is sent, what it means in Python
@@ -81,7 +81,7 @@ def test_what_a_schema_asks_for_in_vain_is_said(http):
     reply = http.post("/v1/chat/completions", json=BODY | {"response_format": expected})
     assert "'uniqueItems' is not enforced" in reply.headers["x-unspool-note"]
     never = {"properties": {"x": {"type": "boolean", "not": {"const": True}}}}
-    body = BODY | {"tools": [tool(name="a", parameters=never)], "tool_choice": "required"}
+    body = BODY | {"tools": [make_tool(name="a", parameters=never)], "tool_choice": "required"}
     assert "'not'" in http.post("/v1/chat/completions", json=body).headers["x-unspool-note"]
 
 

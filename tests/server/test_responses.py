@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers.asked import WEATHER, Person
+from helpers.api_requests import WEATHER, Person
 from unspool.engine.results import Step
 from unspool.server.dialects.answers import BlockClosed, BlockParser, Change
 from unspool.server.dialects.response_store import ResponseStore

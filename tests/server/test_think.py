@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from helpers import tiny
-from helpers.asked import events_in
+from helpers.api_requests import parse_events
 from helpers.running_server import Running, default_entry, running, settled
 from helpers.tree_client import read
 
@@ -65,7 +65,7 @@ def chat(client: httpx.Client, think: dict[str, Any], status: int = 200, **body:
 def chunks(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
     answer = client.post("/v1/chat/completions", json={**CHAT, "stream": True, **body})
     assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n"), answer.text
-    return events_in(answer.text)
+    return parse_events(answer.text)
 
 
 def test_the_winner_is_the_answer(client: httpx.Client, local_lm: Any):

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 QUESTION = "Why do leaves change color in fall?"
-ASKED = [{"role": "user", "content": QUESTION}]
+MESSAGES = [{"role": "user", "content": QUESTION}]
 
 
 class Person(BaseModel):
@@ -29,12 +29,12 @@ WEATHER = {"name": "weather", "description": "The weather of a city", "parameter
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def tool(**function: Any) -> dict[str, Any]:
+def make_tool(**function: Any) -> dict[str, Any]:
     """A function as chats name it."""
     return {"type": "function", "function": function}
 
 
-def events_in(text: str) -> list[Any]:
+def parse_events(text: str) -> list[Any]:
     """The data of a whole stream of events, but for the mark at its end."""
     lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
