@@ -130,7 +130,6 @@ def running(
         return True
 
     server = serving.Server(app, expected, on_stopping=lambda: None, on_started=started)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
 
     def work() -> None:
         try:

@@ -495,6 +495,7 @@ def test_without_file_descriptors_it_pauses_logs_once_and_recovers(monkeypatch):
         (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ""),
         (b'{"prompt": "half \\ud800 a character"}', ""),
         (b'{"prompt": "a", "unspool": {"regex": "("}}', "regex"),
+        (b'{"prompt": "a", "unspool": {"regex": "\\ud800"}}', "surrogate"),
         (b'{"prompt": "a", "unspool": {"regex": "(((a{1,99}){1,99}){1,99}){1,99}"}}', "regex"),
         (b'{"prompt": "a", "unspool": {"guard": "pattern=(?=a)b"}}', "look-around"),
         (b'{"prompt": "a", "unspool": {"grammar": "root ::= root root"}}', ""),
@@ -528,7 +529,7 @@ def test_bodies_that_are_too_large(small: Running):
         assert chunked.status_code == 413
 
 
-def test_explosive_schemas_block_no_other_request(small: Running):
+def test_explosive_schemas_block_no_other_request(server: Running):
     """While schemas that are hard to compile come in, a stream's tokens keep flowing."""
     deep: dict[str, Any] = {"type": "string"}
     for _ in range(8):
@@ -542,12 +543,12 @@ def test_explosive_schemas_block_no_other_request(small: Running):
 
     def attack() -> None:
         for schema in schemas:
-            answer = completed(small, max_tokens=4, unspool={"json_schema": schema})
+            answer = completed(server, max_tokens=4, unspool={"json_schema": schema})
             statuses.append(answer.status_code)
 
     thread = threading.Thread(target=attack)
     tokens = 0
-    with small.http.stream("POST", PATH, json=LONG) as answer:
+    with server.http.stream("POST", PATH, json=LONG) as answer:
         lines = answer.iter_lines()
         next(lines)
         thread.start()
@@ -558,7 +559,7 @@ def test_explosive_schemas_block_no_other_request(small: Running):
     thread.join()
     assert all(status in (200, 400) for status in statuses) and len(statuses) == 3
     assert tokens > 10
-    settled(small)
+    settled(server)
 
 
 def test_templates_cannot_be_attacked_through_messages(small: Running):

@@ -220,6 +220,7 @@ def test_a_prediction_is_a_draft_and_changes_nothing(ask):
         ({"extra_body": {"nonsense": 1}}, "nonsense", "unsupported"),
         ({"extra_body": {"temprature": 1}}, "temprature", "did you mean 'temperature'?"),
         ({"extra_body": {"unspool": {"stages": ["nonsense"]}}}, None, "unknown stage"),
+        ({"extra_body": {"top_k": 3, "unspool": {"stages": ["temperature"]}}}, None, "top_k"),
         ({"extra_body": {"unspool": {"guard": "nonsense"}}}, None, "unknown guard"),
         ({"extra_body": {"unspool": {"speculate": "model:/etc/passwd"}}}, "unspool.speculate", ""),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),

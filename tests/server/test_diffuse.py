@@ -104,6 +104,7 @@ def test_given_tokens_may_be_taken_back(client: httpx.Client) -> None:
         ({"order": "backwards"}, "order", "invalid_value"),
         ({"steps": 2, "k": 2}, "steps and k", None),
         ({"guidance": 2.0}, "guidance", None),
+        ({"order": "entropy", "entropy_bound": -1}, "entropy_bound", None),
         ({"dry_multiplier": 1.0}, "dry_multiplier", None),
         ({"regex": "a+"}, "regex", "unknown_parameter"),
         ({"messages": [{"role": "user", "content": "hi"}]}, "either prompt or messages", None),

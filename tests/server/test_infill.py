@@ -12,6 +12,7 @@ import unspool
 from helpers.api_requests import parse_events
 from helpers.running_server import default_entry, running
 from helpers.word_model import FIM, save_worded
+from unspool.decoding.infill import causal
 from unspool.decoding.infill.fill import OtherFile, fim_prompt, fim_tokens
 
 LEFT, RIGHT = "The scheduler plans rows, and the ", " builder makes a step of them."
@@ -84,11 +85,12 @@ def test_infill_by_fim_tokens(served):
     assert chunks[-1]["stop"] and chunks[-1]["timings"]
 
 
-def test_infill_without_fim_tokens_is_ranked(served):
+def test_infill_without_fim_tokens_is_ranked(served, monkeypatch):
     client, lms = served
     body = {"model": "plain", "input_prefix": LEFT, "input_suffix": RIGHT, "n_predict": 3}
-    reply = client.post("/infill", json=body).json()
     expected = lms["plain"].fill(LEFT, unspool.gap(1, 3), RIGHT)
+    monkeypatch.setattr(causal, "_MAX_FORKS", 4)  # in more than one batch
+    reply = client.post("/infill", json=body).json()
     assert reply["content"] == expected.texts[0] and reply["stop_type"] == "eos"
     stopped = client.post("/infill", json=body | {"stop": [expected.texts[0][:1]]}).json()
     assert expected.texts[0][0] not in stopped["content"]

@@ -16,6 +16,7 @@ import pytest
 from helpers.api_requests import parse_events
 from helpers.running_server import default_entry, running
 from helpers.word_model import FIM, TEMPLATE, save_worded
+from unspool.sampling import grammar
 
 TEXT = "The scheduler plans rows, and the"
 SKY = "The sky is"
@@ -371,6 +372,7 @@ def test_progress_of_prompts(served, path):
         assert done == sorted({*done})
         assert progress[0]["timings"]["prompt_n"] == 0 == progress[0]["timings"]["prompt_ms"]
         assert progress[-1]["timings"]["prompt_n"] == done[-1] - done[0]
+    assert "timings" not in served.events(path, body | {"timings_per_token": False})[0]
 
 
 def test_a_chat_as_text_and_counted(served):
@@ -512,7 +514,8 @@ def test_probabilities(served):
         assert expected or all(len(item["top_logprobs"]) == 150 for item in result)
 
 
-def test_grammars_and_stops(served):
+def test_grammars_and_stops(served, monkeypatch):
+    monkeypatch.setattr(grammar, "_CACHE_SIZE", 1)
     body = {"prompt": SKY, "n_predict": 40, "seed": 1}
     result = served.post("/completion", body | {"grammar": 'root ::= "blue" | "red"'})
     assert result["content"] in ("blue", "red") and result["stop_type"] == "eos"

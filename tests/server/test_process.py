@@ -150,7 +150,8 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any
         port = str(used.getsockname()[1])
         empty = tmp_path / "keys.txt"
         empty.write_text("\n# nothing\n")
-        broken = tmp_path / "broken.gguf"
+        broken = tmp_path / "models" / "broken.gguf"
+        broken.parent.mkdir()
         broken.write_bytes(b"GGUF" + bytes(range(64)))
         for arguments, words in (
             (["--port", port], "choose another with --port"),

@@ -167,7 +167,7 @@ def test_settings_change_while_going_on(tree: Tree):
     tree.do("append", branch, text=" words")
     assert "grammar" in tree.do("resume", branch, 400)["error"]["message"]
     assert not tree.get(branch)["writing"]
-    tree.do("resume", branch, regex=None, max_tokens=1)
+    tree.do("resume", branch, regex=None, max_tokens=1, think_budget=None)
 
 
 def test_a_text_that_ended_at_a_stop_string_says_so(tree: Tree, lm: Any):
