@@ -179,7 +179,7 @@ def test_deadlines_and_slow_readers(small_entry: ModelEntry):
         assert late.status_code == 504 and late.json()["error"]["type"] == "timeout_error"
         last = completed(server, **LONG).text.strip().split("\n\n")[-1]
         assert "timed out" in json.loads(last.removeprefix("data: "))["error"]["message"]
-        with connect(server, raw_post(PATH, LONG)):  # it never reads
+        with connect(server, raw_post(PATH, {**LONG, "max_tokens": 2000})):  # it never reads
             wait_until(lambda: server.state.admission.running)
             server.state.settings = replace(server.state.settings, deadline=20.0)
             assert completed(server).status_code == 200
