@@ -164,9 +164,9 @@ def test_the_whole_plan_at_a_small_size(
 
 
 @pytest.mark.real
-def test_a_real_replica_is_asked_as_the_simulated_one(tmp_path: Path) -> None:
-    """One chat of three turns: what is result computed of each prompt is the same in both, and the
-    steps that were written down can be fitted."""
+def test_a_real_replica_is_asked_as_the_simulated_one(tmp_path: Path, small_default: Path) -> None:
+    """One chat of three turns: as many tokens of each prompt are cached in both, and the recorded
+    steps can be fitted."""
     random = np.random.default_rng(4)
 
     def words(count: int) -> list[int]:
@@ -175,7 +175,8 @@ def test_a_real_replica_is_asked_as_the_simulated_one(tmp_path: Path) -> None:
     turns = [Turn(words(12), words(6), 0.0) for _ in range(3)]
     sessions = [Session(0, "chat", 0.0, words(40), turns)]
     log = tmp_path / "steps.json"
-    with RealFleet(tmp_path, 1, ["--cache-memory", str(1 << 26)], [log]) as real:
+    options = ["--model", str(small_default), "--cache-memory", str(1 << 26)]
+    with RealFleet(tmp_path, 1, options, [log]) as real:
         client = Client(real.replicas, RoundRobin())
         result = asyncio.run(client.play(sessions))
     assert real.replicas["replica 0"].process.poll() is not None

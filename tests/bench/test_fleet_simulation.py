@@ -91,7 +91,7 @@ def test_a_single_queue_is_as_in_the_books(lengths: str) -> None:
     """One text at a time, Poisson arrivals: the mean wait is that of Pollaczek and Khinchine,
     rate x E[service squared] / 2 (1 - load). Equal services are M/D/1, geometric ones nearly M/M/1.
     """
-    step, mean, load, count = 0.1, 10, 0.6, 4000
+    step, mean, load, count = 0.1, 10, 0.6, 2000
     random = np.random.default_rng(8)
     tokens = np.full(count, mean) if lengths == "equal" else random.geometric(1 / mean, count)
     begins = np.cumsum(random.exponential(step * mean / load, count))
