@@ -126,8 +126,7 @@ def test_a_missing_server_is_a_failure() -> None:
 def test_percentiles_are_measured_values() -> None:
     values = list(range(1, 201))
     assert [percentile(values, share) for share in (0, 50, 99, 100)] == [1, 100, 198, 200]
-    assert percentile([3.0, 1.0, 2.0], 99) == 3.0
-    assert percentile([], 50) is None
+    assert percentile([3.0, 1.0, 2.0], 99) == 3.0 and percentile([], 50) is None
 
 
 def test_a_server_starts_answers_and_stops(tmp_path: Path) -> None:

@@ -17,7 +17,10 @@ import typer
 import unspool as package
 from unspool.cli import hints
 from unspool.cli.main import _COMMANDS, app_with
+from unspool.errors import UnspoolError, count
 from unspool.features import FEATURES, load
+from unspool.server.http.settings import ServerSettings
+from unspool.server.http.sockets import ListeningSocket, bind_socket
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "command-line.md"
@@ -39,12 +42,9 @@ def refuse(bare_unspool: Any) -> Any:
 # -- words -----------------------------------------------------------------------------------------
 
 
-def test_the_version(bare_unspool: Any):
+def test_help_as_a_word_and_the_version(bare_unspool: Any, refuse: Any):
     for arguments in (["--version"], ["--version", "chat"]):
         assert bare_unspool(*arguments)[:2] == (0, f"unspool {package.__version__}\n")
-
-
-def test_help_as_a_word(bare_unspool: Any, refuse: Any):
     assert bare_unspool("help") == bare_unspool("--help")
     for words in (["models", "help", "pull"], ["help", "models", "pull"], ["help", "serve"]):
         code, out, _ = bare_unspool(*words)
@@ -127,8 +127,6 @@ def test_options_of_other_programs(option: str, here: str, refuse: Any):
 
 
 def test_a_number_agrees_with_its_noun():
-    from unspool.errors import count
-
     numbers = ["0 tokens", "1 token", "2 tokens", "2,000 tokens"]
     assert [count(n, "token") for n in (0, 1, 2, 2000)] == numbers
 
@@ -236,10 +234,6 @@ def test_a_model_that_cannot_be_loaded(refuse: Any, tmp_path: Path):
 
 
 def test_a_privileged_port(monkeypatch: pytest.MonkeyPatch):
-    from unspool.errors import UnspoolError
-    from unspool.server.http.settings import ServerSettings
-    from unspool.server.http.sockets import ListeningSocket, bind_socket
-
     def bind(self: Any, address: Any) -> None:
         raise PermissionError(13, "Permission denied")
 

@@ -106,7 +106,7 @@ _open_browsers: list[Chromium] = []  # one or none
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what opens the browser: a job of its own. Slow tests stay in the job of slow tests."""
+    """Mark what opens the browser: a separate job. Slow tests stay in the job of slow tests."""
     for item in items:
         if "chromium" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("slow"):
             item.add_marker("browser")

@@ -178,7 +178,7 @@ def test_changes_are_accepted_rejected_and_undone(story: Page) -> None:
     story.locator("#text").press("Control+z")
     expect(struck).to_have_text([" at", " slept", " it"])
     reads(story, WORDS)
-    # All at once.
+    # All of them.
     story.locator("#text .struck").nth(1).click()  # a tap is about the change
     expect(panel.locator("li.current-change")).to_have_text(re.compile("slept"))
     panel.get_by_role("button", name="Accept all").click()
