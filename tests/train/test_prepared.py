@@ -175,11 +175,11 @@ def test_a_source_that_changes_meanwhile(
     ("error", "expected", "message"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), DataError, "the disk is full .* free"),
-        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
     ],
 )
 def test_an_error_leaves_nothing_behind(
-    error: BaseException, expected: Any, message: str, tmp_path: Path, tokenizer: Tokenizer,
+    error: BaseException, expected: Any, message: Any, tmp_path: Path, tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch, cache: Path,
 ) -> None:  # fmt: skip
     file = rows_file(tmp_path / "a.jsonl", ROWS)
