@@ -223,7 +223,7 @@ def nan_at(step: int) -> Any:
     return objective
 
 
-def broken_trainer(folder: Path, objective: Any) -> Trainer:
+def broken_trainer(folder: Path | None, objective: Any) -> Trainer:
     trainer = tiny_trainer(folder)
     trainer._computation.objective = objective  # type: ignore[assignment]
     return trainer
@@ -239,6 +239,8 @@ def test_a_loss_that_is_no_number_stops_it_before_it_harms(tmp_path: Path):
     assert resumable is not None and resumable.step == 9
     for value in weights(trainer).values():
         assert torch.isfinite(value).all()
+    with pytest.raises(TrainingError, match="there is no checkpoint to resume from"):
+        broken_trainer(None, nan_at(0)).run()
 
 
 @pytest.mark.parametrize(

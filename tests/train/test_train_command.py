@@ -20,11 +20,12 @@ import torch
 
 import unspool
 from unspool.cli.main import _exit_code, with_command
-from unspool.cli.train.display import plot_curve
+from unspool.cli.train.display import TrainingDisplay, plot_curve
 from unspool.model.files.checkpoint import load_transformer, open_checkpoint
 from unspool.train.export import export_gguf
 from unspool.train.learning.optimizers import set_rates
 from unspool.train.pretrain import NewSettings, _with_default_size
+from unspool.train.running.events import Evaluated, RunEnded, StepLogged, StepsReplanned
 from unspool.train.running.runs import Run
 
 ROOT = Path(__file__).parents[2]
@@ -336,6 +337,19 @@ def test_the_curve_goes_where_the_loss_goes():
     assert len(lines[0]) < 14 and len(lines[-1]) == 27  # ... and falls to the end
     assert plot_curve([], 10, 2) == []
     assert len(plot_curve([1.0, 1.0], 10, 2)) == 2
+
+
+def test_the_display_tells_of_the_best_step_and_of_an_early_end(tmp_path: Path, capsys: Any):
+    display = TrainingDisplay(Run.create(tmp_path / "run", "new", steps=100))
+    display(StepsReplanned(0, 40))
+    for step, loss in ((1, 3.0), (3, 4.0)):
+        display(Evaluated(step, loss, loss / 2))
+        display(StepLogged(step, 64, loss, 1e-3, 0.7, 900.0, 0.1))
+    display.close(RunEnded("done", 3, early=True))
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "held out 2.000 bits/byte (best 1.500 at step 1)" in printed
+    assert "stopped early at step 3 of 40" in printed
+    assert "best checkpoint: step 1, 1.500 bits per byte" in printed
 
 
 def test_a_shape_is_taken_from_a_config_alone(place: Path):
