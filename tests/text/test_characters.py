@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from unspool.cli.explore import Explorer, draw_screen
+from unspool.cli.main import _exit_code
 from unspool.cli.output import visible
 from unspool.text.tokenizer.pieces import incomplete_utf8, readable, readable_pieces
 
@@ -87,12 +86,11 @@ def test_the_explorer_shows_them(lm: Any):
 
 
 @pytest.mark.real
-def test_the_terminal_shows_them(default_model: Any):
-    command = [sys.executable, "-m", "unspool", "Leaves:", "--raw", "--model", str(default_model)]
-    output = subprocess.run(
-        [*command, "--regex", "🍁🦜", "--top", "5"], capture_output=True, text=True, check=True
-    ).stdout
+def test_the_terminal_shows_them(default_model: Any, capsys: pytest.CaptureFixture[str]):
+    model = ["--model", str(default_model)]
+    assert _exit_code(["Leaves:", "--raw", *model, "--regex", "🍁🦜", "--top", "5"]) == 0
+    output = capsys.readouterr().out
     assert "🍁" in output and "⟨F0 9F⟩" in output and "\ufffd" not in output
-    cut = [sys.executable, "-m", "unspool", "tokenize", "🍁", "--json"]
-    rows = json.loads(subprocess.run(cut, capture_output=True, text=True, check=True).stdout)
+    assert _exit_code(["tokenize", "🍁", "--json", *model]) == 0
+    rows = json.loads(capsys.readouterr().out)
     assert rows[-1]["text"] == "🍁" and "⟨" in rows[0]["text"]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import heapq
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from helpers import assets
 from helpers.tokenizer_texts import SAME_EVERY_RUN, TEXTS
@@ -89,14 +90,6 @@ def test_every_text_survives_the_round_trip(name: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("name", WITHOUT_VECTORS)
-def test_vocabularies_without_vectors_load(name: str) -> None:
-    coded = tokenizer(name)
-    text = "Hello world 123, it's fine."
-    assert len(coded) == len(metadata(name)["tokenizer.ggml.tokens"])
-    assert coded.decode(coded.encode(text)) == text
-
-
 def sentence_piece_by_scores(name: str, text: str) -> list[str]:
     """SentencePiece as it is defined: join the neighbours with the best score, leftmost first."""
     score = score_table(name)
@@ -115,13 +108,8 @@ def sentence_piece_by_scores(name: str, text: str) -> list[str]:
         offer(left_index, left_index + 1)
     while heap:
         _, left_index, right_index, joined = heapq.heappop(heap)
-        if (
-            symbols[left_index] is None
-            or symbols[right_index] is None
-            or after[left_index] != right_index
-        ):
-            continue
-        if f"{symbols[left_index]}{symbols[right_index]}" != joined:
+        parts = symbols[left_index], symbols[right_index]
+        if None in parts or after[left_index] != right_index or f"{parts[0]}{parts[1]}" != joined:
             continue
         symbols[left_index], symbols[right_index] = joined, None
         after[left_index] = after[right_index]
@@ -153,11 +141,8 @@ def test_merges_from_scores_equal_sentence_piece(name: str) -> None:
         expected: list[int] = []
         for piece in sentence_piece_by_scores(name, text):
             token = coded.token_id(piece) if piece in score_table(name) else None
-            expected += (
-                [token]
-                if token is not None
-                else [coded.token_id(f"<0x{byte:02X}>") or -1 for byte in piece.encode()]
-            )
+            in_bytes = [coded.token_id(f"<0x{byte:02X}>") or -1 for byte in piece.encode()]
+            expected += in_bytes if token is None else [token]
         assert coded.encode(text) == expected
 
     check()
@@ -280,13 +265,10 @@ def test_bad_metadata_is_one_clear_line(changes: dict[str, Any], words: str) -> 
 
 def test_merges_that_lead_nowhere_are_let_be() -> None:
     assert Tokenizer.from_gguf(tiny(merges=["x y", "a b"])).encode("ab") == [2]
-
-
-def test_without_types_the_end_token_is_still_control() -> None:
-    coded = Tokenizer.from_gguf(tiny(token_type=None))
-    assert coded.special_ids == {3}
+    without_types = Tokenizer.from_gguf(tiny(token_type=None))
+    assert without_types.special_ids == {3}, "the end token is still a control token"
     with pytest.raises(UnspoolError, match="the character '<'"):  # text, and not the token
-        coded.encode("<|im_end|>")
+        without_types.encode("<|im_end|>")
 
 
 @pytest.mark.parametrize("ids", [[5], [-1], [0, 10**9]])
@@ -331,3 +313,24 @@ def test_pretokenizers_cut_where_they_should() -> None:
     assert cut("gpt-4o", "großÄrger 1234") == ["groß", "Ärger", " ", "123", "4"]
     assert cut("llama-bpe", "I'LL go\n\n  x") == ["I", "'LL", " go", "\n\n", " ", " x"]
     assert cut("smollm", "in 2024") == ["in", " ", "2", "0", "2", "4"]
+
+
+@pytest.mark.real
+def test_the_default_models_vocabulary(default_model: Path) -> None:
+    """Every text that its bytes can express comes back as it was, and few bytes are missing."""
+    coded = Tokenizer.from_gguf(GGUFFile(default_model).metadata)
+    single = {coded.token_bytes(i) for i in range(len(coded))}
+    missing = {n for n in range(256) if bytes([n]) not in single}
+    assert 0x20 not in missing and len(missing) < 30
+
+    @SAME_EVERY_RUN
+    @given(TEXTS)
+    @example("  two  spaces\n\n\ttab")
+    @example("Grüße, 東京 🌿")
+    @example("a\0b<|im_end|>")
+    def check(text: str) -> None:
+        encodable = "".join(c for c in text if missing.isdisjoint(c.encode()))
+        assert coded.decode(coded.encode(encodable)) == encodable
+
+    check()
+    assert coded.decode(coded.encode("a\0b")) == "a\0b"

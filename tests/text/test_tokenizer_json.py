@@ -13,7 +13,7 @@ from hypothesis import given
 from test_tokenizer_gguf import tokenizer as from_gguf
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from helpers import assets
 from helpers.tokenizer_texts import SAME_EVERY_RUN, TEXTS
@@ -118,18 +118,15 @@ def test_control_tokens_are_found_as_written() -> None:
     assert llama.eos_id in llama.encode("a</s>", specials=True)
 
 
-def test_bert_decodes_to_words() -> None:
+def test_bert_and_t5_decode_to_words() -> None:
+    t5 = load_tokenizer("t5")
+    assert t5.decode(t5.encode("Unspooling a thread")) == "Unspooling a thread"
+    assert t5.end_ids == {t5.token_id("</s>")}
     bert = load_tokenizer("bert")
     ids = bert.encode("Unspooling a thread")
     assert bert.decode(ids) == "unspooling a thread"
     assert b"".join(bert.token_bytes(n) for n in ids) == b" unspooling a thread"
     assert bert.decode(bert.encode_prompt("a"), specials=False) == "a"
-
-
-def test_t5_decodes_to_words() -> None:
-    t5 = load_tokenizer("t5")
-    assert t5.decode(t5.encode("Unspooling a thread")) == "Unspooling a thread"
-    assert t5.end_ids == {t5.token_id("</s>")}
 
 
 @pytest.mark.parametrize(
@@ -178,20 +175,15 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_files_beside_it(folder: Path) -> None:
     assert Tokenizer.from_file(folder).chat_template is None
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "bos_token": {"content": "<|im_start|>"},
-                "eos_token": "<|im_end|>",
-                "add_bos_token": True,
-                "chat_template": [
-                    {"name": "tool_use", "template": "T"},
-                    {"name": "default", "template": "D"},
-                ],
-                "added_tokens_decoder": {"259": {"content": "<new>", "special": True}},
-            }
-        )
-    )
+    templates = {"tool_use": "T", "default": "D"}.items()
+    settings = {
+        "bos_token": {"content": "<|im_start|>"},
+        "eos_token": "<|im_end|>",
+        "add_bos_token": True,
+        "chat_template": [{"name": name, "template": text} for name, text in templates],
+        "added_tokens_decoder": {"259": {"content": "<new>", "special": True}},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "special_tokens_map.json").write_text(json.dumps({"pad_token": "<|endoftext|>"}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 7]}))
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 8}))
@@ -267,13 +259,48 @@ def test_a_character_without_a_token_is_refused(tmp_path: Path, text: str, chara
             encode(text)
 
 
-def test_known_characters_and_control_tokens_are_not(tmp_path: Path):
+def test_known_characters_and_those_that_an_unknown_token_stands_for(tmp_path: Path):
     tokenizer = small(tmp_path)
     assert tokenizer.encode("abba") == [3, 2, 1]
     assert tokenizer.encode("ab<end>", specials=True) == [3, 0]
-
-
-def test_an_unknown_token_stands_for_the_rest(tmp_path: Path):
     tokenizer = small(tmp_path, "<unk>")
     assert tokenizer.missing_character("a0b") is None
     assert tokenizer.encode("a0b") == [1, 5, 2]
+
+
+# -- A saved vocabulary is the same one, here and in transformers ----------------------------------
+
+
+SAVED_TEXTS = [
+    "Why do leaves change color in fall?",
+    "äöü 🌿 東京\n\n\tx  y   z 12345 won't",
+    "control: <|im_end|> </s> <|endoftext|> <s>",
+    " lead and trail ",
+]
+
+
+@pytest.mark.parametrize("name", ["llama-spm", "llama-bpe", "gpt-2", "starcoder"])
+def test_saved_gguf_vocabularies(name: str, tmp_path: Path) -> None:
+    original = from_gguf(name)
+    original.save(tmp_path)
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    again = Tokenizer.from_file(tmp_path)
+    for key in ("add_bos", "bos_id", "eos_id"):
+        assert getattr(again, key) == getattr(original, key)
+    for text in SAVED_TEXTS:
+        ids = original.encode(text)
+        assert again.encode(text) == ids
+        assert again.encode(text, specials=True) == original.encode(text, specials=True)
+        plain = reference.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert plain == ids
+        assert reference.decode(ids) == original.decode(ids)
+        assert reference.encode(text) == original.encode(text, specials=True, bos=True)
+
+
+def test_a_tokenizer_json_is_saved_as_it_was(tmp_path: Path) -> None:
+    original = load_tokenizer("mistral")
+    original.save(tmp_path)
+    again = Tokenizer.from_file(tmp_path)
+    for text in SAVED_TEXTS:
+        assert again.encode(text) == original.encode(text)
+        assert again.encode(text, specials=True) == original.encode(text, specials=True)
