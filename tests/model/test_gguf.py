@@ -235,7 +235,7 @@ def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@settings(max_examples=200, deadline=2000, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_fuzzed_files_never_crash_or_grow(data: st.DataObject, small_file: Path):
     """Cut, flip and overwrite: a sentence or a readable file, and no large allocation."""
@@ -265,7 +265,7 @@ def test_fuzzed_files_never_crash_or_grow(data: st.DataObject, small_file: Path)
     assert peak < 50_000_000
 
 
-@settings(max_examples=60, deadline=2000)
+@settings(max_examples=60, deadline=None)
 @given(st.binary(max_size=300))
 @example(b"GGUF")
 def test_random_bytes(content: bytes):

@@ -171,17 +171,6 @@ def test_lists(command: Run, tmp_path: Path) -> None:
     assert "ollama rm tiny:1b" in refused.stderr
 
 
-def test_names_that_are_not_clear(command: Run) -> None:
-    for name, words in {
-        "qwen3": "is ambiguous: give one of qwen3-0.6b,",
-        "qwen3-0.66b": "did you mean qwen3-0.6b",
-        "ollama/none": "ollama has no models",
-    }.items():
-        done = command("-m", name, "hello")
-        assert done.returncode == 2 and words in done.stderr, done.stderr
-        assert len(done.stderr.splitlines()) == 1
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="a terminal")
 def test_removing_asks(command: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own_path = write_tiny(tmp_path / "own" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf")

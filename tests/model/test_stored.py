@@ -11,12 +11,18 @@ import torch
 import unspool
 from helpers import tiny
 from helpers.cuda_support import cuda_model
+from helpers.paged_texts import random_blocks
 from unspool.backends.cpu.model import load_cpu
 from unspool.backends.torch.backend import TorchModel
 from unspool.decoding.speculative.head_drafter import shipped_head
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
-from unspool.model.files.checkpoint import fingerprint, load_transformer, open_checkpoint
+from unspool.model.files.checkpoint import (
+    fingerprint,
+    load_transformer,
+    open_checkpoint,
+    save_checkpoint,
+)
 from unspool.model.files.gguf import BLOCK_TYPES
 from unspool.model.files.stored import FLOAT_TYPES, FileTensor
 from unspool.model.files.tensor_mapping import read_weights
@@ -30,15 +36,9 @@ PACKED = [name for name in TYPES if name not in FLOAT_TYPES]
 def stored(kind: str, shape: tuple[int, ...] = (ROWS, COLUMNS), seed: int = 0) -> FileTensor:
     """Random numbers of a type, all of them finite."""
     random = np.random.default_rng(seed)
-    if kind in FLOAT_TYPES:
-        values = random.standard_normal(shape).astype(np.float32)
-        if kind == "BF16":
-            return FileTensor(kind, (values.view(np.uint32) >> 16).astype(np.uint16), shape)
-        return FileTensor(kind, values.astype(FLOAT_TYPES[kind]), shape)
-    block = next(block for block in BLOCK_TYPES.values() if block.name == kind)
-    size = (*shape[:-1], shape[-1] // block.elements * block.size)
-    # 0x3F as the high byte of a half is no NaN and no infinity, wherever the scales lie.
-    return FileTensor(kind, random.integers(0, 0x3F, size, dtype=np.uint8), shape)
+    if len(shape) == 1:
+        return FileTensor.from_float32(random.standard_normal(shape).astype(np.float32))
+    return random_blocks(kind, *shape, random)
 
 
 def test_floats_are_what_torch_makes_of_the_same_bits():
@@ -181,8 +181,6 @@ def test_what_is_rounded_on_a_gpu_is_still_the_same_model(tmp_path: Path):
 
 
 def test_one_number_is_enough(tmp_path: Path):
-    from unspool.model.files.checkpoint import save_checkpoint
-
     tiny.save("llama", tmp_path / "one")
     model = load_transformer(open_checkpoint(tmp_path / "one"))
     with torch.no_grad():

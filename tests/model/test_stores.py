@@ -73,6 +73,8 @@ def names(**options: Any) -> dict[str, Any]:
 
 
 def test_ollama(machine: Path) -> None:
+    with pytest.raises(UnspoolError, match="ollama has no models"):
+        find.find_model("ollama/none")
     store = machine / ".ollama" / "models"
     tiny = write_tiny(machine / "t.gguf")
     add_ollama(store, f"{LIBRARY}/tiny/1b", tiny)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -30,6 +30,7 @@ def test_a_character_is_shown_by_the_token_that_completes_it():
     assert readable(b"") == readable(b"", LEAF[:2]) == ""
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=12), st.lists(st.integers(0, 12), max_size=4))
 def test_nothing_is_ever_shown_as_a_question_mark(data: bytes, cuts: list[int]):
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
@@ -40,6 +41,7 @@ def test_nothing_is_ever_shown_as_a_question_mark(data: bytes, cuts: list[int]):
         assert bool(piece) == bool(text)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=6), st.integers(0, 3))
 def test_what_a_text_leaves_unfinished(text: str, count: int):
     assert incomplete_utf8(text.encode() + LEAF[:count]) == LEAF[:count]

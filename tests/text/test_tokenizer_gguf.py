@@ -10,11 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import example, given
+from transformers import AutoTokenizer
 
 from helpers import assets
-from helpers.tokenizer_texts import SAME_EVERY_RUN, TEXTS
+from helpers.tokenizer_texts import (
+    SAME_EVERY_RUN,
+    TEXTS,
+    TRIED_TEXTS,
+    check_batch,
+    check_merges,
+)
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.files.gguf import GGUFFile
+from unspool.text.tokenizer.bpe import Merge, merge_steps, merge_word
 from unspool.text.tokenizer.pieces import byte_characters
 from unspool.text.tokenizer.pretokenizers import PRETOKENIZERS
 from unspool.text.tokenizer.tokenizer import Tokenizer
@@ -49,8 +57,25 @@ def vectors(name: str) -> list[tuple[str, list[int]]]:
     return [(text, [int(number) for number in line.split()]) for text, line in pairs]
 
 
-@pytest.mark.parametrize("name", WITH_VECTORS, scope="module")
-def test_equal_to_llama_cpp_on_its_vectors(name: str) -> None:
+@pytest.mark.parametrize("name", WITH_VECTORS + WITHOUT_VECTORS)
+def test_a_vocabulary(name: str, tmp_path: Path) -> None:
+    """All in one test, because reading a vocabulary takes a second."""
+    coded = tokenizer(name)
+    if name in WITH_VECTORS:
+        check_vectors(name)
+    if name not in LOSSY:
+        check_round_trip(name)
+    if name in ("llama-spm", "baichuan", "phi-3"):
+        check_scores(name)
+    if name in ("gpt-2", "llama-spm", "phi-3", "gpt-neox", "starcoder"):
+        check_merges(coded)
+        check_batch(coded)
+    if name in ("llama-spm", "llama-bpe", "gpt-2", "starcoder"):
+        check_saved(coded, tmp_path)
+
+
+def check_vectors(name: str) -> None:
+    """Equal to llama.cpp on its vectors."""
     cases = vectors(name)
     assert len(cases) >= 45
     for text, ids in cases:
@@ -59,13 +84,24 @@ def test_equal_to_llama_cpp_on_its_vectors(name: str) -> None:
             assert tokenizer(name).decode(ids) == text
 
 
-@pytest.mark.parametrize("name", WITH_VECTORS + WITHOUT_VECTORS, scope="module")
-def test_every_text_survives_the_round_trip(name: str) -> None:
-    if name in LOSSY:
-        pytest.skip("this vocabulary normalizes the text")
-    coded = tokenizer(name)
+def check_saved(coded: Tokenizer, folder: Path) -> None:
+    """A saved vocabulary is the same one, here and in transformers."""
+    coded.save(folder)
+    reference, again = AutoTokenizer.from_pretrained(folder), Tokenizer.from_file(folder)
+    for key in ("add_bos", "bos_id", "eos_id"):
+        assert getattr(again, key) == getattr(coded, key)
+    for text in TRIED_TEXTS:
+        ids = coded.encode(text)
+        assert again.encode(text) == ids
+        assert again.encode(text, specials=True) == coded.encode(text, specials=True)
+        plain = reference.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert plain == ids
+        assert reference.decode(ids) == coded.decode(ids)
+        assert reference.encode(text) == coded.encode(text, specials=True, bos=True)
 
-    characters = byte_characters()
+
+def check_round_trip(name: str) -> None:
+    coded, characters = tokenizer(name), byte_characters()
     # Some vocabularies have no token for some control characters; nothing can bring them back.
     tokens = set(metadata(name)["tokenizer.ggml.tokens"])
     missing = {n for n in range(256) if characters[n] not in tokens}
@@ -84,8 +120,7 @@ def test_every_text_survives_the_round_trip(name: str) -> None:
         expected = text.replace("▁", " ") if "Sentence" in coded.kind else text
         assert coded.decode(ids) == expected
         assert coded.special_ids.isdisjoint(ids)
-        with_specials = coded.encode(text, specials=True)
-        assert coded.decode(with_specials) == expected
+        assert coded.decode(coded.encode(text, specials=True)) == expected
 
     check()
 
@@ -128,8 +163,8 @@ def score_table(name: str) -> dict[str, float]:
     return {token: float(score) for token, score, kind in rows if kind in (1, 4, 5)}
 
 
-@pytest.mark.parametrize("name", ["llama-spm", "baichuan", "phi-3"])
-def test_merges_from_scores_equal_sentence_piece(name: str) -> None:
+def check_scores(name: str) -> None:
+    """Merges from scores are those of SentencePiece."""
     coded = tokenizer(name)
 
     @SAME_EVERY_RUN
@@ -313,6 +348,33 @@ def test_pretokenizers_cut_where_they_should() -> None:
     assert cut("gpt-4o", "großÄrger 1234") == ["groß", "Ärger", " ", "123", "4"]
     assert cut("llama-bpe", "I'LL go\n\n  x") == ["I", "'LL", " go", "\n\n", " ", " x"]
     assert cut("smollm", "in 2024") == ["in", " ", "2", "0", "2", "4"]
+
+
+def test_each_merge_in_order() -> None:
+    ranks = {(b"a", b"b"): 0, (b"ab", b"c"): 2, (b"b", b"c"): 1, (b"c", b"ab"): 3}
+    assert list(merge_word([b"a", b"b", b"c", b"a", b"b"], ranks)) == [
+        Merge((b"a", b"b"), 0, 0, (b"ab", b"c", b"a", b"b")),
+        Merge((b"a", b"b"), 0, 2, (b"ab", b"c", b"ab")),
+        Merge((b"ab", b"c"), 2, 0, (b"abc", b"ab")),
+    ]
+    assert list(merge_word([], ranks)) == list(merge_word([b"a"], ranks)) == []
+
+
+def test_gpt2_joins_a_word() -> None:
+    (word,) = merge_steps(tokenizer("gpt-2"), " the")
+    assert [merge.pieces for merge in word.merges] == [
+        (b" t", b"h", b"e"),
+        (b" t", b"he"),
+        (b" the",),
+    ]
+    assert [merge.rank for merge in word.merges] == [0, 2, 6]
+
+
+def test_other_vocabularies_have_no_merges() -> None:
+    with pytest.raises(UnspoolError, match="WordPiece"):
+        merge_steps(tokenizer("bert-bge"), "a")
+    with pytest.raises(UnspoolError, match="surrogate"):
+        merge_steps(tokenizer("gpt-2"), "\udc00")
 
 
 @pytest.mark.real

@@ -226,9 +226,7 @@ def test_one_vector_and_many_agree(dtype):
     assert torch.allclose(single.float(), many[1].float(), rtol=bound, atol=bound)
 
 
-@pytest.mark.parametrize(
-    ("shape", "biased"), [((96, 300), False), ((130, 576), True), ((70, 1024), True)]
-)
+@pytest.mark.parametrize(("shape", "biased"), [((96, 300), False), ((70, 1024), True)])
 def test_a_line_alone_and_among_others_has_the_same_bits(shape, biased):
     torch.manual_seed(0)
     rows, columns = shape
