@@ -78,7 +78,3 @@ def main(source: str, *jobs: str) -> None:
             )
         with torch.inference_mode():
             model(folder, gguf.LlamaFileType.ALL_F32, target, hparams=hparams).write()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from helpers import tiny
@@ -30,7 +27,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(llama: Path, tmp_path: Path) -> Path:
-    """A checkpoint of one's own, to change."""
+    """A copy of the checkpoint, to change."""
     return shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
 
 
@@ -117,12 +114,6 @@ def test_broken_json(folder: Path):
     refused(folder, "must hold a JSON object, got list")
 
 
-def test_truncated_weights(folder: Path):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    refused(folder, "not a usable safetensors file")
-
-
 def test_shards_stay_in_their_folder(folder: Path):
     names = load_file(folder / "model.safetensors")
     index = folder / "model.safetensors.index.json"
@@ -132,28 +123,6 @@ def test_shards_stay_in_their_folder(folder: Path):
     refused(folder, "model-2.safetensors is missing")
     index.write_text(json.dumps({"weight_map": []}))
     refused(folder, "no weight_map")
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-def test_fuzzed_safetensors_never_crash(data: st.DataObject, llama: Path, tmp_path_factory):
-    """Cut, flip and overwrite the file's header: a sentence, or a model."""
-    folder = tmp_path_factory.getbasetemp() / "fuzzed-safetensors"
-    shutil.copytree(llama, folder, dirs_exist_ok=True)
-    content = bytearray((llama / "model.safetensors").read_bytes())
-    length = struct.unpack_from("<Q", content)[0]
-    for _ in range(data.draw(st.integers(1, 3))):
-        if data.draw(st.booleans()):
-            content[data.draw(st.integers(0, length))] = data.draw(st.integers(0, 255))
-        else:
-            content[:8] = struct.pack("<Q", data.draw(st.integers(0, 2**64 - 1)))
-    if data.draw(st.booleans()):
-        content = content[: data.draw(st.integers(0, len(content)))]
-    (folder / "model.safetensors").write_bytes(content)
-    try:
-        load_transformer(open_checkpoint(folder))
-    except ModelFileError as error:
-        assert "\n" not in str(error)
 
 
 # -- tensors that are missing, that differ from the settings, or that nothing reads ---------------

@@ -30,12 +30,7 @@ from unspool.cli.main import app_with
 from unspool.errors import ModelFileError, UnspoolError, UnspoolWarning
 from unspool.loading import load_weights
 from unspool.model.config import ModelConfig
-from unspool.model.files.checkpoint import (
-    Checkpoint,
-    load_transformer,
-    open_checkpoint,
-    save_checkpoint,
-)
+from unspool.model.files.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.files.config_json import config_from_hf
 from unspool.model.files.export import check_writable, save_gguf
 from unspool.model.layers.transformer import Transformer
@@ -288,7 +283,7 @@ BERTS = [name for name, family in tiny_masked.FAMILIES.items() if family.is_bert
 @dataclass(frozen=True)
 class Case:
     name: str
-    checkpoint: Checkpoint
+    checkpoint: Any
     model: Transformer
     tokens: torch.Tensor
     logits: torch.Tensor  # of transformers
@@ -311,7 +306,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(request.param, checkpoint, load_transformer(checkpoint), tokens, logits)
 
 
-def loaded(kind: str, checkpoint: Checkpoint) -> LoadedModel:
+def loaded(kind: str, checkpoint: Any) -> LoadedModel:
     if kind == "torch":
         return TorchModel(load_transformer(checkpoint))
     if native.missing_reason() is not None:

@@ -139,11 +139,3 @@ def test_any_header_is_read_or_refused(header: dict[str, Any], data: bytes, tmp_
             assert file.stored(name).float32().shape == placed.shape
     except ModelFileError as error:
         assert "\n" not in str(error)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(content=st.binary(max_size=120))
-def test_any_bytes_are_read_or_refused(content: bytes, tmp_path: Path):
-    (tmp_path / "a").write_bytes(content)
-    with pytest.raises(ModelFileError):
-        SafetensorsFile(tmp_path / "a")

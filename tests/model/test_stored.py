@@ -17,12 +17,7 @@ from unspool.backends.torch.backend import TorchModel
 from unspool.decoding.speculative.head_drafter import shipped_head
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
-from unspool.model.files.checkpoint import (
-    fingerprint,
-    load_transformer,
-    open_checkpoint,
-    save_checkpoint,
-)
+from unspool.model.files.checkpoint import fingerprint, load_transformer, open_checkpoint
 from unspool.model.files.gguf import BLOCK_TYPES
 from unspool.model.files.stored import FLOAT_TYPES, FileTensor
 from unspool.model.files.tensor_mapping import read_weights
@@ -181,11 +176,10 @@ def test_what_is_rounded_on_a_gpu_is_still_the_same_model(tmp_path: Path):
 
 
 def test_one_number_is_enough(tmp_path: Path):
-    tiny.save("llama", tmp_path / "one")
-    model = load_transformer(open_checkpoint(tmp_path / "one"))
+    model = tiny.save("llama", tmp_path / "one")
     with torch.no_grad():
-        model.layers[1].feed.up.weight[0, 0] += 1e-3
-    save_checkpoint(model, tmp_path / "other")
+        model.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3
+    model.save_pretrained(tmp_path / "other")
     single, other = (fingerprint(open_checkpoint(tmp_path / name)) for name in ("one", "other"))
     assert single != other
 

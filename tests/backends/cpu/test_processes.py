@@ -129,11 +129,11 @@ def test_a_child_loads_another_model(lm: Any):
 def test_two_models_at_the_same_time():
     """They share the thread pool."""
     models = [new_lm(1), new_lm(2, "Q8_0", width=64, ff_width=64)]
-    alone = [[text_of(lm, 100, seed) for seed in range(3)] for lm in models]
+    alone = [[text_of(lm, 50, seed) for seed in range(3)] for lm in models]
     result: dict[tuple[int, int], list[int]] = {}
 
     def write(number: int, seed: int) -> None:
-        result[number, seed] = text_of(models[number], 100, seed)
+        result[number, seed] = text_of(models[number], 50, seed)
 
     threads = [
         threading.Thread(target=write, args=(number, seed))
