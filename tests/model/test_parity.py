@@ -170,7 +170,7 @@ def test_llama_cpp_says_the_same(converted: Path, name: str):
     assert difference(model(tokens)[0, -1].log_softmax(-1), reference) < 2 * CLOSE_RECURRENT
 
 
-@pytest.mark.parametrize("name", ["granite-hybrid-moe", "nemotron-h-moe", "qwen3.5", "lfm2"])
+@pytest.mark.parametrize("name", ["granite-hybrid-moe", "nemotron-h", "nemotron-h-moe", "qwen3.5"])
 def test_memory_follows_from_the_kind_of_each_layer(converted: Path, name: str):
     from_gguf, from_folder = (summarize_model(converted / file) for file in (f"{name}.gguf", name))
     assert not from_gguf.problem and from_gguf.state_bytes > 0

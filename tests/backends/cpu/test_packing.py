@@ -69,62 +69,6 @@ def test_the_structure_matches_the_header():
                                                    MatrixStruct._fields_]  # fmt: skip
 
 
-def test_floats_lie_column_by_column():
-    values = np.arange(3 * 5, dtype=np.float32).reshape(3, 5)
-    packed = pack(FileTensor.from_float32(values))
-    lanes = packed.memory.view(np.float32).reshape(5, 16)
-    assert np.array_equal(lanes[:, :3], values.T)
-    assert not lanes[:, 3:].any()
-    assert packed.memory.ctypes.data % 64 == 0
-
-
-def test_a_tile_of_q4_1_by_hand():
-    data = np.zeros((17, 20), np.uint8)
-    data[:, 0:2] = np.float16(0.5).tobytes()[0], np.float16(0.5).tobytes()[1]
-    data[:, 2:4] = np.float16(-2).tobytes()[0], np.float16(-2).tobytes()[1]
-    data[3, 4 + 6] = 0xA7  # row 3: column 6 is 7, column 22 is 10
-    data[16, 4 + 15] = 0x10  # row 16, the second block's first: column 31 is 1
-    packed = pack(FileTensor("Q4_1", data, (17, 32)))
-    first, second = packed.memory.reshape(2, 256 + 32 + 32)
-    assert first[64 * 1 + 4 * 3 + 2] == 0xA7  # piece 1, byte 4 * row + 2
-    assert np.count_nonzero(first[:256]) == 1
-    assert second[64 * 3 + 4 * 0 + 3] == 0x10
-    assert (first[256:288].view("<f2") == 0.5).all()
-    assert (first[288:].view("<f2") == -2).all()
-    assert second[256:288].view("<f2").tolist() == [0.5] + [0.0] * 15  # the rest is filled up
-    assert second[288:].view("<f2").tolist() == [-2.0] + [0.0] * 15
-    assert packed.float32(3, 4)[0, [5, 6, 22]].tolist() == [-2.0, 1.5, 3.0]
-
-
-def test_a_tile_of_q8_0_by_hand():
-    data = np.zeros((16, 34), np.uint8)
-    data[:, 0:2] = np.frombuffer(np.float16(2).tobytes(), np.uint8)
-    data[5, 2 + 9] = np.uint8(256 - 3)  # row 5, column 9: -3
-    packed = pack(FileTensor("Q8_0", data, (16, 32)))
-    tile = packed.memory
-    assert tile.size == 512 + 32
-    assert tile[64 * 2 + 4 * 5 + 1] == 128 - 3  # piece 2, byte 4 * row + 1
-    assert np.count_nonzero(tile[:512] != 128) == 1
-    assert packed.float32()[5, 9] == -6
-
-
-def test_a_super_group_of_q6_k_by_hand():
-    data = np.zeros((1, 210), np.uint8)
-    data[0, 0] = 0x21  # column 0 ends in 1, column 64 in 2
-    data[0, 128] = 0x03  # the upper bits of column 0
-    data[0, 192:208] = np.arange(-8, 8).astype(np.int8).view(np.uint8)
-    data[0, 208:210] = np.frombuffer(np.float16(0.25).tobytes(), np.uint8)
-    packed = pack(FileTensor("Q6_K", data, (1, 256)))
-    memory = packed.memory
-    assert memory.size == 32 + 8 * (512 + 32)
-    assert memory[:32].view("<f2").tolist() == [0.25] + [0.0] * 15
-    tiles = memory[32:].reshape(8, 544)
-    assert tiles[0, 0] == 0x31 and tiles[2, 0] == 2
-    assert tiles[:, 512].view(np.int8).tolist() == list(range(-8, 8, 2))  # groups' scales, row 0
-    assert tiles[:, 528].view(np.int8).tolist() == list(range(-7, 8, 2))
-    assert packed.float32()[0, 0] == 0.25 * -8 * (0x31 - 32)
-
-
 # -- exactness -------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import pytest
 from helpers import tiny_gguf
 from helpers.paged_texts import config
 from unspool.backends.cpu import structures
-from unspool.backends.cpu.plan import ExecutionPlan, build_plan
+from unspool.backends.cpu.plan import build_plan
 from unspool.cli.main import _exit_code
 from unspool.errors import ModelFileError
 from unspool.model.weights import weight_shapes
@@ -33,12 +33,6 @@ norm(x)
   11  linear    logits    = head * norm(last)"""
 
 
-def summarize(plan: ExecutionPlan) -> list[str]:
-    """Each operation of a one-layer model in short form."""
-    operations = [o for o in plan.operations if o.kind != "snapshot"]
-    return [f"{o.kind} {o.source}>{o.target}{'+' * o.add}" for o in operations]
-
-
 def test_printed_plan_of_a_llama():
     assert str(build_plan(config(layers=1))) == LLAMA
 
@@ -49,50 +43,6 @@ def test_windows_and_caps_are_printed():
     assert "mixed     = qkv (capped at 50)" in text
     assert "mixed     = qkv (last 1,200) (capped at 50)" in text
     assert text.splitlines()[-1].split(None, 1)[1] == "softcap   logits    = (capped at 30)"
-
-
-def test_parallel_layers_read_the_same_input():
-    """Both halves are read before either is added."""
-    summary = summarize(build_plan(config(layers=1, parallel=True)))
-    first_add = next(n for n, step in enumerate(summary) if step.endswith(">x+"))
-    assert {"linear x>qkv", "linear x>hidden"} <= set(summary[:first_add])
-    assert summary[first_add:][:2] == ["linear mixed>x+", "linear hidden>x+"]
-
-
-def test_post_norms():
-    summary = summarize(build_plan(config(layers=1, norm_before=False, norm_after=True)))
-    assert summary[1:9] == [
-        "linear x>qkv", "rope qkv>", "attention qkv>mixed", "linear mixed>out", "norm out>x+",
-        "linear x>hidden", "linear hidden>out", "norm out>x+",
-    ]  # fmt: skip
-    plan = build_plan(config(layers=1, norm_before=False, norm_after=True))
-    normed = [o.target for o in plan.operations if o.prepare == "norm"]
-    assert normed == ["logits"], "no other product norms its input"
-
-
-def test_norms_of_queries_and_keys():
-    joint = build_plan(config(layers=1, qk_norm="whole"))
-    assert summarize(joint)[1:5] == ["linear x>qkv", "norm qkv>qkv", "norm qkv>qkv", "rope qkv>"]
-    norms = [o for o in joint.operations if o.kind == "norm"]
-    assert [(o.offset, o.width) for o in norms] == [(0, 64), (64, 32)]
-    by_head = build_plan(config(layers=1, qk_norm="head"))
-    assert "norm qkv>qkv" not in summarize(by_head)
-    (rope,) = [o for o in by_head.operations if o.kind == "rope"]
-    assert rope.vector.endswith("q_norm.weight") and rope.second_vector.endswith("k_norm.weight")
-
-
-def test_experts():
-    shape = config(layers=2, experts=3, experts_per_token=2, expert_width=40, dense_layers=(1,))
-    plan = build_plan(shape)
-    assert summarize(plan)[5:10] == [
-        "linear x>router", "route router>", "experts x>expert_hidden",
-        "experts expert_hidden>expert_out", "combine expert_out>x+",
-    ]  # fmt: skip
-    first = next(o for o in plan.operations if o.kind == "experts")
-    assert first.matrices[:3] == tuple(
-        f"layers.0.feed.{side}.weight[{e}]" for e, side in [(0, "gate"), (0, "up"), (1, "gate")]
-    )
-    assert "layers.1.feed.gate.weight" in {m for o in plan.operations for m in o.matrices}
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 
 from helpers.attention_support import Texts, a_layer, cut_small, expected, some_texts
 from unspool.backends.cuda import attention
-from unspool.backends.cuda.attention import (
-    chunk_tiles,
-    decode_attention,
-    num_pieces,
-    prefill_attention,
-    prefill_rows,
-    store_keys,
-)
+from unspool.backends.cuda.attention import chunk_tiles, decode_attention, num_pieces, store_keys
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -157,9 +150,9 @@ def prefill_run(texts: Texts, exact: bool = False) -> torch.Tensor:
     slots = lines.table_rows.cpu().numpy()[texts.starts[:-1]].astype(np.int64)
     tiles = chunk_tiles(
         texts.starts, slots, lines.ends.cpu().numpy().astype(np.int64), texts.layer,
-        prefill_rows(texts.qkv.dtype, exact),
+        attention.prefill_rows(texts.qkv.dtype, exact),
     )  # fmt: skip
-    prefill_attention(
+    attention.prefill_attention(
         texts.qkv, out, texts.keys, texts.values, texts.layer, lines,
         torch.from_numpy(tiles).to(DEVICE), exact=exact,
     )  # fmt: skip
