@@ -22,6 +22,11 @@ WRITE: dict[str, Any] = {"max_tokens": 6, "seed": 3, "end": False}
 
 
 @pytest.fixture(scope="module")
+def lm(small_lm: Any) -> Any:
+    return small_lm
+
+
+@pytest.fixture(scope="module")
 def results(tiny_lm: Any) -> dict[str, Any]:
     """One of everything that the model's methods give."""
     text = tiny_lm.generate(PROMPT, **WRITE, top=3, explain=True, guard="loop")
@@ -117,7 +122,6 @@ def test_a_stage_of_ones_own_is_named_but_not_pickled(tiny_lm: Any):
     assert loaded.resume(max_tokens=8, stages=[mine, ...]).tokens[:6] == text.tokens
 
 
-@pytest.mark.real
 def test_a_grammar_is_compiled_again(lm: Any):
     text = lm.generate("Numbers:", regex=r" [0-9]{12}", max_tokens=4, seed=1)
     again = lm.attach(pickle.loads(pickle.dumps(text)))
@@ -149,7 +153,6 @@ def test_every_result_is_one_short_line(results: dict[str, Any], tiny_lm: Any):
     assert repr(results["settings"]) == "SamplingSettings(seed=3)"
 
 
-@pytest.mark.real
 def test_reprs_read_well(lm: Any):
     text = lm.generate("The capital of Germany is", max_tokens=8, temperature=0)
     assert repr(text) == f"<Generation {text.text!r}, 8 tokens, length>"
@@ -157,9 +160,6 @@ def test_reprs_read_well(lm: Any):
     assert repr(lm.score("The sky")).startswith("<Score 'The sky', 2 tokens, log-probability ")
     assert "temperature=0.0" in repr(text.settings)
     assert repr(lm.chat_prompt("Hi")).startswith("<ChatPrompt of ")
-
-
-# -- everything public is documented ---------------------------------------
 
 
 def public_classes(results: dict[str, Any]) -> list[type]:

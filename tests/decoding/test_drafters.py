@@ -31,8 +31,6 @@ from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
 from unspool.errors import ModelFileError, SettingsError
 
-# -- the drafters ----------------------------------------------------------------------------
-
 
 def looked_up(text: list[int], longest: int, shortest: int, most: int) -> list[int]:
     """What `PromptLookup` should say, in the simplest way."""
@@ -58,9 +56,6 @@ def test_lookup_finds_the_latest_of_the_longest(edits: Any, most: int):
     for back, extra in edits:  # also back to the beginning, and on with another text
         text = [*text[: max(0, len(text) - back)], *extra]
         assert drafter.propose(text, most) == looked_up(text, 4, 1, most)
-
-
-# -- whether it pays -------------------------------------------------------------------------
 
 
 def rounds(
@@ -126,9 +121,6 @@ def test_stopping_is_said_in_the_notes(letters: Engine):
     assert step_facts(list(generation.extend(letters.submit(request)))) == step_facts(plain)
     assert any(note.startswith("drafting stopped: accepted 0 of") for note in generation.notes)
     assert Counter(step.draft for step in generation.steps)["rejected"] <= 3 * HOPELESS_ROUNDS
-
-
-# -- Draft models: one backend for all texts, the right logits for each, and nothing kept ---------
 
 
 VOCABULARY = 40

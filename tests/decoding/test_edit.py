@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import unspool
 from helpers.decoding_support import pages_left
-from helpers.word_model import save_worded
 from unspool import SettingsError, UnspoolError
 from unspool.decoding.edit.edit import (
     ChangedText,
@@ -28,14 +26,6 @@ from unspool.decoding.infill.fill import draft_settings
 
 TEXT = "The scheduler plans rows, and the tree builder makes a step of them. It's done."
 
-
-@pytest.fixture(scope="module")
-def worded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = save_worded(tmp_path_factory.mktemp("worded"))
-    return unspool.load(folder, backend="torch", memory=16 << 20)
-
-
-# -- changes -----------------------------------------------------------------------------------
 
 FACTS: dict[str, Any] = {"probability": 0.5, "gain": 1.0, "doubt": 1.0, "in_pass": 0}
 
@@ -93,9 +83,6 @@ def test_what_cannot_be_changed_is_told():
     with pytest.raises(SettingsError, match="not applied"):
         changed.undo(1)
     assert changed.text == "one 2 three"
-
-
-# -- doubt and proposals -----------------------------------------------------------------------
 
 
 def test_doubt_of_each_token(worded):
@@ -190,9 +177,6 @@ def test_trust_in_what_stands_there_lowers_the_others(worded, word):
         assert trusting[other].score == pytest.approx(without[other].score)
         lost = 40.0 - (math.log(20) if alike(word, other) else 0.0) if other != word else 0.0
         assert odds(without, other) - odds(trusting, other) == pytest.approx(lost, abs=1e-3)
-
-
-# -- the whole ---------------------------------------------------------------------------------
 
 
 def test_a_text_gets_likelier_with_every_change(worded):

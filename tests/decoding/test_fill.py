@@ -29,18 +29,9 @@ WORDS = st.text(
 )  # merges, halves of characters, spaces at every border
 
 
-@pytest.fixture(scope="module")
-def worded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = save_worded(tmp_path_factory.mktemp("worded"))
-    return unspool.load(folder, backend="torch", memory=16 << 20)
-
-
 def total(lm: Any, text: str, first: int) -> float:
     """Brute force: the log-probability of a whole text's tokens from a position on."""
     return math.fsum(p.logprob for p in lm.score(text_ids(lm, text)).positions[first:])
-
-
-# -- the scores --------------------------------------------------------------------------------
 
 
 def test_scores_are_those_of_the_whole_texts(worded):
@@ -109,9 +100,6 @@ def test_more_than_the_likeliest_first_token_is_found(worded):
     )
 
 
-# -- borders -----------------------------------------------------------------------------------
-
-
 @settings(max_examples=40, deadline=None)
 @given(WORDS, WORDS, WORDS)
 def test_texts_are_put_together_exactly(worded, prefix, inside, suffix):
@@ -160,9 +148,6 @@ def test_a_token_that_reaches_over_the_border_counts(worded):
     assert len(spaced) == 1 and worded.engine.token_bytes(ids[spaced.start]).startswith(b" ")
     assert len(tokens_within(ends, 3, 3)) == 0
     assert start_ids(worded) == ids[:1]
-
-
-# -- lengths, and what is asked for -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])
@@ -235,9 +220,6 @@ def test_what_cannot_be_is_refused(worded, parts, options, words):
 def test_a_gap_that_cannot_be(length):
     with pytest.raises(SettingsError):
         gap(*length)
-
-
-# -- Gaps filled by masked models -----------------------------------------------------------------
 
 
 TEXT = "The scheduler plans rows, and the batch builder makes a step of them."
@@ -313,9 +295,6 @@ def test_doubt_of_a_planted_word(worded):
     causal, _ = score_doubts(worded, text, by="causal")
     for item, two, mean in zip(result, causal, pair, strict=True):
         assert mean.surprise == pytest.approx((item.surprise + two.surprise) / 2)
-
-
-# -- a loaded model whose tokens see the whole text --------------------------------------------
 
 
 class SeesAll:

@@ -182,8 +182,7 @@ def test_pieces_join_to_the_right_text(tiny_lm, monkeypatch):
     assert bytes(stopped.best.tokens) == b"ababa"  # the end of the stop string, and no further
 
 
-@pytest.mark.real
-def test_on_the_default_model(lm):
+def test_words_are_proposed(lm):
     prompt, words = "The capital of France is", [" Rome", " Paris", " London"]
     likeliest = max(words, key=lambda word: lm.score(prompt + word).logprobs[-1])
     result = tree_search(lm, prompt, expand=lambda g: words, depth=1)

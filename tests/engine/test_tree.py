@@ -200,7 +200,7 @@ class TreeMachine(RuleBasedStateMachine):
             assert self.tree.pool.used == 0
 
 
-TreeMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TreeMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestTree = TreeMachine.TestCase
 
 

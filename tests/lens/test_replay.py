@@ -206,9 +206,6 @@ def test_hostile_traces_are_refused_before_they_run(tiny_lm, tmp_path):
     assert tiny_lm.generate(PROMPT, max_tokens=2, seed=1).tokens  # the engine lives
 
 
-# -- the command -----------------------------------------------------------------------------
-
-
 @pytest.fixture
 def unspool_replay(tiny_lm, monkeypatch, capfd):
     app = typer.Typer()
@@ -255,8 +252,7 @@ def test_the_command_refuses_a_broken_file_before_loading(unspool_replay, tmp_pa
         unspool_replay(tmp_path / "t.json")
 
 
-@pytest.mark.real
-def test_on_the_default_model(lm, tmp_path):
+def test_a_chat_and_a_grammar(lm, tmp_path):
     generation = lm.chat("Why do leaves change color in fall?", max_tokens=6, seed=7)
     trace = saved_and_loaded(lm, generation, tmp_path)
     result = replay(lm, trace)

@@ -131,10 +131,7 @@ def _parent(data, path):
     return data
 
 
-HOSTILE = [
-    None, True, -1, 1.5, 10**400, 1e308, "", "nan", "\ud800",
-    [], [[]], {}, [10**30], ["x"], [[1, 2, 3]],
-]  # fmt: skip
+HOSTILE = [None, True, -1, 1.5, 10**400, "", "\ud800", [], {}, [[1, 2, 3]]]
 
 
 def test_wrong_values_are_one_line_or_harmless(saved_trace):

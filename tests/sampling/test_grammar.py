@@ -75,9 +75,6 @@ def is_person(text: str) -> bool:
     )
 
 
-# -- what comes out satisfies the grammar ----------------------------------------------------------
-
-
 @pytest.mark.parametrize("pattern", REGEXES)
 def test_random_walks_match_the_regex(pattern: str) -> None:
     for seed in range(25):
@@ -131,9 +128,6 @@ def test_schemas_come_in_several_shapes() -> None:
     assert specs[0] == specs[1] == specs[2]
     assert Grammar.compile(specs[0], SMALL) is Grammar.compile(specs[2], SMALL)
     assert start(GrammarSpec.json_schema(True)).num_accepted(ids("3")) == 1
-
-
-# -- ends, control tokens, dead ends ---------------------------------------------------------------
 
 
 def test_end_tokens_are_allowed_exactly_where_the_text_may_end() -> None:
@@ -197,8 +191,6 @@ def test_a_token_that_does_not_fit_changes_nothing() -> None:
     with pytest.raises(ValueError):
         state.rewind(3)
 
-
-# -- the ways to one place agree -------------------------------------------------------------------
 
 SPECS = [
     GrammarSpec.json_schema(PERSON),
@@ -290,9 +282,6 @@ def test_forced_tokens_are_the_only_text() -> None:
     assert text_of(start(GrammarSpec.regex("abcd(x|y)"), wrong).forced_tokens()) == "abcd"
 
 
-# -- in the chain ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("greedy", [True, False])
 def test_rows_with_and_without_a_grammar_share_a_batch(kind: str, greedy: bool) -> None:
@@ -345,9 +334,6 @@ def test_few_allowed_of_a_wide_vocabulary_are_put_in_order_rightly() -> None:
         top_tokens == sorted(top_tokens, key=lambda token: -logits[0, token])
         and len(top_tokens) == 3
     )
-
-
-# -- the default model's vocabulary ----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

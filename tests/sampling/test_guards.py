@@ -89,8 +89,6 @@ def first_violation(guard: g.Guard, pieces: list[bytes]) -> g.Violation | None:
     return monitor.finish()
 
 
-# -- every watch: incremental equals from scratch -------------------------------------------
-
 GUARDS: list[g.Guard] = [
     g.LoopGuard(repeats=2, min_tokens=4, min_words=3),
     g.LoopGuard(repeats=3, min_tokens=3, min_words=3, longest=4),
@@ -170,9 +168,6 @@ def test_a_character_belongs_to_the_token_that_began_it():
         watched.push(token, piece)
     assert "".join(watched.parts) == "x😀yz"
     assert [watched.token_at(at) for at in range(4)] == [0, 1, 3, 4]
-
-
-# -- loops ----------------------------------------------------------------------------------
 
 
 @given(seed=st.integers(0, 10**6), period=st.integers(1, 60), keep=st.integers(0, 2))
@@ -274,9 +269,6 @@ def test_repetition_rate():
     assert repetition_rate(range(100)) == 0
     assert repetition_rate([7] * 103) == pytest.approx(0.99)
     assert repetition_rate([1, 2, 1, 2, 1], n=2) == pytest.approx(0.5)
-
-
-# -- bans -----------------------------------------------------------------------------------
 
 
 def test_a_ban_reaches_across_tokens():
@@ -420,9 +412,6 @@ def test_words_are_found_as_python_s_re_finds_them(text: str, words: list[str]):
     assert (violation is None) == (match is None)
     if violation is not None and match is not None:
         assert violation.reason == f"{match.group()!r} is banned"
-
-
-# -- surprise, predicates -------------------------------------------------------------------
 
 
 def test_surprise():

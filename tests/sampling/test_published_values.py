@@ -17,8 +17,7 @@ def close(result: object, expected: list[float]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("k", "expected"),
-    [(1, [0, 0, 0, 1]), (3, [0, 2 / 9, 3 / 9, 4 / 9]), (4, FOUR)],
+    ("k", "expected"), [(1, [0, 0, 0, 1]), (3, [0, 2 / 9, 3 / 9, 4 / 9]), (4, FOUR)]
 )
 def test_top_k(k: int, expected: list[float]) -> None:
     assert close(after("top_k", FOUR, neutral(top_k=k)), expected)
@@ -33,18 +32,14 @@ def test_top_p(p: float, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "num_kept"),
-    [(0.24, 4), (0.26, 3), (0.49, 3), (0.51, 2), (0.74, 2), (0.76, 1), (1.0, 1)],
+    ("p", "num_kept"), [(0.24, 4), (0.26, 3), (0.49, 3), (0.51, 2), (0.74, 2), (0.76, 1), (1.0, 1)]
 )
 def test_min_p(p: float, num_kept: int) -> None:
     expected = np.array(FOUR) * (np.arange(4) >= 4 - num_kept)
     assert close(after("min_p", FOUR, neutral(min_p=p)), list(expected / expected.sum()))
 
 
-@pytest.mark.parametrize(
-    ("threshold", "first"),
-    [(0.09, 3), (0.19, 2), (0.29, 1), (0.39, 0)],
-)
+@pytest.mark.parametrize(("threshold", "first"), [(0.09, 3), (0.19, 2), (0.29, 1), (0.39, 0)])
 def test_xtc(threshold: float, first: int) -> None:
     expected = np.array(FALLING) * (np.arange(4) >= first)
     settings = neutral(xtc_probability=1.0, xtc_threshold=threshold)

@@ -36,9 +36,6 @@ def oddness(text) -> float:
     return sum(token * 7**place for place, token in enumerate(text.tokens)) % 101
 
 
-# -- best of n -----------------------------------------------------------------------------------
-
-
 def test_best_of_is_that_of_lm_best_of(tiny_lm):
     expected = best_of(tiny_lm, PROMPT, 6, max_tokens=8, **WARM)
     result = think(tiny_lm, PROMPT, n=6, max_tokens=8, **WARM)
@@ -53,9 +50,6 @@ def test_of_equally_good_texts_the_likeliest_wins(tiny_lm):
     result = think(tiny_lm, PROMPT, n=6, judge=lambda text: True, max_tokens=8, **WARM)
     texts = [node.generation for node in result.tree.root.children]
     assert result.best is max(texts, key=mean_logprob) and result.score == 1.0
-
-
-# -- beams ---------------------------------------------------------------------------------------
 
 
 def test_a_beam_that_keeps_everything_finds_the_best_of_all(tiny_lm):
@@ -102,9 +96,6 @@ def test_a_piece_ends_where_a_sentence_or_a_line_does(worded_lm, step, ends):
         assert len(output) == 40 or any(end in (before + output[-1]).lstrip() for end in ends)
 
 
-# -- DVTS ----------------------------------------------------------------------------------------
-
-
 def test_subtrees_are_independent(tiny_lm):
     """Each subtree is an independent greedy search."""
     stream = stream_think(
@@ -130,9 +121,6 @@ def test_subtrees_are_independent(tiny_lm):
     # The draws are those of samples 0, 1, 2, ... through the whole search.
     numbers = [node.generation.request.limits.sample for row in rows for node in row]
     assert numbers == list(range(18))
-
-
-# -- MCTS ----------------------------------------------------------------------------------------
 
 
 def test_the_bounds_by_hand():
@@ -233,9 +221,6 @@ def test_a_text_without_other_continuations_does_not_end_the_search(tiny_lm):
     assert len(ends) > 20 and result.score == max(
         sum(token * 7**place for place, token in enumerate(end)) % 101 for end in ends
     )
-
-
-# -- early restarts --------------------------------------------------------------------------------
 
 
 def test_the_best_opening_goes_on_alone(tiny_lm):
