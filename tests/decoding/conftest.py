@@ -31,6 +31,13 @@ def worded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="session")
+def worded_lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same with think tags."""
+    folder = save_worded(tmp_path_factory.mktemp("thinking"), ("<think>", "</think>"))
+    return unspool.load(folder, backend="torch", memory=8 << 20)
+
+
+@pytest.fixture(scope="session")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("native")
     tiny.save("llama", folder)

@@ -168,7 +168,7 @@ def test_impossible_settings(tiny_lm, options):
 
 
 def test_no_page_is_lost(tiny_lm, monkeypatch):
-    beam_search(tiny_lm, PROMPT, beams=5, max_tokens=40)
+    beam_search(tiny_lm, PROMPT, beams=5, max_tokens=12)
     assert pages_left(tiny_lm) == 0
     calls = iter(range(100))
     top_next_tokens = unspool.decoding.search.beam.top_next_tokens
@@ -181,7 +181,7 @@ def test_no_page_is_lost(tiny_lm, monkeypatch):
 
     monkeypatch.setattr("unspool.decoding.search.beam.top_next_tokens", fails)
     with pytest.raises(RuntimeError, match="in the middle"):
-        beam_search(tiny_lm, PROMPT, beams=5, max_tokens=40)
+        beam_search(tiny_lm, PROMPT, beams=5, max_tokens=12)
     assert pages_left(tiny_lm) == 0
 
 

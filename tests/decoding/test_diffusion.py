@@ -52,52 +52,38 @@ def seen_in_blocks(block: int) -> Any:
     return lambda x: support.all_logits(x, support.ends(len(x), "block", block))
 
 
+LLADA, FAST, BOUNDED = reference.llada, reference.fast_dllm, reference.entropy_bounded
+
+
 @pytest.mark.parametrize(
-    ("order", "by", "block", "steps"),
-    [("fixed", "probability", 14, 5), ("fixed", "probability", 4, 2), ("margin", "margin", 4, 2),
-     ("entropy", "entropy", 14, 5)],
+    ("name", "decoder", "common", "reference_options", "options"),
+    [
+        ("full_lm", LLADA, {"block": 14, "steps": 5}, {"by": "probability"}, {"order": "fixed"}),
+        ("full_lm", LLADA, {"block": 4, "steps": 2}, {"by": "probability"}, {"order": "fixed"}),
+        ("full_lm", LLADA, {"block": 4, "steps": 2}, {"by": "margin"}, {"order": "margin"}),
+        ("full_lm", LLADA, {"block": 14, "steps": 5}, {"by": "entropy"},
+         {"order": "entropy", "entropy_bound": -0.0}),
+        ("full_lm", LLADA, {"block": 14, "steps": 4, "guidance": 1.5}, {}, {"order": "fixed"}),
+        ("shifted", LLADA, {"block": 14, "steps": 6}, {}, {"order": "fixed"}),  # as Dream's logits
+        ("full_lm", FAST, {"block": 8, "threshold": 0.15}, {}, {}),
+        ("full_lm", FAST, {"block": 8, "threshold": 0.9}, {}, {}),
+        ("full_lm", FAST, {"block": 8, "factor": 2.0}, {}, {"order": "factor"}),
+        ("full_lm", BOUNDED, {}, {"bound": 0.0}, {"order": "entropy", "entropy_bound": 0.0}),
+        ("full_lm", BOUNDED, {}, {"bound": 3.0}, {"order": "entropy", "entropy_bound": 3.0}),
+    ],
 )  # fmt: skip
-def test_fixed_steps_are_those_of_llada_and_dream(
-    full_lm: Any, order: str, by: str, block: int, steps: int
+def test_tokens_are_those_of_the_published_decoders(
+    request: pytest.FixtureRequest,
+    name: str,
+    decoder: Any,
+    common: Any,
+    reference_options: Any,
+    options: Any,
 ):
-    expected = reference.llada(
-        seen_whole, SHORT, mask=MASK, length=14, block=block, steps=steps, by=by
-    )
-    result = full_lm.diffuse(
-        SHORT, max_tokens=14, block=block, steps=steps, order=order, entropy_bound=-0.0, end=False
-    )
-    assert result.tokens == expected
-    assert len(result.passes) == sum(min(steps, 14 - n) for n in range(0, 14, block))
-
-
-def test_shifted_logits_are_those_of_dream(shifted: Any):
-    logits_of = reference.shifted(seen_whole)
-    expected = reference.llada(logits_of, SHORT, mask=MASK, length=12, block=12, steps=6)
-    result = shifted.diffuse(SHORT, max_tokens=12, steps=6, order="fixed", end=False)
-    assert result.tokens == expected
-
-
-def test_guidance_is_that_of_llada(full_lm: Any):
-    expected = reference.llada(
-        seen_whole, SHORT, mask=MASK, length=8, block=8, steps=4, guidance=1.5
-    )
-    inputs = {"max_tokens": 8, "steps": 4, "order": "fixed", "end": False}
-    assert full_lm.diffuse(SHORT, guidance=1.5, **inputs).tokens == expected
-    assert full_lm.diffuse(SHORT, **inputs).tokens != expected
-
-
-@pytest.mark.parametrize("options", [{"threshold": 0.15}, {"threshold": 0.9}, {"factor": 2.0}])
-def test_threshold_and_factor_are_those_of_fast_dllm(full_lm: Any, options: dict[str, float]):
-    expected = reference.fast_dllm(seen_whole, SHORT, mask=MASK, length=16, block=8, **options)
-    order = next(iter(options))
-    result = full_lm.diffuse(SHORT, max_tokens=16, block=8, order=order, end=False, **options)
-    assert result.tokens == expected
-
-
-@pytest.mark.parametrize("bound", [0.0, 3.0])
-def test_entropy_bound_is_that_of_its_paper(full_lm: Any, bound: float):
-    expected = reference.entropy_bounded(seen_whole, SHORT, mask=MASK, length=12, bound=bound)
-    result = full_lm.diffuse(SHORT, max_tokens=12, order="entropy", entropy_bound=bound, end=False)
+    logits_of = reference.shifted(seen_whole) if name == "shifted" else seen_whole
+    expected = decoder(logits_of, SHORT, mask=MASK, length=14, **common, **reference_options)
+    lm = request.getfixturevalue(name)
+    result = lm.diffuse(SHORT, max_tokens=14, end=False, **common, **options)
     assert result.tokens == expected
 
 

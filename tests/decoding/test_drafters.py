@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +50,7 @@ EDITS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(edits=EDITS, most=st.integers(1, 9))
 def test_lookup_finds_the_latest_of_the_longest(edits: Any, most: int):
     drafter, text = PromptLookup(longest=4, shortest=1), [0]
@@ -238,22 +239,12 @@ def test_loading_a_draft_model_holds_up_no_other_request():
         assert go_on.wait(60)
         return Model()
 
-    created: list[Any] = []
-    threads = [
-        threading.Thread(target=lambda: created.append(make_drafter("model:slow", lm, load)))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    assert entered.wait(60)
-    quick = threading.Thread(target=lambda: created.append(make_drafter("lookup", lm, load)))
-    quick.start()
-    quick.join(60)
-    assert len(created) == 1, "it waited for a model that it does not need"
-    go_on.set()
-    for thread in threads:
-        thread.join(60)
-    assert created[1] is created[2], "both wait for the same model"
+    with ThreadPoolExecutor(2) as threads:
+        slow = [threads.submit(make_drafter, "model:slow", lm, load) for _ in range(2)]
+        assert entered.wait(60)
+        assert make_drafter("lookup", lm, load), "it waits for no model"
+        go_on.set()
+        assert slow[0].result(60) is slow[1].result(60), "both wait for the same model"
 
 
 def test_a_model_that_could_not_be_loaded_is_tried_again():

@@ -132,6 +132,24 @@ def test_a_text_that_begins_like_another_is_known_already(native: Any, unspool_h
     assert third.reused == 90 - 64 and created[2]._positions[0] == 90 - 64
 
 
+def test_a_gap_is_read_across_and_a_rewind_forgets(native: Any, unspool_head: Path):
+    head, tokens = load_head(unspool_head, native), (PROMPT * 3)[:50]
+    vectors = vectors_of(native, tokens, head.layers)
+    request = native.prepare_generation(tokens[:1], temperature=0.8).request
+    drafter = HeadDrafter(head, request, FixedShape(DraftShape(3)))
+    drafter.see(0, vectors[:, :10])
+    drafter.see(30, vectors[:, 30:45])  # positions 10 to 29 are never shown
+    drafter.propose(tokens[:46], 3)
+    assert drafter._positions == [*range(10), *range(30, 45)]
+    drafter.see(35, vectors[:, 35:40])  # the text was rewound
+    drafted = drafter.propose(tokens[:41], 3)
+    places = np.array([*range(10), *range(30, 40)])
+    assert drafter._positions == places.tolist()
+    context = head.context()
+    context.read(places, vectors[:, places], [tokens[place + 1] for place in places])
+    assert drafted == build_draft(context, tokens[:41], head.ids, DraftShape(3), 0.8)
+
+
 def test_on_torch_too(tiny_lm: Any, tmp_path: Path):
     save_own(tmp_path / "head", tiny_lm)
     plain = tiny_lm.generate(PROMPT, max_tokens=20, temperature=0.8, seed=1)

@@ -123,18 +123,7 @@ def test_a_drafter_that_fails_is_asked_no_more(letters: Engine, broken: str):
     assert len(stream.notes) == 1 and stream.notes[0].startswith("drafting stopped: the drafter")
 
 
-def test_pages_come_back(letters: Engine):
-    for number in range(20):
-        stream = letters.submit(a_request([number % 12], garbage(number, 12), seed=number))
-        if number % 3 == 0:
-            next(stream)
-            stream.close()
-        else:
-            list(stream)
-    assert leftover(letters) == 0
-
-
-@pytest.mark.parametrize("page_count", [17, 20, 40])
+@pytest.mark.parametrize("page_count", [17, 40])
 def test_drafts_in_little_memory(letters: Engine, page_count: int):
     """Texts alike push each other aside and find each other's pages, drafts among them."""
     tight = fake_engine(np.exp(letters.backend.logits.astype(float)), page_count=page_count)
@@ -261,23 +250,21 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "temperature"), [*((name, 0.9) for name in MAKERS), ("lookup", 0.0), ("model", 0.0)]
+)
 def test_a_tiny_model_writes_the_same(tiny_lm: Any, name: str, temperature: float):
     prompt = [5, 6, 7, 8, 5, 6, 7]
-    make = MAKERS[name](tiny_lm)
-    for seed in range(2 if temperature else 1):
-        options = {"temperature": temperature, "seed": seed, "max_tokens": 50, "sample": seed}
-        plain = generate(tiny_lm, prompt, None, **options)
-        drafted = generate(tiny_lm, prompt, make, **options)
-        assert alike(drafted.steps, plain.steps)
-        if name == "model":  # the same model with the same draws can only agree
-            assert "rejected" not in {step.draft for step in drafted.steps}
-            assert Counter(step.draft for step in drafted.steps)["accepted"] == 40
-        back = drafted.rewind(20).resume()
-        assert alike(back.steps, plain.steps)
-        other = drafted.rewind(10).choose(9).resume(max_tokens=30)
-        assert alike(other.steps, plain.rewind(10).choose(9).resume(max_tokens=30).steps)
+    options = {"temperature": temperature, "seed": 1, "max_tokens": 31, "sample": 1}
+    plain = generate(tiny_lm, prompt, None, **options)
+    drafted = generate(tiny_lm, prompt, MAKERS[name](tiny_lm), **options)
+    assert alike(drafted.steps, plain.steps)
+    if name == "model":  # the same model with the same draws can only agree
+        assert "rejected" not in {step.draft for step in drafted.steps}
+        assert Counter(step.draft for step in drafted.steps)["accepted"] == 25
+    assert alike(drafted.rewind(20).resume().steps, plain.steps)
+    other = drafted.rewind(10).choose(9).resume(max_tokens=12)
+    assert alike(other.steps, plain.rewind(10).choose(9).resume(max_tokens=12).steps)
     assert leftover(tiny_lm.engine) == 0
 
 

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from helpers.decoding_support import PROMPT
-from helpers.search_support import WARM
+from helpers.search_support import WARM, levels
 from unspool.decoding.branches import mean_logprob
 from unspool.decoding.search.policies import MctsNode, SelectionRule
 from unspool.decoding.search.samples import best_of, samples
@@ -17,14 +17,6 @@ from unspool.decoding.search.tree import SearchNode
 
 # A vocabulary of three tokens, all about equally likely.
 FEW = {**WARM, "logit_bias": {token: 500.0 for token in (4, 5, 6)}, "temperature": 20.0}
-
-
-def levels(root: SearchNode) -> list[list[SearchNode]]:
-    rows, level = [], root.children
-    while level:
-        rows.append(level)
-        level = [child for node in level for child in node.children]
-    return rows
 
 
 def every_text(length: int) -> list[list[int]]:
