@@ -45,17 +45,6 @@ def test_a_row_is_picked_alone_as_in_any_batch(
         assert alone == together[row]  # every number, bit for bit
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_and_over_a_real_vocabulary(kind: str) -> None:
-    logits: Any = random_logits(1, 32, 49_152, 2.5)
-    logits = torch.from_numpy(logits) if kind == "torch" else logits
-    many = [KINDS[n % len(KINDS)] for n in range(32)]
-    together = Chain(many).pick(logits, inputs(32))
-    for row in range(0, 32, 3):
-        alone = Chain(many[row]).pick_one(logits[row], inputs(32)[row])
-        assert alone == together[row]
-
-
 @pytest.mark.parametrize("number", range(len(KINDS)))
 def test_looking_changes_nothing(number: int) -> None:
     logits = random_logits(number, 2, WIDTH)

@@ -78,22 +78,6 @@ def test_a_place_without_a_distribution_fails_alone():
     assert picked.details is not None and picked.details[0, 0] == pytest.approx(np.log(299))
 
 
-def test_draws_fall_as_often_as_they_should():
-    """Not only the chain's token: the right distribution, by the formula."""
-    chances = np.array([0.5, 0.3, 0.15, 0.05])
-    logits = np.tile(np.log(chances).astype(np.float32), (2000, 1))
-    settings_list = [
-        SamplingSettings(seed=n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.2)
-        for n in range(len(logits))
-    ]
-    rows = rows_of(settings_list, [np.array([0])] * len(settings_list))
-    counts = np.bincount(pick_tokens(logits, rows).tokens, minlength=4)
-    expected_probs = np.array([0.5, 0.3, 0.15, 0.0])
-    assert counts[3] == 0, "a tenth of the likeliest is below min_p"
-    expected = expected_probs / expected_probs.sum() * len(logits)
-    assert (np.abs(counts - expected) < 5 * np.sqrt(expected + 1)).all()
-
-
 def test_logits_that_give_no_distribution_fail_alone():
     logits = np.zeros((4, 300), np.float32)
     logits[1, 7] = np.nan
