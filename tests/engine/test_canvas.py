@@ -131,7 +131,7 @@ class CanvasMachine(RuleBasedStateMachine):
 
     @invariant()
     def tokens_are_as_set(self) -> None:
-        for canvas, (text, places) in getattr(self, "texts", {}).items():
+        for canvas, (text, places) in self.texts.items():
             assert canvas.tokens == places and canvas.start == len(text)
             assert canvas.masked == [n for n, t in enumerate(places) if t == MASK]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -266,26 +267,17 @@ def test_a_failed_step_costs_only_that_pass():
 def test_a_canvas_is_computed_for_one_caller_at_a_time():
     engine = engine_with()
     canvas = open_canvas(engine, [1, 2, 0], 4, WHOLE)
-    gate, results = threading.Event(), list[Any]()
+    gate = threading.Event()
     engine.loop.post(lambda: gate.wait(30))
-
-    def compute() -> None:
-        try:
-            results.append(canvas.logits().tolist())
-        except UnspoolError as error:
-            results.append(str(error))
-
-    threads = [threading.Thread(target=compute) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    while len(engine.loop._commands) < 2:
-        time.sleep(0.001)
-    gate.set()
-    for thread in threads:
-        thread.join(30)
-    expected = expected_logits([1, 2, 0], [NULL_MASK] * 4, WHOLE).tolist()
-    assert expected in results and len(results) == 2
-    assert any("another caller" in result for result in results if result != expected)
+    with ThreadPoolExecutor(2) as threads:
+        jobs = [threads.submit(canvas.logits) for _ in range(2)]
+        while len(engine.loop._commands) < 2:
+            time.sleep(0.001)
+        gate.set()
+        refused, computed = sorted(jobs, key=lambda job: job.exception(30) is None)
+    assert "another caller" in str(refused.exception())
+    expected = expected_logits([1, 2, 0], [NULL_MASK] * 4, WHOLE)
+    assert np.array_equal(computed.result(), expected)
     engine.close()
 
 

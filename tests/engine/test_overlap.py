@@ -48,9 +48,11 @@ def test_whatever_goes_on_beside_them_texts_are_the_same(pages: int, delay: floa
     texts = asked_alone(36, seed=pages)
     device = SlowDevice(pages=pages, vocab_size=VOCABULARY, delay=delay)
     engine = Engine(device, piece)
-    tally = stress(engine, texts, seconds=1, at_once=8, seed=pages)
-    assert not tally.differing.total(), tally.differing
-    assert tally.texts.total() > 8 and device.has_placeholder > 100
+    num_texts = 0
+    while num_texts < 9 or device.has_placeholder < 100:  # twice on a busy machine
+        tally = stress(engine, texts, seconds=0.7, at_once=8, seed=pages)
+        assert not tally.differing.total(), tally.differing
+        num_texts += tally.texts.total()
     engine.close()
 
 
@@ -58,9 +60,11 @@ def test_steps_that_fail_harm_nobody_else():
     texts = asked_alone(36, seed=5)
     device = SlowDevice(pages=400, vocab_size=VOCABULARY, delay=0.001, faults=12)
     engine = Engine(device, piece)
-    tally = stress(engine, texts, seconds=1, at_once=6, seed=5, faults=True)
-    assert not tally.differing.total(), tally.differing
-    assert {"not launched", "not read"} <= tally.failed.keys() and tally.texts.total() > 2
+    num_texts, failed = 0, set[str]()
+    while num_texts < 3 or not {"not launched", "not read"} <= failed:
+        tally = stress(engine, texts, seconds=0.7, at_once=6, seed=5, faults=True)
+        assert not tally.differing.total(), tally.differing
+        num_texts, failed = num_texts + tally.texts.total(), failed | tally.failed.keys()
     engine.close()
 
 

@@ -7,11 +7,13 @@ import json
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from helpers.engine_support import new_engine, nothing_leaks, request
+from helpers.search_support import metered
 from unspool import SettingsError, UnspoolError
 from unspool.decoding.speculative.drafters import PredictedText
 from unspool.engine.generation import Generation
@@ -226,49 +228,20 @@ def test_going_on_shows_every_character_once():
 
 def test_releasing_a_branch_that_somebody_waits_for_leaks_nothing():
     engine = new_engine(pages=50)
-    branch = engine.open([1] * 40)
-    blocker, failed = threading.Event(), list[BaseException]()
-    engine.loop.post(lambda: blocker.wait(30))
-
-    def wait() -> None:
-        try:
-            engine.extend(branch)
-        except UnspoolError as error:
-            failed.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    while len(engine.loop._commands) < 1:
-        time.sleep(0.001)
-    releasing = threading.Thread(target=lambda: engine.release(branch))
-    releasing.start()
-    while len(engine.loop._commands) < 2:
-        time.sleep(0.001)
-    blocker.set()  # both are carried out before the next step
-    waiting.join(30)
-    releasing.join(30)
+    branch, gate = engine.open([1] * 40), threading.Event()
+    engine.loop.post(lambda: gate.wait(30))
+    with ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(engine.extend, branch)
+        while len(engine.loop._commands) < 1:
+            time.sleep(0.001)
+        releasing = threads.submit(engine.release, branch)
+        while len(engine.loop._commands) < 2:
+            time.sleep(0.001)
+        gate.set()  # both are carried out before the next step
+        with pytest.raises(UnspoolError, match="released"):
+            waiting.result(30)
+        releasing.result(30)
     nothing_leaks(engine)
-    assert "released" in str(failed[0])
-
-
-def test_words_of_ones_own(lm: Any):
-    draft = lm.generate("The capital of Germany is", max_tokens=6, temperature=0)
-    changed = draft.rewind(0).choose(" Bonn").resume()
-    assert changed.text.startswith(" Bonn")
-    assert changed.reused == 5
-    assert len(changed.tokens) == 6
-
-
-def test_half_a_character_survives_going_on(lm: Any):
-    """An emoji is several tokens: rewind between them, and continue."""
-    pieces = lm.tokenizer.encode(" 🌿")
-    assert len(pieces) > 1
-    generation = lm.generate("A leaf:", max_tokens=1, temperature=0)
-    partial = generation.rewind(0).choose(pieces[0])
-    for piece in pieces[1:]:
-        partial = partial.choose(piece)
-    assert partial.rewind(len(pieces)).text.endswith("�") or "🌿" in partial.text
-    assert lm.tokenizer.decode(partial.resume(max_tokens=8).tokens).startswith(" 🌿")
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"frequency_penalty": 0.4}], ids=str)
@@ -330,24 +303,16 @@ def test_an_error_comes_behind_the_steps():
 
 
 def test_which_stop_string_it_was(lm):
-    full_text = lm.generate("Once upon a time", temperature=0, max_tokens=24).text
-    stream = lm.stream(
-        "Once upon a time", temperature=0, max_tokens=24, stop=["zzz", full_text[20:24]]
-    )
-    list(stream)
-    assert stream.stopped_by == full_text[20:24]
-    unstopped = lm.stream("Once upon a time", temperature=0, max_tokens=4, stop=["zzz"])
+    options = {"temperature": 0, "max_tokens": 24}
+    full_text = lm.generate("Once upon a time", **options).text
+    stop = full_text[20:24]
+    stopped, steps = lm.begin("Once upon a time", stop=["zzz", stop], **options)
+    list(stopped.extend(steps))
+    assert steps.stopped_by == stop and stopped.finish_reason == "stop"
+    assert stopped.text == full_text[: full_text.index(stop)]
+    unstopped = lm.stream("Once upon a time", stop=["zzz"], **options)
     list(unstopped)
     assert unstopped.stopped_by is None
-
-
-def test_a_prediction_is_drafted_and_counted(lm):
-    prompt = lm.tokenizer.encode("Once upon a time")
-    plain = lm.generate(prompt, temperature=0, max_tokens=48)
-    drafter = PredictedText(plain.tokens, start=len(prompt))
-    stream = lm.stream(prompt, temperature=0, max_tokens=48, speculate=drafter)
-    assert [step.token for step in stream] == plain.tokens
-    assert stream.accepted == stream.drafted >= 40
 
 
 def test_a_prediction_is_picked_up_again_behind_what_differs():
@@ -360,25 +325,18 @@ def test_a_prediction_is_picked_up_again_behind_what_differs():
     assert drafter.propose([1, 2, *ids], 9) == []
 
 
-def test_without_the_cache_every_token_reads_the_whole_text(tiny_lm, monkeypatch):
-    backend = tiny_lm.engine.backend
-    usual, read = backend.launch, list[int]()
-
-    def counted(batch):
-        read.append(len(batch.tokens))
-        return usual(batch)
-
-    monkeypatch.setattr(backend, "launch", counted)
+def test_without_the_cache_every_token_reads_the_whole_text(tiny_lm):
     options = {"max_tokens": 6, "temperature": 0, "end": False}
-    cached = tiny_lm.generate([9, 8, 7, 6], **options)
-    assert sum(read) == 4 + 5
-    read.clear()
-    anew = tiny_lm.generate([9, 8, 7, 6], cache=False, **options)
+    with metered(tiny_lm) as meter:
+        cached = tiny_lm.generate([9, 8, 7, 6], **options)
+    assert meter.tokens == 4 + 5
+    with metered(tiny_lm) as meter:
+        anew = tiny_lm.generate([9, 8, 7, 6], cache=False, **options)
     assert anew.tokens == cached.tokens and anew.reused == 0
-    assert sum(read) == 4 + 5 + 6 + 7 + 8 + 9
-    read.clear()
-    assert anew.resume(max_tokens=8, cache=True).tokens[:6] == cached.tokens
-    assert sum(read) < 10
+    assert meter.tokens == 4 + 5 + 6 + 7 + 8 + 9
+    with metered(tiny_lm) as meter:
+        assert anew.resume(max_tokens=8, cache=True).tokens[:6] == cached.tokens
+    assert meter.tokens < 10
 
 
 def test_going_on_step_by_step(lm):
