@@ -148,26 +148,6 @@ def test_a_generation_tells_everything(lm: Any):
     assert generation.logprob == pytest.approx(sum(s.logprob for s in generation.steps))
 
 
-def test_same_seed_same_text_and_looking_changes_nothing(lm: Any):
-    options = {"max_tokens": 16, "temperature": 1.2}
-    first = lm.generate("My favourite", seed=3, **options)
-    assert lm.generate("My favourite", seed=3, top=0, explain=False, **options).text == first.text
-    assert lm.generate("My favourite", seed=4, **options).text != first.text
-    assert lm.generate("My favourite", seed=3, sample=1, **options).text != first.text
-    again = lm.generate("My favourite", **options)
-    assert lm.generate("My favourite", seed=again.seed, **options).text == again.text
-    streamed = "".join(step.text for step in lm.stream("My favourite", seed=3, **options))
-    assert streamed == first.text
-
-
-def test_stop_strings_end_the_text_before_themselves(lm: Any):
-    full_text = lm.generate("Count: one, two, three,", max_tokens=24, temperature=0).text
-    cut = full_text[len(full_text) // 2 : len(full_text) // 2 + 5]
-    stopped = lm.generate("Count: one, two, three,", max_tokens=24, temperature=0, stop=cut)
-    assert stopped.finish_reason == "stop"
-    assert stopped.text == full_text[: full_text.index(cut)]
-
-
 def test_a_chat_ends_its_turn(lm: Any):
     end = lm.tokenizer.special_tokens["<|im_end|>"]
     generation = lm.chat("Say hello.", max_tokens=100, logit_bias={end: 100})
