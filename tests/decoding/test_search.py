@@ -116,12 +116,6 @@ def test_nothing_proposed(tiny_lm):
     assert result.best.tokens == [] and result.leaf is result.root
 
 
-def test_the_best_leaf_can_be_gone_on_with(tiny_lm):
-    result = tree_search(tiny_lm, PROMPT, width=2, tokens=3, depth=2, end=False, **WARM)
-    extra = result.best.resume(max_tokens=4, temperature=0)
-    assert extra.tokens[:6] == result.best.tokens and len(extra.tokens) == 10
-
-
 def test_it_can_be_printed(tiny_lm):
     result = tree_search(tiny_lm, PROMPT, width=3, tokens=2, keep=2, depth=2, end=False, **WARM)
     lines = str(result).splitlines()

@@ -325,26 +325,6 @@ def test_models_with_other_vocabularies_are_refused(tiny_lm: Any):
         check_same_vocabulary(tiny_lm, model(b"a"))
 
 
-REAL = (
-    'Text: "The ferry to the island leaves at seven in the morning from the old harbour."\n'
-    'The text once more: "'
-)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_model_with_a_vocabulary_writes_the_same(lm: Any, temperature: float):
-    ids = lm.tokenizer.encode(REAL)
-    options = {"temperature": temperature, "seed": 2, "max_tokens": 32}
-    plain = generate(lm, ids, None, **options)
-    for name in ("lookup", "adaptive"):
-        drafted = generate(lm, ids, MAKERS[name](lm), **options)
-        assert alike(drafted.steps, plain.steps)
-    predicted = PredictedText(plain.tokens, start=len(ids))
-    drafted = generate(lm, ids, predicted, **options)
-    assert alike(drafted.steps, plain.steps)
-    assert Counter(step.draft for step in drafted.steps)["accepted"] >= 5
-
-
 def test_a_model_drafts_for_itself(lm: Any):
     ids = lm.tokenizer.encode("The sky is")
     check_same_vocabulary(lm, lm)

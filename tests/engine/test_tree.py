@@ -293,11 +293,12 @@ def lines_run(work: Any, *arguments: Any) -> tuple[int, Any]:
         return count
 
     gc.disable()  # what others left behind would be counted too
+    tracer = sys.gettrace()  # that of a coverage run, for example
     sys.settrace(count)
     try:
         result = work(*arguments)
     finally:
-        sys.settrace(None)
+        sys.settrace(tracer)
         gc.enable()
     return lines, result
 

@@ -171,13 +171,6 @@ def test_what_is_put_is_judged_and_counted(tiny_lm):
     assert [step.logprob for step in item.steps] == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_winner_can_be_gone_on_with(tiny_lm):
-    result = think(tiny_lm, PROMPT, policy="beam", budget=300, max_tokens=6, end=False,
-                    **OPTIONS["beam"], **WARM)  # fmt: skip
-    extra = result.best.resume(max_tokens=4, temperature=0)
-    assert extra.tokens[:6] == result.best.tokens and len(extra.tokens) == 10
-
-
 def test_faults(tiny_lm):
     for options, output in (
         ({"policy": "guess"}, "there is no policy 'guess'; there are best-of, vote"),
