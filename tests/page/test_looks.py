@@ -149,12 +149,12 @@ def strange_comparison(picture: str) -> Callable[[Page], None]:
         open_view(page, "Compare")
         page.evaluate(
             """async ([ids, picture]) => {
-                const { change, compare } = await import("/page/code/compare/runs.js");
+                const { setCompare, compare } = await import("/page/code/compare/runs.js");
                 const { ensureSteps } = await import("/page/code/actions.js");
                 for (const id of ids) await ensureSteps(id);
                 compare.columns.forEach((column, at) => Object.assign(column, { id: ids[at] }));
                 Object.assign(compare.samples, { root: ids[0], ids });
-                change({ picture });
+                setCompare({ picture });
             }""",
             [created, picture],
         )

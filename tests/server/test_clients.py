@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -250,7 +250,7 @@ def test_langchain(server: Any, lm: Any) -> None:
         result = extra.with_structured_output(Person, method=way).invoke("Ada is 36 years old.")
         assert isinstance(result, Person)
 
-    def get_weather(city: str) -> str:
+    def get_weather(city: Literal["Oslo", "Bergen"]) -> str:
         """The weather in a city."""
         return city
 

@@ -23,6 +23,6 @@ def test_kernels_compile(tmp_path: Path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == [
         "attend", "combine", "down_project", "exclude_tokens", "expand", "gemv_kernel", "glu",
-        "group_pairs", "guess", "measure_rows", "packed_gemm", "packed_gemv", "prefill", "route",
-        "select_experts", "shrink", "store_keys", "up_project",
+        "greedy_token", "group_pairs", "measure_rows", "packed_gemm", "packed_gemv", "prefill",
+        "route", "select_experts", "shrink", "store_keys", "up_project",
     ]  # fmt: skip
