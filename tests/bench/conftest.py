@@ -11,11 +11,11 @@ sys.path.append(str(BENCH))
 
 
 @pytest.fixture
-def run_bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def run_bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int | None]:
     """Run the `main` of a benchmark in this process: run_bench(module, "--tiny", ...)."""
 
-    def run(module, *words: object) -> None:
+    def run(module, *words: object) -> int | None:
         monkeypatch.setattr(sys, "argv", [module.__file__, *map(str, words)])
-        module.main()
+        return module.main()
 
     return run

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,11 @@ def test_a_worker_is_suspended_between_jobs(command: list[str], tmp_path: Path) 
         assert 0 <= answer["first_s"] <= answer["seconds"]
         assert worker.ask(work="logits", ids=[1, 2], file=str(tmp_path / "l.npy"))["rows"] == 2
         assert worker.ask(work="memory")["peak_mb"] > 1
+        with pytest.raises(WorkerError, match="no thirteens"):  # a failed job does not end it
+            worker.ask(work="write", prompts=[[13]], new=2)
+        with pytest.raises(WorkerError, match="instead of 4 each"):
+            worker.ask(work="write", prompts=[[7]], new=4)
+        assert worker.ask(work="write", prompts=[[5]], new=1)["ids"] == [[5]]
         state = Path(f"/proc/{worker.process.pid}/stat")
         if state.exists():
             deadline = time.monotonic() + 60
@@ -65,24 +71,12 @@ def test_a_worker_is_suspended_between_jobs(command: list[str], tmp_path: Path) 
     assert worker.process.returncode is not None
 
 
-def test_a_worker_survives_a_failed_job(command: list[str]) -> None:
-    with Worker(command, thread_environment(1)) as worker:
-        with pytest.raises(WorkerError, match="no thirteens"):
-            worker.ask(work="write", prompts=[[13]], new=2)
-        with pytest.raises(WorkerError, match="instead of 4 each"):
-            worker.ask(work="write", prompts=[[7]], new=4)
-        assert worker.ask(work="write", prompts=[[5]], new=1)["ids"] == [[5]]
-
-
-def test_the_reason_of_a_crash_is_reported() -> None:
-    with pytest.raises(WorkerError, match="exit status 1: ImportError: no such engine"):
-        Worker([sys.executable, "-c", "raise ImportError('no such engine')"], {})
-
-
-def test_cold_start_is_timed_to_the_first_byte(command: list[str]) -> None:
+def test_cold_start_is_timed_and_the_reason_of_a_crash_reported(command: list[str]) -> None:
     assert 0 < cold_start([*command, "--cold", "Hi"], thread_environment(1)) < 60
     with pytest.raises(WorkerError, match="lost"):
         cold_start([sys.executable, "-c", "raise SystemExit('lost')"], {})
+    with pytest.raises(WorkerError, match="exit status 1: ImportError: no such engine"):
+        Worker([sys.executable, "-c", "raise ImportError('no such engine')"], {})
 
 
 def test_prompts_never_share_a_first_token() -> None:
@@ -101,14 +95,11 @@ def test_statistics() -> None:
     assert stats.roc_auc([0, 0, 0, 0], [0, 1, 0, 1]) == 0.5
     assert stats.roc_auc([0.1, 0.4, 0.35, 0.8], [1, 0, 1, 0]) == 0.0
     assert cpu_bandwidth(1, 1, repeat=1) > 1e6
+    assert report.table(["a", "b"], [[1, "x"]]) == "| a | b |\n|---|---|\n| 1 | x |"
 
 
 def test_speeds_of_jobs() -> None:
-    class FakeWorker:
-        def ask(self, **job: Any) -> dict[str, Any]:
-            return {"seconds": 3.0, "first_s": 1.0, "ids": []}
-
-    worker: Any = FakeWorker()
+    worker: Any = SimpleNamespace(ask=lambda **job: {"seconds": 3.0, "first_s": 1.0, "ids": []})
     assert cpu.measure(worker, "decode", [[1] * 32], 129) == 64.0  # the first token does not count
     assert cpu.measure(worker, "prompt", [[1] * 600], 1) == 200.0
     assert cpu.measure(worker, "batch", [[1]] * 3, 10) == 10.0
@@ -171,7 +162,3 @@ def test_every_script_has_help(script: Path) -> None:
     if script.stem != "null_server":
         done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
         assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
-
-
-def test_markdown_tables() -> None:
-    assert report.table(["a", "b"], [[1, "x"]]) == "| a | b |\n|---|---|\n| 1 | x |"

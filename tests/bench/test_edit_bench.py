@@ -24,10 +24,14 @@ BENCH = Path(__file__).parents[2] / "bench"
 KINDS = {"planted", "letters", "words", "clean"}
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    (tmp_path / "page.txt").write_text(TEXT, encoding="utf-8")
-    return tmp_path / "page.txt"
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text, a model and a judge."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "page.txt").write_text(TEXT, encoding="utf-8")
+    save_worded(folder / "model")
+    save_worded(folder / "judge", seed=1)
+    return folder
 
 
 def test_typing_errors_and_wrong_words() -> None:
@@ -74,12 +78,12 @@ def test_figures_of_texts_that_were_judged() -> None:
 
 
 @pytest.mark.parametrize("once", [False, True])
-def test_edit_on_a_tiny_model(run_bench, text: Path, tmp_path: Path, once: bool) -> None:
-    model, judge = save_worded(tmp_path / "model"), save_worded(tmp_path / "judge", seed=1)
+def test_edit_on_a_tiny_model(run_bench, files: Path, tmp_path: Path, once: bool) -> None:
     trusts, thresholds = ((0, 10), (0.2, 0.9)) if once else ((0,), (0.2,))
     run_bench(
-        edit, "--tiny", "--model", model, "--judge", judge, "--text", text, "--trusts", *trusts,
-        "--thresholds", *thresholds, "--out", tmp_path / "results.json", *["--once"][:once],
+        edit, "--tiny", "--model", files / "model", "--judge", files / "judge",
+        "--text", files / "page.txt", "--trusts", *trusts, "--thresholds", *thresholds,
+        "--out", tmp_path / "results.json", *["--once"][:once],
     )  # fmt: skip
     results = json.loads((tmp_path / "results.json").read_text())
     settings = {(row["kind"], row["trust"], row["threshold"]) for row in results["figures"]}
@@ -91,9 +95,9 @@ def test_edit_on_a_tiny_model(run_bench, text: Path, tmp_path: Path, once: bool)
     assert all(math.isfinite(record["after"]) for record in results["texts"])
 
 
-def test_fill_on_a_tiny_model(run_bench, text: Path, tmp_path: Path) -> None:
-    out, model = tmp_path / "results.json", save_worded(tmp_path / "model")
-    run_bench(fill, "--tiny", "--model", model, "--text", text, "--out", out)
+def test_fill_on_a_tiny_model(run_bench, files: Path, tmp_path: Path) -> None:
+    out, text = tmp_path / "results.json", files / "page.txt"
+    run_bench(fill, "--tiny", "--model", files / "model", "--text", text, "--out", out)
     results = json.loads(out.read_text())
     assert {*results["holes"]} == {"1 left to right", "1 ranked", "2 left to right", "2 ranked"}
     assert all(0 <= figures["exact"] <= 1 for figures in results["holes"].values())

@@ -106,13 +106,12 @@ def test_the_table_has_fractions_of_the_limit() -> None:
     assert "| 135M bf16, one text | 2,000 | 4,000 | 50% |" in table
 
 
-def test_unknown_parts_are_refused(run_bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parts_of_one_model_share_a_process_and_unknown_ones_are_refused(
+    run_bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         run_bench(gpu, "9b")
     assert "'9b' is not one of 8b" in capsys.readouterr().err
-
-
-def test_parts_of_one_model_share_a_process() -> None:
     names = ["8b", "0.6b", "8b-sampled", "8b-load", "8b-64"]
     groups = gpu.group_parts(names, together=False, peers=True)
     assert groups[:4] == [["limits"], ["8b", "8b-sampled", "8b-64"], ["0.6b"], ["8b-load"]]

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import random
-import subprocess
 import sys
 from contextlib import closing
 from itertools import pairwise
@@ -21,8 +20,6 @@ from lib import servers
 from lib.load import Load, Reply
 from lib.servers import client_figures
 from lib.stats import percentile
-
-BENCH = Path(__file__).parents[2] / "bench"
 
 ASKED = {"max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}}
 FAKE = (sys.executable, str(Path(fake_server.__file__)), "{port}")
@@ -129,8 +126,7 @@ def test_a_missing_server_is_a_failure() -> None:
 def test_percentiles_are_measured_values() -> None:
     values = list(range(1, 201))
     assert [percentile(values, share) for share in (0, 50, 99, 100)] == [1, 100, 198, 200]
-    assert percentile([3.0, 1.0, 2.0], 99) == 3.0
-    assert percentile([], 50) is None
+    assert percentile([3.0, 1.0, 2.0], 99) == 3.0 and percentile([], 50) is None
 
 
 def test_a_server_starts_answers_and_stops(tmp_path: Path) -> None:
@@ -153,14 +149,16 @@ def test_a_server_starts_answers_and_stops(tmp_path: Path) -> None:
         servers.RunningServer(broken, dict(os.environ), tmp_path / "said")
 
 
-def test_the_cost_of_serving_is_measured_with_the_null_model(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCH / "serve.py"), "--device", "null", "--clients", "1,8"]
-    command += ["--tokens", "5", "--step-ms", "1", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
+def test_the_cost_of_serving_is_measured_with_the_null_model(
+    run_bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    options = ["--clients", "1,2", "--tokens", "5", "--step-ms", "1", "--out", tmp_path]
+    assert run_bench(serve, "--device", "null", *options) == 0
     points = json.loads((tmp_path / "streams.json").read_text("utf-8"))
-    assert [points[clients]["tokens"] for clients in ("1", "8")] == [5, 40]
-    assert "| 8 |" in done.stdout and "HTTP, CPU µs per token" in done.stdout
+    assert [points[clients]["tokens"] for clients in ("1", "2")] == [5, 10]
+    output = capsys.readouterr().out
+    assert "| 2 |" in output and "HTTP, CPU µs per token" in output
 
 
 def results() -> dict[str, Any]:

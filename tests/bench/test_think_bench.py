@@ -51,7 +51,6 @@ def test_it_runs_and_resumes(tiny_run, tmp_path: Path) -> None:
 
 
 def test_what_is_read_off_samples_is_what_the_policies_do(tmp_path: Path) -> None:
-
     lm = unspool.load(tiny_causal(tmp_path), device="cpu", progress=False)
     problem = Problem("one", turns("what comes next?"), "exact", "e", max_tokens=3)
     (texts,) = think.draw(lm, [problem], 9, 5)
@@ -86,9 +85,9 @@ def test_what_is_read_off_samples_is_what_the_policies_do(tmp_path: Path) -> Non
             assert text == texts[samples.index(selected)].text, (name, n)
 
 
+@pytest.mark.slow  # so is the import of the tasks
 def test_checks_say_what_the_tasks_own_judges_say() -> None:
     gym = pytest.importorskip("reasoning_gym")
-
     for name, (task, check, _, _, settings) in GYM.items():
         judge = gym.create_dataset(task, size=1, seed=0, **settings)
         entries = gym.create_dataset(task, size=96, seed=2026, **settings)
@@ -108,22 +107,20 @@ def test_checks_say_what_the_tasks_own_judges_say() -> None:
      ("(5 + 4)*3", True), ("9**9**9", False), ("-3*(-4-5)", True), ("5 * 3 / 0", False)],
 )  # fmt: skip
 def test_countdown_counts_its_numbers(text: str, right: bool) -> None:
-
     data = {"numbers": [3, 4, 5], "target": 27}
     assert is_right(Problem("one", [], "countdown", data=data), text) == right
 
 
-def test_numbers_are_result_where_answers_give_them() -> None:
-
+def test_numbers_are_found_where_answers_give_them() -> None:
     problem = Problem("one", [], "number")
     assert answer_of(problem, "16 - 3 = 13. So the answer is $1,234.00 of 2000.") == "1234"
     assert answer_of(problem, "first 3, then -4") == "-4"
     assert answer_of(problem, "none") is None
 
 
+@pytest.mark.slow  # so is the import of the checkers
 def test_instructions_are_checked() -> None:
     pytest.importorskip("if_verifiable")
-
     data = {"prompt": "", "instructions": ["punctuation:no_comma", "change_case:english_lowercase"],
             "kwargs": [{}, {}]}  # fmt: skip
     problem = Problem("one", [], "ifeval", data=data)
@@ -133,7 +130,6 @@ def test_instructions_are_checked() -> None:
 
 
 def test_points_and_the_plot_of_votes() -> None:
-
     def problem(number: int, rights: list[bool]) -> ProblemSamples:
         samples = [
             Sample(2, -float(k), right, float(right), "yes" if right else "no", 1.0 + k)

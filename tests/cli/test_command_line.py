@@ -17,7 +17,10 @@ import typer
 import unspool as package
 from unspool.cli import hints
 from unspool.cli.main import _COMMANDS, app_with
+from unspool.errors import UnspoolError, count
 from unspool.features import FEATURES, load
+from unspool.server.http.settings import ServerSettings
+from unspool.server.http.sockets import ListeningSocket, bind_socket
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "command-line.md"
@@ -39,17 +42,15 @@ def refuse(bare_unspool: Any) -> Any:
 # -- words -----------------------------------------------------------------------------------------
 
 
-def test_the_version(bare_unspool: Any):
+def test_help_as_a_word_and_the_version(bare_unspool: Any, refuse: Any):
     for arguments in (["--version"], ["--version", "chat"]):
         assert bare_unspool(*arguments)[:2] == (0, f"unspool {package.__version__}\n")
-
-
-def test_help_as_a_word(bare_unspool: Any, refuse: Any):
     assert bare_unspool("help") == bare_unspool("--help")
     for words in (["models", "help", "pull"], ["help", "models", "pull"], ["help", "serve"]):
         code, out, _ = bare_unspool(*words)
         name = " ".join(word for word in words if word != "help")
         assert code == 0 and f"unspool {name} " in out
+    assert "unspool[ray]" in bare_unspool("help", "serve")[1], "brackets are shown"
     assert "did you mean unspool chat?" in refuse("help", "caht")
     assert "unspool --help lists the commands" in refuse("help", "foo")
     assert "did you mean unspool train tune?" in refuse("help", "tune")
@@ -65,10 +66,6 @@ def test_every_command_has_help_with_examples():
                 assert option.help and option.help.endswith("."), (name, option.name)
 
     check(typer.main.get_command(app_with()), "unspool")
-
-
-def test_help_shows_brackets(bare_unspool: Any):
-    assert "unspool[ray]" in bare_unspool("serve", "--help")[1]
 
 
 @pytest.mark.parametrize(
@@ -130,8 +127,6 @@ def test_options_of_other_programs(option: str, here: str, refuse: Any):
 
 
 def test_a_number_agrees_with_its_noun():
-    from unspool.errors import count
-
     numbers = ["0 tokens", "1 token", "2 tokens", "2,000 tokens"]
     assert [count(n, "token") for n in (0, 1, 2, 2000)] == numbers
 
@@ -199,9 +194,8 @@ def test_remarks_that_cannot_be_written_are_lost():
     assert shell("unspool -t -3 Hi 2> /dev/full").returncode == 2
 
 
-@pytest.mark.parametrize("command", ["--help", "models catalogue"])
-def test_a_pipe_closed_early_is_no_error(command: str):
-    program = [sys.executable, "-m", "unspool", *command.split()]
+def test_a_pipe_closed_early_is_no_error():
+    program = [sys.executable, "-m", "unspool", "models", "catalogue"]
     reader, writer = os.pipe()
     os.close(reader)  # before anything is written
     with os.fdopen(writer, "wb") as output:
@@ -231,11 +225,15 @@ def test_a_bad_host_or_port(refuse: Any):
             assert "choose another with --port" in message
 
 
-def test_a_privileged_port(monkeypatch: pytest.MonkeyPatch):
-    from unspool.errors import UnspoolError
-    from unspool.server.http.settings import ServerSettings
-    from unspool.server.http.sockets import ListeningSocket, bind_socket
+def test_a_model_that_cannot_be_loaded(refuse: Any, tmp_path: Path):
+    """Of `serve` the same is tested with a process."""
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(b"GGUF" + bytes(range(64)))
+    message = refuse("page", "--port", "0", "--no-open", "--model", str(file))
+    assert "broken.gguf: not a usable GGUF file" in message
 
+
+def test_a_privileged_port(monkeypatch: pytest.MonkeyPatch):
     def bind(self: Any, address: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -248,22 +246,17 @@ def test_a_privileged_port(monkeypatch: pytest.MonkeyPatch):
 
 # A string that ends without a space, and its continuation on the next line.
 _GLUED = re.compile(r"(?<!\\)[\w,;:.!?)'’}]\"\n\s*f?\"(?=[\w('{])")
+# A template drops the space at a line end: "set" and "<code>" would touch.
+_TAG = r"(?:a|b|code|em|i|kbd|small|strong)"
+_GLUED_ON_THE_PAGE = re.compile(rf"[\w,;:.!?)][ \t]*\n\s*<{_TAG}[ >]|</{_TAG}>[ \t]*\n\s*\w")
 
 
 def test_no_words_are_glued_together():
     assert _GLUED.search('raise Error(\n    "a word"\n    f"{and} another"\n)')
-    for file in (ROOT / "src").rglob("*.py"):
-        match = _GLUED.search(file.read_text(encoding="utf-8"))
-        assert not match, f"{file.name}: {match and match[0]!r}"
-
-
-def test_no_words_are_glued_together_on_the_page():
-    """A template drops the space at a line end: "set" and "<code>" would touch."""
-    tag = r"(?:a|b|code|em|i|kbd|small|strong)"
-    glue = re.compile(rf"[\w,;:.!?)][ \t]*\n\s*<{tag}[ >]|</{tag}>[ \t]*\n\s*\w")
-    for file in (ROOT / "src" / "unspool" / "page" / "code").rglob("*.js"):
-        match = glue.search(file.read_text(encoding="utf-8"))
-        assert not match, f"{file.name}: {match and match[0]!r}"
+    for pattern, ending in ((_GLUED, "py"), (_GLUED_ON_THE_PAGE, "js")):
+        for file in (ROOT / "src").rglob(f"*.{ending}"):
+            match = pattern.search(file.read_text(encoding="utf-8"))
+            assert not match, f"{file.name}: {match and match[0]!r}"
 
 
 # -- documentation ---------------------------------------------------------------------------------

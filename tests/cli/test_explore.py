@@ -63,9 +63,7 @@ def test_the_screen(explorer: Explorer):
     assert "▸" in screen and "█" in screen and "branches" in screen
 
 
-@pytest.mark.parametrize(
-    ("width", "height"), [(80, 24), (200, 60), (80, 16), (60, 14), (40, 13), (40, 10), (30, 8)]
-)
+@pytest.mark.parametrize(("width", "height"), [(200, 60), (80, 24), (60, 14), (40, 10), (30, 8)])
 def test_the_keys_are_on_every_screen(explorer: Explorer, width: int, height: int):
     """However long the text, and however many the branches."""
     for _ in range(4):

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from helpers.catalogue_shapes import SHAPES
+from helpers.tiny_gguf import write_tiny
 from unspool.cli.main import _exit_code
 from unspool.errors import SettingsError
-from unspool.model.config import ModelConfig
 from unspool.model.files.config_json import config_from_hf
 from unspool.model.hub.inspect import PROCESS, plan_memory
 from unspool.model.hub.memory import parse_size
@@ -22,12 +22,8 @@ from unspool.model.weights import parameter_count
 GB = 1_000_000_000
 
 
-def config_of(name: str) -> ModelConfig:
-    return config_from_hf(SHAPES[name])
-
-
 def ways(name: str, gpus: int, memory: int) -> dict[str, Any]:
-    config = config_of(name)
+    config = config_from_hf(SHAPES[name])
     result = plan_memory(config, gpus=gpus, memory=memory, packed=2 * parameter_count(config))
     return {fit.how.split()[0]: fit for fit in result}
 
@@ -46,16 +42,12 @@ def test_a_model_of_seventy_billion_on_four():
     assert split.texts(8192) == split.tokens // 8192
 
 
-def test_key_heads_that_several_ranks_have_count_for_each():
+def test_key_heads_and_recurrent_states_are_split():
     result = ways("llama3.3-70b", 16, 80 * GB)
-    assert result["split"].token == result["one"].token // 8
-
-
-def test_recurrent_states_are_dealt_out_too():
-    config = config_of("qwen3.5-9b")
+    assert result["split"].token == result["one"].token // 8, "two ranks share a key head"
+    state_bytes = config_from_hf(SHAPES["qwen3.5-9b"]).state_bytes
     result = ways("qwen3.5-9b", 2, 24 * GB)
-    assert result["one"].state == config.state_bytes
-    assert result["split"].state == config.state_bytes // 2
+    assert (result["one"].state, result["split"].state) == (state_bytes, state_bytes // 2)
 
 
 def test_what_cannot_be_split_is_said():
@@ -64,19 +56,18 @@ def test_what_cannot_be_split_is_said():
     assert "too many" in ways("gpt2", 64, 8 * GB)["layers"].problem
 
 
-@pytest.mark.parametrize(
-    ("words", "size"),
-    [("80GB", 80 * GB), ("24 GiB", 24 << 30), ("500m", 500_000_000), ("1.5g", 1_500_000_000),
-     ("1024", 1024)],
-)  # fmt: skip
-def test_sizes(words: str, size: int):
-    assert parse_size(words) == size
-
-
-@pytest.mark.parametrize("words", ["much", "0GB", "-3GB", "", "3XB"])
-def test_what_is_no_size(words: str):
-    with pytest.raises(SettingsError, match="size must be"):
-        parse_size(words)
+def test_sizes():
+    sizes = {
+        "80GB": 80 * GB,
+        "24 GiB": 24 << 30,
+        "500m": GB // 2,
+        "1.5g": GB * 3 // 2,
+        "1024": 1024,
+    }
+    assert {words: parse_size(words) for words in sizes} == sizes
+    for words in ("much", "0GB", "-3GB", "", "3XB"):
+        with pytest.raises(SettingsError, match="size must be"):
+            parse_size(words)
 
 
 @pytest.fixture
@@ -104,8 +95,6 @@ def test_the_command(settings: str, capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_small_one_needs_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from helpers.tiny_gguf import write_tiny
-
     path = write_tiny(tmp_path / "tiny.gguf")
     assert _exit_code(["models", "plan", str(path), "--gpus", "2", "--memory", "8GB"]) == 0
     assert "One GPU is enough: --device cuda" in capsys.readouterr().out

@@ -23,28 +23,26 @@ def test_a_prompt_is_enough(unspool: Any):
     assert re.search(r"tokens?, prompt \d+, .* tokens/s, .*seed \d+", err)
 
 
-def test_instruct_models_answer_unless_raw(unspool: Any, words: Any):
-    code, chat, _ = unspool("Plan it", "-n", "5", "-t", "0")
-    assert code == 0
-    assert chat.rstrip("\n") == words.chat("Plan it", max_tokens=5, temperature=0).text.rstrip("\n")
-    _, raw, _ = unspool("Plan it", "-n", "5", "-t", "0", "--raw")
-    plain = words.generate("Plan it", max_tokens=5, temperature=0)
-    assert raw.rstrip("\n") == plain.text.rstrip("\n")
-    assert list(plain.prompt) != words.chat_prompt("Plan it").ids
+BRIEF = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 
 
-def test_the_system_message_is_in_the_prompt(unspool: Any, words: Any):
-    _, out, _ = unspool("Hi", "--system", "Be brief.", "-n", "8", "-t", "0")
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    assert out.strip() == words.chat(messages, max_tokens=8, temperature=0).text.strip()
-
-
-def test_stdin_is_the_prompt(unspool: Any, words: Any):
-    code, out, _ = unspool("--raw", "-n", "3", "-t", "0", "-q", stdin="The tree")
-    assert code == 0
-    assert out.rstrip("\n") == words.generate("The tree", max_tokens=3, temperature=0).text.rstrip(
-        "\n"
-    )
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "method", "prompt"),
+    [
+        (["Plan it"], None, "chat", "Plan it"),
+        (["Plan it", "--raw"], None, "generate", "Plan it"),
+        (["Hi", "--system", "Be brief."], None, "chat", BRIEF),
+        (["--raw", "-q"], "The tree", "generate", "The tree"),
+    ],
+)
+def test_instruct_models_answer_unless_raw(
+    arguments: list[str], stdin: str | None, method: str, prompt: Any, unspool: Any, words: Any
+):
+    code, out, _ = unspool(*arguments, "-n", "6", "-t", "0", stdin=stdin)
+    expected = getattr(words, method)(prompt, max_tokens=6, temperature=0)
+    assert code == 0 and out.rstrip("\n") == expected.text.rstrip("\n")
+    if method == "generate":
+        assert list(expected.prompt) != words.chat_prompt(prompt).ids
 
 
 def test_piped_text_follows_the_instruction(
@@ -232,15 +230,16 @@ def test_chat(unspool: Any, tmp_path: Path):
 
 
 @pytest.mark.real
-def test_tokenize(bare_unspool: Any):
+def test_tokenize(bare_unspool: Any, words_folder: Path):
     code, out, _ = bare_unspool("tokenize", "unspooling 🌿")
     assert code == 0 and "unspooling 🌿" in out and "f0 9f" in out
     ids = bare_unspool("tokenize", "--ids", "unspooling")[1].split()
     assert ids == ["419", "2401", "751", "274"]
-    rows = json.loads(bare_unspool("tokenize", "--json", "unspooling")[1])
-    assert [row["text"] for row in rows] == ["un", "sp", "ool", "ing"]
     _, merges, _ = bare_unspool("tokenize", "--merges", "unspooling")
     assert "u n s p o o l i n g" in merges and "un sp ool ing" in merges
+    vocabulary = str(words_folder / "tokenizer.json")
+    rows = json.loads(bare_unspool("tokenize", "--vocabulary", vocabulary, "--json", "a row")[1])
+    assert "".join(row["text"] for row in rows) == "a row"
 
 
 @pytest.mark.real

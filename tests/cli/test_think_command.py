@@ -127,12 +127,8 @@ def grown(node: int, parent: int = 0) -> NodeAdded:
 
 def test_the_tree_as_it_is_drawn():
     events: list[SearchEvent] = [BudgetUsed(10, 20, 5, 100), *map(grown, (1, 2, 3)), grown(4, 1)]
-    events += [
-        NodeScored(2, None, "it raised"),
-        NodeScored(3, 0.25),
-        NodeScored(4, 0.75),
-        NodePruned(3),
-    ]
+    events += [NodeScored(2, None, "it raised"), NodeScored(3, 0.25), NodeScored(4, 0.75)]
+    events.append(NodePruned(3))
     result = draw([*events, SearchFinished(4, 0.75)], 20)
     assert "35 of 100 tokens: 10 prompt, 20 generated, 5 judged" in result
     assert "(failed): it raised" in result and "0.250 'text 3' (pruned)" in result

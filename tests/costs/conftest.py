@@ -40,13 +40,16 @@ def small(small_folder: Path) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def small_trainings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Train the models of the Markov source for a few steps, and let them write little."""
-    from unspool.costs.parts import exposure
+def small_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Train the models of the Markov source for a few steps, let them write little, and read little
+    memory."""
+    from unspool.costs.parts import exposure, waiting
 
+    folder = tmp_path_factory.mktemp("markov")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exposure, "STEPS", 12)
+        patch.setattr(exposure, "STEPS", 3)
         patch.setattr(exposure, "cache_folder", lambda: folder)
-        patch.setattr(exposure, "TEXTS", (24, 24))
-        folder = tmp_path_factory.mktemp("markov")
+        patch.setattr(exposure, "TEXTS", (12, 12))
+        patch.setattr(exposure, "_DRAWS", 100)
+        patch.setattr(waiting, "_BLOCK", 4_000_000)
         yield

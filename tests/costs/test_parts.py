@@ -53,12 +53,9 @@ def test_a_text_ends_in_a_period(tokens: list[int], period: int | None):
     assert loops.loop_period(tokens) == period
 
 
-def test_where_a_loop_begins():
+def test_loops_and_variety_by_hand():
     assert loops.loop_start([8, 8, 1, 2, 3, 1, 2, 3, 1, 2], 3) == 2
     assert loops.loop_start([5] * 20, 1) == 0
-
-
-def test_variety_by_hand():
     assert distinct_n([[1, 2, 3], [1, 2, 4]]) == pytest.approx(3 / 4)
     assert np.isnan(distinct_n([[1]]))
 
@@ -71,16 +68,10 @@ def test_calibration_by_hand():
     assert confidence.expected_calibration_error([1.0, 1.0], [1, 1]) == 0
     x, hits = confidence.reliability(sure, right)
     assert x == pytest.approx([0.55, 0.9]) and hits == [[1.0], [1.0, 0.0]]
-
-
-def test_calibration_of_a_calibrated_source_is_small():
     random = np.random.default_rng(0)
-    sure = random.uniform(size=200_000)
-    right = random.uniform(size=sure.size) < sure
-    assert confidence.expected_calibration_error(sure, right) < 0.01
-
-
-def test_brier_by_hand():
+    calibrated = random.uniform(size=200_000)
+    right_answers = random.uniform(size=calibrated.size) < calibrated
+    assert confidence.expected_calibration_error(calibrated, right_answers) < 0.01
     table = [[1, 0, 0, 0], [0, 1, 0, 0], [0.25] * 4]
     assert confidence.brier(table, [0, 0, 0]).tolist() == pytest.approx([0, 2, 0.75])
 
@@ -149,8 +140,6 @@ def test_a_masked_twin_hides_every_token_once(small: Any):
 
 
 def test_with_a_twin_there_are_its_figures(small: Any, texts: list[str]):
-    from unspool.costs.part import MeasurementPlan
-
     part = whole.measure(small, MeasurementPlan(True, 0, texts, twin=_Masked(small.tokenizer)))
     assert part.figure("swap noticed by the masked model").n == 4
     assert part.figure("AUC of the masked model").value is not None
@@ -188,9 +177,6 @@ def test_excerpts_are_human_text_and_no_two_alike(small: Any, texts: list[str]):
     assert len({tuple(ids) for ids in result}) == 8
     written = small.tokenizer.decode(result[0], specials=False)
     assert texts[0].startswith(written.strip("�"))
-
-
-def test_texts_too_short_are_refused(small: Any):
     with pytest.raises(ValueError, match="give longer texts"):
         excerpts(small, ["short"], 2, 300)
 
@@ -211,15 +197,9 @@ def test_writing_counts_tokens_that_a_guard_removed(small: Any, texts: list[str]
 
 def test_bytes_of_a_token(small: Any):
     config = small.config
-    matrices = sum(
-        shape
-        for shape in (
-            config.layers * config.width * (config.heads + 2 * config.kv_heads) * config.head_width,
-            config.layers * config.width * config.heads * config.head_width,
-            config.layers * 3 * config.width * config.ff_width,
-            config.vocab_size * config.width,
-        )
-    )
+    heads = 2 * config.heads + 2 * config.kv_heads  # queries and outputs, keys and values
+    layer = config.width * (heads * config.head_width + 3 * config.ff_width)
+    matrices = config.layers * layer + config.vocab_size * config.width
     read = weight_bytes(small)
     assert matrices <= read <= 4.6 * matrices  # 1 to 4 bytes a weight, and what fills rows up
     backend = small.engine.backend
@@ -322,9 +302,6 @@ def test_surprises_are_what_scoring_says(small: Any, texts: list[str]):
         assert result[number] == pytest.approx(by_score(small, text[: 20 + number], 7), abs=2e-3)
 
 
-# -- snowball -------------------------------------------------------------------------------
-
-
 def test_a_slip_is_the_likeliest_other_token(small: Any, texts: list[str]):
     some = excerpts(small, texts, 3, 145)
     for text, slip in zip(some, snowball.find_errors(small, some, 64), strict=True):
@@ -359,9 +336,6 @@ def test_new_runs_by_hand():
     assert snowball.new_runs([1, 2, 3, 4, 9, 1, 2, 3, 4], 1) == 0
     assert snowball.new_runs([1, 2, 3, 4, 5, 1, 2, 3, 4, 6], 2) == 0.5
     assert snowball.new_runs([7] * 10, 6) == 0
-
-
-# -- the fading context ---------------------------------------------------------------------
 
 
 def test_views_by_hand():
@@ -407,9 +381,6 @@ def test_effective_length_by_hand():
     losses = np.array([[4.0, 3.0, 2.06, 2.0], [4.0, 3.0, 2.0, 2.0]])
     assert fading.effective_length(losses, [8, 16, 32, 64]) == 32
     assert fading.effective_length(losses + np.array([0, 0, 0.1, 0]), [8, 16, 32, 64]) == 64
-
-
-# -- exposure bias --------------------------------------------------------------------------
 
 
 def test_the_source_draws_what_its_table_says():

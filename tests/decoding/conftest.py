@@ -1,4 +1,4 @@
-"""What several tests of drafts need: an engine of letters, a tiny native model, heads for it."""
+"""What several tests need: tiny models with and without words, heads, an engine of letters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,30 @@ import unspool
 from helpers import tiny
 from helpers.drafts_support import fake_engine
 from helpers.heads_support import save_eagle, save_own
+from helpers.word_model import save_worded
 from unspool.engine.engine import Engine
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
+def lm(small_lm: Any) -> Any:
+    return small_lm
+
+
+@pytest.fixture(scope="session")
+def worded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tiny model with a vocabulary of words."""
+    folder = save_worded(tmp_path_factory.mktemp("worded"))
+    return unspool.load(folder, backend="torch", memory=16 << 20)
+
+
+@pytest.fixture(scope="session")
+def worded_lm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same with think tags."""
+    folder = save_worded(tmp_path_factory.mktemp("thinking"), ("<think>", "</think>"))
+    return unspool.load(folder, backend="torch", memory=8 << 20)
+
+
+@pytest.fixture(scope="session")
 def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("native")
     tiny.save("llama", folder)
@@ -26,14 +46,14 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     lm.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def unspool_head(native: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unspool_head")
     save_own(folder, native)
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def eagle(native: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("eagle")
     save_eagle(folder, native)

@@ -39,9 +39,14 @@ def of_transformers(beams: int, results: int, end_ids: list[int], **options: Any
 ENDS = {"none": [], "some": [2, 20, 21, 22, 23, 24], "many": list(range(100, 160))}
 
 
-@pytest.mark.parametrize("ends", ENDS)
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.5, -1.0])
+@pytest.mark.parametrize(
+    ("ends", "early_stopping", "length_penalty"),
+    [
+        ("none", False, 1.0), ("none", True, 0.0), ("none", "never", 2.5),
+        ("some", False, -1.0), ("some", True, 1.0), ("some", "never", 0.0),
+        ("many", False, 2.5), ("many", True, -1.0), ("many", "never", 1.0),
+    ],
+)  # fmt: skip
 def test_equal_to_transformers(tiny_lm, monkeypatch, ends, early_stopping, length_penalty):
     monkeypatch.setattr(tiny_lm, "end_ids", frozenset(ENDS[ends]))
     texts, scores = of_transformers(
@@ -56,7 +61,7 @@ def test_equal_to_transformers(tiny_lm, monkeypatch, ends, early_stopping, lengt
     assert result.scores == pytest.approx(scores, rel=1e-5)
 
 
-@pytest.mark.parametrize(("beams", "length"), [(1, 10), (2, 30), (7, 9), (12, 5)])
+@pytest.mark.parametrize(("beams", "length"), [(1, 10), (2, 30), (12, 5)])
 def test_equal_at_other_sizes(tiny_lm, monkeypatch, beams, length):
     ends = ENDS["some"]
     monkeypatch.setattr(tiny_lm, "end_ids", frozenset(ends))
@@ -103,8 +108,7 @@ def brute_force_groups(beams: int, groups: int, penalty: float, length: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("beams", "groups", "penalty", "length"),
-    [(4, 2, 0.5, 1), (6, 2, 0.5, 6), (3, 3, 1.5, 6), (6, 3, 20.0, 5), (4, 1, 9.0, 4)],
+    ("beams", "groups", "penalty", "length"), [(6, 2, 0.5, 5), (3, 3, 20.0, 4), (4, 1, 9.0, 3)]
 )
 def test_diverse_beams_follow_the_formula(tiny_lm, monkeypatch, beams, groups, penalty, length):
     monkeypatch.setattr(tiny_lm, "end_ids", frozenset())
@@ -115,16 +119,6 @@ def test_diverse_beams_follow_the_formula(tiny_lm, monkeypatch, beams, groups, p
     )  # fmt: skip
     assert [text.tokens for text in result.generations] == [tokens for _, tokens in expected]
     assert result.scores == pytest.approx([score for score, _ in expected], rel=1e-5)
-
-
-def test_a_high_penalty_keeps_first_tokens_apart(tiny_lm):
-    result = beam_search(
-        tiny_lm, PROMPT, beams=5, groups=5, diversity_penalty=50.0, results=5, max_tokens=8,
-        end=False,
-    )  # fmt: skip
-    for place in range(8):
-        tokens = [text.tokens[place] for text in result.generations if len(text.tokens) > place]
-        assert len(set(tokens)) == len(tokens)
 
 
 def test_steps_are_the_models_own(tiny_lm):
@@ -174,7 +168,7 @@ def test_impossible_settings(tiny_lm, options):
 
 
 def test_no_page_is_lost(tiny_lm, monkeypatch):
-    beam_search(tiny_lm, PROMPT, beams=5, max_tokens=40)
+    beam_search(tiny_lm, PROMPT, beams=5, max_tokens=12)
     assert pages_left(tiny_lm) == 0
     calls = iter(range(100))
     top_next_tokens = unspool.decoding.search.beam.top_next_tokens
@@ -187,7 +181,7 @@ def test_no_page_is_lost(tiny_lm, monkeypatch):
 
     monkeypatch.setattr("unspool.decoding.search.beam.top_next_tokens", fails)
     with pytest.raises(RuntimeError, match="in the middle"):
-        beam_search(tiny_lm, PROMPT, beams=5, max_tokens=40)
+        beam_search(tiny_lm, PROMPT, beams=5, max_tokens=12)
     assert pages_left(tiny_lm) == 0
 
 
@@ -214,14 +208,3 @@ def test_stop_strings_end_a_beam(tiny_lm, monkeypatch):
     for text in result.generations:
         written = b"".join(map(as_byte, text.tokens)).decode("utf-8", "replace")
         assert text.text == written.split(stop)[0]
-
-
-@pytest.mark.real
-def test_on_the_default_model(lm):
-    prompt = "The capital of France is"
-    result = beam_search(lm, prompt, beams=2, max_tokens=3, stop=["."])
-    greedy = lm.generate(prompt, max_tokens=3, temperature=0, stop=["."])
-    assert "." not in result.best.text
-    assert list(result.scores) == sorted(result.scores, reverse=True)
-    assert beam_search(lm, prompt, beams=1, max_tokens=3, stop=["."]).best.tokens == greedy.tokens
-    assert pages_left(lm) == 0

@@ -47,9 +47,6 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     assert list(scratch.iterdir()) == []
 
 
-# -- patterns ----------------------------------------------------------------------------------
-
-
 def test_a_pattern_is_found_or_not():
     judge = PatternVerifier(LM, r"answer is (\d+)")
     output = [text("The answer is 4. No: the answer is 42."), text("No idea.")]
@@ -80,8 +77,24 @@ def test_what_is_no_pattern_is_refused(pattern: str):
         PatternVerifier(LM, pattern)
 
 
-# -- functions in files ------------------------------------------------------------------------
-
+TROUBLE = {  # what a checker does with a text, and what its verdict says
+    "fine": ("return True", ""),
+    "raises": ('raise ValueError("no such\\nthing")', "ValueError: no such thing (line"),
+    "leaves": ("raise SystemExit(0)", "SystemExit"),
+    "hangs": ("while True: pass", "within 2 s"),
+    "dies": ("os.abort()", "SIGABRT"),
+    "quits": ("os._exit(0)", "exited"),
+    "memory": ("return len(bytearray(3 << 30))", "MemoryError"),
+    "file": ("write('big', 3 << 20)", "File too large"),
+    "files": ("[write(f'big{n}', 1 << 20) for n in range(20)] and time.sleep(60)", "MiB written"),
+    "forks": ("return [os.fork() or time.sleep(600) for _ in range(3)] != []", ""),
+    "nan": ("return float('nan')", "nan"),
+    "none": ("return None", "None"),
+    "words": ("return 'good'", "'good'"),
+    "list": ("return [1]", "[1]"),
+    "forges": ("return forge()", None),  # no verdict, and others are not affected
+    "again": ("return True", ""),
+}
 CHECKER = """
 import os, time
 
@@ -91,40 +104,22 @@ def check(text):
 def both(text, prompt):
     return prompt in text
 
-def trouble(text):
-    if text == "raises":
-        raise ValueError("no such\\nthing")
-    if text == "leaves":
-        raise SystemExit(0)
-    if text == "hangs":
-        while True:
+def write(name, count):
+    with open(name, "wb") as file:
+        file.write(bytes(count))
+
+def forge():
+    for number in range(3, 64):
+        try:
+            os.write(number, b"nonsense\\n")
+        except OSError:
             pass
-    if text == "dies":
-        os.abort()
-    if text == "quits":
-        os._exit(0)
-    if text == "memory":
-        return len(bytearray(3 << 30))
-    if text == "file":
-        with open("big", "wb") as file:
-            file.write(bytes(3 << 20))
-    if text == "files":
-        for number in range(20):
-            with open(f"big{number}", "wb") as file:
-                file.write(bytes(1 << 20))
-        time.sleep(60)
-    if text == "forks":
-        for _ in range(3):
-            if os.fork() == 0:
-                time.sleep(600)
-    if text == "forges":
-        for number in range(3, 64):
-            try:
-                os.write(number, b"nonsense\\n")
-            except OSError:
-                pass
-    return {"nan": float("nan"), "none": None, "words": "good", "list": [1]}.get(text, True)
+    return True
+
+def trouble(text):
+    return globals()["trouble_" + text]()
 """
+CHECKER += "".join(f"def trouble_{name}():\n    {code}\n" for name, (code, _) in TROUBLE.items())
 
 
 @pytest.fixture
@@ -141,32 +136,12 @@ def test_a_function_of_a_file(file: Path):
 
 
 def test_whatever_goes_wrong_is_told_of_its_text(file: Path):
-    output = {
-        "fine": "",
-        "raises": "ValueError: no such thing (line 12)",
-        "leaves": "SystemExit",
-        "hangs": "within 2 s",
-        "dies": "SIGABRT",
-        "quits": "exited",
-        "memory": "MemoryError",
-        "file": "File too large",
-        "files": "MiB written",
-        "forks": "",
-        "forges": "",
-        "nan": "nan",
-        "none": "None",
-        "words": "'good'",
-        "list": "[1]",
-        "fine again": "",
-    }
     limits = CheckerLimits(seconds=2, memory=512 << 20, files=2 << 20)
-    result = FileVerifier(LM, file, "trouble", limits).score([text(name) for name in output])
-    assert len(result) == len(output)
-    for (name, why), verdict in zip(output.items(), result, strict=True):
-        if name == "forges":  # forged answers in the pipe are no verdict, and do not affect others
-            continue
-        assert why in verdict.why, name
-        assert (verdict.score is None) == bool(why), name
+    result = FileVerifier(LM, file, "trouble", limits).score([text(name) for name in TROUBLE])
+    for (name, (_, why)), verdict in zip(TROUBLE.items(), result, strict=True):
+        if why is not None:
+            assert why in verdict.why, name
+            assert (verdict.score is None) == bool(why), name
 
 
 @LINUX
@@ -203,8 +178,6 @@ def test_a_checker_that_cannot_be_loaded_is_told_at_once(file: Path, tmp_path: P
     with pytest.raises(UnspoolError, match="SyntaxError"):
         UnitTestVerifier(LM, broken)
 
-
-# -- what they may not do ----------------------------------------------------------------------
 
 FORBIDDEN = """
 import os, socket, subprocess, sys
@@ -275,8 +248,6 @@ def has_landlock() -> bool:
 
     return sys.platform == "linux" and ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
 
-
-# -- unit tests --------------------------------------------------------------------------------
 
 TESTS = """
 import subprocess, sys, unittest
@@ -364,9 +335,6 @@ def test_a_checker_can_be_ended_from_elsewhere(tmp_path: Path):
     assert judge.score([text("ab")])[0].score == 1.0  # it can be asked again
 
 
-# -- a caller's own function -------------------------------------------------------------------
-
-
 def test_a_function_that_hangs_raises_or_talks_nonsense():
     release = threading.Event()
 
@@ -386,12 +354,6 @@ def test_a_function_that_hangs_raises_or_talks_nonsense():
     release.set()
     assert [item.score for item in result] == [1, None, None, None, None, None, None, 2, 0]
     assert "0.5 s" in result[1].why and "KeyError" in result[2].why and result[7].why == "so"
-
-
-def test_the_process_of_a_checker_is_another(tmp_path: Path):
-    path = tmp_path / "who.py"
-    path.write_text("import os\ndef check(text):\n    return os.getpid()\n")
-    assert FileVerifier(LM, path).score([text("")])[0].score not in (None, float(os.getpid()))
 
 
 @pytest.mark.parametrize("broken", ["os.pipe", "subprocess.Popen"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import drafts_support
+from helpers.drafts_support import leftover
 from helpers.null_model import NullModel, logits_after
 from unspool.engine.drafting import DraftChain, PendingDraft, split_into_chains, truncate_chains
 from unspool.engine.engine import Engine
-from unspool.engine.request import DraftTree, Limits, Request
+from unspool.engine.request import DraftTree
 from unspool.engine.results import Step
-from unspool.sampling import SamplingSettings
 from unspool.sampling.guards import GuardPolicy
 
 VOCABULARY = 40
@@ -28,9 +30,7 @@ class Plants:
 
     def __init__(self, say: Any, reads: tuple[int, ...] = ()) -> None:
         self.say, self.reads = say, reads
-        self.observed: list[
-            tuple[int, int, int]
-        ] = []  # layer, position, token, in the text's order
+        self.observed: list[tuple[int, int, int]] = []  # layer, position, token
         self.texts: list[list[int]] = []
         self.rounds: list[tuple[int, int]] = []
         self.right: list[bool] = []  # whether the observed tokens are those of the text
@@ -58,16 +58,7 @@ class Plants:
         return None
 
 
-def a_request(prompt: Sequence[int], drafter: Any = None, **options: Any) -> Request:
-    limits = {n: options.pop(n) for n in ("max_tokens", "end_ids", "stop", "top") if n in options}
-    extra = {n: options.pop(n) for n in ("guards", "grammar", "priority") if n in options}
-    return Request(
-        prompt=tuple(prompt),
-        settings=SamplingSettings(**{**KEPT, **options}),
-        limits=Limits(**{"max_tokens": 24, "context": 96, **limits}),
-        drafter=drafter,
-        **extra,
-    )
+a_request = partial(drafts_support.a_request, max_tokens=24, context=96, **KEPT)
 
 
 def step_facts(steps: Sequence[Step]) -> list[tuple[Any, ...]]:
@@ -83,14 +74,6 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     created = engine_of(pages=400, echoes=request.param)
     yield created
     created.close()
-
-
-def leftover(engine: Engine) -> int:
-    def count() -> int:
-        engine.tree.index.clear()
-        return engine.tree.pool.used
-
-    return engine.call(count)
 
 
 def branching(tokens: list[int], most: int, *, seed: int = 0, size: int = 12) -> DraftTree:
@@ -127,7 +110,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     options=OPTIONS,
     prompt=st.lists(st.integers(0, 39), min_size=1, max_size=20),
@@ -146,7 +129,7 @@ def test_no_tree_changes_the_text(
     assert all(drafter.right)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_any_tree_at_all(engine: Engine, data: st.DataObject):
     """Also such as no head would draw: tokens that are none, the same one twice, long chains."""

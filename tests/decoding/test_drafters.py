@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +32,6 @@ from unspool.engine.engine import Engine
 from unspool.engine.generation import Generation
 from unspool.errors import ModelFileError, SettingsError
 
-# -- the drafters ----------------------------------------------------------------------------
-
 
 def looked_up(text: list[int], longest: int, shortest: int, most: int) -> list[int]:
     """What `PromptLookup` should say, in the simplest way."""
@@ -51,16 +50,13 @@ EDITS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(edits=EDITS, most=st.integers(1, 9))
 def test_lookup_finds_the_latest_of_the_longest(edits: Any, most: int):
     drafter, text = PromptLookup(longest=4, shortest=1), [0]
     for back, extra in edits:  # also back to the beginning, and on with another text
         text = [*text[: max(0, len(text) - back)], *extra]
         assert drafter.propose(text, most) == looked_up(text, 4, 1, most)
-
-
-# -- whether it pays -------------------------------------------------------------------------
 
 
 def rounds(
@@ -126,9 +122,6 @@ def test_stopping_is_said_in_the_notes(letters: Engine):
     assert step_facts(list(generation.extend(letters.submit(request)))) == step_facts(plain)
     assert any(note.startswith("drafting stopped: accepted 0 of") for note in generation.notes)
     assert Counter(step.draft for step in generation.steps)["rejected"] <= 3 * HOPELESS_ROUNDS
-
-
-# -- Draft models: one backend for all texts, the right logits for each, and nothing kept ---------
 
 
 VOCABULARY = 40
@@ -246,22 +239,12 @@ def test_loading_a_draft_model_holds_up_no_other_request():
         assert go_on.wait(60)
         return Model()
 
-    created: list[Any] = []
-    threads = [
-        threading.Thread(target=lambda: created.append(make_drafter("model:slow", lm, load)))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    assert entered.wait(60)
-    quick = threading.Thread(target=lambda: created.append(make_drafter("lookup", lm, load)))
-    quick.start()
-    quick.join(60)
-    assert len(created) == 1, "it waited for a model that it does not need"
-    go_on.set()
-    for thread in threads:
-        thread.join(60)
-    assert created[1] is created[2], "both wait for the same model"
+    with ThreadPoolExecutor(2) as threads:
+        slow = [threads.submit(make_drafter, "model:slow", lm, load) for _ in range(2)]
+        assert entered.wait(60)
+        assert make_drafter("lookup", lm, load), "it waits for no model"
+        go_on.set()
+        assert slow[0].result(60) is slow[1].result(60), "both wait for the same model"
 
 
 def test_a_model_that_could_not_be_loaded_is_tried_again():

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import unspool
 from helpers.decoding_support import pages_left
-from helpers.word_model import save_worded
 from unspool import SettingsError, UnspoolError
 from unspool.decoding.edit.edit import (
     ChangedText,
@@ -29,18 +27,10 @@ from unspool.decoding.infill.fill import draft_settings
 TEXT = "The scheduler plans rows, and the tree builder makes a step of them. It's done."
 
 
-@pytest.fixture(scope="module")
-def worded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = save_worded(tmp_path_factory.mktemp("worded"))
-    return unspool.load(folder, backend="torch", memory=16 << 20)
-
-
-# -- changes -----------------------------------------------------------------------------------
-
 FACTS: dict[str, Any] = {"probability": 0.5, "gain": 1.0, "doubt": 1.0, "in_pass": 0}
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_changes_can_be_made_and_taken_back_in_any_order(data):
     text = data.draw(st.text("abcdef ", min_size=1, max_size=20))
@@ -93,9 +83,6 @@ def test_what_cannot_be_changed_is_told():
     with pytest.raises(SettingsError, match="not applied"):
         changed.undo(1)
     assert changed.text == "one 2 three"
-
-
-# -- doubt and proposals -----------------------------------------------------------------------
 
 
 def test_doubt_of_each_token(worded):
@@ -192,9 +179,6 @@ def test_trust_in_what_stands_there_lowers_the_others(worded, word):
         assert odds(without, other) - odds(trusting, other) == pytest.approx(lost, abs=1e-3)
 
 
-# -- the whole ---------------------------------------------------------------------------------
-
-
 def test_a_text_gets_likelier_with_every_change(worded):
     created = worded.edit(
         TEXT, threshold=0.5, trust=0, passes=2, places=4, candidates=6, reach=None
@@ -215,11 +199,10 @@ def test_a_text_gets_likelier_with_every_change(worded):
 
 
 def test_it_ends_when_nothing_changes_and_never_goes_back_and_forth(worded):
-    created = worded.edit(TEXT, threshold=0.5, trust=0, passes=12, places=3, candidates=4)
-    again = worded.edit(created.text, threshold=0.5, trust=0, passes=12, places=3, candidates=4)
-    assert created.passes <= 12 and again.passes <= 12
-    gains = [change.gain for change in created.applied]
-    assert all(gain > 0 for gain in gains)
+    options = {"threshold": 0.5, "trust": 0, "passes": 12, "places": 2, "candidates": 3}
+    created = worded.edit(TEXT, **options)
+    assert created.passes <= 12 and worded.edit(created.text, **options).passes <= 12
+    assert all(change.gain > 0 for change in created.applied)
 
 
 def test_below_the_threshold_changes_are_only_proposed(worded):
@@ -235,9 +218,10 @@ def test_below_the_threshold_changes_are_only_proposed(worded):
 
 
 def test_the_budget_ends_it(worded):
-    free = worded.edit(TEXT, threshold=0.5, trust=0, passes=2, places=6, candidates=5)
-    short = worded.edit(TEXT, threshold=0.5, trust=0, passes=2, places=6, candidates=5, budget=60)
-    none = worded.edit(TEXT, threshold=0.5, trust=0, passes=2, places=6, candidates=5, budget=0)
+    options = {"threshold": 0.5, "trust": 0, "passes": 2, "places": 4, "candidates": 3}
+    free = worded.edit(TEXT, **options)
+    short = worded.edit(TEXT, budget=60, **options)
+    none = worded.edit(TEXT, budget=0, **options)
     assert none.weighed == 0 and not none.changes
     assert 60 <= short.weighed < free.weighed
 

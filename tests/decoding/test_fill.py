@@ -1,4 +1,4 @@
-"""Gaps filled by ranking: scores are exact, borders are text's and not tokens'."""
+"""Gaps filled by ranking, by masks and by FIM tokens: exact scores, borders of text, prompts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import unspool
+from helpers import assets
 from helpers.decoding_support import pages_left
-from helpers.word_model import save_worded
+from helpers.word_model import FIM, save_worded
 from unspool import SettingsError, UnspoolError, gap
 from unspool.decoding.edit.edit import masked_surprise, score_doubts
 from unspool.decoding.infill.causal import start_ids, text_ids, token_ends, tokens_within
+from unspool.decoding.infill.fill import OtherFile, fim_prompt, fim_tokens, make_fim_request
 from unspool.decoding.infill.masked import MaskedModel, WholeText, fill_by_masks
 from unspool.decoding.infill.result import GappedText
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 LEFT, RIGHT = "The scheduler plans rows, and the ", " builder makes a step of them."
 WORDS = st.text(
@@ -29,18 +32,9 @@ WORDS = st.text(
 )  # merges, halves of characters, spaces at every border
 
 
-@pytest.fixture(scope="module")
-def worded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = save_worded(tmp_path_factory.mktemp("worded"))
-    return unspool.load(folder, backend="torch", memory=16 << 20)
-
-
 def total(lm: Any, text: str, first: int) -> float:
     """Brute force: the log-probability of a whole text's tokens from a position on."""
     return math.fsum(p.logprob for p in lm.score(text_ids(lm, text)).positions[first:])
-
-
-# -- the scores --------------------------------------------------------------------------------
 
 
 def test_scores_are_those_of_the_whole_texts(worded):
@@ -98,21 +92,7 @@ def test_several_gaps(worded):
             assert "".join(step.text for step in steps) == text
 
 
-def test_more_than_the_likeliest_first_token_is_found(worded):
-    """Ranking can take what greedy writing from the prefix would not."""
-    greedy = worded.generate(text_ids(worded, LEFT.rstrip()), max_tokens=1, temperature=0).text
-    result = worded.fill(LEFT.rstrip(), gap(1), RIGHT, reach=None)
-    best = max(result.candidates, key=lambda item: item.score)
-    assert best is result.candidates[0] and len(result.candidates) > 1
-    assert best.score >= next(
-        (item.score for item in result.candidates if item.texts[0] == greedy), -math.inf
-    )
-
-
-# -- borders -----------------------------------------------------------------------------------
-
-
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(WORDS, WORDS, WORDS)
 def test_texts_are_put_together_exactly(worded, prefix, inside, suffix):
     """However the vocabulary cuts it: the text is prefix + gap + suffix, and so are its steps."""
@@ -130,7 +110,7 @@ def test_texts_are_put_together_exactly(worded, prefix, inside, suffix):
         assert scored == pytest.approx(total(worded, item.text, first), abs=2e-3)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(WORDS, WORDS)
 def test_drafts_continue_the_text_across_the_border(worded, prefix, suffix):
     result = worded.fill(prefix, gap(0, 3), suffix, candidates=5, drafts=2)
@@ -160,9 +140,6 @@ def test_a_token_that_reaches_over_the_border_counts(worded):
     assert len(spaced) == 1 and worded.engine.token_bytes(ids[spaced.start]).startswith(b" ")
     assert len(tokens_within(ends, 3, 3)) == 0
     assert start_ids(worded) == ids[:1]
-
-
-# -- lengths, and what is asked for -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])
@@ -237,9 +214,6 @@ def test_a_gap_that_cannot_be(length):
         gap(*length)
 
 
-# -- Gaps filled by masked models -----------------------------------------------------------------
-
-
 TEXT = "The scheduler plans rows, and the batch builder makes a step of them."
 
 
@@ -288,10 +262,10 @@ def test_several_gaps_at_once(worded):
 def test_a_twin_proposes_and_the_causal_model_ranks(worded):
     prefix, right = TEXT.split("batch")
     knows = Knows(worded.tokenizer, TEXT)
-    result = worded.fill(prefix, gap(1, 4), right, twin=knows, candidates=300, reach=None)
+    result = worded.fill(prefix, gap(1, 2), right, twin=knows, candidates=60, reach=None)
     texts = [item.texts[0] for item in result.candidates]
     assert result.by == "ranking" and "batch" in texts
-    alone = worded.fill(prefix, gap, right, choices=sorted(texts), candidates=300, reach=None)
+    alone = worded.fill(prefix, gap, right, choices=sorted(texts), candidates=60, reach=None)
     assert [item.texts[0] for item in alone.candidates] == texts
 
 
@@ -313,9 +287,6 @@ def test_doubt_of_a_planted_word(worded):
     causal, _ = score_doubts(worded, text, by="causal")
     for item, two, mean in zip(result, causal, pair, strict=True):
         assert mean.surprise == pytest.approx((item.surprise + two.surprise) / 2)
-
-
-# -- a loaded model whose tokens see the whole text --------------------------------------------
 
 
 class SeesAll:
@@ -366,3 +337,79 @@ def test_a_masked_model_fills_by_itself(tmp_path):
     with pytest.raises(SettingsError, match="give this one as its twin"):
         lm.edit(TEXT)
     lm.close()
+
+
+CODE_LEFT, CODE_RIGHT = "def area(page):\n    return ", "\n\nprint(area(3))\n"
+
+
+@pytest.fixture(scope="module")
+def coder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = save_worded(tmp_path_factory.mktemp("coder"), FIM)
+    return unspool.load(folder, backend="torch", memory=16 << 20)
+
+
+@pytest.mark.parametrize(
+    ("family", "texts"),
+    [
+        ("qwen", ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")),
+        ("deepseek", ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")),
+        ("mistral", None),
+    ],
+)
+def test_tokens_are_found_by_their_texts(family: str, texts: tuple[str, ...] | None):
+    tokenizer = Tokenizer.from_file(assets.tokenizer_json_folder() / family)
+    result = fim_tokens(tokenizer)
+    if texts is None:
+        assert result is None
+        return
+    assert result is not None
+    ids = [result.prefix, result.suffix, result.middle]
+    assert [tokenizer.token_text(token) for token in ids] == list(texts)
+    assert {*ids, *tokenizer.end_ids} <= result.ends
+
+
+def test_the_prompt_has_prefix_suffix_middle(coder):
+    tokens, tokenizer = fim_tokens(coder.tokenizer), coder.tokenizer
+    ids = fim_prompt(tokenizer, tokens, CODE_LEFT, CODE_RIGHT)
+    text = f"<|fim_prefix|>{CODE_LEFT}<|fim_suffix|>{CODE_RIGHT}<|fim_middle|>"
+    assert ids == tokenizer.encode(text, specials=True)
+    ids = fim_prompt(tokenizer, tokens, CODE_LEFT, CODE_RIGHT, [OtherFile("a.py", "x = 1\n")])
+    before = "<|repo_name|>myproject\n<|file_sep|>a.py\nx = 1\n<|file_sep|>filename\n"
+    assert tokenizer.decode(ids) == before + text
+    hidden = fim_prompt(tokenizer, tokens, "<|fim_middle|>", "")  # in a text it is no control token
+    assert hidden.count(tokens.middle) == 1
+
+
+def test_the_middle_ends_where_the_model_says_so(coder):
+    tokens = fim_tokens(coder.tokenizer)
+    prompt = fim_prompt(coder.tokenizer, tokens, CODE_LEFT, CODE_RIGHT)
+    for end in ("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_prefix|>"):
+        bias = {coder.tokenizer.token_id(end): 100.0}
+        draft = make_fim_request(coder, tokens, prompt, {"max_tokens": 5, "logit_bias": bias})
+        written = draft.resume()
+        assert (written.text, written.finish_reason) == ("", "stop"), end
+
+
+def test_candidates_come_with_their_scores(coder):
+    result = coder.fill(CODE_LEFT, gap(1, 6), CODE_RIGHT, drafts=4)
+    assert result.by == "fim" and 1 < len(result.candidates) <= 4
+    prompt = fim_prompt(coder.tokenizer, fim_tokens(coder.tokenizer), CODE_LEFT, CODE_RIGHT)
+    for item in result.candidates:
+        assert item.text == CODE_LEFT + item.texts[0] + CODE_RIGHT
+        assert "".join(step.text for step in item.gap_steps[0]) == item.texts[0]
+        written = [step.token for step in item.steps]
+        scored = coder.score([*prompt, *written]).logprobs[len(prompt) :]
+        assert item.score == pytest.approx(sum(scored), abs=1e-3)
+    greedy = coder.generate(prompt, max_tokens=6, temperature=0).text
+    assert greedy in [item.texts[0] for item in result.candidates]
+    for item in result.candidates:
+        assert item.is_cut == (len(item.gap_steps[0]) == 6 == len(item.steps))
+        assert item.to_dict()["cut"] == item.is_cut
+    assert pages_left(coder) == 0
+
+
+def test_several_gaps_and_ranking_all_the_same(coder):
+    result = coder.fill("a = ", gap(1, 3), "\nb = ", gap(1, 3), "\n", drafts=2)
+    for item in result.candidates:
+        assert item.text == f"a = {item.texts[0]}\nb = {item.texts[1]}\n"
+    assert coder.fill(CODE_LEFT, gap, CODE_RIGHT, choices=["page", "3"]).by == "ranking"

@@ -24,11 +24,9 @@ from unspool.decoding.speculative.head import (
     read_head,
 )
 from unspool.decoding.speculative.head_cpu import CpuHead
-from unspool.decoding.speculative.head_drafter import HeadDrafter, load_head
+from unspool.decoding.speculative.head_drafter import HeadDrafter, load_head, shipped_head
 from unspool.engine.request import DraftTree
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
-
-# -- the same text ----------------------------------------------------------------------------
 
 WAYS = [
     {"temperature": 0},
@@ -37,6 +35,17 @@ WAYS = [
     {"temperature": 0.8, "seed": 6, "top": 3},
     {"temperature": 0.8, "seed": 7, "mirostat_tau": 4.0},
 ]
+
+
+def make_drafters(head: Any, shape: DraftShape, *texts: Any) -> tuple[Any, list[HeadDrafter]]:
+    """A maker of drafters for `speculate`, and the drafters that it has made."""
+    created: list[HeadDrafter] = []
+
+    def make(request: Any) -> HeadDrafter:
+        created.append(HeadDrafter(head, request, FixedShape(shape), *texts))
+        return created[-1]
+
+    return make, created
 
 
 @pytest.mark.parametrize(
@@ -51,15 +60,10 @@ def test_the_text_is_the_same(
     native: Any, unspool_head: Path, eagle: Path, options: dict[str, Any], which: str
 ):
     head = load_head(unspool_head if which == "unspool_head" else eagle, native)
-    prompts = [PROMPT, PROMPT[:2], [5], PROMPT[3:]]
+    prompts = [PROMPT, PROMPT[:2], [5]]
     plain = [native.generate(prompt, max_tokens=24, **options) for prompt in prompts]
     for shape in (DraftShape(1), DraftShape(5), DraftShape(9, width=3, depth=4)):
-        created = list[HeadDrafter]()
-
-        def make(request: Any, shape: DraftShape = shape, created: Any = created) -> HeadDrafter:
-            created.append(HeadDrafter(head, request, FixedShape(shape)))
-            return created[-1]
-
+        make, _ = make_drafters(head, shape)
         drafted = native.generate(prompts, max_tokens=24, progress=False, speculate=make, **options)
         assert [text.tokens for text in drafted] == [text.tokens for text in plain]
         equal = [[step.logprob for step in text.steps] for text in plain]
@@ -89,11 +93,8 @@ def test_an_oracle_head_is_followed(
 
     monkeypatch.setattr(context, "expand", expand)
     steps = native.engine.steps
-    drafted = native.generate(
-        PROMPT, max_tokens=30, temperature=0.8, seed=8,
-        speculate=lambda request: HeadDrafter(head, request, FixedShape(DraftShape(9, width=3,
-        depth=4))),
-    )  # fmt: skip
+    make, _ = make_drafters(head, DraftShape(9, width=3, depth=4))
+    drafted = native.generate(PROMPT, max_tokens=30, temperature=0.8, seed=8, speculate=make)
     assert drafted.tokens == plain.tokens
     assert native.engine.steps - steps < 20
     assert read == sorted(read) and read[0] >= 1
@@ -102,12 +103,7 @@ def test_an_oracle_head_is_followed(
 def test_what_is_read_does_not_depend_on_rounds(native: Any, unspool_head: Path):
     """What the head has read in the end is what one run over the whole text would show it."""
     head = load_head(unspool_head, native)
-    created = list[HeadDrafter]()
-
-    def make(request: Any) -> HeadDrafter:
-        created.append(HeadDrafter(head, request, FixedShape(DraftShape(7, width=3, depth=3))))
-        return created[-1]
-
+    make, created = make_drafters(head, DraftShape(7, width=3, depth=3))
     text = native.generate([11, 22, 33], max_tokens=40, temperature=0.8, seed=3, speculate=make)
     drafter, tokens = created[0], [11, 22, 33, *text.tokens]
     count = len(drafter._positions)
@@ -117,16 +113,8 @@ def test_what_is_read_does_not_depend_on_rounds(native: Any, unspool_head: Path)
 
 
 def test_a_text_that_begins_like_another_is_known_already(native: Any, unspool_head: Path):
-    head, texts, created = (
-        load_head(unspool_head, native),
-        deque[HeadDrafter](maxlen=4),
-        list[HeadDrafter](),
-    )
-
-    def make(request: Any) -> HeadDrafter:
-        created.append(HeadDrafter(head, request, FixedShape(DraftShape(3)), texts))
-        return created[-1]
-
+    head = load_head(unspool_head, native)
+    make, created = make_drafters(head, DraftShape(3), deque[HeadDrafter](maxlen=4))
     options = {"max_tokens": 12, "temperature": 0.8, "speculate": make}
     prompt = list(range(10, 100))
     first = native.generate(prompt, seed=1, **options)
@@ -144,18 +132,31 @@ def test_a_text_that_begins_like_another_is_known_already(native: Any, unspool_h
     assert third.reused == 90 - 64 and created[2]._positions[0] == 90 - 64
 
 
+def test_a_gap_is_read_across_and_a_rewind_forgets(native: Any, unspool_head: Path):
+    head, tokens = load_head(unspool_head, native), (PROMPT * 3)[:50]
+    vectors = vectors_of(native, tokens, head.layers)
+    request = native.prepare_generation(tokens[:1], temperature=0.8).request
+    drafter = HeadDrafter(head, request, FixedShape(DraftShape(3)))
+    drafter.see(0, vectors[:, :10])
+    drafter.see(30, vectors[:, 30:45])  # positions 10 to 29 are never shown
+    drafter.propose(tokens[:46], 3)
+    assert drafter._positions == [*range(10), *range(30, 45)]
+    drafter.see(35, vectors[:, 35:40])  # the text was rewound
+    drafted = drafter.propose(tokens[:41], 3)
+    places = np.array([*range(10), *range(30, 40)])
+    assert drafter._positions == places.tolist()
+    context = head.context()
+    context.read(places, vectors[:, places], [tokens[place + 1] for place in places])
+    assert drafted == build_draft(context, tokens[:41], head.ids, DraftShape(3), 0.8)
+
+
 def test_on_torch_too(tiny_lm: Any, tmp_path: Path):
     save_own(tmp_path / "head", tiny_lm)
     plain = tiny_lm.generate(PROMPT, max_tokens=20, temperature=0.8, seed=1)
     head = load_head(tmp_path / "head", tiny_lm)
     assert isinstance(head, UnspoolHead)
     for shape in (DraftShape(3), DraftShape(9, width=3, depth=4)):
-        created = list[HeadDrafter]()
-
-        def make(request: Any, shape: DraftShape = shape, created: Any = created) -> HeadDrafter:
-            created.append(HeadDrafter(head, request, FixedShape(shape)))
-            return created[-1]
-
+        make, created = make_drafters(head, shape)
         drafted = tiny_lm.generate(PROMPT, max_tokens=20, temperature=0.8, seed=1, speculate=make)
         assert drafted.tokens == plain.tokens
         count = len(created[0]._positions)
@@ -173,37 +174,31 @@ def test_by_its_name(native: Any, unspool_head: Path):
         native.generate(PROMPT, speculate="head")
 
 
+@pytest.fixture(scope="module")
+def shipped(real_lm: Any) -> Any:
+    return load_head(shipped_head(real_lm.model), real_lm)
+
+
 @pytest.mark.real
-def test_the_shipped_head_writes_the_same_sooner(lm: Any):
+def test_the_shipped_head_writes_the_same_sooner(real_lm: Any, shipped: Any):
     options = {"max_tokens": 40, "temperature": 0}
-    plain = lm.chat("Why do leaves change color in fall?", **options)
-    steps = lm.engine.steps
-    from unspool.decoding.speculative.head_drafter import shipped_head
-
-    head = load_head(shipped_head(lm.model), lm)
-    drafted = lm.chat(
-        "Why do leaves change color in fall?", **options,
-        speculate=lambda request: HeadDrafter(head, request, FixedShape(DraftShape(5))),
-    )  # fmt: skip
+    plain = real_lm.chat("Why do leaves change color in fall?", **options)
+    steps, (make, _) = real_lm.engine.steps, make_drafters(shipped, DraftShape(5))
+    drafted = real_lm.chat("Why do leaves change color in fall?", speculate=make, **options)
     assert drafted.tokens == plain.tokens
-    assert lm.engine.steps - steps < len(plain.tokens) / 1.3
-    assert lm.chat("Name a color.", **options, speculate="head").tokens
+    assert real_lm.engine.steps - steps < len(plain.tokens) / 1.3
+    assert real_lm.chat("Name a color.", max_tokens=4, speculate="head").tokens
 
 
 @pytest.mark.real
-@pytest.mark.parametrize(
-    "form", [{"regex": "[a-z ]{20,60}"}, {"json": True}, {"guard": "ban=the|and"}], ids=str
-)
-def test_the_shipped_head_with_grammars_and_guards(lm: Any, form: dict[str, Any]):
-    from unspool.decoding.speculative.head_drafter import shipped_head
-
-    options = {"max_tokens": 32, "temperature": 0.8, "seed": 3, **form}
-    head = load_head(shipped_head(lm.model), lm)
-    plain = lm.generate("The weather in Rome:", **options)
-    drafted = lm.generate(
-        "The weather in Rome:", **options,
-        speculate=lambda r: HeadDrafter(head, r, FixedShape(DraftShape(11, width=3, depth=4))),
-    )  # fmt: skip
+@pytest.mark.parametrize("form", [{"regex": "[a-z ]{20,60}"}, {"guard": "ban=the|and"}], ids=str)
+def test_the_shipped_head_with_grammars_and_guards(
+    real_lm: Any, shipped: Any, form: dict[str, Any]
+):
+    options = {"max_tokens": 24, "temperature": 0.8, "seed": 3, **form}
+    plain = real_lm.generate("The weather in Rome:", **options)
+    make, _ = make_drafters(shipped, DraftShape(11, width=3, depth=4))
+    drafted = real_lm.generate("The weather in Rome:", speculate=make, **options)
     assert drafted.tokens == plain.tokens and drafted.text == plain.text
     assert any(step.draft == "accepted" for step in drafted.steps)
 
@@ -215,9 +210,6 @@ def test_what_is_shipped_is_whole():
         files = read_head(folder)
         assert len(files.config.fingerprint) == 64
         assert sum(file.stat().st_size for file in folder.iterdir()) < 6 << 20
-
-
-# -- what is refused --------------------------------------------------------------------------
 
 
 def test_a_head_of_another_model_is_refused(native: Any, tmp_path: Path):
@@ -263,9 +255,6 @@ def test_damaged_heads(native: Any, unspool_head: Path, tmp_path: Path):
     (cut / "config.json").write_text(json.dumps(reported))
     with pytest.raises(ModelFileError, match="has no 'layers'"):
         load_head(cut, native)
-
-
-# -- the shape of drafts ----------------------------------------------------------------------
 
 
 def test_growing():
@@ -351,9 +340,6 @@ def test_the_ladder_climbs_where_it_pays_and_leaves_where_it_does_not():
     )
     # A new text begins where the last one came to.
     assert ShapeController(ladder.costs).paused == ladder.paused
-
-
-# -- Drafting heads as arithmetic -----------------------------------------------------------------
 
 
 def a_tree(tokens: list[int]) -> list[list[DraftNode]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,11 @@ from safetensors.torch import load_file, save_file
 import unspool
 from helpers import tiny
 from helpers.decoding_support import PROMPT, pages_left
+from helpers.search_support import metered
 from helpers.word_model import save_chatty, save_worded
 from unspool.decoding.search.checkers import CheckerLimits, FileVerifier, PatternVerifier
 from unspool.decoding.search.think import VERIFIER_NAMES, VerifierSpec, make_verifier
-from unspool.decoding.search.verifiers import (
-    AskVerifier,
-    FunctionVerifier,
-    LogprobVerifier,
-    RewardVerifier,
-    Verdict,
-    _pieces,
-)
+from unspool.decoding.search.verifiers import AskVerifier, LogprobVerifier, RewardVerifier, _pieces
 from unspool.errors import ModelFileError, SettingsError, UnspoolError
 
 
@@ -42,6 +35,13 @@ def reward_model(folder: Path, family: str, kind: str, labels: int) -> Any:
     return model
 
 
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A reward model's folder, and the model in transformers."""
+    folder = tmp_path_factory.mktemp("reward")
+    return folder, reward_model(folder, "Llama", "SequenceClassification", 1)
+
+
 def rows(lm: Any, n: int = 4) -> Any:
     return lm.samples(PROMPT, n, max_tokens=12, seed=1)
 
@@ -54,7 +54,6 @@ def logits(model: Any, text: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "kind", "labels"),
     [
-        ("Llama", "SequenceClassification", 1),
         ("Qwen2", "SequenceClassification", 1),
         ("Qwen2", "SequenceClassification", 2),
         ("Llama", "TokenClassification", 2),
@@ -76,44 +75,28 @@ def test_rewards_are_those_of_transformers(
     assert judge.partial == (kind == "TokenClassification")
 
 
-def test_the_native_backend_gives_the_same(native: Any, tmp_path: Path):
-    oracle = reward_model(tmp_path, "Llama", "SequenceClassification", 1)
+def test_the_native_backend_gives_the_same(native: Any, reward: tuple[Path, Any]):
+    folder, oracle = reward
     texts = rows(native)
-    with unspool.load(tmp_path, backend="native", memory=8 << 20) as model:
+    with unspool.load(folder, backend="native", memory=8 << 20) as model:
         result = [verdict.score for verdict in RewardVerifier(native, model).score(texts)]
     assert result == pytest.approx([float(logits(oracle, text)[0]) for text in texts], abs=0.05)
 
 
-def test_what_begins_alike_is_read_once(tiny_lm: Any, tmp_path: Path):
-    reward_model(tmp_path, "Llama", "SequenceClassification", 1)
-    with unspool.load(tmp_path, backend="torch", memory=8 << 20) as model:
+def test_what_begins_alike_is_read_once(tiny_lm: Any, reward: tuple[Path, Any]):
+    with unspool.load(reward[0], backend="torch", memory=8 << 20) as model:
         judge, texts = RewardVerifier(tiny_lm, model), rows(tiny_lm, 3)
         page, length = model.engine.tree.page_size, len(PROMPT) + 12
         assert len(PROMPT) > page
         cost = judge.cost(texts)
         assert cost == length + 2 * (length - page)
-        counted = tokens_read(model, lambda: judge.score(texts))
-        assert counted <= cost
+        with metered(model) as meter:
+            judge.score(texts)
+        assert 0 < meter.tokens <= cost
         assert judge.cost(texts) == 0  # what was scored once is known
-        assert tokens_read(model, lambda: judge.score(texts)) == 0
-
-
-def tokens_read(lm: Any, work: Any) -> int:
-    """How many tokens the model's backend is given meanwhile."""
-    backend, counted = lm.engine.backend, 0
-    launch = backend.launch
-
-    def counting(batch: Any) -> Any:
-        nonlocal counted
-        counted += len(batch.tokens)
-        return launch(batch)
-
-    backend.launch = counting
-    try:
-        work()
-    finally:
-        del backend.launch
-    return counted
+        with metered(model) as meter:
+            judge.score(texts)
+        assert meter.tokens == 0
 
 
 def test_a_head_of_two_matrices(tiny_lm: Any, tmp_path: Path):
@@ -145,16 +128,12 @@ def test_what_is_no_reward_model_is_told(tiny_lm: Any, tmp_path: Path):
         RewardVerifier(tiny_lm, model)
 
 
-def test_a_text_that_does_not_fit_fails_alone(tiny_lm: Any, tmp_path: Path):
-    reward_model(tmp_path, "Llama", "SequenceClassification", 1)
+def test_a_text_that_does_not_fit_fails_alone(tiny_lm: Any, reward: tuple[Path, Any]):
     long = tiny_lm.generate(PROMPT, max_tokens=40, seed=1)
-    with unspool.load(tmp_path, backend="torch", memory=8 << 20, context=40) as model:
+    with unspool.load(reward[0], backend="torch", memory=8 << 20, context=40) as model:
         result = RewardVerifier(tiny_lm, model).score([long, rows(tiny_lm, 1)[0]])
     assert result[0].score is None and "exceed the reward model's context of 40" in result[0].why
     assert result[1].score is not None
-
-
-# -- steps -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -212,9 +191,6 @@ def test_pieces(text: str, pieces: list[str]):
     assert _pieces(text, "\n\n") == pieces and "".join(pieces) == text
 
 
-# -- yes or no ---------------------------------------------------------------------------------
-
-
 def test_p_yes_is_what_the_model_says(chatty: Any):
     """Behind the very conversation, against logits that are computed from its text."""
     request = [{"role": "user", "content": "Plan the rows"}]
@@ -240,7 +216,9 @@ def test_the_writer_reads_only_the_question(chatty: Any):
     assert judge._turn is not None
     page = chatty.engine.tree.page_size
     assert cost <= 3 * (len(judge._turn) + page)
-    assert tokens_read(chatty, lambda: judge.score(texts)) <= cost
+    with metered(chatty) as meter:
+        judge.score(texts)
+    assert meter.tokens <= cost
 
 
 def test_another_model_is_told_the_conversation(chatty: Any, tmp_path: Path):
@@ -261,13 +239,7 @@ def test_a_plain_prompt_is_asked_about_plainly(chatty: Any):
     assert judge.score([text])[0].score is not None
 
 
-# -- Verifiers by name, and verifiers in a search that fail without stopping it -------------------
-
-
 USUAL: dict[str, Any] = {"n": 4, "max_tokens": 10, "budget": 400, "seed": 3}
-
-
-# -- names -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -314,37 +286,8 @@ def test_every_name_can_be_made(chatty: Any, tmp_path: Path):
         if name != "ask:MODEL":  # the reward model here has no words to be asked in
             assert make_verifier(chatty, filled.replace("MODEL", str(tmp_path)))
     request: list[str] = []
-    make_verifier(
-        chatty,
-        "ask:other",
-        load=lambda other: request.append(other) or chatty,
-    )
+    make_verifier(chatty, "ask:other", load=lambda other: request.append(other) or chatty)
     assert request == ["other"]
-
-
-# -- in a search -------------------------------------------------------------------------------
-
-
-def test_a_judge_that_misbehaves_fails_branches_in_words(chatty: Any):
-    ways = iter(["fine", "raises", "hangs", "nonsense"])
-    release = threading.Event()
-
-    def judge(text: Any) -> Any:
-        way = next(ways)
-        if way == "raises":
-            raise ValueError("no such thing")
-        if way == "hangs":
-            release.wait(60)
-        return "good" if way == "nonsense" else 1.0
-
-    result = chatty.think("The tree", judge=FunctionVerifier(judge, seconds=1), **USUAL)
-    release.set()
-    reported = {node.number: (node.score, node.why) for node in result.tree.root.children}
-    assert [score for score, _ in reported.values()] == [1.0, None, None, None]
-    whys = [why for _, why in reported.values()]
-    assert "no such thing" in whys[1] and "within 1 s" in whys[2] and "'good'" in whys[3]
-    assert result.score == 1.0 and result.tree.leaf.number == 1
-    assert pages_left(chatty) == 0
 
 
 def test_a_checker_that_hangs_does_not_hang_the_search(chatty: Any, tmp_path: Path):
@@ -361,9 +304,7 @@ def test_a_checker_that_hangs_does_not_hang_the_search(chatty: Any, tmp_path: Pa
     assert result.score == max(score for score in scores if score is not None)
 
 
-def test_if_all_fail_there_is_a_clear_error(chatty: Any):
-    with pytest.raises(UnspoolError, match=r"4 texts.*nothing to see"):
-        chatty.think("The tree", judge=lambda text: Verdict(None, "nothing to see"), **USUAL)
+def test_a_vote_without_answers_is_a_clear_error(chatty: Any):
     with pytest.raises(UnspoolError, match="matches never there"):
         chatty.think("The tree", judge="vote:never there", **USUAL)
     assert pages_left(chatty) == 0

@@ -8,26 +8,15 @@ import pytest
 from rich.console import Console
 
 from helpers.decoding_support import PROMPT, as_byte, pages_left
+from helpers.search_support import WARM, levels
 from unspool.decoding.branches import mean_logprob
 from unspool.decoding.search.samples import tree_search
-from unspool.decoding.search.tree import SearchTree
 from unspool.errors import SettingsError, UnspoolError
-
-WARM = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5}
-
-
-def levels(tree: SearchTree) -> list[list]:
-    """The nodes below the root, level by level."""
-    rows, level = [], tree.root.children
-    while level:
-        rows.append(level)
-        level = [child for node in level for child in node.children]
-    return rows
 
 
 def test_the_shape_of_the_tree(tiny_lm):
     result = tree_search(tiny_lm, PROMPT, width=4, tokens=3, keep=2, depth=3, end=False, **WARM)
-    rows = levels(result)
+    rows = levels(result.root)
     assert [len(row) for row in rows] == [4, 8, 8]
     for row in rows:
         remaining = [node.score for node in row if not node.pruned]
@@ -62,7 +51,7 @@ def test_same_seed_same_tree(tiny_lm):
 
 def test_equal_continuations_are_one(tiny_lm):
     result = tree_search(tiny_lm, PROMPT, width=5, tokens=3, depth=2, temperature=0, end=False)
-    assert [len(row) for row in levels(result)] == [1, 1]
+    assert [len(row) for row in levels(result.root)] == [1, 1]
     greedy = tiny_lm.generate(PROMPT, max_tokens=6, temperature=0, end=False)
     assert result.best.tokens == greedy.tokens
 
@@ -82,7 +71,7 @@ def test_an_expander_proposes(tiny_lm):
         return [[10], [20, 21, 22], []]
 
     result = tree_search(tiny_lm, PROMPT, expand=continuations_of, keep=8, depth=3)
-    rows = levels(result)
+    rows = levels(result.root)
     assert [len(row) for row in rows] == [2, 4, 8]
     for node in rows[-1]:
         tokens = node.generation.tokens
@@ -125,12 +114,6 @@ def test_the_context_ends_a_search(tiny_lm):
 def test_nothing_proposed(tiny_lm):
     result = tree_search(tiny_lm, PROMPT, expand=lambda g: [])
     assert result.best.tokens == [] and result.leaf is result.root
-
-
-def test_the_best_leaf_can_be_gone_on_with(tiny_lm):
-    result = tree_search(tiny_lm, PROMPT, width=2, tokens=3, depth=2, end=False, **WARM)
-    extra = result.best.resume(max_tokens=4, temperature=0)
-    assert extra.tokens[:6] == result.best.tokens and len(extra.tokens) == 10
 
 
 def test_it_can_be_printed(tiny_lm):
@@ -182,8 +165,7 @@ def test_pieces_join_to_the_right_text(tiny_lm, monkeypatch):
     assert bytes(stopped.best.tokens) == b"ababa"  # the end of the stop string, and no further
 
 
-@pytest.mark.real
-def test_on_the_default_model(lm):
+def test_words_are_proposed(lm):
     prompt, words = "The capital of France is", [" Rome", " Paris", " London"]
     likeliest = max(words, key=lambda word: lm.score(prompt + word).logprobs[-1])
     result = tree_search(lm, prompt, expand=lambda g: words, depth=1)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,8 +43,6 @@ from unspool.engine.sequence import Sequence as WrittenText
 from unspool.errors import SettingsError
 from unspool.sampling import rows
 
-# -- the same text ---------------------------------------------------------------------------
-
 OPTIONS = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.0, 0.7, 1.3]),
@@ -62,7 +59,7 @@ TOKENS = st.one_of(st.integers(0, 11), st.integers(-3, 14), st.sampled_from([1 <
 GUESSES = st.lists(st.lists(TOKENS, max_size=70), max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(options=OPTIONS, guesses=GUESSES, prompt=st.lists(st.integers(0, 11), min_size=1))
 def test_no_drafter_changes_the_text(
     letters: Engine, options: dict[str, Any], guesses: list[list[int]], prompt: list[int]
@@ -126,18 +123,7 @@ def test_a_drafter_that_fails_is_asked_no_more(letters: Engine, broken: str):
     assert len(stream.notes) == 1 and stream.notes[0].startswith("drafting stopped: the drafter")
 
 
-def test_pages_come_back(letters: Engine):
-    for number in range(20):
-        stream = letters.submit(a_request([number % 12], garbage(number, 12), seed=number))
-        if number % 3 == 0:
-            next(stream)
-            stream.close()
-        else:
-            list(stream)
-    assert leftover(letters) == 0
-
-
-@pytest.mark.parametrize("page_count", [17, 20, 40])
+@pytest.mark.parametrize("page_count", [17, 40])
 def test_drafts_in_little_memory(letters: Engine, page_count: int):
     """Texts alike push each other aside and find each other's pages, drafts among them."""
     tight = fake_engine(np.exp(letters.backend.logits.astype(float)), page_count=page_count)
@@ -154,10 +140,7 @@ def test_drafts_in_little_memory(letters: Engine, page_count: int):
     tight.close()
 
 
-# -- the right distribution ------------------------------------------------------------------
-
 DRAFTERS: dict[str, Callable[[Request], Any]] = {
-    "constant": lambda request: Says(lambda tokens: [0, 0, 0]),
     "likeliest": lambda request: Says(lambda tokens: [0, 1]),
     "lookup": lambda request: PromptLookup(shortest=1),
     "garbage": lambda request: garbage(request.limits.sample, 3),
@@ -250,50 +233,6 @@ def test_counting_out_finds_mistakes(monkeypatch: pytest.MonkeyPatch, mistake: A
     assert count_out(monkeypatch, DRAFTERS["likeliest"])
 
 
-def chi_square(pairs_drawn: int = 2000) -> float:
-    """How well pairs of tokens fit their distribution, at vocabulary 16: the p-value."""
-    probabilities = table(16, seed=2)
-    engine = fake_engine(probabilities, page_count=1 << 14)
-    make = lambda request: Says(lambda tokens: [0, 1, 2, 1, 0])  # noqa: E731
-    streams = [
-        engine.submit(a_request([3, 4], make, seed=seed, max_tokens=4, top=16, **UNCHANGED))
-        for seed in range(pairs_drawn)
-    ]
-    result = np.zeros((16, 16))
-    for stream in streams:
-        tokens = [step.token for step in stream]
-        result[tokens[1], tokens[2]] += 1  # the first of a draft, and the second or a fresh start
-    engine.close()
-    first = probabilities[3, 4]
-    second = first[:, None] * probabilities[4]  # [first, second]
-    pairs = np.einsum("ab,abc->bc", second, probabilities)
-    expected = pairs.ravel() * result.sum()
-    order = np.argsort(expected)
-    few = order[np.cumsum(expected[order]) < 8]  # merged: chi-square needs a few per bin
-    remainder = np.setdiff1d(order, few)
-    observed = np.append(result.ravel()[remainder], result.ravel()[few].sum())
-    target = np.append(expected[remainder], expected[few].sum())
-    keep = target > 0
-    assert observed[~keep].sum() == 0
-    return float(scipy.stats.chisquare(observed[keep], target[keep]).pvalue)
-
-
-def test_chi_square():
-    assert chi_square() > 1e-3
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_chi_square_finds_mistakes(monkeypatch: pytest.MonkeyPatch, mistake: Any):
-    mistake(monkeypatch)
-    try:
-        assert chi_square(1000) < 1e-6
-    except AssertionError as error:
-        assert "observed" in str(error), "found something that is impossible: that is found, too"
-
-
-# -- on models -------------------------------------------------------------------------------
-
-
 def generate(lm: Any, prompt: Sequence[int], drafter: Any, **options: Any) -> Generation:
     request = a_request(prompt, drafter, context=lm.context, **options)
     generation = Generation(request, source=lm)
@@ -311,23 +250,21 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "temperature"), [*((name, 0.9) for name in MAKERS), ("lookup", 0.0), ("model", 0.0)]
+)
 def test_a_tiny_model_writes_the_same(tiny_lm: Any, name: str, temperature: float):
     prompt = [5, 6, 7, 8, 5, 6, 7]
-    make = MAKERS[name](tiny_lm)
-    for seed in range(2 if temperature else 1):
-        options = {"temperature": temperature, "seed": seed, "max_tokens": 50, "sample": seed}
-        plain = generate(tiny_lm, prompt, None, **options)
-        drafted = generate(tiny_lm, prompt, make, **options)
-        assert alike(drafted.steps, plain.steps)
-        if name == "model":  # the same model with the same draws can only agree
-            assert "rejected" not in {step.draft for step in drafted.steps}
-            assert Counter(step.draft for step in drafted.steps)["accepted"] == 40
-        back = drafted.rewind(20).resume()
-        assert alike(back.steps, plain.steps)
-        other = drafted.rewind(10).choose(9).resume(max_tokens=30)
-        assert alike(other.steps, plain.rewind(10).choose(9).resume(max_tokens=30).steps)
+    options = {"temperature": temperature, "seed": 1, "max_tokens": 31, "sample": 1}
+    plain = generate(tiny_lm, prompt, None, **options)
+    drafted = generate(tiny_lm, prompt, MAKERS[name](tiny_lm), **options)
+    assert alike(drafted.steps, plain.steps)
+    if name == "model":  # the same model with the same draws can only agree
+        assert "rejected" not in {step.draft for step in drafted.steps}
+        assert Counter(step.draft for step in drafted.steps)["accepted"] == 25
+    assert alike(drafted.rewind(20).resume().steps, plain.steps)
+    other = drafted.rewind(10).choose(9).resume(max_tokens=12)
+    assert alike(other.steps, plain.rewind(10).choose(9).resume(max_tokens=12).steps)
     assert leftover(tiny_lm.engine) == 0
 
 
@@ -388,29 +325,7 @@ def test_models_with_other_vocabularies_are_refused(tiny_lm: Any):
         check_same_vocabulary(tiny_lm, model(b"a"))
 
 
-REAL = (
-    'Text: "The ferry to the island leaves at seven in the morning from the old harbour."\n'
-    'The text once more: "'
-)
-
-
-@pytest.mark.real
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_default_model_writes_the_same(lm: Any, temperature: float):
-    ids = lm.tokenizer.encode(REAL)
-    options = {"temperature": temperature, "seed": 2, "max_tokens": 32}
-    plain = generate(lm, ids, None, **options)
-    for name in ("lookup", "adaptive"):
-        drafted = generate(lm, ids, MAKERS[name](lm), **options)
-        assert alike(drafted.steps, plain.steps)
-    predicted = PredictedText(plain.tokens, start=len(ids))
-    drafted = generate(lm, ids, predicted, **options)
-    assert alike(drafted.steps, plain.steps)
-    assert Counter(step.draft for step in drafted.steps)["accepted"] >= 5
-
-
-@pytest.mark.real
-def test_the_default_model_drafts_for_itself(lm: Any):
+def test_a_model_drafts_for_itself(lm: Any):
     ids = lm.tokenizer.encode("The sky is")
     check_same_vocabulary(lm, lm)
     plain = generate(lm, ids, None, temperature=0.9, seed=4, max_tokens=13)

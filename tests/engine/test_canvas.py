@@ -7,20 +7,12 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    consumes,
-    initialize,
-    invariant,
-    rule,
-)
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from helpers.deep_null import MASK, SIGHTS, engine_with, expected_logits, fresh
+from helpers.engine_support import request
 from unspool.engine.canvas import Canvas, CanvasKind, PassRequest, open_canvas, run_passes
-from unspool.engine.request import Limits, Request
 from unspool.errors import UnspoolError
-from unspool.sampling import SamplingSettings
 
 
 class CanvasMachine(RuleBasedStateMachine):
@@ -119,11 +111,7 @@ class CanvasMachine(RuleBasedStateMachine):
     def write_beside(self, canvas: Canvas, count: int) -> None:
         """Generate an ordinary text in the same steps."""
         text = self.texts[canvas][0]
-        limits = Limits(max_tokens=count, context=512)
-        request = Request(
-            prompt=tuple(text), settings=SamplingSettings(temperature=0), limits=limits
-        )
-        stream = self.engine.submit(request)
+        stream = self.engine.submit(request(text, count, settings={"temperature": 0}))
         canvas.fork().close()  # while a step may be in flight
         try:
             self._check([canvas])
@@ -143,7 +131,7 @@ class CanvasMachine(RuleBasedStateMachine):
 
     @invariant()
     def tokens_are_as_set(self) -> None:
-        for canvas, (text, places) in getattr(self, "texts", {}).items():
+        for canvas, (text, places) in self.texts.items():
             assert canvas.tokens == places and canvas.start == len(text)
             assert canvas.masked == [n for n, t in enumerate(places) if t == MASK]
 
@@ -166,5 +154,5 @@ class CanvasMachine(RuleBasedStateMachine):
             self.engine.close()
 
 
-CanvasMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+CanvasMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestCanvas = CanvasMachine.TestCase

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers import null_model
+from helpers import engine_support, null_model
+from helpers.drafts_support import Says
+from helpers.engine_support import letter, new_engine, nothing_leaks
 from unspool import LanguageModel, SettingsError
 from unspool.cli.main import _exit_code
-from unspool.engine.engine import Engine
 from unspool.engine.request import (
     DraftTree,
-    Limits,
     Request,
     num_truncated,
     parse_endless,
@@ -26,23 +26,20 @@ from unspool.engine.request import (
 from unspool.errors import ContextError
 from unspool.lens.replay import replay
 from unspool.lens.trace import load_trace, save_trace, trace_from, trace_of
-from unspool.sampling import Chain, RowInput, SamplingSettings
+from unspool.sampling import Chain, RowInput
 from unspool.sampling.guards import GuardPolicy
 from unspool.sampling.monitors import BannedGuard
 
-CONTEXT, KEPT, PROMPT, COUNT = 24, 3, (1, 2, 3, 4, 5), 90
+CONTEXT, KEPT, PROMPT, COUNT = 24, 3, (1, 2, 3, 4, 5), 60
+SHAPE = {"pages": 60, "context": CONTEXT}
 
 
-def letter(token: int) -> bytes:
-    return b"%c" % (97 + token % 26)
-
-
-def request(**overrides: Any) -> Request:
-    settings = SamplingSettings(seed=3, temperature=1.0, repetition_penalty=1.1)
-    limits = Limits(
-        max_tokens=COUNT, context=CONTEXT, endless=KEPT, sample=overrides.pop("sample", 0)
-    )
-    return Request(**{"prompt": PROMPT, "settings": settings, "limits": limits, **overrides})
+def request(sample: int = 0, **options: Any) -> Request:
+    """A text longer than the context, sampled with a penalty."""
+    return engine_support.request(
+        PROMPT, COUNT, seed=3, settings={"repetition_penalty": 1.1},
+        limits={"context": CONTEXT, "endless": KEPT, "sample": sample}, **options,
+    )  # fmt: skip
 
 
 def expected(submitted: Request) -> list[int]:
@@ -53,11 +50,6 @@ def expected(submitted: Request) -> list[int]:
         row = RowInput(np.array(tokens), len(submitted.prompt), submitted.limits.sample)
         tokens.append(chain.pick(logits[None], [row])[0].token)
     return tokens[len(submitted.prompt) :]
-
-
-def engine(**options: Any) -> Engine:
-    backend = null_model.NullModel(pages=60, context=CONTEXT, **options)
-    return Engine(backend, letter)
 
 
 def test_what_is_forgotten_follows_from_the_length_alone():
@@ -73,7 +65,7 @@ def test_what_is_forgotten_follows_from_the_length_alone():
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_an_endless_text_is_the_one_that_its_view_gives(overlaps: bool):
-    running = engine(overlaps=overlaps)
+    running = new_engine(overlaps=overlaps, **SHAPE)
     streams = [running.submit(request(sample=n)) for n in range(3)]
     for number, stream in enumerate(streams):
         steps = list(stream)
@@ -81,28 +73,25 @@ def test_an_endless_text_is_the_one_that_its_view_gives(overlaps: bool):
         assert [step.position for step in steps] == list(range(5, 5 + COUNT))
         assert steps[-1].finish_reason == "length"
         assert stream.notes == [truncation_note(5 + COUNT, CONTEXT, KEPT)]
-    running.call(running.tree.index.clear)
-    assert running.tree.pool.used == 0, "what was forgotten is given back"
+    nothing_leaks(running)
 
 
-class _Tree:
+def draft_tree(text: list[int]) -> Says:
     """Guesses right and wrong ones, as a tree."""
 
-    def __init__(self, text: list[int]) -> None:
-        self.text = text
-
-    def propose(self, tokens: Sequence[int], most: int) -> DraftTree:
-        follows = self.text[len(tokens) : len(tokens) + min(4, most)]
+    def propose(tokens: Sequence[int]) -> DraftTree:
+        follows = text[len(tokens) : len(tokens) + 4]
         wrong = [(token + 1) % 40 for token in follows[1:2]]
         return DraftTree([*follows, *wrong], [*range(-1, len(follows) - 1), *[0] * len(wrong)])
 
-    def learn(self, proposed: int, accepted: int, seconds: float) -> None: ...
+    return Says(propose)
 
 
 @pytest.mark.parametrize("echoes", [False, True])
 def test_drafts_and_guards_change_nothing(echoes: bool):
     plain = expected(request())
-    drafted = engine(echoes=echoes).submit(request(drafter=_Tree([*PROMPT, *plain])))
+    drafter = draft_tree([*PROMPT, *plain])
+    drafted = new_engine(echoes=echoes, **SHAPE).submit(request(drafter=drafter))
     assert [step.token for step in drafted] == plain
     assert drafted.accepted > COUNT // 2, "and the guesses were of use"
 
@@ -111,7 +100,7 @@ def test_drafts_and_guards_change_nothing(echoes: bool):
     at = next(n for n in range(19, 40) if text.index(text[n : n + 2]) == n)
     policy = GuardPolicy((BannedGuard(words=(text[at : at + 2],), whole_words=False),), retries=50)
     seen_rows: list[Any] = []
-    for step in engine().submit(request(guards=policy)):
+    for step in new_engine(**SHAPE).submit(request(guards=policy)):
         del seen_rows[len(seen_rows) - (step.retracts or 0) :]
         seen_rows.append(step)
     assert len(seen_rows) == COUNT and [step.token for step in seen_rows][:at] == plain[:at]
@@ -152,16 +141,10 @@ def test_a_trace_of_it_is_written_again(tmp_path: Path, tiny_lm: LanguageModel):
 
 
 def test_a_head_cannot_follow():
-    class Head(_Tree):
-        reads = (0,)
-
-        def needs(self, tokens: Sequence[int]) -> int:
-            return 0
-
-        def see(self, first: int, vectors: Any) -> None: ...
-
+    head: Any = Says(lambda tokens: [])
+    head.reads, head.needs, head.see = (0,), lambda tokens: 0, lambda first, vectors: None
     with pytest.raises(SettingsError, match="lookup"):
-        engine().submit(request(drafter=Head([])))
+        new_engine(**SHAPE).submit(request(drafter=head))
 
 
 def test_what_may_be_asked():

@@ -1,4 +1,4 @@
-"""The engine's thread cannot die, no caller waits for ever, and everything is released."""
+"""Bad callers, full memory, failing models: no caller waits for ever, everything is released."""
 
 from __future__ import annotations
 
@@ -9,52 +9,26 @@ import os
 import signal
 import threading
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 import unspool
 from helpers import null_model
+from helpers.drafts_support import Says
+from helpers.engine_support import expected, new_engine, nothing_leaks, request
 from unspool.conversation import Conversation
 from unspool.decoding.branches import HeldBranches
 from unspool.engine.canvas import CanvasKind, open_canvas
 from unspool.engine.engine import Engine
-from unspool.engine.request import Limits, Request
 from unspool.engine.results import StepQueue, StepStream
-from unspool.errors import SettingsError, UnspoolError
+from unspool.errors import ContextError, SettingsError, UnspoolError
 from unspool.model.adapters import Adapter
-from unspool.sampling import SamplingSettings
 from unspool.sampling.guards import GuardPolicy
 from unspool.sampling.monitors import GuardError, PredicateGuard
-
-
-def request(prompt: list[int], count: int = 20, **overrides: Any) -> Request:
-    options = overrides.pop("settings", SamplingSettings(seed=1))
-    limits = Limits(max_tokens=count, context=5000, **overrides.pop("limits", {}))
-    return Request(prompt=tuple(prompt), settings=options, limits=limits, **overrides)
-
-
-def new_engine(**shape: Any) -> Engine:
-    return Engine(null_model.NullModel(**shape), lambda token: b"%d " % token)
-
-
-def within(seconds: float, work: Any) -> Any:
-    """What a call gives; an error, rather than a test that hangs, if it never comes back."""
-    results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert results, "it never came back"
-    if isinstance(results[0], BaseException):
-        raise results[0]
-    return results[0]
 
 
 def is_idle(engine: Engine) -> bool:
@@ -66,17 +40,14 @@ def is_idle(engine: Engine) -> bool:
     return True
 
 
-# -- options are checked at the door ----------------------------------------------------------
-
-
-@pytest.mark.parametrize("priority", ["x", float("nan"), 1.5, True])
+@pytest.mark.parametrize("priority", ["x", float("nan"), True])
 def test_a_priority_that_is_no_number(tiny_lm: Any, priority: Any):
     with pytest.raises(SettingsError, match=r"priority must be an integer"):
         tiny_lm.generate([1, 2], max_tokens=2, priority=priority)
     created = tiny_lm.generate([1, 2], max_tokens=2, end=False)
     with pytest.raises(SettingsError, match="priority"):
         created.resume(priority=priority)
-    assert len(within(60, lambda: tiny_lm.generate([1, 2], max_tokens=2, end=False)).tokens) == 2
+    assert len(tiny_lm.generate([1, 2], max_tokens=2, end=False).tokens) == 2
 
 
 def test_one_stop_string_is_one_stop_string_in_a_conversation(lm: Any):
@@ -84,9 +55,6 @@ def test_one_stop_string_is_one_stop_string_in_a_conversation(lm: Any):
     generation, steps = talk.ask("Hi", max_tokens=1, stop="END")
     list(steps)
     assert generation.request.limits.stop[0] == "END"
-
-
-# -- the loop continues -------------------------------------------------------------------------
 
 
 def test_an_error_anywhere_in_the_loop_fails_who_is_in_flight_and_nobody_later(
@@ -107,10 +75,9 @@ def test_an_error_anywhere_in_the_loop_fails_who_is_in_flight_and_nobody_later(
 
             patched.setattr(owner, name, broken)
             with pytest.raises(RuntimeError, match=f"broken {name}"):
-                within(30, lambda: list(engine.submit(request([1, 2, 3], 9))))
-        assert len(within(30, lambda: list(engine.submit(request([1, 2, 3], 9))))) == 9
-    engine.call(engine.tree.index.clear)
-    assert engine.tree.pool.used == 0
+                list(engine.submit(request([1, 2, 3], 9)))
+        assert len(list(engine.submit(request([1, 2, 3], 9)))) == 9
+    nothing_leaks(engine)
 
 
 def test_a_command_that_raises_is_told_to_who_gave_it():
@@ -118,7 +85,7 @@ def test_a_command_that_raises_is_told_to_who_gave_it():
     running = engine.submit(request([1, 2], 200))
     with pytest.raises(ZeroDivisionError):
         engine.call(lambda: 1 / 0)
-    assert len(within(30, lambda: list(running))) == 200
+    assert len(list(running)) == 200
 
 
 def test_a_thread_that_is_gone_is_an_error_and_never_a_wait(monkeypatch: pytest.MonkeyPatch):
@@ -133,9 +100,9 @@ def test_a_thread_that_is_gone_is_an_error_and_never_a_wait(monkeypatch: pytest.
     stream = engine.submit(request([1, 2], 10))
     engine.loop.post(dies)
     with pytest.raises(UnspoolError, match=r"thread has ended|closed"):
-        within(60, lambda: list(stream) and list(engine.submit(request([1, 2], 10))))
+        list(stream) and list(engine.submit(request([1, 2], 10)))
     with pytest.raises(UnspoolError, match=r"thread has ended|closed"):
-        within(60, lambda: engine.open([1, 2]))
+        engine.open([1, 2])
     assert not engine.loop.alive
 
 
@@ -154,47 +121,17 @@ def test_an_engine_whose_thread_is_just_starting_is_alive(monkeypatch: pytest.Mo
     assert submitted == [True]
 
 
-def test_a_drafter_a_listener_and_a_predicate_that_raise_harm_nobody():
-    class Bad:
-        def propose(self, tokens: Any, most: int) -> list[int]:
-            raise RuntimeError("no idea")
-
-        def learn(self, *_: Any) -> None: ...
-
-    engine = new_engine()
-    plain = [step.token for step in engine.submit(request([1, 2], 20))]
-    drafted = engine.submit(request([1, 2], 20, drafter=Bad()))
-    reader = engine.submit(request([1, 2], 20))
-
-    def listener() -> None:
-        raise RuntimeError("Event loop is closed")
-
-    reader._queue.listeners.append(listener)
-    assert [step.token for step in within(30, lambda: list(drafted))] == plain
-    assert [step.token for step in within(30, lambda: list(reader))] == plain
-    assert "drafting stopped" in drafted.notes[0]
-
-
 def test_two_callers_cannot_compute_one_branch_at_once():
     engine = new_engine()
     branch = engine.open([1, 2, 3])
-    gate, errors = threading.Event(), list[str]()
+    gate = threading.Event()
     engine.loop.post(lambda: gate.wait(30))
-
-    def extend() -> None:
-        try:
-            engine.extend(branch, [4])
-        except UnspoolError as error:
-            errors.append(str(error))
-
-    threads = [threading.Thread(target=extend) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    while len(engine.loop._commands) < 2:
-        time.sleep(0.001)
-    gate.set()
-    for thread in threads:
-        thread.join(30)
+    with ThreadPoolExecutor(2) as threads:
+        jobs = [threads.submit(engine.extend, branch, [4]) for _ in range(2)]
+        while len(engine.loop._commands) < 2:
+            time.sleep(0.001)
+        gate.set()
+        errors = [str(job.exception(30)) for job in jobs if job.exception(30)]
     assert len(errors) == 1 and "computed for another caller" in errors[0]
     assert branch.tokens == [1, 2, 3, 4], "the one that was refused changed nothing"
     with pytest.raises(UnspoolError, match="given twice"):
@@ -210,28 +147,19 @@ def test_eight_first_callers_make_one_engine(tmp_path: Any):
 
     tiny.save("llama", tmp_path)
     lm = unspool.load(tmp_path, backend="torch", memory=8 << 20)
-    created: list[Any] = []
     usual, gate = lm.model.backend, threading.Barrier(8)
 
     def slow(**options: Any) -> Any:
         time.sleep(0.05)
         return usual(**options)
 
-    lm.model.backend = slow
-
-    def first() -> None:
+    def first(_: int) -> int:
         gate.wait()
-        created.append(lm.engine)
+        return id(lm.engine)
 
-    threads = [threading.Thread(target=first) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(map(id, created))) == 1
-
-
-# -- leaving is cancelling --------------------------------------------------------------------
+    lm.model.backend = slow
+    with ThreadPoolExecutor(8) as threads:
+        assert len(set(threads.map(first, range(8)))) == 1
 
 
 async def _leave_early(stream: StepStream) -> None:
@@ -239,7 +167,9 @@ async def _leave_early(stream: StepStream) -> None:
         break
 
 
-@pytest.mark.parametrize("way", ["break", "with", "close", "error", "interrupt", "async"])
+@pytest.mark.parametrize(
+    "way", ["break", "with", "close", "garbage", "error", "interrupt", "async"]
+)
 def test_leaving_cancels(way: str):
     engine = new_engine(pages=2000, context=5000)
     stream = engine.submit(request([1, 2], 4000))
@@ -251,6 +181,10 @@ def test_leaving_cancels(way: str):
     elif way == "close":
         next(stream)
         stream.close()
+    elif way == "garbage":
+        next(stream)
+        del stream
+        gc.collect()
     else:
         error = {"error": ZeroDivisionError, "interrupt": KeyboardInterrupt}.get(way)
         with contextlib.suppress(ZeroDivisionError, KeyboardInterrupt):
@@ -260,16 +194,7 @@ def test_leaving_cancels(way: str):
                 break
     assert is_idle(engine), "the text was written on"
     assert engine.steps < 3900
-    assert len(within(30, lambda: list(engine.submit(request([1, 2], 5))))) == 5
-
-
-def test_letting_go_of_a_stream_cancels():
-    engine = new_engine(pages=2000, context=5000)
-    stream = engine.submit(request([1, 2], 4000))
-    next(stream)
-    del stream
-    gc.collect()
-    assert is_idle(engine) and engine.steps < 3900
+    assert len(list(engine.submit(request([1, 2], 5)))) == 5
 
 
 CALLS: dict[str, Any] = {
@@ -289,8 +214,8 @@ def test_a_predicate_that_calls_its_own_model_fails_alone(tiny_lm: Any, call: An
     """It would wait for itself for ever, and everybody with it."""
     guard = GuardPolicy((PredicateGuard(lambda text, tokens: call(tiny_lm)),))
     with pytest.raises(GuardError, match="cannot wait for the same model"):
-        within(60, lambda: tiny_lm.generate([1, 2], max_tokens=4, end=False, guard=guard))
-    assert len(within(60, lambda: tiny_lm.generate([1, 2], max_tokens=2, end=False)).tokens) == 2
+        tiny_lm.generate([1, 2], max_tokens=4, end=False, guard=guard)
+    assert len(tiny_lm.generate([1, 2], max_tokens=2, end=False).tokens) == 2
 
 
 def test_a_stage_and_a_drafter_that_call_their_own_model_harm_nobody(tiny_lm: Any):
@@ -298,7 +223,7 @@ def test_a_stage_and_a_drafter_that_call_their_own_model_harm_nobody(tiny_lm: An
         return tiny_lm.score(tokens.tolist())
 
     with pytest.raises(UnspoolError, match="cannot wait for the same model"):
-        within(60, lambda: tiny_lm.generate([1, 2], max_tokens=4, stages=[stage, ...]))
+        tiny_lm.generate([1, 2], max_tokens=4, stages=[stage, ...])
 
     class Drafter:
         def propose(self, tokens: Any, most: int) -> Any:
@@ -308,8 +233,8 @@ def test_a_stage_and_a_drafter_that_call_their_own_model_harm_nobody(tiny_lm: An
             return None
 
     options = {"temperature": 0, "max_tokens": 4, "end": False}
-    plain = within(60, lambda: tiny_lm.generate([1, 2], **options))
-    text = within(60, lambda: tiny_lm.generate([1, 2], speculate=Drafter(), **options))
+    plain = tiny_lm.generate([1, 2], **options)
+    text = tiny_lm.generate([1, 2], speculate=Drafter(), **options)
     assert text.tokens == plain.tokens
     assert any("cannot wait for the same model" in note for note in text.notes)
 
@@ -319,7 +244,7 @@ def test_reading_a_stream_on_the_thread_that_writes_it():
     stream = engine.submit(request([3], 4000))
     guard = GuardPolicy((PredicateGuard(lambda text, tokens: len(list(stream))),))
     with pytest.raises(GuardError, match="cannot wait"):
-        within(30, lambda: list(engine.submit(request([1], 400, guards=guard))))
+        list(engine.submit(request([1], 400, guards=guard)))
     assert is_idle(engine)
     engine.close()
 
@@ -336,24 +261,9 @@ def test_what_the_garbage_collector_ends_on_the_engines_thread_is_released():
     running = [strategy()]
     next(running[0])
     guard = GuardPolicy((PredicateGuard(lambda text, tokens: running.clear()),))
-    assert len(within(30, lambda: list(engine.submit(request([9], 4, guards=guard))))) == 4
-
-    def pages_used() -> int:
-        engine.tree.index.clear()
-        return engine.tree.pool.used
-
-    assert engine.call(pages_used) == 0
+    assert len(list(engine.submit(request([9], 4, guards=guard)))) == 4
+    nothing_leaks(engine)
     engine.close()
-
-
-def test_a_closed_event_loop_does_not_reach_the_engine(tiny_lm: Any):
-    async def leave() -> None:
-        async for _ in tiny_lm.stream([1, 2, 3], max_tokens=90, end=False):
-            break
-
-    for _ in range(3):
-        asyncio.run(leave())
-    assert len(within(60, lambda: tiny_lm.generate([1, 2], max_tokens=3, end=False)).tokens) == 3
 
 
 def test_an_asynchronous_reader_gets_an_error_that_comes_right_behind_a_step(tiny_lm: Any):
@@ -373,7 +283,7 @@ def test_an_asynchronous_reader_gets_an_error_that_comes_right_behind_a_step(tin
         return results
 
     queue.add(step)
-    assert within(30, lambda: asyncio.run(read())) == [step, step, "it broke"]
+    assert asyncio.run(read()) == [step, step, "it broke"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -395,17 +305,14 @@ def test_a_stream_in_a_forked_child_is_an_error():
     stream.close()
 
 
-# -- memory -----------------------------------------------------------------------------------
-
-
 def test_a_preempted_text_finds_its_pages_again():
     """Preempted in the very step in which it would have run, and no more than that is lost."""
     engine = new_engine(pages=40, context=400)
     backend: Any = engine.backend
     first = engine.submit(request(list(range(20)), 60))
     second = engine.submit(request([7] * 40, 60))
-    assert len(within(60, lambda: list(first))) == 60
-    assert len(within(60, lambda: list(second))) == 60
+    assert len(list(first)) == 60
+    assert len(list(second)) == 60
     preempted = engine.scheduler.preemptions
     assert preempted > 0, "the memory was meant to be too small"
     read = sum(sum(run) for run in backend.runs)
@@ -416,58 +323,8 @@ def test_nobody_is_let_in_only_to_be_preempted():
     """Twelve texts in memory for three: each is preempted a few times at the most."""
     engine = new_engine(pages=60, context=400)
     streams = [engine.submit(request([n] * 10, 60)) for n in range(12)]
-    assert all(len(within(120, lambda s=s: list(s))) == 60 for s in streams)
+    assert all(len(list(s)) == 60 for s in streams)
     assert engine.scheduler.preemptions <= 24
-
-
-@pytest.mark.parametrize("pages", [400, 60])
-def test_steps_that_overlap_give_the_same_texts(pages: int):
-    """A device that is asked for a step only after the next one was launched."""
-    submitted = [
-        request([n, n + 1, n + 2], 10 + n, settings=SamplingSettings(seed=n, temperature=1.0))
-        for n in range(14)
-    ]
-    submitted.append(request([3, 4], 20, limits={"end_ids": frozenset(range(8))}))
-    submitted.append(request([3, 5], 20, settings=SamplingSettings(frequency_penalty=0.5, seed=3)))
-    submitted.append(request([3, 6], 20, limits={"explain": True}))
-    texts = []
-    for overlaps in (False, True):
-        engine = new_engine(pages=pages, overlaps=overlaps)
-        streams = [engine.submit(item) for item in submitted]
-        texts.append([[step.token for step in within(60, lambda s=s: list(s))] for s in streams])
-        backend: Any = engine.backend
-        assert (backend.has_placeholder > 20) == overlaps
-        assert is_idle(engine)
-        engine.call(engine.tree.index.clear)
-        assert engine.tree.pool.used == 0
-    assert texts[0] == texts[1]
-
-
-def test_cancelling_while_steps_overlap():
-    engine = new_engine(pages=400, overlaps=True, context=3000)
-    for seed in range(30):
-        stream = engine.submit(request([1, 2, seed % 40], 500))
-        other = engine.submit(request([5, seed % 40], 12))
-        for _ in range(seed % 4):
-            next(stream)
-        stream.close()
-        assert len(within(30, lambda other=other: list(other))) == 12
-    assert is_idle(engine)
-    engine.call(engine.tree.index.clear)
-    assert engine.tree.pool.used == 0
-
-
-# -- what is acquired is released --------------------------------------------------------------
-
-
-def pages_in_use(engine: Engine) -> int:
-    """Pages that stay used when everything that no branch needs is evicted."""
-
-    def count() -> int:
-        engine.tree.index.clear()
-        return engine.tree.pool.used
-
-    return engine.call(count)
 
 
 def test_a_text_that_fails_while_it_is_set_up_keeps_no_branch(monkeypatch: pytest.MonkeyPatch):
@@ -480,19 +337,19 @@ def test_a_text_that_fails_while_it_is_set_up_keeps_no_branch(monkeypatch: pytes
     with monkeypatch.context() as patch:
         patch.setattr("unspool.engine.sequence.needs_history", broken)
         with pytest.raises(RuntimeError, match="no such setting"):
-            within(30, lambda: list(engine.submit(request([1, 2, 3, 4, 5, 6], 4))))
-    assert pages_in_use(engine) == 0
+            list(engine.submit(request([1, 2, 3, 4, 5, 6], 4)))
+    nothing_leaks(engine)
     engine.close()
 
 
 def test_a_drafter_whose_properties_fail_only_stops_drafting():
-    class Shy:
-        looks = 0
+    class Shy(Says):
+        num_reads = 0
 
         @property
         def reads(self) -> tuple[int, ...]:
-            self.looks += 1
-            if self.looks > 1:
+            self.num_reads += 1
+            if self.num_reads > 1:
                 raise RuntimeError("no more")
             return (1,)
 
@@ -501,17 +358,12 @@ def test_a_drafter_whose_properties_fail_only_stops_drafting():
 
         def see(self, first: int, vectors: Any) -> None: ...
 
-        def propose(self, tokens: Any, most: int) -> list[int]:
-            return []
-
-        def learn(self, *_: Any) -> None: ...
-
     engine = new_engine()
     plain = [step.token for step in engine.submit(request([1, 2], 6))]
-    stream = engine.submit(request([1, 2], 6, drafter=Shy()))
-    assert [step.token for step in within(30, lambda: list(stream))] == plain
+    stream = engine.submit(request([1, 2], 6, drafter=Shy(lambda tokens: [])))
+    assert [step.token for step in stream] == plain
     assert any("no more" in note for note in stream.notes)
-    assert pages_in_use(engine) == 0
+    nothing_leaks(engine)
     engine.close()
 
 
@@ -547,3 +399,90 @@ def test_a_retired_adapter_is_freed_when_its_last_text_ends():
     assert is_idle(engine)
     assert engine.call(lambda: set(backend.adapters)) == set()
     engine.close()
+
+
+def test_cancelling_frees_the_pages_at_once():
+    engine = new_engine(pages=1200, context=5000)
+    stream = engine.submit(request([5] * 3000, count=500))
+    deadline = time.monotonic() + 10
+    while not engine.steps and time.monotonic() < deadline:
+        time.sleep(0.001)
+    stream.close()  # most likely in the middle of its prompt
+    assert len(list(stream)) < 400
+    nothing_leaks(engine)
+    with engine.submit(request([1], count=500)) as leaving:
+        next(leaving)
+    list(leaving)
+    nothing_leaks(engine)
+
+
+def test_what_can_never_fit_is_refused_at_once():
+    engine = new_engine(pages=5)
+    with pytest.raises(UnspoolError, match=r"30 tokens does not fit .* holds 20"):
+        engine.submit(request([1] * 10, count=20))
+    with pytest.raises(ContextError, match=r"600 tokens .* holds 512"):
+        engine.open([1] * 600)
+    with pytest.raises(UnspoolError, match="at least one token"):
+        engine.open([])
+
+
+def test_memory_held_by_open_branches_is_a_clear_error():
+    engine = Engine(null_model.NullModel(pages=5))
+    keeper = engine.open([1] * 14)
+    engine.extend(keeper)
+    other = engine.open([2] * 12)
+    with pytest.raises(UnspoolError, match="held by open branches"):
+        engine.extend(other)
+    engine.release(keeper)
+    assert engine.extend(other).shape == (1, 40)
+
+
+def test_the_queue_is_bounded():
+    engine = new_engine(pages=3)
+    engine.max_waiting = 2
+    blocker = threading.Event()
+    engine.loop.post(lambda: blocker.wait(10) and None)
+    streams = [engine.submit(request([1, 2], count=2)) for _ in range(2)]
+    with pytest.raises(UnspoolError, match="2 requests are waiting"):
+        engine.submit(request([1, 2], count=2))
+    blocker.set()
+    assert [len(list(stream)) for stream in streams] == [2, 2]
+    assert len(list(engine.submit(request([1, 2], count=2)))) == 2
+
+
+def test_a_row_without_candidates_fails_alone():
+    engine = new_engine()
+    everything = dict.fromkeys(range(40), -np.inf)
+    impossible = request([1, 2], 5, settings={"logit_bias": everything})
+    submitted = request([3, 4])
+    bad, good = engine.submit(impossible), engine.submit(submitted)
+    with pytest.raises(UnspoolError, match="no candidate token is left"):
+        list(bad)
+    assert [step.token for step in good] == expected(submitted)
+    nothing_leaks(engine)
+
+
+def test_a_model_that_nobody_uses_any_more_goes_with_its_engine(tmp_path: Any):
+    from helpers import tiny
+
+    tiny.save("llama", tmp_path)
+    lm = unspool.load(tmp_path, backend="torch", memory=8 << 20)
+    lm.generate([5, 6, 7], max_tokens=3)
+    thread, reference = lm.engine.loop._thread, weakref.ref(lm)
+    del lm
+    gc.collect()
+    assert reference() is None
+    assert thread is not None
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_closed_engine_says_so():
+    engine = new_engine()
+    stream = engine.submit(request([1], count=200))
+    next(stream)
+    engine.close()
+    with pytest.raises(UnspoolError, match="closed"):
+        list(stream)
+    with pytest.raises(UnspoolError, match="closed"):
+        engine.open([1])

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from helpers import null_model
+from helpers.drafts_support import Says
+from helpers.engine_support import new_engine, request
 from helpers.slow_device import SlowDevice
 from unspool.engine.canvas import CanvasKind, open_canvas
 from unspool.engine.engine import Engine, _Computation
@@ -41,15 +43,16 @@ def asked_alone(count: int, seed: int) -> list[ReferenceText]:
     return texts
 
 
-@pytest.mark.parametrize("pages", [1200, 90], ids=["roomy", "tight"])
-@pytest.mark.parametrize("delay", [0.0, 0.004])
+@pytest.mark.parametrize(("pages", "delay"), [(1200, 0.0), (90, 0.004)])
 def test_whatever_goes_on_beside_them_texts_are_the_same(pages: int, delay: float):
     texts = asked_alone(36, seed=pages)
     device = SlowDevice(pages=pages, vocab_size=VOCABULARY, delay=delay)
     engine = Engine(device, piece)
-    tally = stress(engine, texts, seconds=1.5, at_once=8, seed=pages)
-    assert not tally.differing.total(), tally.differing
-    assert tally.texts.total() > 8 and device.has_placeholder > 100
+    num_texts = 0
+    while num_texts < 9 or device.has_placeholder < 100:  # twice on a busy machine
+        tally = stress(engine, texts, seconds=0.7, at_once=8, seed=pages)
+        assert not tally.differing.total(), tally.differing
+        num_texts += tally.texts.total()
     engine.close()
 
 
@@ -57,29 +60,44 @@ def test_steps_that_fail_harm_nobody_else():
     texts = asked_alone(36, seed=5)
     device = SlowDevice(pages=400, vocab_size=VOCABULARY, delay=0.001, faults=12)
     engine = Engine(device, piece)
-    tally = stress(engine, texts, seconds=2, at_once=6, seed=5, faults=True)
-    assert not tally.differing.total(), tally.differing
-    assert {"not launched", "not read"} <= tally.failed.keys() and tally.texts.total() > 2
+    num_texts, failed = 0, set[str]()
+    while num_texts < 3 or not {"not launched", "not read"} <= failed:
+        tally = stress(engine, texts, seconds=0.7, at_once=6, seed=5, faults=True)
+        assert not tally.differing.total(), tally.differing
+        num_texts, failed = num_texts + tally.texts.total(), failed | tally.failed.keys()
     engine.close()
-
-
-def request(prompt: list[int], count: int, settings: Any = None, **limits: Any) -> Request:
-    return Request(
-        prompt=tuple(prompt),
-        settings=SamplingSettings(seed=1, **(settings or {})),
-        limits=Limits(max_tokens=count, context=500, **limits),
-    )
 
 
 def test_texts_with_penalties_run_ahead():
     device = SlowDevice(pages=200, vocab_size=VOCABULARY, delay=0)
     engine = Engine(device, piece)
     penalties = {"frequency_penalty": 0.8, "penalty_window": 5, "penalize_prompt": False}
-    assert len(list(engine.submit(request([1, 2, 3], 40, penalties)))) == 40
+    assert len(list(engine.submit(request([1, 2, 3], 40, settings=penalties)))) == 40
     assert device.has_placeholder >= 38, (
         "all but the first were launched before the one before was read"
     )
     engine.close()
+
+
+def test_penalties_see_tokens_that_are_drafted_or_not_read_yet(monkeypatch: pytest.MonkeyPatch):
+    logits = np.linspace(5, 0, VOCABULARY, dtype=np.float32)  # the penalties alone move the picks
+    monkeypatch.setattr(null_model, "logits_after", lambda tokens, size: logits)
+    penalties = {"temperature": 0, "frequency_penalty": 3.0, "penalty_window": 5}
+
+    def write(overlaps: bool = False, drafter: Any = None) -> tuple[list[int], int]:
+        engine = new_engine(pages=200, overlaps=overlaps)
+        stream = engine.submit(request([1, 2, 3], 40, settings=penalties, drafter=drafter))
+        tokens = [step.token for step in stream]
+        engine.close()
+        return tokens, stream.accepted
+
+    alone, _ = write()
+    assert len(set(alone)) > 2
+    text = [1, 2, 3, *alone]
+    drafted, accepted = write(drafter=Says(lambda tokens: text[len(tokens) : len(tokens) + 5]))
+    assert drafted == alone
+    assert accepted > 30, "every guess was right"
+    assert write(overlaps=True)[0] == alone
 
 
 def test_requests_are_taken_in_while_a_step_runs():
@@ -183,7 +201,7 @@ def test_texts_that_the_chain_picks_for_do_not_hold_up_the_others(monkeypatch: A
         return usual(ready)
 
     monkeypatch.setattr(engine.loop._picker, "pick", slow)
-    explained = [engine.submit(request([n, 1], 30, explain=True)) for n in range(40)]
+    explained = [engine.submit(request([n, 1], 30, limits={"explain": True})) for n in range(40)]
     for stream in explained:
         next(stream)
     plain = engine.submit(request([3, 2, 1], 30))
@@ -202,7 +220,7 @@ def test_budgets_of_thoughts_close_them_where_steps_run_ahead():
         after_close_ids=(7, 8),
     )  # fmt: skip
 
-    def request(seed: int) -> Request:
+    def thinking(seed: int) -> Request:
         place = "inside" if seed % 3 else "before"
         return Request(
             prompt=(seed % 4, 9, 10),
@@ -216,7 +234,7 @@ def test_budgets_of_thoughts_close_them_where_steps_run_ahead():
     ahead = Engine(device, piece)
     results = []
     for engine in (plain, ahead):
-        streams = [engine.submit(request(seed)) for seed in range(60)]
+        streams = [engine.submit(thinking(seed)) for seed in range(30)]
         results.append([[(step.token, step.thought) for step in stream] for stream in streams])
         engine.close()
     assert results[0] == results[1] and device.has_placeholder > 100

@@ -21,7 +21,7 @@ from unspool.engine.engine import Engine
 from unspool.engine.states import DENSE, StatePool, is_kept, message_ends
 from unspool.errors import SettingsError, UnspoolError
 
-StatesMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+StatesMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 TestStates = StatesMachine.TestCase
 
 SIZE = 16
@@ -47,9 +47,6 @@ def read_by(backend: RecurrentNull, work: Any) -> int:
 
 def write(engine: Engine, prompt: list[int], count: int, drafter: Any = None) -> list[int]:
     return [step.token for step in engine.submit(request(prompt, count, drafter))]
-
-
-# -- the policy --------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 4000), st.integers(0, 4000))
@@ -82,9 +79,6 @@ def test_memory_is_shared_between_pages_and_states():
         num_pages_and_states(400, 10, 100)
     with pytest.raises(UnspoolError, match="at least 2 slots"):
         StatePool(1, SIZE)
-
-
-# -- what is computed again ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("back", [1, 100, 3000])
@@ -181,9 +175,6 @@ def test_wrong_guesses_cost_at_most_what_was_guessed_right(cheap: bool, tree: bo
     assert states.num_running == 0
 
 
-# -- little room -----------------------------------------------------------------------------------
-
-
 def test_many_texts_in_few_slots_are_all_written():
     engine, _, states = engine_of(states=3)
     prompts = [text_of(60, seed) for seed in range(12)]
@@ -258,9 +249,6 @@ def test_faults_lose_no_slot():
     engine.call(engine.tree.index.clear)
     assert num_full and engine.tree.states is not None and engine.tree.states.used == 0
     assert engine.tree.pool.used == 0
-
-
-# -- texts that are filled in any order ------------------------------------------------------------
 
 
 def test_a_canvas_behind_a_recurrent_text_begins_at_its_state():

@@ -52,10 +52,10 @@ def with_adapters(model: Any) -> Any:
     return lm
 
 
-def all_logits(lm: Any) -> Any:
+def all_logits(lm: Any, prompt: list[int] = PROMPT) -> Any:
     """Of prompts and of next tokens, beside each other and alone, with and without adapters."""
     names = [None, "all", "few", "all", "wide"]
-    branches = [lm.engine.open(PROMPT, name) for name in names]
+    branches = [lm.engine.open(prompt, name) for name in names]
     result = lm.engine.extend_all([(branch, []) for branch in branches], num_logits=3)
     result += lm.engine.extend_all([(branch, [7]) for branch in branches])
     result += lm.engine.extend_all([(branch, [8, 9]) for branch in branches[:3]], num_logits=2)

@@ -1,7 +1,6 @@
 """Turn transformers checkpoints into GGUF files with llama.cpp's own converter, as an oracle.
 
-Run by the tests in a separate process, because llama.cpp has another version of the `gguf` package:
-python convert_to_gguf.py LLAMA_CPP [plain|vocabulary SOURCE TARGET] ...
+Run by the tests in a separate process, because llama.cpp has another version of the `gguf` package.
 The tiny checkpoints have no vocabulary, so that step of the converter is skipped, or, for files
 that llama.cpp opens, writes a dummy vocabulary.
 """
@@ -30,13 +29,16 @@ def set_vocab(model: Any) -> None:
     model.gguf_writer.add_token_merges(["A B"])
 
 
-def main() -> None:
-    source, *jobs = sys.argv[1:]
+def main(source: str, *jobs: str) -> None:
+    """Convert by llama.cpp's sources; each job is "plain" or "vocabulary", a folder and a file."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gguf"]:
+        del sys.modules[name]
     sys.path[:0] = [source, f"{source}/gguf-py"]
     import gguf
     import torch
     from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
 
+    torch.set_num_threads(1)  # the threads of a forked process are gone
     logging.disable(logging.WARNING)
     load_hparams = ModelBase.load_hparams
     for vocabulary_kind, source_name, target_name in zip(*[iter(jobs)] * 3, strict=True):
@@ -76,7 +78,3 @@ def main() -> None:
             )
         with torch.inference_mode():
             model(folder, gguf.LlamaFileType.ALL_F32, target, hparams=hparams).write()
-
-
-if __name__ == "__main__":
-    main()

@@ -63,12 +63,13 @@ def fake_engine(probabilities: Any, **options: Any) -> Engine:
 
 def a_request(prompt: Sequence[int], drafter: Any = None, **options: Any) -> Request:
     limits = {name: options.pop(name) for name in LIMITS if name in options}
-    limits = {"max_tokens": 40, "context": 64, **limits}
+    extra = {name: options.pop(name) for name in ("guards", "priority") if name in options}
     return Request(
         prompt=tuple(prompt),
         settings=SamplingSettings(**options),
-        limits=Limits(**limits),
+        limits=Limits(**{"max_tokens": 40, "context": 64, **limits}),
         drafter=drafter,
+        **extra,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from helpers import null_model
@@ -12,20 +13,25 @@ from unspool.engine.request import Limits, Request
 from unspool.sampling import SamplingSettings
 
 
-def new_engine(**shape: Any) -> Engine:
-    return Engine(null_model.NullModel(**shape), lambda token: b"%d " % token)
+def letter(token: int) -> bytes:
+    return b"%c" % (97 + token % 26)
+
+
+def new_engine(token_bytes: Any = letter, **shape: Any) -> Engine:
+    return Engine(null_model.NullModel(**shape), token_bytes)
 
 
 def request(
-    prompt: list[int], seed: int = 0, count: int = 20, **options_of_request: Any
-) -> Request:
-    options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": seed}
-    limits = Limits(max_tokens=count, context=5000)
+    prompt: Sequence[int], count: int = 20, *, seed: int = 0, settings: Any = None,
+    limits: Any = None, **options: Any,
+) -> Request:  # fmt: skip
+    """A request of `count` tokens, sampled from the whole distribution unless `settings` differ."""
+    free = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": seed}
     return Request(
         prompt=tuple(prompt),
-        settings=SamplingSettings(**options),
-        limits=limits,
-        **options_of_request,
+        settings=SamplingSettings(**{**free, **(settings or {})}),
+        limits=Limits(**{"max_tokens": count, "context": 5000, **(limits or {})}),
+        **options,
     )
 
 
@@ -47,6 +53,8 @@ def expected(submitted: Request, vocab_size: int = 40) -> list[int]:
 
 
 def nothing_leaks(engine: Engine) -> None:
+    """Check that nothing runs, and that no page is held but by the prefix cache."""
+
     def check() -> None:
         assert not engine.scheduler.tasks()
         engine.tree.index.clear()

@@ -7,9 +7,9 @@ together, once per test run.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from helpers import assets, tiny, tiny_masked, tiny_recurrent
+from helpers import assets, convert_to_gguf, tiny, tiny_masked, tiny_recurrent
 
 # Models that GGUF cannot express: the windows of Mistral and Qwen2, and others. The converter reads
 # the experts of Qwen3-VL only in their original layout. Two variants of Gemma 4 are covered by a
@@ -100,10 +100,12 @@ def converted_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(jobs: Iterable[tuple[str, Path, Path]]) -> None:
-    script = Path(__file__).with_name("convert_to_gguf.py")
+    """In a forked process, where possible: importing torch takes longer than all conversions."""
     arguments = [str(argument) for job in jobs for argument in job]
-    subprocess.run(
-        [sys.executable, str(script), str(assets.llama_cpp_source()), *arguments],
-        check=True,
-        capture_output=True,
+    context: Any = get_context("fork" if sys.platform == "linux" else "spawn")
+    process = context.Process(
+        target=convert_to_gguf.main, args=(str(assets.llama_cpp_source()), *arguments)
     )
+    process.start()
+    process.join()
+    assert process.exitcode == 0, "llama.cpp's converter failed"

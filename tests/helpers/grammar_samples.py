@@ -9,21 +9,8 @@ import numpy as np
 from unspool.sampling import Grammar, GrammarSpec, GrammarState, GrammarVocabulary
 
 PIECES = [
-    "ab",
-    "abc",
-    "bc",
-    "bcd",
-    "true",
-    "false",
-    '{"',
-    '":',
-    '", "',
-    " is",
-    "12",
-    "é",
-    "日本",
-    "a",
-]
+    "ab", "abc", "bc", "bcd", "true", "false", '{"', '":', '", "', " is", "12", "é", "日本", "a",
+]  # fmt: skip
 END, STOP, TOOL, NOTHING = 0, 1, 2, 3
 TOKENS = [b"<|end|>", b"<|stop|>", b"<|tool|>", b""]
 TOKENS += [bytes([b]) for b in range(256) if b not in (4, 6)] + [p.encode() for p in PIECES]

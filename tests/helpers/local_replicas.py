@@ -7,16 +7,14 @@ import contextlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from helpers.running_server import Running, running
-from unspool.scale.replicas.application import ServerThread
 from unspool.scale.replicas.gateway import Gateway, ReplicaPool, Target, create_gateway
-from unspool.scale.replicas.request_router import PolicyRouter
 from unspool.scale.replicas.routing import RouteHints
 from unspool.server.http.settings import ServerSettings
 from unspool.server.runtime.registry import ModelEntry
@@ -27,7 +25,7 @@ class Chooser:
     """Chooses with Ray's routing policy, without Ray."""
 
     addresses: dict[str, str]
-    policy: PolicyRouter = field(default_factory=PolicyRouter)
+    policy: Any
 
     async def choose(self, hints: RouteHints) -> Target:
         while not self.addresses:  # Ray's router waits for the first replica too
@@ -53,7 +51,10 @@ class Front:
 @contextlib.contextmanager
 def front(addresses: dict[str, str], wait: float = 5.0, **settings: Any) -> Iterator[Front]:
     """Run a gateway in a thread."""
-    chooser = Chooser(dict(addresses))
+    from unspool.scale.replicas.application import ServerThread  # imports Ray: seconds
+    from unspool.scale.replicas.request_router import PolicyRouter
+
+    chooser = Chooser(dict(addresses), PolicyRouter())
     serve_settings = ServerSettings(port=0, drain=2.0, **settings)
     app, gateway = create_gateway(serve_settings, ReplicaPool(chooser, wait))
     server = ServerThread(app, serve_settings, "127.0.0.1", lambda: None)

@@ -6,19 +6,9 @@ import json
 from time import monotonic
 from typing import Any
 
-from playwright.sync_api import Browser, Locator, Page, ViewportSize, expect
+from playwright.sync_api import Locator, Page, ViewportSize, expect
 
 WIDE: ViewportSize = {"width": 1280, "height": 800}
-PUT_AWAY = "localStorage.setItem('unspool.tour', 'true')"  # the tour
-
-
-def opened(browser: Browser, address: str, **options: Any) -> Page:
-    """The page in a new browser window, the tour put away."""
-    context = browser.new_context(**{"viewport": WIDE, **options})
-    context.add_init_script(PUT_AWAY)
-    page = context.new_page()
-    page.goto(address)
-    return page
 
 
 def open_panel(page: Page, name: str) -> Locator:
@@ -27,6 +17,14 @@ def open_panel(page: Page, name: str) -> Locator:
     panel = page.locator("#side-panel")
     expect(panel).to_have_attribute("aria-labelledby", f"tab-{name.lower()}")
     return panel
+
+
+def open_view(page: Page, name: str) -> Locator:
+    """One of Compare, Diffusion, Think, Measure."""
+    page.get_by_role("button", name=name, exact=True).click()
+    view = page.get_by_role("region", name=name, exact=True)
+    expect(view).to_be_visible()
+    return view
 
 
 def set_settings(page: Page, **settings: Any) -> None:
@@ -49,6 +47,11 @@ def use_settings(page: Page, **settings: Any) -> None:
     page.evaluate(code, settings)
 
 
+def start_writing(page: Page, prompt: str) -> None:
+    page.locator("#prompt").fill(prompt)
+    page.locator("#prompt").press("Enter")
+
+
 def write(
     page: Page, prompt: str, max_tokens: int = 20, mode: str = "plain", **settings: Any
 ) -> None:
@@ -56,8 +59,7 @@ def write(
     use_settings(page, max_tokens=max_tokens, **settings)
     page.get_by_role("group", name="Mode").get_by_role("button", name=mode.capitalize()).click()
     before = page.locator("#text").get_attribute("data-branch") or ""
-    page.locator("#prompt").fill(prompt)
-    page.locator("#prompt").press("Enter")
+    start_writing(page, prompt)
     expect(page.locator("#text")).not_to_have_attribute("data-branch", before)
     finished(page)
     open_panel(page, "Step")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 from unspool.server.app import create_app
@@ -37,6 +38,12 @@ class Running:
     @property
     def model(self) -> str:
         return self.state.registry.first
+
+    @functools.cached_property
+    def http(self) -> httpx.Client:
+        """A client of this server. It loads no certificates, which would take 30 ms."""
+        url = self.url.replace("0.0.0.0", "127.0.0.1")
+        return httpx.Client(base_url=url, timeout=60, verify=False)
 
     @property
     def pool(self) -> Any:
@@ -100,12 +107,20 @@ def raw_post(path: str, body: Any, *headers: str, length: int | None = None) -> 
 
 
 @contextlib.contextmanager
-def running(entries: list[ModelEntry], **settings: Any) -> Iterator[Running]:
-    """A server in a thread of this process."""
-    room, adapters = settings.pop("room", 1 << 33), settings.pop("adapters", None)
+def running(
+    entries: list[ModelEntry],
+    *,
+    room: int = 1 << 33,
+    adapters: Any = None,
+    app: Any = None,
+    **settings: Any,
+) -> Iterator[Running]:
+    """A server in a thread of this process; with `app`, of this application instead of models."""
     expected = replace(ServerSettings(port=0, drain=2.0), **settings)
-    bound = bind_socket(expected)
-    app, state = create_app(expected, ModelRegistry(entries, model_memory=room, adapters=adapters))
+    bound, state = bind_socket(expected), None
+    if app is None:
+        registry = ModelRegistry(entries, model_memory=room, adapters=adapters)
+        app, state = create_app(expected, registry)
     address: list[str] = []
     ready = threading.Event()
 
@@ -115,7 +130,6 @@ def running(entries: list[ModelEntry], **settings: Any) -> Iterator[Running]:
         return True
 
     server = serving.Server(app, expected, on_stopping=lambda: None, on_started=started)
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
 
     def work() -> None:
         try:
@@ -132,9 +146,11 @@ def running(entries: list[ModelEntry], **settings: Any) -> Iterator[Running]:
         thread.join(30)
         assert not thread.is_alive()
 
+    result = Running(address[0], state, stop)
     try:
-        yield Running(address[0], state, stop)
+        yield result
     finally:
+        result.http.close()
         stop()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,30 @@ from unspool.sampling import STAGES, Candidates, RowInput, Rows, SamplingSetting
 from unspool.sampling.rows import RowSettings
 
 Matrix = np.ndarray[Any, Any]
+
+
+# Settings of every kind of chain.
+CHAINS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0},
+    {"temperature": 0, "repetition_penalty": 1.3},
+    {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1},
+    {"repetition_penalty": 1.2, "penalty_window": 20, "penalize_prompt": False},
+    {"top_k": 0, "min_p": 0.0},
+    {"top_k": 0, "top_p": 1.0, "min_p": 0.02},
+    {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0},
+    {"top_k": 5000, "top_p": 0.999, "temperature": 1.4},
+    {"stages": ("temperature", "top_k", "top_p", "min_p"), "temperature": 1.3},
+    {"typical_p": 0.5, "top_k": 0},
+    {"eta": 0.01, "top_k": 0},
+    {"top_n_sigma": 1.0},
+    {"xtc_probability": 0.7, "xtc_threshold": 0.05},
+    {"dynatemp_range": 0.4},
+    {"mirostat_tau": 3.0},
+    {"no_repeat_ngram": 2, "dry_multiplier": 0.8},
+    {"logit_bias": {3: 2.0, 7: -math.inf}},
+    {"logit_bias": {3: math.inf, 250: math.inf}},
+]
 
 
 def neutral(**options: Any) -> SamplingSettings:

@@ -9,6 +9,15 @@ from typing import Any
 WARM = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 5}
 
 
+def levels(root: Any) -> list[list[Any]]:
+    """The nodes of a search below the root, level by level."""
+    rows, level = [], root.children
+    while level:
+        rows.append(level)
+        level = [child for node in level for child in node.children]
+    return rows
+
+
 class Meter:
     """Counts the tokens that are run while it is on."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
@@ -29,10 +29,12 @@ def write_tiny(
     parts: int = 1,
     surplus: Mapping[str, tuple[int, ...]] | None = None,
     numbers: Mapping[str, int] | None = None,
+    change: Callable[[dict[str, np.ndarray]], None] = lambda tensors: None,
 ) -> Path:
     """The file; with `parts` above 1 several of them, as llama.cpp splits models.
 
-    `surplus`: shapes of further tensors. `numbers`: further settings, or others instead.
+    `surplus`: shapes of further tensors. `numbers`: further settings, or others instead. `change`
+    may replace tensors; bytes are packed as Q8_0.
     """
     rng = np.random.default_rng(seed)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,13 +58,16 @@ def write_tiny(
     writer.add_token_types([1] * 257 + [3])
     writer.add_token_merges(["h e"])
     writer.add_eos_token_id(257)
-    for name, shape in _MATRICES.items():
-        values = rng.standard_normal(shape) / shape[1] ** 0.5
-        writer.add_tensor(f"{name}.weight", values.astype(np.float32))
-    for name in _NORMS:
-        writer.add_tensor(f"{name}.weight", np.ones(_WIDTH, np.float32))
-    for name, shape in (surplus or {}).items():
-        writer.add_tensor(name, np.ones(shape, np.float32))
+    tensors = {
+        f"{name}.weight": (rng.standard_normal(shape) / shape[1] ** 0.5).astype(np.float32)
+        for name, shape in _MATRICES.items()
+    }
+    tensors |= {f"{name}.weight": np.ones(_WIDTH, np.float32) for name in _NORMS}
+    tensors |= {name: np.ones(shape, np.float32) for name, shape in (surplus or {}).items()}
+    change(tensors)
+    for name, data in tensors.items():
+        packed = gguf.GGMLQuantizationType.Q8_0 if data.dtype == np.uint8 else None
+        writer.add_tensor(name, data, raw_dtype=packed)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

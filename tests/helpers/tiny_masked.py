@@ -98,6 +98,9 @@ _SMALL = {
     "num_attention_heads": 6,
     "max_position_embeddings": 130,
 }
+_LONG = {"max_position_embeddings": 2048}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1}
+_TOKENS |= {"eos_token_id": 2, "sep_token_id": 2}
 _BERT = {"sight": "whole", "norm_sums": True, "head_transform": True}
 
 
@@ -143,17 +146,7 @@ FAMILIES: dict[str, Masked] = {
         _bert("DistilBert", dim=48, n_layers=4, n_heads=6, hidden_dim=80, pad_token_id=0), _BERT
     ),
     "modernbert": Masked(
-        _bert(
-            "ModernBert",
-            local_attention=10,
-            num_hidden_layers=5,
-            max_position_embeddings=2048,
-            pad_token_id=0,
-            eos_token_id=2,
-            bos_token_id=1,
-            cls_token_id=1,
-            sep_token_id=2,
-        ),
+        _bert("ModernBert", local_attention=10, num_hidden_layers=5, **_LONG, **_TOKENS),
         {"sight": "whole", "windows": (0, 6, 6, 0, 6), "norm_bias": False, "tied": True},
     ),
     "modernbert-biases": Masked(
@@ -161,16 +154,9 @@ FAMILIES: dict[str, Masked] = {
             "ModernBert",
             local_attention=6,
             global_attn_every_n_layers=2,
-            norm_bias=True,
-            attention_bias=True,
-            mlp_bias=True,
-            classifier_bias=True,
             decoder_bias=False,
-            pad_token_id=0,
-            eos_token_id=2,
-            bos_token_id=1,
-            cls_token_id=1,
-            sep_token_id=2,
+            **dict.fromkeys(("norm_bias", "attention_bias", "mlp_bias", "classifier_bias"), True),
+            **_TOKENS,
         ),
         {"windows": (0, 4, 0, 4), "head_bias": False, "head_transform_bias": True},
     ),

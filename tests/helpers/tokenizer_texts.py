@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from functools import partial
+
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from unspool.errors import UnspoolError
+from unspool.text.tokenizer.bpe import merge_steps
+from unspool.text.tokenizer.tokenizer import Tokenizer
 
 _FRAGMENTS = [
     "the", " the", "The", "THE", "don't", "DON'T", "we'Ll", "I'm", "'s", "'", "ſ", "'ſ",
@@ -24,6 +31,12 @@ TEXTS = st.one_of(
     st.text(alphabet="ab ▁n\n", max_size=30),
 )
 
+TRIED_TEXTS = [
+    "Why do leaves change color in fall?",
+    "äöü 🌿 東京\n\n\tx  y   z 12345 won't",
+    "control: <|im_end|> </s> <|endoftext|> <s>",
+    " lead and trail ",
+]
 # The same examples in every run, so that a failure is never a matter of luck.
 SAME_EVERY_RUN = settings(
     max_examples=40,
@@ -31,3 +44,34 @@ SAME_EVERY_RUN = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+
+
+@SAME_EVERY_RUN
+@given(TEXTS)
+def check_merges(tokenizer: Tokenizer, text: str) -> None:
+    """The plain BPE implementation gives the ids of the library, one merge after the other."""
+    if tokenizer.missing_character(text) is not None:
+        for encode in (tokenizer.encode, partial(merge_steps, tokenizer)):
+            with pytest.raises(UnspoolError, match="is not in the model's vocabulary"):
+                encode(text)
+        return
+    words = merge_steps(tokenizer, text)
+    assert [token for word in words for token in word.ids] == tokenizer.encode(text)
+    for word in words:
+        pieces = word.start
+        for merge in word.merges:
+            assert pieces[merge.position : merge.position + 2] == merge.pair
+            assert len(merge.pieces) == len(pieces) - 1
+            assert merge.pieces[merge.position] == b"".join(merge.pair)
+            assert b"".join(merge.pieces) == b"".join(pieces)
+            pieces = merge.pieces
+        assert pieces == word.pieces
+
+
+def check_batch(tokenizer: Tokenizer) -> None:
+    """A batch is encoded as each text alone."""
+    control = next(iter(tokenizer.special_tokens), "<s>")
+    texts = ["", "Why do leaves?", f"a {control} in a text", " 12 \n\n é🍁", "word " * 2000]
+    assert tokenizer.encode_batch(texts) == [tokenizer.encode(text) for text in texts]
+    with pytest.raises(UnspoolError, match="lone surrogate"):
+        tokenizer.encode_batch(["fine", "half \ud83d"])

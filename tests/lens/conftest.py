@@ -1,4 +1,4 @@
-"""A tiny model of every family, loaded when first asked for; kept for the whole run."""
+"""Tiny models: one of every family, loaded when first asked for, and one with a vocabulary."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ import pytest
 
 import unspool
 from helpers import tiny
+
+
+@pytest.fixture(scope="session")
+def lm(small_lm: Any) -> Any:
+    return small_lm
 
 
 @pytest.fixture(scope="session")

@@ -9,28 +9,30 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import tiny
 from unspool.errors import UnspoolError
 from unspool.lens.activations import get_activations
 from unspool.lens.attribution import attribution
 
 TOKENS = [1, 40, 77, 3, 200, 11, 90, 54, 8, 130]
+FAMILIES = [  # of every kind of norm, residual, head and feed-forward
+    "llama", "llama-tied-bias", "gpt2", "gpt-neox", "gpt-neox-sequential", "gemma2", "gemma3",
+    "olmo2", "mixtral", "qwen3-moe", "gpt-oss", "granite", "gemma4-all",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", [*tiny.FAMILIES, *tiny.NEWEST])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_parts_sum_to_the_logit(family, family_lm):
     lm = family_lm(family)
     worst = 0.0
-    for position in (0, 4, 9):
+    for position in (0, 9):
         activations = get_activations(lm, TOKENS, position)
-        for token in (None, 7, 258):
+        for token in (None, 258):
             for against in (None, 31, "mean"):
                 result = attribution(lm, activations, token=token, against=against)
                 worst = max(worst, abs(result.rest))
                 assert result.logit == pytest.approx(_uncapped(lm, activations, result), abs=1e-3)
                 if not result.softcap:
                     assert result.said == result.logit
-    print(f"attribution of {family}: off by {worst:.1e} at the most")
     assert worst < 1e-3
     names = [(part.name, part.layer) for part in result.parts]
     layers = range(1, lm.config.layers + 1)
@@ -125,23 +127,15 @@ def test_for_json(tiny_lm):
     result = attribution(tiny_lm, get_activations(tiny_lm, TOKENS, 5), against="mean")
     decoded = json.loads(json.dumps(result.to_dict()))
     assert decoded["against"] == "mean" and len(decoded["parts"]) == 9
-    assert (
-        abs(sum(part["value"] for part in decoded["parts"]) + decoded["rest"] - decoded["logit"])
-        < 1e-9
-    )
+    total = sum(part["value"] for part in decoded["parts"])
+    assert total + decoded["rest"] == pytest.approx(decoded["logit"], abs=1e-9)
     strongest = result.strongest(2)
     assert abs(strongest[0].value) >= abs(strongest[1].value)
 
 
-@pytest.mark.real
-@pytest.mark.parametrize(
-    ("fixture", "max_rest"), [pytest.param("torch_lm", 1e-3, marks=pytest.mark.slow), ("lm", 0.3)]
-)
-def test_on_the_default_model(fixture, max_rest, request):
-    """The native head rounds its input to bytes: what that changes is shown as the rest."""
-    lm = request.getfixturevalue(fixture)
+def test_on_native_kernels(lm):
     generation = lm.generate("The capital of Germany is", max_tokens=2, temperature=0, seed=0)
     for step in generation.steps:
         activations = get_activations(lm, generation, step.position - 1)
         for against in (None, "mean"):
-            assert abs(attribution(lm, activations, against=against).rest) < max_rest
+            assert abs(attribution(lm, activations, against=against).rest) < 1e-2

@@ -8,8 +8,12 @@ import json
 import pytest
 import typer
 
+import unspool
+from helpers import tiny
 from unspool.cli.inspection import replay as command
 from unspool.errors import ContextError, ModelFileError, UnspoolError
+from unspool.lens.activations import get_activations
+from unspool.lens.attribution import attribution
 from unspool.lens.replay import replay
 from unspool.lens.trace import load_trace, save_trace, trace_of
 from unspool.sampling import GrammarSpec
@@ -46,13 +50,6 @@ def test_reproduced(options, tiny_lm, tmp_path):
     assert now.finish_reason == then.finish_reason
     assert "exactly" in result.describe()
     assert json.loads(json.dumps(result.to_dict()))["exact"] is True
-
-
-@pytest.mark.parametrize("family", ["llama-dynamic", "gemma3", "gpt-neox", "qwen3-moe"])
-def test_other_families(family, family_lm, tmp_path):
-    lm = family_lm(family)
-    generation = lm.generate(PROMPT, max_tokens=20, seed=3, end=False)
-    assert replay(lm, saved_and_loaded(lm, generation, tmp_path)).exact
 
 
 def test_by_another_model_it_differs_and_says_where(family_lm, tiny_lm, tmp_path):
@@ -206,9 +203,6 @@ def test_hostile_traces_are_refused_before_they_run(tiny_lm, tmp_path):
     assert tiny_lm.generate(PROMPT, max_tokens=2, seed=1).tokens  # the engine lives
 
 
-# -- the command -----------------------------------------------------------------------------
-
-
 @pytest.fixture
 def unspool_replay(tiny_lm, monkeypatch, capfd):
     app = typer.Typer()
@@ -255,8 +249,7 @@ def test_the_command_refuses_a_broken_file_before_loading(unspool_replay, tmp_pa
         unspool_replay(tmp_path / "t.json")
 
 
-@pytest.mark.real
-def test_on_the_default_model(lm, tmp_path):
+def test_a_chat_and_a_grammar(lm, tmp_path):
     generation = lm.chat("Why do leaves change color in fall?", max_tokens=6, seed=7)
     trace = saved_and_loaded(lm, generation, tmp_path)
     result = replay(lm, trace)
@@ -270,11 +263,6 @@ def test_on_the_default_model(lm, tmp_path):
 
 def test_in_16_bits(tmp_path):
     """Rounding is coarser, and told: what is seen still holds together."""
-    import unspool
-    from helpers import tiny
-    from unspool.lens.activations import get_activations
-    from unspool.lens.attribution import attribution
-
     tiny.save("qwen3", tmp_path / "model")
     lm = unspool.load(tmp_path / "model", backend="torch", dtype="bfloat16", memory=8 << 20)
     generation = lm.generate(PROMPT, max_tokens=10, seed=3, end=False)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,13 @@ import torch
 
 import unspool
 from helpers import tiny
+from helpers.adapter_support import all_logits, with_adapters
+from helpers.cuda_support import torch_model
+from helpers.paged_texts import RandomCheckpoint, config
+from unspool.backends.cpu.model import load_cpu
 from unspool.errors import UnspoolError
-from unspool.model.adapters import Adapter, LowRank, adaptable_shapes, read_adapter, write_adapter
+from unspool.model.adapters import adaptable_shapes, read_adapter, write_adapter
+from unspool.model.files.checkpoint import open_checkpoint
 from unspool.native import missing_reason
 
 TOKENS = [3, 141, 59, 26, 5, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28, 84, 19]
@@ -48,34 +56,53 @@ def our_logits(lm: Any, adapter: str | None = None, tokens: list[int] = TOKENS) 
         return np.asarray(lm.engine.extend(branch, num_logits=len(tokens)))
 
 
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """A family's folder with `base` and `adapter`, and PEFT's logits; each is made once."""
+
+    @cache
+    def make(family: str) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp(family)
+        return folder, logits_of(peft_model(folder, family))
+
+    return make
+
+
+@pytest.fixture
+def lm(adapted: Any) -> Iterator[Any]:
+    """A Llama on torch with the adapter "a"."""
+    folder, _ = adapted("llama")
+    with unspool.load(folder / "base", backend="torch", memory=8 << 20) as lm:
+        lm.load_adapter("a", folder / "adapter")
+        yield lm
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_adapter_of_pefts_gives_its_logits(tmp_path: Path, family: str, backend: str) -> None:
-    reference = peft_model(tmp_path, family)
-    lm = unspool.load(tmp_path / "base", backend=backend)
-    plain = our_logits(lm)
-    lm.load_adapter("a", tmp_path / "adapter")
-    expected = logits_of(reference)
-    assert np.abs(expected - plain).max() > 0.05
-    # Keys and values have 16 bits in the native backend.
-    allowed = 1e-4 if backend == "torch" else 0.02 * np.abs(expected).max()
-    assert np.abs(our_logits(lm, "a") - expected).max() < allowed
-    np.testing.assert_array_equal(our_logits(lm), plain)
+def test_an_adapter_of_pefts_gives_its_logits(adapted: Any, family: str, backend: str) -> None:
+    folder, expected = adapted(family)
+    with unspool.load(folder / "base", backend=backend, memory=8 << 20) as lm:
+        plain = our_logits(lm)
+        lm.load_adapter("a", folder / "adapter")
+        assert np.abs(expected - plain).max() > 0.05
+        # Keys and values have 16 bits in the native backend.
+        allowed = 1e-4 if backend == "torch" else 0.02 * np.abs(expected).max()
+        assert np.abs(our_logits(lm, "a") - expected).max() < allowed
+        np.testing.assert_array_equal(our_logits(lm), plain)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_written_here_loads_in_peft(tmp_path: Path, family: str) -> None:
+def test_what_is_written_here_loads_in_peft(adapted: Any, family: str, tmp_path: Path) -> None:
     import peft
     from transformers import AutoModelForCausalLM
 
-    expected = logits_of(peft_model(tmp_path, family))
-    config = unspool.load(tmp_path / "base", backend="torch").config
-    adapter = read_adapter(tmp_path / "adapter", config)
-    write_adapter(adapter, tmp_path / "again", config)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
-    result = peft.PeftModel.from_pretrained(base, tmp_path / "again").eval()
+    folder, expected = adapted(family)
+    config = open_checkpoint(folder / "base").config
+    write_adapter(read_adapter(folder / "adapter", config), tmp_path, config)
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager")
+    result = peft.PeftModel.from_pretrained(base, tmp_path).eval()
     assert np.abs(logits_of(result) - expected).max() < 1e-4
-    written = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (written["r"], written["lora_alpha"]) == (4, 6)
 
 
@@ -102,14 +129,14 @@ def test_a_head_of_its_own_is_adapted_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_of_different_adapters_in_one_step(tmp_path: Path, backend: str) -> None:
+def test_rows_of_different_adapters_in_one_step(adapted: Any, tmp_path: Path, backend: str) -> None:
     """Each text is the same as alone, with any adapters in the batch; equal prompts are computed
     once per adapter."""
-    peft_model(tmp_path / "one", "llama")
-    peft_model(tmp_path / "two", "llama", target_modules=["v_proj", "down_proj"], r=7)
-    lm = unspool.load(tmp_path / "one" / "base", backend=backend)
-    lm.load_adapter("one", tmp_path / "one" / "adapter")
-    lm.load_adapter("two", tmp_path / "two" / "adapter")
+    folder, _ = adapted("llama")
+    peft_model(tmp_path, "llama", target_modules=["v_proj", "down_proj"], r=7)
+    lm = unspool.load(folder / "base", backend=backend)
+    lm.load_adapter("one", folder / "adapter")
+    lm.load_adapter("two", tmp_path / "adapter")
     names = [None, "one", "two", "one", None]
     engine = lm.engine
     alone = [our_logits(lm, name) for name in names]
@@ -124,22 +151,16 @@ def test_rows_of_different_adapters_in_one_step(tmp_path: Path, backend: str) ->
     assert np.abs(alone[0] - alone[1]).max() > 0.05 < np.abs(alone[1] - alone[2]).max()
 
 
-def test_no_page_passes_from_one_adapter_to_another(tmp_path: Path) -> None:
-    peft_model(tmp_path, "llama")
-    lm = unspool.load(tmp_path / "base", backend="torch")
-    lm.load_adapter("a", tmp_path / "adapter")
+def test_no_page_passes_from_one_adapter_to_another(lm: Any, adapted: Any) -> None:
     prompt = list(range(3, 60))
     lm.generate(prompt, max_tokens=1)
     assert lm.generate(prompt, max_tokens=1, adapter="a").reused == 0
     assert lm.generate(prompt, max_tokens=1, adapter="a").reused > 0
-    lm.load_adapter("a", tmp_path / "adapter")  # perhaps another one under the same name
+    lm.load_adapter("a", adapted("llama")[0] / "adapter")  # perhaps another of the same name
     assert lm.generate(prompt, max_tokens=1, adapter="a").reused == 0
 
 
-def test_an_adapter_can_go_while_a_text_is_written_with_it(tmp_path: Path) -> None:
-    peft_model(tmp_path, "llama")
-    lm = unspool.load(tmp_path / "base", backend="torch")
-    lm.load_adapter("a", tmp_path / "adapter")
+def test_an_adapter_can_go_while_a_text_is_written_with_it(lm: Any) -> None:
     complete = lm.generate(TOKENS, max_tokens=30, temperature=0, adapter="a", end=False)
     steps = lm.stream(TOKENS, max_tokens=30, temperature=0, adapter="a", end=False)
     first = next(steps)
@@ -150,10 +171,7 @@ def test_an_adapter_can_go_while_a_text_is_written_with_it(tmp_path: Path) -> No
         lm.generate(TOKENS, adapter="a")
 
 
-def test_a_view_writes_with_its_adapter(tmp_path: Path) -> None:
-    peft_model(tmp_path, "llama")
-    lm = unspool.load(tmp_path / "base", backend="torch")
-    lm.load_adapter("a", tmp_path / "adapter")
+def test_a_view_writes_with_its_adapter(lm: Any, tmp_path: Path) -> None:
     named = lm.generate(TOKENS, max_tokens=12, temperature=0, adapter="a", end=False)
     view = lm.adapted("a")
     assert view.generate(TOKENS, max_tokens=12, temperature=0, end=False).tokens == named.tokens
@@ -180,52 +198,33 @@ def test_a_view_writes_with_its_adapter(tmp_path: Path) -> None:
         ({"lora_alpha": "much"}, "lora_alpha"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    peft_model(tmp_path, "llama")
-    file = tmp_path / "adapter" / "adapter_config.json"
+def test_what_cannot_be_is_refused(
+    adapted: Any, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    folder = shutil.copytree(adapted("llama")[0], tmp_path, dirs_exist_ok=True)
+    file = folder / "adapter" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
-    config = unspool.load(tmp_path / "base", backend="torch").config
     with pytest.raises(UnspoolError, match=message):
-        read_adapter(tmp_path / "adapter", config)
+        read_adapter(folder / "adapter", open_checkpoint(folder / "base").config)
 
 
-def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
-    peft_model(tmp_path, "llama")
-    tiny.save("qwen3", tmp_path / "other")
-    tiny.save("gpt2", tmp_path / "strange")
-    for folder, message in (("other", "another model"), ("strange", "not supported")):
-        config = unspool.load(tmp_path / folder, backend="torch").config
+def test_an_adapter_of_another_model_is_refused(adapted: Any) -> None:
+    folder, _ = adapted("llama")
+    for family, message in (("qwen3", "another model"), ("gpt2", "not supported")):
+        config = open_checkpoint(adapted(family)[0] / "base").config
         with pytest.raises(UnspoolError, match=message):
-            read_adapter(tmp_path / "adapter", config)
+            read_adapter(folder / "adapter", config)
     with pytest.raises(UnspoolError, match="no adapter"):
-        read_adapter(tmp_path / "base", config)
+        read_adapter(folder / "base", config)
     assert "embed.weight" not in adaptable_shapes(config)
 
 
 @_NATIVE
-@pytest.mark.real
-def test_over_packed_weights_an_adapter_does_what_it_does_over_floats(
-    tmp_path: Path, lm: Any, torch_lm: Any
-) -> None:
-    """The default model's file is quantized; its weights stay packed in the native backend."""
-    draw = np.random.default_rng(0)
-    parts = {
-        name: LowRank(
-            draw.standard_normal((4, columns)).astype(np.float32) * 0.2,
-            draw.standard_normal((rows, 4)).astype(np.float32) * 0.2,
-            1.0,
-        )
-        for name, (rows, columns) in adaptable_shapes(lm.config).items()
-        if name.endswith(("q.weight", "down.weight"))
-    }
-    write_adapter(Adapter(parts), tmp_path, lm.config)
-    text = lm.tokenizer.encode("The old fisherman looked at the sky for a long time, and said:")
-    result = []
-    for model in (lm, torch_lm):
-        model.load_adapter("packed", tmp_path)
-        result.append(our_logits(model, "packed", text).flatten())
-        model.unload_adapter("packed")
-    plain = our_logits(torch_lm, tokens=text).flatten()
-    # The packed products round what goes in to bytes: alike, not the same.
-    assert np.corrcoef(result[0], result[1])[0, 1] > 0.98
-    assert np.corrcoef(result[1], plain)[0, 1] < 0.9
+def test_over_packed_weights_an_adapter_does_what_it_does_over_floats() -> None:
+    """In the native backend weights stay packed; their products round what goes in to bytes."""
+    checkpoint = RandomCheckpoint(config(width=64, ff_width=64, context=128), "Q8_0")
+    models = load_cpu(checkpoint, kv_bits=32), torch_model(checkpoint)
+    packed, plain = (all_logits(with_adapters(model)).reshape(-1, 67) for model in models)
+    assert np.corrcoef(packed.ravel(), plain.ravel())[0, 1] > 0.98
+    without, adapted = plain[:3], plain[3:6]
+    assert np.corrcoef(without.ravel(), adapted.ravel())[0, 1] < 0.9

@@ -14,80 +14,47 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import transformers
 from tokenizers import Tokenizer, models
 from transformers import CONFIG_MAPPING
 
 from helpers import tiny, tiny_masked
 from helpers.adapter_support import random_adapter
-from helpers.paged_texts import config
 from helpers.tiny_gguf import write_tiny
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.adapters import read_adapter, write_adapter
-from unspool.model.config import Recurrence, Rotary, sinusoidal
+from unspool.model.config import sinusoidal
 from unspool.model.families.causal import ALIASES
 from unspool.model.families.family import Family
 from unspool.model.families.registry import _ALL, family_of_model_type
-from unspool.model.files import gguf
 from unspool.model.files.config_gguf import config_from_gguf
 from unspool.model.files.config_json import config_from_hf
 from unspool.model.files.gguf import GGUFFile
 from unspool.model.hub.inspect import summarize_model
 from unspool.model.hub.memory import PLANNED_STATES, sequence_memory
-from unspool.model.layers.parts import apply_rope
 from unspool.model.weights import parameter_count
 from unspool.text.tokenizer.huggingface import read_tokenizer_json
 
 _BASE = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)}
-_TRAINING = "only training"
-_TOKENS = "a token's number: the tokenizer's business"
-_OTHER_HEAD = "of heads for other tasks than language modelling"
-_HOW = "how it is computed, not what"
-_OUTPUT = "what is returned beside the logits"
-_DRAFTS = "of layers that draft, which are not loaded"
-
-# Fields that do not change the logits of a text, each with the reason.
-IRRELEVANT: dict[str, str] = {
-    "initializer_range": _TRAINING,
-    "initializer_cutoff_factor": _TRAINING,
-    "rescale_prenorm_residual": _TRAINING,
-    "router_aux_loss_coef": _TRAINING,
-    "router_jitter_noise": _TRAINING,
-    "time_step_min": _TRAINING,
-    "time_step_max": _TRAINING,
-    "time_step_floor": _TRAINING,
-    "expand": "mamba_num_heads and mamba_head_dim say it",
-    "sparse_prediction": _TRAINING,
-    "sparse_pred_ignore_index": _TRAINING,
-    "bos_token_id": _TOKENS,
-    "pad_token_id": _TOKENS,
-    "cls_token_id": _TOKENS,
-    "sep_token_id": _TOKENS,
-    "use_cache": _HOW,
-    "pretraining_tp": _HOW,
-    "reorder_and_upcast_attn": _HOW,
-    "deterministic_flash_attn": _HOW,
-    "use_mamba_kernels": _HOW,
-    "residual_in_fp32": _HOW,
-    "mamba_ssm_cache_dtype": _HOW,
-    "mamba_chunk_size": _HOW,
-    "chunk_size": _HOW,
-    "moe_shared_expert_overlap": _HOW,
-    "num_logits_to_keep": _OUTPUT,
-    "output_router_logits": _OUTPUT,
-    "classifier_pooling": _OTHER_HEAD,
-    "summary_type": _OTHER_HEAD,
-    "summary_use_proj": _OTHER_HEAD,
-    "summary_activation": _OTHER_HEAD,
-    "summary_proj_to_labels": _OTHER_HEAD,
-    "num_mtp_layers": _DRAFTS,
-    "mtp_layer_types": _DRAFTS,
-    "mtp_mlp_layer_types": _DRAFTS,
-    "num_nextn_predict_layers": _DRAFTS,
-    "mtp_layers_block_type": _DRAFTS,
-    "type_vocab_size": "the table's shape says it, and a text is of one type",
+# Fields that do not change the logits of a text, by the reason.
+_REASONS = {
+    "only training": "initializer_range initializer_cutoff_factor rescale_prenorm_residual "
+    "router_aux_loss_coef router_jitter_noise time_step_min time_step_max time_step_floor "
+    "sparse_prediction sparse_pred_ignore_index",
+    "mamba_num_heads and mamba_head_dim say it": "expand",
+    "a token's number: the tokenizer's business": "bos_token_id pad_token_id cls_token_id "
+    "sep_token_id",
+    "how it is computed, not what": "use_cache pretraining_tp reorder_and_upcast_attn "
+    "deterministic_flash_attn use_mamba_kernels residual_in_fp32 mamba_ssm_cache_dtype "
+    "mamba_chunk_size chunk_size moe_shared_expert_overlap",
+    "what is returned beside the logits": "num_logits_to_keep output_router_logits",
+    "of heads for other tasks than language modelling": "classifier_pooling summary_type "
+    "summary_use_proj summary_activation summary_proj_to_labels",
+    "of layers that draft, which are not loaded": "num_mtp_layers mtp_layer_types "
+    "mtp_mlp_layer_types num_nextn_predict_layers mtp_layers_block_type",
+    "the table's shape says it, and a text is of one type": "type_vocab_size",
 }
+IRRELEVANT = {name for names in _REASONS.values() for name in names.split()}
 # The same for one kind of model only: transformers itself does not read these there.
 IRRELEVANT_IN = {
     ("nemotron_h", "sliding_window"): "no layer has a window",
@@ -354,9 +321,6 @@ def test_what_is_not_supported_is_said(changes: dict[str, Any], words: str):
         config_from_hf({**NANO_3, **changes})
 
 
-# -- Positions against their formulas -------------------------------------------------------------
-
-
 def test_sinusoidal_is_the_papers_formula():
     table = sinusoidal(np.arange(50), 16)
     for position in (0, 1, 7, 49):
@@ -366,90 +330,7 @@ def test_sinusoidal_is_the_papers_formula():
             assert table[position, 2 * pair + 1] == pytest.approx(math.cos(angle), abs=1e-6)
 
 
-def test_rotary_depends_only_on_the_distance():
-    rotary = Rotary(width=8)
-    query, key = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0))
-
-    def product(at: int, other: int) -> float:
-        tables = [rotary.tables(np.array([p]), 200) for p in (at, other)]
-        turned = [
-            apply_rope(x, torch.from_numpy(c), torch.from_numpy(s))
-            for x, (c, s) in zip((query, key), tables, strict=True)
-        ]
-        return float((turned[0] * turned[1]).sum())
-
-    assert product(9, 4) == pytest.approx(product(105, 100), abs=1e-4)
-    assert product(9, 4) != pytest.approx(product(9, 5), abs=1e-3)
-
-
-def test_turning_keeps_the_length_and_leaves_the_rest_alone():
-    rotary = Rotary(width=4)
-    cosine, sine = (torch.from_numpy(t) for t in rotary.tables(np.array([3]), 10))
-    x = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
-    turned = apply_rope(x, cosine, sine)
-    assert torch.equal(turned[:, 4:], x[:, 4:])
-    assert turned.norm() == pytest.approx(float(x.norm()), rel=1e-6)
-    first = x[0, 0] * math.cos(3) - x[0, 2] * math.sin(3)
-    assert turned[0, 0] == pytest.approx(float(first), rel=1e-5)
-
-
-def test_scalings_slow_what_they_should():
-    plain = Rotary(width=64, base=10000.0).frequencies(8192)
-    linear = Rotary(width=64, scaling="linear", factor=4.0).frequencies(8192)
-    np.testing.assert_allclose(linear, plain / 4, rtol=1e-6)
-    for scaling in ("yarn", "llama3"):
-        scaled = Rotary(
-            width=64,
-            scaling=scaling,
-            factor=4.0,
-            original_context=2048,  # type: ignore[arg-type]
-        ).frequencies(8192)
-        ratio = plain / scaled
-        assert ratio[0] == pytest.approx(1.0), "the fastest pair is left alone"
-        assert ratio[-1] == pytest.approx(4.0), "the slowest is slowed fully"
-        assert (np.diff(ratio) >= -1e-5).all(), "and in between it only grows"
-    dynamic = Rotary(width=64, scaling="dynamic", factor=4.0, original_context=2048)
-    np.testing.assert_allclose(dynamic.frequencies(2048), plain, rtol=1e-6)
-    assert dynamic.frequencies(8192)[-1] < plain[-1] / 4
-
-
-# -- The memory of recurrent states is known before a model is opened -----------------------------
-
-
-QWEN = {
-    "block_count": 24, "embedding_length": 1024, "context_length": 262144,
-    "attention.head_count": 8, "attention.head_count_kv": 2, "attention.key_length": 256,
-    "full_attention_interval": 4, "ssm.conv_kernel": 4, "ssm.state_size": 128,
-    "ssm.group_count": 16, "ssm.time_step_rank": 16, "ssm.inner_size": 2048,
-}  # fmt: skip
-
-
-def test_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The numbers of Qwen3.5-0.8B."""
-
-    class Header:
-        def __init__(self, path: Any, glance: bool) -> None:
-            self.metadata = {f"qwen35.{key}": value for key, value in QWEN.items()}
-            self.metadata |= {"general.architecture": "qwen35", "general.file_type": 15}
-
-    monkeypatch.setattr(gguf, "GGUFFile", Header)
-    monkeypatch.setattr(gguf, "part_paths", lambda path: [path])
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    observed = summarize_model(tmp_path / "model.gguf")
-    shape = Recurrence(conv_kernel=4, key_heads=16, value_heads=16, key_width=128, value_width=128)
-    mixers = ("delta", "delta", "delta", "attention") * 6
-    complete = config(
-        layers=24, width=1024, heads=8, kv_heads=2, head_width=256, mixers=mixers, recurrence=shape
-    )
-    assert not observed.problem
-    assert (
-        observed.state_bytes == complete.state_bytes
-        and observed.kv_bytes == 2 * complete.kv_floats_per_token
-    )
-    assert 18 << 20 < observed.state_bytes < 20 << 20
-
-
-def test_of_a_folder(tmp_path: Path):
+def test_memory_of_states_is_known_before_a_model_is_opened(tmp_path: Path):
     tiny.save("qwen3.5", tmp_path)
     observed = summarize_model(tmp_path)
     assert not observed.problem and observed.state_bytes > 0

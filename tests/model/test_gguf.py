@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.tiny_gguf import write_tiny
@@ -137,15 +137,6 @@ def test_unsupported_type_is_named(tmp_path: Path):
         GGUFFile(path).float32("blk.0.attn_q.weight")
 
 
-def test_unsupported_architecture_is_named(tmp_path: Path):
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "mamba")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(ModelFileError, match=r"'mamba' are not supported; these are: .*llama"):
-        open_checkpoint(tmp_path / "a.gguf")
-
-
 @pytest.mark.parametrize(
     ("surplus", "numbers", "words"),
     [
@@ -223,23 +214,23 @@ def test_broken_files_end_in_a_sentence(content: bytes, words: str, tmp_path: Pa
     assert str(path) in str(caught.value)
 
 
-def small_file(folder: Path) -> bytes:
+@pytest.fixture(scope="module")
+def small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     blocks = random_blocks(3, rows=2, columns=64)
     return write_gguf(
-        folder / "whole.gguf",
+        tmp_path_factory.mktemp("fuzz") / "whole.gguf",
         {"token_embd.weight": (blocks, 3), "x": (random_blocks(0, 1, 8), 0)},
         llama__block_count=1,
         tokenizer__tokens=["a", "b", "c"],
         tokenizer__scores=[1.0, 2.0],
-    ).read_bytes()
+    )
 
 
-@settings(max_examples=400, deadline=2000, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_fuzzed_files_never_crash_or_grow(data: st.DataObject, tmp_path_factory):
+def test_fuzzed_files_never_crash_or_grow(data: st.DataObject, small_file: Path):
     """Cut, flip and overwrite: a sentence or a readable file, and no large allocation."""
-    folder = tmp_path_factory.mktemp("fuzz")
-    content = bytearray(small_file(folder))
+    content = bytearray(small_file.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(content) - 8))
         if data.draw(st.booleans()):
@@ -249,7 +240,7 @@ def test_fuzzed_files_never_crash_or_grow(data: st.DataObject, tmp_path_factory)
             content[at : at + 8] = struct.pack("<Q", value)
     if data.draw(st.booleans()):
         content = content[: data.draw(st.integers(0, len(content)))]
-    path = folder / "broken.gguf"
+    path = small_file.with_name("broken.gguf")
     path.write_bytes(content)
     tracemalloc.start()
     try:
@@ -265,22 +256,7 @@ def test_fuzzed_files_never_crash_or_grow(data: st.DataObject, tmp_path_factory)
     assert peak < 50_000_000
 
 
-@settings(max_examples=200, deadline=2000)
-@given(st.binary(max_size=300))
-@example(b"GGUF")
-def test_random_bytes(content: bytes):
-    from tempfile import NamedTemporaryFile
-
-    with NamedTemporaryFile(suffix=".gguf") as handle:
-        handle.write(HEADER[:8] + content)
-        handle.flush()
-        with pytest.raises(ModelFileError):
-            open_checkpoint(handle.name)
-
-
 def test_a_model_in_several_files(tmp_path: Path):
-    from helpers.tiny_gguf import write_tiny
-
     complete = GGUFFile(write_tiny(tmp_path / "whole.gguf"))
     write_tiny(tmp_path / "split" / "m.gguf", parts=3)
     parts = sorted((tmp_path / "split").iterdir())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from unspool.backends.cpu.model import CpuModel, load_cpu
 from unspool.backends.step import Backend
 from unspool.backends.torch.backend import TorchModel
 from unspool.model.files.checkpoint import Checkpoint, load_transformer, open_checkpoint
+from unspool.model.files.stored import FileTensor
 
 transformers.logging.disable_progress_bar()
 needs_native = pytest.mark.skipif(
@@ -79,10 +79,10 @@ def logits(folder: Path) -> tuple[torch.Tensor, Any]:
         return tokens, reference(tokens).logits[0].numpy()
 
 
-def kinds(checkpoint: Checkpoint) -> set[str]:
-    """The types of the experts' matrices."""
+def experts_of(checkpoint: Checkpoint) -> dict[str, FileTensor]:
+    """The experts' matrices."""
     every = checkpoint.weights()
-    return {stored.type for name, stored in every if len(stored.shape) == 3 and ".feed." in name}
+    return {name: part for name, part in every if len(part.shape) == 3 and ".feed." in name}
 
 
 @pytest.mark.parametrize("form", ["safetensors", pytest.param("gguf", marks=pytest.mark.slow)])
@@ -92,7 +92,7 @@ def test_torch_gives_what_transformers_gives(
 ):
     path = folder if form == "safetensors" else request.getfixturevalue("converted")
     checkpoint = open_checkpoint(path)
-    assert kinds(checkpoint) == {"MXFP4"}
+    assert {part.type for part in experts_of(checkpoint).values()} == {"MXFP4"}
     model = load_transformer(checkpoint)
     tokens, expected = logits
     assert np.abs(model(tokens)[0].numpy() - expected).max() < CLOSE
@@ -126,20 +126,12 @@ def test_native_gives_what_torch_gives(folder: Path):
 @needs_native
 def test_experts_keep_their_bits(folder: Path):
     model: CpuModel = load_cpu(open_checkpoint(folder), threads=1).wait()
-    for name, stored in _experts(open_checkpoint(folder)):
+    for name, stored in experts_of(open_checkpoint(folder)).items():
         for number, part in enumerate(stored.slices()):
             packed = model.packed[f"{name}[{number}]"]
             np.testing.assert_array_equal(packed.float32(), part.float32())
             assert packed.packing.format == "codes"
     assert model.quantization_error is None
-
-
-def _experts(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
-    return (
-        (name, stored)
-        for name, stored in checkpoint.weights()
-        if len(stored.shape) == 3 and ".feed." in name
-    )
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ _entry = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=2000, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(header=st.dictionaries(st.text(max_size=3), _entry | _json, max_size=3), data=st.binary())
 def test_any_header_is_read_or_refused(header: dict[str, Any], data: bytes, tmp_path: Path):
     path = written(tmp_path / "a.safetensors", header, data)
@@ -139,11 +139,3 @@ def test_any_header_is_read_or_refused(header: dict[str, Any], data: bytes, tmp_
             assert file.stored(name).float32().shape == placed.shape
     except ModelFileError as error:
         assert "\n" not in str(error)
-
-
-@settings(max_examples=150, deadline=2000, suppress_health_check=list(HealthCheck))
-@given(content=st.binary(max_size=120))
-def test_any_bytes_are_read_or_refused(content: bytes, tmp_path: Path):
-    (tmp_path / "a").write_bytes(content)
-    with pytest.raises(ModelFileError):
-        SafetensorsFile(tmp_path / "a")

@@ -80,33 +80,28 @@ def test_key_heads_that_are_fewer_than_ranks_are_had_by_neighbours():
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "words"),
+    ("name", "changes", "ranks", "words"),
     [
-        ("smollm2-135m", 2, "it has 9 heads; 3 would fit"),
-        ("qwen2.5-0.5b", 7, "2 heads of keys and values; 2 would fit"),
-        ("phi4", 4, "10 heads of keys"),
-        ("gemma3-1b", 8, "it has 4 heads"),
+        ("smollm2-135m", {}, 2, "it has 9 heads; 3 would fit"),
+        ("qwen2.5-0.5b", {}, 7, "2 heads of keys and values; 2 would fit"),
+        ("phi4", {}, 4, "10 heads of keys"),
+        ("gemma3-1b", {}, 8, "it has 4 heads"),
+        ("qwen3.5-4b", {"linear_num_key_heads": 2}, 4, "recurrent .* 2 key heads; 2 would fit"),
+        ("gpt-oss-20b", {"intermediate_size": 2882}, 4, "experts have an inner width of 2882"),
+        ("qwen3-0.6b", {"intermediate_size": 3074}, 4, "an inner width of 3074"),
+        (
+            "smollm2-135m",
+            {"num_attention_heads": 7, "num_key_value_heads": 7, "intermediate_size": 30},
+            2,
+            "it fits no number of them; put its layers onto",
+        ),
     ],
 )
-def test_what_does_not_divide_is_refused_in_words(name: str, ranks: int, words: str):
+def test_what_does_not_divide_is_refused_in_words(
+    name: str, changes: dict[str, int], ranks: int, words: str
+):
     with pytest.raises(SettingsError, match=f"over {ranks} processes.*{words}"):
-        check_shardable(config_of(name), ranks)
-
-
-def test_widths_that_do_not_divide():
-    config = config_of("qwen3.5-4b", linear_num_key_heads=2)
-    with pytest.raises(SettingsError, match="recurrent layers have 2 key heads; 2 would fit"):
-        check_shardable(config, 4)
-    config = config_of("gpt-oss-20b", intermediate_size=2882)
-    with pytest.raises(SettingsError, match="experts have an inner width of 2882"):
-        check_shardable(config, 4)
-    config = config_of("qwen3-0.6b", intermediate_size=3074)
-    with pytest.raises(SettingsError, match="an inner width of 3074"):
-        check_shardable(config, 4)
-    config = config_of("smollm2-135m", num_attention_heads=7, num_key_value_heads=7,
-                       intermediate_size=30)  # fmt: skip
-    with pytest.raises(SettingsError, match="it fits no number of them; put its layers onto"):
-        check_shardable(config, 2)
+        check_shardable(config_of(name, **changes), ranks)
 
 
 def test_a_bias_behind_a_sum_is_added_once():

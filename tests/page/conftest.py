@@ -1,4 +1,4 @@
-"""A real browser before a real server with the default model."""
+"""A real browser before a real server with a small model; what uses it is marked `browser`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
-from helpers import page_actions as acts
+from helpers.page_actions import WIDE
 from unspool.page import files
 
 _ARGUMENTS = (
@@ -65,7 +65,9 @@ class Window:
     """A browser window that many tests use: opening a new one takes a second."""
 
     def __init__(self, browser: Browser) -> None:
-        self.page = acts.opened(browser, "about:blank")
+        context = browser.new_context(viewport=WIDE)
+        context.add_init_script("localStorage.setItem('unspool.tour', 'true')")  # put away
+        self.page = context.new_page()
         self.faults: list[str] = []
         self.page.on("console", self._record_error)
         self.page.on("pageerror", lambda error: self.faults.append(str(error)))
@@ -79,16 +81,16 @@ class Window:
         self.page.unroute_all(behavior="ignoreErrors")
         self.page.evaluate(_FORGET)
         self.page.emulate_media(color_scheme="light", reduced_motion="no-preference")
-        self.page.set_viewport_size(acts.WIDE)
+        self.page.set_viewport_size(WIDE)
         self.faults.clear()
 
-    def renew(self, address: str) -> None:
+    def visit(self, address: str) -> Page:
         self.forget()
         self.page.goto(address)
-        expect(self.page.locator("#write")).to_be_enabled()
+        return self.page
 
 
-class Opened:
+class Chromium:
     """A browser and a window, for all tests here that come one after another: opening them, and
     reading the page's code for the first time, takes seconds."""
 
@@ -99,7 +101,15 @@ class Opened:
         self.window = Window(self.browser)
 
 
-_opened: list[Opened] = []  # one or none
+_open_browsers: list[Chromium] = []  # one or none
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what opens the browser: a separate job. Slow tests stay in the job of slow tests."""
+    for item in items:
+        if "chromium" in getattr(item, "fixturenames", ()) and not item.get_closest_marker("slow"):
+            item.add_marker("browser")
 
 
 # Not at the end of the session: while Playwright runs, no other test of the thread can use asyncio.
@@ -107,37 +117,38 @@ _opened: list[Opened] = []  # one or none
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
     """Before a test without a browser it is closed."""
     yield
-    if _opened and "opened" not in getattr(nextitem, "fixturenames", ()):
-        _opened.pop().closing.close()
+    if _open_browsers and "chromium" not in getattr(nextitem, "fixturenames", ()):
+        _open_browsers.pop().closing.close()
 
 
 @pytest.fixture
-def opened() -> Opened:
-    if _opened and not _opened[0].browser.is_connected():  # a test that killed it
-        _opened.pop().closing.close()
-    if not _opened:
-        result = next(filter(None, map(shutil.which, _NAMES)), None)
-        if result is None:
+def chromium() -> Chromium:
+    if _open_browsers and not _open_browsers[0].browser.is_connected():  # it crashed
+        _open_browsers.pop().closing.close()
+    if not _open_browsers:
+        executable = next(filter(None, map(shutil.which, _NAMES)), None)
+        if executable is None:
             message = "no Chromium here; Debian: apt-get install chromium"
             (pytest.fail if os.environ.get("CI") else pytest.skip)(message)
-        _opened.append(Opened(result))
-    return _opened[0]
+        _open_browsers.append(Chromium(executable))
+    return _open_browsers[0]
 
 
 @pytest.fixture
-def browser(opened: Opened) -> Browser:
-    return opened.browser
+def browser(chromium: Chromium) -> Browser:
+    return chromium.browser
 
 
 @pytest.fixture
-def window(opened: Opened) -> Window:
-    return opened.window
+def window(chromium: Chromium) -> Window:
+    return chromium.window
 
 
 @pytest.fixture
 def page(window: Window, address: str, expected_errors: list[str]) -> Iterator[Page]:
     """The page as a person opens it, the tour put away; nothing may go wrong in it unseen."""
-    window.renew(address)
-    yield window.page
+    page = window.visit(address)
+    expect(page.locator("#write")).to_be_enabled()
+    yield page
     faults = [f for f in window.faults if not any(word in f for word in expected_errors)]
     assert not faults

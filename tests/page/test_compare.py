@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -10,12 +11,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from helpers.page_actions import text, tokens
+from helpers.page_actions import open_view, text, tokens
 
 QUESTION = "Why do leaves change color in fall?"
 ONLY_TEMPERATURE = {"top_k": 0, "top_p": 1, "min_p": 0}
-
-
 WORD_TREE = """async () => {
   const { grow, firstSplit, distinct, depthOf, layout } =
     await import("/page/code/compare/samples.js");
@@ -47,8 +46,7 @@ WORD_TREE = """async () => {
 
 
 def opened(page: Page, picture: str = "Settings", tokens: int = 12) -> Locator:
-    page.get_by_role("button", name="Compare", exact=True).click()
-    view = page.get_by_role("region", name="Compare")
+    view = open_view(page, "Compare")
     view.get_by_role("button", name=picture, exact=True).click()
     view.get_by_label("Prompt to compare").fill(QUESTION)
     view.get_by_label("Tokens", exact=True).fill(str(tokens))
@@ -111,6 +109,13 @@ def test_four_settings_are_written_side_by_side(page: Page) -> None:
     entropy = sum(step["entropy"] for step in wild["steps"]) / 12
     expect(number(column(view, 3), "surprise")).to_have_text(f"{surprise:.2f} nats")
     expect(number(column(view, 3), "entropy")).to_have_text(f"{entropy:.2f} nats")
+
+    # A narrow page scrolls only inside.
+    page.set_viewport_size({"width": 360, "height": 740})
+    last = column(view, 4).get_by_role("button", name="Open column 4 in Write")
+    last.scroll_into_view_if_needed()
+    expect(last).to_be_in_viewport()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
 def test_the_same_settings_and_seed_give_the_same_text(page: Page) -> None:
@@ -231,31 +236,13 @@ def test_stop_ends_all_columns_and_unused_branches_go(page: Page) -> None:
     assert page.evaluate(many) == 4
 
 
-def test_a_narrow_page_scrolls_only_inside(page: Page) -> None:
-    page.set_viewport_size({"width": 360, "height": 740})
-    view = opened(page, tokens=4)
-    view.get_by_role("button", name="Write all").click()
-    written(view)
-    last = column(view, 4).get_by_role("button", name="Open column 4 in Write")
-    last.scroll_into_view_if_needed()
-    expect(last).to_be_in_viewport()
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
-
+def test_samples_grow_a_tree_of_words(page: Page) -> None:
     result = page.evaluate(WORD_TREE)
-    assert result["tree"] == [
-        " a",
-        [0, 1, 2, 3],
-        [
-            [" b", [0, 1, 3], [[" c", [0, 3], []], [" d e", [1], []]]],
-            [" x", [2], []],
-        ],
-    ]
+    b = [" b", [0, 1, 3], [[" c", [0, 3], []], [" d e", [1], []]]]
+    assert result["tree"] == [" a", [0, 1, 2, 3], [b, [" x", [2], []]]]
     assert result["cut"] == [" a", [0, 1, 2, 3], []]
-    assert [(row["text"], row["count"]) for row in result["split"]["rows"]] == [
-        (" b", 3),
-        (" x", 1),
-        (" other", 0),
-    ]
+    rows = [(row["text"], row["count"]) for row in result["split"]["rows"]]
+    assert rows == [(" b", 3), (" x", 1), (" other", 0)]
     assert result["split"]["at"] == 1
     assert result["split"]["rows"][0]["model"] == pytest.approx(math.exp(-2))
     assert result["together"] is None
@@ -268,12 +255,10 @@ def test_a_narrow_page_scrolls_only_inside(page: Page) -> None:
     for band in result["bands"]:
         assert band["x"] >= 0 and band["x"] + band["width"] <= width
         assert band["y"] >= 0 and band["y"] + band["height"] <= height
-    for item in result["bands"]:
-        for other in result["bands"]:
-            apart = (
-                item["x"] + item["width"] <= other["x"]
-                or other["x"] + other["width"] <= item["x"]
-                or item["y"] + item["height"] <= other["y"]
-                or other["y"] + other["height"] <= item["y"]
-            )
-            assert item is other or apart
+    for item, other in itertools.combinations(result["bands"], 2):
+        assert (
+            item["x"] + item["width"] <= other["x"]
+            or other["x"] + other["width"] <= item["x"]
+            or item["y"] + item["height"] <= other["y"]
+            or other["y"] + other["height"] <= item["y"]
+        )

@@ -85,13 +85,20 @@ PARTS += [
     for part in ("think-score", "think-words")
 ]
 
-FAINT = """async (pieces) => {
-    const { rgbaOf } = await import("/page/code/lib.js");
-    const mix = ([r, g, b, a = 255], back) =>
-        [r, g, b].map((one, at) => back[at] + ((one - back[at]) * a) / 255);
+CONTRAST = """
+    const { colorOf, rgbaOf } = await import("/page/code/lib.js");
     const bright = (color) => color.map((one) => one / 255)
         .map((one) => (one <= 0.03928 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
         .reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at], 0);
+    const contrast = (text, under) => {
+        const [low, high] = [bright(text), bright(under)].sort((x, y) => x - y);
+        return (high + 0.05) / (low + 0.05);
+    };
+    const mix = ([r, g, b, a = 255], back) =>
+        [r, g, b].map((one, at) => back[at] + ((one - back[at]) * a) / 255);"""
+FAINT = (
+    f"async (pieces) => {{ {CONTRAST}"
+    """
     const back = (element) => {
         if (!element) return [...rgbaOf(getComputedStyle(document.documentElement)
             .backgroundColor)].slice(0, 3);
@@ -109,23 +116,19 @@ FAINT = """async (pieces) => {
         }
         let inner = place;
         while (inner.lastElementChild) inner = inner.lastElementChild;
-        const under = back(inner);
-        const [r, g, b] = rgbaOf(getComputedStyle(inner).color);
-        const [low, high] = [bright([r, g, b]), bright(under)].sort((x, y) => x - y);
-        const ratio = (high + 0.05) / (low + 0.05);
-        if (ratio < 4.5) found.push([html, Math.round(ratio * 100) / 100]);
+        const ratio = contrast([...rgbaOf(getComputedStyle(inner).color)].slice(0, 3), back(inner));
+        if (ratio < 4.5) found.push([html, ratio]);
     }
     place.remove();
     return found;
 }"""
+)
 
 # Words in pictures: which color on which, the one below with this share over the next.
-PICTURED = """async (pairs) => {
-    const { colorOf, rgbaOf } = await import("/page/code/lib.js");
+PICTURED = (
+    f"async (pairs) => {{ {CONTRAST}"
+    """
     const color = (name) => [...rgbaOf(colorOf(name))].slice(0, 3);
-    const bright = (color) => color.map((one) => one / 255)
-        .map((one) => (one <= 0.03928 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
-        .reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at], 0);
     const place = document.createElement("div"); // how strong a fill of this class is
     document.body.append(place);
     const shareOf = (name) => {
@@ -135,12 +138,11 @@ PICTURED = """async (pairs) => {
     };
     return pairs.map(([text, fill, strength, under]) => {
         const share = typeof strength === "string" ? shareOf(strength) : strength;
-        const [over, below] = [color(fill), color(under)];
-        const back = over.map((one, at) => below[at] + (one - below[at]) * share);
-        const [low, high] = [bright(color(text)), bright(back)].sort((x, y) => x - y);
-        return [text, fill, share, under, Math.round((100 * (high + 0.05)) / (low + 0.05)) / 100];
+        const back = mix([...color(fill), 255 * share], color(under));
+        return [text, fill, share, under, contrast(color(text), back)];
     }).filter((each) => each[4] < 4.5);
 }"""
+)
 DATA = ["--d1", "--d2", "--d3", "--d4", "--d5", "--d6", "--quiet", "--accent"]
 PAIRS: list[list[Any]] = [
     *(["--back", hue, 1, "--raised"] for hue in DATA),  # a part of the chain, the part that was hit

@@ -58,12 +58,6 @@ def lit_and_masked(page: Page) -> dict[str, list[int]]:
     return {name: page.evaluate(script, name) for name in ("lit", "masked")}
 
 
-def test_nothing_selected_is_a_hint(page: Page) -> None:
-    panel = open_panel(page, "Inside")
-    expect(panel).to_contain_text("Select a token")
-    expect(page.locator("#text-overlay path")).to_have_count(0)
-
-
 def test_the_way_and_the_lens_have_this_tokens_numbers(page: Page, inside: Locator) -> None:
     reply = look(page, include="vectors", top=6)
     expect(inside.locator("[data-fact=id]")).to_have_text(str(reply["token"]["id"]))
@@ -107,7 +101,8 @@ def test_the_way_and_the_lens_have_this_tokens_numbers(page: Page, inside: Locat
     open_panel(page, "Inside")
     expect(page.locator("#text-overlay .inside-arcs")).to_have_count(1)
     page.locator("#text").press("Escape")
-    expect(page.locator("#text-overlay .inside-arcs")).to_have_count(0)
+    expect(inside).to_contain_text("Select a token")
+    expect(page.locator("#text-overlay path")).to_have_count(0)
 
 
 def test_a_layer_and_a_head_change_the_arcs(page: Page, inside: Locator) -> None:

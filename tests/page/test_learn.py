@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Locator, Page, expect
 
 import unspool
 from helpers import training_run
-from helpers.page_actions import WIDE, opened, until
+from helpers.page_actions import WIDE, until
 from helpers.page_colors import check_looks
 from helpers.running_server import Running, running
 from unspool.server.runtime.registry import ModelEntry
@@ -199,6 +199,15 @@ def test_dragging_along_the_curve_writes_with_the_nearest_checkpoints(
             repeatedWords(`again ${"abcdefghijklmnopqrstuvwxyz".split("").join(" ")} again`)])"""
     )
     assert measured == [4 / 7, 0, None, None, 0]
+    # What cannot be written is said.
+    view.get_by_label("Temperature").fill("hot")
+    view.locator("#lrn-write").click()
+    expect(view.get_by_role("alert")).to_contain_text("Temperature must be >= 0, got “hot”")
+    expect(view.get_by_label("Temperature")).to_have_attribute("aria-invalid", "true")
+    view.get_by_label("Temperature").fill("0.8")
+    view.get_by_label("Tokens", exact=True).fill("100000000000")
+    view.locator("#lrn-write").click()
+    expect(column(view, 0).get_by_role("alert")).to_contain_text("should be less than")
 
 
 def test_a_token_is_open_as_everywhere(page: Page, served: Running) -> None:
@@ -226,35 +235,6 @@ def test_a_token_is_open_as_everywhere(page: Page, served: Running) -> None:
     column(view, 60).get_by_role("button", name="Open step 60 in Write").click()
     expect(page.locator("#text .t")).to_have_count(12 + 3)
     expect(page.locator(".other-model")).to_contain_text("speeches@60 wrote this text")
-
-
-def test_on_a_phone_the_token_stands_above_its_sheet(page: Page, served: Running) -> None:
-    view = learn(page, served, "speeches")
-    page.set_viewport_size({"width": 390, "height": 844})
-    expect(view.locator("[data-step]")).to_have_count(1)  # as many as there is room for
-    written(view)
-    column(view, 200).locator(".t").nth(2).click()
-    expect(page.locator("#side-panel")).to_be_visible()
-    free = """(() => {
-        const token = document.querySelector("#text .t.selected")?.getBoundingClientRect();
-        const sheet = document.querySelector(".side").getBoundingClientRect();
-        return token && token.top >= 0 && token.bottom < sheet.top;
-    })()"""
-    until(page, free)
-    page.get_by_role("button", name="Close the panel").click()
-    expect(page.locator("#side-panel")).not_to_be_visible()
-
-
-def test_what_cannot_be_written_is_said(page: Page, served: Running) -> None:
-    view = learn(page, served, "speeches")
-    view.get_by_label("Temperature").fill("hot")
-    view.locator("#lrn-write").click()
-    expect(view.get_by_role("alert")).to_contain_text("Temperature must be >= 0, got “hot”")
-    expect(view.get_by_label("Temperature")).to_have_attribute("aria-invalid", "true")
-    view.get_by_label("Temperature").fill("0.8")
-    view.get_by_label("Tokens", exact=True).fill("100000000000")
-    view.locator("#lrn-write").click()
-    expect(column(view, 200).get_by_role("alert")).to_contain_text("should be less than")
 
 
 # -- a run that goes ---------------------------------------------------------------------------
@@ -322,18 +302,31 @@ def test_it_is_accessible_and_fits(page: Page, served: Running) -> None:
     column(view, 200).locator(".t").nth(2).click()
     expect(page.locator("#side-panel .candidate").first).to_be_visible()
     check_looks(page, "learn-token", "#side-panel")
+    # On a phone, which has room for one column, the token stands above its sheet.
+    page.keyboard.press("Escape")
+    page.set_viewport_size({"width": 390, "height": 844})
+    expect(view.locator("[data-step]")).to_have_count(1)
+    column(view, 200).locator(".t").nth(2).click()
+    expect(page.locator("#side-panel")).to_be_visible()
+    free = """(() => {
+        const token = document.querySelector("#text .t.selected")?.getBoundingClientRect();
+        const sheet = document.querySelector(".side").getBoundingClientRect();
+        return token && token.top >= 0 && token.bottom < sheet.top;
+    })()"""
+    until(page, free)
+    page.get_by_role("button", name="Close the panel").click()
+    expect(page.locator("#side-panel")).not_to_be_visible()
 
 
-def test_without_any_run_it_says_how_to_begin(browser: Browser, tmp_path: Path, root: Path) -> None:
+def test_without_any_run_it_says_how_to_begin(window: Any, tmp_path: Path, root: Path) -> None:
     folder = root / "speeches" / "checkpoints" / "000200"
     entry = ModelEntry("first", lambda: unspool.load(folder, memory=8 << 20), 1000)
     with running([entry], runs=tmp_path / "none", drain=0.1) as empty:
-        page = opened(browser, f"{empty.url}/")
+        page = window.visit(f"{empty.url}/")
         page.get_by_role("button", name="Training", exact=True).click()
         expect(page.get_by_text("There is no training run in")).to_be_visible()
         expect(page.get_by_role("button", name="Start")).to_be_visible()
         check_looks(page, "learn-empty")
-        page.context.close()
 
 
 # -- the real thing ----------------------------------------------------------------------------

@@ -8,14 +8,10 @@ from functools import partial
 import pytest
 from playwright.sync_api import Page, expect
 
-from helpers.page_actions import WIDE, adopt, open_panel, post, tokens, write
+from helpers.page_actions import WIDE, adopt, open_panel, open_view, post, tokens, write
 from helpers.page_colors import check_looks
 
 QUESTION = "Why do leaves change color in fall?"
-
-
-def nothing(page: Page) -> None:
-    page.locator("#prompt").focus()
 
 
 def written(page: Page) -> None:
@@ -40,8 +36,7 @@ def tokens_view(page: Page) -> None:
 
 def compare_view(page: Page) -> None:
     page.locator("#prompt").fill(QUESTION)
-    page.get_by_role("button", name="Compare", exact=True).click()
-    view = page.get_by_role("region", name="Compare")
+    view = open_view(page, "Compare")
     view.get_by_label("Tokens", exact=True).fill("30")
     view.get_by_role("button", name="Write all").click()
     expect(view.get_by_role("button", name="Stop", exact=True)).to_have_count(0, timeout=60_000)
@@ -50,10 +45,6 @@ def compare_view(page: Page) -> None:
 def shared(page: Page) -> None:
     page.get_by_role("button", name="Share").click()
     expect(page.get_by_role("dialog")).to_be_visible()
-
-
-def keys(page: Page) -> None:
-    page.locator("#keys").click()
 
 
 def models(page: Page) -> None:
@@ -77,11 +68,6 @@ def unfolded(page: Page) -> None:
         page.get_by_role("button", name=name, include_hidden=True).evaluate("(b) => b.click()")
 
 
-def text_only(page: Page) -> None:
-    """No token selected: on a phone the sheet is down."""
-    page.locator("#text").press("Escape")
-
-
 def tour(page: Page) -> None:
     page.locator("#tour").click()
     for number in (1, 2):  # each step does something first, and is shown when that is done
@@ -92,25 +78,19 @@ def tour(page: Page) -> None:
 
 
 def samples_view(page: Page) -> None:
-    page.get_by_role("button", name="Compare", exact=True).click()
-    view = page.get_by_role("region", name="Compare")
+    view = open_view(page, "Compare")
     view.get_by_role("button", name="Samples").click()
     view.get_by_label("Tokens", exact=True).fill("12")
     view.get_by_role("button", name="Run the example").click()
     expect(view.get_by_role("button", name="Stop", exact=True)).to_have_count(0, timeout=60_000)
 
 
-def example(page: Page) -> None:
-    page.get_by_role("button", name="Compare", exact=True).click()
-    expect(page.get_by_text("Example:")).to_be_visible()
-
-
 VIEWS: dict[str, Callable[[Page], object]] = {
-    "first": nothing,
-    "keys": keys,
+    "first": lambda page: page.locator("#prompt").focus(),
+    "keys": lambda page: page.locator("#keys").click(),
     "models": models,
     "tour": tour,
-    "example": example,
+    "example": partial(open_view, name="Compare"),
     "samples": samples_view,
     "tokens": tokens_view,
     "compare": compare_view,
@@ -123,7 +103,7 @@ OF_A_TEXT: dict[str, Callable[[Page], object]] = {
     "costs": partial(open_panel, name="Costs"),
     "settings": partial(open_panel, name="Settings"),
     "map": branches,
-    "text": text_only,
+    "text": lambda page: page.locator("#text").press("Escape"),  # on a phone the sheet is down
     "unfolded": unfolded,
     "share": shared,
 }
@@ -166,8 +146,7 @@ def strange_beside(page: Page) -> None:
 def strange_comparison(picture: str) -> Callable[[Page], None]:
     def act(page: Page) -> None:
         created = strange_branches(page)
-        page.get_by_role("button", name="Compare", exact=True).click()
-        expect(page.get_by_role("region", name="Compare")).to_be_visible()
+        open_view(page, "Compare")
         page.evaluate(
             """async ([ids, picture]) => {
                 const { change, compare } = await import("/page/code/compare/runs.js");

@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 import unspool
-from helpers.page_actions import until
+from helpers.page_actions import open_view, until
 from helpers.page_colors import check_looks
 from helpers.running_server import Running, running, settled
 from helpers.word_model import save_worded
@@ -39,9 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture
 def view(page: Page) -> Locator:
-    page.get_by_role("button", name="Measure", exact=True).click()
-    result = page.get_by_role("region", name="Measure", exact=True)
-    expect(result.get_by_role("heading", name="Measure")).to_be_visible()
+    result = open_view(page, "Measure")
     expect(result.get_by_label("confidence")).to_be_visible()
     return result
 
@@ -115,7 +113,9 @@ def test_a_measurement_is_stopped(view: Locator, server: Running):
     settled(server)
 
 
-def test_what_is_wrong_is_said_in_place(view: Locator, tmp_path: Path):
+def test_a_comparison_from_a_file_is_drawn_and_what_is_wrong_said(
+    page: Page, view: Locator, tmp_path: Path
+):
     choose(view)
     view.locator("#measure-start").click()
     expect(view.get_by_role("alert")).to_contain_text("Select at least one part")
@@ -128,9 +128,6 @@ def test_what_is_wrong_is_said_in_place(view: Locator, tmp_path: Path):
     other.write_text('{"cats": 3}')
     view.locator("#measure-file").set_input_files(other)
     expect(view.get_by_role("alert")).to_contain_text("other.json is not a report")
-
-
-def test_a_comparison_from_a_file_is_drawn(page: Page, view: Locator, tmp_path: Path):
     pair = tmp_path / "costs.json"
     pair.write_text(
         json.dumps(Comparison([make_report("slow", 9.0), make_report("quick", 2.0)]).to_dict())

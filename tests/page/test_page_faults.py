@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
-from helpers.page_actions import branch, finished, open_panel, opened, set_settings, tokens, write
+from helpers.page_actions import branch, finished, set_settings, start_writing, tokens, write
 from helpers.running_server import default_entry, running
 
 QUESTION = "Why do leaves change color in fall?"
+SMALL: dict[str, Any] = {"memory": 64 << 20, "threads": 1}
 
 
 def test_a_bad_setting_is_said_beside_its_field(page: Page, expected_errors: list[str]) -> None:
     expected_errors.append("400")
     set_settings(page, temperature=-3)
-    page.locator("#prompt").fill(QUESTION)
-    page.locator("#prompt").press("Enter")
+    start_writing(page, QUESTION)
     fault = page.locator("#fault")
     expect(fault).to_contain_text("Temperature must be >= 0, got -3.0")
     beside = page.locator("#set-temperature-fault")
@@ -32,10 +30,10 @@ def test_a_bad_setting_is_said_beside_its_field(page: Page, expected_errors: lis
 
 
 def test_a_prompt_too_long_is_refused_and_a_full_context_is_named(
-    browser: Browser, small_default: Path
+    window: Any, small_default: Path
 ) -> None:
-    with running([default_entry(small_default, context=96)], drain=0.1) as result:
-        page = opened(browser, result.url)
+    with running([default_entry(small_default, context=96, **SMALL)], drain=0.1) as result:
+        page = window.visit(result.url)
         page.get_by_role("button", name="Plain").click()
         page.locator("#prompt").fill("word " * 200)
         page.locator("#write").click()
@@ -45,39 +43,29 @@ def test_a_prompt_too_long_is_refused_and_a_full_context_is_named(
         expect(page.locator("#ending")).to_contain_text("The context window is full")
         assert branch(page)["finish_reason"] == "context"
         assert page.locator("#text .t").count() == 96
-        page.context.close()
 
 
-@pytest.fixture
-def second(small_default: Path) -> Iterator[Any]:
-    with running([default_entry(small_default, memory=64 << 20)], drain=0.1) as result:
-        yield result
-
-
-def test_a_server_that_goes_and_comes_back(
-    browser: Browser, second: Any, small_default: Path
-) -> None:
-    page = opened(browser, second.url)
-    write(page, QUESTION, mode="chat", max_tokens=8, seed=7)
-    words = tokens(page).all_text_contents()
-    port = int(second.url.rpartition(":")[2])
-    second.stop()
+def test_a_server_that_goes_and_comes_back(window: Any, small_default: Path) -> None:
+    with running([default_entry(small_default, **SMALL)], drain=0.1) as result:
+        page = window.visit(result.url)
+        write(page, QUESTION, mode="chat", max_tokens=8, seed=7)
+        words = tokens(page).all_text_contents()
+        port = int(result.url.rpartition(":")[2])
     page.locator("#go-on").click()
     expect(page.locator("#fault")).to_contain_text("The server does not answer")
     expect(page.get_by_text("Trying again every second")).to_be_visible()
     assert tokens(page).all_text_contents() == words  # what was there stays
-    with running([default_entry(small_default, memory=64 << 20)], port=port, drain=0.1):
+    with running([default_entry(small_default, **SMALL)], port=port, drain=0.1):
         expect(page.get_by_text("Trying again every second")).to_have_count(0)
         expect(page.locator("#fault")).to_have_count(0)
         write(page, QUESTION, mode="chat", max_tokens=8, seed=7)
         assert tokens(page).all_text_contents() == words  # the same seed, and the same text
-        page.context.close()
 
 
-def test_a_server_with_a_key_asks_for_it(browser: Browser, small_default: Path) -> None:
-    entries = [default_entry(small_default, memory=64 << 20)]
+def test_a_server_with_a_key_asks_for_it(window: Any, small_default: Path) -> None:
+    entries = [default_entry(small_default, **SMALL)]
     with running(entries, api_keys=("correct-horse",), drain=0.1) as result:
-        page = opened(browser, result.url)
+        page = window.visit(result.url)
         page.get_by_label("This server requires an API key").fill("wrong one")
         page.keyboard.press("Enter")
         expect(page.get_by_text("The key was rejected")).to_be_visible()
@@ -86,7 +74,6 @@ def test_a_server_with_a_key_asks_for_it(browser: Browser, small_default: Path) 
         expect(page.locator("#write")).to_be_enabled()
         write(page, QUESTION, mode="chat", max_tokens=4)
         assert tokens(page).count() == 4
-        page.context.close()
 
 
 def test_a_branch_that_the_server_has_lost(page: Page, expected_errors: list[str]) -> None:
@@ -95,7 +82,6 @@ def test_a_branch_that_the_server_has_lost(page: Page, expected_errors: list[str
     page.request.delete(f"{page.url.rstrip('/')}/v1/tree/{branch(page)['id']}")
     page.locator("#go-on").click()
     expect(page.locator("#fault")).to_contain_text("No such branch")
-    open_panel(page, "Step")
     page.locator("#write").click()
     finished(page)
     expect(page.locator("#fault")).to_have_count(0)

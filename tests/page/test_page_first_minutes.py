@@ -13,7 +13,9 @@ from helpers.page_actions import (
     finished,
     next_frames,
     open_panel,
+    open_view,
     set_settings,
+    start_writing,
     text,
     tokens,
     until,
@@ -30,8 +32,7 @@ FROM_END = """(() => {
 def test_the_last_lines_stay_in_sight_when_the_reply_box_comes(page: Page) -> None:
     set_settings(page, max_tokens=140, seed=3, end=False)
     page.set_viewport_size({"width": 1280, "height": 560})
-    page.locator("#prompt").fill(QUESTION)
-    page.locator("#prompt").press("Enter")
+    start_writing(page, QUESTION)
     expect(tokens(page)).to_have_count(140, timeout=60_000)
     finished(page)
     expect(page.locator("#reply")).to_be_visible()
@@ -56,8 +57,7 @@ def test_the_last_lines_stay_in_sight_when_the_reply_box_comes(page: Page) -> No
 def test_after_enter_the_keys_are_the_pages(page: Page) -> None:
     set_settings(page, max_tokens=300, seed=3, end=False)
     page.locator("#speed").fill("4")
-    page.locator("#prompt").fill(QUESTION)
-    page.locator("#prompt").press("Enter")
+    start_writing(page, QUESTION)
     expect(tokens(page).nth(1)).to_be_visible()
     expect(page.locator("#text")).to_be_focused()
     page.keyboard.press("Space")
@@ -70,6 +70,12 @@ def test_after_enter_the_keys_are_the_pages(page: Page) -> None:
     page.keyboard.press("Space")
     expect(page.locator("#pause")).to_be_visible()
     page.keyboard.press("s")
+    finished(page)
+    page.locator("#speed").fill("0")  # step by step
+    page.locator("#text").focus()
+    stopped = tokens(page).count()
+    page.keyboard.press("Space")
+    expect(tokens(page)).to_have_count(stopped + 1)
     finished(page)
     assert page.locator("#prompt").input_value() == QUESTION
     page.keyboard.press("/")
@@ -166,6 +172,7 @@ def test_samples_that_part_within_a_character_show_its_bytes(page: Page) -> None
                 const branch = currentBranch();
                 const like = branch.steps[0];
                 const at = branch.steps.length;
+                like.entropy = 0.001;
                 branch.steps.push(
                     { ...like, index: at, piece: "⟨F0 9F⟩", text: "", bytes: [240, 159] },
                     { ...like, index: at + 1, piece: "⟨FF⟩", text: "\ufffd\ufffd", bytes: [255] },
@@ -175,30 +182,9 @@ def test_samples_that_part_within_a_character_show_its_bytes(page: Page) -> None
     )
     expect(tokens(page)).to_have_count(6)
     assert tokens(page).all_text_contents()[-2:] == ["⟨F0 9F⟩", "⟨FF⟩"]
-
-
-def test_one_choice_is_no_plural(page: Page) -> None:
-    write(page, "One", max_tokens=1, seed=3)
-    page.evaluate(
-        """import("/page/code/state.js").then(({ currentBranch, changed }) => {
-            const branch = currentBranch();
-            branch.steps[0] = { ...branch.steps[0], entropy: 0.001 };
-            changed("steps");
-        })"""
-    )
     tokens(page).first.click()
-    expect(page.locator(".step-facts")).to_contain_text("as 1 choice")
+    expect(page.locator(".step-facts")).to_contain_text("as 1 choice")  # one is no plural
     expect(page.locator(".step-facts")).not_to_contain_text("choices")
-
-
-def test_a_text_that_stopped_for_want_of_tokens_can_be_gone_on_with(page: Page) -> None:
-    write(page, "Once upon a time", max_tokens=8, seed=3, end=False)
-    ending = page.locator("#ending")
-    expect(ending).to_have_text("Stopped at 8 tokens · Continue")
-    ending.get_by_role("button", name="Continue").click()
-    expect(tokens(page)).to_have_count(16)
-    finished(page)
-    expect(ending).to_have_text("Stopped at 16 tokens · Continue")
 
 
 def test_settings_are_reset(page: Page) -> None:
@@ -236,8 +222,7 @@ def test_settings_are_reset(page: Page) -> None:
 
 
 def test_compare_opens_with_an_example_that_can_be_run(page: Page) -> None:
-    page.get_by_role("button", name="Compare", exact=True).click()
-    view = page.get_by_role("region", name="Compare")
+    view = open_view(page, "Compare")
     expect(view).to_contain_text("Example:")
     view.get_by_label("Tokens", exact=True).fill("4")
     view.get_by_role("button", name="Run the example").click()

@@ -88,7 +88,7 @@ def test_a_part_is_written_anew_and_the_rest_stays(story: Page) -> None:
     reads(story, f"{head} {words}{rest}")
 
 
-def test_by_keys_alone(story: Page) -> None:
+def test_by_keys_alone_and_the_color_of_doubt(story: Page) -> None:
     token(story, "mat").click()
     story.locator("#text").focus()
     story.keyboard.press("Shift+ArrowRight")
@@ -104,9 +104,7 @@ def test_by_keys_alone(story: Page) -> None:
     expect(story.locator(".rewrite")).to_have_count(0)
     reads(story, WORDS)
     until(story, "document.activeElement.id === 'text'")
-
-
-def test_the_prompt_is_not_marked(story: Page) -> None:
+    # The prompt is not marked.
     story.evaluate(
         """() => {
             const [first, , last] = document.querySelectorAll("#text .t");
@@ -122,9 +120,7 @@ def test_the_prompt_is_not_marked(story: Page) -> None:
         }"""
     )
     expect(story.locator("#text .in-part")).to_have_text([" a", " cat"])
-
-
-def test_doubt_is_a_color(story: Page) -> None:
+    # Doubt is a color.
     doubts = [0.0, 9.0, *[1.0] * (tokens(story).count() - 2)]
     story.route("**/doubt", lambda route: route.fulfill(json={"doubts": doubts}))
     story.locator("#tint").select_option("doubt")
@@ -163,7 +159,7 @@ def proposed(page: Page) -> Locator:
     return panel
 
 
-def test_changes_are_accepted_one_by_one_rejected_and_undone(story: Page) -> None:
+def test_changes_are_accepted_rejected_and_undone(story: Page) -> None:
     panel = proposed(story)
     struck = story.locator("#text .struck")
     expect(struck).to_have_text([" at", " slept", " it"])
@@ -182,10 +178,7 @@ def test_changes_are_accepted_one_by_one_rejected_and_undone(story: Page) -> Non
     story.locator("#text").press("Control+z")
     expect(struck).to_have_text([" at", " slept", " it"])
     reads(story, WORDS)
-
-
-def test_all_changes_at_once(story: Page) -> None:
-    panel = proposed(story)
+    # All of them.
     story.locator("#text .struck").nth(1).click()  # a tap is about the change
     expect(panel.locator("li.current-change")).to_have_text(re.compile("slept"))
     panel.get_by_role("button", name="Accept all").click()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from helpers.page_actions import branch, finished, open_panel, tokens, write
+from helpers.page_actions import branch, finished, next_frames, open_panel, tokens, write
 
 PROMPT = "The old sailor looked at the sea and"
 
@@ -202,17 +202,6 @@ def test_sliders_show_at_once_what_would_have_been(page: Page, panel: Locator) -
     assert float(page.locator("#set-temperature").input_value()) == 1.5
 
 
-def test_reset_goes_back_to_what_was(page: Page, panel: Locator) -> None:
-    tokens(page).first.click()
-    move(panel, "Temperature", 0)
-    section = what_if(panel)
-    expect(section.locator(".step-outcome")).to_contain_text("1 left.")
-    expect(section).to_contain_text("was 0.80")
-    section.get_by_role("button", name="Reset").click()
-    expect(panel.get_by_role("slider", name="Temperature")).to_have_value("0.8")
-    expect(section.get_by_role("button", name="Reset")).to_have_count(0)
-
-
 def test_what_if_runs_every_stage(page: Page) -> None:
     write(page, PROMPT, max_tokens=3, seed=11, repetition_penalty=1.3, xtc_probability=0.5)
     root = branch(page)
@@ -248,15 +237,17 @@ def test_what_if_that_fails_is_said_in_place_and_tried_again(
     expect(section.locator(".step-outcome")).to_contain_text("1 left.")
     expect(section.get_by_role("alert")).to_have_count(0)
 
-
-def test_everything_fits_a_narrow_screen(page: Page, panel: Locator) -> None:
+    # Everything fits a narrow screen.
     page.set_viewport_size({"width": 360, "height": 740})
-    tokens(page).first.click()
-    move(panel, "Temperature", 1.2)
-    expect(panel.locator(".step-outcome")).to_be_visible()
+    next_frames(page)
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     inside = "(e) => [e.clientWidth, e.scrollWidth]"
     width, wide = panel.locator(".step-panel").evaluate(inside)
     assert wide <= width
     width, wide = panel.locator(".step-chain").evaluate(inside)
     assert wide > width  # the chain scrolls in a separate box
+
+    expect(section).to_contain_text("was 0.80")
+    section.get_by_role("button", name="Reset").click()
+    expect(panel.get_by_role("slider", name="Temperature")).to_have_value("0.8")
+    expect(section.get_by_role("button", name="Reset")).to_have_count(0)

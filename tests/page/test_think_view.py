@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 import unspool
-from helpers.page_actions import tokens, until
+from helpers.page_actions import open_view, tokens, until
 from helpers.page_colors import check_looks
 from helpers.running_server import Running, running, settled
 from helpers.word_model import save_chatty
@@ -38,10 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture
 def view(page: Page) -> Locator:
-    page.get_by_role("button", name="Think", exact=True).click()
-    result = page.get_by_role("region", name="Think", exact=True)
-    expect(result.get_by_role("heading", name="Think")).to_be_visible()
-    return result
+    return open_view(page, "Think")
 
 
 def ask(view: Locator, policy: str, **fields: str) -> None:
@@ -79,7 +76,7 @@ def number(view: Locator, name: str) -> Locator:
     return view.locator(f"[data-number={name}]")
 
 
-def test_the_tree_is_the_servers(view: Locator, server: Running) -> None:
+def test_the_tree_is_the_servers(page: Page, view: Locator, server: Running) -> None:
     tree = run_search(view)
     reply = searched(server, policy="beam", keep=2, width=2, step="tokens", tokens=6)
     grown = [item for item in reply["data"] if item["event"] == "grown"]
@@ -104,6 +101,7 @@ def test_the_tree_is_the_servers(view: Locator, server: Running) -> None:
     widths = bar.locator("span").evaluate_all("(all) => all.map((one) => one.style.width)")
     assert abs(sum(float(width.rstrip("%")) for width in widths) - spent / 5) < 0.1
 
+    check_looks(page, "think")
     assert tree.locator(".lost").count() > 2
     view.get_by_label("Hide pruned texts").check()
     expect(tree.locator(".lost")).to_have_count(0)
@@ -152,15 +150,12 @@ def test_a_text_is_opened_with_its_tokens_and_its_score(page: Page, view: Locato
     expect(view.locator(".think-card.winner")).to_be_visible()
 
 
-def test_votes_are_counted(view: Locator) -> None:
+def test_votes_are_counted_and_a_judge_that_fails_says_why(view: Locator) -> None:
     run_search(view, "vote", judge="vote:", pattern=".", n="5")
     votes = view.get_by_role("region", name="Votes")
     counts = votes.locator(".small").all_inner_texts()
     assert sum(int(item.split(", ")[1].split()[0]) for item in counts) == 5
     expect(number(view, "answer")).to_have_text(votes.locator(".bars > span").first.inner_text())
-
-
-def test_a_judge_that_fails_says_why(view: Locator) -> None:
     run_search(view, "best-of", judge="regex:", pattern=".", n="3")
     expect(view.locator(".think-card .think-score").first).to_have_text("1")
     ask(view, "vote", judge="vote:", pattern="no such words")
@@ -182,7 +177,9 @@ def test_stop_gives_everything_back(view: Locator, server: Running) -> None:
     expect(card.locator(".t").first).to_be_visible()
 
 
-def test_what_is_wrong_is_said_in_place(view: Locator, expected_errors: list[str]) -> None:
+def test_what_is_wrong_is_said_in_place(
+    page: Page, view: Locator, expected_errors: list[str]
+) -> None:
     ask(view, "best-of", budget="much")
     expect(view.get_by_role("alert")).to_contain_text("must be an integer >= 1")
     expect(view.locator("[name=budget]")).to_have_attribute("aria-invalid", "true")
@@ -193,9 +190,7 @@ def test_what_is_wrong_is_said_in_place(view: Locator, expected_errors: list[str
     expect(view.get_by_role("alert")).to_contain_text("at most 16")
     ask(view, "beam", judge="regex:", pattern="a", budget="500")
     expect(view.get_by_role("alert")).to_contain_text("only scores finished ones", ignore_case=True)
-
-
-def test_what_can_be_chosen_is_what_the_server_knows(page: Page, view: Locator) -> None:
+    # What can be chosen is what the server knows.
     choices = page.evaluate(
         "import('/page/code/think/runs.js').then(({POLICIES, JUDGES}) => ({POLICIES, JUDGES}))"
     )
@@ -215,8 +210,3 @@ def test_what_can_be_chosen_is_what_the_server_knows(page: Page, view: Locator) 
     assert supported <= set(request)
     view.locator("[name=judge]").select_option("ask:")
     expect(view.locator("[name=model]")).to_have_value("critic")
-
-
-def test_looks(page: Page, view: Locator) -> None:
-    run_search(view)
-    check_looks(page, "think")

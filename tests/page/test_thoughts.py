@@ -59,13 +59,8 @@ def test_a_thought_is_folded_and_opens(page: Page) -> None:
         page.keyboard.press("ArrowRight")
     expect(inside.first).to_be_visible()
     expect(inside.first).to_have_class(re.compile("selected"))
-
-
-def test_on_a_narrow_screen_and_in_the_dark(page: Page) -> None:
+    # On a narrow screen.
     page.set_viewport_size({"width": 360, "height": 740})
-    page.emulate_media(color_scheme="dark")
-    acts.write(page, "A node?", mode="chat", max_tokens=40, **SETTINGS)
-    head = page.get_by_role("button", name="Reasoning ·")
     expect(head).to_be_visible()
     box = head.bounding_box()
     assert box is not None and box["height"] >= 24 and box["x"] + box["width"] <= 360

@@ -178,14 +178,17 @@ def test_a_vocabulary_without_merges_says_so(view, expected_errors):
     expect(merges).to_contain_text("There are no merges to show. This vocabulary is unigram")
 
 
-def test_other_vocabularies_count_and_cut_or_say_what_to_do(
-    monkeypatch, tmp_path, request, tokenizer
-):
+@pytest.fixture
+def rank_files(monkeypatch, tmp_path):
     """Of OpenAI's rank files, only one is where the server looks for them."""
     (tmp_path / "gpt2.tiktoken").symlink_to(assets.tiktoken_ranks() / "gpt2.tiktoken")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     open_vocabulary.cache_clear()
-    view = request.getfixturevalue("view")
+    yield
+    open_vocabulary.cache_clear()
+
+
+def test_other_vocabularies_count_and_cut_or_say_what_to_do(rank_files, view, tokenizer):
     area(view).fill(QUESTION)
     others = view.get_by_role("region", name="Other vocabularies")
     row = others.locator('[data-vocabulary="gpt2"]')
@@ -198,7 +201,6 @@ def test_other_vocabularies_count_and_cut_or_say_what_to_do(
     expect(row).to_contain_text("not on this machine. Put cl100k_base.tiktoken into a folder")
     expect(row).to_contain_text("TIKTOKEN_CACHE_DIR")
     expect(view.get_by_role("button", name="Check again")).to_be_enabled()
-    open_vocabulary.cache_clear()
 
 
 def test_the_context_fills_warms_and_overflows(view, server):

@@ -8,18 +8,10 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 
-from helpers.page_actions import finished, tokens
+from helpers.page_actions import finished, start_writing, tokens
 
-TITLES = (
-    "Ask something",
-    "One token at a time",
-    "Candidate tokens",
-    "Edit any token",
-    "Branches",
-    "Look inside",
-    "Costs",
-    "Tokenization",
-)
+TITLES = ("Ask something", "One token at a time", "Candidate tokens", "Edit any token",
+          "Branches", "Look inside", "Costs", "Tokenization")  # fmt: skip
 
 
 @pytest.fixture
@@ -117,8 +109,7 @@ def test_whoever_takes_over_ends_it(first_visit: BrowserContext, address: str) -
     page.locator("#prompt").click()
     expect(card).to_have_count(0)
     page.locator("#speed").fill("4")  # so that there is something to stop
-    page.locator("#prompt").fill("Once upon a time")
-    page.locator("#prompt").press("Enter")
+    start_writing(page, "Once upon a time")
     expect(tokens(page).first).to_be_visible()
     page.locator("#stop").click()
     finished(page)

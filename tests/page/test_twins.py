@@ -1,7 +1,11 @@
-"""Twins: one prompt left to right and in any order, pass by pass, and a person's own hand."""
+"""Twins: one prompt left to right and in any order, pass by pass, and a person's own hand.
+
+Whether a pair solves its puzzle is not asked here: `tests/model/test_shipped.py` asks that.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from helpers import canvas_support
-from helpers.page_actions import WIDE, until
+from helpers.page_actions import WIDE, open_view, until
 from helpers.page_colors import check_looks
 from helpers.running_server import Running, default_entry, running
 from unspool.server.runtime.registry import ModelEntry
@@ -34,18 +38,11 @@ def server(small_default: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield result
 
 
-def opened(page: Page) -> Locator:
-    page.get_by_role("button", name="Diffusion", exact=True).click()
-    view = page.get_by_role("region", name="Diffusion")
-    expect(view.get_by_role("heading", name="Diffusion")).to_be_visible()
-    return view
-
-
 @pytest.fixture
 def view(page: Page, server: Running) -> Locator:
     """The view with a diffusion model in memory."""
     httpx.post(f"{server.url}/v1/models/tiny/load", timeout=240).raise_for_status()
-    result = opened(page)
+    result = open_view(page, "Diffusion")
     expect(result.locator("[name=masked]")).to_have_value("tiny")
     return result
 
@@ -69,7 +66,7 @@ def number(column: Locator, name: str) -> float:
 
 def test_without_a_diffusion_model_it_says_how_to_get_one(page: Page) -> None:
     """First of all: the tiny one is not in memory yet."""
-    view = opened(page)
+    view = open_view(page, "Diffusion")
     expect(view.get_by_text("unspool train twin --kind block")).to_be_visible()
     expect(view.get_by_text("This needs a model with a mask token.")).to_be_visible()
     check_looks(page, "twins-none")
@@ -77,7 +74,7 @@ def test_without_a_diffusion_model_it_says_how_to_get_one(page: Page) -> None:
     expect(view.get_by_text("unspool train twin --kind block")).to_have_count(0)
 
 
-def test_both_are_written_and_compared(view: Locator) -> None:
+def test_both_are_written_and_compared(page: Page, view: Locator) -> None:
     filled = written(view, threshold="0.03")
     remaining = view.get_by_role("region", name="Left to right")
     assert number(remaining, "passes") == number(remaining, "tokens") == 12
@@ -101,6 +98,8 @@ def test_both_are_written_and_compared(view: Locator) -> None:
     expect(view.get_by_role("region", name="Left to right").locator(".t")).to_have_count(1)
     slider.press("ArrowRight")
     expect(slider).to_have_value("2")
+    filled.locator("[data-place='3']").click()
+    check_looks(page, "twins")
 
 
 def test_a_place_is_set_by_hand_and_the_rest_goes_on_from_there(view: Locator) -> None:
@@ -156,7 +155,7 @@ def test_what_is_wrong_is_said_in_place(
     expect(filled.get_by_role("alert")).to_contain_text("context holds 128", timeout=SLOW)
 
 
-def test_a_sudoku_is_a_board(view: Locator) -> None:
+def test_a_sudoku_is_a_board(page: Page, view: Locator) -> None:
     filled = written(view, prompt="1..4.4...1..4..1", length=16)
     board = filled.get_by_role("group", name="Sudoku, 4 by 4")
     expect(board.locator(".place")).to_have_count(16)
@@ -170,15 +169,57 @@ def test_a_sudoku_is_a_board(view: Locator) -> None:
     mine.fill("2")
     mine.press("Enter")
     expect(board.locator("[data-place='1']")).to_have_text("2")
-
-
-def test_looks(page: Page, view: Locator) -> None:
-    filled = written(view, length=24)
-    view.locator("#twins-pass").fill("5")
-    filled.locator("[data-place='3']").click()
-    check_looks(page, "twins")
-    page.set_viewport_size(WIDE)
-    filled = written(view, prompt="1..4.4...1..4..1", length=16)
     view.locator("#twins-pass").fill("7")
-    expect(filled.locator(".board")).to_be_visible()
+    expect(board).to_be_visible()
     check_looks(page, "twins-board")
+
+
+# -- puzzles -----------------------------------------------------------------------------------
+
+
+def column(view: Locator, name: str) -> Locator:
+    return view.get_by_role("region", name=name)
+
+
+def judged(view: Locator) -> None:
+    """Wait until both have answered and were judged."""
+    expect(view.locator("#twins-write")).to_be_enabled(timeout=SLOW)
+    for name in ("Left to right", "In any order"):
+        verdict = column(view, name).locator(".twins-verdict")
+        expect(verdict).to_have_text(re.compile("Solved|Not solved"), timeout=SLOW)
+        expect(column(view, name).get_by_role("alert")).to_have_count(0)
+
+
+def test_a_sudoku_is_one_click(page: Page, server: Running) -> None:
+    """By the pair that comes with Unspool, which is in no list of this server."""
+    view = open_view(page, "Diffusion")
+    before = view.locator("[name=prompt]").input_value()
+    kinds = view.get_by_role("group", name="What to generate")
+    kinds.get_by_role("button", name="Sudoku").click()
+    judged(view)
+    prompt = view.locator("[name=prompt]").input_value()
+    assert re.fullmatch("[.1-9]{81}", prompt) and prompt.count(".") == 40
+    expect(view.locator("[name=causal]")).to_have_value("sudoku-causal")
+    expect(view.locator("[name=masked]")).to_have_value("sudoku")
+    for name in ("Left to right", "In any order"):
+        board = column(view, name).get_by_role("group", name="Sudoku, 9 by 9")
+        expect(board.locator(".place")).to_have_count(81)
+    assert set(server.state.registry.ephemeral) == {"sudoku", "sudoku-causal"}
+    assert list(server.state.registry.entries) == ["smollm", "tiny"]
+
+    first = view.locator("[name=prompt]").input_value()
+    view.locator("[name=empty]").select_option("54")
+    expect(view.locator("[name=prompt]")).not_to_have_value(first)
+    judged(view)
+    second = view.locator("[name=prompt]").input_value()
+    assert second.count(".") == 54
+    view.locator("#twins-another").click()
+    expect(view.locator("[name=prompt]")).not_to_have_value(second)
+    judged(view)
+    check_looks(page, "twins-sudoku")
+    # Back to a text.
+    page.set_viewport_size(WIDE)
+    kinds.get_by_role("button", name="Text").click()
+    expect(view.locator("[name=prompt]")).to_have_value(before)
+    expect(view.locator("[name=causal]")).to_have_value("smollm")
+    expect(view.locator("#twins-another")).to_have_count(0)

@@ -14,31 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.sampling_support import neutral, random_logits, softmax
+from helpers.sampling_support import CHAINS, neutral, random_logits, softmax
 from unspool.errors import SettingsError
 from unspool.sampling import Chain, Pick, RowInput, SamplingSettings, log_softmax, score
 
 WIDTH = 3000
 HISTORY = np.random.default_rng(0).integers(0, WIDTH, 200)
-KINDS = [
-    SamplingSettings(seed=1),
-    SamplingSettings(seed=2, repetition_penalty=1.2, presence_penalty=0.5),
-    SamplingSettings(temperature=0, frequency_penalty=0.3),
-    neutral(seed=3),
-    neutral(seed=4, top_p=0.7),
-    neutral(seed=5, top_p=0.999, temperature=1.5),
-    neutral(seed=6, top_k=1000),
-    neutral(seed=7, top_k=2, temperature=2.0),
-    neutral(seed=8, min_p=0.3),
-    neutral(seed=9, min_p=0.0001, stages=("temperature", "min_p"), temperature=3.0),
-    neutral(seed=10, typical_p=0.4),
-    neutral(seed=11, eta=0.002),
-    neutral(seed=12, top_n_sigma=2.0),
-    neutral(seed=13, xtc_probability=0.9, xtc_threshold=0.02),
-    neutral(seed=14, dynatemp_range=0.5),
-    SamplingSettings(seed=15, mirostat_tau=4.0),
-    SamplingSettings(seed=16, dry_multiplier=1.0, no_repeat_ngram=2, logit_bias={5: 3.0}),
-]
+KINDS = [SamplingSettings(seed=seed, **options) for seed, options in enumerate(CHAINS)]
 
 
 def inputs(count: int) -> list[RowInput]:
@@ -50,7 +32,7 @@ def inputs(count: int) -> list[RowInput]:
     seed=st.integers(0, 500),
     kind=st.sampled_from(["numpy", "torch"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_row_is_picked_alone_as_in_any_batch(
     chain_numbers: list[int], seed: int, kind: str
 ) -> None:
@@ -61,17 +43,6 @@ def test_a_row_is_picked_alone_as_in_any_batch(
     for row, number in enumerate(chain_numbers):
         alone = Chain(KINDS[number]).pick(logits[row : row + 1], [row_inputs[row]], top=3)[0]
         assert alone == together[row]  # every number, bit for bit
-
-
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_and_over_a_real_vocabulary(kind: str) -> None:
-    logits: Any = random_logits(1, 32, 49_152, 2.5)
-    logits = torch.from_numpy(logits) if kind == "torch" else logits
-    many = [KINDS[n % len(KINDS)] for n in range(32)]
-    together = Chain(many).pick(logits, inputs(32))
-    for row in range(0, 32, 3):
-        alone = Chain(many[row]).pick_one(logits[row], inputs(32)[row])
-        assert alone == together[row]
 
 
 @pytest.mark.parametrize("number", range(len(KINDS)))
@@ -92,9 +63,8 @@ def close(a: Pick, b: Pick) -> bool:
 
 
 @pytest.mark.parametrize("number", range(len(KINDS)))
-@pytest.mark.parametrize("spread", [0.5, 3.0])
-def test_numpy_and_torch_pick_alike(number: int, spread: float) -> None:
-    logits = random_logits(number, 4, WIDTH, spread)
+def test_numpy_and_torch_pick_alike(number: int) -> None:
+    logits = random_logits(number, 4, WIDTH, 0.5 + number % 3)
     logits[1] = np.round(logits[1], 1)  # equals: the lower id comes first in both
     chain = Chain([KINDS[number]] * 4)
     for a, b in zip(

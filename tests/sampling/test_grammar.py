@@ -75,9 +75,6 @@ def is_person(text: str) -> bool:
     )
 
 
-# -- what comes out satisfies the grammar ----------------------------------------------------------
-
-
 @pytest.mark.parametrize("pattern", REGEXES)
 def test_random_walks_match_the_regex(pattern: str) -> None:
     for seed in range(25):
@@ -131,9 +128,6 @@ def test_schemas_come_in_several_shapes() -> None:
     assert specs[0] == specs[1] == specs[2]
     assert Grammar.compile(specs[0], SMALL) is Grammar.compile(specs[2], SMALL)
     assert start(GrammarSpec.json_schema(True)).num_accepted(ids("3")) == 1
-
-
-# -- ends, control tokens, dead ends ---------------------------------------------------------------
 
 
 def test_end_tokens_are_allowed_exactly_where_the_text_may_end() -> None:
@@ -198,8 +192,6 @@ def test_a_token_that_does_not_fit_changes_nothing() -> None:
         state.rewind(3)
 
 
-# -- the ways to one place agree -------------------------------------------------------------------
-
 SPECS = [
     GrammarSpec.json_schema(PERSON),
     *(GrammarSpec.regex(pattern) for pattern in REGEXES),
@@ -213,7 +205,7 @@ SPECS = [
     seed=st.integers(0, 10**6),
     cuts=st.lists(st.integers(0, 30), max_size=4),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_rewind_and_copy_equal_a_fresh_state(spec: GrammarSpec, seed: int, cuts: list[int]) -> None:
     state = start(spec)
     tokens_taken = walk(state, seed, longest=25)
@@ -246,7 +238,7 @@ def test_rewind_and_copy_equal_a_fresh_state(spec: GrammarSpec, seed: int, cuts:
     draft=st.lists(st.integers(-2, len(TOKENS) + 2), max_size=6),
     good=st.integers(0, 12),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_accepts_equals_step_by_step_and_the_masks(
     spec: GrammarSpec, seed: int, draft: list[int], good: int
 ) -> None:
@@ -261,15 +253,6 @@ def test_accepts_equals_step_by_step_and_the_masks(
         if not in_mask:
             break
         state.advance(token)
-
-
-def test_every_token_is_judged_alike_by_mask_and_accepts() -> None:
-    state = start(GrammarSpec.json_schema(PERSON))
-    for character in ['{"', "n", "ame", '":', ' "', "é", "日本", '"']:
-        mask = state.mask()
-        assert [state.num_accepted([t]) for t in range(len(TOKENS))] == mask.astype(int).tolist()
-        for token in ids(character):
-            state.advance(token)
 
 
 def test_forced_tokens_are_the_only_text() -> None:
@@ -288,9 +271,6 @@ def test_forced_tokens_are_the_only_text() -> None:
     ]  # fmt: skip
     wrong = GrammarVocabulary(TOKENS, [END], encode=lambda text: [ID[b" "], ID[b"ab"]])
     assert text_of(start(GrammarSpec.regex("abcd(x|y)"), wrong).forced_tokens()) == "abcd"
-
-
-# -- in the chain ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
@@ -318,7 +298,7 @@ def test_rows_with_and_without_a_grammar_share_a_batch(kind: str, greedy: bool) 
 
 
 @given(seed=st.integers(0, 10**6), kind=st.sampled_from(["numpy", "torch"]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_a_whole_text_through_the_chain(seed: int, kind: str) -> None:
     for how in (SamplingSettings(seed=seed), neutral(seed=seed, temperature=3.0)):
         state = start(GrammarSpec.regex(REGEXES[0]))
@@ -347,9 +327,6 @@ def test_few_allowed_of_a_wide_vocabulary_are_put_in_order_rightly() -> None:
     )
 
 
-# -- the default model's vocabulary ----------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def real(default_model: Path) -> GrammarVocabulary:
     from unspool.model.files.gguf import GGUFFile
@@ -360,7 +337,7 @@ def real(default_model: Path) -> GrammarVocabulary:
 
 @pytest.mark.real
 def test_real_walks_satisfy_schema_regex_and_choice(real: GrammarVocabulary) -> None:
-    for seed in range(10):
+    for seed in range(3):
         assert is_person(text_of(walk(start(GrammarSpec.json_schema(PERSON), real), seed), real))
         for pattern in REGEXES:
             tokens = walk(start(GrammarSpec.regex(pattern), real), seed)

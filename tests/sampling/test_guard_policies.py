@@ -39,9 +39,6 @@ def repair(
             return tokens, run, verdict.reason or "length"
 
 
-# -- policies -------------------------------------------------------------------------------
-
-
 def test_parsing_policies():
     assert g.GuardPolicy.parse(["loop"]) == g.GuardPolicy((g.LoopGuard(),))
     policy = g.GuardPolicy.parse(["loop:stop", "ban=foo|b:r", "surprise=8"], retries=2)
@@ -93,8 +90,6 @@ def test_settings_are_checked():
         with pytest.raises(SettingsError):
             make()
 
-
-# -- a run: a toy model that goes in circles ------------------------------------------------
 
 NEXT = {n: [(n + 1) % 5, 5 + n, 10 + n] for n in range(5)}  # 0 1 2 3 4 0 1 2 ...
 NEXT |= {n: [n + 1, n + 2, 0] for n in range(5, 400)}
@@ -167,6 +162,3 @@ def test_the_earliest_trouble_counts_and_the_end_is_looked_at():
     run.push(3, b"the ", -1, 1)
     assert run.push(4, b"end", -1, 1).kind == "keep"
     assert run.finish() == g.GuardVerdict("rewind", 1, frozenset({4}), "'end' is banned")
-
-
-# -- the default model ----------------------------------------------------------------------

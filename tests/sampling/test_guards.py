@@ -23,34 +23,28 @@ from unspool.sampling.monitors import (
 )
 
 ENGLISH = """
-It was a bright cold day in April, and the clocks were striking thirteen. The rain, which had
-fallen all night, had stopped at last, and the street was full of people who wanted to be
-somewhere else. "I know," she said, "I know, I know, I know." He did not know. Nobody did. There is
-a time to speak and a time to be silent, a time to build and a time to tear down, a time to weep and
-a time to laugh. They laughed, ha ha ha ha ha! And the day went on, and on, and on.
+The rain, which had fallen all night, had stopped at last, and the street was full of people who
+wanted to be somewhere else. "I know," she said, "I know, I know, I know." There is a time to weep
+and a time to laugh, a time to build and a time to tear down, a time to speak and a time to be
+silent. They laughed, ha ha ha ha ha! And the day went on, and on, and on.
 """
 CODE = """
-class Point:
     def __init__(self, x, y, z):
         self.x = x
         self.y = y
         self.z = z
-
-    def add(self, other):
-        if other is None:
+        if x is None:
             return None
-        if other is self:
+        if y is None:
             return None
         for i in range(10):
             for j in range(10):
                 for k in range(10):
                     print(i, j, k)
-        return Point(self.x + other.x, self.y + other.y, self.z + other.z)
 """
 TABLE = """
 | Name      | Price     | Stock     | Color     |
 |-----------|-----------|-----------|-----------|
-| Apple     | 1.20      | 3         | red       |
 | Banana    | 0.80      | 0         | yellow    |
 | Cherry    | 7.10      | 0         | red       |
 | ---- | ---- | ---- | ---- | ---- | ---- | ---- | ---- | ---- | ---- | ---- | ---- |
@@ -58,7 +52,6 @@ TABLE = """
 1. Milk
 2. Bread
 3. Butter
-4. Eggs
 - [ ] call the bank
 - [ ] call the doctor
 - [ ] call the school
@@ -89,8 +82,6 @@ def first_violation(guard: g.Guard, pieces: list[bytes]) -> g.Violation | None:
     return monitor.finish()
 
 
-# -- every watch: incremental equals from scratch -------------------------------------------
-
 GUARDS: list[g.Guard] = [
     g.LoopGuard(repeats=2, min_tokens=4, min_words=3),
     g.LoopGuard(repeats=3, min_tokens=3, min_words=3, longest=4),
@@ -113,7 +104,7 @@ MOVES = st.lists(
 
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
 @given(moves=MOVES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_rewound_watch_is_that_of_the_shorter_text(guard: g.Guard, moves: list[Any]):
     monitor, text = guard.start(), []
     for move in moves:
@@ -126,26 +117,6 @@ def test_a_rewound_watch_is_that_of_the_shorter_text(guard: g.Guard, moves: list
         expected = [fresh.push(*step) for step in text][-1]
         assert monitor.push(*move) == expected
         assert monitor.finish() == fresh.finish()
-
-
-@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
-def test_going_back_and_doing_the_same_again(guard: g.Guard):
-    """Loops, rewound to everywhere and written again, are found as the first time."""
-    rng = random.Random(5)
-    units = [[rng.choice([b" a", b"b", b" b", b"2", b". "]) for _ in range(n)] for n in (1, 3, 4)]
-    text = numbered([piece for unit in units for piece in unit * 4])
-    fresh = guard.start()
-    expected = [fresh.push(*step, -3.0, 1.0) for step in text]
-    monitor = guard.start()
-    for back in range(len(text)):
-        monitor.rewind(back)
-        assert [monitor.push(*step, -3.0, 1.0) for step in text[back:]] == expected[back:]
-        monitor.rewind(back // 2)
-        monitor.push(99, b"x", 0.0, 0.0)
-        monitor.rewind(back // 2)
-        assert [monitor.push(*step, -3.0, 1.0) for step in text[back // 2 :]] == expected[
-            back // 2 :
-        ]
 
 
 @given(st.lists(PIECES, max_size=20))
@@ -172,9 +143,6 @@ def test_a_character_belongs_to_the_token_that_began_it():
     assert [watched.token_at(at) for at in range(4)] == [0, 1, 3, 4]
 
 
-# -- loops ----------------------------------------------------------------------------------
-
-
 @given(seed=st.integers(0, 10**6), period=st.integers(1, 60), keep=st.integers(0, 2))
 @settings(max_examples=80, deadline=None)
 def test_a_planted_loop_is_found_at_its_start(seed: int, period: int, keep: int):
@@ -194,7 +162,7 @@ def test_a_planted_loop_is_found_at_its_start(seed: int, period: int, keep: int)
 
 
 @given(st.lists(st.integers(0, 2), max_size=80), st.integers(2, 3), st.integers(2, 9))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_loop_is_one_by_the_plain_definition(items: list[int], repeats: int, least: int):
     finder = LoopFinder(repeats, least, 256)
 
@@ -221,17 +189,6 @@ def test_a_loop_is_one_by_the_plain_definition(items: list[int], repeats: int, l
 def test_plain_text_is_no_loop(text: str):
     assert first_violation(g.LoopGuard(), cut(text)) is None
     assert first_violation(g.LoopGuard(), [bytes([byte]) for byte in text.encode()]) is None
-
-
-@given(st.integers(0, 10**6), st.integers(20, 5000))
-@settings(max_examples=30, deadline=None)
-def test_random_tokens_are_no_loop(seed: int, vocabulary: int):
-    rng = random.Random(seed)
-    words = [f" w{chr(97 + n % 26)}{chr(97 + n // 26 % 26)}".encode() for n in range(vocabulary)]
-    monitor = g.LoopGuard().start()
-    for _ in range(400):
-        token = rng.randrange(vocabulary)
-        assert monitor.push(token, words[token], -1.0, 1.0) is None
 
 
 def test_numbering_and_spacing_do_not_hide_a_loop():
@@ -274,9 +231,6 @@ def test_repetition_rate():
     assert repetition_rate(range(100)) == 0
     assert repetition_rate([7] * 103) == pytest.approx(0.99)
     assert repetition_rate([1, 2, 1, 2, 1], n=2) == pytest.approx(0.5)
-
-
-# -- bans -----------------------------------------------------------------------------------
 
 
 def test_a_ban_reaches_across_tokens():
@@ -403,7 +357,7 @@ def test_banned_words_are_looked_up_however_many_there_are(monkeypatch: pytest.M
 
 
 @given(st.text("ab c+é_", max_size=40), st.lists(st.text("ab c+é_", min_size=1, max_size=4)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_words_are_found_as_python_s_re_finds_them(text: str, words: list[str]):
     """The leftmost, and of those the longest, between borders."""
     words = [*words, "ab"]
@@ -420,9 +374,6 @@ def test_words_are_found_as_python_s_re_finds_them(text: str, words: list[str]):
     assert (violation is None) == (match is None)
     if violation is not None and match is not None:
         assert violation.reason == f"{match.group()!r} is banned"
-
-
-# -- surprise, predicates -------------------------------------------------------------------
 
 
 def test_surprise():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,17 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.sampling_support import neutral
+from helpers.sampling_support import CHAINS, neutral
 from unspool import native
 from unspool.sampling import (
     BadLogitsError,
     Chain,
-    NoCandidateError,
     Pick,
     RowInput,
     SamplingSettings,
     arrays,
-    score,
 )
 from unspool.sampling.arrays import NativeOperations, NumpyOperations
 
@@ -48,9 +45,6 @@ def numpy_alone() -> Iterator[None]:
         yield
     finally:
         arrays._numpy = before
-
-
-# -- rows of every kind ------------------------------------------------------------------------
 
 
 def _tied(chance: np.random.Generator, x: Matrix) -> Matrix:
@@ -93,7 +87,7 @@ rows_of_logits = st.builds(make_rows, st.sampled_from(sorted(KINDS)), st.integer
 
 
 @given(x=rows_of_logits)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_peak_mass_and_entropy(ops: NativeOperations, x: Matrix) -> None:
     peak, total, entropy = ops.softmax_stats(x, None, True)
     expected = PLAIN.softmax_stats(x.astype(np.float64), None, True)
@@ -109,7 +103,7 @@ def test_peak_mass_and_entropy(ops: NativeOperations, x: Matrix) -> None:
 
 
 @given(x=rows_of_logits, count=st.one_of(st.integers(1, 300), st.integers(1, 20_000)))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_largest(ops: NativeOperations, x: Matrix, count: int) -> None:
     values, columns = ops.largest(x, count)
     order = np.argsort(-x, axis=-1, kind="stable")[:, :count]
@@ -118,7 +112,7 @@ def test_largest(ops: NativeOperations, x: Matrix, count: int) -> None:
 
 
 @given(x=rows_of_logits, share=st.floats(0, 1), how=st.sampled_from(["at", "between", "all"]))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_at_or_above(ops: NativeOperations, x: Matrix, share: float, how: str) -> None:
     place = min(x.shape[1] - 1, int(share**4 * x.shape[1]))
     bound = np.sort(x, axis=-1)[:, ::-1][:, place : place + 1].astype(np.float64)
@@ -157,31 +151,6 @@ def test_what_the_kernels_do_not_take_is_numpys(ops: NativeOperations) -> None:
     assert (ops.amax(x) == x.max(-1, keepdims=True)).all()
 
 
-# -- whole chains ------------------------------------------------------------------------------
-
-CHAINS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0},
-    {"temperature": 0, "repetition_penalty": 1.3},
-    {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1},
-    {"repetition_penalty": 1.2, "penalty_window": 20, "penalize_prompt": False},
-    {"top_k": 0, "min_p": 0.0},
-    {"top_k": 0, "top_p": 1.0, "min_p": 0.02},
-    {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0},
-    {"top_k": 5000, "top_p": 0.999, "temperature": 1.4},
-    {"stages": ("temperature", "top_k", "top_p", "min_p"), "temperature": 1.3},
-    {"typical_p": 0.5, "top_k": 0},
-    {"eta": 0.01, "top_k": 0},
-    {"top_n_sigma": 1.0},
-    {"xtc_probability": 0.7, "xtc_threshold": 0.05},
-    {"dynatemp_range": 0.4},
-    {"mirostat_tau": 3.0},
-    {"no_repeat_ngram": 2, "dry_multiplier": 0.8},
-    {"logit_bias": {3: 2.0, 7: -INF}},
-    {"logit_bias": {3: INF, 250: INF}},
-]
-
-
 def near(a: Pick, b: Pick) -> None:
     assert (a.token, a.rank) == (b.token, b.rank)
     for value, other in (
@@ -203,7 +172,7 @@ def near(a: Pick, b: Pick) -> None:
 def test_chains_pick_alike(number: int, width: int) -> None:
     """Over all chains and widths, several thousand rows."""
     chance = np.random.default_rng(number)
-    rows = 40
+    rows = 20
     chain = Chain([SamplingSettings(seed=n, **CHAINS[number]) for n in range(rows)])
     for spread in (0.5, 2.0, 5.0):
         logits = (chance.standard_normal((rows, width)) * spread).astype(np.float32)
@@ -218,8 +187,8 @@ def test_chains_pick_alike(number: int, width: int) -> None:
             near(a, b)
 
 
-@pytest.mark.parametrize("width", [49_152, 151_936])
-def test_chains_pick_alike_over_real_vocabularies(width: int) -> None:
+def test_chains_pick_alike_over_a_real_vocabulary() -> None:
+    width = 151_936
     chance = np.random.default_rng(width)
     for number, options in enumerate(CHAINS):
         logits = (chance.standard_normal((1, width)) * 3).astype(np.float32)
@@ -228,39 +197,6 @@ def test_chains_pick_alike_over_real_vocabularies(width: int) -> None:
         actual = chain.pick_one(logits, inputs, top=20)
         with numpy_alone():
             near(actual, chain.pick_one(logits, inputs, top=20))
-
-
-@given(
-    chain_numbers=st.lists(st.sampled_from(range(len(CHAINS))), min_size=1, max_size=6),
-    seed=st.integers(0, 500),
-)
-@settings(max_examples=40, deadline=None)
-def test_a_row_is_told_alone_as_in_any_batch(chain_numbers: list[int], seed: int) -> None:
-    logits = make_rows("gaps" if seed % 3 == 0 else "bell", seed, 1500, len(chain_numbers))
-    many = [SamplingSettings(seed=n, **CHAINS[n]) for n in chain_numbers]
-    inputs = [
-        RowInput(np.arange(5 + n), forbidden=(n,) * (n % 2)) for n in range(len(chain_numbers))
-    ]
-    together: list[Pick] | None = None
-    try:
-        together = Chain(many).pick(logits, inputs, top=4, explain=True)
-    except NoCandidateError:  # only with gaps, where a bias of +inf names what is not there
-        return
-    for row, value in enumerate(many):
-        alone = Chain(value).pick(logits[row : row + 1], [inputs[row]], top=4, explain=True)[0]
-        assert alone == together[row]  # every number, bit for bit
-
-
-def test_the_picked_ones_edits_leave_the_logits_alone() -> None:
-    logits = make_rows("bell", 3, 2000, 1)
-    copy = logits.copy()
-    on = SamplingSettings(repetition_penalty=1.5, frequency_penalty=1, presence_penalty=1, seed=2)
-    inputs = [RowInput(np.arange(100))]
-    plain = Chain(on).pick(logits, inputs)
-    explained = Chain(on).pick(logits, inputs, explain=True)
-    assert (logits == copy).all()
-    assert dataclasses.replace(explained[0], stages=()) == plain[0]
-    assert [stage.changed for stage in explained[0].stages[:3]] == [100, 100, 100]
 
 
 @pytest.mark.parametrize("bad", [math.nan, INF, -INF])
@@ -285,18 +221,3 @@ def test_bad_logits_are_told_alike(bad: float, width: int) -> None:
             assert actual[2].token == expected[2].token == place
         else:
             assert actual == expected == (actual[0], (2,))
-
-
-def test_scores_are_alike() -> None:
-    logits = make_rows("bell", 8, 5000, 100)
-    targets = np.arange(100) * 7
-    actual = score(logits, targets, top=6)
-    with numpy_alone():
-        expected = score(logits, targets, top=6)
-    assert (actual.ranks == expected.ranks).all() and (
-        actual.top_tokens == expected.top_tokens
-    ).all()
-    for name in ("logprobs", "entropies", "top_logprobs"):
-        np.testing.assert_allclose(
-            getattr(actual, name), getattr(expected, name), rtol=1e-6, atol=1e-6
-        )

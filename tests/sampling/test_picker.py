@@ -24,7 +24,7 @@ from unspool.sampling.picker import can_sample_on_device, pick_tokens
 
 
 @pytest.mark.parametrize("by_chain", [False, True], ids=["native", "chain"])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     options=st.lists(SETTINGS, min_size=1, max_size=5),
     width=st.sampled_from([3, 67, 700, 5_000]),
@@ -76,22 +76,6 @@ def test_a_place_without_a_distribution_fails_alone():
     picked = pick_tokens(logits, rows)
     assert set(picked.failures) == {1} and picked.tokens[2] == 5
     assert picked.details is not None and picked.details[0, 0] == pytest.approx(np.log(299))
-
-
-def test_draws_fall_as_often_as_they_should():
-    """Not only the chain's token: the right distribution, by the formula."""
-    chances = np.array([0.5, 0.3, 0.15, 0.05])
-    logits = np.tile(np.log(chances).astype(np.float32), (4000, 1))
-    settings_list = [
-        SamplingSettings(seed=n, temperature=1.0, top_k=0, top_p=1.0, min_p=0.2)
-        for n in range(len(logits))
-    ]
-    rows = rows_of(settings_list, [np.array([0])] * len(settings_list))
-    counts = np.bincount(pick_tokens(logits, rows).tokens, minlength=4)
-    expected_probs = np.array([0.5, 0.3, 0.15, 0.0])
-    assert counts[3] == 0, "a tenth of the likeliest is below min_p"
-    expected = expected_probs / expected_probs.sum() * len(logits)
-    assert (np.abs(counts - expected) < 5 * np.sqrt(expected + 1)).all()
 
 
 def test_logits_that_give_no_distribution_fail_alone():

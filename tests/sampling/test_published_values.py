@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -17,34 +19,22 @@ def close(result: object, expected: list[float]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("k", "expected"),
-    [(1, [0, 0, 0, 1]), (3, [0, 2 / 9, 3 / 9, 4 / 9]), (4, FOUR)],
-)
-def test_top_k(k: int, expected: list[float]) -> None:
-    assert close(after("top_k", FOUR, neutral(top_k=k)), expected)
-
-
-@pytest.mark.parametrize(
-    ("p", "expected"),
-    [(0.0, [0, 0, 0, 1]), (0.7, [0, 0, 3 / 7, 4 / 7]), (0.8, [0, 2 / 9, 3 / 9, 4 / 9])],
-)
-def test_top_p(p: float, expected: list[float]) -> None:
-    assert close(after("top_p", FOUR, neutral(top_p=p)), expected)
-
-
-@pytest.mark.parametrize(
-    ("p", "num_kept"),
-    [(0.24, 4), (0.26, 3), (0.49, 3), (0.51, 2), (0.74, 2), (0.76, 1), (1.0, 1)],
-)
-def test_min_p(p: float, num_kept: int) -> None:
+    ("stage", "value", "num_kept"),
+    [
+        ("top_k", 1, 1), ("top_k", 3, 3), ("top_k", 4, 4),
+        ("top_p", 0.0, 1), ("top_p", 0.7, 2), ("top_p", 0.8, 3),
+        ("min_p", 0.24, 4), ("min_p", 0.26, 3), ("min_p", 0.49, 3), ("min_p", 0.51, 2),
+        ("min_p", 0.74, 2), ("min_p", 0.76, 1), ("min_p", 1.0, 1),
+        ("top_n_sigma", 1, 2), ("top_n_sigma", 3, 4),
+    ],
+)  # fmt: skip
+def test_the_likeliest_are_kept(stage: str, value: float, num_kept: int) -> None:
     expected = np.array(FOUR) * (np.arange(4) >= 4 - num_kept)
-    assert close(after("min_p", FOUR, neutral(min_p=p)), list(expected / expected.sum()))
+    result = after(stage, FOUR, neutral(**{stage: value}))
+    assert close(result, list(expected / expected.sum()))
 
 
-@pytest.mark.parametrize(
-    ("threshold", "first"),
-    [(0.09, 3), (0.19, 2), (0.29, 1), (0.39, 0)],
-)
+@pytest.mark.parametrize(("threshold", "first"), [(0.09, 3), (0.19, 2), (0.29, 1), (0.39, 0)])
 def test_xtc(threshold: float, first: int) -> None:
     expected = np.array(FALLING) * (np.arange(4) >= first)
     settings = neutral(xtc_probability=1.0, xtc_threshold=threshold)
@@ -57,63 +47,35 @@ def test_typical() -> None:
     assert close(after("typical_p", [0.4, 0.2, 0.2, 0.2], half), [0, 1 / 3, 1 / 3, 1 / 3])
 
 
-def test_top_n_sigma() -> None:
-    assert close(after("top_n_sigma", FOUR, neutral(top_n_sigma=1)), [0, 0, 0.428571, 0.571429])
-    assert close(after("top_n_sigma", FOUR, neutral(top_n_sigma=3)), FOUR)
-
-
 @pytest.mark.parametrize(
-    ("history", "expected"),
+    ("history", "repeated", "counted"),
     [
-        ([0], [0, 0.25, 0.25, 0.25, 0.25]),
-        ([0, 1, 2], [0, 0, 0, 0.5, 0.5]),
-        ([0, 1, 2, 0, 0], [0, 0, 0, 0.5, 0.5]),
+        ([0], [0, 0.25, 0.25, 0.25, 0.25], [0.000011, 0.249997, 0.249997, 0.249997, 0.249997]),
+        ([0, 1, 2], [0, 0, 0, 0.5, 0.5], [0.000023, 0.000023, 0.000023, 0.499966, 0.499966]),
+        ([0, 1, 2, 0, 0], [0, 0, 0, 0.5, 0.5], [0.0, 0.000023, 0.000023, 0.499977, 0.499977]),
     ],
 )
-def test_repetition_penalty(history: list[int], expected: list[float]) -> None:
+def test_penalties(history: list[int], repeated: list[float], counted: list[float]) -> None:
     settings = neutral(repetition_penalty=50.0)
-    assert close(after("repetition_penalty", FIVE, settings, history), expected)
-
-
-@pytest.mark.parametrize(
-    ("history", "expected"),
-    [
-        ([0], [0.000011, 0.249997, 0.249997, 0.249997, 0.249997]),
-        ([0, 1, 2], [0.000023, 0.000023, 0.000023, 0.499966, 0.499966]),
-        ([0, 1, 2, 0, 0], [0.000000, 0.000023, 0.000023, 0.499977, 0.499977]),
-    ],
-)
-def test_frequency_and_presence(history: list[int], expected: list[float]) -> None:
+    assert close(after("repetition_penalty", FIVE, settings, history), repeated)
     settings = neutral(frequency_penalty=5.0, presence_penalty=5.0)
     once = after("frequency_penalty", FIVE, settings, history)
-    assert close(after("presence_penalty", list(once), settings, history), expected)
+    assert close(after("presence_penalty", list(once), settings, history), counted)
 
 
 @pytest.mark.parametrize(
-    ("size", "history", "multiplier", "allowed", "breakers", "expected"),
+    ("history", "options", "expected"),
     [
-        (4, [0, 1], 1.0, 2, (), [0.25] * 4),
-        (4, [0, 1, 2, 0, 1], 1.0, 2, (), [0.296923, 0.296923, 0.109232, 0.296923]),
-        (5, [0, 1, 3, 4, 0, 1], 1.0, 2, (3,), [0.2] * 5),
-        (5, [0, 1, 2, 0, 1], 2.0, 2, (), [0.241818, 0.241818, 0.032727, 0.241818, 0.241818]),
-        (5, [0, 1, 2, 3, 4, 0, 1], 1.0, 4, (), [0.2] * 5),
+        ([0, 1], {}, [0.25] * 4),
+        ([0, 1, 2, 0, 1], {}, [0.296923, 0.296923, 0.109232, 0.296923]),
+        ([0, 1, 3, 4, 0, 1], {"dry_breakers": (3,)}, [0.2] * 5),
+        ([0, 1, 2, 0, 1], {"dry_multiplier": 2.0}, [0.241818] * 2 + [0.032727] + [0.241818] * 2),
+        ([0, 1, 2, 3, 4, 0, 1], {"dry_allowed_length": 4}, [0.2] * 5),
     ],
 )
-def test_dry(
-    size: int,
-    history: list[int],
-    multiplier: float,
-    allowed: int,
-    breakers: tuple[int, ...],
-    expected: list[float],
-) -> None:
-    settings = neutral(
-        dry_multiplier=multiplier,
-        dry_base=1.1,
-        dry_allowed_length=allowed,
-        dry_window=len(history),
-        dry_breakers=breakers,
-    )
+def test_dry(history: list[int], options: dict[str, Any], expected: list[float]) -> None:
+    usual = {"dry_multiplier": 1.0, "dry_base": 1.1, "dry_window": len(history)}
+    size, settings = len(expected), neutral(**{**usual, **options})
     assert close(after("dry", [1 / size] * size, settings, history), expected)
 
 

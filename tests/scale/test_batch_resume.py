@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from helpers.batch_support import (
-    batch,
-    done_rows,
-    ended,
-    read_lines,
-    some_rows,
-    started,
-    wait_until,
-    write_rows,
-)
+from helpers.batch_support import batch, command, done_rows, read_lines, some_rows, write_rows
 from unspool.errors import UnspoolError
 from unspool.scale.batch.journal import Journal
 
@@ -61,21 +54,24 @@ def whole_journal(rows: Path, chatty: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", range(6))
+@pytest.mark.parametrize("case", ["last byte", "anywhere", "a hole"])
 def test_cut_off_anywhere(
-    case: int, whole_journal: Path, rows: Path, chatty: Path, tmp_path: Path,
+    case: str, whole_journal: Path, rows: Path, chatty: Path, tmp_path: Path,
     undisturbed: tuple[bytes, bytes],
 ):  # fmt: skip
     """The output does not depend on where the journal was truncated."""
     output = tmp_path / "out.jsonl"
     folder = shutil.copytree(whole_journal, tmp_path / "out.jsonl.unfinished")
     journal = folder / "answers.jsonl"
-    content, chance = journal.read_bytes(), random.Random(case)
-    cut = chance.randrange(len(content)) if case else len(content) - 1
-    content = content[:cut]
-    if case == 5:  # a disk that lost its power may have a hole
-        content = content[: cut // 2] + bytes(40) + content[cut // 2 + 40 :]
-    journal.write_bytes(content)
+    content = journal.read_bytes()
+    middle = len(content) // 2
+    journal.write_bytes(
+        {
+            "last byte": content[:-1],
+            "anywhere": content[:middle],
+            "a hole": content[:middle] + bytes(40) + content[middle + 40 :],  # power was lost
+        }[case]
+    )
     assert batch(chatty, rows, output) == 1
     assert read_outputs(output) == undisturbed
 
@@ -93,34 +89,57 @@ def test_what_is_done_needs_no_model(
     assert read_outputs(output) == undisturbed
 
 
+# A batch whose process is killed as soon as a row is in the journal.
+KILLED = """
+import os, signal, sys
+from unspool.cli.main import _exit_code
+from unspool.scale.batch.journal import Journal
+
+record = Journal.record
+
+def record_and_die(journal, outcomes):
+    record(journal, outcomes)
+    if outcomes:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Journal.record = record_and_die
+_exit_code(sys.argv[1:])
+"""
+
+
 def test_killed_interrupted_and_gone_on_with(
-    tmp_path: Path, chatty: Path, capsys: pytest.CaptureFixture[str]
-):
-    """Child processes are stopped by SIGKILL, Ctrl-C and SIGTERM; then the job is completed."""
-    inputs = [{"prompt": f"Node {n}", "max_tokens": 4 * n, "end": False} for n in range(1, 121)]
+    tmp_path: Path, chatty: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    """SIGKILL, Ctrl-C and SIGTERM end it after a few rows each; then the job is completed."""
+    inputs = [{"prompt": f"Node {n}", "max_tokens": 4 * n, "end": False} for n in range(1, 13)]
     rows, output = write_rows(tmp_path / "in.jsonl", inputs), tmp_path / "out.jsonl"
-    before = 0
-    for number in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
-        process = started(chatty, rows, output, "--threads", "1")
-        wait_until(lambda: done_rows(output) > before, process)  # noqa: B023
-        os.kill(process.pid, number)
-        code, stderr = ended(process)
-        before = done_rows(output)
-        assert 0 < before < 120
-        if number == signal.SIGKILL:
-            assert code == -number
-        else:
-            assert code == 128 + number
-            assert f"stopped: {before} of 120 rows are done" in stderr
-            assert stderr.count("the same command") == 1 and "Traceback" not in stderr
-    folder = tmp_path / "out.jsonl.unfinished"
-    lines = read_lines(folder / "answers.jsonl")
-    assert len({line["row"] for line in lines}) == before
+    arguments = command(chatty, rows, output, "--threads", "1")
+    assert subprocess.run([sys.executable, "-c", KILLED, *arguments]).returncode == -signal.SIGKILL
+    done = [done_rows(output)]
+    record = Journal.record
+    for number in (signal.SIGINT, signal.SIGTERM):
+
+        def record_and_signal(journal: Journal, outcomes: Any, number: int = number) -> None:
+            record(journal, outcomes)
+            if outcomes:
+                os.kill(os.getpid(), number)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "record", record_and_signal)
+            assert batch(chatty, rows, output, "--threads", "1") == 128 + number
+        done.append(done_rows(output))
+        stderr = capsys.readouterr().err
+        assert f"stopped: {done[-1]} of 12 rows are done" in stderr
+        assert stderr.count("the same command") == 1 and "Traceback" not in stderr
+    assert 0 < done[0] < done[1] < done[2] < 12
+    lines = read_lines(tmp_path / "out.jsonl.unfinished" / "answers.jsonl")
+    assert len({line["row"] for line in lines}) == done[2]
     # Complete the job from the journal.
     assert batch(chatty, rows, output) == 0
     assert "resuming" in capsys.readouterr().err
     answers = read_lines(output)
-    assert [answer["id"] for answer in answers] == list(range(1, 121))
+    assert [answer["id"] for answer in answers] == list(range(1, 13))
     assert [line["answer"] for line in lines] == [answers[line["row"] - 1] for line in lines]
 
 
@@ -155,14 +174,14 @@ def test_a_random_seed_is_kept(tmp_path: Path, chatty: Path):
     from unspool.cli.main import _exit_code
 
     rows, output = write_rows(tmp_path / "in.jsonl", some_rows(4)), tmp_path / "out.jsonl"
-    command = ["batch", str(rows), str(output), "-m", str(chatty), "-n", "8"]
+    arguments = ["batch", str(rows), str(output), "-m", str(chatty), "-n", "8"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("unspool.scale.batch.job.write_output", lambda journal: None)
-        assert _exit_code(command) == 0
+        assert _exit_code(arguments) == 0
     journal = tmp_path / "out.jsonl.unfinished" / "answers.jsonl"
     content = journal.read_bytes()
     journal.write_bytes(content.splitlines(keepends=True)[0])
-    assert _exit_code(command) == 0
+    assert _exit_code(arguments) == 0
     texts = {line["row"]: line["answer"] for line in map(json.loads, content.splitlines())}
     assert read_lines(output) == [texts[number] for number in sorted(texts)]
 

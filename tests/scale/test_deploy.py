@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("ray.serve")
 import jsonschema
+import pytest
 import yaml
 
 from unspool.scale.replicas.config import gateway_config_from, replicas_config_from
+
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
 
 DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 

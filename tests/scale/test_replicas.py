@@ -11,16 +11,17 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-pytest.importorskip("ray.serve")
-
 from helpers.batch_support import processes_below
 from helpers.local_replicas import replica
+
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
 
 BODY = {"prompt": "The scheduler plans rows", "max_tokens": 12, "seed": 7, "temperature": 0.9,
         "unspool": {"end": False}}  # fmt: skip

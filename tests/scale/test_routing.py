@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import subprocess
@@ -16,7 +15,6 @@ from unspool.errors import SettingsError
 from unspool.scale import RayMissingError, require_ray
 from unspool.scale.replicas.config import replicas_config_from
 from unspool.scale.replicas.gateway import ReplicaLostError, merge_branches, merge_metrics
-from unspool.scale.replicas.request_router import PolicyRouter
 from unspool.scale.replicas.routing import (
     NoReplicaError,
     PrefixRouter,
@@ -129,14 +127,10 @@ def test_forgetting_begins_at_the_ends():
     assert router.cached_pages(second) == {"a": 2}
     router.record("a", page_hashes(range(160)))  # longer than all that is remembered
     assert router.cached_pages(page_hashes(range(160))) == {"a": 4}
-
-
-def test_what_was_used_last_is_forgotten_last():
     router = PrefixRouter(["a"], capacity_pages=2)
-    first, second, third = ([page] for page in (1, 2, 3))
-    for pages in (first, second, first, third):
-        router.record("a", pages)
-    assert router.cached_pages(first) == {"a": 1} and router.cached_pages(second) == {}
+    for page in (1, 2, 1, 3):  # what was used last is forgotten last
+        router.record("a", [page])
+    assert router.cached_pages([1]) == {"a": 1} and router.cached_pages([2]) == {}
 
 
 def test_a_lost_replica_is_never_chosen_and_knows_nothing_when_it_comes_back():
@@ -188,22 +182,30 @@ def test_round_robin_goes_around():
     router.record("a", [1])
     with pytest.raises(NoReplicaError):
         RoundRobin().choose([], {})
+    policy = make_policy("a", "b", routing="round-robin")
+    assert {policy.choose(RouteHints(avoid={"a"})) for _ in range(4)} == {"b"}
+    assert {policy.choose(RouteHints()) for _ in range(4)} == {"a", "b"}
 
 
 # -- Routing hints of requests, and the routing policy --------------------------------------------
 
 
 HEX = "0123456789abcdef01234567"
-VERSE = {
-    "role": "system",
-    "content": "You are a helpful assistant that answers in verse. " * 8,
-}
+VERSE = {"role": "system", "content": "You are a helpful assistant that answers in verse. " * 8}
 
 
 def hints_of(path: str, body: Any = None, method: str = "POST", **headers: str) -> RouteHints:
     data = json.dumps(body).encode() if body is not None else b""
     fields = {name.replace("_", "-").encode(): value.encode() for name, value in headers.items()}
     return read_hints(method, path, fields, data)
+
+
+def make_policy(*replicas: str, routing: str = "prefix") -> Any:
+    from unspool.scale.replicas.request_router import PolicyRouter  # imports Ray: seconds
+
+    policy = PolicyRouter(routing)
+    policy.update(replicas)
+    return policy
 
 
 def user(text: str) -> dict[str, str]:
@@ -228,12 +230,8 @@ def test_the_id_of_what_is_kept_names_its_replica():
 
 def test_prompts_that_begin_alike_have_hashes_that_begin_alike():
     first = hints_of("/v1/chat/completions", {"messages": [VERSE, user("a")], "model": "m"})
-    other = {
-        "seed": 3,
-        "model": "m",
-        "temperature": 0.3,
-        "messages": [VERSE, user("b" * 200)],
-    }
+    messages = [VERSE, user("b" * 200)]
+    other = {"seed": 3, "model": "m", "temperature": 0.3, "messages": messages}
     second = hints_of("/v1/chat/completions", other)
     common = len(first.hashes) - 1
     assert first.kind == "prompt" and common >= 5
@@ -271,8 +269,7 @@ def test_a_session_stays_where_it_is():
     by_key = hints_of("/v1/chat/completions", {**body, "prompt_cache_key": "k"})
     by_header = hints_of("/v1/chat/completions", body, x_session_id="k")
     assert (by_key.kind, by_key.session) == (by_header.kind, by_header.session) == ("session", "k")
-    policy = PolicyRouter()
-    policy.update(["a", "b", "c"])
+    policy = make_policy("a", "b", "c")
     replica = policy.choose(by_key)
     assert {policy.choose(by_header) for _ in range(5)} == {replica}
     by_key.load = {replica: 100}
@@ -288,8 +285,7 @@ def test_sessions_spread_and_only_those_of_a_lost_replica_move():
 
 
 def test_the_policy_keeps_to_what_is_kept_and_avoids_who_was_tried():
-    policy = PolicyRouter()
-    policy.update(["a", "b"])
+    policy = make_policy("a", "b")
     assert policy.choose(RouteHints("kept", "a", avoid={"a"}, load={"a": 99})) == "a"
     with pytest.raises(ReplicaLostError):
         policy.choose(RouteHints("kept", "lost"))
@@ -301,13 +297,6 @@ def test_the_policy_keeps_to_what_is_kept_and_avoids_who_was_tried():
     assert policy.choose(RouteHints("prompt", hashes=hashes, avoid={"a", "b"})) in ("a", "b")
     policy.update([other])
     assert policy.choose(RouteHints("prompt", hashes=hashes)) == other
-
-
-def test_round_robin_avoids_too():
-    policy = PolicyRouter("round-robin")
-    policy.update(["a", "b"])
-    assert {policy.choose(RouteHints(avoid={"a"})) for _ in range(4)} == {"b"}
-    assert {policy.choose(RouteHints()) for _ in range(4)} == {"a", "b"}
 
 
 def test_metrics_are_labelled_by_replica():
@@ -337,30 +326,25 @@ def test_branches_of_all_replicas_the_newest_first():
 
 
 def test_an_unknown_name_in_the_configuration_is_refused():
-    with pytest.raises(SettingsError, match="args has unknown name 'modles'; choose from models"):
-        replicas_config_from({"modles": []})
-    with pytest.raises(SettingsError, match="settings has unknown name 'prot'"):
-        replicas_config_from({"settings": {"prot": 1}})
-    with pytest.raises(SettingsError, match=r"max_replicas must be >= replicas \(2\), got 1"):
-        replicas_config_from({"replicas": 2, "max_replicas": 1})
-    with pytest.raises(SettingsError, match="routing must be prefix or round-robin, got 'random'"):
-        replicas_config_from({"routing": "random"})
+    for wrong, message in (
+        ({"modles": []}, "args has unknown name 'modles'; choose from models"),
+        ({"settings": {"prot": 1}}, "settings has unknown name 'prot'"),
+        ({"replicas": 2, "max_replicas": 1}, r"max_replicas must be >= replicas \(2\), got 1"),
+        ({"routing": "random"}, "routing must be prefix or round-robin, got 'random'"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            replicas_config_from(wrong)
 
 
 # -- Without Ray everything else works, and an error message says what to install -----------------
 
 
 def test_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("unspool.scale.find_spec", lambda name: None)
-    with pytest.raises(
-        RayMissingError, match=r"--replicas needs Ray.*pip install 'unspool\[ray\]'"
-    ):
-        require_ray("--replicas")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
-def test_with_ray_nothing_is_said():
     require_ray()
+    monkeypatch.setattr("unspool.scale.find_spec", lambda name: None)
+    message = r"--replicas needs Ray.*pip install 'unspool\[ray\]'"
+    with pytest.raises(RayMissingError, match=message):
+        require_ray("--replicas")
 
 
 def test_ray_is_not_imported_before_use():

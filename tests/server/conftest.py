@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import json
 from pathlib import Path
 from typing import Any
 
-import httpx
-import openai
 import pytest
 
 import unspool
@@ -27,13 +26,31 @@ def server(small_server: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def http(server: Any) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
+def http(server: Any) -> Any:
+    return server.http
 
 
 @pytest.fixture(scope="session")
-def openai_client(server: Any) -> openai.OpenAI:
+def document(small_server: Any) -> Any:
+    """The OpenAPI document, which takes a second to make."""
+    return small_server.http.get("/openapi.json").json()
+
+
+@pytest.fixture(scope="session")
+def examples(small_server: Any) -> Any:
+    """The example request of each path, as the documentation page has them."""
+    page = small_server.http.get("/docs").text
+    return json.loads(page.partition('id="examples">')[2].partition("</script>")[0])
+
+
+@pytest.fixture(scope="session")
+def openai() -> Any:
+    """The package, imported when it is used: that takes a second."""
+    return importlib.import_module("openai")
+
+
+@pytest.fixture(scope="session")
+def openai_client(openai: Any, server: Any) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 

@@ -12,43 +12,27 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
-from pydantic import BaseModel, Field
 
 from helpers import assets
+from helpers.api_requests import (
+    MESSAGES,
+    PERSON,
+    QUESTION,
+    WEATHER,
+    Person,
+    make_tool,
+    parse_events,
+)
 from unspool.lens.embeddings import embedding
 
 HERE = Path(__file__).parent
-QUESTION = "Why do leaves change color in fall?"
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather in a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 20}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
+AGAIN = "And in spring?"
 
 
 def run(command: list[Any], params: str | None = None, **environment: str) -> str:
@@ -73,7 +57,9 @@ def run(command: list[Any], params: str | None = None, **environment: str) -> st
 @pytest.fixture(scope="module")
 def llm(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     """The command `llm`, told of the server as its manual says."""
-    program = Path(sysconfig.get_path("scripts")) / "llm"
+    from click.testing import CliRunner
+    from llm.cli import cli
+
     folder = tmp_path_factory.mktemp("llm")
     usual = {"model_name": server.model, "api_base": f"{server.url}/v1"}
     models = [
@@ -84,23 +70,22 @@ def llm(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., 
     # JSON is YAML.
     (folder / "extra-openai-models.yaml").write_text(json.dumps(models), "utf-8")
 
-    def body(*arguments: Any) -> str:
-        return run([program, *arguments], LLM_USER_PATH=str(folder)).removesuffix("\n")
+    def called(*arguments: Any) -> str:
+        runner = CliRunner(env={"LLM_USER_PATH": str(folder), "OPENAI_API_KEY": None})
+        result = runner.invoke(cli, [*map(str, arguments)], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.stdout.removesuffix("\n")
 
-    return body
+    return called
 
 
 def test_llm_streams_and_goes_on(llm, lm):
     options = ["-o", "temperature", 0, "-o", "max_tokens", 24]
     first = lm.chat(QUESTION, temperature=0, max_tokens=24).text
     assert llm("-m", "unspool", QUESTION, *options) == first
-    messages = [
-        {"role": "user", "content": QUESTION},
-        {"role": "assistant", "content": first},
-        {"role": "user", "content": "And in spring?"},
-    ]
-    second = lm.chat(messages, temperature=0, max_tokens=24).text
-    assert llm("--continue", "And in spring?", *options) == second
+    replies = [{"role": "assistant", "content": first}, {"role": "user", "content": AGAIN}]
+    second = lm.chat([*MESSAGES, *replies], temperature=0, max_tokens=24).text
+    assert llm("--continue", AGAIN, *options) == second
 
 
 @pytest.mark.slow
@@ -132,16 +117,7 @@ def test_llm_with_the_other_endpoints(llm, lm):
 QUIZ = [
     ("The capital of France is", ["Paris", "Berlin", "Madrid"], 0),
     ("The opposite of hot is", ["tall", "cold", "quick"], 1),
-    ("A baby dog is called a", ["kitten", "calf", "puppy"], 2),
-    ("Water freezes and becomes", ["ice", "steam", "sand"], 0),
-    ("The color of fresh snow is", ["black", "white", "green"], 1),
-    ("The largest planet of the solar system is", ["Mars", "Venus", "Jupiter"], 2),
-    ("Two plus two makes", ["four", "nine", "eleven"], 0),
-    ("The author of Hamlet is", ["Goethe", "William Shakespeare", "Homer"], 1),
     ("A spider has", ["two legs", "six legs", "eight legs"], 2),
-    ("Bees make", ["honey", "milk", "wool"], 0),
-    ("The sun rises in the", ["west", "east", "north"], 1),
-    ("Iron that lies in the rain begins to", ["sing", "melt", "rust"], 2),
 ]
 
 
@@ -191,13 +167,8 @@ def test_lm_eval_scores_answers_as_the_engine_does(evaluated, lm):
 def test_openai_for_node(server, lm):
     if shutil.which("node") is None:
         pytest.skip("node is not installed")
-    chat = {
-        "model": server.model,
-        "messages": [{"role": "user", "content": QUESTION}],
-        "seed": 7,
-        "max_tokens": 24,
-    }
-    params = {"model": server.model, "chat": chat, "schema": PERSON, "tool": WEATHER}
+    chat = {"model": server.model, "messages": MESSAGES, "seed": 7, "max_tokens": 24}
+    params = {"model": server.model, "chat": chat, "schema": PERSON, "tool": make_tool(**WEATHER)}
     reply = run(["node", HERE / "client.mjs", server.url, assets.node_openai()], json.dumps(params))
     result = json.loads(reply)
     created = lm.chat(QUESTION, seed=7, max_tokens=24)
@@ -206,7 +177,7 @@ def test_openai_for_node(server, lm):
         created.tokens
     )
     assert result["call"] == result["streamedCall"] and result["reason"] == "tool_calls"
-    assert result["call"]["name"] == "get_weather"
+    assert result["call"]["name"] == "weather"
     assert [*json.loads(result["call"]["arguments"])] == ["city"]
     assert result["json"] == lm.chat(QUESTION, json_schema=PERSON, seed=7, max_tokens=100).text
     for text, vector in zip(["Leaves fall.", "Snow falls."], result["embeddings"], strict=True):
@@ -222,52 +193,31 @@ def test_openai_for_node(server, lm):
 def test_what_open_webui_sends(server, lm):
     """After its `routers/openai.py`, `routers/tasks.py` and `utils/payload.py`."""
     headers = {"Authorization": "Bearer none"}
-    with httpx.Client(base_url=f"{server.url}/v1", headers=headers, timeout=60) as client:
-        listed = client.get("/models").json()["data"]
-        assert [(model["id"], model["object"]) for model in listed] == [(server.model, "model")]
-
-        messages = [
-            {"role": "system", "content": "You are brief."},
-            {"role": "user", "content": [{"type": "text", "text": QUESTION}]},
-        ]
-        params = {"temperature": 0.7, "top_p": 0.9, "seed": 7, "stop": ["###"], "max_tokens": 24,
-                  "frequency_penalty": 0.0, "presence_penalty": 0.0}  # fmt: skip
-        body = {"stream": True, "model": server.model, "messages": messages, **params}
-        body["stream_options"] = {"include_usage": True}
-        reply = client.post("/chat/completions", json=body)
-        assert reply.headers["content-type"].startswith("text/event-stream")
-        events = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
-        assert events.pop() == "[DONE]"
-        chunks = [json.loads(event) for event in events]
-        reported = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks[:-1])
-        plain = [messages[0], {"role": "user", "content": QUESTION}]
-        expected = lm.chat(plain, temperature=0.7, top_p=0.9, seed=7, stop=("###",), max_tokens=24)
-        assert reported == expected.text
-        assert chunks[-1]["usage"]["completion_tokens"] == len(expected.tokens)
-
-        # A title for the chat: `metadata` stays in Open WebUI, which allows 1,000 tokens.
-        title = [{"role": "user", "content": f"### Task:\nTitle this chat.\nUSER: {QUESTION}"}]
-        body = {"model": server.model, "messages": title, "stream": False, "max_tokens": 30}
-        answer = client.post("/chat/completions", json=body).json()
-        assert answer["choices"][0]["message"]["content"]
-
-        # Tools that it runs itself, and what it sends when one has answered.
-        call = {"index": 0, "id": "call_1", "type": "function",
-                "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}  # fmt: skip
-        messages += [
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "call_1", "content": "Snow, -3 degrees."},
-        ]
-        body = {"stream": True, "model": server.model, "messages": messages, "tools": [WEATHER],
-                "max_tokens": 8}  # fmt: skip
-        assert client.post("/chat/completions", json=body).status_code == 200
-
-        # Documents; and parameters of our own, which "Custom Parameters" of a model can hold.
-        body = {"input": ["Leaves fall.", "Snow falls."], "model": server.model}
-        assert len(client.post("/embeddings", json=body).json()["data"]) == 2
-        body = {"model": server.model, "messages": plain, "stream": False, "max_tokens": 4,
-                "unspool": {"min_p": 0.1}}  # fmt: skip
-        assert client.post("/chat/completions", json=body).status_code == 200
+    listed = server.http.get("/v1/models", headers=headers).json()["data"]
+    assert [(model["id"], model["object"]) for model in listed] == [(server.model, "model")]
+    system = {"role": "system", "content": "You are brief."}
+    messages = [system, {"role": "user", "content": [{"type": "text", "text": QUESTION}]}]
+    params = {"temperature": 0.7, "top_p": 0.9, "seed": 7, "stop": ["###"], "max_tokens": 24}
+    body = {"stream": True, "model": server.model, "messages": messages, **params}
+    body |= {"frequency_penalty": 0.0, "presence_penalty": 0.0}
+    body |= {"stream_options": {"include_usage": True}, "unspool": {"min_p": 0.1}}
+    reply = server.http.post("/v1/chat/completions", json=body, headers=headers)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    chunks = parse_events(reply.text)
+    reported = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks[:-1])
+    expected = lm.chat([system, *MESSAGES], min_p=0.1, **params)
+    assert reported == expected.text
+    assert chunks[-1]["usage"]["completion_tokens"] == len(expected.tokens)
+    # Tools that it runs itself, and what it sends when one has answered.
+    call = {"index": 0, "id": "call_1", "type": "function",
+            "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}  # fmt: skip
+    messages += [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "Snow, -3 degrees."},
+    ]
+    body |= {"messages": messages, "max_tokens": 8, "tools": [make_tool(**WEATHER)]}
+    reply = server.http.post("/v1/chat/completions", json=body, headers=headers)
+    assert reply.status_code == 200
 
 
 # -- frameworks ------------------------------------------------------------------------------
@@ -278,13 +228,6 @@ QUIET = {
     "LANGCHAIN_TRACING_V2": "false",
     "NO_PROXY": "127.0.0.1",
 }
-
-
-class Person(BaseModel):
-    """A person."""
-
-    name: str = Field(max_length=12)
-    age: int = Field(ge=0, le=99)
 
 
 @pytest.fixture

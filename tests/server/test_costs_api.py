@@ -9,10 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-import unspool
 from helpers.running_server import Running, running, settled
 from helpers.tree_client import read
-from helpers.word_model import save_worded
 from unspool.costs import measuring, stored
 from unspool.costs.texts import packaged_sample
 from unspool.server.runtime.registry import ModelEntry
@@ -29,21 +27,14 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def entry(tmp_path_factory: pytest.TempPathFactory) -> ModelEntry:
-    folder = save_worded(tmp_path_factory.mktemp("small"))
-    return ModelEntry("small", lambda: unspool.load(folder, memory=32 << 20, threads=1), 1 << 20)
-
-
-@pytest.fixture(scope="module")
-def serving(kept: Path, entry: ModelEntry) -> Iterator[Running]:
-    with running([entry]) as result:
+def serving(kept: Path, small_entry: ModelEntry) -> Iterator[Running]:
+    with running([small_entry]) as result:
         yield result
 
 
 @pytest.fixture
 def client(serving: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serving.url, timeout=60) as result:
-        yield result
+    yield serving.http
     settled(serving)
 
 
@@ -93,10 +84,9 @@ def test_what_is_wrong_is_said(client: httpx.Client):
         assert client.delete(f"/v1/costs/{name}").status_code == 404
 
 
-def test_a_server_that_anyone_reaches_measures_nothing(kept: Path, entry: ModelEntry):
-    with running([entry], host="0.0.0.0") as result:
-        url = result.url.replace("0.0.0.0", "127.0.0.1") + "/v1/costs"
-        assert not httpx.get(url).json()["may_measure"]
-        answer = httpx.post(url, json={})
+def test_a_server_that_anyone_reaches_measures_nothing(kept: Path, small_entry: ModelEntry):
+    with running([small_entry], host="0.0.0.0") as result:
+        assert not result.http.get("/v1/costs").json()["may_measure"]
+        answer = result.http.post("/v1/costs", json={})
         assert answer.status_code == 403 and "key" in answer.json()["error"]["message"]
-        assert httpx.delete(f"{url}/any").status_code == 403
+        assert result.http.delete("/v1/costs/any").status_code == 403

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,24 +17,12 @@ ASKED: dict[str, Any] = {"prompt": "hello", "max_tokens": 12, "seed": 3, "thresh
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("canvas")
-
-
-@pytest.fixture(scope="module")
-def masked(folder: Path) -> Any:
-    return canvas_support.with_vocabulary(folder / "own", sight="block", block=8)
-
-
-@pytest.fixture(scope="module")
-def serving(folder: Path) -> Iterator[Running]:
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A block diffusion model, one that sees the whole canvas, and one without a mask token."""
+    folder, make = tmp_path_factory.mktemp("canvas"), canvas_support.with_vocabulary
 
     def entry(name: str, **config: Any) -> ModelEntry:
-        def load() -> Any:
-            return canvas_support.with_vocabulary(folder / name, **config)
-
-        return ModelEntry(name, load, 1 << 20)
+        return ModelEntry(name, lambda: make(folder / name, **config), 1 << 20)
 
     entries = [
         entry("block", sight="block", block=8),
@@ -47,9 +34,8 @@ def serving(folder: Path) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def client(serving: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serving.url, timeout=60) as result:
-        yield result
+def client(serving: Running) -> httpx.Client:
+    return serving.http
 
 
 def ask(client: httpx.Client, status: int = 200, **body: Any) -> Any:
@@ -58,9 +44,9 @@ def ask(client: httpx.Client, status: int = 200, **body: Any) -> Any:
     return answer.json()
 
 
-def test_it_is_what_the_library_makes(client: httpx.Client, masked: Any) -> None:
+def test_it_is_what_the_library_makes(client: httpx.Client, serving: Running) -> None:
     result = ask(client, top=5)
-    local = masked.diffuse("hello", max_tokens=12, seed=3, threshold=0.05)
+    local = serving.state.registry.loaded["block"].lm.diffuse(**ASKED)
     assert (result["tokens"], result["text"]) == (local.tokens, local.text)
     assert [item["tokens"] for item in result["data"]] == [list(p.tokens) for p in local.passes]
     assert result["passes"] == len(local.passes) and result["places"] == 12
@@ -118,14 +104,13 @@ def test_given_tokens_may_be_taken_back(client: httpx.Client) -> None:
         ({"order": "backwards"}, "order", "invalid_value"),
         ({"steps": 2, "k": 2}, "steps and k", None),
         ({"guidance": 2.0}, "guidance", None),
+        ({"order": "entropy", "entropy_bound": -1}, "entropy_bound", None),
         ({"dry_multiplier": 1.0}, "dry_multiplier", None),
         ({"regex": "a+"}, "regex", "unknown_parameter"),
         ({"messages": [{"role": "user", "content": "hi"}]}, "either prompt or messages", None),
     ],
 )
-def test_what_cannot_be_is_said(
-    client: httpx.Client, body: dict[str, Any], message: str, code: str | None
-) -> None:
+def test_what_cannot_be_is_said(client, body, message, code):
     error = ask(client, 400, **body)["error"]
     assert message in error["message"]
     assert code is None or error["code"] == code
@@ -134,7 +119,7 @@ def test_what_cannot_be_is_said(
 def test_who_leaves_gives_the_pages_back(serving: Running) -> None:
     body = {**ASKED, "model": "block", "max_tokens": 100, "order": "fixed", "stream": True}
     for events in (0, 1, 3):
-        with httpx.stream("POST", f"{serving.url}/v1/diffuse", json=body, timeout=60) as answer:
+        with serving.http.stream("POST", "/v1/diffuse", json=body) as answer:
             lines = answer.iter_lines()
             for _ in range(3 * events):
                 next(lines)

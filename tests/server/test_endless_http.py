@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-import unspool
-from helpers.running_server import Running, running, settled
-from helpers.word_model import save_chatty
-from unspool.server.runtime.registry import ModelEntry
+from helpers.running_server import Running, default_entry, running, settled
 
 CONTEXT, WRITTEN = 96, 150
 PROMPT = "the rows of the tree"
@@ -20,13 +18,9 @@ LONG = "the rows of the tree " * 60  # by far more than the context
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = save_chatty(tmp_path_factory.mktemp("chatty"))
-
-    def load() -> Any:
-        return unspool.load(folder, memory=16 << 20, context=CONTEXT, threads=1)
-
-    with running([ModelEntry("chatty", load, 1 << 20)]) as result:
+def serving(small_model: Path) -> Iterator[Running]:
+    entry = default_entry(small_model, memory=16 << 20, context=CONTEXT, threads=1)
+    with running([entry]) as result:
         yield result
 
 
@@ -37,8 +31,7 @@ def lm(serving: Running) -> Any:
 
 @pytest.fixture
 def client(serving: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serving.url, timeout=60) as result:
-        yield result
+    yield serving.http
     settled(serving)
 
 

@@ -8,31 +8,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 
-from helpers import tiny_gguf
 from helpers.running_server import (
     Running,
     connect,
-    default_entry,
     raw_post,
     running,
     settled,
     wait_until,
-)  # fmt: skip
+)
 from unspool.backends.step import StepBatch, StepLimits
 from unspool.engine.work_scope import WorkScope
+from unspool.server.runtime.registry import ModelEntry
 
 MANY = [f"{n} text to be embedded, and long enough" for n in range(96)]
 
 
 @pytest.fixture(scope="module")
-def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    path = tiny_gguf.write_tiny(tmp_path_factory.mktemp("fair") / "tiny.gguf")
-    with running([default_entry(path, "tiny", memory=16 << 20)]) as server:
+def tiny_server(small_entry: ModelEntry) -> Iterator[Running]:
+    with running([replace(small_entry, name="tiny")]) as server:
         engine = server.state.registry.loaded["tiny"].lm.engine
         engine.scheduler.limits = StepLimits(prefill_tokens=16, prefill_beside_decode=16)
         yield server
@@ -70,12 +68,7 @@ class Gate:
 
 
 def post(server: Running, path: str, body: Any) -> Any:
-    answer = httpx.post(server.url + path, json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-# -- fair queues -----------------------------------------------------------------------------
+    return server.http.post(path, json=body).raise_for_status().json()
 
 
 @pytest.mark.parametrize(
@@ -86,10 +79,9 @@ def post(server: Running, path: str, body: Any) -> Any:
         ("/v1/completions", {"prompt": MANY, "max_tokens": 0, "echo": True, "logprobs": 1}),
     ],
 )
-def test_a_request_of_many_rows_leaves_room_for_others(
-    tiny_server: Running, path: str, body: dict[str, Any]
-):
-    engine = tiny_server.state.registry.loaded["tiny"].lm.engine
+def test_a_request_of_many_rows_leaves_room_for_others(tiny_server, path, body):
+    lm = tiny_server.state.registry.loaded["tiny"].lm
+    engine, (mark,) = lm.engine, lm.tokenizer.encode("~")
     with Gate(tiny_server) as gate, ThreadPoolExecutor(2) as threads:
         many = threads.submit(post, tiny_server, path, body)
         gate.wait()
@@ -97,7 +89,7 @@ def test_a_request_of_many_rows_leaves_room_for_others(
         assert post(tiny_server, "/tokenize", {"content": "some words"})["count"] > 0
         assert post(tiny_server, "/detokenize", {"tokens": [1, 2]})
         for open_path in ("/health", "/v1/models", "/props", "/metrics"):
-            assert httpx.get(tiny_server.url + open_path, timeout=30).status_code == 200
+            assert tiny_server.http.get(open_path).status_code == 200
         before = set(engine._waiting)
         single = threads.submit(
             post, tiny_server, "/v1/completions", {"prompt": "~" * 10, "max_tokens": 1}
@@ -107,7 +99,7 @@ def test_a_request_of_many_rows_leaves_room_for_others(
         gate.open()
         assert single.result(60)["choices"]
         many.result(60)
-    first = next(n for n, tokens in enumerate(gate.steps) if ord("~") in tokens)
+    first = next(n for n, tokens in enumerate(gate.steps) if mark in tokens)
     assert len(gate.steps) > holder + 50 and first < holder + 6
 
 
@@ -141,18 +133,12 @@ def test_blocked_threads_of_many_requests_do_not_block_others(tiny_server: Runni
         assert all(score.result(60) for score in scores)
 
 
-# -- clients that leave ------------------------------------------------------------------------
-
 LONG = "a long text which takes the model many steps to read, " * 4
 
 
-def branch_at(server: Running, text: str) -> str:
-    branch = post(server, "/v1/tree", {"prompt": text})["id"]
-    post(server, f"/v1/tree/{branch}/resume", {"max_tokens": 8, "temperature": 0})
-    return f"/v1/tree/{branch}"
-
-
-SEARCH = {"prompt": LONG, "think": {"policy": "best-of", "n": 3}, "max_tokens": 30}
+THINK = {"think": {"policy": "best-of", "n": 3}}
+SEARCH = {"prompt": LONG, **THINK, "max_tokens": 30}
+CHAT = {"messages": [{"role": "user", "content": LONG}], "unspool": THINK, "max_tokens": 30}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "score": ("/score", {"text": LONG}),
     "echo": ("/v1/completions", {"prompt": LONG, "max_tokens": 0, "echo": True, "logprobs": 1}),
@@ -162,6 +148,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "infill": ("/v1/completions", {"prompt": LONG, "suffix": " and an end.", "max_tokens": 8}),
     "think": ("/v1/think", SEARCH),
     "streamed think": ("/v1/think", {**SEARCH, "stream": True}),
+    "think in a chat": ("/v1/chat/completions", CHAT),
+    "streamed think in a chat": ("/v1/chat/completions", {**CHAT, "stream": True}),
     "choose": ("{branch}/choose", {"at": 2, "text": "other words"}),
     "append": ("{branch}/append", {"text": "other words"}),
     "try": ("{branch}/try", {"at": 2, "temperature": 0.5}),
@@ -172,12 +160,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_computed_for_a_client_that_has_left(
-    tiny_server: Running, kind: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_nothing_is_computed_for_a_client_that_has_left(tiny_server, kind, monkeypatch):
     path, body = KINDS[kind]
     if "{branch}" in path:
-        path = path.format(branch=branch_at(tiny_server, LONG))
+        branch = f"/v1/tree/{post(tiny_server, '/v1/tree', {'prompt': LONG})['id']}"
+        post(tiny_server, f"{branch}/resume", {"max_tokens": 8, "temperature": 0})
+        path = path.format(branch=branch)
     served = tiny_server.state.registry.loaded["tiny"]
     settled(tiny_server)
     cancelled = list[WorkScope]()
@@ -199,7 +187,7 @@ def test_a_deadline_ends_the_work_too(tiny_server: Running):
     object.__setattr__(settings, "deadline", 0.3)
     try:
         with Gate(tiny_server) as gate:
-            answer = httpx.post(tiny_server.url + "/score", json={"text": LONG}, timeout=30)
+            answer = tiny_server.http.post("/score", json={"text": LONG})
             assert answer.status_code == 504
             assert tiny_server.state.admission.running == 1  # the thread has not ended yet
             gate.open()

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+
+from unspool.train.routes import ControlRequest, StartRequest
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -26,12 +27,12 @@ def tidy(server: Any) -> Iterator[None]:
     """Branches that an example leaves behind are gone afterwards."""
 
     def branches() -> set[str]:
-        return {branch["id"] for branch in httpx.get(f"{server.url}/v1/tree").json()["data"]}
+        return {branch["id"] for branch in server.http.get("/v1/tree").json()["data"]}
 
     before = branches()
     yield
     for branch in branches() - before:
-        httpx.delete(f"{server.url}/v1/tree/{branch}")
+        server.http.delete(f"/v1/tree/{branch}")
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
@@ -46,15 +47,6 @@ def written_in(language: str, text: str = GUIDE) -> list[str]:
 def here(block: str, server: Any) -> str:
     """An example, asking the server of the tests."""
     return block.replace(ADDRESS, server.url).replace(MODEL, server.model)
-
-
-def is_asking(block: str) -> bool:
-    return "curl " in block
-
-
-def answers(output: str) -> list[Any]:
-    """Those lines that are JSON; streams are not."""
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 def shaped(visible: Any, real: Any, place: str = "the answer") -> None:
@@ -83,7 +75,7 @@ def test_curl(page: str, server: Any, tidy: None):
         pytest.skip("needs curl and bash")
     text = (ROOT / page).read_text(encoding="utf-8")
     every = blocks(text) + [("sh", f"{line}\n") for line in re.findall(r"`(curl [^`]+)`", text)]
-    asking = [n for n, (name, block) in enumerate(every) if name == "sh" and is_asking(block)]
+    asking = [n for n, (name, block) in enumerate(every) if name == "sh" and "curl " in block]
     assert asking
     script = ["set -eo pipefail", 'curl() { command curl -sS --max-time 30 "$@"; echo; }']
     for n in asking:
@@ -94,7 +86,8 @@ def test_curl(page: str, server: Any, tidy: None):
     assert done.returncode == 0 and not done.stderr, done.stdout[-2000:] + done.stderr
     outputs = done.stdout.split(BETWEEN)
     for n, output in zip(asking, outputs, strict=False):
-        result = answers(output)
+        # Streams are no lines of JSON.
+        result = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
         visible = every[n + 1] if n + 1 < len(every) else ("", "")
         expected = json.loads(visible[1]) if visible[0] == "json" else None
         if expected is not None and "error" in expected:
@@ -108,16 +101,14 @@ def test_curl(page: str, server: Any, tidy: None):
 @pytest.mark.real
 @pytest.mark.parametrize("text", [GUIDE, README], ids=["guide", "readme"])
 def test_python(text: str, server: Any, capsys: pytest.CaptureFixture[str]):
-    result = [
-        block for block in written_in("python", text) if ADDRESS in block or "client." in block
-    ]
     names: dict[str, Any] = {}
-    for block in result:
-        if "langchain" not in block:
+    for block in written_in("python", text):
+        if "langchain" not in block and (ADDRESS in block or "client." in block):
             exec(compile(here(block, server), "an example", "exec"), names)
     assert names["client"] and len(capsys.readouterr().out) > 20
 
 
+@pytest.mark.slow  # its import alone takes seconds; test_python sends the same requests
 @pytest.mark.real
 def test_langchain(server: Any, lm: Any, capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("langchain_openai")
@@ -152,9 +143,6 @@ def test_other_languages():
     assert all(yaml.safe_load(block) for block in written_in("yaml"))
 
 
-# -- tables ----------------------------------------------------------------------------------
-
-
 def rows(head: str) -> list[str]:
     """The first cells of the table that begins so."""
     table = GUIDE.split(head, 1)[1].split("\n\n", 1)[0].splitlines()[2:]
@@ -174,56 +162,65 @@ def test_every_option_is_in_the_table():
 
 
 @pytest.mark.real
-def test_every_endpoint_is_in_the_table(server: Any):
-    document = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
+def test_every_endpoint_is_in_the_table(server: Any, document: dict[str, Any]):
     reply = re.findall(r"`(/[^`]+)`", " ".join(rows("| endpoint |")))
     for path in reply:
-        assert path in document["paths"] or httpx.get(server.url + path).status_code != 404, path
+        assert path in document["paths"] or server.http.get(path).status_code != 404, path
     for path in document["paths"]:
         assert any(path == listed or path.startswith(listed + "/") for listed in reply), path
 
 
 @pytest.mark.real
 def test_every_metric_is_named(server: Any):
-    text = httpx.get(f"{server.url}/metrics").text
+    text = server.http.get("/metrics").text
     there = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
     reply = set(re.findall(r"`(unspool_[a-z_]+)`", GUIDE))
     assert reply == {name for name in there if not name.endswith("_created")}
 
 
-# -- the page at /docs -----------------------------------------------------------------------
-
-
 @pytest.mark.real
 def test_the_page_asks_nobody_else(server: Any):
-    answer = httpx.get(f"{server.url}/docs")
+    answer = server.http.get("/docs")
     assert answer.headers["content-type"].startswith("text/html")
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy
     assert not re.findall(r"(?:src|href)=\"?(?:https?:)?//", answer.text)
     assert len(answer.content) < 17_000
-    assert httpx.get(f"{server.url}/redoc").status_code == 404
+    assert server.http.get("/redoc").status_code == 404
 
 
 @pytest.mark.real
-def test_the_examples_of_the_page_work(server: Any, tidy: None):
-    page = httpx.get(f"{server.url}/docs").text
-    examples = json.loads(re.search(r'id="examples">(.*?)</script>', page, re.DOTALL)[1])
-    document = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
-    branch = httpx.post(f"{server.url}/v1/tree", json=examples["/v1/tree"]).json()["id"]
+def test_the_examples_of_the_page_work(server, tidy, document, examples):
+    branch = server.http.post("/v1/tree", json=examples["/v1/tree"]).json()["id"]
     methods = [(path, method) for path, result in document["paths"].items() for method in result
                if "requestBody" in result[method]]  # fmt: skip
     assert {path for path, _ in methods} == examples.keys()
     methods.sort(key=lambda item: "resume" not in item[0])  # others need steps
+    # Would train, measure for a while, or need a model with a mask: these have their own tests.
+    elsewhere = ("/v1/runs", "/v1/costs", "/v1/diffuse")
     for path, method in methods:
-        if path.startswith("/v1/runs"):  # would train: see test_runs_api.py
-            continue
-        if path == "/v1/costs":  # would measure for a while: see test_costs.py
-            continue
-        if path == "/v1/diffuse":  # needs a model with a mask: see test_diffuse.py
-            continue
-        url = server.url + path.replace("{identity}", branch)
-        few: dict[str, Any] = {name: 3 for name in examples[path] if "max_" in name}
-        few |= {"options": {"num_predict": 3}} if "options" in examples[path] else {}
-        answer = httpx.request(method, url, json=examples[path] | few, timeout=60)
-        assert answer.status_code == 200, answer.text
+        if not path.startswith(elsewhere):
+            few: dict[str, Any] = {name: 3 for name in examples[path] if "max_" in name}
+            few |= {"options": {"num_predict": 3}} if "options" in examples[path] else {}
+            url = path.replace("{identity}", branch)
+            answer = server.http.request(method, url, json=examples[path] | few)
+            assert answer.status_code == 200, answer.text
+
+
+def test_what_the_guide_to_training_says_of_runs(document, examples):
+    guide = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    section = guide.partition("## Watch it learn")[2].partition("\n## ")[0]
+    started = re.search(r"start one: `({.*?})`", section)
+    assert started and "@" in json.loads(re.search(r"-d '({.*?})'", section)[1])["model"]
+    for body in (json.loads(started[1]), examples["/v1/runs"]):
+        StartRequest(**body)
+    ControlRequest(**examples["/v1/runs/{name}/control"])
+    listed = {
+        (method, path.replace("NAME", "{name}"))
+        for method, path in re.findall(r"\| `(GET|POST) (/v1/runs\S*)`", section)
+    }
+    paths = document["paths"]
+    there = {
+        (m.upper(), path) for path in paths if path.startswith("/v1/runs") for m in paths[path]
+    }
+    assert listed == there

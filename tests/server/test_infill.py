@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import httpx
-import openai
 import pytest
 
 import unspool
-from helpers.running_server import running
+from helpers.api_requests import parse_events
+from helpers.running_server import default_entry, running
 from helpers.word_model import FIM, save_worded
+from unspool.decoding.infill import causal
 from unspool.decoding.infill.fill import OtherFile, fim_prompt, fim_tokens
-from unspool.server.runtime.registry import ModelEntry
 
 LEFT, RIGHT = "The scheduler plans rows, and the ", " builder makes a step of them."
 
@@ -32,16 +30,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     reply = json.loads(settings.read_text())
     settings.write_text(json.dumps(reply | {"unspool": {"sight": "whole", "mask_id": 3}}))
 
-    def entry(name: str, folder: Path) -> ModelEntry:
-        return ModelEntry(
-            name, lambda: unspool.load(folder, backend="torch", memory=16 << 20), 1 << 20
-        )
-
-    with (
-        running([entry(*item) for item in folders.items()]) as result,
-        httpx.Client(base_url=result.url, timeout=60) as client,
-    ):
-        yield client, {n: unspool.load(f, backend="torch") for n, f in folders.items()}
+    entries = [
+        default_entry(folder, name, memory=16 << 20, threads=1) for name, folder in folders.items()
+    ]
+    with running(entries) as result:
+        yield result.http, {entry.name: entry.load() for entry in entries}
 
 
 def test_a_suffix_is_ranked_with(served):
@@ -59,7 +52,7 @@ def test_a_suffix_is_ranked_with(served):
     assert pair["choices"][0]["text"] == expected.texts[0] and len(pair["choices"]) == 2
 
 
-def test_a_suffix_streams(served):
+def test_a_suffix_streams(openai, served):
     client, lms = served
     api = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
     for name in ("plain", "coder"):
@@ -87,17 +80,17 @@ def test_infill_by_fim_tokens(served):
     created = lms["coder"].generate(prompt, max_tokens=5, temperature=0)
     assert reply["content"] == created.text and reply["tokens_evaluated"] == len(prompt)
     streamed = client.post("/infill", json=body | {"stream": True}).text
-    lines = [line[6:] for line in streamed.splitlines() if line.startswith("data: ")]
-    chunks = [json.loads(line) for line in lines]
+    chunks = parse_events(streamed)
     assert "".join(chunk["content"] for chunk in chunks) == created.text
     assert chunks[-1]["stop"] and chunks[-1]["timings"]
 
 
-def test_infill_without_fim_tokens_is_ranked(served):
+def test_infill_without_fim_tokens_is_ranked(served, monkeypatch):
     client, lms = served
     body = {"model": "plain", "input_prefix": LEFT, "input_suffix": RIGHT, "n_predict": 3}
-    reply = client.post("/infill", json=body).json()
     expected = lms["plain"].fill(LEFT, unspool.gap(1, 3), RIGHT)
+    monkeypatch.setattr(causal, "_MAX_FORKS", 4)  # in more than one batch
+    reply = client.post("/infill", json=body).json()
     assert reply["content"] == expected.texts[0] and reply["stop_type"] == "eos"
     stopped = client.post("/infill", json=body | {"stop": [expected.texts[0][:1]]}).json()
     assert expected.texts[0][0] not in stopped["content"]

@@ -66,9 +66,9 @@ def test_every_stream_gets_all_of_its_tokens(server: Running) -> None:
 
 def test_tokens_are_timed_for_the_metrics(server: Running) -> None:
     before = _counted(server)
-    httpx.post(f"{server.url}/v1/chat/completions", json=ask(server), timeout=60)
+    server.http.post("/v1/chat/completions", json=ask(server))
     assert _counted(server) - before == TOKENS - 1  # from one to the next
-    text = httpx.get(f"{server.url}/metrics").text
+    text = server.http.get("/metrics").text
     assert "# TYPE unspool_time_per_token_seconds histogram" in text
     assert 'unspool_time_per_token_seconds_bucket{le="0.001",model="null"}' in text
     assert 'unspool_time_per_token_seconds_sum{model="null"}' in text
@@ -76,7 +76,7 @@ def test_tokens_are_timed_for_the_metrics(server: Running) -> None:
 
 def _counted(server: Running) -> int:
     name = 'unspool_time_per_token_seconds_count{model="null"} '
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    lines = server.http.get("/metrics").text.splitlines()
     return int(sum(float(line.removeprefix(name)) for line in lines if line.startswith(name)))
 
 

@@ -5,25 +5,19 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-import httpx
 import numpy as np
 import ollama
 import pytest
 
-from helpers.running_server import Running, default_entry, running
+from helpers.api_requests import CITY, MESSAGES, PERSON, QUESTION, make_tool
+from helpers.running_server import Running, running, wait_until
 from unspool.lens.embeddings import embedding
+from unspool.server.runtime.registry import ModelEntry
 
-QUESTION = "Why do leaves change color in fall?"
-ASKED = [{"role": "user", "content": QUESTION}]
 FEW = {"temperature": 0, "num_predict": 12}
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
-    "required": ["name", "age"],
-}
 
 
 @pytest.fixture(scope="module")
@@ -31,32 +25,27 @@ def client(server: Any) -> ollama.Client:
     return ollama.Client(host=server.url)
 
 
-@pytest.fixture(scope="module")
-def answer(lm: Any) -> str:
-    return lm.chat(QUESTION, temperature=0, max_tokens=12).text
-
-
-def test_chat(client, server, answer, lm):
-    result = client.chat(server.model, ASKED, options=FEW)
-    assert result.message.role == "assistant" and result.message.content == answer
+def test_chat(client, server, lm):
+    created = lm.chat(QUESTION, temperature=0, max_tokens=12)
+    result = client.chat(server.model, MESSAGES, options=FEW, logprobs=True, top_logprobs=2)
+    assert result.message.role == "assistant" and result.message.content == created.text
     assert (result.done, result.done_reason, result.model) == (True, "length", server.model)
-    assert result.eval_count == 12 and result.prompt_eval_count == len(lm.chat_prompt(ASKED).ids)
+    assert result.eval_count == 12 and result.prompt_eval_count == len(created.prompt)
     assert result.total_duration >= result.eval_duration > 0 and result.prompt_eval_duration > 0
-
-
-def test_streams_are_lines_of_json_unless_told(server, answer):
-    body = {"model": server.model, "messages": ASKED, "options": FEW}
-    reply = httpx.post(f"{server.url}/api/chat", json=body, timeout=60)
+    logprobs = [step.logprob for step in created.steps]
+    assert [item.logprob for item in result.logprobs] == pytest.approx(logprobs, abs=1e-4)
+    assert all(len(item.top_logprobs) == 2 for item in result.logprobs)
+    # Streams are lines of JSON, and what is sent unless a request says otherwise.
+    body = {"model": server.model, "messages": MESSAGES, "options": FEW}
+    reply = server.http.post("/api/chat", json=body)
     assert reply.headers["content-type"] == "application/x-ndjson"
     lines = [json.loads(line) for line in reply.text.splitlines()]
-    assert "".join(line["message"]["content"] for line in lines) == answer
-    complete = httpx.post(f"{server.url}/api/chat", json=body | {"stream": False}, timeout=60)
-    assert complete.json()["message"]["content"] == answer
+    assert "".join(line["message"]["content"] for line in lines) == created.text
 
 
 def test_generate_and_go_on(client, server, lm):
     first = client.generate(server.model, QUESTION, system="You are brief.", options=FEW)
-    messages = [{"role": "system", "content": "You are brief."}, *ASKED]
+    messages = [{"role": "system", "content": "You are brief."}, *MESSAGES]
     created = lm.chat(messages, temperature=0, max_tokens=12)
     assert first.response == created.text
     assert first.context == [*created.prompt, *created.tokens]
@@ -80,18 +69,20 @@ def test_generate_raw(client, server, lm):
 def test_options_mean_what_they_mean_there(client, server, lm):
     options = {"seed": 7, "top_k": 5, "repeat_penalty": 1.3, "num_predict": 12, "num_ctx": 2048,
                "min_p": 0.1, "mirostat_tau": 5.0, "stop": ["###"]}  # fmt: skip
-    result = client.chat(server.model, ASKED, options=options)
+    result = client.chat(server.model, MESSAGES, options=options)
     usual = {"seed": 7, "top_k": 5, "min_p": 0.1, "max_tokens": 12}
     expected = lm.chat(QUESTION, repetition_penalty=1.3, penalty_window=64, **usual)
     assert result.message.content == expected.text
-    result = client.chat(server.model, ASKED, options={"mirostat": 2, "seed": 7, "num_predict": 12})
+    result = client.chat(
+        server.model, MESSAGES, options={"mirostat": 2, "seed": 7, "num_predict": 12}
+    )
     assert result.message.content == lm.chat(QUESTION, mirostat_tau=5, seed=7, max_tokens=12).text
 
 
 @pytest.mark.parametrize("form", ["json", PERSON])
 def test_structured_output(client, server, form):
     options = {"temperature": 0, "num_predict": 100}
-    result = client.chat(server.model, ASKED, format=form, options=options)
+    result = client.chat(server.model, MESSAGES, format=form, options=options)
     if form != "json":
         assert {*json.loads(result.message.content)} == {"name", "age"}
     assert result.message.content.lstrip().startswith("{")
@@ -108,43 +99,31 @@ def get_weather(city: str) -> str:
 
 def test_tools(client, server, lm):
     """A small model rarely calls, so the call is ours; that it is read shows in the prompt."""
-    result = client.chat(server.model, ASKED, tools=[get_weather], options=FEW)
+    result = client.chat(server.model, MESSAGES, tools=[get_weather], options=FEW)
     assert result.message.content or result.message.tool_calls
     call = {"function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
     talk = [
-        *ASKED,
+        *MESSAGES,
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_name": "get_weather", "content": get_weather("Oslo")},
     ]
     result = client.chat(server.model, talk, tools=[get_weather], options=FEW)
-    assert result.prompt_eval_count > len(lm.chat_prompt(ASKED).ids) + 20
+    assert result.prompt_eval_count > len(lm.chat_prompt(MESSAGES).ids) + 20
 
 
 def test_a_call_comes_as_a_call(server):
     """Forced by a grammar under `unspool`, as nothing of Ollama's forces one."""
-    tool = {"type": "function", "function": {"name": "get_weather", "parameters": {
-        "type": "object", "properties": {"city": {"type": "string"}}}}}  # fmt: skip
+    tools = [make_tool(name="get_weather", parameters=CITY)]
     written = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-    body = {"messages": ASKED, "tools": [tool], "options": {"unspool": {"choice": [written]}}}
-    reply = httpx.post(f"{server.url}/api/chat", json=body, timeout=60)
+    body = {"messages": MESSAGES, "tools": tools, "options": {"unspool": {"choice": [written]}}}
+    reply = server.http.post("/api/chat", json=body)
     lines = [json.loads(line) for line in reply.text.splitlines()]
     calls = [call for line in lines for call in line["message"].get("tool_calls", ())]
     assert [call["function"] for call in calls] == [
         {"name": "get_weather", "arguments": {"city": "Oslo"}}
     ]
-    complete = httpx.post(
-        f"{server.url}/api/chat", json=body | {"stream": False}, timeout=60
-    ).json()
+    complete = server.http.post("/api/chat", json=body | {"stream": False}).json()
     assert complete["message"]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
-
-
-def test_log_probabilities(client, server, lm):
-    result = client.chat(server.model, ASKED, options=FEW, logprobs=True, top_logprobs=2)
-    created = lm.chat(QUESTION, temperature=0, max_tokens=12)
-    assert [item.logprob for item in result.logprobs] == pytest.approx(
-        [step.logprob for step in created.steps], abs=1e-4
-    )
-    assert all(len(item.top_logprobs) == 2 for item in result.logprobs)
 
 
 def test_embeddings(client, server, lm, monkeypatch):
@@ -170,27 +149,27 @@ def test_which_models_there_are(client, server):
     visible = client.show(server.model)
     assert visible.modelinfo["llama.block_count"] == 4 and "tools" in visible.capabilities
     assert "<|im_start|>" in visible.template
-    assert "unspool" in httpx.get(f"{server.url}/api/version").json()
+    assert "unspool" in server.http.get("/api/version").json()
 
 
 def test_the_probes_of_its_clients(server):
-    there = httpx.get(server.url, headers={"user-agent": "ollama-python/0.6"})
+    there = server.http.get("/", headers={"user-agent": "ollama-python/0.6"})
     assert there.text == "Ollama is running"
-    assert httpx.head(server.url).status_code == 200
-    assert "<html" in httpx.get(server.url, headers={"accept": "text/html"}).text
+    assert server.http.head("/").status_code == 200
+    assert "<html" in server.http.get("/", headers={"accept": "text/html"}).text
 
 
 @pytest.mark.parametrize(
     ("ask", "status", "words"),
     [
-        (lambda c, m: c.chat("nonsense", ASKED), 404, "no such model: 'nonsense'"),
+        (lambda c, m: c.chat("nonsense", MESSAGES), 404, "no such model: 'nonsense'"),
         (lambda c, m: c.pull("llama3.2"), 501, "unspool serve --model"),
         (lambda c, m: c.delete(m), 501, "chosen when the server starts"),
         (lambda c, m: c.copy(m, "other"), 501, "NAME=PATH"),
         (lambda c, m: c.generate(m, "Hi", images=[b"abc"]), 400, "only text"),
         (lambda c, m: c.generate(m, "Hi", template="{{ .Prompt }}"), 400, "raw: true"),
-        (lambda c, m: c.chat(m, ASKED, think=True), 400, "does not support thinking"),
-        (lambda c, m: c.chat(m, ASKED, options={"temprature": 1}), 400, "mean 'temperature'"),
+        (lambda c, m: c.chat(m, MESSAGES, think=True), 400, "does not support thinking"),
+        (lambda c, m: c.chat(m, MESSAGES, options={"temprature": 1}), 400, "mean 'temperature'"),
     ],
 )
 def test_what_is_refused(client, server, ask, status, words):
@@ -200,24 +179,20 @@ def test_what_is_refused(client, server, ask, status, words):
 
 
 @pytest.fixture(scope="module")
-def unloadable(small_default: Path) -> Iterator[Running]:
+def unloadable(small_entry: ModelEntry) -> Iterator[Running]:
     """A server whose model may be unloaded."""
-    entry = default_entry(small_default, "SmolLM2-135M-Instruct.Q4_1", memory=16 << 20)
-    with running([entry]) as result:
+    with running([replace(small_entry, name="SmolLM2-135M-Instruct.Q4_1")]) as result:
         yield result
 
 
-NAMES = ["smollm2", "smollm2:latest", "SmolLM2-135M-Instruct", "smollm2-135m-instruct:q4_1"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_names_as_ollama_writes_them(unloadable, name):
-    body = {"model": name, "prompt": "Hi", "stream": False, "options": {"num_predict": 1}}
-    result = httpx.post(f"{unloadable.url}/api/generate", json=body, timeout=60).json()
-    assert result["model"] == name and result["done"]
-    body = {"model": name, "prompt": "Hi", "max_tokens": 1}
-    result = httpx.post(f"{unloadable.url}/v1/completions", json=body, timeout=60).json()
-    assert result["model"] == unloadable.model
+def test_names_as_ollama_writes_them(unloadable):
+    for name in ("smollm2:latest", "SmolLM2-135M-Instruct", "smollm2-135m-instruct:q4_1"):
+        body = {"model": name, "prompt": "Hi", "stream": False, "options": {"num_predict": 1}}
+        result = unloadable.http.post("/api/generate", json=body).json()
+        assert result["model"] == name and result["done"]
+        body = {"model": name, "prompt": "Hi", "max_tokens": 1}
+        result = unloadable.http.post("/v1/completions", json=body).json()
+        assert result["model"] == unloadable.model
 
 
 def test_a_model_is_let_go_and_comes_back(unloadable):
@@ -225,16 +200,13 @@ def test_a_model_is_let_go_and_comes_back(unloadable):
     assert client.generate(unloadable.model).done_reason == "load"
     assert len(client.ps().models) == 1
     assert client.generate(unloadable.model, keep_alive=0).done_reason == "unload"
-    until = time.monotonic() + 60
-    while client.ps().models:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until(lambda: not client.ps().models)
     assert client.list().models[0].details.family == ""  # known once it is loaded again
-    assert client.chat(unloadable.model, ASKED, options={"num_predict": 1}, keep_alive="10m").done
+    assert client.chat(
+        unloadable.model, MESSAGES, options={"num_predict": 1}, keep_alive="10m"
+    ).done
     remaining = client.ps().models[0].expires_at.timestamp() - time.time()
     assert 0 < remaining < 700
     body = {"model": unloadable.model, "prompt": "Hi", "max_tokens": 1, "keep_alive": 0.01}
-    assert httpx.post(f"{unloadable.url}/v1/completions", json=body, timeout=60).status_code == 200
-    while client.ps().models:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    assert unloadable.http.post("/v1/completions", json=body).status_code == 200
+    wait_until(lambda: not client.ps().models)

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
+from helpers.api_requests import MESSAGES, QUESTION, make_tool
 from unspool.server.http.errors import ApiError
 from unspool.server.runtime.aliases import keep_alive_seconds
 from unspool.text.chat.template import ChatTemplate
 
-QUESTION = "Why do leaves change color in fall?"
-ASKED = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "seed": 7}
-
-
-@pytest.fixture(scope="module")
-def client(server: Any) -> Any:
-    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as result:
-        yield result
+BODY = {"messages": MESSAGES, "max_tokens": 12, "seed": 7}
 
 
 FLAT: list[tuple[dict[str, Any], dict[str, Any]]] = [  # what is sent, what it means in Python
@@ -45,66 +38,65 @@ FLAT: list[tuple[dict[str, Any], dict[str, Any]]] = [  # what is sent, what it m
 
 
 @pytest.mark.parametrize("number", range(len(FLAT)))
-def test_settings_stand_beside_openais(client, lm, number):
+def test_settings_stand_beside_openais(http, lm, number):
     params, intended = FLAT[number]
-    reply = client.post("/chat/completions", json=ASKED | params)
+    reply = http.post("/v1/chat/completions", json=BODY | params)
     assert reply.status_code == 200, reply.text
     expected = lm.chat(QUESTION, max_tokens=12, seed=7, **intended).text
     assert reply.json()["choices"][0]["message"]["content"] == expected
 
 
-def test_in_completions_and_responses_too(client, lm):
+def test_in_completions_and_responses_too(http, lm):
     body = {"prompt": "The sky is", "n_predict": 6, "seed": 7, "top_k": 2, "temperature": 3}
-    reply = client.post("/completions", json=body).json()
+    reply = http.post("/v1/completions", json=body).json()
     intended = {"max_tokens": 6, "seed": 7, "top_k": 2, "temperature": 3}
     assert reply["choices"][0]["text"] == lm.generate("The sky is", **intended).text
     body = {"input": QUESTION, "max_output_tokens": 6, "seed": 7, "top_k": 2, "temperature": 3}
-    reply = client.post("/responses", json=body).json()
+    reply = http.post("/v1/responses", json=body).json()
     assert reply["output"][0]["content"][0]["text"] == lm.chat(QUESTION, **intended).text
 
 
-def test_what_means_nothing_here_is_said(client, lm):
+def test_what_means_nothing_here_is_said(http, lm):
     params = {"store": True, "metadata": {"a": "b"}, "user": "me", "service_tier": "auto",
              "verbosity": "low", "reasoning_effort": "high", "cache_prompt": True,
              "prompt_cache_key": "k", "safety_identifier": "s", "skip_special_tokens": True,
              "num_ctx": None}  # fmt: skip
-    reply = client.post("/chat/completions", json=ASKED | params)
+    reply = http.post("/v1/chat/completions", json=BODY | params)
     named = reply.headers["x-unspool-ignored"].split(", ")
     assert {*named} == {*params} - {"num_ctx"}
-    plain = client.post("/chat/completions", json=ASKED)
+    plain = http.post("/v1/chat/completions", json=BODY)
     assert "x-unspool-ignored" not in plain.headers
     assert reply.json()["choices"][0]["message"] == plain.json()["choices"][0]["message"]
-    streamed = client.post("/chat/completions", json=ASKED | {"stream": True, "store": True})
+    streamed = http.post("/v1/chat/completions", json=BODY | {"stream": True, "store": True})
     assert streamed.headers["x-unspool-ignored"] == "store"
     body = {"input": "Hi", "max_output_tokens": 2, "reasoning": {"effort": "low"},
             "text": {"verbosity": "low"}}  # fmt: skip
-    reply = client.post("/responses", json=body)
+    reply = http.post("/v1/responses", json=body)
     assert reply.headers["x-unspool-ignored"] == "text.verbosity, reasoning_effort"
 
 
-def test_what_a_schema_asks_for_in_vain_is_said(client):
+def test_what_a_schema_asks_for_in_vain_is_said(http):
     schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2, "uniqueItems": True}
     expected = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    reply = client.post("/chat/completions", json=ASKED | {"response_format": expected})
+    reply = http.post("/v1/chat/completions", json=BODY | {"response_format": expected})
     assert "'uniqueItems' is not enforced" in reply.headers["x-unspool-note"]
-    tool = {"type": "function", "function": {"name": "a", "parameters": {
-        "properties": {"x": {"type": "boolean", "not": {"const": True}}}}}}  # fmt: skip
-    body = ASKED | {"tools": [tool], "tool_choice": "required"}
-    assert "'not'" in client.post("/chat/completions", json=body).headers["x-unspool-note"]
+    never = {"properties": {"x": {"type": "boolean", "not": {"const": True}}}}
+    body = BODY | {"tools": [make_tool(name="a", parameters=never)], "tool_choice": "required"}
+    assert "'not'" in http.post("/v1/chat/completions", json=body).headers["x-unspool-note"]
 
 
-def test_objects_are_closed_whoever_asks(client, lm):
+def test_objects_are_closed_whoever_asks(http, lm):
     """Without `additionalProperties`, as most clients write it: the text ends by itself."""
     person = {"properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
     expected = {"type": "json_schema", "json_schema": {"name": "p", "schema": person}}
-    body = ASKED | {"max_tokens": 60}
+    body = BODY | {"max_tokens": 60}
     for params in (
         {"response_format": expected},
         {"response_format": {"type": "json_object", "schema": person}},
         {"guided_json": person},
         {"unspool": {"json_schema": person}},
     ):
-        reply = client.post("/chat/completions", json=body | params).json()["choices"][0]
+        reply = http.post("/v1/chat/completions", json=body | params).json()["choices"][0]
         assert reply["finish_reason"] == "stop"
         created = lm.chat(QUESTION, json_schema=person, seed=7, max_tokens=60)
         assert reply["message"]["content"] == created.text
@@ -124,8 +116,6 @@ def test_what_is_no_time_is_refused(params):
     with pytest.raises(ApiError, match="such as '5m'"):
         keep_alive_seconds(params)
 
-
-# -- turns -----------------------------------------------------------------------------------
 
 STRICT = """
 {%- set system, rest = '', messages %}
@@ -188,10 +178,10 @@ TALK = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
         ("/v1/embeddings", {"input": "a"}, "dimensions"),
     ],
 )
-def test_a_boolean_is_no_number(server, path, body, names):
+def test_a_boolean_is_no_number(http, path, body, names):
     for name in names.split():
         for value in (True, False):
-            reply = httpx.post(server.url + path, json={**body, name: value}, timeout=60)
+            reply = http.post(path, json={**body, name: value})
             assert reply.status_code == 400 and "boolean" in reply.text, (name, value, reply.text)
 
 
@@ -208,11 +198,11 @@ def test_a_boolean_is_no_number(server, path, body, names):
           for value in (True, False, 3, -1, 1.5, "2", [], {})),
     ],
 )  # fmt: skip
-def test_booleans_within_and_odd_mirostats_are_refused(server, path, params):
-    assert httpx.post(server.url + path, json=params, timeout=60).status_code == 400
+def test_booleans_within_and_odd_mirostats_are_refused(http, path, params):
+    assert http.post(path, json=params).status_code == 400
 
 
-def test_whole_numbers_may_be_written_as_floats(client):
+def test_whole_numbers_may_be_written_as_floats(http):
     for params in ({"max_tokens": 2.0}, {"seed": 3.0}, {"top_k": 4.0}, {"mirostat": 2.0}):
         body = {"prompt": "a", "max_tokens": 2, **params}
-        assert client.post("/completions", json=body).status_code == 200
+        assert http.post("/v1/completions", json=body).status_code == 200

@@ -17,11 +17,18 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 
-from helpers.running_server import wait_until
+from helpers.running_server import running, wait_until
 from unspool.cli import serve as command
+from unspool.cli.main import main
+from unspool.cli.options import ModelChoice
 from unspool.errors import SettingsError
+from unspool.model.hub import find
+from unspool.server.http import server as http_server
+from unspool.server.http import sockets
 from unspool.server.http.settings import ServerSettings
+from unspool.server.runtime.registry import ModelEntry
 
 SECRET = "a sentence that must not be logged"
 
@@ -68,21 +75,37 @@ def completed(url: str, **params: Any) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-def test_a_server_asked_to_stop_finishes_what_runs(small_default: Path, small_lm: Any):
-    with serving("--model", str(small_default), "--drain", "60") as server:
-        text = small_lm.generate(SECRET, max_tokens=8, seed=3, end=False).text
-        assert completed(server.url) == text
-        lines: list[str] = []
-        started = threading.Event()
+def test_a_server_that_was_killed_starts_again_and_stops_when_its_texts_are_done(small_model):
+    """The first one has a log for people, the second one for programs."""
+    endless = {"end": False, "endless": True}
+    body = {"prompt": SECRET, "max_tokens": 1500, "stream": True, "unspool": endless}
+    model = ("--model", str(small_model))
+    with serving(*model, "--log-format", "text", "--log-prompts") as killed:
+        match = wait_until(lambda: re.search(r"address=(\S+)", "".join(killed.lines)))
+        address = match[1]
+        text = completed(address)
+        assert httpx.get(f"{address}/nonsense").status_code == 404
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
+            next(answer.iter_lines())
+            killed.popen.kill()
+            assert killed.popen.wait(60) == -signal.SIGKILL
+        killed.reader.join(5)
+    log = "".join(killed.lines)
+    assert "POST /v1/completions 200" in log and "8 generated" in log and SECRET in log
+    assert "GET /nonsense 404" in log and "error=Not Found" in log
 
-        def listen() -> None:
-            body = {"prompt": SECRET, "max_tokens": 600, "stream": True, "unspool": {"end": False}}
-            url = f"{server.url}/v1/completions"
-            with httpx.stream("POST", url, json=body, timeout=60) as answer:
-                for line in answer.iter_lines():
-                    lines.append(line)
-                    started.set()
+    lines: list[str] = []
+    started = threading.Event()
 
+    def listen() -> None:
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                lines.append(line)
+                started.set()
+
+    port = address.rpartition(":")[2]
+    with serving(*model, "--port", port, "--drain", "60") as server:
+        assert server.url == address and completed(address) == text
         listener = threading.Thread(target=listen)
         listener.start()
         assert started.wait(30)
@@ -91,52 +114,45 @@ def test_a_server_asked_to_stop_finishes_what_runs(small_default: Path, small_lm
         end = time.monotonic() + 60
         with pytest.raises((httpx.ConnectError, httpx.RemoteProtocolError, AssertionError)):
             while time.monotonic() < end:  # it stops listening a moment after that line
-                completed(server.url, max_tokens=1)
+                completed(address, max_tokens=1)
         listener.join(60)
         assert server.popen.wait(60) == 0
         server.reader.join(5)
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert [chunk for chunk in chunks if chunk["choices"]][-1]["choices"][0]["finish_reason"]
     assert "data: [DONE]" in lines
-    log = [json.loads(line) for line in server.lines]
-    assert log[0]["event"] == "started" and log[-1]["event"] == "stopped"
-    requests = [line for line in log if line["event"] == "request"]
+    events = [json.loads(line) for line in server.lines]
+    assert events[0]["event"] == "started" and events[-1]["event"] == "stopped"
+    requests = [line for line in events if line["event"] == "request"]
     assert {line["status"] for line in requests} <= {200, 503}  # 503: refused while stopping
-    assert requests[-1]["completion_tokens"] == 600 and requests[-1]["model"]
+    assert requests[-1]["completion_tokens"] == 1500 and requests[-1]["model"]
     assert not any(SECRET in line for line in server.lines)
 
 
-def test_a_log_for_people_and_a_text_that_takes_too_long(small_default: Path):
-    """At the end of the drain time the text is cut off, and the exit is a clean one."""
-    options = ("--log-format", "text", "--log-prompts", "--drain", "0.5")
-    with serving("--model", str(small_default), *options) as server:
-        match = wait_until(lambda: re.search(r"address=(\S+)", "".join(server.lines)))
-        address = match[1]
-        completed(address)
-        assert httpx.get(f"{address}/nonsense").status_code == 404
-        body = {"prompt": "a", "max_tokens": 8000, "stream": True, "unspool": {"end": False}}
-        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            server.popen.send_signal(signal.SIGINT)
-            with suppress(httpx.RemoteProtocolError):
-                assert "data: [DONE]" not in list(lines)
-        assert server.popen.wait(60) == 0
-        server.reader.join(5)
-    log = "".join(server.lines)
-    assert "POST /v1/completions 200" in log and "8 generated" in log and SECRET in log
-    assert "GET /nonsense 404" in log and "error=Not Found" in log
+def test_a_text_that_takes_longer_than_the_drain_time_is_cut_off(small_entry: ModelEntry):
+    body = {"prompt": "a", "max_tokens": 10**6, "stream": True}
+    body["unspool"] = {"end": False, "endless": True}
+    with (
+        running([small_entry], drain=0.2) as server,
+        server.http.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        server.stop()
+        with suppress(httpx.RemoteProtocolError):
+            assert "data: [DONE]" not in list(lines)
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any):
-    from unspool.cli.main import main
-
     with socket.socket() as used:
         used.bind(("127.0.0.1", 0))
         used.listen()
         port = str(used.getsockname()[1])
         empty = tmp_path / "keys.txt"
         empty.write_text("\n# nothing\n")
+        broken = tmp_path / "models" / "broken.gguf"
+        broken.parent.mkdir()
+        broken.write_bytes(b"GGUF" + bytes(range(64)))
         for arguments, words in (
             (["--port", port], "choose another with --port"),
             (["--port", "70000"], "got 70000"),
@@ -147,6 +163,10 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any
             (["--log-format", "xml"], "xml"),
             (["--max-running", "0"], "at least 1"),
             (["--model", str(tmp_path / "no.gguf")], "no.gguf"),
+            (
+                ["--port", "0", "--model", str(broken), "--log-level", "warning"],
+                "broken.gguf: not a usable GGUF file",
+            ),
             (["--model", "a=x", "--deadline", "-1"], ""),
         ):
             with pytest.raises(SystemExit) as caught:
@@ -156,14 +176,10 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any
 
 
 def test_who_listens_everywhere_without_a_key_is_warned(monkeypatch: pytest.MonkeyPatch):
-    from unspool.server.http import server, sockets
-
     message: list[str] = []
     monkeypatch.setattr(sockets, "bind_socket", lambda settings: None)
-    monkeypatch.setattr(server, "run", lambda *params, **named: None)
+    monkeypatch.setattr(http_server, "run", lambda *params, **named: None)
     monkeypatch.setattr(command, "say", message.append)
-    from unspool.cli.main import main
-
     for options, warned in (
         ([], False),
         (["--host", "0.0.0.0"], True),
@@ -190,53 +206,31 @@ def test_settings_that_cannot_be():
     assert not ServerSettings(host="192.168.0.7").is_local
 
 
-def test_a_model_that_cannot_be_loaded_is_reported_in_one_line(tmp_path: Path):
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF" + bytes(range(64)))
-    command = [sys.executable, "-m", "unspool", "serve", "--port", "0", "--model", str(broken),
-               "--log-level", "warning"]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 2
-    assert ended.stderr.count("\n") == 1 and "broken.gguf: not a usable GGUF file" in ended.stderr
-
-
-def test_the_default_model_is_fetched_while_the_rest_starts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-):
+def test_the_default_model_is_fetched_while_the_rest_starts(monkeypatch, tmp_path):
     """Its name and size are known before; nothing is fetched before it is loaded."""
-    from unspool.cli import serve
-    from unspool.cli.options import ModelChoice
-    from unspool.model.hub import find
-
     monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path))
     monkeypatch.delenv("UNSPOOL_DEFAULT_MODEL", raising=False)
     monkeypatch.setattr(find, "default_model", lambda **_: pytest.fail("fetched too early"))
-    result = serve._locate(ModelChoice(None, {}), None)
+    result = command._locate(ModelChoice(None, {}), None)
     assert result.name == "SmolLM2-135M-Instruct.Q4_1" and result.size > 90_000_000
     assert result.choice.model is None  # so that loading it fetches it
 
 
-def test_a_signal_that_comes_while_it_tells_of_its_start_stops_it():
-    from starlette.applications import Starlette
-
-    from unspool.server.http import server
-    from unspool.server.http.sockets import bind_socket
-
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_comes_while_it_tells_of_its_start_stops_it(number: signal.Signals):
     stopped = []
 
     def started(address: str) -> bool:
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
         return True
 
     settings = ServerSettings(port=0)
-    bound = bind_socket(settings)
-    server.run(
+    bound = sockets.bind_socket(settings)
+    http_server.run(
         Starlette(), settings, bound, on_stopping=lambda: stopped.append(1), on_started=started
     )
     assert stopped == [1]
 
-
-# -- memory of unloaded models -----------------------------------------------------------------
 
 # As a server runs: objects that exist after the start are frozen.
 SCRIPT = """
@@ -255,10 +249,6 @@ def status(name):
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name + ":"))
 
 
-def reset_peak():
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 async def generate(registry, name):
     async with registry.use(name) as served:
         lm = served.lm
@@ -266,11 +256,11 @@ async def generate(registry, name):
         await asyncio.to_thread(lambda: lm.score("The cat sat on the mat").perplexity)
 
 
-async def unload(registry):
-    for name in list(registry.loaded):
-        registry.unload(name)
-    while registry.loaded or registry._closing:
-        await asyncio.sleep(0.005)
+async def peak(registry, *names):
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    for name in names:
+        await generate(registry, name)
+    return status("VmHWM")
 
 
 async def main():
@@ -281,16 +271,13 @@ async def main():
     async with registry.use(None):
         gc.freeze()
     after = []
-    for _ in range(3):
-        reset_peak()
-        await generate(registry, "one")
-        alone = status("VmHWM")
-        await unload(registry)
+    for _ in range(2):
+        alone = await peak(registry, "one")
+        registry.unload("one")
+        while registry.loaded or registry._closing:
+            await asyncio.sleep(0.005)
         after.append(status("VmRSS"))
-    reset_peak()
-    for name in ("one", "two") * 2:
-        await generate(registry, name)
-    together = status("VmHWM")
+    together = await peak(registry, "one", "two")
     await registry.close_all()
     idle.cancel()
     print(json.dumps({"size": size, "after": after, "alone": alone, "together": together}))

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
-from helpers import canvas_support
 from helpers.running_server import Running, running
 from unspool.server.runtime.registry import ModelEntry
 from unspool.train.twins.puzzles import puzzle_by_name
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder: Path = tmp_path_factory.mktemp("tiny")
-
-    def load() -> Any:
-        return canvas_support.with_vocabulary(folder / "model", sight="causal", mask_id=None)
-
-    with running([ModelEntry("tiny", load, 1 << 20)]) as result:
+def serving(small_entry: ModelEntry) -> Iterator[Running]:
+    with running([small_entry]) as result:
         yield result
 
 
 @pytest.fixture(scope="module")
-def client(serving: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serving.url, timeout=60) as result:
-        yield result
+def client(serving: Running) -> httpx.Client:
+    return serving.http
 
 
 def ask(client: httpx.Client, path: str, status: int = 200, **body: Any) -> Any:
@@ -56,9 +48,7 @@ def test_an_answer_is_judged(client: httpx.Client) -> None:
     assert "not a sudoku" in ask(client, "/v1/puzzles/judge", 400, **wrong)["error"]["message"]
 
 
-def test_its_models_are_loaded_by_name_and_listed_nowhere(
-    client: httpx.Client, serving: Running
-) -> None:
+def test_its_models_are_loaded_by_name_and_listed_nowhere(client, serving):
     created = ask(client, "/v1/puzzles", puzzle="sudoku", seed=3)
     body = {"prompt": created["prompt"], "max_tokens": created["places"]}
     filled = ask(client, "/v1/diffuse", **body, model=created["models"]["whole"])
@@ -66,7 +56,7 @@ def test_its_models_are_loaded_by_name_and_listed_nowhere(
     written = ask(client, "/v1/completions", **body, model=created["models"]["causal"])
     assert written["model"] == "sudoku-causal"
     listed = client.get("/v1/models").json()["data"]
-    assert [model["id"] for model in listed] == ["tiny"]
+    assert [model["id"] for model in listed] == ["small"]
     assert client.get("/v1/models/sudoku").json()["unspool"]["source"] == "shipped"
     assert set(serving.state.registry.ephemeral) == {"sudoku", "sudoku-causal"}
 

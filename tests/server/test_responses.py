@@ -6,10 +6,9 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import openai
 import pytest
-from pydantic import BaseModel, Field
 
+from helpers.api_requests import WEATHER, Person
 from unspool.engine.results import Step
 from unspool.server.dialects.answers import BlockClosed, BlockParser, Change
 from unspool.server.dialects.response_store import ResponseStore
@@ -18,30 +17,16 @@ from unspool.text.tools.parser import ToolCallParser
 
 SEED = {"unspool": {"seed": 7}}
 ENDLESS = {"unspool": {"seed": 7, "regex": "[a-z ]{900}"}}  # ends for want of tokens only
-WEATHER = {
-    "type": "function",
-    "name": "weather",
-    "description": "The weather of a city",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 12}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-    "strict": True,
-}
+TOOL = {"type": "function", **WEATHER, "strict": True}
+CLOCK = {**TOOL, "name": "clock"}
 
 
-class Person(BaseModel):
-    age: int = Field(ge=0, le=99)
-
-
-def ask(openai_client: openai.OpenAI, **params: Any) -> Any:
+def ask(openai_client: Any, **params: Any) -> Any:
     usual = {"model": "smollm", "input": "Say hi.", "max_output_tokens": 8, "extra_body": SEED}
     return openai_client.responses.create(**{**usual, **params})
 
 
-def test_a_stream_tells_the_same_as_the_whole(openai_client: openai.OpenAI) -> None:
+def test_a_stream_tells_the_same_as_the_whole(openai_client: Any) -> None:
     params = {"include": ["message.output_text.logprobs"], "top_logprobs": 2,
               "metadata": {"a": "b"}, "truncation": "disabled", "service_tier": "auto",
               "user": "u", "extra_body": ENDLESS}  # fmt: skip
@@ -78,8 +63,8 @@ def test_a_stream_tells_the_same_as_the_whole(openai_client: openai.OpenAI) -> N
     assert sum(len(event.logprobs) for event in deltas) <= 8
 
 
-def test_a_function_is_called_and_its_result_read(openai_client: openai.OpenAI) -> None:
-    tools = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+def test_a_function_is_called_and_its_result_read(openai: Any, openai_client: Any) -> None:
+    tools = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
     body = {"role": "user", "content": [{"type": "input_text", "text": "Weather in Ulm?"}]}
     params = {"input": [body], "max_output_tokens": 200, **tools}
     complete = ask(openai_client, **params)
@@ -99,21 +84,23 @@ def test_a_function_is_called_and_its_result_read(openai_client: openai.OpenAI) 
         "response.completed",
     ]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
-    by_hand = ask(openai_client, input=[body, call, result], tools=[WEATHER])
-    stored = ask(openai_client, input=[result], previous_response_id=complete.id, tools=[WEATHER])
+    by_hand = ask(openai_client, input=[body, call, result], tools=[TOOL])
+    stored = ask(openai_client, input=[result], previous_response_id=complete.id, tools=[TOOL])
     assert by_hand.output_text == stored.output_text
     assert by_hand.usage.input_tokens == stored.usage.input_tokens
-    named = {"tool_choice": {"type": "function", "name": "weather"}}
+    # A format is that of words; a call has none.
+    form = {"type": "json_schema", "name": "p", "schema": Person.model_json_schema()}
+    named = {"tool_choice": {"type": "function", "name": "weather"}, "text": {"format": form}}
     assert ask(openai_client, **params | named).output[0].arguments == call.arguments
     with pytest.raises(openai.BadRequestError, match="has no result"):
         ask(openai_client, input=[body, call])
 
 
-def test_structured_output_and_the_stream_helper(openai_client: openai.OpenAI) -> None:
+def test_structured_output_and_the_stream_helper(openai_client: Any) -> None:
     params: dict[str, Any] = {"model": "smollm", "input": "How old are you?", "extra_body": SEED}
     parsed = openai_client.responses.parse(**params, text_format=Person)
     assert isinstance(parsed.output_parsed, Person)
-    assert parsed.to_dict()["text"]["format"]["schema"]["required"] == ["age"]
+    assert parsed.to_dict()["text"]["format"]["schema"]["required"] == ["name", "age"]
     with openai_client.responses.stream(**params, text_format=Person) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_response()
@@ -125,7 +112,7 @@ def test_structured_output_and_the_stream_helper(openai_client: openai.OpenAI) -
     assert free.output_text.lstrip().startswith("{")
 
 
-def test_what_is_kept_can_be_read_gone_on_with_and_forgotten(openai_client: openai.OpenAI) -> None:
+def test_what_is_kept_can_be_read_gone_on_with_and_forgotten(openai, openai_client):
     first = ask(openai_client, input="My name is Ada.", max_output_tokens=4, extra_body=ENDLESS)
     second = ask(openai_client, input="And yours?", previous_response_id=first.id, store=False)
     history = [
@@ -186,17 +173,30 @@ def test_the_oldest_responses_go_first() -> None:
         ({"nonsense": 1}, "parameter 'nonsense'"),
     ],
 )
-def test_what_is_not_there_is_refused_by_name(
-    openai_client: openai.OpenAI, params: dict[str, Any], named: str
-) -> None:
+def test_what_is_not_there_is_refused_by_name(openai, openai_client, params, named):
     with pytest.raises(openai.BadRequestError, match=named) as caught:
         ask(openai_client, extra_body=SEED | params)
     assert caught.value.body["type"] == "invalid_request_error"
 
 
-def test_an_error_on_the_way_is_an_event(
-    openai_client: openai.OpenAI, server: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_not_there(openai: Any, openai_client: Any) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        ask(openai_client, model="gpt-9")
+    assert caught.value.code == "model_not_found"
+
+
+def test_words_that_a_guard_takes_back_are_never_sent(openai_client: Any) -> None:
+    """Two words are possible: without the one that the model prefers it is the other."""
+    local: dict[str, Any] = {"regex": "My colour is (red|blue)"}
+    params: dict[str, Any] = {"temperature": 0, "max_output_tokens": 24}
+    first = ask(openai_client, **params, extra_body={"unspool": local}).output_text.split()[-1]
+    params["extra_body"] = {"unspool": local | {"guard": [f"ban={first}"]}}
+    events = ask(openai_client, stream=True, **params)
+    words = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(words) == f"My colour is {'blue' if first == 'red' else 'red'}"
+
+
+def test_an_error_on_the_way_is_an_event(openai_client, server, monkeypatch):
     monkeypatch.setattr(server.state, "settings", replace(server.state.settings, deadline=0.3))
     endless = {"max_output_tokens": 8000, "extra_body": {"unspool": {"end": False}}}
     last = list(ask(openai_client, stream=True, **endless))[-1]
@@ -213,35 +213,16 @@ def test_words_and_calls_are_blocks(one_call: bool) -> None:
     changes: list[Change] = []
     for place, character in enumerate(text):
         end = "stop" if place == len(text) - 1 else None
-        changes += blocks.push(step_of(character, place, end))
+        step = Step(10**6, character.encode(), character, -1.0, 0, finish_reason=end)
+        changes += blocks.push(step)  # its id is no control token's
     result = [(block.name, block.text, block.is_complete) for block in blocks.all]
     calls = [("f", '{"x": 1}', True)] * (1 if one_call else 2)
     assert result == [(None, "Sure. ", True), *calls]
     assert sum(isinstance(change, BlockClosed) for change in changes) == len(result)
 
 
-def step_of(text: str, place: int, finish_reason: str | None) -> Step:
-    return Step(
-        token=10**6,  # no control token
-        bytes=text.encode(),
-        text=text,
-        logprob=-1.0,
-        rank=0,
-        entropy=0.0,
-        probability=1.0,
-        position=place,
-        draw=None,
-        finish_reason=finish_reason,
-    )
-
-
-# -- counting, cancelling, reading again ------------------------------------------------------
-
-CLOCK = {**WEATHER, "name": "clock"}
-
-
-def test_the_tokens_of_an_input_are_counted(openai_client: openai.OpenAI) -> None:
-    params = {"instructions": "Be brief.", "tools": [WEATHER]}
+def test_the_tokens_of_an_input_are_counted(openai_client: Any) -> None:
+    params = {"instructions": "Be brief.", "tools": [TOOL]}
     first = ask(openai_client, **params)
     counted = openai_client.responses.input_tokens.count(model="smollm", input="Say hi.", **params)
     assert counted.input_tokens == first.usage.input_tokens
@@ -251,10 +232,8 @@ def test_the_tokens_of_an_input_are_counted(openai_client: openai.OpenAI) -> Non
     )
 
 
-@pytest.mark.parametrize("params", [{}, {"tools": [WEATHER], "tool_choice": "required"}])
-def test_a_stored_response_is_told_again_as_events(
-    openai_client: openai.OpenAI, params: Any
-) -> None:
+@pytest.mark.parametrize("params", [{}, {"tools": [TOOL], "tool_choice": "required"}])
+def test_a_stored_response_is_told_again_as_events(openai, openai_client, params):
     body = {"include": ["message.output_text.logprobs"], "max_output_tokens": 40, **params}
     reply = [event.to_dict() for event in ask(openai_client, stream=True, **body)]
     last = reply[-1]["response"]
@@ -278,7 +257,7 @@ def test_a_stored_response_is_told_again_as_events(
     assert [event.sequence_number for event in remaining] == list(range(4, len(again)))
 
 
-def test_a_response_is_cancelled_while_it_is_written(openai_client: openai.OpenAI) -> None:
+def test_a_response_is_cancelled_while_it_is_written(openai: Any, openai_client: Any) -> None:
     endless = {"unspool": {"regex": "[a-z ]{9000}"}}
     events = iter(ask(openai_client, stream=True, max_output_tokens=4000, extra_body=endless))
     identity = next(events).response.id
@@ -296,7 +275,7 @@ def test_a_response_is_cancelled_while_it_is_written(openai_client: openai.OpenA
         openai_client.responses.cancel("resp_0")
 
 
-def test_truncation_drops_the_oldest_items(openai_client: openai.OpenAI, lm: Any) -> None:
+def test_truncation_drops_the_oldest_items(openai: Any, openai_client: Any, lm: Any) -> None:
     words = "word " * (lm.context // 8)
     turns = [{"role": ("user", "assistant")[i % 2], "content": f"{i} {words}"} for i in range(19)]
     items = [
@@ -323,10 +302,10 @@ def test_truncation_drops_the_oldest_items(openai_client: openai.OpenAI, lm: Any
         ask(openai_client, input=too_long, truncation="auto")  # the last item always stays
 
 
-def test_only_allowed_tools_are_called(openai_client: openai.OpenAI) -> None:
+def test_only_allowed_tools_are_called(openai: Any, openai_client: Any) -> None:
     allowed = {"type": "allowed_tools", "mode": "required",
                "tools": [{"type": "function", "name": "clock"}]}  # fmt: skip
-    params = {"tools": [WEATHER, CLOCK], "max_output_tokens": 60}
+    params = {"tools": [TOOL, CLOCK], "max_output_tokens": 60}
     answer = ask(openai_client, tool_choice=allowed, **params)
     assert answer.output[0].name == "clock" and answer.tool_choice.to_dict() == allowed
     alone = ask(openai_client, tools=[CLOCK], tool_choice="required", max_output_tokens=60)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-import unspool
 from helpers import tiny
-from helpers.running_server import Running, running, settled
+from helpers.api_requests import parse_events
+from helpers.running_server import Running, default_entry, running, settled
 from helpers.tree_client import read
-from helpers.word_model import save_chatty
-from unspool.server.runtime.registry import ModelEntry
 
 ASKED = [{"role": "user", "content": "Plan the rows of the tree"}]
 THINK: dict[str, Any] = {"policy": "best-of", "n": 4, "budget": 600, "judge": "logprob"}
@@ -23,14 +21,7 @@ CHAT: dict[str, Any] = {"messages": ASKED, "max_tokens": 12, "seed": 3}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_chatty(tmp_path_factory.mktemp("chatty"))
-
-
-@pytest.fixture(scope="module")
-def reward(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import shutil
-
+def reward(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     import transformers
 
     created = tmp_path_factory.mktemp("reward")
@@ -38,32 +29,29 @@ def reward(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = transformers.LlamaConfig(**shape, num_labels=1)
     tiny.filled(transformers.LlamaForSequenceClassification(config)).save_pretrained(created)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(folder / name, created / name)
+        shutil.copy(small_model / name, created / name)
     return created
 
 
 @pytest.fixture(scope="module")
-def local_lm(folder: Path) -> Iterator[Any]:
-    with unspool.load(folder, backend="torch", memory=16 << 20) as lm:
-        yield lm
-
-
-@pytest.fixture(scope="module")
-def serving(folder: Path, reward: Path) -> Iterator[Running]:
-    def entry(name: str, path: Path) -> ModelEntry:
-        return ModelEntry(
-            name, lambda: unspool.load(path, backend="torch", memory=16 << 20), 1 << 20
-        )
-
-    entries = [entry("chatty", folder), entry("rewarder", reward)]
+def serving(small_model: Path, reward: Path) -> Iterator[Running]:
+    usual = {"memory": 16 << 20, "threads": 1}
+    entries = [
+        default_entry(small_model, "chatty", **usual),
+        default_entry(reward, "rewarder", **usual),
+    ]
     with running(entries, max_think=1000, max_choices=8) as result:
         yield result
 
 
 @pytest.fixture
+def local_lm(serving: Running) -> Any:
+    return serving.state.registry.loaded["chatty"].lm
+
+
+@pytest.fixture
 def client(serving: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=serving.url, timeout=60) as result:
-        yield result
+    yield serving.http
     settled(serving)  # all that a test used is released
 
 
@@ -75,15 +63,9 @@ def chat(client: httpx.Client, think: dict[str, Any], status: int = 200, **body:
 
 
 def chunks(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
-    request_body = {**CHAT, "stream": True, **body}
-    with client.stream("POST", "/v1/chat/completions", json=request_body) as answer:
-        assert answer.status_code == 200, answer.read()
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line[:5] == "data:"]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-# -- chats -------------------------------------------------------------------------------------
+    answer = client.post("/v1/chat/completions", json={**CHAT, "stream": True, **body})
+    assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n"), answer.text
+    return parse_events(answer.text)
 
 
 def test_the_winner_is_the_answer(client: httpx.Client, local_lm: Any):
@@ -181,9 +163,6 @@ def test_a_judge_that_fails_on_all_is_told(client: httpx.Client):
               "think": {**THINK, "judge": "vote:never there"}},
     )  # fmt: skip
     assert [name for name, *_ in read(traced)][-1] == "error"
-
-
-# -- /v1/think ---------------------------------------------------------------------------------
 
 
 def test_events_of_a_search(client: httpx.Client, local_lm: Any):

@@ -6,9 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
-import httpx
-import openai
 import pytest
 
 from helpers.running_server import Running, running
@@ -38,12 +35,12 @@ def thinkers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def client(thinkers: Running) -> openai.OpenAI:
+def client(openai: Any, thinkers: Running) -> Any:
     return openai.OpenAI(base_url=f"{thinkers.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.mark.parametrize("model", ["tags", "harmony"])
-def test_chats(client: openai.OpenAI, model: str) -> None:
+def test_chats(client: Any, model: str) -> None:
     # The grammar makes the model open and close its reasoning.
     body = {**SEED, "model": model, "messages": ASKED, "max_tokens": 40}
     extra = {"extra_body": {"thinking_budget": 6, "regex": "(node|page)"}}
@@ -67,7 +64,7 @@ def test_chats(client: openai.OpenAI, model: str) -> None:
     assert visible.content == message.content and not hasattr(visible, "reasoning_content")
 
 
-def test_thoughts_are_switched(client: openai.OpenAI, thinkers: Running) -> None:
+def test_thoughts_are_switched(client: Any, thinkers: Running) -> None:
     body = {**SEED, "messages": ASKED}
     for off in ({"reasoning_effort": "none"}, {"extra_body": {"reasoning": {"enabled": False}}},
                 {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}):  # fmt: skip
@@ -88,7 +85,7 @@ def test_thoughts_are_switched(client: openai.OpenAI, thinkers: Running) -> None
 
 
 @pytest.mark.parametrize("model", ["tags", "harmony"])
-def test_a_required_call_comes_behind_the_thought(client: openai.OpenAI, model: str) -> None:
+def test_a_required_call_comes_behind_the_thought(client: Any, model: str) -> None:
     answer = client.chat.completions.create(
         **{**SEED, "max_tokens": 120}, model=model, messages=ASKED, tools=[CLOCK],
         tool_choice="required", extra_body={"thinking_budget": 4},
@@ -98,7 +95,7 @@ def test_a_required_call_comes_behind_the_thought(client: openai.OpenAI, model: 
     assert answer.choices[0].message.reasoning_content
 
 
-def test_responses(client: openai.OpenAI) -> None:
+def test_responses(client: Any) -> None:
     body = {"model": "tags", "input": "A node?", "max_output_tokens": 40,
             "extra_body": {"seed": 5, "regex": "(node|page)", "top_k": 1}}  # fmt: skip
     cut = client.responses.create(**body)
@@ -123,6 +120,8 @@ def test_responses(client: openai.OpenAI) -> None:
 
 
 def test_messages(thinkers: Running) -> None:
+    import anthropic
+
     client = anthropic.Anthropic(base_url=thinkers.url, api_key="none", max_retries=0)
     # A text that must not end, and whose marks are the grammar's.
     local = {"seed": 5, "end": False, "regex": "(node|page)", "top_k": 1}
@@ -147,7 +146,7 @@ def test_ollama(thinkers: Running) -> None:
     nothing = {"type": "object", "properties": {}, "additionalProperties": False}
 
     def ask(path: str = "chat", **extra: Any) -> list[dict[str, Any]]:
-        answer = httpx.post(f"{thinkers.url}/api/{path}", json={**body, **extra}, timeout=60)
+        answer = thinkers.http.post(f"/api/{path}", json={**body, **extra})
         return [json.loads(line) for line in answer.text.splitlines()]
 
     for model in ("gemma", "tags"):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
 from helpers.tree_client import PROMPT, SAMPLING, Tree, read, tokens
 from unspool.server.http.errors import ApiError
 from unspool.server.tree import branches as stored
 from unspool.server.tree.branches import Branches, ExtraSettings, TreeBranch
-
-# -- writing ---------------------------------------------------------------------------------
 
 
 def test_the_tree_writes_what_the_library_writes(tree: Tree, lm: Any):
@@ -44,7 +41,7 @@ def test_the_tree_writes_what_the_library_writes(tree: Tree, lm: Any):
 def test_the_tree_writes_what_chat_writes(tree: Tree, lm: Any, server: Any):
     messages = [{"role": "user", "content": "Name a colour."}]
     expected = {"messages": messages, "seed": 5, "temperature": 0.7, "max_tokens": 12}
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=expected, timeout=60).json()
+    reply = server.http.post("/v1/chat/completions", json=expected).json()
     branch = tree.do("resume", tree.ask("POST", "", json=expected))
     assert branch["text"] == reply["choices"][0]["message"]["content"]
     assert branch["text"] == lm.chat(messages, seed=5, temperature=0.7, max_tokens=12).text
@@ -96,9 +93,6 @@ def test_several_at_once_share_a_seed(tree: Tree, lm: Any):
         start.resume(max_tokens=3, sample=number).text for number in range(2)
     )
     tree.do("resume", branch, 400, n=1000)
-
-
-# -- taking back, choosing, forking ----------------------------------------------------------
 
 
 def test_rewind_choose_and_append_reuse_what_stays(tree: Tree, lm: Any):
@@ -173,7 +167,7 @@ def test_settings_change_while_going_on(tree: Tree):
     tree.do("append", branch, text=" words")
     assert "grammar" in tree.do("resume", branch, 400)["error"]["message"]
     assert not tree.get(branch)["writing"]
-    tree.do("resume", branch, regex=None, max_tokens=1)
+    tree.do("resume", branch, regex=None, max_tokens=1, think_budget=None)
 
 
 def test_a_text_that_ended_at_a_stop_string_says_so(tree: Tree, lm: Any):
@@ -197,8 +191,6 @@ def test_a_text_that_ended_at_a_stop_string_says_so(tree: Tree, lm: Any):
         visible + " the"
     )
 
-
-# -- one step with other settings ------------------------------------------------------------
 
 OFF = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
 WAYS: list[dict[str, Any]] = [
@@ -245,9 +237,6 @@ def test_a_try_behind_the_end_and_what_is_refused(tree: Tree) -> None:
     tree.ask("POST", f"/{branch['id']}/try", 400, json={"temperature": -1})
     tree.ask("POST", f"/{branch['id']}/try", 400, json={"n": 2})
     tree.ask("POST", "/branch-nobody/try", 404, json={})
-
-
-# -- what cannot be --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

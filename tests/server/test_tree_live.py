@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from dataclasses import replace
@@ -15,8 +16,6 @@ from helpers.running_server import wait_until
 from helpers.tree_client import PROMPT, SAMPLING, Tree, read, tokens
 from unspool.lens.activations import get_activations
 from unspool.server.tree.look import MAX_CELL, MAX_CELLS, _position_json, _vectors
-
-# -- live ------------------------------------------------------------------------------------
 
 
 def test_watchers_see_what_happens(tree: Tree):
@@ -54,13 +53,8 @@ def test_a_watcher_that_comes_back_is_told_what_it_missed(tree: Tree):
     branch = tree.do("resume", tree.new(max_tokens=6))
 
     def next_steps(count: int, **params: Any) -> list[tuple[str, Any, str]]:
-        result = []
         with tree.events(branch, **params) as answer:
-            for entry in read(answer):
-                result.append(entry)
-                if len(result) == count:
-                    return result
-        return result
+            return list(itertools.islice(read(answer), count))
 
     first = next_steps(7)
     assert [data["index"] for name, data, _ in first if name == "step"] == [0, 1, 2, 3, 4, 5]
@@ -137,9 +131,6 @@ def test_a_client_that_leaves_stops_the_writing(tree: Tree, server: Any):
     assert tree.do("resume", branch, max_tokens=1)["last"]["reused_tokens"] == 0
 
 
-# -- looking ---------------------------------------------------------------------------------
-
-
 def test_alternatives_are_the_distribution(tree: Tree, lm: Any):
     branch = tree.do("resume", tree.new(max_tokens=5, temperature=0.5))
     result = tree.see(branch, "alternatives", at=3, top=500)
@@ -204,10 +195,10 @@ def token_ids(written: dict[str, Any]) -> list[int]:
     return [token["id"] for token in written["prompt"]["tokens"]] + tokens(written)
 
 
-def test_vectors_are_those_of_the_run(tree: Tree, written: dict[str, Any], lm: Any):
-    result = tree.see(written, "look", step=2, include="vectors", top=3)
+def test_vectors_and_the_head_are_those_of_the_run(tree: Tree, written: dict[str, Any], lm: Any):
+    result, step = tree.see(written, "look", step=2, include="vectors", top=3), written["steps"][2]
     observed = get_activations(lm, token_ids(written), result["position"])
-    vectors = result["vectors"]
+    vectors, head = result["vectors"], result["head"]
     assert vectors["every"] == 1 and vectors["width"] == lm.config.width
     cells, scales = np.array(vectors["cells"]), np.array(vectors["scales"])
     assert cells.shape == observed.residuals.shape and abs(cells).max() == MAX_CELL
@@ -215,12 +206,7 @@ def test_vectors_are_those_of_the_run(tree: Tree, written: dict[str, Any], lm: A
     apart = abs(cells * scales[:, None] - observed.residuals)
     assert (apart <= scales[:, None] * 0.51 + abs(observed.residuals).max(1)[:, None] * 0.01).all()
     assert len(str(vectors)) < 100_000 and "attention" not in result
-
-
-def test_the_head_ends_where_the_step_began(tree: Tree, written: dict[str, Any]):
-    result = tree.see(written, "look", step=2, include="vectors", top=3)
-    step = written["steps"][2]
-    head = result["head"]
+    # The head ends where the step began.
     assert head["followed"]["id"] == step["token"] and head["followed"]["rank"] == step["rank"]
     chance = math.exp(step["logprob"])
     assert head["followed"]["probability"] == pytest.approx(chance, rel=1e-2)

@@ -28,9 +28,7 @@ def span(branch: dict[str, Any], words: str) -> tuple[int, int]:
     raise AssertionError(f"{words!r} is not in {pieces}")
 
 
-def test_candidates_are_ranked_by_the_whole_text(
-    tree: Tree, story: dict[str, Any], lm: Any
-) -> None:
+def test_candidates_are_ranked_by_the_whole_text(tree, story, lm):
     first, last = span(story, " sat")
     body = {"first": first, "last": last, "candidates": 4}
     result = tree.ask("POST", f"/{story['id']}/fill", json=body)
@@ -54,9 +52,7 @@ def test_candidates_are_ranked_by_the_whole_text(
     assert tree.get(story) == story
 
 
-def test_a_replaced_part_leaves_the_rest_which_is_judged_anew(
-    tree: Tree, story: dict[str, Any], lm: Any
-) -> None:
+def test_a_replaced_part_leaves_the_rest_which_is_judged_anew(tree, story, lm):
     first, last = span(story, " mat")
     at = span(story, " woke")[0]
     changes = [
@@ -128,9 +124,7 @@ def test_proposals_come_one_by_one_or_together(tree: Tree, story: dict[str, Any]
         ("revise", {"threshold": 1}, "threshold"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_said(
-    tree: Tree, story: dict[str, Any], verb: str, body: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_is_said(tree, story, verb, body, message):
     error = tree.ask("POST", f"/{story['id']}/{verb}", 400, json=body)["error"]
     assert message in error["message"]
 

@@ -75,20 +75,7 @@ BODIES = {  # what a verb needs besides the id
 }  # fmt: skip
 
 
-def routes_below(server: Running, *prefixes: str) -> list[tuple[str, str]]:
-    """Every method and path of the server that names something stored."""
-    document = httpx.get(
-        f"{server.url}/openapi.json", headers={"x-api-key": ALICE}, timeout=60
-    ).json()
-    return [
-        (method.upper(), path)
-        for path, methods in document["paths"].items()
-        if path.startswith(prefixes) and "{" in path
-        for method in methods
-    ]
-
-
-def test_a_user_sees_only_their_own_branches_and_responses(serving: Running) -> None:
+def test_a_user_sees_only_their_own_branches_and_responses(serving, document):
     alice, bob = tree_of(serving, ALICE), tree_of(serving, BOB)
     branch = alice.ask("POST", "", json={"prompt": "The union"})
     alice.do("append", branch, text=" of states")
@@ -96,7 +83,12 @@ def test_a_user_sees_only_their_own_branches_and_responses(serving: Running) -> 
     response = alice.http.post("/v1/responses", json=request_body).json()
     assert [item["id"] for item in alice.ask("GET", "")["data"]] == [branch["id"]]
     assert bob.ask("GET", "")["data"] == []
-    routes = routes_below(serving, "/v1/tree/", "/v1/responses/")
+    routes = [
+        (method.upper(), path)
+        for path, methods in document["paths"].items()
+        if path.startswith(("/v1/tree/", "/v1/responses/")) and "{" in path
+        for method in methods
+    ]
     assert len(routes) > 15
     for method, path in routes:
         names = (branch["id"], "branch-0") if "tree" in path else (response["id"], "resp_0")
@@ -159,9 +151,7 @@ def test_memory_counts_every_step_by_itself(small: Any) -> None:
     assert store.weight == 0 == store.memory.weight
 
 
-def test_memory_counts_settings_and_is_checked_by_every_verb(
-    small: Any, serving: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_counts_settings_and_is_checked_by_every_verb(small, serving, monkeypatch):
     store = Branches(10)
     branch = branch_of(small)
     branch.extra_settings = ExtraSettings({"grammar": "x" * 1_000_000})
@@ -206,9 +196,7 @@ def test_branches_are_stored_all_or_none(small: Any) -> None:
     assert len(store.all) == 2 and store.weight == kept_weight(store)
 
 
-def test_what_could_not_begin_is_seen_by_nobody(
-    serving: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_could_not_begin_is_seen_by_nobody(serving, monkeypatch):
     """While the texts of a resume start, and when that fails, no half-made branch is listed."""
     alice = tree_of(serving, ALICE)
     created = alice.ask("POST", "", json={"prompt": "The union"})
@@ -230,9 +218,7 @@ def test_what_could_not_begin_is_seen_by_nobody(
         alice.ask("DELETE", f"/{item['id']}")
 
 
-def test_a_change_of_a_branch_that_is_deleted_meanwhile_is_not_acknowledged(
-    serving: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_of_a_branch_that_is_deleted_meanwhile_is_not_acknowledged(serving, monkeypatch):
     alice = tree_of(serving, ALICE)
     choose = Generation.choose
     for verb, params in (
@@ -304,36 +290,24 @@ class Model:
     def apply(self, verb: str, params: dict[str, Any], reply: Any, encode: Any) -> bool:
         """Do what was acknowledged; False if it cannot have happened in this state."""
         tokens = self.tokens
-        if tokens is None:
+        (change,) = params.get("changes", [{"first": 0, "last": 0, "text": ""}])
+        first, last = change["first"], change["last"]
+        places = [params.get("at", 0), params.get("to", 0), last]
+        if tokens is None or max(places) > len(tokens):
             return False
-        places = [params[name] for name in ("at", "to", "last") if name in params]
-        if any(place > len(tokens) for place in places):
-            return False
-        created = tokens
-        if verb == "append":
-            created = [*tokens, *params["tokens"]]
-        elif verb == "rewind":
-            created = tokens[: params["to"]]
-        elif verb == "choose":
-            created = [*tokens[: params["at"]], params["token"]]
-        elif verb == "replace":
-            (change,) = params["changes"]
-            if change["last"] > len(tokens):
-                return False
-            created = [
-                *tokens[: change["first"]],
-                *encode(change["text"]),
-                *tokens[change["last"] :],
-            ]
-        elif verb == "fork":
-            created = tokens[: params["at"]]
-        elif verb == "resume":
-            if len(reply) != len(tokens) + params["written"] or reply[: len(tokens)] != tokens:
-                return False
-            created = reply
-        elif verb == "delete":
+        if verb == "delete":
             self.tokens = None
             return True
+        if verb == "resume" and len(reply) != len(tokens) + params["written"]:
+            return False
+        created = {
+            "append": [*tokens, *params.get("tokens", ())],
+            "rewind": tokens[: params.get("to")],
+            "choose": [*tokens[: params.get("at")], params.get("token")],
+            "replace": tokens[:first] + encode(change["text"]) + tokens[last:],
+            "fork": tokens[: params.get("at")],
+            "resume": [*tokens, *reply[len(tokens) :]],
+        }[verb]
         if created != reply:
             return False
         if not params.get("fork", verb == "fork"):

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from unspool.cli.explore import Explorer, draw_screen
+from unspool.cli.main import _exit_code
 from unspool.cli.output import visible
 from unspool.text.tokenizer.pieces import incomplete_utf8, readable, readable_pieces
 
@@ -31,6 +30,7 @@ def test_a_character_is_shown_by_the_token_that_completes_it():
     assert readable(b"") == readable(b"", LEAF[:2]) == ""
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=12), st.lists(st.integers(0, 12), max_size=4))
 def test_nothing_is_ever_shown_as_a_question_mark(data: bytes, cuts: list[int]):
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
@@ -41,6 +41,7 @@ def test_nothing_is_ever_shown_as_a_question_mark(data: bytes, cuts: list[int]):
         assert bool(piece) == bool(text)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=6), st.integers(0, 3))
 def test_what_a_text_leaves_unfinished(text: str, count: int):
     assert incomplete_utf8(text.encode() + LEAF[:count]) == LEAF[:count]
@@ -87,12 +88,11 @@ def test_the_explorer_shows_them(lm: Any):
 
 
 @pytest.mark.real
-def test_the_terminal_shows_them(default_model: Any):
-    command = [sys.executable, "-m", "unspool", "Leaves:", "--raw", "--model", str(default_model)]
-    output = subprocess.run(
-        [*command, "--regex", "🍁🦜", "--top", "5"], capture_output=True, text=True, check=True
-    ).stdout
+def test_the_terminal_shows_them(default_model: Any, capsys: pytest.CaptureFixture[str]):
+    model = ["--model", str(default_model)]
+    assert _exit_code(["Leaves:", "--raw", *model, "--regex", "🍁🦜", "--top", "5"]) == 0
+    output = capsys.readouterr().out
     assert "🍁" in output and "⟨F0 9F⟩" in output and "\ufffd" not in output
-    cut = [sys.executable, "-m", "unspool", "tokenize", "🍁", "--json"]
-    rows = json.loads(subprocess.run(cut, capture_output=True, text=True, check=True).stdout)
+    assert _exit_code(["tokenize", "🍁", "--json", *model]) == 0
+    rows = json.loads(capsys.readouterr().out)
     assert rows[-1]["text"] == "🍁" and "⟨" in rows[0]["text"]

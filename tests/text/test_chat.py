@@ -53,10 +53,11 @@ def test_ids_equal_transformers(built: Any, name: str, system: bool) -> None:
 
 
 # The others take transformers and us three to ten seconds to read.
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama3", "gemma", "deepseek")]
+_LARGE = ("qwen", "llama3", "gemma", "deepseek")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in _LARGE]
 
 
-@pytest.mark.parametrize("family", ["qwen", "mistral", *SLOW])
+@pytest.mark.parametrize("family", ["mistral", *SLOW])
 def test_real_vocabularies_equal_transformers(family: str) -> None:
     folder = assets.tokenizer_json_folder() / family
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))

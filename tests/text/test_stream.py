@@ -46,15 +46,16 @@ raw = st.one_of(
 cuts = st.lists(st.integers(0, 200), max_size=20)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(raw, stop_lists, cuts)
 @example(b"abc", ["abcd", "bc"], [1, 2])
 @example(b"ab\xe2\x82", ["b\ufffd"], [3])
+@example(b"\xff\xc3\xa9\xf0\x9f plain", [], [1, 2, 4])
 def test_any_cut_gives_the_whole_answer(data: bytes, stops: list[str], places: list[int]) -> None:
     assert run(cut(data, places), stops) == whole_answer(data, stops)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(raw, stop_lists)
 def test_byte_by_byte_never_takes_back(data: bytes, stops: list[str]) -> None:
     answer, _ = whole_answer(data, stops)
@@ -64,7 +65,7 @@ def test_byte_by_byte_never_takes_back(data: bytes, stops: list[str]) -> None:
         assert answer.startswith(given_out)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(letters, stop_lists)
 def test_holds_only_what_can_become_a_stop(text: str, stops: list[str]) -> None:
     """Some continuation makes the pending text the beginning of the stop that ends the text."""
@@ -80,12 +81,6 @@ def test_holds_only_what_can_become_a_stop(text: str, stops: list[str]) -> None:
             if stop.startswith(pending) and twin.push(stop[len(pending) :].encode()) == "":
                 ends.append(twin.matched_stop)
         assert any(end and end.startswith(pending) for end in ends), (pending, stops)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=60), cuts)
-def test_without_stops_it_is_plain_decoding(data: bytes, places: list[int]) -> None:
-    assert run(cut(data, places), []) == (data.decode("utf-8", "replace"), None)
 
 
 def test_half_a_character_is_held_and_lets_go_of_what_it_cannot_complete() -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import heapq
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
+from transformers import AutoTokenizer
 
 from helpers import assets
-from helpers.tokenizer_texts import SAME_EVERY_RUN, TEXTS
+from helpers.tokenizer_texts import SAME_EVERY_RUN, TEXTS, TRIED_TEXTS, check_batch, check_merges
 from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.files.gguf import GGUFFile
+from unspool.text.tokenizer.bpe import Merge, merge_steps, merge_word
 from unspool.text.tokenizer.pieces import byte_characters
 from unspool.text.tokenizer.pretokenizers import PRETOKENIZERS
 from unspool.text.tokenizer.tokenizer import Tokenizer
@@ -22,6 +25,11 @@ WITH_VECTORS = (  # noqa: SIM905
     "bert-bge command-r gemma-4 gpt-2 llama-bpe llama-spm mpt phi-3 qwen2 qwen35 refact starcoder"
 ).split()
 WITHOUT_VECTORS = ["aquila", "baichuan", "gpt-neox"]
+ENDS = {
+    "llama-bpe": {"<|end_of_text|>", "<|eot_id|>"},
+    "phi-3": {"<|endoftext|>", "<|end|>"},
+    "gemma-4": {"<eos>", "<turn|>"},
+}
 LOSSY = {"bert-bge"}  # it normalizes case, accents and blanks away
 
 
@@ -48,8 +56,31 @@ def vectors(name: str) -> list[tuple[str, list[int]]]:
     return [(text, [int(number) for number in line.split()]) for text, line in pairs]
 
 
-@pytest.mark.parametrize("name", WITH_VECTORS, scope="module")
-def test_equal_to_llama_cpp_on_its_vectors(name: str) -> None:
+@pytest.mark.parametrize("name", WITH_VECTORS + WITHOUT_VECTORS)
+def test_a_vocabulary(name: str, tmp_path: Path) -> None:
+    """All in one test, because reading a vocabulary takes a second."""
+    coded = tokenizer(name)
+    if name in ENDS:  # </s> is a tag of HTML in Gemma's vocabulary, an ordinary token
+        assert {coded.token_text(token) for token in coded.end_ids} == ENDS[name]
+    if name == "llama-bpe":
+        assert coded.add_bos and coded.encode_prompt("a")[0] == coded.bos_id == 128000
+    if name == "qwen2":
+        assert not coded.add_bos and coded.encode_prompt("a") == coded.encode("a")
+    if name in WITH_VECTORS:
+        check_vectors(name)
+    if name not in LOSSY:
+        check_round_trip(name)
+    if name in ("llama-spm", "baichuan", "phi-3"):
+        check_scores(name)
+    if name in ("gpt-2", "llama-spm", "phi-3", "gpt-neox", "starcoder"):
+        check_merges(coded)
+        check_batch(coded)
+    if name in ("llama-spm", "llama-bpe", "gpt-2", "starcoder"):
+        check_saved(coded, tmp_path)
+
+
+def check_vectors(name: str) -> None:
+    """Equal to llama.cpp on its vectors."""
     cases = vectors(name)
     assert len(cases) >= 45
     for text, ids in cases:
@@ -58,13 +89,24 @@ def test_equal_to_llama_cpp_on_its_vectors(name: str) -> None:
             assert tokenizer(name).decode(ids) == text
 
 
-@pytest.mark.parametrize("name", WITH_VECTORS + WITHOUT_VECTORS, scope="module")
-def test_every_text_survives_the_round_trip(name: str) -> None:
-    if name in LOSSY:
-        pytest.skip("this vocabulary normalizes the text")
-    coded = tokenizer(name)
+def check_saved(coded: Tokenizer, folder: Path) -> None:
+    """A saved vocabulary is the same one, here and in transformers."""
+    coded.save(folder)
+    reference, again = AutoTokenizer.from_pretrained(folder), Tokenizer.from_file(folder)
+    for key in ("add_bos", "bos_id", "eos_id"):
+        assert getattr(again, key) == getattr(coded, key)
+    for text in TRIED_TEXTS:
+        ids = coded.encode(text)
+        assert again.encode(text) == ids
+        assert again.encode(text, specials=True) == coded.encode(text, specials=True)
+        plain = reference.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert plain == ids
+        assert reference.decode(ids) == coded.decode(ids)
+        assert reference.encode(text) == coded.encode(text, specials=True, bos=True)
 
-    characters = byte_characters()
+
+def check_round_trip(name: str) -> None:
+    coded, characters = tokenizer(name), byte_characters()
     # Some vocabularies have no token for some control characters; nothing can bring them back.
     tokens = set(metadata(name)["tokenizer.ggml.tokens"])
     missing = {n for n in range(256) if characters[n] not in tokens}
@@ -83,18 +125,9 @@ def test_every_text_survives_the_round_trip(name: str) -> None:
         expected = text.replace("▁", " ") if "Sentence" in coded.kind else text
         assert coded.decode(ids) == expected
         assert coded.special_ids.isdisjoint(ids)
-        with_specials = coded.encode(text, specials=True)
-        assert coded.decode(with_specials) == expected
+        assert coded.decode(coded.encode(text, specials=True)) == expected
 
     check()
-
-
-@pytest.mark.parametrize("name", WITHOUT_VECTORS)
-def test_vocabularies_without_vectors_load(name: str) -> None:
-    coded = tokenizer(name)
-    text = "Hello world 123, it's fine."
-    assert len(coded) == len(metadata(name)["tokenizer.ggml.tokens"])
-    assert coded.decode(coded.encode(text)) == text
 
 
 def sentence_piece_by_scores(name: str, text: str) -> list[str]:
@@ -115,13 +148,8 @@ def sentence_piece_by_scores(name: str, text: str) -> list[str]:
         offer(left_index, left_index + 1)
     while heap:
         _, left_index, right_index, joined = heapq.heappop(heap)
-        if (
-            symbols[left_index] is None
-            or symbols[right_index] is None
-            or after[left_index] != right_index
-        ):
-            continue
-        if f"{symbols[left_index]}{symbols[right_index]}" != joined:
+        parts = symbols[left_index], symbols[right_index]
+        if None in parts or after[left_index] != right_index or f"{parts[0]}{parts[1]}" != joined:
             continue
         symbols[left_index], symbols[right_index] = joined, None
         after[left_index] = after[right_index]
@@ -140,8 +168,8 @@ def score_table(name: str) -> dict[str, float]:
     return {token: float(score) for token, score, kind in rows if kind in (1, 4, 5)}
 
 
-@pytest.mark.parametrize("name", ["llama-spm", "baichuan", "phi-3"])
-def test_merges_from_scores_equal_sentence_piece(name: str) -> None:
+def check_scores(name: str) -> None:
+    """Merges from scores are those of SentencePiece."""
     coded = tokenizer(name)
 
     @SAME_EVERY_RUN
@@ -153,11 +181,8 @@ def test_merges_from_scores_equal_sentence_piece(name: str) -> None:
         expected: list[int] = []
         for piece in sentence_piece_by_scores(name, text):
             token = coded.token_id(piece) if piece in score_table(name) else None
-            expected += (
-                [token]
-                if token is not None
-                else [coded.token_id(f"<0x{byte:02X}>") or -1 for byte in piece.encode()]
-            )
+            in_bytes = [coded.token_id(f"<0x{byte:02X}>") or -1 for byte in piece.encode()]
+            expected += in_bytes if token is None else [token]
         assert coded.encode(text) == expected
 
     check()
@@ -203,22 +228,6 @@ def test_phi3_tokens_swallow_the_blanks_behind_them() -> None:
     with_break = phi.encode("<|user|>\nHi<|end|>\n<|assistant|>\n", specials=True)
     assert with_break == phi.encode("<|user|>Hi<|end|><|assistant|>", specials=True)
     assert phi.decode(phi.encode("<s> Hi", specials=True)) == "<s> Hi"
-
-
-def test_start_and_end_tokens() -> None:
-    llama3 = tokenizer("llama-bpe")
-    assert llama3.add_bos and llama3.encode_prompt("a")[0] == llama3.bos_id == 128000
-    assert {llama3.token_text(n) for n in llama3.end_ids} == {"<|end_of_text|>", "<|eot_id|>"}
-    assert not tokenizer("qwen2").add_bos
-    assert tokenizer("qwen2").encode_prompt("a") == tokenizer("qwen2").encode("a")
-    assert {tokenizer("phi-3").token_text(n) for n in tokenizer("phi-3").end_ids} == {
-        "<|endoftext|>",
-        "<|end|>",
-    }
-    gemma = tokenizer("gemma-4")
-    assert {gemma.token_text(n) for n in gemma.end_ids} == {"<eos>", "<turn|>"}
-    # </s> is a tag of HTML in this vocabulary, an ordinary token.
-    assert (gemma.token_id("</s>") or -1) not in gemma.end_ids
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
@@ -280,13 +289,10 @@ def test_bad_metadata_is_one_clear_line(changes: dict[str, Any], words: str) -> 
 
 def test_merges_that_lead_nowhere_are_let_be() -> None:
     assert Tokenizer.from_gguf(tiny(merges=["x y", "a b"])).encode("ab") == [2]
-
-
-def test_without_types_the_end_token_is_still_control() -> None:
-    coded = Tokenizer.from_gguf(tiny(token_type=None))
-    assert coded.special_ids == {3}
+    without_types = Tokenizer.from_gguf(tiny(token_type=None))
+    assert without_types.special_ids == {3}, "the end token is still a control token"
     with pytest.raises(UnspoolError, match="the character '<'"):  # text, and not the token
-        coded.encode("<|im_end|>")
+        without_types.encode("<|im_end|>")
 
 
 @pytest.mark.parametrize("ids", [[5], [-1], [0, 10**9]])
@@ -331,3 +337,51 @@ def test_pretokenizers_cut_where_they_should() -> None:
     assert cut("gpt-4o", "großÄrger 1234") == ["groß", "Ärger", " ", "123", "4"]
     assert cut("llama-bpe", "I'LL go\n\n  x") == ["I", "'LL", " go", "\n\n", " ", " x"]
     assert cut("smollm", "in 2024") == ["in", " ", "2", "0", "2", "4"]
+
+
+def test_each_merge_in_order() -> None:
+    ranks = {(b"a", b"b"): 0, (b"ab", b"c"): 2, (b"b", b"c"): 1, (b"c", b"ab"): 3}
+    assert list(merge_word([b"a", b"b", b"c", b"a", b"b"], ranks)) == [
+        Merge((b"a", b"b"), 0, 0, (b"ab", b"c", b"a", b"b")),
+        Merge((b"a", b"b"), 0, 2, (b"ab", b"c", b"ab")),
+        Merge((b"ab", b"c"), 2, 0, (b"abc", b"ab")),
+    ]
+    assert list(merge_word([], ranks)) == list(merge_word([b"a"], ranks)) == []
+
+
+def test_gpt2_joins_a_word() -> None:
+    (word,) = merge_steps(tokenizer("gpt-2"), " the")
+    assert [merge.pieces for merge in word.merges] == [
+        (b" t", b"h", b"e"),
+        (b" t", b"he"),
+        (b" the",),
+    ]
+    assert [merge.rank for merge in word.merges] == [0, 2, 6]
+
+
+def test_other_vocabularies_have_no_merges() -> None:
+    with pytest.raises(UnspoolError, match="WordPiece"):
+        merge_steps(tokenizer("bert-bge"), "a")
+    with pytest.raises(UnspoolError, match="surrogate"):
+        merge_steps(tokenizer("gpt-2"), "\udc00")
+
+
+@pytest.mark.real
+def test_the_default_models_vocabulary(default_model: Path) -> None:
+    """Every text that its bytes can express comes back as it was, and few bytes are missing."""
+    coded = Tokenizer.from_gguf(GGUFFile(default_model).metadata)
+    single = {coded.token_bytes(i) for i in range(len(coded))}
+    missing = {n for n in range(256) if bytes([n]) not in single}
+    assert 0x20 not in missing and len(missing) < 30
+
+    @SAME_EVERY_RUN
+    @given(TEXTS)
+    @example("  two  spaces\n\n\ttab")
+    @example("Grüße, 東京 🌿")
+    @example("a\0b<|im_end|>")
+    def check(text: str) -> None:
+        encodable = "".join(c for c in text if missing.isdisjoint(c.encode()))
+        assert coded.decode(coded.encode(encodable)) == encodable
+
+    check()
+    assert coded.decode(coded.encode("a\0b")) == "a\0b"

@@ -111,7 +111,7 @@ SNIPPETS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "functools"
             '{"name": "f", "arguments": {}}', H]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(["generic", *TEMPLATES]), st.lists(st.sampled_from(SNIPPETS), max_size=12),
        st.booleans())  # fmt: skip
 def test_any_text_is_read_the_same_in_any_cut(name: str, parts: list[str], required: bool) -> None:
@@ -176,7 +176,7 @@ JSON = st.recursive(
     | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=8)  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(JSON, st.sampled_from([None, 1]), st.booleans(), st.data())
 def test_the_scanner_knows_json(value: Any, indent: int | None, ascii: bool, data: Any) -> None:
     text = json.dumps({"value": value}, indent=indent, ensure_ascii=ascii)

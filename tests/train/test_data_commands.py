@@ -97,12 +97,8 @@ def test_a_tokenizer_with_its_merges_shown() -> None:
     assert counts == sorted(counts, reverse=True)
     created = Tokenizer.from_file("mine")
     assert created.vocab_size == 280 and created.special_tokens["<mask>"] == 3
-    assert sorted(item.name for item in Path("mine").iterdir()) == [
-        "tokenizer.json", "tokenizer_config.json"
-    ]  # fmt: skip
-
-
-def test_a_chat_template_of_ones_own() -> None:
+    names = sorted(item.name for item in Path("mine").iterdir())
+    assert names == ["tokenizer.json", "tokenizer_config.json"]
     Path("own.jinja").write_text("{{ messages[0].content }}")
     run("tokenizer", "notes.txt", "--vocab-size", "270", "--chat-template", "own.jinja", "-o", "t")
     assert Tokenizer.from_file("t").chat_template == "{{ messages[0].content }}"

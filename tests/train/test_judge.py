@@ -21,7 +21,9 @@ from unspool.model.files.gguf import GGUFFile
 from unspool.train.evaluation.bits_per_byte import bits_per_byte, score_continuations, windows
 from unspool.train.export import export_folder
 from unspool.train.pretrain import NewSettings
+from unspool.train.running.events import RunEnded
 from unspool.train.running.runs import Run
+from unspool.train.scaling import study
 from unspool.train.scaling.grid import GridTrainer, held_out_loss, shared_vocabulary
 from unspool.train.scaling.study import PlannedRun
 
@@ -122,6 +124,10 @@ def test_long_continuations_come_in_pieces(lm: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("unspool.train.evaluation.bits_per_byte._MAX_LOGIT_ROWS", 16)
     pieces = score_continuations(lm, [(ids[:2], ids[2:]), (ids[:5], ids[5:9])])[0]
     assert pieces.logprobs == pytest.approx(full.logprobs, rel=1e-3, abs=1e-4)
+    ids = np.random.default_rng(2).integers(4, 290, 300).tolist()
+    # A context that is too long is cut at its beginning.
+    result = score_continuations(lm, [(ids[:290], ids[290:292])])[0]
+    assert result.logprobs[1] == pytest.approx(logprob(lm, ids[35:291], ids[291]), rel=1e-3)
 
 
 def test_what_cannot_be_judged(lm: Any):
@@ -133,12 +139,6 @@ def test_what_cannot_be_judged(lm: Any):
         score_continuations(lm, [([], [1])])
     with pytest.raises(SettingsError, match="the model's context of 256"):
         score_continuations(lm, [([1], [2] * 300)])
-
-
-def test_a_context_that_is_too_long_is_cut_at_its_beginning(lm: Any):
-    ids = np.random.default_rng(2).integers(4, 290, 300).tolist()
-    result = score_continuations(lm, [(ids[:290], ids[290:292])])[0]
-    assert result.logprobs[1] == pytest.approx(logprob(lm, ids[35:291], ids[291]), rel=1e-3)
 
 
 # -- The commands as a person gives them: scaling, judge, export, on runs of a few seconds --------
@@ -192,12 +192,9 @@ def test_a_run_of_a_grid_keeps_its_finished_model(trained: Run):
 def test_a_run_that_was_stopped_is_told(
     runs: GridTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from unspool.train.running.events import RunEnded
-
     monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        "unspool.train.scaling.grid.train", lambda run, on_event: RunEnded("stopped", 3)
-    )
+    ended = RunEnded("stopped", 3)
+    monkeypatch.setattr("unspool.train.scaling.grid.train", lambda run, on_event: ended)
     with pytest.raises(UnspoolError, match="rerun the same command to resume"):
         runs(PlannedRun(1, 1, 8192, 1e9), tmp_path / "d1")
 
@@ -252,9 +249,10 @@ def test_scaling(
         return 1.5 + 20 / run.parameters**0.3 + 60 / run.tokens**0.3
 
     monkeypatch.setattr(GridTrainer, "__call__", train)
+    monkeypatch.setattr(study, "_STARTS", study._STARTS[::16])
     words = [
         "train", "scaling", str(text), "--budgets", "1e14,3e14,1e15", "--depths", "3,4,5",
-        "--check", "3e15", "--vocab-size", "280", "--redraws", "20", "--epochs", "1e9",
+        "--check", "3e15", "--vocab-size", "280", "--redraws", "2", "--epochs", "1e9",
         "--aspect", "64", "--fewest", "0.1",
     ]  # fmt: skip
     assert _exit_code(words) == 0
@@ -283,10 +281,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "train.md"
 
 @pytest.mark.parametrize("section", ["Judging", "Export", "Scaling"])
 def test_the_examples_run(
-    section: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("UNSPOOL_RUNS", raising=False)

@@ -73,9 +73,10 @@ def learned(tokenizer: Tokenizer, messages: Any, tools: Any = None) -> str:
     return "|".join(tokenizer.decode(item) for item in stretches if item)
 
 
-@pytest.mark.parametrize("number", range(len(CONVERSATIONS)))
-def test_equal_to_transformers_mask(folder: Path, reference: Any, number: int) -> None:
-    messages, tools = CONVERSATIONS[number]
+@pytest.mark.parametrize(("messages", "tools"), CONVERSATIONS)
+def test_equal_to_transformers_mask(
+    folder: Path, reference: Any, messages: list[dict[str, Any]], tools: Any
+) -> None:
     tokenizer = Tokenizer.from_file(folder)
     chat = ChatTemplate(tokenizer.chat_template, tokenizer)
     lesson = mask_conversation(chat, messages, tools, tokenizer.end_ids)
@@ -136,12 +137,9 @@ def test_tags_decide_where_there_are_some(tmp_path: Path) -> None:
 
 
 def test_a_message_of_no_weight(folder: Path) -> None:
-    tokenizer = Tokenizer.from_file(folder)
-    turns = [dict(message) for message in TWO]
-    turns[1]["weight"] = 0
-    assert learned(tokenizer, turns) == "Four.<|im_end|>"
-    turns[1]["weight"] = 1
-    assert learned(tokenizer, turns) == "Two.<|im_end|>|Four.<|im_end|>"
+    for weight, expected in ((0, ""), (1, "Two.<|im_end|>|")):
+        turns = [TWO[0], {**TWO[1], "weight": weight}, *TWO[2:]]
+        assert learned(Tokenizer.from_file(folder), turns) == f"{expected}Four.<|im_end|>"
 
 
 @pytest.mark.real

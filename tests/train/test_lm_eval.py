@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
 
 import unspool
 from helpers import small_model as small
 from unspool.errors import UnspoolError
-from unspool.train.evaluation.lm_eval import UnspoolLM, run_tasks
+
+# lm-eval is imported where it is used: that takes seconds, in every process that collects tests.
 
 QUESTION = "The people of the United States are "
 ANSWERS = [" free", "in the union", " 1999!", " already, and they've done it"]
@@ -35,11 +34,17 @@ def lm(folder: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pair(folder: Path, lm: Any) -> tuple[Any, Any]:
+    from lm_eval.models.huggingface import HFLM
+
+    from unspool.train.evaluation.lm_eval import UnspoolLM
+
     reference = HFLM(pretrained=str(folder), device="cpu", batch_size=3, dtype="float32")
     return UnspoolLM(lm, progress=False), reference
 
 
 def make_requests(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
+    from lm_eval.api.instance import Instance
+
     return [Instance(kind, {}, first, number) for number, first in enumerate(arguments)]
 
 
@@ -77,8 +82,8 @@ def test_generate_until(pair: tuple[Any, Any]):
     assert actual == reference
 
 
-def test_settings_of_sampling_are_passed_on(lm: Any):
-    model = UnspoolLM(lm, progress=False)
+def test_settings_of_sampling_are_passed_on(pair: tuple[Any, Any], lm: Any):
+    model, _ = pair
     settings = {"do_sample": True, "temperature": 1.2, "seed": 5, "max_gen_toks": 8}
     first, again = (
         model.generate_until(make_requests("generate_until", (QUESTION, s))) for s in [settings] * 2
@@ -88,17 +93,19 @@ def test_settings_of_sampling_are_passed_on(lm: Any):
         model.generate_until(make_requests("generate_until", (QUESTION, {"max_gen_toks": 64})))
 
 
-def test_a_template(lm: Any):
-    model = UnspoolLM(lm)
+def test_a_template(pair: tuple[Any, Any]):
+    model, _ = pair
     messages = [{"role": "user", "content": "Hi"}]
     assert model.apply_chat_template(messages) == "<|user|>\nHi<|end|>\n<|assistant|>\n"
     assert model.chat_template(True) == small.TEMPLATE
 
 
-def test_a_task_of_ones_own(folder: Path, lm: Any, tmp_path: Path):
+def test_a_task_of_ones_own(pair: tuple[Any, Any], lm: Any, tmp_path: Path):
     """Through lm-eval's evaluator, with the accuracy that its own class gets."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
+
+    from unspool.train.evaluation.lm_eval import run_tasks
 
     rows = [{"question": QUESTION, "choices": ANSWERS, "answer": n % 4} for n in range(8)]
     rows = [{**row, "question": row["question"] + str(n)} for n, row in enumerate(rows)]
@@ -120,7 +127,7 @@ metric_list:
     )
     result = run_tasks(lm, ["union"], folder=tmp_path)["union"]
     reference = simple_evaluate(
-        HFLM(pretrained=str(folder), device="cpu", dtype="float32"),
+        pair[1],
         tasks=["union"],
         task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
         bootstrap_iters=0,
@@ -136,6 +143,8 @@ def test_well_known_tasks_from_files(lm: Any, tmp_path: Path, monkeypatch: pytes
     import zipfile
 
     from datasets import Dataset
+
+    from unspool.train.evaluation.lm_eval import run_tasks
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))

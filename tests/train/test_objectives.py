@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers import tiny
-from helpers.tiny_training import Batch, CountingBatches, tiny_model
+from helpers.tiny_training import Batch, CountingBatches, tiny_model, tiny_trainer
 from unspool.errors import SettingsError
 from unspool.model.files.checkpoint import save_checkpoint
 from unspool.model.files.config_json import config_from_hf
@@ -53,6 +53,7 @@ from unspool.train.learning.optimizers import (
     parameter_groups,
 )
 from unspool.train.pretrain import NewSettings
+from unspool.train.running.events import StepLogged
 from unspool.train.running.loop import Trainer, TrainSettings
 
 MASK = 28
@@ -106,32 +107,22 @@ def run(objective: Any, batch: Batch) -> tuple[Transformer, Any]:
     return model, objective(model, batch, torch.Generator().manual_seed(1))
 
 
-def test_masked_is_the_bound_of_masked_diffusion(random_draws: dict[str, Tensor]):
+@pytest.mark.parametrize("weighting", ["bound", "plain"])
+def test_masked_is_the_bound_of_masked_diffusion(weighting: Any, random_draws: dict[str, Tensor]):
+    """Or, with plain weighting, the mean over all guesses."""
     batch = Batch(ids())
-    model, loss = run(Masked(MASK), batch)
+    model, loss = run(Masked(MASK, weighting=weighting), batch)
     share, hide, tokens = random_draws["share"], random_draws["hide"], batch.ids[:, :-1]
     total = torch.tensor(0.0)
     for row in range(2):
-        noisy = tokens[row].masked_fill(hide[row], MASK)
-        x = looking(model, noisy, list(range(20)), [20] * 20)
-        guessed = surprise(model, x, tokens[row])
-        total += (guessed[hide[row]] / share[row]).sum()
-    assert torch.allclose(loss.mean, total / 40, rtol=1e-4)
-    assert int(loss.tokens) == 40
+        x = looking(model, tokens[row].masked_fill(hide[row], MASK), list(range(20)), [20] * 20)
+        guessed = surprise(model, x, tokens[row])[hide[row]].sum()
+        total += guessed if weighting == "plain" else guessed / share[row, 0]
+    count = int(hide.sum()) if weighting == "plain" else 40
+    assert torch.allclose(loss.mean, total / count, rtol=1e-4)
+    assert int(loss.tokens) == count
     loss.mean.backward()
     assert model.embed.weight.grad is not None
-
-
-def test_plain_weighting_counts_every_guess_alike(random_draws: dict[str, Tensor]):
-    batch = Batch(ids())
-    model, loss = run(Masked(MASK, weighting="plain"), batch)
-    hide, tokens = random_draws["hide"], batch.ids[:, :-1]
-    total = torch.tensor(0.0)
-    for row in range(2):
-        x = looking(model, tokens[row].masked_fill(hide[row], MASK), list(range(20)), [20] * 20)
-        total += surprise(model, x, tokens[row])[hide[row]].sum()
-    assert torch.allclose(loss.mean, total / hide.sum(), rtol=1e-4)
-    assert int(loss.tokens) == int(hide.sum())
 
 
 def test_masked_hides_only_what_counts(random_draws: dict[str, Tensor]):
@@ -296,12 +287,11 @@ def test_what_is_drawn_has_the_models_chances():
 
 
 def test_what_the_model_never_writes_is_never_replaced():
-    loss_mask = torch.zeros(4, 20, dtype=torch.bool)
-    loss_mask[:, 10:] = True  # the targets from token 11 on
+    loss_mask = (torch.arange(20) >= 10).expand(4, -1)  # the targets from token 11 on
     documents = torch.tensor([[0] * 14 + [1] * 6] * 4)
     batch: Any = Batch(some_ids(4, 21, 29), loss_mask, documents)
     model = tiny_model()
-    sight = objectives.AttentionMask.build(model.config, batch.ids[:, :-1])
+    sight = AttentionMask.build(model.config, batch.ids[:, :-1])
     mixed = objectives._replace_tokens(model, batch, sight, 1.0, torch.Generator().manual_seed(0))
     is_same = mixed == batch.ids[:, :-1]
     assert is_same[:, :11].all() and is_same[:, 14].all() and not is_same[:, 11:].all()
@@ -418,22 +408,16 @@ def test_every_depth_is_a_model(depth: int):
     assert config.layers == depth
     assert config.heads * config.head_width <= config.width
     assert config.heads % config.kv_heads == 0
-    assert (
-        rates_for(config).matrices < rates_for(ModelPlan.for_depth(1, 4096).config).matrices
-        or depth == 1
-    )
+    shallow = ModelPlan.for_depth(1, 4096).config
+    assert depth == 1 or rates_for(config).matrices < rates_for(shallow).matrices
 
 
-def test_what_is_said_stays():
-    config = ModelPlan.for_depth(
-        4, 300, width=96, heads=3, kv_heads=1, head_width=32, tied=False
-    ).config
-    assert (config.width, config.heads, config.kv_heads, config.tied) == (96, 3, 1, False)
+def test_what_is_said_stays_and_batches_grow_with_what_there_is_to_learn():
+    shape = {"width": 96, "heads": 3, "kv_heads": 1, "head_width": 32, "tied": False}
+    config = ModelPlan.for_depth(4, 300, **shape).config
+    assert shape.items() <= config.to_dict().items()
     with pytest.raises(SettingsError, match="depth must be from 1 to 128, got 0"):
         ModelPlan.for_depth(0, 300)
-
-
-def test_batches_grow_with_what_there_is_to_learn():
     assert batch_tokens(10**5) == 2**11
     assert batch_tokens(10**9) < batch_tokens(10**10)
     for steps in (3000, 5000):
@@ -445,7 +429,9 @@ def test_a_new_model_knows_nothing_and_transformers_agrees(tmp_path: Path):
     import transformers
 
     config = ModelPlan.for_depth(2, 300, context=64).config
-    model = new_model(config, seed=3)
+    model, is_same, other = (new_model(config, seed) for seed in (3, 3, 4))
+    assert torch.equal(model.embed.weight, is_same.embed.weight)
+    assert not torch.equal(model.embed.weight, other.embed.weight)
     tokens = torch.randint(0, 300, (1, 20))
     logits = model(tokens)
     entropy = torch.distributions.Categorical(logits=logits).entropy()
@@ -458,18 +444,8 @@ def test_a_new_model_knows_nothing_and_transformers_agrees(tmp_path: Path):
     assert torch.allclose(reference(tokens).logits, model(tokens), atol=1e-4)
 
 
-def test_the_seed_decides_the_start():
-    config = ModelPlan.for_depth(1, 300).config
-    first_item, is_same, other = (new_model(config, seed).embed.weight for seed in (1, 1, 2))
-    assert torch.equal(first_item, is_same) and not torch.equal(first_item, other)
-
-
-def test_another_familys_shape_for_a_vocabulary_of_ones_own(tmp_path: Path):
-    from helpers import tiny
-    from unspool.model.files.checkpoint import open_checkpoint
-
-    tiny.save("gemma3", tmp_path)
-    reference = open_checkpoint(tmp_path).config
+def test_another_familys_shape_for_a_vocabulary_of_ones_own():
+    reference = config_from_hf(tiny.make("gemma3").config.to_dict())
     config = config_like(reference, 300)
     assert (config.vocab_size, config.windows) == (300, reference.windows)
     logits = new_model(config)(torch.randint(0, 300, (1, 9)))
@@ -504,16 +480,13 @@ def test_as_torch_counts(family: str):
     assert counter.get_total_flops() == 2 * length * training_flops(config, length)
 
 
-def test_experts_that_are_not_picked_cost_nothing():
+def test_only_picked_experts_and_what_a_token_sees_cost():
     config = config_from_hf(tiny.make("mixtral").config.to_dict())
     dense = config_from_hf(tiny.make("llama").config.to_dict())
     router = config.layers * config.experts * config.width
     feed = config.layers * 3 * config.width * config.expert_width
     extra = router + (config.experts_per_token - 1) * feed
     assert compute_parameters(config) == compute_parameters(dense) + extra
-
-
-def test_what_a_token_really_sees():
     config = config_from_hf(tiny.make("mistral").config.to_dict())  # a window of 7
     observed = [min(position + 1, 7) for position in range(20)]
     per_key = 4 * config.heads * config.head_width * config.layers
@@ -521,19 +494,12 @@ def test_what_a_token_really_sees():
     assert attention_flops(config, 20) == per_key * 7
 
 
-def test_share_of_the_peak():
+def test_the_log_tells_the_share_of_the_peak_where_it_is_known(monkeypatch: pytest.MonkeyPatch):
     config = config_from_hf(tiny.make("qwen3").config.to_dict())
     peak = peak_flops("NVIDIA H200")
-    assert peak == 989e12
-    assert peak_flops("some processor") is None
+    assert peak == 989e12 and peak_flops("some processor") is None
     half = peak / training_flops(config, 64) / 2
     assert mfu(config, 64, half, peak) == pytest.approx(0.5)
-
-
-def test_the_log_tells_the_share_where_the_peak_is_known(monkeypatch: pytest.MonkeyPatch):
-    from helpers.tiny_training import tiny_trainer
-    from unspool.train.running.events import StepLogged
-
     events: list[StepLogged] = []
 
     def listen(event: object) -> None:

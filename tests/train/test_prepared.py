@@ -100,14 +100,10 @@ def test_prepared_once_and_found_again(
     assert len({first.folder, *(other.folder for other in others)}) == 5
     again = PreparedData.open(first.folder)
     assert again.card == first.card and (again.train.ids == first.train.ids).all()
-
-
-def test_another_tokenizer_is_another_preparation(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    file = rows_file(tmp_path / "a.jsonl", ROWS)
     chosen = TokenizerSettings(400)
     save_tokenizer_files(train_bpe([WORDS], chosen), chosen, tmp_path)
     other = prepare(file, Tokenizer.from_file(tmp_path))
-    assert other.folder != prepare(file, tokenizer).folder and other.card.vocab_size == 400
+    assert other.folder != others[-1].folder and other.card.vocab_size == 400
 
 
 def test_what_is_held_out_depends_on_the_seed_and_on_nothing_else(
@@ -175,44 +171,40 @@ def test_a_source_that_changes_meanwhile(
     assert [item.suffix for item in (cache / "prepared").iterdir()] in ([".lock"], [])
 
 
-def test_a_full_disk(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, cache: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("error", "expected", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), DataError, "the disk is full .* free"),
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
+    ],
+)
+def test_an_error_leaves_nothing_behind(
+    error: BaseException, expected: Any, message: Any, tmp_path: Path, tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch, cache: Path,
+) -> None:  # fmt: skip
     file = rows_file(tmp_path / "a.jsonl", ROWS)
+    reports: list[tuple[str, int, int]] = []
 
-    def full(*given: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def fail(*arguments: Any) -> None:
+        raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepared._SplitWriter, "add", full)
-        with pytest.raises(DataError, match=r"the disk is full .* free some space"):
+        patch.setattr(prepared._SplitWriter, "add", fail)
+        with pytest.raises(expected, match=message):
             prepare(file, tokenizer)
-    assert [item.suffix for item in (cache / "prepared").iterdir()] in ([".lock"], [])
-    assert prepare(file, tokenizer).card.documents == 196
-
-
-def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, tokenizer: Tokenizer, cache: Path) -> None:
-    def interrupt(what: str, done: int, total: int) -> None:
-        if what == "encoding":
-            assert 0 < done <= total
-            raise KeyboardInterrupt
-
-    file = rows_file(tmp_path / "a.jsonl", ROWS)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(file, tokenizer, progress=interrupt)
     assert not list(cache.glob("prepared/*/*"))
-    assert prepare(file, tokenizer).card.documents == 196
+    complete = prepare(file, tokenizer, progress=lambda *report: reports.append(report))
+    assert complete.card.documents == 196
+    what, done, total = reports[-1]
+    assert what == "encoding" and 0 < done <= total
 
 
-def test_nothing_to_learn_from(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_what_cannot_be_prepared(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(DataError, match=r"no text to learn from: .*empty\.txt is empty"):
         prepare(tmp_path / "empty.txt", tokenizer)
     with pytest.raises(SettingsError, match="< 1"):
         prepare(rows_file(tmp_path / "a.jsonl", ROWS), tokenizer, held_out=1.5)
-
-
-def test_a_folder_that_is_no_preparation(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no valid prepared data"):
         PreparedData.open(tmp_path)
 

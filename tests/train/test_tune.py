@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,19 +41,26 @@ ANSWERS = {"red": "stop", "green": "go", "yellow": "wait"}
 QUICK = {"batch": 4, "rate": 2e-2, "length": 96, "save_every": 1000, "device": "cpu"}
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A tiny model with a vocabulary of bytes, and where prepared data and runs go."""
-    monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("UNSPOOL_RUNS", str(tmp_path / "runs"))
-    tiny.save("llama", tmp_path / "model")
+    folder = tmp_path_factory.mktemp("tune")
+    tiny.save("llama", folder / "model")
     settings = TokenizerSettings(vocab_size=259)
-    save_tokenizer_files(train_bpe([], settings), settings, tmp_path / "model")
+    save_tokenizer_files(train_bpe([], settings), settings, folder / "model")
     rows = [{"prompt": p, "completion": c} for p, c in ANSWERS.items()] * 8
-    rows = [{**row, "prompt": f"{row['prompt']}{n}"} for n, row in enumerate(rows)]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "data.jsonl").write_text(lines)
-    return tmp_path
+    write_rows(
+        folder / "data.jsonl", [{**r, "prompt": f"{r['prompt']}{n}"} for n, r in enumerate(rows)]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UNSPOOL_CACHE", str(folder / "cache"))
+        patch.setenv("UNSPOOL_RUNS", str(folder / "runs"))
+        yield folder
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
 def settings(here: Path, **changes: Any) -> TuneSettings:
@@ -103,11 +112,9 @@ def test_dpo_makes_the_chosen_answer_likelier(here: Path) -> None:
         for n in range(6)
         for p, c in ANSWERS.items()
     ]
-    (here / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     events: list[Event] = []
-    expected = settings(
-        here, kind="dpo", data=(str(here / "pairs.jsonl"),), lora=0, steps=15, rate=1e-3
-    )
+    data = (write_rows(here / "pairs.jsonl", rows),)
+    expected = settings(here, kind="dpo", data=data, lora=0, steps=15, rate=1e-3)
     run = tune(expected, new_run(expected), events.append)
     report = logged(events)
     assert report[0].loss == pytest.approx(np.log(2), abs=1e-4)  # at first nothing has changed
@@ -123,11 +130,10 @@ def test_grpo_learns_what_its_judge_likes(here: Path, monkeypatch: pytest.Monkey
         "    return sum(c < 'a' for c in answer) / max(1, len(answer))\n"
     )
     monkeypatch.syspath_prepend(here)
-    rows = [{"prompt": f"number {n}"} for n in range(8)]
-    (here / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = (write_rows(here / "asked.jsonl", [{"prompt": f"number {n}"} for n in range(8)]),)
     events: list[Event] = []
     expected = settings(
-        here, kind="grpo", data=(str(here / "asked.jsonl"),), judge="my_judge:low", lora=0,
+        here, kind="grpo", data=data, judge="my_judge:low", lora=0,
         steps=12, rate=3e-3, groups=4, answers=8, max_tokens=8, kl=0.01,
     )  # fmt: skip
     tune(expected, new_run(expected), events.append)
@@ -136,20 +142,13 @@ def test_grpo_learns_what_its_judge_likes(here: Path, monkeypatch: pytest.Monkey
     sys.modules.pop("my_judge", None)
 
 
-def test_the_commands(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands(here: Path) -> None:
     model, data = str(here / "model"), str(here / "data.jsonl")
-    from typer.testing import CliRunner
-
-    from unspool.cli.train.tuning import merge
-    from unspool.cli.train.tuning import tune as command
-
     arguments = ["--model", model, "--data", data, "--lora", "2", "--steps", "2", "--name", "mine"]
-    said = _invoke(CliRunner(), command, [*arguments, "--device", "cpu"])
-    assert said.exit_code == 0, said.output
+    assert _exit_code(["train", "tune", *arguments, "--device", "cpu"]) == 0
     run = Run.open("mine")
     assert run.state == "done" and run.final is not None
-    done = _invoke(CliRunner(), merge, [str(run.final), str(here / "merged")])
-    assert done.exit_code == 0, done.output
+    assert _exit_code(["train", "merge", str(run.final), str(here / "merged")]) == 0
     merged = unspool.load(here / "merged", backend="torch")
     adapted = unspool.load(run.final, backend="torch")
     text = [3, 4, 5, 6, 7]
@@ -162,14 +161,6 @@ def test_the_commands(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert judged[:1] == [0], "the held-out loss is shown from the start"
 
 
-def _invoke(runner: Any, command: Any, arguments: list[str]) -> Any:
-    import typer
-
-    app = typer.Typer()
-    app.command()(command)
-    return runner.invoke(app, arguments)
-
-
 def test_a_run_that_cannot_begin_leaves_nothing(here: Path) -> None:
     expected = settings(here, data=(str(here / "nowhere.jsonl"),))
     run = new_run(expected)
@@ -178,7 +169,7 @@ def test_a_run_that_cannot_begin_leaves_nothing(here: Path) -> None:
     assert not run.folder.exists()
 
 
-def test_a_task_asks_and_judges() -> None:
+def test_a_task_asks_judges_and_counts() -> None:
     task = Task("family_relationships")
     rows, entries = task.rows(5, seed=1), task.entries(5, seed=1)
     assert [row["completion"] for row in rows] == [entry["answer"] for entry in entries]
@@ -187,19 +178,11 @@ def test_a_task_asks_and_judges() -> None:
         assert task.reward(entry["question"], "a piano", entry) < 1.0
     with pytest.raises(UnspoolError, match="no task"):
         Task("flying")
-
-
-def test_accuracy_counts_exact_answers() -> None:
-    task = Task("family_relationships")
-    entries = task.entries(4, seed=2)
-
-    class Knowing:
-        def chat(self, arguments: list[str], **options: Any) -> Any:
-            right = [entry["answer"] for entry in entries]
-            return [type("Written", (), {"text": text}) for text in [*right[:3], "nobody"]]
-
-    knowing: Any = Knowing()
-    assert accuracy(knowing, entries, task) == 0.75
+    answers = [*(entry["answer"] for entry in entries[:3]), "nobody", "nobody"]
+    knowing: Any = SimpleNamespace(
+        chat=lambda arguments, **options: [SimpleNamespace(text=text) for text in answers]
+    )
+    assert accuracy(knowing, entries, task) == 0.6
 
 
 @pytest.mark.parametrize(
@@ -223,18 +206,12 @@ def test_what_cannot_be_is_said(tmp_path: Path, changes: dict[str, Any], said: s
 TOKENS = torch.tensor([[3, 141, 59, 26, 5, 35, 89, 79, 32, 38, 46, 26]])
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tiny.save("llama", tmp_path / "base")
-    return tmp_path
+def transformer(here: Path) -> Any:
+    return load_transformer(open_checkpoint(here / "model"))
 
 
-def transformer(folder: Path) -> Any:
-    return load_transformer(open_checkpoint(folder / "base"))
-
-
-def with_lora(folder: Path, **settings: Any) -> Any:
-    model = transformer(folder)
+def with_lora(here: Path, **settings: Any) -> Any:
+    model = transformer(here)
     add_lora(model, LoraConfig(**{"rank": 4, **settings}))
     with torch.no_grad():
         for number, (_, module) in enumerate(lora_modules(model)):
@@ -243,57 +220,57 @@ def with_lora(folder: Path, **settings: Any) -> Any:
     return model
 
 
-def test_it_begins_as_the_model_itself_and_trains_only_what_was_added(folder: Path) -> None:
-    plain, model = transformer(folder), transformer(folder)
+def test_it_begins_as_the_model_itself_and_trains_only_what_was_added(here: Path) -> None:
+    plain, model = transformer(here), transformer(here)
     add_lora(model, LoraConfig(rank=4))
     torch.testing.assert_close(model(TOKENS), plain(TOKENS), rtol=0, atol=0)
     trained = [name for name, item in model.named_parameters() if item.requires_grad]
     assert trained and all(name.endswith((".down", ".up")) for name in trained)
-    few = transformer(folder)
+    few = transformer(here)
     add_lora(few, LoraConfig(rank=4, layers=1, targets=("q",)))
     assert [name for name, _ in lora_modules(few)] == ["layers.3.attention.q.weight"]
-    again = transformer(folder)
+    again = transformer(here)
     add_lora(again, LoraConfig(rank=4))  # the same seed, the same numbers
     for (_, first), (_, other) in zip(lora_modules(model), lora_modules(again), strict=True):
         torch.testing.assert_close(first.down, other.down, rtol=0, atol=0)
 
 
 def test_what_was_trained_gives_pefts_logits_ours_and_those_of_the_merged_model(
-    folder: Path,
+    here: Path, tmp_path: Path
 ) -> None:
     import peft
     from transformers import AutoModelForCausalLM
 
-    model = with_lora(folder, alpha=10)
+    model = with_lora(here, alpha=10)
     with torch.no_grad():
         expected = model(TOKENS)
-    write_adapter(adapter_of(model), folder / "adapter", model.config)
-    base = AutoModelForCausalLM.from_pretrained(folder / "base")
-    reference_model = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()
+    write_adapter(adapter_of(model), tmp_path / "adapter", model.config)
+    base = AutoModelForCausalLM.from_pretrained(here / "model")
+    reference_model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     with torch.no_grad():
         torch.testing.assert_close(reference_model(TOKENS).logits, expected, rtol=0, atol=1e-4)
-    merged = transformer(folder)
-    merge(merged, read_adapter(folder / "adapter", merged.config))
+    merged = transformer(here)
+    merge(merged, read_adapter(tmp_path / "adapter", merged.config))
     with torch.no_grad():
         torch.testing.assert_close(merged(TOKENS), expected, rtol=0, atol=1e-4)
-    lm = unspool.load(folder / "base", backend="torch")
-    lm.load_adapter("a", folder / "adapter")
+    lm = unspool.load(here / "model", backend="torch")
+    lm.load_adapter("a", tmp_path / "adapter")
     with lm.open_branch(TOKENS[0].tolist(), "a") as branch:
         served = np.asarray(lm.engine.extend(branch, num_logits=TOKENS.shape[1]))
     np.testing.assert_allclose(served, expected[0].numpy(), atol=1e-4)
 
 
-def test_it_can_be_switched_off_and_gone_on_with(folder: Path) -> None:
-    plain, model = transformer(folder), with_lora(folder)
+def test_it_can_be_switched_off_and_gone_on_with(here: Path) -> None:
+    plain, model = transformer(here), with_lora(here)
     with torch.no_grad():
         on = model(TOKENS)
         switch_lora(model, False)
         torch.testing.assert_close(model(TOKENS), plain(TOKENS), rtol=0, atol=0)
-        again = transformer(folder)
+        again = transformer(here)
         add_lora(again, LoraConfig(rank=4, alpha=1))  # another scale, the same product
         load_adapter(again, adapter_of(model))
         torch.testing.assert_close(again(TOKENS), on, rtol=0, atol=1e-5)
-    other = transformer(folder)
+    other = transformer(here)
     add_lora(other, LoraConfig(rank=5))
     with pytest.raises(SettingsError, match="another rank"):
         load_adapter(other, adapter_of(model))
@@ -318,14 +295,12 @@ def test_dpo_is_the_papers_formula() -> None:
         assert float(margin[row]) == pytest.approx(output, rel=1e-6)
         assert float(losses[row]) == pytest.approx(math.log(1 + math.exp(-output)), rel=1e-6)
     smoothed, _ = dpo_loss(*arguments, beta=0.3, smoothing=0.1)
-    complementary_copies, _ = dpo_loss(
-        arguments[1], arguments[0], arguments[3], arguments[2], beta=0.3
-    )
-    torch.testing.assert_close(smoothed, 0.9 * losses + 0.1 * complementary_copies)
+    swapped, _ = dpo_loss(arguments[1], arguments[0], arguments[3], arguments[2], beta=0.3)
+    torch.testing.assert_close(smoothed, 0.9 * losses + 0.1 * swapped)
 
 
-def test_log_probabilities_are_those_of_the_logits(folder: Path) -> None:
-    model = transformer(folder)
+def test_log_probabilities_are_those_of_the_logits(here: Path) -> None:
+    model = transformer(here)
     loss_mask = torch.zeros(1, TOKENS.shape[1] - 1, dtype=torch.bool)
     loss_mask[0, 4:8] = True
     result = log_probabilities(model, TOKENS, loss_mask)

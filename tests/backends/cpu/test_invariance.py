@@ -12,16 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.paged_texts import (
-    Library,
-    RandomCheckpoint,
-    Text,
-    batch_of,
-    config,
-    look,
-    read,
-    read_whole,
-)
+from helpers import paged_texts
+from helpers.paged_texts import Library, RandomCheckpoint, batch_of, config, look, read, read_whole
 from unspool import native
 from unspool.backends.cpu.backend import CpuBackend
 from unspool.backends.cpu.model import CpuModel
@@ -162,7 +154,8 @@ def test_on_copied_pages(case: Case):
     read(case.backend, [(text, 520)])
     copy = library.again(case.tokens)
     copy.read = 520
-    other = Text([*text.tokens[:520], *[1] * 20], text.pages, 520)  # writes into the first's pages
+    tokens = [*text.tokens[:520], *[1] * 20]
+    other = paged_texts.Text(tokens, text.pages, 520)  # writes into the first's pages
     copies = np.array(list(zip(text.pages, copy.pages, strict=True)))
     case.backend.launch(dataclasses.replace(batch_of([(other, 20)]), page_copies=copies))
     assert_same_bits(read_whole(case.backend, copy, 3), case.expected[520:])

@@ -24,6 +24,7 @@ from unspool.backends.cpu.packing import (
     pack,
     pack_all,
     packing_for,
+    relative_error,
 )
 from unspool.errors import ModelFileError, SettingsError
 from unspool.model.files.stored import FileTensor
@@ -66,62 +67,6 @@ def test_the_structure_matches_the_header():
     sizes = {"uint8_t*": 8, "int64_t": 8, "int32_t": 4, "float": 4, "int8_t": 16}
     assert [sizes[line[-2]] for line in lines] == [ctypes.sizeof(kind) for _, kind in
                                                    MatrixStruct._fields_]  # fmt: skip
-
-
-def test_floats_lie_column_by_column():
-    values = np.arange(3 * 5, dtype=np.float32).reshape(3, 5)
-    packed = pack(FileTensor.from_float32(values))
-    lanes = packed.memory.view(np.float32).reshape(5, 16)
-    assert np.array_equal(lanes[:, :3], values.T)
-    assert not lanes[:, 3:].any()
-    assert packed.memory.ctypes.data % 64 == 0
-
-
-def test_a_tile_of_q4_1_by_hand():
-    data = np.zeros((17, 20), np.uint8)
-    data[:, 0:2] = np.float16(0.5).tobytes()[0], np.float16(0.5).tobytes()[1]
-    data[:, 2:4] = np.float16(-2).tobytes()[0], np.float16(-2).tobytes()[1]
-    data[3, 4 + 6] = 0xA7  # row 3: column 6 is 7, column 22 is 10
-    data[16, 4 + 15] = 0x10  # row 16, the second block's first: column 31 is 1
-    packed = pack(FileTensor("Q4_1", data, (17, 32)))
-    first, second = packed.memory.reshape(2, 256 + 32 + 32)
-    assert first[64 * 1 + 4 * 3 + 2] == 0xA7  # piece 1, byte 4 * row + 2
-    assert np.count_nonzero(first[:256]) == 1
-    assert second[64 * 3 + 4 * 0 + 3] == 0x10
-    assert (first[256:288].view("<f2") == 0.5).all()
-    assert (first[288:].view("<f2") == -2).all()
-    assert second[256:288].view("<f2").tolist() == [0.5] + [0.0] * 15  # the rest is filled up
-    assert second[288:].view("<f2").tolist() == [-2.0] + [0.0] * 15
-    assert packed.float32(3, 4)[0, [5, 6, 22]].tolist() == [-2.0, 1.5, 3.0]
-
-
-def test_a_tile_of_q8_0_by_hand():
-    data = np.zeros((16, 34), np.uint8)
-    data[:, 0:2] = np.frombuffer(np.float16(2).tobytes(), np.uint8)
-    data[5, 2 + 9] = np.uint8(256 - 3)  # row 5, column 9: -3
-    packed = pack(FileTensor("Q8_0", data, (16, 32)))
-    tile = packed.memory
-    assert tile.size == 512 + 32
-    assert tile[64 * 2 + 4 * 5 + 1] == 128 - 3  # piece 2, byte 4 * row + 1
-    assert np.count_nonzero(tile[:512] != 128) == 1
-    assert packed.float32()[5, 9] == -6
-
-
-def test_a_super_group_of_q6_k_by_hand():
-    data = np.zeros((1, 210), np.uint8)
-    data[0, 0] = 0x21  # column 0 ends in 1, column 64 in 2
-    data[0, 128] = 0x03  # the upper bits of column 0
-    data[0, 192:208] = np.arange(-8, 8).astype(np.int8).view(np.uint8)
-    data[0, 208:210] = np.frombuffer(np.float16(0.25).tobytes(), np.uint8)
-    packed = pack(FileTensor("Q6_K", data, (1, 256)))
-    memory = packed.memory
-    assert memory.size == 32 + 8 * (512 + 32)
-    assert memory[:32].view("<f2").tolist() == [0.25] + [0.0] * 15
-    tiles = memory[32:].reshape(8, 544)
-    assert tiles[0, 0] == 0x31 and tiles[2, 0] == 2
-    assert tiles[:, 512].view(np.int8).tolist() == list(range(-8, 8, 2))  # groups' scales, row 0
-    assert tiles[:, 528].view(np.int8).tolist() == list(range(-7, 8, 2))
-    assert packed.float32()[0, 0] == 0.25 * -8 * (0x31 - 32)
 
 
 # -- exactness -------------------------------------------------------------------------------
@@ -336,3 +281,92 @@ def test_nothing_is_touched_when_something_does_not_fit():
     assert repack(PACKINGS["Q4_0"].matrix(2**62, 2**62), 2, source.nbytes) == -1
     assert (target == 7).all()
     assert repack(right, 2, source.nbytes) == 0
+
+
+# -- Quantizing floats to 4 and 8 bits: as little is lost as the format allows ---------------------
+
+
+def relative(values: Any, stored_values: Any) -> float:
+    gap = (values - stored_values).astype(np.float64)
+    return float(np.sqrt((gap**2).sum() / (values.astype(np.float64) ** 2).sum()))
+
+
+@pytest.mark.parametrize(("store", "kind", "gain"), [("4", "Q4_1", 0.93), ("8", "Q8_0", 1.0)])
+@pytest.mark.parametrize("source", FLOATS)
+def test_gaussian_rows_lose_less_than_with_the_common_way(
+    store: str, kind: str, gain: float, source: str
+):
+    rng = np.random.default_rng(9)
+    stored = floats(source, rng.standard_normal((100, 512)) * 0.02)
+    values = stored.float32()
+    packed = pack(stored, store=store)
+    number = gguf.GGMLQuantizationType[kind]
+    common = relative(values, dequantize(quantize(values, number), number))
+    assert packed.packing == PACKINGS[kind]
+    assert packed.error == pytest.approx(relative(values, packed.float32()), rel=1e-4)
+    assert packed.error < common * gain
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.sampled_from([1e-6, 1e-3, 1.0, 100.0]),
+    shift=st.sampled_from([0.0, 1.0, -100.0]),
+    distinct=st.sampled_from([1, 2, 3, 50]),
+)
+@settings(max_examples=30, deadline=None)
+def test_no_group_loses_more_than_with_its_whole_span(
+    seed: int, size: float, shift: float, distinct: int
+):
+    rng = np.random.default_rng(seed)
+    choices = rng.standard_normal(distinct) * size + shift
+    values = rng.choice(choices, (16, 32)).astype(np.float32)
+    number = gguf.GGMLQuantizationType.Q4_1
+    common = dequantize(quantize(values, number), number).astype(np.float64)
+    stored_values = pack(FileTensor.from_float32(values), store="4").float32().astype(np.float64)
+    worst = ((values - common) ** 2).sum(axis=1)
+    allowed = worst * 1.001 + 1e-12 * np.abs(values).max()
+    assert (((values - stored_values) ** 2).sum(axis=1) <= allowed).all()
+
+
+@given(seed=st.integers(0, 2**32), columns=st.integers(1, 100), size=st.floats(1e-7, 1e3))
+@settings(max_examples=40, deadline=None)
+def test_eight_bits_are_off_by_half_a_step(seed: int, columns: int, size: float):
+    values = (np.random.default_rng(seed).standard_normal((19, columns)) * size).astype(np.float32)
+    packed = pack(FileTensor.from_float32(values), store="8")
+    stored_values = packed.float32()
+    for start in range(0, columns, 32):
+        part = values[:, start : start + 32]
+        step = np.abs(part).max(axis=1, keepdims=True) / 127 + 2.0**-24  # as fine as halves are
+        assert (np.abs(part - stored_values[:, start : start + 32]) <= step * 0.51).all()
+    assert packed.error == pytest.approx(relative(values, stored_values), rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("columns", [1, 31, 33, 70])
+def test_four_bits_of_a_row_that_does_not_fill_its_tiles(columns: int):
+    values = np.random.default_rng(10).standard_normal((5, columns)).astype(np.float32)
+    packed = pack(FileTensor.from_float32(values), store="4")
+    assert np.abs(packed.float32() - values).max() < 0.3
+    full = np.pad(values, ((0, 0), (0, -columns % 32)))
+    assert packed.nbytes == pack(FileTensor.from_float32(full), store="4").nbytes
+
+
+def test_numbers_on_a_grid_are_kept():
+    grid = np.arange(32) % 16
+    values = (np.outer(np.arange(1, 17), grid) / 16 - 3).astype(np.float32)
+    packed = pack(FileTensor.from_float32(values), store="4")
+    assert np.array_equal(packed.float32(), values) and packed.error == 0
+    zeros = pack(FileTensor.from_float32(np.zeros((3, 40), np.float32)), store="4")
+    assert not zeros.float32().any() and zeros.error == 0
+
+
+def test_the_error_of_many_matrices_together():
+    rng = np.random.default_rng(14)
+    items = {"small": floats("F32", rng.standard_normal((8, 64))),
+             "large": floats("F32", rng.standard_normal((80, 640)) * 5),
+             "kept": floats("F32", np.ones((4, 4)))}  # fmt: skip
+    packed = pack_all(items, store="4")
+    gap = sum(((packed[n].float32() - items[n].data).astype(np.float64) ** 2).sum() for n in items)
+    size = sum((items[n].data.astype(np.float64) ** 2).sum() for n in items)
+    assert relative_error(packed.values()) == pytest.approx(float(np.sqrt(gap / size)), rel=1e-3)
+    assert relative_error([]) == 0
+    assert relative_error(pack_all(items).values()) == 0  # nothing was quantized

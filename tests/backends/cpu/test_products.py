@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 ROUNDING = 3e-6  # of the sum of all sizes: some hundred additions of 24 bits
-ALL_SETS = ("plain", "neon", "avx2", "avx512", "amx")
+_ARM = platform.machine() in ("aarch64", "arm64")
+INSTRUCTION_SETS = ("plain", "neon") if _ARM else ("plain", "avx2", "avx512", "amx")
 
 
 def multiply(packed: PackedMatrix, rows: Any, threads: int = 1) -> Any:
@@ -90,7 +93,7 @@ def test_every_type_against_numpy(kind: str):
     for number, shape in enumerate(shapes_of(kind)):
         packed = pack(random_blocks(kind, *shape, rng))
         rows = activations(20, shape[1], seed=number)
-        for count in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 20):
+        for count in (1, 3, 4, 5, 8, 9, 17, 20):
             result = multiply(packed, rows[-count:], threads=1 + count % 2)
             check(packed, rows[-count:], result, quantized=kind not in FLOATS)
 
@@ -148,6 +151,7 @@ def test_nan_propagates(kind: str, bad: float):
 # -- the instruction sets --------------------------------------------------------------------
 
 
+@cache
 def every_product() -> dict[str, Any]:
     result = {}
     for kind in KINDS:
@@ -157,7 +161,7 @@ def every_product() -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("isa", ALL_SETS)
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 def test_every_instruction_set_gives_the_same(isa: str, tmp_path: Path):
     """In a child process: the instruction set is chosen once per process."""
     target = tmp_path / "found.npz"

@@ -68,13 +68,13 @@ def test_repacking(tmp_path: Path):
     need(MEMORY, tmp_path)
     sources = [DRIVERS / "fuzz_repack.cpp", *sorted(NATIVE.glob("repack*.cpp"))]
     compile(sources, MEMORY, tmp_path / "fuzz")
-    run(tmp_path / "fuzz", 1.5)
+    run(tmp_path / "fuzz", 0.7)
 
 
 def test_the_pool_of_threads(tmp_path: Path):
     need(THREAD, tmp_path)
     compile([DRIVERS / "stress_pool.cpp", NATIVE / "pool.cpp"], THREAD, tmp_path / "stress")
-    run(tmp_path / "stress", 1)
+    run(tmp_path / "stress", 0.5)
 
 
 @pytest.mark.slow  # compiling the kernels with sanitizers takes a minute

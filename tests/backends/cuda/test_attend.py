@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 
 from helpers.attention_support import Texts, a_layer, cut_small, expected, some_texts
 from unspool.backends.cuda import attention
-from unspool.backends.cuda.attention import (
-    chunk_tiles,
-    decode_attention,
-    num_pieces,
-    prefill_attention,
-    prefill_rows,
-    store_keys,
-)
+from unspool.backends.cuda.attention import chunk_tiles, decode_attention, num_pieces, store_keys
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -45,10 +38,8 @@ def check(texts: Texts, new: bool, **options: Any) -> None:
 
 LAYERS = {
     "plain": {},
-    "no rotary, sinks": {"rotary": 0, "sinks": True},
-    "window, softcap": {"window": 70, "softcap": 3.0},
-    "one head each": {"heads": 3, "kv_heads": 3},
-    "three a key head": {"heads": 6, "kv_heads": 2, "head_width": 8},
+    "no rotary, sinks, one head each": {"rotary": 0, "sinks": True, "heads": 3, "kv_heads": 3},
+    "window, softcap": {"window": 70, "softcap": 3.0, "heads": 3, "kv_heads": 1, "head_width": 8},
     "odd width, partial rotary, head norm": {"head_width": 20, "rotary": 10, "norm": True},
     "wide": {"heads": 2, "kv_heads": 1, "head_width": 80},
     "many a key head": {"heads": 20, "kv_heads": 1},
@@ -88,7 +79,7 @@ def test_several_lines_of_a_text_and_blocks_that_look_both_ways():
     pieces=st.sampled_from((4, 30)),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_random_shapes(
     lengths: list[int], group: int, kv_heads: int, new: bool, several: int, many: int, pieces: int,
     seed: int, **options: Any,
@@ -159,9 +150,9 @@ def prefill_run(texts: Texts, exact: bool = False) -> torch.Tensor:
     slots = lines.table_rows.cpu().numpy()[texts.starts[:-1]].astype(np.int64)
     tiles = chunk_tiles(
         texts.starts, slots, lines.ends.cpu().numpy().astype(np.int64), texts.layer,
-        prefill_rows(texts.qkv.dtype, exact),
+        attention.prefill_rows(texts.qkv.dtype, exact),
     )  # fmt: skip
-    prefill_attention(
+    attention.prefill_attention(
         texts.qkv, out, texts.keys, texts.values, texts.layer, lines,
         torch.from_numpy(tiles).to(DEVICE), exact=exact,
     )  # fmt: skip
@@ -202,7 +193,7 @@ def test_prefill_as_plain_torch(name: str, exact: bool):
     """In 16 bits, where tensor cores are used: chunks with a past and without, of one token too."""
     layer = a_layer(**{"heads": 2, "kv_heads": 1, **PREFILL_LAYERS[name]})
     # Rows of a program and keys of a tile are exceeded; exact programs have far fewer rows.
-    lengths, counts = ([70, 20, 1], [12, 20, 1]) if exact else ([70, 150, 70, 1], [70, 70, 1, 1])
+    lengths, counts = ([70, 20, 1], [12, 20, 1]) if exact else ([70, 150, 1], [70, 5, 1])
     prefill_check(some_texts(layer, lengths, counts, dtype=torch.float16, device=DEVICE), exact)
 
 
@@ -224,7 +215,7 @@ def test_blocks_that_look_both_ways():
     sinks=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_the_bits_of_decoding(chunks: list[tuple[int, int]], group: int, seed: int, **options: Any):
     """Exact: a query gets the same bits alone and in a chunk, for any chunk border."""
     layer = a_layer(heads=group, kv_heads=1, **options)

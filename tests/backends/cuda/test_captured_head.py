@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.cuda_support import cuda_model, language_model, torch_model
-from helpers.heads_support import PROMPT, save_own, vectors_of
+from helpers.cuda_support import cuda_model, language_model
+from helpers.heads_support import PROMPT, save_own
 from helpers.paged_texts import RandomCheckpoint, config
 from unspool.decoding.speculative import head_cuda
-from unspool.decoding.speculative.controller import FixedShape
 from unspool.decoding.speculative.head import DraftShape, UnspoolHead, build_draft, read_head
-from unspool.decoding.speculative.head_drafter import HeadDrafter, load_head
+from unspool.decoding.speculative.head_drafter import load_head
 
 pytest.importorskip("triton")
 
@@ -79,33 +78,6 @@ def test_what_it_guesses(lm: Any, head_folder: Path):
     chances = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
     assert guess_list[0][0] == heads[1].ids[chances.argmax()]
     assert guess_list[0][1] == pytest.approx(chances.max(), abs=1e-3)
-
-
-@pytest.mark.slow
-def test_what_is_read_is_what_a_look_sees(lm: Any, head_folder: Path, device: str):
-    """The vectors of captured steps are those that the plain transformer has there."""
-    head, drafters = load_heads(lm, head_folder)[0], list[HeadDrafter]()
-    vectors_seen: list[tuple[int, Any]] = []
-
-    def make(request: Any) -> HeadDrafter:
-        drafters.append(HeadDrafter(head, request, FixedShape(DraftShape(2))))
-        see = drafters[0].see
-        drafters[0].see = lambda first, vectors: (
-            vectors_seen.append((first, vectors)),
-            see(first, vectors),
-        )  # type: ignore[method-assign, assignment]
-        return drafters[0]
-
-    text = lm.generate(PROMPT[:5], max_tokens=5, temperature=0.8, seed=3, speculate=make)
-    with language_model(torch_model(RandomCheckpoint(TINY), device=device)) as other:
-        expected = vectors_of(other, [*PROMPT[:5], *text.tokens], head.layers)
-    on_device = [
-        (first, vectors) for first, vectors in vectors_seen if not isinstance(vectors, np.ndarray)
-    ]
-    assert len(on_device) >= 3, "captured steps leave them on the device"
-    for first, vectors in on_device:  # those behind the first may be of guesses that were wrong
-        there = vectors[:, 0].float().cpu().numpy()
-        assert np.allclose(there, expected[:, first], atol=2e-3)
 
 
 def test_pinned_memory_is_not_written_before_it_was_read() -> None:

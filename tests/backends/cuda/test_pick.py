@@ -46,9 +46,13 @@ def at_a_border(pick: Pick) -> bool:
     return draw is not None and min(abs(draw.u - draw.low), abs(draw.u - draw.high)) < 1e-6
 
 
-def check(picker: DevicePicker, expected: list[Pick], logits: Any) -> None:
-    picked = picker.picks.tolist()
-    for row, choice in enumerate(expected):
+def check(
+    settings_list: list[SamplingSettings], texts: list[Any], tensor: Any, picker: DevicePicker
+) -> None:
+    """What was launched picked what the chain picks."""
+    logits, picked = tensor.float().numpy(), picker.picks.tolist()
+    inputs = [RowInput(text, 1, sample=n) for n, text in enumerate(texts)]
+    for row, choice in enumerate(Chain(settings_list).pick(logits, inputs)):
         assert picked[row] == choice.token or at_a_border(choice), (row, picked[row], choice)
         if picked[row] == choice.token:
             assert picker.logprobs[row].item() == pytest.approx(choice.logprob, abs=2e-6)
@@ -58,10 +62,10 @@ def check(picker: DevicePicker, expected: list[Pick], logits: Any) -> None:
         assert peak - log_sum <= 1e-6
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     options=st.lists(SETTINGS, min_size=1, max_size=4),
-    width=st.sampled_from([3, 40, 700, 1_500]),
+    width=st.sampled_from([3, 40, 700]),
     spread=st.sampled_from([0.0, 0.1, 2.0, 9.0]),
     kind=st.sampled_from(["float32", "bfloat16", "float16"]),
     seed=st.integers(0, 2**32),
@@ -75,22 +79,20 @@ def test_the_same_token_as_the_chain(
     assert all(map(can_sample_on_device, settings_list))
     rounded = random_logits(chance, len(settings_list), width, spread)
     tensor = torch.from_numpy(rounded).to(getattr(torch, kind))
-    logits = tensor.float().numpy()
     texts = [chance.integers(0, width, chance.integers(1, 30)) for _ in settings_list]
     picker = filled(rows_of(settings_list, texts), width)
     picker.launch(tensor)
-    inputs = [RowInput(text, 1, sample=n) for n, text in enumerate(texts)]
-    check(picker, Chain(settings_list).pick(logits, inputs), logits)
+    check(settings_list, texts, tensor, picker)
 
 
 @pytest.mark.parametrize("options", CANVAS_SETTINGS)
 def test_places_of_a_canvas(options: dict[str, Any]):
     chance = np.random.default_rng(1)
-    logits = (chance.standard_normal((4, 3_000)) * 2).astype(np.float32)
+    logits = (chance.standard_normal((3, 2_100)) * 2).astype(np.float32)
     logits[2, 7] = logits[2, 9] = 20.0  # equally likely: no margin
-    rows = canvas_rows(SamplingSettings(**options), 4, 3_000, chance)
+    rows = canvas_rows(SamplingSettings(**options), 3, 2_100, chance)
     assert rows.canvas is not None
-    picker = filled(rows, 3_000)
+    picker = filled(rows, 2_100)
     picker.canvas.copy_(torch.from_numpy(rows.canvas))
     picker.launch(torch.from_numpy(logits.copy()), canvas=True)
     picked = PickedTokens(picker.picks.numpy(), picker.logprobs.numpy(), {}, picker.details.numpy())
@@ -114,30 +116,28 @@ def draws(count: int, **options: Any) -> list[SamplingSettings]:
     ],
 )
 def test_a_large_vocabulary(spread: float, options: dict[str, Any]):
-    width = 20_000
+    width = 6_000
     tensor = torch.randn(2, width, generator=torch.Generator().manual_seed(7)) * spread
     tensor = tensor.bfloat16()
     settings_list = draws(2, **options)
     texts = [np.arange(3)] * 2
     picker = filled(rows_of(settings_list, texts), width)
     picker.launch(tensor, penalties=False)
-    logits = tensor.float().numpy()
-    inputs = [RowInput(text, 1, sample=n) for n, text in enumerate(texts)]
-    check(picker, Chain(settings_list).pick(logits, inputs), logits)
+    check(settings_list, texts, tensor, picker)
 
 
 def test_a_row_alone_is_as_among_others():
     """Bit-identical, also if kernels are skipped."""
-    tensor = torch.randn(4, 3_000, generator=torch.Generator().manual_seed(3)) * 3
-    settings_list = [*draws(3), SamplingSettings(temperature=0)]
-    texts = [np.arange(5)] * 4
+    tensor = torch.randn(3, 1_100, generator=torch.Generator().manual_seed(3)) * 3
+    settings_list = [*draws(2), SamplingSettings(temperature=0)]
+    texts = [np.arange(5)] * 3
     rows = rows_of(settings_list, texts)
-    together = filled(rows, 3_000)
+    together = filled(rows, 1_100)
     together.launch(tensor)
-    for n in range(4):
+    for n in range(3):
         choice = SamplingRows(rows.floats[n : n + 1], rows.ints[n : n + 1], rows.history)
-        alone = filled(choice, 3_000)
-        alone.launch(tensor[n : n + 1], penalties=False, sampled=n < 3)
+        alone = filled(choice, 1_100)
+        alone.launch(tensor[n : n + 1], penalties=False, sampled=n < 2)
         assert alone.picks[0] == together.picks[n]
         assert alone.logprobs[0] == together.logprobs[n]
         assert (alone.summaries[0] == together.summaries[n]).all()
@@ -145,15 +145,13 @@ def test_a_row_alone_is_as_among_others():
 
 def test_a_picker_is_used_again_and_for_fewer_rows():
     chance = torch.Generator().manual_seed(5)
-    settings_list = draws(4, repetition_penalty=1.5, frequency_penalty=0.5)
-    texts = [np.array([1, 2, 2, 3, n]) for n in range(4)]
+    settings_list = draws(2, repetition_penalty=1.5, frequency_penalty=0.5)
+    texts = [np.array([1, 2, 2, 3, n]) for n in range(2)]
     picker = filled(rows_of(settings_list, texts), 300)
-    for count in (4, 2, 4):
+    for count in (2, 1, 2):
         tensor = torch.randn(count, 300, generator=chance) * 2
         picker.launch(tensor)
-        inputs = [RowInput(text, 1, sample=n) for n, text in enumerate(texts[:count])]
-        logits = tensor.numpy()
-        check(picker, Chain(settings_list[:count]).pick(logits, inputs), logits)
+        check(settings_list[:count], texts[:count], tensor, picker)
 
 
 def test_picks_of_the_step_before_count_as_history():
@@ -180,8 +178,7 @@ def test_more_rows_than_are_picked_at_once(monkeypatch: pytest.MonkeyPatch):
     assert picker.picks.tolist() == [7, 7, 8]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("penalty", [0.0, 0.5])
+@pytest.mark.parametrize(("temperature", "penalty"), [(0.0, 0.0), (0.8, 0.5)])
 def test_logits_that_give_no_distribution_fail_alone(temperature: float, penalty: float):
     tensor = torch.zeros(6, 300)
     tensor[1, 7] = torch.nan
@@ -205,12 +202,10 @@ def test_logits_that_give_no_distribution_fail_alone(temperature: float, penalty
 
 def test_equals_at_the_border_of_top_k():
     """Logits in steps of 1/16, as bfloat16 has them: the k-th lies exactly where the reach ends."""
-    tensor = torch.randn(4, 4_000, generator=torch.Generator().manual_seed(11))
+    tensor = torch.randn(3, 2_000, generator=torch.Generator().manual_seed(11))
     tensor = (tensor * 16).round() / 16
-    settings_list = draws(4, temperature=1.0, top_k=5, top_p=1.0)
-    texts = [np.arange(3)] * 4
-    picker = filled(rows_of(settings_list, texts), 4_000)
+    settings_list = draws(3, temperature=1.0, top_k=5, top_p=1.0)
+    texts = [np.arange(3)] * 3
+    picker = filled(rows_of(settings_list, texts), 2_000)
     picker.launch(tensor, penalties=False)
-    logits = tensor.numpy()
-    inputs = [RowInput(text, 1, sample=n) for n, text in enumerate(texts)]
-    check(picker, Chain(settings_list).pick(logits, inputs), logits)
+    check(settings_list, texts, tensor, picker)

@@ -1,9 +1,15 @@
-"""A model over two processes computes what one process computes, within rounding: every family."""
+"""A model over two ranks computes what one process computes, within rounding: every family.
+
+Rank 1 is a thread here; test_ranks.py starts processes.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,12 +29,13 @@ from helpers.cuda_support import (
 )
 from unspool.backends.torch import backend as torch_backend
 from unspool.backends.torch.backend import TorchModel
+from unspool.backends.torch.parallel import worker
 from unspool.backends.torch.parallel.model import split_model
 from unspool.backends.torch.parallel.ranks import Ranks
 from unspool.errors import SettingsError, UnspoolError
 from unspool.model.files.checkpoint import load_transformer
 from unspool.model.files.config_json import config_from_hf
-from unspool.model.files.sharding import DeviceMap, build_device_map
+from unspool.model.files.sharding import DeviceMap, TensorParallelRank, build_device_map
 
 CLOSE = 1e-4
 FAR = 1e-3  # recurrent layers accumulate rounding errors over tokens
@@ -50,11 +57,21 @@ PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 258, 30)]
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    result = Ranks.spawn(2, "cpu")
-    yield result
-    assert not result.failure
-    result.close()
-    assert all(process.poll() == 0 for process in result._processes), "closing stops them"
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("begin", '{"device": "cpu"}')
+    with pytest.MonkeyPatch.context() as patch:
+        stay = SimpleNamespace(environ=os.environ, _exit=lambda code: None)
+        patch.setattr(worker, "os", stay)  # a worker that fails would end its process
+        other = threading.Thread(
+            target=lambda: worker.work(Ranks.join(store.port, TensorParallelRank(1, 2)))
+        )
+        other.start()
+        result = Ranks(store, TensorParallelRank(0, 2), "cpu", address="127.0.0.1")
+        yield result
+        assert not result.failure
+        result.close()
+        other.join(60)
+        assert not other.is_alive(), "closing stops it"
 
 
 @pytest.fixture(scope="module")
@@ -168,23 +185,13 @@ def test_layers_are_in_order_and_divided_evenly():
     result = places("llama3.3-70b", 4)
     assert list(result.layers) == sorted(result.layers) and len(result.layers) == 80
     assert all(18 <= result.layers.count(f"cuda:{n}") <= 22 for n in range(4))
-    assert (result.device_of("embed.weight"), result.device_of("norm.weight")) == (
-        "cuda:0",
-        "cuda:3",
-    )
-    assert result.device_of("head.weight") == "cuda:3"
-    assert result.device_of("layers.79.feed.up.weight") == "cuda:3"
-
-
-def test_a_tied_head_is_on_the_device_of_the_embedding():
-    result = places("qwen3-4b", 2)
-    assert result.device_of("embed.weight") == result.device_of("norm.weight") == "cuda:0"
-    assert result.layers[-1] == "cuda:1"
-
-
-def test_more_memory_gets_more_layers():
-    result = places("llama3.3-70b", 2, room=[3.0, 1.0])
-    assert 58 <= result.layers.count("cuda:0") <= 62
+    names = ("embed.weight", "norm.weight", "head.weight", "layers.79.feed.up.weight")
+    assert [result.device_of(name) for name in names] == ["cuda:0", *["cuda:3"] * 3]
+    more_memory = places("llama3.3-70b", 2, room=[3.0, 1.0])
+    assert 58 <= more_memory.layers.count("cuda:0") <= 62
+    tied = places("qwen3-4b", 2)
+    assert tied.device_of("embed.weight") == tied.device_of("norm.weight") == "cuda:0"
+    assert tied.layers[-1] == "cuda:1"
 
 
 def test_layers_that_share_a_kv_cache_are_on_one_device():

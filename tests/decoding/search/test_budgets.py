@@ -63,7 +63,7 @@ POLICIES = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(POLICIES, small(1, 220), small(1, 20), st.sampled_from([None, "certainty", 0, 3]))
 def test_no_budget_is_overrun(tiny_lm, policy_options, budget, max_tokens, judge):
     reader = Reader(judge) if isinstance(judge, int) else None

@@ -51,8 +51,11 @@ def by_hand(lm, prompt, *, bias, least, most, answer, close, wait):
     return tokens
 
 
-@pytest.mark.parametrize("eager", [0.0, 4.0, 6.0, 30.0])  # how gladly the model closes
-@pytest.mark.parametrize(("least", "most"), [(0, 12), (8, 12), (12, 12), (5, 30), (0, 1)])
+@pytest.mark.parametrize(  # how gladly the model closes, and how long it may think
+    ("eager", "least", "most"),
+    [(0.0, 0, 12), (0.0, 5, 30), (4.0, 8, 12), (6.0, 12, 12), (6.0, 5, 30), (30.0, 5, 12),
+     (30.0, 0, 1)],
+)  # fmt: skip
 def test_token_by_token(worded_lm, eager, least, most):
     lm = worded_lm
     (close,), ids = tags(lm, "</think>"), lm.prompt_ids(PROMPT)
@@ -126,7 +129,7 @@ def test_faults(worded_lm):
     ):
         with pytest.raises(SettingsError, match=output):
             think(worded_lm, PROMPT, policy="think", budget=200, **options)
-    for budget in range(1, 40, 3):
+    for budget in range(1, 40, 8):
         try:
             assert think(worded_lm, PROMPT, policy="think", budget=budget).spent.total <= budget
         except UnspoolError as error:

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from helpers.decoding_support import PROMPT
-from helpers.search_support import WARM
+from helpers.search_support import WARM, levels
 from unspool.decoding.branches import mean_logprob
 from unspool.decoding.search.policies import MctsNode, SelectionRule
 from unspool.decoding.search.samples import best_of, samples
@@ -19,14 +19,6 @@ from unspool.decoding.search.tree import SearchNode
 FEW = {**WARM, "logit_bias": {token: 500.0 for token in (4, 5, 6)}, "temperature": 20.0}
 
 
-def levels(root: SearchNode) -> list[list[SearchNode]]:
-    rows, level = [], root.children
-    while level:
-        rows.append(level)
-        level = [child for node in level for child in node.children]
-    return rows
-
-
 def every_text(length: int) -> list[list[int]]:
     return [list(text) for text in product((4, 5, 6), repeat=length)]
 
@@ -34,9 +26,6 @@ def every_text(length: int) -> list[list[int]]:
 def oddness(text) -> float:
     """A score that differs from text to text."""
     return sum(token * 7**place for place, token in enumerate(text.tokens)) % 101
-
-
-# -- best of n -----------------------------------------------------------------------------------
 
 
 def test_best_of_is_that_of_lm_best_of(tiny_lm):
@@ -53,9 +42,6 @@ def test_of_equally_good_texts_the_likeliest_wins(tiny_lm):
     result = think(tiny_lm, PROMPT, n=6, judge=lambda text: True, max_tokens=8, **WARM)
     texts = [node.generation for node in result.tree.root.children]
     assert result.best is max(texts, key=mean_logprob) and result.score == 1.0
-
-
-# -- beams ---------------------------------------------------------------------------------------
 
 
 def test_a_beam_that_keeps_everything_finds_the_best_of_all(tiny_lm):
@@ -102,9 +88,6 @@ def test_a_piece_ends_where_a_sentence_or_a_line_does(worded_lm, step, ends):
         assert len(output) == 40 or any(end in (before + output[-1]).lstrip() for end in ends)
 
 
-# -- DVTS ----------------------------------------------------------------------------------------
-
-
 def test_subtrees_are_independent(tiny_lm):
     """Each subtree is an independent greedy search."""
     stream = stream_think(
@@ -130,9 +113,6 @@ def test_subtrees_are_independent(tiny_lm):
     # The draws are those of samples 0, 1, 2, ... through the whole search.
     numbers = [node.generation.request.limits.sample for row in rows for node in row]
     assert numbers == list(range(18))
-
-
-# -- MCTS ----------------------------------------------------------------------------------------
 
 
 def test_the_bounds_by_hand():
@@ -233,9 +213,6 @@ def test_a_text_without_other_continuations_does_not_end_the_search(tiny_lm):
     assert len(ends) > 20 and result.score == max(
         sum(token * 7**place for place, token in enumerate(end)) % 101 for end in ends
     )
-
-
-# -- early restarts --------------------------------------------------------------------------------
 
 
 def test_the_best_opening_goes_on_alone(tiny_lm):

@@ -32,7 +32,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("n", [2, 8, 16])
+@pytest.mark.parametrize("n", [2, 8])
 def test_many_branches_cost_one_prefill(tiny_lm, n):
     forget(tiny_lm)
     with metered(tiny_lm) as meter:
@@ -40,19 +40,6 @@ def test_many_branches_cost_one_prefill(tiny_lm, n):
     assert result.spent.written == 4 * n
     assert meter.tokens - result.spent.written <= 1.05 * len(LONG)
     assert meter.tokens == result.spent.total
-
-
-@pytest.mark.parametrize("policy", POLICIES_BY_IDS)
-def test_every_token_that_is_computed_is_counted(tiny_lm, policy):
-    forget(tiny_lm)
-    options = {**OPTIONS.get(policy, {}), **WARM}
-    for judge in (None, "certainty"):
-        with metered(tiny_lm) as meter:
-            result = think(
-                tiny_lm, PROMPT, policy=policy, judge=judge, budget=200, max_tokens=12, **options
-            )
-        assert meter.tokens == result.spent.total <= 200
-        assert bool(result.spent.judged) == (judge == "certainty")
 
 
 @pytest.mark.parametrize("policy", POLICIES_BY_IDS)
@@ -98,7 +85,7 @@ def test_a_parent_is_let_go_with_its_last_child(tiny_lm):
 @pytest.mark.parametrize("policy", POLICIES_BY_IDS)
 def test_a_search_that_is_left_gives_everything_back(tiny_lm, policy):
     request = {**OPTIONS.get(policy, {}), **WARM, "policy": policy, "max_tokens": 30}
-    for length in (1, 3, 6):
+    for length in (1, 5):
         stream = stream_think(tiny_lm, PROMPT, budget=600, **request)
         for number, _ in enumerate(stream):
             if number == length:
@@ -106,10 +93,6 @@ def test_a_search_that_is_left_gives_everything_back(tiny_lm, policy):
         assert pages_left(tiny_lm) == 0
         with pytest.raises(UnspoolError, match="not finished"):
             stream.result  # noqa: B018
-    stream = stream_think(tiny_lm, PROMPT, budget=600, **request)
-    next(stream)
-    stream.close()
-    assert pages_left(tiny_lm) == 0
 
 
 def test_another_thread_may_end_a_search(tiny_lm):
@@ -186,13 +169,6 @@ def test_what_is_put_is_judged_and_counted(tiny_lm):
         assert run_moves(search.rewind(back, 3)) is two
     expected = tiny_lm.score([*PROMPT, 9, 8, 7]).logprobs[-3:]
     assert [step.logprob for step in item.steps] == pytest.approx(expected, abs=1e-4)
-
-
-def test_the_winner_can_be_gone_on_with(tiny_lm):
-    result = think(tiny_lm, PROMPT, policy="beam", budget=300, max_tokens=6, end=False,
-                    **OPTIONS["beam"], **WARM)  # fmt: skip
-    extra = result.best.resume(max_tokens=4, temperature=0)
-    assert extra.tokens[:6] == result.best.tokens and len(extra.tokens) == 10
 
 
 def test_faults(tiny_lm):

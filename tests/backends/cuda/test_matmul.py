@@ -1,4 +1,5 @@
-"""Packed matrices against gguf's own numbers and plain torch (in Triton's interpreter)."""
+"""Products of plain and packed matrices against plain torch and gguf's own numbers (in Triton's
+interpreter); exact ones are bit-identical alone and among others."""
 
 from __future__ import annotations
 
@@ -9,18 +10,22 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from helpers.packed_support import numbers, random_blocks  # noqa: E402
-from unspool.backends.cuda.matmul import (  # noqa: E402  # noqa: E402
+from unspool.backends.cuda.matmul import (  # noqa: E402
     PACKINGS,
     Epilogue,
     NormWeights,
     PackedMatrix,
     StackedMatrix,
+    exact_gemm,
     float8_packing,
+    num_splits,
     pack_float8,
     quantize,
     repack,
 )
+from unspool.backends.cuda.weights import PlainMatrix  # noqa: E402
 from unspool.model.files.stored import float8_to_float32  # noqa: E402
+from unspool.model.layers.parts import activate  # noqa: E402
 
 ROWS, COLUMNS = 19, 256  # several programs, the last of them with fewer rows
 
@@ -86,8 +91,7 @@ def test_what_is_no_number_stays_none(broken):
     assert not out.isfinite().any()
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "FP8 blocks"])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("kind", "gated"), [("Q4_K", True), ("Q8_0", False), ("FP8 blocks", True)])
 def test_one_vector_with_all_around_it(kind, gated):
     torch.manual_seed(1)
     rows, columns = 30, 768  # units of a row that are no power of two
@@ -174,3 +178,73 @@ def test_what_is_no_number_is_found():
     assert pack_float8(raw, scales).is_finite(float8_packing(32, 1))
     raw[1, 5] = 255
     assert not pack_float8(raw, scales).is_finite(float8_packing(32, 1))
+
+
+# -- Plain matrices --------------------------------------------------------------------------------
+
+
+def normed(x, norm, eps):
+    if norm is None:
+        return x
+    if norm.bias is None:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], norm.gain, eps)
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], norm.gain, norm.bias, eps)
+
+
+@pytest.mark.parametrize(
+    ("kind", "activation", "gated"),
+    [
+        ("none", "none", False), ("rms", "silu", True), ("layer", "gelu", False),
+        ("rms", "gelu_tanh", True), ("none", "relu", True), ("layer", "none", True),
+    ],
+)  # fmt: skip
+def test_a_product_with_all_around_it(kind, activation, gated):
+    torch.manual_seed(0)
+    rows, columns, eps = 37, 88, 1e-5
+    matrix = PlainMatrix(
+        torch.randn(rows * (1 + gated), columns) * 0.1, torch.randn(rows * (1 + gated))
+    )
+    norm = None
+    if kind != "none":
+        norm = NormWeights(torch.rand(columns), torch.randn(columns) if kind == "layer" else None)
+    x, residual, out = torch.randn(columns), torch.randn(rows), torch.full((rows,), torch.nan)
+    matrix.gemv(x, out, Epilogue(eps, norm, activation, gated, residual))
+    y = matrix.weight @ normed(x, norm, eps) + matrix.bias
+    bent = y[:rows] if activation == "none" else activate(activation, y[:rows])
+    assert torch.allclose(out, (bent * y[rows:] if gated else bent) + residual, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_vector_and_many_agree(dtype):
+    torch.manual_seed(1)
+    matrix = PlainMatrix(torch.randn(300, 130).to(dtype))
+    x = torch.randn(3, 130).to(dtype)
+    single, many = torch.empty(300, dtype=dtype), torch.empty(3, 300, dtype=dtype)
+    matrix.gemv(x[1], single, Epilogue(1e-6))
+    matrix.gemm(x, many)
+    bound = 1e-5 if dtype == torch.float32 else 0.02
+    assert torch.allclose(single.float(), many[1].float(), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize(("shape", "biased"), [((96, 300), False), ((70, 1024), True)])
+def test_a_line_alone_and_among_others_has_the_same_bits(shape, biased):
+    torch.manual_seed(0)
+    rows, columns = shape
+    weight, x = torch.randn(rows, columns), torch.randn(130, columns)
+    bias = torch.randn(rows) if biased else None
+    expected = torch.nn.functional.linear(x.double(), weight.double())
+    if bias is not None:
+        expected += bias
+    alone = None
+    for count in (1, 20, 65, 130):
+        out = torch.full((count, rows), torch.nan)
+        exact_gemm(weight, bias, x[:count], out)
+        assert torch.allclose(out.double(), expected[:count], atol=1e-3)
+        alone = out[0] if alone is None else alone
+        assert torch.equal(out[0], alone)
+
+
+def test_parts_depend_on_the_matrix_alone_and_keep_a_large_gpu_busy():
+    assert num_splits(28_672, 4096) == 1
+    assert num_splits(4096, 14_336) * (4096 // 64) >= 264
+    assert num_splits(64, 128) == 1  # too few columns to share
