@@ -2,7 +2,9 @@
 
 Each engine runs in its own environment and process, with the same number of threads. The engines
 take turns within each round, and ratios are taken within a round: a busy or hot machine slows all
-of them. Writes table.md, results.json and SVG charts to --out.
+of them. Engines that read GGUF files are compared on the file and on its other --types, which
+llama.cpp itself writes: the types that people download, and that llama.cpp is best at. Writes
+table.md, results.json and SVG charts to --out.
 
 decode   a prompt of 32 tokens, 128 greedy tokens; tokens/s after the first
 prompt   a prompt of 512 tokens; its tokens/s until the first new token
@@ -29,19 +31,22 @@ from typing import Any
 import numpy as np
 
 from lib import report, stats
-from lib.arguments import add_options, list_of, make_parser
+from lib.arguments import add_options, list_of, make_parser, one_of
 from lib.limits import cpu_bandwidth
 from lib.models import write_qwen35_gguf
 from lib.peers import (
     CACHE,
+    GGUF_TYPES,
     PEERS,
     US,
     InstalledPeer,
+    Peer,
     UnavailableError,
     Worker,
     WorkerError,
     cold_start,
     install,
+    quantize_gguf,
     thread_environment,
 )
 from lib.report import say
@@ -92,8 +97,10 @@ def measure(worker: Worker, work: str, prompts: list[list[int]], new: int) -> fl
 class Bench:
     """One comparison: the installed engines, their results and the failures of the others."""
 
-    def __init__(self, args: argparse.Namespace, gguf: Path, prompts: Prompts) -> None:
-        self.args, self.gguf, self.prompts = args, gguf, prompts
+    def __init__(
+        self, args: argparse.Namespace, gguf: Path, prompts: Prompts, peers: Sequence[Peer] = PEERS
+    ) -> None:
+        self.args, self.gguf, self.prompts, self.peers = args, gguf, prompts, peers
         self.installed: dict[str, InstalledPeer] = {}
         self.engines: dict[str, dict[str, Any]] = {}
         self.stack = ExitStack()
@@ -101,7 +108,7 @@ class Bench:
         self.bandwidth: dict[str, list[float]] = {"80": [], "300": []}
 
     def install(self) -> None:
-        for peer in PEERS:
+        for peer in self.peers:
             if not is_selected(peer.key, self.args.only):
                 continue
             self.engines[peer.key] = {"title": peer.title, "weights": peer.weights, "failed": {}}
@@ -417,9 +424,15 @@ def main() -> int:
     tokenizer = open_tokenizer(open_checkpoint(gguf))
     assert tokenizer is not None
     pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/*.md")))
-    bench, code = Bench(args, gguf, Prompts(tokenizer.encode(pages))), 0
+    prompts, code = Prompts(tokenizer.encode(pages)), 0
+    benches = [Bench(args, gguf, prompts)]
     try:
-        run_works(bench, tokenizer)
+        run_works(benches[0], tokenizer)
+        for kind in args.types:
+            say(f"type {kind}")
+            file = quantize_gguf(gguf, kind, args.environments, args.installed)
+            benches.append(Bench(args, file, prompts, [p for p in PEERS if p.model == "gguf"]))
+            run_works(benches[-1], tokenizer)
     except (UnavailableError, WorkerError) as reason:
         say(f"stopped: {reason}")
         code = 1
@@ -427,10 +440,12 @@ def main() -> int:
         say("interrupted; the measurements so far follow")
         code = 130
     finally:
-        bench.stack.close()
-    results = bench.results()
-    report.write_results(args.out, results, markdown(results))
-    draw(results, args.out)
+        for bench in benches:
+            bench.stack.close()
+    results = [bench.results() for bench in benches]
+    tables = "\n".join(f"## {result['model']}\n\n{markdown(result)}" for result in results)
+    report.write_results(args.out, {**results[0], "types": results[1:]}, tables)
+    draw(results[0], args.out)
     return code
 
 
@@ -458,6 +473,10 @@ def parse_arguments() -> argparse.Namespace:
     names = [peer.key for peer in PEERS if peer is not US]
     parser.add_argument("--only", type=list_of(str), default=[], help=f"of {', '.join(names)}")
     parser.add_argument("--work", type=list_of(str), default=list(WORKS), help="as listed above")
+    parser.add_argument(
+        "--types", type=list_of(one_of(GGUF_TYPES)), metavar="TYPES",
+        help=f"other types of the file, of {', '.join(GGUF_TYPES)} (Q4_0,Q4_K_M,Q8_0; '' for none)",
+    )  # fmt: skip
     add_options(
         parser,
         ("--rounds", 5, "turns of each engine"),
@@ -470,6 +489,8 @@ def parse_arguments() -> argparse.Namespace:
         ("--text", Path, "text for quality, instead of a book"),
     )
     args = parser.parse_args()
+    if args.types is None:
+        args.types = [] if args.random else ["Q4_0", "Q4_K_M", "Q8_0"]
     for kind, words, allowed in (("--only", args.only, names), ("--work", args.work, WORKS)):
         for word in words:
             if not any(name.startswith(word) for name in allowed):

@@ -10,107 +10,116 @@ Starts a server with the default model, does in a browser what the pictures show
 from __future__ import annotations
 
 import io
+import re
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 
 from PIL import Image
 from playwright.sync_api import Locator, Page, expect, sync_playwright
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-from page import served
-
 IMAGES = Path(__file__).parent / "images"
 QUESTION = "Why do leaves change color in fall?"
 WIDE = {"width": 1280, "height": 800}
 SMALL = {"width": 1000, "height": 640}
 FRAME_SECONDS = 0.1
-_SETTINGS = "(some) => import('/page/code/actions.js').then((actions) => actions.useSettings(some))"
+_SETTINGS = "(some) => import('/page/code/actions.js').then((actions) => actions.updateSettings(some))"
+
+
+@contextmanager
+def served_page(*options: str) -> Iterator[str]:
+    """Start `unspool page` in a process of its own; yield its address."""
+    command = [sys.executable, "-m", "unspool", "page", "--no-open", "--port", "0", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            addresses = (re.search(r"http://\S+", line) for line in process.stderr)
+            yield next(match[0] for match in addresses if match)
+        finally:
+            process.terminate()
 
 
 class Film:
-    """Frames of what happens, each as long as it stood."""
+    """Frames of the page, each with its duration."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
         self.frames: list[Image.Image] = []
-        self.stood: list[int] = []  # milliseconds
+        self.durations: list[int] = []  # milliseconds
 
     def take(self, seconds: float) -> None:
-        """What is to be seen for so long; it is looked at again and again meanwhile."""
+        """Record the page for some seconds; equal frames are stored once."""
         end = perf_counter() + seconds
         while perf_counter() < end:
-            began = perf_counter()
+            start = perf_counter()
             frame = Image.open(io.BytesIO(self.page.screenshot())).convert("RGB")
-            self.page.wait_for_timeout(max(0.0, FRAME_SECONDS - (perf_counter() - began)) * 1000)
-            stood = round((perf_counter() - began) * 1000)
+            self.page.wait_for_timeout(max(0.0, FRAME_SECONDS - (perf_counter() - start)) * 1000)
+            duration = round((perf_counter() - start) * 1000)
             if self.frames and frame.tobytes() == self.frames[-1].tobytes():
-                self.stood[-1] += stood
+                self.durations[-1] += duration
             else:
                 self.frames.append(frame)
-                self.stood.append(stood)
+                self.durations.append(duration)
 
     def save(self, path: Path) -> None:
         first, *rest = self.frames
-        told = {
-            "append_images": rest,
-            "duration": self.stood,
-            "loop": 0,
-            "quality": 60,
-            "method": 4,
-        }
-        first.save(path, save_all=True, **told)
+        first.save(
+            path, save_all=True, append_images=rest, duration=self.durations, loop=0, quality=60,
+            method=4,
+        )  # fmt: skip
 
 
-def written(page: Page) -> Locator:
+def generated_tokens(page: Page) -> Locator:
     return page.locator("#text .t:not(.prompt)")
 
 
-def ask(page: Page, pace: int = 9) -> None:
-    """The question, written with a fixed seed; `pace` is a place of the speed control."""
+def ask(page: Page, speed: int = 9) -> None:
+    """Ask the question with a fixed seed; `speed` is a position of the speed control."""
     page.evaluate(_SETTINGS, {"seed": 5, "max_tokens": 120})
-    page.locator("#speed").fill(str(pace))
+    page.locator("#speed").fill(str(speed))
     page.locator("#prompt").press_sequentially(QUESTION, delay=25)
     page.locator("#prompt").press("Enter")
 
 
-def done(page: Page) -> None:
+def wait_until_done(page: Page) -> None:
     expect(page.locator("#go-on")).to_be_visible(timeout=60_000)
 
 
-def panel(page: Page, name: str) -> None:
+def open_panel(page: Page, name: str) -> None:
     page.get_by_role("tab", name=name, exact=True).click()
 
 
-def surprising(page: Page) -> Locator:
-    """The token that the model saw least coming."""
+def unlikely_token(page: Page) -> Locator:
+    """A token with a low probability."""
     return page.locator("#text .t:not(.prompt)[class*=tint-]").nth(3)
 
 
 def step(page: Page) -> None:
     ask(page)
-    done(page)
-    surprising(page).click()
+    wait_until_done(page)
+    unlikely_token(page).click()
     page.wait_for_timeout(1200)
 
 
 def inside(page: Page) -> None:
     step(page)
-    panel(page, "Inside")
-    page.get_by_text("The way through the model").click()
+    open_panel(page, "Inside")
+    page.locator(".inside-part[data-part=way] summary").click()
     page.wait_for_timeout(2500)
 
 
 def tree(page: Page) -> None:
     step(page)
     for number in (4, 9, 15):
-        panel(page, "Step")
-        written(page).nth(number).click()
+        open_panel(page, "Step")
+        generated_tokens(page).nth(number).click()
         page.locator("#side-panel .candidate:not(.picked)").first.click()
         page.wait_for_timeout(300)
-        done(page)
-    panel(page, "Map")
+        wait_until_done(page)
+    open_panel(page, "Map")
     page.wait_for_timeout(800)
 
 
@@ -121,30 +130,30 @@ PICTURES: dict[str, tuple[Callable[[Page], None], str]] = {
 }
 
 
-def film(page: Page) -> Film:
-    """Ask, watch, point at a word, take another, and see the branch."""
-    taken = Film(page)
-    taken.take(0.6)
-    ask(page, pace=6)  # 30 tokens a second
-    taken.take(2.4)
+def record_film(page: Page) -> Film:
+    """Ask, open a token, click another candidate, and look at the branch."""
+    film = Film(page)
+    film.take(0.6)
+    ask(page, speed=6)  # 30 tokens a second
+    film.take(2.4)
     page.locator("#speed").fill("9")
-    taken.take(0.4)
-    done(page)
-    surprising(page).click()
-    taken.take(2.2)
+    film.take(0.4)
+    wait_until_done(page)
+    unlikely_token(page).click()
+    film.take(2.2)
     page.locator("#side-panel .candidate:not(.picked)").first.click()
-    taken.take(2.2)
-    done(page)
-    panel(page, "Map")
-    taken.take(1.8)
-    panel(page, "Inside")
-    taken.take(2.5)
-    return taken
+    film.take(2.2)
+    wait_until_done(page)
+    open_panel(page, "Map")
+    film.take(1.8)
+    open_panel(page, "Inside")
+    film.take(2.5)
+    return film
 
 
-def learn(page: Page) -> None:
-    """The hand two checkpoints before the end, and what those around it write."""
-    page.get_by_label("Along the training").focus()
+def training(page: Page) -> None:
+    """Move to two checkpoints before the end, and wait for the texts of those around it."""
+    page.get_by_label("Training step").focus()
     for _ in range(2):
         page.keyboard.press("PageDown")
     expect(page.locator("#lrn-write")).to_be_visible(timeout=60_000)
@@ -156,10 +165,10 @@ def learn(page: Page) -> None:
 def main() -> None:
     arguments = ["--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     run = sys.argv[1:]
-    with served(*(["--run", *run] if run else [])) as address, sync_playwright() as playwright:
+    with served_page(*(["--run", *run] if run else [])) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=arguments)
 
-        def fresh(**options: object) -> Page:
+        def new_page(**options: object) -> Page:
             page = browser.new_page(**options)  # type: ignore[arg-type]
             page.add_init_script("localStorage.setItem('unspool.tour', 'true')")
             page.goto(address)
@@ -167,16 +176,16 @@ def main() -> None:
             return page
 
         if run:
-            page = fresh(viewport={"width": 1280, "height": 1120}, color_scheme="light")
-            learn(page)
+            page = new_page(viewport={"width": 1280, "height": 1120}, color_scheme="light")
+            training(page)
             page.screenshot(path=IMAGES / "page-learn.png")
             return
         for name, (act, theme) in PICTURES.items():
-            page = fresh(viewport=WIDE, color_scheme=theme)
+            page = new_page(viewport=WIDE, color_scheme=theme)
             act(page)
             page.screenshot(path=IMAGES / f"{name}.png")
             page.close()
-        film(fresh(viewport=SMALL)).save(IMAGES / "page.webp")
+        record_film(new_page(viewport=SMALL)).save(IMAGES / "page.webp")
         browser.close()
 
 

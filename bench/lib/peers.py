@@ -190,6 +190,33 @@ def make_environment(
     return str(python)
 
 
+# Types of GGUF files, and llama.cpp's numbers of them (enum llama_ftype).
+GGUF_TYPES = {
+    "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q4_K_M": 15, "Q5_K_M": 17, "Q6_K": 18,
+}  # fmt: skip
+_QUANTIZE = """
+import ctypes, sys, llama_cpp
+settings = llama_cpp.llama_model_quantize_default_params()
+settings.ftype, settings.allow_requantize = int(sys.argv[3]), True
+sys.exit(llama_cpp.llama_model_quantize(
+    sys.argv[1].encode(), sys.argv[2].encode(), ctypes.byref(settings)))
+"""
+
+
+def quantize_gguf(gguf: Path, kind: str, folder: Path, installed: bool = False) -> Path:
+    """The file in another type, written by llama.cpp itself, unless that was done before."""
+    out = folder / "models" / f"{gguf.stem}-{kind}.gguf"
+    if not out.exists():
+        python = install(LLAMA, folder, gguf, installed).python
+        say(f"quantizing to {kind} (once)")
+        part = out.with_suffix(".part")
+        part.parent.mkdir(parents=True, exist_ok=True)
+        number = str(GGUF_TYPES[kind])
+        run_command([python, "-c", _QUANTIZE, str(gguf), str(part), number], "not quantized")
+        part.rename(out)
+    return out
+
+
 def run_command(command: list[str], failure: str, variables: dict[str, str] | None = None) -> None:
     env = {**os.environ, **(variables or {})}
     done = subprocess.run(command, env=env, capture_output=True, text=True)

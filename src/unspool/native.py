@@ -16,12 +16,16 @@ import re
 import struct
 import sys
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from unspool.errors import UnspoolError
 
-VERSION = 9  # of the interface; the library must have the same
+VERSION = 10  # of the interface; the library must have the same
 _FUNCTIONS = (  # of the library, each with the prefix unspool_
-    "above", "copy_page", "counts", "isa", "leading", "measure", "model_free", "model_new",
+    "above", "copy_page", "counts", "exp", "isa", "leading", "measure", "model_free", "model_new",
     "multiply", "packed_bytes", "peaks", "pick", "profile", "quantize", "read_memory", "repack",
     "run", "run_buffers", "run_head", "set_grid", "standing", "tally", "unpack",
 )  # fmt: skip
@@ -148,6 +152,24 @@ def library() -> ctypes.CDLL:
     if loaded is None:
         raise UnspoolError(reason or "the native kernels are missing")
     return loaded
+
+
+def exp(numbers: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """exp(x); numpy's differs in the last bit between processors, this one does not."""
+    return _exp_or_log(numbers, False)
+
+
+def log(numbers: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """The natural logarithm, with the same bits on every processor."""
+    return _exp_or_log(numbers, True)
+
+
+def _exp_or_log(numbers: npt.NDArray[Any], is_log: bool) -> npt.NDArray[np.float64]:
+    result = np.array(numbers, np.float64, order="C")
+    library().unspool_exp(
+        ctypes.c_void_p(result.ctypes.data), ctypes.c_int64(result.size), ctypes.c_int32(is_log)
+    )
+    return result
 
 
 def instruction_set() -> str:

@@ -11,9 +11,7 @@ import numpy as np
 from helpers.paged_texts import Library, RandomCheckpoint, Text, batch_of, config, host
 from unspool.backends.cpu.model import CpuModel
 from unspool.backends.step import Backend, Floats, Observations, ObserveRequest
-from unspool.backends.torch.backend import TorchModel
 from unspool.model.config import Recurrence
-from unspool.model.files.checkpoint import load_transformer
 
 VOCABULARY = 67
 _DELTA = Recurrence(conv_kernel=4, key_heads=2, value_heads=4, key_width=24, value_width=40)
@@ -81,6 +79,9 @@ def native(name: str, *, threads: int = 2, kv_bits: int = 32, **changes: Any) ->
 
 
 def plain(name: str, **changes: Any) -> Backend:
+    from unspool.backends.torch.backend import TorchModel
+    from unspool.model.files.checkpoint import load_transformer
+
     model = TorchModel(load_transformer(checkpoint(name, **changes)))
     return model.backend(memory=8 << 20, context=512)
 

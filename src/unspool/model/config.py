@@ -7,6 +7,7 @@ validates itself, so an invalid file is refused before any memory is allocated.
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import functools
 import math
 from dataclasses import dataclass
@@ -27,12 +28,49 @@ SCALINGS: tuple[str, ...] = get_args(Scaling)
 
 def sinusoidal(positions: npt.NDArray[np.int64], width: int) -> Floats:
     """Position vectors of the original transformer: sine at even indices, cosine at odd ones."""
-    waves = 1.0 / 10000.0 ** (np.arange(0, width, 2) / width)
-    angles = positions[:, None] * waves[None, :]
+    waves = 1.0 / _powers(10000.0, np.arange(0, width, 2) / width)
+    sine, cosine = _sine_and_cosine(positions[:, None] * waves[None, :])
     table = np.zeros((len(positions), width), np.float32)
-    table[:, 0::2] = np.sin(angles)
-    table[:, 1::2] = np.cos(angles)[:, : width // 2]
+    table[:, 0::2] = sine
+    table[:, 1::2] = cosine[:, : width // 2]
     return table
+
+
+# numpy's functions differ in the last bit between processors: these do not, so that a text is the
+# same on all of them.
+
+
+def _powers(base: float, exponents: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    with decimal.localcontext(prec=24):
+        number = decimal.Decimal(float(base))
+        return np.array([float(number ** decimal.Decimal(float(e))) for e in exponents])
+
+
+# Pi / 2 in three parts: the products of the first two with an integer up to 2^20 are exact.
+_HALF_PI = (1.57079632673412561417, 6.07710050630396597660e-11, 2.02226624879595063154e-21)
+_ROWS_AT_ONCE = 4096  # limits the memory of intermediate results
+
+
+def _sine_and_cosine(angles: npt.NDArray[Any]) -> tuple[Floats, Floats]:
+    """Sine and cosine of a matrix, from operations that are exact to the last bit everywhere."""
+    results = np.empty((2, *angles.shape), np.float32)
+    for start in range(0, len(angles), _ROWS_AT_ONCE):
+        x = angles[start : start + _ROWS_AT_ONCE].astype(np.float64)
+        turns = np.rint(x * (2 / math.pi))  # quarter turns
+        for part in _HALF_PI:
+            x -= turns * part
+        square = x * x
+        sine, cosine = np.ones_like(x), np.ones_like(x)
+        for n in range(16, 0, -2):  # Taylor series, up to x^17 and x^16
+            sine = 1 - sine * square / (n * (n + 1))
+            cosine = 1 - cosine * square / (n * (n - 1))
+        sine *= x
+        quarter = turns.astype(np.int64) & 3
+        swapped = quarter % 2 == 1
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        results[0, rows] = np.where(swapped, cosine, sine) * np.where(quarter >= 2, -1, 1)
+        results[1, rows] = np.where(swapped, sine, cosine) * np.where(quarter % 3 > 0, -1, 1)
+    return results[0], results[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +114,8 @@ class Rotary:
         """
         exponents = np.arange(0, self.width, 2, dtype=np.float32) / np.float32(self.width)
         if self.scaling == "dynamic":
-            return (1.0 / self._stretched_base(length) ** exponents).astype(np.float32)
-        plain = (1.0 / np.float32(self.base) ** exponents).astype(np.float32)
+            return 1.0 / _powers(self._stretched_base(length), exponents).astype(np.float32)
+        plain = 1.0 / _powers(np.float32(self.base), exponents).astype(np.float32)
         if self.scaling == "linear":
             return (plain / np.float32(self.factor)).astype(np.float32)
         if self.scaling == "yarn":
@@ -97,7 +135,8 @@ class Rotary:
         """Cosine and sine for each position, `width / 2` numbers each."""
         angles = positions.astype(np.float32)[:, None] * self.frequencies(length)[None, :]
         scale = np.float32(self.attention_factor)
-        return np.cos(angles) * scale, np.sin(angles) * scale
+        sine, cosine = _sine_and_cosine(angles)
+        return cosine * scale, sine * scale
 
     def _stretched_base(self, length: int) -> np.float32:
         """NTK scaling: a larger base lowers the low frequencies and keeps the high ones."""

@@ -316,6 +316,7 @@ class TorchOperations:
 
 
 MIN_NATIVE_WIDTH = 256  # narrower rows: the call costs more than it saves
+MIN_WIDTH_OF_STATS = 1  # their bits are the same on every processor, which those of numpy are not
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT32_MIN = float(np.finfo(np.float32).min)
 
@@ -335,6 +336,12 @@ class NativeOperations(NumpyOperations):
         self._native_count = _declare(library.unspool_tally, c_void_p, c_int64, c_int64, c_void_p)
         self._native_count.restype = c_int64
 
+    def exp(self, x: Array) -> Array:
+        return native.exp(x).astype(x.dtype, copy=False)
+
+    def log(self, x: Array) -> Array:
+        return native.log(x).astype(x.dtype, copy=False)
+
     def amax(self, x: Array) -> Array:
         if not _is_native(x):
             return super().amax(x)
@@ -345,7 +352,7 @@ class NativeOperations(NumpyOperations):
     def softmax_stats(
         self, logits: Array, peak: Array | None, entropy: bool
     ) -> tuple[Array, Array, Array | None]:
-        if not _is_native(logits):
+        if not _is_native(logits, MIN_WIDTH_OF_STATS):
             return super().softmax_stats(logits, peak, entropy)
         result = np.empty((3, len(logits), 1))  # peaks, totals and entropies
         if peak is not None:
@@ -394,8 +401,8 @@ def _declare(function: Any, *arguments: Any) -> Any:
     return function
 
 
-def _is_native(x: Array) -> bool:
-    return bool(x.dtype == _FLOAT32 and x.shape[-1] >= MIN_NATIVE_WIDTH and x.flags.c_contiguous)
+def _is_native(x: Array, min_width: int = MIN_NATIVE_WIDTH) -> bool:
+    return bool(x.dtype == _FLOAT32 and x.shape[-1] >= min_width and x.flags.c_contiguous)
 
 
 def _address(x: Array) -> int:

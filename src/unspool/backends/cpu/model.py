@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from unspool import native
 from unspool.backends.cpu.packing import MatrixStruct, PackedMatrix, pack_all, relative_error
 from unspool.backends.cpu.plan import ExecutionPlan, build_plan
 from unspool.backends.cpu.program import CompiledPlan
@@ -191,7 +192,7 @@ class CpuModel:
         vector = self.vector(name)
         assert vector is not None, name
         if name.endswith(".a_log"):  # the decay rate of a head
-            vector = -np.exp(vector)
+            vector = -native.exp(vector).astype(np.float32)
         return np.ascontiguousarray(vector)
 
     def logits(self, vectors: Floats) -> Floats:

@@ -64,7 +64,7 @@ function ModelChoice({ pick }) {
       shortName(id)}</span>${state.loading && html` <span class="quiet">loading …</span>`}</button>`;
 }
 
-const THEMES = { system: "System theme", light: "Light", dark: "Dark" };
+const THEMES = { system: "System", light: "Light", dark: "Dark" };
 
 function ThemeChoice() {
   const [theme, setTheme] = useState(storage.get("theme", "system"));

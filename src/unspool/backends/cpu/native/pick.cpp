@@ -14,6 +14,7 @@
 #include "isa.h"
 #include "kernels/kernels.h"
 #include "pool.h"
+#include "portable_math.h"
 #include "sampling.h"
 
 namespace unspool {
@@ -92,7 +93,7 @@ struct RowSampler {
         cumulative.resize(candidates.size());
         double total = 0;
         for (size_t i = 0; i < candidates.size(); ++i)
-            cumulative[i] = total += std::exp(candidates[i].logit - peak);
+            cumulative[i] = total += portable_exp(candidates[i].logit - peak);
         return total;
     }
 
@@ -139,7 +140,7 @@ struct RowSampler {
     // Keeps candidates with at least min_p times the top probability.
     void apply_min_p(const float* x, int64_t width, bool full_vocabulary, double peak,
                      double min_p) {
-        const double bound = std::min(peak + std::log(min_p) - kSlack, peak);
+        const double bound = std::min(peak + portable_log(min_p) - kSlack, peak);
         if (!full_vocabulary) {
             size_t size = 1;
             while (size < candidates.size() && candidates[size].logit >= bound) ++size;
@@ -165,7 +166,7 @@ struct RowSampler {
         size_t column =
             std::upper_bound(cumulative.begin(), cumulative.end(), target) - cumulative.begin();
         size_t last = candidates.size();
-        while (last > 1 && std::exp(candidates[last - 1].logit - peak) == 0.0) --last;
+        while (last > 1 && portable_exp(candidates[last - 1].logit - peak) == 0.0) --last;
         return candidates[std::min(column, last - 1)].token;
     }
 
@@ -232,7 +233,7 @@ struct RowSampler {
                         ? draw_from_all(x, width, settings.temperature, uniform(row))
                         : draw_from_candidates(settings.temperature, uniform(row), is_sorted);
         }
-        const double log_total = std::log(model_total);
+        const double log_total = portable_log(model_total);
         const auto logprob_of = [&](double logit) {
             return logit - static_cast<double>(model_peak) - log_total;
         };
@@ -240,8 +241,8 @@ struct RowSampler {
         if (details) {
             take_top(logits, width, 2);
             details->entropy = std::max(0.0, log_total - weighted / model_total);
-            details->margin = std::exp(logprob_of(candidates[0].logit)) -
-                              std::exp(logprob_of(candidates[1].logit));
+            details->margin = portable_exp(logprob_of(candidates[0].logit)) -
+                              portable_exp(logprob_of(candidates[1].logit));
             details->target_logprob =
                 target < 0 ? 0.0 : logprob_of(static_cast<double>(logits[target]));
         }

@@ -8,6 +8,7 @@
 
 #include "isa.h"
 #include "kernels/kernels.h"
+#include "portable_math.h"
 
 namespace unspool {
 namespace {
@@ -112,6 +113,11 @@ int64_t count_tokens(const int64_t* tokens, int64_t count, int64_t vocabulary, i
 
 using namespace unspool;
 
+void unspool_exp(double* numbers, int64_t count, int32_t log) {
+    for (int64_t i = 0; i < count; ++i)
+        numbers[i] = log ? portable_log(numbers[i]) : portable_exp(numbers[i]);
+}
+
 void unspool_peaks(const float* logits, int64_t rows, int64_t width, double* peaks) {
     for (int64_t row = 0; row < rows; ++row)
         peaks[row] = static_cast<double>(kernels().peak(logits + row * width, width));
@@ -127,7 +133,7 @@ void unspool_measure(const float* logits, int64_t rows, int64_t width, int32_t h
         double weighted;
         kernels().mass(logits + row * width, width, static_cast<float>(peaks[row]), totals + row,
                        &weighted);
-        entropies[row] = std::log(totals[row]) - weighted / totals[row];
+        entropies[row] = portable_log(totals[row]) - weighted / totals[row];
     }
 }
 

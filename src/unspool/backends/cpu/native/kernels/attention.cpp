@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 
+#include "../portable_math.h"
 #include "attention_pages.h"
 #include "kernels.h"
 
@@ -34,8 +35,8 @@ inline void merge(SoftmaxState& target, const SoftmaxState& segment_state, int64
     }
     const float max_score =
         target.max_score > segment_state.max_score ? target.max_score : segment_state.max_score;
-    const float target_factor = std::exp(target.max_score - max_score),
-                segment_factor = std::exp(segment_state.max_score - max_score);
+    const float target_factor = portable_exp(target.max_score - max_score),
+                segment_factor = portable_exp(segment_state.max_score - max_score);
     target.max_score = max_score;
     target.total = target.total * target_factor + segment_state.total * segment_factor;
     for (int64_t i = 0; i < width; ++i)
@@ -81,7 +82,7 @@ inline void scores_to_weights(const Tile& tile, int64_t row, const SoftmaxState&
     const int64_t oldest = tile.oldest(row), newest = tile.newest(row);
     for (int64_t at = 0; at <= tile.visible(row); ++at) {
         const bool is_visible = at >= oldest && at <= newest;
-        to[at] = is_visible ? std::exp(to[at] - merged.max_score) / merged.total : 0.0f;
+        to[at] = is_visible ? portable_exp(to[at] - merged.max_score) / merged.total : 0.0f;
     }
 }
 
@@ -186,9 +187,9 @@ inline void attend_segment(const Tile& tile, int64_t segment, SoftmaxState* stat
 // Attention sink: one more term of the softmax without a value.
 inline void add_sink(SoftmaxState& merged, float sink, int64_t width) {
     const float max_score = merged.max_score > sink ? merged.max_score : sink;
-    const float target_factor = std::exp(merged.max_score - max_score);
+    const float target_factor = portable_exp(merged.max_score - max_score);
     merged.max_score = max_score;
-    merged.total = merged.total * target_factor + std::exp(sink - max_score);
+    merged.total = merged.total * target_factor + portable_exp(sink - max_score);
     for (int64_t i = 0; i < width; ++i) merged.values[i] *= target_factor;
 }
 

@@ -1,6 +1,7 @@
 // Mixture of experts: routing of tokens, and the weighted sum of the experts' outputs.
 #include <cmath>
 
+#include "../portable_math.h"
 #include "kernels.h"
 #include "prepare.h"
 
@@ -14,14 +15,14 @@ constexpr float kMinWeightSum = 1e-6f;  // all sigmoids may be close to 0
 // Turns scores into unnormalized weights; returns their divisor.
 float activate_scores(float* scores, int64_t experts, bool sigmoid) {
     if (sigmoid) {
-        for (int64_t e = 0; e < experts; ++e) scores[e] = 1.0f / (1.0f + std::exp(-scores[e]));
+        for (int64_t e = 0; e < experts; ++e) scores[e] = 1.0f / (1.0f + portable_exp(-scores[e]));
         return 1.0f;
     }
     float max_score = scores[0];
     for (int64_t e = 1; e < experts; ++e) max_score = scores[e] > max_score ? scores[e] : max_score;
     float denominator = 0.0f;
     for (int64_t e = 0; e < experts; ++e) {
-        scores[e] = std::exp(scores[e] - max_score);
+        scores[e] = portable_exp(scores[e] - max_score);
         denominator += scores[e];
     }
     return denominator;

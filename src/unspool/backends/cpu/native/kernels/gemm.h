@@ -18,7 +18,8 @@ struct UnpackedBlock {
     float* scales;              // [groups][16]
     float* minima;              // [groups][16]
     int32_t offset_correction;  // still to be subtracted from a dot product
-    float* tile_scales;         // memory for the scales and scaled sums of sixteen activation rows
+    float* tile_scales;         // memory for the scales and scaled sums of sixteen activation rows,
+                                // or for the corrections of rows that are multiplied together
 };
 
 #if defined(ISA_amx)
@@ -109,6 +110,22 @@ UNSPOOL_INLINE void add_minima(const UnpackedBlock& block, int64_t tiles, const 
 
 #if !defined(ISA_neon)  // see gemm_neon.h
 
+// What unsigned weights add to the dot products of rows [first, first + T), negated: [T][groups].
+// Dot products start with it, which costs no instruction.
+template <int Group, int T>
+inline const int32_t* offset_corrections(const UnpackedBlock& block, int64_t tiles,
+                                         const QuantizedRows& acts, int64_t first) {
+    int32_t* out = reinterpret_cast<int32_t*>(block.tile_scales);
+    const int64_t groups = tiles * (kTile / Group);
+    for (int t = 0; t < T; ++t) {
+        const int32_t* sums = acts.sums + (first + t) * (acts.columns / kLanes);
+        for (int64_t g = 0; g < groups; ++g)
+            out[t * groups + g] = -block.offset_correction *
+                                  (Group == kTile ? sums[2 * g] + sums[2 * g + 1] : sums[g]);
+    }
+    return out;
+}
+
 // An unpacked block times rows [first, first + T).
 template <int Group, bool Minima, int T>
 UNSPOOL_INLINE void multiply_unpacked(const UnpackedBlock& block, int64_t tiles,
@@ -116,7 +133,9 @@ UNSPOOL_INLINE void multiply_unpacked(const UnpackedBlock& block, int64_t tiles,
     constexpr int groups = kTile / Group, pieces = 8 / groups;
     const int8_t* numbers = acts.quants + first * acts.columns;
     const float* scales = acts.scales + first * (acts.columns / kTile);
-    [[maybe_unused]] const int32_t* sums = acts.sums + first * (acts.columns / kLanes);
+    [[maybe_unused]] const int32_t* corrections = nullptr;
+    if constexpr (!kSignedBytes)
+        corrections = offset_corrections<Group, T>(block, tiles, acts, first);
     F32x16 total[T];
     for (int t = 0; t < T; ++t) total[t] = zero();
     for (int64_t tile = 0; tile < tiles; ++tile) {
@@ -124,7 +143,8 @@ UNSPOOL_INLINE void multiply_unpacked(const UnpackedBlock& block, int64_t tiles,
             const uint8_t* w = block.bytes + tile * kTile * kLanes + g * pieces * 64;
             const int8_t* a = numbers + tile * kTile + g * pieces * 4;
             I32x16 dots[T];
-            for (int t = 0; t < T; ++t) dots[t] = iset1(0);
+            for (int t = 0; t < T; ++t)
+                dots[t] = iset1(kSignedBytes ? 0 : corrections[(t * tiles + tile) * groups + g]);
 #pragma GCC unroll 8
             for (int j = 0; j < pieces; ++j) {
                 const U8x64 bytes = load_bytes(w + 64 * j);
@@ -133,12 +153,6 @@ UNSPOOL_INLINE void multiply_unpacked(const UnpackedBlock& block, int64_t tiles,
             }
             const F32x16 scale = load(block.scales + (tile * groups + g) * kLanes);
             for (int t = 0; t < T; ++t) {
-                if constexpr (!kSignedBytes) {
-                    const int32_t* sum = sums + t * (acts.columns / kLanes) + 2 * tile;
-                    const int32_t a_sum = groups == 1 ? sum[0] + sum[1] : sum[g];
-                    if (block.offset_correction != 0)
-                        dots[t] = isub(dots[t], iset1(block.offset_correction * a_sum));
-                }
                 const F32x16 packed = mul(scale, set1(scales[t * (acts.columns / kTile) + tile]));
                 total[t] = fma(to_float(dots[t]), packed, total[t]);
             }

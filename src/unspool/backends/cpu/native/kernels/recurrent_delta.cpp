@@ -29,8 +29,8 @@ void compute_gates(const RunContext& run, const Op& op, float* beta, float* deca
     const float* rate = run.vectors[op.vector].data;
     const float* shift = run.vectors[op.second_vector].data;
     for (int64_t head = 0; head < op.heads; ++head) {
-        decay[head] = std::exp(rate[head] * softplus(decay[head] + shift[head]));
-        beta[head] = 1.0f / (1.0f + std::exp(-beta[head]));
+        decay[head] = portable_exp(rate[head] * softplus(decay[head] + shift[head]));
+        beta[head] = 1.0f / (1.0f + portable_exp(-beta[head]));
     }
 }
 

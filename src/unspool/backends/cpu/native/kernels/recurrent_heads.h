@@ -3,6 +3,7 @@
 // Columns of S are independent: a task takes some of them through all tokens of a row, in local
 // memory. Results are bit-identical for any division of a sequence into steps.
 #pragma once
+#include "../portable_math.h"
 #include "prepare.h"
 
 namespace unspool {
@@ -127,7 +128,7 @@ void head_columns(const RunContext& run, const Op& op, const HeadPlaces& places,
 }
 
 // log(1 + e^x)
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+inline float softplus(float x) { return x > 20.0f ? x : static_cast<float>(portable_log1p(portable_exp(static_cast<double>(x)))); }
 
 }  // namespace ISA
 }  // namespace unspool

@@ -18,7 +18,7 @@ void mamba(const RunContext& run, const Op& op, Worker& worker) {
         float* decay = dt + shape.heads;
         for (int64_t head = 0; head < shape.heads; ++head) {
             dt[head] = softplus(dt[head] + shift[head]);
-            decay[head] = std::exp(rate[head] * dt[head]);
+            decay[head] = portable_exp(rate[head] * dt[head]);
         }
     });
     const int64_t values = shape.heads * shape.value;

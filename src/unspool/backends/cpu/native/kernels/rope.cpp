@@ -1,6 +1,7 @@
 // Queries and keys: optional norm per head, RoPE; keys and values are written to their page.
 #include <cmath>
 
+#include "../portable_math.h"
 #include "kernels.h"
 #include "prepare.h"
 
@@ -57,7 +58,7 @@ void write_head(const KvCache& kv, int64_t width, uint8_t* page, const float* x,
 // Factor of queries at a position.
 inline float query_scale(const Op& op, int64_t position) {
     if (!(op.cap > 0.0f)) return 1.0f;
-    return 1.0f + op.scale * std::log(1.0f + std::floor(static_cast<float>(position) / op.cap));
+    return 1.0f + op.scale * portable_log(1.0f + std::floor(static_cast<float>(position) / op.cap));
 }
 
 }  // namespace

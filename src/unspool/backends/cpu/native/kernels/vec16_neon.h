@@ -93,8 +93,9 @@ UNSPOOL_INLINE int32_t store_i8(int8_t* p, F32x16 a) {
     return vaddvq_s32(vaddq_s32(vaddq_s32(n[0], n[1]), vaddq_s32(n[2], n[3])));
 }
 UNSPOOL_INLINE float sum(F32x16 a) {
-    const float32x4_t s = vaddq_f32(vaddq_f32(a.v[0], a.v[1]), vaddq_f32(a.v[2], a.v[3]));
-    return vaddvq_f32(s);
+    const float32x4_t four = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
+    const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+    return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
 }
 UNSPOOL_INLINE float largest(F32x16 a) {
     return vmaxvq_f32(vmaxq_f32(vmaxq_f32(a.v[0], a.v[1]), vmaxq_f32(a.v[2], a.v[3])));

@@ -13,6 +13,8 @@ typedef uint32_t Words __attribute__((vector_size(16)));
 typedef int16_t Shorts __attribute__((vector_size(16)));
 typedef uint16_t UShorts __attribute__((vector_size(16)));
 typedef uint8_t Bytes __attribute__((vector_size(16)));
+typedef double Doubles __attribute__((vector_size(32)));
+typedef int64_t Longs __attribute__((vector_size(32)));
 
 struct F32x16 {
     Floats v[4];
@@ -50,9 +52,30 @@ UNSPOOL_INLINE F32x16 add(F32x16 a, F32x16 b) { UNSPOOL_EACH(F32x16, a.v[i] + b.
 UNSPOOL_INLINE F32x16 sub(F32x16 a, F32x16 b) { UNSPOOL_EACH(F32x16, a.v[i] - b.v[i]); }
 UNSPOOL_INLINE F32x16 mul(F32x16 a, F32x16 b) { UNSPOOL_EACH(F32x16, a.v[i] * b.v[i]); }
 UNSPOOL_INLINE F32x16 div(F32x16 a, F32x16 b) { UNSPOOL_EACH(F32x16, a.v[i] / b.v[i]); }
+// a * b + c, rounded once, as the instruction of other processors does.
+#if defined(__ARM_FEATURE_FMA) || defined(__FMA__)
 UNSPOOL_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
-    UNSPOOL_EACH(F32x16, a.v[i] * b.v[i] + c.v[i]);
+    for (int i = 0; i < 16; ++i)
+        c.v[i / 4][i % 4] = __builtin_fmaf(a.v[i / 4][i % 4], b.v[i / 4][i % 4], c.v[i / 4][i % 4]);
+    return c;
 }
+#else
+// In doubles the product is exact. The sum is rounded to odd (towards zero, and its last bit is set
+// if it is inexact), so that the second rounding, to float, gives the float nearest to the exact sum.
+UNSPOOL_INLINE Doubles fma_doubles(Doubles a, Doubles b, Doubles c) {
+    const Doubles product = a * b, total = product + c, from_c = total - product;
+    const Doubles error = (product - (total - from_c)) + (c - from_c);
+    const Longs is_inexact = (error < 0.0) | (error > 0.0);  // not if NaN
+    const Longs is_too_large = is_inexact & ((error < 0.0) ^ (total < 0.0));
+    return read_as<Doubles>((read_as<Longs>(total) + is_too_large) | (is_inexact & 1));
+}
+UNSPOOL_INLINE Doubles to_doubles(Floats a) { return __builtin_convertvector(a, Doubles); }
+UNSPOOL_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+    UNSPOOL_EACH(F32x16, __builtin_convertvector(fma_doubles(to_doubles(a.v[i]), to_doubles(b.v[i]),
+                                                             to_doubles(c.v[i])),
+                                                 Floats));
+}
+#endif
 UNSPOOL_INLINE F32x16 vmax(F32x16 a, F32x16 b) {
     UNSPOOL_EACH(F32x16, a.v[i] > b.v[i] ? a.v[i] : b.v[i]);
 }
