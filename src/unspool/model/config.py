@@ -114,8 +114,8 @@ class Rotary:
         """
         exponents = np.arange(0, self.width, 2, dtype=np.float32) / np.float32(self.width)
         if self.scaling == "dynamic":
-            return 1.0 / _powers(self._stretched_base(length), exponents).astype(np.float32)
-        plain = 1.0 / _powers(np.float32(self.base), exponents).astype(np.float32)
+            return 1.0 / _powers(float(self._stretched_base(length)), exponents).astype(np.float32)
+        plain = 1.0 / _powers(float(np.float32(self.base)), exponents).astype(np.float32)
         if self.scaling == "linear":
             return (plain / np.float32(self.factor)).astype(np.float32)
         if self.scaling == "yarn":
