@@ -26,7 +26,9 @@ QUESTION = "Why do leaves change color in fall?"
 WIDE = {"width": 1280, "height": 800}
 SMALL = {"width": 1000, "height": 640}
 FRAME_SECONDS = 0.1
-_SETTINGS = "(some) => import('/page/code/actions.js').then((actions) => actions.updateSettings(some))"
+_SETTINGS = (
+    "(some) => import('/page/code/actions.js').then((actions) => actions.updateSettings(some))"
+)
 
 
 @contextmanager

@@ -128,7 +128,9 @@ void head_columns(const RunContext& run, const Op& op, const HeadPlaces& places,
 }
 
 // log(1 + e^x)
-inline float softplus(float x) { return x > 20.0f ? x : static_cast<float>(portable_log1p(portable_exp(static_cast<double>(x)))); }
+inline float softplus(float x) {
+    return x > 20.0f ? x : static_cast<float>(portable_log1p(portable_exp(static_cast<double>(x))));
+}
 
 }  // namespace ISA
 }  // namespace unspool

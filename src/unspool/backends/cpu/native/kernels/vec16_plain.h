@@ -61,7 +61,8 @@ UNSPOOL_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
 }
 #else
 // In doubles the product is exact. The sum is rounded to odd (towards zero, and its last bit is set
-// if it is inexact), so that the second rounding, to float, gives the float nearest to the exact sum.
+// if it is inexact), so that the second rounding, to float, gives the float nearest to the exact
+// sum.
 UNSPOOL_INLINE Doubles fma_doubles(Doubles a, Doubles b, Doubles c) {
     const Doubles product = a * b, total = product + c, from_c = total - product;
     const Doubles error = (product - (total - from_c)) + (c - from_c);
