@@ -37,6 +37,7 @@ from lib.models import write_qwen35_gguf
 from lib.peers import (
     CACHE,
     GGUF_TYPES,
+    LLAMA,
     PEERS,
     US,
     InstalledPeer,
@@ -427,12 +428,14 @@ def main() -> int:
     prompts, code = Prompts(tokenizer.encode(pages)), 0
     benches = [Bench(args, gguf, prompts)]
     try:
-        run_works(benches[0], tokenizer)
-        for kind in args.types:
+        run_works(benches[0], tokenizer, args.work)
+        # The reference of quality has the weights of the first file.
+        works = [work for work in args.work if work != "quality"]
+        for kind in args.types if works else ():
             say(f"type {kind}")
             file = quantize_gguf(gguf, kind, args.environments, args.installed)
             benches.append(Bench(args, file, prompts, [p for p in PEERS if p.model == "gguf"]))
-            run_works(benches[-1], tokenizer)
+            run_works(benches[-1], tokenizer, works)
     except (UnavailableError, WorkerError) as reason:
         say(f"stopped: {reason}")
         code = 1
@@ -449,22 +452,22 @@ def main() -> int:
     return code
 
 
-def run_works(bench: Bench, tokenizer: Any) -> None:
-    """Run the selected works; those with new processes last, when the workers are gone."""
+def run_works(bench: Bench, tokenizer: Any, works: Sequence[str]) -> None:
+    """Run the works; those with new processes last, when the workers are gone."""
     args = bench.args
     bench.install()
-    in_turns = [work for work in JOBS if work in args.work]
-    if in_turns or "quality" in args.work:
+    in_turns = [work for work in JOBS if work in works]
+    if in_turns or "quality" in works:
         bench.start_all()
     if in_turns:
         bench.run_rounds(in_turns)
-    if "quality" in args.work:
+    if "quality" in works:
         text = args.text.read_text(encoding="utf-8") if args.text else books(args.environments)
         bench.measure_quality(tokenizer.encode(text))
     bench.stack.close()
-    if "memory" in args.work:
+    if "memory" in works:
         bench.measure_memory()
-    if "cold" in args.work:
+    if "cold" in works:
         bench.measure_cold_starts()
 
 
@@ -490,7 +493,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     args = parser.parse_args()
     if args.types is None:
-        args.types = [] if args.random else ["Q4_0", "Q4_K_M", "Q8_0"]
+        has_llama = is_selected(LLAMA.key, args.only)
+        args.types = ["Q4_0", "Q4_K_M", "Q8_0"] if has_llama and not args.random else []
     for kind, words, allowed in (("--only", args.only, names), ("--work", args.work, WORKS)):
         for word in words:
             if not any(name.startswith(word) for name in allowed):

@@ -204,8 +204,9 @@ sys.exit(llama_cpp.llama_model_quantize(
 
 
 def quantize_gguf(gguf: Path, kind: str, folder: Path, installed: bool = False) -> Path:
-    """The file in another type, written by llama.cpp itself, unless that was done before."""
-    out = folder / "models" / f"{gguf.stem}-{kind}.gguf"
+    """Have llama.cpp write the file in another type, unless that was done before."""
+    version = f"{gguf.stat().st_size}-{gguf.stat().st_mtime_ns}"  # another file may have its name
+    out = folder / "models" / version / f"{gguf.stem}-{kind}.gguf"
     if not out.exists():
         python = install(LLAMA, folder, gguf, installed).python
         say(f"quantizing to {kind} (once)")

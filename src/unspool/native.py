@@ -25,9 +25,9 @@ from unspool.errors import UnspoolError
 
 VERSION = 10  # of the interface; the library must have the same
 _FUNCTIONS = (  # of the library, each with the prefix unspool_
-    "above", "copy_page", "counts", "exp", "isa", "leading", "measure", "model_free", "model_new",
-    "multiply", "packed_bytes", "peaks", "pick", "profile", "quantize", "read_memory", "repack",
-    "run", "run_buffers", "run_head", "set_grid", "standing", "tally", "unpack",
+    "above", "copy_page", "counts", "exp", "isa", "leading", "log", "measure", "model_free",
+    "model_new", "multiply", "packed_bytes", "peaks", "pick", "profile", "quantize", "read_memory",
+    "repack", "run", "run_buffers", "run_head", "set_grid", "standing", "tally", "unpack",
 )  # fmt: skip
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
@@ -156,19 +156,18 @@ def library() -> ctypes.CDLL:
 
 def exp(numbers: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """exp(x); numpy's differs in the last bit between processors, this one does not."""
-    return _exp_or_log(numbers, False)
+    return _apply("unspool_exp", numbers)
 
 
 def log(numbers: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """The natural logarithm, with the same bits on every processor."""
-    return _exp_or_log(numbers, True)
+    return _apply("unspool_log", numbers)
 
 
-def _exp_or_log(numbers: npt.NDArray[Any], is_log: bool) -> npt.NDArray[np.float64]:
+def _apply(function: str, numbers: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     result = np.array(numbers, np.float64, order="C")
-    library().unspool_exp(
-        ctypes.c_void_p(result.ctypes.data), ctypes.c_int64(result.size), ctypes.c_int32(is_log)
-    )
+    address, count = ctypes.c_void_p(result.ctypes.data), ctypes.c_int64(result.size)
+    library()[function](address, count)
     return result
 
 

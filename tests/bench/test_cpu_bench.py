@@ -147,6 +147,34 @@ def test_failed_installations_have_a_reason(tmp_path: Path) -> None:
         peers.install(peer, tmp_path, tmp_path / "m.gguf", installed=True)
 
 
+def test_a_file_is_quantized_once_for_each_version(tmp_path: Path, monkeypatch) -> None:
+    commands: list[list[str]] = []
+
+    def write(command: list[str], failure: str) -> None:
+        commands.append(command)
+        Path(command[4]).write_bytes(b"quantized")
+
+    monkeypatch.setattr(peers, "run_command", write)
+    gguf = tmp_path / "model.gguf"
+    for content in (b"first", b"first", b"another"):
+        if not gguf.exists() or gguf.read_bytes() != content:
+            gguf.write_bytes(content)
+        out = peers.quantize_gguf(gguf, "Q4_K_M", tmp_path, installed=True)
+        assert out.name == "model-Q4_K_M.gguf" and out.read_bytes() == b"quantized"
+    assert [command[5] for command in commands] == ["15", "15"]
+
+
+def test_types_are_compared_where_llama_cpp_is(monkeypatch) -> None:
+    for words, expected in (
+        ([], ["Q4_0", "Q4_K_M", "Q8_0"]),
+        (["--only", "onnxruntime"], []),
+        (["--random"], []),
+        (["--types", "Q6_K"], ["Q6_K"]),
+    ):
+        monkeypatch.setattr(sys, "argv", ["cpu.py", *words])
+        assert cpu.parse_arguments().types == expected
+
+
 def test_selection_of_engines(run_bench, capsys: pytest.CaptureFixture[str]) -> None:
     assert cpu.is_selected("us", ["llama_cpp"])
     assert cpu.is_selected("transformers_bf16", ["transformers"])

@@ -41,6 +41,7 @@ def sinusoidal(positions: npt.NDArray[np.int64], width: int) -> Floats:
 
 
 def _powers(base: float, exponents: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """base ** exponent for each exponent, rounded correctly."""
     with decimal.localcontext(prec=24):
         number = decimal.Decimal(float(base))
         return np.array([float(number ** decimal.Decimal(float(e))) for e in exponents])

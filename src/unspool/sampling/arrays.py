@@ -316,7 +316,6 @@ class TorchOperations:
 
 
 MIN_NATIVE_WIDTH = 256  # narrower rows: the call costs more than it saves
-MIN_WIDTH_OF_STATS = 1  # their bits are the same on every processor, which those of numpy are not
 _FLOAT32 = np.dtype(np.float32)
 _FLOAT32_MIN = float(np.finfo(np.float32).min)
 
@@ -352,7 +351,7 @@ class NativeOperations(NumpyOperations):
     def softmax_stats(
         self, logits: Array, peak: Array | None, entropy: bool
     ) -> tuple[Array, Array, Array | None]:
-        if not _is_native(logits, MIN_WIDTH_OF_STATS):
+        if not _is_native(logits, min_width=1):  # numpy's bits depend on the processor
             return super().softmax_stats(logits, peak, entropy)
         result = np.empty((3, len(logits), 1))  # peaks, totals and entropies
         if peak is not None:

@@ -113,9 +113,12 @@ int64_t count_tokens(const int64_t* tokens, int64_t count, int64_t vocabulary, i
 
 using namespace unspool;
 
-void unspool_exp(double* numbers, int64_t count, int32_t log) {
-    for (int64_t i = 0; i < count; ++i)
-        numbers[i] = log ? portable_log(numbers[i]) : portable_exp(numbers[i]);
+void unspool_exp(double* numbers, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) numbers[i] = portable_exp(numbers[i]);
+}
+
+void unspool_log(double* numbers, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) numbers[i] = portable_log(numbers[i]);
 }
 
 void unspool_peaks(const float* logits, int64_t rows, int64_t width, double* peaks) {

@@ -17,8 +17,9 @@ void top_k(const float* logits, int64_t width, int64_t count, double* values,
 int64_t count_tokens(const int64_t* tokens, int64_t count, int64_t vocabulary, int64_t* unique);
 }  // namespace unspool
 
-// Replaces `count` numbers by their exponentials or, with `log`, by their logarithms.
-UNSPOOL_API void unspool_exp(double* numbers, int64_t count, int32_t log);
+// Replace `count` numbers by their exponentials or natural logarithms: see portable_math.h.
+UNSPOOL_API void unspool_exp(double* numbers, int64_t count);
+UNSPOOL_API void unspool_log(double* numbers, int64_t count);
 
 // The largest logit of each row; NaN if the row has one.
 UNSPOOL_API void unspool_peaks(const float* logits, int64_t rows, int64_t width, double* peaks);
