@@ -156,18 +156,18 @@ def library() -> ctypes.CDLL:
 
 def exp(numbers: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """exp(x); numpy's differs in the last bit between processors, this one does not."""
-    return _apply("unspool_exp", numbers)
+    return _apply(library().unspool_exp, numbers)
 
 
 def log(numbers: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """The natural logarithm, with the same bits on every processor."""
-    return _apply("unspool_log", numbers)
+    return _apply(library().unspool_log, numbers)
 
 
-def _apply(function: str, numbers: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+def _apply(function: Any, numbers: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     result = np.array(numbers, np.float64, order="C")
     address, count = ctypes.c_void_p(result.ctypes.data), ctypes.c_int64(result.size)
-    library()[function](address, count)
+    function(address, count)
     return result
 
 
