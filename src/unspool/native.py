@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from unspool.errors import UnspoolError
 
-VERSION = 10  # of the interface; the library must have the same
+VERSION = 11  # of the interface; the library must have the same
 _FUNCTIONS = (  # of the library, each with the prefix unspool_
     "above", "copy_page", "counts", "exp", "isa", "leading", "log", "measure", "model_free",
     "model_new", "multiply", "packed_bytes", "peaks", "pick", "profile", "quantize", "read_memory",

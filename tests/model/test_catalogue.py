@@ -147,7 +147,7 @@ def test_the_best_file_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None
     assert best_file(monkeypatch, 64, some) == "m-IQ4_XS.gguf"
     assert best_file(monkeypatch, 4.4, some) == "m-IQ2_M.gguf"
     assert best_file(monkeypatch, 1, dict.fromkeys(FILES, 0)) == "m-Q4_K_M.gguf", "sizes not told"
-    with pytest.raises(UnspoolError, match=r"none of the 6 .* fits the 2\.0 GB.*org/name:Q4_0"):
+    with pytest.raises(UnspoolError, match=r"none of the 6 .* fits the 2\.0 GB.*org/name:Q2_K"):
         best_file(monkeypatch, 2, FILES)
     monkeypatch.setattr(repository, "free_memory", lambda: 64 * GB)
     here = choose_files(RepoName("org/name"), FILES, cached={"m-Q8_0.gguf"})

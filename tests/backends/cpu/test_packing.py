@@ -197,8 +197,8 @@ def test_pages_of_the_file_are_given_back(tmp_path: Path):
 
 def test_which_packing():
     assert packing_for("Q4_K", "8") == PACKINGS["Q4_K"]
-    assert packing_for("BF16", "8") == PackedFormat("Q8", offset=128)
-    assert packing_for("F32", "4") == PackedFormat("Q4", minima="minima")
+    assert packing_for("BF16", "8") == PackedFormat("integers", 8, offset=128)
+    assert packing_for("F32", "4") == PackedFormat("integers", 4, minima="minima")
     assert packing_for("Q4_K", "bfloat16").format == "BF16"
     with pytest.raises(SettingsError, match=r"store must be one of 4, 8, .* got '5'"):
         packing_for("F32", "5")

@@ -24,8 +24,8 @@ SMALL = 1_000_000_000  # bytes of Q8_0: below this, 4 bits lose too much quality
 
 # Size in memory over size in the file, by the prefix of the kind.
 _GROWTH = {
-    "Q2": 1.7, "Q3": 1.35, "Q4_K": 1.1, "Q5": 1.56, "Q6": 1.31, "Q1": 4.0,
-    "IQ1": 2.68, "IQ2": 1.93, "IQ3": 1.33, "TQ1": 2.56, "TQ2": 2.09,
+    "Q1": 1.33, "Q2": 1.19, "Q3": 1.04, "Q4_K": 1.03, "Q5_K": 1.02,
+    "IQ1": 2.07, "IQ2": 1.5, "IQ3": 1.33, "TQ1": 1.37, "TQ2": 1.12,
 }  # fmt: skip
 
 # general.file_type of a GGUF file -> kind. Unreadable kinds are listed for the error message.

@@ -18,39 +18,39 @@ namespace {
 struct Kind {
     int32_t type;
     int elements, bytes;
-    int32_t format, group, offset, minima, scales;
+    int32_t format, bits, group, offset, minima, scales;
     int halves[2];  // offsets of scale, minimum or factors
 };
 
 const Kind kKinds[] = {
-    {kTypeF32, 1, 4, kF32, 32, 0, 0, 0, {-1, -1}},
-    {kTypeF32, 1, 4, kF16, 32, 0, 0, 0, {-1, -1}},
-    {kTypeF32, 1, 4, kBF16, 32, 0, 0, 0, {-1, -1}},
-    {kTypeF32, 1, 4, kQ4, 32, 0, 1, 0, {-1, -1}},
-    {kTypeF32, 1, 4, kQ8, 32, 128, 0, 0, {-1, -1}},
-    {kTypeQ4_0, 32, 18, kQ4, 32, 8, 0, 0, {0, -1}},
-    {kTypeQ5_0, 32, 22, kQ8, 32, 16, 0, 0, {0, -1}},
-    {kTypeQ5_1, 32, 24, kQ8, 32, 0, 1, 0, {0, 2}},
-    {kTypeQ2_K, 256, 84, kQ4, 16, 0, 1, 1, {80, 82}},
-    {kTypeQ3_K, 256, 110, kQ4, 16, 4, 0, 1, {108, -1}},
-    {kTypeQ4_K, 256, 144, kQ4, 32, 0, 1, 1, {0, 2}},
-    {kTypeQ5_K, 256, 176, kQ8, 32, 0, 1, 1, {0, 2}},
-    {kTypeQ6_K, 256, 210, kQ8, 16, 32, 0, 1, {208, -1}},
-    {kTypeIQ4_NL, 32, 18, kCodes, 32, 0, 0, kHalves, {0, -1}},
-    {kTypeIQ4_XS, 256, 136, kCodes, 32, 0, 0, kSuper, {0, -1}},
-    {kTypeNVFP4, 64, 36, kCodes, 16, 0, 0, kFloat8, {-1, -1}},
-    {kTypeIQ2_XXS, 256, 66, kCodes, 32, 0, 0, kSuper, {0, -1}},
-    {kTypeIQ2_XS, 256, 74, kCodes, 16, 0, 0, kSuper, {0, -1}},
-    {kTypeIQ2_S, 256, 82, kCodes, 16, 0, 0, kSuper, {0, -1}},
-    {kTypeIQ3_XXS, 256, 98, kCodes, 32, 0, 0, kSuper, {0, -1}},
-    {kTypeIQ3_S, 256, 110, kCodes, 32, 0, 0, kSuper, {0, -1}},
-    {kTypeIQ1_S, 256, 50, kCodes, 32, 0, 0, kSuper, {0, -1}},
-    {kTypeTQ1_0, 256, 54, kCodes, 32, 0, 0, kSuper, {52, -1}},
-    {kTypeTQ2_0, 256, 66, kCodes, 32, 0, 0, kSuper, {64, -1}},
-    {kTypeQ1_0, 128, 18, kCodes, 32, 0, 0, kHalves, {0, -1}},
-    {kTypeZero4, 32, 19, kQ4, 32, 0, kZeroPoints, kHalves, {0, -1}},
-    {kTypeZero8, 32, 35, kQ8, 32, 128, kZeroPoints, kHalves, {0, -1}},
-    {kTypeAffine8, 32, 36, kQ8, 32, 128, kMinima, kHalves, {0, 2}},
+    {kTypeF32, 1, 4, kF32, 0, 32, 0, 0, 0, {-1, -1}},
+    {kTypeF32, 1, 4, kF16, 0, 32, 0, 0, 0, {-1, -1}},
+    {kTypeF32, 1, 4, kBF16, 0, 32, 0, 0, 0, {-1, -1}},
+    {kTypeF32, 1, 4, kIntegers, 4, 32, 0, 1, 0, {-1, -1}},
+    {kTypeF32, 1, 4, kIntegers, 8, 32, 128, 0, 0, {-1, -1}},
+    {kTypeQ4_0, 32, 18, kIntegers, 4, 32, 8, 0, 0, {0, -1}},
+    {kTypeQ5_0, 32, 22, kIntegers, 5, 32, 16, 0, 0, {0, -1}},
+    {kTypeQ5_1, 32, 24, kIntegers, 5, 32, 0, 1, 0, {0, 2}},
+    {kTypeQ2_K, 256, 84, kIntegers, 2, 16, 0, 1, 1, {80, 82}},
+    {kTypeQ3_K, 256, 110, kIntegers, 3, 16, 4, 0, 1, {108, -1}},
+    {kTypeQ4_K, 256, 144, kIntegers, 4, 32, 0, 1, 1, {0, 2}},
+    {kTypeQ5_K, 256, 176, kIntegers, 5, 32, 0, 1, 1, {0, 2}},
+    {kTypeQ6_K, 256, 210, kIntegers, 6, 16, 32, 0, 1, {208, -1}},
+    {kTypeIQ4_NL, 32, 18, kCodes, 4, 32, 0, 0, kHalves, {0, -1}},
+    {kTypeIQ4_XS, 256, 136, kCodes, 4, 32, 0, 0, kSuper, {0, -1}},
+    {kTypeNVFP4, 64, 36, kCodes, 4, 16, 0, 0, kFloat8, {-1, -1}},
+    {kTypeIQ2_XXS, 256, 66, kCodes, 3, 32, 0, 0, kSuper, {0, -1}},
+    {kTypeIQ2_XS, 256, 74, kCodes, 3, 16, 0, 0, kSuper, {0, -1}},
+    {kTypeIQ2_S, 256, 82, kCodes, 3, 16, 0, 0, kSuper, {0, -1}},
+    {kTypeIQ3_XXS, 256, 98, kCodes, 4, 32, 0, 0, kSuper, {0, -1}},
+    {kTypeIQ3_S, 256, 110, kCodes, 4, 32, 0, 0, kSuper, {0, -1}},
+    {kTypeIQ1_S, 256, 50, kCodes, 3, 32, 0, 0, kSuper, {0, -1}},
+    {kTypeTQ1_0, 256, 54, kCodes, 2, 32, 0, 0, kSuper, {52, -1}},
+    {kTypeTQ2_0, 256, 66, kCodes, 2, 32, 0, 0, kSuper, {64, -1}},
+    {kTypeQ1_0, 128, 18, kCodes, 1, 32, 0, 0, kHalves, {0, -1}},
+    {kTypeZero4, 32, 19, kIntegers, 4, 32, 0, kZeroPoints, kHalves, {0, -1}},
+    {kTypeZero8, 32, 35, kIntegers, 8, 32, 128, kZeroPoints, kHalves, {0, -1}},
+    {kTypeAffine8, 32, 36, kIntegers, 8, 32, 128, kMinima, kHalves, {0, 2}},
 };
 
 float random_float() { return static_cast<float>(random(-1000, 1000)) / 1000; }
@@ -82,6 +82,7 @@ void one_product() {
     m.rows = random(1, 70);
     m.columns = blocks * kind.elements;
     m.format = kind.format;
+    m.bits = kind.bits;
     m.group = kind.group;
     m.offset = kind.offset;
     m.minima = kind.minima;

@@ -17,40 +17,40 @@ namespace {
 struct Case {
     int32_t type;
     int elements, bytes;
-    int32_t format, group, offset, minima, scales;
+    int32_t format, bits, group, offset, minima, scales;
 };
 
 const Case kCases[] = {
-    {kTypeF32, 1, 4, kF32, 32, 0, 0, 0},
-    {kTypeF16, 1, 2, kF16, 32, 0, 0, 0},
-    {kTypeBF16, 1, 2, kBF16, 32, 0, 0, 0},
-    {kTypeQ4_0, 32, 18, kQ4, 32, 8, 0, 0},
-    {kTypeQ4_1, 32, 20, kQ4, 32, 0, 1, 0},
-    {kTypeQ5_0, 32, 22, kQ8, 32, 16, 0, 0},
-    {kTypeQ5_1, 32, 24, kQ8, 32, 0, 1, 0},
-    {kTypeQ8_0, 32, 34, kQ8, 32, 128, 0, 0},
-    {kTypeQ2_K, 256, 84, kQ4, 16, 0, 1, 1},
-    {kTypeQ3_K, 256, 110, kQ4, 16, 4, 0, 1},
-    {kTypeQ4_K, 256, 144, kQ4, 32, 0, 1, 1},
-    {kTypeQ5_K, 256, 176, kQ8, 32, 0, 1, 1},
-    {kTypeQ6_K, 256, 210, kQ8, 16, 32, 0, 1},
-    {kTypeIQ4_NL, 32, 18, kCodes, 32, 0, 0, kHalves},
-    {kTypeIQ4_XS, 256, 136, kCodes, 32, 0, 0, kSuper},
-    {kTypeMXFP4, 32, 17, kCodes, 32, 0, 0, kPowers},
-    {kTypeNVFP4, 64, 36, kCodes, 16, 0, 0, kFloat8},
-    {kTypeIQ2_XXS, 256, 66, kCodes, 32, 0, 0, kSuper},
-    {kTypeIQ2_XS, 256, 74, kCodes, 16, 0, 0, kSuper},
-    {kTypeIQ2_S, 256, 82, kCodes, 16, 0, 0, kSuper},
-    {kTypeIQ3_XXS, 256, 98, kCodes, 32, 0, 0, kSuper},
-    {kTypeIQ3_S, 256, 110, kCodes, 32, 0, 0, kSuper},
-    {kTypeIQ1_S, 256, 50, kCodes, 32, 0, 0, kSuper},
-    {kTypeIQ1_M, 256, 56, kCodes, 16, 0, 0, kSuper},
-    {kTypeTQ1_0, 256, 54, kCodes, 32, 0, 0, kSuper},
-    {kTypeTQ2_0, 256, 66, kCodes, 32, 0, 0, kSuper},
-    {kTypeQ1_0, 128, 18, kCodes, 32, 0, 0, kHalves},
-    {kTypeZero4, 32, 19, kQ4, 32, 0, kZeroPoints, kHalves},
-    {kTypeZero8, 32, 35, kQ8, 32, 128, kZeroPoints, kHalves},
-    {kTypeAffine8, 32, 36, kQ8, 32, 128, kMinima, kHalves},
+    {kTypeF32, 1, 4, kF32, 0, 32, 0, 0, 0},
+    {kTypeF16, 1, 2, kF16, 0, 32, 0, 0, 0},
+    {kTypeBF16, 1, 2, kBF16, 0, 32, 0, 0, 0},
+    {kTypeQ4_0, 32, 18, kIntegers, 4, 32, 8, 0, 0},
+    {kTypeQ4_1, 32, 20, kIntegers, 4, 32, 0, 1, 0},
+    {kTypeQ5_0, 32, 22, kIntegers, 5, 32, 16, 0, 0},
+    {kTypeQ5_1, 32, 24, kIntegers, 5, 32, 0, 1, 0},
+    {kTypeQ8_0, 32, 34, kIntegers, 8, 32, 128, 0, 0},
+    {kTypeQ2_K, 256, 84, kIntegers, 2, 16, 0, 1, 1},
+    {kTypeQ3_K, 256, 110, kIntegers, 3, 16, 4, 0, 1},
+    {kTypeQ4_K, 256, 144, kIntegers, 4, 32, 0, 1, 1},
+    {kTypeQ5_K, 256, 176, kIntegers, 5, 32, 0, 1, 1},
+    {kTypeQ6_K, 256, 210, kIntegers, 6, 16, 32, 0, 1},
+    {kTypeIQ4_NL, 32, 18, kCodes, 4, 32, 0, 0, kHalves},
+    {kTypeIQ4_XS, 256, 136, kCodes, 4, 32, 0, 0, kSuper},
+    {kTypeMXFP4, 32, 17, kCodes, 4, 32, 0, 0, kPowers},
+    {kTypeNVFP4, 64, 36, kCodes, 4, 16, 0, 0, kFloat8},
+    {kTypeIQ2_XXS, 256, 66, kCodes, 3, 32, 0, 0, kSuper},
+    {kTypeIQ2_XS, 256, 74, kCodes, 3, 16, 0, 0, kSuper},
+    {kTypeIQ2_S, 256, 82, kCodes, 3, 16, 0, 0, kSuper},
+    {kTypeIQ3_XXS, 256, 98, kCodes, 4, 32, 0, 0, kSuper},
+    {kTypeIQ3_S, 256, 110, kCodes, 4, 32, 0, 0, kSuper},
+    {kTypeIQ1_S, 256, 50, kCodes, 3, 32, 0, 0, kSuper},
+    {kTypeIQ1_M, 256, 56, kCodes, 3, 16, 0, 0, kSuper},
+    {kTypeTQ1_0, 256, 54, kCodes, 2, 32, 0, 0, kSuper},
+    {kTypeTQ2_0, 256, 66, kCodes, 2, 32, 0, 0, kSuper},
+    {kTypeQ1_0, 128, 18, kCodes, 1, 32, 0, 0, kHalves},
+    {kTypeZero4, 32, 19, kIntegers, 4, 32, 0, kZeroPoints, kHalves},
+    {kTypeZero8, 32, 35, kIntegers, 8, 32, 128, kZeroPoints, kHalves},
+    {kTypeAffine8, 32, 36, kIntegers, 8, 32, 128, kMinima, kHalves},
 };
 constexpr int kFloats = 3;  // the first of them
 constexpr int kAll = sizeof kCases / sizeof kCases[0];
@@ -112,6 +112,7 @@ void one() {
     m.rows = random(1, 50);
     m.columns = blocks * from.elements;
     m.format = kCases[to].format;
+    m.bits = kCases[to].bits;
     m.group = kCases[to].group;
     m.offset = kCases[to].offset;
     m.minima = kCases[to].minima;

@@ -6,14 +6,19 @@
 //
 //   F32, F16, BF16    for each column: the values of the sixteen rows.
 //
-//   Q4, Q8            integers with a scale for each group of 16 or 32 columns of a row:
+//   Integers          of 2, 3, 4, 5, 6 or 8 bits, with a scale for each group of 16 or 32 columns
+//                     of a row:
 //                         value = scale * (stored - offset)            without minima
 //                         value = scale * stored + minimum             with minima
-//                     Columns go in tiles of 32 (the last is zero-padded):
-//                       Q8: 8 x 64 bytes. Byte 4 * row + t of piece j is column 4 * j + t.
-//                       Q4: 4 x 64 bytes. The low half of byte 4 * row + t of piece j is column
-//                           4 * j + t, the high half is column 16 + 4 * j + t.
-//                     and each tile is followed by its scales, then its minima:
+//                     Columns go in tiles of 32 (the last is zero-padded). A tile is eight pieces
+//                     of 64 bytes: byte 4 * row + t of piece s is column 4 * s + t. Eight bits are
+//                     stored like that. Fewer bits are stored in planes, 64 bytes for each bit:
+//                       four bits: plane j (0 to 3) holds piece j in the low halves of its bytes,
+//                           piece 4 + j in the high halves;
+//                       two bits: plane v (0 or 1) holds pieces v, 2 + v, 4 + v and 6 + v;
+//                       one bit: bit s of a byte belongs to piece s.
+//                     5 = 4 + 1, 6 = 4 + 2 and 3 = 2 + 1: the lowest bits come first.
+//                     Each tile is followed by its scales, then its minima:
 //                       plain:  16 halves (one per row) of scales; 16 halves of minima if any, or
 //                       16
 //                               bytes of zero points: minimum = -(scale * byte).
@@ -28,19 +33,19 @@
 //                       float8: two times 16 bytes, each a float without a sign: 5 bits of exponent
 //                       (bias 15), 3 of mantissa. The group is 16.
 //
-//   Codes             as Q4, but the stored values are indices into a table of sixteen signed
-//   bytes, one table per matrix. There are no minima.
+//   Codes             integers of 1 to 4 bits that are indices into a table of sixteen signed
+//                     bytes, one table per matrix. There are no minima.
 //
 // Finally every value is multiplied by the matrix's factor.
 //
 // GGUF types map to these without changing a value:
-//   Q4_0: Q4 offset 8            Q4_1: Q4 minima          Q4_K: Q4 super 32 minima
-//   Q5_0: Q8 offset 16           Q5_1: Q8 minima          Q5_K: Q8 super 32 minima
-//   Q8_0: Q8 offset 128 (the stored byte is the signed number + 128)
-//   Q2_K: Q4 super 16 minima     Q3_K: Q4 super 16 offset 4     Q6_K: Q8 super 16 offset 32
-//   IQ4_NL: Codes                IQ4_XS: Codes super 32         MXFP4: Codes power
-//   NVFP4: Codes float8          IQ1_S, IQ2_XXS, IQ3_*, TQ*: Codes super 32, four bits per value
-//   Q1_0: Codes                  IQ1_M, IQ2_XS, IQ2_S: Codes super 16
+//   Integers: Q4_0 offset 8, Q4_1 minima, Q4_K super 32 minima
+//             Q5_0 offset 16, Q5_1 minima, Q5_K super 32 minima
+//             Q8_0 offset 128 (the stored byte is the signed number + 128)
+//             Q2_K super 16 minima, Q3_K super 16 offset 4, Q6_K super 16 offset 32
+//   Codes:    four bits: IQ4_NL, IQ4_XS super 32, MXFP4 power, NVFP4 float8, IQ3_* super 32
+//             three: IQ1_S, IQ2_XXS super 32; IQ1_M, IQ2_XS, IQ2_S super 16
+//             two: TQ1_0, TQ2_0 super 32; one: Q1_0
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -56,7 +61,7 @@ constexpr int kLanes = 16;      // rows of a block
 constexpr int kTile = 32;       // columns of a tile
 constexpr int kSuperTiles = 8;  // tiles that share the factors of a super group
 
-enum Format : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2, kQ4 = 3, kQ8 = 4, kCodes = 5 };
+enum Format : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2, kIntegers = 3, kCodes = 4 };
 enum Scales : int32_t { kHalves = 0, kSuper = 1, kPowers = 2, kFloat8 = 3 };
 enum MinimaKind : int32_t { kNoMinima = 0, kMinima = 1, kZeroPoints = 2 };
 
@@ -66,6 +71,7 @@ struct Matrix {
     int64_t rows;
     int64_t columns;
     int32_t format;
+    int32_t bits;   // of a stored value (quantized formats)
     int32_t group;  // columns that share a scale: 16 or 32 (quantized formats)
     // Subtracted from a stored value. With minima it is 0, or only shifts bytes into the signed
     // range without changing values.
@@ -79,9 +85,10 @@ struct Matrix {
 
 inline int64_t blocks_of(const Matrix& m) { return (m.rows + kLanes - 1) / kLanes; }
 inline int64_t tiles_of(const Matrix& m) { return (m.columns + kTile - 1) / kTile; }
-inline bool is_quantized(const Matrix& m) { return m.format >= kQ4; }
+inline bool is_quantized(const Matrix& m) { return m.format >= kIntegers; }
 
-// Bytes of a tile's scales, and of its minima.
+// Bytes of a tile's stored values, of its scales, and of its minima.
+constexpr int stored_bytes(int bits) { return kLanes * kTile / 8 * bits; }
 constexpr int scale_bytes(int32_t scales, int group) {
     if (scales == kHalves) return kLanes * 2;
     return scales == kPowers ? kLanes : kLanes * (kTile / group);
@@ -93,8 +100,8 @@ constexpr int minima_bytes(int32_t minima, int32_t scales, int group) {
 
 // Bytes of one tile with its scales and minima, without the factors of a super group.
 inline int64_t tile_bytes(const Matrix& m) {
-    const int64_t stored = kLanes * kTile / (m.format == kQ8 ? 1 : 2);
-    return stored + scale_bytes(m.scales, m.group) + minima_bytes(m.minima, m.scales, m.group);
+    return stored_bytes(m.bits) + scale_bytes(m.scales, m.group) +
+           minima_bytes(m.minima, m.scales, m.group);
 }
 
 // Bytes of the factors before every eight tiles of a super format.

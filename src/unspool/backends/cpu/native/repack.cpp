@@ -50,7 +50,7 @@ int rows_of_block(const Matrix& m, int64_t block) {
 bool is_valid_matrix(const Matrix& m) {
     return m.rows > 0 && m.rows <= kMaxRows && m.columns > 0 && m.columns <= kMaxColumns &&
            m.format >= kF32 && m.format <= kCodes &&
-           (!is_quantized(m) || m.group == 16 || m.group == 32);
+           (!is_quantized(m) || ((m.group == 16 || m.group == 32) && m.bits >= 1 && m.bits <= 8));
 }
 
 }  // namespace
@@ -91,8 +91,10 @@ int32_t unspool_quantize(const Matrix* m, int32_t type, const uint8_t* source, i
                          int64_t first, int64_t last, uint8_t* target, double* error) {
     if (!fits(*m, type, source_bytes, first, last) || !is_float_type(type)) return -1;
     const bool plain = m->group == kTile && m->scales == kHalves && m->factor == 1.0f;
-    const bool q4 = m->format == kQ4 && plain && m->minima == kMinima && m->offset == 0;
-    const bool q8 = m->format == kQ8 && plain && m->minima == kNoMinima && m->offset == 128;
+    const bool q4 =
+        m->format == kIntegers && m->bits == 4 && plain && m->minima == kMinima && m->offset == 0;
+    const bool q8 = m->format == kIntegers && m->bits == 8 && plain && m->minima == kNoMinima &&
+                    m->offset == 128;
     if (is_quantized(*m) && !q4 && !q8) return -1;
     const int64_t row_bytes = row_bytes_of(*m, type);
     bool finite = true;

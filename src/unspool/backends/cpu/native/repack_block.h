@@ -1,9 +1,9 @@
 // From a file's blocks to tiles: common code of all types. A type defines the offsets in its
 // blocks, and returns the stored values of a tile (32 columns of one row) as 4-byte words, in the
 // order of the layout:
-//   Q8: word j holds columns 4 * j to 4 * j + 3.
-//   Q4, Codes: word j holds columns 4 * j to 4 * j + 3 in its low halves and the sixteen further on
+//   four bits: word j holds columns 4 * j to 4 * j + 3 in its low halves and the sixteen further on
 //       in its high halves (which is how Q4_0 and Q4_1 have them in the file).
+//   others: word j holds columns 4 * j to 4 * j + 3, a byte each.
 // Four columns are processed at a time. Bits are moved, no value is computed.
 #pragma once
 #include <cstring>
@@ -29,9 +29,25 @@ inline uint16_t half(const uint8_t* bytes) {
     return value;
 }
 
+// From eight words, a byte for each value, to the planes of `kBits` bits.
+template <int kBits>
+inline void join_planes(const uint32_t* words, uint32_t* planes) {
+    int known = 0;  // bits stored so far
+    for (int width = 4; width > 0; width /= 2) {
+        if ((kBits & width) == 0) continue;
+        const uint32_t mask = kLow1 * ((1u << width) - 1);
+        for (int plane = 0; plane < width; ++plane, ++planes) {
+            *planes = 0;
+            for (int piece = plane; piece < 8; piece += width)
+                *planes |= ((words[piece] >> known) & mask) << (piece - plane);
+        }
+        known += width;
+    }
+}
+
 // One scale for a block of 32 columns.
 struct Plain {
-    static constexpr int32_t kScales = kHalves, kMinimaKind = kNoMinima;
+    static constexpr int32_t kFormat = kIntegers, kScales = kHalves, kMinimaKind = kNoMinima;
     static constexpr int kTiles = 1;   // tiles of a block
     static constexpr int kGroups = 1;  // groups of a tile
     static constexpr int kOffset = 0;
@@ -41,7 +57,7 @@ struct Plain {
 
 // 256 columns, whose scales are small integers with a common factor.
 struct Super {
-    static constexpr int32_t kScales = kSuper, kMinimaKind = kNoMinima;
+    static constexpr int32_t kFormat = kIntegers, kScales = kSuper, kMinimaKind = kNoMinima;
     static constexpr int kTiles = kSuperTiles;
     static constexpr int kGroups = 1;
     static constexpr int kOffset = 0;
@@ -52,8 +68,7 @@ struct Super {
 template <class T>
 bool repack_block(const Matrix& m, const uint8_t* source, int64_t row_bytes, int rows,
                   uint8_t* target) {
-    constexpr int kWords = T::kFormat == kQ8 ? 8 : 4;
-    constexpr int kStored = 4 * kLanes * kWords;
+    constexpr int kBits = T::kBits, kStored = stored_bytes(kBits);
     constexpr int kScaleBytes = scale_bytes(T::kScales, kTile / T::kGroups);
     constexpr int kTileBytes =
         kStored + kScaleBytes + minima_bytes(T::kMinimaKind, T::kScales, kTile / T::kGroups);
@@ -82,11 +97,12 @@ bool repack_block(const Matrix& m, const uint8_t* source, int64_t row_bytes, int
             }
             for (int t = 0; t < end - start; ++t, tile += kTileBytes) {
                 const uint8_t* block = first + t / T::kTiles * T::kBytes;
-                uint32_t words[kWords];
+                uint32_t words[8], planes[8];
                 T::stored(block, t % T::kTiles, words);
-                for (int j = 0; j < kWords; ++j) {
-                    std::memcpy(tile + 4 * (kLanes * j + row), words + j, 4);
-                }
+                constexpr bool kJoin = kBits != 4 && kBits != 8;
+                if constexpr (kJoin) join_planes<kBits>(words, planes);
+                for (int j = 0; j < kBits; ++j)
+                    std::memcpy(tile + 4 * (kLanes * j + row), (kJoin ? planes : words) + j, 4);
                 uint8_t* after = tile + kStored;
                 for (int g = 0; g < T::kGroups; ++g) {
                     if constexpr (kIsSuper) {
@@ -114,9 +130,9 @@ bool repack_block(const Matrix& m, const uint8_t* source, int64_t row_bytes, int
 
 template <class T>
 RepackBlock repacker(const Matrix& m) {
-    const bool matches = m.format == T::kFormat && m.group == kTile / T::kGroups &&
-                         m.offset == T::kOffset && m.minima == T::kMinimaKind &&
-                         m.scales == T::kScales;
+    const bool matches = m.format == T::kFormat && m.bits == T::kBits &&
+                         m.group == kTile / T::kGroups && m.offset == T::kOffset &&
+                         m.minima == T::kMinimaKind && m.scales == T::kScales;
     return matches ? repack_block<T> : nullptr;
 }
 

@@ -11,8 +11,7 @@ inline uint32_t spread(uint32_t bits) { return ((bits & 0xfu) * 0x00204081u) & k
 
 template <int kSize, int kNumbers, bool kHasMinima>
 struct Four : Plain {
-    static constexpr int kBytes = kSize;
-    static constexpr int32_t kFormat = kQ4;
+    static constexpr int kBytes = kSize, kBits = 4;
     static constexpr int32_t kMinimaKind = kHasMinima ? kMinima : kNoMinima;
     static constexpr int kOffset = kHasMinima ? 0 : 8;
     static void stored(const uint8_t* block, int, uint32_t* words) {
@@ -24,8 +23,7 @@ using Q4_1 = Four<20, 4, true>;
 
 template <int kSize, int kHigh, bool kHasMinima>
 struct Five : Plain {
-    static constexpr int kBytes = kSize;
-    static constexpr int32_t kFormat = kQ8;
+    static constexpr int kBytes = kSize, kBits = 5;
     static constexpr int32_t kMinimaKind = kHasMinima ? kMinima : kNoMinima;
     static constexpr int kOffset = kHasMinima ? 0 : 16;
     static void stored(const uint8_t* block, int, uint32_t* words) {
@@ -41,8 +39,7 @@ using Q5_0 = Five<22, 2, false>;
 using Q5_1 = Five<24, 4, true>;
 
 struct Q8_0 : Plain {
-    static constexpr int kBytes = 34;
-    static constexpr int32_t kFormat = kQ8;
+    static constexpr int kBytes = 34, kBits = 8;
     static constexpr int kOffset = 128;
     static void stored(const uint8_t* block, int, uint32_t* words) {
         for (int j = 0; j < 8; ++j) words[j] = word(block + 2, j) ^ 0x80808080u;  // + 128
@@ -52,8 +49,8 @@ struct Q8_0 : Plain {
 // -- other file formats, with a zero point or a minimum ---------------------------------
 
 struct Zero4 : Plain {
-    static constexpr int kBytes = 19;
-    static constexpr int32_t kFormat = kQ4, kMinimaKind = kZeroPoints;
+    static constexpr int kBytes = 19, kBits = 4;
+    static constexpr int32_t kMinimaKind = kZeroPoints;
     static void stored(const uint8_t* block, int, uint32_t* words) {
         for (int j = 0; j < 4; ++j) words[j] = word(block + 3, j);
     }
@@ -61,9 +58,9 @@ struct Zero4 : Plain {
 
 template <int kSize, int kNumbers, int32_t kHow>
 struct Eight : Plain {
-    static constexpr int kBytes = kSize;
+    static constexpr int kBytes = kSize, kBits = 8;
     static constexpr int kOffset = 128;
-    static constexpr int32_t kFormat = kQ8, kMinimaKind = kHow;
+    static constexpr int32_t kMinimaKind = kHow;
     static void stored(const uint8_t* block, int, uint32_t* words) {
         for (int j = 0; j < 8; ++j) words[j] = word(block + kNumbers, j);
     }
@@ -74,16 +71,13 @@ using Affine8 = Eight<36, 4, kMinima>;
 // -- 256 columns, whose scales are small integers with a common factor ------------------------
 
 struct Q2_K : Super {
-    static constexpr int kBytes = 84, kFormat = kQ4, kGroups = 2, kOffset = 0;
+    static constexpr int kBytes = 84, kBits = 2, kGroups = 2, kOffset = 0;
     static constexpr int kFactor = 80, kMinimum = 82;
     static constexpr int32_t kMinimaKind = kMinima;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         const uint8_t* numbers = block + 16 + 32 * (tile / 4);
         const int shift = 2 * (tile % 4);
-        for (int j = 0; j < 4; ++j) {
-            words[j] = ((word(numbers, j) >> shift) & kLow2) |
-                       ((word(numbers, 4 + j) >> shift) & kLow2) << 4;
-        }
+        for (int j = 0; j < 8; ++j) words[j] = (word(numbers, j) >> shift) & kLow2;
     }
     static uint16_t factor(const uint8_t* block) { return half(block + kFactor); }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t* minima) {
@@ -92,15 +86,15 @@ struct Q2_K : Super {
 };
 
 struct Q3_K : Super {
-    static constexpr int kBytes = 110, kFormat = kQ4, kGroups = 2, kOffset = 4;
+    static constexpr int kBytes = 110, kBits = 3, kGroups = 2, kOffset = 4;
     static constexpr int kFactor = 108, kMinimum = 0;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         const uint8_t* numbers = block + 32 + 32 * (tile / 4);
         const int shift = 2 * (tile % 4);
-        const auto four = [&](int j) {  // the third bit is set where 4 is not subtracted
-            return ((word(numbers, j) >> shift) & kLow2) | ((word(block, j) >> tile) & kLow1) << 2;
-        };
-        for (int j = 0; j < 4; ++j) words[j] = four(j) | four(4 + j) << 4;
+        for (int j = 0; j < 8; ++j) {  // the third bit is set where 4 is not subtracted
+            words[j] = ((word(numbers, j) >> shift) & kLow2) | ((word(block, j) >> tile) & kLow1)
+                                                                   << 2;
+        }
     }
     static uint16_t factor(const uint8_t* block) { return half(block + kFactor); }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
@@ -114,7 +108,7 @@ struct Q3_K : Super {
 };
 
 struct Q4_K : Super {
-    static constexpr int kBytes = 144, kFormat = kQ4, kGroups = 1, kOffset = 0;
+    static constexpr int kBytes = 144, kBits = 4, kGroups = 1, kOffset = 0;
     static constexpr int kFactor = 0, kMinimum = 2;
     static constexpr int32_t kMinimaKind = kMinima;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
@@ -138,7 +132,7 @@ struct Q4_K : Super {
 };
 
 struct Q5_K : Super {
-    static constexpr int kBytes = 176, kFormat = kQ8, kGroups = 1, kOffset = 0;
+    static constexpr int kBytes = 176, kBits = 5, kGroups = 1, kOffset = 0;
     static constexpr int kFactor = 0, kMinimum = 2;
     static constexpr int32_t kMinimaKind = kMinima;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
@@ -156,7 +150,7 @@ struct Q5_K : Super {
 };
 
 struct Q6_K : Super {
-    static constexpr int kBytes = 210, kFormat = kQ8, kGroups = 2, kOffset = 32;
+    static constexpr int kBytes = 210, kBits = 6, kGroups = 2, kOffset = 32;
     static constexpr int kFactor = 208, kMinimum = 0;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         const uint8_t* low = block + 64 * (tile / 4) + 32 * (tile % 2);

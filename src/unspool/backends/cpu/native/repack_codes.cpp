@@ -1,8 +1,8 @@
-// Code types of GGUF into tiles (repack_block.h): 4-bit codes unchanged, smaller ones widened to 4
-// bits.
+// Code types of GGUF into tiles (repack_block.h).
 //
 // IQ1, IQ2 and IQ3 store indices into a codebook grid, whose entries are four or eight magnitudes,
-// and separate signs. A code is the index of a magnitude in the type's list, plus 8 if negative.
+// and separate signs. A code is the index of a magnitude in the type's list; its highest bit is set
+// if the value is negative. With eight magnitudes it has four bits, with up to four it has three.
 #include "repack_block.h"
 
 namespace unspool {
@@ -11,7 +11,7 @@ namespace {
 // -- codes of 4 bits -------------------------------------------------------------------------
 
 struct IQ4_NL : Plain {
-    static constexpr int kBytes = 18;
+    static constexpr int kBytes = 18, kBits = 4;
     static constexpr int32_t kFormat = kCodes;
     static void stored(const uint8_t* block, int, uint32_t* words) {
         for (int j = 0; j < 4; ++j) words[j] = word(block + 2, j);
@@ -19,7 +19,7 @@ struct IQ4_NL : Plain {
 };
 
 struct MXFP4 : Plain {
-    static constexpr int kBytes = 17;
+    static constexpr int kBytes = 17, kBits = 4;
     static constexpr int32_t kFormat = kCodes, kScales = kPowers;
     static void stored(const uint8_t* block, int, uint32_t* words) {
         for (int j = 0; j < 4; ++j) words[j] = word(block + 1, j);
@@ -31,7 +31,7 @@ struct MXFP4 : Plain {
 };
 
 struct NVFP4 : Plain {
-    static constexpr int kBytes = 36, kTiles = 2, kGroups = 2;
+    static constexpr int kBytes = 36, kBits = 4, kTiles = 2, kGroups = 2;
     static constexpr int32_t kFormat = kCodes, kScales = kFloat8;
     // Sixteen columns have eight bytes: the first eight in the low halves.
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
@@ -59,7 +59,7 @@ struct NVFP4 : Plain {
 };
 
 struct IQ4_XS : Super {
-    static constexpr int kBytes = 136;
+    static constexpr int kBytes = 136, kBits = 4;
     static constexpr int32_t kFormat = kCodes;
     static uint16_t factor(const uint8_t* block) { return half(block); }
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
@@ -77,13 +77,18 @@ struct IQ4_XS : Super {
 // -- codes of fewer bits -----------------------------------------------------------------------
 
 // 32 codes, a byte each, in the order of the layout.
+template <int kBits>
 inline void pack_words(const uint8_t* codes, uint32_t* words) {
-    for (int j = 0; j < 4; ++j) words[j] = word(codes, j) | word(codes, 4 + j) << 4;
+    if (kBits == 4)
+        for (int j = 0; j < 4; ++j) words[j] = word(codes, j) | word(codes, 4 + j) << 4;
+    else
+        std::memcpy(words, codes, 32);
 }
 
-// Sets the fourth bit of each code from eight sign bits.
+// Sets the highest bit of each code from eight sign bits.
+template <int kBits>
 inline void add_signs(uint8_t* codes, int bits) {
-    for (int i = 0; i < 8; ++i) codes[i] |= static_cast<uint8_t>(((bits >> i) & 1) << 3);
+    for (int i = 0; i < 8; ++i) codes[i] |= static_cast<uint8_t>(((bits >> i) & 1) << (kBits - 1));
 }
 
 // Seven sign bits; the eighth makes the parity even.
@@ -115,23 +120,25 @@ inline void copy_entry(int entry, uint8_t* codes) {
     std::memcpy(codes, grid + entry * kWidth, kWidth);
 }
 
-struct Widened : Super {
+template <int kCodeBits>
+struct SuperCodes : Super {
+    static constexpr int kBits = kCodeBits;
     static constexpr int32_t kFormat = kCodes;
     static uint16_t factor(const uint8_t* block) { return half(block); }
 };
 
 inline uint8_t twice_plus_one(int number) { return static_cast<uint8_t>(2 * number + 1); }
 
-struct IQ2_XXS : Widened {
+struct IQ2_XXS : SuperCodes<3> {
     static constexpr int kBytes = 66;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         const uint8_t* from = block + 2 + 8 * tile;
         uint8_t codes[32];
         for (int i = 0; i < 4; ++i) {
             copy_entry<kTypeIQ2_XXS, 8>(from[i], codes + 8 * i);
-            add_signs(codes + 8 * i, eight_signs(word(from, 1) >> (7 * i)));
+            add_signs<kBits>(codes + 8 * i, eight_signs(word(from, 1) >> (7 * i)));
         }
-        pack_words(codes, words);
+        pack_words<kBits>(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
         for (int i = 0; i < 8; ++i)
@@ -144,47 +151,47 @@ inline void scales_of_halves(const uint8_t* from, uint8_t* scales) {
     for (int i = 0; i < 16; ++i) scales[i] = twice_plus_one((from[i / 2] >> (4 * (i % 2))) & 15);
 }
 
-struct IQ2_XS : Widened {
+struct IQ2_XS : SuperCodes<3> {
     static constexpr int kBytes = 74, kGroups = 2;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         uint8_t codes[32];
         for (int i = 0; i < 4; ++i) {
             const int both = half(block + 2 + 2 * (4 * tile + i));
             copy_entry<kTypeIQ2_XS, 8>(both & 511, codes + 8 * i);
-            add_signs(codes + 8 * i, eight_signs(static_cast<uint32_t>(both >> 9)));
+            add_signs<kBits>(codes + 8 * i, eight_signs(static_cast<uint32_t>(both >> 9)));
         }
-        pack_words(codes, words);
+        pack_words<kBits>(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
         scales_of_halves(block + 66, scales);
     }
 };
 
-struct IQ2_S : Widened {
+struct IQ2_S : SuperCodes<3> {
     static constexpr int kBytes = 82, kGroups = 2;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         uint8_t codes[32];
         for (int i = 0; i < 4; ++i) {
             const int high = (block[66 + tile] >> (2 * i)) & 3;
             copy_entry<kTypeIQ2_S, 8>(block[2 + 4 * tile + i] | high << 8, codes + 8 * i);
-            add_signs(codes + 8 * i, block[34 + 4 * tile + i]);
+            add_signs<kBits>(codes + 8 * i, block[34 + 4 * tile + i]);
         }
-        pack_words(codes, words);
+        pack_words<kBits>(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
         scales_of_halves(block + 74, scales);
     }
 };
 
-struct IQ3_XXS : Widened {
+struct IQ3_XXS : SuperCodes<4> {
     static constexpr int kBytes = 98;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         uint8_t codes[32];
         for (int i = 0; i < 8; ++i)
             copy_entry<kTypeIQ3_XXS, 4>(block[2 + 8 * tile + i], codes + 4 * i);
         for (int i = 0; i < 4; ++i)
-            add_signs(codes + 8 * i, eight_signs(word(block + 66, tile) >> (7 * i)));
-        pack_words(codes, words);
+            add_signs<kBits>(codes + 8 * i, eight_signs(word(block + 66, tile) >> (7 * i)));
+        pack_words<kBits>(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
         for (int i = 0; i < 8; ++i)
@@ -192,7 +199,7 @@ struct IQ3_XXS : Widened {
     }
 };
 
-struct IQ3_S : Widened {
+struct IQ3_S : SuperCodes<4> {
     static constexpr int kBytes = 110;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         uint8_t codes[32];
@@ -200,8 +207,8 @@ struct IQ3_S : Widened {
             const int high = (block[66 + tile] >> i) & 1;
             copy_entry<kTypeIQ3_S, 4>(block[2 + 8 * tile + i] | high << 8, codes + 4 * i);
         }
-        for (int i = 0; i < 4; ++i) add_signs(codes + 8 * i, block[74 + 4 * tile + i]);
-        pack_words(codes, words);
+        for (int i = 0; i < 4; ++i) add_signs<kBits>(codes + 8 * i, block[74 + 4 * tile + i]);
+        pack_words<kBits>(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
         for (int i = 0; i < 8; ++i)
@@ -209,8 +216,8 @@ struct IQ3_S : Widened {
     }
 };
 
-// Values -1, 0 and 1, all shifted up by an eighth, or down (codes of 8 and more).
-struct IQ1_S : Widened {
+// Values -1, 0 and 1, all shifted up by an eighth, or down (codes of 4 and more).
+struct IQ1_S : SuperCodes<3> {
     static constexpr int kBytes = 50;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         const int high = half(block + 34 + 2 * tile);
@@ -218,9 +225,9 @@ struct IQ1_S : Widened {
         for (int i = 0; i < 4; ++i) {
             const int entry = block[2 + 4 * tile + i] | ((high >> (3 * i)) & 7) << 8;
             copy_entry<kTypeIQ1_S, 8>(entry, codes + 8 * i);
-            add_signs(codes + 8 * i, high & 0x8000 ? 255 : 0);
+            add_signs<kBits>(codes + 8 * i, high & 0x8000 ? 255 : 0);
         }
-        pack_words(codes, words);
+        pack_words<kBits>(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
         for (int i = 0; i < 8; ++i)
@@ -228,7 +235,7 @@ struct IQ1_S : Widened {
     }
 };
 
-struct IQ1_M : Widened {
+struct IQ1_M : SuperCodes<3> {
     static constexpr int kBytes = 56, kGroups = 2;
     static uint16_t factor(const uint8_t* block) {  // four bits of it in each of four places
         int bits = 0;
@@ -240,9 +247,9 @@ struct IQ1_M : Widened {
         for (int i = 0; i < 4; ++i) {
             const int high = block[32 + 2 * tile + i / 2] >> (4 * (i % 2));
             copy_entry<kTypeIQ1_M, 8>(block[4 * tile + i] | (high & 7) << 8, codes + 8 * i);
-            add_signs(codes + 8 * i, high & 8 ? 255 : 0);
+            add_signs<kBits>(codes + 8 * i, high & 8 ? 255 : 0);
         }
-        pack_words(codes, words);
+        pack_words<kBits>(codes, words);
     }
     static void scales(const uint8_t* block, uint8_t* scales, uint8_t*) {
         for (int i = 0; i < 16; ++i)
@@ -252,7 +259,7 @@ struct IQ1_M : Widened {
 
 // -- ternary ------------------------------------------------------------------------------
 
-struct Ternary : Widened {
+struct Ternary : SuperCodes<2> {
     static void scales(const uint8_t*, uint8_t* scales, uint8_t*) { std::memset(scales, 1, 8); }
 };
 
@@ -262,9 +269,7 @@ struct TQ2_0 : Ternary {
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         const uint8_t* from = block + 32 * (tile / 4);
         const int shift = 2 * (tile % 4);
-        for (int j = 0; j < 4; ++j)
-            words[j] = ((word(from, j) >> shift) & kLow2) | ((word(from, 4 + j) >> shift) & kLow2)
-                                                                << 4;
+        for (int j = 0; j < 8; ++j) words[j] = (word(from, j) >> shift) & kLow2;
     }
 };
 
@@ -284,18 +289,18 @@ struct TQ1_0 : Ternary {
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         uint8_t codes[32];
         for (int i = 0; i < 32; ++i) codes[i] = static_cast<uint8_t>(code(block, 32 * tile + i));
-        pack_words(codes, words);
+        pack_words<kBits>(codes, words);
     }
 };
 
 // One bit per value: plus or minus the scale.
 struct Q1_0 : Plain {
-    static constexpr int kBytes = 18, kTiles = 4;
+    static constexpr int kBytes = 18, kBits = 1, kTiles = 4;
     static constexpr int32_t kFormat = kCodes;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         uint8_t codes[32];
         for (int i = 0; i < 32; ++i) codes[i] = (block[2 + 4 * tile + i / 8] >> (i % 8)) & 1;
-        pack_words(codes, words);
+        pack_words<kBits>(codes, words);
     }
 };
 
@@ -349,8 +354,9 @@ using namespace unspool;
 int32_t unspool_set_grid(int32_t type, const uint8_t* codes, int64_t count) {
     Grid* grid = grid_of(type);
     if (grid == nullptr || count != static_cast<int64_t>(grid->entries) * grid->width) return 0;
+    const int largest = type == kTypeIQ3_XXS || type == kTypeIQ3_S ? 7 : 3;
     for (int64_t i = 0; i < count; ++i)
-        if (codes[i] > 7) return 0;
+        if (codes[i] > largest) return 0;
     grid->codes = codes;
     return 1;
 }

@@ -245,7 +245,7 @@ bool quantize_block(const Matrix& m, int32_t type, const uint8_t* source, int64_
             const uint8_t* row_source = row_count > 0 ? source + row * row_bytes : source;
             finite &= load_group(type, row_source, row_bytes, row_count, column, group);
             const Floats errors =
-                m.format == kQ4 ? quantize_q4(group, row, target) : quantize_q8(group, row, target);
+                m.bits == 4 ? quantize_q4(group, row, target) : quantize_q8(group, row, target);
             Floats weights = {};
             for (int c = 0; c < group.columns; ++c) weights += group.x[c] * group.x[c];
             for (int l = 0; l < row_count; ++l) {

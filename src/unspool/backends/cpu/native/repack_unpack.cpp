@@ -29,17 +29,18 @@ void unpack_floats(const Matrix& m, const uint8_t* block, int lane, float* out) 
 
 // The 32 stored values of one row of a tile.
 void stored_numbers(const Matrix& m, const uint8_t* tile, int lane, uint8_t* out) {
-    const int pieces = m.format == kQ8 ? 8 : 4;
-    for (int j = 0; j < pieces; ++j) {
-        for (int t = 0; t < 4; ++t) {
-            const uint8_t byte = tile[4 * (kLanes * j + lane) + t];
-            if (m.format != kQ8) {
-                out[4 * j + t] = byte & 15;
-                out[16 + 4 * j + t] = byte >> 4;
-            } else {
-                out[4 * j + t] = byte;
-            }
+    for (int column = 0; column < kTile; ++column) {
+        const int piece = column / 4;
+        const uint8_t* plane = tile + 4 * lane + column % 4;  // the byte of the next plane
+        int number = 0, known = 0;                            // bits known so far
+        for (int width = 8; width > 0; width /= 2) {
+            if ((m.bits & width) == 0) continue;
+            const int byte = plane[64 * (piece % width)];
+            number |= ((byte >> (piece / width * width)) & ((1 << width) - 1)) << known;
+            known += width;
+            plane += 64 * width;
         }
+        out[column] = static_cast<uint8_t>(number);
     }
 }
 
@@ -50,7 +51,6 @@ float scale_of_byte(int32_t scales, uint8_t byte) {
 }
 
 void unpack_quantized(const Matrix& m, const uint8_t* block, int lane, float* out) {
-    const int stored_bytes = kLanes * kTile / (m.format == kQ8 ? 1 : 2);
     const int width = m.group, groups = kTile / m.group;
     float factor = 0, minimum_factor = 0;
     for (int64_t tile = 0; tile < tiles_of(m); ++tile) {
@@ -61,7 +61,7 @@ void unpack_quantized(const Matrix& m, const uint8_t* block, int lane, float* ou
         }
         uint8_t stored[kTile];
         stored_numbers(m, block, lane, stored);
-        const uint8_t* scales = block + stored_bytes;
+        const uint8_t* scales = block + stored_bytes(m.bits);
         const uint8_t* minima = scales + scale_bytes(m.scales, m.group);
         for (int group = 0; group < groups; ++group) {
             const int at = kLanes * group + lane;

@@ -57,21 +57,15 @@ UNSPOOL_INLINE void unpack_block(const Matrix& m, const uint8_t* p, UnpackedBloc
         p = factors.read_before(tile, p);
         for (int line = 0; line < S::tile; line += 64) prefetch(p + kPrefetchBytes + line);
         uint8_t* bytes = block_out.bytes + tile * kTile * kLanes;
-        for (int j = 0; j < 4; ++j) {
-            if constexpr (S::format == kCodes) {
-                const U8x64 packed = load_bytes(p + 64 * j);
-                store_bytes(bytes + 64 * j, look_up(table, low_halves(packed)));
-                store_bytes(bytes + 64 * (j + 4), look_up(table, high_halves(packed)));
-            } else if constexpr (S::format == kQ4) {
-                const U8x64 packed = load_bytes(p + 64 * j);
-                store_bytes(bytes + 64 * j, subtract_from_bytes(low_halves(packed), offset));
-                store_bytes(bytes + 64 * (j + 4), subtract_from_bytes(high_halves(packed), offset));
-            } else {
-                store_bytes(bytes + 64 * j, subtract_from_bytes(load_bytes(p + 64 * j), offset));
-                store_bytes(bytes + 64 * (j + 4),
-                            subtract_from_bytes(load_bytes(p + 64 * (j + 4)), offset));
-            }
-        }
+        for_each_index<8>([&](auto piece_index) __attribute__((always_inline)) {
+            constexpr int piece = decltype(piece_index)::value;
+            U8x64 columns = load_piece<S::bits, piece>(p);
+            if constexpr (S::format == kCodes)
+                columns = look_up(table, columns);
+            else
+                columns = subtract_from_bytes(columns, offset);
+            store_bytes(bytes + 64 * piece, columns);
+        });
         TileScales<S> s;
         s.read(p + S::stored, factors, m.offset);
         for (int g = 0; g < kTile / S::group; ++g) {

@@ -9,6 +9,7 @@
 // operations is fixed. So a row's result is batch-invariant.
 #pragma once
 #include <type_traits>
+#include <utility>
 
 #include "../plan.h"
 #include "vec16.h"
@@ -17,16 +18,46 @@ namespace unspool {
 namespace ISA {
 
 // Packed format of a quantized matrix at compile time: see layout.h.
-template <int32_t Format, int Group, int32_t ScaleKind, int32_t Minima>
+template <int32_t Format, int Bits, int Group, int32_t ScaleKind, int32_t Minima>
 struct Spec {
     static constexpr int32_t format = Format, scale_kind = ScaleKind, minima_kind = Minima;
-    static constexpr int group = Group;
+    static constexpr int bits = Bits, group = Group;
     static constexpr bool super = ScaleKind == kSuper, has_minima = Minima != kNoMinima;
-    static constexpr int stored = kLanes * kTile / (Format == kQ8 ? 1 : 2);
+    static constexpr int stored = stored_bytes(Bits);
     static constexpr int scale_bytes = unspool::scale_bytes(ScaleKind, Group);
     static constexpr int tile = stored + scale_bytes + minima_bytes(Minima, ScaleKind, Group);
     static constexpr int factors = super ? kLanes * 2 * (has_minima ? 2 : 1) : 0;
 };
+
+// Calls f with the integers from 0 to N - 1 as types.
+template <class F, int... I>
+UNSPOOL_INLINE void for_each_index(F f, std::integer_sequence<int, I...>) {
+    (f(std::integral_constant<int, I>()), ...);
+}
+template <int N, class F>
+UNSPOOL_INLINE void for_each_index(F f) {
+    for_each_index(f, std::make_integer_sequence<int, N>());
+}
+
+// Stored values of piece I (columns 4 * I to 4 * I + 3) of the tile at p, a byte each.
+template <int Bits, int I>
+UNSPOOL_INLINE U8x64 load_piece(const uint8_t* p) {
+    if constexpr (Bits == 8) {
+        return load_bytes(p + 64 * I);
+    } else if constexpr (Bits >= 4) {
+        const U8x64 low = take_bits<I / 4 * 4, 4>(load_bytes(p + 64 * (I % 4)));
+        if constexpr (Bits == 5) return insert_bits<I, 4, 1>(low, load_bytes(p + 256));
+        if constexpr (Bits == 6)
+            return insert_bits<I / 2 * 2, 4, 2>(low, load_bytes(p + 256 + 64 * (I % 2)));
+        return low;
+    } else if constexpr (Bits >= 2) {
+        const U8x64 low = take_bits<I / 2 * 2, 2>(load_bytes(p + 64 * (I % 2)));
+        if constexpr (Bits == 3) return insert_bits<I, 2, 1>(low, load_bytes(p + 128));
+        return low;
+    } else {
+        return take_bits<I, 1>(load_bytes(p));
+    }
+}
 
 // Common factors of the scales and minima of eight tiles.
 template <class S>
@@ -70,7 +101,7 @@ struct TileScales {
                     minimum[g] = sub(zero(), mul(scale[g], load_u8(p + S::scale_bytes)));
                 else if constexpr (S::has_minima)
                     minimum[g] = load_half(reinterpret_cast<const uint16_t*>(p + S::scale_bytes));
-                if constexpr (S::has_minima && S::format == kQ8)
+                if constexpr (S::has_minima && S::bits == 8)
                     minimum[g] = fma(scale[g], set1(static_cast<float>(offset)), minimum[g]);
             }
         }
@@ -84,7 +115,7 @@ constexpr int kTableBias = kSignedDot ? 0 : 128;
 template <class S>
 UNSPOOL_INLINE int32_t byte_offset(const Matrix& m) {
     if (S::format == kCodes) return kTableBias;
-    return S::format == kQ4 ? m.offset : m.offset - kByteBias;
+    return S::bits < 8 ? m.offset : m.offset - kByteBias;
 }
 
 // Adds the product of one group to a row's result.
@@ -119,7 +150,8 @@ UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const Quan
         for (int line = 0; line < S::tile; line += 64) prefetch(p + kPrefetchBytes + line);
         // If all 32 columns share a scale, both halves share a sum.
         constexpr bool split = S::group < kTile;
-        using Sums = std::conditional_t<S::format == kQ4, SmallSums, I32x16>;
+        constexpr bool small = S::format == kIntegers && S::bits <= 4;
+        using Sums = std::conditional_t<small, SmallSums, I32x16>;
         Sums front[T], second[split ? T : 1];
         Sums* back = split ? second : front;
         for (int t = 0; t < T; ++t) front[t] = back[t] = Sums();
@@ -128,36 +160,27 @@ UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const Quan
             a[t] = load_columns(numbers + t * acts.columns + tile * kTile);
             b[t] = load_columns(numbers + t * acts.columns + tile * kTile + kLanes);
         }
-        const auto add_piece = [&](auto piece_index) {
+        for_each_index<4>([&](auto piece_index) __attribute__((always_inline)) {
             constexpr int j = decltype(piece_index)::value;
+            U8x64 low_columns = load_piece<S::bits, j>(p),
+                  high_columns = load_piece<S::bits, j + 4>(p);
             if constexpr (S::format == kCodes) {
-                const U8x64 packed = load_bytes(p + 64 * j);
-                const U8x64 low_columns = look_up(table, low_halves(packed));
-                const U8x64 high_columns = look_up(table, high_halves(packed));
-                for (int t = 0; t < T; ++t) {
+                low_columns = look_up(table, low_columns);
+                high_columns = look_up(table, high_columns);
+            }
+            for (int t = 0; t < T; ++t) {
+                if constexpr (S::format == kCodes) {
                     front[t] = dot_signed<j>(front[t], low_columns, a[t]);
                     back[t] = dot_signed<j>(back[t], high_columns, b[t]);
-                }
-            } else if constexpr (S::format == kQ4) {
-                const U8x64 packed = load_bytes(p + 64 * j);
-                const U8x64 low_columns = low_halves(packed), high_columns = high_halves(packed);
-                for (int t = 0; t < T; ++t) {
+                } else if constexpr (S::bits < 8) {
                     front[t] = dot_small<j>(front[t], low_columns, a[t]);
                     back[t] = dot_small<j>(back[t], high_columns, b[t]);
-                }
-            } else {
-                const U8x64 low_columns = load_bytes(p + 64 * j),
-                            high_columns = load_bytes(p + 64 * (j + 4));
-                for (int t = 0; t < T; ++t) {
+                } else {
                     front[t] = dot_bytes<j>(front[t], low_columns, a[t]);
                     back[t] = dot_bytes<j>(back[t], high_columns, b[t]);
                 }
             }
-        };
-        add_piece(std::integral_constant<int, 0>());
-        add_piece(std::integral_constant<int, 1>());
-        add_piece(std::integral_constant<int, 2>());
-        add_piece(std::integral_constant<int, 3>());
+        });
         TileScales<S> s;
         s.read(p + S::stored, factors, m.offset);
         for (int t = 0; t < T; ++t) {

@@ -2,6 +2,7 @@
 // multiplied from the packed weights (gemv.cpp), many from an unpacked block (linear.cpp).
 #pragma once
 #include <limits>
+#include <tuple>
 
 #include "../plan.h"
 #include "gemv.h"
@@ -44,32 +45,42 @@ inline void epilogue(const GemmArgs& args, const Matrix& m, int64_t column, int6
     store_first(target, count, result);
 }
 
+template <class S>
+UNSPOOL_INLINE bool matches(const Matrix& m) {
+    return m.format == S::format && m.bits == S::bits && m.group == S::group &&
+           m.scales == S::scale_kind && m.minima == S::minima_kind;
+}
+
+template <class F, class... S>
+UNSPOOL_INLINE void dispatch_among(const Matrix& m, F f, std::tuple<S...>) {
+    static_cast<void>(((matches<S>(m) && (f(S()), true)) || ...));
+}
+
 // Calls f with the Spec of a quantized matrix.
 template <class F>
 UNSPOOL_INLINE void dispatch_format(const Matrix& m, F f) {
-    const bool is_q4 = m.format == kQ4;
-    if (m.format == kCodes) {
-        if (m.scales == kHalves) return f(Spec<kCodes, 32, kHalves, kNoMinima>());
-        if (m.scales == kPowers) return f(Spec<kCodes, 32, kPowers, kNoMinima>());
-        if (m.scales == kFloat8) return f(Spec<kCodes, 16, kFloat8, kNoMinima>());
-        return m.group == 32 ? f(Spec<kCodes, 32, kSuper, kNoMinima>())
-                             : f(Spec<kCodes, 16, kSuper, kNoMinima>());
-    }
-    if (m.scales == kHalves) {
-        if (m.minima == kZeroPoints)
-            return is_q4 ? f(Spec<kQ4, 32, kHalves, kZeroPoints>())
-                         : f(Spec<kQ8, 32, kHalves, kZeroPoints>());
-        if (m.minima == kMinima)
-            return is_q4 ? f(Spec<kQ4, 32, kHalves, kMinima>())
-                         : f(Spec<kQ8, 32, kHalves, kMinima>());
-        return is_q4 ? f(Spec<kQ4, 32, kHalves, kNoMinima>())
-                     : f(Spec<kQ8, 32, kHalves, kNoMinima>());
-    }
-    if (m.group == 32)  // Q4_K and Q5_K
-        return is_q4 ? f(Spec<kQ4, 32, kSuper, kMinima>()) : f(Spec<kQ8, 32, kSuper, kMinima>());
-    if (m.minima) return f(Spec<kQ4, 16, kSuper, kMinima>());  // Q2_K
-    return is_q4 ? f(Spec<kQ4, 16, kSuper, kNoMinima>())       // Q3_K
-                 : f(Spec<kQ8, 16, kSuper, kNoMinima>());      // Q6_K
+    dispatch_among(m, f,
+                   std::tuple<Spec<kIntegers, 4, 32, kHalves, kNoMinima>,    // Q4_0
+                              Spec<kIntegers, 4, 32, kSuper, kMinima>,       // Q4_K
+                              Spec<kIntegers, 8, 32, kHalves, kNoMinima>,    // Q8_0
+                              Spec<kIntegers, 6, 16, kSuper, kNoMinima>,     // Q6_K
+                              Spec<kIntegers, 5, 32, kSuper, kMinima>,       // Q5_K
+                              Spec<kIntegers, 5, 32, kHalves, kNoMinima>,    // Q5_0
+                              Spec<kIntegers, 4, 32, kHalves, kMinima>,      // Q4_1
+                              Spec<kIntegers, 5, 32, kHalves, kMinima>,      // Q5_1
+                              Spec<kIntegers, 2, 16, kSuper, kMinima>,       // Q2_K
+                              Spec<kIntegers, 3, 16, kSuper, kNoMinima>,     // Q3_K
+                              Spec<kIntegers, 4, 32, kHalves, kZeroPoints>,  // other files
+                              Spec<kIntegers, 8, 32, kHalves, kZeroPoints>,
+                              Spec<kIntegers, 8, 32, kHalves, kMinima>,
+                              Spec<kCodes, 4, 32, kHalves, kNoMinima>,      // IQ4_NL
+                              Spec<kCodes, 4, 32, kSuper, kNoMinima>,       // IQ4_XS, IQ3
+                              Spec<kCodes, 4, 32, kPowers, kNoMinima>,      // MXFP4
+                              Spec<kCodes, 4, 16, kFloat8, kNoMinima>,      // NVFP4
+                              Spec<kCodes, 3, 32, kSuper, kNoMinima>,       // IQ1_S, IQ2_XXS
+                              Spec<kCodes, 3, 16, kSuper, kNoMinima>,       // IQ1_M, IQ2_XS, IQ2_S
+                              Spec<kCodes, 2, 32, kSuper, kNoMinima>,       // TQ1_0, TQ2_0
+                              Spec<kCodes, 1, 32, kHalves, kNoMinima>>());  // Q1_0
 }
 
 }  // namespace ISA

@@ -44,8 +44,8 @@ struct Columns {
     const int8_t* v;
 };
 UNSPOOL_INLINE Columns load_columns(const int8_t* p) { return {p}; }
-template <int J>
-UNSPOOL_INLINE SmallSums dot_small(const SmallSums& total, const U8x64& w, Columns a) {
+template <int J, class Sums>
+UNSPOOL_INLINE Sums dot_small(const Sums& total, const U8x64& w, Columns a) {
     return dot_small(total, w, a.v + 4 * J);
 }
 template <int J>

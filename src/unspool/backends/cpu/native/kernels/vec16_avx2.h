@@ -126,13 +126,23 @@ UNSPOOL_INLINE U8x64 load_bytes(const uint8_t* p) {
     return {{_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
              _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))}};
 }
-UNSPOOL_INLINE U8x64 low_halves(U8x64 a) {
-    for (auto& v : a.v) v = _mm256_and_si256(v, _mm256_set1_epi8(15));
+// The `Count` bits of every byte from bit `From` on.
+template <int From, int Count>
+UNSPOOL_INLINE U8x64 take_bits(U8x64 a) {
+    const __m256i mask = _mm256_set1_epi8((1 << Count) - 1);
+    for (auto& v : a.v) v = _mm256_and_si256(_mm256_srli_epi16(v, From), mask);
     return a;
 }
-UNSPOOL_INLINE U8x64 high_halves(U8x64 a) {
-    for (auto& v : a.v) v = _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15));
-    return a;
+// Adds these bits to the bytes of `low`, from bit `To` on.
+template <int From, int To, int Count>
+UNSPOOL_INLINE U8x64 insert_bits(U8x64 low, U8x64 a) {
+    const __m256i mask = _mm256_set1_epi8(((1 << Count) - 1) << To);
+    for (int i = 0; i < 2; ++i) {
+        const __m256i moved =
+            From > To ? _mm256_srli_epi16(a.v[i], From - To) : _mm256_slli_epi16(a.v[i], To - From);
+        low.v[i] = _mm256_or_si256(low.v[i], _mm256_and_si256(moved, mask));
+    }
+    return low;
 }
 UNSPOOL_INLINE __m256i broadcast_four(const int8_t* four) {
     int32_t a;
@@ -149,6 +159,14 @@ UNSPOOL_INLINE SmallSums dot_small(SmallSums total, U8x64 w, const int8_t* four)
     const __m256i a = broadcast_four(four);
     for (int i = 0; i < 2; ++i)
         total.v[i] = _mm256_add_epi16(total.v[i], _mm256_maddubs_epi16(w.v[i], a));
+    return total;
+}
+// The same for weights below 64, whose sums need 32 bits.
+UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
+    const __m256i a = broadcast_four(four), ones = _mm256_set1_epi16(1);
+    for (int i = 0; i < 2; ++i)
+        total.v[i] =
+            _mm256_add_epi32(total.v[i], _mm256_madd_epi16(_mm256_maddubs_epi16(w.v[i], a), ones));
     return total;
 }
 UNSPOOL_INLINE I32x16 widen(SmallSums a) {

@@ -79,9 +79,18 @@ UNSPOOL_INLINE I32x16 iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
 UNSPOOL_INLINE I32x16 iadd(I32x16 a, I32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 UNSPOOL_INLINE I32x16 isub(I32x16 a, I32x16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 UNSPOOL_INLINE U8x64 load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-UNSPOOL_INLINE U8x64 low_halves(U8x64 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
-UNSPOOL_INLINE U8x64 high_halves(U8x64 a) {
-    return {_mm512_and_si512(_mm512_srli_epi16(a.v, 4), _mm512_set1_epi8(15))};
+// The `Count` bits of every byte from bit `From` on.
+template <int From, int Count>
+UNSPOOL_INLINE U8x64 take_bits(U8x64 a) {
+    return {_mm512_and_si512(_mm512_srli_epi16(a.v, From), _mm512_set1_epi8((1 << Count) - 1))};
+}
+// Adds these bits to the bytes of `low`, from bit `To` on.
+template <int From, int To, int Count>
+UNSPOOL_INLINE U8x64 insert_bits(U8x64 low, U8x64 a) {
+    const __m512i moved =
+        From > To ? _mm512_srli_epi16(a.v, From - To) : _mm512_slli_epi16(a.v, To - From);
+    const __m512i mask = _mm512_set1_epi8(((1 << Count) - 1) << To);
+    return {_mm512_ternarylogic_epi32(low.v, moved, mask, 0xf8)};  // low | (moved & mask)
 }
 // Weights times four activations, added to each row's sum.
 UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {

@@ -134,13 +134,27 @@ UNSPOOL_INLINE I32x16 isub(I32x16 a, I32x16 b) {
 UNSPOOL_INLINE U8x64 load_bytes(const uint8_t* p) {
     return {{vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(p + 32), vld1q_u8(p + 48)}};
 }
-UNSPOOL_INLINE U8x64 low_halves(U8x64 a) {
-    for (int i = 0; i < 4; ++i) a.v[i] = vandq_u8(a.v[i], vdupq_n_u8(15));
+template <int Bits>  // to the right, or to the left if negative
+UNSPOOL_INLINE uint8x16_t shift_bytes(uint8x16_t a) {
+    if constexpr (Bits > 0) return vshrq_n_u8(a, Bits);
+    if constexpr (Bits < 0) return vshlq_n_u8(a, -Bits);
     return a;
 }
-UNSPOOL_INLINE U8x64 high_halves(U8x64 a) {
-    for (int i = 0; i < 4; ++i) a.v[i] = vshrq_n_u8(a.v[i], 4);
+// The `Count` bits of every byte from bit `From` on.
+template <int From, int Count>
+UNSPOOL_INLINE U8x64 take_bits(U8x64 a) {
+    for (auto& v : a.v) {
+        v = shift_bytes<From>(v);
+        if constexpr (From + Count < 8) v = vandq_u8(v, vdupq_n_u8((1 << Count) - 1));
+    }
     return a;
+}
+// Adds these bits to the bytes of `low`, from bit `To` on.
+template <int From, int To, int Count>
+UNSPOOL_INLINE U8x64 insert_bits(U8x64 low, U8x64 a) {
+    const uint8x16_t mask = vdupq_n_u8(((1 << Count) - 1) << To);
+    for (int i = 0; i < 4; ++i) low.v[i] = vbslq_u8(mask, shift_bytes<From - To>(a.v[i]), low.v[i]);
+    return low;
 }
 // Sixteen activations, from which a dot product selects four by index.
 struct Columns {

@@ -161,8 +161,18 @@ constexpr int kByteBias = 0;
 UNSPOOL_INLINE I32x16 iset1(int32_t x) { UNSPOOL_EACH(I32x16, (Ints{x, x, x, x})); }
 UNSPOOL_INLINE I32x16 iadd(I32x16 a, I32x16 b) { UNSPOOL_EACH(I32x16, a.v[i] + b.v[i]); }
 UNSPOOL_INLINE I32x16 isub(I32x16 a, I32x16 b) { UNSPOOL_EACH(I32x16, a.v[i] - b.v[i]); }
-UNSPOOL_INLINE U8x64 low_halves(U8x64 a) { UNSPOOL_EACH(U8x64, a.v[i] & 15); }
-UNSPOOL_INLINE U8x64 high_halves(U8x64 a) { UNSPOOL_EACH(U8x64, a.v[i] >> 4); }
+// The `Count` bits of every byte from bit `From` on.
+template <int From, int Count>
+UNSPOOL_INLINE U8x64 take_bits(U8x64 a) {
+    constexpr uint8_t mask = (1 << Count) - 1;
+    UNSPOOL_EACH(U8x64, (a.v[i] >> From) & mask);
+}
+// Adds these bits to the bytes of `low`, from bit `To` on.
+template <int From, int To, int Count>
+UNSPOOL_INLINE U8x64 insert_bits(U8x64 low, U8x64 a) {
+    constexpr uint8_t mask = (1 << Count) - 1;
+    UNSPOOL_EACH(U8x64, low.v[i] | ((a.v[i] >> From) & mask) << To);
+}
 // Subtracts a number from every byte; signed results.
 UNSPOOL_INLINE U8x64 subtract_from_bytes(U8x64 a, int number) {
     UNSPOOL_EACH(U8x64, a.v[i] - static_cast<uint8_t>(number));
@@ -216,7 +226,7 @@ UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
     }
     return total;
 }
-// The same for weights below sixteen: the sum of two products fits too.
+// The same for weights below 64: the sum of two products fits too.
 UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
     const Pairs a = pairs_of(four);
     for (int i = 0; i < 4; ++i) {
