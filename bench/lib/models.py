@@ -22,6 +22,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
         "intermediate_size": 14336, "max_position_embeddings": 32768, "rope_theta": 5e5,
     },
+    "1b": {
+        **_LLAMA, "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        "intermediate_size": 8192, "max_position_embeddings": 32768, "rope_theta": 5e5,
+        "tie_word_embeddings": True,
+    },
+    "0.5b": {
+        **_LLAMA, "vocab_size": 151936, "hidden_size": 896, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64,
+        "intermediate_size": 4864, "max_position_embeddings": 32768, "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
     "135m": {
         **_LLAMA, "vocab_size": 49152, "hidden_size": 576, "num_hidden_layers": 30,
         "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
@@ -185,6 +197,18 @@ class GgufFile:
         self.writer.add_tensor(f"{name}.weight", data, raw_dtype=self.types[kind])
         self.bytes_read += data.nbytes
 
+    def vocabulary(self, size: int, family: str) -> None:
+        """Bytes, and a made-up word for every other token."""
+        from unspool.text.tokenizer.pieces import byte_characters
+
+        letters = byte_characters()
+        self.writer.add_tokenizer_model("gpt2")
+        self.writer.add_tokenizer_pre(family)
+        self.writer.add_token_list([*letters, *(f"<{n}>" for n in range(len(letters), size))])
+        self.writer.add_token_types([1] * size)
+        self.writer.add_token_merges(["a b"])
+        self.writer.add_eos_token_id(size - 1)
+
     def vector(self, name: str, values: Any) -> None:
         self.writer.add_tensor(name, np.asarray(values, np.float32))
 
@@ -209,9 +233,11 @@ def write_llama_gguf(shape: dict[str, Any], kind: str, path: Path) -> float:
         "rope.dimension_count": size, "rope.freq_base": float(shape["rope_theta"]),
         "attention.layer_norm_rms_epsilon": shape["rms_norm_eps"],
     })  # fmt: skip
+    file.vocabulary(shape["vocab_size"], "llama-bpe")
     file.matrix("token_embd", shape["vocab_size"], width, kind)
-    file.bytes_read = 0  # of the embedding only a row is read
-    file.matrix("output", shape["vocab_size"], width, kind)
+    if not shape.get("tie_word_embeddings"):
+        file.bytes_read = 0  # of the embedding only a row is read
+        file.matrix("output", shape["vocab_size"], width, kind)
     file.vector("output_norm.weight", np.ones(width))
     for layer in range(shape["num_hidden_layers"]):
         prefix = f"blk.{layer}."
@@ -228,11 +254,7 @@ def write_llama_gguf(shape: dict[str, Any], kind: str, path: Path) -> float:
 
 
 def write_qwen35_gguf(path: Path) -> None:
-    """Write a model of Qwen3.5-0.8B's shape, once: 18 layers of gated DeltaNet, 6 of attention."""
-    if path.exists():
-        return
-    from unspool.text.tokenizer.pieces import byte_characters
-
+    """Write a model of Qwen3.5-0.8B's shape: 18 layers of gated DeltaNet, 6 of attention."""
     width, layers, inner, vocab_size = 1024, 24, 3584, 248_320
     heads, kv_heads, size = 8, 2, 256
     delta_heads, delta_size, kernel, interval = 16, 128, 4, 4
@@ -248,14 +270,8 @@ def write_qwen35_gguf(path: Path) -> None:
         "ssm.time_step_rank": delta_heads, "ssm.inner_size": delta, "rope.freq_base": 1e7,
         "attention.layer_norm_rms_epsilon": 1e-6,
     })  # fmt: skip
-    writer, letters = file.writer, byte_characters()
-    writer.add_array("qwen35.rope.dimension_sections", [11, 11, 10, 0])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen35")
-    writer.add_token_list([*letters, *(f"<{n}>" for n in range(len(letters), vocab_size))])
-    writer.add_token_types([1] * vocab_size)
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(vocab_size - 1)
+    file.writer.add_array("qwen35.rope.dimension_sections", [11, 11, 10, 0])
+    file.vocabulary(vocab_size, "qwen35")
 
     def vector(name: str, *shape: int, mean: float = 1.0) -> None:
         file.vector(name, mean + 0.1 * random.standard_normal(shape))
