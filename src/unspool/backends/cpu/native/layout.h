@@ -12,12 +12,9 @@
 //                         value = scale * stored + minimum             with minima
 //                     Columns go in tiles of 32 (the last is zero-padded). A tile is eight pieces
 //                     of 64 bytes: byte 4 * row + t of piece s is column 4 * s + t. Eight bits are
-//                     stored like that. Fewer bits are stored in planes, 64 bytes for each bit:
-//                       four bits: plane j (0 to 3) holds piece j in the low halves of its bytes,
-//                           piece 4 + j in the high halves;
-//                       two bits: plane v (0 or 1) holds pieces v, 2 + v, 4 + v and 6 + v;
-//                       one bit: bit s of a byte belongs to piece s.
-//                     5 = 4 + 1, 6 = 4 + 2 and 3 = 2 + 1: the lowest bits come first.
+//                     stored like that. Fewer bits are stored in planes, 64 bytes for each bit: a
+//                     byte of a plane has the bits of several pieces at the same row and column.
+//                     part_of tells which.
 //                     Each tile is followed by its scales, then its minima:
 //                       plain:  16 halves (one per row) of scales; 16 halves of minima if any, or
 //                       16
@@ -52,6 +49,7 @@
 
 // For code in inner loops: a call would spill registers.
 #define UNSPOOL_INLINE inline __attribute__((always_inline))
+#define UNSPOOL_LAMBDA __attribute__((always_inline))
 // For long code with several callers: compiled once.
 #define UNSPOOL_NOINLINE __attribute__((noinline))
 
@@ -64,6 +62,30 @@ constexpr int kSuperTiles = 8;  // tiles that share the factors of a super group
 enum Format : int32_t { kF32 = 0, kF16 = 1, kBF16 = 2, kIntegers = 3, kCodes = 4 };
 enum Scales : int32_t { kHalves = 0, kSuper = 1, kPowers = 2, kFloat8 = 3 };
 enum MinimaKind : int32_t { kNoMinima = 0, kMinima = 1, kZeroPoints = 2 };
+
+// Some bits of a stored value: bits [from, from + count) of a plane.
+struct Part {
+    int plane, from, count;
+};
+
+// Where the bits of a piece are: its parts with number 0, 1, ..., the lowest bits first. A part
+// without bits is none. As many pieces as possible have all bits in one plane, which is quick to
+// read; the others get what is left.
+constexpr Part part_of(int bits, int piece, int number) {
+    constexpr int kMost = 3;
+    constexpr Part kThree[2][kMost] = {{{0, 6, 2}, {1, 6, 1}, {}}, {{2, 6, 2}, {1, 7, 1}, {}}};
+    constexpr Part kFive[3][kMost] = {
+        {{0, 5, 3}, {3, 6, 2}, {}}, {{1, 5, 3}, {4, 6, 2}, {}}, {{2, 5, 3}, {3, 5, 1}, {4, 5, 1}}};
+    if (number >= kMost) return {};
+    if (bits == 3 && piece >= 6) return kThree[piece - 6][number];
+    if (bits == 5 && piece >= 5) return kFive[piece - 5][number];
+    if (bits == 6 && piece % 4 == 3) return {piece / 4 * 3 + number, 6, 2};
+    if (number > 0) return {};
+    if (bits == 3) return {piece / 2, piece % 2 * 3, 3};
+    if (bits == 5) return {piece, 0, 5};
+    if (bits == 6) return {piece / 4 * 3 + piece % 4, 0, 6};
+    return {piece % bits, piece / bits * bits, bits};  // 1, 2, 4 and 8
+}
 
 // A packed matrix; Python fills the same structure (see `packing.py`).
 struct Matrix {

@@ -207,9 +207,9 @@ struct QuantizedRows {
     float* scales;       // [rows, columns / 32]
     int32_t* sums;       // [rows, columns / 16]: sums of quants, for offsets and minima
     float* scaled_sums;  // [rows, columns / 32]: scale * sum, the factor of a minimum
-    // The same in the layout of tile registers, sixteen rows together (null: not used).
-    int8_t* tiled;       // [rows / 16, columns / 32, 16, 32]: quants
-    float* tile_scales;  // [rows / 16, columns / 32, 2, 16]: scales and scaled sums
+    // The same in packs of P rows, as tile registers (P = 16) or NEON (8) read them (null: unused).
+    int8_t* tiled;       // [rows / P, columns / 32, 32 / C, P, C]: quants; C is 32, for NEON 4
+    float* tile_scales;  // [rows / P, columns / 32, 2, P]: scales and scaled sums
     float* values;       // [rows, columns]: the same rows as floats, for float matrices
     int64_t columns;     // padded to a multiple of 32
 };

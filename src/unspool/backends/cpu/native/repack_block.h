@@ -32,16 +32,17 @@ inline uint16_t half(const uint8_t* bytes) {
 // From eight words, a byte for each value, to the planes of `kBits` bits.
 template <int kBits>
 inline void join_planes(const uint32_t* words, uint32_t* planes) {
-    int known = 0;  // bits stored so far
-    for (int width = 4; width > 0; width /= 2) {
-        if ((kBits & width) == 0) continue;
-        const uint32_t mask = kLow1 * ((1u << width) - 1);
-        for (int plane = 0; plane < width; ++plane, ++planes) {
-            *planes = 0;
-            for (int piece = plane; piece < 8; piece += width)
-                *planes |= ((words[piece] >> known) & mask) << (piece - plane);
+    for (int plane = 0; plane < kBits; ++plane) planes[plane] = 0;
+#pragma GCC unroll 8
+    for (int piece = 0; piece < 8; ++piece) {
+        int known = 0;  // bits stored so far
+#pragma GCC unroll 3
+        for (int number = 0; number < 3; ++number) {
+            const Part part = part_of(kBits, piece, number);
+            const uint32_t mask = kLow1 * ((1u << part.count) - 1);
+            planes[part.plane] |= ((words[piece] >> known) & mask) << part.from;
+            known += part.count;
         }
-        known += width;
     }
 }
 

@@ -30,15 +30,13 @@ void unpack_floats(const Matrix& m, const uint8_t* block, int lane, float* out) 
 // The 32 stored values of one row of a tile.
 void stored_numbers(const Matrix& m, const uint8_t* tile, int lane, uint8_t* out) {
     for (int column = 0; column < kTile; ++column) {
-        const int piece = column / 4;
-        const uint8_t* plane = tile + 4 * lane + column % 4;  // the byte of the next plane
+        const uint8_t* first = tile + 4 * lane + column % 4;  // the byte in the first plane
         int number = 0, known = 0;                            // bits known so far
-        for (int width = 8; width > 0; width /= 2) {
-            if ((m.bits & width) == 0) continue;
-            const int byte = plane[64 * (piece % width)];
-            number |= ((byte >> (piece / width * width)) & ((1 << width) - 1)) << known;
-            known += width;
-            plane += 64 * width;
+        for (int i = 0; known < m.bits; ++i) {
+            const Part part = part_of(m.bits, column / 4, i);
+            const int bits = (first[64 * part.plane] >> part.from) & ((1 << part.count) - 1);
+            number |= bits << known;
+            known += part.count;
         }
         out[column] = static_cast<uint8_t>(number);
     }

@@ -125,8 +125,8 @@ Model::Model(const ModelSpec& external) : spec(external), max_columns(kTile) {
 // Scratch memory of a worker: an unpacked block of weights (linear.cpp), a few prepared rows, or
 // the scores of a query tile (attention.cpp).
 int64_t scratch_bytes(const Model& model) {
-    const int64_t block =
-        model.max_columns * kLanes + model.max_columns / 16 * kLanes * 4 * 3 + 1024;
+    // Bytes, scales and minima of sixteen rows; a pack of eight rows of activations (gemm_neon.h).
+    const int64_t block = model.max_columns * (kLanes + 4 + 4 + 12) + 1024;
     const int64_t rows =
         4 * (model.max_columns * 5 + model.max_columns / 32 * 8 + model.max_columns / 16 * 4 + 64);
     const int64_t scores = 64 * (kSegment + 64) * 4 + 64 * 2048 * 4;

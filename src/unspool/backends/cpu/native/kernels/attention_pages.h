@@ -3,8 +3,6 @@
 // Keys of a page are [head_width][16 tokens], so that sixteen scores accumulate in the lanes of a
 // register without a horizontal sum; values are [16 tokens][head_width].
 #pragma once
-#include <type_traits>
-
 #include "../plan.h"
 #include "vec16.h"
 
@@ -94,34 +92,31 @@ UNSPOOL_NOINLINE void page_scores(const Tile& tile, const uint8_t* const* pages,
                                   int64_t at) {
     const int64_t padded = tile.padded;
     const float* q = tile.queries + row * padded;
-    F32x16 total[R][P];
-    for (int r = 0; r < R; ++r)
-        for (int p = 0; p < P; ++p) total[r][p] = zero();
+    F32x16 total[R * P];
+    for_each_index<R * P>([&](auto i) UNSPOOL_LAMBDA { total[i] = zero(); });
     for (int64_t d = 0; d < padded; d += 4) {  // padding is zero
         Four quad[R];
-        for (int r = 0; r < R; ++r) quad[r] = load_four(q + r * padded + d);
-        const auto add_column = [&](auto number) {
-            constexpr int i = decltype(number)::value;
-            for (int p = 0; p < P; ++p) {
-                const F32x16 keys = Kind::at(pages[p], (d + i) * kPage);
-                for (int r = 0; r < R; ++r) total[r][p] = fma_with<i>(keys, quad[r], total[r][p]);
-            }
-        };
-        add_column(std::integral_constant<int, 0>());
-        add_column(std::integral_constant<int, 1>());
-        add_column(std::integral_constant<int, 2>());
-        add_column(std::integral_constant<int, 3>());
+        for_each_index<R>([&](auto r) UNSPOOL_LAMBDA { quad[r] = load_four(q + r * padded + d); });
+        for_each_index<4>([&](auto column) UNSPOOL_LAMBDA {
+            for_each_index<P>([&](auto p) UNSPOOL_LAMBDA {
+                const F32x16 keys = Kind::at(pages[p], (d + column) * kPage);
+                for_each_index<R>([&](auto r) UNSPOOL_LAMBDA {
+                    total[r * P + p] =
+                        fma_with<decltype(column)::value>(keys, quad[r], total[r * P + p]);
+                });
+            });
+        });
     }
-    for (int r = 0; r < R; ++r) {
+    for_each_index<R>([&](auto r) UNSPOOL_LAMBDA {
         float* scores = tile.scores + (row + r) * kSegment + at;
-        for (int p = 0; p < P; ++p) {
-            F32x16 score = total[r][p];
+        for_each_index<P>([&](auto p) UNSPOOL_LAMBDA {
+            F32x16 score = total[r * P + p];
             if constexpr (Kind::bytes == 1)
                 score = mul(score, load(reinterpret_cast<const float*>(pages[p] + kPage * padded)));
             store(scores + p * kPage, score);
-        }
+        });
         if (tile.op->cap > 0.0f) cap_scores(scores, P * kPage, tile.op->cap);
-    }
+    });
 }
 
 // R weights times the values of one page, C * 16 columns at a time.
@@ -130,9 +125,9 @@ UNSPOOL_INLINE void page_values(const Tile& tile, const uint8_t* page, int64_t r
                                 int64_t slots, int64_t column) {
     const int64_t padded = tile.padded;
     float* sums = tile.sums + row * padded + column;
-    F32x16 total[R][C];
-    for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) total[r][c] = load(sums + r * padded + c * kLanes);
+    F32x16 total[R * C];
+    for_each_index<R * C>(
+        [&](auto i) UNSPOOL_LAMBDA { total[i] = load(sums + i / C * padded + i % C * kLanes); });
     const float* weights = tile.scores + row * kSegment + at;
     float scaled_weights[R][kPage];
     if constexpr (Kind::bytes == 1) {  // multiply the token's scale into its weight
@@ -146,28 +141,27 @@ UNSPOOL_INLINE void page_values(const Tile& tile, const uint8_t* page, int64_t r
     int64_t slot = 0;
     for (; slot + 4 <= slots; slot += 4) {
         Four quad[R];
-        for (int r = 0; r < R; ++r) quad[r] = load_four(weight(r, slot));
-        const auto add_column = [&](auto number) {
-            constexpr int i = decltype(number)::value;
-            for (int c = 0; c < C; ++c) {
+        for_each_index<R>([&](auto r) UNSPOOL_LAMBDA { quad[r] = load_four(weight(r, slot)); });
+        for_each_index<4>([&](auto i) UNSPOOL_LAMBDA {
+            for_each_index<C>([&](auto c) UNSPOOL_LAMBDA {
                 const F32x16 values = Kind::at(page, (slot + i) * padded + column + c * kLanes);
-                for (int r = 0; r < R; ++r) total[r][c] = fma_with<i>(values, quad[r], total[r][c]);
-            }
-        };
-        add_column(std::integral_constant<int, 0>());
-        add_column(std::integral_constant<int, 1>());
-        add_column(std::integral_constant<int, 2>());
-        add_column(std::integral_constant<int, 3>());
+                for_each_index<R>([&](auto r) UNSPOOL_LAMBDA {
+                    total[r * C + c] =
+                        fma_with<decltype(i)::value>(values, quad[r], total[r * C + c]);
+                });
+            });
+        });
     }
     for (; slot < slots; ++slot) {
-        for (int c = 0; c < C; ++c) {
+        for_each_index<C>([&](auto c) UNSPOOL_LAMBDA {
             const F32x16 values = Kind::at(page, slot * padded + column + c * kLanes);
-            for (int r = 0; r < R; ++r)
-                total[r][c] = fma(values, set1(*weight(r, slot)), total[r][c]);
-        }
+            for_each_index<R>([&](auto r) UNSPOOL_LAMBDA {
+                total[r * C + c] = fma(values, set1(*weight(r, slot)), total[r * C + c]);
+            });
+        });
     }
-    for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) store(sums + r * padded + c * kLanes, total[r][c]);
+    for_each_index<R * C>(
+        [&](auto i) UNSPOOL_LAMBDA { store(sums + i / C * padded + i % C * kLanes, total[i]); });
 }
 
 template <class Kind, int R>

@@ -14,12 +14,13 @@ namespace ISA {
 
 // A block's weights, unpacked into a worker's scratch memory.
 struct UnpackedBlock {
-    uint8_t* bytes;             // [tiles][8][64]; signed where the offset is already subtracted
+    uint8_t* bytes;             // [tiles][8 pieces][64], on NEON [4][tiles][8 pieces][16]; signed
+                                // where the offset is already subtracted
     float* scales;              // [groups][16]
     float* minima;              // [groups][16]
     int32_t offset_correction;  // still to be subtracted from a dot product
-    float* tile_scales;         // memory for the scales and scaled sums of sixteen activation rows,
-                                // or for the corrections of rows that are multiplied together
+    float* tile_scales;         // memory for a pack of activation rows, or for the corrections of
+                                // rows that are multiplied together
 };
 
 #if defined(ISA_amx)
@@ -42,6 +43,17 @@ UNSPOOL_INLINE UnpackedBlock allocate_block(uint8_t* scratch, int64_t tiles) {
     return block_out;
 }
 
+UNSPOOL_INLINE void store_piece(uint8_t* bytes, int64_t tiles, int64_t tile, int piece,
+                                const U8x64& columns) {
+#if defined(ISA_neon)  // four rows after the other
+    for (int quarter = 0; quarter < 4; ++quarter)
+        vst1q_u8(bytes + ((quarter * tiles + tile) * 8 + piece) * 16, columns.v[quarter]);
+#else
+    static_cast<void>(tiles);
+    store_bytes(bytes + (tile * 8 + piece) * 64, columns);
+#endif
+}
+
 template <class S>
 UNSPOOL_INLINE void unpack_block(const Matrix& m, const uint8_t* p, UnpackedBlock& block_out) {
     const int64_t tiles = tiles_of(m);
@@ -56,15 +68,14 @@ UNSPOOL_INLINE void unpack_block(const Matrix& m, const uint8_t* p, UnpackedBloc
     for (int64_t tile = 0; tile < tiles; ++tile) {
         p = factors.read_before(tile, p);
         for (int line = 0; line < S::tile; line += 64) prefetch(p + kPrefetchBytes + line);
-        uint8_t* bytes = block_out.bytes + tile * kTile * kLanes;
-        for_each_index<8>([&](auto piece_index) __attribute__((always_inline)) {
+        for_each_index<8>([&](auto piece_index) UNSPOOL_LAMBDA {
             constexpr int piece = decltype(piece_index)::value;
             U8x64 columns = load_piece<S::bits, piece>(p);
             if constexpr (S::format == kCodes)
                 columns = look_up(table, columns);
             else
                 columns = subtract_from_bytes(columns, offset);
-            store_bytes(bytes + 64 * piece, columns);
+            store_piece(block_out.bytes, tiles, tile, piece, columns);
         });
         TileScales<S> s;
         s.read(p + S::stored, factors, m.offset);

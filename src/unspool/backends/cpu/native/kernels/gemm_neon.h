@@ -1,71 +1,98 @@
-// gemm.h for NEON: four rows of weights (one register) times up to eight rows of activations, with
-// all sums in registers. Four activations are selected from a register by lane, so that each is
-// loaded once for sixteen columns.
+// gemm.h for NEON: four rows of weights (a quarter of a block, one register) times eight rows of
+// activations, with all sums in registers. Activations are packed by eight rows (see prepare.h), so
+// that two loads serve eight dot products.
 #pragma once
 #include "gemm.h"
+#include "prepare.h"
 
 namespace unspool {
 namespace ISA {
 
-template <int T>
-UNSPOOL_INLINE void dot_columns(int32x4_t* dots, const uint8_t* w, const int8_t* a,
-                                int64_t stride) {
-    int8x16_t rows[T];
-    for (int t = 0; t < T; ++t) rows[t] = vld1q_s8(a + t * stride);
-#define UNSPOOL_PIECE(j)                                                                     \
-    {                                                                                        \
-        const int8x16_t weights = vreinterpretq_s8_u8(vld1q_u8(w + 64 * j));                 \
-        for (int t = 0; t < T; ++t) dots[t] = vdotq_laneq_s32(dots[t], weights, rows[t], j); \
-    }
-    UNSPOOL_PIECE(0)
-    UNSPOOL_PIECE(1)
-    UNSPOOL_PIECE(2)
-    UNSPOOL_PIECE(3)
-#undef UNSPOOL_PIECE
+// Eight rows of activations.
+struct PackedRows {
+    const int8_t* quants;  // [tiles][8 pieces][8 rows][4 columns]
+    const float* factors;  // [tiles][scales, scaled sums][8 rows]
+};
+
+// Rows [first, first + 8). Rows of an expert may start anywhere: these are packed into `memory`.
+inline PackedRows packed_rows(const QuantizedRows& acts, int64_t tiles, int64_t first,
+                              float* memory) {
+    const int64_t stride = acts.columns / kTile;
+    if (first % kPackedRows == 0)
+        return {acts.tiled + first * acts.columns, acts.tile_scales + first * stride * 2};
+    float* factors = memory;
+    int8_t* quants = reinterpret_cast<int8_t*>(factors + tiles * 2 * kPackedRows);
+    for (int64_t row = 0; row < kPackedRows; ++row)
+        pack_row(acts.quants + (first + row) * acts.columns, acts.scales + (first + row) * stride,
+                 acts.scaled_sums + (first + row) * stride, tiles, row, quants, factors);
+    return {quants, factors};
 }
 
-// Rows 4 * quarter to 4 * quarter + 3 of the block.
+// Starts of dot products (see start_sums), to be loaded: loads cost no time here.
+struct Starts {
+    float v[4 * kPackedRows];
+    constexpr Starts() : v() {
+        for (float& start : v) start = kSumsBase;
+    }
+};
+constexpr Starts kStarts;
+
+// Rows 4 * quarter to 4 * quarter + 3 of the block times T rows.
 template <int Group, bool Minima, int T>
 UNSPOOL_INLINE void multiply_quarter(const UnpackedBlock& block, int64_t tiles,
-                                     const QuantizedRows& acts, int64_t first, int quarter,
-                                     F32x16* out) {
-    const int64_t tile_stride = acts.columns / kTile;
-    const int8_t* a = acts.quants + first * acts.columns;
-    const float* scales = acts.scales + first * tile_stride;
-    float32x4_t total[T], low[T];
+                                     const QuantizedRows& acts, int64_t first,
+                                     const PackedRows& rows, int quarter, F32x16* out) {
+    const uint8_t* w = block.bytes + quarter * tiles * kTile * 4;
+    const int8_t* a = rows.quants;
+    const float* factors = rows.factors;
+    const float* scales = block.scales + 4 * quarter;
+    float32x4_t total[T];
     for (int t = 0; t < T; ++t) total[t] = vdupq_n_f32(0.0f);
-    const auto add_group_dots = [&](int64_t group, int64_t tile, const int32x4_t* dots) {
-        const float32x4_t scale = vld1q_f32(block.scales + group * kLanes + 4 * quarter);
-        for (int t = 0; t < T; ++t) {
-            const float32x4_t packed = vmulq_n_f32(scale, scales[t * tile_stride + tile]);
-            total[t] = vfmaq_f32(total[t], vcvtq_f32_s32(dots[t]), packed);
-        }
-    };
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-        const uint8_t* w = block.bytes + tile * kTile * kLanes + 16 * quarter;
-        int32x4_t dots[T];
-        for (int t = 0; t < T; ++t) dots[t] = vdupq_n_s32(0);
-        dot_columns<T>(dots, w, a + tile * kTile, acts.columns);
-        if constexpr (Group == 16) {
-            add_group_dots(2 * tile, tile, dots);
-            for (int t = 0; t < T; ++t) dots[t] = vdupq_n_s32(0);
-        }
-        dot_columns<T>(dots, w + 256, a + tile * kTile + 16, acts.columns);
-        add_group_dots(Group == 16 ? 2 * tile + 1 : tile, tile, dots);
-    }
-    if constexpr (Minima) {
-        for (int t = 0; t < T; ++t) low[t] = vdupq_n_f32(0.0f);
-        for (int64_t group = 0; group < tiles * (kTile / Group); ++group) {
-            const float32x4_t minimum = vld1q_f32(block.minima + group * kLanes + 4 * quarter);
-            for (int t = 0; t < T; ++t) {
-                const int64_t row = first + t;
-                const float factor =
-                    Group == kTile
-                        ? acts.scaled_sums[row * tile_stride + group]
-                        : acts.scales[row * tile_stride + group / 2] *
-                              static_cast<float>(acts.sums[row * (acts.columns / kLanes) + group]);
-                low[t] = vfmaq_n_f32(low[t], minimum, factor);
+    for (int64_t tile = 0; tile < tiles; ++tile, factors += 2 * kPackedRows) {
+        for (int g = 0; g < kTile / Group; ++g, scales += kLanes) {
+            const float* starts = kStarts.v;
+            asm("" : "+r"(starts));  // else the compiler copies registers
+            int32x4_t dots[T];
+            for (int t = 0; t < T; ++t) dots[t] = vreinterpretq_s32_f32(vld1q_f32(starts + 4 * t));
+#pragma GCC unroll 8
+            for (int piece = 0; piece < Group / 4; ++piece, w += 16, a += 4 * kPackedRows) {
+                const int8x16_t weights = vreinterpretq_s8_u8(vld1q_u8(w));
+                const int8x16_t numbers[2] = {vld1q_s8(a), vld1q_s8(a + 16)};
+                for_each_index<T>([&](auto index) UNSPOOL_LAMBDA {
+                    constexpr int t = decltype(index)::value;
+                    dots[t] = vdotq_laneq_s32(dots[t], weights, numbers[t / 4], t % 4);
+                });
             }
+            const float32x4_t scale = vld1q_f32(scales);
+            const float32x4_t factor[2] = {vld1q_f32(factors), vld1q_f32(factors + 4)};
+            for_each_index<T>([&](auto index) UNSPOOL_LAMBDA {
+                constexpr int t = decltype(index)::value;
+                const float32x4_t dot =
+                    vsubq_f32(vreinterpretq_f32_s32(dots[t]), vdupq_n_f32(kSumsBase));
+                total[t] = vfmaq_f32(total[t], dot, vmulq_laneq_f32(scale, factor[t / 4], t % 4));
+            });
+        }
+    }
+    if constexpr (Minima) {  // a separate sum, as in gemv.h
+        const float* minima = block.minima + 4 * quarter;
+        float32x4_t low[T];
+        for (int t = 0; t < T; ++t) low[t] = vdupq_n_f32(0.0f);
+        for (int64_t group = 0; group < tiles * (kTile / Group); ++group, minima += kLanes) {
+            const float32x4_t minimum = vld1q_f32(minima);
+            float sums[kPackedRows];
+            const float* sum = rows.factors + (2 * group + 1) * kPackedRows;
+            if constexpr (Group == 16) {
+                for (int t = 0; t < T; ++t)
+                    sums[t] = rows.factors[group / 2 * 2 * kPackedRows + t] *
+                              static_cast<float>(
+                                  acts.sums[(first + t) * (acts.columns / kLanes) + group]);
+                sum = sums;
+            }
+            const float32x4_t factor[2] = {vld1q_f32(sum), vld1q_f32(sum + 4)};
+            for_each_index<T>([&](auto index) UNSPOOL_LAMBDA {
+                constexpr int t = decltype(index)::value;
+                low[t] = vfmaq_laneq_f32(low[t], minimum, factor[t / 4], t % 4);
+            });
         }
         for (int t = 0; t < T; ++t) total[t] = vaddq_f32(total[t], low[t]);
     }
@@ -76,8 +103,9 @@ UNSPOOL_INLINE void multiply_quarter(const UnpackedBlock& block, int64_t tiles,
 template <int Group, bool Minima, int T>
 UNSPOOL_INLINE void multiply_by_quarters(const UnpackedBlock& block, int64_t tiles,
                                          const QuantizedRows& acts, int64_t first, F32x16* out) {
+    const PackedRows rows = packed_rows(acts, tiles, first, block.tile_scales);
     for (int quarter = 0; quarter < 4; ++quarter)
-        multiply_quarter<Group, Minima, T>(block, tiles, acts, first, quarter, out);
+        multiply_quarter<Group, Minima, T>(block, tiles, acts, first, rows, quarter, out);
 }
 
 }  // namespace ISA

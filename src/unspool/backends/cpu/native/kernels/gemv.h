@@ -8,9 +8,6 @@
 // Integers are exact, so the order within a dot product does not matter; the order of float
 // operations is fixed. So a row's result is batch-invariant.
 #pragma once
-#include <type_traits>
-#include <utility>
-
 #include "../plan.h"
 #include "vec16.h"
 
@@ -29,37 +26,28 @@ struct Spec {
     static constexpr int factors = super ? kLanes * 2 * (has_minima ? 2 : 1) : 0;
 };
 
-// Calls f with the integers from 0 to N - 1 as types.
-template <class F, int... I>
-UNSPOOL_INLINE void for_each_index(F f, std::integer_sequence<int, I...>) {
-    (f(std::integral_constant<int, I>()), ...);
-}
-template <int N, class F>
-UNSPOOL_INLINE void for_each_index(F f) {
-    for_each_index(f, std::make_integer_sequence<int, N>());
+// Adds the bits of piece I from part `Number` on to those below bit `To`.
+template <int Bits, int I, int Number, int To>
+UNSPOOL_INLINE U8x64 insert_parts(U8x64 low, const uint8_t* p) {
+    constexpr Part part = part_of(Bits, I, Number);
+    if constexpr (part.count == 0) {
+        return low;
+    } else {
+        low = insert_bits<part.from, To, part.count>(low, load_bytes(p + 64 * part.plane));
+        return insert_parts<Bits, I, Number + 1, To + part.count>(low, p);
+    }
 }
 
 // Stored values of piece I (columns 4 * I to 4 * I + 3) of the tile at p, a byte each.
 template <int Bits, int I>
 UNSPOOL_INLINE U8x64 load_piece(const uint8_t* p) {
-    if constexpr (Bits == 8) {
-        return load_bytes(p + 64 * I);
-    } else if constexpr (Bits >= 4) {
-        const U8x64 low = take_bits<I / 4 * 4, 4>(load_bytes(p + 64 * (I % 4)));
-        if constexpr (Bits == 5) return insert_bits<I, 4, 1>(low, load_bytes(p + 256));
-        if constexpr (Bits == 6)
-            return insert_bits<I / 2 * 2, 4, 2>(low, load_bytes(p + 256 + 64 * (I % 2)));
-        return low;
-    } else if constexpr (Bits >= 2) {
-        const U8x64 low = take_bits<I / 2 * 2, 2>(load_bytes(p + 64 * (I % 2)));
-        if constexpr (Bits == 3) return insert_bits<I, 2, 1>(low, load_bytes(p + 128));
-        return low;
-    } else {
-        return take_bits<I, 1>(load_bytes(p));
-    }
+    constexpr Part part = part_of(Bits, I, 0);
+    const U8x64 plane = load_bytes(p + 64 * part.plane);
+    if constexpr (Bits == 8) return plane;
+    return insert_parts<Bits, I, 1, part.count>(take_bits<part.from, part.count>(plane), p);
 }
 
-// Common factors of the scales and minima of eight tiles.
+// Common factors of the scales and minima of eight tiles; that of the minima is negated.
 template <class S>
 struct Factors {
     F32x16 scale = zero(), low = zero();
@@ -70,7 +58,7 @@ struct Factors {
             if (tile % kSuperTiles != 0) return p;
             scale = load_half(reinterpret_cast<const uint16_t*>(p));
             if constexpr (S::has_minima)
-                low = load_half(reinterpret_cast<const uint16_t*>(p + kLanes * 2));
+                low = sub(zero(), load_half(reinterpret_cast<const uint16_t*>(p + kLanes * 2)));
         }
         return p + S::factors;
     }
@@ -93,8 +81,7 @@ struct TileScales {
                 scale[g] =
                     mul(factors.scale, load_i8(reinterpret_cast<const int8_t*>(p) + g * kLanes));
                 if constexpr (S::has_minima)
-                    minimum[g] =
-                        sub(zero(), mul(factors.low, load_u8(p + S::scale_bytes + g * kLanes)));
+                    minimum[g] = mul(factors.low, load_u8(p + S::scale_bytes + g * kLanes));
             } else {
                 scale[g] = load_half(reinterpret_cast<const uint16_t*>(p));
                 if constexpr (S::minima_kind == kZeroPoints)
@@ -120,11 +107,9 @@ UNSPOOL_INLINE int32_t byte_offset(const Matrix& m) {
 
 // Adds the product of one group to a row's result.
 template <bool Minima>
-UNSPOOL_INLINE void add_group(F32x16& total, F32x16& low, I32x16 dots, int32_t offset_correction,
-                              const F32x16& scale, const F32x16& minimum, float a, int32_t a_sum,
-                              float a_low) {
-    if (offset_correction != 0) dots = isub(dots, iset1(offset_correction * a_sum));
-    total = fma(to_float(dots), mul(scale, set1(a)), total);
+UNSPOOL_INLINE void add_group(F32x16& total, F32x16& low, const F32x16& dots, const F32x16& scale,
+                              const F32x16& minimum, float a, float a_low) {
+    total = fma(dots, mul(scale, set1(a)), total);
     if constexpr (Minima) low = fma(minimum, set1(a_low), low);
 }
 
@@ -143,7 +128,7 @@ UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const Quan
     const float* lows = acts.scaled_sums + first * (acts.columns / kTile);
     const int32_t* sums = acts.sums + first * (acts.columns / kLanes);
     F32x16 total[T], low[T];
-    for (int t = 0; t < T; ++t) total[t] = low[t] = zero();
+    for_each_index<T>([&](auto t) UNSPOOL_LAMBDA { total[t] = low[t] = zero(); });
     Factors<S> factors;
     for (int64_t tile = 0; tile < tiles; ++tile) {
         p = factors.read_before(tile, p);
@@ -154,13 +139,16 @@ UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const Quan
         using Sums = std::conditional_t<small, SmallSums, I32x16>;
         Sums front[T], second[split ? T : 1];
         Sums* back = split ? second : front;
-        for (int t = 0; t < T; ++t) front[t] = back[t] = Sums();
         Columns a[T], b[T];
-        for (int t = 0; t < T; ++t) {
+        for_each_index<T>([&](auto t) UNSPOOL_LAMBDA {
+            // Sums start with what the stored bytes' offset adds to them, negated.
+            const int32_t* sum = sums + t * (acts.columns / kLanes) + 2 * tile;
+            front[t] = start_sums<Sums>(-offset_correction * (split ? sum[0] : sum[0] + sum[1]));
+            if constexpr (split) back[t] = start_sums<Sums>(-offset_correction * sum[1]);
             a[t] = load_columns(numbers + t * acts.columns + tile * kTile);
             b[t] = load_columns(numbers + t * acts.columns + tile * kTile + kLanes);
-        }
-        for_each_index<4>([&](auto piece_index) __attribute__((always_inline)) {
+        });
+        for_each_index<4>([&](auto piece_index) UNSPOOL_LAMBDA {
             constexpr int j = decltype(piece_index)::value;
             U8x64 low_columns = load_piece<S::bits, j>(p),
                   high_columns = load_piece<S::bits, j + 4>(p);
@@ -168,7 +156,7 @@ UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const Quan
                 low_columns = look_up(table, low_columns);
                 high_columns = look_up(table, high_columns);
             }
-            for (int t = 0; t < T; ++t) {
+            for_each_index<T>([&](auto t) UNSPOOL_LAMBDA {
                 if constexpr (S::format == kCodes) {
                     front[t] = dot_signed<j>(front[t], low_columns, a[t]);
                     back[t] = dot_signed<j>(back[t], high_columns, b[t]);
@@ -179,29 +167,27 @@ UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const Quan
                     front[t] = dot_bytes<j>(front[t], low_columns, a[t]);
                     back[t] = dot_bytes<j>(back[t], high_columns, b[t]);
                 }
-            }
+            });
         });
         TileScales<S> s;
         s.read(p + S::stored, factors, m.offset);
-        for (int t = 0; t < T; ++t) {
+        for_each_index<T>([&](auto t) UNSPOOL_LAMBDA {
             const float a = scales[t * (acts.columns / kTile) + tile];
-            const int32_t* sum = sums + t * (acts.columns / kLanes) + 2 * tile;
-            if constexpr (S::group == kTile) {
-                add_group<S::has_minima>(total[t], low[t], widen(front[t]), offset_correction,
-                                         s.scale[0], s.minimum[0], a, sum[0] + sum[1],
-                                         lows[t * (acts.columns / kTile) + tile]);
+            [[maybe_unused]] const int32_t* sum = sums + t * (acts.columns / kLanes) + 2 * tile;
+            if constexpr (split) {
+                add_group<S::has_minima>(total[t], low[t], sums_to_float(front[t]), s.scale[0],
+                                         s.minimum[0], a, a * static_cast<float>(sum[0]));
+                add_group<S::has_minima>(total[t], low[t], sums_to_float(back[t]), s.scale[1],
+                                         s.minimum[1], a, a * static_cast<float>(sum[1]));
             } else {
-                add_group<S::has_minima>(total[t], low[t], widen(front[t]), offset_correction,
-                                         s.scale[0], s.minimum[0], a, sum[0],
-                                         a * static_cast<float>(sum[0]));
-                add_group<S::has_minima>(total[t], low[t], widen(back[t]), offset_correction,
-                                         s.scale[1], s.minimum[1], a, sum[1],
-                                         a * static_cast<float>(sum[1]));
+                add_group<S::has_minima>(total[t], low[t], sums_to_float(front[t]), s.scale[0],
+                                         s.minimum[0], a, lows[t * (acts.columns / kTile) + tile]);
             }
-        }
+        });
         p += S::tile;
     }
-    for (int t = 0; t < T; ++t) out[t] = S::has_minima ? add(total[t], low[t]) : total[t];
+    for_each_index<T>(
+        [&](auto t) UNSPOOL_LAMBDA { out[t] = S::has_minima ? add(total[t], low[t]) : total[t]; });
 }
 
 }  // namespace ISA

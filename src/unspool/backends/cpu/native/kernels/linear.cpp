@@ -23,44 +23,50 @@ namespace ISA {
 
 namespace {
 
-#if !defined(ISA_amx)
+// An unpacked block times rows [row, row + T); a pack may extend past the last row, since buffers
+// have slack.
 template <int Group, bool Minima, int T>
 inline void gemm_row_group(const GemmArgs& args, const Matrix& m, int64_t column, int64_t block,
                            int64_t row, const UnpackedBlock& unpacked) {
+    float* target = args.run->buffers[args.op->target].row(row) + column + block * kLanes;
+    for (int t = 0; t < T; ++t) prefetch(target + t * args.run->buffers[args.op->target].width);
     F32x16 out[T];
-#if defined(ISA_neon)
+#if defined(ISA_amx)
+    multiply_tiles<Group, Minima>(unpacked, tiles_of(m), *args.acts, row, out);
+#elif defined(ISA_neon)
     multiply_by_quarters<Group, Minima, T>(unpacked, tiles_of(m), *args.acts, row, out);
 #else
     multiply_unpacked<Group, Minima, T>(unpacked, tiles_of(m), *args.acts, row, out);
 #endif
-    for (int t = 0; t < T; ++t) epilogue(args, m, column, block, row + t, out[t]);
+    for (int t = 0; t < T && row + t < args.last; ++t)
+        epilogue(args, m, column, block, row + t, out[t]);
 }
-#endif
 
 // All rows times an unpacked block: compiled once for all formats with the same groups.
 template <int Group, bool Minima>
 UNSPOOL_NOINLINE void gemm_rows(const GemmArgs& args, const Matrix& m, int64_t column,
                                 int64_t block, const UnpackedBlock& unpacked) {
     int64_t row = args.first;
-#if defined(ISA_amx)
-    while (row < args.last) {  // a tile may extend past the last row: the buffers have slack
-        F32x16 out[kLanes];
-        multiply_tiles<Group, Minima>(unpacked, tiles_of(m), *args.acts, row, out);
-        for (int t = 0; t < kLanes && row < args.last; ++t, ++row)
-            epilogue(args, m, column, block, row, out[t]);
+    if constexpr (kPackedRows > 0) {
+        constexpr int half = kPackedRows == 8 ? 4 : kPackedRows;
+        for (; row < args.last; row += kPackedRows) {
+            if (row + half < args.last)
+                gemm_row_group<Group, Minima, kPackedRows>(args, m, column, block, row, unpacked);
+            else
+                gemm_row_group<Group, Minima, half>(args, m, column, block, row, unpacked);
+        }
+    } else {
+        for (; row + kRowsPerPass <= args.last; row += kRowsPerPass)
+            gemm_row_group<Group, Minima, kRowsPerPass>(args, m, column, block, row, unpacked);
+        if constexpr (kRowsPerPass > 4)
+            for (; row + 4 <= args.last; row += 4)
+                gemm_row_group<Group, Minima, 4>(args, m, column, block, row, unpacked);
+        if constexpr (kRowsPerPass > 2)
+            for (; row + 2 <= args.last; row += 2)
+                gemm_row_group<Group, Minima, 2>(args, m, column, block, row, unpacked);
+        for (; row < args.last; ++row)
+            gemm_row_group<Group, Minima, 1>(args, m, column, block, row, unpacked);
     }
-#else
-    for (; row + kRowsPerPass <= args.last; row += kRowsPerPass)
-        gemm_row_group<Group, Minima, kRowsPerPass>(args, m, column, block, row, unpacked);
-    if constexpr (kRowsPerPass > 4)
-        for (; row + 4 <= args.last; row += 4)
-            gemm_row_group<Group, Minima, 4>(args, m, column, block, row, unpacked);
-    if constexpr (kRowsPerPass > 2)
-        for (; row + 2 <= args.last; row += 2)
-            gemm_row_group<Group, Minima, 2>(args, m, column, block, row, unpacked);
-    for (; row < args.last; ++row)
-        gemm_row_group<Group, Minima, 1>(args, m, column, block, row, unpacked);
-#endif
 }
 
 void multiply_blocks(const GemmArgs& args, const Matrix& m, int64_t column, int64_t first,

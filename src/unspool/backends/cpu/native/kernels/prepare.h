@@ -108,6 +108,21 @@ inline float quantize_tile(const float* x, int8_t* numbers, int32_t* sums) {
     return max_abs / 127.0f + nan_marker;
 }
 
+// Writes the quantized values of a row, and its scales and scaled sums, into row `row` of a pack of
+// kPackedRows rows, in the order in which gemm.h or gemm_neon.h reads them.
+inline void pack_row(const int8_t* numbers, const float* scales, const float* lows, int64_t tiles,
+                     int64_t row, int8_t* packed, float* factors) {
+    constexpr int columns = kPackedColumns, pieces = kTile / columns;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+        int8_t* to = packed + (tile * pieces * kPackedRows + row) * columns;
+        for (int piece = 0; piece < pieces; ++piece)
+            __builtin_memcpy(to + piece * kPackedRows * columns,
+                             numbers + tile * kTile + piece * columns, columns);
+        factors[tile * 2 * kPackedRows + row] = scales[tile];
+        factors[(tile * 2 + 1) * kPackedRows + row] = lows[tile];
+    }
+}
+
 // Fills row `row` of `out` from the operation's source row.
 inline void prepare_row(const RunContext& run, const Op& op, const float* source,
                         const QuantizedRows& out, int64_t row, bool quantize) {
@@ -134,17 +149,13 @@ inline void prepare_row(const RunContext& run, const Op& op, const float* source
         scales[tile] = quantize_tile(values + tile * kTile, numbers + tile * kTile, sum);
         lows[tile] = scales[tile] * static_cast<float>(sum[0] + sum[1]);
     }
-#if defined(ISA_amx)
-    if (out.tiled == nullptr) return;
-    const int64_t tiles = out.columns / kTile;
-    float* tile_scales = out.tile_scales + row / kLanes * tiles * 2 * kLanes + row % kLanes;
-    int8_t* tiled = out.tiled + (row / kLanes * tiles * kLanes + row % kLanes) * kTile;
-    for (int64_t tile = 0; tile < padded / kTile; ++tile) {
-        __builtin_memcpy(tiled + tile * kTile * kLanes, numbers + tile * kTile, kTile);
-        tile_scales[tile * 2 * kLanes] = scales[tile];
-        tile_scales[tile * 2 * kLanes + kLanes] = lows[tile];
+    if constexpr (kPackedRows > 0) {
+        if (out.tiled == nullptr) return;
+        const int64_t pack = row / kPackedRows * kPackedRows;
+        pack_row(numbers, scales, lows, padded / kTile, row % kPackedRows,
+                 out.tiled + pack * out.columns,
+                 out.tile_scales + pack * (out.columns / kTile) * 2);
     }
-#endif
 }
 
 }  // namespace ISA

@@ -5,6 +5,8 @@
 // no horizontal sums. Where they do, the order is fixed.
 #pragma once
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 
 #include "../layout.h"
 
@@ -24,7 +26,21 @@ namespace ISA {
 #if !defined(ISA_avx2)  // AVX2 accumulates small products in 16 bits
 using SmallSums = I32x16;
 #endif
-UNSPOOL_INLINE I32x16 widen(const I32x16& sums) { return sums; }
+
+#if !defined(ISA_neon)  // NEON has a quicker way
+// Sums of dot products, all of which start at x; they are below 2^22.
+template <class Sums>
+UNSPOOL_INLINE Sums start_sums(int32_t x) {
+    if constexpr (std::is_same_v<Sums, I32x16>) {
+        return iset1(x);
+    } else {
+        Sums sums{};
+        sums.start = x;
+        return sums;
+    }
+}
+UNSPOOL_INLINE F32x16 sums_to_float(const I32x16& sums) { return to_float(sums); }
+#endif
 
 #if !defined(ISA_neon)  // NEON can select a lane
 
@@ -57,6 +73,26 @@ UNSPOOL_INLINE I32x16 dot_signed(const I32x16& total, const U8x64& w, Columns a)
     return dot_signed(total, w, a.v + 4 * J);
 }
 
+#endif
+
+// Calls f with the integers from 0 to N - 1 as types: a loop whose arrays stay in registers.
+template <class F, int... I>
+UNSPOOL_INLINE void for_each_index(F f, std::integer_sequence<int, I...>) {
+    (f(std::integral_constant<int, I>()), ...);
+}
+template <int N, class F>
+UNSPOOL_INLINE void for_each_index(F f) {
+    for_each_index(f, std::make_integer_sequence<int, N>());
+}
+
+// Activations are packed by this many rows, with this many columns of a row together (0: not
+// packed).
+#if defined(ISA_amx)
+constexpr int kPackedRows = 16, kPackedColumns = 32;
+#elif defined(ISA_neon)
+constexpr int kPackedRows = 8, kPackedColumns = 4;
+#else
+constexpr int kPackedRows = 0, kPackedColumns = 32;
 #endif
 
 UNSPOOL_INLINE F32x16 zero() { return set1(0.0f); }

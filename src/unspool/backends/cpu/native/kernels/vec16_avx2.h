@@ -153,6 +153,7 @@ UNSPOOL_INLINE __m256i broadcast_four(const int8_t* four) {
 // * 128 = 30,720), so they are widened once per tile, not per product.
 struct SmallSums {
     __m256i v[2];
+    int32_t start;  // added at the end
 };
 // Weights of 0 to 15 times four activations, added to each row's sums.
 UNSPOOL_INLINE SmallSums dot_small(SmallSums total, U8x64 w, const int8_t* four) {
@@ -169,9 +170,10 @@ UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
             _mm256_add_epi32(total.v[i], _mm256_madd_epi16(_mm256_maddubs_epi16(w.v[i], a), ones));
     return total;
 }
-UNSPOOL_INLINE I32x16 widen(SmallSums a) {
+UNSPOOL_INLINE F32x16 sums_to_float(const SmallSums& a) {
     const __m256i ones = _mm256_set1_epi16(1);
-    return {{_mm256_madd_epi16(a.v[0], ones), _mm256_madd_epi16(a.v[1], ones)}};
+    const I32x16 sums = {{_mm256_madd_epi16(a.v[0], ones), _mm256_madd_epi16(a.v[1], ones)}};
+    return to_float(iadd(sums, iset1(a.start)));
 }
 // Stored bytes of 0 to 255, minus kByteBias, times four activations, added to each row's sum.
 UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {

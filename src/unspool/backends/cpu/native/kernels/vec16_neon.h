@@ -15,62 +15,67 @@ struct U8x64 {
     uint8x16_t v[4];
 };  // four columns of sixteen rows
 
-#define UNSPOOL_EACH(expression)                       \
-    F32x16 out;                                        \
-    for (int i = 0; i < 4; ++i) out.v[i] = expression; \
-    return out
+// No loop: before a loop is unrolled, compilers decide to keep arrays in memory.
+#define UNSPOOL_EACH(Type, expression)                                                   \
+    const auto each = [&]([[maybe_unused]] int i) UNSPOOL_LAMBDA { return expression; }; \
+    return Type {                                                                        \
+        {                                                                                \
+            each(0), each(1), each(2), each(3)                                           \
+        }                                                                                \
+    }
 
-UNSPOOL_INLINE F32x16 load(const float* p) { UNSPOOL_EACH(vld1q_f32(p + 4 * i)); }
-UNSPOOL_INLINE F32x16 set1(float x) { UNSPOOL_EACH(vdupq_n_f32(x)); }
-UNSPOOL_INLINE F32x16 add(F32x16 a, F32x16 b) { UNSPOOL_EACH(vaddq_f32(a.v[i], b.v[i])); }
-UNSPOOL_INLINE F32x16 sub(F32x16 a, F32x16 b) { UNSPOOL_EACH(vsubq_f32(a.v[i], b.v[i])); }
-UNSPOOL_INLINE F32x16 mul(F32x16 a, F32x16 b) { UNSPOOL_EACH(vmulq_f32(a.v[i], b.v[i])); }
-UNSPOOL_INLINE F32x16 div(F32x16 a, F32x16 b) { UNSPOOL_EACH(vdivq_f32(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 load(const float* p) { UNSPOOL_EACH(F32x16, vld1q_f32(p + 4 * i)); }
+UNSPOOL_INLINE F32x16 set1(float x) { UNSPOOL_EACH(F32x16, vdupq_n_f32(x)); }
+UNSPOOL_INLINE F32x16 add(F32x16 a, F32x16 b) { UNSPOOL_EACH(F32x16, vaddq_f32(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 sub(F32x16 a, F32x16 b) { UNSPOOL_EACH(F32x16, vsubq_f32(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 mul(F32x16 a, F32x16 b) { UNSPOOL_EACH(F32x16, vmulq_f32(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 div(F32x16 a, F32x16 b) { UNSPOOL_EACH(F32x16, vdivq_f32(a.v[i], b.v[i])); }
 UNSPOOL_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
-    UNSPOOL_EACH(vfmaq_f32(c.v[i], a.v[i], b.v[i]));
+    UNSPOOL_EACH(F32x16, vfmaq_f32(c.v[i], a.v[i], b.v[i]));
 }
-UNSPOOL_INLINE F32x16 vmax(F32x16 a, F32x16 b) { UNSPOOL_EACH(vmaxq_f32(a.v[i], b.v[i])); }
-UNSPOOL_INLINE F32x16 vmin(F32x16 a, F32x16 b) { UNSPOOL_EACH(vminq_f32(a.v[i], b.v[i])); }
-UNSPOOL_INLINE F32x16 round16(F32x16 a) { UNSPOOL_EACH(vrndnq_f32(a.v[i])); }
+UNSPOOL_INLINE F32x16 vmax(F32x16 a, F32x16 b) { UNSPOOL_EACH(F32x16, vmaxq_f32(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 vmin(F32x16 a, F32x16 b) { UNSPOOL_EACH(F32x16, vminq_f32(a.v[i], b.v[i])); }
+UNSPOOL_INLINE F32x16 round16(F32x16 a) { UNSPOOL_EACH(F32x16, vrndnq_f32(a.v[i])); }
 UNSPOOL_INLINE F32x16 where_less(F32x16 a, F32x16 b, F32x16 yes, F32x16 no) {
-    UNSPOOL_EACH(vbslq_f32(vcltq_f32(a.v[i], b.v[i]), yes.v[i], no.v[i]));
+    UNSPOOL_EACH(F32x16, vbslq_f32(vcltq_f32(a.v[i], b.v[i]), yes.v[i], no.v[i]));
 }
 UNSPOOL_INLINE F32x16 load_half(const uint16_t* p) {
-    UNSPOOL_EACH(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))));
+    UNSPOOL_EACH(F32x16, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))));
 }
 UNSPOOL_INLINE F32x16 load_bf16(const uint16_t* p) {
-    UNSPOOL_EACH(vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)));
+    UNSPOOL_EACH(F32x16, vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)));
 }
-UNSPOOL_INLINE F32x16 to_float(I32x16 a) { UNSPOOL_EACH(vcvtq_f32_s32(a.v[i])); }
+UNSPOOL_INLINE F32x16 to_float(I32x16 a) { UNSPOOL_EACH(F32x16, vcvtq_f32_s32(a.v[i])); }
 // p * 2^n, n an integer within the range of a float.
 UNSPOOL_INLINE F32x16 scale_by_power(F32x16 p, F32x16 n) {
-    UNSPOOL_EACH(vmulq_f32(p.v[i], vreinterpretq_f32_s32(vshlq_n_s32(
+    UNSPOOL_EACH(F32x16,
+                 vmulq_f32(p.v[i], vreinterpretq_f32_s32(vshlq_n_s32(
                                        vaddq_s32(vcvtq_s32_f32(n.v[i]), vdupq_n_s32(127)), 23))));
 }
-#undef UNSPOOL_EACH
-
 UNSPOOL_INLINE void store(float* p, F32x16 a) {
-    for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, a.v[i]);
+    vst1q_f32(p, a.v[0]);
+    vst1q_f32(p + 4, a.v[1]);
+    vst1q_f32(p + 8, a.v[2]);
+    vst1q_f32(p + 12, a.v[3]);
 }
 UNSPOOL_INLINE void store_half(uint16_t* p, F32x16 a) {
     for (int i = 0; i < 4; ++i) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
 }
-// Sixteen signed or unsigned bytes as floats.
-UNSPOOL_INLINE F32x16 load_i8(const int8_t* p) {
-    const int8x16_t bytes = vld1q_s8(p);
-    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
-    return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))),
-             vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))),
-             vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))),
-             vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
+// Sixteen unsigned or signed bytes as floats. The bytes become the lowest bits of the float 2^23,
+// which is subtracted: exact, and quicker than instructions that convert.
+UNSPOOL_INLINE F32x16 bytes_to_floats(uint8x16_t bytes, float subtracted) {
+    const uint8x16_t none = vdupq_n_u8(0);
+    const uint16x8_t high = vdupq_n_u16(0x4b00);  // the highest bits of 2^23
+    const uint16x8_t half[2] = {vreinterpretq_u16_u8(vzip1q_u8(bytes, none)),
+                                vreinterpretq_u16_u8(vzip2q_u8(bytes, none))};
+    const uint16x8_t bits[4] = {vzip1q_u16(half[0], high), vzip2q_u16(half[0], high),
+                                vzip1q_u16(half[1], high), vzip2q_u16(half[1], high)};
+    UNSPOOL_EACH(F32x16, vsubq_f32(vreinterpretq_f32_u16(bits[i]), vdupq_n_f32(subtracted)));
 }
-UNSPOOL_INLINE F32x16 load_u8(const uint8_t* p) {
-    const uint8x16_t bytes = vld1q_u8(p);
-    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
-    return {{vcvtq_f32_u32(vmovl_u16(vget_low_u16(low))),
-             vcvtq_f32_u32(vmovl_u16(vget_high_u16(low))),
-             vcvtq_f32_u32(vmovl_u16(vget_low_u16(high))),
-             vcvtq_f32_u32(vmovl_u16(vget_high_u16(high)))}};
+UNSPOOL_INLINE F32x16 load_u8(const uint8_t* p) { return bytes_to_floats(vld1q_u8(p), 8388608.0f); }
+UNSPOOL_INLINE F32x16 load_i8(const int8_t* p) {  // 128 more, to have no sign
+    const uint8x16_t bytes = vreinterpretq_u8_s8(vld1q_s8(p));
+    return bytes_to_floats(veorq_u8(bytes, vdupq_n_u8(128)), 8388608.0f + 128.0f);
 }
 // Sixteen bytes, each shifted into the bits of a float.
 template <int Bits>
@@ -109,8 +114,7 @@ UNSPOOL_INLINE Four load_four(const float* p) { return {vld1q_f32(p)}; }
 // a * four[I] + c
 template <int I>
 UNSPOOL_INLINE F32x16 fma_with(F32x16 a, Four four, F32x16 c) {
-    for (int i = 0; i < 4; ++i) c.v[i] = vfmaq_laneq_f32(c.v[i], a.v[i], four.v, I);
-    return c;
+    UNSPOOL_EACH(F32x16, vfmaq_laneq_f32(c.v[i], a.v[i], four.v, I));
 }
 
 // -- integers -----------------------------------------------------------------------------------
@@ -118,18 +122,17 @@ UNSPOOL_INLINE F32x16 fma_with(F32x16 a, Four four, F32x16 c) {
 // Dot products use signed weights: subtracted from a stored byte before multiplying.
 constexpr int kByteBias = 128;
 
-UNSPOOL_INLINE I32x16 iset1(int32_t x) {
-    return {{vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x)}};
+// Sums of dot products, all of which start at x; they are below 2^22. Added to the bits of the
+// float 2^23 + 2^22, an integer adds itself to the float, so that subtracting the float converts
+// it.
+constexpr float kSumsBase = 12582912.0f;
+template <class Sums>
+UNSPOOL_INLINE Sums start_sums(int32_t x) {
+    const int32x4_t start = vdupq_n_s32(0x4b400000 + x);
+    return {{start, start, start, start}};
 }
-UNSPOOL_INLINE I32x16 iadd(I32x16 a, I32x16 b) {
-    I32x16 out;
-    for (int i = 0; i < 4; ++i) out.v[i] = vaddq_s32(a.v[i], b.v[i]);
-    return out;
-}
-UNSPOOL_INLINE I32x16 isub(I32x16 a, I32x16 b) {
-    I32x16 out;
-    for (int i = 0; i < 4; ++i) out.v[i] = vsubq_s32(a.v[i], b.v[i]);
-    return out;
+UNSPOOL_INLINE F32x16 sums_to_float(const I32x16& sums) {
+    UNSPOOL_EACH(F32x16, vsubq_f32(vreinterpretq_f32_s32(sums.v[i]), vdupq_n_f32(kSumsBase)));
 }
 UNSPOOL_INLINE U8x64 load_bytes(const uint8_t* p) {
     return {{vld1q_u8(p), vld1q_u8(p + 16), vld1q_u8(p + 32), vld1q_u8(p + 48)}};
@@ -143,18 +146,17 @@ UNSPOOL_INLINE uint8x16_t shift_bytes(uint8x16_t a) {
 // The `Count` bits of every byte from bit `From` on.
 template <int From, int Count>
 UNSPOOL_INLINE U8x64 take_bits(U8x64 a) {
-    for (auto& v : a.v) {
+    const auto take = [](uint8x16_t v) UNSPOOL_LAMBDA {
         v = shift_bytes<From>(v);
-        if constexpr (From + Count < 8) v = vandq_u8(v, vdupq_n_u8((1 << Count) - 1));
-    }
-    return a;
+        return From + Count < 8 ? vandq_u8(v, vdupq_n_u8((1 << Count) - 1)) : v;
+    };
+    UNSPOOL_EACH(U8x64, take(a.v[i]));
 }
 // Adds these bits to the bytes of `low`, from bit `To` on.
 template <int From, int To, int Count>
 UNSPOOL_INLINE U8x64 insert_bits(U8x64 low, U8x64 a) {
     const uint8x16_t mask = vdupq_n_u8(((1 << Count) - 1) << To);
-    for (int i = 0; i < 4; ++i) low.v[i] = vbslq_u8(mask, shift_bytes<From - To>(a.v[i]), low.v[i]);
-    return low;
+    UNSPOOL_EACH(U8x64, vbslq_u8(mask, shift_bytes<From - To>(a.v[i]), low.v[i]));
 }
 // Sixteen activations, from which a dot product selects four by index.
 struct Columns {
@@ -164,18 +166,15 @@ UNSPOOL_INLINE Columns load_columns(const int8_t* p) { return {vld1q_s8(p)}; }
 // Weights of 0 to 15 times activations 4 * J to 4 * J + 3, added to each row's sum.
 template <int J>
 UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, Columns a) {
-    for (int i = 0; i < 4; ++i)
-        total.v[i] = vdotq_laneq_s32(total.v[i], vreinterpretq_s8_u8(w.v[i]), a.v, J);
-    return total;
+    UNSPOOL_EACH(I32x16, vdotq_laneq_s32(total.v[i], vreinterpretq_s8_u8(w.v[i]), a.v, J));
 }
 // The same for stored bytes of 0 to 255, minus kByteBias.
 template <int J>
 UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, Columns a) {
-    for (int i = 0; i < 4; ++i) {
-        const int8x16_t row = vreinterpretq_s8_u8(veorq_u8(w.v[i], vdupq_n_u8(128)));
-        total.v[i] = vdotq_laneq_s32(total.v[i], row, a.v, J);
-    }
-    return total;
+    const auto row = [&](int i) UNSPOOL_LAMBDA {
+        return vreinterpretq_s8_u8(veorq_u8(w.v[i], vdupq_n_u8(128)));
+    };
+    UNSPOOL_EACH(I32x16, vdotq_laneq_s32(total.v[i], row(i), a.v, J));
 }
 // Signed weights times activations 4 * J to 4 * J + 3.
 template <int J>
@@ -190,17 +189,16 @@ UNSPOOL_INLINE Table load_table(const int8_t* p, int bias) {
     return {vaddq_u8(vreinterpretq_u8_s8(vld1q_s8(p)), vdupq_n_u8(static_cast<uint8_t>(bias)))};
 }
 UNSPOOL_INLINE U8x64 look_up(Table table, U8x64 codes) {
-    for (int i = 0; i < 4; ++i) codes.v[i] = vqtbl1q_u8(table.v, codes.v[i]);
-    return codes;
+    UNSPOOL_EACH(U8x64, vqtbl1q_u8(table.v, codes.v[i]));
 }
 UNSPOOL_INLINE void store_bytes(uint8_t* p, U8x64 a) {
     for (int i = 0; i < 4; ++i) vst1q_u8(p + 16 * i, a.v[i]);
 }
 // Subtracts a number from every byte; signed results.
 UNSPOOL_INLINE U8x64 subtract_from_bytes(U8x64 a, int number) {
-    for (int i = 0; i < 4; ++i) a.v[i] = vsubq_u8(a.v[i], vdupq_n_u8(static_cast<uint8_t>(number)));
-    return a;
+    UNSPOOL_EACH(U8x64, vsubq_u8(a.v[i], vdupq_n_u8(static_cast<uint8_t>(number))));
 }
+#undef UNSPOOL_EACH
 constexpr bool kSignedDot = true;  // see gemm_neon.h
 constexpr int kRowsPerPass = 8;    // rows of activations that share a block's weights
 UNSPOOL_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
