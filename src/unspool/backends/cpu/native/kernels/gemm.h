@@ -67,7 +67,7 @@ UNSPOOL_INLINE void unpack_block(const Matrix& m, const uint8_t* p, UnpackedBloc
     Factors<S> factors;
     for (int64_t tile = 0; tile < tiles; ++tile) {
         p = factors.read_before(tile, p);
-        for (int line = 0; line < S::tile; line += 64) prefetch(p + kPrefetchBytes + line);
+        prefetch_tile<S>(p);
         for_each_index<8>([&](auto piece_index) UNSPOOL_LAMBDA {
             constexpr int piece = decltype(piece_index)::value;
             U8x64 columns = load_piece<S::bits, piece>(p);

@@ -38,27 +38,51 @@ UNSPOOL_INLINE U8x64 insert_parts(U8x64 low, const uint8_t* p) {
     }
 }
 
+#if defined(ISA_neon)  // it has an instruction for this
+// Puts the parts from `Number` on, which are the highest bits of their planes, above the highest
+// bits of `low`.
+template <int Bits, int I, int Number>
+UNSPOOL_INLINE U8x64 append_parts(U8x64 low, const uint8_t* p) {
+    constexpr Part part = part_of(Bits, I, Number);
+    if constexpr (part.count == 0) {
+        return low;
+    } else {
+        low = append_bits<part.count>(load_bytes(p + 64 * part.plane), low);
+        return append_parts<Bits, I, Number + 1>(low, p);
+    }
+}
+#endif
+
 // Stored values of piece I (columns 4 * I to 4 * I + 3) of the tile at p, a byte each.
 template <int Bits, int I>
 UNSPOOL_INLINE U8x64 load_piece(const uint8_t* p) {
     constexpr Part part = part_of(Bits, I, 0);
     const U8x64 plane = load_bytes(p + 64 * part.plane);
     if constexpr (Bits == 8) return plane;
+#if defined(ISA_neon)
+    constexpr Part next = part_of(Bits, I, 1);
+    constexpr bool highest = part.from + part.count == 8 && next.from + next.count == 8;
+    if constexpr (highest) return take_bits<8 - Bits, Bits>(append_parts<Bits, I, 1>(plane, p));
+#endif
     return insert_parts<Bits, I, 1, part.count>(take_bits<part.from, part.count>(plane), p);
 }
 
 // Common factors of the scales and minima of eight tiles; that of the minima is negated.
 template <class S>
 struct Factors {
-    F32x16 scale = zero(), low = zero();
+    F32x16 scale = zero();
+    ByteFactor unsigned_scale, minimum;  // with minima, scales have no sign
 
     // Reads them if they precede this tile; returns the start of the tile itself.
     UNSPOOL_INLINE const uint8_t* read_before(int64_t tile, const uint8_t* p) {
         if constexpr (S::super) {
             if (tile % kSuperTiles != 0) return p;
-            scale = load_half(reinterpret_cast<const uint16_t*>(p));
-            if constexpr (S::has_minima)
-                low = sub(zero(), load_half(reinterpret_cast<const uint16_t*>(p + kLanes * 2)));
+            const auto* factors = reinterpret_cast<const uint16_t*>(p);
+            scale = load_half(factors);
+            if constexpr (S::has_minima) {
+                unsigned_scale = byte_factor(scale);
+                minimum = byte_factor(sub(zero(), load_half(factors + kLanes)));
+            }
         }
         return p + S::factors;
     }
@@ -78,10 +102,13 @@ struct TileScales {
                 // Exponent bias 15 there, 127 here.
                 scale[g] = mul(load_shifted<20>(p + g * kLanes), set1(0x1p112f));
             } else if constexpr (S::super) {
-                scale[g] =
-                    mul(factors.scale, load_i8(reinterpret_cast<const int8_t*>(p) + g * kLanes));
-                if constexpr (S::has_minima)
-                    minimum[g] = mul(factors.low, load_u8(p + S::scale_bytes + g * kLanes));
+                const uint8_t* bytes = p + g * kLanes;
+                if constexpr (S::has_minima) {
+                    scale[g] = scale_bytes(bytes, factors.unsigned_scale);
+                    minimum[g] = scale_bytes(bytes + S::scale_bytes, factors.minimum);
+                } else {
+                    scale[g] = mul(factors.scale, load_i8(reinterpret_cast<const int8_t*>(bytes)));
+                }
             } else {
                 scale[g] = load_half(reinterpret_cast<const uint16_t*>(p));
                 if constexpr (S::minima_kind == kZeroPoints)
@@ -113,7 +140,14 @@ UNSPOOL_INLINE void add_group(F32x16& total, F32x16& low, const F32x16& dots, co
     if constexpr (Minima) low = fma(minimum, set1(a_low), low);
 }
 
-constexpr int kPrefetchBytes = 2560;  // prefetch distance: covers memory latency, fits the cache
+// Prefetches a tile ahead: far enough to cover memory latency, near enough to fit the cache.
+template <class S>
+UNSPOOL_INLINE void prefetch_tile([[maybe_unused]] const uint8_t* p) {
+#if !defined(ISA_neon)  // ARM processors prefetch better themselves
+    constexpr int distance = 2560;
+    for (int line = 0; line < S::tile; line += 64) prefetch(p + distance + line);
+#endif
+}
 
 // One block times rows [first, first + T): out[t] gets sixteen values.
 template <class S, int T>
@@ -132,7 +166,7 @@ UNSPOOL_INLINE void multiply_block(const Matrix& m, const uint8_t* p, const Quan
     Factors<S> factors;
     for (int64_t tile = 0; tile < tiles; ++tile) {
         p = factors.read_before(tile, p);
-        for (int line = 0; line < S::tile; line += 64) prefetch(p + kPrefetchBytes + line);
+        prefetch_tile<S>(p);
         // If all 32 columns share a scale, both halves share a sum.
         constexpr bool split = S::group < kTile;
         constexpr bool small = S::format == kIntegers && S::bits <= 4;

@@ -40,6 +40,15 @@ UNSPOOL_INLINE Sums start_sums(int32_t x) {
     }
 }
 UNSPOOL_INLINE F32x16 sums_to_float(const I32x16& sums) { return to_float(sums); }
+
+// A factor of unsigned bytes.
+struct ByteFactor {
+    F32x16 factor;
+};
+UNSPOOL_INLINE ByteFactor byte_factor(const F32x16& x) { return {x}; }
+UNSPOOL_INLINE F32x16 scale_bytes(const uint8_t* p, const ByteFactor& by) {
+    return mul(by.factor, load_u8(p));
+}
 #endif
 
 #if !defined(ISA_neon)  // NEON can select a lane

@@ -61,21 +61,31 @@ UNSPOOL_INLINE void store(float* p, F32x16 a) {
 UNSPOOL_INLINE void store_half(uint16_t* p, F32x16 a) {
     for (int i = 0; i < 4; ++i) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
 }
-// Sixteen unsigned or signed bytes as floats. The bytes become the lowest bits of the float 2^23,
-// which is subtracted: exact, and quicker than instructions that convert.
-UNSPOOL_INLINE F32x16 bytes_to_floats(uint8x16_t bytes, float subtracted) {
-    const uint8x16_t none = vdupq_n_u8(0);
+// Sixteen bytes as the lowest bits of the float 2^23. Subtracting 2^23 makes floats of them: exact,
+// and quicker than instructions that convert.
+constexpr float kBytesBase = 8388608.0f;
+UNSPOOL_INLINE F32x16 bytes_above_base(uint8x16_t bytes) {
     const uint16x8_t high = vdupq_n_u16(0x4b00);  // the highest bits of 2^23
-    const uint16x8_t half[2] = {vreinterpretq_u16_u8(vzip1q_u8(bytes, none)),
-                                vreinterpretq_u16_u8(vzip2q_u8(bytes, none))};
-    const uint16x8_t bits[4] = {vzip1q_u16(half[0], high), vzip2q_u16(half[0], high),
-                                vzip1q_u16(half[1], high), vzip2q_u16(half[1], high)};
-    UNSPOOL_EACH(F32x16, vsubq_f32(vreinterpretq_f32_u16(bits[i]), vdupq_n_f32(subtracted)));
+    const uint16x8_t front = vreinterpretq_u16_u8(vzip1q_u8(bytes, vdupq_n_u8(0)));
+    const uint16x8_t back = vreinterpretq_u16_u8(vzip2q_u8(bytes, vdupq_n_u8(0)));
+    const uint16x8_t bits[4] = {vzip1q_u16(front, high), vzip2q_u16(front, high),
+                                vzip1q_u16(back, high), vzip2q_u16(back, high)};
+    UNSPOOL_EACH(F32x16, vreinterpretq_f32_u16(bits[i]));
 }
-UNSPOOL_INLINE F32x16 load_u8(const uint8_t* p) { return bytes_to_floats(vld1q_u8(p), 8388608.0f); }
+UNSPOOL_INLINE F32x16 load_u8(const uint8_t* p) {
+    return sub(bytes_above_base(vld1q_u8(p)), set1(kBytesBase));
+}
 UNSPOOL_INLINE F32x16 load_i8(const int8_t* p) {  // 128 more, to have no sign
-    const uint8x16_t bytes = vreinterpretq_u8_s8(vld1q_s8(p));
-    return bytes_to_floats(veorq_u8(bytes, vdupq_n_u8(128)), 8388608.0f + 128.0f);
+    const uint8x16_t bytes = veorq_u8(vreinterpretq_u8_s8(vld1q_s8(p)), vdupq_n_u8(128));
+    return sub(bytes_above_base(bytes), set1(kBytesBase + 128.0f));
+}
+// A factor of unsigned bytes, which are converted and multiplied in one step.
+struct ByteFactor {
+    F32x16 factor, base;
+};
+UNSPOOL_INLINE ByteFactor byte_factor(F32x16 x) { return {x, mul(x, set1(-kBytesBase))}; }
+UNSPOOL_INLINE F32x16 scale_bytes(const uint8_t* p, const ByteFactor& by) {
+    return fma(bytes_above_base(vld1q_u8(p)), by.factor, by.base);
 }
 // Sixteen bytes, each shifted into the bits of a float.
 template <int Bits>
@@ -157,6 +167,11 @@ template <int From, int To, int Count>
 UNSPOOL_INLINE U8x64 insert_bits(U8x64 low, U8x64 a) {
     const uint8x16_t mask = vdupq_n_u8(((1 << Count) - 1) << To);
     UNSPOOL_EACH(U8x64, vbslq_u8(mask, shift_bytes<From - To>(a.v[i]), low.v[i]));
+}
+// The `Count` highest bits of `high`, with the highest bits of `low` below them.
+template <int Count>
+UNSPOOL_INLINE U8x64 append_bits(U8x64 high, U8x64 low) {
+    UNSPOOL_EACH(U8x64, vsriq_n_u8(high.v[i], low.v[i], Count));
 }
 // Sixteen activations, from which a dot product selects four by index.
 struct Columns {
