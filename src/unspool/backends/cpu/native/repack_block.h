@@ -3,7 +3,8 @@
 // order of the layout:
 //   four bits: word j holds columns 4 * j to 4 * j + 3 in its low halves and the sixteen further on
 //       in its high halves (which is how Q4_0 and Q4_1 have them in the file).
-//   others: word j holds columns 4 * j to 4 * j + 3, a byte each.
+//   others: word j holds columns 4 * j to 4 * j + 3, a byte each; or, with kInPlanes, word j is
+//       the row's word of plane j.
 // Four columns are processed at a time. Bits are moved, no value is computed.
 #pragma once
 #include <cstring>
@@ -53,6 +54,7 @@ struct Plain {
     static constexpr int kOffset = 0;
     static constexpr int kFactor = 0;  // offsets of the scale and the minimum in a block
     static constexpr int kMinimum = 2;
+    static constexpr bool kInPlanes = false;
 };
 
 // 256 columns, whose scales are small integers with a common factor.
@@ -63,6 +65,7 @@ struct Super {
     static constexpr int kOffset = 0;
     static constexpr int kFactor = 0;
     static constexpr int kMinimum = 0;
+    static constexpr bool kInPlanes = false;
 };
 
 template <class T>
@@ -99,7 +102,7 @@ bool repack_block(const Matrix& m, const uint8_t* source, int64_t row_bytes, int
                 const uint8_t* block = first + t / T::kTiles * T::kBytes;
                 uint32_t words[8], planes[8];
                 T::stored(block, t % T::kTiles, words);
-                constexpr bool kJoin = kBits != 4 && kBits != 8;
+                constexpr bool kJoin = kBits != 4 && kBits != 8 && !T::kInPlanes;
                 if constexpr (kJoin) join_planes<kBits>(words, planes);
                 for (int j = 0; j < kBits; ++j)
                     std::memcpy(tile + 4 * (kLanes * j + row), (kJoin ? planes : words) + j, 4);

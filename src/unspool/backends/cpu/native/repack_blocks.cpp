@@ -4,8 +4,20 @@
 namespace unspool {
 namespace {
 
-// The lowest four bits, one in each of four bytes.
-inline uint32_t spread(uint32_t bits) { return ((bits & 0xfu) * 0x00204081u) & kLow1; }
+// Exchanges the bits under the mask with those `distance` further up.
+inline uint32_t exchange(uint32_t bits, uint32_t mask, int distance) {
+    const uint32_t different = ((bits >> distance) ^ bits) & mask;
+    return bits ^ different ^ (different << distance);
+}
+
+// From the bits of 32 columns in order to the plane of one bit: bit 4 * s + t becomes bit s of
+// byte t. Each exchange swaps two digits of a bit's number.
+inline uint32_t bit_plane(uint32_t bits) {
+    bits = exchange(bits, 0x0000ccccu, 14);
+    bits = exchange(bits, 0x00aa00aau, 7);
+    bits = exchange(bits, 0x0c0c0c0cu, 2);
+    return exchange(bits, 0x22222222u, 1);
+}
 
 // -- one scale for a block of 32 columns -----------------------------------------------------
 
@@ -26,13 +38,10 @@ struct Five : Plain {
     static constexpr int kBytes = kSize, kBits = 5;
     static constexpr int32_t kMinimaKind = kHasMinima ? kMinima : kNoMinima;
     static constexpr int kOffset = kHasMinima ? 0 : 16;
+    static constexpr bool kInPlanes = true;
     static void stored(const uint8_t* block, int, uint32_t* words) {
-        const uint32_t high = word(block + kHigh, 0);
-        for (int j = 0; j < 4; ++j) {
-            const uint32_t low = word(block + kHigh + 4, j);
-            words[j] = (low & kLow4) | spread(high >> (4 * j)) << 4;
-            words[4 + j] = ((low >> 4) & kLow4) | spread(high >> (16 + 4 * j)) << 4;
-        }
+        for (int j = 0; j < 4; ++j) words[j] = word(block + kHigh + 4, j);
+        words[4] = bit_plane(word(block + kHigh, 0));
     }
 };
 using Q5_0 = Five<22, 2, false>;
