@@ -26,7 +26,7 @@ from unspool.errors import UnspoolError
 VERSION = 11  # of the interface; the library must have the same
 _FUNCTIONS = (  # of the library, each with the prefix unspool_
     "above", "copy_page", "counts", "exp", "isa", "join_strings", "leading", "log", "measure",
-    "model_free", "model_new", "multiply", "packed_bytes", "peaks", "pick", "profile", "quantize",
+    "model_free", "model_new", "multiply", "pack_parts", "packed_bytes", "peaks", "pick", "profile",
     "read_memory", "repack", "run", "run_buffers", "run_head", "set_grid", "standing", "tally",
     "unpack",
 )  # fmt: skip
