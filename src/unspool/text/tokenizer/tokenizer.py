@@ -19,9 +19,7 @@ from typing import Any
 
 from unspool.errors import UnspoolError
 from unspool.text.tokenizer.gguf import read_gguf_vocabulary, vocabulary_metadata
-from unspool.text.tokenizer.huggingface import read_tokenizer_json, save_vocabulary
 from unspool.text.tokenizer.pieces import readable, text_bytes
-from unspool.text.tokenizer.tiktoken import read_tiktoken_vocabulary
 from unspool.text.tokenizer.vocabulary import Encoder, Vocabulary
 
 _MAX_LISTED_CHARACTERS = 100  # in an error message
@@ -50,6 +48,8 @@ class Tokenizer:
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:
         """Load a tokenizer.json, or a folder with one and its companion files."""
+        from unspool.text.tokenizer.huggingface import read_tokenizer_json
+
         return cls(read_tokenizer_json(Path(path)))
 
     @classmethod
@@ -63,6 +63,8 @@ class Tokenizer:
 
         `kind` names the encoding if the file's name does not.
         """
+        from unspool.text.tokenizer.tiktoken import read_tiktoken_vocabulary
+
         return cls(read_tiktoken_vocabulary(name_or_path, kind))
 
     def __len__(self) -> int:
@@ -178,6 +180,8 @@ class Tokenizer:
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, for transformers and `from_file`."""
+        from unspool.text.tokenizer.huggingface import save_vocabulary
+
         save_vocabulary(self._vocabulary, folder)
 
     def gguf_metadata(self, size: int) -> dict[str, Any]:
