@@ -165,7 +165,9 @@ class SplittingEncoder:
 
     @cached_property
     def plain(self) -> Library:
-        return self._build_library()
+        library = self._build_library()
+        self._build_library, self._first_texts = lambda: library, None  # frees their tables
+        return library
 
     @property
     def library(self) -> Library:
@@ -235,7 +237,8 @@ class SplittingEncoder:
             yield remainder
 
     def _encode_plain(self, text: str) -> list[int]:
-        ids = None if self._first_texts is None else self._first_texts.encode(text)
+        first_texts = self._first_texts
+        ids = None if first_texts is None else first_texts.encode(text)
         return _ids(self.plain, text) if ids is None else ids
 
 
