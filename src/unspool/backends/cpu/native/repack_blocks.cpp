@@ -160,14 +160,20 @@ struct Q5_K : Super {
 
 struct Q6_K : Super {
     static constexpr int kBytes = 210, kBits = 6, kGroups = 2, kOffset = 32;
+    static constexpr bool kInPlanes = true;
     static constexpr int kFactor = 208, kMinimum = 0;
     static void stored(const uint8_t* block, int tile, uint32_t* words) {
         const uint8_t* low = block + 64 * (tile / 4) + 32 * (tile % 2);
         const uint8_t* high = block + 128 + 32 * (tile / 4);
         const int low_shift = 4 * (tile % 4 / 2), high_shift = 2 * (tile % 4);
-        for (int j = 0; j < 8; ++j) {
+        for (int j = 0; j < 4; ++j) {
             words[j] = ((word(low, j) >> low_shift) & kLow4) |
-                       ((word(high, j) >> high_shift) & kLow2) << 4;
+                       ((word(low, 4 + j) >> low_shift) & kLow4) << 4;
+        }
+        for (int j = 0; j < 2; ++j) {
+            words[4 + j] = 0;
+            for (int i = 0; i < 4; ++i)
+                words[4 + j] |= ((word(high, 2 * i + j) >> high_shift) & kLow2) << (2 * i);
         }
     }
     static uint16_t factor(const uint8_t* block) { return half(block + kFactor); }
