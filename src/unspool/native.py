@@ -25,9 +25,10 @@ from unspool.errors import UnspoolError
 
 VERSION = 11  # of the interface; the library must have the same
 _FUNCTIONS = (  # of the library, each with the prefix unspool_
-    "above", "copy_page", "counts", "exp", "isa", "leading", "log", "measure", "model_free",
-    "model_new", "multiply", "packed_bytes", "peaks", "pick", "profile", "quantize", "read_memory",
-    "repack", "run", "run_buffers", "run_head", "set_grid", "standing", "tally", "unpack",
+    "above", "copy_page", "counts", "exp", "isa", "join_strings", "leading", "log", "measure",
+    "model_free", "model_new", "multiply", "pack_parts", "packed_bytes", "peaks", "pick", "profile",
+    "read_memory", "repack", "run", "run_buffers", "run_head", "set_grid", "standing", "tally",
+    "unpack",
 )  # fmt: skip
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
@@ -169,6 +170,29 @@ def _apply(function: Any, numbers: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     address, count = ctypes.c_void_p(result.ctypes.data), ctypes.c_int64(result.size)
     function(address, count)
     return result
+
+
+def read_strings(
+    data: npt.NDArray[np.uint8], start: int, count: int
+) -> tuple[list[str], int] | None:
+    """Read an array of GGUF strings that begins at `data[start]`; return it and its end.
+
+    None: the library is missing, a string contains a zero byte, or the array is longer than `data`.
+    Raises UnicodeDecodeError for a string that is not UTF-8.
+    """
+    if missing_reason() is not None or not count:
+        return None
+    join = library().unspool_join_strings
+    join.restype = ctypes.c_int64
+    arguments = [ctypes.c_void_p(data.ctypes.data), *map(ctypes.c_int64, (data.size, start, count))]
+    end = join(*arguments, None)
+    if end < 0:
+        return None
+    joined = np.empty(end - start - 7 * count, np.uint8)  # a zero byte replaces 8 bytes of length
+    join(*arguments, ctypes.c_void_p(joined.ctypes.data))
+    strings = str(joined.data, "utf-8").split("\0")
+    strings.pop()
+    return (strings, end) if len(strings) == count else None
 
 
 def instruction_set() -> str:

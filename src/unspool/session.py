@@ -48,13 +48,13 @@ from unspool.model.config import ModelConfig
 from unspool.model.files.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.sampling import Grammar, GrammarVocabulary
 from unspool.sampling import score as score_logits
-from unspool.text.chat.template import ChatPrompt, ChatTemplate
 from unspool.text.reasoning import ReasoningFormat, reasoning_format
 from unspool.text.tokenizer.pieces import incomplete_utf8, readable_pieces
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from unspool.model.layers.transformer import Transformer
+    from unspool.text.chat.template import ChatPrompt, ChatTemplate
 
 Prompt = str | Sequence[int]
 Messages = str | Sequence[Mapping[str, Any]]
@@ -133,6 +133,8 @@ class Session:
     def chat_template(self) -> ChatTemplate:
         """Formats conversations for this model."""
         if self._template is None:
+            from unspool.text.chat.template import ChatTemplate  # imports Jinja
+
             self._template = ChatTemplate(self.tokenizer.chat_template, self.tokenizer)
         return self._template
 

@@ -164,7 +164,23 @@ def test_drafting_layers_and_rotary_factors_are_left_out(
     assert open_checkpoint(path).config.layers == 1 and not recwarn.list
 
 
+@pytest.fixture(params=["native", "python"])
+def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read arrays of strings with the native library and without it."""
+    if request.param == "python":
+        monkeypatch.setattr("unspool.native.missing_reason", lambda: "not built")
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("texts", [["", "a", "Ġthe", "東京"], ["a\0b", "\0", ""], [""]])
+def test_arrays_of_strings(texts: list[str], tmp_path: Path):
+    path = write_gguf(tmp_path / "a.gguf", {}, a__texts=texts, b__number=7)
+    metadata = GGUFFile(path).metadata
+    assert (metadata["a.texts"], metadata["b.number"]) == (texts, 7)
+
+
 HEADER = b"GGUF" + struct.pack("<IQQ", 3, 0, 0)
+STRINGS = HEADER[:16] + struct.pack("<QQ", 1, 1) + b"k" + struct.pack("<II", 9, 8)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +200,12 @@ HEADER = b"GGUF" + struct.pack("<IQQ", 3, 0, 0)
             HEADER[:16] + struct.pack("<QQ", 1, 1) + b"k" + struct.pack("<IIQ", 9, 4, 2**40),
             "numbers in an array, more than",
         ),
+        # one key, an array of strings: too many, too long, cut off, not UTF-8
+        (STRINGS + struct.pack("<Q", 2**40), "texts in an array, more than"),
+        (STRINGS + struct.pack("<QQ", 1, 2**62), "longer than the file"),
+        (STRINGS + struct.pack("<QQ", 1, 2**64 - 1), "longer than the file"),
+        (STRINGS + struct.pack("<QQ", 2, 4) + b"text" + b"\0" * 7, "ends in the middle"),
+        (STRINGS + struct.pack("<QQ", 1, 2) + b"a\xff", "not UTF-8"),
         # one key of an unknown type
         (HEADER[:16] + struct.pack("<QQ", 1, 1) + b"k" + struct.pack("<IQ", 99, 0), "type 99"),
         # a tensor far outside
@@ -205,6 +227,7 @@ HEADER = b"GGUF" + struct.pack("<IQQ", 3, 0, 0)
         ),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("reader")
 def test_broken_files_end_in_a_sentence(content: bytes, words: str, tmp_path: Path):
     path = tmp_path / "a.gguf"
     path.write_bytes(content)

@@ -39,7 +39,8 @@ class FakeModel:
         self.name, self.size = entry.name, entry.size
         self.content = machine.contents[self.name]  # newer than the stamp if rewritten since
         self.is_closed, self.adapters = False, {}
-        self.tokenizer = SimpleNamespace(chat_template=None)
+        encoder = SimpleNamespace(library=None)
+        self.tokenizer = SimpleNamespace(chat_template=None, encoder=encoder)
         self.model = SimpleNamespace(fingerprint=lambda: entry.name, precision="", device="")
         self.engine = SimpleNamespace(loop=SimpleNamespace(alive=True))
 

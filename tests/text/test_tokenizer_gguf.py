@@ -20,6 +20,7 @@ from unspool.text.tokenizer.bpe import Merge, merge_steps, merge_word
 from unspool.text.tokenizer.pieces import byte_characters
 from unspool.text.tokenizer.pretokenizers import PRETOKENIZERS
 from unspool.text.tokenizer.tokenizer import Tokenizer
+from unspool.text.tokenizer.vocabulary import drops_characters, has_character
 
 WITH_VECTORS = (  # noqa: SIM905
     "bert-bge command-r gemma-4 gpt-2 llama-bpe llama-spm mpt phi-3 qwen2 qwen35 refact starcoder"
@@ -77,6 +78,34 @@ def test_a_vocabulary(name: str, tmp_path: Path) -> None:
         check_batch(coded)
     if name in ("llama-spm", "llama-bpe", "gpt-2", "starcoder"):
         check_saved(coded, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "qwen2", "starcoder"])
+def test_the_first_texts_have_the_ids_of_the_library(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the library's model is built another encoder is used."""
+    coded = []
+    for chars in (0, 1 << 40):
+        monkeypatch.setattr("unspool.text.tokenizer.vocabulary._FIRST_CHARS", chars)
+        coded.append(Tokenizer.from_gguf(metadata(name)))
+    library, first = coded
+
+    @SAME_EVERY_RUN
+    @given(TEXTS)
+    def check(text: str) -> None:
+        missing = first.missing_character(text)
+        assert missing == library.missing_character(text)
+        if missing is None:
+            for specials in (False, True):
+                ids = library.encode(text, specials=specials)
+                assert first.encode(text, specials=specials) == ids
+
+    check()
+    assert first.encoder.drops_characters == drops_characters(library.encoder.plain)
+    for character in map(chr, range(0, 0x3000, 5)):
+        has = has_character(library.encoder.plain, character)
+        assert first.encoder.has_character(character) == has
 
 
 def check_vectors(name: str) -> None:

@@ -1,6 +1,7 @@
 """The command line: `unspool "a prompt"` and the other commands."""
 
 import contextlib
+import gc
 import os
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ def main() -> None:
 
     Ctrl-C exits silently with code 130, also while modules are still being imported.
     """
+    gc.set_threshold(20_000)  # collections during the imports take a tenth of a command's start
     try:
         _open_streams()
         from unspool.cli import interrupt

@@ -7,8 +7,8 @@ schemas.
 from __future__ import annotations
 
 import operator
+import os
 import reprlib
-import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -148,7 +148,9 @@ def build_request(model: ModelFacts, prompt: Sequence[int], options: dict[str, A
         drafter=None,
     )
     speculate = remaining.pop("speculate", None)
-    settings = _settings(model, seed=secrets.randbits(32) if seed is None else seed, **remaining)
+    if seed is None:
+        seed = int.from_bytes(os.urandom(4), "little")
+    settings = _settings(model, seed=seed, **remaining)
     request = replace(request, settings=settings)
     return replace(request, drafter=model.drafter(speculate)) if speculate else request
 

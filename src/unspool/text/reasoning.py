@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from unspool.errors import UnspoolError
-from unspool.text.chat.template import ChatTemplate, TokenizerLike
 from unspool.text.tools.call_parsers import JsonCallParser
 from unspool.text.tools.parser import (
     ParsedToolCall,
@@ -20,6 +19,9 @@ from unspool.text.tools.parser import (
     ToolCallStart,
     mark_overlap,
 )
+
+if TYPE_CHECKING:
+    from unspool.text.chat.template import TokenizerLike
 
 # -- Reasoning formats: how a model separates reasoning from its answer
 #
@@ -195,6 +197,8 @@ def _render_marks(
     default = (f"{open}{head}", close) if head else (f"{open}\n", f"{close}\n\n")
     if template is None:
         return default
+    from unspool.text.chat.template import ChatTemplate  # imports Jinja
+
     try:
         text = ChatTemplate(template, tokenizer).render_as_is(_TURNS, add_generation_prompt=False)
     except UnspoolError:

@@ -355,6 +355,6 @@ def test_no_threads_to_load_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def none_left(*_: Any, **__: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("unspool.backends.cpu.model.pack_all", none_left)
+    monkeypatch.setattr("unspool.backends.cpu.model.Packing", none_left)
     with pytest.raises(UnspoolError, match="no thread could be started"):
         use(write(tmp_path / "a.gguf"))

@@ -12,12 +12,13 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from unspool import native
-from unspool.backends.cpu.packing import MatrixStruct, PackedMatrix, pack_all, relative_error
+from unspool.backends.cpu.packing import MatrixStruct, PackedMatrix, Packing, relative_error
 from unspool.backends.cpu.plan import ExecutionPlan, build_plan
 from unspool.backends.cpu.program import CompiledPlan
 from unspool.backends.cpu.structures import address_of, native_functions
@@ -76,9 +77,11 @@ class CpuModel:
         self._process = os.getpid()
         self._lens: Runner | None = None
         self._lens_lock = threading.Lock()
+        packing: Iterator[None] = self._repack(checkpoint, store)
+        self._advance(packing, checkpoint)  # in this thread: a new one would wait for the GIL
         # Not a daemon: a process that exits waits for it instead of freeing memory in use.
         self._loading = threading.Thread(
-            target=self._load, args=(checkpoint, store), name="unspool-load"
+            target=self._advance, args=(packing, checkpoint), name="unspool-load"
         )
         self._loading.start()
 
@@ -91,9 +94,10 @@ class CpuModel:
             raise self._fault
         return self
 
-    def _load(self, checkpoint: Checkpoint, store: str | None) -> None:
+    def _advance(self, packing: Iterator[None], checkpoint: Checkpoint) -> None:
+        """Run `_repack` up to its next yield or its end; keep what it raises for `wait`."""
         try:
-            self._repack(checkpoint, store)
+            next(packing, None)
         except MemoryError:
             self._fault = UnspoolError(
                 f"{checkpoint.path}: not enough memory for the weights; use a smaller model, or "
@@ -105,7 +109,8 @@ class CpuModel:
         except BaseException as error:
             self._fault = error
 
-    def _repack(self, checkpoint: Checkpoint, store: str | None) -> None:
+    def _repack(self, checkpoint: Checkpoint, store: str | None) -> Iterator[None]:
+        """Start to repack all weights, yield, then wait for the end."""
         matrices: dict[str, FileTensor] = {}
         for name, stored in checkpoint.weights():
             is_conv = name.endswith(".conv.weight")
@@ -125,8 +130,13 @@ class CpuModel:
             positions = np.arange(self.config.context)
             self.vectors["positions"] = sinusoidal(positions, self.config.width)
         self._round_embedding_scale(matrices["embed.weight"].type, store)
-        for kind, items in _by_store(matrices, store).items():
-            self.packed.update(pack_all(items, store=kind, threads=self.threads))
+        packings = [
+            Packing(items, store=kind, threads=self.threads)
+            for kind, items in _by_store(matrices, store).items()
+        ]
+        yield
+        for packing in packings:
+            self.packed.update(packing.finish())
         kinds: Counter[str] = Counter()
         for name, stored in matrices.items():
             kinds[stored.type] += self.packed[name].nbytes

@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import math
 import mmap
-import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -54,6 +54,22 @@ class MatrixStruct(ctypes.Structure):
         ("bias", ctypes.c_int32),
         ("factor", ctypes.c_float),
         ("table", ctypes.c_int8 * 16),
+    )
+
+
+class PartStruct(ctypes.Structure):
+    """The structure `PackPart` in `native/repack.h`."""
+
+    _fields_ = (
+        ("matrix", ctypes.c_void_p),
+        ("source", ctypes.c_void_p),
+        ("source_bytes", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("last", ctypes.c_int64),
+        ("error", ctypes.c_void_p),
+        ("type", ctypes.c_int32),
+        ("release", ctypes.c_int32),
+        ("result", ctypes.c_int32),
     )
 
 
@@ -248,8 +264,8 @@ def _library() -> ctypes.CDLL:
     repack_arguments: list[Any] = [matrix, int32, pointer, int64, int64, int64, pointer]
     library.unspool_repack.argtypes = repack_arguments
     library.unspool_repack.restype = int32
-    library.unspool_quantize.argtypes = [*repack_arguments, pointer]
-    library.unspool_quantize.restype = int32
+    library.unspool_pack_parts.argtypes = [pointer, int64, pointer]
+    library.unspool_pack_parts.restype = None
     library.unspool_unpack.argtypes = [matrix, int64, int64, pointer]
     library.unspool_unpack.restype = None
     library.unspool_set_grid.argtypes = [int32, pointer, int64]
@@ -267,7 +283,7 @@ def _grid(type: str) -> npt.NDArray[np.uint8] | None:
 
 
 class _PackTask:
-    """Packing of one tensor: threads fill parts of it, the last one releases the source."""
+    """Packing of one tensor, in parts."""
 
     def __init__(self, name: str, stored: StoredTensor, store: str | None, release: bool) -> None:
         self.name, self.stored, self.release = name, stored, release
@@ -286,13 +302,12 @@ class _PackTask:
             raise self._misfit()
         blocks = -(-stored.shape[0] // LANES)
         step = max(1, CHUNK * blocks // self.size)
-        self.parts = [(start, min(start + step, blocks)) for start in range(0, blocks, step)]
-        self.squares = np.zeros((len(self.parts), 2))
-        self.finite = True
-        self._lock = threading.Lock()
-        self._num_unfinished = len(self.parts)
-        self._source: npt.NDArray[Any] | None = None
-        self._source_type = stored.type
+        self.bounds = [(start, min(start + step, blocks)) for start in range(0, blocks, step)]
+        self.squares = np.zeros((len(self.bounds), 2))
+        self.results: Sequence[PartStruct] = ()
+        # Other types are converted to floats in Python first.
+        is_float = self.packing.format in _FLOATS or stored.type == FLOAT8
+        self.is_converted = is_float and stored.type not in _FLOATS
 
     def _fits(self) -> bool:
         """Whether the file's bytes are a matrix of this shape; checked before allocating."""
@@ -310,43 +325,33 @@ class _PackTask:
         self.memory = memory
         self.matrix.data = memory.ctypes.data
 
-    def fill(self, part: int) -> None:
-        """Pack one part. Thread-safe."""
-        with self._lock:  # the first thread prepares the source
-            if self._source is None:
-                self._prepare()
-            source = self._source
-        assert source is not None
-        first, last = self.parts[part]
-        arguments = (
-            ctypes.byref(self.matrix), _TYPE_NUMBERS[self._source_type], source.ctypes.data,
-            source.nbytes, first, last, self.memory.ctypes.data,
-        )  # fmt: skip
-        if self._source_type in _FLOATS and self.packing.format not in _FLOATS:
-            result = _library().unspool_quantize(*arguments, self.squares[part].ctypes.data)
-        else:
-            result = _library().unspool_repack(*arguments)
-        if result < 0:
-            raise self._misfit()
-        if result > 0:
-            self.finite = False
-        with self._lock:
-            self._num_unfinished -= 1
-            if self._num_unfinished == 0:  # release early: a file is never in memory twice
-                self._source = None
-                for source in self.stored.sources if self.release else ():
-                    release_pages(source)
+    def parts(self, source: npt.NDArray[Any], type: str, release: bool) -> list[PartStruct]:
+        """The parts of the work, with contiguous rows of this type as their source."""
+        is_quantized = type in _FLOATS and self.packing.format not in _FLOATS
+        errors = self.squares.ctypes.data
+        return [
+            PartStruct(
+                matrix=ctypes.addressof(self.matrix), type=_TYPE_NUMBERS[type], first=first,
+                source=source.ctypes.data, source_bytes=source.nbytes, last=last, release=release,
+                error=errors + index * self.squares.strides[0] if is_quantized else None,
+            )
+            for index, (first, last) in enumerate(self.bounds)
+        ]  # fmt: skip
 
-    def _prepare(self) -> None:
-        """Make the rows contiguous in memory, as floats if the packed format has floats."""
-        to_floats = self.packing.format in _FLOATS or self.stored.type == FLOAT8
-        if to_floats and self.stored.type not in _FLOATS:
-            self._source, self._source_type = np.ascontiguousarray(self.stored.float32()), "F32"
-        else:
-            self._source = np.ascontiguousarray(self.stored.data)
+    def convert(self) -> None:
+        """Convert the tensor to floats and pack them. For one thread."""
+        source = np.ascontiguousarray(self.stored.float32())
+        parts = _PartList(self.parts(source, "F32", release=False))
+        parts.run()
+        self.results = list(parts.parts)
+        for mapped in self.stored.sources if self.release else ():
+            release_pages(mapped)
 
     def finish(self) -> PackedMatrix:
-        if not self.finite:
+        results = [part.result for part in self.results]
+        if min(results) < 0:
+            raise self._misfit()
+        if max(results) > 0:
             raise ModelFileError(f"tensor {self.name} {self._why_not_finite()}")
         errors, weights = self.squares.sum(axis=0).tolist()
         rows, columns = self.stored.shape
@@ -386,22 +391,66 @@ def pack_all(
     `release`: return the pages of a mapped file to the system once they are packed. They can still
     be read; they just do not take up memory twice.
     """
-    tasks = [_PackTask(name, stored, store, release) for name, stored in items.items()]
-    starts = np.cumsum([0] + [-(-task.size // ALIGNMENT) * ALIGNMENT for task in tasks]).tolist()
-    memory = _allocate_aligned(starts[-1])
-    for task, start in zip(tasks, starts, strict=False):
-        task.set_memory(memory[start : start + task.size])
-    with ThreadPoolExecutor(threads, "unspool-pack") as pool:
-        futures = [
-            pool.submit(task.fill, part) for task in tasks for part in range(len(task.parts))
-        ]
+    return Packing(items, store=store, threads=threads, release=release).finish()
+
+
+class Packing:
+    """`pack_all` in the background: created, it packs; `finish` waits and returns the matrices.
+
+    The threads hold the GIL only to start, so that they are not slowed by other Python code.
+    """
+
+    def __init__(
+        self,
+        items: Mapping[str, StoredTensor],
+        *,
+        store: str | None = None,
+        threads: int = 1,
+        release: bool = True,
+    ) -> None:
+        tasks = [_PackTask(name, stored, store, release) for name, stored in items.items()]
+        sizes = [-(-task.size // ALIGNMENT) * ALIGNMENT for task in tasks]
+        memory = _allocate_aligned(sum(sizes))
+        for task, start in zip(tasks, itertools.accumulate(sizes, initial=0), strict=False):
+            task.set_memory(memory[start : start + task.size])
+        parts: list[PartStruct] = []
+        self._tasks, self._sources = tasks, []
+        for task in tasks:
+            if not task.is_converted:
+                source = np.ascontiguousarray(task.stored.data)
+                is_mapped = release and is_mapped_file(source)
+                self._sources.append(source)
+                parts += task.parts(source, task.stored.type, is_mapped)
+        self._parts = _PartList(parts)
+        self._pool = ThreadPoolExecutor(threads, "unspool-pack")
+        converted = [task.convert for task in tasks if task.is_converted]
+        jobs = [*converted, *[self._parts.run] * threads]
+        self._futures = [self._pool.submit(job) for job in jobs]
+
+    def finish(self) -> dict[str, PackedMatrix]:
+        """Wait for the threads; raise ModelFileError for a tensor that cannot be packed."""
         try:
-            for future in futures:
+            for future in self._futures:
                 future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return {task.name: task.finish() for task in tasks}
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+        results = iter(self._parts.parts)
+        for task in self._tasks:
+            if not task.is_converted:
+                task.results = list(itertools.islice(results, len(task.bounds)))
+        return {task.name: task.finish() for task in self._tasks}
+
+
+class _PartList:
+    """Parts for the native library, which any number of threads may work on together."""
+
+    def __init__(self, parts: Sequence[PartStruct]) -> None:
+        self.parts = (PartStruct * len(parts))(*parts)
+        self._next = ctypes.c_int64(0)
+
+    def run(self) -> None:
+        """Pack parts until none is left."""
+        _library().unspool_pack_parts(self.parts, len(self.parts), ctypes.byref(self._next))
 
 
 def _allocate_aligned(size: int) -> npt.NDArray[np.uint8]:
@@ -411,22 +460,30 @@ def _allocate_aligned(size: int) -> npt.NDArray[np.uint8]:
     return memory[start : start + size]
 
 
-def release_pages(data: npt.NDArray[Any]) -> None:
-    """Return to the system the memory of the part of a mapped file that an array views, if it does.
+def is_mapped_file(data: npt.NDArray[Any]) -> bool:
+    """Whether an array is a contiguous view into a file that is mapped read-only."""
+    base = _map_of(data)
+    return base is not None and data.flags.c_contiguous and memoryview(base).readonly
 
-    Only for read-only maps: the file still has the released content.
-    """
+
+def _map_of(data: npt.NDArray[Any]) -> mmap.mmap | None:
     base: Any = data
     while isinstance(base, np.ndarray):
         base = base.base
     if isinstance(base, memoryview):
         base = base.obj
-    if not isinstance(base, mmap.mmap) or not hasattr(base, "madvise"):
+    return base if isinstance(base, mmap.mmap) else None
+
+
+def release_pages(data: npt.NDArray[Any]) -> None:
+    """Return to the system the memory of the part of a mapped file that an array views, if it does.
+
+    Only for read-only maps: the file still has the released content.
+    """
+    base = _map_of(data)
+    if base is None or not hasattr(base, "madvise") or not is_mapped_file(data):
         return
-    mapped = np.frombuffer(base, np.uint8)
-    if mapped.flags.writeable or not data.flags.c_contiguous:
-        return
-    start = data.ctypes.data - mapped.ctypes.data
+    start = data.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
     first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE  # only pages wholly within the array
     last = (start + data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first:

@@ -41,7 +41,6 @@ from unspool.model.files.family_settings import needs_unspool_format
 from unspool.model.files.gguf import GGUFFile, part_paths
 from unspool.model.files.quantized import scheme_of
 from unspool.model.files.safetensors import PICKLE_SUFFIXES, SafetensorsFile
-from unspool.model.files.sharding import DeviceMap
 from unspool.model.files.stored import SCALES, FileTensor, scale_block_size
 from unspool.model.files.tensor_mapping import (
     check_tensors,
@@ -55,6 +54,7 @@ from unspool.model.weights import TensorRule, parameter_count, weight_shapes
 if TYPE_CHECKING:
     import torch
 
+    from unspool.model.files.sharding import DeviceMap
     from unspool.model.layers.transformer import Transformer
 
 

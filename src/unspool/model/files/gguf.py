@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unspool import native
 from unspool.errors import ModelFileError
 from unspool.model.files.stored import FLOAT_TYPES, FileTensor, map_file
 
@@ -194,7 +195,11 @@ class GGUFFile:
         return [self._value(element_kind, depth + 1) for _ in range(count)]
 
     def _strings(self, count: int) -> list[str]:
-        """Read an array of strings. A vocabulary has 50,000 and more: the loop is optimized."""
+        """Read an array of strings, without the native library in an optimized loop."""
+        strings = native.read_strings(np.frombuffer(self._map, np.uint8), self._at, count)
+        if strings is not None:
+            self._at = strings[1]
+            return strings[0]
         data, at, end = self._map, self._at, len(self._map)
         length_of = struct.Struct("<Q").unpack_from
         pieces: list[bytes] = []

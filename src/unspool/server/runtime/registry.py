@@ -583,6 +583,7 @@ def _load_model(
     try:
         lm = entry.load()
         lm.engine  # noqa: B018  starts the engine before the first request
+        lm.tokenizer.encoder.library  # noqa: B018  builds it before the first long prompt
         source = lm.tokenizer.chat_template
         identity = f"{__version__} {lm.model.fingerprint()} {lm.model.precision} {lm.model.device}"
         return ServedModel(

@@ -26,6 +26,7 @@ from unspool.text.tokenizer.pretokenizers import (
 from unspool.text.tokenizer.vocabulary import (
     UNAMBIGUOUS_END_TEXTS,
     AddedTokenEncoder,
+    FirstTextEncoder,
     SplittingEncoder,
     Vocabulary,
     end_ids,
@@ -55,6 +56,7 @@ class GgufTokens:
     """The tokens of a GGUF vocabulary: piece, type and score by id."""
 
     tokens: Sequence[str]
+    ids: dict[str, int]  # of two equal pieces the later, as in llama.cpp
     types: np.ndarray[Any, np.dtype[np.int64]]
     scores: np.ndarray[Any, np.dtype[np.float64]]
     unk_id: int | None
@@ -64,8 +66,8 @@ class GgufTokens:
         return ids
 
     def pieces_in_text(self) -> dict[str, int]:
-        """Return the pieces that text can become; of two equal ones the later, as in llama.cpp."""
-        vocab = dict(zip(self.tokens, range(len(self.tokens)), strict=True))
+        """Return the pieces that text can become."""
+        vocab = self.ids.copy()
         for hidden in self.of_types(TokenType.UNKNOWN, TokenType.CONTROL):
             if vocab.get(self.tokens[hidden]) == hidden:
                 del vocab[self.tokens[hidden]]
@@ -77,35 +79,52 @@ class BuiltTokenizer:
     """A library tokenizer and the conversions between its pieces and their text."""
 
     kind: str
-    library: Library
+    library: Callable[[], Library]
     piece_bytes: pieces.PieceToBytes
     text_piece: Callable[[str], str]
+    first_texts: FirstTextEncoder | None = None
 
 
 def build_bpe(
     table: GgufTokens, merges: Sequence[str], pretokenizer: Pretokenizer
 ) -> BuiltTokenizer:
     """Build BPE from a list of merges, over bytes or (gemma4) over characters."""
-    library = Library(
-        _bpe_model(
-            table.pieces_in_text(),
-            merges,
-            byte_fallback=not pretokenizer.byte_level,
-            ignore_merges=pretokenizer.whole_words,
-        )
-    )
+    vocab = table.pieces_in_text()
+    _check_merges(merges)
     if pretokenizer.byte_level:
-        library.pre_tokenizer = byte_level_splits(pretokenizer.patterns)
-        return BuiltTokenizer(
-            "byte-level BPE", library, pieces.byte_level_bytes, pieces.byte_level_text_piece
+        pre_tokenizer = byte_level_splits(pretokenizer.patterns)
+    else:
+        pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pretokenizer.patterns]
         )
-    library.normalizer = normalizers.Replace(" ", pieces.SPACE_MARK)
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pretokenizer.patterns]
-    )
+
+    def build() -> Library:
+        settings = {
+            "byte_fallback": not pretokenizer.byte_level,
+            "ignore_merges": pretokenizer.whole_words,
+        }
+        library = Library(_bpe_model(vocab, merges, **settings))
+        library.pre_tokenizer = pre_tokenizer
+        if not pretokenizer.byte_level:
+            library.normalizer = normalizers.Replace(" ", pieces.SPACE_MARK)
+        return library
+
+    if not pretokenizer.byte_level:
+        return BuiltTokenizer(
+            "SentencePiece BPE", build, pieces.byte_fallback_bytes, pieces.space_marked_text_piece
+        )
+    first_texts = FirstTextEncoder(vocab, merges, pre_tokenizer, pretokenizer.whole_words)
     return BuiltTokenizer(
-        "SentencePiece BPE", library, pieces.byte_fallback_bytes, pieces.space_marked_text_piece
+        "byte-level BPE", build, pieces.byte_level_bytes, pieces.byte_level_text_piece, first_texts
     )
+
+
+def _check_merges(merges: Sequence[str]) -> None:
+    for merge in merges:
+        if not 0 < merge.find(" ", 1) < len(merge) - 1:
+            raise ModelFileError(
+                f"a merge of the vocabulary is not two pieces: {merge!r}; the file is damaged"
+            )
 
 
 def _bpe_model(vocab: dict[str, int], merges: Sequence[str], **settings: Any) -> models.BPE:
@@ -122,10 +141,6 @@ def _checked_pairs(vocab: dict[str, int], merges: Sequence[str]) -> Iterator[tup
     for merge in merges:
         # The first piece may itself begin with a space, so the search starts after it.
         space = merge.find(" ", 1)
-        if space < 0 or space == len(merge) - 1:
-            raise ModelFileError(
-                f"a merge of the vocabulary is not two pieces: {merge!r}; the file is damaged"
-            )
         left_piece, right_piece = merge[:space], merge[space + 1 :]
         # llama.cpp ignores merges that lead to no token.
         if left_piece in vocab and right_piece in vocab and left_piece + right_piece in vocab:
@@ -156,7 +171,10 @@ def build_sentencepiece(table: GgufTokens, *, space_prefix: bool) -> BuiltTokeni
         else spaces
     )
     return BuiltTokenizer(
-        "SentencePiece BPE", library, pieces.byte_fallback_bytes, pieces.space_marked_text_piece
+        "SentencePiece BPE",
+        lambda: library,
+        pieces.byte_fallback_bytes,
+        pieces.space_marked_text_piece,
     )
 
 
@@ -176,7 +194,7 @@ def build_wordpiece(table: GgufTokens, *, lowercase: bool, strip_accents: bool) 
     )
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return BuiltTokenizer(
-        "WordPiece", library, pieces.space_marked_bytes, pieces.space_marked_text_piece
+        "WordPiece", lambda: library, pieces.space_marked_bytes, pieces.space_marked_text_piece
     )
 
 
@@ -227,7 +245,7 @@ class _GgufVocabularyReader:
         self.ends = self._mark_control()
 
     def vocabulary(self) -> Vocabulary:
-        table = GgufTokens(self.tokens, self.types, self._scores(), self.unk_id)
+        table = GgufTokens(self.tokens, self.ids, self.types, self._scores(), self.unk_id)
         space_prefix = self._flag("add_space_prefix", self.model == "llama")
         try:
             built = self._build(table, space_prefix)
@@ -251,6 +269,7 @@ class _GgufVocabularyReader:
                 control,
                 absorbs_before=self._absorbs_before(),
                 absorbs_after=self._absorbs_after(split_tokens),
+                first_texts=built.first_texts,
             ),
             piece=lambda n: self.tokens[n],
             id_of=self.ids.get,

@@ -137,7 +137,7 @@ def _vocabulary(ranks: dict[bytes, int], encoding: _Encoding) -> Vocabulary:
     return Vocabulary(
         kind="byte-level BPE",
         size=max(by_id) + 1,
-        encoder=SplittingEncoder(library, {}, control),
+        encoder=SplittingEncoder(lambda: library, {}, control),
         piece=by_id.get,
         id_of=ids.get,
         piece_bytes=pieces.byte_level_bytes,

@@ -13,17 +13,14 @@ Every token has exact bytes, and a text is those bytes joined. Control tokens wr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from unspool.errors import UnspoolError
 from unspool.text.tokenizer.gguf import read_gguf_vocabulary, vocabulary_metadata
-from unspool.text.tokenizer.huggingface import read_tokenizer_json, save_vocabulary
 from unspool.text.tokenizer.pieces import readable, text_bytes
-from unspool.text.tokenizer.tiktoken import read_tiktoken_vocabulary
-from unspool.text.tokenizer.vocabulary import Encoder, Vocabulary, drops_characters, has_character
+from unspool.text.tokenizer.vocabulary import Encoder, Vocabulary
 
 _MAX_LISTED_CHARACTERS = 100  # in an error message
 
@@ -51,6 +48,8 @@ class Tokenizer:
     @classmethod
     def from_file(cls, path: str | Path) -> Tokenizer:
         """Load a tokenizer.json, or a folder with one and its companion files."""
+        from unspool.text.tokenizer.huggingface import read_tokenizer_json
+
         return cls(read_tokenizer_json(Path(path)))
 
     @classmethod
@@ -64,6 +63,8 @@ class Tokenizer:
 
         `kind` names the encoding if the file's name does not.
         """
+        from unspool.text.tokenizer.tiktoken import read_tiktoken_vocabulary
+
         return cls(read_tiktoken_vocabulary(name_or_path, kind))
 
     def __len__(self) -> int:
@@ -103,20 +104,16 @@ class Tokenizer:
 
         Characters are dropped if the vocabulary has neither a token for them nor an unknown token.
         """
-        if not self._drops_characters:
-            return None
         encoder, has_token = self._vocabulary.encoder, self._known_characters
+        if not encoder.drops_characters:
+            return None
         for part in encoder.parts(text, specials=specials):
             for character in part if isinstance(part, str) else ():
                 if character not in has_token:
-                    has_token[character] = has_character(encoder.library, character)
+                    has_token[character] = encoder.has_character(character)
                 if not has_token[character]:
                     return character
         return None
-
-    @cached_property
-    def _drops_characters(self) -> bool:
-        return drops_characters(self._vocabulary.encoder.library)
 
     def _check_characters(self, text: str, specials: bool) -> None:
         missing = self.missing_character(text, specials=specials)
@@ -183,6 +180,8 @@ class Tokenizer:
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, for transformers and `from_file`."""
+        from unspool.text.tokenizer.huggingface import save_vocabulary
+
         save_vocabulary(self._vocabulary, folder)
 
     def gguf_metadata(self, size: int) -> dict[str, Any]:

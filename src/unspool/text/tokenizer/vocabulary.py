@@ -7,16 +7,23 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from threading import Lock
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer as Library
 from tokenizers import models
 
-from unspool.text.tokenizer.pieces import SPACE_MARK, PieceToBytes, byte_characters
+from unspool.text.tokenizer.pieces import (
+    SPACE_MARK,
+    PieceToBytes,
+    byte_characters,
+    byte_level_text_piece,
+)
 
 _BLANKS = " \t\n\v\f\r"
 _BATCH_MIN_CHARS = 4_000  # texts at least this long go through the library's batch call
+_FIRST_CHARS = 1_000  # characters that are encoded before the library's BPE model is built
 
 
 class Encoder(Protocol):
@@ -40,6 +47,13 @@ class Encoder(Protocol):
     @property
     def plain(self) -> Library:
         """The library's tokenizer without control tokens."""
+
+    @property
+    def drops_characters(self) -> bool:
+        """Whether characters without a piece are dropped silently."""
+
+    def has_character(self, character: str) -> bool:
+        """Return whether a character can be encoded completely."""
 
 
 def token_pattern(tokens: Iterable[str]) -> re.Pattern[str] | None:
@@ -75,30 +89,100 @@ def _tree_pattern(tree: dict[str, Any]) -> str:
     return f"(?:{choices})"
 
 
+class FirstTextEncoder:
+    """Byte-level BPE of a process's first texts, which then do not wait for the library's model.
+
+    The library takes 0.3 s for the tables of 150,000 merges. This encoder needs one dict, and is
+    slow on long texts. The ids are the same.
+    """
+
+    def __init__(
+        self, vocab: Mapping[str, int], merges: Sequence[str], pre_tokenizer: Any, whole_words: bool
+    ) -> None:
+        """`whole_words`: a word that is a token is not merged."""
+        self._vocab = vocab
+        self._ranks = dict(zip(merges, range(len(merges)), strict=True))
+        self._pre_tokenizer = pre_tokenizer
+        self._whole_words = whole_words
+        self._chars_left = _FIRST_CHARS
+
+    @cached_property
+    def drops_characters(self) -> bool:
+        return not self._vocab.keys() >= set(byte_characters())
+
+    def has_character(self, character: str) -> bool:
+        return self._vocab.keys() >= set(byte_level_text_piece(character))
+
+    def encode(self, text: str) -> list[int] | None:
+        """Return the ids of a text; None: from now on the library encodes."""
+        self._chars_left -= len(text)
+        if self._chars_left < 0:
+            return None
+        words = [word for word, _ in self._pre_tokenizer.pre_tokenize_str(text)]
+        return [self._vocab[piece] for word in words for piece in self._merge(word)]
+
+    def _merge(self, word: str) -> list[str]:
+        """Merge the pair of neighbours with the best rank, leftmost first, while there is one."""
+        if self._whole_words and word in self._vocab:
+            return [word]
+        pieces = [character for character in word if character in self._vocab]
+        while True:
+            ranks = [
+                (rank, position)
+                for position, (left_piece, right_piece) in enumerate(pairwise(pieces))
+                if (rank := self._ranks.get(f"{left_piece} {right_piece}")) is not None
+                and left_piece + right_piece in self._vocab
+            ]
+            if not ranks:
+                return pieces
+            _, position = min(ranks)
+            pieces[position : position + 2] = ["".join(pieces[position : position + 2])]
+
+
 class SplittingEncoder:
     """Encoder for vocabularies that are plain tables: GGUF files and tiktoken ranks."""
 
     def __init__(
         self,
-        plain: Library,
+        build_library: Callable[[], Library],
         user_defined: Mapping[str, int],
         control: Mapping[str, int],
         *,
         absorbs_before: frozenset[int] = frozenset(),
         absorbs_after: frozenset[int] = frozenset(),
+        first_texts: FirstTextEncoder | None = None,
     ) -> None:
-        """`absorbs_before` and `absorbs_after` are tokens that absorb whitespace on that side."""
-        self._plain = plain
+        """`absorbs_before` and `absorbs_after` are tokens that absorb whitespace on that side.
+
+        With `first_texts` the library is built when it is first needed.
+        """
+        self._build_library = build_library
+        self._first_texts = first_texts
         self._blanks_before = absorbs_before
         self._absorbs_after = absorbs_after
         self._user_defined = dict(user_defined)
         self._all = {**control, **user_defined}
 
-    @property
+    @cached_property
     def plain(self) -> Library:
-        return self._plain
+        library = self._build_library()
+        self._build_library, self._first_texts = lambda: library, None  # frees their tables
+        return library
 
-    library = plain
+    @property
+    def library(self) -> Library:
+        return self.plain
+
+    @cached_property
+    def drops_characters(self) -> bool:
+        first_texts = self._first_texts
+        return first_texts.drops_characters if first_texts else drops_characters(self.plain)
+
+    def has_character(self, character: str) -> bool:
+        first_texts = self._first_texts
+        if first_texts is not None:
+            return first_texts.has_character(character)
+        return has_character(self.plain, character)
 
     @property
     def split_tokens(self) -> Mapping[str, int]:
@@ -128,7 +212,7 @@ class SplittingEncoder:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if self._user_defined_pattern is not None:
             return [self.encode(text, specials=False) for text in texts]
-        return _batch_ids(self._plain, texts)
+        return _batch_ids(self.plain, texts)
 
     def parts(self, text: str, *, specials: bool = False) -> Iterator[str | int]:
         pattern = self._all_pattern if specials else self._user_defined_pattern
@@ -153,7 +237,9 @@ class SplittingEncoder:
             yield remainder
 
     def _encode_plain(self, text: str) -> list[int]:
-        return _ids(self._plain, text)
+        first_texts = self._first_texts
+        ids = None if first_texts is None else first_texts.encode(text)
+        return _ids(self.plain, text) if ids is None else ids
 
 
 class AddedTokenEncoder:
@@ -176,6 +262,13 @@ class AddedTokenEncoder:
             if self._without_control is None:
                 self._without_control = without_tokens(self._library, self._control)
             return self._without_control
+
+    @cached_property
+    def drops_characters(self) -> bool:
+        return drops_characters(self._library)
+
+    def has_character(self, character: str) -> bool:
+        return has_character(self._library, character)
 
     def encode(self, text: str, *, specials: bool) -> list[int]:
         ids = _ids(self._library, text)

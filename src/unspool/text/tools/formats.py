@@ -20,12 +20,14 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unspool.errors import UnspoolError
 from unspool.text.chat.messages import Message, join_text_parts, validate_messages
-from unspool.text.chat.template import ChatTemplate, TokenizerLike
 from unspool.text.tools.call_parsers import QUOTE
+
+if TYPE_CHECKING:
+    from unspool.text.chat.template import ChatTemplate, TokenizerLike
 
 # -- Convert conversations with tool calls from OpenAI's format to that of a chat template
 
@@ -577,6 +579,8 @@ _NOT_JSON = ("<arg_key>", "<parameter ")
 
 def tool_format(template: str | None, tokenizer: TokenizerLike) -> ToolFormat:
     """Return the tool format of a chat template; None is a model without one."""
+    from unspool.text.chat.template import ChatTemplate  # imports Jinja
+
     fmt = _GENERIC if template is None else _format_by_marks(template, tokenizer.special_tokens)
     chat = ChatTemplate(template, tokenizer)
     if fmt is not _GENERIC and not _writes_probe(chat, _CALLED[:1], ToolSpec(_PROBE)):

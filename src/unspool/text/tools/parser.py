@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from unspool.text.tools.call_parsers import (
     BLANK,
@@ -29,7 +30,9 @@ from unspool.text.tools.call_parsers import (
     LiteralCallParser,
     TaggedCallParser,
 )
-from unspool.text.tools.formats import ToolFormat, ToolSpec
+
+if TYPE_CHECKING:
+    from unspool.text.tools.formats import ToolFormat, ToolSpec
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,11 @@
 // The C interface of repacking: checks the arguments, then processes block by block.
 #include "repack.h"
 
+#if defined(__unix__) || defined(__APPLE__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
 namespace unspool {
 namespace {
 
@@ -53,6 +58,22 @@ bool is_valid_matrix(const Matrix& m) {
            (!is_quantized(m) || ((m.group == 16 || m.group == 32) && m.bits >= 1 && m.bits <= 8));
 }
 
+// Returns the pages that lie wholly within the part to the system: the file is not in memory twice.
+void release_source(const PackPart& part) {
+#if defined(__unix__) || defined(__APPLE__)
+    const int64_t row_bytes = row_bytes_of(*part.matrix, part.type);
+    const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const uintptr_t source = reinterpret_cast<uintptr_t>(part.source);
+    const int64_t end =
+        part.last * kLanes < part.matrix->rows ? part.last * kLanes : part.matrix->rows;
+    const uintptr_t first = (source + part.first * kLanes * row_bytes + page - 1) / page * page;
+    const uintptr_t last = (source + end * row_bytes) / page * page;
+    if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+#else
+    (void)part;
+#endif
+}
+
 }  // namespace
 
 bool fits(const Matrix& m, int32_t type, int64_t source_bytes, int64_t first, int64_t last) {
@@ -103,4 +124,19 @@ int32_t unspool_quantize(const Matrix* m, int32_t type, const uint8_t* source, i
                                  rows_of_block(*m, block), target + block * block_bytes(*m), error);
     }
     return finite ? 0 : 1;
+}
+
+void unspool_pack_parts(PackPart* parts, int64_t count, int64_t* next) {
+    while (true) {
+        const int64_t index = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED);
+        if (index >= count) return;
+        PackPart& part = parts[index];
+        uint8_t* target = const_cast<uint8_t*>(part.matrix->data);
+        part.result = part.error
+                          ? unspool_quantize(part.matrix, part.type, part.source, part.source_bytes,
+                                             part.first, part.last, target, part.error)
+                          : unspool_repack(part.matrix, part.type, part.source, part.source_bytes,
+                                           part.first, part.last, target);
+        if (part.release && part.result >= 0) release_source(part);
+    }
 }

@@ -3,6 +3,7 @@
 //   unspool_packed_bytes   bytes of a packed matrix.
 //   unspool_repack         packs a tensor of a file; quantized values are unchanged.
 //   unspool_quantize       packs rows of floats as Q4 or Q8 (or another float format).
+//   unspool_pack_parts     does both for parts of many tensors, together with other threads.
 //   unspool_unpack         returns rows as float32.
 //   unspool_set_grid       sets the codebook grid of a type: entries of four or eight codes.
 //
@@ -15,6 +16,23 @@
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the files and the packed layout are little-endian"
 #endif
+
+namespace unspool {
+
+// Blocks `first` to `last` of a tensor. Python fills the same structure (see `packing.py`).
+struct PackPart {
+    const Matrix* matrix;  // its `data` is the target
+    const uint8_t* source;
+    int64_t source_bytes;
+    int64_t first;
+    int64_t last;
+    double* error;  // of unspool_quantize; null: unspool_repack
+    int32_t type;
+    int32_t release;  // the source is a mapped file, whose pages are returned to the system
+    int32_t result;   // see unspool_repack
+};
+
+}  // namespace unspool
 
 // `type` is the GGUF type number. Returns
 //    0  success,
@@ -30,6 +48,8 @@ UNSPOOL_API int32_t unspool_repack(const unspool::Matrix* m, int32_t type, const
 UNSPOOL_API int32_t unspool_quantize(const unspool::Matrix* m, int32_t type, const uint8_t* source,
                                      int64_t source_bytes, int64_t first, int64_t last,
                                      uint8_t* target, double* error);
+// Packs parts until none is left. `next` is the first part that no thread has taken yet.
+UNSPOOL_API void unspool_pack_parts(unspool::PackPart* parts, int64_t count, int64_t* next);
 // The codes of a grid's entries, a byte each; the memory must stay valid. Returns 0 if no type has
 // such a grid. Types with a grid can be repacked once it is set.
 UNSPOOL_API int32_t unspool_set_grid(int32_t type, const uint8_t* codes, int64_t count);
