@@ -3,8 +3,8 @@
 The library is in `backends/cpu` and does not depend on Python. If it is missing or cannot be
 loaded, `missing()` returns the reason; other backends work without it.
 
-The environment variable UNSPOOL_ISA=plain|avx2|avx512|amx|neon selects a lower instruction set than
-the processor has, for tests.
+The environment variable UNSPOOL_ISA selects another instruction set than the best one that the
+processor has, for tests (see `instruction_set`).
 """
 
 from __future__ import annotations
@@ -196,5 +196,5 @@ def read_strings(
 
 
 def instruction_set() -> str:
-    """Return the instruction set in use: plain, neon, avx2, avx512 or amx."""
+    """Return the instruction set in use: plain, neon, i8mm, avx2, avxvnni, avx512 or amx."""
     return str(library().unspool_isa().decode())

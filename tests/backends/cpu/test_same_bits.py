@@ -93,7 +93,7 @@ def all_hashes() -> dict[str, str]:
     return hashes
 
 
-@pytest.mark.parametrize("isa", ["plain", "neon", "avx2", "avx512", "amx"])
+@pytest.mark.parametrize("isa", ["plain", "neon", "i8mm", "avx2", "avxvnni", "avx512", "amx"])
 def test_every_instruction_set_gives_the_recorded_bits(isa: str) -> None:
     environment = {
         **os.environ, "UNSPOOL_ISA": isa,

@@ -10,6 +10,8 @@
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace unspool {
@@ -19,6 +21,11 @@ extern const Kernels table;
 }
 #if HAS_avx2
 namespace avx2 {
+extern const Kernels table;
+}
+#endif
+#if HAS_avxvnni
+namespace avxvnni {
 extern const Kernels table;
 }
 #endif
@@ -36,6 +43,11 @@ void end_thread();
 #endif
 #if HAS_neon
 namespace neon {
+extern const Kernels table;
+}
+#endif
+#if HAS_i8mm
+namespace i8mm {
 extern const Kernels table;
 }
 #endif
@@ -64,6 +76,11 @@ bool is_supported(const Kernels* set) {
 #if HAS_avx2
     if (set == &avx2::table) return has_avx2;
 #endif
+#if HAS_avxvnni
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (set == &avxvnni::table)
+        return has_avx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 4));
+#endif
 #if HAS_avx512
     if (set == &avx512::table) return has_avx512;
 #endif
@@ -71,14 +88,25 @@ bool is_supported(const Kernels* set) {
     if (set == &amx::table)
         return has_avx512 && __builtin_cpu_supports("avx512bf16") && amx_allowed();
 #endif
-#elif HAS_neon
-    if (set == &neon::table) {
-#if defined(__linux__)
-        return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
-#else
-        return true;  // every Apple chip has the dot product
 #endif
-    }
+#if HAS_neon
+#if defined(__linux__)
+    if (set == &neon::table) return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+    if (set == &neon::table) return true;  // every Apple chip has the dot product
+#endif
+#endif
+#if HAS_i8mm
+#if defined(__linux__)
+    constexpr unsigned long kI8mm = 1u << 13;  // HWCAP2_I8MM, which old headers lack
+    if (set == &i8mm::table) return (getauxval(AT_HWCAP2) & kI8mm) != 0;
+#else
+    int has_i8mm = 0;
+    size_t size = sizeof has_i8mm;
+    if (set == &i8mm::table)
+        return sysctlbyname("hw.optional.arm.FEAT_I8MM", &has_i8mm, &size, nullptr, 0) == 0 &&
+               has_i8mm != 0;
+#endif
 #endif
     return set == &plain::table;
 }
@@ -91,8 +119,14 @@ const Kernels* choose_kernels() {
 #if HAS_avx512
         &avx512::table,
 #endif
+#if HAS_avxvnni
+        &avxvnni::table,
+#endif
 #if HAS_avx2
         &avx2::table,
+#endif
+#if HAS_i8mm
+        &i8mm::table,
 #endif
 #if HAS_neon
         &neon::table,

@@ -46,8 +46,17 @@ UNSPOOL_INLINE UnpackedBlock allocate_block(uint8_t* scratch, int64_t tiles) {
 UNSPOOL_INLINE void store_piece(uint8_t* bytes, int64_t tiles, int64_t tile, int piece,
                                 const U8x64& columns) {
 #if defined(ISA_neon)  // four rows after the other
-    for (int quarter = 0; quarter < 4; ++quarter)
-        vst1q_u8(bytes + ((quarter * tiles + tile) * 8 + piece) * 16, columns.v[quarter]);
+    for (int quarter = 0; quarter < 4; ++quarter) {
+        uint8_t* to = bytes + ((quarter * tiles + tile) * 8 + piece) * 16;
+        vst1q_u8(to, columns.v[quarter]);
+#if defined(ISA_i8mm)  // two rows of eight columns together
+        if (piece % 2 == 0) continue;
+        const uint32x4_t first = vreinterpretq_u32_u8(vld1q_u8(to - 16));
+        const uint32x4_t second = vreinterpretq_u32_u8(columns.v[quarter]);
+        vst1q_u8(to - 16, vreinterpretq_u8_u32(vzip1q_u32(first, second)));
+        vst1q_u8(to, vreinterpretq_u8_u32(vzip2q_u32(first, second)));
+#endif
+    }
 #else
     static_cast<void>(tiles);
     store_bytes(bytes + (tile * 8 + piece) * 64, columns);

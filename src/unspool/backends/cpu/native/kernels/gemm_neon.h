@@ -37,12 +37,11 @@ struct Starts {
 };
 constexpr Starts kStarts;
 
-// Rows 4 * quarter to 4 * quarter + 3 of the block times T rows.
-template <int Group, bool Minima, int T>
+// Rows 4 * quarter to 4 * quarter + 3 of the block times T rows, without minima.
+template <int Group, int T>
 UNSPOOL_INLINE void multiply_quarter(const UnpackedBlock& block, int64_t tiles,
-                                     const QuantizedRows& acts, int64_t first,
-                                     const PackedRows& rows, int quarter, F32x16* out) {
-    const uint8_t* w = block.bytes + quarter * tiles * kTile * 4;
+                                     const PackedRows& rows, int quarter, float32x4_t* out) {
+    const int8_t* w = reinterpret_cast<const int8_t*>(block.bytes) + quarter * tiles * kTile * 4;
     const int8_t* a = rows.quants;
     const float* factors = rows.factors;
     const float* scales = block.scales + 4 * quarter;
@@ -54,49 +53,57 @@ UNSPOOL_INLINE void multiply_quarter(const UnpackedBlock& block, int64_t tiles,
             asm("" : "+r"(starts));  // else the compiler copies registers
             int32x4_t dots[T];
             for (int t = 0; t < T; ++t) dots[t] = vreinterpretq_s32_f32(vld1q_f32(starts + 4 * t));
+            const float32x4_t scale = vld1q_f32(scales);
+            const float32x4_t factor[2] = {vld1q_f32(factors), vld1q_f32(factors + 4)};
+            const auto add_dots = [&](int t, float32x4_t packed) UNSPOOL_LAMBDA {
+                const float32x4_t sums = vreinterpretq_f32_s32(dots[t]);
+                total[t] = vfmaq_f32(total[t], vsubq_f32(sums, vdupq_n_f32(kSumsBase)), packed);
+            };
+#if defined(ISA_i8mm)  // sums of two rows of activations with the first or last two of weights
+            for (int piece = 0; piece < Group / 8; ++piece, w += 32, a += 8 * kPackedRows) {
+                const int8x16_t weights[2] = {vld1q_s8(w), vld1q_s8(w + 16)};
+                for_each_index<T>([&](auto index) UNSPOOL_LAMBDA {
+                    constexpr int t = decltype(index)::value;
+                    dots[t] = vmmlaq_s32(dots[t], vld1q_s8(a + t / 2 * 16), weights[t % 2]);
+                });
+            }
+            const float64x2_t pairs = vreinterpretq_f64_f32(scale);
+            const float32x4_t scale_pairs[2] = {vreinterpretq_f32_f64(vdupq_laneq_f64(pairs, 0)),
+                                                vreinterpretq_f32_f64(vdupq_laneq_f64(pairs, 1))};
+            for_each_index<T>([&](auto index) UNSPOOL_LAMBDA {
+                constexpr int t = decltype(index)::value;
+                const float32x4_t four = factor[t / 4];
+                const float32x4_t twice =
+                    t / 2 % 2 == 0 ? vzip1q_f32(four, four) : vzip2q_f32(four, four);
+                add_dots(t, vmulq_f32(scale_pairs[t % 2], twice));
+            });
+#else
 #pragma GCC unroll 8
             for (int piece = 0; piece < Group / 4; ++piece, w += 16, a += 4 * kPackedRows) {
-                const int8x16_t weights = vreinterpretq_s8_u8(vld1q_u8(w));
+                const int8x16_t weights = vld1q_s8(w);
                 const int8x16_t numbers[2] = {vld1q_s8(a), vld1q_s8(a + 16)};
                 for_each_index<T>([&](auto index) UNSPOOL_LAMBDA {
                     constexpr int t = decltype(index)::value;
                     dots[t] = vdotq_laneq_s32(dots[t], weights, numbers[t / 4], t % 4);
                 });
             }
-            const float32x4_t scale = vld1q_f32(scales);
-            const float32x4_t factor[2] = {vld1q_f32(factors), vld1q_f32(factors + 4)};
             for_each_index<T>([&](auto index) UNSPOOL_LAMBDA {
                 constexpr int t = decltype(index)::value;
-                const float32x4_t dot =
-                    vsubq_f32(vreinterpretq_f32_s32(dots[t]), vdupq_n_f32(kSumsBase));
-                total[t] = vfmaq_f32(total[t], dot, vmulq_laneq_f32(scale, factor[t / 4], t % 4));
+                add_dots(t, vmulq_laneq_f32(scale, factor[t / 4], t % 4));
             });
+#endif
         }
     }
-    if constexpr (Minima) {  // a separate sum, as in gemv.h
-        const float* minima = block.minima + 4 * quarter;
-        float32x4_t low[T];
-        for (int t = 0; t < T; ++t) low[t] = vdupq_n_f32(0.0f);
-        for (int64_t group = 0; group < tiles * (kTile / Group); ++group, minima += kLanes) {
-            const float32x4_t minimum = vld1q_f32(minima);
-            float sums[kPackedRows];
-            const float* sum = rows.factors + (2 * group + 1) * kPackedRows;
-            if constexpr (Group == 16) {
-                for (int t = 0; t < T; ++t)
-                    sums[t] = rows.factors[group / 2 * 2 * kPackedRows + t] *
-                              static_cast<float>(
-                                  acts.sums[(first + t) * (acts.columns / kLanes) + group]);
-                sum = sums;
-            }
-            const float32x4_t factor[2] = {vld1q_f32(sum), vld1q_f32(sum + 4)};
-            for_each_index<T>([&](auto index) UNSPOOL_LAMBDA {
-                constexpr int t = decltype(index)::value;
-                low[t] = vfmaq_laneq_f32(low[t], minimum, factor[t / 4], t % 4);
-            });
-        }
-        for (int t = 0; t < T; ++t) total[t] = vaddq_f32(total[t], low[t]);
+#if defined(ISA_i8mm)
+    for (int t = 0; t < T; t += 2) {  // back to a register for each row of activations
+        const float64x2_t first = vreinterpretq_f64_f32(total[t]);
+        const float64x2_t last = vreinterpretq_f64_f32(total[t + 1]);
+        out[t] = vreinterpretq_f32_f64(vzip1q_f64(first, last));
+        out[t + 1] = vreinterpretq_f32_f64(vzip2q_f64(first, last));
     }
-    for (int t = 0; t < T; ++t) out[t].v[quarter] = total[t];
+#else
+    for (int t = 0; t < T; ++t) out[t] = total[t];
+#endif
 }
 
 // An unpacked block times rows [first, first + T).
@@ -104,8 +111,34 @@ template <int Group, bool Minima, int T>
 UNSPOOL_INLINE void multiply_by_quarters(const UnpackedBlock& block, int64_t tiles,
                                          const QuantizedRows& acts, int64_t first, F32x16* out) {
     const PackedRows rows = packed_rows(acts, tiles, first, block.tile_scales);
-    for (int quarter = 0; quarter < 4; ++quarter)
-        multiply_quarter<Group, Minima, T>(block, tiles, acts, first, rows, quarter, out);
+    for (int quarter = 0; quarter < 4; ++quarter) {
+        float32x4_t total[T];
+        multiply_quarter<Group, T>(block, tiles, rows, quarter, total);
+        if constexpr (Minima) {  // a separate sum, as in gemv.h
+            const float* minima = block.minima + 4 * quarter;
+            float32x4_t low[T];
+            for (int t = 0; t < T; ++t) low[t] = vdupq_n_f32(0.0f);
+            for (int64_t group = 0; group < tiles * (kTile / Group); ++group, minima += kLanes) {
+                const float32x4_t minimum = vld1q_f32(minima);
+                float sums[kPackedRows];
+                const float* sum = rows.factors + (2 * group + 1) * kPackedRows;
+                if constexpr (Group == 16) {
+                    for (int t = 0; t < T; ++t)
+                        sums[t] = rows.factors[group / 2 * 2 * kPackedRows + t] *
+                                  static_cast<float>(
+                                      acts.sums[(first + t) * (acts.columns / kLanes) + group]);
+                    sum = sums;
+                }
+                const float32x4_t factor[2] = {vld1q_f32(sum), vld1q_f32(sum + 4)};
+                for_each_index<T>([&](auto index) UNSPOOL_LAMBDA {
+                    constexpr int t = decltype(index)::value;
+                    low[t] = vfmaq_laneq_f32(low[t], minimum, factor[t / 4], t % 4);
+                });
+            }
+            for (int t = 0; t < T; ++t) total[t] = vaddq_f32(total[t], low[t]);
+        }
+        for (int t = 0; t < T; ++t) out[t].v[quarter] = total[t];
+    }
 }
 
 }  // namespace ISA

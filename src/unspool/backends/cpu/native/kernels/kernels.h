@@ -4,11 +4,20 @@
 #include "../layout.h"
 #include "../plan.h"
 
-// Tile registers are for products only: everything else is AVX-512.
+// Some instruction sets differ from another one in products of many rows only (AMX and AVX-512,
+// i8mm and NEON), or in all quantized products (AVX-VNNI and AVX2): they share the other's kernels.
 #if defined(ISA_amx)
 #define UNSPOOL_SHARED avx512
+#define UNSPOOL_GEMV avx512
+#elif defined(ISA_avxvnni)
+#define UNSPOOL_SHARED avx2
+#define UNSPOOL_GEMV avxvnni
+#elif defined(ISA_i8mm)
+#define UNSPOOL_SHARED neon
+#define UNSPOOL_GEMV neon
 #else
 #define UNSPOOL_SHARED ISA
+#define UNSPOOL_GEMV ISA
 #endif
 
 namespace unspool {

@@ -14,7 +14,7 @@
 
 namespace unspool {
 
-namespace UNSPOOL_SHARED {
+namespace UNSPOOL_GEMV {
 void multiply_packed(const GemmArgs& args, const Matrix& m, int64_t column, int64_t first,
                      int64_t last);
 }
@@ -72,7 +72,7 @@ UNSPOOL_NOINLINE void gemm_rows(const GemmArgs& args, const Matrix& m, int64_t c
 void multiply_blocks(const GemmArgs& args, const Matrix& m, int64_t column, int64_t first,
                      int64_t last, uint8_t* scratch) {
     if (!is_quantized(m) || args.last - args.first <= kMaxDirectRows)
-        return UNSPOOL_SHARED::multiply_packed(args, m, column, first, last);
+        return UNSPOOL_GEMV::multiply_packed(args, m, column, first, last);
     if constexpr (kMaxDirectRows < kUnlimited) {
         for (int64_t block = first; block < last; ++block) {
             UnpackedBlock unpacked = allocate_block(scratch, tiles_of(m));

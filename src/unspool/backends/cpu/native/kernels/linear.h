@@ -25,7 +25,7 @@ constexpr int kSmallBatch =
 constexpr int kUnlimited = std::numeric_limits<int>::max();
 #if defined(ISA_amx) || defined(ISA_avx512)
 constexpr int kMaxDirectRows = 8;  // rows multiplied without unpacking: limited by registers
-#elif defined(ISA_neon)
+#elif defined(ISA_neon) || defined(ISA_avxvnni)
 constexpr int kMaxDirectRows = 4;
 #elif defined(ISA_avx2)
 constexpr int kMaxDirectRows = kUnlimited;  // unpacking per four rows is cheap enough

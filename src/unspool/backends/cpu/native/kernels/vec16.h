@@ -12,7 +12,7 @@
 
 #if defined(ISA_amx) || defined(ISA_avx512)
 #include "vec16_avx512.h"
-#elif defined(ISA_avx2)
+#elif defined(ISA_avx2) || defined(ISA_avxvnni)
 #include "vec16_avx2.h"
 #elif defined(ISA_neon)
 #include "vec16_neon.h"
@@ -98,6 +98,8 @@ UNSPOOL_INLINE void for_each_index(F f) {
 // packed).
 #if defined(ISA_amx)
 constexpr int kPackedRows = 16, kPackedColumns = 32;
+#elif defined(ISA_i8mm)
+constexpr int kPackedRows = 8, kPackedColumns = 8;
 #elif defined(ISA_neon)
 constexpr int kPackedRows = 8, kPackedColumns = 4;
 #else

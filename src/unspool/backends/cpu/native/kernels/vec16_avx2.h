@@ -111,10 +111,6 @@ UNSPOOL_INLINE float largest(F32x16 a) {
 
 // -- integers -----------------------------------------------------------------------------------
 
-// dot_bytes() uses signed weights: subtracted from a stored byte first. The sum of two products of
-// int8 fits the 16 bits in which AVX2 adds pairs.
-constexpr int kByteBias = 128;
-
 UNSPOOL_INLINE I32x16 iset1(int32_t x) { return {{_mm256_set1_epi32(x), _mm256_set1_epi32(x)}}; }
 UNSPOOL_INLINE I32x16 iadd(I32x16 a, I32x16 b) {
     return {{_mm256_add_epi32(a.v[0], b.v[0]), _mm256_add_epi32(a.v[1], b.v[1])}};
@@ -149,6 +145,34 @@ UNSPOOL_INLINE __m256i broadcast_four(const int8_t* four) {
     __builtin_memcpy(&a, four, 4);
     return _mm256_set1_epi32(a);
 }
+#if defined(ISA_avxvnni)
+
+// As in vec16_avx512.h: weights are bytes without a sign, and offsets are subtracted later.
+constexpr int kByteBias = 0;
+constexpr bool kSignedDot = false;
+constexpr int kRowsPerPass = 4;  // rows of activations that share a block's weights
+
+// Weights times four activations, added to each row's sum.
+UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
+    const __m256i a = broadcast_four(four);
+    for (int i = 0; i < 2; ++i) total.v[i] = _mm256_dpbusd_avx_epi32(total.v[i], w.v[i], a);
+    return total;
+}
+UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
+    return dot_bytes(total, w, four);
+}
+UNSPOOL_INLINE I32x16 dot_signed(I32x16 total, U8x64 w, const int8_t* four) {
+    return dot_bytes(total, w, four);
+}
+
+#else
+
+// dot_bytes() uses signed weights: subtracted from a stored byte first. The sum of two products of
+// int8 fits the 16 bits in which AVX2 adds pairs.
+constexpr int kByteBias = 128;
+constexpr bool kSignedDot = true;
+constexpr int kRowsPerPass = 2;  // rows of activations that share a block's weights
+
 // Sums of products with weights of 0 to 15, two per row. Those of a whole tile fit 16 bits (16 * 15
 // * 128 = 30,720), so they are widened once per tile, not per product.
 struct SmallSums {
@@ -185,6 +209,19 @@ UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {
     }
     return total;
 }
+// Signed weights times four activations, added to each row's sum.
+UNSPOOL_INLINE I32x16 dot_signed(I32x16 total, U8x64 w, const int8_t* four) {
+    const __m256i a = broadcast_four(four);
+    for (int i = 0; i < 2; ++i) {
+        const __m256i pairs =
+            _mm256_maddubs_epi16(_mm256_abs_epi8(w.v[i]), _mm256_sign_epi8(a, w.v[i]));
+        total.v[i] = _mm256_add_epi32(total.v[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    return total;
+}
+
+#endif
+
 // Values of the codes 0 to 15.
 struct Table {
     __m256i v;
@@ -206,18 +243,6 @@ UNSPOOL_INLINE U8x64 subtract_from_bytes(U8x64 a, int number) {
     for (auto& v : a.v) v = _mm256_sub_epi8(v, _mm256_set1_epi8(static_cast<char>(number)));
     return a;
 }
-// Signed weights times four activations, added to each row's sum.
-constexpr bool kSignedDot = true;
-UNSPOOL_INLINE I32x16 dot_signed(I32x16 total, U8x64 w, const int8_t* four) {
-    const __m256i a = broadcast_four(four);
-    for (int i = 0; i < 2; ++i) {
-        const __m256i pairs =
-            _mm256_maddubs_epi16(_mm256_abs_epi8(w.v[i]), _mm256_sign_epi8(a, w.v[i]));
-        total.v[i] = _mm256_add_epi32(total.v[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-    }
-    return total;
-}
-constexpr int kRowsPerPass = 2;  // rows of activations that share a block's weights
 UNSPOOL_INLINE void prefetch(const void* p) {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }
