@@ -34,7 +34,9 @@ pytestmark = pytest.mark.skipif(
 
 ROUNDING = 3e-6  # of the sum of all sizes: some hundred additions of 24 bits
 _ARM = platform.machine() in ("aarch64", "arm64")
-INSTRUCTION_SETS = ("plain", "neon", "i8mm") if _ARM else ("plain", "avx2", "avxvnni", "avx512", "amx")
+INSTRUCTION_SETS = (
+    ("plain", "neon", "i8mm") if _ARM else ("plain", "avx2", "avxvnni", "avx512", "amx")
+)
 
 
 def multiply(packed: PackedMatrix, rows: Any, threads: int = 1) -> Any:
