@@ -9,7 +9,13 @@
 namespace unspool {
 namespace ISA {
 
-constexpr int kTileRows = 16;  // queries per task: heads of several tokens that share keys
+// Queries per task: heads of several tokens that share keys. More queries share the conversion of a
+// page; their scores must fit the cache.
+#if defined(ISA_neon)
+constexpr int kTileRows = 32;
+#else
+constexpr int kTileRows = 16;
+#endif
 // As many accumulators as fit the registers:
 #if defined(ISA_avx512) || defined(ISA_amx)
 constexpr int kMaxRows = 8;                                        // queries,
@@ -150,6 +156,9 @@ UNSPOOL_INLINE void page_values(const Tile& tile, const uint8_t* page, int64_t r
                         fma_with<decltype(i)::value>(values, quad[r], total[r * C + c]);
                 });
             });
+#if defined(ISA_neon)
+            asm volatile("" ::: "memory");  // else values are loaded so early that sums are spilled
+#endif
         });
     }
     for (; slot < slots; ++slot) {

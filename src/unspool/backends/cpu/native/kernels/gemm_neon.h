@@ -53,12 +53,6 @@ UNSPOOL_INLINE void multiply_quarter(const UnpackedBlock& block, int64_t tiles,
             asm("" : "+r"(starts));  // else the compiler copies registers
             int32x4_t dots[T];
             for (int t = 0; t < T; ++t) dots[t] = vreinterpretq_s32_f32(vld1q_f32(starts + 4 * t));
-            const float32x4_t scale = vld1q_f32(scales);
-            const float32x4_t factor[2] = {vld1q_f32(factors), vld1q_f32(factors + 4)};
-            const auto add_dots = [&](int t, float32x4_t packed) UNSPOOL_LAMBDA {
-                const float32x4_t sums = vreinterpretq_f32_s32(dots[t]);
-                total[t] = vfmaq_f32(total[t], vsubq_f32(sums, vdupq_n_f32(kSumsBase)), packed);
-            };
 #if defined(ISA_i8mm)  // sums of two rows of activations with the first or last two of weights
             for (int piece = 0; piece < Group / 8; ++piece, w += 32, a += 8 * kPackedRows) {
                 const int8x16_t weights[2] = {vld1q_s8(w), vld1q_s8(w + 16)};
@@ -67,16 +61,6 @@ UNSPOOL_INLINE void multiply_quarter(const UnpackedBlock& block, int64_t tiles,
                     dots[t] = vmmlaq_s32(dots[t], vld1q_s8(a + t / 2 * 16), weights[t % 2]);
                 });
             }
-            const float64x2_t pairs = vreinterpretq_f64_f32(scale);
-            const float32x4_t scale_pairs[2] = {vreinterpretq_f32_f64(vdupq_laneq_f64(pairs, 0)),
-                                                vreinterpretq_f32_f64(vdupq_laneq_f64(pairs, 1))};
-            for_each_index<T>([&](auto index) UNSPOOL_LAMBDA {
-                constexpr int t = decltype(index)::value;
-                const float32x4_t four = factor[t / 4];
-                const float32x4_t twice =
-                    t / 2 % 2 == 0 ? vzip1q_f32(four, four) : vzip2q_f32(four, four);
-                add_dots(t, vmulq_f32(scale_pairs[t % 2], twice));
-            });
 #else
 #pragma GCC unroll 8
             for (int piece = 0; piece < Group / 4; ++piece, w += 16, a += 4 * kPackedRows) {
@@ -87,11 +71,24 @@ UNSPOOL_INLINE void multiply_quarter(const UnpackedBlock& block, int64_t tiles,
                     dots[t] = vdotq_laneq_s32(dots[t], weights, numbers[t / 4], t % 4);
                 });
             }
+#endif
+            const float32x4_t scale = vld1q_f32(scales);
+            const float32x4_t factor[2] = {vld1q_f32(factors), vld1q_f32(factors + 4)};
             for_each_index<T>([&](auto index) UNSPOOL_LAMBDA {
                 constexpr int t = decltype(index)::value;
-                add_dots(t, vmulq_laneq_f32(scale, factor[t / 4], t % 4));
-            });
+#if defined(ISA_i8mm)
+                const float64x2_t pair = vreinterpretq_f64_f32(scale);
+                const float32x4_t four = factor[t / 4];
+                const float32x4_t packed =
+                    vmulq_f32(vreinterpretq_f32_f64(vdupq_laneq_f64(pair, t % 2)),
+                              t / 2 % 2 == 0 ? vzip1q_f32(four, four) : vzip2q_f32(four, four));
+#else
+                const float32x4_t packed = vmulq_laneq_f32(scale, factor[t / 4], t % 4);
 #endif
+                const float32x4_t dot =
+                    vsubq_f32(vreinterpretq_f32_s32(dots[t]), vdupq_n_f32(kSumsBase));
+                total[t] = vfmaq_f32(total[t], dot, packed);
+            });
         }
     }
 #if defined(ISA_i8mm)

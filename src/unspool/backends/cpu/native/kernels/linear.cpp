@@ -136,13 +136,17 @@ int64_t scratch_rows_bytes(const RunContext& run) {
 void linear(const RunContext& run, const Op& op, Worker& worker) {
     const int64_t rows = rows_of(run, op);
     if (rows == 0) return;
-    bool quantize = false;
+    bool quantize = false, has_floats = false;
     for (int32_t i = 0; i < op.matrix_count; ++i)
-        quantize = quantize || is_quantized(run.matrices[op.matrix + i]);
+        (is_quantized(run.matrices[op.matrix + i]) ? quantize : has_floats) = true;
     const bool is_small_batch = rows <= kSmallBatch;
     const QuantizedRows acts = is_small_batch ? scratch_rows(run, worker.scratch) : run.prepared;
+    // Only float matrices read the rows as floats; otherwise one row is enough, in the cache.
+    float* values = has_floats ? acts.values : scratch_rows(run, worker.scratch).values;
+    const int64_t values_stride = has_floats ? acts.columns : 0;
     const auto prepare = [&](int64_t row) {
-        prepare_row(run, op, source_row(run, op, row), acts, row, quantize);
+        prepare_row(run, op, source_row(run, op, row), acts, row, quantize,
+                    values + row * values_stride);
     };
     if (!is_small_batch) for_each_row(worker, 0, rows, [&](int64_t row) { prepare(row); });
     bool is_prepared = !is_small_batch;

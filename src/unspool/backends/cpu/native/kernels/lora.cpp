@@ -32,8 +32,8 @@ float row_dot(const float* a, const float* b, int64_t count) {
 void project_down(const RunContext& run, const Op& op, int64_t row) {
     const LowRank* parts = row_updates(run, op, row);
     if (parts == nullptr) return;
-    prepare_row(run, op, run.buffers[op.source].row(row), run.prepared, row, false);
-    const float* x = run.prepared.values + row * run.prepared.columns;
+    float* x = run.prepared.values + row * run.prepared.columns;
+    prepare_row(run, op, run.buffers[op.source].row(row), run.prepared, row, false, x);
     float* low = run.low + row * run.batch.adapters->max_rank;
     for (int32_t i = 0; i < op.matrix_count; ++i) {
         if (parts[i].down == nullptr) continue;

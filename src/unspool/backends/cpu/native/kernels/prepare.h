@@ -123,11 +123,10 @@ inline void pack_row(const int8_t* numbers, const float* scales, const float* lo
     }
 }
 
-// Fills row `row` of `out` from the operation's source row.
+// Fills row `row` of `out` from the operation's source row; `values` gets it as floats.
 inline void prepare_row(const RunContext& run, const Op& op, const float* source,
-                        const QuantizedRows& out, int64_t row, bool quantize) {
+                        const QuantizedRows& out, int64_t row, bool quantize, float* values) {
     const int64_t width = op.width, padded = (width + kTile - 1) / kTile * kTile;
-    float* values = out.values + row * out.columns;
     if (op.prepare == kPrepareNorm) {
         const float* bias = op.second_vector >= 0 ? run.vectors[op.second_vector].data : nullptr;
         norm_row(source, width, run.vectors[op.vector].data, bias, op.flags & kCentred, op.epsilon,
