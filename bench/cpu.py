@@ -516,7 +516,7 @@ def parse_arguments() -> argparse.Namespace:
         has_llama = is_selected(LLAMA.key, args.only)
         is_llama_shape = args.random in (None, *SHAPES)
         args.types = ["Q4_0", "Q4_K_M", "Q8_0"] if has_llama and is_llama_shape else []
-    works = {*WORKS, *JOBS}
+    works = list(dict.fromkeys([*WORKS, *JOBS]))
     for kind, words, allowed in (("--only", args.only, names), ("--work", args.work, works)):
         for word in words:
             if not any(name.startswith(word) for name in allowed):

@@ -168,7 +168,8 @@ def test_types_are_compared_where_llama_cpp_is(monkeypatch) -> None:
     for words, expected in (
         ([], ["Q4_0", "Q4_K_M", "Q8_0"]),
         (["--only", "onnxruntime"], []),
-        (["--random"], []),
+        (["--random", "1b"], ["Q4_0", "Q4_K_M", "Q8_0"]),
+        (["--random", "qwen3.5-0.8b"], []),
         (["--types", "Q6_K"], ["Q6_K"]),
     ):
         monkeypatch.setattr(sys, "argv", ["cpu.py", *words])
