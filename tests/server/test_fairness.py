@@ -100,7 +100,7 @@ def test_a_request_of_many_rows_leaves_room_for_others(tiny_server, path, body):
         assert single.result(60)["choices"]
         many.result(60)
     first = next(n for n, tokens in enumerate(gate.steps) if mark in tokens)
-    assert len(gate.steps) > holder + 50 and first < holder + 6
+    assert len(gate.steps) > holder + 50 and first < holder + 20
 
 
 def test_places_of_a_request_of_many_rows_are_not_all_places(tiny_server: Running):
