@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from unspool.errors import UnspoolError
 
-VERSION = 11  # of the interface; the library must have the same
+VERSION = 12  # of the interface; the library must have the same
 _FUNCTIONS = (  # of the library, each with the prefix unspool_
     "above", "copy_page", "counts", "exp", "isa", "join_strings", "leading", "log", "measure",
     "model_free", "model_new", "multiply", "pack_parts", "packed_bytes", "peaks", "pick", "profile",
@@ -177,7 +177,8 @@ def read_strings(
 ) -> tuple[list[str], int] | None:
     """Read an array of GGUF strings that begins at `data[start]`; return it and its end.
 
-    None: the library is missing, a string contains a zero byte, or the array is longer than `data`.
+    None: the library is missing, a string contains a zero byte, the array is longer than `data`, or
+    the file changes meanwhile.
     Raises UnicodeDecodeError for a string that is not UTF-8.
     """
     if missing_reason() is not None or not count:
@@ -185,11 +186,13 @@ def read_strings(
     join = library().unspool_join_strings
     join.restype = ctypes.c_int64
     arguments = [ctypes.c_void_p(data.ctypes.data), *map(ctypes.c_int64, (data.size, start, count))]
-    end = join(*arguments, None)
+    end = join(*arguments, None, ctypes.c_int64(0))
     if end < 0:
         return None
     joined = np.empty(end - start - 7 * count, np.uint8)  # a zero byte replaces 8 bytes of length
-    join(*arguments, ctypes.c_void_p(joined.ctypes.data))
+    target = ctypes.c_void_p(joined.ctypes.data), ctypes.c_int64(joined.size)
+    if join(*arguments, *target) != end:
+        return None
     strings = str(joined.data, "utf-8").split("\0")
     strings.pop()
     return (strings, end) if len(strings) == count else None

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
+import threading
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,8 @@ from unspool.backends.cpu.packing import (
     PACKINGS,
     MatrixStruct,
     PackedFormat,
+    Packing,
+    PartStruct,
     pack,
     pack_all,
     packing_for,
@@ -56,17 +62,22 @@ def same_bits(a: Any, b: Any) -> bool:
 # -- the layout, by hand ---------------------------------------------------------------------
 
 
-def test_the_structure_matches_the_header():
-    header = Path(packing.__file__).parent / "native" / "layout.h"
+@pytest.mark.parametrize(
+    ("file", "name", "structure"),
+    [("layout.h", "Matrix", MatrixStruct), ("repack.h", "PackPart", PartStruct)],
+)
+def test_structures_match_the_headers(file: str, name: str, structure: type[ctypes.Structure]):
+    header = Path(packing.__file__).parent / "native" / file
     text = header.read_text(encoding="utf-8")
-    body = text[text.index("struct Matrix {") : text.index("};", text.index("struct Matrix {"))]
+    start = text.index(f"struct {name} {{")
+    body = text[start : text.index("};", start)]
     lines = [line.split(";")[0].split() for line in body.splitlines()[1:] if ";" in line]
-    assert [line[-1].removesuffix("[16]") for line in lines] == [
-        name for name, *_ in MatrixStruct._fields_
+    fields = [(field[0], ctypes.sizeof(field[1])) for field in structure._fields_]
+    assert [line[-1].removesuffix("[16]") for line in lines] == [field for field, _ in fields]
+    sizes = {"int64_t": 8, "int32_t": 4, "float": 4, "int8_t": 16}
+    assert [8 if "*" in line[-2] else sizes[line[-2]] for line in lines] == [
+        size for _, size in fields
     ]
-    sizes = {"uint8_t*": 8, "int64_t": 8, "int32_t": 4, "float": 4, "int8_t": 16}
-    assert [sizes[line[-2]] for line in lines] == [ctypes.sizeof(kind) for _, kind in
-                                                   MatrixStruct._fields_]  # fmt: skip
 
 
 # -- exactness -------------------------------------------------------------------------------
@@ -159,6 +170,23 @@ def test_threads_share_the_work(monkeypatch: pytest.MonkeyPatch):
         assert np.array_equal(alone[name].memory, together[name].memory)
         assert together[name].matrix.data % 64 == 0
     assert alone["floats"].error == pytest.approx(together["floats"].error)
+
+
+def test_memory_outlives_a_caller_that_fails(monkeypatch: pytest.MonkeyPatch):
+    """A model that fails to load drops its packings while their threads use the memory."""
+    is_over = threading.Event()
+    monkeypatch.setattr(packing._PartList, "run", lambda self: is_over.wait(60))
+    started = Packing({"a": floats("F32", np.zeros((16, 32)))}, threads=2)
+    reference = weakref.ref(started)
+    del started
+    gc.collect()
+    assert reference() is not None
+    is_over.set()
+    deadline = time.monotonic() + 60
+    while reference() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+        gc.collect()
+    assert reference() is None
 
 
 def test_rows_in_any_order_and_columns_from_a_transposed_tensor():

@@ -424,8 +424,12 @@ class Packing:
         self._parts = _PartList(parts)
         self._pool = ThreadPoolExecutor(threads, "unspool-pack")
         converted = [task.convert for task in tasks if task.is_converted]
-        jobs = [*converted, *[self._parts.run] * threads]
+        # The threads hold this object, so that the memory they use outlives a caller that fails.
+        jobs = [*converted, *[self._pack] * threads]
         self._futures = [self._pool.submit(job) for job in jobs]
+
+    def _pack(self) -> None:
+        self._parts.run()
 
     def finish(self) -> dict[str, PackedMatrix]:
         """Wait for the threads; raise ModelFileError for a tensor that cannot be packed."""

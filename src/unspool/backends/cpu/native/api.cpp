@@ -9,7 +9,7 @@ using namespace unspool;
 
 extern "C" {
 
-int32_t unspool_version() { return 11; }
+int32_t unspool_version() { return 12; }
 
 const char* unspool_isa() { return active_isa_name(); }
 

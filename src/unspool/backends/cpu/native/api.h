@@ -56,9 +56,10 @@ UNSPOOL_API int32_t unspool_multiply(const unspool::Matrix* matrix, const float*
 // Reads memory at full speed and returns a checksum: measures memory bandwidth.
 UNSPOOL_API uint64_t unspool_read_memory(const uint8_t* data, int64_t bytes, int32_t threads,
                                          int32_t repeat);
-// Copies `count` strings of a GGUF file to `joined`, each with a zero byte after it; null copies
-// nothing. In the file a string is its length (8 bytes, little-endian) and its bytes; the first
-// begins at `start`. Returns the position after the last one; -1: they reach past the file's end.
+// Copies `count` strings of a GGUF file to the `capacity` bytes of `joined`, each with a zero byte
+// after it; null copies nothing. In the file a string is its length (8 bytes, little-endian) and
+// its bytes; the first begins at `start`. Returns the position after the last one; -1: they reach
+// past the file's end, or past `joined` (another process changed the file).
 UNSPOOL_API int64_t unspool_join_strings(const uint8_t* data, int64_t size, int64_t start,
-                                         int64_t count, uint8_t* joined);
+                                         int64_t count, uint8_t* joined, int64_t capacity);
 }

@@ -112,12 +112,6 @@ UNSPOOL_INLINE float largest(F32x16 a) {
 // -- integers -----------------------------------------------------------------------------------
 
 UNSPOOL_INLINE I32x16 iset1(int32_t x) { return {{_mm256_set1_epi32(x), _mm256_set1_epi32(x)}}; }
-UNSPOOL_INLINE I32x16 iadd(I32x16 a, I32x16 b) {
-    return {{_mm256_add_epi32(a.v[0], b.v[0]), _mm256_add_epi32(a.v[1], b.v[1])}};
-}
-UNSPOOL_INLINE I32x16 isub(I32x16 a, I32x16 b) {
-    return {{_mm256_sub_epi32(a.v[0], b.v[0]), _mm256_sub_epi32(a.v[1], b.v[1])}};
-}
 UNSPOOL_INLINE U8x64 load_bytes(const uint8_t* p) {
     return {{_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
              _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))}};
@@ -195,9 +189,9 @@ UNSPOOL_INLINE I32x16 dot_small(I32x16 total, U8x64 w, const int8_t* four) {
     return total;
 }
 UNSPOOL_INLINE F32x16 sums_to_float(const SmallSums& a) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    const I32x16 sums = {{_mm256_madd_epi16(a.v[0], ones), _mm256_madd_epi16(a.v[1], ones)}};
-    return to_float(iadd(sums, iset1(a.start)));
+    const __m256i ones = _mm256_set1_epi16(1), start = _mm256_set1_epi32(a.start);
+    return to_float({{_mm256_add_epi32(_mm256_madd_epi16(a.v[0], ones), start),
+                      _mm256_add_epi32(_mm256_madd_epi16(a.v[1], ones), start)}});
 }
 // Stored bytes of 0 to 255, minus kByteBias, times four activations, added to each row's sum.
 UNSPOOL_INLINE I32x16 dot_bytes(I32x16 total, U8x64 w, const int8_t* four) {

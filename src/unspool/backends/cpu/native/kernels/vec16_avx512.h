@@ -76,8 +76,6 @@ UNSPOOL_INLINE float largest(F32x16 a) { return _mm512_reduce_max_ps(a.v); }
 constexpr int kByteBias = 0;
 
 UNSPOOL_INLINE I32x16 iset1(int32_t x) { return {_mm512_set1_epi32(x)}; }
-UNSPOOL_INLINE I32x16 iadd(I32x16 a, I32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
-UNSPOOL_INLINE I32x16 isub(I32x16 a, I32x16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 UNSPOOL_INLINE U8x64 load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 // The `Count` bits of every byte from bit `From` on.
 template <int From, int Count>

@@ -159,8 +159,6 @@ UNSPOOL_INLINE float largest(F32x16 a) {
 constexpr int kByteBias = 0;
 
 UNSPOOL_INLINE I32x16 iset1(int32_t x) { UNSPOOL_EACH(I32x16, (Ints{x, x, x, x})); }
-UNSPOOL_INLINE I32x16 iadd(I32x16 a, I32x16 b) { UNSPOOL_EACH(I32x16, a.v[i] + b.v[i]); }
-UNSPOOL_INLINE I32x16 isub(I32x16 a, I32x16 b) { UNSPOOL_EACH(I32x16, a.v[i] - b.v[i]); }
 // The `Count` bits of every byte from bit `From` on.
 template <int From, int Count>
 UNSPOOL_INLINE U8x64 take_bits(U8x64 a) {
