@@ -36,7 +36,7 @@ import numpy as np
 from lib import report, stats
 from lib.arguments import add_options, list_of, make_parser, one_of
 from lib.limits import cpu_bandwidth
-from lib.models import SHAPES, write_llama_gguf, write_qwen35_gguf
+from lib.models import write_llama_gguf, write_qwen35_gguf
 from lib.peers import (
     CACHE,
     GGUF_TYPES,
@@ -54,6 +54,7 @@ from lib.peers import (
     thread_environment,
 )
 from lib.report import say
+from lib.shapes import SHAPES
 
 ROOT = Path(__file__).parent.parent
 # Prompt length, rows and new tokens of each timed job.

@@ -1,6 +1,6 @@
 """Unspool on a GPU, the device's limits and transformers: python bench/gpu.py [PART ...] [--quick]
 
-Random weights of three shapes (Llama 8B, SmolLM 135M, Qwen3 0.6B), all through the public API
+Random weights of published shapes (bench/lib/shapes.py), all through the public API
 (`lm.stream` with a seed for each text), nothing is downloaded. First the device is measured: bytes
 read per second and a product of bfloat16 matrices. The limit of a part is the larger of its bytes
 over the bandwidth and its operations over the FLOP/s; reported is the fraction reached.
@@ -104,6 +104,33 @@ PARTS = {
              seconds=240),
         Part(key="server", title="our server, 0.6B bf16, 256 streams of 128 + 128", shape="0.6b",
              work="server", rows=256, new=128, seconds=180),
+        Part(key="8b-first-16000", title="8B bf16, first token behind 16,000", shape="8b",
+             work="first", prompt=16000, new=1),
+        *(
+            Part(key=name, title=f"{title} bf16, one text", shape=name)
+            for name, title in (
+                ("qwen3.5-0.8b", "Qwen3.5-0.8B"), ("qwen3.5-9b", "Qwen3.5-9B"),
+                ("gemma4", "Gemma 4 (5B)"), ("lfm2-1.2b", "LFM2-1.2B"),
+                ("granite4-h-micro", "Granite 4.0-H-Micro"),
+                ("nemotron-nano-9b", "Nemotron-Nano-9B"),
+            )
+        ),
+        Part(key="qwen3.5-0.8b-256", title="Qwen3.5-0.8B bf16, 256 requests of 128 + 128",
+             shape="qwen3.5-0.8b", **_BATCH),
+        Part(key="qwen3.5-0.8b-first", title="Qwen3.5-0.8B bf16, first token behind 4,096",
+             shape="qwen3.5-0.8b", work="first", prompt=4096, new=1),
+        *(
+            part
+            for name, title, packed in (
+                ("qwen3.6-35b-a3b", "Qwen3.6-35B-A3B at 4 bits (Q4_0)", "Q4_0"),
+                ("gpt-oss-20b", "gpt-oss-20b (MXFP4)", "MXFP4"),
+            )
+            for part in (
+                Part(key=name, title=f"{title}, one text", shape=name, packed=packed),
+                Part(key=f"{name}-64", title=f"{title}, 64 requests of 128 + 128", shape=name,
+                     packed=packed, work="many", rows=64, new=128),
+            )
+        ),
         Part(key="8b-exact", title="8B bf16, one text, exact", shape="8b", exact=True),
         Part(key="8b-64-exact", title="8B bf16, 64 requests of 512 + 128, exact", shape="8b",
              exact=True, **_LONG),

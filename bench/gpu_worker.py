@@ -23,8 +23,9 @@ import numpy as np
 
 from gpu import PARTS, Part
 from lib.arguments import add_options, make_parser
-from lib.limits import ModelCosts, Phase, measure_limits, weight_bytes
-from lib.models import SHAPES, TINY_SHAPE, random_transformer, write_llama_gguf
+from lib.limits import ModelCosts, Phase, measure_limits
+from lib.models import random_transformer
+from lib.shapes import SHAPES, RandomCheckpoint, tiny_shape
 
 NUM_ALONE = 8  # texts of a batch that are written again, alone
 
@@ -44,7 +45,7 @@ class Setup:
         return "bfloat16" if self.device.startswith("cuda") else "float32"
 
     def shape(self, part: Part) -> dict[str, Any]:
-        return {**SHAPES[part.shape], **(TINY_SHAPE if self.tiny else {})}
+        return dict(tiny_shape(part.shape) if self.tiny else SHAPES[part.shape])
 
 
 def throughput(seconds: float, tokens: int, first_s: float, *phases: Phase) -> dict[str, Any]:
@@ -60,19 +61,10 @@ class UnspoolRunner:
 
         self.setup, self.random = setup, np.random.default_rng(7)
         number_bytes = 4 if setup.dtype == "float32" else 2
-        start, shape = time.perf_counter(), setup.shape(part)
-        if part.packed:
-            with scratch_folder(setup.scratch) as folder:
-                size = write_llama_gguf(shape, part.packed, folder / "model.gguf")
-                start = time.perf_counter()
-                self.lm: Any = unspool.load(
-                    folder / "model.gguf", device=setup.device, context=context, progress=False
-                )
-        else:
-            model = load_random(shape, setup, part.exact)
-            self.lm = unspool.LanguageModel(model, None, context=context)
-            size = weight_bytes(self.lm.config, number_bytes)
-        self.costs = ModelCosts(self.lm.config, size, kv_bytes=number_bytes)
+        start = time.perf_counter()
+        model, bits = load_random(part, setup)
+        self.lm: Any = unspool.LanguageModel(model, None, context=context)
+        self.costs = ModelCosts(self.lm.config, bits, kv_bytes=number_bytes)
         self.load_s = time.perf_counter() - start
 
     def close(self) -> None:
@@ -144,17 +136,23 @@ class UnspoolRunner:
         return self.lm.stream(ids, max_tokens=part.new, end=False, seed=seed, **part.options)
 
 
-def load_random(shape: dict[str, Any], setup: Setup, exact: bool) -> Any:
-    model = random_transformer(shape, setup.dtype, setup.device)
-    if setup.backend == "torch":
-        from unspool.backends.torch.backend import TorchModel
-
-        return TorchModel(model)
+def load_random(part: Part, setup: Setup) -> tuple[Any, float]:
+    """A model with random weights, and the bits of each."""
     from unspool.backends.cuda.model import CudaModel
-    from unspool.backends.cuda.weights import fuse_weights
+    from unspool.backends.cuda.weights import load_weights
+    from unspool.backends.torch.backend import TorchModel
+    from unspool.model.files.config_json import config_from_hf
 
-    options = {"exact": True} if exact else {}
-    return CudaModel(fuse_weights(model), lambda: "random", **options)
+    if setup.backend == "torch":
+        model = random_transformer(setup.shape(part), setup.dtype, setup.device)
+        return TorchModel(model), 32.0 if setup.dtype == "float32" else 16.0
+    import torch
+
+    checkpoint = RandomCheckpoint(config_from_hf(setup.shape(part)), part.packed)
+    weights = load_weights(
+        checkpoint, dtype=getattr(torch, setup.dtype), device=torch.device(setup.device)
+    )
+    return CudaModel(weights, lambda: "random", exact=part.exact), checkpoint.bits_per_weight()
 
 
 class TransformersRunner:

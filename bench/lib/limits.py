@@ -75,43 +75,62 @@ def least_seconds(phases: list[Phase], limits: Limits) -> float:
     )
 
 
-def weight_bytes(config: Any, bytes_per_number: float) -> float:
-    """Bytes of weights read for one token; of an untied embedding only a row is read."""
-    from unspool.model.weights import weight_shapes
-
-    numbers = sum(int(np.prod(size)) for size in weight_shapes(config).values())
-    if not config.tied:
-        numbers -= config.vocab_size * config.width
-    return numbers * bytes_per_number
-
-
 class ModelCosts:
-    """What a model must read and compute for prompts and for decoding."""
+    """What a model must read and compute for prompts and for decoding, at the least."""
 
-    def __init__(self, config: Any, weight_bytes: float, kv_bytes: int = 2) -> None:
+    def __init__(self, config: Any, weight_bits: float, kv_bytes: int = 2) -> None:
         from unspool.model.weights import weight_shapes
 
-        layers = {n: s for n, s in weight_shapes(config).items() if n.startswith("layers.")}
-        self.layers = sum(size[0] * size[1] for size in layers.values() if len(size) > 1)
+        shapes = weight_shapes(config)
+        sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
+        tables = {"embed.weight", "token_inputs.embed.weight", "position_embed.weight"}
+        experts = {name for name in shapes if name.startswith("layers.") and len(shapes[name]) == 3}
         self.head = config.vocab_size * config.width
-        self.weight_bytes = weight_bytes
+        self.dense = sum(n for name, n in sizes.items() if name not in tables | experts)
+        self.dense += self.head if config.tied else 0
+        self.experts = sum(sizes[name] for name in experts)
+        self.num_experts, self.experts_per_token = config.experts, config.experts_per_token
+        self.weight_bytes = weight_bits / 8
         self.kv_token = config.kv_floats_per_token * kv_bytes
-        self.attention = 4 * config.layers * config.heads * config.head_width  # per token pair
+        self.state = 2 * config.state_bytes  # read and written
+        # Per pair of tokens.
+        self.attention = sum(
+            4 * config.shape(layer).out_width
+            for layer in range(config.layers)
+            if config.mixer(layer) == "attention"
+        )
+
+    def read_bytes(self, tokens: int) -> float:
+        """Bytes of weights that a step of these tokens reads; experts as the router chooses them
+        at random."""
+        experts = 0.0
+        if self.experts:
+            missed = (1 - self.experts_per_token / self.num_experts) ** tokens
+            experts = self.experts * (1 - missed)
+        return (self.dense + experts) * self.weight_bytes
+
+    @property
+    def flops(self) -> float:
+        """Operations of a token in all matrices but the head."""
+        experts = self.experts * self.experts_per_token / max(1, self.num_experts)
+        return 2 * (self.dense - self.head + experts)
 
     def prompt(self, rows: int, length: int, max_batch: int = 8192) -> Phase:
         """Prefill: all weights once per `max_batch` tokens, the head for the last token."""
         tokens = rows * length
         passes = max(1, -(-tokens // max_batch))
         pairs = rows * length * (length + 1) / 2
+        weights = passes * self.read_bytes(min(tokens, max_batch))
         return {
-            "bytes": passes * self.weight_bytes + tokens * self.kv_token,
-            "flops": 2 * (tokens * self.layers + rows * self.head) + pairs * self.attention,
+            "bytes": weights + tokens * self.kv_token + rows * self.state / 2,
+            "flops": tokens * self.flops + rows * 2 * self.head + pairs * self.attention,
         }
 
     def decode(self, rows: int, start: int, steps: int) -> Phase:
         """Decoding of `steps` tokens in every row, after `start` tokens."""
         contexts = sum(range(start + 1, start + steps + 1))
+        reads = steps * (self.read_bytes(rows) + rows * self.state)
         return {
-            "bytes": steps * self.weight_bytes + rows * contexts * self.kv_token,
-            "flops": rows * (2 * steps * (self.layers + self.head) + contexts * self.attention),
+            "bytes": reads + rows * contexts * self.kv_token,
+            "flops": rows * (steps * (self.flops + 2 * self.head) + contexts * self.attention),
         }

@@ -7,50 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from lib.shapes import BLOCK_NUMBERS, SHAPES, random_blocks
 from unspool.backends.step import StepBatch, StepLimits, StepResult
 from unspool.model.config import ModelConfig
-
-_LLAMA = {
-    "model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}  # fmt: skip
-# As in each model's config.json, except that the smallest has an untied head: as many bytes to
-# read, and texts that do not repeat one token.
-SHAPES: dict[str, dict[str, Any]] = {
-    "8b": {
-        **_LLAMA, "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-        "intermediate_size": 14336, "max_position_embeddings": 32768, "rope_theta": 5e5,
-    },
-    "1b": {
-        **_LLAMA, "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-        "intermediate_size": 8192, "max_position_embeddings": 32768, "rope_theta": 5e5,
-        "tie_word_embeddings": True,
-    },
-    "0.5b": {
-        **_LLAMA, "vocab_size": 151936, "hidden_size": 896, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64,
-        "intermediate_size": 4864, "max_position_embeddings": 32768, "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-    },
-    "135m": {
-        **_LLAMA, "vocab_size": 49152, "hidden_size": 576, "num_hidden_layers": 30,
-        "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
-        "intermediate_size": 1536, "max_position_embeddings": 8192, "rope_theta": 1e5,
-    },
-    "0.6b": {
-        **_LLAMA, "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
-        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128, "intermediate_size": 3072, "max_position_embeddings": 40960,
-        "rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
-TINY_SHAPE = {
-    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128,
-    "max_position_embeddings": 512,
-}  # fmt: skip
 
 
 def random_transformer(shape: dict[str, Any], dtype: str, device: str) -> Any:
@@ -152,24 +111,11 @@ def write_tokenizer(folder: Path, size: int) -> None:
 
 # -- GGUF files ------------------------------------------------------------------------------------
 
-# Bytes per block, numbers per block, positions of its scales, largest stored number.
-_BLOCKS = {
-    "Q4_0": (18, 32, (0,), 8),
-    "Q8_0": (34, 32, (0,), 128),
-    "Q4_K": (144, 256, (0, 2), 15 * 63),
-}
 
-
-def random_blocks(rows: int, columns: int, kind: str) -> Any:
-    """Random quantized rows whose scale keeps the size of a product's input."""
-    block_bytes, numbers, scales, largest = _BLOCKS[kind]
-    random = np.random.default_rng(rows * 31 + columns)
-    size = (min(rows, 1024), columns // numbers, block_bytes)
-    data = random.integers(0, 256, size, dtype=np.uint8)
-    scale = 1.7 / largest / columns**0.5
-    for offset, value in zip(scales, (scale, scale * 7.5), strict=False):  # second: the minimum
-        data[:, :, offset : offset + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
-    flat = data.reshape(len(data), -1)
+def random_rows(rows: int, columns: int, kind: str) -> Any:
+    """Random quantized rows."""
+    blocks = columns // BLOCK_NUMBERS[kind]
+    flat = random_blocks(min(rows, 1024) * blocks, columns, kind).reshape(min(rows, 1024), -1)
     return np.ascontiguousarray(np.tile(flat, (-(-rows // len(flat)), 1))[:rows])
 
 
@@ -192,7 +138,7 @@ class GgufFile:
     def matrix(self, name: str, rows: int, columns: int, kind: str) -> None:
         key = (rows, columns, kind)
         if key not in self._blocks:
-            self._blocks[key] = random_blocks(*key)
+            self._blocks[key] = random_rows(*key)
         data = self._blocks[key]
         self.writer.add_tensor(f"{name}.weight", data, raw_dtype=self.types[kind])
         self.bytes_read += data.nbytes

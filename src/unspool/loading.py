@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from unspool.backends.placement import Placement, PlacementChoice
 from unspool.backends.torch.parallel import worker
-from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
+from unspool.errors import SettingsError, UnspoolWarning
 from unspool.gc_pause import gc_paused
 from unspool.model.adapters import base_model_of, is_adapter
 from unspool.model.files.checkpoint import (
@@ -172,7 +172,7 @@ def load_weights(
         )
     dtype = placement.activation_dtype(choice.device)
     loaded: LoadedModel
-    if choice.backend == "cuda" and _fits_kernels(checkpoint, placement):
+    if choice.backend == "cuda":
         loaded = _on_gpu(checkpoint, placement, choice.device, dtype, progress)
     elif choice.devices:
         from unspool.backends.torch.several import load_on_devices
@@ -185,32 +185,6 @@ def load_weights(
     if checkpoint.losses:  # the native backend warns itself, after it has read the weights
         warnings.warn(checkpoint.losses, UnspoolWarning, stacklevel=2)
     return loaded
-
-
-def _fits_kernels(checkpoint: Checkpoint, placement: Placement) -> bool:
-    """Return whether our GPU kernels support a model; if not, plain torch is used instead.
-
-    Raises:
-        UnspoolError: They do not, and an option needs them.
-    """
-    from unspool.backends.cuda.availability import why_unsupported
-
-    reason = why_unsupported(checkpoint.config)
-    if reason is None:
-        return True
-    requirements = {
-        "backend": placement.backend == "cuda",
-        "exact": placement.exact,
-        "quantize": placement.quantize is not None,
-    }
-    for name in (name for name, is_required in requirements.items() if is_required):
-        raise UnspoolError(
-            f"the GPU kernels do not support this model: {reason}; leave {name} out to run it on "
-            "plain torch"
-        )
-    remark = f"running on plain torch, which is slower: {reason}, which our kernels do not support"
-    warnings.warn(remark, UnspoolWarning, stacklevel=3)
-    return False
 
 
 def _on_gpu(

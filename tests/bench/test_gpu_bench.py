@@ -13,7 +13,7 @@ import pytest
 
 import gpu
 from lib import limits
-from lib.models import SHAPES
+from lib.shapes import SHAPES
 
 BENCH = Path(__file__).parents[2] / "bench"
 
@@ -76,14 +76,26 @@ def test_the_least_a_model_must_read_and_compute() -> None:
 
     config = config_from_hf(SHAPES["8b"])
     numbers = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336) + 128256 * 4096
-    costs = limits.ModelCosts(config, numbers * 2)
+    costs = limits.ModelCosts(config, 16)
     step = costs.decode(1, 0, 1)
-    assert step["bytes"] == numbers * 2 + 2 * 32 * 8 * 128 * 2
+    assert step["bytes"] == pytest.approx(numbers * 2 + 2 * 32 * 8 * 128 * 2, rel=1e-4)
     assert step["flops"] == pytest.approx(numbers * 2, rel=1e-3)
     reading = costs.prompt(1, 4096)
     assert reading["flops"] > 2 * 4096 * (numbers - 128256 * 4096)
     device: limits.Limits = {"device": "x", "bandwidth": 4.66e12, "flops": 790e12}
     assert 1 / limits.least_seconds([step], device) == pytest.approx(310, rel=0.01)
+
+
+def test_the_least_of_experts_and_of_recurrent_states() -> None:
+    from unspool.model.files.config_json import config_from_hf
+
+    config = config_from_hf(SHAPES["qwen3.6-35b-a3b"])
+    costs = limits.ModelCosts(config, 4.5)
+    layer = 3 * 2048 * 512  # numbers of one expert
+    one, all_experts = costs.read_bytes(1), costs.read_bytes(10_000)
+    assert all_experts - one == pytest.approx(40 * 248 * layer * 4.5 / 8, rel=1e-6)
+    reads = costs.decode(2, 0, 1)["bytes"] - costs.read_bytes(2)
+    assert reads == pytest.approx(2 * 2 * config.state_bytes, rel=0.01)
 
 
 def test_the_table_has_fractions_of_the_limit() -> None:

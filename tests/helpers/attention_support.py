@@ -75,7 +75,7 @@ class Texts:
 
     @property
     def scratch(self) -> AttentionScratch:
-        return AttentionScratch.for_rows(len(self.lines), self.layer, self.qkv.device)
+        return AttentionScratch.for_rows(len(self.lines), [self.layer], self.qkv.device)
 
 
 def some_texts(

@@ -40,10 +40,14 @@ def torch_model(checkpoint: Any, *, dtype: str = "float32", device: str = "cpu")
 def cuda_model(
     checkpoint: Any, *, dtype: str = "float32", device: str = "cpu", exact: bool = False
 ) -> LoadedModel:
-    from unspool.backends.cuda.model import CudaModel
-    from unspool.backends.cuda.weights import fuse_weights
+    import torch
 
-    weights = fuse_weights(load_transformer(checkpoint, dtype=dtype, device=device))
+    from unspool.backends.cuda.model import CudaModel
+    from unspool.backends.cuda.weights import load_weights
+
+    weights = load_weights(
+        checkpoint, dtype=getattr(torch, dtype), device=torch.device(device), keep_packed=False
+    )
     return CudaModel(weights, partial(fingerprint, checkpoint), exact=exact)
 
 

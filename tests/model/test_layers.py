@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from helpers import tiny
 from helpers.paged_texts import RandomCheckpoint, config
-from unspool.backends.cuda.availability import why_unsupported
 from unspool.backends.torch.backend import TorchModel
 from unspool.errors import ModelFileError
 from unspool.model.config import LayerShape, ModelConfig
@@ -78,14 +77,6 @@ def test_layers_without_keys_read_those_of_the_last_of_their_kind() -> None:
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelFileError, match=message):
         config(**wrong)
-
-
-@pytest.mark.parametrize("name", tiny.TODAY)
-def test_gpu_kernels_leave_to_plain_torch_what_they_cannot_do(name: str, tmp_path: Path) -> None:
-    tiny.make(name).config.save_pretrained(tmp_path)
-    result = config_from_hf(json.loads((tmp_path / "config.json").read_text()))
-    usual = ("mistral3", "qwen3-vl", "qwen3-vl-moe", "qwen2.5-vl", "olmo3", "mellum", "gemma")
-    assert (why_unsupported(result) is None) == (name in usual)
 
 
 @torch.no_grad()

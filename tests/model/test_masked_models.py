@@ -22,13 +22,10 @@ from helpers.gguf_converted import MASKED, converted_models
 from helpers.paged_texts import config as small_config
 from unspool import native
 from unspool.backends.cpu.model import load_cpu
-from unspool.backends.cuda.availability import why_unsupported
-from unspool.backends.placement import Placement, PlacementChoice
 from unspool.backends.step import Backend, LoadedModel, ObserveRequest, StepBatch, TableUpdates
 from unspool.backends.torch.backend import TorchModel
 from unspool.cli.main import app_with
-from unspool.errors import ModelFileError, UnspoolError, UnspoolWarning
-from unspool.loading import load_weights
+from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.config import ModelConfig
 from unspool.model.files.checkpoint import load_transformer, open_checkpoint, save_checkpoint
 from unspool.model.files.config_json import config_from_hf
@@ -243,19 +240,6 @@ def test_a_vocabulary_from_before_tokenizer_json(tmp_path: Path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "OtherTokenizer"}')
     with pytest.raises(ModelFileError, match=r"OtherTokenizer.*DreamTokenizer"):
         unspool.Tokenizer.from_file(tmp_path)
-
-
-def test_gpu_kernels_leave_what_they_cannot_do_to_torch(tmp_path: Path):
-    tiny_masked.save("modernbert", tmp_path / "modern")
-    tiny_masked.save("llada", tmp_path / "llada")
-    modern = open_checkpoint(tmp_path / "modern")
-    gpu = PlacementChoice("cuda", "cpu")  # as if there were one: nothing is launched
-    for request in ({"backend": "cuda"}, {"exact": True}, {"quantize": 4}):
-        with pytest.raises(UnspoolError, match=f"embeddings; leave {next(iter(request))} out"):
-            load_weights(modern, Placement(**request), gpu)
-    with pytest.warns(UnspoolWarning, match="plain torch"):
-        assert isinstance(load_weights(modern, Placement(), gpu), TorchModel)
-    assert why_unsupported(open_checkpoint(tmp_path / "llada").config) is None
 
 
 def test_what_the_guide_shows(capsys: pytest.CaptureFixture[str]):

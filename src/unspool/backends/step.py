@@ -146,7 +146,7 @@ class StepBatch:
     # row only; any number of rows may read one slot.
     state_slots: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
     # Intermediate states to save, [n, 2]: token index, slot that receives the state after it;
-    # ascending.
+    # ascending, at most one of each token.
     state_captures: Ints = field(default_factory=lambda: np.empty((0, 2), np.int64))
 
 

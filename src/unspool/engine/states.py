@@ -293,7 +293,7 @@ class StatePool:
         for state in pinned:  # later steps run after this one
             state.num_pins -= 1
             self._free_if_unused(state)
-        return np.array(pairs), np.array(sorted(captures)).reshape(-1, 2)
+        return np.array(pairs), np.array(sorted(captures), np.int64).reshape(-1, 2)
 
     def set_running(self, branch: StateBranch, running: bool) -> None:
         """Set whether a branch runs: the current state of a running branch is not evicted."""

@@ -33,21 +33,21 @@ from unspool.backends.cuda.attention import (
     chunk_tiles,
     decode_attention,
     prefill_attention,
-    prefill_rows,
+    prefill_shape,
     store_keys,
 )
 from unspool.backends.cuda.kernels.canvas import exclude_tokens, measure_rows
 from unspool.backends.cuda.matmul import PACKINGS, Epilogue, NormWeights, PackedMatrix, repack
 from unspool.backends.cuda.runner import ExpertScratch, run_experts
-from unspool.backends.cuda.weights import fuse_weights
+from unspool.backends.cuda.weights import load_weights
 from unspool.decoding.speculative.head_drafter import load_head
-from unspool.model.files.checkpoint import load_transformer
 
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",
     torch.int64: "*i64", torch.float64: "*fp64", int: "i32", float: "fp32",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl", "maxnreg")
+MAX_SHARED_BYTES = 227 << 10  # of a Hopper multiprocessor
 compiled: set[str] = set()
 
 
@@ -70,7 +70,8 @@ def compile_instead(kernel: Any, grid: Any) -> Any:
             if tensor:
                 attributes[(place,)] = [["tt.divisibility", 16]]
         source = ASTSource(kernel, signature, constants, attributes)
-        triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert built.metadata.shared <= MAX_SHARED_BYTES, kernel.fn.__name__
         compiled.add(kernel.fn.__name__)
 
     return launch
@@ -87,10 +88,8 @@ def attention(dtype: torch.dtype, lines: int, **options: Any) -> None:
         texts.qkv, texts.out, *shared_args, texts.scratch, new=True, pieces=4, pdl=True
     )
     for exact in (False, True):
-        tiles = chunk_tiles(
-            np.array([0, lines]), np.array([0]), np.full(lines, 40), layer,
-            prefill_rows(dtype, exact),
-        )  # fmt: skip
+        work = prefill_shape(layer, dtype, exact)
+        tiles = chunk_tiles(np.array([0, lines]), np.array([0]), np.full(lines, 40), work)
         prefill_attention(texts.qkv, texts.out, *shared_args, torch.from_numpy(tiles), exact=exact)
 
 
@@ -114,7 +113,7 @@ def packed(kind: str, dtype: torch.dtype) -> None:
 
 def adapted(dtype: torch.dtype, rank: int) -> None:
     config = shape(layers=1, width=128, head_width=32)
-    weights = fuse_weights(load_transformer(RandomCheckpoint(config)).to(dtype))
+    weights = load_weights(RandomCheckpoint(config), dtype=dtype, device=torch.device("cpu"))
     adapters = CudaAdapters(weights, rows=4)
     adapters.set(1, random_adapter(config, rank, seed=0))
     adapt = adapters.for_rows(torch.ones(4, dtype=torch.int32), pdl=True)
@@ -146,6 +145,8 @@ if __name__ == "__main__":
     attention(torch.float16, 300, heads=6, kv_heads=2, head_width=80, rotary=32, window=70,
               softcap=30.0, sinks=True)  # fmt: skip
     attention(torch.float32, 1, heads=3, kv_heads=3, head_width=64)
+    for head_width in (256, 512):
+        attention(torch.bfloat16, 1, heads=8, kv_heads=2, head_width=head_width, rotary=64)
     for dtype, tokens in ((torch.bfloat16, 2), (torch.bfloat16, 300), (torch.float32, 2)):
         routed(dtype, tokens)
     for kind in ("Q4_0", "Q4_K"):

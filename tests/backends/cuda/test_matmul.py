@@ -15,15 +15,13 @@ from unspool.backends.cuda.matmul import (  # noqa: E402
     Epilogue,
     NormWeights,
     PackedMatrix,
-    StackedMatrix,
     exact_gemm,
     float8_packing,
-    num_splits,
     pack_float8,
     quantize,
     repack,
 )
-from unspool.backends.cuda.weights import PlainMatrix  # noqa: E402
+from unspool.backends.cuda.weights import PlainMatrix, StackedMatrix  # noqa: E402
 from unspool.model.files.stored import float8_to_float32  # noqa: E402
 from unspool.model.layers.parts import activate  # noqa: E402
 
@@ -242,9 +240,3 @@ def test_a_line_alone_and_among_others_has_the_same_bits(shape, biased):
         assert torch.allclose(out.double(), expected[:count], atol=1e-3)
         alone = out[0] if alone is None else alone
         assert torch.equal(out[0], alone)
-
-
-def test_parts_depend_on_the_matrix_alone_and_keep_a_large_gpu_busy():
-    assert num_splits(28_672, 4096) == 1
-    assert num_splits(4096, 14_336) * (4096 // 64) >= 264
-    assert num_splits(64, 128) == 1  # too few columns to share

@@ -28,11 +28,11 @@ def room_for(monkeypatch, most: int) -> list[int]:
     """Fake a device with memory for `most` pages; return the requested counts."""
     counts = []
 
-    def make(config, count, dtype, device):
+    def make(config, count, states, dtype, device):
         counts.append(count)
         if count > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return KVCache(config, count, dtype, device)
+        return KVCache(config, count, states, dtype, device)
 
     monkeypatch.setattr(kv_cache, "KVCache", make)
     return counts

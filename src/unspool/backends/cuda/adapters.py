@@ -113,9 +113,9 @@ class CudaAdapters:
                 PDL=pdl,
                 num_warps=4, launch_pdl=pdl,
             )  # fmt: skip
-            second, third = [*weights.borders[1:-1], rows, rows][:2]
+            borders = [*weights.borders[1:-1], rows, rows, rows][:3]
             expand[(count, -(-rows // _EXPAND_ROWS))](
-                low, weights.up, slots, out, second, third, N=rows, R=self._rank,
+                low, weights.up, slots, out, *borders, N=rows, R=self._rank,
                 PARTS=len(weights.names), BN=_EXPAND_ROWS, PDL=pdl, num_warps=4, launch_pdl=pdl,
             )  # fmt: skip
 
@@ -176,27 +176,8 @@ def _adapter_targets(
     weights: Weights,
 ) -> dict[WeightMatrix, tuple[tuple[str, ...], tuple[int, ...]]]:
     """Matrices that adapters may change: names of their parts, and borders of the parts' rows."""
-    config = weights.config
-    queries, keys = config.heads * config.head_width, config.kv_width
     targets: dict[WeightMatrix, tuple[tuple[str, ...], tuple[int, ...]]] = {}
-
-    def add_target(matrix: WeightMatrix | None, *parts: tuple[str, int]) -> None:
-        if matrix is not None:
-            borders = np.cumsum([0, *(rows for _, rows in parts)]).tolist()
-            targets[matrix] = tuple(name for name, _ in parts), tuple(borders)
-
-    for number, layer in enumerate(weights.layers):
-        attention, feed = f"layers.{number}.attention", f"layers.{number}.feed"
-        add_target(
-            layer.qkv,
-            (f"{attention}.q.weight", queries),
-            (f"{attention}.k.weight", keys),
-            (f"{attention}.v.weight", keys),
-        )
-        add_target(layer.out, (f"{attention}.out.weight", config.width))
-        ffn_parts = [(f"{feed}.{name}.weight", config.ff_width) for name in ("gate", "up")]
-        add_target(layer.gate_up, *ffn_parts[not config.gated :])
-        add_target(layer.down, (f"{feed}.down.weight", config.width))
-    if not config.tied:
-        add_target(weights.head, ("head.weight", config.vocab_size))
+    for matrix, parts in weights.parts.items():
+        borders = np.cumsum([0, *(rows for _, rows in parts)]).tolist()
+        targets[matrix] = tuple(name for name, _ in parts), tuple(borders)
     return targets

@@ -6,6 +6,7 @@ Nothing here allocates or synchronizes, so every launch can be captured in a gra
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,12 @@ import torch
 from torch import Tensor
 
 from unspool.backends.cuda.kernels import attention as kernels
-from unspool.backends.cuda.kernels import attention as prefill_kernels
-from unspool.backends.cuda.weights import Weights
+from unspool.backends.cuda.weights import AttentionWeights, Weights
 from unspool.backends.step import Ints
-from unspool.model.config import ModelConfig, Rotary
+from unspool.model.config import Rotary
 
 PAGE_SIZE = 16
-TILE = 64  # keys per tile
+TILE = 64  # keys per tile; fewer if heads are wide
 PIECES = 32  # pieces (splits) of a long context, which are processed in parallel
 MOST_PIECES = PIECES + 1  # pieces begin at fixed positions: a window may touch one more
 ROWS = 16  # query heads of one key head per program: the minimum of tensor cores
@@ -32,10 +32,11 @@ SEVERAL = 8
 STAGES = 4
 WARPS, NEW_WARPS, MANY_WARPS = 4, 4, 2  # per program
 
-# Prefill: rows (tokens times query heads of a key head) and keys per program.
-PREFILL_ROWS, PREFILL_TILE = 128, 64
-PREFILL_STAGES, PREFILL_WARPS = 4, 8
-EXACT_ROWS = 32  # small enough that the compiler chooses the instructions of decode
+# Prefill: rows (tokens times query heads of a key head) and keys per program, pipeline stages; by
+# the largest head width.
+PREFILL_TILES = {128: (128, 64, 4), 256: (128, 64, 2), 1 << 30: (64, 32, 2)}
+PREFILL_WARPS = 8
+EXACT_ROWS = 64  # rows of an exact program; fewer if heads are wide
 
 LOG2_E = math.log2(math.e)
 
@@ -56,6 +57,37 @@ class AttentionLayer:
     cosine: Tensor | None  # [context, rotary width / 2], float32
     sine: Tensor | None
     sinks: Tensor | None = None  # [heads]: attention sink, one score per head
+    growth: Tensor | None = None  # [context]: scale of the queries by position, float32
+    has_keys: bool = True  # whether it stores keys and values; else it reads another layer's
+    keys_are_values: bool = False
+    value_norm: bool = False
+    gated: bool = False  # whether `qkv` ends with a gate, as wide as the queries
+    looks_ahead: bool = False  # whether the window counts in both directions
+
+    @property
+    def out_width(self) -> int:
+        return self.heads * self.head_width
+
+    @property
+    def value_at(self) -> int:
+        """First column of the values in `qkv`."""
+        return (self.heads + (0 if self.keys_are_values else self.kv_heads)) * self.head_width
+
+    @property
+    def gate_at(self) -> int:
+        """First column of the gate in `qkv`, or the end of the values."""
+        if not self.has_keys:
+            return self.out_width
+        return self.value_at + self.kv_heads * self.head_width
+
+    @property
+    def qkv_width(self) -> int:
+        return self.gate_at + self.gated * self.out_width
+
+    @property
+    def tile(self) -> int:
+        """Keys per tile, in decode and in exact prefill."""
+        return max(16, TILE * 128 // max(128, tile_width(self.head_width)))
 
     @property
     def rotary_width(self) -> int:
@@ -74,48 +106,72 @@ class AttentionLayer:
             "KV": self.kv_heads,
             "HD": self.head_width,
             "WIDE": tile_width(self.head_width),
+            "STRIDE": self.qkv_width,
             "PAGE": PAGE_SIZE,
         }
 
     @property
     def qk_constants(self) -> dict[str, Any]:
-        """Compile-time constants of QK norm and RoPE."""
-        return {"ROTARY": self.rotary_width, "NORM": self.q_norm is not None}
+        """Compile-time constants of new queries, keys and values."""
+        return {
+            "ROTARY": self.rotary_width,
+            "NORM": self.q_norm is not None,
+            "GROWTH": self.growth is not None,
+            "KEYS": self.has_keys,
+            "VALUE_AT": self.value_at,
+            "VALUE_NORM": self.value_norm,
+        }
 
     @property
     def softmax_constants(self) -> dict[str, Any]:
         """Compile-time constants of mask and softmax."""
         return {
             "WINDOW": self.window,
+            "AHEAD": self.looks_ahead,
             "SOFTCAP": self.softcap,
             "SINKS": self.sinks is not None,
-            "TILE": TILE,
+            "TILE": self.tile,
             "PIECES": PIECES,
         }
 
 
-def attention_layers(weights: Weights, context: int) -> list[AttentionLayer]:
-    """Attention parameters of all layers. Layers with the same RoPE share its tables."""
+def attention_layers(weights: Weights, context: int) -> dict[int, AttentionLayer]:
+    """Attention parameters by layer. Layers with the same RoPE share its tables."""
     config, rope_tables = weights.config, {}
     for rotary in {config.layer_rope(layer) for layer in range(config.layers)}:
         rope_tables[rotary] = _rope_tables(rotary, context, weights.device)
-    per_head = config.qk_norm == "head"
-    return [
-        AttentionLayer(
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_width=config.head_width,
+    growth = None
+    if config.query_growth:
+        steps = np.log1p(np.arange(context) // config.query_span) * config.query_growth
+        growth = torch.from_numpy(1 + steps.astype(np.float32)).to(weights.device)
+    layers = {}
+    for number, layer in enumerate(weights.layers):
+        mixer, shape = layer.mixer, config.shape(number)
+        if not isinstance(mixer, AttentionWeights):
+            continue
+        per_head = config.qk_norm == "head"
+        cosine, sine = rope_tables[config.layer_rope(number)]
+        layers[number] = AttentionLayer(
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_width=shape.head_width,
             scale=config.score_scale(number),
             softcap=config.attention_softcap,
             window=config.window(number),
             norm_eps=config.norm_eps,
-            q_norm=layer.q_norm.gain if per_head and layer.q_norm else None,
-            k_norm=layer.k_norm.gain if per_head and layer.k_norm else None,
-            cosine=rope_tables[config.layer_rope(number)][0],
-            sine=rope_tables[config.layer_rope(number)][1],
+            q_norm=mixer.q_norm.gain if per_head and mixer.q_norm else None,
+            k_norm=mixer.k_norm.gain if per_head and mixer.k_norm else None,
+            cosine=cosine,
+            sine=sine,
+            sinks=mixer.sinks,
+            growth=growth if cosine is not None else None,
+            has_keys=config.kv_source(number) == number,
+            keys_are_values=not config.has_values(number),
+            value_norm=config.value_norm,
+            gated=config.attention_gate,
+            looks_ahead=config.sight == "whole" and config.window(number) > 0,
         )
-        for number, layer in enumerate(weights.layers)
-    ]
+    return layers
 
 
 def _rope_tables(
@@ -155,23 +211,27 @@ class AttentionScratch:
 
     @classmethod
     def for_rows(
-        cls, lines: int, config: ModelConfig | AttentionLayer, device: torch.device
+        cls, lines: int, layers: Iterable[AttentionLayer], device: torch.device
     ) -> AttentionScratch:
-        """Allocate for up to `lines` rows of any context length."""
-        groups = lines * config.kv_heads * -(-config.heads // config.kv_heads // ROWS)
-        rows = groups * MOST_PIECES * min(ROWS, config.heads // config.kv_heads)
-        width = tile_width(config.head_width)
+        """Allocate for up to `lines` rows of any context length, in any of the layers."""
+        parts = stats = most_groups = 0
+        for layer in layers:
+            groups = lines * layer.kv_heads * -(-layer.heads // layer.kv_heads // ROWS)
+            rows = groups * MOST_PIECES * min(ROWS, layer.heads // layer.kv_heads)
+            parts = max(parts, rows * tile_width(layer.head_width))
+            stats, most_groups = max(stats, rows * 2), max(most_groups, groups)
         return cls(
-            torch.empty(rows * width, dtype=torch.float32, device=device),
-            torch.empty(rows * 2, dtype=torch.float32, device=device),
-            torch.zeros(groups, dtype=torch.int32, device=device),
+            torch.empty(parts, dtype=torch.float32, device=device),
+            torch.empty(stats, dtype=torch.float32, device=device),
+            torch.zeros(most_groups, dtype=torch.int32, device=device),
         )
 
 
 def num_pieces(layer: AttentionLayer, longest: int) -> int:
     """Number of pieces of a context of up to `longest` tokens."""
-    visible = min(longest, layer.window + TILE) if layer.window else longest
-    return min(MOST_PIECES, -(-visible // TILE) + (1 if layer.window else 0))
+    reach = layer.window * (1 + layer.looks_ahead)
+    visible = min(longest, reach + layer.tile) if layer.window else longest
+    return min(MOST_PIECES, -(-visible // layer.tile) + (1 if layer.window else 0))
 
 
 def store_keys(
@@ -185,9 +245,9 @@ def store_keys(
 ) -> None:
     """Apply QK norm and RoPE: queries in place; keys are stored in the pages, as are values.
 
-    qkv: [n, (heads + 2 * kv_heads) * head_width]; keys, values: [slots, kv_heads, head_width].
+    qkv: [n, layer.qkv_width]; keys, values: [slots, kv_heads, head_width].
     """
-    heads = layer.heads + layer.kv_heads
+    heads = layer.heads + layer.has_keys * layer.kv_heads
     kernels.store_keys[(len(lines), -(-heads // ROWS))](
         qkv, keys, values, lines.table, lines.table_rows, lines.positions,
         *_optional_tensors(layer, qkv), layer.norm_eps, lines.table.shape[1], **layer.shape,
@@ -236,7 +296,7 @@ def decode_attention(
 
 
 def chunk_tiles(
-    starts: Ints, slots: Ints, ends: Ints, config: ModelConfig | AttentionLayer, rows: int
+    starts: Ints, slots: Ints, ends: Ints, shape: tuple[int, int]
 ) -> npt.NDArray[np.int32]:
     """Work list of `prefill`, programs with the longest context first: [programs, 4].
 
@@ -244,9 +304,10 @@ def chunk_tiles(
         starts: [chunks + 1]: first token of each chunk.
         slots: [chunks]: row of the block table of each chunk.
         ends: [tokens]: end of the visible context.
-        rows: rows of a program (see `prefill_rows`).
+        shape: see `prefill_shape`.
     """
-    counts, group = np.diff(starts), config.heads // config.kv_heads
+    group, rows = shape
+    counts = np.diff(starts)
     programs = -(-counts * group // rows)
     chunk = np.repeat(np.arange(len(counts)), programs)
     block = np.arange(len(chunk)) - np.repeat(np.cumsum(programs) - programs, programs)
@@ -256,11 +317,19 @@ def chunk_tiles(
     return np.stack(columns, 1)[order].astype(np.int32)
 
 
-def prefill_rows(dtype: torch.dtype, exact: bool) -> int:
-    """Number of rows (tokens times query heads of a key head) per program of `prefill`."""
+def prefill_shape(layer: AttentionLayer, dtype: torch.dtype, exact: bool) -> tuple[int, int]:
+    """Query heads per key head, and rows (tokens times these heads) per program of `prefill`."""
+    rows = _prefill_tile(layer)[0]
     if dtype == torch.float32:
-        return ROWS
-    return EXACT_ROWS if exact else PREFILL_ROWS
+        rows = ROWS
+    elif exact:
+        rows = max(ROWS, EXACT_ROWS * 128 // max(128, tile_width(layer.head_width)))
+    return layer.heads // layer.kv_heads, rows
+
+
+def _prefill_tile(layer: AttentionLayer) -> tuple[int, int, int]:
+    width = tile_width(layer.head_width)
+    return next(tile for largest, tile in PREFILL_TILES.items() if width <= largest)
 
 
 def prefill_attention(
@@ -279,20 +348,22 @@ def prefill_attention(
     The tokens of a chunk are contiguous in `qkv` and `lines`; tiles: `chunk_tiles` on the device.
     """
     exact = exact or qkv.dtype == torch.float32
-    shape = {**layer.shape, **layer.softmax_constants, "ROWS": prefill_rows(qkv.dtype, exact)}
+    shape = {**layer.shape, **layer.softmax_constants}
+    shape["ROWS"], stages = prefill_shape(layer, qkv.dtype, exact)[1], STAGES
     if not exact:
-        shape["TILE"] = PREFILL_TILE
-    prefill_kernels.prefill[(layer.kv_heads, len(tiles))](
+        _, shape["TILE"], stages = _prefill_tile(layer)
+    kernels.prefill[(layer.kv_heads, len(tiles))](
         qkv, out, keys, values, lines.table, tiles, lines.positions, lines.ends,
         qkv if layer.sinks is None else layer.sinks, layer.score_scale, lines.table.shape[1],
-        **shape, STAGES=STAGES if exact else PREFILL_STAGES, EXACT=exact,
+        **shape, STAGES=stages, EXACT=exact,
         num_warps=WARPS if exact else PREFILL_WARPS, enable_fp_fusion=not exact,
     )  # fmt: skip
 
 
 def _optional_tensors(layer: AttentionLayer, placeholder: Tensor) -> tuple[Tensor, ...]:
-    """Cosine, sine and norm gains; `placeholder` (never read) for those that are missing."""
-    optional = (layer.cosine, layer.sine, layer.q_norm, layer.k_norm)
+    """Cosine, sine, norm gains and growth; `placeholder` (never read) for missing ones."""
+    k_norm = layer.q_norm if layer.k_norm is None else layer.k_norm
+    optional = (layer.cosine, layer.sine, layer.q_norm, k_norm, layer.growth)
     return tuple(placeholder if tensor is None else tensor for tensor in optional)
 
 

@@ -23,6 +23,7 @@ from unspool.backends.cuda.sampler import DevicePicker
 from unspool.backends.cuda.step_io import (
     MAX_TABLE_UPDATES,
     CudaStepHandle,
+    DecodeStates,
     StepInputs,
     StepOutputs,
     to_device,
@@ -114,7 +115,6 @@ class CudaBackend:
 
     overlaps = True
     echoes = False
-    state_bytes = state_count = 0
     page_size = PAGE_SIZE
 
     @torch.inference_mode(False)  # its buffers are written with inference mode on and off
@@ -128,6 +128,7 @@ class CudaBackend:
             prefill_beside_decode=_prefill_beside_decode(weights),
         )
         self.page_count, self.page_bytes = pages.count, page_bytes(config, weights.dtype)
+        self.state_bytes, self.state_count = config.state_bytes, pages.state_count
         self.vocab_size, self.context = config.vocab_size, context
         self._device, self._pages = device, pages
         max_prefill = _PREFILL_TOKENS + _MAX_ROWS
@@ -256,7 +257,7 @@ class CudaBackend:
         self.inputs.send(
             num_decode, size, self._pick_indices(batch.tokens[decode_rows]),
             batch.positions[decode_rows], ends, split.slots, table_updates, picks,
-            split.decode_adapters,
+            split.decode_adapters, self._decode_states(batch, split),
         )  # fmt: skip
         single_tokens, picker = split.single_tokens, self._picker
         adapted = split.decode_adapters is not None
@@ -279,6 +280,19 @@ class CudaBackend:
         if last - first + 1 == len(requested):
             return self.runner.logits[first : last + 1]
         return self.runner.logits[to_device(requested, self._device)]
+
+    def _decode_states(self, batch: StepBatch, split: _BatchSplit) -> DecodeStates | None:
+        """State slots of the decode rows; None: the model has no recurrent layers."""
+        if not self.state_bytes:
+            return None
+        counts = np.diff(batch.row_starts)[split.decode_seqs]
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        captures = batch.state_captures
+        if len(captures) and not isinstance(split.decode_rows, slice):
+            captures = captures[np.isin(captures[:, 0], split.decode_rows)]
+            rows = split.decode_rows.searchsorted(captures[:, 0])
+            captures = np.stack((rows, captures[:, 1]), 1)
+        return DecodeStates(starts, batch.state_slots[split.decode_seqs], captures)
 
     def _tap_for(self, layers: tuple[int, ...]) -> ResidualTap:
         tap = self._taps.get(layers)
@@ -334,6 +348,7 @@ class _BatchSplit:
     """Splits the tokens of a step into decode rows (run in a graph) and prefill tokens."""
 
     decode_rows: Ints | slice
+    decode_seqs: Ints | slice  # rows of the batch that are decoded
     pick_index: Ints | None  # index of each pick, decode first; None: one pick per decode row
     logits_order: Ints | None  # index of each requested row of logits, decode first
     decode_adapters: Ints | None = None  # adapter slot of each row; None: no row has an adapter
@@ -363,7 +378,7 @@ class _BatchSplit:
         is_decode = np.repeat(is_short, counts)
         self.decode_rows, self.prefill_tokens = token_indices[is_decode], token_indices[~is_decode]
         self.num_decode, self.slots = len(self.decode_rows), token_slots[is_decode]
-        self.prefill_seqs = np.flatnonzero(~is_short)
+        self.decode_seqs, self.prefill_seqs = np.flatnonzero(is_short), np.flatnonzero(~is_short)
         token_number = np.where(is_decode, np.cumsum(is_decode), np.cumsum(~is_decode)) - 1
         sampled_in_decode = is_decode[batch.sample_indices]
         logits_in_decode = is_decode[batch.logits_indices]
@@ -392,7 +407,8 @@ class _BatchSplit:
         self.prefill_adapters = prefill if prefill.any() else None
 
     def _all_decode(self, batch: StepBatch, slots: Ints) -> None:
-        self.decode_rows, self.prefill_tokens = slice(None), _NO_INTS
+        self.decode_rows, self.decode_seqs = slice(None), slice(None)
+        self.prefill_tokens = _NO_INTS
         self.num_decode, self.slots = len(slots), slots
         self.sampled_decode, self.sampled_prefill = batch.sample_indices, _NO_INTS
         self.decode_pick, self.prefill_pick = batch.sampling, None
@@ -425,5 +441,21 @@ def _check(batch: StepBatch, backend: CudaBackend) -> None:
         or max_int(batch.visible_end) > backend.context
         or (len(pages) and not 0 <= min_int(pages) <= max_int(pages) < backend.page_count)
     )
+    if backend.state_bytes:
+        is_invalid = is_invalid or _has_invalid_states(batch, backend.state_count)
     if is_invalid:
-        raise UnspoolError("the batch has a token, position or page out of range")
+        raise UnspoolError("the batch has a token, position, page or state out of range")
+
+
+def _has_invalid_states(batch: StepBatch, count: int) -> bool:
+    states, captures = batch.state_slots, batch.state_captures
+    if states.shape != (len(batch.slots), 2) or min_int(states[:, 1]) < 0:
+        return True
+    if max_int(states.reshape(-1)) >= count:
+        return True
+    return len(captures) > 0 and (
+        min_int(captures.reshape(-1)) < 0
+        or max_int(captures[:, 0]) >= len(batch.tokens)
+        or max_int(captures[:, 1]) >= count
+        or bool((np.diff(captures[:, 0]) <= 0).any())
+    )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unspool.backends.cuda.kernels.common import ACTIVATIONS, LAYER, NO_NORM, RMS
-from unspool.backends.cuda.kernels.gemv import exact_gemm_kernel, gemv_kernel
+from unspool.backends.cuda.kernels.gemv import gemv_kernel, ordered_gemm_kernel
 from unspool.backends.cuda.kernels.packed import (
     FLOAT8,
     HALF,
@@ -48,6 +48,7 @@ class Epilogue:
     activation: str = "none"
     gated: bool = False  # GLU: activation(upper half of the rows) * lower half
     residual: Tensor | None = None  # added at the end
+    scale: float = 1.0  # of the product, before the residual is added
     early: bool = True  # whether the next kernel may start before the previous one has ended
     pdl: bool = False  # programmatic dependent launch
 
@@ -112,6 +113,7 @@ def gemv(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, epilogue: 
         out,
         rows,
         epilogue.eps,
+        epilogue.scale,
         *row_strides(x, epilogue.residual, out),
         K=columns,
         KP=next_power_of_two(columns),
@@ -121,6 +123,7 @@ def gemv(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, epilogue: 
         ACTIVATION=ACTIVATIONS[epilogue.activation],
         BIAS=bias is not None,
         RES=epilogue.residual is not None,
+        SCALED=epilogue.scale != 1,
         EARLY=epilogue.early,
         PDL=epilogue.pdl,
         num_warps=warps,
@@ -136,70 +139,65 @@ def gemm(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
         torch.addmm(bias, x, weight.t(), out=out)
 
 
-# -- GEMM with a fixed order of summation: choice of tiles, and the launch
+# -- GEMM with a fixed order of summation: the bits of a row do not depend on the batch
+#
+# A product on tensor cores that does not split the columns has the same bits with any tiles.
+# cuBLAS keeps this order too, except for some deep and narrow matrices at few rows. So cuBLAS is
+# compared with our kernel once for each shape and number of rows, and used where they agree.
 
-_EXACT_COLUMNS = 64  # per tl.dot
-_MAX_SPLIT_ROWS = (
-    64  # up to this many rows of x, several programs share the columns of a tile (split-K)
-)
-_MAX_SPLITS = 8
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExactScratch:
-    """Partial sums of split-K."""
-
-    parts: Tensor
-    arrived: Tensor  # all zero between launches
-
-    @classmethod
-    @functools.cache
-    def for_device(cls, device: torch.device) -> ExactScratch:
-        size = _MAX_SPLIT_ROWS * 16_384 * _MAX_SPLITS
-        return cls(
-            torch.empty(size, dtype=torch.float32, device=device),
-            torch.zeros(16_384, dtype=torch.int32, device=device),
-        )
-
-
-@functools.cache
-def num_splits(rows: int, columns: int) -> int:
-    """Number of splits of the columns: even a single row keeps a large GPU busy.
-
-    The same on every GPU, otherwise the generated text would differ.
-    """
-    tiles, max_splits = -(-rows // 64), max(1, columns // (4 * _EXACT_COLUMNS))
-    count = 1
-    while count < min(_MAX_SPLITS, max_splits) and tiles * count < 264:
-        count *= 2
-    return count
+_ORDERED_COLUMNS = 128  # per tl.dot
+_in_order: dict[Hashable, bool] = {}  # by shape: whether cuBLAS sums in our order
 
 
 def exact_gemm(
     weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, *, pdl: bool = False
 ) -> None:
     """out [M, rows] = x [M, columns] · Wᵀ + bias."""
+    if weight.is_cuda and weight.dtype != torch.float32 and len(x) > 16:
+        key = (len(x), weight.shape, bias is None, weight.dtype, weight.device)
+        if key not in _in_order:
+            _in_order[key] = _cublas_keeps_order(weight, bias, len(x))
+        if _in_order[key]:
+            gemm(weight, bias, x, out)
+            return
+    _ordered_gemm(weight, bias, x, out, pdl)
+
+
+def _ordered_gemm(
+    weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, pdl: bool = False
+) -> None:
     count, (rows, columns) = len(x), weight.shape
-    parts = num_splits(rows, columns)
-    one_program = parts == 1 or count > _MAX_SPLIT_ROWS or rows > 16_384
-    tile_rows, tile_batch, stages, warps = _exact_tile(count, parts)
-    grid = (-(-rows // tile_rows), -(-count // tile_batch), 1 if one_program else parts)
-    scratch = ExactScratch.for_device(weight.device)
-    exact_gemm_kernel[grid](
-        x, weight, x if bias is None else bias, out, scratch.parts, scratch.arrived, count, rows,
-        K=columns, SPLITS=parts, ONE_PROGRAM=one_program, BM=tile_batch, BN=tile_rows,
-        BK=_EXACT_COLUMNS, STAGES=stages, BIAS=bias is not None, PDL=pdl, num_warps=warps,
-        launch_pdl=pdl,
+    # Without tensor cores one tile for all: its size may change the order.
+    is_float32 = weight.dtype == torch.float32
+    tile_rows, tile_batch, stages, warps = (
+        (32, 16, 2, 4) if is_float32 else _ordered_tile(count, rows)
+    )
+    grid = (-(-rows // tile_rows), -(-count // tile_batch))
+    ordered_gemm_kernel[grid](
+        x, weight, x if bias is None else bias, out, count, rows, out.stride(0), K=columns,
+        BM=tile_batch, BN=tile_rows, BK=_ORDERED_COLUMNS if tile_rows < 128 else 64,
+        STAGES=stages, BIAS=bias is not None, PDL=pdl, num_warps=warps, launch_pdl=pdl,
     )  # fmt: skip
 
 
-def _exact_tile(count: int, parts: int) -> tuple[int, int, int, int]:
+def _ordered_tile(count: int, rows: int) -> tuple[int, int, int, int]:
     """Rows of the matrix, rows of x, stages and warps of a program; the fastest measured."""
-    if count <= 64:
-        return 64, 16 if count <= 16 else 32 if count <= 32 else 64, 6, 4
-    if parts > 1:
-        return (64, 64, 6, 4) if count <= 256 else (64, 128, 4, 4)
-    return (128, 128, 3, 4) if count <= 128 else (128, 256, 3, 8)
+    if count <= 16:
+        return 16 if rows <= 2048 else 64, 16, 5, 4
+    if count <= 64 or rows <= 2048:
+        return 64, 16 if rows <= 2048 and count <= 64 else 64, 5, 4
+    return (64, 128, 3, 8) if rows <= 8192 else (128, 256, 3, 8)
+
+
+def _cublas_keeps_order(weight: Tensor, bias: Tensor | None, count: int) -> bool:
+    """Whether cuBLAS sums in our order: compares the bits of products with random rows."""
+    rows, columns = weight.shape
+    random = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(count, columns, generator=random, device=weight.device, dtype=weight.dtype)
+    ours, theirs = (x.new_empty(count, rows) for _ in range(2))
+    _ordered_gemm(weight, bias, x, ours)
+    gemm(weight, bias, x, theirs)
+    return torch.equal(ours, theirs)
 
 
 # -- Quantized weights of a file, repacked without loss into the layout of the kernels
@@ -514,6 +512,7 @@ class PackedMatrix:
             out,
             rows,
             epilogue.eps,
+            epilogue.scale,
             *row_strides(x, epilogue.residual, out),
             K=self.columns,
             UP=next_power_of_two(self._units),
@@ -524,6 +523,7 @@ class PackedMatrix:
             ACTIVATION=ACTIVATIONS[epilogue.activation],
             BIAS=self.bias is not None,
             RES=epilogue.residual is not None,
+            SCALED=epilogue.scale != 1,
             EARLY=epilogue.early,
             PDL=epilogue.pdl,
             NATIVE=x.is_cuda,
@@ -590,55 +590,6 @@ class PackedMatrix:
         out = torch.empty(last - first, self.columns, device=self.device)
         self.dequantize(first, out)
         return out
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StackedMatrix:
-    """Matrices of different quantization types, stacked by rows and multiplied one by one."""
-
-    parts: tuple[PackedMatrix, ...]
-
-    @property
-    def rows(self) -> int:
-        return sum(part.rows for part in self.parts)
-
-    @property
-    def columns(self) -> int:
-        return self.parts[0].columns
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
-
-    @property
-    def bias(self) -> Tensor | None:
-        biases = [part.bias for part in self.parts if part.bias is not None]
-        return torch.cat(biases) if biases else None
-
-    def _row_slices(self) -> Iterator[tuple[PackedMatrix, slice]]:
-        first = 0
-        for part in self.parts:
-            yield part, slice(first, first + part.rows)
-            first += part.rows
-
-    def gemv(self, x: Tensor, out: Tensor, epilogue: Epilogue) -> None:
-        """out = W · x for one vector or each of a few; never gated (see `WeightLoader`)."""
-        for part, rows in self._row_slices():
-            residual = None if epilogue.residual is None else epilogue.residual[..., rows]
-            part.gemv(x, out[..., rows], replace(epilogue, residual=residual))
-
-    def gemm(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
-        for part, rows in self._row_slices():
-            part.gemm(x, out[:, rows], exact=exact)
-
-    def float_rows(self, first: int, last: int) -> Tensor:
-        """Rows `first` to `last` in float32."""
-        blocks = [
-            part.float_rows(max(first, rows.start) - rows.start, min(last, rows.stop) - rows.start)
-            for part, rows in self._row_slices()
-            if first < rows.stop and last > rows.start
-        ]
-        return torch.cat(blocks)
 
 
 @functools.cache

@@ -16,9 +16,10 @@ from torch import Tensor
 from unspool.backends.cuda.backend import CudaBackend
 from unspool.backends.cuda.kv_cache import allocate_kv_cache
 from unspool.backends.cuda.observe import normed
-from unspool.backends.cuda.weights import Weights
+from unspool.backends.cuda.weights import WeightMatrix, Weights
 from unspool.backends.step import Floats, StepBatch
 from unspool.model.config import ModelConfig
+from unspool.model.layers.parts import activate
 from unspool.sampling.picker import SamplingRows
 
 # -- Warm-up of a backend: runs first steps, which compile its kernels
@@ -52,6 +53,7 @@ def _batch(count: int, temperature: float) -> StepBatch:
         slots=np.zeros(1, np.int64),
         sample_indices=np.array([count - 1]),
         sampling=pick,
+        state_slots=np.array([[-1, 0]]),
     )
 
 
@@ -94,7 +96,7 @@ class CudaModel:
 
     @property
     def precision(self) -> str:
-        return self.weights.precision or str(self.weights.dtype).removeprefix("torch.")
+        return self.weights.precision
 
     @property
     def device(self) -> str:
@@ -110,15 +112,18 @@ class CudaModel:
 
     @torch.inference_mode()
     def logits(self, vectors: Floats) -> Floats:
-        weights, cap = self.weights, self.config.logit_softcap
-        x = self._apply_norm(vectors)
-        out = torch.empty(len(x), weights.head.rows, dtype=x.dtype, device=x.device)
-        weights.head.gemm(x, out)
+        weights, config = self.weights, self.config
+        x, transform, cap = self._on_device(vectors), weights.transform, config.logit_softcap
+        if transform is not None:
+            x = normed(x, transform.norm, config.norm_eps)
+            x = activate(config.activation, _product(transform.dense, x))
+        out = _product(weights.head, normed(x, weights.norm, config.norm_eps))
+        out = out * config.logit_scale
         return _to_numpy(torch.tanh(out / cap) * cap if cap else out)
 
     @torch.inference_mode()
     def normed(self, vectors: Floats) -> Floats:
-        return _to_numpy(self._apply_norm(vectors))
+        return _to_numpy(normed(self._on_device(vectors), self.weights.norm, self.config.norm_eps))
 
     def vector(self, name: str) -> Floats | None:
         norm, head = self.weights.norm, self.weights.head
@@ -129,9 +134,14 @@ class CudaModel:
         table = self.weights.head if name == "head.weight" else self.weights.embed
         return _to_numpy(table.float_rows(start, min(stop, table.rows)))
 
-    def _apply_norm(self, vectors: Floats) -> Tensor:
-        x = torch.from_numpy(np.array(vectors)).to(self.weights.device, self.weights.dtype)
-        return normed(x, self.weights.norm, self.config.norm_eps)
+    def _on_device(self, vectors: Floats) -> Tensor:
+        return torch.from_numpy(np.array(vectors)).to(self.weights.device, self.weights.dtype)
+
+
+def _product(matrix: WeightMatrix, x: Tensor) -> Tensor:
+    out = torch.empty(len(x), matrix.rows, dtype=x.dtype, device=x.device)
+    matrix.gemm(x, out)
+    return out
 
 
 def _to_numpy(tensor: Tensor) -> Floats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,8 +12,14 @@ from unspool.backends.cuda.attention import PAGE_SIZE
 from unspool.backends.cuda.matmul import NormWeights
 from unspool.backends.cuda.runner import ModelRunner
 from unspool.backends.cuda.step_io import to_device
-from unspool.backends.cuda.weights import LayerWeights, Weights
-from unspool.backends.step import Observations, ObserveRequest, StepBatch
+from unspool.backends.cuda.weights import Weights
+from unspool.backends.step import (
+    RECURRENT_STATS,
+    Floats,
+    Observations,
+    ObserveRequest,
+    StepBatch,
+)
 from unspool.model.layers.transformer import attention_weights
 
 # -- Observation of a step: residual vectors, attention weights and layer outputs
@@ -30,53 +37,85 @@ class StepObserver:
         self._residual_rows = to_device(look.residuals, device)
         self._part_rows = to_device(look.parts, device)
         self._residuals: list[Tensor] = []
-        self._parts: list[Tensor] = []
         self._attention: list[list[Tensor]] = [[] for _ in look.attention]
         self._rows = look.attention.tolist()
         self._ends = batch.visible_end[look.attention].tolist()
         self._positions = batch.positions[look.attention].tolist()
         batch_rows = batch.row_starts.searchsorted(look.attention, side="right") - 1
         self._table_rows = (batch.slots[batch_rows] + 1).tolist()
-        self._query_shape = (config.heads, config.head_width)
+        self._attended: list[Tensor] = []  # residual streams between attention and feed-forward
+        self._after: list[Tensor] = []  # before each layer, and after the last
+        heads = max(1, config.recurrence.value_heads if config.recurrence else 0)
+        self._recurrent: list[Tensor | None] = [None] * config.layers
+        self._max_state_heads, self._has_states = heads, config.state_bytes > 0
 
     def on_residual(self, layer: int, h: Tensor) -> None:
         if len(self._residual_rows):
             self._residuals.append(h[self._residual_rows])
+        if len(self._part_rows):
+            self._after.append(h[self._part_rows].float())
+
+    def on_attended(self, layer: int, h: Tensor) -> None:
+        if len(self._part_rows):
+            self._attended.append(h[self._part_rows].float())
 
     def on_queries(self, layer: int, qkv: Tensor) -> None:
-        config, table = self._runner.weights.config, self._runner.inputs.table
-        keys = self._runner.pages.keys(layer)
-        heads, width = self._query_shape
+        runner, shape = self._runner, self._runner.attention_layers[layer]
+        config, table, keys = runner.weights.config, runner.inputs.table, runner.pages.keys(layer)
         for number, row in enumerate(self._rows):
             end, position = self._ends[number], self._positions[number]
             positions = torch.arange(end, device=keys.device)
             pages = table[self._table_rows[number], positions // PAGE_SIZE].long()
             key = keys[pages * PAGE_SIZE + positions % PAGE_SIZE].transpose(0, 1)[None]
-            query = qkv[row, : heads * width].view(1, heads, 1, width)
+            query = qkv[row, : shape.out_width].view(1, shape.heads, 1, shape.head_width)
             query_pos, ends = positions.new_tensor([position]), positions.new_tensor([end])
             weights = attention_weights(
-                config, config.window(layer), query, key, query_pos, positions, ends,
-                scale=config.score_scale(layer),
+                config, shape.window, query, key, query_pos, positions, ends, shape.sinks,
+                scale=shape.scale,
             )  # fmt: skip
-            self._attention[number].append(weights[0, :, 0])
+            self._attention[number].append(_padded(weights[0, :, 0], config.heads))
 
-    def on_outputs(self, attn_out: Tensor, ffn_out: Tensor, layer: LayerWeights) -> None:
-        if len(self._part_rows):
-            eps, rows = self._runner.weights.config.norm_eps, self._part_rows
-            attention = normed(attn_out[rows], layer.attention_post_norm, eps)
-            self._parts.append(
-                torch.stack((attention, normed(ffn_out[rows], layer.feed_post_norm, eps)))
-            )
+    def recurrent_stats(self, layer: int, rows: int) -> Tensor | None:
+        config, device = self._runner.weights.config, self._runner.weights.device
+        for number, end in enumerate(self._ends):  # a layer without attention
+            self._attention[number].append(torch.zeros(config.heads, end, device=device))
+        if not rows or not self._rows:
+            return None
+        heads = 1 if config.mixer(layer) == "conv" else self._max_state_heads
+        stats = torch.zeros(rows, RECURRENT_STATS, heads, device=device)
+        self._recurrent[layer] = stats
+        return stats
 
     def inside(self) -> Observations:
         def host(tensors: list[Tensor]) -> Any:
             return torch.stack(tensors).float().cpu().numpy()
 
+        parts = [
+            torch.stack((attended - before, after - attended))
+            for before, attended, after in zip(
+                self._after, self._attended, self._after[1:], strict=False
+            )
+        ]
         return Observations(
             residuals=host(self._look.select_layers(self._residuals)) if self._residuals else None,
             attention=[host(layers) for layers in self._attention],
-            parts=host(self._parts) if self._parts else None,
+            parts=host(parts) if parts else None,
+            recurrent=[self._state_stats(row) for row in self._rows] if self._has_states else [],
         )
+
+    def _state_stats(self, row: int) -> Floats:
+        """Statistics of one token's states, [layers, 3, heads]."""
+        shape = (len(self._recurrent), RECURRENT_STATS, self._max_state_heads)
+        values = np.full(shape, np.nan, np.float32)
+        for layer, stats in enumerate(self._recurrent):
+            if stats is not None:
+                values[layer, :, : stats.shape[2]] = stats[row].cpu().numpy()
+        return values
+
+
+def _padded(weights: Tensor, heads: int) -> Tensor:
+    """Attention weights [heads, visible] with zeros for the heads that a layer does not have."""
+    return torch.nn.functional.pad(weights, (0, 0, 0, heads - len(weights)))
 
 
 def normed(x: Tensor, norm: NormWeights | None, eps: float) -> Tensor:
@@ -102,11 +141,14 @@ class ResidualTap:
         if layer in self._layers:
             self._buffer[self._layers.index(layer), : len(h)].copy_(h)
 
+    def on_attended(self, layer: int, h: Tensor) -> None:
+        pass
+
     def on_queries(self, layer: int, qkv: Tensor) -> None:
         pass
 
-    def on_outputs(self, attn_out: Tensor, ffn_out: Tensor, layer: LayerWeights) -> None:
-        pass
+    def recurrent_stats(self, layer: int, rows: int) -> Tensor | None:
+        return None
 
     def vectors(self, first: int, last: int) -> Tensor:
         """Copy of the vectors [layers, rows, width] of rows `first` to `last`, last step."""

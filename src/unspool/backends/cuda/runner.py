@@ -19,11 +19,25 @@ from unspool.backends.cuda.kernels import experts as kernels
 from unspool.backends.cuda.kernels.common import ACTIVATIONS
 from unspool.backends.cuda.kv_cache import KVCache
 from unspool.backends.cuda.matmul import Epilogue, NormWeights, next_power_of_two, norm_kind
+from unspool.backends.cuda.recurrent import (
+    RecurrentLayer,
+    RecurrentScratch,
+    StateRows,
+    prefill_state_rows,
+)
+from unspool.backends.cuda.recurrent import recur as run_recurrence
 from unspool.backends.cuda.step_io import MAX_TABLE_UPDATES, StepInputs, to_device
 from unspool.backends.cuda.weights import (
+    AttentionWeights,
+    DenseWeights,
     ExpertWeights,
+    FeedWeights,
     LayerWeights,
     PlainMatrix,
+    RecurrentWeights,
+    TokenInputsWeights,
+    TokenInputWeights,
+    TransformWeights,
     WeightMatrix,
     Weights,
 )
@@ -90,6 +104,7 @@ def run_experts(
     *,
     pdl: bool,
     exact: bool = False,
+    router_input: Tensor | None = None,
 ) -> None:
     """Route each x [n, width] to its experts; out [n, width] is their weighted sum.
 
@@ -143,36 +158,63 @@ def run_experts(
 
 # -- Forward pass of the model as kernel launches, from tokens to logits
 
-_GLU_BLOCK = 1024
+_BLOCK = 1024  # columns per program of element-wise kernels
 _MAX_FUSED_ROWS = 16  # rows that may use the fused GEMVs ...
 _MAX_FUSED_BYTES = 2 << 30  # ... if they read at most this much in total, mostly from the L2 cache
 
 
 class ActivationBuffers:
-    """Buffers between the kernels, for up to `rows` rows."""
+    """Buffers between the kernels, for up to `rows` rows. Their rows are as wide as the current
+    layer needs."""
 
     def __init__(self, weights: Weights, rows: int) -> None:
-        config = weights.config
-        inner = max(config.ff_width, config.expert_width)
-
-        def new(width: int) -> Tensor:
-            return torch.empty(rows, width, dtype=weights.dtype, device=weights.device)
-
-        self.h = new(config.width)  # the residual stream
-        self.h_attended = new(config.width)  # h + attention output, for parallel layers
-        self.x = new(config.width)  # input of the next GEMM
-        self.attn_out, self.ffn_out = new(config.width), new(config.width)
-        self.qkv = new((config.heads + 2 * config.kv_heads) * config.head_width)
-        self.heads_out = new(config.heads * config.head_width)
-        self.gate_up = new(inner * (1 + config.gated))
-        self.inner = new(inner)
+        self.rows, self._width = rows, weights.config.width
+        self._data = {
+            name: torch.empty(rows * width, dtype=weights.dtype, device=weights.device)
+            for name, width in _buffer_widths(weights).items()
+        }
 
     def first_rows(self, rows: int) -> ActivationBuffers:
-        """Views of the first rows."""
+        """The first rows."""
         part = copy.copy(self)
-        for name, tensor in vars(self).items():
-            setattr(part, name, tensor[:rows])
+        part.rows = rows
         return part
+
+    def view(self, name: str, width: int) -> Tensor:
+        """Rows of one buffer, [rows, width]."""
+        return self._data[name][: self.rows * width].view(self.rows, width)
+
+    @property
+    def h(self) -> Tensor:
+        """The residual stream."""
+        return self.view("h", self._width)
+
+    @property
+    def x(self) -> Tensor:
+        """The normalized residual stream, input of the next GEMM."""
+        return self.view("x", self._width)
+
+
+def _buffer_widths(weights: Weights) -> dict[str, int]:
+    """Largest width of each buffer."""
+    config = weights.config
+    widths = dict.fromkeys(("h", "x", "attention", "feed", "shared", "router"), config.width)
+    widths |= {"projected": 1, "mixed": 1, "gate_up": 1, "inner": 1}
+    widths["token_inputs"] = config.layers * config.token_width
+    for layer in weights.layers:
+        mixer, feed = layer.mixer, layer.feed
+        if mixer is not None:
+            projection = mixer.qkv if isinstance(mixer, AttentionWeights) else mixer.projection
+            widths["projected"] = max(widths["projected"], projection.rows)
+            widths["mixed"] = max(widths["mixed"], mixer.out.columns)
+        if feed is not None and feed.dense is not None:
+            widths["gate_up"] = max(widths["gate_up"], feed.dense.gate_up.rows)
+            widths["inner"] = max(widths["inner"], feed.dense.down.columns)
+    widths["gate_up"] = max(widths["gate_up"], config.token_width)
+    widths["inner"] = max(widths["inner"], config.token_width)
+    if config.token_width:
+        widths["projected"] = max(widths["projected"], widths["token_inputs"])
+    return widths
 
 
 class LayerObserver(Protocol):
@@ -181,15 +223,177 @@ class LayerObserver(Protocol):
     def on_residual(self, layer: int, h: Tensor) -> None:
         """Called with the residual stream before each layer, and once after the last."""
 
+    def on_attended(self, layer: int, h: Tensor) -> None:
+        """Called with the residual stream between attention and feed-forward."""
+
     def on_queries(self, layer: int, qkv: Tensor) -> None:
         """Called with queries after RoPE, once the layer's keys are in the KV cache."""
 
-    def on_outputs(self, attn_out: Tensor, ffn_out: Tensor, layer: LayerWeights) -> None:
-        """Called with the outputs of attention and feed-forward, before their post norms."""
+    def recurrent_stats(self, layer: int, rows: int) -> Tensor | None:
+        """Called before a recurrent layer, or (rows = 0) a layer without a mixer; may return a
+        tensor for the statistics of its state."""
+
+
+class LayerOps(Protocol):
+    """Products with the weights, and additions to the residual stream."""
+
+    buffers: ActivationBuffers
+
+    def normed(self, norm: NormWeights | None, name: str = "x") -> Tensor:
+        """The normalized residual stream, in the buffer of this name."""
+
+    def project(
+        self, matrix: WeightMatrix, norm: NormWeights | None, out: Tensor, early: bool = True
+    ) -> None:
+        """out = W · norm(residual stream)."""
+
+    def glu(self, dense: DenseWeights, norm: NormWeights | None, x: Tensor | None = None) -> Tensor:
+        """Inner vectors of a feed-forward on the normalized residual stream, or on `x`."""
+
+    def multiply(self, matrix: WeightMatrix, x: Tensor, out: Tensor) -> None:
+        """out = W · x."""
+
+    def add_product(self, matrix: WeightMatrix, x: Tensor, post: NormWeights | None) -> None:
+        """Add post_norm(W · x) to the residual stream."""
+
+    def add(self, delta: Tensor, post: NormWeights | None, second: Tensor | None = None) -> None:
+        """Add post_norm(delta) + second to the residual stream."""
+
+    def finish_layer(self, scale: float) -> None:
+        """Multiply the residual stream by the layer's scale."""
+
+    def residual(self) -> Tensor:
+        """The residual stream with all additions."""
+
+
+class BatchedOps:
+    """GEMMs for any number of rows. Additions are delayed and fused with the next norm."""
+
+    def __init__(
+        self, runner: ModelRunner, buffers: ActivationBuffers, adapt: Adapt | None = None
+    ) -> None:
+        self._runner, self.buffers, self.adapt = runner, buffers, adapt
+        self._added: list[Tensor] = []
+        self._post: NormWeights | None = None
+        self._scale = 1.0
+
+    def normed(self, norm: NormWeights | None, name: str = "x") -> Tensor:
+        out = self.buffers.view(name, self._runner.weights.config.width)
+        self._flush(norm, out)
+        return out
+
+    def project(
+        self, matrix: WeightMatrix, norm: NormWeights | None, out: Tensor, early: bool = True
+    ) -> None:
+        x = self.residual() if norm is None else self.normed(norm)
+        self.multiply(matrix, x, out)
+
+    def glu(self, dense: DenseWeights, norm: NormWeights | None, x: Tensor | None = None) -> Tensor:
+        gate_up = self.buffers.view("gate_up", dense.gate_up.rows)
+        inner = self.buffers.view("inner", dense.down.columns)
+        if x is None:
+            self.project(dense.gate_up, norm, gate_up)
+        else:
+            self.multiply(dense.gate_up, x, gate_up)
+        self._runner.glu(gate_up, inner)
+        return inner
+
+    def multiply(self, matrix: WeightMatrix, x: Tensor, out: Tensor) -> None:
+        matrix.gemm(x, out, exact=self._runner.exact, pdl=self._runner.pdl)
+        if self.adapt is not None:
+            self.adapt(matrix, x, out)
+
+    def add_product(self, matrix: WeightMatrix, x: Tensor, post: NormWeights | None) -> None:
+        # Two delayed additions of a parallel layer need two buffers.
+        out = self.buffers.view("shared" if self._added else "attention", matrix.rows)
+        self.multiply(matrix, x, out)
+        self.add(out, post)
+
+    def add(self, delta: Tensor, post: NormWeights | None, second: Tensor | None = None) -> None:
+        config = self._runner.weights.config
+        if self._added and (post is not None or second is not None):
+            self._flush(None, self.buffers.h)
+        if config.norm_sums:
+            self._added = [delta]
+            self._flush(post, self.buffers.h)
+            return
+        self._added += [delta] if second is None else [delta, second]
+        self._post = self._post if post is None else post
+
+    def finish_layer(self, scale: float) -> None:
+        if scale != 1:
+            self._scale = scale
+            self._flush(None, self.buffers.h)
+
+    def residual(self) -> Tensor:
+        if self._added:
+            self._flush(None, self.buffers.h)
+        return self.buffers.h
+
+    def _flush(self, norm: NormWeights | None, out: Tensor) -> None:
+        self._runner.add_norm(
+            self.buffers.h, *self._added, post=self._post, norm=norm, out=out, scale=self._scale
+        )
+        self._added, self._post, self._scale = [], None, 1.0
+
+
+class FusedOps:
+    """GEMVs for a few rows, with norms and additions fused into them."""
+
+    def __init__(self, runner: ModelRunner, buffers: ActivationBuffers) -> None:
+        self._runner, self.buffers = runner, buffers
+
+    def normed(self, norm: NormWeights | None, name: str = "x") -> Tensor:
+        out = self.buffers.view(name, self._runner.weights.config.width)
+        self._runner.add_norm(self.buffers.h, norm=norm, out=out)
+        return out
+
+    def project(
+        self, matrix: WeightMatrix, norm: NormWeights | None, out: Tensor, early: bool = True
+    ) -> None:
+        matrix.gemv(self.buffers.h, out, self._runner.epilogue(norm=norm, early=early))
+
+    def glu(self, dense: DenseWeights, norm: NormWeights | None, x: Tensor | None = None) -> Tensor:
+        config = self._runner.weights.config
+        inner = self.buffers.view("inner", dense.down.columns)
+        epilogue = self._runner.epilogue(
+            norm=norm if x is None else None, activation=config.activation, gated=config.gated
+        )
+        dense.gate_up.gemv(self.buffers.h if x is None else x, inner, epilogue)
+        return inner
+
+    def multiply(self, matrix: WeightMatrix, x: Tensor, out: Tensor) -> None:
+        matrix.gemv(x, out, self._runner.epilogue())
+
+    def add_product(self, matrix: WeightMatrix, x: Tensor, post: NormWeights | None) -> None:
+        if post is None:
+            scale = self._runner.weights.config.residual_scale
+            epilogue = self._runner.epilogue(residual=self.buffers.h, scale=scale)
+            matrix.gemv(x, self.buffers.h, epilogue)
+            return
+        out = self.buffers.view("attention", matrix.rows)
+        self.multiply(matrix, x, out)
+        self.add(out, post)
+
+    def add(self, delta: Tensor, post: NormWeights | None, second: Tensor | None = None) -> None:
+        h, added = self.buffers.h, [delta] if second is None else [delta, second]
+        if self._runner.weights.config.norm_sums:
+            self._runner.add_norm(h, *added, norm=post, out=h)
+        else:
+            self._runner.add_norm(h, *added, post=post, out=h)
+
+    def finish_layer(self, scale: float) -> None:
+        if scale != 1:
+            self._runner.add_norm(self.buffers.h, out=self.buffers.h, scale=scale)
+
+    def residual(self) -> Tensor:
+        return self.buffers.h
 
 
 Attend = Callable[[int, Tensor, Tensor], None]
 """Attention of one layer: (layer, qkv, out)."""
+Recur = Callable[[int, Tensor, Tensor, Tensor | None], None]
+"""A recurrent layer: (layer, projected, out, statistics)."""
 
 
 class ModelRunner:
@@ -207,9 +411,13 @@ class ModelRunner:
         shape = (rows, config.vocab_size)
         self.logits = torch.empty(shape, dtype=weights.dtype, device=weights.device)
         self.attention_layers = attention.attention_layers(weights, context)
-        self._keys = [pages.keys(layer) for layer in range(config.layers)]
-        self._values = [pages.values(layer) for layer in range(config.layers)]
-        self._scratch = attention.AttentionScratch.for_rows(rows, config, weights.device)
+        self.recurrent_layers = recurrent_layers(weights, pages)
+        self._recurrent_scratch = RecurrentScratch.for_tokens(rows, config, weights.device)
+        self._keys = {layer: pages.keys(layer) for layer in self.attention_layers}
+        self._values = {layer: pages.values(layer) for layer in self.attention_layers}
+        self._scratch = attention.AttentionScratch.for_rows(
+            rows, self.attention_layers.values(), weights.device
+        )
         self._expert_scratch = ExpertScratch.for_tokens(rows, config, weights)
         self._position_embed = position_vectors(weights, context)
         self.max_fused_rows = max_fused_rows(weights)
@@ -233,142 +441,193 @@ class ModelRunner:
             single_tokens: each row is the only new token of its sequence.
             has_adapters: some rows have a LoRA adapter.
         """
-        if count <= self.max_fused_rows and not (self.exact or has_adapters):
-            self._decode_fused(count, max_context, single_tokens, observer)
-        else:
-            self._decode_batched(count, max_context, single_tokens, has_adapters, observer)
-
-    def _decode_batched(
-        self,
-        count: int,
-        max_context: int,
-        single_tokens: bool,
-        has_adapters: bool,
-        observer: LayerObserver | None,
-    ) -> None:
-        a = self.buffers.first_rows(count)
-        self._embed_inputs(a.h)
-        rows = self.inputs.decode_rows(count)
+        inputs, a, logits = self.inputs, self.buffers.first_rows(count), self.logits[:count]
+        is_fused = count <= self.max_fused_rows and not (self.exact or has_adapters)
+        rows, states = inputs.decode_rows(count), StateRows(*inputs.state_tensors(count))
         single_tokens = single_tokens and not self.exact  # same order of summation as prefill
-
-        def attend(layer: int, qkv: Tensor, heads_out: Tensor) -> None:
-            self._attend(layer, qkv, heads_out, rows, max_context, single_tokens)
-
         adapt = None
         if has_adapters:
-            adapt = self.adapters.for_rows(self.inputs.adapters[:count], pdl=self.pdl)
-        self.layers(a, attend, self._expert_scratch, observer, adapt)
-        self.head(a.x, self.logits[:count], adapt)
+            adapt = self.adapters.for_rows(inputs.adapters[:count], pdl=self.pdl)
+        ops: LayerOps = FusedOps(self, a) if is_fused else BatchedOps(self, a, adapt)
 
-    def _decode_fused(
-        self, count: int, max_context: int, single_tokens: bool, observer: LayerObserver | None
-    ) -> None:
-        config, a = self.weights.config, self.buffers.first_rows(count)
-        self._embed_inputs(a.h)
-        rows, inner = self.inputs.decode_rows(count), a.inner[:, : config.ff_width]
-        for number, layer in enumerate(self.weights.layers):
-            if observer:
-                observer.on_residual(number, a.h)
-            # `attend` must not read the block table before `begin` has updated it.
-            epilogue = self._epilogue(norm=layer.attention_norm, early=number > 0)
-            layer.qkv.gemv(a.h, a.qkv, epilogue)
-            self._norm_qk(a.qkv, layer)
-            self._attend(number, a.qkv, a.heads_out, rows, max_context, single_tokens)
-            residual = a.h_attended if config.parallel else a.h
-            if layer.attention_post_norm is None:
-                layer.out.gemv(a.heads_out, residual, self._epilogue(residual=a.h))
-            else:
-                layer.out.gemv(a.heads_out, a.attn_out, self._epilogue())
-                self._add_norm(a, a.attn_out, post=layer.attention_post_norm, out=a.h)
-            if layer.gate_up is None or layer.down is None:
-                self._add_norm(a, norm=layer.feed_norm, out=a.x)
-                self._feed_forward(layer, a, a.x, a.ffn_out, self._expert_scratch)
-                if config.parallel:
-                    a.h.copy_(a.h_attended)
-                self._add_norm(a, a.ffn_out, post=layer.feed_post_norm, out=a.h)
-                continue
-            epilogue = self._epilogue(
-                norm=layer.feed_norm, activation=config.activation, gated=config.gated
-            )
-            layer.gate_up.gemv(a.h, inner, epilogue)
-            if layer.feed_post_norm is None:
-                layer.down.gemv(inner, a.h, self._epilogue(residual=residual))
-            else:
-                layer.down.gemv(inner, a.ffn_out, self._epilogue())
-                self._add_norm(a, a.ffn_out, post=layer.feed_post_norm, out=a.h)
-        if observer:
-            observer.on_residual(len(self.weights.layers), a.h)
-        logits = self.logits[:count]
-        self.weights.head.gemv(a.h, logits, self._epilogue(norm=self.weights.norm))
-        self._softcap(logits)
+        def attend(layer: int, qkv: Tensor, out: Tensor) -> None:
+            shape = self.attention_layers[layer]
+            keys, values = self._keys[layer], self._values[layer]
+            if not single_tokens:
+                attention.store_keys(qkv, keys, values, shape, rows, pdl=self.pdl)
+            attention.decode_attention(
+                qkv, out, keys, values, shape, rows, self._scratch, new=single_tokens,
+                pieces=attention.num_pieces(shape, max_context), pdl=self.pdl,
+            )  # fmt: skip
 
-    def _attend(
-        self, layer: int, qkv: Tensor, heads_out: Tensor, rows: attention.DecodeRows,
-        max_context: int, single_tokens: bool,
-    ) -> None:  # fmt: skip
-        shape = self.attention_layers[layer]
-        keys, values = self._keys[layer], self._values[layer]
-        if not single_tokens:
-            attention.store_keys(qkv, keys, values, shape, rows, pdl=self.pdl)
-        attention.decode_attention(
-            qkv, heads_out, keys, values, shape, rows, self._scratch, new=single_tokens,
-            pieces=attention.num_pieces(shape, max_context), pdl=self.pdl,
-        )  # fmt: skip
+        def recur(layer: int, projected: Tensor, out: Tensor, stats: Tensor | None) -> None:
+            run_recurrence(
+                projected, out, self.recurrent_layers[layer], states, pdl=self.pdl,
+                exact=self.exact, stats=stats, scratch=self._recurrent_scratch,
+            )  # fmt: skip
+
+        # First kernel of a step: no PDL.
+        self.embed(inputs.tokens, inputs.positions, a, inputs.updates)
+        self.layers(ops, attend, recur, self._expert_scratch, observer)
+        self.head(ops, logits)
 
     # -- shared by decode and prefill ------------------------------------------------------------
 
     def layers(
         self,
-        a: ActivationBuffers,
+        ops: LayerOps,
         attend: Attend,
+        recur: Recur,
         scratch: ExpertScratch,
         observer: LayerObserver | None = None,
-        adapt: Adapt | None = None,
     ) -> None:
-        """Run all layers, from embeddings in `a.h` to the final norm in `a.x`."""
-        config = self.weights.config
-        post_norm: NormWeights | None = None  # post norm of the last feed-forward
-        first, second = None, None
+        """Run all layers, from embeddings to the last residual."""
         for number, layer in enumerate(self.weights.layers):
-            self._add_norm(a, first, second, post=post_norm, norm=layer.attention_norm, out=a.x)
             if observer:
-                observer.on_residual(number, a.h)
-            self._gemm(layer.qkv, a.x, a.qkv, adapt)
-            self._norm_qk(a.qkv, layer)
-            attend(number, a.qkv, a.heads_out)
+                observer.on_residual(number, ops.residual())
+            mixed = self._mix(ops, number, layer, attend, recur, observer)
+            fed: FeedOutput | None = None
+            if layer.feed is not None and self.weights.config.parallel:  # reads the layer's input
+                fed = self._feed(ops, layer.feed, layer.feed_norm, scratch)
+            if layer.mixer is not None and mixed is not None:
+                ops.add_product(layer.mixer.out, mixed, layer.attention_post_norm)
             if observer:
-                observer.on_queries(number, a.qkv)
-            self._gemm(layer.out, a.heads_out, a.attn_out, adapt)
-            if config.parallel:
-                self._add_norm(a, norm=layer.feed_norm, out=a.x)
-                first, second = a.attn_out, a.ffn_out
-            else:
-                self._add_norm(
-                    a, a.attn_out, post=layer.attention_post_norm, norm=layer.feed_norm, out=a.x
-                )
-                first, second = a.ffn_out, None
-            self._feed_forward(layer, a, a.x, a.ffn_out, scratch, adapt)
-            post_norm = layer.feed_post_norm
-            if observer:
-                observer.on_outputs(a.attn_out, a.ffn_out, layer)
-        self._add_norm(a, first, second, post=post_norm, norm=self.weights.norm, out=a.x)
+                observer.on_attended(number, ops.residual())
+            if layer.feed is not None and fed is None:
+                fed = self._feed(ops, layer.feed, layer.feed_norm, scratch)
+            if fed is not None and fed.down is not None:
+                ops.add_product(fed.down, fed.x, layer.feed_post_norm)
+            elif fed is not None:
+                ops.add(fed.x, layer.feed_post_norm, fed.shared)
+            if layer.token_input is not None:
+                self._add_token_input(ops, number, layer.token_input)
+            ops.finish_layer(layer.scale)
         if observer:
-            observer.on_residual(len(self.weights.layers), a.h)
+            observer.on_residual(len(self.weights.layers), ops.residual())
 
-    def head(self, x: Tensor, logits: Tensor, adapt: Adapt | None = None) -> None:
-        """Logits of normalized hidden states."""
-        self._gemm(self.weights.head, x, logits, adapt)
-        self._softcap(logits)
+    def head(self, ops: LayerOps, logits: Tensor, rows: Tensor | None = None) -> None:
+        """Logits of the last residual, at these rows only if given."""
+        weights, config = self.weights, self.weights.config
+        transform = weights.transform
+        if transform is None and rows is None:
+            ops.project(weights.head, weights.norm, logits)
+        else:
+            x = ops.residual() if transform is None else self._transformed(ops, transform)
+            x = x if rows is None else x[rows]
+            normed = ops.buffers.x[: len(x)]
+            self.add_norm(x, norm=weights.norm, out=normed)
+            ops.multiply(weights.head, normed, logits)
+        if config.logit_scale != 1:
+            logits.mul_(config.logit_scale)
+        if config.logit_softcap:
+            logits.div_(config.logit_softcap).tanh_().mul_(config.logit_softcap)
+
+    def _transformed(self, ops: LayerOps, transform: TransformWeights) -> Tensor:
+        """The dense layer before the last norm."""
+        width = self.weights.config.width
+        out, activated = (ops.buffers.view(name, width) for name in ("attention", "feed"))
+        ops.project(transform.dense, transform.norm, out)
+        self.glu(out, activated, gated=False)
+        return activated
+
+    def _mix(
+        self,
+        ops: LayerOps,
+        number: int,
+        layer: LayerWeights,
+        attend: Attend,
+        recur: Recur,
+        observer: LayerObserver | None,
+    ) -> Tensor | None:
+        """Run attention or a recurrence, up to the output projection."""
+        mixer = layer.mixer
+        if mixer is None:
+            if observer:
+                observer.recurrent_stats(number, 0)
+            return None
+        mixed = ops.buffers.view("mixed", mixer.out.columns)
+        if isinstance(mixer, RecurrentWeights):
+            projected = ops.buffers.view("projected", mixer.projection.rows)
+            ops.project(mixer.projection, layer.attention_norm, projected)
+            stats = observer.recurrent_stats(number, len(mixed)) if observer else None
+            recur(number, projected, mixed, stats)
+            return mixed
+        shape = self.attention_layers[number]
+        qkv = ops.buffers.view("projected", mixer.qkv.rows)
+        # `attend` must not read the block table before `embed` has updated it.
+        ops.project(mixer.qkv, layer.attention_norm, qkv, early=number > 0)
+        self._norm_qk(qkv, mixer, shape)
+        attend(number, qkv, mixed)
+        if observer:
+            observer.on_queries(number, qkv)
+        if shape.gated:
+            self._multiply_gate(mixed, qkv[:, shape.gate_at :], mixed, "sigmoid")
+        return mixed
+
+    def _feed(
+        self,
+        ops: LayerOps,
+        feed: FeedWeights,
+        norm: NormWeights | None,
+        scratch: ExpertScratch,
+    ) -> FeedOutput:
+        """Run a feed-forward, up to the output projection of a dense one."""
+        dense, experts, config = feed.dense, feed.experts, self.weights.config
+        if experts is None:
+            assert dense is not None
+            return FeedOutput(ops.glu(dense, norm), dense.down)
+        if feed.parallel is not None:
+            return self._dense_and_experts(ops, feed, scratch)
+        out, x = ops.buffers.view("feed", config.width), ops.normed(norm)
+        run_experts(x, experts, config, out, scratch, pdl=self.pdl, exact=self.exact)
+        if dense is None:
+            return FeedOutput(out)
+        inner, shared = ops.glu(dense, None, x), ops.buffers.view("shared", config.width)
+        if feed.shared_gate is not None:  # scales the input of `down` instead of its output
+            row_kernels.scale_by_gate[(len(x),)](
+                inner, x, feed.shared_gate, F=inner.shape[1], FP=next_power_of_two(inner.shape[1]),
+                D=config.width, DP=next_power_of_two(config.width), PDL=self.pdl, num_warps=4,
+                launch_pdl=self.pdl,
+            )  # fmt: skip
+        ops.multiply(dense.down, inner, shared)
+        return FeedOutput(out, shared=shared)
+
+    def _dense_and_experts(
+        self, ops: LayerOps, feed: FeedWeights, scratch: ExpertScratch
+    ) -> FeedOutput:
+        """A dense feed-forward and experts in parallel, each with its own norms."""
+        dense, experts, norms, config = feed.dense, feed.experts, feed.parallel, self.weights.config
+        assert dense is not None and experts is not None and norms is not None
+        inner = ops.glu(dense, norms.dense)
+        out, expert_out = (ops.buffers.view(name, config.width) for name in ("feed", "shared"))
+        ops.multiply(dense.down, inner, out)
+        x, router_input = ops.normed(norms.experts), ops.normed(norms.router, "router")
+        run_experts(
+            x, experts, config, expert_out, scratch, pdl=self.pdl, exact=self.exact,
+            router_input=router_input,
+        )  # fmt: skip
+        self.add_norm(out, norm=norms.dense_post, out=out)
+        self.add_norm(out, expert_out, post=norms.experts_post, out=out, added_scale=1.0)
+        return FeedOutput(out)
+
+    def _add_token_input(self, ops: LayerOps, number: int, weights: TokenInputWeights) -> None:
+        """Add the per-layer embedding of each token."""
+        config, a = self.weights.config, ops.buffers
+        width = config.token_width
+        gate, inner = a.view("gate_up", width), a.view("inner", width)
+        ops.project(weights.gate, None, gate)
+        tokens = a.view("token_inputs", config.layers * width)
+        tokens = tokens[:, number * width : (number + 1) * width]
+        self._multiply_gate(tokens, gate, inner, config.activation)
+        ops.add_product(weights.out, inner, weights.norm)
 
     # -- single launches -----------------------------------------------------------------------
 
-    def _embed_inputs(self, h: Tensor) -> None:
-        """Update the block table and embed the tokens. First kernel of a step: no PDL."""
-        self.embed(self.inputs.tokens, self.inputs.positions, h, self.inputs.updates)
-
-    def embed(self, tokens: Tensor, positions: Tensor, h: Tensor, updates: Tensor) -> None:
+    def embed(
+        self, tokens: Tensor, positions: Tensor, a: ActivationBuffers, updates: Tensor
+    ) -> None:
         """Embed tokens, picks of the previous step included; apply block table updates."""
-        weights, config, inputs = self.weights, self.weights.config, self.inputs
+        weights, config, inputs, h = self.weights, self.weights.config, self.inputs, a.h
         embed, position_embed = weights.embed, self._position_embed
         packed = not isinstance(embed, PlainMatrix)
         if not isinstance(embed, PlainMatrix):
@@ -380,85 +639,123 @@ class ModelRunner:
             MAX_TABLE_UPDATES, D=config.width, DP=next_power_of_two(config.width), UNPACKED=packed,
             SCALED=config.embedding_scale != 1, POSITIONS=position_embed is not None, num_warps=4,
         )  # fmt: skip
+        if weights.embed_norm is not None:
+            self.add_norm(h, norm=weights.embed_norm, out=h)
+        if weights.token_inputs is not None:
+            self._embed_token_inputs(weights.token_inputs, tokens, a)
 
-    def _add_norm(
+    def _embed_token_inputs(
+        self, weights: TokenInputsWeights, tokens: Tensor, a: ActivationBuffers
+    ) -> None:
+        """Per-layer embeddings of the tokens, for all layers."""
+        config, width = self.weights.config, self.weights.config.token_width
+        out = a.view("token_inputs", config.layers * width)
+        projected = a.view("projected", config.layers * width)
+        weights.project.gemm(a.h, projected, exact=self.exact)
+        packed = not isinstance(weights.embed, PlainMatrix)
+        if not isinstance(weights.embed, PlainMatrix):
+            weights.embed.embed_tokens(tokens[: len(out)], self.inputs.previous, out)
+        row_kernels.token_inputs[(len(out), config.layers)](
+            tokens, self.inputs.previous,
+            weights.embed.weight if isinstance(weights.embed, PlainMatrix) else out,
+            projected, weights.norm.gain, out, config.width**-0.5, width**0.5, config.norm_eps,
+            LAYERS=config.layers, D=width, DP=next_power_of_two(width), UNPACKED=packed,
+            num_warps=1,
+        )  # fmt: skip
+
+    def add_norm(
         self,
-        a: ActivationBuffers,
+        h: Tensor,
         first: Tensor | None = None,
         second: Tensor | None = None,
         *,
         post: NormWeights | None = None,
         norm: NormWeights | None = None,
         out: Tensor,
+        scale: float = 1.0,
+        added_scale: float | None = None,
     ) -> None:
-        """h += post_norm(first) + second; out = norm(h)."""
-        config, h = self.weights.config, a.h
+        """h = (h + post_norm(first) + second) * scale; out = norm(h).
+
+        `added_scale` multiplies what is added; None: the model's residual scale.
+        """
+        config = self.weights.config
+        added_scale = config.residual_scale if added_scale is None else added_scale
         row_kernels.add_norm[(len(h),)](
             h, h if first is None else first, h if second is None else second,
-            *_norm_tensors(post, h), *_norm_tensors(norm, h), out, config.norm_eps,
-            D=config.width, DP=next_power_of_two(config.width),
+            *_norm_tensors(post, h), *_norm_tensors(norm, h), out, config.norm_eps, added_scale,
+            scale, D=config.width, DP=next_power_of_two(config.width),
             ADDED=(first is not None) + (second is not None), POST=norm_kind(post),
-            NORM=norm_kind(norm), PDL=self.pdl, num_warps=4, launch_pdl=self.pdl,
+            NORM=norm_kind(norm), SCALED=added_scale != 1 or scale != 1, PDL=self.pdl, num_warps=4,
+            launch_pdl=self.pdl,
         )  # fmt: skip
 
-    def _feed_forward(
-        self,
-        layer: LayerWeights,
-        a: ActivationBuffers,
-        x: Tensor,
-        out: Tensor,
-        scratch: ExpertScratch,
-        adapt: Adapt | None = None,
-    ) -> None:
-        config, width = self.weights.config, self.weights.config.ff_width
-        if layer.experts is not None:
-            run_experts(x, layer.experts, config, out, scratch, pdl=self.pdl, exact=self.exact)
-            return
-        assert layer.gate_up is not None and layer.down is not None
-        gate_up = a.gate_up.view(-1)[: len(x) * width * (1 + config.gated)].view(len(x), -1)
-        inner = a.inner.view(-1)[: len(x) * width].view(len(x), -1)
-        self._gemm(layer.gate_up, x, gate_up, adapt)
-        row_kernels.glu[(len(x), -(-width // _GLU_BLOCK))](
-            gate_up, inner, F=width, BF=_GLU_BLOCK, GATED=config.gated,
+    def glu(self, gate_up: Tensor, inner: Tensor, gated: bool | None = None) -> None:
+        """inner = act(gate) * up, or act(up) in a model without gates."""
+        config, width = self.weights.config, inner.shape[1]
+        row_kernels.glu[(len(inner), -(-width // _BLOCK))](
+            gate_up, inner, F=width, BF=_BLOCK, GATED=config.gated if gated is None else gated,
             ACTIVATION=ACTIVATIONS[config.activation], PDL=self.pdl, num_warps=4,
             launch_pdl=self.pdl,
         )  # fmt: skip
-        self._gemm(layer.down, inner, out, adapt)
 
-    def _norm_qk(self, qkv: Tensor, layer: LayerWeights) -> None:
-        config = self.weights.config
-        if config.qk_norm != "whole" or layer.q_norm is None or layer.k_norm is None:
-            return
-        query_width = config.heads * config.head_width
-        row_kernels.norm_all_heads[(len(qkv), 2)](
-            qkv, layer.q_norm.gain, layer.k_norm.gain, config.norm_eps, Q=query_width,
-            K=config.kv_width, WIDTH=qkv.shape[1], P=next_power_of_two(query_width), PDL=self.pdl,
-            num_warps=4, launch_pdl=self.pdl,
+    def _multiply_gate(self, x: Tensor, gate: Tensor, out: Tensor, activation: str) -> None:
+        """out = x * activation(gate)."""
+        width = out.shape[1]
+        row_kernels.multiply_gate[(len(out), -(-width // _BLOCK))](
+            x, gate, out, x.stride(0), gate.stride(0), F=width, BF=_BLOCK,
+            ACTIVATION=ACTIVATIONS[activation], PDL=self.pdl, num_warps=4, launch_pdl=self.pdl,
         )  # fmt: skip
 
-    def _gemm(
-        self, matrix: WeightMatrix, x: Tensor, out: Tensor, adapt: Adapt | None = None
+    def _norm_qk(
+        self, qkv: Tensor, mixer: AttentionWeights, shape: attention.AttentionLayer
     ) -> None:
-        matrix.gemm(x, out, exact=self.exact, pdl=self.pdl)
-        if adapt is not None:
-            adapt(matrix, x, out)
+        config = self.weights.config
+        if config.qk_norm != "whole" or mixer.q_norm is None:
+            return
+        k_norm = mixer.q_norm if mixer.k_norm is None else mixer.k_norm
+        row_kernels.norm_all_heads[(len(qkv), 1 + shape.has_keys)](
+            qkv, mixer.q_norm.gain, k_norm.gain, config.norm_eps, Q=shape.out_width,
+            K=shape.kv_heads * shape.head_width, WIDTH=qkv.shape[1],
+            P=next_power_of_two(shape.out_width), PDL=self.pdl, num_warps=4, launch_pdl=self.pdl,
+        )  # fmt: skip
 
-    def _softcap(self, logits: Tensor) -> None:
-        cap = self.weights.config.logit_softcap
-        if cap:
-            logits.div_(cap).tanh_().mul_(cap)
-
-    def _epilogue(
+    def epilogue(
         self,
         *,
         norm: NormWeights | None = None,
         activation: str = "none",
         gated: bool = False,
         residual: Tensor | None = None,
+        scale: float = 1.0,
         early: bool = True,
     ) -> Epilogue:
         eps = self.weights.config.norm_eps
-        return Epilogue(eps, norm, activation, gated, residual, early, self.pdl)
+        return Epilogue(eps, norm, activation, gated, residual, scale, early, self.pdl)
+
+
+@dataclass(frozen=True, slots=True)
+class FeedOutput:
+    """Output of a feed-forward: `x`, or down · x; plus that of a shared expert."""
+
+    x: Tensor
+    down: WeightMatrix | None = None
+    shared: Tensor | None = None
+
+
+def recurrent_layers(weights: Weights, pages: KVCache) -> dict[int, RecurrentLayer]:
+    """Parameters of the recurrent layers, with their state slots."""
+    config, layers = weights.config, {}
+    for number, layer in enumerate(weights.layers):
+        mixer = layer.mixer
+        if isinstance(mixer, RecurrentWeights):
+            assert config.recurrence is not None
+            layers[number] = RecurrentLayer(
+                mixer.kind, config.recurrence, config.recurrence.channels(mixer.kind, config.width),
+                mixer.conv_weight, mixer.conv_bias, mixer.rate, mixer.dt_bias, mixer.skip,
+                mixer.norm_gain, config.norm_eps, pages.states(number),
+            )  # fmt: skip
+    return layers
 
 
 def max_fused_rows(weights: Weights) -> int:
@@ -467,7 +764,7 @@ def max_fused_rows(weights: Weights) -> int:
     The first row brings the weights into the L2 cache and the other rows read them there, which is
     faster than GEMMs for small models. A row's result does not depend on the batch size.
     """
-    if weights.device.type != "cuda" or any(layer.experts is not None for layer in weights.layers):
+    if weights.device.type != "cuda" or weights.config.experts:
         return 1  # Triton's interpreter is slow: use torch.mm
     size = sum(matrix.nbytes for matrix in weights.matrices())
     return max(1, min(_MAX_FUSED_ROWS, _MAX_FUSED_BYTES // max(size, 1)))
@@ -499,11 +796,18 @@ def supports_pdl(device: torch.device) -> bool:
 class PrefillBatch:
     """Prefill tokens of a step, on the device."""
 
-    tokens: Tensor
+    tokens: Tensor  # padded, see `_EXACT_STEP`
+    positions: Tensor  # padded
     rows: attention.DecodeRows
-    tiles: Tensor  # one entry per program of the attention kernel
+    tiles: dict[tuple[int, int], Tensor]  # work lists of the attention kernel, by `prefill_shape`
+    states: StateRows | None
     logits_index: Tensor  # tokens whose logits are returned
-    adapters: Ints | None  # adapter slot of each token
+    adapters: Ints | None  # adapter slot of each token, padded
+
+
+# An exact step compares cuBLAS with our kernel for every number of rows (`exact_gemm`): the number
+# of prefill tokens is padded to a multiple of this.
+_EXACT_STEP = 64
 
 
 class PrefillRunner:
@@ -530,53 +834,72 @@ class PrefillRunner:
             tokens: their token ids, on the device.
             adapters: adapter slot of each token; None: no token has an adapter.
         """
-        device, inputs = self._runner.weights.device, self._runner.inputs
-        counts = np.diff(batch.row_starts)[batch_rows]
-        slots = np.repeat(batch.slots[batch_rows], counts) + 1
-        indices = np.concatenate(
-            (slots, batch.positions[token_index], batch.visible_end[token_index])
-        )
-        on_device = to_device(indices.astype(np.int32), device).view(3, -1)
-        rows = attention.DecodeRows(inputs.table, on_device[0], on_device[1], on_device[2])
+        runner = self._runner
+        device, inputs, dtype = runner.weights.device, runner.inputs, runner.weights.dtype
+        counts, count = np.diff(batch.row_starts)[batch_rows], len(token_index)
+        padding = -count % _EXACT_STEP if runner.exact else 0
+        indices = np.zeros((3, count + padding), np.int32)
+        indices[0, :count] = np.repeat(batch.slots[batch_rows], counts) + 1
+        indices[1, :count] = batch.positions[token_index]
+        indices[2, :count] = batch.visible_end[token_index]
+        on_device = to_device(indices, device)
+        rows = attention.DecodeRows(inputs.table, *on_device[:, :count])
+        if padding:
+            tokens = torch.nn.functional.pad(tokens, (0, padding))
+            adapters = None if adapters is None else np.pad(adapters, (0, padding))
         starts = np.concatenate(([0], np.cumsum(counts)))
-        tiles = attention.chunk_tiles(
-            starts,
-            batch.slots[batch_rows] + 1,
-            batch.visible_end[token_index],
-            self._runner.weights.config,
-            attention.prefill_rows(self._runner.weights.dtype, self._runner.exact),
-        )
-        return PrefillBatch(
-            tokens, rows, to_device(tiles, device), to_device(logits_index, device), adapters
-        )
+        table_rows, ends = batch.slots[batch_rows] + 1, batch.visible_end[token_index]
+        shapes = {
+            attention.prefill_shape(layer, dtype, runner.exact)
+            for layer in runner.attention_layers.values()
+        }
+        tiles = {
+            shape: to_device(attention.chunk_tiles(starts, table_rows, ends, shape), device)
+            for shape in shapes
+        }
+        states = None
+        if runner.recurrent_layers:
+            is_mine = np.isin(batch.state_captures[:, 0], token_index)
+            captures = batch.state_captures[is_mine]
+            captures = np.stack((token_index.searchsorted(captures[:, 0]), captures[:, 1]), 1)
+            states = prefill_state_rows(
+                starts, batch.state_slots[batch_rows], captures, device, dtype=dtype
+            )
+        logits_rows = to_device(logits_index, device)
+        return PrefillBatch(tokens, on_device[1], rows, tiles, states, logits_rows, adapters)
 
     def run(self, prefill: PrefillBatch, observer: LayerObserver | None = None) -> Tensor:
         """Run the model; return logits [requested, vocabulary]."""
         runner = self._runner
         weights, inputs, pages = runner.weights, runner.inputs, runner.pages
         a = ActivationBuffers(weights, len(prefill.tokens))
-        runner.embed(prefill.tokens, prefill.rows.positions, a.h, inputs.no_updates)
+        runner.embed(prefill.tokens, prefill.positions, a, inputs.no_updates)
 
-        def attend(layer: int, qkv: Tensor, heads_out: Tensor) -> None:
-            shape, keys, values = (
-                runner.attention_layers[layer],
-                pages.keys(layer),
-                pages.values(layer),
-            )
+        def attend(layer: int, qkv: Tensor, out: Tensor) -> None:
+            shape = runner.attention_layers[layer]
+            keys, values = pages.keys(layer), pages.values(layer)
+            tiles = prefill.tiles[attention.prefill_shape(shape, weights.dtype, runner.exact)]
             attention.store_keys(qkv, keys, values, shape, prefill.rows, pdl=False)
             attention.prefill_attention(
-                qkv, heads_out, keys, values, shape, prefill.rows, prefill.tiles, exact=runner.exact
+                qkv, out, keys, values, shape, prefill.rows, tiles, exact=runner.exact
             )
 
-        scratch = ExpertScratch.for_tokens(len(a.h), weights.config, weights)
+        def recur(layer: int, projected: Tensor, out: Tensor, stats: Tensor | None) -> None:
+            assert prefill.states is not None
+            run_recurrence(
+                projected, out, runner.recurrent_layers[layer], prefill.states, pdl=runner.pdl,
+                exact=runner.exact, stats=stats,
+            )  # fmt: skip
+
+        scratch = ExpertScratch.for_tokens(a.rows, weights.config, weights)
         adapt, adapt_head = self._adapters_for(prefill)
-        runner.layers(a, attend, scratch, observer, adapt)
-        x = a.x[prefill.logits_index]
-        logits = torch.empty(
-            len(x), weights.config.vocab_size, dtype=weights.dtype, device=weights.device
-        )
-        if len(x):
-            runner.head(x, logits, adapt_head)
+        ops = BatchedOps(runner, a, adapt)
+        runner.layers(ops, attend, recur, scratch, observer)
+        shape = (len(prefill.logits_index), weights.config.vocab_size)
+        logits = torch.empty(shape, dtype=weights.dtype, device=weights.device)
+        if len(logits):
+            ops.adapt = adapt_head
+            runner.head(ops, logits, prefill.logits_index)
         return logits
 
     def _adapters_for(self, prefill: PrefillBatch) -> tuple[Adapt | None, Adapt | None]:

@@ -50,6 +50,10 @@ class _Fields:
     ends: Any
     slots: Any
     adapters: Any
+    captures: Any
+    state_reads: Any
+    state_writes: Any
+    state_starts: Any
     updates: Any
 
     @classmethod
@@ -65,8 +69,21 @@ class _Fields:
             ends=int32s[rows : 2 * rows],
             slots=int32s[2 * rows : 3 * rows],
             adapters=int32s[3 * rows : 4 * rows],
-            updates=int32s[4 * rows :],
+            captures=int32s[4 * rows : 5 * rows],
+            state_reads=int32s[5 * rows : 6 * rows],
+            state_writes=int32s[6 * rows : 7 * rows],
+            state_starts=int32s[7 * rows : 8 * rows + 1],
+            updates=int32s[8 * rows + 1 :],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStates:
+    """State slots of the sequences that a captured step decodes (see `StepBatch.state_slots`)."""
+
+    starts: Ints  # [sequences + 1]: first row of each sequence
+    slots: Ints  # [sequences, 2]
+    captures: Ints  # [n, 2]: row, slot; at most one of each row
 
 
 class StepInputs:
@@ -76,7 +93,7 @@ class StepInputs:
         self, rows: int, previous: Tensor, columns: int, padding_page: int, device: torch.device
     ) -> None:
         self.rows, self.device, self._padding_page = rows, device, padding_page
-        int64_bytes, int32_bytes = 15 * rows * 8, (4 * rows + 1 + 2 * MAX_TABLE_UPDATES) * 4
+        int64_bytes, int32_bytes = 15 * rows * 8, (8 * rows + 2 + 2 * MAX_TABLE_UPDATES) * 4
         self._buffer = torch.zeros(int64_bytes + int32_bytes, dtype=torch.uint8, device=device)
         fields = _Fields.split(
             self._buffer[:int64_bytes].view(torch.int64),
@@ -87,6 +104,7 @@ class StepInputs:
         self.slots, self.updates, self.ints = fields.slots, fields.updates, fields.ints
         self.adapters: Tensor = fields.adapters
         self.canvas: Tensor = fields.canvas
+        self._fields = fields
         self.floats: Tensor = fields.floats.view(torch.float64)
         self.no_updates = torch.zeros(1, dtype=torch.int32, device=device)
         # Picks of the previous step: of its decode rows, then of its prefill.
@@ -115,6 +133,14 @@ class StepInputs:
     def decode_rows(self, count: int) -> DecodeRows:
         """Inputs of attention for the first `count` rows."""
         return DecodeRows(self.table, self.slots[:count], self.positions[:count], self.ends[:count])
+
+    def state_tensors(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Inputs of recurrent layers for the first `count` rows (`StateRows`)."""
+        fields = self._fields
+        return (
+            fields.state_starts[: count + 1], fields.state_reads[:count],
+            fields.state_writes[:count], fields.captures[:count],
+        )  # fmt: skip
 
     def _new_table(self, rows: int) -> Tensor:
         shape = (rows, self.columns)
@@ -172,6 +198,7 @@ class StepInputs:
         table_updates: tuple[Ints, Ints],
         picks: tuple[Ints, npt.NDArray[np.float64], Ints, Ints | None] | None,
         adapters: Ints | None = None,
+        states: DecodeStates | None = None,
     ) -> None:
         """Copy `count` rows to the device, padded to `padded_rows` rows.
 
@@ -179,6 +206,7 @@ class StepInputs:
             table_updates: block table updates: flat indices (see `table_index`) and pages.
             picks: sampling settings: row numbers (ascending), then their floats, ints and canvas.
             adapters: adapter slot of each row; None: no row has an adapter.
+            states: state slots; None: the model has no recurrent layers.
         """
         self._wait_for_buffer()
         host, buffer = self._host_fields[self._current], self._host_buffers[self._current]
@@ -191,6 +219,14 @@ class StepInputs:
             host.ends[count:padded_rows], host.slots[count:padded_rows] = 1, _PADDING_ROW
         if adapters is not None:
             host.adapters[:count], host.adapters[count:padded_rows] = adapters, 0
+        if states is not None:
+            sequences = len(states.slots)
+            host.state_starts[: sequences + 1] = states.starts
+            host.state_starts[sequences + 1 : padded_rows + 1] = count  # empty sequences
+            host.state_reads[:sequences] = states.slots[:, 0]
+            host.state_writes[:sequences] = states.slots[:, 1]
+            host.captures[:padded_rows] = -1
+            host.captures[states.captures[:, 0]] = states.captures[:, 1]
         table_index, pages = table_updates
         host.updates[0] = len(table_index)
         if len(table_index):

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -30,7 +30,6 @@ from unspool.backends.cuda.matmul import (
     PackedLayout,
     PackedMatrix,
     PackedTensors,
-    StackedMatrix,
     exact_gemm,
     float8_packing,
     gemm,
@@ -45,8 +44,6 @@ from unspool.model.files.checkpoint import Checkpoint
 from unspool.model.files.stored import FLOAT8, FileTensor
 from unspool.model.hub.download import progress_bar
 from unspool.model.hub.memory import format_bytes
-from unspool.model.layers.parts import Experts, FeedForward, Norm
-from unspool.model.layers.transformer import Layer, Transformer
 
 
 class WeightMatrix(Protocol):
@@ -121,6 +118,55 @@ class PlainMatrix:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StackedMatrix:
+    """Matrices of different formats, stacked by rows and multiplied one by one."""
+
+    parts: tuple[WeightMatrix, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def columns(self) -> int:
+        return self.parts[0].columns
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def bias(self) -> Tensor | None:
+        biases = [part.bias for part in self.parts if part.bias is not None]
+        return torch.cat(biases) if biases else None
+
+    def _row_slices(self) -> Iterator[tuple[WeightMatrix, slice]]:
+        first = 0
+        for part in self.parts:
+            yield part, slice(first, first + part.rows)
+            first += part.rows
+
+    def gemv(self, x: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+        """Never gated (see `WeightLoader`)."""
+        for part, rows in self._row_slices():
+            residual = None if epilogue.residual is None else epilogue.residual[..., rows]
+            part.gemv(x, out[..., rows], replace(epilogue, residual=residual))
+
+    def gemm(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
+        for part, rows in self._row_slices():
+            part.gemm(x, out[:, rows], exact=exact, pdl=pdl)
+
+    def float_rows(self, first: int, last: int) -> Tensor:
+        """Rows `first` to `last` in float32."""
+        blocks = [
+            part.float_rows(max(first, rows.start) - rows.start, min(last, rows.stop) - rows.start)
+            for part, rows in self._row_slices()
+            if first < rows.stop and last > rows.start
+        ]
+        return torch.cat(blocks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
     """Weights of a mixture of experts."""
 
@@ -130,22 +176,104 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerWeights:
-    """Weights of one layer; None for parts that the model does not have."""
+class AttentionWeights:
+    """Weights of an attention layer."""
 
-    attention_norm: NormWeights | None
-    qkv: WeightMatrix  # rows: all query heads, then all key heads, then all value heads
+    # Rows: all query heads, then all key heads, all value heads and the gate, as far as the layer
+    # has them.
+    qkv: WeightMatrix
+    out: WeightMatrix
     q_norm: NormWeights | None  # per head or over all heads (`config.qk_norm`)
     k_norm: NormWeights | None
+    sinks: Tensor | None  # [heads], float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentWeights:
+    """Weights of a recurrent layer (`model/layers/recurrent.py`). All vectors are float32."""
+
+    kind: str  # conv, delta or mamba2
+    projection: WeightMatrix  # all input projections
     out: WeightMatrix
+    conv_weight: Tensor  # [kernel, channels]
+    conv_bias: Tensor | None
+    rate: Tensor | None  # [value_heads]: -exp(a_log)
+    dt_bias: Tensor | None
+    skip: Tensor | None  # Mamba-2's d
+    norm_gain: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseWeights:
+    """Weights of a dense feed-forward."""
+
+    gate_up: WeightMatrix  # rows of gate, then rows of up; of up alone if the family has no gate
+    down: WeightMatrix
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParallelNorms:
+    """Norms of a dense feed-forward and experts in parallel."""
+
+    dense: NormWeights
+    dense_post: NormWeights
+    experts: NormWeights
+    experts_post: NormWeights
+    router: NormWeights  # includes the scale of the router's input
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeedWeights:
+    """Weights of a feed-forward: dense, experts, or both."""
+
+    dense: DenseWeights | None  # beside experts: see `parallel`; else this is the shared expert
+    experts: ExpertWeights | None
+    shared_gate: Tensor | None  # [width]: gate of the shared expert
+    parallel: ParallelNorms | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenInputWeights:
+    """Weights that add a per-layer embedding to the residual stream."""
+
+    gate: WeightMatrix
+    out: WeightMatrix
+    norm: NormWeights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """Weights of one layer; None for parts that the layer does not have."""
+
+    attention_norm: NormWeights | None
+    mixer: AttentionWeights | RecurrentWeights | None
     attention_post_norm: NormWeights | None
     feed_norm: NormWeights | None
-    gate_up: (
-        WeightMatrix | None
-    )  # rows of gate, then rows of up; of up alone if the family has no gate
-    down: WeightMatrix | None
-    experts: ExpertWeights | None  # instead of gate_up and down
+    feed: FeedWeights | None
     feed_post_norm: NormWeights | None
+    token_input: TokenInputWeights | None
+    scale: float  # multiplies the layer's output
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenInputsWeights:
+    """Per-layer embeddings of the tokens."""
+
+    embed: PlainMatrix | PackedMatrix  # [vocabulary, layers * token width]
+    project: WeightMatrix  # [layers * token width, width]
+    norm: NormWeights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransformWeights:
+    """A dense layer between the last layer and the last norm."""
+
+    norm: NormWeights | None
+    dense: WeightMatrix
+
+
+MatrixParts = tuple[tuple[str, int], ...]
+"""Names of the weights that are stacked in a matrix, with their numbers of rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,23 +283,24 @@ class Weights:
     config: ModelConfig
     embed: PlainMatrix | PackedMatrix  # [vocabulary, width]
     position_embed: Tensor | None  # [context, width]
+    embed_norm: NormWeights | None
+    token_inputs: TokenInputsWeights | None
     layers: list[LayerWeights]
+    transform: TransformWeights | None
     norm: NormWeights
     head: WeightMatrix  # the embedding itself where the two are tied
-    precision: str = ""  # format of most weights; empty: dtype of the activations
+    parts: dict[WeightMatrix, MatrixParts]  # of every matrix that a product multiplies with
+    precision: str  # format of most weights
 
     def matrices(self) -> Iterator[WeightMatrix]:
-        """Yield all matrices in order of use; experts are stacked by rows."""
+        """Yield all matrices; experts are stacked by rows."""
         yield self.embed
+        yield from self.parts
         for layer in self.layers:
-            for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
-                if matrix is not None:
-                    yield matrix
-            if layer.experts is not None:
-                yield PlainMatrix(layer.experts.router)
-                yield PlainMatrix(layer.experts.gate_up.flatten(0, 1))
-                yield PlainMatrix(layer.experts.down.flatten(0, 1))
-        yield self.head
+            if layer.feed is not None and layer.feed.experts is not None:
+                yield PlainMatrix(layer.feed.experts.router)
+                yield PlainMatrix(layer.feed.experts.gate_up.flatten(0, 1))
+                yield PlainMatrix(layer.feed.experts.down.flatten(0, 1))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -182,69 +311,6 @@ class Weights:
         return self.embed.device
 
 
-def fuse_weights(model: Transformer) -> Weights:
-    """Fuse the weights of a plain transformer; it may be freed afterwards."""
-    embed = PlainMatrix(model.embed.weight)
-    position = model.position_embed
-    norm = _norm_weights(model.norm)
-    assert norm is not None
-    return Weights(
-        config=model.config,
-        embed=embed,
-        position_embed=None if position is None else position.weight,
-        layers=[_fuse_layer(layer) for layer in model.layers if isinstance(layer, Layer)],
-        norm=norm,
-        head=embed if model.head is None else _concat(model.head),
-    )
-
-
-def _fuse_layer(layer: Layer) -> LayerWeights:
-    attention, feed = layer.attention, layer.feed
-    assert attention.v is not None, "availability.py rejects models whose keys are values"
-    return LayerWeights(
-        attention_norm=_norm_weights(layer.attention_norm),
-        qkv=_concat(attention.q, attention.k, attention.v),
-        q_norm=_norm_weights(attention.q_norm),
-        k_norm=_norm_weights(attention.k_norm),
-        out=_concat(attention.out),
-        attention_post_norm=_norm_weights(layer.attention_post_norm),
-        feed_norm=_norm_weights(layer.feed_norm),
-        gate_up=_fuse_gate_up(feed) if isinstance(feed, FeedForward) else None,
-        down=_concat(feed.down) if isinstance(feed, FeedForward) else None,
-        experts=_fuse_experts(feed) if isinstance(feed, Experts) else None,
-        feed_post_norm=_norm_weights(layer.feed_post_norm),
-    )
-
-
-def _fuse_gate_up(feed: FeedForward) -> WeightMatrix:
-    return _concat(feed.up) if feed.gate is None else _concat(feed.gate, feed.up)
-
-
-def _fuse_experts(feed: Experts) -> ExpertWeights:
-    assert feed.gate is not None, "availability.py rejects experts without a gate"
-    gate_up = torch.cat((feed.gate.weight, feed.up.weight), 1)
-    return ExpertWeights(feed.router.weight, gate_up, feed.down.weight)
-
-
-def _concat(*parts: torch.nn.Linear) -> PlainMatrix:
-    if len(parts) == 1:  # may be a transposed view
-        weight = parts[0].weight.contiguous()
-    else:
-        weight = torch.cat([part.weight for part in parts])
-    if parts[0].bias is None:
-        return PlainMatrix(weight)
-    return PlainMatrix(weight, torch.cat([part.bias for part in parts]))
-
-
-def _norm_weights(norm: torch.nn.Module | None) -> NormWeights | None:
-    if not isinstance(norm, Norm):
-        return None
-    gain = norm.weight.float()
-    return NormWeights(
-        1 + gain if norm.plus_one else gain, None if norm.bias is None else norm.bias.float()
-    )
-
-
 # -- Load a checkpoint's weights from the file to the device, in parallel
 
 _THREADS = 8
@@ -253,6 +319,11 @@ _MIN_PROGRESS_BYTES = 1 << 30  # smaller models load without a progress bar
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FORMAT_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", FLOAT8: "FP8"}
 _QUANT_GROUP = 32  # columns per scale of weights that are quantized here
+_QUANTIZE = "quantize"
+# Input projections of recurrent layers, in the order of the kernels; those with one row per head
+# are not quantized.
+_PROJECTIONS = {"conv": "bcx", "delta": ("qkv", "z", "b", "a"), "mamba2": ("vkq", "z", "dt")}
+_HEAD_GATES = {"conv": (), "delta": ("b", "a"), "mamba2": ("dt",)}
 
 
 def load_weights(
@@ -338,6 +409,7 @@ class WeightLoader:
         self.dtype, self.device, self.keep, self.bits = dtype, device, keep, bits
         self.stored = dict(checkpoint.weights())
         self.size = sum(stored.data.nbytes for stored in self.stored.values())
+        self.parts: dict[WeightMatrix, MatrixParts] = {}
         self.weights_by_format: Counter[str] = Counter()
         self._jobs: list[tuple[int, Job]] = []  # bytes to read, job
         self._finite: list[tuple[str, Tensor]] = []
@@ -347,48 +419,151 @@ class WeightLoader:
 
     def weights(self) -> Weights:
         config = self.config
-        embed = self._matrix(("embed",), bits=8)
-        assert isinstance(embed, PlainMatrix | PackedMatrix)
-        norm = self._norm("norm")
-        assert norm is not None
+        embed = self._table("embed")
         position = None
         if "position_embed.weight" in self.stored:
             position = self._plain(("position_embed.weight",))
-        layers = [self._layer(f"layers.{number}") for number in range(config.layers)]
-        head = embed if config.tied else self._matrix(("head",), bits=8)
+        layers = [self._layer(number) for number in range(config.layers)]
+        if not config.tied:
+            head = self._matrix(("head",), bits=8)
+        else:
+            head = embed if not config.head_bias else replace(embed, bias=self._head_bias())
+        token_inputs = transform = None
+        if config.token_width:
+            token_inputs = TokenInputsWeights(
+                self._table("token_inputs.embed"), self._matrix(("token_inputs.project",)),
+                self._norm("token_inputs.norm", "rms"),
+            )  # fmt: skip
+        if config.head_transform:
+            norm = self._norm("transform.norm") if config.norm_before else None
+            transform = TransformWeights(norm, self._matrix(("transform.dense",)))
         weight_format = self.weights_by_format.most_common(1)[0][0]
         plain = str(self.dtype).removeprefix("torch.")
+        is_plain = weight_format in _DTYPES
         return Weights(
-            config, embed, position, layers, norm, head,
-            precision=plain if weight_format in _DTYPES else _FORMAT_NAMES.get(weight_format,
-            weight_format),
-        )  # fmt: skip
-
-    def _layer(self, at: str) -> LayerWeights:
-        attention, feed = f"{at}.attention", f"{at}.feed"
-        has_experts = f"{feed}.router.weight" in self.stored
-        inner = (f"{feed}.gate", f"{feed}.up") if self.config.gated else (f"{feed}.up",)
-        return LayerWeights(
-            attention_norm=self._norm(f"{at}.attention_norm"),
-            qkv=self._matrix((f"{attention}.q", f"{attention}.k", f"{attention}.v")),
-            q_norm=self._norm(f"{attention}.q_norm"),
-            k_norm=self._norm(f"{attention}.k_norm"),
-            out=self._matrix((f"{attention}.out",)),
-            attention_post_norm=self._norm(f"{at}.attention_post_norm"),
-            feed_norm=self._norm(f"{at}.feed_norm"),
-            gate_up=None if has_experts else self._matrix(inner, gated=self.config.gated),
-            down=None if has_experts else self._matrix((f"{feed}.down",)),
-            experts=self._experts(feed) if has_experts else None,
-            feed_post_norm=self._norm(f"{at}.feed_post_norm"),
+            config=config,
+            embed=embed,
+            position_embed=position,
+            embed_norm=self._norm("embed_norm") if config.embedding_norm else None,
+            token_inputs=token_inputs,
+            layers=layers,
+            transform=transform,
+            norm=self._norm("norm"),
+            head=head,
+            parts=self.parts,
+            precision=plain if is_plain else _FORMAT_NAMES.get(weight_format, weight_format),
         )
 
-    def _norm(self, name: str) -> NormWeights | None:
-        if f"{name}.weight" not in self.stored:
-            return None
+    def _layer(self, number: int) -> LayerWeights:
+        at, config = f"layers.{number}", self.config
+        has_post_norms = config.norm_after or config.norm_sums
+        token_input = None
+        if config.token_width:
+            token_input = TokenInputWeights(
+                self._matrix((f"{at}.token_input.gate",)), self._matrix((f"{at}.token_input.out",)),
+                self._norm(f"{at}.token_input.norm"),
+            )  # fmt: skip
+
+        def norm(name: str, exists: bool) -> NormWeights | None:
+            return self._norm(f"{at}.{name}") if exists else None
+
+        return LayerWeights(
+            attention_norm=norm("attention_norm", config.has_attention_norm(number)),
+            mixer=self._mixer(number),
+            attention_post_norm=norm("attention_post_norm", has_post_norms),
+            feed_norm=norm("feed_norm", config.has_feed_norm(number)),
+            feed=self._feed(number) if config.has_feed(number) else None,
+            feed_post_norm=norm("feed_post_norm", has_post_norms),
+            token_input=token_input,
+            scale=float(self.stored[f"{at}.scale"].float32()[0]) if config.layer_scale else 1.0,
+        )
+
+    def _mixer(self, number: int) -> AttentionWeights | RecurrentWeights | None:
+        kind = self.config.mixer(number)
+        if kind == "attention":
+            return self._attention(number)
+        return None if kind == "none" else self._recurrent(f"layers.{number}.mixer", kind)
+
+    def _attention(self, number: int) -> AttentionWeights:
+        config, at = self.config, f"layers.{number}.attention"
+        has_keys = config.kv_source(number) == number
+        has_norms = config.qk_norm != "none"
+        names = ["q"] + ["k"] * has_keys + ["v"] * (has_keys and config.has_values(number))
+        names += ["gate"] * config.attention_gate
+        return AttentionWeights(
+            qkv=self._matrix(tuple(f"{at}.{name}" for name in names)),
+            out=self._matrix((f"{at}.out",)),
+            q_norm=self._norm(f"{at}.q_norm", "rms") if has_norms else None,
+            k_norm=self._norm(f"{at}.k_norm", "rms") if has_norms and has_keys else None,
+            sinks=self._floats(f"{at}.sinks") if config.sinks else None,
+        )
+
+    def _recurrent(self, at: str, kind: str) -> RecurrentWeights:
+        conv_weight = self._floats(f"{at}.conv.weight")
+        assert conv_weight is not None
+        rate = self._floats(f"{at}.a_log")
+        return RecurrentWeights(
+            kind=kind,
+            projection=self._matrix(
+                tuple(f"{at}.{name}" for name in _PROJECTIONS[kind]),
+                unquantized=tuple(f"{at}.{name}.weight" for name in _HEAD_GATES[kind]),
+            ),
+            out=self._matrix((f"{at}.out",)),
+            conv_weight=conv_weight,
+            conv_bias=self._floats(f"{at}.conv.bias"),
+            rate=None if rate is None else -rate.exp(),
+            dt_bias=self._floats(f"{at}.dt_bias"),
+            skip=self._floats(f"{at}.d"),
+            norm_gain=self._floats(f"{at}.norm_weight"),
+        )
+
+    def _feed(self, number: int) -> FeedWeights:
+        config, at = self.config, f"layers.{number}.feed"
+        if not config.has_experts(number):
+            return FeedWeights(self._dense(at), None, None, None)
+        if config.has_dense_and_experts(number):
+            router = self._norm(f"{at}.router_norm")
+            router = replace(router, gain=router.gain * config.width**-0.5)
+            norms = ParallelNorms(
+                self._norm(f"{at}.dense_norm"), self._norm(f"{at}.dense_post_norm"),
+                self._norm(f"{at}.experts_norm"), self._norm(f"{at}.experts_post_norm"), router,
+            )  # fmt: skip
+            experts = self._experts(f"{at}.experts", self._floats(f"{at}.expert_scale"))
+            return FeedWeights(self._dense(f"{at}.dense"), experts, None, norms)
+        shared = self._dense(f"{at}.shared") if config.shared_width else None
+        gate = None
+        if config.shared_width and config.shared_gated:
+            gate = self._plain((f"{at}.shared_gate.weight",)).view(-1)
+        return FeedWeights(shared, self._experts(at), gate, None)
+
+    def _dense(self, at: str) -> DenseWeights:
+        inner = (f"{at}.gate", f"{at}.up") if self.config.gated else (f"{at}.up",)
+        gate_up = self._matrix(inner, gated=self.config.gated)
+        return DenseWeights(gate_up, self._matrix((f"{at}.down",)))
+
+    def _head_bias(self) -> Tensor:
+        bias = self._vector(("head_bias",), self.dtype)
+        assert bias is not None
+        return bias
+
+    def _table(self, name: str) -> PlainMatrix | PackedMatrix:
+        """An embedding table."""
+        table = self._matrix((name,), bits=8)
+        assert isinstance(table, PlainMatrix | PackedMatrix)
+        del self.parts[table]
+        return table
+
+    def _norm(self, name: str, kind: str | None = None) -> NormWeights:
         gain = self._vector((f"{name}.weight",), torch.float32)
-        assert gain is not None
+        if gain is None:
+            raise ModelFileError(f"{self.path}: has no tensor {name}.weight")
         bias = self._vector((f"{name}.bias",), torch.float32)
+        if bias is None and (kind or self.config.norm) == "layer":
+            bias = torch.zeros_like(gain)
         return NormWeights(1 + gain if self.config.norm_plus_one else gain, bias)
+
+    def _floats(self, name: str) -> Tensor | None:
+        return self._vector((name,), torch.float32)
 
     def _vector(self, names: tuple[str, ...], dtype: torch.dtype) -> Tensor | None:
         if names[0] not in self.stored:
@@ -398,7 +573,7 @@ class WeightLoader:
         self._finite.append((names[0], vector.isfinite().all()))
         return vector
 
-    def _experts(self, feed: str) -> ExpertWeights:
+    def _experts(self, feed: str, scale: Tensor | None = None) -> ExpertWeights:
         config = self.config
         count, inner, width = config.experts, config.expert_width, config.width
         gate_up = self._empty(count, 2 * inner, width)
@@ -414,24 +589,45 @@ class WeightLoader:
         return ExpertWeights(self._plain((f"{feed}.router.weight",)), gate_up, down)
 
     def _matrix(
-        self, names: tuple[str, ...], *, gated: bool = False, bits: int = 4
+        self,
+        names: tuple[str, ...],
+        *,
+        gated: bool = False,
+        bits: int = 4,
+        unquantized: tuple[str, ...] = (),
     ) -> WeightMatrix:
-        """Stack these matrices by rows. `bits`: lower bound of bits if they are quantized here."""
+        """Stack these matrices by rows.
+
+        Args:
+            gated: gate and up, which must have the same format.
+            bits: lower bound of bits if they are quantized here.
+            unquantized: names of matrices that stay as they are.
+        """
         weights = tuple(f"{name}.weight" for name in names)
         bias = self._vector(tuple(f"{name}.bias" for name in names), self.dtype)
-        types = [_packing_key(self.stored[name]) for name in weights]
-        columns = self.stored[weights[0]].shape[1]
-        if self.bits and all(self.stored[name].type in _DTYPES for name in weights):
-            if columns % _QUANT_GROUP == 0:
-                return self._packed(weights, bias, max(bits, self.bits))
-        elif self.keep and all(types) and len(set(types)) == 1:
-            return self._packed(weights, bias)
-        elif self.keep and all(types) and not gated and bias is None:
-            groups = groupby(zip(types, weights, strict=True), key=lambda pair: pair[0])
-            return StackedMatrix(
-                tuple(self._packed(tuple(name for _, name in group)) for _, group in groups)
-            )
-        return PlainMatrix(self._plain(weights), bias)
+        formats = {name: self._format(name, name in unquantized, bits) for name in weights}
+        if len(set(formats.values())) > 1 and (gated or bias is not None):
+            formats = dict.fromkeys(weights)
+        groups = [
+            (key, tuple(group)) for key, group in groupby(weights, key=lambda name: formats[name])
+        ]
+        matrices = tuple(
+            PlainMatrix(self._plain(group), bias)
+            if key is None
+            else self._packed(group, bias, key[1] if key[0] == _QUANTIZE else None)
+            for key, group in groups
+        )
+        matrix = matrices[0] if len(matrices) == 1 else StackedMatrix(matrices)
+        self.parts[matrix] = tuple((name, self.stored[name].shape[0]) for name in weights)
+        return matrix
+
+    def _format(self, name: str, unquantized: bool, bits: int) -> Any:
+        """Format of a matrix on the device, equal for those that can be stacked; None: plain."""
+        stored = self.stored[name]
+        if self.bits and stored.type in _DTYPES:
+            fits = stored.shape[1] % _QUANT_GROUP == 0
+            return (_QUANTIZE, max(bits, self.bits)) if fits and not unquantized else None
+        return _packing_key(stored) if self.keep else None
 
     def _plain(self, names: tuple[str, ...]) -> Tensor:
         shapes = [self.stored[name].shape for name in names]

@@ -70,7 +70,7 @@ class CudaHead(UnspoolHead):
             head_width=self.config.head_width, scale=self.config.head_width**-0.5, softcap=0.0,
             window=0, norm_eps=0.0, q_norm=None, k_norm=None, cosine=self._cosine, sine=self._sine,
         )  # fmt: skip
-        self._scratch = attention.AttentionScratch.for_rows(1, self._layer, device)
+        self._scratch = attention.AttentionScratch.for_rows(1, [self._layer], device)
 
     def context(self) -> CudaHeadContext:  # type: ignore[override]
         return CudaHeadContext(self)

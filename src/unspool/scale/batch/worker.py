@@ -244,12 +244,8 @@ class WorkerPlan:
         options = dict(self.options)
         if backend == "native" and options.get("threads") is None:
             options["threads"] = cpus
-        try:  # texts must not depend on the batch composition
-            lm = load(self.model, **{**options, "exact": options["exact"] or backend == "cuda"})
-        except UnspoolError:
-            if options["exact"] or backend != "cuda":
-                raise
-            lm = load(self.model, **options)  # no CUDA kernels for it, and plain torch is not exact
+        # Texts must not depend on the batch composition.
+        lm = load(self.model, **{**options, "exact": options["exact"] or backend == "cuda"})
         name = display_name(self.model or "", lm.path) if lm.path is not None else "model"
         if self.adapter is not None:
             lm.load_adapter("adapter", self.adapter)

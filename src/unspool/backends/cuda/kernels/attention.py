@@ -1,8 +1,9 @@
 """Decode attention over a paged KV cache.
 
 A row is one new token: its row of the block table, its position, and the end of its visible
-context. Keys and values are [slots, KV, HD], slot = page * PAGE + offset; a row of `qkv` has all
-query heads, then all key heads, then all value heads.
+context. Keys and values are [slots, KV, HD], slot = page * PAGE + offset; a row of `qkv` (STRIDE
+numbers) has all query heads, then (with KEYS) all key heads, then (from VALUE_AT on) all value
+heads; VALUE_AT may be the key heads. Without KEYS another layer has stored keys and values.
 
 The context is processed in tiles of TILE keys, and tiles are grouped into pieces (split-K). Their
 borders depend on the sequence only, not on the batch, and pieces are combined in order. So a row's
@@ -97,10 +98,12 @@ def _gains(q_gain, k_gain, rows, places, mask, H: tl.constexpr):
 
 @triton.jit
 def _load_heads(
-    line, q_gain, k_gain, cosine, sine, rows, real, wide, eps,
+    line, q_gain, k_gain, cosine, sine, growth, position, rows, real, wide, eps,
     H: tl.constexpr, HD: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
+    GROWTH: tl.constexpr,
 ):  # fmt: skip
-    """Load heads [rows, width] of a row of qkv; apply QK norm and RoPE."""
+    """Load heads [rows, width] of a row of qkv; apply QK norm and RoPE, and with GROWTH the scale
+    of the queries at this position."""
     within = wide < HD
     x = tl.load(
         line + rows[:, None] * HD + wide[None, :], mask=real[:, None] & within[None, :], other=0.0
@@ -123,41 +126,57 @@ def _load_heads(
         if NORM:
             partner_gains = _gains(q_gain, k_gain, rows, partner, is_rotary, H)
             y = (y * root[:, None] * partner_gains).to(dtype).to(tl.float32)
-        angle = tl.where(low, wide, wide - HALF)
+        angle = position.to(tl.int64) * HALF + tl.where(low, wide, wide - HALF)
         c = tl.load(cosine + angle, mask=is_rotary, other=1.0)
         s = tl.load(sine + angle, mask=is_rotary, other=0.0)
         x = x * c[None, :] + y * tl.where(low, -s, s)[None, :]
-    return x.to(dtype)
+    x = x.to(dtype)
+    if GROWTH:
+        scale = tl.where(rows < H, tl.load(growth + position), 1.0)
+        x = (x.to(tl.float32) * scale[:, None]).to(dtype)
+    return x
+
+
+@triton.jit
+def _normalized_values(value, eps, HD: tl.constexpr):
+    """RMS-normalize values [heads, width] without a gain."""
+    x = value.to(tl.float32)
+    return (x * tl.rsqrt(tl.sum(x * x, 1) / HD + eps)[:, None]).to(value.dtype)
 
 
 @triton.jit
 def store_keys(
-    qkv, keys, values, table, table_rows, positions, cosine, sine, q_gain, k_gain, eps, COLUMNS,
-    H: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    ROTARY: tl.constexpr, NORM: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    qkv, keys, values, table, table_rows, positions, cosine, sine, q_gain, k_gain, growth, eps,
+    COLUMNS, H: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, WIDE: tl.constexpr,
+    STRIDE: tl.constexpr, KEYS: tl.constexpr, VALUE_AT: tl.constexpr, VALUE_NORM: tl.constexpr,
+    ROWS: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, GROWTH: tl.constexpr,
+    PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """QK norm and RoPE for queries (in place) and keys; store keys and values in the pages."""
     n = tl.program_id(0)
     rows, wide = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     position = tl.load(positions + n).to(tl.int64)
-    page = tl.load(table + tl.load(table_rows + n).to(tl.int64) * COLUMNS + position // PAGE)
-    place = (page.to(tl.int64) * PAGE + position % PAGE) * KV * HD
     wait(PDL)
-    base = qkv + n.to(tl.int64) * (H + 2 * KV) * HD
-    angles = position * (ROTARY // 2)
+    base = qkv + n.to(tl.int64) * STRIDE
     x = _load_heads(
-        base, q_gain, k_gain, cosine + angles, sine + angles, rows, rows < H + KV, wide, eps,
-        H, HD, ROTARY, NORM,
+        base, q_gain, k_gain, cosine, sine, growth, position, rows, rows < H + KV * KEYS, wide,
+        eps, H, HD, ROTARY, NORM, GROWTH,
     )  # fmt: skip
     inside = (wide < HD)[None, :]
     is_key = ((rows >= H) & (rows < H + KV))[:, None] & inside
     at = (rows - H)[:, None] * HD + wide[None, :]
-    value = tl.load(base + (H + KV) * HD + at, mask=is_key, other=0.0)
+    if KEYS:
+        value = tl.load(base + VALUE_AT + at, mask=is_key, other=0.0)
+        if VALUE_NORM:
+            value = _normalized_values(value, eps, HD)
     tl.debug_barrier()  # all threads have read before the queries are overwritten
-    if ROTARY > 0 or NORM:
+    if ROTARY > 0 or NORM or GROWTH:
         tl.store(base + rows[:, None] * HD + wide[None, :], x, mask=(rows < H)[:, None] & inside)
-    tl.store(keys + place + at, x, mask=is_key)
-    tl.store(values + place + at, value, mask=is_key)
+    if KEYS:
+        page = tl.load(table + tl.load(table_rows + n).to(tl.int64) * COLUMNS + position // PAGE)
+        place = (page.to(tl.int64) * PAGE + position % PAGE) * KV * HD
+        tl.store(keys + place + at, x, mask=is_key)
+        tl.store(values + place + at, value, mask=is_key)
 
 
 @triton.jit
@@ -203,20 +222,23 @@ def _combine_pieces(
 
 @triton.jit
 def attend(
-    qkv, out, keys, values, table, table_rows, positions, ends, cosine, sine, q_gain, k_gain, sinks,
-    parts, stats, arrived, scale, eps, COLUMNS, MAX_PIECES, PIECES_PER_PROGRAM,
-    H: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    qkv, out, keys, values, table, table_rows, positions, ends, cosine, sine, q_gain, k_gain,
+    growth, sinks, parts, stats, arrived, scale, eps, COLUMNS, MAX_PIECES, PIECES_PER_PROGRAM,
+    H: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, WIDE: tl.constexpr, STRIDE: tl.constexpr,
+    KEYS: tl.constexpr, VALUE_AT: tl.constexpr, VALUE_NORM: tl.constexpr, ROWS: tl.constexpr,
     NUM_HEADS: tl.constexpr, HEADS_P2: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
-    STAGES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    ROTARY: tl.constexpr, NORM: tl.constexpr, NEW: tl.constexpr, PAGE: tl.constexpr,
-    PDL: tl.constexpr,
+    STAGES: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, GROWTH: tl.constexpr,
+    NEW: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row, up to ROWS query heads of one key head, PIECES_PER_PROGRAM pieces of its context.
 
-    NUM_HEADS of the ROWS are used; HEADS_P2 is the next power of two.
+    NUM_HEADS of the ROWS are used; HEADS_P2 is the next power of two. AHEAD: the window counts in
+    both directions.
 
     NEW: the token's key and value are not in the pages yet. They are computed here, stored, and
-    inserted into the last tile. A program has only one tile and loads it before the PDL wait.
+    inserted into the last tile. A program has only one tile and loads it before the PDL wait,
+    unless another layer of this step has stored the key.
     """
     n, group, piece_group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = H // KV
@@ -227,6 +249,8 @@ def attend(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(position + 1 - WINDOW, 0)
+    if AHEAD:
+        end = tl.minimum(end, position + WINDOW)
     power = piece_power(first, end, TILE, PIECES)
     first_tile, last = first // TILE, (end - 1) // TILE
     first_piece = first_tile >> power
@@ -241,32 +265,36 @@ def attend(
     heads = first_head + rows
     real = (rows < NUM_HEADS) & (heads < (h + 1) * GROUP)
     inside = (wide < HD)[None, :]
-    base = qkv + n.to(tl.int64) * (H + 2 * KV) * HD
+    base = qkv + n.to(tl.int64) * STRIDE
     first_slot = (n * KV * GROUPS + group).to(tl.int64) * MAX_PIECES - first_piece
     peak, total, mixed = empty_state(ROWS, WIDE)  # of the current piece
     if NEW:
+        if not KEYS:
+            wait(PDL)
         offsets = begin * TILE + tl.arange(0, TILE)
-        in_context = (offsets < position) & (offsets >= first)
+        in_context = (offsets < position + (not KEYS)) & (offsets >= first)
         places = _page_offsets(row, offsets, in_context, h, wide, KV, HD, PAGE)
         key = tl.load(keys + places, mask=in_context[:, None] & inside, other=0.0)
         value = tl.load(values + places, mask=in_context[:, None] & inside, other=0.0)
-        wait(PDL)
-        angles = position.to(tl.int64) * (ROTARY // 2)
+        if KEYS:
+            wait(PDL)
         # Prepare the heads that exist, and repeat them to the minimum of tensor cores.
         heads_p2 = first_head + tl.arange(0, HEADS_P2)
         query = _load_heads(
-            base, q_gain, k_gain, cosine + angles, sine + angles, heads_p2,
-            heads_p2 < (h + 1) * GROUP, wide, eps, H, HD, ROTARY, NORM,
+            base, q_gain, k_gain, cosine, sine, growth, position, heads_p2,
+            heads_p2 < (h + 1) * GROUP, wide, eps, H, HD, ROTARY, NORM, GROWTH,
         )  # fmt: skip
         query = tl.broadcast_to(query[None, :, :], (ROWS // HEADS_P2, HEADS_P2, WIDE))
         query = tl.reshape(query, (ROWS, WIDE))
-        if begin == last:
+        if KEYS and begin == last:
             key_head = H + h + tl.arange(0, 1)
             new_key = _load_heads(
-                base, q_gain, k_gain, cosine + angles, sine + angles, key_head, key_head >= H, wide,
-                eps, H, HD, ROTARY, NORM,
+                base, q_gain, k_gain, cosine, sine, growth, position, key_head, key_head >= H,
+                wide, eps, H, HD, ROTARY, NORM, GROWTH,
             )  # fmt: skip
-            new_value = tl.load(base + (H + KV + h) * HD + wide, mask=wide < HD, other=0.0)[None, :]
+            new_value = tl.load(base + VALUE_AT + h * HD + wide, mask=wide < HD, other=0.0)[None, :]
+            if VALUE_NORM:
+                new_value = _normalized_values(new_value, eps, HD)
             if group % GROUPS == 0:
                 slot = tl.load(row + position // PAGE).to(tl.int64) * PAGE + position % PAGE
                 place = (slot * KV + h) * HD + wide[None, :]
@@ -359,9 +387,10 @@ def _load_tile(
 @triton.jit
 def prefill(
     qkv, out, keys, values, table, tiles, positions, ends, sinks, scale, COLUMNS,
-    H: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, EXACT: tl.constexpr, PAGE: tl.constexpr,
+    H: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, WIDE: tl.constexpr, STRIDE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
+    WINDOW: tl.constexpr, AHEAD: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    EXACT: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """`tiles` [programs, 4]: the chunk's first token and number of tokens, the program's first row
     in the chunk, the chunk's row of the block table."""
@@ -375,7 +404,7 @@ def prefill(
     is_row = rows // GROUP < count
     n, heads = chunk + rows // GROUP, h * GROUP + rows % GROUP
     inside = is_row[:, None] & (wide < HD)[None, :]
-    at = n.to(tl.int64) * (H + 2 * KV) * HD + heads * HD
+    at = n.to(tl.int64) * STRIDE + heads * HD
     query = tl.load(qkv + at[:, None] + wide[None, :], mask=inside, other=0.0)
     end = tl.load(ends + n, mask=is_row, other=0).to(tl.int32)
     end = tl.where(is_row, end, tl.max(end, 0))  # padding rows must not shorten the loop
@@ -384,6 +413,8 @@ def prefill(
         position = tl.load(positions + n, mask=is_row, other=0).to(tl.int32)
         position = tl.where(is_row, position, tl.max(position, 0))
         first = tl.maximum(position + 1 - WINDOW, 0)
+        if AHEAD:
+            end = tl.minimum(end, position + WINDOW)
     begin, last_end = tl.min(first, 0), tl.max(end, 0)
     peak, total, mixed = empty_state(ROWS, WIDE)
     start = begin // TILE

@@ -7,7 +7,7 @@ loads its weights, waits, and only then reads the output of the previous kernel.
 import triton
 import triton.language as tl
 
-ACTIVATIONS = {"none": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
+ACTIVATIONS = {"none": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "sigmoid": 7}
 NO_NORM, RMS, LAYER = 0, 1, 2
 
 
@@ -37,6 +37,8 @@ def activated(x, ACTIVATION: tl.constexpr):
         x = x / (1.0 + tl.exp(-2.0 * z))
     if ACTIVATION == 4:
         x = tl.maximum(x, 0.0)
+    if ACTIVATION == 7:
+        x = 1.0 / (1.0 + tl.exp(-x))
     return x
 
 

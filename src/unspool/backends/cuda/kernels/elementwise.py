@@ -52,12 +52,12 @@ def embed_and_update(
 
 @triton.jit
 def add_norm(
-    h, first, second, post_gain, post_shift, gain, shift, out, eps,
+    h, first, second, post_gain, post_shift, gain, shift, out, eps, added_scale, scale,
     D: tl.constexpr, DP: tl.constexpr, ADDED: tl.constexpr, POST: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """h += first + second (ADDED vectors; POST: `first` is normalized before); out = norm(h), or h
-    without NORM."""
+    without NORM. SCALED: h = (h + added_scale * (first + second)) * scale."""
     batch_row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, DP)
     inside = cols < D
     weight, offset, post_weight, post_offset = 0.0, 0.0, 0.0, 0.0
@@ -75,9 +75,17 @@ def add_norm(
         y = tl.load(first + batch_row * D + cols, mask=inside, other=0.0).to(tl.float32)
         if POST != 0:
             y = rounded(normalized(y, inside, post_weight, post_offset, eps, D, POST), h)
+        if SCALED:
+            y = rounded(y * added_scale, h)
         x = rounded(x + y, h)
         if ADDED > 1:
-            x = rounded(x + tl.load(second + batch_row * D + cols, mask=inside, other=0.0), h)
+            z = tl.load(second + batch_row * D + cols, mask=inside, other=0.0).to(tl.float32)
+            if SCALED:
+                z = rounded(z * added_scale, h)
+            x = rounded(x + z, h)
+    if SCALED:
+        x = rounded(x * scale, h)
+    if ADDED > 0 or SCALED:
         tl.store(h + batch_row * D + cols, x.to(h.dtype.element_ty), mask=inside)
     if NORM != 0:
         x = normalized(x, inside, weight, offset, eps, D, NORM)
@@ -98,6 +106,66 @@ def glu(
     if GATED:
         y *= tl.load(gate_up + batch_row * width + F + cols, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + batch_row * F + cols, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def multiply_gate(
+    x, gate, out, X_STRIDE, GATE_STRIDE, F: tl.constexpr, BF: tl.constexpr,
+    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out [rows, F] = x * activation(gate); may be in place."""
+    wait(PDL)
+    batch_row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BF + tl.arange(0, BF)
+    inside = cols < F
+    y = tl.load(gate + batch_row * GATE_STRIDE + cols, mask=inside, other=0.0).to(tl.float32)
+    y = rounded(activated(y, ACTIVATION), out)
+    y *= tl.load(x + batch_row * X_STRIDE + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + batch_row * F + cols, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scale_by_gate(
+    inner, x, gate, F: tl.constexpr, FP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """inner [rows, F] *= sigmoid(gate · x), with gate [D] and x [rows, D]."""
+    cols, inner_cols = tl.arange(0, DP), tl.arange(0, FP)
+    weight = tl.load(gate + cols, mask=cols < D, other=0.0).to(tl.float32)
+    wait(PDL)
+    batch_row = tl.program_id(0).to(tl.int64)
+    vector = tl.load(x + batch_row * D + cols, mask=cols < D, other=0.0).to(tl.float32)
+    score = rounded(tl.sum(vector * weight, 0), inner)
+    at = inner + batch_row * F + inner_cols
+    y = tl.load(at, mask=inner_cols < F, other=0.0).to(tl.float32) / (1.0 + tl.exp(-score))
+    tl.store(at, y.to(inner.dtype.element_ty), mask=inner_cols < F)
+
+
+@triton.jit
+def token_inputs(
+    tokens, previous, embed, projected, gain, out, projected_scale, embed_scale, eps,
+    LAYERS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, UNPACKED: tl.constexpr,
+):  # fmt: skip
+    """Per-layer embedding of one token and layer: (norm(projected) + embed) / sqrt(2).
+
+    UNPACKED: the embedding is in `out` already. A token -1 - n is pick n of the previous step.
+    """
+    batch_row, layer, cols = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, DP)
+    inside = cols < D
+    at = (batch_row * LAYERS + layer) * D + cols
+    row = batch_row
+    if not UNPACKED:
+        row = tl.load(tokens + batch_row)
+        if row < 0:
+            row = tl.load(previous - 1 - row)
+        row = tl.maximum(row, 0)
+    table_at = (row * LAYERS + layer) * D + cols
+    looked_up = tl.load(embed + table_at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(projected + at, mask=inside, other=0.0).to(tl.float32)
+    x = rounded(x * projected_scale, out)
+    weight = tl.load(gain + cols, mask=inside, other=0.0)
+    x = rounded(normalized(x, inside, weight, 0.0, eps, D, 1), out)
+    x = rounded(x + rounded(looked_up * embed_scale, out), out) * 0.7071067811865476
+    tl.store(out + at, x.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

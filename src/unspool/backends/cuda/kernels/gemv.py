@@ -30,8 +30,9 @@ def product(tile, vector):
 
 @triton.jit
 def epilogue(
-    y, z, rows, inside, bias, res, out, N,
+    y, z, rows, inside, bias, res, out, scale, N,
     GLU: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RES: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Bias, activation, gate and residual of the products `y` (and `z` of the rows of up)."""
     if BIAS:
@@ -43,6 +44,8 @@ def epilogue(
         if BIAS:
             z += tl.load(bias + N + rows, mask=inside, other=0.0).to(tl.float32)
         y *= rounded(z, out)
+    if SCALED:
+        y = rounded(y, out) * scale
     if RES:
         y = rounded(y, out) + tl.load(res + rows, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=inside)
@@ -59,10 +62,10 @@ def load_vector(x, weight, bias, cols, eps, K: tl.constexpr, NORM: tl.constexpr)
 
 @triton.jit
 def gemv_kernel(
-    x, gain, shift, w, bias, res, out, N, eps, X_STRIDE, RES_STRIDE, OUT_STRIDE,
+    x, gain, shift, w, bias, res, out, N, eps, scale, X_STRIDE, RES_STRIDE, OUT_STRIDE,
     K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, GLU: tl.constexpr,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RES: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RES: tl.constexpr, SCALED: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [N] = W [N, K] · norm(x); with GLU act(W · x) * (U · x), U being the N rows below W; with
     RES plus `res`. KP is the power of two >= K. Each vector has separate programs, so its result
@@ -102,74 +105,39 @@ def gemv_kernel(
             next_up_tile = load_rows(up, next_rows, cols, N, K, KP)
             z = product(up_tile, vector)
             up_tile = next_up_tile
-        epilogue(y, z, rows, rows < N, bias, res, out, N, GLU, ACTIVATION, BIAS, RES)
+        epilogue(y, z, rows, rows < N, bias, res, out, scale, N, GLU, ACTIVATION, BIAS, RES, SCALED)
         tile = next_tile
         rows = next_rows
 
 
 @triton.jit
-def _partial_sum(
-    x, w, rows, batch_rows, first, last, M, N, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, STAGES: tl.constexpr,
+def ordered_gemm_kernel(
+    x, w, bias, out, M, N, OUT_STRIDE,
+    K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """W · xᵀ over the columns from `first` to `last`: [BN, BM]."""
-    sums = tl.zeros((BN, BM), tl.float32)
-    for at in tl.range(first, last, BK, num_stages=STAGES):
-        cols = at + tl.arange(0, BK)
-        inside = (rows < N)[:, None]
-        in_batch = (batch_rows < M)[None, :]
-        if K % BK != 0:
-            inside = inside & (cols < K)[None, :]
-            in_batch = in_batch & (cols < K)[:, None]
-        tile = tl.load(w + rows.to(tl.int64)[:, None] * K + cols[None, :], mask=inside, other=0.0)
-        x_tile = tl.load(
-            x + batch_rows.to(tl.int64)[None, :] * K + cols[:, None], mask=in_batch, other=0.0
-        )
-        sums = tl.dot(tile, x_tile, sums, input_precision="ieee")
-    return sums
-
-
-@triton.jit
-def exact_gemm_kernel(
-    x, w, bias, out, parts, arrived, M, N,
-    K: tl.constexpr, SPLITS: tl.constexpr, ONE_PROGRAM: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """out [M, N] = x [M, K] · Wᵀ + bias. ONE_PROGRAM: one program sums all parts of its tile."""
-    LENGTH: tl.constexpr = ((K + BK - 1) // BK + SPLITS - 1) // SPLITS * BK  # columns of a part
-    tile, column = tl.program_id(0), tl.program_id(1)
-    rows, batch_rows = tile * BN + tl.arange(0, BN), column * BM + tl.arange(0, BM)
-    wait(PDL)
+    """out [M, N] = x [M, K] · Wᵀ + bias. One program sums all columns of its tile in order, so the
+    sizes of tiles do not change the bits."""
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    batch_rows = tl.program_id(1) * BM + tl.arange(0, BM)
+    is_row, in_batch = (rows < N)[:, None], (batch_rows < M)[None, :]
+    tiles, x_tiles = w + rows.to(tl.int64)[:, None] * K, x + batch_rows.to(tl.int64)[None, :] * K
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     total = tl.zeros((BN, BM), tl.float32)
-    is_last = True
-    if ONE_PROGRAM:
-        for split in range(SPLITS):
-            first = split * LENGTH
-            last = tl.minimum(first + LENGTH, K)
-            total += _partial_sum(x, w, rows, batch_rows, first, last, M, N, K, BM, BN, BK, STAGES)
-    else:
-        split = tl.program_id(2)
-        first = split * LENGTH
-        last = tl.minimum(first + LENGTH, K)
-        sums = _partial_sum(x, w, rows, batch_rows, first, last, M, N, K, BM, BN, BK, STAGES)
-        offsets = batch_rows[None, :] * N + rows[:, None]
-        inside = (batch_rows < M)[None, :] & (rows < N)[:, None]
-        tl.store(parts + split * M * N + offsets, sums, mask=inside)
-        tl.debug_barrier()
-        counter = arrived + column * tl.num_programs(0) + tile
-        is_last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLITS - 1
-        if is_last:
-            tl.store(counter, 0)
-            for number in range(SPLITS):
-                partial = parts + number * M * N + offsets
-                total += tl.load(partial, mask=inside, other=0.0, cache_modifier=".cg")
-    if is_last:
-        if BIAS:
-            total += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
-        out_offsets = batch_rows.to(tl.int64)[None, :] * N + rows[:, None]
-        is_valid = (batch_rows < M)[None, :] & (rows < N)[:, None]
-        tl.store(out + out_offsets, total.to(out.dtype.element_ty), mask=is_valid)
+    for at in tl.range(0, K, BK, num_stages=STAGES):
+        cols = at + tl.arange(0, BK)
+        inside, in_x = is_row, in_batch
+        if K % BK != 0:
+            inside, in_x = is_row & (cols < K)[None, :], in_batch & (cols < K)[:, None]
+        tile = tl.load(tiles + cols[None, :], mask=inside, other=0.0)
+        x_tile = tl.load(x_tiles + cols[:, None], mask=in_x, other=0.0)
+        total = tl.dot(tile, x_tile, total, input_precision="ieee")
+    if BIAS:
+        total += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+    out_offsets = batch_rows.to(tl.int64)[None, :] * OUT_STRIDE + rows[:, None]
+    tl.store(out + out_offsets, total.to(out.dtype.element_ty), mask=in_batch & is_row)
 
 
 @triton.jit
@@ -197,13 +165,12 @@ def shrink(
 
 @triton.jit
 def expand(
-    low, up, slots, out, SECOND, THIRD, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr,
-    BN: tl.constexpr, PDL: tl.constexpr,
+    low, up, slots, out, SECOND, THIRD, FOURTH, N: tl.constexpr, R: tl.constexpr,
+    PARTS: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [batch, N] += up [slot, N, R] · low [batch, PARTS * R].
 
-    For fused matrices: rows from SECOND on use the second R columns of `low`, those from THIRD on
-    the third.
+    For fused matrices: rows from SECOND on use the second R columns of `low`, and so on.
     """
     wait(PDL)
     batch_row = tl.program_id(0).to(tl.int64)
@@ -212,6 +179,7 @@ def expand(
     if slot > 0:
         inside = rows < N
         part = (rows >= SECOND).to(tl.int32) + (rows >= THIRD).to(tl.int32)
+        part += (rows >= FOURTH).to(tl.int32)
         columns = part[:, None] * R + ranks[None, :]
         low_part = tl.load(low + batch_row * (PARTS * R) + columns, mask=inside[:, None], other=0.0)
         weights = up + (slot * N + rows[:, None]) * R + ranks[None, :]

@@ -428,11 +428,12 @@ def normalize_vector(
 
 @triton.jit
 def packed_gemv(
-    x, gain, shift, quants, records, factors, bias, res, out, N, eps, X_STRIDE, RES_STRIDE,
-    OUT_STRIDE, K: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, BITS: tl.constexpr,
+    x, gain, shift, quants, records, factors, bias, res, out, N, eps, scale, X_STRIDE,
+    RES_STRIDE, OUT_STRIDE, K: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, BITS: tl.constexpr,
     KIND: tl.constexpr, OFFSET: tl.constexpr, SHARE: tl.constexpr, BN: tl.constexpr,
     NORM: tl.constexpr, GLU: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
-    RES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
+    RES: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
     """`gemv_kernel` with a packed matrix of U units per row (UP: the power of two >= U).
 
@@ -489,5 +490,5 @@ def packed_gemv(
         if GLU:
             y, z = tl.split(tl.reshape(y, [BN, 2]))
         rows = block * BN + tl.arange(0, BN)
-        epilogue(y, z, rows, rows < N, bias, res, out, N, GLU, ACTIVATION, BIAS, RES)
+        epilogue(y, z, rows, rows < N, bias, res, out, scale, N, GLU, ACTIVATION, BIAS, RES, SCALED)
         tile, record, factor = next_tile, next_record, next_factor
