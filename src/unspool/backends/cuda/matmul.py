@@ -17,6 +17,8 @@ from unspool.backends.cuda.kernels.packed import (
     FLOAT8,
     HALF,
     HALVES,
+    MXFP4,
+    NVFP4,
     SIGNED,
     SUPER,
     dequantize_rows_kernel,
@@ -50,6 +52,7 @@ class Epilogue:
     residual: Tensor | None = None  # added at the end
     early: bool = True  # whether the next kernel may start before the previous one has ended
     pdl: bool = False  # programmatic dependent launch
+    limit: float = 0.0  # clamp of the activation "swiglu_clamped"
 
 
 def norm_kind(norm: NormWeights | None) -> int:
@@ -123,6 +126,7 @@ def gemv(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, epilogue: 
         RES=epilogue.residual is not None,
         EARLY=epilogue.early,
         PDL=epilogue.pdl,
+        LIMIT=epilogue.limit,
         num_warps=warps,
         launch_pdl=epilogue.pdl,
     )
@@ -231,11 +235,13 @@ PACKINGS = {
     "Q2_K": PackedLayout(8, SUPER),
     "Q3_K": PackedLayout(8, SIGNED, offset=4, share=2),
     "Q6_K": PackedLayout(8, SIGNED, offset=32, share=2),
+    "MXFP4": PackedLayout(4, MXFP4),
+    "NVFP4": PackedLayout(4, NVFP4),
 }
 BLOCKS = {  # type -> weights and bytes per block
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
     "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
+    "Q6_K": (256, 210), "MXFP4": (32, 17), "NVFP4": (64, 36),
 }  # fmt: skip
 
 
@@ -245,7 +251,8 @@ class PackedTensors:
 
     quants: Tensor  # int32 [rows, units, 4]
     records: Tensor | None = None  # int32 [rows, words]: one or two records each
-    # Two float16 in an int32 [rows, columns / 256]; FP8: float32 scales [rows, blocks].
+    # Two float16 in an int32 [rows, columns / 256]; FP8: float32 scales [rows, blocks]; NVFP4:
+    # float32 factors [rows, 1].
     factors: Tensor | None = None
 
     @property
@@ -276,19 +283,36 @@ class PackedTensors:
             assert self.factors is not None
             broken = ((self.quants & 0x7F7F7F7F) ^ 0x7F7F7F7F).view(torch.uint8) == 0
             return self.factors.isfinite().all() & ~broken.any()
+        if packing.kind == NVFP4:
+            assert self.factors is not None
+            return self.factors.isfinite().all()
+        if packing.kind == MXFP4:
+            assert self.records is not None
+            return (self.records.view(torch.uint8) <= _MAX_POWER).all()
         scales = self.factors if self.factors is not None else self.records
         assert scales is not None
         return scales.view(torch.float16).isfinite().all()
 
 
-def repack(type: str, raw: Tensor) -> PackedTensors:
-    """Repack blocks of a GGUF type [rows, bytes]."""
+_MAX_POWER = 252  # of MXFP4: 6 * 2 ** (252 - 127) is finite
+
+
+def repack(type: str, raw: Tensor, row_factors: Tensor | None = None) -> PackedTensors:
+    """Repack blocks of a GGUF type [rows, bytes].
+
+    Args:
+        row_factors: global factor of each row of NVFP4, float32 [rows]; None: all are 1.
+    """
     blocks = raw.reshape(len(raw), -1, BLOCKS[type][1])  # [rows, blocks, bytes]
     q, records, factors = _UNPACKERS[type](blocks)
     rows = len(raw)
     if records is not None:
         records = _pad_to_words(records.reshape(rows, -1))
-    if factors is not None:  # two float16 in an int32
+    if type == "NVFP4":
+        if row_factors is None:
+            row_factors = torch.ones(rows, device=raw.device)
+        factors = row_factors.view(rows, 1)
+    elif factors is not None:  # two float16 in an int32
         factors = factors.contiguous().view(torch.int32).reshape(rows, -1)
     return PackedTensors(_pack_units(q.reshape(rows, -1), PACKINGS[type].bits), records, factors)
 
@@ -399,13 +423,23 @@ def _q6_k(blocks: Tensor) -> _Unpacked:
     return q, blocks[..., 192:208].unflatten(-1, (-1, 2)), _add_zero_minimum(blocks[..., 208:])
 
 
+def _mxfp4(blocks: Tensor) -> _Unpacked:
+    return _nibbles(blocks[..., 1:], 16), blocks[..., :1], None
+
+
+def _nvfp4(blocks: Tensor) -> _Unpacked:
+    """Scales without their unused sign; NaN is 0, as in llama.cpp."""
+    scales = blocks[..., :4]
+    return _nibbles(blocks[..., 4:], 8), torch.where(scales == 127, 0, scales & 127), None
+
+
 def _add_zero_minimum(factor: Tensor) -> Tensor:
     return torch.cat((factor, torch.zeros_like(factor)), -1)
 
 
 _UNPACKERS = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k,
-    "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "MXFP4": _mxfp4, "NVFP4": _nvfp4,
 }  # fmt: skip
 
 
@@ -527,6 +561,7 @@ class PackedMatrix:
             EARLY=epilogue.early,
             PDL=epilogue.pdl,
             NATIVE=x.is_cuda,
+            LIMIT=epilogue.limit,
             maxnreg=_MAX_REGISTERS,
             num_warps=warps,
             launch_pdl=epilogue.pdl,
