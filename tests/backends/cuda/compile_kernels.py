@@ -38,7 +38,7 @@ from unspool.backends.cuda.attention import (
 )
 from unspool.backends.cuda.kernels.canvas import exclude_tokens, measure_rows
 from unspool.backends.cuda.matmul import PACKINGS, Epilogue, NormWeights, PackedMatrix, repack
-from unspool.backends.cuda.runner import ExpertScratch, run_experts
+from unspool.backends.cuda.experts import ExpertScratch, run_experts
 from unspool.backends.cuda.weights import fuse_weights
 from unspool.decoding.speculative.head_drafter import load_head
 from unspool.model.files.checkpoint import load_transformer

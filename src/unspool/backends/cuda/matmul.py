@@ -516,7 +516,8 @@ class PackedMatrix:
     def _units(self) -> int:
         return self.columns // self.packing.unit
 
-    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+    def kernel_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Quants, records and factors as arguments of kernels."""
         parts = self.parts
         placeholder = parts.quants
         return (
@@ -525,7 +526,8 @@ class PackedMatrix:
             placeholder if parts.factors is None else parts.factors,
         )
 
-    def _constants(self) -> dict[str, Any]:
+    def kernel_constants(self) -> dict[str, Any]:
+        """The layout as constants of kernels."""
         packing = self.packing
         return {
             "U": self._units, "BITS": packing.bits, "KIND": packing.kind, "OFFSET": packing.offset,
@@ -542,7 +544,7 @@ class PackedMatrix:
             x,
             x if norm is None else norm.gain,
             x if norm is None or norm.bias is None else norm.bias,
-            *self._tensors(),
+            *self.kernel_tensors(),
             x if self.bias is None else self.bias,
             x if epilogue.residual is None else epilogue.residual,
             out,
@@ -551,7 +553,7 @@ class PackedMatrix:
             *row_strides(x, epilogue.residual, out),
             K=self.columns,
             UP=next_power_of_two(self._units),
-            **self._constants(),
+            **self.kernel_constants(),
             BN=block_rows,
             NORM=norm_kind(norm),
             GLU=epilogue.gated,
@@ -587,14 +589,14 @@ class PackedMatrix:
         grid = (-(-self.rows // 64), -(-vectors // block_rows))
         packed_gemm[grid](
             x,
-            *self._tensors(),
+            *self.kernel_tensors(),
             x if self.bias is None else self.bias,
             out,
             vectors,
             self.rows,
             out.stride(0),
             K=self.columns,
-            **self._constants(),
+            **self.kernel_constants(),
             BN=64,
             BM=block_rows,
             BU=128 // self.packing.unit,
@@ -605,10 +607,11 @@ class PackedMatrix:
     def dequantize(self, first: int, out: Tensor) -> None:
         """Dequantize rows from `first` on, as many as `out` has."""
         units = min(64, next_power_of_two(self._units))
-        grid = (-(-len(out) // 4), -(-self._units // units))
+        block_rows = 4 if out.is_cuda else 64  # the interpreter is slow: few programs
+        grid = (-(-len(out) // block_rows), -(-self._units // units))
         dequantize_rows_kernel[grid](
-            *self._tensors(), out, out, out, first, first + len(out),
-            **self._constants(), BU=units, BN=4, CHOSEN=False,
+            *self.kernel_tensors(), out, out, out, first, first + len(out),
+            **self.kernel_constants(), BU=units, BN=block_rows, CHOSEN=False,
         )  # fmt: skip
 
     def embed_tokens(self, tokens: Tensor, previous: Tensor, out: Tensor) -> None:
@@ -616,8 +619,8 @@ class PackedMatrix:
         units = min(128, next_power_of_two(self._units))
         grid = (len(tokens), -(-self._units // units))
         dequantize_rows_kernel[grid](
-            *self._tensors(), tokens, previous, out, 0, self.rows,
-            **self._constants(), BU=units, BN=1, CHOSEN=True,
+            *self.kernel_tensors(), tokens, previous, out, 0, self.rows,
+            **self.kernel_constants(), BU=units, BN=1, CHOSEN=True,
         )  # fmt: skip
 
     def float_rows(self, first: int, last: int) -> Tensor:

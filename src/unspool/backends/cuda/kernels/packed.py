@@ -407,9 +407,7 @@ def half_product(weights, upper, lower, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def int_product(
-    tile, upper, lower, BITS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr
-):
+def int_product(tile, upper, lower, BITS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
     """Integer dot product of each unit, [rows, units]."""
     zeros = tl.zeros_like(tile)
     if BITS == 4:
