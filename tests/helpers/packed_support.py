@@ -20,7 +20,9 @@ def random_blocks(type: str, rows: int, columns: int, seed: int = 0) -> np.ndarr
     rng = np.random.default_rng(seed)
     elements, size = BLOCKS[type]
     blocks = rng.integers(0, 256, (rows, columns // elements, size), dtype=np.uint8)
-    for at in _HALVES[type]:
+    if type == "MXFP4":  # powers of two
+        blocks[..., 0] = rng.integers(110, 130, blocks.shape[:2])
+    for at in _HALVES.get(type, ()):
         halves = rng.normal(0, 0.01, (*blocks.shape[:2], 1)).astype(np.float16)
         blocks[..., at : at + 2] = halves.view(np.uint8)
     return blocks.reshape(rows, -1)

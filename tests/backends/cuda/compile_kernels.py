@@ -36,9 +36,9 @@ from unspool.backends.cuda.attention import (
     prefill_shape,
     store_keys,
 )
+from unspool.backends.cuda.experts import ExpertScratch, run_experts
 from unspool.backends.cuda.kernels.canvas import exclude_tokens, measure_rows
 from unspool.backends.cuda.matmul import PACKINGS, Epilogue, NormWeights, PackedMatrix, repack
-from unspool.backends.cuda.runner import ExpertScratch, run_experts
 from unspool.backends.cuda.weights import load_weights
 from unspool.decoding.speculative.head_drafter import load_head
 
@@ -96,7 +96,8 @@ def attention(dtype: torch.dtype, lines: int, **options: Any) -> None:
 def routed(dtype: torch.dtype, tokens: int) -> None:
     _, _, weights = make_experts(8, 2, 128, 96, dtype=dtype)
     scratch = ExpertScratch.for_tokens(tokens, weights.config, weights)
-    arguments, x = weights.layers[0].experts, torch.zeros(tokens, 128, dtype=dtype)
+    _, arguments, _ = make_experts(8, 2, 128, 96, dtype=dtype)
+    x = torch.zeros(tokens, 128, dtype=dtype)
     assert arguments is not None
     run_experts(x, arguments, weights.config, x, scratch, pdl=True)
 

@@ -17,6 +17,8 @@ from unspool.backends.cuda.kernels.packed import (
     FLOAT8,
     HALF,
     HALVES,
+    MXFP4,
+    NVFP4,
     SIGNED,
     SUPER,
     dequantize_rows_kernel,
@@ -51,6 +53,7 @@ class Epilogue:
     scale: float = 1.0  # of the product, before the residual is added
     early: bool = True  # whether the next kernel may start before the previous one has ended
     pdl: bool = False  # programmatic dependent launch
+    limit: float = 0.0  # clamp of the activation "swiglu_clamped"
 
 
 def norm_kind(norm: NormWeights | None) -> int:
@@ -126,6 +129,7 @@ def gemv(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, epilogue: 
         SCALED=epilogue.scale != 1,
         EARLY=epilogue.early,
         PDL=epilogue.pdl,
+        LIMIT=epilogue.limit,
         num_warps=warps,
         launch_pdl=epilogue.pdl,
     )
@@ -229,11 +233,13 @@ PACKINGS = {
     "Q2_K": PackedLayout(8, SUPER),
     "Q3_K": PackedLayout(8, SIGNED, offset=4, share=2),
     "Q6_K": PackedLayout(8, SIGNED, offset=32, share=2),
+    "MXFP4": PackedLayout(4, MXFP4),
+    "NVFP4": PackedLayout(4, NVFP4),
 }
 BLOCKS = {  # type -> weights and bytes per block
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
     "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176),
-    "Q6_K": (256, 210),
+    "Q6_K": (256, 210), "MXFP4": (32, 17), "NVFP4": (64, 36),
 }  # fmt: skip
 
 
@@ -243,7 +249,8 @@ class PackedTensors:
 
     quants: Tensor  # int32 [rows, units, 4]
     records: Tensor | None = None  # int32 [rows, words]: one or two records each
-    # Two float16 in an int32 [rows, columns / 256]; FP8: float32 scales [rows, blocks].
+    # Two float16 in an int32 [rows, columns / 256]; FP8: float32 scales [rows, blocks]; NVFP4:
+    # float32 factors [rows, 1].
     factors: Tensor | None = None
 
     @property
@@ -274,19 +281,36 @@ class PackedTensors:
             assert self.factors is not None
             broken = ((self.quants & 0x7F7F7F7F) ^ 0x7F7F7F7F).view(torch.uint8) == 0
             return self.factors.isfinite().all() & ~broken.any()
+        if packing.kind == NVFP4:
+            assert self.factors is not None
+            return self.factors.isfinite().all()
+        if packing.kind == MXFP4:
+            assert self.records is not None
+            return (self.records.view(torch.uint8) <= _MAX_POWER).all()
         scales = self.factors if self.factors is not None else self.records
         assert scales is not None
         return scales.view(torch.float16).isfinite().all()
 
 
-def repack(type: str, raw: Tensor) -> PackedTensors:
-    """Repack blocks of a GGUF type [rows, bytes]."""
+_MAX_POWER = 252  # of MXFP4: 6 * 2 ** (252 - 127) is finite
+
+
+def repack(type: str, raw: Tensor, row_factors: Tensor | None = None) -> PackedTensors:
+    """Repack blocks of a GGUF type [rows, bytes].
+
+    Args:
+        row_factors: global factor of each row of NVFP4, float32 [rows]; None: all are 1.
+    """
     blocks = raw.reshape(len(raw), -1, BLOCKS[type][1])  # [rows, blocks, bytes]
     q, records, factors = _UNPACKERS[type](blocks)
     rows = len(raw)
     if records is not None:
         records = _pad_to_words(records.reshape(rows, -1))
-    if factors is not None:  # two float16 in an int32
+    if type == "NVFP4":
+        if row_factors is None:
+            row_factors = torch.ones(rows, device=raw.device)
+        factors = row_factors.view(rows, 1)
+    elif factors is not None:  # two float16 in an int32
         factors = factors.contiguous().view(torch.int32).reshape(rows, -1)
     return PackedTensors(_pack_units(q.reshape(rows, -1), PACKINGS[type].bits), records, factors)
 
@@ -397,13 +421,23 @@ def _q6_k(blocks: Tensor) -> _Unpacked:
     return q, blocks[..., 192:208].unflatten(-1, (-1, 2)), _add_zero_minimum(blocks[..., 208:])
 
 
+def _mxfp4(blocks: Tensor) -> _Unpacked:
+    return _nibbles(blocks[..., 1:], 16), blocks[..., :1], None
+
+
+def _nvfp4(blocks: Tensor) -> _Unpacked:
+    """Scales without their unused sign; NaN is 0, as in llama.cpp."""
+    scales = blocks[..., :4]
+    return _nibbles(blocks[..., 4:], 8), torch.where(scales == 127, 0, scales & 127), None
+
+
 def _add_zero_minimum(factor: Tensor) -> Tensor:
     return torch.cat((factor, torch.zeros_like(factor)), -1)
 
 
 _UNPACKERS = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k,
-    "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "MXFP4": _mxfp4, "NVFP4": _nvfp4,
 }  # fmt: skip
 
 
@@ -480,7 +514,8 @@ class PackedMatrix:
     def _units(self) -> int:
         return self.columns // self.packing.unit
 
-    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+    def kernel_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Quants, records and factors as arguments of kernels."""
         parts = self.parts
         placeholder = parts.quants
         return (
@@ -489,7 +524,8 @@ class PackedMatrix:
             placeholder if parts.factors is None else parts.factors,
         )
 
-    def _constants(self) -> dict[str, Any]:
+    def kernel_constants(self) -> dict[str, Any]:
+        """The layout as constants of kernels."""
         packing = self.packing
         return {
             "U": self._units, "BITS": packing.bits, "KIND": packing.kind, "OFFSET": packing.offset,
@@ -506,7 +542,7 @@ class PackedMatrix:
             x,
             x if norm is None else norm.gain,
             x if norm is None or norm.bias is None else norm.bias,
-            *self._tensors(),
+            *self.kernel_tensors(),
             x if self.bias is None else self.bias,
             x if epilogue.residual is None else epilogue.residual,
             out,
@@ -516,7 +552,7 @@ class PackedMatrix:
             *row_strides(x, epilogue.residual, out),
             K=self.columns,
             UP=next_power_of_two(self._units),
-            **self._constants(),
+            **self.kernel_constants(),
             BN=block_rows,
             NORM=norm_kind(norm),
             GLU=epilogue.gated,
@@ -527,6 +563,7 @@ class PackedMatrix:
             EARLY=epilogue.early,
             PDL=epilogue.pdl,
             NATIVE=x.is_cuda,
+            LIMIT=epilogue.limit,
             maxnreg=_MAX_REGISTERS,
             num_warps=warps,
             launch_pdl=epilogue.pdl,
@@ -552,14 +589,14 @@ class PackedMatrix:
         grid = (-(-self.rows // 64), -(-vectors // block_rows))
         packed_gemm[grid](
             x,
-            *self._tensors(),
+            *self.kernel_tensors(),
             x if self.bias is None else self.bias,
             out,
             vectors,
             self.rows,
             out.stride(0),
             K=self.columns,
-            **self._constants(),
+            **self.kernel_constants(),
             BN=64,
             BM=block_rows,
             BU=128 // self.packing.unit,
@@ -570,10 +607,11 @@ class PackedMatrix:
     def dequantize(self, first: int, out: Tensor) -> None:
         """Dequantize rows from `first` on, as many as `out` has."""
         units = min(64, next_power_of_two(self._units))
-        grid = (-(-len(out) // 4), -(-self._units // units))
+        block_rows = 4 if out.is_cuda else 64  # the interpreter is slow: few programs
+        grid = (-(-len(out) // block_rows), -(-self._units // units))
         dequantize_rows_kernel[grid](
-            *self._tensors(), out, out, out, first, first + len(out),
-            **self._constants(), BU=units, BN=4, CHOSEN=False,
+            *self.kernel_tensors(), out, out, out, first, first + len(out),
+            **self.kernel_constants(), BU=units, BN=block_rows, CHOSEN=False,
         )  # fmt: skip
 
     def embed_tokens(self, tokens: Tensor, previous: Tensor, out: Tensor) -> None:
@@ -581,8 +619,8 @@ class PackedMatrix:
         units = min(128, next_power_of_two(self._units))
         grid = (len(tokens), -(-self._units // units))
         dequantize_rows_kernel[grid](
-            *self._tensors(), tokens, previous, out, 0, self.rows,
-            **self._constants(), BU=units, BN=1, CHOSEN=True,
+            *self.kernel_tensors(), tokens, previous, out, 0, self.rows,
+            **self.kernel_constants(), BU=units, BN=1, CHOSEN=True,
         )  # fmt: skip
 
     def float_rows(self, first: int, last: int) -> Tensor:

@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -168,11 +168,16 @@ class StackedMatrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """Weights of a mixture of experts."""
+    """Weights of a mixture of experts. Matrices of all experts are stacked by rows."""
 
     router: Tensor  # [experts, width]
-    gate_up: Tensor  # [experts, 2 * inner, width]: rows of gate, then rows of up
-    down: Tensor  # [experts, width, inner]
+    # [experts * 2 * inner, width]: of each expert the rows of gate, then those of up; without a
+    # gate [experts * inner, width].
+    gate_up: PlainMatrix | PackedMatrix
+    down: PlainMatrix | PackedMatrix  # [experts * width, inner]
+    router_bias: Tensor | None = None  # [experts], float32, as the following
+    selection_bias: Tensor | None = None  # added to the probabilities for the selection only
+    scale: Tensor | None = None  # multiplies the gates of the selected experts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -299,8 +304,8 @@ class Weights:
         for layer in self.layers:
             if layer.feed is not None and layer.feed.experts is not None:
                 yield PlainMatrix(layer.feed.experts.router)
-                yield PlainMatrix(layer.feed.experts.gate_up.flatten(0, 1))
-                yield PlainMatrix(layer.feed.experts.down.flatten(0, 1))
+                yield layer.feed.experts.gate_up
+                yield layer.feed.experts.down
 
     @property
     def dtype(self) -> torch.dtype:
@@ -408,7 +413,7 @@ class WeightLoader:
         self.path, self.config = checkpoint.path, checkpoint.config
         self.dtype, self.device, self.keep, self.bits = dtype, device, keep, bits
         self.stored = dict(checkpoint.weights())
-        self.size = sum(stored.data.nbytes for stored in self.stored.values())
+        self.size = sum(stored.nbytes for stored in self.stored.values())
         self.parts: dict[WeightMatrix, MatrixParts] = {}
         self.weights_by_format: Counter[str] = Counter()
         self._jobs: list[tuple[int, Job]] = []  # bytes to read, job
@@ -528,7 +533,7 @@ class WeightLoader:
                 self._norm(f"{at}.dense_norm"), self._norm(f"{at}.dense_post_norm"),
                 self._norm(f"{at}.experts_norm"), self._norm(f"{at}.experts_post_norm"), router,
             )  # fmt: skip
-            experts = self._experts(f"{at}.experts", self._floats(f"{at}.expert_scale"))
+            experts = self._experts(f"{at}.experts", f"{at}.expert_scale")
             return FeedWeights(self._dense(f"{at}.dense"), experts, None, norms)
         shared = self._dense(f"{at}.shared") if config.shared_width else None
         gate = None
@@ -573,20 +578,108 @@ class WeightLoader:
         self._finite.append((names[0], vector.isfinite().all()))
         return vector
 
-    def _experts(self, feed: str, scale: Tensor | None = None) -> ExpertWeights:
-        config = self.config
-        count, inner, width = config.experts, config.expert_width, config.width
-        gate_up = self._empty(count, 2 * inner, width)
-        down = self._empty(count, width, inner)
-        for name, buffer, first in (
-            ("gate", gate_up, 0),
-            ("up", gate_up, inner),
-            ("down", down, 0),
-        ):
-            full_name = f"{feed}.{name}.weight"
-            for expert, stored in enumerate(self.stored[full_name].slices()):
-                self._fill(full_name, stored, buffer[expert, first : first + stored.shape[0]])
-        return ExpertWeights(self._plain((f"{feed}.router.weight",)), gate_up, down)
+    def _experts(self, feed: str, scale: str | None = None) -> ExpertWeights:
+        """Experts with names that start with `feed`. `scale`: name of the factors of experts."""
+        inner = ("gate", "up") if f"{feed}.gate.weight" in self.stored else ("up",)
+        router_bias = self._vector((f"{feed}.router.bias",), torch.float32)
+        return ExpertWeights(
+            self._plain((f"{feed}.router.weight",)),
+            self._expert_matrix(tuple(f"{feed}.{name}" for name in inner)),
+            self._expert_matrix((f"{feed}.down",)),
+            router_bias=router_bias,
+            selection_bias=self._vector((f"{feed}.selection_bias",), torch.float32),
+            scale=None if scale is None else self._vector((scale,), torch.float32),
+        )
+
+    def _expert_matrix(self, names: tuple[str, ...]) -> PlainMatrix | PackedMatrix:
+        """Stack the matrices of all experts by rows: of each expert one after the other."""
+        stored = {f"{name}.weight": self.stored[f"{name}.weight"] for name in names}
+        tensors = list(stored.values())
+        count, columns = tensors[0].shape[0], tensors[0].shape[2]
+        rows = sum(tensor.shape[1] for tensor in tensors)
+        bias = None
+        if f"{names[0]}.bias" in self.stored:
+            biases = [self.stored[f"{name}.bias"].float32() for name in names]
+            bias = torch.from_numpy(np.concatenate(biases, 1).reshape(-1))
+            bias = bias.to(self.device, self.dtype)
+            self._finite.append((f"{names[0]}.bias", bias.isfinite().all()))
+        keys = {_packing_key(tensor) for tensor in tensors}
+        bits = None
+        if self.bits and columns % _QUANT_GROUP == 0:
+            bits = self.bits if all(tensor.type in _DTYPES for tensor in tensors) else None
+        if bits is None and not (self.keep and len(keys) == 1 and None not in keys):
+            weight = self._empty(count * rows, columns)
+            self._add_expert_jobs(stored, weight)
+            return PlainMatrix(weight, bias)
+        sample = _flatten_experts(tensors[0].rows(0, 1), slice(0, 1), slice(0, 1))
+        packing, row = _repack_chunk(sample, self._zeros, self.device, bits)
+        parts = row.empty_like(count * rows)
+        matrix = PackedMatrix(packing, parts, count * rows, columns, self.dtype, bias)
+        self._add_expert_jobs(stored, matrix, bits)
+        return matrix
+
+    def _add_expert_jobs(
+        self,
+        stored: Mapping[str, FileTensor],
+        target: Tensor | PackedMatrix,
+        bits: int | None = None,
+    ) -> None:
+        """Add jobs that convert or pack matrices of experts [experts, rows, columns] each.
+
+        Args:
+            target: [experts * rows of all these matrices, columns], or the packed matrix.
+            bits: 4 or 8 to quantize.
+        """
+        first, total = 0, sum(tensor.shape[1] for tensor in stored.values())
+        for name, tensor in stored.items():
+            weight_format = "BF16"
+            if isinstance(target, PackedMatrix):
+                weight_format = tensor.type if bits is None else f"{self.bits} bits"
+            self.weights_by_format[weight_format] += math.prod(tensor.shape)
+            count, rows, _ = tensor.shape
+            for experts, part in _expert_chunks(tensor):
+                chunk = tensor.rows(experts.start, experts.stop)
+                place = experts, slice(first + part.start, first + part.stop)
+
+                def run(
+                    lane: StagingLane,
+                    name: str = name,
+                    chunk: FileTensor = chunk,
+                    experts: slice = experts,
+                    part: slice = part,
+                    place: tuple[slice, slice] = place,
+                    count: int = count,
+                ) -> None:
+                    matrix = _flatten_experts(chunk, experts, part)
+                    is_finite, sources = self._convert(matrix, lane, target, bits)
+                    self._finite.append((name, is_finite))
+                    buffers = [target] if isinstance(target, Tensor) else target.parts.tensors()
+                    for source, buffer in zip(sources, buffers, strict=True):
+                        places = buffer.view(count, total, *buffer.shape[1:])[place]
+                        places.copy_(source.view(places.shape))
+
+                size = chunk.nbytes * (part.stop - part.start) // rows
+                self._jobs.append((size, run))
+            first += rows
+
+    def _convert(
+        self, matrix: FileTensor, lane: StagingLane, target: Tensor | PackedMatrix, bits: int | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Convert or pack a matrix for `target`; return whether it is finite, and its tensors."""
+        if isinstance(target, PackedMatrix):
+            _, packed = _repack_chunk(matrix, lane.copy_to_device, self.device, bits)
+            return packed.is_finite(target.packing), packed.tensors()
+        if matrix.packed and not _packing_key(matrix):
+            matrix = FileTensor.from_float32(matrix.float32())
+        if matrix.packed:
+            packing, parts = _repack_chunk(matrix, lane.copy_to_device, self.device)
+            rows, columns = matrix.shape
+            values = self._empty(rows, columns)
+            with self._compile_lock:
+                PackedMatrix(packing, parts, rows, columns, self.dtype).dequantize(0, values)
+        else:
+            values = _copy_plain(matrix, lane.copy_to_device).to(self.dtype)
+        return values.isfinite().all(), [values]
 
     def _matrix(
         self,
@@ -709,10 +802,10 @@ class WeightLoader:
     def _add_jobs(self, stored: FileTensor, job: Callable[[FileTensor, int], Job]) -> None:
         """Add one job per chunk of a tensor's rows."""
         rows = stored.shape[0]
-        step = max(1, _CHUNK_BYTES * rows // max(1, stored.data.nbytes))
+        step = max(1, _CHUNK_BYTES * rows // max(1, stored.nbytes))
         for first in range(0, rows, step):
             chunk = stored.rows(first, first + step)
-            self._jobs.append((chunk.data.nbytes, job(chunk, first)))
+            self._jobs.append((chunk.nbytes, job(chunk, first)))
 
     # -- execution --------------------------------------------------------------------------------
 
@@ -770,6 +863,35 @@ def _cancel_on_error(pool: ThreadPoolExecutor) -> Iterator[None]:
 CopyToDevice = Callable[[npt.NDArray[np.uint8]], Tensor]
 
 
+def _expert_chunks(stored: FileTensor) -> Iterator[tuple[slice, slice]]:
+    """Experts and rows of each chunk of a stack of matrices: several experts, or rows of one."""
+    count, rows = stored.shape[:2]
+    expert_bytes = max(1, stored.nbytes // count)
+    step = max(1, _CHUNK_BYTES // expert_bytes)
+    row_step = min(rows, max(1, _CHUNK_BYTES * rows // expert_bytes))
+    for expert in range(0, count, step):
+        for row in range(0, rows, row_step):
+            yield slice(expert, min(expert + step, count)), slice(row, min(row + row_step, rows))
+
+
+def _flatten_experts(chunk: FileTensor, experts: slice, part: slice) -> FileTensor:
+    """Rows `part` of all matrices of a chunk as one matrix; reads the data.
+
+    An NVFP4 chunk has the factors of all experts; the result has one per row.
+    """
+    count, num_rows = chunk.shape[0], part.stop - part.start
+    data, scales, factor = chunk.data[:, part], chunk.scales, chunk.factor
+    if factor is not None:
+        factor = np.repeat(factor[experts], num_rows)
+    return FileTensor(
+        chunk.type,
+        data.reshape(count * num_rows, -1),
+        (count * num_rows, chunk.shape[2]),
+        None if scales is None else scales[:, part].reshape(count * num_rows, -1),
+        factor,
+    )
+
+
 def _packing_key(stored: FileTensor) -> Any:
     """Packing of a matrix; equal for matrices that can be stacked. None: cannot be packed."""
     if stored.type == FLOAT8 and stored.scales is not None and stored.shape[-1] % 16 == 0:
@@ -792,4 +914,8 @@ def _repack_chunk(
     if chunk.scales is not None:
         scales = torch.from_numpy(np.array(chunk.scales)).to(device)
         return float8_packing(chunk.shape[1], scales.shape[1]), pack_float8(raw, scales)
-    return PACKINGS[chunk.type], repack(chunk.type, raw)
+    factors = None
+    if chunk.factor is not None:
+        row_factors = np.broadcast_to(chunk.factor, (len(raw),)).astype(np.float32)
+        factors = torch.from_numpy(row_factors).to(device)
+    return PACKINGS[chunk.type], repack(chunk.type, raw, factors)

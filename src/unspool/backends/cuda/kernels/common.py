@@ -7,7 +7,10 @@ loads its weights, waits, and only then reads the output of the previous kernel.
 import triton
 import triton.language as tl
 
-ACTIVATIONS = {"none": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "sigmoid": 7}
+ACTIVATIONS = {
+    "none": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4, "relu2": 5, "swiglu_clamped": 6,
+    "sigmoid": 7,
+}  # fmt: skip
 NO_NORM, RMS, LAYER = 0, 1, 2
 
 
@@ -37,9 +40,27 @@ def activated(x, ACTIVATION: tl.constexpr):
         x = x / (1.0 + tl.exp(-2.0 * z))
     if ACTIVATION == 4:
         x = tl.maximum(x, 0.0)
+    if ACTIVATION == 5:
+        x = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
+        x = x * x
     if ACTIVATION == 7:
         x = 1.0 / (1.0 + tl.exp(-x))
     return x
+
+
+@triton.jit
+def gated_activation(gate, up, target, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
+    """Combine gate and up projection in float32; `target`: see `rounded`.
+
+    LIMIT: the clamp of "swiglu_clamped".
+    """
+    if ACTIVATION == 6:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        y = (up + 1.0) * (gate / (1.0 + tl.exp(-1.702 * gate)))
+    else:
+        y = rounded(activated(gate, ACTIVATION), target) * up
+    return y
 
 
 @triton.jit

@@ -5,7 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from unspool.backends.cuda.kernels.common import activated, normalized, rounded, wait
+from unspool.backends.cuda.kernels.common import (
+    activated,
+    gated_activation,
+    normalized,
+    rounded,
+    wait,
+)
 
 # -- Small kernels between the GEMMs of a batch: one program per row (a new token)
 
@@ -95,16 +101,21 @@ def add_norm(
 @triton.jit
 def glu(
     gate_up, out, F: tl.constexpr, BF: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
-    PDL: tl.constexpr,
+    LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """act(gate) * up, where `gate_up` is [gate, up]; without a gate act(up)."""
+    """act(gate) * up, where `gate_up` is [gate, up]; without a gate act(up).
+
+    LIMIT: see `gated_activation`.
+    """
     wait(PDL)
     batch_row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BF + tl.arange(0, BF)
     inside, width = cols < F, F * (1 + GATED)
     y = tl.load(gate_up + batch_row * width + cols, mask=inside, other=0.0).to(tl.float32)
-    y = rounded(activated(y, ACTIVATION), out)
     if GATED:
-        y *= tl.load(gate_up + batch_row * width + F + cols, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + batch_row * width + F + cols, mask=inside, other=0.0).to(tl.float32)
+        y = gated_activation(y, up, out, ACTIVATION, LIMIT)
+    else:
+        y = activated(y, ACTIVATION)
     tl.store(out + batch_row * F + cols, y.to(out.dtype.element_ty), mask=inside)
 
 

@@ -10,7 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from unspool.backends.cuda.kernels.common import activated, normalized, rounded, wait
+from unspool.backends.cuda.kernels.common import (
+    activated,
+    gated_activation,
+    normalized,
+    rounded,
+    wait,
+)
 
 
 @triton.jit
@@ -32,18 +38,18 @@ def product(tile, vector):
 def epilogue(
     y, z, rows, inside, bias, res, out, scale, N,
     GLU: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RES: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Bias, activation, gate and residual of the products `y` (and `z` of the rows of up)."""
     if BIAS:
         y += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
     y = rounded(y, out)
-    if ACTIVATION != 0:
-        y = rounded(activated(y, ACTIVATION), out)
     if GLU:
         if BIAS:
             z += tl.load(bias + N + rows, mask=inside, other=0.0).to(tl.float32)
-        y *= rounded(z, out)
+        y = gated_activation(y, rounded(z, out), out, ACTIVATION, LIMIT)
+    elif ACTIVATION != 0:
+        y = activated(y, ACTIVATION)
     if SCALED:
         y = rounded(y, out) * scale
     if RES:
@@ -65,7 +71,7 @@ def gemv_kernel(
     x, gain, shift, w, bias, res, out, N, eps, scale, X_STRIDE, RES_STRIDE, OUT_STRIDE,
     K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, GLU: tl.constexpr,
     ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RES: tl.constexpr, SCALED: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """out [N] = W [N, K] · norm(x); with GLU act(W · x) * (U · x), U being the N rows below W; with
     RES plus `res`. KP is the power of two >= K. Each vector has separate programs, so its result
@@ -105,7 +111,23 @@ def gemv_kernel(
             next_up_tile = load_rows(up, next_rows, cols, N, K, KP)
             z = product(up_tile, vector)
             up_tile = next_up_tile
-        epilogue(y, z, rows, rows < N, bias, res, out, scale, N, GLU, ACTIVATION, BIAS, RES, SCALED)
+        epilogue(
+            y,
+            z,
+            rows,
+            rows < N,
+            bias,
+            res,
+            out,
+            scale,
+            N,
+            GLU,
+            ACTIVATION,
+            BIAS,
+            RES,
+            SCALED,
+            LIMIT,
+        )
         tile = next_tile
         rows = next_rows
 

@@ -8,6 +8,10 @@ multiplied with four neighbouring numbers of the vector.
 A quantized number q means  scale * (q - OFFSET) - minimum.  Scale and minimum come from a record of
 two or four bytes that one or two units share (`KIND`, see `PackedLayout`), and from two factors per
 256 columns for types with super-blocks. FP8 (KIND 4) has one scale per row or per SHARE units.
+
+MXFP4 (KIND 5) and NVFP4 (KIND 6) have 4-bit floats (e2m1: sign, two exponent bits, one fraction
+bit) that mean  scale * doubled value.  The scale of MXFP4 is a power of two per unit, in a record
+of one byte. NVFP4 has an e4m3 scale for each half of a unit, and a float32 factor per row.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import triton.language as tl
 from unspool.backends.cuda.kernels.common import rounded
 from unspool.backends.cuda.kernels.gemv import epilogue
 
-HALF, HALVES, SUPER, SIGNED, FLOAT8 = 0, 1, 2, 3, 4
+HALF, HALVES, SUPER, SIGNED, FLOAT8, MXFP4, NVFP4 = 0, 1, 2, 3, 4, 5, 6
 
 
 @triton.jit
@@ -29,27 +33,38 @@ def load_units(
     """Load units of some rows [rows, units, 4], with the words that hold their records (FP8: their
     scales) and factors [rows, units]."""
     inside = (rows < N)[:, None] & (units < U)[None, :]
-    rows = rows.to(tl.int64)
+    return load_units_at(
+        quants, records, factors, tl.zeros_like(units), rows.to(tl.int64), units, inside, U, BITS,
+        KIND, SHARE,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_units_at(
+    quants, records, factors, first, rows, units, inside, U: tl.constexpr, BITS: tl.constexpr,
+    KIND: tl.constexpr, SHARE: tl.constexpr,
+):  # fmt: skip
+    """`load_units` of several matrices: unit n is in rows first[n] + `rows`."""
     word = tl.arange(0, 4)[None, None, :]
-    offsets = (rows[:, None] * U + units[None, :])[:, :, None] * 4 + word
+    offsets = ((first * U + units)[None, :] + (rows * U)[:, None])[:, :, None] * 4 + word
     tile = tl.load(quants + offsets, inside[:, :, None], 0, eviction_policy="evict_first")
     GROUPS: tl.constexpr = (U + SHARE - 1) // SHARE
     if KIND == 4:
-        at = rows[:, None] * GROUPS + (units // SHARE)[None, :]
+        at = (first * GROUPS + units // SHARE)[None, :] + (rows * GROUPS)[:, None]
         record = tl.load(factors + at, inside, 0.0)
     else:
-        PER_WORD: tl.constexpr = 1 if KIND == 1 else 2  # records in a word
+        PER_WORD: tl.constexpr = 1 if KIND == 1 else (4 if KIND == 5 else 2)  # records in a word
         WORDS: tl.constexpr = (GROUPS + PER_WORD - 1) // PER_WORD
-        at = rows[:, None] * WORDS + (units // (SHARE * PER_WORD))[None, :]
+        at = (first * WORDS + units // (SHARE * PER_WORD))[None, :] + (rows * WORDS)[:, None]
         record = tl.load(records + at, inside, 0)
     factor = record
     if KIND == 2 or KIND == 3:
         FACTOR_UNITS: tl.constexpr = 2 * BITS  # units in 256 columns
-        at = (
-            rows[:, None] * ((U + FACTOR_UNITS - 1) // FACTOR_UNITS)
-            + (units // FACTOR_UNITS)[None, :]
-        )
+        FACTORS: tl.constexpr = (U + FACTOR_UNITS - 1) // FACTOR_UNITS
+        at = (first * FACTORS + units // FACTOR_UNITS)[None, :] + (rows * FACTORS)[:, None]
         factor = tl.load(factors + at, inside, 0)
+    if KIND == 6:
+        factor = tl.load(factors + (first[None, :] + rows[:, None]), inside, 0.0)
     return tile, record, factor
 
 
@@ -60,9 +75,9 @@ def half_float(bits):
 
 @triton.jit
 def scale_and_minimum(record, factor, units, KIND: tl.constexpr, SHARE: tl.constexpr):
-    """Scale and minimum in float32, [rows, units] each."""
+    """Scale and minimum (NVFP4: scales of the two halves) in float32, [rows, units] each."""
     minimum = 0.0
-    if KIND == 0 or KIND == 2 or KIND == 3:  # two records in a word
+    if KIND == 0 or KIND == 2 or KIND == 3 or KIND == 6:  # two records in a word
         record = record >> (16 * (units // SHARE % 2))[None, :]
     if KIND == 0:
         scale = half_float(record)
@@ -74,15 +89,22 @@ def scale_and_minimum(record, factor, units, KIND: tl.constexpr, SHARE: tl.const
     elif KIND == 3:
         byte = (record >> (8 * (units % 2))[None, :]) & 255  # two signed bytes, one for each unit
         scale = half_float(factor) * ((byte ^ 128) - 128).to(tl.float32)
-    else:
+    elif KIND == 4:
         scale = record
+    elif KIND == 5:  # half of 2 ** (byte - 127), as the values are doubled
+        byte = (record >> (8 * (units % 4))[None, :]) & 255
+        bits = tl.where(byte < 2, 0x00200000 << byte, (byte - 1) << 23)
+        scale = bits.to(tl.float32, bitcast=True)
+    else:  # the bits of an e4m3 are those of a float16, times 2 ** 8; halved as above
+        scale = half_float((record & 127) << 7) * 128.0
+        minimum = half_float((record >> 8 & 127) << 7) * 128.0
     return scale, minimum
 
 
 @triton.jit
 def magic(SLOT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr):
     """Constant that `slot_numbers` adds to each number of a slot."""
-    return 0.0 if KIND == 4 else (16.0 if BITS == 4 and SLOT % 2 == 1 else 256.0)
+    return 0.0 if KIND >= 4 else (16.0 if BITS == 4 and SLOT % 2 == 1 else 256.0)
 
 
 @triton.jit
@@ -96,6 +118,9 @@ def slot_numbers(words, zero, SLOT: tl.constexpr, BITS: tl.constexpr, KIND: tl.c
     FIRST: tl.constexpr = BITS * (SLOT // 2 * 2) if BITS == 4 else BITS * SLOT
     if KIND == 4:
         values = (words >> FIRST).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif KIND >= 5:  # a float32 whose exponent has the lowest two bits only
+        bits = ((words << (28 - 4 * SLOT)) >> 6) & -0x7E400000
+        values = bits.to(tl.float32, bitcast=True) * 1.7014118346046923e38  # 2 ** 127
     else:
         moved = words << (15 - FIRST) if FIRST < 15 else words >> (FIRST - 15)
         if BITS == 8:
@@ -110,12 +135,15 @@ def slot_numbers(words, zero, SLOT: tl.constexpr, BITS: tl.constexpr, KIND: tl.c
 
 @triton.jit
 def dequantize_slot(
-    tile, scale, minimum, zero, SLOT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
-    OFFSET: tl.constexpr,
+    tile, scale, minimum, factor, zero, SLOT: tl.constexpr, BITS: tl.constexpr,
+    KIND: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Dequantized weights of a slot, [rows, units, 4]."""
     q = slot_numbers(tile, zero, SLOT, BITS, KIND) - (magic(SLOT, BITS, KIND) + OFFSET)
-    values = q * scale[:, :, None]
+    if KIND == 6:
+        values = q * (minimum if SLOT >= 4 else scale)[:, :, None] * factor[:, :, None]
+    else:
+        values = q * scale[:, :, None]
     if KIND == 1 or KIND == 2:
         values -= minimum[:, :, None]
     return values
@@ -130,7 +158,7 @@ def dequantize_rows(
     scale, minimum = scale_and_minimum(record, factor, units, KIND, SHARE)
     slots = ()
     for slot in tl.static_range(0, 32 // BITS):
-        values = dequantize_slot(tile, scale, minimum, zero, slot, BITS, KIND, OFFSET)
+        values = dequantize_slot(tile, scale, minimum, factor, zero, slot, BITS, KIND, OFFSET)
         slots = slots + (values.to(target.dtype.element_ty),)  # noqa: RUF005
     # Each join adds one bit of the slot's number as the last axis, highest bit first.
     if BITS == 4:
@@ -298,12 +326,12 @@ def dot_bytes(weights, x, total, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def quantize_vector(slots, BITS: tl.constexpr, NATIVE: tl.constexpr):
+def quantize_vector(slots, BITS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
     """Quantize a vector to 16-bit integers.
 
     Returns their upper and lower bytes in the layout of a unit's words [units, 4] (two words each
     where a byte holds two weights), the step of the quantization, and the sum of the integers
-    [units].
+    [units] (NVFP4: of each half).
     """
     SLOTS: tl.constexpr = 32 // BITS
     largest = tl.abs(slots[0])
@@ -319,10 +347,12 @@ def quantize_vector(slots, BITS: tl.constexpr, NATIVE: tl.constexpr):
         bits = bits + (shifted.to(tl.int32, bitcast=True),)  # noqa: RUF005
     upper, lower = (), ()
     EVERY: tl.constexpr = SLOTS // 4
-    sums = tl.zeros((slots[0].shape[0],), tl.int32)
-    for first in tl.static_range(0, EVERY):
-        a, b = bits[first], bits[first + EVERY]
-        c, d = bits[first + 2 * EVERY], bits[first + 3 * EVERY]
+    STEP: tl.constexpr = 1 if KIND >= 5 else EVERY  # e2m1: the first four slots, then the others
+    sums, half_sums = tl.zeros((slots[0].shape[0],), tl.int32), ()
+    for group in tl.static_range(0, EVERY):
+        first: tl.constexpr = 4 * group if KIND >= 5 else group
+        a, b = bits[first], bits[first + STEP]
+        c, d = bits[first + 2 * STEP], bits[first + 3 * STEP]
         high = pack_bytes(a, b, c, d, True, NATIVE)
         low = pack_bytes(a, b, c, d, False, NATIVE) ^ -0x7F7F7F80  # flip the top bit of each byte
         upper = upper + (high,)  # noqa: RUF005
@@ -330,16 +360,61 @@ def quantize_vector(slots, BITS: tl.constexpr, NATIVE: tl.constexpr):
         ones = tl.full(high.shape, 0x01010101, tl.int32)
         zeros = tl.zeros_like(high)
         slot_sum = dot_bytes(ones, high, zeros, NATIVE) * 256 + dot_bytes(ones, low, zeros, NATIVE)
-        sums += tl.sum(slot_sum, 1)
-    return upper, lower, largest / 32512, sums
+        group_sum = tl.sum(slot_sum, 1)
+        sums += group_sum
+        half_sums = half_sums + (group_sum,)  # noqa: RUF005
+    return upper, lower, largest / 32512, half_sums if KIND == 6 else sums
 
 
 @triton.jit
-def int_product(tile, upper, lower, BITS: tl.constexpr, NATIVE: tl.constexpr):
+def e2m1_bytes(words, NATIVE: tl.constexpr):
+    """The lower and upper four 4-bit floats of words as bytes: doubled values plus 12.
+
+    A selector of prmt whose top bit is set returns the sign of the table's byte, 0 here. So one
+    table has the positive values, one the negative ones, and the results are joined by or.
+    """
+    if NATIVE:
+        lower, upper = tl.inline_asm_elementwise(
+            """{ .reg .b32 n, h, g, p, q, a, b, c, d;
+                mov.b32 a, 0x0F0E0D0C; mov.b32 b, 0x18141210;
+                mov.b32 c, 0x090A0B0C; mov.b32 d, 0x00040608;
+                xor.b32 n, $2, 0x88888888; shr.u32 h, $2, 16; shr.u32 g, n, 16;
+                prmt.b32 p, a, b, $2; prmt.b32 q, c, d, n; or.b32 $0, p, q;
+                prmt.b32 p, a, b, h; prmt.b32 q, c, d, g; or.b32 $1, p, q; }""",
+            "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        lower, upper = tl.zeros_like(words), tl.zeros_like(words)
+        for byte in tl.static_range(0, 4):
+            lower |= _e2m1_integer(words >> (4 * byte)) << (8 * byte)
+            upper |= _e2m1_integer(words >> (16 + 4 * byte)) << (8 * byte)
+    return lower, upper
+
+
+@triton.jit
+def _e2m1_integer(code):
+    """Doubled value of the lowest four bits, plus 12."""
+    size = code & 7
+    size = tl.where(size < 5, size, tl.where(size == 7, 12, 2 * size - 4))
+    return tl.where((code & 8) != 0, 12 - size, 12 + size)
+
+
+@triton.jit
+def half_product(weights, upper, lower, NATIVE: tl.constexpr):
+    """Integer dot product of the bytes of each unit, [rows, units]."""
+    high = dot_bytes(weights, upper[None, :, :], tl.zeros_like(weights), NATIVE)
+    return tl.sum(dot_bytes(weights, lower[None, :, :], high * 256, NATIVE), 2)
+
+
+@triton.jit
+def int_product(tile, upper, lower, BITS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
     """Integer dot product of each unit, [rows, units]."""
     zeros = tl.zeros_like(tile)
     if BITS == 4:
-        even, odd = tile & 0x0F0F0F0F, (tile >> 4) & 0x0F0F0F0F
+        if KIND >= 5:
+            even, odd = e2m1_bytes(tile, NATIVE)
+        else:
+            even, odd = tile & 0x0F0F0F0F, (tile >> 4) & 0x0F0F0F0F
         high = dot_bytes(odd, upper[1][None, :, :], zeros, NATIVE)
         high = dot_bytes(even, upper[0][None, :, :], high, NATIVE)
         low = dot_bytes(odd, lower[1][None, :, :], high * 256, NATIVE)
@@ -351,10 +426,13 @@ def int_product(tile, upper, lower, BITS: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def float_product(tile, slots, zero, BITS: tl.constexpr, KIND: tl.constexpr):
-    """Float dot product of each unit, [rows, units]."""
-    products = slot_numbers(tile, zero, 0, BITS, KIND) * slots[0][None, :, :]
-    for slot in tl.static_range(1, 32 // BITS):
+def float_product(
+    tile, slots, zero, FIRST: tl.constexpr, LAST: tl.constexpr, BITS: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Float dot product of slots FIRST to LAST of each unit, [rows, units]."""
+    products = slot_numbers(tile, zero, FIRST, BITS, KIND) * slots[FIRST][None, :, :]
+    for slot in tl.static_range(FIRST + 1, LAST):
         products += slot_numbers(tile, zero, slot, BITS, KIND) * slots[slot][None, :, :]
     return tl.sum(products, 2)
 
@@ -379,11 +457,24 @@ def product(
 ):  # fmt: skip
     """Rows times the vector, [rows]. `sums`: sum of the vector in each unit."""
     scale, minimum = scale_and_minimum(record, factor, units, KIND, SHARE)
-    if INTEGER:
-        products = int_product(tile, upper, lower, BITS, NATIVE) - (OFFSET * sums)[None, :]
+    SHIFT: tl.constexpr = 12 if KIND >= 5 else OFFSET
+    if KIND == 6:
+        if INTEGER:
+            front, back = e2m1_bytes(tile, NATIVE)
+            first = half_product(front, upper[0], lower[0], NATIVE) - (SHIFT * sums[0])[None, :]
+            second = half_product(back, upper[1], lower[1], NATIVE) - (SHIFT * sums[1])[None, :]
+            total = scale * first.to(tl.float32) + minimum * second.to(tl.float32)
+            total *= step[None, :] * factor
+        else:
+            total = scale * float_product(tile, slots, zero, 0, 4, BITS, KIND)
+            total += minimum * float_product(tile, slots, zero, 4, 8, BITS, KIND)
+            total *= factor
+    elif INTEGER:
+        products = int_product(tile, upper, lower, BITS, KIND, NATIVE) - (SHIFT * sums)[None, :]
         total = scale * step[None, :] * products.to(tl.float32)
     else:
-        total = scale * (float_product(tile, slots, zero, BITS, KIND) - step[None, :])
+        products = float_product(tile, slots, zero, 0, 32 // BITS, BITS, KIND)
+        total = scale * (products - step[None, :])
     if KIND == 1 or KIND == 2:
         if INTEGER:
             total -= minimum * (step * sums.to(tl.float32))[None, :]
@@ -433,7 +524,7 @@ def packed_gemv(
     KIND: tl.constexpr, OFFSET: tl.constexpr, SHARE: tl.constexpr, BN: tl.constexpr,
     NORM: tl.constexpr, GLU: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
     RES: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
-    NATIVE: tl.constexpr,
+    NATIVE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """`gemv_kernel` with a packed matrix of U units per row (UP: the power of two >= U).
 
@@ -472,7 +563,7 @@ def packed_gemv(
     )
     upper, lower = slots, slots
     if INTEGER:
-        upper, lower, step, sums = quantize_vector(slots, BITS, NATIVE)
+        upper, lower, step, sums = quantize_vector(slots, BITS, KIND, NATIVE)
         step *= root
     else:
         step, sums = excess_and_sums(slots, BITS, KIND, OFFSET)
@@ -490,5 +581,21 @@ def packed_gemv(
         if GLU:
             y, z = tl.split(tl.reshape(y, [BN, 2]))
         rows = block * BN + tl.arange(0, BN)
-        epilogue(y, z, rows, rows < N, bias, res, out, scale, N, GLU, ACTIVATION, BIAS, RES, SCALED)
+        epilogue(
+            y,
+            z,
+            rows,
+            rows < N,
+            bias,
+            res,
+            out,
+            scale,
+            N,
+            GLU,
+            ACTIVATION,
+            BIAS,
+            RES,
+            SCALED,
+            LIMIT,
+        )
         tile, record, factor = next_tile, next_record, next_factor
