@@ -243,9 +243,11 @@ def _fuse_experts(feed: Experts, scale: Tensor | None = None) -> ExpertWeights:
 
 
 def _stack_experts(*parts: ExpertMatrices) -> PlainMatrix:
-    weight = torch.cat([part.weight for part in parts], 1).flatten(0, 1)
-    biases = [part.bias for part in parts if part.bias is not None]
-    return PlainMatrix(weight, torch.cat(biases, 1).flatten() if biases else None)
+    weights: list[Tensor] = [part.weight for part in parts]
+    biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
+    return PlainMatrix(
+        torch.cat(weights, 1).flatten(0, 1), torch.cat(biases, 1).flatten() if biases else None
+    )
 
 
 def _concat(*parts: torch.nn.Linear) -> PlainMatrix:
