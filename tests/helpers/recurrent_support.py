@@ -50,6 +50,28 @@ def make_mixer(config: ModelConfig, seed: int = 0) -> Mixer:
     return mixer.requires_grad_(False)
 
 
+def layer_of(mixer: Mixer, states: Tensor) -> RecurrentLayer:
+    """Parameters of a plain torch layer, on the device of `states`."""
+
+    def to_float(parameter: Tensor | None) -> Tensor | None:
+        if parameter is None:
+            return None
+        return parameter.detach().to(states.device, torch.float32).contiguous()
+
+    kind, rate, dt_bias, skip, gain, eps = "conv", None, None, None, None, 0.0
+    if isinstance(mixer, DeltaNet | Mamba2):
+        kind, eps = "delta" if isinstance(mixer, DeltaNet) else "mamba2", mixer.eps
+        rate = to_float(-torch.exp(mixer.a_log.detach().double()))
+        dt_bias, gain = to_float(mixer.dt_bias), to_float(mixer.norm_weight)
+        skip = to_float(mixer.d) if isinstance(mixer, Mamba2) else None
+    weight = to_float(mixer.conv.weight)
+    assert weight is not None
+    return RecurrentLayer(
+        kind, mixer.recurrence, mixer.channels, weight, to_float(mixer.conv.bias), rate,
+        dt_bias, skip, gain, eps, states,
+    )  # fmt: skip
+
+
 @dataclass
 class RecurrentStep:
     """A step through one recurrent layer: its projections, its rows and its states."""
@@ -64,7 +86,7 @@ class RecurrentStep:
 
     @property
     def layer(self) -> RecurrentLayer:
-        return RecurrentLayer.from_mixer(self.mixer, self.states)
+        return layer_of(self.mixer, self.states)
 
     def copy(self, **changes: Any) -> RecurrentStep:
         copied = replace(self, projected=self.projected.clone(), states=self.states.clone())
@@ -73,7 +95,7 @@ class RecurrentStep:
     def rows(self, chunked: bool) -> StateRows:
         rows = prefill_state_rows(
             self.row_starts, self.state_slots, self.captures, self.states.device,
-            slots=len(self.states), dtype=self.projected.dtype,
+            self.projected.dtype,
         )  # fmt: skip
         return rows if chunked else replace(rows, chunks=None)
 
@@ -144,7 +166,7 @@ def make_step(
     mixer = make_mixer(config, seed).to(device)
     torch.manual_seed(seed + 1)
     states = torch.randn(SLOTS, config.state_floats(0)) * 0.5
-    width = RecurrentLayer.from_mixer(mixer, states).projected_width
+    width = layer_of(mixer, states).projected_width
     projected = torch.randn(sum(counts), width)
     pairs = slots if slots is not None else [(row, row) for row in range(len(counts))]
     return RecurrentStep(

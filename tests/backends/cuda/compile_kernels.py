@@ -1,4 +1,6 @@
-"""Compiles what attention, experts and packed products launch, for a GPU that need not be there.
+"""Compiles what attention, recurrent layers, experts and packed products launch.
+
+The GPU that they are compiled for need not be there.
 
 The interpreter forgives what the compiler does not. Launches are caught, and each kernel is
 compiled for what it would have been launched with.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from helpers.heads_support import save_own
 from helpers.packed_support import random_blocks
 from helpers.paged_texts import RandomCheckpoint
 from helpers.paged_texts import config as shape
+from helpers.recurrent_support import make_step
 from unspool.backends.cuda.adapters import CudaAdapters
 from unspool.backends.cuda.attention import (
     chunk_tiles,
@@ -38,7 +42,16 @@ from unspool.backends.cuda.attention import (
 )
 from unspool.backends.cuda.experts import ExpertScratch, run_experts
 from unspool.backends.cuda.kernels.canvas import exclude_tokens, measure_rows
-from unspool.backends.cuda.matmul import PACKINGS, Epilogue, NormWeights, PackedMatrix, repack
+from unspool.backends.cuda.matmul import (
+    PACKINGS,
+    Epilogue,
+    NormWeights,
+    PackedMatrix,
+    float8_packing,
+    pack_float8,
+    repack,
+)
+from unspool.backends.cuda.recurrent import recur
 from unspool.backends.cuda.weights import load_weights
 from unspool.decoding.speculative.head_drafter import load_head
 
@@ -54,6 +67,7 @@ compiled: set[str] = set()
 def compile_instead(kernel: Any, grid: Any) -> Any:
     def launch(*args: Any, **named: Any) -> None:
         options = {name: named.pop(name) for name in OPTIONS if name in named}
+        named = {p.name: p.default for p in kernel.params if p.has_default} | named
         arguments = dict(zip(kernel.arg_names, args, strict=False)) | named
         signature, constants, attributes = {}, {}, {}
         for place, name in enumerate(kernel.arg_names):
@@ -93,13 +107,38 @@ def attention(dtype: torch.dtype, lines: int, **options: Any) -> None:
         prefill_attention(texts.qkv, texts.out, *shared_args, torch.from_numpy(tiles), exact=exact)
 
 
-def routed(dtype: torch.dtype, tokens: int) -> None:
-    _, _, weights = make_experts(8, 2, 128, 96, dtype=dtype)
+def recurrent(kind: str, dtype: torch.dtype, **sizes: Any) -> None:
+    step = make_step(kind, [1, 65], captures=[(9, 3)], dtype=dtype, **sizes)
+    layer, rows = step.layer, step.rows(chunked=True)
+    out = torch.zeros(66, layer.out_width, dtype=dtype)
+    recur(step.projected, out, layer, rows, pdl=True, exact=True)
+    recur(step.projected, out, layer, rows, pdl=True)
+    recur(step.projected, out, layer, rows, pdl=True, stats=torch.zeros(66, 3, 64))
+    recur(step.projected, out, layer, step.rows(chunked=False), pdl=True)
+
+
+def routed(dtype: torch.dtype, tokens: int, kind: str = "", **settings: Any) -> None:
+    """Experts of gpt-oss's width, of which no dimension is a power of two; few weights."""
+    width, inner = 2880 if kind == "MXFP4" else 2048, 512 if kind in ("Q4_K", "Q6_K") else 96
+    _, arguments, weights = make_experts(8, 2, width, inner, dtype=dtype, **settings)
     scratch = ExpertScratch.for_tokens(tokens, weights.config, weights)
-    _, arguments, _ = make_experts(8, 2, 128, 96, dtype=dtype)
-    x = torch.zeros(tokens, 128, dtype=dtype)
-    assert arguments is not None
+    x = torch.zeros(tokens, width, dtype=dtype)
+    if kind:
+        arguments = replace(
+            arguments,
+            gate_up=packed_like(arguments.gate_up, kind),
+            down=packed_like(arguments.down, kind),
+        )
     run_experts(x, arguments, weights.config, x, scratch, pdl=True)
+
+
+def packed_like(matrix: Any, kind: str) -> PackedMatrix:
+    rows, columns = matrix.rows, matrix.columns
+    if kind == "FP8":
+        parts = pack_float8(torch.zeros(rows, columns, dtype=torch.uint8), torch.ones(rows, 1))
+        return PackedMatrix(float8_packing(columns, 1), parts, rows, columns, matrix.dtype)
+    raw = torch.from_numpy(random_blocks(kind, 1, columns)).expand(rows, -1)
+    return PackedMatrix(PACKINGS[kind], repack(kind, raw), rows, columns, matrix.dtype, matrix.bias)
 
 
 def packed(kind: str, dtype: torch.dtype) -> None:
@@ -148,9 +187,23 @@ if __name__ == "__main__":
     attention(torch.float32, 1, heads=3, kv_heads=3, head_width=64)
     for head_width in (256, 512):
         attention(torch.bfloat16, 1, heads=8, kv_heads=2, head_width=head_width, rotary=64)
+    recurrent("delta", torch.bfloat16, conv_kernel=4, key_heads=2, value_heads=4, key_width=128,
+              value_width=128)  # fmt: skip
+    recurrent("delta", torch.float16, key_width=24)
+    recurrent("mamba2", torch.bfloat16, conv_kernel=4, key_heads=1, key_width=128, value_width=64,
+              norm_groups=2, conv_bias=True)  # fmt: skip
+    recurrent("mamba2", torch.float32, tiled=True)
+    for kernel in (2, 4):
+        recurrent("conv", torch.bfloat16, width=96, conv_kernel=kernel)
     for dtype, tokens in ((torch.bfloat16, 2), (torch.bfloat16, 300), (torch.float32, 2)):
         routed(dtype, tokens)
-    for kind in ("Q4_0", "Q4_K"):
+    routed(torch.bfloat16, 2, "MXFP4", activation="swiglu_clamped", activation_limit=7.0,
+           expert_bias=True, router_bias=True)  # fmt: skip
+    routed(torch.bfloat16, 2, "Q4_K", router="sigmoid", selection_bias=True)
+    routed(torch.bfloat16, 2, "FP8", gated=False, activation="relu2")
+    for kind in ("MXFP4", "Q4_K", "FP8"):
+        routed(torch.bfloat16, 300, kind)
+    for kind in ("Q4_0", "Q4_K", "MXFP4", "NVFP4"):
         packed(kind, torch.bfloat16)
     packed("Q4_1", torch.float32)
     for dtype, rank in ((torch.bfloat16, 16), (torch.float32, 40)):

@@ -94,7 +94,7 @@ def run(
     normalize=st.booleans(),
     activation=st.sampled_from(("silu", "gelu", "relu")),
 )
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_as_the_plain_transformer(
     tokens: int, count: int, top_k: int, width: int, inner: int, normalize: bool, activation: str
 ):
@@ -122,21 +122,23 @@ KINDS_OF_EXPERTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("tokens", [3, 10])
 @pytest.mark.parametrize("kind", KINDS_OF_EXPERTS)
 def test_every_kind_of_router_and_expert(kind: str, tokens: int):
-    feed, expert_weights, weights = make_experts(inner=37, top_k=3, **KINDS_OF_EXPERTS[kind])
+    feed, expert_weights, weights = make_experts(4, 3, inner=37, **KINDS_OF_EXPERTS[kind])
     x = inputs(tokens)
     torch.testing.assert_close(
-        run(x, expert_weights, weights), feed(x[None])[0], rtol=1e-5, atol=1e-5
+        run(x, expert_weights, weights, times=1), feed(x[None])[0], rtol=1e-5, atol=1e-5
     )
 
 
 @pytest.mark.parametrize("tokens", [2, 9])
 def test_a_factor_per_expert_and_another_input_of_the_router(tokens: int):
-    feed, expert_weights, weights = make_experts()
-    scale = torch.rand(6, device=DEVICE) + 0.5
+    feed, expert_weights, weights = make_experts(4)
+    scale = torch.rand(4, device=DEVICE) + 0.5
     x, router_input = inputs(tokens), inputs(tokens + 20)[:tokens]
     gates, expert_ids = feed.route(router_input)
     expected = feed.run_experts(x, gates * scale[expert_ids], expert_ids)
-    actual = run(x, replace(expert_weights, scale=scale), weights, router_input=router_input)
+    actual = run(
+        x, replace(expert_weights, scale=scale), weights, router_input=router_input, times=1
+    )
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -159,7 +161,7 @@ def test_the_same_bits_for_any_number_of_tokens():
         assert torch.equal(run(x[n : n + 1], expert_weights, weights, exact=True)[0], together[n])
 
 
-@pytest.mark.parametrize("tokens", [7, 20])
+@pytest.mark.parametrize("tokens", [2, 20])
 def test_all_tokens_may_choose_the_same_experts(tokens: int):
     _, expert_weights, weights = make_experts(5, 2)
     expert_weights.router.zero_()  # of equals the first
@@ -175,7 +177,6 @@ def test_tiles_of_a_row(units: int):
     first, second = split_units(units)
     assert units <= first + second <= max(1, 2 * units - 1)
     assert all(size & (size - 1) == 0 for size in (first, second))
-    assert units > first - 1 if second else units > first // 2
 
 
 # -- packed experts --------------------------------------------------------------------------------
@@ -245,12 +246,15 @@ def test_few_tokens_of_packed_experts(kind: str):
 def test_few_tokens_of_packed_experts_in_16_bits(kind: str):
     """Products of integers, except for FP8."""
     feed, expert_weights, weights = packed_experts(kind, torch.bfloat16)
-    x = (inputs(2, weights.config.width) * 0.1).bfloat16()
+    x = (inputs(1, weights.config.width) * 0.1).bfloat16()
     actual = run(x, expert_weights, weights, times=1)
     assert near(actual.float(), feed.float()(x.float()[None])[0], 0.02)
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "FP8 blocks", "MXFP4", "NVFP4"])
+@pytest.mark.parametrize(
+    "kind",
+    ["FP8 blocks", "MXFP4", *(pytest.param(k, marks=pytest.mark.slow) for k in ("Q4_1", "NVFP4"))],
+)
 def test_many_tokens_of_packed_experts(kind: str):
     """With the same bits for any number of tokens."""
     feed, expert_weights, weights = packed_experts(kind)

@@ -3,6 +3,9 @@ interpreter); exact ones are bit-identical alone and among others."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,6 +13,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from helpers.packed_support import numbers, random_blocks  # noqa: E402
+from unspool.backends.cuda.kernels.common import ACTIVATIONS  # noqa: E402
+from unspool.backends.cuda.kernels.elementwise import glu  # noqa: E402
 from unspool.backends.cuda.matmul import (  # noqa: E402
     PACKINGS,
     Epilogue,
@@ -23,7 +28,7 @@ from unspool.backends.cuda.matmul import (  # noqa: E402
 )
 from unspool.backends.cuda.weights import PlainMatrix, StackedMatrix  # noqa: E402
 from unspool.model.files.stored import float8_to_float32  # noqa: E402
-from unspool.model.layers.parts import activate  # noqa: E402
+from unspool.model.layers.parts import activate, gated_activation  # noqa: E402
 
 ROWS, COLUMNS = 19, 256  # several programs, the last of them with fewer rows
 
@@ -176,6 +181,14 @@ def test_what_is_no_number_is_found():
     assert pack_float8(raw, scales).is_finite(float8_packing(32, 1))
     raw[1, 5] = 255
     assert not pack_float8(raw, scales).is_finite(float8_packing(32, 1))
+    blocks = random_blocks("MXFP4", 4, 64)
+    assert repack("MXFP4", torch.from_numpy(blocks)).is_finite(PACKINGS["MXFP4"])
+    blocks[3, 17] = 255  # the power of the second block
+    assert not repack("MXFP4", torch.from_numpy(blocks)).is_finite(PACKINGS["MXFP4"])
+    blocks = torch.from_numpy(random_blocks("NVFP4", 4, 64))
+    factors = torch.tensor([1.0, 2.0, torch.inf, 4.0])
+    assert repack("NVFP4", blocks).is_finite(PACKINGS["NVFP4"])
+    assert not repack("NVFP4", blocks, factors).is_finite(PACKINGS["NVFP4"])
 
 
 # -- Plain matrices --------------------------------------------------------------------------------
@@ -194,6 +207,7 @@ def normed(x, norm, eps):
     [
         ("none", "none", False), ("rms", "silu", True), ("layer", "gelu", False),
         ("rms", "gelu_tanh", True), ("none", "relu", True), ("layer", "none", True),
+        ("none", "relu2", False), ("rms", "swiglu_clamped", True),
     ],
 )  # fmt: skip
 def test_a_product_with_all_around_it(kind, activation, gated):
@@ -206,10 +220,33 @@ def test_a_product_with_all_around_it(kind, activation, gated):
     if kind != "none":
         norm = NormWeights(torch.rand(columns), torch.randn(columns) if kind == "layer" else None)
     x, residual, out = torch.randn(columns), torch.randn(rows), torch.full((rows,), torch.nan)
-    matrix.gemv(x, out, Epilogue(eps, norm, activation, gated, residual))
+    matrix.gemv(x, out, Epilogue(eps, norm, activation, gated, residual, limit=0.4))
     y = matrix.weight @ normed(x, norm, eps) + matrix.bias
-    bent = y[:rows] if activation == "none" else activate(activation, y[:rows])
-    assert torch.allclose(out, (bent * y[rows:] if gated else bent) + residual, atol=1e-5)
+    if activation == "swiglu_clamped":
+        settings: Any = SimpleNamespace(activation=activation, activation_limit=0.4)
+        expected = gated_activation(settings, y[:rows], y[rows:])
+    else:
+        bent = y[:rows] if activation == "none" else activate(activation, y[:rows])
+        expected = bent * y[rows:] if gated else bent
+    assert torch.allclose(out, expected + residual, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("activation", "gated"), [("silu", True), ("relu2", False), ("swiglu_clamped", True)]
+)
+def test_activations_of_a_batch(activation, gated):
+    torch.manual_seed(0)
+    gate_up, out = torch.randn(3, 40 * (1 + gated)), torch.full((3, 40), torch.nan)
+    glu[(3, 2)](
+        gate_up, out, F=40, BF=32, GATED=gated, ACTIVATION=ACTIVATIONS[activation], PDL=False,
+        LIMIT=0.4,
+    )  # fmt: skip
+    settings: Any = SimpleNamespace(activation=activation, activation_limit=0.4)
+    if gated:
+        expected = gated_activation(settings, gate_up[:, :40], gate_up[:, 40:])
+    else:
+        expected = activate(activation, gate_up)
+    assert torch.allclose(out, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

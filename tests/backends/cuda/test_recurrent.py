@@ -16,11 +16,9 @@ from unspool.backends.cuda import recurrent
 from unspool.backends.cuda.recurrent import (
     RecurrentScratch,
     StateRows,
-    allocate_states,
     prefill_state_rows,
     recur,
 )
-from unspool.errors import UnspoolError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ("conv", "delta", "mamba2")
@@ -32,7 +30,7 @@ SMALL: dict[str, Any] = {
 MANY_WAYS = {
     "counts": [1, 3, 0, 2, 1],
     "slots": [(0, 0), (1, 5), (2, 2), (-1, 6), (1, 7)],
-    "captures": [(1, 8), (2, 9), (2, 10), (6, 11)],  # two of a token; one of a row's last token
+    "captures": [(1, 8), (2, 9), (6, 11)],  # one of a row's last token
 }
 LAYERS: dict[str, dict[str, Any]] = {
     "conv": {"kind": "conv", "conv_kernel": 5, "conv_bias": True},
@@ -67,7 +65,7 @@ def test_token_by_token_as_plain_torch(name: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_chunks_as_plain_torch(name: str):
-    counts, captures = [40, 1, 0, 2, 3], [(5, 8), (37, 9), (37, 10), (45, 11)]
+    counts, captures = [40, 1, 0, 2, 3], [(5, 8), (37, 9), (45, 11)]
     step = make_step(**{**SMALL, **MANY_WAYS, **LAYERS[name], "counts": counts,
                         "captures": captures})  # fmt: skip
     check(step, chunked=True)
@@ -182,47 +180,18 @@ def test_scratch_may_be_larger_or_missing():
 
 def test_chunks_end_at_captured_tokens():
     starts, slots = np.array([0, 70, 70, 200]), np.array([[3, 3], [-1, 4], [-1, 5]])
-    captures = np.array([[9, 6], [9, 7], [69, 8], [133, 9]])
-    rows = prefill_state_rows(
-        starts, slots, captures, torch.device("cpu"), slots=10, dtype=torch.bfloat16
-    )
+    captures = np.array([[9, 6], [69, 8], [133, 9]])
+    rows = prefill_state_rows(starts, slots, captures, torch.device("cpu"), torch.bfloat16)
     assert rows.chunks is not None
     assert rows.chunks.table.tolist() == [
         [0, 10, 0, 3, 6], [10, 60, 0, 3, 8], [70, 64, 70, -1, 9], [134, 64, 70, -1, -1],
         [198, 2, 70, -1, -1],
     ]  # fmt: skip
     assert rows.chunks.starts.tolist() == [0, 2, 2, 5]
-    assert rows.copies is not None
-    assert rows.copies.tolist() == [[6, 7]]
     assert rows.starts.tolist() == starts.tolist()
     assert [rows.reads.tolist(), rows.writes.tolist()] == slots.T.tolist()
     captured = {token: slot for token, slot in enumerate(rows.captures.tolist()) if slot >= 0}
     assert captured == {9: 6, 69: 8, 133: 9}
-
-
-@pytest.mark.parametrize(
-    ("slots", "captures"),
-    [
-        ([(-2, 0)], []), ([(0, -1)], []), ([(0, SLOTS)], []), ([(0, 0), (1, 1)], []),
-        ([(0, 0)], [(4, 1)]), ([(0, 0)], [(0, SLOTS)]), ([(0, 0)], [(-1, 1)]),
-        ([(0, 0)], [(2, 1), (1, 2)]),
-    ],
-)  # fmt: skip
-def test_slots_and_tokens_that_do_not_exist(slots: Any, captures: Any):
-    with pytest.raises(UnspoolError, match="does not exist"):
-        prefill_state_rows(
-            np.array([0, 4]), np.array(slots), np.array(captures, np.int64).reshape(-1, 2),
-            torch.device("cpu"), slots=SLOTS, dtype=torch.float32,
-        )  # fmt: skip
-
-
-def test_states_of_all_layers():
-    config = make_step("delta", [1]).config
-    config = replace(config, layers=3, mixers=("delta", "attention", "conv"))
-    states = allocate_states(config, 5, torch.device("cpu"))
-    assert [None if pool is None else tuple(pool.shape) for pool in states] == [
-        (5, config.state_floats(0)), None, (5, config.state_floats(2)),
-    ]  # fmt: skip
 
 
 @given(
@@ -247,7 +216,9 @@ def test_random_steps(
     pairs = [
         (int(chance.choice([-1, slot, slots[-1]])), int(slot)) for slot in slots[: len(counts)]
     ]
-    captured = np.sort(chance.integers(0, max(1, sum(counts)), num_captures if sum(counts) else 0))
+    captured = np.unique(
+        chance.integers(0, max(1, sum(counts)), num_captures if sum(counts) else 0)
+    )
     captures = [(int(token), int(slots[3 + n])) for n, token in enumerate(captured)]
     step = make_step(
         kind, counts, slots=pairs, captures=captures, device=DEVICE, seed=seed,

@@ -130,7 +130,7 @@ def _run_few(
     options = {"PDL": pdl, "launch_pdl": pdl, "NATIVE": x.is_cuda, "maxnreg": _MAX_REGISTERS}
     kernels.gather_up[(programs, n * top_k)](
         x, *tensors, _or(weights.gate_up.bias, x), scratch.expert_ids, scratch.inner, inner,
-        D=width, K=top_k, **constants, UP=first, MORE=second, BN=block_rows, GLU=config.gated,
+        D=width, K=top_k, **constants, UP=first, TAIL=second, BN=block_rows, GLU=config.gated,
         ACTIVATION=ACTIVATIONS[config.activation], LIMIT=config.activation_limit,
         BIAS=weights.gate_up.bias is not None, num_warps=warps, **options,
     )  # fmt: skip
@@ -141,7 +141,7 @@ def _run_few(
     )
     kernels.gather_down[(programs, n)](
         scratch.inner, *tensors, _or(weights.down.bias, x), scratch.expert_ids, scratch.gates, out,
-        width, F=inner, K=top_k, KP=next_power_of_two(top_k), **constants, UP=first, MORE=second,
+        width, F=inner, K=top_k, KP=next_power_of_two(top_k), **constants, UP=first, TAIL=second,
         BN=block_rows, BIAS=weights.down.bias is not None, num_warps=warps, **options,
     )  # fmt: skip
 
@@ -254,7 +254,7 @@ def gather_tiling(
     if device.type != "cuda":
         return 32, 1, min(-(-rows // 32), 2)  # few launches and loops: the interpreter is slow
     per_thread = UNITS_PER_THREAD if packed else COLUMNS_PER_THREAD
-    threads = units if packed else units * tiles / per_thread
+    threads = units if packed else units * 2 / per_thread  # two rows: gate and up, or of down
     warps = max(1, min(MAX_WARPS, 1 << round(math.log2(max(1, threads / 32)))))
     block_rows = max(1, per_thread * 32 * warps // (units * tiles))
     block_rows = 1 << (block_rows.bit_length() - 1)

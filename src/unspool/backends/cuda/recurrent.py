@@ -17,9 +17,7 @@ from torch import Tensor
 from unspool.backends.cuda.kernels import recurrent as kernels
 from unspool.backends.cuda.step_io import to_device
 from unspool.backends.step import Ints
-from unspool.errors import UnspoolError
 from unspool.model.config import ModelConfig, Recurrence
-from unspool.model.layers.recurrent import DeltaNet, Mamba2, Mixer
 
 # Token by token: value columns and warps of a program. Exact results depend on both.
 VALUE_BLOCK, WARPS = 32, 4
@@ -33,8 +31,6 @@ PREPARE_WARPS, PREPARE_STAGES = 4, 1
 SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES = 16, 4, 3
 # In float32, without tensor cores: operands are in registers, which suffice for smaller chunks.
 FLOAT_CHUNK, FLOAT_WARPS, FLOAT_STAGES = 32, 8, 1
-
-_COPY_BLOCK = 4096  # floats of a program that copies a state
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,28 +50,6 @@ class RecurrentLayer:
     # [slots, floats] in float32: the past inputs of the convolution [kernel - 1, channels], then
     # the matrices [value_heads, key_width, value_width].
     states: Tensor
-
-    @classmethod
-    def from_mixer(cls, mixer: Mixer, states: Tensor) -> RecurrentLayer:
-        """Parameters of a plain torch layer, on the device of `states`."""
-
-        def to_float(parameter: Tensor | None) -> Tensor | None:
-            if parameter is None:
-                return None
-            return parameter.detach().to(states.device, torch.float32).contiguous()
-
-        kind, rate, dt_bias, skip, gain, eps = "conv", None, None, None, None, 0.0
-        if isinstance(mixer, DeltaNet | Mamba2):
-            kind, eps = "delta" if isinstance(mixer, DeltaNet) else "mamba2", mixer.eps
-            rate = to_float(-torch.exp(mixer.a_log.detach().double()))
-            dt_bias, gain = to_float(mixer.dt_bias), to_float(mixer.norm_weight)
-            skip = to_float(mixer.d) if isinstance(mixer, Mamba2) else None
-        weight = to_float(mixer.conv.weight)
-        assert weight is not None
-        return cls(
-            kind, mixer.recurrence, mixer.channels, weight, to_float(mixer.conv.bias), rate,
-            dt_bias, skip, gain, eps, states,
-        )  # fmt: skip
 
     @property
     def projected_width(self) -> int:
@@ -128,12 +102,6 @@ class RecurrentLayer:
         return shape.value_heads if self.kind == "delta" else shape.norm_groups
 
 
-def allocate_states(config: ModelConfig, slots: int, device: torch.device) -> list[Tensor | None]:
-    """State slots of all layers, zero: [slots, floats]; None for layers without a state."""
-    floats = [config.state_floats(layer) for layer in range(config.layers)]
-    return [torch.zeros(slots, size, device=device) if size else None for size in floats]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentScratch:
     """Outputs of the recurrence before the gated norm; all layers share it."""
@@ -178,21 +146,9 @@ class StateRows:
     writes: Tensor  # [n]: slot that receives the state after the last token
     captures: Tensor  # [tokens]: slot that receives the state after this token, -1: none
     chunks: StateChunks | None = None  # only for prompts
-    # [m, 2]: slots to copy afterwards, source and target: a token whose state has several slots
-    copies: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.reads)
-
-
-def check_state_slots(row_starts: Ints, state_slots: Ints, captures: Ints, slots: int) -> None:
-    """Raise if a step names a state slot or a token that does not exist; see `StepBatch`."""
-    rows, tokens = len(row_starts) - 1, int(row_starts[-1])
-    is_valid = state_slots.shape == (rows, 2) and bool((state_slots >= (-1, 0)).all())
-    is_valid = is_valid and bool((state_slots < slots).all() and (captures >= 0).all())
-    is_valid = is_valid and bool((captures < (tokens, slots)).all())
-    if not is_valid or (np.diff(captures[:, 0]) < 0).any():
-        raise UnspoolError("the batch names a recurrent state or a token that does not exist")
 
 
 def prefill_state_rows(
@@ -200,9 +156,7 @@ def prefill_state_rows(
     state_slots: Ints,
     captures: Ints,
     device: torch.device,
-    *,
     dtype: torch.dtype,
-    slots: int = 1 << 30,
 ) -> StateRows:
     """Tables of a step whose rows have many tokens.
 
@@ -210,20 +164,13 @@ def prefill_state_rows(
         row_starts: [rows + 1], from 0.
         state_slots: `StepBatch.state_slots`.
         captures: `StepBatch.state_captures`.
-        slots: number of state slots.
         dtype: of the model.
     """
-    check_state_slots(row_starts, state_slots, captures, slots)
     size = FLOAT_CHUNK if dtype == torch.float32 else CHUNK
     capture_slots = np.full(int(row_starts[-1]), -1, np.int64)
-    captured, first_capture = np.unique(captures[:, 0], return_index=True)
-    capture_slots[captured] = captures[first_capture, 1]
-    is_repeated = np.ones(len(captures), bool)
-    is_repeated[first_capture] = False
-    repeated = captures[is_repeated]
-    copies = np.stack((capture_slots[repeated[:, 0]], repeated[:, 1]), 1)
+    capture_slots[captures[:, 0]] = captures[:, 1]
 
-    ends = np.unique(np.concatenate((row_starts[1:], captured + 1)))
+    ends = np.unique(np.concatenate((row_starts[1:], captures[:, 0] + 1)))
     ends = ends[ends > 0]
     lengths = np.diff(ends, prepend=0)
     counts = -(-lengths // size)
@@ -236,16 +183,15 @@ def prefill_state_rows(
 
     arrays = (
         row_starts, state_slots[:, 0], state_slots[:, 1], capture_slots,
-        np.stack(table, 1).reshape(-1), np.searchsorted(first, row_starts), copies.reshape(-1),
+        np.stack(table, 1).reshape(-1), np.searchsorted(first, row_starts),
     )  # fmt: skip
     buffer = to_device(np.concatenate(arrays).astype(np.int32), device)  # one copy for all
-    starts, reads, writes, per_token, chunks, chunk_starts, pairs = buffer.split(
+    starts, reads, writes, per_token, chunks, chunk_starts = buffer.split(
         [len(array) for array in arrays]
     )
     return StateRows(
-        starts, reads, writes, per_token, StateChunks(chunks.view(-1, 5), chunk_starts, size),
-        pairs.view(-1, 2) if len(copies) else None,
-    )  # fmt: skip
+        starts, reads, writes, per_token, StateChunks(chunks.view(-1, 5), chunk_starts, size)
+    )
 
 
 # -- Launches
@@ -277,23 +223,19 @@ def recur(
             token and head (conv: of one head); runs token by token.
         scratch: None: allocate.
     """
-    if len(projected) and len(rows):
-        if layer.kind == "conv":
-            # No sums over channels: chunks have the bits of single tokens.
-            _run_short_conv(projected, out, layer, rows, rows.chunks, pdl, stats)
+    if not len(projected) or not len(rows):
+        return
+    if layer.kind == "conv":
+        # No sums over channels: chunks have the bits of single tokens.
+        _run_short_conv(projected, out, layer, rows, rows.chunks, pdl, stats)
+    else:
+        mixed = _mixed_buffer(len(projected), layer, scratch)
+        if rows.chunks is None or exact or stats is not None:
+            _recur_tokens(projected, mixed, layer, rows, pdl, stats)
+            _finish(projected, mixed, out, layer, rows, None, pdl)
         else:
-            mixed = _mixed_buffer(len(projected), layer, scratch)
-            if rows.chunks is None or exact or stats is not None:
-                _recur_tokens(projected, mixed, layer, rows, pdl, stats)
-                _finish(projected, mixed, out, layer, rows, None, pdl)
-            else:
-                _scan_chunks(projected, mixed, layer, rows, rows.chunks)
-                _finish(projected, mixed, out, layer, rows, rows.chunks, False)
-    if rows.copies is not None:
-        states = layer.states
-        kernels.copy_states[(len(rows.copies), -(-states.shape[1] // _COPY_BLOCK))](
-            states, rows.copies, FLOATS=int(states.shape[1]), BLOCK=_COPY_BLOCK, num_warps=8
-        )
+            _scan_chunks(projected, mixed, layer, rows, rows.chunks)
+            _finish(projected, mixed, out, layer, rows, rows.chunks, False)
 
 
 def _recur_tokens(

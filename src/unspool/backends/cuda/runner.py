@@ -753,7 +753,7 @@ class PrefillRunner:
             captures = batch.state_captures[is_mine]
             captures = np.stack((token_index.searchsorted(captures[:, 0]), captures[:, 1]), 1)
             states = prefill_state_rows(
-                starts, batch.state_slots[batch_rows], captures, device, dtype=dtype
+                starts, batch.state_slots[batch_rows], captures, device, dtype
             )
         logits_rows = to_device(logits_index, device)
         return PrefillBatch(tokens, on_device[1], rows, tiles, states, logits_rows, adapters)

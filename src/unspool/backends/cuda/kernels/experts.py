@@ -190,12 +190,6 @@ def load_tile(
 
 
 @triton.jit
-def is_integer(x, BITS: tl.constexpr, KIND: tl.constexpr):
-    """Whether the vector is quantized, for products of integers."""
-    return BITS != 0 and KIND != 4 and x.dtype.element_ty.primitive_bitwidth == 16
-
-
-@triton.jit
 def load_vector(
     x, units, gate, SIZE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
     OFFSET: tl.constexpr, NATIVE: tl.constexpr,
@@ -206,7 +200,7 @@ def load_vector(
         loaded = (vector, vector, vector, vector, vector)
     else:
         slots = ()
-        INTEGER: tl.constexpr = is_integer(x, BITS, KIND)
+        INTEGER: tl.constexpr = KIND != 4 and x.dtype.element_ty.primitive_bitwidth == 16
         for slot in tl.static_range(0, 32 // BITS):
             part = load_slot(x, units, slot, BITS, SIZE)
             if not INTEGER:
@@ -240,7 +234,7 @@ def multiply(
 @triton.jit
 def gather_up(
     x, quants, records, factors, bias, expert_ids, inner, N,
-    D: tl.constexpr, K: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, MORE: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, TAIL: tl.constexpr,
     BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, SHARE: tl.constexpr,
     BN: tl.constexpr, GLU: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
     BIAS: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr,
@@ -248,7 +242,7 @@ def gather_up(
     """inner [pairs, N] = activation(gate · x) * (up · x) of each pair's expert; without GLU
     activation(up · x).
 
-    The U units of a row are divided into powers of two: UP and, unless that is 0, up to MORE.
+    The U units of a row are divided into powers of two: UP, and TAIL for the others (0: none).
     """
     pair = tl.program_id(1).to(tl.int64)
     start, stride, height = tl.program_id(0), tl.num_programs(0), N * (1 + GLU)
@@ -262,18 +256,18 @@ def gather_up(
     tile, record, factor = load_tile(
         quants, records, factors, first, rows, units, inside, U, BITS, KIND, SHARE
     )
-    if MORE > 0:
-        more = UP + tl.arange(0, MORE)
-        more_first = tl.zeros_like(more).to(tl.int64) + expert * height
-        inside = (rows < height)[:, None] & (more < U)[None, :]
-        more_tile, more_record, more_factor = load_tile(
-            quants, records, factors, more_first, rows, more, inside, U, BITS, KIND, SHARE
+    if TAIL > 0:
+        tail = UP + tl.arange(0, TAIL)
+        tail_first = tl.zeros_like(tail).to(tl.int64) + expert * height
+        inside = (rows < height)[:, None] & (tail < U)[None, :]
+        tail_tile, tail_record, tail_factor = load_tile(
+            quants, records, factors, tail_first, rows, tail, inside, U, BITS, KIND, SHARE
         )
-    INTEGER: tl.constexpr = is_integer(x, BITS, KIND)
+    INTEGER: tl.constexpr = KIND != 4 and x.dtype.element_ty.primitive_bitwidth == 16
     vector = load_vector(x, units, tl.full((UP,), 1.0, tl.float32), D, BITS, KIND, OFFSET, NATIVE)
-    if MORE > 0:
-        more_vector = load_vector(
-            x, more, tl.full((MORE,), 1.0, tl.float32), D, BITS, KIND, OFFSET, NATIVE
+    if TAIL > 0:
+        tail_vector = load_vector(
+            x, tail, tl.full((TAIL,), 1.0, tl.float32), D, BITS, KIND, OFFSET, NATIVE
         )
     zero = tl.minimum(N, 0)
     for block in range(start, tl.cdiv(N, BN), stride):
@@ -286,16 +280,16 @@ def gather_up(
             tile, record, factor, units, vector, zero, INTEGER, BITS, KIND, OFFSET, SHARE, NATIVE
         )
         tile, record, factor = next_tile, next_record, next_factor
-        if MORE > 0:
-            inside = (rows < height)[:, None] & (more < U)[None, :]
+        if TAIL > 0:
+            inside = (rows < height)[:, None] & (tail < U)[None, :]
             next_tile, next_record, next_factor = load_tile(
-                quants, records, factors, more_first, rows, more, inside, U, BITS, KIND, SHARE
+                quants, records, factors, tail_first, rows, tail, inside, U, BITS, KIND, SHARE
             )
             y += multiply(
-                more_tile, more_record, more_factor, more, more_vector, zero, INTEGER, BITS, KIND,
+                tail_tile, tail_record, tail_factor, tail, tail_vector, zero, INTEGER, BITS, KIND,
                 OFFSET, SHARE, NATIVE,
             )  # fmt: skip
-            more_tile, more_record, more_factor = next_tile, next_record, next_factor
+            tail_tile, tail_record, tail_factor = next_tile, next_record, next_factor
         z = y
         if GLU:
             y, z = tl.split(tl.reshape(y, [BN, 2]))
@@ -318,21 +312,21 @@ def load_gates(expert_ids, gates, units, U: tl.constexpr, K: tl.constexpr):
 def gather_down(
     inner, quants, records, factors, bias, expert_ids, gates, out, N,
     F: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, U: tl.constexpr, UP: tl.constexpr,
-    MORE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr,
+    TAIL: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr,
     SHARE: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
     """out [tokens, N] = sum over a token's K experts of gate * (down · inner).
 
     The K vectors of a token are one vector of K * U units. A unit's expert selects the matrix that
-    it is multiplied with, and its gate is part of the vector. UP and MORE: see `gather_up`.
+    it is multiplied with, and its gate is part of the vector. UP and TAIL: see `gather_up`.
     """
     token = tl.program_id(1).to(tl.int64)
     start, stride = tl.program_id(0), tl.num_programs(0)
     wait(PDL)
     expert_ids, gates = expert_ids + token * K, gates + token * K
     inner, out = inner + token * (K * F), out + token * N
-    INTEGER: tl.constexpr = is_integer(inner, BITS, KIND)
+    INTEGER: tl.constexpr = KIND != 4 and inner.dtype.element_ty.primitive_bitwidth == 16
     units = tl.arange(0, UP)
     expert, gate = load_gates(expert_ids, gates, units, U, K)
     first, at = expert * N, units % U
@@ -341,17 +335,17 @@ def gather_down(
     tile, record, factor = load_tile(
         quants, records, factors, first, rows, at, inside, U, BITS, KIND, SHARE
     )
-    if MORE > 0:
-        more = UP + tl.arange(0, MORE)
-        expert, more_gate = load_gates(expert_ids, gates, more, U, K)
-        more_first, more_at = expert * N, more % U
-        inside = (rows < N)[:, None] & (more < K * U)[None, :]
-        more_tile, more_record, more_factor = load_tile(
-            quants, records, factors, more_first, rows, more_at, inside, U, BITS, KIND, SHARE
+    if TAIL > 0:
+        tail = UP + tl.arange(0, TAIL)
+        expert, tail_gate = load_gates(expert_ids, gates, tail, U, K)
+        tail_first, tail_at = expert * N, tail % U
+        inside = (rows < N)[:, None] & (tail < K * U)[None, :]
+        tail_tile, tail_record, tail_factor = load_tile(
+            quants, records, factors, tail_first, rows, tail_at, inside, U, BITS, KIND, SHARE
         )
     vector = load_vector(inner, units, gate, K * F, BITS, KIND, OFFSET, NATIVE)
-    if MORE > 0:
-        more_vector = load_vector(inner, more, more_gate, K * F, BITS, KIND, OFFSET, NATIVE)
+    if TAIL > 0:
+        tail_vector = load_vector(inner, tail, tail_gate, K * F, BITS, KIND, OFFSET, NATIVE)
     if BIAS:
         ranks = tl.arange(0, KP)
         bias_first = tl.load(expert_ids + ranks, mask=ranks < K, other=0).to(tl.int64) * N
@@ -367,17 +361,17 @@ def gather_down(
             tile, record, factor, at, vector, zero, INTEGER, BITS, KIND, OFFSET, SHARE, NATIVE
         )
         tile, record, factor = next_tile, next_record, next_factor
-        if MORE > 0:
-            inside = (next_rows < N)[:, None] & (more < K * U)[None, :]
+        if TAIL > 0:
+            inside = (next_rows < N)[:, None] & (tail < K * U)[None, :]
             next_tile, next_record, next_factor = load_tile(
-                quants, records, factors, more_first, next_rows, more_at, inside, U, BITS, KIND,
+                quants, records, factors, tail_first, next_rows, tail_at, inside, U, BITS, KIND,
                 SHARE,
             )  # fmt: skip
             y += multiply(
-                more_tile, more_record, more_factor, more_at, more_vector, zero, INTEGER, BITS,
+                tail_tile, tail_record, tail_factor, tail_at, tail_vector, zero, INTEGER, BITS,
                 KIND, OFFSET, SHARE, NATIVE,
             )  # fmt: skip
-            more_tile, more_record, more_factor = next_tile, next_record, next_factor
+            tail_tile, tail_record, tail_factor = next_tile, next_record, next_factor
         if BIAS:
             bias_at = bias_first[None, :] + rows[:, None]
             mask = (rows < N)[:, None] & (ranks < K)[None, :]

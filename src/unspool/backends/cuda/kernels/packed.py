@@ -347,12 +347,13 @@ def quantize_vector(slots, BITS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.co
         bits = bits + (shifted.to(tl.int32, bitcast=True),)  # noqa: RUF005
     upper, lower = (), ()
     EVERY: tl.constexpr = SLOTS // 4
-    STEP: tl.constexpr = 1 if KIND >= 5 else EVERY  # e2m1: the first four slots, then the others
+    # e2m1: the first four slots, then the others.
+    STEP: tl.constexpr = 1 if KIND >= 5 else EVERY
+    STRIDE: tl.constexpr = 4 if KIND >= 5 else 1
     sums, half_sums = tl.zeros((slots[0].shape[0],), tl.int32), ()
     for group in tl.static_range(0, EVERY):
-        first: tl.constexpr = 4 * group if KIND >= 5 else group
-        a, b = bits[first], bits[first + STEP]
-        c, d = bits[first + 2 * STEP], bits[first + 3 * STEP]
+        a, b = bits[STRIDE * group], bits[STRIDE * group + STEP]
+        c, d = bits[STRIDE * group + 2 * STEP], bits[STRIDE * group + 3 * STEP]
         high = pack_bytes(a, b, c, d, True, NATIVE)
         low = pack_bytes(a, b, c, d, False, NATIVE) ^ -0x7F7F7F80  # flip the top bit of each byte
         upper = upper + (high,)  # noqa: RUF005
@@ -367,21 +368,39 @@ def quantize_vector(slots, BITS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.co
 
 
 @triton.jit
-def e2m1_bytes(words, NATIVE: tl.constexpr):
+def hidden_zero(numbers, NATIVE: tl.constexpr):
+    """Zeros [units] that the compiler takes for results of `numbers` (it never has this NaN).
+
+    Constants with such a zero added stay in registers instead of being copied there before each
+    instruction.
+    """
+    if NATIVE:
+        zero = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.eq.u32 p, $1, 0x7FC12345; selp.b32 $0, 1, 0, p; }", "=r,r",
+            [numbers], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        zero = tl.zeros((numbers.shape[0],), tl.int32)
+    return zero
+
+
+@triton.jit
+def e2m1_bytes(words, zero, NATIVE: tl.constexpr):
     """The lower and upper four 4-bit floats of words as bytes: doubled values plus 12.
 
     A selector of prmt whose top bit is set returns the sign of the table's byte, 0 here. So one
     table has the positive values, one the negative ones, and the results are joined by or.
+    `zero` [units]: see `hidden_zero`.
     """
     if NATIVE:
+        zeros = zero[None, :, None]
         lower, upper = tl.inline_asm_elementwise(
-            """{ .reg .b32 n, h, g, p, q, a, b, c, d;
-                mov.b32 a, 0x0F0E0D0C; mov.b32 b, 0x18141210;
-                mov.b32 c, 0x090A0B0C; mov.b32 d, 0x00040608;
+            """{ .reg .b32 n, h, g, p, q;
                 xor.b32 n, $2, 0x88888888; shr.u32 h, $2, 16; shr.u32 g, n, 16;
-                prmt.b32 p, a, b, $2; prmt.b32 q, c, d, n; or.b32 $0, p, q;
-                prmt.b32 p, a, b, h; prmt.b32 q, c, d, g; or.b32 $1, p, q; }""",
-            "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+                prmt.b32 p, $3, 0x18141210, $2; prmt.b32 q, $4, 0x00040608, n; or.b32 $0, p, q;
+                prmt.b32 p, $3, 0x18141210, h; prmt.b32 q, $4, 0x00040608, g; or.b32 $1, p, q; }""",
+            "=r,=r,r,r,r", [words, zeros + 0x0F0E0D0C, zeros + 0x090A0B0C],
+            dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
     else:
         lower, upper = tl.zeros_like(words), tl.zeros_like(words)
@@ -407,12 +426,14 @@ def half_product(weights, upper, lower, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def int_product(tile, upper, lower, BITS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr):
+def int_product(
+    tile, upper, lower, step, BITS: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr
+):
     """Integer dot product of each unit, [rows, units]."""
     zeros = tl.zeros_like(tile)
     if BITS == 4:
         if KIND >= 5:
-            even, odd = e2m1_bytes(tile, NATIVE)
+            even, odd = e2m1_bytes(tile, hidden_zero(step, NATIVE), NATIVE)
         else:
             even, odd = tile & 0x0F0F0F0F, (tile >> 4) & 0x0F0F0F0F
         high = dot_bytes(odd, upper[1][None, :, :], zeros, NATIVE)
@@ -460,7 +481,7 @@ def product(
     SHIFT: tl.constexpr = 12 if KIND >= 5 else OFFSET
     if KIND == 6:
         if INTEGER:
-            front, back = e2m1_bytes(tile, NATIVE)
+            front, back = e2m1_bytes(tile, hidden_zero(step, NATIVE), NATIVE)
             first = half_product(front, upper[0], lower[0], NATIVE) - (SHIFT * sums[0])[None, :]
             second = half_product(back, upper[1], lower[1], NATIVE) - (SHIFT * sums[1])[None, :]
             total = scale * first.to(tl.float32) + minimum * second.to(tl.float32)
@@ -470,7 +491,8 @@ def product(
             total += minimum * float_product(tile, slots, zero, 4, 8, BITS, KIND)
             total *= factor
     elif INTEGER:
-        products = int_product(tile, upper, lower, BITS, KIND, NATIVE) - (SHIFT * sums)[None, :]
+        products = int_product(tile, upper, lower, step, BITS, KIND, NATIVE)
+        products -= (SHIFT * sums)[None, :]
         total = scale * step[None, :] * products.to(tl.float32)
     else:
         products = float_product(tile, slots, zero, 0, 32 // BITS, BITS, KIND)

@@ -26,7 +26,7 @@ SOLVE_BLOCK = tl.constexpr(16)  # rows that `inverse_of` solves one by one
 WRITE, READ_KEY, READ_QUERY, WRITE_KEY = (tl.constexpr(n) for n in range(4))
 
 # Tables of a step are slices of one buffer: no kernel is compiled for their alignment.
-TABLES = ["starts", "reads", "writes", "captures", "chunks", "chunk_starts", "copies"]
+TABLES = ["starts", "reads", "writes", "captures", "chunks", "chunk_starts"]
 
 # -- Functions of the kernels
 
@@ -407,15 +407,6 @@ def short_conv_stats(
         tl.store(row_stats, tl.sqrt(tl.sum(gate_squares, 0) / C))
         tl.store(row_stats + STATS_HEADS, 0.0)
         tl.store(row_stats + 2 * STATS_HEADS, tl.sqrt(tl.sum(input_squares, 0)))
-
-
-@triton.jit(do_not_specialize_on_alignment=TABLES)
-def copy_states(states, copies, FLOATS: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy state slots; `copies` [n, 2]: source, target."""
-    copy, cols = copies + tl.program_id(0) * 2, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source, target = tl.load(copy).to(tl.int64), tl.load(copy + 1).to(tl.int64)
-    values = tl.load(states + source * FLOATS + cols, mask=cols < FLOATS)
-    tl.store(states + target * FLOATS + cols, values, mask=cols < FLOATS)
 
 
 # -- Prompts, in chunks of tokens
