@@ -150,6 +150,7 @@ def gemm(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
 # compared with our kernel once for each shape and number of rows, and used where they agree.
 
 _ORDERED_COLUMNS = 128  # per tl.dot
+_MIN_CUBLAS_ROWS = 16  # up to this many rows our kernel is as fast
 _in_order: dict[Hashable, bool] = {}  # by shape: whether cuBLAS sums in our order
 
 
@@ -157,14 +158,22 @@ def exact_gemm(
     weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, *, pdl: bool = False
 ) -> None:
     """out [M, rows] = x [M, columns] · Wᵀ + bias."""
-    if weight.is_cuda and weight.dtype != torch.float32 and len(x) > 16:
-        key = (len(x), weight.shape, bias is None, weight.dtype, weight.device)
-        if key not in _in_order:
-            _in_order[key] = _cublas_keeps_order(weight, bias, len(x))
-        if _in_order[key]:
-            gemm(weight, bias, x, out)
-            return
-    _ordered_gemm(weight, bias, x, out, pdl)
+    first = 0
+    for count in _exact_blocks(len(x)) if weight.is_cuda else [len(x)]:
+        rows = slice(first, first + count)
+        first += count
+        if _cublas_keeps_order(weight, bias, count):
+            gemm(weight, bias, x[rows], out[rows])
+        else:
+            _ordered_gemm(weight, bias, x[rows], out[rows], pdl)
+
+
+def _exact_blocks(count: int) -> list[int]:
+    """Blocks of rows with few different sizes, since cuBLAS is checked for each."""
+    if count <= _MIN_CUBLAS_ROWS or (count <= 512 and count % 32 == 0):
+        return [count]
+    block = 1 << (count.bit_length() - 1)
+    return [block] + (_exact_blocks(count - block) if count > block else [])
 
 
 def _ordered_gemm(
@@ -194,14 +203,19 @@ def _ordered_tile(count: int, rows: int) -> tuple[int, int, int, int]:
 
 
 def _cublas_keeps_order(weight: Tensor, bias: Tensor | None, count: int) -> bool:
-    """Whether cuBLAS sums in our order: compares the bits of products with random rows."""
-    rows, columns = weight.shape
-    random = torch.Generator(weight.device).manual_seed(0)
-    x = torch.randn(count, columns, generator=random, device=weight.device, dtype=weight.dtype)
-    ours, theirs = (x.new_empty(count, rows) for _ in range(2))
-    _ordered_gemm(weight, bias, x, ours)
-    gemm(weight, bias, x, theirs)
-    return torch.equal(ours, theirs)
+    """Whether cuBLAS sums in our order: compares the bits of products with random rows, once."""
+    if count <= _MIN_CUBLAS_ROWS or not weight.is_cuda or weight.dtype == torch.float32:
+        return False
+    key = (count, weight.shape, bias is None, weight.dtype, weight.device)
+    if key not in _in_order:
+        rows, columns = weight.shape
+        random = torch.Generator(weight.device).manual_seed(0)
+        x = torch.randn(count, columns, generator=random, device=weight.device, dtype=weight.dtype)
+        ours, theirs = (x.new_empty(count, rows) for _ in range(2))
+        _ordered_gemm(weight, bias, x, ours)
+        gemm(weight, bias, x, theirs)
+        _in_order[key] = torch.equal(ours, theirs)
+    return _in_order[key]
 
 
 # -- Quantized weights of a file, repacked without loss into the layout of the kernels

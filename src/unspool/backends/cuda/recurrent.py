@@ -19,8 +19,10 @@ from unspool.backends.cuda.step_io import to_device
 from unspool.backends.step import Ints
 from unspool.model.config import ModelConfig, Recurrence
 
-# Token by token: value columns and warps of a program. Exact results depend on both.
-VALUE_BLOCK, WARPS = 32, 4
+# Token by token: value columns and warps of a program, by the largest number of sequences; the
+# fastest measured. Exact results depend on both.
+TOKEN_TILES = {4: (16, 1), 63: (32, 1), 1 << 30: (64, 2)}
+EXACT_TILE = (32, 4)
 NORM_COLUMNS, NORM_WARPS = 1024, 4  # gated norm: columns of a program, at least one group
 CONV_CHANNELS, CONV_WARPS = 512, 4  # channels of a program that stores past inputs
 
@@ -231,7 +233,7 @@ def recur(
     else:
         mixed = _mixed_buffer(len(projected), layer, scratch)
         if rows.chunks is None or exact or stats is not None:
-            _recur_tokens(projected, mixed, layer, rows, pdl, stats)
+            _recur_tokens(projected, mixed, layer, rows, pdl, exact, stats)
             _finish(projected, mixed, out, layer, rows, None, pdl)
         else:
             _scan_chunks(projected, mixed, layer, rows, rows.chunks)
@@ -244,10 +246,13 @@ def _recur_tokens(
     layer: RecurrentLayer,
     rows: StateRows,
     pdl: bool,
+    exact: bool,
     stats: Tensor | None,
 ) -> None:
     shape = layer.recurrence
-    value_block = min(VALUE_BLOCK, _power_of_two(shape.value_width, 16))
+    tile = next(tile for largest, tile in TOKEN_TILES.items() if len(rows) <= largest)
+    value_block, warps = EXACT_TILE if exact else tile
+    value_block = min(value_block, _power_of_two(shape.value_width, 16))
     blocks = -(-shape.value_width // value_block)
     norms = projected
     if stats is not None:
@@ -258,7 +263,7 @@ def _recur_tokens(
         rows.captures, projected if stats is None else stats, norms,
         0 if stats is None else stats.shape[2], **layer.conv_constants, **layer.head_constants,
         V_AT=layer.value_column, BIAS=layer.conv_bias is not None, BV=value_block,
-        STATS=stats is not None, PDL=pdl, num_warps=WARPS, **_launch_options(pdl),
+        STATS=stats is not None, PDL=pdl, num_warps=warps, **_launch_options(pdl),
     )  # fmt: skip
     if stats is not None:
         stats[:, 2, : shape.value_heads] = norms.sum(-1).sqrt()

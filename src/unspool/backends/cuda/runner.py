@@ -140,14 +140,19 @@ class LayerOps(Protocol):
     def multiply(self, matrix: WeightMatrix, x: Tensor, out: Tensor) -> None:
         """out = W · x."""
 
-    def add_product(self, matrix: WeightMatrix, x: Tensor, post: NormWeights | None) -> None:
-        """Add post_norm(W · x) to the residual stream."""
+    def add_product(
+        self, matrix: WeightMatrix, x: Tensor, post: NormWeights | None, scale: float = 1.0
+    ) -> None:
+        """Add post_norm(W · x) to the residual stream, then multiply it by `scale`."""
 
-    def add(self, delta: Tensor, post: NormWeights | None, second: Tensor | None = None) -> None:
-        """Add post_norm(delta) + second to the residual stream."""
-
-    def finish_layer(self, scale: float) -> None:
-        """Multiply the residual stream by the layer's scale."""
+    def add(
+        self,
+        delta: Tensor,
+        post: NormWeights | None,
+        second: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        """Add post_norm(delta) + second to the residual stream, then multiply it by `scale`."""
 
     def residual(self) -> Tensor:
         """The residual stream with all additions."""
@@ -190,27 +195,30 @@ class BatchedOps:
         if self.adapt is not None:
             self.adapt(matrix, x, out)
 
-    def add_product(self, matrix: WeightMatrix, x: Tensor, post: NormWeights | None) -> None:
+    def add_product(
+        self, matrix: WeightMatrix, x: Tensor, post: NormWeights | None, scale: float = 1.0
+    ) -> None:
         # Two delayed additions of a parallel layer need two buffers.
         out = self.buffers.view("shared" if self._added else "attention", matrix.rows)
         self.multiply(matrix, x, out)
-        self.add(out, post)
+        self.add(out, post, scale=scale)
 
-    def add(self, delta: Tensor, post: NormWeights | None, second: Tensor | None = None) -> None:
-        config = self._runner.weights.config
+    def add(
+        self,
+        delta: Tensor,
+        post: NormWeights | None,
+        second: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> None:
         if self._added and (post is not None or second is not None):
             self._flush(None, self.buffers.h)
-        if config.norm_sums:
+        if self._runner.weights.config.norm_sums:
             self._added = [delta]
             self._flush(post, self.buffers.h)
             return
         self._added += [delta] if second is None else [delta, second]
         self._post = self._post if post is None else post
-
-    def finish_layer(self, scale: float) -> None:
-        if scale != 1:
-            self._scale = scale
-            self._flush(None, self.buffers.h)
+        self._scale = scale
 
     def residual(self) -> Tensor:
         if self._added:
@@ -252,26 +260,30 @@ class FusedOps:
     def multiply(self, matrix: WeightMatrix, x: Tensor, out: Tensor) -> None:
         matrix.gemv(x, out, self._runner.epilogue())
 
-    def add_product(self, matrix: WeightMatrix, x: Tensor, post: NormWeights | None) -> None:
-        if post is None:
-            scale = self._runner.weights.config.residual_scale
-            epilogue = self._runner.epilogue(residual=self.buffers.h, scale=scale)
+    def add_product(
+        self, matrix: WeightMatrix, x: Tensor, post: NormWeights | None, scale: float = 1.0
+    ) -> None:
+        if post is None and scale == 1:
+            added_scale = self._runner.weights.config.residual_scale
+            epilogue = self._runner.epilogue(residual=self.buffers.h, scale=added_scale)
             matrix.gemv(x, self.buffers.h, epilogue)
             return
         out = self.buffers.view("attention", matrix.rows)
         self.multiply(matrix, x, out)
-        self.add(out, post)
+        self.add(out, post, scale=scale)
 
-    def add(self, delta: Tensor, post: NormWeights | None, second: Tensor | None = None) -> None:
+    def add(
+        self,
+        delta: Tensor,
+        post: NormWeights | None,
+        second: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> None:
         h, added = self.buffers.h, [delta] if second is None else [delta, second]
         if self._runner.weights.config.norm_sums:
             self._runner.add_norm(h, *added, norm=post, out=h)
         else:
-            self._runner.add_norm(h, *added, post=post, out=h)
-
-    def finish_layer(self, scale: float) -> None:
-        if scale != 1:
-            self._runner.add_norm(self.buffers.h, out=self.buffers.h, scale=scale)
+            self._runner.add_norm(h, *added, post=post, out=h, scale=scale)
 
     def residual(self) -> Tensor:
         return self.buffers.h
@@ -382,13 +394,13 @@ class ModelRunner:
                 observer.on_attended(number, ops.residual())
             if layer.feed is not None and fed is None:
                 fed = self._feed(ops, layer.feed, layer.feed_norm, scratch)
+            scale = 1.0 if layer.token_input is not None else layer.scale  # with the last addition
             if fed is not None and fed.down is not None:
-                ops.add_product(fed.down, fed.x, layer.feed_post_norm)
+                ops.add_product(fed.down, fed.x, layer.feed_post_norm, scale)
             elif fed is not None:
-                ops.add(fed.x, layer.feed_post_norm, fed.shared)
+                ops.add(fed.x, layer.feed_post_norm, fed.shared, scale)
             if layer.token_input is not None:
-                self._add_token_input(ops, number, layer.token_input)
-            ops.finish_layer(layer.scale)
+                self._add_token_input(ops, number, layer.token_input, layer.scale)
         if observer:
             observer.on_residual(len(self.weights.layers), ops.residual())
 
@@ -497,7 +509,9 @@ class ModelRunner:
         self.add_norm(out, expert_out, post=norms.experts_post, out=out, added_scale=1.0)
         return FeedOutput(out)
 
-    def _add_token_input(self, ops: LayerOps, number: int, weights: TokenInputWeights) -> None:
+    def _add_token_input(
+        self, ops: LayerOps, number: int, weights: TokenInputWeights, scale: float
+    ) -> None:
         """Add the per-layer embedding of each token."""
         config, a = self.weights.config, ops.buffers
         width = config.token_width
@@ -506,7 +520,7 @@ class ModelRunner:
         tokens = a.view("token_inputs", config.layers * width)
         tokens = tokens[:, number * width : (number + 1) * width]
         self._multiply_gate(tokens, gate, inner, config.activation)
-        ops.add_product(weights.out, inner, weights.norm)
+        ops.add_product(weights.out, inner, weights.norm, scale)
 
     # -- single launches -----------------------------------------------------------------------
 
@@ -686,18 +700,12 @@ def supports_pdl(device: torch.device) -> bool:
 class PrefillBatch:
     """Prefill tokens of a step, on the device."""
 
-    tokens: Tensor  # padded, see `_EXACT_STEP`
-    positions: Tensor  # padded
+    tokens: Tensor
     rows: attention.DecodeRows
     tiles: dict[tuple[int, int], Tensor]  # work lists of the attention kernel, by `prefill_shape`
     states: StateRows | None
     logits_index: Tensor  # tokens whose logits are returned
-    adapters: Ints | None  # adapter slot of each token, padded
-
-
-# An exact step compares cuBLAS with our kernel for every number of rows (`exact_gemm`): the number
-# of prefill tokens is padded to a multiple of this.
-_EXACT_STEP = 64
+    adapters: Ints | None  # adapter slot of each token
 
 
 class PrefillRunner:
@@ -726,17 +734,14 @@ class PrefillRunner:
         """
         runner = self._runner
         device, inputs, dtype = runner.weights.device, runner.inputs, runner.weights.dtype
-        counts, count = np.diff(batch.row_starts)[batch_rows], len(token_index)
-        padding = -count % _EXACT_STEP if runner.exact else 0
-        indices = np.zeros((3, count + padding), np.int32)
+        counts = np.diff(batch.row_starts)[batch_rows]
+        count = len(token_index)
+        # Aligned rows, whatever their length: Triton compiles kernels anew for unaligned tensors.
+        indices = np.zeros((3, -(-count // 4) * 4), np.int32)
         indices[0, :count] = np.repeat(batch.slots[batch_rows], counts) + 1
         indices[1, :count] = batch.positions[token_index]
         indices[2, :count] = batch.visible_end[token_index]
-        on_device = to_device(indices, device)
-        rows = attention.DecodeRows(inputs.table, *on_device[:, :count])
-        if padding:
-            tokens = torch.nn.functional.pad(tokens, (0, padding))
-            adapters = None if adapters is None else np.pad(adapters, (0, padding))
+        rows = attention.DecodeRows(inputs.table, *to_device(indices, device)[:, :count])
         starts = np.concatenate(([0], np.cumsum(counts)))
         table_rows, ends = batch.slots[batch_rows] + 1, batch.visible_end[token_index]
         shapes = {
@@ -756,14 +761,14 @@ class PrefillRunner:
                 starts, batch.state_slots[batch_rows], captures, device, dtype
             )
         logits_rows = to_device(logits_index, device)
-        return PrefillBatch(tokens, on_device[1], rows, tiles, states, logits_rows, adapters)
+        return PrefillBatch(tokens, rows, tiles, states, logits_rows, adapters)
 
     def run(self, prefill: PrefillBatch, observer: LayerObserver | None = None) -> Tensor:
         """Run the model; return logits [requested, vocabulary]."""
         runner = self._runner
         weights, inputs, pages = runner.weights, runner.inputs, runner.pages
         a = ActivationBuffers(weights, len(prefill.tokens))
-        runner.embed(prefill.tokens, prefill.positions, a, inputs.no_updates)
+        runner.embed(prefill.tokens, prefill.rows.positions, a, inputs.no_updates)
 
         def attend(layer: int, qkv: Tensor, out: Tensor) -> None:
             shape = runner.attention_layers[layer]

@@ -132,7 +132,7 @@ def gemv_kernel(
         rows = next_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def ordered_gemm_kernel(
     x, w, bias, out, M, N, OUT_STRIDE,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,

@@ -201,7 +201,7 @@ def dequantize_rows_kernel(
     tl.store(out + out_rows.to(tl.int64)[:, None] * (U * SIZE) + cols[None, :], values, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def packed_gemm(
     x, quants, records, factors, bias, out, M, N, WIDE,
     K: tl.constexpr, U: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
