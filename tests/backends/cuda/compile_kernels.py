@@ -12,6 +12,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from helpers.packed_support import random_blocks
 from helpers.paged_texts import RandomCheckpoint
 from helpers.paged_texts import config as shape
 from helpers.recurrent_support import make_step
+from unspool.backends.cuda import experts
 from unspool.backends.cuda.adapters import CudaAdapters
 from unspool.backends.cuda.attention import (
     chunk_tiles,
@@ -132,6 +134,13 @@ def routed(dtype: torch.dtype, tokens: int, kind: str = "", **settings: Any) -> 
     run_experts(x, arguments, weights.config, x, scratch, pdl=True)
 
 
+def use_gpu_tiles() -> None:
+    """Tiles of a large GPU: those of the interpreter take minutes to compile."""
+    tiling, gpu = experts.gather_tiling, SimpleNamespace(type="cuda")
+    experts.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
+    experts.gather_tiling = lambda *sizes: tiling(*sizes[:-1], gpu)  # type: ignore[assignment]
+
+
 def packed_like(matrix: Any, kind: str) -> PackedMatrix:
     rows, columns = matrix.rows, matrix.columns
     if kind == "FP8":
@@ -181,6 +190,7 @@ def canvas_details(dtype: torch.dtype) -> None:
 
 if __name__ == "__main__":
     JITFunction.__getitem__ = compile_instead  # type: ignore[method-assign]
+    use_gpu_tiles()
     attention(torch.bfloat16, 1, heads=32, kv_heads=8, head_width=128, norm=True)
     attention(torch.float16, 300, heads=6, kv_heads=2, head_width=80, rotary=32, window=70,
               softcap=30.0, sinks=True)  # fmt: skip

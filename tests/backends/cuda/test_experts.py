@@ -33,7 +33,7 @@ from unspool.backends.cuda.weights import (
 )
 from unspool.model.config import ModelConfig
 from unspool.model.files.quantized import ConvertedTensor, build_mxfp4
-from unspool.model.files.stored import FileTensor, float8_to_float32
+from unspool.model.files.stored import FLOAT8, FileTensor, float8_to_float32
 from unspool.model.layers.parts import Experts
 from unspool.model.layers.transformer import Transformer
 
@@ -284,6 +284,10 @@ def file_tensor(kind: str, shape: tuple[int, int, int]) -> FileTensor:
         codes = rng.integers(0, 256, (experts, rows, columns // 32, 16), dtype=np.uint8)
         powers = rng.integers(110, 130, codes.shape[:3], dtype=np.uint8)
         return ConvertedTensor("MXFP4", shape, build_mxfp4, (codes, powers))
+    if kind == FLOAT8:
+        raw = np.random.default_rng(3).integers(0, 127, shape, dtype=np.uint8)
+        scales = np.random.default_rng(4).uniform(1, 2, (experts, rows, 1)).astype("f4")
+        return FileTensor(kind, raw, shape, scales)
     if kind == "F32":
         return FileTensor.from_float32(np.random.default_rng(2).normal(size=shape).astype("f4"))
     factor = np.arange(1, experts + 1, dtype=np.float32) / 7 if kind == "NVFP4" else None
@@ -297,7 +301,7 @@ def file_tensor(kind: str, shape: tuple[int, int, int]) -> FileTensor:
     [
         ("Q4_K", "Q6_K", {}),
         ("converted MXFP4", "NVFP4", {}),
-        ("NVFP4", "F32", {}),
+        ("NVFP4", FLOAT8, {}),
         ("Q8_0", "MXFP4", {"keep_packed": False}),
         ("F32", "F32", {"quantize_bits": 8}),
     ],
