@@ -105,7 +105,12 @@ def test_families_of_today_in_16_bits(name: str, tmp_path: Path, device: str):
         read_by_engine(make(checkpoint, dtype="bfloat16", device=device))
         for make in (torch_model, cuda_model)
     )
-    assert distance(actual, true) < 1.5 * distance(expected, true) + 1e-3
+    # Of most tokens: rounding may change which expert a router chooses.
+    errors = [
+        np.median([distance(*rows) for rows in zip(logits, true, strict=True)])
+        for logits in (actual, expected)
+    ]
+    assert errors[0] < 1.5 * errors[1] + 1e-3
 
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -16,7 +16,9 @@ from unspool.backends.cuda.matmul import PackedMatrix, next_power_of_two, num_mu
 from unspool.backends.cuda.weights import ExpertWeights, PlainMatrix, Weights
 from unspool.model.config import ModelConfig
 
-FEW_TOKENS = 8  # up to this many tokens, GEMVs read the rows of the selected experts
+# GEMVs read the rows of the selected experts, up to so many pairs of a token and an expert for each
+# expert of a layer: more share what a GEMM reads (measured).
+MAX_GATHERED_PAIRS, MAX_GATHERED_PACKED_PAIRS = 1, 2
 SMALL_BLOCK = 16  # rows of a block: the minimum of tensor cores
 LARGE_BLOCK = 64  # rows of a block if experts have many tokens each
 _COMBINE_COLUMNS = 1024  # columns per program
@@ -102,7 +104,10 @@ def run_experts(
     """
     routed = x if router_input is None else router_input
     columns = config.experts_per_token * config.expert_width
-    if len(x) <= FEW_TOKENS and columns <= _MAX_GATHERED and not exact:
+    is_packed = isinstance(weights.gate_up, PackedMatrix)
+    most = config.experts * (MAX_GATHERED_PACKED_PAIRS if is_packed else MAX_GATHERED_PAIRS)
+    is_few = len(x) == 1 or len(x) * config.experts_per_token <= most
+    if is_few and columns <= _MAX_GATHERED and not exact:
         _run_few(x, routed, weights, config, out, scratch, pdl)
     else:
         _run_many(x, routed, weights, config, out, scratch, pdl, exact)

@@ -31,6 +31,7 @@ from unspool.model.files.stored import block_width
 
 _WEIGHTS_PER_THREAD = 64  # held in registers: enough loads in flight
 _WARPS_PER_SM = 16
+_MAX_PADDING = 1.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,8 +94,18 @@ def gemv_tiling(
     half_width = columns * tiles * size // 2
     block_rows = 1 if half_width >= 32_768 else 4 if half_width <= 1024 and rows >= 16_384 else 2
     threads = block_rows * half_width / (32 * _WEIGHTS_PER_THREAD)
+    warps_per_sm, most_programs = _WARPS_PER_SM, 8
+    if next_power_of_two(columns) > _MAX_PADDING * columns:
+        # Registers of unused columns leave room for fewer warps.
+        if tiles > 1 or columns > 8192:
+            threads, warps_per_sm = threads / 2, warps_per_sm // 2
+        else:
+            threads *= 2
+    elif 512 < columns <= 1024 and rows < 16_384:  # small programs, many of them
+        block_rows = threads = 2 // tiles
+        warps_per_sm, most_programs = 2 * warps_per_sm // tiles, 16
     warps = max(1, min(16, 1 << round(math.log2(max(1, threads)))))
-    programs = num_multiprocessors(device) * min(8, max(1, _WARPS_PER_SM // warps))
+    programs = num_multiprocessors(device) * min(most_programs, max(1, warps_per_sm // warps))
     return [block_rows, warps, min(-(-rows // block_rows), -(-programs // vectors))]
 
 

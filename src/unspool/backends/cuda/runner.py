@@ -587,8 +587,8 @@ class ModelRunner:
             *_norm_tensors(post, h), *_norm_tensors(norm, h), out, config.norm_eps, added_scale,
             scale, D=config.width, DP=next_power_of_two(config.width),
             ADDED=(first is not None) + (second is not None), POST=norm_kind(post),
-            NORM=norm_kind(norm), SCALED=added_scale != 1 or scale != 1, PDL=self.pdl, num_warps=4,
-            launch_pdl=self.pdl,
+            NORM=norm_kind(norm), SCALED=added_scale != 1 or scale != 1, PDL=self.pdl,
+            num_warps=8 if config.width > 2048 else 4, launch_pdl=self.pdl,
         )  # fmt: skip
 
     def glu(self, gate_up: Tensor, inner: Tensor, gated: bool | None = None) -> None:
