@@ -3,10 +3,10 @@
 Writes each prompt with and without drafts, in turns, and prints the median of the paired ratios:
 for texts that copy much and for texts that do not. Checks that the texts are the same.
 
-    python bench/speculative.py head [--tokens 96] [--chats 12] [--device cuda]
+    python bench/speculative.py eagle:FOLDER [--model M] [--tokens 96] [--chats 12] [--device cuda]
 
-For a trained head: tokens per pass on hand-written chats, greedy and sampled, for chains and trees
-of every size, and the speed with the size that the drafter chooses itself.
+For a head that reads hidden states: tokens per pass on hand-written chats, greedy and sampled, for
+chains and trees of every size, and the speed with the size that the drafter chooses itself.
 """
 
 import statistics
@@ -28,7 +28,8 @@ from unspool.decoding.speculative.controller import (
     ShapeController,
 )
 from unspool.decoding.speculative.drafters import make_drafter
-from unspool.decoding.speculative.head_drafter import HeadDrafter, load_head, shipped_head
+from unspool.decoding.speculative.eagle import load_eagle
+from unspool.decoding.speculative.head_drafter import HeadDrafter
 from unspool.engine.generation import Generation
 from unspool.engine.request import Limits, Request
 from unspool.sampling import SamplingSettings
@@ -122,9 +123,8 @@ def compare_pairs(lm: Any, drafter: Any) -> None:
         print(f"{kind}: {statistics.median(all_ratios):.2f}x (from {spread(all_ratios)})")
 
 
-def measure_head(lm: Any, where: str, tokens: int, chats: int) -> None:
+def measure_head(lm: Any, head: Any, tokens: int, chats: int) -> None:
     """Tokens per pass of a head for each shape, then the speed with its own choice."""
-    head = load_head(Path(where) if where else shipped_head(lm.model), lm)
     prompts = [lm.chat_prompt(question).ids for question in CHATS[:chats]]
     shapes = [None, *(DraftShape(size) for size in (1, 2, 3, 5, 7)), *SHAPES]
     print(f"{'':16} " + " ".join(f"{shape_name(shape):>9}" for shape in shapes))
@@ -192,12 +192,14 @@ def shape_name(shape: DraftShape | None) -> str:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("word", nargs="?", default="lookup")
-    add_options(parser, ("--tokens", 96), ("--chats", len(CHATS)), ("--device", "cpu"))
+    add_options(
+        parser, ("--model", str), ("--tokens", 96), ("--chats", len(CHATS)), ("--device", "cpu")
+    )
     args = parser.parse_args()
-    lm = unspool.load(device=args.device)
+    lm = unspool.load(args.model, device=args.device)
     kind, _, where = args.word.partition(":")
-    if kind == "head":
-        measure_head(lm, where, args.tokens, args.chats)
+    if kind == "eagle":
+        measure_head(lm, load_eagle(Path(where), lm.model), args.tokens, args.chats)
     else:
         compare_pairs(lm, make_drafter(args.word, lm, unspool.load))
 

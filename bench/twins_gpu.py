@@ -4,7 +4,6 @@ write       texts that the causal model writes for its twins; cached, and resume
 block       block-diffusion twin: perplexity bound relative to causal, agreement, tokens per pass
 block-lora  the same as an adapter (rank 128), which the engine runs with the model's own cache
 fill        bidirectional twin, from block if that exists: holes, planted errors
-draft       drafting head: tokens per pass
 sudoku      both kinds of twin with equal steps: boards solved by empty cells and by order
 countdown   the same with Countdown-4
 
@@ -34,25 +33,21 @@ from twins.measures import (
     Pair,
     block_agreement,
     block_perplexities,
-    draft_passes,
     fill_holes,
     find_errors,
     held_out_batches,
-    load_head,
     solve_puzzles,
 )
-from unspool.errors import ModelFileError
 from unspool.train.export import export_folder
 from unspool.train.running.events import Event, StepLogged
 from unspool.train.running.runs import Run
 from unspool.train.twins.data import CausalModel, load_sources
-from unspool.train.twins.draft_head import open_head, save_head
 from unspool.train.twins.settings import TwinSettings
 from unspool.train.twins.twin import new_run, settings_of, train_twin
 
-MINUTES = {"block": 12.0, "block-lora": 12.0, "draft": 12.0}  # of training; others 8
+MINUTES = {"block": 12.0, "block-lora": 12.0}  # of training; others 8
 TINY: dict[str, Any] = {"steps": 3, "minutes": None, "chat": 8, "chat_tokens": 24, "batch": 4,
-                        "length": 48, "draft_tokens": 64}  # fmt: skip
+                        "length": 48}  # fmt: skip
 TINY_PUZZLE: dict[str, Any] = {"steps": 3, "minutes": None, "batch": 4, "depth": 1, "width": 16,
                                "heads": 2}  # fmt: skip
 PUZZLES = {
@@ -123,20 +118,6 @@ class Job:
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(weights, target, ignore=shutil.ignore_patterns("state"))
 
-    def store_head(self, part: str, weights: Path, causal: CausalModel) -> Path:
-        """Store a head as it is shipped: 4 bits if its rows can be cut into blocks."""
-        target = self.out / "weights" / part
-        facts = json.loads((weights / "config.json").read_text())
-        base = {"base": facts["base"], "fingerprint": facts["fingerprint"]}
-        shape, tensors = open_head(weights)
-        for kind in ("Q4_1", "F16"):
-            try:
-                save_head(tensors, shape, causal.checkpoint.config, target, **base, type=kind)
-                break
-            except ModelFileError:
-                continue
-        return target
-
     def held_out(
         self, settings: TwinSettings, causal: CausalModel, length: int, rows: int
     ) -> dict[str, Any]:
@@ -198,18 +179,6 @@ def fill(job: Job) -> dict[str, Any]:
     return results
 
 
-def draft(job: Job) -> dict[str, Any]:
-    changes = {"chat_share": 1.0, "data": (), "shares": (), "start": job.args.head}
-    settings = job.settings("draft", "draft", **changes)
-    run, weights = job.train("draft", settings)
-    causal = CausalModel.open(job.model)
-    clean = causal.frozen(job.device)
-    head = load_head(clean, job.store_head("draft", weights, causal), job.device)
-    held_out = job.held_out(settings, causal, 384, 32)
-    results = {name: draft_passes(clean, head, batches) for name, batches in held_out.items()}
-    return {"steps": run.steps, **results}
-
-
 def puzzle(job: Job, name: str) -> dict[str, Any]:
     """Both twins; the second trains as many steps as the first did in its time."""
     args, results, steps = job.args, dict[str, Any](), None
@@ -234,7 +203,6 @@ PARTS: dict[str, Callable[[Job], dict[str, Any]]] = {
     "block": block,
     "block-lora": lambda job: block(job, "block-lora", 4 if job.args.tiny else 128),
     "fill": fill,
-    "draft": draft,
     "sudoku": lambda job: puzzle(job, "sudoku"),
     "countdown": lambda job: puzzle(job, "countdown"),
 }
@@ -260,7 +228,6 @@ def main() -> None:
         ("--width", 224),
         ("--heads", 7),
         ("--boards", 1000, "puzzles of each kind to solve"),
-        ("--head", str, "folder of a drafting head from which draft continues"),
         ("--seed", 0),
         ("--device", "cuda" if torch.cuda.is_available() else "cpu"),
         ("--tiny", False),

@@ -1,4 +1,4 @@
-"""Measures of twins: models trained from a causal model for diffusion, infill, drafts, puzzles."""
+"""Measures of twins: models trained from a causal model for diffusion, infill, puzzles."""
 
 import json
 import math
@@ -19,7 +19,6 @@ from unspool.train.learning.lora import LoraConfig, add_lora, load_adapter
 from unspool.train.learning.objectives import token_losses
 from unspool.train.running.loop import on_device
 from unspool.train.twins.data import CausalModel, Mixture, Sources
-from unspool.train.twins.draft_head import DraftHead, UnrolledDrafts, answer_mask, open_head
 from unspool.train.twins.objectives import (
     CleanNoisyPasses,
     FillTwinObjective,
@@ -310,82 +309,6 @@ def find_errors(pair: Pair, batch: TrainingBatch, seed: int = 0) -> dict[str, fl
         "causal AUC": roc_auc(causal[:, counted].cpu(), labels[:, counted].cpu()),
         "twin restores": float(restored[labels].float().mean()),
     }
-
-
-# -- drafts ----------------------------------------------------------------------------------------
-
-AHEAD = 7
-
-
-def load_head(clean: Transformer, folder: Path, device: torch.device) -> DraftHead:
-    shape, weights = open_head(folder)
-    head = DraftHead(clean.config, shape, weights["ids"])
-    head.load_state_dict(weights)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return head.to(device, dtype).requires_grad_(False).eval()
-
-
-@torch.no_grad()
-def draft_passes(
-    clean: Transformer, head: DraftHead, batches: list[TrainingBatch]
-) -> dict[str, Any]:
-    """Tokens per pass with a drafting head, on texts that the causal model wrote.
-
-    The head drafts after every position; a walk through each text counts the passes with drafts of
-    k tokens. If the text is greedy, that is exactly the number of greedy drafting.
-    """
-    num_written, passes = 0, dict.fromkeys((1, 2, 3, 5, 7), 0)
-    hits, totals = torch.zeros(AHEAD), torch.zeros(AHEAD)
-    for batch in batches:
-        drafts, answers = UnrolledDrafts(clean, head, batch, {}), answer_mask(batch)
-        right = _correct_drafts(drafts)
-        counted = torch.stack([answers & drafts.inside(ahead) for ahead in range(AHEAD)], 2)
-        hits += (right & counted).sum((0, 1)).cpu()
-        totals += counted.sum((0, 1)).cpu()
-        for row in range(len(right)):
-            for start, end in _answer_ranges(answers[row], drafts.documents[row]):
-                num_written += end - start
-                for size in passes:
-                    passes[size] += count_passes(right[row].tolist(), start, end, size)
-    rates = {str(size): num_written / max(1, number) for size, number in passes.items()}
-    return {"tokens a pass": rates, "agreement": (hits / totals.clamp(min=1)).tolist()}
-
-
-def _correct_drafts(drafts: UnrolledDrafts) -> Tensor:
-    """Whether the token drafted `ahead` + 1 positions later is the text's: [rows, length, 7]."""
-    columns = []
-    for ahead in range(AHEAD):
-        guess = drafts.step(ahead)
-        logits = (part @ drafts.table.T for part in guess.flatten(0, 1).split(8192))
-        tokens = drafts.head.ids[torch.cat([part.argmax(-1) for part in logits])]
-        columns.append(tokens.view(guess.shape[:2]) == drafts.tokens.roll(-(ahead + 1), 1))
-    return torch.stack(columns, 2)
-
-
-def _answer_ranges(answers: Tensor, documents: Tensor) -> list[tuple[int, int]]:
-    """Ranges of positions in one document whose next tokens are an answer."""
-    counted, numbers = (answers & (documents >= 0)).tolist(), documents.tolist()
-    ranges, start = [], None
-    for position in range(len(counted) + 1):
-        inside = position < len(counted) and counted[position]
-        if start is not None and (not inside or numbers[position] != numbers[start]):
-            ranges.append((start, position - 1))
-            start = None
-        if inside and start is None:
-            start = position
-    return [(start, end) for start, end in ranges if end > start]
-
-
-def count_passes(right: list[list[bool]], position: int, end: int, size: int) -> int:
-    """Passes through a text with drafts of `size` tokens."""
-    passes = 0
-    while position < end:
-        accepted = 0
-        while accepted < size and position + accepted + 1 <= end and right[position][accepted]:
-            accepted += 1
-        position += accepted + 1
-        passes += 1
-    return passes
 
 
 # -- puzzles ---------------------------------------------------------------------------------------

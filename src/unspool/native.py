@@ -27,8 +27,7 @@ VERSION = 12  # of the interface; the library must have the same
 _FUNCTIONS = (  # of the library, each with the prefix unspool_
     "above", "copy_page", "counts", "exp", "isa", "join_strings", "leading", "log", "measure",
     "model_free", "model_new", "multiply", "pack_parts", "packed_bytes", "peaks", "pick", "profile",
-    "read_memory", "repack", "run", "run_buffers", "run_head", "set_grid", "standing", "tally",
-    "unpack",
+    "read_memory", "repack", "run", "run_head", "set_grid", "standing", "tally", "unpack",
 )  # fmt: skip
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train_gpu
-from twins.measures import count_passes, draw_hidden
+from twins.measures import draw_hidden
 from unspool.train.data.prepared import PackedDocuments
 from unspool.train.learning.model_size import new_config, new_model
 
@@ -97,7 +97,6 @@ def test_all_twins_of_a_tiny_model(tmp_path: Path) -> None:
         assert results[part]["words"]["block 4"] > 0
         assert len(results[part]["words"]["agreement"]) == 7
     assert set(results["fill"]["words"]["holes"]) == {"1", "2", "4", "8"}
-    assert results["draft"]["written"]["tokens a pass"]["7"] >= 1
     for name in ("sudoku", "countdown"):
         bidirectional, causal = results[name]["whole"], results[name]["causal"]
         assert bidirectional["steps"] == causal["steps"]
@@ -105,7 +104,6 @@ def test_all_twins_of_a_tiny_model(tmp_path: Path) -> None:
     for part in ("block", "fill", "sudoku-whole", "sudoku-causal", "countdown-whole"):
         assert (tmp_path / "weights" / part / "model.safetensors").exists()
     assert (tmp_path / "weights" / "block-lora" / "adapter_model.safetensors").exists()
-    assert (tmp_path / "weights" / "draft" / "head.safetensors").exists()
 
 
 def test_hidden_tokens_of_the_bound_weigh_what_the_bound_says() -> None:
@@ -120,11 +118,3 @@ def test_hidden_tokens_of_the_bound_weigh_what_the_bound_says() -> None:
     assert shares == pytest.approx([1 / 3] * 3, abs=0.03)
     # Each token is weighed as one on average: the bound of a model that does not look is exact.
     assert (hide * weight).view(500, 10, 4)[:, :, 1:].mean() == pytest.approx(1, abs=0.02)
-
-
-def test_passes_are_counted_as_drafting_takes_them() -> None:
-    all_right, none = [[True] * 7] * 9, [[False] * 7] * 9
-    assert count_passes(none, 0, 8, 7) == 8
-    assert count_passes(all_right, 0, 8, 3) == 2
-    assert count_passes(all_right, 0, 8, 7) == 1
-    assert count_passes([[True, False, True]] * 9, 0, 8, 3) == 4

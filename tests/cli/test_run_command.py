@@ -268,7 +268,7 @@ BAD_OPTIONS = [
     (["--grammar", "start: nothing"], "grammar"),
     (["--choice", "a", "--regex", "b"], "only one of them"),
     (["--speculate", "magic"], "speculate is 'magic'"),
-    (["--speculate", "head:/no/folder"], "/no/folder"),
+    (["--speculate", "eagle:/no/folder"], "/no/folder"),
     (["--stages", "top_q"], "unknown stage 'top_q'"),
     (["--logit-bias", "x=1"], "--logit-bias must be TOKEN_ID=AMOUNT"),
     (["--logit-bias", "1=nan"], "logit_bias"),

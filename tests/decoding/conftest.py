@@ -13,7 +13,7 @@ import pytest
 import unspool
 from helpers import tiny
 from helpers.drafts_support import fake_engine
-from helpers.heads_support import save_eagle, save_own
+from helpers.heads_support import save_eagle
 from helpers.word_model import save_worded
 from unspool.engine.engine import Engine
 
@@ -44,13 +44,6 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     lm = unspool.load(folder, backend="native", memory=8 << 20)
     yield lm
     lm.close()
-
-
-@pytest.fixture(scope="session")
-def unspool_head(native: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("unspool_head")
-    save_own(folder, native)
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Drafting heads: kernels and plain arithmetic agree, texts stay the same, others are refused."""
+"""EAGLE-3 heads: as published; texts stay the same; those of other models are refused."""
 
 from __future__ import annotations
 
@@ -11,22 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.heads_support import IDS, PROMPT, read_text, save_eagle, save_own, vectors_of
-from unspool.decoding.speculative import arrays
+from helpers.heads_support import IDS, PROMPT, read_text, save_eagle, vectors_of
 from unspool.decoding.speculative.controller import SHAPES, FixedShape, RoundCosts, ShapeController
-from unspool.decoding.speculative.head import (
-    SHIPPED,
-    DraftNode,
-    DraftShape,
-    UnspoolHead,
-    build_draft,
-    last_tokens,
-    read_head,
-)
-from unspool.decoding.speculative.head_cpu import CpuHead
-from unspool.decoding.speculative.head_drafter import HeadDrafter, load_head, shipped_head
+from unspool.decoding.speculative.eagle import load_eagle
+from unspool.decoding.speculative.head import DraftNode, DraftShape, build_draft
+from unspool.decoding.speculative.head_drafter import HeadDrafter
 from unspool.engine.request import DraftTree
-from unspool.errors import ModelFileError, SettingsError, UnspoolError
+from unspool.errors import ModelFileError, SettingsError
 
 WAYS = [
     {"temperature": 0},
@@ -48,18 +39,9 @@ def make_drafters(head: Any, shape: DraftShape, *texts: Any) -> tuple[Any, list[
     return make, created
 
 
-@pytest.mark.parametrize(
-    ("which", "options"),
-    [
-        *(("unspool_head", options) for options in WAYS),
-        ("eagle", WAYS[1]),
-        *(pytest.param("eagle", options, marks=pytest.mark.slow) for options in WAYS[2:]),
-    ],
-)
-def test_the_text_is_the_same(
-    native: Any, unspool_head: Path, eagle: Path, options: dict[str, Any], which: str
-):
-    head = load_head(unspool_head if which == "unspool_head" else eagle, native)
+@pytest.mark.parametrize("options", WAYS)
+def test_the_text_is_the_same(native: Any, eagle: Path, options: dict[str, Any]):
+    head = load_eagle(eagle, native.model)
     prompts = [PROMPT, PROMPT[:2], [5]]
     plain = [native.generate(prompt, max_tokens=24, **options) for prompt in prompts]
     for shape in (DraftShape(1), DraftShape(5), DraftShape(9, width=3, depth=4)):
@@ -72,12 +54,10 @@ def test_the_text_is_the_same(
             assert any(step.draft for text in drafted for step in text.steps)
 
 
-def test_an_oracle_head_is_followed(
-    native: Any, unspool_head: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_oracle_head_is_followed(native: Any, eagle: Path, monkeypatch: pytest.MonkeyPatch):
     """A head that knows the text: drafts begin at the right place, with the right past."""
     plain = native.generate(PROMPT, max_tokens=30, temperature=0.8, seed=8)
-    full, head = [*PROMPT, *plain.tokens], load_head(unspool_head, native)
+    full, head = [*PROMPT, *plain.tokens], load_eagle(eagle, native.model)
     place = {int(token): number for number, token in enumerate(head.ids)}
     context = type(head.context())
     read = list[int]()
@@ -100,20 +80,20 @@ def test_an_oracle_head_is_followed(
     assert read == sorted(read) and read[0] >= 1
 
 
-def test_what_is_read_does_not_depend_on_rounds(native: Any, unspool_head: Path):
+def test_what_is_read_does_not_depend_on_rounds(native: Any, eagle: Path):
     """What the head has read in the end is what one run over the whole text would show it."""
-    head = load_head(unspool_head, native)
+    head = load_eagle(eagle, native.model)
     make, created = make_drafters(head, DraftShape(7, width=3, depth=3))
     text = native.generate([11, 22, 33], max_tokens=40, temperature=0.8, seed=3, speculate=make)
     drafter, tokens = created[0], [11, 22, 33, *text.tokens]
     count = len(drafter._positions)
     assert drafter._positions == list(range(count)) and count >= 40
     expected = read_text(head, native, tokens[: count + 1])
-    assert np.array_equal(drafter._context._fused[:count], expected._fused[:count])
+    assert torch.allclose(drafter._context.hidden[:count], expected.hidden[:count], atol=1e-5)
 
 
-def test_a_text_that_begins_like_another_is_known_already(native: Any, unspool_head: Path):
-    head = load_head(unspool_head, native)
+def test_a_text_that_begins_like_another_is_known_already(native: Any, eagle: Path):
+    head = load_eagle(eagle, native.model)
     make, created = make_drafters(head, DraftShape(3), deque[HeadDrafter](maxlen=4))
     options = {"max_tokens": 12, "temperature": 0.8, "speculate": make}
     prompt = list(range(10, 100))
@@ -125,15 +105,15 @@ def test_a_text_that_begins_like_another_is_known_already(native: Any, unspool_h
     count = len(drafter._positions)
     assert drafter._positions == list(range(count)) and count > len(going_on)
     expected = read_text(head, native, tokens[: count + 1])
-    assert np.array_equal(drafter._context._fused[:count], expected._fused[:count])
+    assert torch.allclose(drafter._context.hidden[:count], expected.hidden[:count], atol=1e-5)
     # What was computed without the head is computed again as far as it matters most.
     native.generate(list(range(100, 190)), max_tokens=2)
     third = native.generate(list(range(100, 190)), seed=3, **options)
     assert third.reused == 90 - 64 and created[2]._positions[0] == 90 - 64
 
 
-def test_a_gap_is_read_across_and_a_rewind_forgets(native: Any, unspool_head: Path):
-    head, tokens = load_head(unspool_head, native), (PROMPT * 3)[:50]
+def test_a_gap_is_read_across_and_a_rewind_forgets(native: Any, eagle: Path):
+    head, tokens = load_eagle(eagle, native.model), (PROMPT * 3)[:50]
     vectors = vectors_of(native, tokens, head.layers)
     request = native.prepare_generation(tokens[:1], temperature=0.8).request
     drafter = HeadDrafter(head, request, FixedShape(DraftShape(3)))
@@ -151,10 +131,9 @@ def test_a_gap_is_read_across_and_a_rewind_forgets(native: Any, unspool_head: Pa
 
 
 def test_on_torch_too(tiny_lm: Any, tmp_path: Path):
-    save_own(tmp_path / "head", tiny_lm)
+    save_eagle(tmp_path / "head", tiny_lm)
     plain = tiny_lm.generate(PROMPT, max_tokens=20, temperature=0.8, seed=1)
-    head = load_head(tmp_path / "head", tiny_lm)
-    assert isinstance(head, UnspoolHead)
+    head = load_eagle(tmp_path / "head", tiny_lm.model)
     for shape in (DraftShape(3), DraftShape(9, width=3, depth=4)):
         make, created = make_drafters(head, shape)
         drafted = tiny_lm.generate(PROMPT, max_tokens=20, temperature=0.8, seed=1, speculate=make)
@@ -162,99 +141,54 @@ def test_on_torch_too(tiny_lm: Any, tmp_path: Path):
         count = len(created[0]._positions)
         expected = read_text(head, tiny_lm, [*PROMPT, *drafted.tokens][: count + 1])
         assert count > 20
-        assert np.allclose(created[0]._context._fused, expected._fused, atol=1e-3)
+        assert torch.allclose(created[0]._context.hidden, expected.hidden, atol=1e-3)
 
 
-def test_by_its_name(native: Any, unspool_head: Path):
+def test_by_its_name(native: Any, eagle: Path):
     plain = native.generate(PROMPT, max_tokens=60, temperature=0.8, seed=2)
-    for word in (f"head:{unspool_head}", f"head:{unspool_head}:3"):
+    for word in (f"eagle:{eagle}", f"eagle:{eagle}:3"):
         drafted = native.generate(PROMPT, max_tokens=60, temperature=0.8, seed=2, speculate=word)
         assert drafted.tokens == plain.tokens
-    with pytest.raises(SettingsError, match="no drafting head for this model"):
-        native.generate(PROMPT, speculate="head")
-
-
-@pytest.fixture(scope="module")
-def shipped(real_lm: Any) -> Any:
-    return load_head(shipped_head(real_lm.model), real_lm)
-
-
-@pytest.mark.real
-def test_the_shipped_head_writes_the_same_sooner(real_lm: Any, shipped: Any):
-    options = {"max_tokens": 40, "temperature": 0}
-    plain = real_lm.chat("Why do leaves change color in fall?", **options)
-    steps, (make, _) = real_lm.engine.steps, make_drafters(shipped, DraftShape(5))
-    drafted = real_lm.chat("Why do leaves change color in fall?", speculate=make, **options)
-    assert drafted.tokens == plain.tokens
-    assert real_lm.engine.steps - steps < len(plain.tokens) / 1.3
-    assert real_lm.chat("Name a color.", max_tokens=4, speculate="head").tokens
-
-
-@pytest.mark.real
-@pytest.mark.parametrize("form", [{"regex": "[a-z ]{20,60}"}, {"guard": "ban=the|and"}], ids=str)
-def test_the_shipped_head_with_grammars_and_guards(
-    real_lm: Any, shipped: Any, form: dict[str, Any]
-):
-    options = {"max_tokens": 24, "temperature": 0.8, "seed": 3, **form}
-    plain = real_lm.generate("The weather in Rome:", **options)
-    make, _ = make_drafters(shipped, DraftShape(11, width=3, depth=4))
-    drafted = real_lm.generate("The weather in Rome:", speculate=make, **options)
-    assert drafted.tokens == plain.tokens and drafted.text == plain.text
-    assert any(step.draft == "accepted" for step in drafted.steps)
-
-
-def test_what_is_shipped_is_whole():
-    folders = [folder for folder in SHIPPED.iterdir() if folder.is_dir()]
-    assert folders
-    for folder in folders:
-        files = read_head(folder)
-        assert len(files.config.fingerprint) == 64
-        assert sum(file.stat().st_size for file in folder.iterdir()) < 6 << 20
+    with pytest.raises(SettingsError, match="speculate is 'eagle'"):
+        native.generate(PROMPT, speculate="eagle")
 
 
 def test_a_head_of_another_model_is_refused(native: Any, tmp_path: Path):
-    save_own(tmp_path / "other", native, fingerprint="0" * 64, base="a model far away")
-    with pytest.raises(SettingsError, match="a model far away, and this is another"):
-        native.generate([1], speculate=f"head:{tmp_path / 'other'}")
-    save_own(tmp_path / "wide", native, width=96)
-    with pytest.raises(SettingsError, match="another model"):
-        load_head(tmp_path / "wide", native)
-    save_eagle(tmp_path / "eagle", native)
-    config = json.loads((tmp_path / "eagle" / "config.json").read_text())
-    config["eagle_aux_hidden_state_layer_ids"] = [1, 2]
-    (tmp_path / "eagle" / "config.json").write_text(json.dumps(config))
+    save_eagle(tmp_path, native)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({**raw, "eagle_aux_hidden_state_layer_ids": [1, 2]})
+    )
     with pytest.raises(ModelFileError, match="use it with the model"):
-        load_head(tmp_path / "eagle", native)
+        load_eagle(tmp_path, native.model)
+    (tmp_path / "config.json").write_text(
+        json.dumps({**raw, "eagle_aux_hidden_state_layer_ids": [1, 2, 99]})
+    )
+    with pytest.raises(ModelFileError, match="a layer or a token"):
+        load_eagle(tmp_path, native.model)
 
 
-def test_damaged_heads(native: Any, unspool_head: Path, tmp_path: Path):
+def test_damaged_heads(native: Any, eagle: Path, tmp_path: Path):
     with pytest.raises(SettingsError, match="is not a folder"):
-        native.generate([1], speculate="head:/no/such/folder")
-    (tmp_path / "empty").mkdir()
+        native.generate([1], speculate="eagle:/no/such/folder")
     with pytest.raises(SettingsError, match=r"no config\.json"):
-        load_head(tmp_path / "empty", native)
-    reported = json.loads((unspool_head / "config.json").read_text())
-    for change, output in (
-        ({"format": "pigeon"}, "unknown format"),
-        ({"layers": [1, -2]}, "number out of range"),
-        ({"ff_width": 65}, "feed.gate_up must have"),
-    ):
-        folder = tmp_path / output[:4]
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps({**reported, **change}))
-        (folder / "head.safetensors").write_bytes((unspool_head / "head.safetensors").read_bytes())
-        with pytest.raises(UnspoolError, match=output):
-            load_head(folder, native)
-    cut = tmp_path / "cut"
-    cut.mkdir()
-    (cut / "config.json").write_text(json.dumps(reported))
-    (cut / "head.safetensors").write_bytes((unspool_head / "head.safetensors").read_bytes()[:5000])
+        load_eagle(tmp_path, native.model)
+    raw = json.loads((eagle / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "speculators_model_type": "pigeon"}))
+    with pytest.raises(ModelFileError, match="unknown format"):
+        load_eagle(tmp_path, native.model)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ModelFileError, match="has no weights"):
+        load_eagle(tmp_path, native.model)
+    full = (eagle / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(full[:5000])
     with pytest.raises(ModelFileError, match=r"truncated|header"):
-        load_head(cut, native)
-    del reported["layers"]
-    (cut / "config.json").write_text(json.dumps(reported))
-    with pytest.raises(ModelFileError, match="has no 'layers'"):
-        load_head(cut, native)
+        load_eagle(tmp_path, native.model)
+    (tmp_path / "model.safetensors").write_bytes(full)
+    raw["transformer_layer_config"]["num_attention_heads"] = 3
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ModelFileError, match=r"do not fit|kv_heads"):
+        load_eagle(tmp_path, native.model)
 
 
 def test_growing():
@@ -279,14 +213,9 @@ def test_growing():
     assert DraftShape(15, width=4, depth=6).within(2).levels == 2 and DraftShape(7).within(
         2
     ) == DraftShape(2)
-    parent = DraftNode(4, DraftNode(3), 1)
-    assert last_tokens(parent, [1, 2, 3], 4) == [4, 3, 2, 1]
-    assert last_tokens(DraftNode(9), [9], 4) == [9, 9, 9, 9]
-    assert arrays.concat([np.ones(1), np.ones(2)], 0).shape == (3,)
 
 
-# What a round of each rung checks and brings, on average: as measured once, by the head of the
-# default model.
+# What a round of each rung checks and brings, on average: as measured once.
 CHECKED = (0.7, 1.1, 1.7, 2.4, 3.8, 15, 31)
 GAINS = (1.45, 1.65, 1.85, 2.1, 2.4, 3.37, 3.69)
 
@@ -342,68 +271,34 @@ def test_the_ladder_climbs_where_it_pays_and_leaves_where_it_does_not():
     assert ShapeController(ladder.costs).paused == ladder.paused
 
 
-def a_tree(tokens: list[int]) -> list[list[DraftNode]]:
-    root = DraftNode(tokens[-1])
+def test_a_tree_is_as_good_as_its_chains(native: Any, eagle: Path):
+    """Each node of a tree gets the logits that it would get in a single chain."""
+    head = load_eagle(eagle, native.model)
+    context = read_text(head, native, PROMPT)
+    root = DraftNode(PROMPT[-1])
     first = [DraftNode(int(IDS[5]), root, 1), DraftNode(int(IDS[90]), root, 1)]
-    return [
-        [root],
-        first,
-        [DraftNode(int(IDS[7]), first[1], 2), DraftNode(int(IDS[8]), first[0], 2)],
-    ]
-
-
-@pytest.mark.parametrize("weights", ["F32", "Q8_0", "Q4_1"])
-def test_the_kernels_compute_what_the_specification_says(native: Any, tmp_path: Path, weights: str):
-    save_own(tmp_path, native, weights=weights, heads=6, kv_heads=3, head_width=8)
-    files = read_head(tmp_path)
-    quick, plain = CpuHead(files, native.model, native.context), UnspoolHead(files, native.model)
-    tokens = (PROMPT * 5)[:83]
-    contexts = [read_text(head, native, tokens) for head in (quick, plain)]
-    for level in a_tree(tokens):
-        item, other = (context.expand(level, tokens).copy() for context in contexts[:1] * 2)
-        assert np.array_equal(item, other), "the same twice"
-        expected = contexts[1].expand(level, tokens)
-        # Blocks are multiplied with rows rounded to 8 bits; the head's own rows are in 8
-        # bits.
-        assert np.abs(item - expected).max() < 0.06 * np.abs(expected).max()
-        assert np.corrcoef(item.ravel(), expected.ravel())[0, 1] > 0.998
-        contexts[0].expand(level, tokens)  # sets the states that the next level uses
-    for context in contexts:
-        context.truncate(40)
-        assert len(context) == 40
-    again = read_text(plain, native, tokens[:41])
-    root = a_tree(tokens[:41])[0]
-    cut = contexts[1].expand(root, tokens[:41])
-    assert np.allclose(again.expand(root, tokens[:41]), cut, atol=1e-5)
-    assert np.corrcoef(contexts[0].expand(root, tokens[:41]).ravel(), cut.ravel())[0, 1] > 0.998
-
-
-def test_numpy_and_torch_alike(native: Any, unspool_head: Path, eagle: Path):
-    tokens = PROMPT
-    for load in (
-        lambda device: UnspoolHead(read_head(unspool_head), native.model, device),
-        lambda device: _eagle(eagle, native, device),
-    ):
-        result = []
-        for device in (None, "cpu"):
-            head = load(device)
-            context = read_text(head, native, tokens)
-            result.append([context.expand(level, tokens) for level in a_tree(tokens)])
-        for item, other in zip(*result, strict=True):
-            assert np.allclose(item, other, atol=1e-4)
-
-
-def _eagle(folder: Path, lm: Any, device: str | None) -> Any:
-    from unspool.decoding.speculative.eagle import EagleHead
-
-    return EagleHead(folder, json.loads((folder / "config.json").read_text()), lm.model, device)
+    second = [DraftNode(int(IDS[7]), first[1], 2), DraftNode(int(IDS[8]), first[0], 2)]
+    for level in ([root], first):
+        context.expand(level, PROMPT)
+    tree = context.expand(second, PROMPT)
+    for row, path in enumerate(((IDS[90], IDS[7]), (IDS[5], IDS[8]))):
+        node = DraftNode(PROMPT[-1])
+        context.expand([node], PROMPT)
+        for depth, token in enumerate(path, 1):
+            node = DraftNode(int(token), node, depth)
+            (logits,) = context.expand([node], PROMPT)
+        assert np.allclose(logits, tree[row], atol=1e-4)
+    context.truncate(10)
+    again = read_text(head, native, PROMPT[:11])
+    expected = again.expand([DraftNode(PROMPT[10])], PROMPT[:11])
+    assert np.allclose(context.expand([DraftNode(PROMPT[10])], PROMPT[:11]), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "before"), [("llama", False), ("llama", True), ("qwen3", False)])
 def test_eagle_3_as_published(native: Any, tmp_path: Path, kind: str, before: bool):
     """Against the formula, written down once more with torch for a whole sequence at a time."""
     weights = save_eagle(tmp_path, native, kind=kind, before=before)
-    head, tokens = _eagle(tmp_path, native, None), PROMPT
+    head, tokens = load_eagle(tmp_path, native.model), PROMPT
     assert head.ids.tolist() == IDS.tolist()
     vectors = vectors_of(native, tokens[:-1], head.layers)
     context = head.context()

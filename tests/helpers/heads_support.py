@@ -1,4 +1,4 @@
-"""Tiny random drafting heads for the tiny model: of our own format, and EAGLE-3."""
+"""Tiny random EAGLE-3 heads for the tiny model."""
 
 from __future__ import annotations
 
@@ -9,41 +9,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from unspool.decoding.speculative.head import BLOCKS, FORMAT, VERSION, WEIGHTS, HeadConfig
-
 PROMPT = [7, 41, 99, 3, 150, 12, 200, 64, 31, 5, 18, 77, 240, 9, 11, 120, 33, 8, 54]
 IDS = np.sort(np.random.default_rng(3).permutation(259)[:200])
-
-
-def config_for(lm: Any, **changes: Any) -> HeadConfig:
-    width = lm.config.width
-    usual: dict[str, Any] = {
-        "name": "tiny", "base": "the tiny model", "fingerprint": lm.model.fingerprint(),
-        "layers": (1, 2, 4), "width": width, "heads": 4, "kv_heads": 2, "head_width": 16,
-        "ff_width": 64, "words": 4, "word_width": 32, "mix_width": 32, "rope_theta": 1e4,
-        "norm_eps": 1e-5, "weights": "F32",
-    }  # fmt: skip
-    return HeadConfig(**{**usual, **changes})
-
-
-def save_own(folder: Path, lm: Any, seed: int = 0, **changes: Any) -> HeadConfig:
-    """A random head of our own format; in blocks, if the config says so."""
-    config, chance = config_for(lm, **changes), np.random.default_rng(seed)
-    matrices: dict[str, Any] = {
-        name: (chance.standard_normal(shape) / shape[1] ** 0.5).astype(np.float32)
-        for name, shape in config.shapes.items()
-    }
-    norms = {n: (1 + 0.2 * chance.standard_normal(config.width)).astype("f4") for n in config.norms}
-    if config.weights in BLOCKS:
-        from gguf import GGMLQuantizationType
-        from gguf.quants import quantize
-
-        kind = GGMLQuantizationType[config.weights]
-        matrices = {
-            n: quantize(a, kind) if a.shape[1] % 32 == 0 else a for n, a in matrices.items()
-        }
-    write_head(folder, config, matrices, norms, IDS)
-    return config
 
 
 def save_eagle(
@@ -97,23 +64,6 @@ def save_eagle(
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return tensors
-
-
-def write_head(
-    folder: Path,
-    config: HeadConfig,
-    matrices: dict[str, Any],
-    norms: dict[str, Any],
-    ids: Any,
-) -> None:
-    """Save a head: matrices as floats, or as bytes of the config's blocks."""
-    folder.mkdir(parents=True, exist_ok=True)
-    output = {name: getattr(config, name) for name in config.__dataclass_fields__}
-    text = json.dumps({"format": FORMAT, "version": VERSION, **output}, indent=1)
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
-    tensors = {name: np.ascontiguousarray(array) for name, array in {**matrices, **norms}.items()}
-    tensors["ids"] = ids.astype(np.int32)
-    save_file(tensors, folder / WEIGHTS)
 
 
 def vectors_of(lm: Any, tokens: list[int], layers: tuple[int, ...]) -> Any:

@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-import unspool
 from helpers import tiny
 from helpers.cuda_support import cuda_model
 from helpers.paged_texts import random_blocks
 from unspool.backends.cpu.model import load_cpu
 from unspool.backends.torch.backend import TorchModel
-from unspool.decoding.speculative.head_drafter import shipped_head
 from unspool.errors import ModelFileError
 from unspool.model.config import ModelConfig
 from unspool.model.files.checkpoint import fingerprint, load_transformer, open_checkpoint
@@ -182,12 +180,3 @@ def test_one_number_is_enough(tmp_path: Path):
     model.save_pretrained(tmp_path / "other")
     single, other = (fingerprint(open_checkpoint(tmp_path / name)) for name in ("one", "other"))
     assert single != other
-
-
-def test_the_shipped_head_is_found_by_the_file_alone(default_model: Path):
-    class OnAGpu:
-        def fingerprint(self) -> str:
-            return fingerprint(open_checkpoint(default_model))
-
-    with unspool.load(default_model, device="cpu", progress=False) as lm:
-        assert shipped_head(OnAGpu()) == shipped_head(lm.model)  # type: ignore[arg-type]

@@ -9,7 +9,6 @@ compiled for what it would have been launched with.
 from __future__ import annotations
 
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +26,6 @@ from test_experts import make_experts
 
 from helpers.adapter_support import random_adapter
 from helpers.attention_support import a_layer, some_texts
-from helpers.cuda_support import cuda_model, language_model
-from helpers.heads_support import save_own
 from helpers.packed_support import random_blocks
 from helpers.paged_texts import RandomCheckpoint
 from helpers.paged_texts import config as shape
@@ -55,7 +52,6 @@ from unspool.backends.cuda.matmul import (
 )
 from unspool.backends.cuda.recurrent import recur
 from unspool.backends.cuda.weights import load_weights
-from unspool.decoding.speculative.head_drafter import load_head
 
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",
@@ -171,16 +167,6 @@ def adapted(dtype: torch.dtype, rank: int) -> None:
         adapt(matrix, torch.zeros(4, columns, dtype=dtype), torch.zeros(4, rows, dtype=dtype))
 
 
-def guessing(dtype: str) -> None:
-    model = cuda_model(RandomCheckpoint(shape(layers=2, width=96, vocab_size=259)), dtype=dtype)
-    with tempfile.TemporaryDirectory() as folder, language_model(model) as lm:
-        save_own(Path(folder), lm, layers=(0, 1, 2))
-        head: Any = load_head(Path(folder), lm)
-        context = head.context()
-        context.read(np.arange(2), np.zeros((3, 2, 96), np.float32), [2, 3])
-        list(context.chain([1, 2, 3], 2, 0.7))
-
-
 def canvas_details(dtype: torch.dtype) -> None:
     logits, canvas = torch.zeros(4, 3000, dtype=dtype), torch.zeros(4, 2, dtype=torch.int64)
     exclude_tokens[(4,)](logits, 3000, canvas)
@@ -218,7 +204,6 @@ if __name__ == "__main__":
     packed("Q4_1", torch.float32)
     for dtype, rank in ((torch.bfloat16, 16), (torch.float32, 40)):
         adapted(dtype, rank)
-    guessing("bfloat16")
     for dtype in (torch.bfloat16, torch.float32):
         canvas_details(dtype)
     print(*sorted(compiled))

@@ -183,8 +183,6 @@ def native_functions() -> ctypes.CDLL:
     library.unspool_run.restype = _i32
     library.unspool_run_head.argtypes = [_pointer, _pointer, _i64, _i64, _pointer]
     library.unspool_run_head.restype = _i32
-    library.unspool_run_buffers.argtypes = [_pointer] * 5
-    library.unspool_run_buffers.restype = _i32
     library.unspool_copy_page.argtypes = [_pointer, _i64, _i64]
     library.unspool_copy_page.restype = None
     library.unspool_profile.argtypes = [_pointer, _pointer]

@@ -338,7 +338,7 @@ def twin(
         typer.Option(
             "--kind",
             "-k",
-            help="block, fill, draft; or a puzzle: sudoku, sudoku:48, countdown, countdown:3.",
+            help="block, fill; or a puzzle: sudoku, sudoku:48, countdown, countdown:3.",
         ),
     ] = "block",
     model: o.Model = None,
@@ -359,7 +359,7 @@ def twin(
         str | None,
         _opt(
             _TEXT,
-            "fill, draft: start from this twin (a run or its folder).",
+            "fill: start from this twin (a run or its folder).",
             "--from",
             metavar="TWIN",
         ),
@@ -367,8 +367,6 @@ def twin(
     lora: Annotated[int, _opt(_TEXT, "LoRA rank; 0 trains all weights.", min=0)] = 0,
     mask: Annotated[int | None, _opt(_TEXT, "Id of the mask token.", min=0)] = None,
     block: Annotated[int, _opt(_TEXT, "Default block size.", min=1)] = 8,
-    draft_steps: Annotated[int, _opt(_TEXT, "draft: tokens drafted in training.", min=1)] = 6,
-    draft_tokens: Annotated[int, _opt(_TEXT, "draft: size of its vocabulary.", min=1)] = 12288,
     sight: Annotated[str, _opt(_PUZZLE, "Attention: whole (any order) or causal.")] = "whole",
     depth: Annotated[int, _opt(_PUZZLE, "Layers.", min=1)] = 6,
     width: Annotated[int, _opt(_PUZZLE, "Hidden size.", min=8)] = 224,
@@ -389,7 +387,7 @@ def twin(
     resume: Resume = None,
     quiet: o.Quiet = False,
 ) -> None:
-    """Train a twin for infilling, a draft head for speculative decoding, or a puzzle model.
+    """Train a twin for infilling, or a puzzle model.
 
     The model itself is not changed. It first generates texts for its twin to train on (cached);
     --data adds other texts.
@@ -399,7 +397,6 @@ def twin(
       unspool train twin --kind block --data books/ --minutes 20
       unspool train twin --kind block --lora 64 --data books/
       unspool train twin --kind fill --from runs/twin-block --data books/
-      unspool train twin --kind draft --chat 60000 --chat-share 1
       unspool train twin --kind sudoku:48 --sight causal --steps 2000
       unspool train twin --resume runs/twin-block
     """
@@ -423,8 +420,8 @@ def twin(
             shares=tuple(share or ()), chat=chat, chat_share=chat_share, chat_tokens=chat_tokens,
             questions=questions, mask=mask, block=block, lora=lora, sight=sight, depth=depth,
             width=width, heads=heads, steps=steps, minutes=minutes, batch=batch, length=length,
-            accumulate=accumulate, rate=rate, optimizer=optimizer, draft_steps=draft_steps,
-            draft_tokens=draft_tokens, seed=seed, save_every=save_every, device=device,
+            accumulate=accumulate, rate=rate, optimizer=optimizer, seed=seed,
+            save_every=save_every, device=device,
         )  # fmt: skip
         run = new_run(settings, runs_folder() / name if name else None)
     from unspool.cli.train.display import TuningDisplay

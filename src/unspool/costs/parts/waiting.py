@@ -233,12 +233,12 @@ class DraftResult:
 def measure_drafts(
     lm: LanguageModel, ids: Sequence[int], rounds: int, tokens: int
 ) -> list[DraftResult]:
-    """Measure drafters on free text and on text to copy; a draft head if the model has one."""
+    """Measure drafters on free text and on text to copy; MTP layers if the model has them."""
     half = len(ids) // 2
     copying = [*ids[:half], *ids[:half], *ids[: half // 2]]  # the third copy can be looked up
     results = []
-    for drafter, spec in (("lookup drafts", "lookup"), ("a draft head", "head")):
-        with suppress(UnspoolError):  # a model without a head, or that cannot be rewound
+    for drafter, spec in (("lookup drafts", "lookup"), ("MTP drafts", "mtp")):
+        with suppress(UnspoolError):  # a model without MTP layers, or that cannot be rewound
             results.append(_measure_drafter(lm, f"{drafter}, free text", ids, spec, rounds, tokens))
             results.append(
                 _measure_drafter(lm, f"{drafter}, copying", copying, spec, rounds, tokens)

@@ -8,11 +8,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from unspool.backends.placement import check_torch
 from unspool.backends.step import Logits
 from unspool.decoding.speculative.controller import LONGEST, AdaptiveDrafter
 from unspool.engine.loop import Loop
@@ -203,7 +205,7 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 # -- Drafters
 
-KINDS = "lookup, model:PATH, head or head:FOLDER, each optionally with :COUNT, the longest draft"
+KINDS = "lookup, model:PATH or eagle:FOLDER, each optionally with :COUNT, the longest draft"
 _COMPARED_TAIL = 32  # indexed tokens compared to detect that a text was rewound
 
 
@@ -453,14 +455,16 @@ def make_drafter(
 def drafter_from(
     spec: str, lm: Session, load: Callable[[str], Session] | None = None
 ) -> DraftMaker:
-    """Build the factory for `lookup`, `model:PATH`, `head` or `head:FOLDER`; a trailing `:COUNT`
-    limits the draft length. Loads the model (by `load`) now, once for all requests.
+    """Build the factory for `lookup`, `model:PATH` or `eagle:FOLDER`; a trailing `:COUNT`
+    limits the draft length. Loads the model (by `load`) or the head now, once for all requests.
     """
     kind, what, most = check_drafter(spec)
-    if kind == "head":
-        from unspool.decoding.speculative.head_drafter import head_maker
+    if kind == "eagle":
+        check_torch()
+        from unspool.decoding.speculative.head_drafter import eagle_maker
 
-        return head_maker(what, lm, most if spec.endswith(f":{most}") else None)
+        longest = most if spec.endswith(f":{most}") else None
+        return eagle_maker(what, lm, longest)
     if kind == "lookup":
         return lambda request: AdaptiveDrafter(PromptLookup(most=most), longest=most)
     if load is None:
@@ -479,13 +483,11 @@ def check_drafter(spec: str) -> tuple[str, str, int]:
     """Parse a `speculate` string into kind, file or model, and maximum draft length."""
     kind, _, what = spec.partition(":")
     what, most = _split_count(what, spec)
-    needs = {"lookup": False, "model": True, "head": bool(what)}
+    needs = {"lookup": False, "model": True, "eagle": True}
     if needs.get(kind) != bool(what):
         raise SettingsError(f"speculate is {spec!r}; it must be {KINDS}")
-    if kind == "head" and what:
-        from unspool.decoding.speculative.head import head_folder
-
-        head_folder(what)
+    if kind == "eagle" and not Path(what).expanduser().is_dir():
+        raise SettingsError(f"{what} is not a folder; give the folder of an EAGLE-3 head")
     return kind, what, most
 
 

@@ -1,38 +1,83 @@
 """EAGLE-3 heads in the format of `speculators`: config.json and safetensors.
 
-One decoder layer whose input is two concatenated vectors: the embedding of a token, and the state
-of the position before it: the model's hidden states before three layers through `fc`, or, for
-drafted tokens, the head's own output. `d2t` has the offset from each draft token id to the model's
-token id.
+One decoder layer whose attention reads two concatenated vectors: the embedding of a token, and the
+hidden state of the position before it: the model's hidden states before three layers through `fc`,
+or, for drafted tokens, the head's own output. `d2t` has the offset from each draft token id to the
+model's token id.
 """
 
 from __future__ import annotations
 
-import copy
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from unspool.backends.step import Floats, Ints, LoadedModel
-from unspool.decoding.speculative import arrays
-from unspool.decoding.speculative.head import DraftNode
-from unspool.errors import ModelFileError
+from unspool.decoding.speculative.head import DraftHead, LayerInput
+from unspool.errors import ModelFileError, SettingsError
+from unspool.model.config import ModelConfig
 from unspool.model.files.config_json import rope_from_hf
 from unspool.model.files.safetensors import SafetensorsFile
+from unspool.model.layers.parts import FeedForward, Norm
+from unspool.model.layers.transformer import Attention
 
 _LAYER = "layers.0."
+_ATTENTION = {
+    f"{_LAYER}self_attn.{part}": f"attention.{name}"
+    for part, name in (
+        ("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"), ("o_proj", "out"),
+        ("q_norm", "q_norm"), ("k_norm", "k_norm"),
+    )
+}  # fmt: skip
+_NAMES = {  # module in the file -> module of `_EagleLayer`
+    **_ATTENTION,
+    "fc": "fc",
+    "norm": "norm",
+    "lm_head": "head",
+    "embed_tokens": "embed",
+    "input_norm": "input_norm",
+    f"{_LAYER}hidden_norm": "hidden_norm",
+    f"{_LAYER}input_layernorm": "embed_norm",
+    f"{_LAYER}post_attention_layernorm": "feed_norm",
+    f"{_LAYER}mlp.gate_proj": "feed.gate",
+    f"{_LAYER}mlp.up_proj": "feed.up",
+    f"{_LAYER}mlp.down_proj": "feed.down",
+}
+_OPTIONAL = ("embed_tokens", "input_norm", f"{_LAYER}self_attn.q_norm", f"{_LAYER}self_attn.k_norm")
 
 
-class EagleHead:
-    """An EAGLE-3 head with its weights in numpy or on a torch device."""
+class _EagleLayer(nn.Module):
+    """The modules of a head; the attention reads vectors of twice the width."""
 
-    def __init__(
-        self, folder: Path, config: dict[str, Any], model: LoadedModel, device: str | None = None
-    ) -> None:
-        layer: dict[str, Any] = config.get("transformer_layer_config") or {}
-        self.name, self._model, self.to_device = folder.name, model, arrays.to_device(device)
+    def __init__(self, config: ModelConfig, num_states: int, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        width, shape = config.width, config.shape(0)
+        self.fc = nn.Linear(num_states * width, width, bias="fc.bias" in weights)
+        self.input_norm = Norm(config, num_states * width, "rms") if (
+            "input_norm.weight" in weights
+        ) else nn.Identity()  # fmt: skip
+        self.hidden_norm, self.embed_norm, self.feed_norm, self.norm = (
+            Norm(config, width, "rms") for _ in range(4)
+        )
+        self.attention = Attention(config, 0)
+        for name, rows in (("q", shape.out_width), ("k", shape.kv_width), ("v", shape.kv_width)):
+            setattr(self.attention, name, nn.Linear(2 * width, rows, bias=config.qkv_bias))
+        self.feed = FeedForward(config, config.ff_width)
+        self.head = nn.Linear(width, config.vocab_size, bias=False)
+        if "embed.weight" in weights:
+            self.embed = nn.Embedding(*weights["embed.weight"].shape)
+
+
+class EagleHead(DraftHead):
+    """An EAGLE-3 head."""
+
+    def __init__(self, folder: Path, raw: dict[str, Any], model: LoadedModel) -> None:
+        layer: dict[str, Any] = raw.get("transformer_layer_config") or {}
         if layer.get("model_type", "llama") not in ("llama", "qwen3"):
             raise ModelFileError(
                 f"{folder}: only EAGLE-3 heads with a Llama or Qwen3 layer are supported"
@@ -41,47 +86,57 @@ class EagleHead:
             raise ModelFileError(f"{folder}: only EAGLE-3 heads with one layer are supported")
         count = model.config.layers
         default_layers = (2, count // 2, count - 3)
-        self.layers: tuple[int, ...] = tuple(
-            config.get("eagle_aux_hidden_state_layer_ids") or default_layers
-        )
-        self._read(folder)
-        self.epsilon = float(layer.get("rms_norm_eps", 1e-6))
-        self.heads = int(layer["num_attention_heads"])
-        self.kv_heads = int(layer.get("num_key_value_heads") or self.heads)
-        self.before_residual = bool(config.get("norm_before_residual", False))
-        self.width: int = self.weights["fc.weight"].shape[0]
-        self.head_width = int(layer.get("head_dim") or self.width // self.heads)
-        self._rotary = rope_from_hf(layer, self.head_width)
-        self._check(folder)
+        layers = tuple(raw.get("eagle_aux_hidden_state_layer_ids") or default_layers)
+        super().__init__(folder.name, model, layers)
+        weights = self._read(folder)
+        self._check(folder, weights)
+        config = _layer_config(layer, weights)
+        self.rotary = rope_from_hf(layer, config.head_width)
+        self.before_residual = bool(raw.get("norm_before_residual", False))
+        with torch.device("meta"):
+            self._layer = _EagleLayer(config, len(layers), weights)
+        try:
+            self._layer.load_state_dict(weights, assign=True)
+        except RuntimeError as error:
+            problem = str(error).splitlines()[-1].strip()
+            raise ModelFileError(f"{folder}: weights and config.json do not fit: {problem}") from (
+                error
+            )
+        self._layer.requires_grad_(False)
+        self.attention = self._layer.attention
 
-    def _read(self, folder: Path) -> None:
+    def _read(self, folder: Path) -> dict[str, Tensor]:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise ModelFileError(f"{folder}: has no weights (model.safetensors)")
-        self.weights: dict[str, Any] = {}
+        weights: dict[str, Tensor] = {}
         offsets: Ints | None = None
         for path in files:
             file = SafetensorsFile(path)
             for name in file.tensors:
                 key = name.removeprefix("model.").replace("midlayer.", _LAYER)
+                module, _, kind = key.rpartition(".")
                 if key == "d2t":
                     offsets = file.integers(name).astype(np.int64)
-                elif key != "t2d":
-                    self.weights[key] = self.to_device(file.stored(name).float32())
-        missing = [name for name in _NEEDED if name not in self.weights]
+                elif module in _NAMES:
+                    tensor = self.to_tensor(file.stored(name).float32())
+                    weights[f"{_NAMES[module]}.{kind}"] = tensor
+        missing = [
+            name for name, module in _NAMES.items()
+            if f"{module}.weight" not in weights and name not in _OPTIONAL
+        ]  # fmt: skip
         if missing:
-            raise ModelFileError(f"{folder}: has no {missing[0]}; the head is incomplete")
-        count = self.weights["lm_head.weight"].shape[0]
-        self.ids: Ints = np.arange(count)
+            raise ModelFileError(f"{folder}: has no {missing[0]}.weight; the head is incomplete")
+        self.ids: Ints = np.arange(len(weights["head.weight"]))
         if offsets is not None:
             self.ids = self.ids + offsets
+        return weights
 
-    def _check(self, folder: Path) -> None:
-        config = self._model.config
-        widths = len(self.layers) * config.width, config.width
-        if self.weights["fc.weight"].shape[1] != widths[0] or self.width != widths[1]:
+    def _check(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        config, shape = self.model.config, tuple(weights["fc.weight"].shape)
+        if shape != (config.width, len(self.layers) * config.width):
             raise ModelFileError(
-                f"{folder}: the head was trained for hidden size {self.width}, and this model has "
+                f"{folder}: the head was trained for hidden size {shape[0]}, and this model has "
                 f"{config.width}; use it with the model that it was trained for"
             )
         if max(self.layers) > config.layers or int(self.ids.max()) >= config.vocab_size:
@@ -90,132 +145,69 @@ class EagleHead:
                 "with the model that it was trained for"
             )
 
-    def context(self) -> EagleContext:
-        return EagleContext(self)
+    def embed(self, tokens: Sequence[int]) -> Tensor:
+        if hasattr(self._layer, "embed"):
+            embedded: Tensor = self._layer.embed(torch.tensor(tokens, device=self.device))
+            return embedded
+        return super().embed(tokens)
 
-    def norm(self, x: arrays.Array, name: str) -> arrays.Array:
-        return arrays.rms_norm(x, self.weights[name], self.epsilon)
+    def read_hidden(self, vectors: Tensor) -> Tensor:
+        joined = vectors.transpose(0, 1).flatten(1)
+        fused: Tensor = self._layer.fc(self._layer.input_norm(joined))
+        return fused
 
-    def linear(self, x: arrays.Array, name: str) -> arrays.Array:
-        return x @ self.weights[name].swapaxes(0, 1)
+    def join(self, hidden: Tensor, tokens: Sequence[int]) -> LayerInput:
+        normed = self._layer.hidden_norm(hidden)
+        embedded = self._layer.embed_norm(self.embed(tokens))
+        residual = normed if self.before_residual else hidden
+        return LayerInput(residual, torch.cat((embedded, normed), -1))
 
-    def embed(self, tokens: Sequence[int]) -> arrays.Array:
-        embedding = self.weights.get("embed_tokens.weight")
-        if embedding is not None:
-            return embedding[list(tokens)]
-        rows = [self._model.rows("embed.weight", token, token + 1)[0] for token in tokens]
-        return self.to_device(np.stack(rows))
+    def finish(self, inputs: LayerInput, mixed: Tensor) -> Tensor:
+        between = inputs.residual + self.attention.out(mixed)
+        hidden: Tensor = between + self._layer.feed(self._layer.feed_norm(between))
+        return hidden
 
-    def fuse(self, vectors: Floats) -> arrays.Array:
-        joined = self.to_device(arrays.concat(list(vectors), -1))
-        if "input_norm.weight" in self.weights:
-            joined = self.norm(joined, "input_norm.weight")
-        return self.linear(joined, "fc.weight")
-
-    def project(
-        self, hidden: arrays.Array, tokens: Sequence[int], positions: Ints
-    ) -> tuple[arrays.Array, ...]:
-        """Queries, keys and values of tokens given the states before them, and the residual."""
-        normed = self.norm(hidden, _LAYER + "hidden_norm.weight")
-        words = self.norm(self.embed(tokens), _LAYER + "input_layernorm.weight")
-        inputs = arrays.concat([words, normed], -1)
-        projections = []
-        for part, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)):
-            prefix = f"{_LAYER}self_attn.{part}_"
-            x = self.linear(inputs, prefix + "proj.weight")
-            x = (
-                x + self.weights[prefix + "proj.bias"]
-                if prefix + "proj.bias" in self.weights
-                else x
-            )
-            x = x.reshape(len(positions), heads, self.head_width)
-            if prefix + "norm.weight" in self.weights:
-                x = self.norm(x, prefix + "norm.weight")
-            if part != "v":
-                cosine, sine = self._rotary.tables(positions, 0)
-                x = arrays.apply_rope(x, self.to_device(cosine), self.to_device(sine))
-            projections.append(x)
-        return (*projections, normed if self.before_residual else hidden)
-
-    def finish_layer(self, gathered: arrays.Array, residual: arrays.Array) -> arrays.Array:
-        """Output of the layer, from the attention output."""
-        h = residual + self.linear(gathered, _LAYER + "self_attn.o_proj.weight")
-        inner = self.norm(h, _LAYER + "post_attention_layernorm.weight")
-        gate = arrays.silu(self.linear(inner, _LAYER + "mlp.gate_proj.weight"))
-        up = self.linear(inner, _LAYER + "mlp.up_proj.weight")
-        return h + self.linear(gate * up, _LAYER + "mlp.down_proj.weight")
-
-    def logits(self, h: arrays.Array) -> Floats:
-        logits: Floats = arrays.to_host(self.linear(self.norm(h, "norm.weight"), "lm_head.weight"))
+    def logits(self, hidden: Tensor) -> Floats:
+        logits: Floats = self._layer.head(self._layer.norm(hidden)).float().cpu().numpy()
         return logits
 
 
-_NEEDED = (
-    "fc.weight", "norm.weight", "lm_head.weight",
-    *(f"{_LAYER}{name}.weight" for name in (
-        "hidden_norm", "input_layernorm", "post_attention_layernorm", "self_attn.q_proj",
-        "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
-        "mlp.down_proj",
-    )),
-)  # fmt: skip
+def _layer_config(layer: dict[str, Any], weights: dict[str, Tensor]) -> ModelConfig:
+    width, heads = weights["fc.weight"].shape[0], int(layer["num_attention_heads"])
+    head_width = int(layer.get("head_dim") or width // heads)
+    return ModelConfig(
+        family="eagle3",
+        vocab_size=len(weights["head.weight"]),
+        width=width,
+        layers=1,
+        heads=heads,
+        kv_heads=int(layer.get("num_key_value_heads") or heads),
+        head_width=head_width,
+        ff_width=len(weights["feed.gate.weight"]),
+        context=int(layer.get("max_position_embeddings") or 2048),
+        norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
+        rotary=rope_from_hf(layer, head_width),
+        qk_norm="head" if "attention.q_norm.weight" in weights else "none",
+        qkv_bias="attention.q.bias" in weights,
+        out_bias="attention.out.bias" in weights,
+        tied=True,
+    )
 
 
-class EagleContext:
-    """The state of the head for one text: a key and value per token read."""
-
-    def __init__(self, head: EagleHead) -> None:
-        self._head = head
-        empty = head.to_device(np.zeros((0, head.kv_heads, head.head_width), np.float32))
-        self._keys, self._values = empty, empty
-        self._fused = head.to_device(np.zeros((0, head.width), np.float32))
-
-    def __len__(self) -> int:
-        return len(self._fused)
-
-    def truncate(self, count: int) -> None:
-        self._fused = self._fused[:count]
-        self._keys, self._values = self._keys[:count], self._values[:count]
-
-    def fork(self, count: int) -> EagleContext:
-        other = copy.copy(self)
-        other.truncate(count)
-        return other
-
-    def read(self, positions: Ints, vectors: Floats, following: Sequence[int]) -> None:
-        fused = self._head.fuse(vectors)
-        _, keys, values, _ = self._head.project(fused, following, positions)
-        self._fused = arrays.concat([self._fused, fused], 0)
-        self._keys = arrays.concat([self._keys, keys], 0)
-        self._values = arrays.concat([self._values, values], 0)
-
-    def expand(self, nodes: list[DraftNode], tokens: Sequence[int]) -> Floats:
-        """Expand the nodes of one level: each attends to the text, its ancestors and itself."""
-        head, first = self._head, len(tokens) - 2  # a token has the position of the one before it
-        states = [
-            n.parent.state[0] if n.parent is not None else self._fused[-1] for n in nodes
-        ]  # fmt: skip
-        hidden = arrays.concat([state[None] for state in states], 0)
-        positions = np.array([first + node.depth for node in nodes])
-        query, keys, values, residual = head.project(
-            hidden, [node.token for node in nodes], positions
+def load_eagle(folder: Path, model: LoadedModel) -> EagleHead:
+    """Load the head in a folder."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SettingsError(
+            f"{folder} is not an EAGLE-3 head: it has no config.json; give the folder of one"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{path} cannot be read ({error})") from error
+    if not isinstance(raw, dict) or raw.get("speculators_model_type") != "eagle3":
+        raise ModelFileError(
+            f"{folder}: config.json has an unknown format; supported are EAGLE-3 heads in the "
+            "format of speculators"
         )
-        gathered = []
-        for row, node in enumerate(nodes):
-            path_kv: list[tuple[arrays.Array, arrays.Array]] = []
-            if node.parent is not None:  # the last token of the text has been read
-                path_kv.append((keys[row], values[row]))
-            ancestor = node.parent
-            while ancestor is not None and ancestor.parent is not None:
-                path_kv.append(ancestor.state[1:])
-                ancestor = ancestor.parent
-            row_keys = [self._keys, *(key[None] for key, _ in reversed(path_kv))]
-            row_values = [self._values, *(value[None] for _, value in reversed(path_kv))]
-            gathered.append(
-                arrays.attention(
-                    query[row : row + 1], arrays.concat(row_keys, 0), arrays.concat(row_values, 0)
-                )
-            )
-        h = head.finish_layer(arrays.concat(gathered, 0), residual)
-        for row, node in enumerate(nodes):
-            node.state = (h[row], keys[row], values[row])
-        return head.logits(h)
+    return EagleHead(folder, raw, model)

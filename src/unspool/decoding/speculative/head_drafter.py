@@ -1,7 +1,7 @@
-"""The drafter of a trained head: one instance per text.
+"""The drafter of a head that reads hidden states: one instance per text.
 
-    lm.generate(prompt, speculate="head")               # the head shipped for this model
-    lm.generate(prompt, speculate="head:FOLDER")        # your own head, or an EAGLE-3 head
+    lm.generate(prompt, speculate="mtp")                # the MTP layer of the model's checkpoint
+    lm.generate(prompt, speculate="eagle:FOLDER")       # an EAGLE-3 head
 
 The engine passes the drafter the model's hidden states of every computed position; the drafter
 collects them and gives them to the head when a draft is needed.
@@ -9,7 +9,6 @@ collects them and gives them to the head when a draft is needed.
 
 from __future__ import annotations
 
-import importlib.util
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
@@ -17,21 +16,14 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from unspool.backends.step import Floats, LoadedModel
-from unspool.decoding.speculative.arrays import concat
+from unspool.backends.step import Floats
 from unspool.decoding.speculative.controller import FixedShape, RoundCosts, ShapeController
-from unspool.decoding.speculative.head import (
-    SHIPPED,
-    DraftingHead,
-    build_draft,
-    head_folder,
-    parse_config,
-    read_head,
-    read_json,
-)
+from unspool.decoding.speculative.eagle import load_eagle
+from unspool.decoding.speculative.head import DraftHead, build_draft
 from unspool.engine.request import DraftMaker, DraftTree, Request
-from unspool.errors import SettingsError
 from unspool.session import Session
 
 SHARED_TEXTS = 8  # recent texts whose prefixes new ones may share
@@ -45,7 +37,7 @@ class HeadDrafter:
 
     def __init__(
         self,
-        head: DraftingHead,
+        head: DraftHead,
         request: Request,
         controller: ShapeController | FixedShape,
         others: deque[HeadDrafter] | None = None,
@@ -135,7 +127,7 @@ class HeadDrafter:
             positions = np.concatenate(places)
             num_before = bisect_left(positions.tolist(), last)
             selected = slice(max(0, num_before - MAX_READ), num_before)
-            vectors = concat([v for _, v in self._unread], 1)[:, selected]
+            vectors = _concat([v for _, v in self._unread])[:, selected]
             positions = positions[selected]
             self._unread.clear()
             if len(positions):
@@ -147,61 +139,22 @@ class HeadDrafter:
         return bool(self._positions) and self._positions[-1] == last - 1
 
 
-def head_maker(where: str, lm: Session, most: int | None) -> DraftMaker:
-    """Build the drafter factory for the head in a folder, or the shipped one if none is named."""
-    head = load_head(head_folder(where) if where else shipped_head(lm.model), lm)
+def _concat(parts: list[Floats]) -> Floats | Tensor:
+    """Join hidden states along the tokens; those of a GPU step are device tensors."""
+    if all(isinstance(part, np.ndarray) for part in parts):
+        return np.concatenate(parts, 1)
+    device = next(part.device for part in parts if isinstance(part, Tensor))
+    tensors = [part if isinstance(part, Tensor) else torch.from_numpy(part) for part in parts]
+    return torch.cat([tensor.to(device).float() for tensor in tensors], 1)
+
+
+def head_maker(head: DraftHead, lm: Session, most: int | None) -> DraftMaker:
+    """Build the drafter factory for a head; its texts share prefixes and measured costs."""
     costs = RoundCosts(observing_is_free=lm.model.device == "cpu")
     texts = deque[HeadDrafter](maxlen=SHARED_TEXTS)
     longest = {} if most is None else {"most": most}
     return lambda request: HeadDrafter(head, request, ShapeController(costs, **longest), texts)
 
 
-def shipped_head(model: LoadedModel) -> Path:
-    """Return the folder of the head for a model; the wheel contains none, the repository does."""
-    fingerprint = model.fingerprint()
-    for folder in sorted(SHIPPED.iterdir()) if SHIPPED.is_dir() else []:
-        if (folder / "config.json").exists() and read_json(folder)["fingerprint"] == fingerprint:
-            return folder
-    raise SettingsError(
-        "speculate='head': no drafting head for this model is installed; name the folder of one: "
-        "speculate='head:FOLDER' (how to train or get one: docs/beyond.md)"
-    )
-
-
-def load_head(folder: Path, lm: Session) -> DraftingHead:
-    """Load the head in a folder; raises `SettingsError` if it is for another model."""
-    config, model = read_json(folder), lm.model
-    device = None if model.device == "cpu" else model.device
-    if config.get("speculators_model_type") == "eagle3":
-        from unspool.decoding.speculative.eagle import EagleHead
-
-        return EagleHead(folder, config, model, device)
-    check_base(folder, config, model)
-    files = read_head(folder)
-    from unspool.backends.cpu.model import CpuModel
-
-    if isinstance(model, CpuModel):
-        from unspool.decoding.speculative.head_cpu import CpuHead
-
-        return CpuHead(files, model, lm.context)
-    if importlib.util.find_spec("triton") is not None:  # else there is no CudaModel
-        from unspool.backends.cuda.model import CudaModel
-
-        if isinstance(model, CudaModel):
-            from unspool.decoding.speculative.head_cuda import CudaHead
-
-            return CudaHead(files, model, lm.context)
-    from unspool.decoding.speculative.head import UnspoolHead
-
-    return UnspoolHead(files, model, device)
-
-
-def check_base(folder: Path, fields: dict[str, object], model: LoadedModel) -> None:
-    """Check that the head was trained for this model."""
-    config = parse_config(fields, folder)
-    fits = config.width == model.config.width and max(config.layers) <= model.config.layers
-    if not fits or config.fingerprint != model.fingerprint():
-        raise SettingsError(
-            f"{folder} is a drafting head for {config.base}, and this is another model (or other "
-            "weights of it); use it with that model, or leave speculate out"
-        )
+def eagle_maker(folder: str, lm: Session, most: int | None) -> DraftMaker:
+    return head_maker(load_eagle(Path(folder).expanduser(), lm.model), lm, most)

@@ -268,10 +268,8 @@ class Extension(Constraints):
     guard: GuardText | list[GuardText] | None = Field(
         None, description="loop, ban=WORD|WORD, pattern=REGEX, surprise=NATS; each also :stop"
     )
-    speculate: Literal["lookup", "head"] | None = Field(
-        None,
-        description="speculative decoding: drafts by prompt lookup, or by a head trained for the "
-        "model",
+    speculate: Literal["lookup"] | None = Field(
+        None, description="speculative decoding: drafts by prompt lookup"
     )
     trace: bool = Field(False, description="report every step: candidates, stages, draw")
     top: int = Field(5, ge=0, le=MAX_CANDIDATES, description="candidates in a trace")

@@ -150,7 +150,7 @@ class Loss:
     extra: dict[str, float] = field(default_factory=dict)  # statistics for the log
 
 
-# (model, batch, rng) -> Loss. The model is a Transformer, or a draft head with config and layers.
+# (model, batch, rng) -> Loss.
 Objective = Callable[[Any, Any, torch.Generator], Loss]
 
 

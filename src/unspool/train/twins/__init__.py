@@ -1,1 +1,1 @@
-"""Twins of a causal model that write otherwise: by blocks, in any order, or as its drafter."""
+"""Twins of a causal model that write otherwise: by blocks, or in any order."""

@@ -348,7 +348,7 @@ Sources = dict[str, tuple[PackedDocuments, float]]
 
 @dataclass(frozen=True)
 class CausalModel:
-    """The model that gets a twin or a draft head."""
+    """The model that gets a twin."""
 
     path: Path
     base: str  # its name in an adapter
@@ -484,10 +484,3 @@ def evaluator(
         return total / max(1.0, count), None
 
     return evaluate
-
-
-def target_tokens(texts: PackedDocuments) -> np.ndarray[Any, Any]:
-    """The tokens that are in the loss."""
-    mask = texts.loss_mask
-    ids: np.ndarray[Any, Any] = texts.ids if mask is None else texts.ids[mask]
-    return ids

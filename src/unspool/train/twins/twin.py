@@ -1,14 +1,13 @@
-"""Train a twin of a causal model, a draft head, or a puzzle model.
+"""Train a twin of a causal model, or a puzzle model.
 
     settings = TwinSettings(kind="block", data=("books/",), minutes=10)
     run = train_twin(settings, new_run(settings))         # or settings_of(run) to resume
 
     block      a block-diffusion twin of the frozen model: all weights, or an adapter (lora)
     fill       a bidirectional twin, for infilling and error detection
-    draft      a draft head of one layer, for speculative decoding
     sudoku, countdown      a small model from scratch, causal or masked
 
-The result is a run folder; its checkpoints are models, adapters, or draft heads.
+The result is a run folder; its checkpoints are models or adapters.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ from unspool.train.running.loop import Trainer, TrainSettings, on_device
 from unspool.train.running.parallel import Parallel
 from unspool.train.running.runs import Run
 from unspool.train.twins.data import CausalModel, Mixture, evaluator, load_sources
-from unspool.train.twins.draft_head import head_parts
 from unspool.train.twins.objectives import BlockTwinObjective, FillTwinObjective
 from unspool.train.twins.puzzles import (
     END,
@@ -447,8 +445,6 @@ def _parts(
 ) -> TwinParts:
     if settings.is_puzzle:
         return puzzle_parts(settings, device)
-    if settings.kind == "draft":
-        return head_parts(settings, device, on_text)
     return text_parts(settings, device, on_text)
 
 

@@ -36,12 +36,6 @@ int32_t unspool_run_head(void* model, const float* vectors, int64_t count, int64
     return static_cast<Model*>(model)->run(none, nullptr, batch, nullptr, logits, first, vectors);
 }
 
-int32_t unspool_run_buffers(void* model, const KvCache* kv, const RopeTable* rotary,
-                            const Batch* batch, float* const* external) {
-    return static_cast<Model*>(model)->run(*kv, rotary, *batch, nullptr, nullptr, 0, nullptr,
-                                           external);
-}
-
 void unspool_copy_page(const KvCache* kv, int64_t source, int64_t target) {
     const int64_t bytes = kv->page_bytes;
     std::memcpy(kv->data + target * bytes, kv->data + source * bytes, bytes);

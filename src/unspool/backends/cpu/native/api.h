@@ -42,11 +42,6 @@ UNSPOOL_API int32_t unspool_run(void* model, const unspool::KvCache* kv,
 // Runs the operations from `first` on with `vectors` as its source: the head, for the lenses.
 UNSPOOL_API int32_t unspool_run_head(void* model, const float* vectors, int64_t count,
                                      int64_t first, float* logits);
-// Runs a plan whose buffers are partly the caller's memory (external[i], or null), each with space
-// for sixteen extra rows. A plan without tokens works on the selected rows.
-UNSPOOL_API int32_t unspool_run_buffers(void* model, const unspool::KvCache* kv,
-                                        const unspool::RopeTable* rotary,
-                                        const unspool::Batch* batch, float* const* external);
 UNSPOOL_API void unspool_copy_page(const unspool::KvCache* kv, int64_t source, int64_t target);
 // Seconds spent in each operation since the last call, by worker 0; off until first called.
 UNSPOOL_API void unspool_profile(void* model, double* seconds);

@@ -55,11 +55,10 @@ struct Model {
     std::vector<double> seconds;       // empty: not measured
 
     int32_t run(const KvCache& kv, const RopeTable* rotary, const Batch& batch, const Taps* taps,
-                float* logits, int64_t first_op, const float* vectors,
-                float* const* external = nullptr);
+                float* logits, int64_t first_op, const float* vectors);
 
 private:
-    void allocate(RunContext& run, int64_t rows, float* logits, float* const* external);
+    void allocate(RunContext& run, int64_t rows, float* logits);
     friend struct RunJob;
 };
 

@@ -133,15 +133,13 @@ int64_t scratch_bytes(const Model& model) {
     return block + rows + scores;
 }
 
-void Model::allocate(RunContext& run, int64_t rows, float* logits, float* const* external) {
+void Model::allocate(RunContext& run, int64_t rows, float* logits) {
     const int64_t experts_per_token = spec.experts_per_token > 0 ? spec.experts_per_token : 1;
     for (int64_t i = 0; i < spec.buffer_count; ++i) {
         const int64_t width = spec.buffer_widths[i];
         const int64_t count = rows_for(spec.buffer_rows[i], run.batch, experts_per_token);
-        float* caller_memory = external != nullptr ? external[i] : nullptr;
-        if (i == spec.logits_buffer && logits != nullptr) caller_memory = logits;
-        buffers[i].data = caller_memory != nullptr
-                              ? caller_memory
+        buffers[i].data = i == spec.logits_buffer && logits != nullptr
+                              ? logits
                               : buffer_memory[i].reserve((count + kRowSlack) * width);
         buffers[i].width = width;
     }
@@ -253,10 +251,8 @@ struct RunJob {
 };
 
 int32_t Model::run(const KvCache& kv, const RopeTable* rotary, const Batch& batch, const Taps* taps,
-                   float* logits, int64_t first_op, const float* vectors, float* const* external) {
-    const bool without_tokens = external != nullptr && batch.count == 0 && batch.rows == 0;
-    if (vectors == nullptr && !without_tokens && !is_valid_batch(batch, spec, kv, rotary))
-        return kBadBatch;
+                   float* logits, int64_t first_op, const float* vectors) {
+    if (vectors == nullptr && !is_valid_batch(batch, spec, kv, rotary)) return kBadBatch;
     RunJob job{};
     job.model = this;
     job.first_op = first_op;
@@ -269,7 +265,7 @@ int32_t Model::run(const KvCache& kv, const RopeTable* rotary, const Batch& batc
     run.taps = taps;
     try {
         allocate(run, batch.count > batch.selected_count ? batch.count : batch.selected_count,
-                 logits, external);
+                 logits);
         int32_t* rows = row_of.reserve(batch.count + 1);
         for (int64_t row = 0; row < batch.rows; ++row)
             for (int64_t at = batch.starts[row]; at < batch.starts[row + 1]; ++at)
