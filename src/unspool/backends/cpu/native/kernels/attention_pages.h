@@ -106,10 +106,7 @@ UNSPOOL_NOINLINE void page_scores(const Tile& tile, const uint8_t* const* pages,
         for_each_index<4>([&](auto column) UNSPOOL_LAMBDA {
             for_each_index<P>([&](auto p) UNSPOOL_LAMBDA {
                 const F32x16 keys = Kind::at(pages[p], (d + column) * kPage);
-                for_each_index<R>([&](auto r) UNSPOOL_LAMBDA {
-                    total[r * P + p] =
-                        fma_with<decltype(column)::value>(keys, quad[r], total[r * P + p]);
-                });
+                fma_rows<decltype(column)::value, R, P>(keys, quad, total + p);
             });
         });
     }
@@ -151,14 +148,8 @@ UNSPOOL_INLINE void page_values(const Tile& tile, const uint8_t* page, int64_t r
         for_each_index<4>([&](auto i) UNSPOOL_LAMBDA {
             for_each_index<C>([&](auto c) UNSPOOL_LAMBDA {
                 const F32x16 values = Kind::at(page, (slot + i) * padded + column + c * kLanes);
-                for_each_index<R>([&](auto r) UNSPOOL_LAMBDA {
-                    total[r * C + c] =
-                        fma_with<decltype(i)::value>(values, quad[r], total[r * C + c]);
-                });
+                fma_rows<decltype(i)::value, R, C>(values, quad, total + c);
             });
-#if defined(ISA_neon)
-            asm volatile("" ::: "memory");  // else values are loaded so early that sums are spilled
-#endif
         });
     }
     for (; slot < slots; ++slot) {
