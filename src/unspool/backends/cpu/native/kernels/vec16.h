@@ -115,6 +115,23 @@ UNSPOOL_INLINE void fma_rows(const F32x16& a, const Four* fours, F32x16* totals)
 #endif
 }
 
+// totals[r * Stride] += a * row_factors[r], for R rows (at most four on NEON).
+template <int R, int Stride>
+UNSPOOL_INLINE void fma_lanes(const F32x16& a, Four row_factors, F32x16* totals) {
+#if defined(ISA_neon)
+    for_each_index<4>([&](auto part) UNSPOOL_LAMBDA {
+        for_each_index<R>([&](auto r) UNSPOOL_LAMBDA {
+            float32x4_t& total = totals[r * Stride].v[part];
+            total = vfmaq_laneq_f32(total, a.v[part], row_factors.v, r);
+        });
+    });
+#else
+    for_each_index<R>([&](auto r) UNSPOOL_LAMBDA {
+        totals[r * Stride] = fma(a, set1(row_factors.v[r]), totals[r * Stride]);
+    });
+#endif
+}
+
 // Activations are packed by this many rows, with this many columns of a row together (0: not
 // packed).
 #if defined(ISA_amx)
