@@ -223,14 +223,20 @@ Tile make_tile(const RunContext& run, const Op& op, int64_t token, int64_t token
         tile.last = std::max(tile.last, tile.newest(row));
     tile.pages = run.batch.pages(run.row_of[token]);
     tile.queries = reinterpret_cast<float*>(scratch);
-    tile.scores = tile.queries + tile.rows * tile.padded;
+    tile.scores = tile.queries + (tile.rows + kMaxRows - 1) / kMaxRows * kMaxRows * tile.padded;
     tile.page = tile.scores + tile.rows * kSegment;
     tile.sums = tile.page + kPages * kPage * tile.padded;
-    for (int64_t row = 0; row < tile.rows; ++row) {
-        const float* from = run.buffers[op.source].row(token + row / tile.group) +
-                            (kv_head * tile.group + row % tile.group) * tile.width;
-        for (int64_t i = 0; i < tile.padded; ++i)
-            tile.queries[row * tile.padded + i] = i < tile.width ? from[i] * op.scale : 0.0f;
+    for (int64_t first = 0; first < tile.rows; first += kMaxRows) {
+        const float* from[kMaxRows];
+        for (int64_t r = 0; r < kMaxRows; ++r) {  // missing rows are copies of the last
+            const int64_t row = std::min(first + r, tile.rows - 1);
+            from[r] = run.buffers[op.source].row(token + row / tile.group) +
+                      (kv_head * tile.group + row % tile.group) * tile.width;
+        }
+        float* to = tile.queries + first * tile.padded;
+        for (int64_t i = 0; i < tile.width; ++i, to += kMaxRows)
+            for (int64_t r = 0; r < kMaxRows; ++r) to[r] = from[r][i] * op.scale;
+        std::fill_n(to, (tile.padded - tile.width) * kMaxRows, 0.0f);
     }
     return tile;
 }

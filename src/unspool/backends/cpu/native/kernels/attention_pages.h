@@ -63,7 +63,7 @@ struct Tile {
     int64_t width, padded;  // of a head, and padded to whole registers
     int64_t first_position;
     int64_t last;    // the last position that any row attends to
-    float* queries;  // [rows][filled], scaled
+    float* queries;  // [rows / kMaxRows][filled][kMaxRows], scaled
     float* scores;   // [rows][kSegment]
     float* page;     // memory for pages converted to floats
     float* sums;     // [rows][filled], of the current segment
@@ -97,20 +97,15 @@ template <class Kind, int R, int P>
 UNSPOOL_NOINLINE void page_scores(const Tile& tile, const uint8_t* const* pages, int64_t row,
                                   int64_t at) {
     const int64_t padded = tile.padded;
-    const float* q = tile.queries + row * padded;
+    const float* q = tile.queries + row / kMaxRows * kMaxRows * padded + row % kMaxRows;
     F32x16 total[R * P];
     for_each_index<R * P>([&](auto i) UNSPOOL_LAMBDA { total[i] = zero(); });
-    for (int64_t d = 0; d < padded; d += 4) {  // padding is zero
-        Four quad[R];
-        for_each_index<R>([&](auto r) UNSPOOL_LAMBDA { quad[r] = load_four(q + r * padded + d); });
-        for_each_index<4>([&](auto column) UNSPOOL_LAMBDA {
-            for_each_index<P>([&](auto p) UNSPOOL_LAMBDA {
-                const F32x16 keys = Kind::at(pages[p], (d + column) * kPage);
-                for_each_index<R>([&](auto r) UNSPOOL_LAMBDA {
-                    total[r * P + p] =
-                        fma_with<decltype(column)::value>(keys, quad[r], total[r * P + p]);
-                });
-            });
+#pragma GCC unroll 8
+    for (int64_t d = 0; d < padded; ++d, q += kMaxRows) {  // padding is zero
+        const Four column = load_four(q);
+        for_each_index<P>([&](auto p) UNSPOOL_LAMBDA {
+            const F32x16 keys = Kind::at(pages[p], d * kPage);
+            fma_lanes<R, P>(keys, column, total + p);
         });
     }
     for_each_index<R>([&](auto r) UNSPOOL_LAMBDA {
@@ -151,14 +146,8 @@ UNSPOOL_INLINE void page_values(const Tile& tile, const uint8_t* page, int64_t r
         for_each_index<4>([&](auto i) UNSPOOL_LAMBDA {
             for_each_index<C>([&](auto c) UNSPOOL_LAMBDA {
                 const F32x16 values = Kind::at(page, (slot + i) * padded + column + c * kLanes);
-                for_each_index<R>([&](auto r) UNSPOOL_LAMBDA {
-                    total[r * C + c] =
-                        fma_with<decltype(i)::value>(values, quad[r], total[r * C + c]);
-                });
+                fma_rows<decltype(i)::value, R, C>(values, quad, total + c);
             });
-#if defined(ISA_neon)
-            asm volatile("" ::: "memory");  // else values are loaded so early that sums are spilled
-#endif
         });
     }
     for (; slot < slots; ++slot) {

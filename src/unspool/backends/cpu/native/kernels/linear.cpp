@@ -148,11 +148,19 @@ void linear(const RunContext& run, const Op& op, Worker& worker) {
         prepare_row(run, op, source_row(run, op, row), acts, row, quantize,
                     values + row * values_stride);
     };
-    if (!is_small_batch) for_each_row(worker, 0, rows, [&](int64_t row) { prepare(row); });
+    if (!is_small_batch) {
+        // Rows of a pack share cache lines: one worker writes them all if there are enough packs.
+        const int64_t unit =
+            kPackedRows > 0 && rows >= worker.count * kPackedRows ? kPackedRows : 1;
+        for_each_row(worker, 0, (rows + unit - 1) / unit, [&](int64_t pack) {
+            for (int64_t row = pack * unit; row < rows && row < (pack + 1) * unit; ++row)
+                prepare(row);
+        });
+    }
     bool is_prepared = !is_small_batch;
     uint8_t* scratch = worker.scratch + scratch_rows_bytes(run);
     const int64_t blocks = all_blocks(run, op.matrix, op.matrix_count);
-    const int64_t tasks = num_tasks(blocks, worker, is_small_batch ? 2 : 16);
+    const int64_t tasks = num_tasks(blocks, worker, is_small_batch ? 2 : 64);
     worker.for_each(1, tasks, [&](int64_t task) {
         for (int64_t row = 0; !is_prepared && row < rows; ++row) prepare(row);
         is_prepared = true;

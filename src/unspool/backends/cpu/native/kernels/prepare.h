@@ -94,18 +94,36 @@ inline void activate_row(const float* x, int64_t width, int32_t kind, bool gated
     }
 }
 
-inline F32x16 abs16(F32x16 x) { return vmax(x, sub(zero(), x)); }
-
-// Quantizes 32 floats to bytes; returns the scale. NaN or infinity makes the scale NaN, so that it
-// propagates.
-inline float quantize_tile(const float* x, int8_t* numbers, int32_t* sums) {
+// The largest absolute value of 32 floats, or NaN if one of them is not finite.
+inline float max_abs_or_nan(const float* x) {
     const F32x16 a = load(x), b = load(x + kLanes);
     const float max_abs = largest(vmax(abs16(a), abs16(b)));
-    const float nan_marker = sum(add(sub(a, a), sub(b, b)));
-    const F32x16 inverse = set1(max_abs > 0.0f && nan_marker == 0.0f ? 127.0f / max_abs : 0.0f);
-    sums[0] = store_i8(numbers, mul(a, inverse));
-    sums[1] = store_i8(numbers + kLanes, mul(b, inverse));
-    return max_abs / 127.0f + nan_marker;
+#if defined(ISA_neon)  // NaN is the maximum here
+    return max_abs + (max_abs - max_abs);
+#else
+    return max_abs + sum(add(sub(a, a), sub(b, b)));
+#endif
+}
+
+// Quantizes a row to bytes, with a scale for 32 values; if one of them is not finite the scale is
+// NaN, so that it propagates. `lows` gets scales times sums. A loop for each step: all steps of one
+// tile would wait for each other.
+inline void quantize_row(const float* x, int64_t tiles, int8_t* numbers, float* scales,
+                         int32_t* sums, float* lows) {
+    for (int64_t tile = 0; tile < tiles; ++tile) scales[tile] = max_abs_or_nan(x + tile * kTile);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+        const float inverse = 127.0f / scales[tile];
+        lows[tile] = scales[tile] > 0.0f ? inverse : 0.0f;
+        scales[tile] /= 127.0f;
+    }
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+        const F32x16 inverse = set1(lows[tile]);
+        const float* from = x + tile * kTile;
+        store_i8_pair(numbers + tile * kTile, mul(load(from), inverse),
+                      mul(load(from + kLanes), inverse), sums + 2 * tile);
+    }
+    for (int64_t tile = 0; tile < tiles; ++tile)
+        lows[tile] = scales[tile] * static_cast<float>(sums[2 * tile] + sums[2 * tile + 1]);
 }
 
 // Writes the quantized values of a row, and its scales and scaled sums, into row `row` of a pack of
@@ -143,11 +161,7 @@ inline void prepare_row(const RunContext& run, const Op& op, const float* source
     float* scales = out.scales + row * (out.columns / kTile);
     int32_t* sums = out.sums + row * (out.columns / kLanes);
     float* lows = out.scaled_sums + row * (out.columns / kTile);
-    for (int64_t tile = 0; tile < padded / kTile; ++tile) {
-        int32_t* sum = sums + 2 * tile;
-        scales[tile] = quantize_tile(values + tile * kTile, numbers + tile * kTile, sum);
-        lows[tile] = scales[tile] * static_cast<float>(sum[0] + sum[1]);
-    }
+    quantize_row(values, padded / kTile, numbers, scales, sums, lows);
     if constexpr (kPackedRows > 0) {
         if (out.tiled == nullptr) return;
         const int64_t pack = row / kPackedRows * kPackedRows;

@@ -51,6 +51,15 @@ UNSPOOL_INLINE F32x16 scale_bytes(const uint8_t* p, const ByteFactor& by) {
 }
 #endif
 
+#if !defined(ISA_neon)  // NEON has instructions for these
+UNSPOOL_INLINE F32x16 abs16(const F32x16& x) { return vmax(x, sub(set1(0.0f), x)); }
+// Rounds 32 floats within the range of int8 and stores them, with the sums of both halves.
+UNSPOOL_INLINE void store_i8_pair(int8_t* p, const F32x16& a, const F32x16& b, int32_t* sums) {
+    sums[0] = store_i8(p, a);
+    sums[1] = store_i8(p + kLanes, b);
+}
+#endif
+
 #if !defined(ISA_neon)  // NEON can select a lane
 
 // Four floats, from which a product selects one by index.
@@ -58,11 +67,6 @@ struct Four {
     const float* v;
 };
 UNSPOOL_INLINE Four load_four(const float* p) { return {p}; }
-// a * four[I] + c
-template <int I>
-UNSPOOL_INLINE F32x16 fma_with(const F32x16& a, Four four, const F32x16& c) {
-    return fma(a, set1(four.v[I]), c);
-}
 
 // Sixteen activations, from which a dot product selects four by index.
 struct Columns {
@@ -94,6 +98,40 @@ UNSPOOL_INLINE void for_each_index(F f) {
     for_each_index(f, std::make_integer_sequence<int, N>());
 }
 
+// totals[r * Stride] += a * fours[r][I], for R rows.
+template <int I, int R, int Stride>
+UNSPOOL_INLINE void fma_rows(const F32x16& a, const Four* fours, F32x16* totals) {
+#if defined(ISA_neon)  // quickest in this order: a register with all rows, then the next
+    for_each_index<4>([&](auto part) UNSPOOL_LAMBDA {
+        for_each_index<R>([&](auto r) UNSPOOL_LAMBDA {
+            float32x4_t& total = totals[r * Stride].v[part];
+            total = vfmaq_laneq_f32(total, a.v[part], fours[r].v, I);
+        });
+    });
+#else
+    for_each_index<R>([&](auto r) UNSPOOL_LAMBDA {
+        totals[r * Stride] = fma(a, set1(fours[r].v[I]), totals[r * Stride]);
+    });
+#endif
+}
+
+// totals[r * Stride] += a * row_factors[r], for R rows (at most four on NEON).
+template <int R, int Stride>
+UNSPOOL_INLINE void fma_lanes(const F32x16& a, Four row_factors, F32x16* totals) {
+#if defined(ISA_neon)
+    for_each_index<4>([&](auto part) UNSPOOL_LAMBDA {
+        for_each_index<R>([&](auto r) UNSPOOL_LAMBDA {
+            float32x4_t& total = totals[r * Stride].v[part];
+            total = vfmaq_laneq_f32(total, a.v[part], row_factors.v, r);
+        });
+    });
+#else
+    for_each_index<R>([&](auto r) UNSPOOL_LAMBDA {
+        totals[r * Stride] = fma(a, set1(row_factors.v[r]), totals[r * Stride]);
+    });
+#endif
+}
+
 // Activations are packed by this many rows, with this many columns of a row together (0: not
 // packed).
 #if defined(ISA_amx)
@@ -108,6 +146,18 @@ constexpr int kPackedRows = 0, kPackedColumns = 32;
 
 UNSPOOL_INLINE F32x16 zero() { return set1(0.0f); }
 
+// Coefficients of exp16, highest power first, repeated for every lane.
+struct ExpCoefficients {
+    float v[6][kLanes];
+    constexpr ExpCoefficients() : v() {
+        constexpr float numbers[6] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
+                                      4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+        for (int i = 0; i < 6; ++i)
+            for (float& lane : v[i]) lane = numbers[i];
+    }
+};
+constexpr ExpCoefficients kExpCoefficients;
+
 // exp(x) with a relative error of about 1e-7; 0 below -87.3, the range of a float.
 UNSPOOL_INLINE F32x16 exp16(F32x16 x) {
     const F32x16 lowest = set1(-87.3f);
@@ -115,12 +165,13 @@ UNSPOOL_INLINE F32x16 exp16(F32x16 x) {
     const F32x16 n = round16(mul(bounded, set1(1.44269504f)));
     F32x16 r = fma(n, set1(-0.693359375f), bounded);  // ln 2 in two parts
     r = fma(n, set1(2.12194440e-4f), r);
-    F32x16 p = set1(1.9875691500e-4f);
-    p = fma(p, r, set1(1.3981999507e-3f));
-    p = fma(p, r, set1(8.3334519073e-3f));
-    p = fma(p, r, set1(4.1665795894e-2f));
-    p = fma(p, r, set1(1.6666665459e-1f));
-    p = fma(p, r, set1(5.0000001201e-1f));
+    const float* coefficients = kExpCoefficients.v[0];
+#if defined(ISA_neon)  // a multiply-add overwrites its addend: load it, do not copy it
+    asm volatile("" : "+r"(coefficients));
+#endif
+    F32x16 p = load(coefficients);
+    for_each_index<5>([&](auto i)
+                          UNSPOOL_LAMBDA { p = fma(p, r, load(coefficients + (i + 1) * kLanes)); });
     p = fma(p, mul(r, r), add(r, set1(1.0f)));
     return where_less(x, lowest, zero(), scale_by_power(p, n));
 }
@@ -132,7 +183,7 @@ UNSPOOL_INLINE F32x16 tanh16(F32x16 x) {
 
 // The error function, within 1.5e-7 (Abramowitz and Stegun 7.1.26).
 UNSPOOL_INLINE F32x16 erf16(F32x16 x) {
-    const F32x16 size = vmax(x, sub(zero(), x));
+    const F32x16 size = abs16(x);
     const F32x16 t = div(set1(1.0f), fma(size, set1(0.3275911f), set1(1.0f)));
     F32x16 p = set1(1.061405429f);
     p = fma(p, t, set1(-1.453152027f));

@@ -35,7 +35,13 @@ UNSPOOL_INLINE F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
 }
 UNSPOOL_INLINE F32x16 vmax(F32x16 a, F32x16 b) { UNSPOOL_EACH(F32x16, vmaxq_f32(a.v[i], b.v[i])); }
 UNSPOOL_INLINE F32x16 vmin(F32x16 a, F32x16 b) { UNSPOOL_EACH(F32x16, vminq_f32(a.v[i], b.v[i])); }
-UNSPOOL_INLINE F32x16 round16(F32x16 a) { UNSPOOL_EACH(F32x16, vrndnq_f32(a.v[i])); }
+UNSPOOL_INLINE F32x16 abs16(F32x16 a) { UNSPOOL_EACH(F32x16, vabsq_f32(a.v[i])); }
+// Numbers of at most 2^22: added to this, they are rounded to integers, which are then the lowest
+// bits of the sum. Instructions that round or convert take four times as long as an addition.
+constexpr float kRoundingBase = 12582912.0f;
+UNSPOOL_INLINE F32x16 round16(F32x16 a) {
+    return sub(add(a, set1(kRoundingBase)), set1(kRoundingBase));
+}
 UNSPOOL_INLINE F32x16 where_less(F32x16 a, F32x16 b, F32x16 yes, F32x16 no) {
     UNSPOOL_EACH(F32x16, vbslq_f32(vcltq_f32(a.v[i], b.v[i]), yes.v[i], no.v[i]));
 }
@@ -48,9 +54,9 @@ UNSPOOL_INLINE F32x16 load_bf16(const uint16_t* p) {
 UNSPOOL_INLINE F32x16 to_float(I32x16 a) { UNSPOOL_EACH(F32x16, vcvtq_f32_s32(a.v[i])); }
 // p * 2^n, n an integer within the range of a float.
 UNSPOOL_INLINE F32x16 scale_by_power(F32x16 p, F32x16 n) {
-    UNSPOOL_EACH(F32x16,
-                 vmulq_f32(p.v[i], vreinterpretq_f32_s32(vshlq_n_s32(
-                                       vaddq_s32(vcvtq_s32_f32(n.v[i]), vdupq_n_s32(127)), 23))));
+    const F32x16 exponent = add(n, set1(kRoundingBase + 127.0f));
+    UNSPOOL_EACH(F32x16, vmulq_f32(p.v[i], vreinterpretq_f32_s32(vshlq_n_s32(
+                                               vreinterpretq_s32_f32(exponent.v[i]), 23))));
 }
 UNSPOOL_INLINE void store(float* p, F32x16 a) {
     vst1q_f32(p, a.v[0]);
@@ -98,14 +104,21 @@ UNSPOOL_INLINE F32x16 load_shifted(const uint8_t* p) {
     return {{shifted(vget_low_u16(low)), shifted(vget_high_u16(low)), shifted(vget_low_u16(high)),
              shifted(vget_high_u16(high))}};
 }
-// Rounds sixteen floats within the range of int8 and stores them; returns their sum.
-UNSPOOL_INLINE int32_t store_i8(int8_t* p, F32x16 a) {
-    int32x4_t n[4];
-    for (int i = 0; i < 4; ++i) n[i] = vcvtnq_s32_f32(a.v[i]);
-    const int16x8_t low = vcombine_s16(vmovn_s32(n[0]), vmovn_s32(n[1]));
-    const int16x8_t high = vcombine_s16(vmovn_s32(n[2]), vmovn_s32(n[3]));
-    vst1q_s8(p, vcombine_s8(vmovn_s16(low), vmovn_s16(high)));
-    return vaddvq_s32(vaddq_s32(vaddq_s32(n[0], n[1]), vaddq_s32(n[2], n[3])));
+// Rounds sixteen floats within the range of int8 and stores them; the lanes add up to their sum.
+UNSPOOL_INLINE int32x4_t store_i8_lanes(int8_t* p, F32x16 a) {
+    const F32x16 n = add(a, set1(kRoundingBase));
+    const auto low_halves = [](float32x4_t x, float32x4_t y) UNSPOOL_LAMBDA {
+        return vreinterpretq_s8_s16(vuzp1q_s16(vreinterpretq_s16_f32(x), vreinterpretq_s16_f32(y)));
+    };
+    const int8x16_t bytes = vuzp1q_s8(low_halves(n.v[0], n.v[1]), low_halves(n.v[2], n.v[3]));
+    vst1q_s8(p, bytes);
+    return vdotq_s32(vdupq_n_s32(0), bytes, vdupq_n_s8(1));
+}
+UNSPOOL_INLINE int32_t store_i8(int8_t* p, F32x16 a) { return vaddvq_s32(store_i8_lanes(p, a)); }
+// The same for 32 floats, with two sums.
+UNSPOOL_INLINE void store_i8_pair(int8_t* p, F32x16 a, F32x16 b, int32_t* sums) {
+    const int32x4_t lanes = vpaddq_s32(store_i8_lanes(p, a), store_i8_lanes(p + 16, b));
+    vst1_s32(sums, vget_low_s32(vpaddq_s32(lanes, lanes)));
 }
 UNSPOOL_INLINE float sum(F32x16 a) {
     const float32x4_t four = vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3]));
@@ -121,11 +134,6 @@ struct Four {
     float32x4_t v;
 };
 UNSPOOL_INLINE Four load_four(const float* p) { return {vld1q_f32(p)}; }
-// a * four[I] + c
-template <int I>
-UNSPOOL_INLINE F32x16 fma_with(F32x16 a, Four four, F32x16 c) {
-    UNSPOOL_EACH(F32x16, vfmaq_laneq_f32(c.v[i], a.v[i], four.v, I));
-}
 
 // -- integers -----------------------------------------------------------------------------------
 
