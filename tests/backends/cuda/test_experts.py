@@ -231,11 +231,17 @@ def packed_experts(
     return feed, replace(plain, gate_up=gate_up, down=down), weights
 
 
+_USUAL = ("Q4_0", "Q4_K", "Q6_K", "MXFP4")  # others are slow, in the interpreter
+
+
 def near(result: torch.Tensor, expected: torch.Tensor, bound: float) -> bool:
     return float((result - expected).norm() / expected.norm()) < bound
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in _USUAL)) for kind in KINDS],
+)
 def test_few_tokens_of_packed_experts(kind: str):
     feed, expert_weights, weights = packed_experts(kind)
     x = inputs(1, weights.config.width) * 0.1
