@@ -92,8 +92,8 @@ def test_the_least_of_experts_and_of_recurrent_states() -> None:
     config = config_from_hf(SHAPES["qwen3.6-35b-a3b"])
     costs = limits.ModelCosts(config, 4.5)
     layer = 3 * 2048 * 512  # numbers of one expert
-    one, all_experts = costs.read_bytes(1), costs.read_bytes(10_000)
-    assert all_experts - one == pytest.approx(40 * 248 * layer * 4.5 / 8, rel=1e-6)
+    for_one, for_all = costs.read_bytes(1), costs.read_bytes(10_000)
+    assert for_all - for_one == pytest.approx(40 * 248 * layer * 4.5 / 8, rel=1e-6)
     reads = costs.decode(2, 0, 1)["bytes"] - costs.read_bytes(2)
     assert reads == pytest.approx(2 * 2 * config.state_bytes, rel=0.01)
 

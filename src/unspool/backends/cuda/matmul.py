@@ -222,10 +222,10 @@ def _cublas_keeps_order(weight: Tensor, bias: Tensor | None, count: int) -> bool
         rows, columns = weight.shape
         random = torch.Generator(weight.device).manual_seed(0)
         x = torch.randn(count, columns, generator=random, device=weight.device, dtype=weight.dtype)
-        ours, theirs = (x.new_empty(count, rows) for _ in range(2))
-        _ordered_gemm(weight, bias, x, ours)
-        gemm(weight, bias, x, theirs)
-        _in_order[key] = torch.equal(ours, theirs)
+        ordered, by_cublas = (x.new_empty(count, rows) for _ in range(2))
+        _ordered_gemm(weight, bias, x, ordered)
+        gemm(weight, bias, x, by_cublas)
+        _in_order[key] = torch.equal(ordered, by_cublas)
     return _in_order[key]
 
 

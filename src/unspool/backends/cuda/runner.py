@@ -736,7 +736,7 @@ class PrefillRunner:
         device, inputs, dtype = runner.weights.device, runner.inputs, runner.weights.dtype
         counts = np.diff(batch.row_starts)[batch_rows]
         count = len(token_index)
-        # Aligned rows, whatever their length: Triton compiles kernels anew for unaligned tensors.
+        # Aligned rows of any length: Triton compiles kernels anew for unaligned tensors.
         indices = np.zeros((3, -(-count // 4) * 4), np.int32)
         indices[0, :count] = np.repeat(batch.slots[batch_rows], counts) + 1
         indices[1, :count] = batch.positions[token_index]
