@@ -76,8 +76,10 @@ def test_the_loss_is_the_formula(documents: bool):
         mask = AttentionMask.build(model.mtp.config, following)  # type: ignore[union-attr, arg-type]
         hidden = model.norm(x)[:, :-1]
         states = model.mtp(model.embed(following), hidden, RopeTables(*tables), mask)  # type: ignore[misc]
-        each = functional.cross_entropy(model.head_logits(states)[0], ids[0, 2:], reduction="none")
-        for at, value in enumerate(each):
+        token_losses = functional.cross_entropy(
+            model.head_logits(states)[0], ids[0, 2:], reduction="none"
+        )
+        for at, value in enumerate(token_losses):
             if batch.loss_mask is None or batch.loss_mask[row, start + at + 1]:
                 losses.append(value)
     expected = torch.stack(losses).mean().detach()
