@@ -3,7 +3,8 @@
 Writes each prompt with and without drafts, in turns, and prints the median of the paired ratios:
 for texts that copy much and for texts that do not. Checks that the texts are the same.
 
-    python bench/speculative.py eagle:FOLDER [--model M] [--tokens 96] [--chats 12] [--device cuda]
+    python bench/speculative.py mtp --model M [--tokens 96] [--chats 12] [--device cuda]
+    python bench/speculative.py eagle:FOLDER --model M
 
 For a head that reads hidden states: tokens per pass on hand-written chats, greedy and sampled, for
 chains and trees of every size, and the speed with the size that the drafter chooses itself.
@@ -30,6 +31,7 @@ from unspool.decoding.speculative.controller import (
 from unspool.decoding.speculative.drafters import make_drafter
 from unspool.decoding.speculative.eagle import load_eagle
 from unspool.decoding.speculative.head_drafter import HeadDrafter
+from unspool.decoding.speculative.mtp import load_mtp
 from unspool.engine.generation import Generation
 from unspool.engine.request import Limits, Request
 from unspool.sampling import SamplingSettings
@@ -198,8 +200,13 @@ def main() -> None:
     args = parser.parse_args()
     lm = unspool.load(args.model, device=args.device)
     kind, _, where = args.word.partition(":")
-    if kind == "eagle":
-        measure_head(lm, load_eagle(Path(where), lm.model), args.tokens, args.chats)
+    if kind in ("eagle", "mtp"):
+        head: Any = (
+            load_eagle(Path(where), lm.model)
+            if kind == "eagle"
+            else load_mtp(lm.path, lm.model, lm.context)
+        )
+        measure_head(lm, head, args.tokens, args.chats)
     else:
         compare_pairs(lm, make_drafter(args.word, lm, unspool.load))
 

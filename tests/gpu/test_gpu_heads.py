@@ -9,11 +9,14 @@ import pytest
 
 from helpers.cuda_support import cuda_model, language_model
 from helpers.heads_support import PROMPT, save_eagle
+from helpers.mtp_support import random_model
 from helpers.paged_texts import RandomCheckpoint, config
 from unspool.decoding.speculative.controller import FixedShape
 from unspool.decoding.speculative.eagle import load_eagle
 from unspool.decoding.speculative.head import DraftShape
 from unspool.decoding.speculative.head_drafter import HeadDrafter
+from unspool.decoding.speculative.mtp import load_mtp
+from unspool.model.files.checkpoint import open_checkpoint, save_checkpoint
 
 TINY = config(layers=2, context=4096, vocab_size=259, width=64)
 TEXT = (PROMPT * 300)[:3000]
@@ -38,3 +41,20 @@ def test_the_text_is_the_same(device: str, tmp_path: Path, exact: bool):
                 assert drafted.tokens == undrafted.tokens
                 assert [s.logprob for s in drafted.steps] == [s.logprob for s in undrafted.steps]
                 assert any(step.draft for step in drafted.steps)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3.5"])
+def test_mtp_layers(device: str, tmp_path: Path, family: str):
+    save_checkpoint(random_model(family), tmp_path)
+    model = cuda_model(open_checkpoint(tmp_path), device=device, dtype="bfloat16", exact=True)
+    with language_model(model) as lm:
+        head = load_mtp(tmp_path, lm.model, lm.context)
+        options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 4, "end": False}
+        undrafted = lm.generate(PROMPT, **options)
+        for shape in (DraftShape(1), DraftShape(4)):
+            drafted = lm.generate(
+                PROMPT, **options,
+                speculate=lambda r, shape=shape: HeadDrafter(head, r, FixedShape(shape)),
+            )  # fmt: skip
+            assert drafted.tokens == undrafted.tokens
+            assert any(step.draft for step in drafted.steps)

@@ -50,7 +50,7 @@ _REASONS = {
     "what is returned beside the logits": "num_logits_to_keep output_router_logits",
     "of heads for other tasks than language modelling": "classifier_pooling summary_type "
     "summary_use_proj summary_activation summary_proj_to_labels",
-    "of layers that draft, which are not loaded": "num_mtp_layers mtp_layer_types "
+    "of layers that draft: their tensors say it": "num_mtp_layers mtp_layer_types "
     "mtp_mlp_layer_types num_nextn_predict_layers mtp_layers_block_type",
     "the table's shape says it, and a text is of one type": "type_vocab_size",
 }

@@ -154,7 +154,7 @@ def test_tensors_and_settings_belong_together(
     assert str(path) in str(caught.value)
 
 
-def test_drafting_layers_and_rotary_factors_are_left_out(
+def test_mtp_layers_and_rotary_factors_are_no_part_of_the_model(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ):
     surplus = {"blk.1.attn_q.weight": (32, 32), "blk.1.nextn.eh_proj.weight": (32, 64),

@@ -230,6 +230,9 @@ def info(model: ModelArgument = None, offline: o.Offline = False) -> None:
         rows["mask token"] = _describe_mask_token(config, tokenizer)
     if config.state_bytes:
         rows["recurrent state"] = f"{config.state_bytes:,} bytes per saved position"
+    if (mtp := checkpoint.mtp) is not None:
+        layers = f"{mtp.num_layers} layer{'s' * (mtp.num_layers > 1)}"
+        rows["MTP"] = f"{layers} for speculative decoding: --speculate mtp"
     if config.experts:
         rows["experts"] = f"{config.experts}, {config.experts_per_token} per token"
     if tokenizer is not None:

@@ -81,7 +81,7 @@ def run(
     speculate: Annotated[
         str | None,
         typer.Option(
-            help="Speculative decoding: lookup, model:PATH or eagle:FOLDER.",
+            help="Speculative decoding: lookup, mtp, model:PATH or eagle:FOLDER.",
             rich_help_panel=_REPAIR,
         ),
     ] = None,

@@ -344,7 +344,7 @@ class Options(SamplingOptions, total=False):
     ]
     speculate: Annotated[
         str | Drafter | DraftMaker | None,
-        "speculative decoding with 'lookup', 'model:PATH' or 'eagle:FOLDER': the same text, faster",
+        "speculative decoding with 'lookup', 'mtp' or 'model:PATH': the same text, faster",
     ]
 
 

@@ -499,6 +499,19 @@ class ModelConfig:
             value = getattr(owner, name.removeprefix("rotary."), None)
             raise ModelFileError(f"invalid model settings: {name} must be {allowed}, got {value!r}")
 
+    def mtp_layer_config(self, *, dense: bool = False) -> ModelConfig:
+        """Config of a multi-token prediction layer: one layer with full attention.
+
+        Args:
+            dense: Whether it has a dense feed-forward in a mixture-of-experts model.
+        """
+        return dataclasses.replace(
+            self, layers=1, shapes=self.shapes[-1:], windows=(), mixers=(), recurrence=None,
+            feedless_layers=(), unrotated_layers=(), local_rotary=None, kv_shared=0,
+            keys_as_values=(), attention_scales=self.attention_scales[-1:], token_width=0,
+            dense_layers=(0,) if dense else (), tied=True, head_bias=False, embedding_norm=False,
+        )  # fmt: skip
+
     def require_causal(self) -> None:
         """Raise if the model is not causal and cannot be decoded token by token."""
         if self.sight == "causal":

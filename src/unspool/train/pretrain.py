@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -42,6 +43,7 @@ from unspool.train.learning.objectives import (
     BlockDiffusion,
     Masked,
     MitigatedNextToken,
+    NextTokenAndMtp,
     Objective,
     next_token,
 )
@@ -97,6 +99,7 @@ class NewSettings:
     block: int = 8  # block size of block diffusion
     scheduled_sampling: float = 0.0  # share of inputs sampled from the model, at the end
     unlikelihood: float = 0.0  # weight of the repetition penalty; 0: off
+    mtp: float = 0.0  # weight of the loss of a multi-token prediction layer; 0: no such layer
     optimizer: str = "muon"
     rate: float = 1.0  # factor on the default learning rates
     weight_decay: float = 0.1
@@ -137,6 +140,13 @@ class NewSettings:
             raise SettingsError(
                 "scheduled sampling and unlikelihood need the objective next_token, not "
                 f"{self.objective}; leave them out"
+            )
+        if not 0 <= self.mtp < math.inf:
+            raise SettingsError(f"mtp must be a finite number >= 0, got {self.mtp!r}")
+        if self.mtp and (self.is_mitigated or self.objective != "next_token"):
+            raise SettingsError(
+                "an MTP layer needs the objective next_token, without scheduled sampling and "
+                "unlikelihood; leave them or mtp out"
             )
         if self.shape not in SHAPES:
             raise _unknown("shape", self.shape, SHAPES)
@@ -356,7 +366,7 @@ def _measure_speed(
 ) -> float:
     """Tokens per second of all processes, from three discarded steps of this one."""
     alone = Parallel(parallel.device)
-    model = new_model(config, settings.seed).to(parallel.device)
+    model = new_model(config, settings.seed, mtp=settings.mtp > 0).to(parallel.device)
     trainer = Trainer(
         model, _batches(settings, prepared, alone), _objective(settings, config),
         make_optimizers(model, rates_for(config), settings.optimizer),  # type: ignore[arg-type]
@@ -389,7 +399,7 @@ def train(
     settings, accumulate = _divide_batch(settings, parallel.world_size)
     assert settings.length is not None
     # Evaluated with the plain loss, so that runs can be compared.
-    evaluated = next_token if settings.is_mitigated else objective
+    evaluated = next_token if settings.is_mitigated or settings.mtp else objective
     judge = HeldOutEvaluation(prepared.held_out, tokenizer, evaluated, settings.length, rows=64)
     sampler = (
         SampleGenerator(tokenizer, settings.prompts) if settings.objective == "next_token" else None
@@ -451,10 +461,13 @@ def _open_data(run: Run, settings: NewSettings, tokenizer: Tokenizer) -> Prepare
 
 def _model(settings: NewSettings, config: ModelConfig) -> Transformer:
     if settings.start is None:
-        return new_model(config, settings.seed)
+        return new_model(config, settings.seed, mtp=settings.mtp > 0)
     checkpoint = open_checkpoint(find_model(settings.start))
     checkpoint.config.require_head()
-    return load_transformer(checkpoint).requires_grad_(True)
+    model = load_transformer(checkpoint).requires_grad_(True)
+    if settings.mtp:
+        model.mtp = new_model(config, settings.seed, mtp=True).mtp
+    return model
 
 
 def _objective(settings: NewSettings, config: ModelConfig) -> Objective:
@@ -465,7 +478,7 @@ def _objective(settings: NewSettings, config: ModelConfig) -> Objective:
         return BlockDiffusion(mask, settings.block, shifted=settings.start is not None)
     if settings.is_mitigated:
         return MitigatedNextToken(settings.scheduled_sampling, settings.unlikelihood)
-    return next_token
+    return NextTokenAndMtp(settings.mtp) if settings.mtp else next_token
 
 
 def _batches(settings: NewSettings, prepared: PreparedData, parallel: Parallel) -> PackedBatches:

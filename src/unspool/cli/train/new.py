@@ -58,6 +58,10 @@ def new(
     unlikelihood: Annotated[
         float, _opt(_STEP, "Weight of the unlikelihood loss on repeated tokens; 0: off.")
     ] = 0.0,
+    mtp: Annotated[
+        float,
+        _opt(_STEP, "Weight of the loss of a multi-token prediction layer; 0: no such layer."),
+    ] = 0.0,
     optimizer: Annotated[str, _opt(_STEP, "muon (with AdamW) or adamw.")] = "muon",
     rate: Annotated[float, _opt(_STEP, "Factor on the default learning rates.", min=0)] = 1.0,
     weight_decay: Annotated[float, _opt(_STEP, "Weight decay of matrices.", min=0)] = 0.1,
@@ -129,7 +133,7 @@ def new(
         depth=depth, shape=shape, width=width, heads=heads, kv_heads=kv_heads,
         head_width=head_width, ff_width=ff_width, tied=tied, like=like, start=start,
         objective=objective, block=block,
-        scheduled_sampling=scheduled_sampling, unlikelihood=unlikelihood,
+        scheduled_sampling=scheduled_sampling, unlikelihood=unlikelihood, mtp=mtp,
         optimizer=optimizer, rate=rate, weight_decay=weight_decay, length=length, batch=batch,
         batch_tokens=batch_tokens, steps=steps, tokens=tokens, minutes=minutes, warmup=warmup,
         decay=decay, clip=clip, inside_documents=inside_documents, seed=seed, device=device,

@@ -205,7 +205,7 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 # -- Drafters
 
-KINDS = "lookup, model:PATH or eagle:FOLDER, each optionally with :COUNT, the longest draft"
+KINDS = "lookup, mtp, model:PATH or eagle:FOLDER, each optionally with :COUNT, the longest draft"
 _COMPARED_TAIL = 32  # indexed tokens compared to detect that a text was rewound
 
 
@@ -455,16 +455,16 @@ def make_drafter(
 def drafter_from(
     spec: str, lm: Session, load: Callable[[str], Session] | None = None
 ) -> DraftMaker:
-    """Build the factory for `lookup`, `model:PATH` or `eagle:FOLDER`; a trailing `:COUNT`
+    """Build the factory for `lookup`, `mtp`, `model:PATH` or `eagle:FOLDER`; a trailing `:COUNT`
     limits the draft length. Loads the model (by `load`) or the head now, once for all requests.
     """
     kind, what, most = check_drafter(spec)
-    if kind == "eagle":
+    if kind in ("eagle", "mtp"):
         check_torch()
-        from unspool.decoding.speculative.head_drafter import eagle_maker
+        from unspool.decoding.speculative.head_drafter import eagle_maker, mtp_maker
 
         longest = most if spec.endswith(f":{most}") else None
-        return eagle_maker(what, lm, longest)
+        return mtp_maker(lm, longest) if kind == "mtp" else eagle_maker(what, lm, longest)
     if kind == "lookup":
         return lambda request: AdaptiveDrafter(PromptLookup(most=most), longest=most)
     if load is None:
@@ -483,7 +483,7 @@ def check_drafter(spec: str) -> tuple[str, str, int]:
     """Parse a `speculate` string into kind, file or model, and maximum draft length."""
     kind, _, what = spec.partition(":")
     what, most = _split_count(what, spec)
-    needs = {"lookup": False, "model": True, "eagle": True}
+    needs = {"lookup": False, "mtp": False, "model": True, "eagle": True}
     if needs.get(kind) != bool(what):
         raise SettingsError(f"speculate is {spec!r}; it must be {KINDS}")
     if kind == "eagle" and not Path(what).expanduser().is_dir():

@@ -23,6 +23,7 @@ from unspool.backends.step import Floats
 from unspool.decoding.speculative.controller import FixedShape, RoundCosts, ShapeController
 from unspool.decoding.speculative.eagle import load_eagle
 from unspool.decoding.speculative.head import DraftHead, build_draft
+from unspool.decoding.speculative.mtp import load_mtp
 from unspool.engine.request import DraftMaker, DraftTree, Request
 from unspool.session import Session
 
@@ -154,6 +155,10 @@ def head_maker(head: DraftHead, lm: Session, most: int | None) -> DraftMaker:
     texts = deque[HeadDrafter](maxlen=SHARED_TEXTS)
     longest = {} if most is None else {"most": most}
     return lambda request: HeadDrafter(head, request, ShapeController(costs, **longest), texts)
+
+
+def mtp_maker(lm: Session, most: int | None) -> DraftMaker:
+    return head_maker(load_mtp(lm.path, lm.model, lm.context), lm, most)
 
 
 def eagle_maker(folder: str, lm: Session, most: int | None) -> DraftMaker:

@@ -39,6 +39,7 @@ from unspool.model.files.config_json import (
 )
 from unspool.model.files.family_settings import needs_unspool_format
 from unspool.model.files.gguf import GGUFFile, part_paths
+from unspool.model.files.mtp import MtpTensors, find_mtp_in_gguf, find_mtp_in_hf, write_mtp
 from unspool.model.files.quantized import scheme_of
 from unspool.model.files.safetensors import PICKLE_SUFFIXES, SafetensorsFile
 from unspool.model.files.stored import SCALES, FileTensor, scale_block_size
@@ -68,6 +69,10 @@ class Checkpoint(Protocol):
 
     @property
     def losses(self) -> str: ...
+
+    @property
+    def mtp(self) -> MtpTensors | None:
+        """The multi-token prediction layer, which drafts for speculative decoding."""
 
     def bits_per_weight(self) -> float: ...
 
@@ -155,8 +160,16 @@ class SafetensorsCheckpoint:
                 replace(self.config, mask_id=mask_id) if mask_id is not None else self.config
             )
         rules = self._named_rules(self.rules)
+        text_config = raw.get("text_config")
+        settings = text_config if isinstance(text_config, dict) else raw
         with _naming(folder):
-            check_tensors(self.config, rules, self._file_of.keys(), self._fetch)
+            check_tensors(
+                self.config,
+                rules,
+                self._file_of.keys(),
+                self._fetch,
+                spare_layers=int(settings.get("num_nextn_predict_layers") or 0),
+            )
 
     def _choose_head(self) -> None:
         """Decide whether the head is tied to the embedding, as transformers does.
@@ -220,6 +233,12 @@ class SafetensorsCheckpoint:
     def weights(self) -> Iterator[tuple[str, FileTensor]]:
         return read_weights(self.config, self._named_rules(self.rules), self._fetch)
 
+    @property
+    def mtp(self) -> MtpTensors | None:
+        return find_mtp_in_hf(
+            self.config, self.rules, self._prefix(), self._file_of.keys(), self._fetch
+        )
+
     def _scales(self, name: str) -> FileTensor | None:
         """The scales of an FP8 tensor."""
         for scales_name in (name + ending for ending in SCALES):
@@ -282,6 +301,12 @@ class GGUFCheckpoint:
 
     def weights(self) -> Iterator[tuple[str, FileTensor]]:
         return read_weights(self.config, rules_for_gguf(self.config), self._fetch)
+
+    @property
+    def mtp(self) -> MtpTensors | None:
+        return find_mtp_in_gguf(
+            self.config, rules_for_gguf(self.config), self.file.tensors.keys(), self._fetch
+        )
 
     def bits_per_weight(self) -> float:
         used = [t for name, t in self.file.tensors.items() if not name.startswith("rope_")]
@@ -383,13 +408,18 @@ def save_weights(
     folder: Path,
     largest_file: int = 5_000_000_000,
 ) -> None:
-    """`save_checkpoint` for weights without a model."""
+    """`save_checkpoint` for weights without a model.
+
+    Weights with the prefix `mtp.` are those of a multi-token prediction layer; they are written
+    under the names of Qwen3.5.
+    """
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     prefix = prefixes_for_hf(config)[0]
     file_tensors = write_weights(config, rules_for_hf(config), weights)
     tensors = {name.replace("{p}", prefix): tensor.cpu() for name, tensor in file_tensors.items()}
+    tensors.update(write_mtp(config, rules_for_hf(config), weights))
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():

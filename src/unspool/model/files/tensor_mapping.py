@@ -27,19 +27,20 @@ Fetch = Callable[[str], FileTensor | None]
 
 
 def read_weights(
-    config: ModelConfig, rules: tuple[TensorRule, ...], fetch: Fetch
+    config: ModelConfig, rules: tuple[TensorRule, ...], fetch: Fetch, prefix: str = ""
 ) -> Iterator[tuple[str, FileTensor]]:
     """Yield every weight of the model with its tensor.
 
     Args:
         fetch: Returns a tensor of the file by name, or None.
+        prefix: Only weights whose names start with it.
 
     Tensors stay packed as in the file wherever only rows are moved.
     """
     expected_shapes = weight_shapes(config)
     read_names: set[str] = set()
     for name in expected_shapes:
-        if name in read_names:
+        if name in read_names or not name.startswith(prefix):
             continue
         tried = []
         for rule, file_name, parts in _fitting(rules, name, expected_shapes):
@@ -81,7 +82,7 @@ UNUSED_TENSORS = tuple(
         # Images and sound: only text is read.
         r"^(model\.|thinker\.)?(visual|vision_\w+|audio_\w+|multi_modal_projector|mm_projector"
         r"|embed_vision|embed_audio|image_newline|talker|token2wav|code2wav)(\.|$)",
-        r"^(model\.)?mtp(_\w+)?\.",  # multi-token prediction: drafts that are not read
+        r"^(model\.)?mtp(_\w+)?\.",  # multi-token prediction: read by `mtp.py`
         r"\.(k|v|q|prob|input|output|input_global|output_global)_scale$",  # of 8-bit activations
     )
 )
@@ -261,9 +262,13 @@ def is_same(tensor: FileTensor, other: FileTensor) -> bool:
 
 
 def write_weights(
-    config: ModelConfig, rules: tuple[TensorRule, ...], weights: Mapping[str, torch.Tensor]
+    config: ModelConfig,
+    rules: tuple[TensorRule, ...],
+    weights: Mapping[str, torch.Tensor],
+    prefix: str = "",
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a file that hold these weights, by the first matching rule of each."""
+    """The tensors of a file that hold these weights, by the first matching rule of each; only
+    weights whose names start with `prefix`."""
     import torch
 
     config.require_head()
@@ -271,7 +276,7 @@ def write_weights(
     result: dict[str, torch.Tensor] = {}
     written: set[str] = set()
     for name in expected_shapes:
-        if name in written:
+        if name in written or not name.startswith(prefix):
             continue
         fitting = next(_fitting(rules, name, expected_shapes), None)
         if fitting is None:

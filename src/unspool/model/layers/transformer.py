@@ -423,6 +423,7 @@ class Transformer(nn.Module):
         self.embed_norm = new_norm_if(config, config.embedding_norm)
         self.token_inputs = PerLayerEmbeddings(config) if config.token_width else None
         self.layers = nn.ModuleList(Layer(config, layer) for layer in range(config.layers))
+        self.mtp: nn.Module | None = None  # an `MtpLayer`, while it is trained with the model
         self.transform = HeadTransform(config) if config.head_transform else None
         self.norm = Norm(config, config.width, config.norm)
         self.head: nn.Linear | None = None
@@ -467,7 +468,10 @@ class Transformer(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Logits of hidden states after the last layer: of the next token, or (in a model that is
         not causal and not `shifted`) of the token at the same position."""
-        x = self.norm(x if self.transform is None else self.transform(x))
+        return self.head_logits(self.norm(x if self.transform is None else self.transform(x)))
+
+    def head_logits(self, x: Tensor) -> Tensor:
+        """Logits of hidden states after the last norm."""
         if self.head is not None:
             scores = self.head(x)
         else:

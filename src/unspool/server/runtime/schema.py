@@ -268,8 +268,10 @@ class Extension(Constraints):
     guard: GuardText | list[GuardText] | None = Field(
         None, description="loop, ban=WORD|WORD, pattern=REGEX, surprise=NATS; each also :stop"
     )
-    speculate: Literal["lookup"] | None = Field(
-        None, description="speculative decoding: drafts by prompt lookup"
+    speculate: Literal["lookup", "mtp"] | None = Field(
+        None,
+        description="speculative decoding: drafts by prompt lookup, or by the MTP layers of the "
+        "checkpoint",
     )
     trace: bool = Field(False, description="report every step: candidates, stages, draw")
     top: int = Field(5, ge=0, le=MAX_CANDIDATES, description="candidates in a trace")

@@ -187,8 +187,8 @@ _RESIDUAL_OUTPUTS = (
 )  # fmt: skip
 
 
-def new_model(config: ModelConfig, seed: int = 0) -> Transformer:
-    """A randomly initialized model.
+def new_model(config: ModelConfig, seed: int = 0, *, mtp: bool = False) -> Transformer:
+    """A randomly initialized model, with `mtp` with a multi-token prediction layer.
 
     Matrices preserve the scale of their input. Those that write to the residual stream start at
     zero: every layer starts as the identity, and the first steps are stable at any depth.
@@ -196,10 +196,13 @@ def new_model(config: ModelConfig, seed: int = 0) -> Transformer:
     """
     import torch
 
+    from unspool.model.layers.mtp import MtpLayer
     from unspool.model.layers.transformer import Transformer
 
     rng = torch.Generator().manual_seed(seed)
     model = Transformer(config)
+    if mtp:
+        model.mtp = MtpLayer(config.mtp_layer_config())
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(".a_log"):  # from slow to fast decay, by head

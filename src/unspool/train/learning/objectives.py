@@ -1,6 +1,7 @@
 """Training objectives: functions of (model, batch, random generator) that return a loss.
 
     next_token        predict each token from those before it
+    NextTokenAndMtp   ... and the token after it, with a multi-token prediction layer
     Masked            predict masked tokens from all around them (masked diffusion,
                       arXiv 2502.09992)
     BlockDiffusion    predict masked tokens of a block from the block and the text before it
@@ -26,7 +27,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from unspool.errors import SettingsError
-from unspool.model.layers.transformer import Transformer
+from unspool.model.layers.mtp import MtpLayer
+from unspool.model.layers.transformer import RopeTables, Transformer
 from unspool.train.learning.forward import (
     AttentionMask,
     causal_within_documents,
@@ -162,6 +164,67 @@ def next_token(model: Transformer, batch: TrainingBatch, rng: torch.Generator) -
     mask = batch.loss_mask
     summed = summed_loss(model, hidden_states(model, tokens, attention), targets, mask)
     return _mean_loss(summed, targets.numel() if mask is None else mask.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class NextTokenAndMtp:
+    """`next_token`, plus the loss of the model's multi-token prediction layer (`model.mtp`).
+
+    From the hidden state at position t and token t + 1 the layer predicts token t + 2 (DeepSeek-V3,
+    arXiv 2412.19437). Gradients reach the model too, unless its weights are frozen.
+    """
+
+    weight: float = 0.3  # of the layer's loss
+
+    def __call__(self, model: Transformer, batch: TrainingBatch, rng: torch.Generator) -> Loss:
+        mtp, ids, documents, mask = model.mtp, batch.ids, batch.document_ids, batch.loss_mask
+        assert isinstance(mtp, MtpLayer), "the model has no MTP layer"
+        tokens, targets = ids[:, :-1], ids[:, 1:]
+        allowed = None if documents is None else causal_within_documents(documents)
+        attention = AttentionMask.build(model.config, tokens, allowed, documents)
+        x = hidden_states(model, tokens, attention)
+        count = targets.numel() if mask is None else mask.sum()
+        loss = _mean_loss(summed_loss(model, x, targets, mask), count)
+        following, mtp_targets = ids[:, 1:-1], ids[:, 2:]
+        is_target = torch.ones_like(mtp_targets, dtype=torch.bool)
+        if mask is not None:
+            is_target &= mask[:, 1:]
+        if documents is not None:  # the next token must belong to the same document
+            is_target &= documents[:, :-1] == documents[:, 1:]
+        positions = np.arange(following.shape[1])
+        states = mtp(
+            model.embed_tokens(following, positions),
+            model.norm(x[:, :-1]),
+            _mtp_rope(mtp, positions, x),
+            AttentionMask.build(mtp.config, following, allowed),
+        )
+        losses = _head_losses(model, states, mtp_targets) * is_target
+        mtp_mean = losses.sum() / is_target.sum().clamp(min=1)
+        extra = {**loss.extra, "mtp_loss": float(mtp_mean.detach())}
+        return Loss(loss.mean + self.weight * mtp_mean, loss.tokens, extra)
+
+
+def _mtp_rope(mtp: MtpLayer, positions: Any, x: Tensor) -> RopeTables | None:
+    rotary = mtp.config.layer_rope(0)
+    if rotary is None:
+        return None
+    cosine, sine = (torch.from_numpy(t).to(x) for t in rotary.tables(positions, len(positions)))
+    return RopeTables(cosine, sine)
+
+
+def _head_losses(model: Transformer, states: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of each target from hidden states after a norm; logits are recomputed for the
+    gradients."""
+
+    def compute(part: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(model.head_logits(part).float(), target, reduction="none")
+
+    flat, flat_targets = states.flatten(0, -2), targets.flatten()
+    losses = [
+        checkpoint(compute, part, target, use_reentrant=False)
+        for part, target, _ in _chunks(model, flat, flat_targets, flat_targets)
+    ]
+    return torch.cat(losses).view(targets.shape)
 
 
 @dataclass(frozen=True, slots=True)
