@@ -54,7 +54,7 @@ from lib.peers import (
     thread_environment,
 )
 from lib.report import say
-from lib.shapes import SHAPES
+from lib.shapes import LLAMA_SHAPES, SHAPES
 
 ROOT = Path(__file__).parent.parent
 # Prompt length, rows and new tokens of each timed job.
@@ -467,7 +467,7 @@ def write_random(shape: str, path: Path) -> None:
     if path.exists():
         return
     say(f"writing random weights in the shape {shape} (once)")
-    if shape in SHAPES:
+    if shape in LLAMA_SHAPES:
         write_llama_gguf(SHAPES[shape], "Q8_0", path)
     else:
         write_qwen35_gguf(path)
@@ -515,7 +515,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.types is None:
         has_llama = is_selected(LLAMA.key, args.only)
-        is_llama_shape = args.random in (None, *SHAPES)
+        is_llama_shape = args.random in (None, *LLAMA_SHAPES)
         args.types = ["Q4_0", "Q4_K_M", "Q8_0"] if has_llama and is_llama_shape else []
     works = list(dict.fromkeys([*WORKS, *JOBS]))
     for kind, words, allowed in (("--only", args.only, names), ("--work", args.work, works)):

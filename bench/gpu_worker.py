@@ -138,8 +138,8 @@ class UnspoolRunner:
 
 def load_random(part: Part, setup: Setup) -> tuple[Any, float]:
     """A model with random weights, and the bits of each."""
+    from unspool.backends.cuda.load import load_weights
     from unspool.backends.cuda.model import CudaModel
-    from unspool.backends.cuda.weights import load_weights
     from unspool.backends.torch.backend import TorchModel
     from unspool.model.files.config_json import config_from_hf
 

@@ -123,6 +123,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
     },
 }  # fmt: skip
+LLAMA_SHAPES = tuple(name for name, shape in SHAPES.items() if "rope_theta" in shape)
 
 
 def tiny_shape(name: str) -> dict[str, Any]:

@@ -192,8 +192,8 @@ def _on_gpu(
 ) -> LoadedModel:
     import torch
 
+    from unspool.backends.cuda.load import load_weights as load_cuda_weights
     from unspool.backends.cuda.model import CudaModel
-    from unspool.backends.cuda.weights import load_weights as load_cuda_weights
     from unspool.model.files.checkpoint import fingerprint
 
     weights = load_cuda_weights(

@@ -42,8 +42,8 @@ def cuda_model(
 ) -> LoadedModel:
     import torch
 
+    from unspool.backends.cuda.load import load_weights
     from unspool.backends.cuda.model import CudaModel
-    from unspool.backends.cuda.weights import load_weights
 
     weights = load_weights(
         checkpoint, dtype=getattr(torch, dtype), device=torch.device(device), keep_packed=False

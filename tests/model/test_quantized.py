@@ -265,8 +265,8 @@ def test_a_gpu_keeps_what_its_kernels_know_and_unpacks_the_rest(
     name: str, stays_packed: bool, tmp_path: Path
 ):
     pytest.importorskip("triton")
+    from unspool.backends.cuda.load import load_weights
     from unspool.backends.cuda.matmul import PackedMatrix
-    from unspool.backends.cuda.weights import load_weights
 
     packed, plain = checkpoints(name, tmp_path)
     here = torch.device("cpu")

@@ -112,7 +112,7 @@ def test_killed_interrupted_and_gone_on_with(
     capsys: pytest.CaptureFixture[str],
 ):  # fmt: skip
     """SIGKILL, Ctrl-C and SIGTERM end it after a few rows each; then the job is completed."""
-    inputs = [{"prompt": f"Node {n}", "max_tokens": 4 * n, "end": False} for n in range(1, 13)]
+    inputs = [{"prompt": f"Node {n}", "max_tokens": 16 * n, "end": False} for n in range(1, 13)]
     rows, output = write_rows(tmp_path / "in.jsonl", inputs), tmp_path / "out.jsonl"
     arguments = command(chatty, rows, output, "--threads", "1")
     assert subprocess.run([sys.executable, "-c", KILLED, *arguments]).returncode == -signal.SIGKILL

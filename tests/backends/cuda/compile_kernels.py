@@ -41,6 +41,7 @@ from unspool.backends.cuda.attention import (
 )
 from unspool.backends.cuda.experts import ExpertScratch, run_experts
 from unspool.backends.cuda.kernels.canvas import exclude_tokens, measure_rows
+from unspool.backends.cuda.load import load_weights
 from unspool.backends.cuda.matmul import (
     PACKINGS,
     Epilogue,
@@ -51,7 +52,6 @@ from unspool.backends.cuda.matmul import (
     repack,
 )
 from unspool.backends.cuda.recurrent import recur
-from unspool.backends.cuda.weights import load_weights
 
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from helpers.packed_support import numbers, random_blocks
 from unspool.backends.cuda import experts as module
-from unspool.backends.cuda import weights as weights_module
+from unspool.backends.cuda import load as load_module
 from unspool.backends.cuda.experts import ExpertScratch, run_experts, split_units
+from unspool.backends.cuda.load import load_weights
 from unspool.backends.cuda.matmul import (
     PACKINGS,
     PackedMatrix,
@@ -29,7 +30,6 @@ from unspool.backends.cuda.weights import (
     ExpertWeights,
     PlainMatrix,
     Weights,
-    load_weights,
 )
 from unspool.model.config import ModelConfig
 from unspool.model.files.quantized import ConvertedTensor, build_mxfp4
@@ -316,9 +316,9 @@ def test_experts_of_a_file(
     inner: str, down: str, options: dict[str, Any], chunk_bytes: int, monkeypatch: Any
 ):
     """Their numbers are the file's, packed or not, and loaded in chunks of any size."""
-    monkeypatch.setattr(weights_module, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(load_module, "_CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(
-        weights_module.StagingLane, "copy_to_device", lambda _, data: torch.from_numpy(data.copy())
+        load_module.StagingLane, "copy_to_device", lambda _, data: torch.from_numpy(data.copy())
     )
     width = 256 if inner.endswith("_K") else 64
     config = ModelConfig(

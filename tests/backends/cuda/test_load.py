@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from helpers import tiny  # noqa: E402
 from helpers.cuda_support import language_model, torch_model  # noqa: E402
 from helpers.packed_support import numbers, random_blocks  # noqa: E402
-from unspool.backends.cuda import weights as weights_module  # noqa: E402
+from unspool.backends.cuda import load as load_module  # noqa: E402
+from unspool.backends.cuda.load import load_weights  # noqa: E402
 from unspool.backends.cuda.matmul import PackedMatrix  # noqa: E402
 from unspool.backends.cuda.model import CudaModel  # noqa: E402
 from unspool.backends.cuda.weights import (  # noqa: E402
     PlainMatrix,
     StackedMatrix,
     Weights,
-    load_weights,
 )
 from unspool.errors import ModelFileError, UnspoolError  # noqa: E402
 from unspool.model.files.checkpoint import (  # noqa: E402
@@ -44,7 +44,7 @@ def loaded(path: Path, **options) -> Weights:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_same_tensors_as_of_a_plain_transformer(family, tmp_path, monkeypatch):
     """Also those that a file stores transposed."""
-    monkeypatch.setattr(weights_module, "_CHUNK_BYTES", 1000)  # several pieces a matrix
+    monkeypatch.setattr(load_module, "_CHUNK_BYTES", 1000)  # several pieces a matrix
     tiny.save(family, tmp_path)
     weights, model = loaded(tmp_path), load_transformer(open_checkpoint(tmp_path))
     assert torch.equal(weights.embed.weight, model.embed.weight)
@@ -91,7 +91,7 @@ def test_too_little_memory_is_said_in_words(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     tiny.save("llama", tmp_path)
-    monkeypatch.setattr(weights_module.WeightLoader, "_empty", full)
+    monkeypatch.setattr(load_module.WeightLoader, "_empty", full)
     with pytest.raises(UnspoolError, match=r"weights of about .* do not fit .* quantized one"):
         loaded(tmp_path)
 
@@ -138,7 +138,7 @@ def write_quantized(
 
 
 def test_a_quantized_file_stays_packed(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights_module, "_CHUNK_BYTES", 3000)
+    monkeypatch.setattr(load_module, "_CHUNK_BYTES", 3000)
     path = tmp_path / "m.gguf"
     plain = write_quantized(path, {"output": "Q6_K", "token_embd": "Q8_0"})
     loaded_weights = loaded(path)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from helpers import tiny  # noqa: E402
 from unspool.backends.cuda import kv_cache  # noqa: E402
 from unspool.backends.cuda.kv_cache import KVCache, page_bytes  # noqa: E402
-from unspool.backends.cuda.weights import load_weights  # noqa: E402
+from unspool.backends.cuda.load import load_weights  # noqa: E402
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning  # noqa: E402
 from unspool.model.files.checkpoint import open_checkpoint  # noqa: E402
 

@@ -16,8 +16,8 @@ from unspool.backends.cuda.matmul import PackedMatrix, next_power_of_two, num_mu
 from unspool.backends.cuda.weights import ExpertWeights, PlainMatrix, Weights
 from unspool.model.config import ModelConfig
 
-# Pairs of a token and an expert, per expert of a layer, up to which GEMVs are used: they read only the
-# rows of the selected experts. More pairs share what a GEMM reads.
+# Pairs of a token and an expert, per expert of a layer, up to which GEMVs are used: they read only
+# the rows of the selected experts. More pairs share what a GEMM reads.
 MAX_GATHERED_PAIRS, MAX_GATHERED_PACKED_PAIRS = 1, 2
 SMALL_BLOCK = 16  # rows of a block: the minimum of tensor cores
 LARGE_BLOCK = 64  # rows of a block if experts have many tokens each
