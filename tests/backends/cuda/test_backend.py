@@ -25,7 +25,7 @@ from helpers.cuda_support import (
     torch_model,
     written,
 )
-from helpers.paged_texts import Library, RandomCheckpoint, batch_of, config, look
+from helpers.paged_texts import Library, RandomCheckpoint, batch_of, config, host, look
 from helpers.parity import ODD_SHAPES, check_seen, difference
 from unspool.backends.step import ObserveRequest
 from unspool.model.config import LayerShape, Recurrence, Rotary
@@ -137,6 +137,22 @@ def test_a_prompt_and_two_tokens(name: str):
     expected, actual = (read_by_engine(make(checkpoint)) for make in (torch_model, cuda_model))
     assert expected.std() > 0.2, "a model that says nothing would prove nothing"
     assert difference(actual, expected) < CLOSE
+
+
+@pytest.mark.parametrize("length", [9, 30])  # decoded, prefilled
+def test_windows_in_both_directions(length: int):
+    shape = config(
+        layers=2, context=128, sight="whole", windows=(4, 0), norm="layer", norm_bias=False,
+        embedding_norm=True, mask_id=3,
+    )  # fmt: skip
+    results = []
+    for make in (torch_model, cuda_model):
+        running, library = backend(make(RandomCheckpoint(shape))), Library(PAGES, shape.vocab_size)
+        batch = batch_of([(library.text(length), length), (library.text(5), 5)])
+        batch.visible_end = np.repeat([length, 5], [length, 5])
+        results.append(host(running.launch(batch).result().logits))
+    assert results[0].std() > 0.2, "a model that says nothing would prove nothing"
+    assert difference(*results) < CLOSE
 
 
 @pytest.mark.parametrize(
