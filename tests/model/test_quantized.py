@@ -273,7 +273,9 @@ def test_a_gpu_keeps_what_its_kernels_know_and_unpacks_the_rest(
     result = load_weights(
         open_checkpoint(packed), dtype=torch.float32, device=here, keep_packed=True
     )
-    matrix = result.layers[0].down
+    feed = result.layers[0].feed
+    assert feed is not None and feed.dense is not None
+    matrix = feed.dense.down
     assert isinstance(matrix, PackedMatrix) == stays_packed
     if not stays_packed:
         expected = matrices(plain)["layers.0.feed.down.weight"].float32()
