@@ -103,6 +103,11 @@ def constant(path: str, name: str) -> float:
     raise KeyError(f"{path}: {name}")
 
 
+def scientific(number: float) -> str:
+    """0.0001 as 1e-4."""
+    return f"{number:.0e}".replace("e-0", "e-")
+
+
 def check_test_exists(path_and_function: str) -> None:
     path, _, function = path_and_function.partition("::")
     if f"def {function}" not in (ROOT / path).read_text(encoding="utf-8"):
@@ -223,7 +228,7 @@ def page() -> str:
         "|---|---|---|",
         "| 1 | weights run end to end in tests: text to tokens, logits, text | see [level 1](#level-1-weights-run-end-to-end) |",
         "| 2 | tiny models with random weights give the logits of transformers | "
-        f"{close:g}; recurrent layers {recurrent:g}; bidirectional {constant(masked, 'CLOSE'):g} |",
+        f"{scientific(close)}; recurrent layers {scientific(recurrent)}; bidirectional {scientific(constant(masked, 'CLOSE'))} |",
         "| 3 | refused, with a message that names the reason | – |",
         "",
         "Only four sets of weights were run. Every other published checkpoint of a level 2 family was **not** run here:",
@@ -232,7 +237,7 @@ def page() -> str:
         "## Level 1: weights run end to end",
         "",
         "Tolerance: with the `torch` backend in float32, each greedy token has the largest logit of transformers, or one within",
-        f"{greedy:g} of it. With the native backend, which rounds activations to 8 bits, log-probabilities of a passage differ",
+        f"{scientific(greedy)} of it. With the native backend, which rounds activations to 8 bits, log-probabilities of a passage differ",
         f"from transformers' by less than {mean:g} on average. The last two rows have no counterpart in transformers.",
         "",
         "| model | family | file | origin | tests |",
@@ -254,15 +259,15 @@ def page() -> str:
         "",
         "| comparison | less than | test |",
         "|---|---|---|",
-        f"| causal families, `torch` backend: prompt at once, token by token, saved and loaded, GGUF | {close:g} | [test_parity.py](../../{parity}) |",
-        f"| recurrent families, `torch` backend: token by token, saved and loaded, GGUF | {recurrent:g} | the same |",
-        f"| recurrent families, prompt at once (transformers computes it in chunks) | {2 * recurrent:g} | the same |",
-        f"| bidirectional families, `torch` and native backend | {constant(masked, 'CLOSE'):g} | [test_masked_models.py](../../{masked}) |",
-        f"| settings of config.json, one changed at a time, `torch` and native backend | {config_close:g} | [test_config_parity.py](../../tests/model/test_config_parity.py) |",
-        f"| native backend against the `torch` backend, causal families | {native:g} | [test_cpu_parity.py](../../tests/backends/cpu/test_cpu_parity.py) |",
-        "| native backend against the `torch` backend, recurrent layers | 0.002 | [test_recurrent_states.py](../../tests/backends/test_recurrent_states.py) |",
-        f"| `cuda` backend against the `torch` backend, causal families, float32 | {gpu:g} | [test_gpu_parity.py](../../tests/gpu/test_gpu_parity.py) |",
-        "| `cuda` kernels of recurrent layers against plain torch, relative error of the norm | 2e-06 | [test_recurrent.py](../../tests/backends/cuda/test_recurrent.py) |",
+        f"| causal families, `torch` backend: prompt at once, token by token, saved and loaded, GGUF | {scientific(close)} | [test_parity.py](../../{parity}) |",
+        f"| recurrent families, `torch` backend: token by token, saved and loaded, GGUF | {scientific(recurrent)} | the same |",
+        f"| recurrent families, prompt at once (transformers computes it in chunks) | {scientific(2 * recurrent)} | the same |",
+        f"| bidirectional families, `torch` and native backend | {scientific(constant(masked, 'CLOSE'))} | [test_masked_models.py](../../{masked}) |",
+        f"| settings of config.json, one changed at a time, `torch` and native backend | {scientific(config_close)} | [test_config_parity.py](../../tests/model/test_config_parity.py) |",
+        f"| native backend against the `torch` backend, causal families | {scientific(native)} | [test_cpu_parity.py](../../tests/backends/cpu/test_cpu_parity.py) |",
+        "| native backend against the `torch` backend, recurrent layers | 2e-3 | [test_recurrent_states.py](../../tests/backends/test_recurrent_states.py) |",
+        f"| `cuda` backend against the `torch` backend, causal families, float32 | {scientific(gpu)} | [test_gpu_parity.py](../../tests/gpu/test_gpu_parity.py) |",
+        "| `cuda` kernels of recurrent layers against plain torch, relative error of the norm | 2e-6 | [test_recurrent.py](../../tests/backends/cuda/test_recurrent.py) |",
         "",
         "With the default settings differences are larger: a 16-bit KV cache gives up to about 1e-2, and quantized weights",
         "meet activations of 8 bits. `python bench/parity.py` prints the differences that were measured",
