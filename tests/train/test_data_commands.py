@@ -28,7 +28,7 @@ app.command()(tokenizer)
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    text = ROOT.joinpath("docs", "how-it-works.md").read_text(encoding="utf-8")
+    text = ROOT.joinpath("tests", "data", "training_text.md").read_text(encoding="utf-8")
     Path("notes.txt").write_text(text)
 
 
