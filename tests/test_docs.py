@@ -74,7 +74,7 @@ def test_beyond_left_to_right(small_default: Path, load: Any):
     """A causal model with bidirectional attention: its text means nothing, but the code runs."""
     import unspool
 
-    page = (ROOT / "docs/beyond.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/research/diffusion.md").read_text(encoding="utf-8")
     blocks = blocks_of(page.split("## Diffusion")[1].split("\n## ")[0])
     assert len(blocks) >= 4
     with unspool.load(small_default, memory=64 << 20) as seeing:
@@ -85,7 +85,7 @@ def test_beyond_left_to_right(small_default: Path, load: Any):
 
 
 def test_the_puzzle_pairs(capsys: pytest.CaptureFixture[str]):
-    (block,) = blocks_of(section("beyond.md", "The Sudoku pair"))
+    (block,) = blocks_of(section("research/diffusion.md", "The Sudoku pair"))
     run([block])
     filled, written, _ = capsys.readouterr().out.splitlines()
     assert len(filled.split()[0]) == 81 and written.split()[-1] in ("True", "False")
@@ -95,7 +95,7 @@ def test_the_puzzle_pairs(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize("heading", ["Fill a gap", "Edit"])
 @pytest.mark.usefixtures("lm")
 def test_fill_and_edit_guide(heading: str, capsys: pytest.CaptureFixture[str]):
-    (block,) = blocks_of(section("beyond.md", heading))
+    (block,) = blocks_of(section("research/diffusion.md", heading))
     run([block])
     assert "mat" in capsys.readouterr().out
 
@@ -104,7 +104,7 @@ def test_fill_and_edit_guide(heading: str, capsys: pytest.CaptureFixture[str]):
 @pytest.mark.usefixtures("lm")
 def test_judges_and_servers_that_think(small_server: Any, capsys: pytest.CaptureFixture[str]):
     for heading, least in (("Judges", 3), ("Over HTTP", 2)):
-        blocks = blocks_of(section("thinking.md", heading))
+        blocks = blocks_of(section("reference/search-policies.md", heading))
         assert len(blocks) >= least
         run([block.replace("http://127.0.0.1:8000", small_server.url) for block in blocks], {})
     output = capsys.readouterr().out
@@ -114,7 +114,7 @@ def test_judges_and_servers_that_think(small_server: Any, capsys: pytest.Capture
 @pytest.mark.real
 @pytest.mark.usefixtures("lm")
 def test_thinking_in_python(capsys: pytest.CaptureFixture[str]):
-    page = (ROOT / "docs" / "thinking.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference/search-policies.md").read_text(encoding="utf-8")
     blocks = blocks_of(page.split("\n## Judges\n")[0])
     assert len(blocks) == 3
     run(blocks, {})
@@ -124,11 +124,11 @@ def test_thinking_in_python(capsys: pytest.CaptureFixture[str]):
 def test_the_tables_of_policies_and_judges_are_whole():
     from unspool.decoding.search.think import POLICIES, VERIFIER_NAMES, policy_options
 
-    judges = section("thinking.md", "Judges")
+    judges = section("reference/search-policies.md", "Judges")
     for name in VERIFIER_NAMES:
         assert f"`{name}`" in judges, name
 
-    rows = re.findall(r"^\| `([a-z-]+)` \|(.*)$", section("thinking.md", "Policies"), re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z-]+)` \|(.*)$", section("reference/search-policies.md", "Policies"), re.MULTILINE)
     assert [name for name, _ in rows] == list(POLICIES)
     for name, report in rows:
         for option, usual in policy_options(name).items():
@@ -144,7 +144,7 @@ def test_thinking_on_the_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
     from unspool.cli.main import _exit_code
 
     monkeypatch.chdir(tmp_path)
-    (block,) = blocks_of(section("thinking.md", "On the command line"), "sh")
+    (block,) = blocks_of(section("reference/search-policies.md", "On the command line"), "sh")
     for line in block.splitlines():
         assert _exit_code(shlex.split(line)[1:]) == 0, line
     assert (tmp_path / "search.json").stat().st_size > 100

@@ -251,7 +251,7 @@ def test_texts_of_ones_own(tmp_path: Path):
 
 def test_the_guide(small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any):
     """The example of docs/costs.md runs."""
-    guide = (Path(__file__).parents[2] / "docs" / "costs.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[2] / "docs" / "reference/cost-report.md").read_text(encoding="utf-8")
     monkeypatch.setattr("unspool.loading.load", lambda *names: small)
     monkeypatch.setattr("unspool.costs.measuring.sample_texts", lambda texts: packaged_sample())
     monkeypatch.chdir(tmp_path)

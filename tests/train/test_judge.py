@@ -276,7 +276,7 @@ def test_scaling(
 # -- What docs/train.md shows about judging, export and scaling is run as it stands ---------------
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "train.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to/pretrain.md"
 
 
 @pytest.mark.parametrize("section", ["Judging", "Export", "Scaling"])

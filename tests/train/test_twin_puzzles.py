@@ -138,7 +138,7 @@ def test_a_causal_twin_writes_from_left_to_right():
 
 def test_the_guide(capsys: pytest.CaptureFixture[str]):
     """The example of docs/beyond.md, section "Train a twin"."""
-    guide = (Path(__file__).parents[2] / "docs" / "beyond.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).parents[2] / "docs" / "research/diffusion.md").read_text(encoding="utf-8")
     section = guide.split("## Train a twin")[1].split("\n## ")[0]
     blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     assert blocks
