@@ -325,7 +325,7 @@ def test_the_tutorial(place: Path, capsys: Any):
     assert train("--steps", "3", "--quiet", "--name", "sotu-d4") == 0
     page = (ROOT / "docs/tutorials/train.md").read_text(encoding="utf-8")
     commands = [shlex.split(line)[1:] for line in re.findall(r"^unspool .*$", page, re.MULTILINE)]
-    assert [words[0] for words in commands] == ["train", "page", "train", "run", "train"]
+    assert [words[0] for words in commands] == ["train", "page", "train", "run", "train", "train"]
     for words in commands[3:]:
         assert _exit_code(words) == 0, words
     assert "bits" in capsys.readouterr().out and (place / "speeches.html").exists()
