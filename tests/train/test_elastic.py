@@ -81,7 +81,7 @@ def test_the_commands_of_the_guides_are_known():
     root: Any = typer.main.get_command(app_with())
     printed = [
         line
-        for page in ("scale.md", "train.md")
+        for page in ("scale.md", "how-to/pretrain.md")
         for line in (DOCS / page).read_text().replace("\\\n", " ").split("\n")
         if line.startswith("$ torchrun ")
     ]
