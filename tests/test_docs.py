@@ -65,6 +65,7 @@ PYTHON_PAGES = (
     "stream-and-async",
     "structured-output",
     "texts-longer-than-the-context",
+    "tokenize-text",
     "use-in-a-notebook",
 )
 

@@ -36,6 +36,7 @@ PAGES = [
             "save-and-replay",
             "structured-output",
             "texts-longer-than-the-context",
+            "tokenize-text",
         )
     ),
 ]
