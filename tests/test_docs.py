@@ -55,22 +55,80 @@ def run(blocks: list[str], names: dict[str, Any] | None = None) -> None:
         exec(compile(block, "docs", "exec"), {} if names is None else names)
 
 
+# How-to pages about Python. Blocks of a page share their names.
+PYTHON_PAGES = (
+    "batch-many-prompts",
+    "get-logprobs",
+    "guards",
+    "hidden-states",
+    "hold-a-conversation",
+    "rewind-and-fork",
+    "sampling-settings",
+    "samples-and-beam",
+    "save-and-replay",
+    "stream-and-async",
+    "structured-output",
+    "texts-longer-than-the-context",
+    "tokenize-text",
+    "use-in-a-notebook",
+)
+
+
 @pytest.mark.real
-def test_python_guide(lm: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(type(lm), "close", lambda self: None)  # other tests use it later
-    blocks = blocks_of((ROOT / "docs/python.md").read_text())
-    assert len(blocks) >= 5
-    run(blocks)
+@pytest.mark.parametrize("page", PYTHON_PAGES)
+def test_how_to_pages(
+    page: str, small_default: Path, small_lm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On a tiny model: what it writes does not matter."""
+    import unspool
+
+    load_model = unspool.load
+    options_of_blocks = []
+
+    def load_small(*_: Any, **options: Any) -> Any:
+        options_of_blocks.append(options)
+        return load_model(small_default, memory=64 << 20, **options) if options else small_lm
+
+    monkeypatch.setattr("unspool.loading.load", load_small)
+    monkeypatch.setattr(type(small_lm), "close", lambda self: None)  # other tests use it later
+    monkeypatch.chdir(tmp_path)
+    run(blocks_of((ROOT / f"docs/how-to/{page}.md").read_text(encoding="utf-8")), {})
+    assert options_of_blocks
 
 
-def test_chat_guide(tmp_path: Path, load: Any):
+def test_reasoning_and_tools(tmp_path: Path, load: Any, capsys: pytest.CaptureFixture[str]):
     import unspool
     from helpers.thought_families import QWEN_OPEN, save_thinker
 
-    with unspool.load(save_thinker(tmp_path, QWEN_OPEN), memory=8 << 20) as thinker:
+    blocks = blocks_of((ROOT / "docs/how-to/reasoning-and-tools.md").read_text(encoding="utf-8"))
+    assert len(blocks) == 3
+    folder = save_thinker(tmp_path, QWEN_OPEN)
+    with unspool.load(folder, memory=8 << 20, context=2048) as thinker:
         load(thinker)
-        (block,) = blocks_of((ROOT / "docs/chat.md").read_text())
-        run([block])
+        run(blocks, {})
+    assert "get_weather" in capsys.readouterr().out
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("page", ["first-text", "look-inside"])
+def test_tutorials_with_their_output(
+    page: str, real_lm: Any, load: Any, capsys: pytest.CaptureFixture[str]
+):
+    """Commands and Python of a lesson print what the lesson shows, with the default model."""
+    from unspool.cli.main import _exit_code
+
+    load(real_lm)
+    text = (ROOT / f"docs/tutorials/{page}.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```(sh|python)\n(.*?)```\n\n```text\n(.*?)```", text, re.DOTALL)
+    num_blocks = len(blocks_of(text)) + len(blocks_of(text, "sh"))
+    assert len(examples) == num_blocks > 6, "a block without its output"
+    names: dict[str, Any] = {}
+    for kind, block, expected in examples:
+        if kind == "sh":
+            assert _exit_code(shlex.split(block)[1:]) == 0
+        else:
+            run([block], names)
+        assert capsys.readouterr().out == expected, block
 
 
 DIFFUSION = "how-to/generate-with-diffusion.md"
@@ -219,16 +277,6 @@ def test_the_tables_of_diffusion_settings_and_costs_are_whole():
     guide = (ROOT / "docs/how-to/measure-costs.md").read_text(encoding="utf-8")
     for part in PARTS:
         assert f"`{part}`" in guide and re.search(rf"^## {part}\b", report, re.MULTILINE), part
-
-
-def test_python_guide_names_every_method():
-    import unspool
-
-    table = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    methods = [name for name in vars(unspool.LanguageModel) if not name.startswith("_")]
-    assert len(methods) > 12
-    for name in [*methods, "score", "attach", "close"]:
-        assert re.search(rf"[`.]{name}\b", table), name
 
 
 @pytest.mark.real
