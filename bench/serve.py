@@ -80,7 +80,7 @@ class Texts:
     """Prompts of prose from the documentation; each starts with another number."""
 
     def __init__(self, tokenizer: Any) -> None:
-        pages = "\n".join(page.read_text("utf-8") for page in sorted(ROOT.glob("docs/*.md")))
+        pages = "\n".join(page.read_text("utf-8") for page in sorted(ROOT.glob("docs/**/*.md")))
         self.words = re.findall(r"\b[A-Za-z]+\b[,.]?", pages)
         self.tokenizer, self.count = tokenizer, 0
 
