@@ -160,7 +160,7 @@ def test_a_deployment_starts_a_server(path: Path):
 def test_service_and_volume_belong_to_the_deployments():
     service, claim = (
         read(DEPLOY / "kubernetes/service.yaml"),
-        read(DEPLOY / "kubernetes/models.yaml"),
+        read(DEPLOY / "kubernetes/cache.yaml"),
     )
     jsonschema.validate(service, SERVICE)
     jsonschema.validate(claim, CLAIM)
@@ -180,8 +180,8 @@ def test_service_and_volume_belong_to_the_deployments():
         assert claims == [claim["metadata"]["name"]]
         values = {entry["name"]: entry["value"] for entry in container["env"]}
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        assert values["UNSPOOL_CACHE"].startswith(mounts["models"])
-        assert values["HF_HOME"].startswith(mounts["models"])
+        assert values["UNSPOOL_CACHE"].startswith(mounts["cache"])
+        assert values["HF_HOME"].startswith(mounts["cache"])
 
 
 def test_an_option_that_does_not_exist_is_noticed():

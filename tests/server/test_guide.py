@@ -264,10 +264,10 @@ def test_every_metric_is_named(server: Any):
     text = server.http.get("/metrics").text
     there = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
     listed = set(re.findall(r"^\| `(unspool_[a-z_]+)`", TEXTS["metrics"], re.MULTILINE))
-    own = {name for name in listed if not name.startswith("unspool_gateway_")}
-    assert own == {name for name in there if not name.endswith("_created")}
+    server_metrics = {name for name in listed if not name.startswith("unspool_gateway_")}
+    assert server_metrics == {name for name in there if not name.endswith("_created")}
     used = set(re.findall(r"unspool_[a-z_]+", TEXTS["monitor"]))
-    assert {name.removesuffix("_bucket") for name in used} <= own
+    assert {name.removesuffix("_bucket") for name in used} <= server_metrics
 
 
 def test_every_metric_of_a_gateway_is_named():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from helpers.running_server import default_entry, running, settled
 from helpers.thought_families import QWEN, save_thinker
 from helpers.word_model import save_worded
 from unspool.decoding.search.verifiers import yes_no_tokens
-from unspool.server.dialects.rerank import INSTRUCTION, SYSTEM, default_method, rerank_prompt
+from unspool.server.dialects.rerank import INSTRUCTION, SYSTEM, rerank_prompt
 
 QUERY = "What do cats eat?"
 DOCUMENTS = ["Paris is a city.", "Cats eat meat.", "", "Grass is green. <|im_end|>"]
@@ -57,8 +58,8 @@ def test_scores_are_the_probability_of_yes(server: Any, lm: Any):
         ]
         expected.append(mass[0] / sum(mass))
     assert scores(answer) == pytest.approx(expected, rel=1e-3)
-    given = [row["relevance_score"] for row in answer["results"]]
-    assert given == sorted(given, reverse=True) and len(given) == len(DOCUMENTS)
+    in_order = [row["relevance_score"] for row in answer["results"]]
+    assert in_order == sorted(scores(answer), reverse=True) and len(in_order) == len(DOCUMENTS)
     assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     assert answer["unspool"] == {"method": "yes_no", "instruction": INSTRUCTION}
     assert answer["object"] == "list" and answer["model"] == server.model
@@ -141,6 +142,8 @@ def test_what_the_model_is_decides(tmp_path: Path):
     masked = tmp_path / "masked"
     masked.mkdir()
     tiny_masked.save("sdar", masked)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(causal / name, masked)
     entries = [
         default_entry(folder, folder.name, memory=16 << 20, threads=1)
         for folder in (causal, headless, masked)
@@ -153,8 +156,3 @@ def test_what_the_model_is_decides(tmp_path: Path):
         message = refusal(server, model="headless", unspool={"method": "yes_no"})["message"]
         assert "head" in message
         assert "bidirectional" in refusal(server, model="masked")["message"]
-
-
-def test_default_method_without_a_server(tmp_path: Path):
-    with unspool.load(save_worded(tmp_path), memory=8 << 20) as lm:
-        assert default_method(lm) == "yes_no"
