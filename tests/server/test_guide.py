@@ -309,8 +309,8 @@ def test_the_examples_of_the_page_work(server, tidy, document, examples):
 
 
 def test_what_the_guide_to_training_says_of_runs(document, examples):
-    guide = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
-    section = guide.partition("## Watch it learn")[2].partition("\n## ")[0]
+    page = (ROOT / "docs/reference/training-files.md").read_text(encoding="utf-8")
+    section = page.partition("## Runs over HTTP")[2].partition("\n## ")[0]
     started = re.search(r"start one: `({.*?})`", section)
     assert started and "@" in json.loads(re.search(r"-d '({.*?})'", section)[1])["model"]
     for body in (json.loads(started[1]), examples["/v1/runs"]):

@@ -145,7 +145,8 @@ class _Api(FastAPI):
     """FastAPI that imports route groups with the first request for one of their paths.
 
     Importing all of them takes 0.4 s, and those of features 0.2 s more, beside 1.6 s for the rest
-    of the application (processor seconds on a shared x86 core, November 2026; docs/LOG.md).
+    of the application (processor seconds on a shared x86 core, November 2026;
+    docs/research/log.md).
 
     Imports and the OpenAPI document run on a thread of their own: they block neither the event
     loop nor requests for other paths, and do not wait for a free thread of the request pools.

@@ -95,7 +95,7 @@ async def _answer(call: Call, body: RerankRequest) -> Any:
     texts = [
         item if isinstance(item, str) else item.text for item in body.documents or body.texts or ()
     ]
-    extension = body.unspool or RerankExtension()
+    extension = body.unspool or RerankExtension.model_validate({})
     method = extension.method or default_method(call.served.lm)
     instruction = extension.instruction or INSTRUCTION
     if method == "yes_no":
