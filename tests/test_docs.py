@@ -306,7 +306,7 @@ def test_readme_commands_exist():
 
 
 def test_replicas_are_started_as_shown():
-    """The commands and options of docs/scale.md are those that the program knows."""
+    """The commands and options in the pages about replicas are those that the program knows."""
     import typer.main
 
     from unspool.cli.main import app_with
@@ -314,11 +314,13 @@ def test_replicas_are_started_as_shown():
 
     serve: Any = typer.main.get_command(app_with()).commands["serve"]  # type: ignore[attr-defined]
     known_names = {name for option in serve.params for name in option.opts}
-    text = section("scale.md", "Replicas")
-    (block,) = blocks_of(text, "sh")
+    text = (ROOT / "docs" / "how-to" / "replicas.md").read_text(encoding="utf-8")
+    (_, block) = blocks_of(text, "sh")
     displayed = re.findall(r"(?<=\s)--[a-z-]+", block) + re.findall(r"`(--[a-z-]+)`", text)
     assert len(displayed) > 8 and set(displayed) <= known_names
-    report = set(re.findall(r"`([a-z_]+)`", text))
+    report = set(
+        re.findall(r"`([a-z_]+)`", section("reference/server-options.md", "Replicas in serve.yaml"))
+    )
     fields = {*ReplicasConfig.__dataclass_fields__, *GatewayConfig.__dataclass_fields__}
     assert fields - {"log"} <= report
 

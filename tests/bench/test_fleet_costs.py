@@ -201,7 +201,7 @@ def test_predictions_against_two_real_replicas(tmp_path: Path) -> None:
 
 
 def test_the_commands_in_the_guide_are_known() -> None:
-    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "research" / "scale.md").read_text(encoding="utf-8")
     commands = re.findall(r"^python bench/fleet\.py ([^#\n]*)", page, re.MULTILINE)
     assert len(commands) >= 8
     for words in commands:

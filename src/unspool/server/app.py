@@ -112,6 +112,9 @@ ROUTE_GROUPS = (
     ),
     RouteGroup(("/v1/messages",), ("unspool.server.dialects.anthropic:router",)),
     RouteGroup(("/v1/embeddings",), ("unspool.server.dialects.openai_embeddings:router",)),
+    RouteGroup(
+        ("/v1/rerank", "/v2/rerank", "/rerank"), ("unspool.server.dialects.rerank:router",)
+    ),
     RouteGroup(("/v1/tree",), ("unspool.server.tree.routes:router",)),
     RouteGroup(("/v1/diffuse",), ("unspool.server.dialects.diffuse:router",)),
     RouteGroup(("/v1/think",), ("unspool.server.dialects.think:router",)),
@@ -121,8 +124,7 @@ ROUTE_GROUPS = (
     ),
     RouteGroup(("/api/",), ("unspool.server.dialects.ollama:router",)),
     RouteGroup(
-        ("/completion", "/infill", "/embedding", "/rerank", "/v1/rerank", "/lora-adapters",
-         "/props", "/slots"),
+        ("/completion", "/infill", "/embedding", "/lora-adapters", "/props", "/slots"),
         ("unspool.server.dialects.llamacpp:router",),
     ),
 )  # fmt: skip
