@@ -18,7 +18,17 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from pages import BOOSTS, FOLDERS, GENERATED, INTRODUCTIONS, ORDER, ROOT, generate
+from pages import (
+    BOOSTS,
+    FOLDERS,
+    GENERATED,
+    INTRODUCTIONS,
+    LOW_BOOSTS,
+    ORDER,
+    OTHERS,
+    ROOT,
+    generate,
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -38,16 +48,23 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         index = f"{folder}/index.md"
         if files.get_file_from_path(index) is None:
             members = [file for file in pages if file.src_uri.startswith(f"{folder}/")]
-            text = _index(folder, _sorted(folder, members))
+            text = _index(folder, members)
             files.append(File.generated(config, index, content=text))
     config.nav = _navigation([file for file in files.documentation_pages()])
     return files
 
 
 def _with_introduction(written: str, generated: str) -> str:
-    """Put the generated part below a page that is written by hand, without its first heading."""
+    """Put the generated part below a page that is written by hand.
+
+    A generated section is left out if the page has a section with the same heading.
+    """
     body = generated.split("\n", 1)[1]
-    return f"{written.rstrip()}\n\n{body.lstrip()}"
+    start, *sections = re.split(r"^## ", body, flags=re.MULTILINE)
+    headings = set(re.findall(r"^## (.+)$", written, re.MULTILINE))
+    added = [text for text in sections if text.partition("\n")[0] not in headings]
+    parts = [written.rstrip(), f"## Complete list\n\n{start.strip()}"]
+    return "\n\n".join([*parts, *(f"## {text.strip()}" for text in added)]) + "\n"
 
 
 def page_title(text: str) -> str:
@@ -69,23 +86,27 @@ def first_sentence(text: str) -> str:
     return ""
 
 
-def _sorted(folder: str, members: list[File]) -> list[File]:
-    order = ORDER.get(folder, [])
-
-    def key(file: File) -> tuple[int, str]:
-        stem = Path(file.src_uri).stem
-        place = order.index(stem) if stem in order else len(order)
-        return place, page_title(file.content_string).lower()
-
-    return sorted(members, key=key)
+def _grouped(folder: str, members: list[File]) -> dict[str, list[File]]:
+    """Return the pages of a folder by heading: those of `ORDER`, then all others by title."""
+    by_stem = {Path(file.src_uri).stem: file for file in members}
+    groups = {}
+    for heading, stems in ORDER.get(folder, {"": []}).items():
+        groups[heading] = [by_stem.pop(stem) for stem in stems if stem in by_stem]
+    others = sorted(by_stem.values(), key=lambda file: page_title(file.content_string).lower())
+    heading = "" if "" in groups else OTHERS
+    groups[heading] = groups.get(heading, []) + others
+    return {heading: files for heading, files in groups.items() if files}
 
 
 def _index(folder: str, members: list[File]) -> str:
+    """Return the page of a folder: its pages with their first sentence."""
     lines = [f"# {FOLDERS[folder]}", "", INTRODUCTIONS[folder], ""]
-    for file in members:
-        target = posixpath.relpath(file.src_uri, folder)
-        text = first_sentence(file.content_string)
-        lines += [f"[{page_title(file.content_string)}]({target})", f":   {text}", ""]
+    for heading, files in _grouped(folder, members).items():
+        lines += [f"## {heading}", ""] if heading else []
+        for file in files:
+            target = posixpath.relpath(file.src_uri, folder)
+            text = first_sentence(file.content_string)
+            lines += [f"[{page_title(file.content_string)}]({target})", f":   {text}", ""]
     return "\n".join(lines)
 
 
@@ -94,11 +115,13 @@ def _navigation(pages: list[File]) -> list[Any]:
     navigation: list[Any] = [{"Home": "index.md"}]
     for folder, title in FOLDERS.items():
         members = [f for f in pages if f.src_uri.startswith(f"{folder}/")]
-        indexes = [f.src_uri for f in members if f.src_uri == f"{folder}/index.md"]
-        others = [f for f in members if f.src_uri not in indexes]
-        paths = indexes + [f.src_uri for f in _sorted(folder, others)]
-        if paths:
-            navigation.append({title: paths})
+        index = f"{folder}/index.md"
+        entries: list[Any] = [index]
+        others = [f for f in members if f.src_uri != index]
+        for heading, files in _grouped(folder, others).items():
+            paths = [file.src_uri for file in files]
+            entries += [{heading: paths}] if heading else paths
+        navigation.append({title: entries})
     top_level = sorted(f.src_uri for f in pages if f.src_uri.partition("/")[0] not in FOLDERS)
     top_level.remove("index.md")
     return navigation + ([{"More": top_level}] if top_level else [])
@@ -126,8 +149,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     folder = page.file.src_uri.partition("/")[0]
     if folder in BOOSTS:
         page.meta.setdefault("search", {}).setdefault("boost", BOOSTS[folder])
-    if page.file.src_uri == "reference/error-messages.md":
-        page.meta["search"] = {"boost": 0.05}
+    for path, boost in LOW_BOOSTS.items():
+        if posixpath.basename(page.file.src_uri) == path:
+            page.meta["search"] = {"boost": boost}
     if page.file.generated_by:
         return markdown
     here = posixpath.dirname(f"docs/{page.file.src_uri}")

@@ -24,15 +24,48 @@ INTRODUCTIONS = {
     "research": "Lab notebooks: measurements and experiments with date, machine, commit and "
     "command, negative results included.",
 }
-# Pages that come first in their folder, in this order; all others follow by title.
-ORDER = {
-    "tutorials": ["first-text", "look-inside", "look-inside-a-token", "steer", "train", "serve"],
-    "how-to": ["install", "choose-a-model", "use-a-gpu"],
-    "reference": ["python-api", "result-types", "options", "command-line", "http-api"],
-    "explanation": ["how-it-works", "architecture", "determinism"],
-}
+# The order of the pages, by heading in the navigation ("": none). A page that is not listed follows
+# the others by title, below `OTHERS` if the folder has headings.
+ORDER: dict[str, dict[str, list[str]]] = {
+    "tutorials": {"": ["first-text", "look-inside", "steer", "train", "serve", "notebooks"]},
+    "how-to": {
+        "Set up": ["install", "check-your-installation", "use-a-gpu"],
+        "Models": [
+            "choose-a-model", "download-and-manage-models", "use-models-of-other-programs",
+            "run-quantized-models", "use-lora-adapters", "load-a-lora-adapter",
+            "run-a-model-on-several-gpus",
+        ],
+        "Generate text": [
+            "sampling-settings", "hold-a-conversation", "reasoning-and-tools", "structured-output",
+            "stream-and-async", "batch-many-prompts", "samples-and-beam", "search-with-a-budget",
+            "speculative-decoding", "guards", "texts-longer-than-the-context",
+            "generate-with-diffusion", "infill", "edit-a-text",
+        ],
+        "Inspect and change": [
+            "get-logprobs", "hidden-states", "rewind-and-fork", "save-and-replay", "tokenize-text",
+            "measure-costs", "use-the-page", "use-in-a-notebook", "use-the-notebook-widget",
+        ],
+        "Serve": [
+            "use-openai-clients", "use-ollama-and-anthropic-clients", "use-llama-cpp-clients",
+            "use-from-mcp-clients", "tools-and-structured-output-over-http", "logprobs-over-http",
+            "edit-text-over-http", "fill-text-over-http", "embeddings", "rerank",
+            "reproduce-a-response", "load-and-unload-models", "batch-jobs", "secure-a-server",
+            "monitor", "replicas", "deploy",
+        ],
+        "Train": [
+            "fine-tune-with-lora", "preference-and-rl", "pretrain", "prepare-data",
+            "train-a-tokenizer", "watch-a-training-run", "train-on-several-machines",
+            "train-with-trl", "train-a-masked-twin", "evaluate-a-model", "evaluate-with-lm-eval",
+            "fit-a-scaling-law", "export-to-gguf",
+        ],
+    },
+    "reference": {"": ["python-api", "result-types", "options", "command-line", "http-api"]},
+    "explanation": {"": ["how-it-works", "architecture", "determinism", "memory"]},
+}  # fmt: skip
+OTHERS = "Other tasks"
 # Search: a guide that does the task comes before the tables that mention its words.
 BOOSTS = {"tutorials": 1.5, "how-to": 2.0, "explanation": 1.5, "reference": 0.5, "research": 0.4}
+LOW_BOOSTS = {"index.md": 0.2, "error-messages.md": 0.05}
 GENERATED: dict[str, tuple[str, str]] = {  # page: module and function
     "reference/python-api.md": ("python_api", "api_page"),
     "reference/result-types.md": ("python_api", "results_page"),

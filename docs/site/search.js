@@ -2,6 +2,8 @@
 //   node search.js build/site < queries.json     (a list of texts; prints a list of lists of pages)
 const fs = require("fs"), path = require("path"), vm = require("vm")
 
+const { plainQuery } = require("../assets/iframe-worker.js")
+
 const site = process.argv[2]
 const folder = path.join(site, "assets/javascripts/workers")
 const worker = fs.readdirSync(folder).find(name => /^search\..*\.js$/.test(name))
@@ -29,7 +31,7 @@ async function main() {
   await ask({ type: 0, data: { config: index.config, docs: index.docs, options: { suggest: false } } })
   const results = []
   for (const query of queries) {
-    const reply = await ask({ type: 2, data: query })
+    const reply = await ask({ type: 2, data: plainQuery(query) })
     results.push(reply.data.items.map(group => group[0].location.split("#")[0]))
   }
   console.log(JSON.stringify(results))
