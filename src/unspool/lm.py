@@ -583,7 +583,7 @@ class LanguageModel(Session):
         token    the token to follow, an id or text that is one token; by default the token that was
                  sampled or, at the end of a text, the most likely one.
         top      number of candidates of each layer.
-        whole    also return every layer's log-probabilities of the whole vocabulary.
+        full_vocabulary   also return every layer's log-probabilities of the whole vocabulary.
         """
         from unspool.lens.logit_lens import logit_lens
 

@@ -77,12 +77,13 @@ class Session:
         load_beside: Callable[[Session, str], Session] | None = None,
     ) -> None:
         self._shared = _Shared(model)
-        self.path = path
+        self.path = path  # file or folder of the weights
         self.adapter: str | None = None  # the default LoRA adapter
-        self.context = context or model.config.default_context
+        self.context = context or model.config.default_context  # maximum tokens of a text
         self._tokenizer = tokenizer
         self._token_bytes = partial(_token_bytes, tokenizer)
         end_ids = tokenizer.end_ids if tokenizer else frozenset()
+        # Token ids that end a text.
         self.end_ids: frozenset[int] = end_ids | frozenset(model.config.end_ids)
         self._template: ChatTemplate | None = None
         self._memory = memory
@@ -316,8 +317,8 @@ class Session:
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """Load a LoRA adapter from a folder (PEFT's format) under a name.
 
-        lm.load_adapter("poet", "adapters/poet")
-        print(lm.generate("The sea", adapter="poet"))
+            lm.load_adapter("poet", "adapters/poet")
+            print(lm.generate("The sea", adapter="poet"))
 
         Texts with different adapters and without any run in one batch. A name that is loaded
         already refers to the new adapter from now on.

@@ -35,8 +35,8 @@ Scorer = Callable[[Generation], float]
 class Ranking:
     """Texts for one prompt with their scores, best first."""
 
-    generations: tuple[Generation, ...]
-    scores: tuple[float, ...]
+    generations: tuple[Generation, ...]  # best first
+    scores: tuple[float, ...]  # of each text; higher is better
 
     def __repr__(self) -> str:
         return f"<Ranking of {len(self.scores)}, best {self.scores[0]:.4g}: {self.best!r}>"

@@ -198,7 +198,14 @@ def open_canvas(engine: Engine, text: Sequence[int], length: int, kind: CanvasKi
 
 
 class Canvas:
-    """Places after a text, each with a token or the mask token. For one thread at a time."""
+    """Places after a text, each with a token or the mask token. For one thread at a time.
+
+    Attributes:
+        engine: The engine that computes the canvas.
+        branch: The branch of the token tree that holds text and canvas.
+        kind: How the canvas is computed: block, mask token, attention.
+        start: The position of the first place.
+    """
 
     def __init__(self, engine: Engine, branch: Branch, length: int, kind: CanvasKind) -> None:
         self.engine, self.branch, self.kind = engine, branch, kind

@@ -48,9 +48,9 @@ class Generation:
     """A generated text, complete or interrupted."""
 
     request: Request = field(repr=False)  # as submitted; `resume` continues with it
-    steps: list[Step] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)  # one for each new token
     empty_reason: str | None = None  # finish reason of a request that allows no token
-    source: GenerationModel | None = field(default=None, repr=False)
+    source: GenerationModel | None = field(default=None, repr=False)  # its model; None: unpickled
     notes: list[str] = field(default_factory=list)  # remarks of the engine
     reused: int = 0  # tokens of the prompt that were cached
 

@@ -28,8 +28,8 @@ _Bytes = bytes  # inside `Step`, where the field `bytes` hides the type
 class Candidate:
     """A token that could have been sampled at one position."""
 
-    token: int
-    text: str
+    token: int  # its id
+    text: str  # in readable form
     logprob: float  # by the model itself
     probability: float  # in the distribution sampled from; 0 if a stage removed it
 
@@ -46,9 +46,9 @@ class Step:
     `Generation.explained()` computes them afterwards.
     """
 
-    token: int
-    bytes: bytes
-    text: str
+    token: int  # its id
+    bytes: bytes  # that the token adds to the text
+    text: str  # that this token made certain
     logprob: float  # of this token, by the model itself, before any sampling stage
     position: int  # in the whole text, prompt included
     seconds: float = 0.0  # since the step before (or the start)
@@ -203,13 +203,13 @@ def brief(text: str, max_length: int = 48) -> str:
 class Usage:
     """Tokens and time of a generation."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    first_token_seconds: float
-    total_seconds: float
+    prompt_tokens: int  # cached ones included
+    completion_tokens: int  # new ones, an end token included
+    first_token_seconds: float  # time to first token (TTFT)
+    total_seconds: float  # from the request to the last token
     reused_tokens: int = 0  # of the prompt, from the prefix cache
     reasoning_tokens: int = 0  # of the new ones, with the tags
-    reasoning_seconds: float = 0.0
+    reasoning_seconds: float = 0.0  # time of the reasoning tokens
 
     @property
     def total_tokens(self) -> int:
@@ -227,12 +227,12 @@ class Usage:
 class TokenScore:
     """How well the model predicts one token of a given text."""
 
-    token: int
-    text: str
+    token: int  # its id
+    text: str  # in readable form
     logprob: float | None  # None for a first token with nothing before it
-    rank: int | None
-    entropy: float | None
-    candidates: tuple[Candidate, ...] = ()
+    rank: int | None  # 0: the most likely token
+    entropy: float | None  # of the model's distribution, in nats
+    candidates: tuple[Candidate, ...] = ()  # the most likely tokens, `top` of them
 
     def __repr__(self) -> str:
         score = ""
@@ -258,7 +258,7 @@ class TokenScore:
 class Score:
     """Log-probabilities of a given text, token by token."""
 
-    positions: Sequence[TokenScore]
+    positions: Sequence[TokenScore]  # one for each token
 
     @property
     def tokens(self) -> list[int]:

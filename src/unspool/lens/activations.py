@@ -112,7 +112,7 @@ _NOTEBOOK_TOKENS = 24  # tokens with the most attention shown in a notebook
 class Activations:
     """Activations at one position; the input of the other lenses, which need no further run."""
 
-    position: int
+    position: int  # of the input token, prompt included
     tokens: tuple[int, ...]  # up to and including this position
     texts: tuple[str, ...]  # text of each token
     picked: int | None  # the next token of the text; None at its end

@@ -47,11 +47,11 @@ class Attribution:
     differences to that token or to the mean over all tokens.
     """
 
-    position: int
-    token: int
-    text: str
-    against: int | Literal["mean"] | None
-    against_text: str
+    position: int  # of the input token, prompt included
+    token: int  # the target token
+    text: str  # of the target token
+    against: int | Literal["mean"] | None  # the token, or the mean, that is subtracted
+    against_text: str  # of that token
     logit: float  # sum of the parts plus `rest`
     said: float  # the model's logit
     softcap: float  # 0: none, `said` is `logit`

@@ -71,8 +71,8 @@ def _mean_vector(lm: Session, tokens: list[int], adapter: str | None) -> Floats:
 class Neighbour:
     """A token and its similarity."""
 
-    token: int
-    text: str
+    token: int  # its id
+    text: str  # in readable form
     similarity: float  # cosine similarity of the embeddings
 
     def to_dict(self) -> dict[str, Any]:

@@ -48,10 +48,10 @@ class LayerPrediction:
 class LogitLens:
     """Predictions of all layers at one position."""
 
-    position: int
+    position: int  # of the input token, prompt included
     token: int  # the target token
-    text: str
-    layers: tuple[LayerPrediction, ...]
+    text: str  # of the target token
+    layers: tuple[LayerPrediction, ...]  # before the first layer, and after each
     logprobs: Floats | None = None  # [layers + 1, vocabulary], if requested
 
     def __repr__(self) -> str:

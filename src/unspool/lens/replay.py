@@ -71,7 +71,7 @@ class Replay:
 
     generation: Generation  # the new one
     num_scored: int  # number of first tokens that were scored, not generated
-    difference: Difference | None
+    difference: Difference | None  # the first one; None: all tokens are equal
     max_logprob_difference: float  # largest difference of log-probabilities before `difference`
     model_difference: str | None  # how the model differs; None: the same model
 

@@ -71,15 +71,15 @@ class Fingerprint:
 class Trace:
     """A generation and its request."""
 
-    model: Fingerprint
-    prompt: tuple[int, ...]
-    settings: SamplingSettings
+    model: Fingerprint  # what identifies the model
+    prompt: tuple[int, ...]  # token ids
+    settings: SamplingSettings  # of all sampling stages
     limits: Limits | None  # None: cannot be generated again (a caller's stage was used)
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...]  # one for each new token
     given: int = 0  # number of first steps that were not generated, or chosen by a person
     empty_reason: str | None = None  # why there are no steps
     grammar: GrammarSpec | None = None  # constraint of the text
-    guards: GuardPolicy | None = None
+    guards: GuardPolicy | None = None  # that could rewind the text
     thoughts: str = ""  # "answer" or "call" if reasoning is separated from it
     think_budget: int | None = None  # reasoning tokens
     guarded: bool = False  # had guards, even if `guards` cannot hold them (a caller's function)

@@ -37,9 +37,9 @@ from unspool.sampling.stages import STAGES, Allowed, Forbidden, Stage, mirostat_
 class Draw:
     """The random number, and the interval of [0,1) of the picked token."""
 
-    u: float
-    low: float
-    high: float
+    u: float  # the random number, 0 <= u < 1
+    low: float  # start of the token's interval
+    high: float  # end of the token's interval
 
 
 class Candidate(NamedTuple):
@@ -57,7 +57,7 @@ class Candidate(NamedTuple):
 class StageReport:
     """What one stage did to one row."""
 
-    name: str
+    name: str  # of the stage, as in the option `stages`
     kept: int  # candidates that remain
     removed: int  # candidates that it removed
     kept_mass: float  # probability mass, before the stage, of the kept candidates

@@ -666,7 +666,7 @@ class DiffusionStream(Iterator[DiffusionPass]):
 
     def __init__(self, lm: Session, prompt: Prompt, options: dict[str, Any]) -> None:
         plan = make_plan(lm, prompt, options)
-        self.result = Diffusion(plan.request)
+        self.result = Diffusion(plan.request)  # the text so far
         self.length = plan.length  # number of positions
         self._passes = _run_passes(lm, [plan], [self.result])
 

@@ -249,7 +249,13 @@ class Change:
 
 
 class ChangedText:
-    """A text and all changes proposed for it."""
+    """A text and all changes proposed for it.
+
+    Attributes:
+        original: The text before any change.
+        text: The text with the changes that are applied.
+        changes: All proposed changes, applied or not.
+    """
 
     def __init__(self, text: str) -> None:
         self.original = self.text = text

@@ -30,8 +30,8 @@ _MARK = re.compile("_{3,}")
 class Gap:
     """A gap of `least` to `most` tokens."""
 
-    least: int = 1
-    most: int = 16
+    least: int = 1  # smallest number of tokens
+    most: int = 16  # largest number of tokens
 
     def __call__(self, least: int, most: int | None = None) -> Gap:
         """Return a gap of exactly `least` tokens, or of `least` to `most` tokens."""

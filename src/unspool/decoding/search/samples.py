@@ -83,7 +83,7 @@ class Vote:
     winner: Generation | None  # the likeliest text with that answer
     counts: dict[Hashable, int]  # most votes first
     answers: tuple[Hashable | None, ...]  # per text
-    generations: tuple[Generation, ...]
+    generations: tuple[Generation, ...]  # all texts, in the order of their sample index
 
     def __repr__(self) -> str:
         votes = self.counts.get(self.answer, 0)

@@ -62,7 +62,7 @@ class SearchNode:
 class SearchTree:
     """All nodes of a search, and its best leaf."""
 
-    root: SearchNode
+    root: SearchNode  # the prompt
     leaf: SearchNode  # the best one
 
     def __repr__(self) -> str:
@@ -265,11 +265,11 @@ class Thought:
     """The best text of a search, with its tree and cost."""
 
     tree: SearchTree  # pruned nodes included
-    policy: str
+    policy: str  # its name
     budget: int | None  # token limit
     spent: Spent  # tokens computed
     answers: dict[Hashable, float] = field(default_factory=dict)  # weighted votes, highest first
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the whole search
 
     @property
     def best(self) -> Generation:
@@ -278,6 +278,7 @@ class Thought:
 
     @property
     def text(self) -> str:
+        """The best text."""
         return self.best.text
 
     @property

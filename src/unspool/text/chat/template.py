@@ -182,10 +182,10 @@ class TokenizerLike(Protocol):
 class ChatPrompt:
     """A conversation as token ids."""
 
-    ids: list[int]
+    ids: list[int]  # the token ids
     spans: tuple[Span, ...]  # one per message, in order, without gaps
     generation: Span | None  # the generation prompt, after the last message
-    text: str
+    text: str  # the formatted conversation
 
     def __repr__(self) -> str:
         return (
@@ -205,9 +205,9 @@ class ChatTemplate:
     """A chat template and its tokenizer."""
 
     def __init__(self, source: str | None, tokenizer: TokenizerLike) -> None:
-        self.is_plain = source is None
+        self.is_plain = source is None  # the model has no template: a generic one is used
         self._template = SandboxedTemplate(PLAIN_TEMPLATE if source is None else source)
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer  # encodes the formatted text
 
     @property
     def stops(self) -> tuple[str, ...]:

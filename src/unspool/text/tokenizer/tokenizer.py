@@ -26,7 +26,22 @@ _MAX_LISTED_CHARACTERS = 100  # in an error message
 
 
 class Tokenizer:
-    """Turns text into token ids and ids into exact bytes. Thread-safe."""
+    """Turns text into token ids and ids into exact bytes. Thread-safe.
+
+    Attributes:
+        kind: Algorithm of the vocabulary: byte-pair encoding, WordPiece, unigram, ...
+        vocab_size: Number of token ids.
+        bos_id: Id of the start token, None if there is none.
+        eos_id: Id of the end token, None if there is none.
+        unk_id: Id of the unknown token, None if there is none.
+        pad_id: Id of the padding token, None if there is none.
+        add_bos: Whether a prompt starts with the start token.
+        add_eos: Whether the checkpoint ends texts with the end token.
+        end_ids: Ids that end a generated text.
+        special_tokens: Control tokens: text to id.
+        special_ids: Ids of the control tokens.
+        chat_template: The Jinja template of the checkpoint, None if there is none.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
