@@ -100,8 +100,8 @@ def compiler_on_path() -> str | None:
     """Return the name of a C++ compiler of this machine; None if there is none."""
     import shutil
 
-    names = (os.environ.get("CXX"), "c++", "g++", "clang++", "clang-cl")
-    return next((name for name in names if name and shutil.which(name)), None)
+    names = ("c++", "g++", "clang++", "clang-cl")
+    return next((name for name in names if shutil.which(name)), None)
 
 
 def _why_not_loaded(file: Path, message: str) -> str:
@@ -215,5 +215,5 @@ def available_instruction_sets() -> list[str]:
 
 
 def compiler() -> str:
-    """Return name and version of the compiler that built the library."""
+    """Return name and version of the compiler that compiled the kernels."""
     return " ".join(str(library().unspool_compiler().decode()).split()[:3])

@@ -13,13 +13,7 @@ int32_t unspool_version() { return 12; }
 
 const char* unspool_isa() { return active_isa_name(); }
 const char* unspool_available_isas() { return available_isa_names(); }
-const char* unspool_compiler() {
-#if defined(__clang__)
-    return __VERSION__;  // begins with "Clang" or "Apple LLVM"
-#else
-    return "GCC " __VERSION__;
-#endif
-}
+const char* unspool_compiler() { return kernels().compiler; }
 
 void* unspool_model_new(const ModelSpec* spec) {
     try {

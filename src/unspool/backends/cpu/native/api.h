@@ -35,7 +35,7 @@ extern "C" {
 UNSPOOL_API int32_t unspool_version();
 UNSPOOL_API const char* unspool_isa();
 UNSPOOL_API const char* unspool_available_isas();  // the fastest first, with spaces between them
-UNSPOOL_API const char* unspool_compiler();        // name and version of the compiler
+UNSPOOL_API const char* unspool_compiler();        // that compiled the kernels, and its version
 UNSPOOL_API void* unspool_model_new(const unspool::ModelSpec* spec);  // null: out of memory
 UNSPOOL_API void unspool_model_free(void* model);
 UNSPOOL_API int32_t unspool_run(void* model, const unspool::KvCache* kv,
