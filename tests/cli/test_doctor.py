@@ -158,7 +158,7 @@ def test_an_unknown_shell(bare_unspool: Any):
         ("unspool mod", "models"),
         ("unspool models pu", "pull"),
         ("unspool run --temp", "--temperature"),
-        ("unspool run -m smol", "smollm2-135m-instruct"),
+        ("unspool run -m smol", "smollm2-135m"),
         ("unspool doc", "doctor"),
     ],
 )
