@@ -106,6 +106,7 @@ def write_toolchain(architecture: str, tools: Path, folder: Path) -> Path:
         f"""set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR {architecture})
 set(CMAKE_CXX_COMPILER "{compiler}")
+set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)  # linking would compile the C++ runtime twice
 set(CMAKE_SHARED_LINKER_FLAGS_INIT "-s")  # without symbols for debuggers
 """
     )
