@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from unspool.loading import load
     from unspool.text.tokenizer.tokenizer import Tokenizer
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 __all__ = [
     "BatchError",

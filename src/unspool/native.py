@@ -25,9 +25,10 @@ from unspool.errors import UnspoolError
 
 VERSION = 12  # of the interface; the library must have the same
 _FUNCTIONS = (  # of the library, each with the prefix unspool_
-    "above", "copy_page", "counts", "exp", "isa", "join_strings", "leading", "log", "measure",
-    "model_free", "model_new", "multiply", "pack_parts", "packed_bytes", "peaks", "pick", "profile",
-    "read_memory", "repack", "run", "run_head", "set_grid", "standing", "tally", "unpack",
+    "above", "available_isas", "compiler", "copy_page", "counts", "exp", "isa", "join_strings",
+    "leading", "log", "measure", "model_free", "model_new", "multiply", "pack_parts",
+    "packed_bytes", "peaks", "pick", "profile", "read_memory", "repack", "run", "run_head",
+    "set_grid", "standing", "tally", "unpack",
 )  # fmt: skip
 _SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
@@ -72,7 +73,8 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
             f"the native kernels were built from other sources (they lack {absent[0]}); "
             "install Unspool again"
         )
-    loaded.unspool_isa.restype = ctypes.c_char_p
+    for name in ("isa", "available_isas", "compiler"):
+        getattr(loaded, f"unspool_{name}").restype = ctypes.c_char_p
     if not loaded.unspool_isa():
         return None, (
             "UNSPOOL_ISA names an instruction set that this processor does not have "
@@ -83,18 +85,23 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 
 def _why_not_built() -> str:
     """Return why there is no library: an installation continues if compiling it fails."""
-    import shutil
-
-    compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
-    if compiler is None:
+    if (compiler_name := compiler_on_path()) is None:
         return (
             f"the native kernels are not at {path()}, and there is no C++ compiler here to build "
             "them with; install one and run pip install again"
         )
     return (
         f"the native kernels are not at {path()}, though there is a C++ compiler here "
-        f"({compiler}); run pip install again, with -v to see what goes wrong"
+        f"({compiler_name}); run pip install again, with -v to see what goes wrong"
     )
+
+
+def compiler_on_path() -> str | None:
+    """Return the name of a C++ compiler of this machine; None if there is none."""
+    import shutil
+
+    names = ("c++", "g++", "clang++", "clang-cl")
+    return next((name for name in names if shutil.which(name)), None)
 
 
 def _why_not_loaded(file: Path, message: str) -> str:
@@ -200,3 +207,13 @@ def read_strings(
 def instruction_set() -> str:
     """Return the instruction set in use: plain, neon, i8mm, avx2, avxvnni, avx512 or amx."""
     return str(library().unspool_isa().decode())
+
+
+def available_instruction_sets() -> list[str]:
+    """Return the instruction sets that this processor can run, the fastest first."""
+    return str(library().unspool_available_isas().decode()).split()
+
+
+def compiler() -> str:
+    """Return name and version of the compiler that compiled the kernels."""
+    return " ".join(str(library().unspool_compiler().decode()).split()[:3])

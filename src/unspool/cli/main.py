@@ -55,6 +55,8 @@ _COMMANDS = {
         Command("rm", "unspool.cli.models:rm", "Models"),
         Command("show", "unspool.cli.models:info", "Models"),
         Command("ps", "unspool.cli.models:ps", "Models"),
+        Command("doctor", "unspool.cli.doctor:doctor", "Setup"),
+        Command("completion", "unspool.cli.completion:completion", "Setup"),
     )
 }
 

@@ -12,6 +12,8 @@ extern "C" {
 int32_t unspool_version() { return 12; }
 
 const char* unspool_isa() { return active_isa_name(); }
+const char* unspool_available_isas() { return available_isa_names(); }
+const char* unspool_compiler() { return kernels().compiler; }
 
 void* unspool_model_new(const ModelSpec* spec) {
     try {

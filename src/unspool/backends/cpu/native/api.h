@@ -34,6 +34,8 @@ enum Status : int32_t {
 extern "C" {
 UNSPOOL_API int32_t unspool_version();
 UNSPOOL_API const char* unspool_isa();
+UNSPOOL_API const char* unspool_available_isas();  // the fastest first, with spaces between them
+UNSPOOL_API const char* unspool_compiler();        // that compiled the kernels, and its version
 UNSPOOL_API void* unspool_model_new(const unspool::ModelSpec* spec);  // null: out of memory
 UNSPOOL_API void unspool_model_free(void* model);
 UNSPOOL_API int32_t unspool_run(void* model, const unspool::KvCache* kv,

@@ -2,12 +2,17 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
+#include <string>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#endif
+#if HAS_amx
 #include <sys/syscall.h>
 #include <unistd.h>
-#elif defined(__aarch64__) && defined(__linux__)
+#endif
+#if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -54,39 +59,74 @@ extern const Kernels table;
 
 namespace {
 
+#if defined(__x86_64__)
+// One leaf of CPUID; all zero if the processor does not have it.
+struct CpuidLeaf {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    CpuidLeaf(unsigned leaf, unsigned subleaf) {
+        if (!__get_cpuid_count(leaf, subleaf, &a, &b, &c, &d)) a = b = c = d = 0;
+    }
+};
+
+bool has_bits(unsigned value, std::initializer_list<int> bits) {
+    for (int bit : bits)
+        if (!(value >> bit & 1u)) return false;
+    return true;
+}
+
+// Instruction sets of the processor whose registers the system also saves. __builtin_cpu_supports
+// would do, but clang-cl has no library for it.
+struct CpuFeatures {
+    bool avx2 = false, avxvnni = false, avx512 = false, avx512bf16 = false, amx = false;
+
+    CpuFeatures() {
+        const CpuidLeaf basic(1, 0), extended(7, 0), extended1(7, 1);
+        constexpr int kFma = 12, kOsXsave = 27, kAvx = 28, kF16c = 29;
+        if (!has_bits(basic.c, {kOsXsave})) return;
+        const unsigned saved = enabled_registers();
+        constexpr unsigned kSavedAvx = 0x06, kSavedAvx512 = 0xe6;
+        avx2 = has_bits(basic.c, {kFma, kAvx, kF16c}) && has_bits(extended.b, {5}) &&
+               (saved & kSavedAvx) == kSavedAvx;
+        avxvnni = avx2 && has_bits(extended1.a, {4});
+        constexpr int kF = 16, kDq = 17, kBw = 30, kVl = 31, kVnni = 11;
+        avx512 = avx2 && (saved & kSavedAvx512) == kSavedAvx512 &&
+                 has_bits(extended.b, {kF, kDq, kBw, kVl}) && has_bits(extended.c, {kVnni});
+        avx512bf16 = avx512 && has_bits(extended1.a, {5});
+        constexpr int kAmxBf16 = 22, kAmxTile = 24, kAmxInt8 = 25;
+        amx = avx512bf16 && has_bits(extended.d, {kAmxBf16, kAmxTile, kAmxInt8});
+    }
+
+    // Register XCR0: which registers the system saves.
+    static unsigned enabled_registers() {
+        unsigned low = 0, high = 0;
+        asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+        return low;
+    }
+};
+#endif
+
 #if HAS_amx
 // On Linux a process must request the tile registers.
 bool amx_allowed() {
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    const bool tile = d & (1u << 24), int8 = d & (1u << 25), bf16 = d & (1u << 22);
     constexpr long kRequestPermission = 0x1023, kTileData = 18;
-    return tile && int8 && bf16 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 #endif
 
 bool is_supported(const Kernels* set) {
 #if defined(__x86_64__)
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                          __builtin_cpu_supports("f16c");
-    const bool has_avx512 =
-        has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512vnni");
+    static const CpuFeatures cpu;
 #if HAS_avx2
-    if (set == &avx2::table) return has_avx2;
+    if (set == &avx2::table) return cpu.avx2;
 #endif
 #if HAS_avxvnni
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    if (set == &avxvnni::table)
-        return has_avx2 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 4));
+    if (set == &avxvnni::table) return cpu.avxvnni;
 #endif
 #if HAS_avx512
-    if (set == &avx512::table) return has_avx512;
+    if (set == &avx512::table) return cpu.avx512;
 #endif
 #if HAS_amx
-    if (set == &amx::table)
-        return has_avx512 && __builtin_cpu_supports("avx512bf16") && amx_allowed();
+    if (set == &amx::table) return cpu.amx && amx_allowed();
 #endif
 #endif
 #if HAS_neon
@@ -111,30 +151,32 @@ bool is_supported(const Kernels* set) {
     return set == &plain::table;
 }
 
-const Kernels* choose_kernels() {
-    const Kernels* sets[] = {
+// All kernels of this library, the fastest first.
+const Kernels* const kSets[] = {
 #if HAS_amx
-        &amx::table,
+    &amx::table,
 #endif
 #if HAS_avx512
-        &avx512::table,
+    &avx512::table,
 #endif
 #if HAS_avxvnni
-        &avxvnni::table,
+    &avxvnni::table,
 #endif
 #if HAS_avx2
-        &avx2::table,
+    &avx2::table,
 #endif
 #if HAS_i8mm
-        &i8mm::table,
+    &i8mm::table,
 #endif
 #if HAS_neon
-        &neon::table,
+    &neon::table,
 #endif
-        &plain::table,
-    };
+    &plain::table,
+};
+
+const Kernels* choose_kernels() {
     const char* forced = std::getenv("UNSPOOL_ISA");
-    for (const Kernels* set : sets) {
+    for (const Kernels* set : kSets) {
         if (forced != nullptr && *forced != 0 && std::strcmp(forced, set->name) != 0) continue;
         if (is_supported(set)) return set;
     }
@@ -151,6 +193,16 @@ const Kernels* active_kernels() {
 const Kernels& kernels() { return *active_kernels(); }
 const char* active_isa_name() {
     return active_kernels() != nullptr ? active_kernels()->name : nullptr;
+}
+
+const char* available_isa_names() {
+    static const std::string names = [] {
+        std::string joined;
+        for (const Kernels* set : kSets)
+            if (is_supported(set)) joined += (joined.empty() ? "" : " ") + std::string(set->name);
+        return joined;
+    }();
+    return names.c_str();
 }
 
 void begin_thread() {

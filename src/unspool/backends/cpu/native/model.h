@@ -1,6 +1,5 @@
 // A model inside the library: the plan, and memory that is reused by every run.
 #pragma once
-#include <cstdlib>
 #include <new>
 #include <vector>
 
@@ -19,23 +18,27 @@ public:
         other.data_ = nullptr;
         other.size_ = 0;
     }
-    ~GrowingBuffer() { std::free(data_); }
+    ~GrowingBuffer() { release(); }
 
     T* reserve(int64_t count) {
         if (count > size_) {
-            std::free(data_);
-            data_ = nullptr;
-            size_ = 0;
+            release();
             const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
-            void* memory = nullptr;
-            if (posix_memalign(&memory, 64, bytes) != 0) throw std::bad_alloc();
-            data_ = static_cast<T*>(memory);
+            data_ = static_cast<T*>(::operator new(bytes, kAlignment));
             size_ = count;
         }
         return data_;
     }
 
 private:
+    static constexpr std::align_val_t kAlignment{64};
+
+    void release() {
+        ::operator delete(data_, kAlignment);
+        data_ = nullptr;
+        size_ = 0;
+    }
+
     T* data_ = nullptr;
     int64_t size_ = 0;
 };

@@ -1,16 +1,16 @@
 #include "pool.h"
 
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
-#include <unistd.h>
-
 #include <condition_variable>
 #include <mutex>
 #include <new>
 #include <system_error>
 #include <thread>
 
+#if !defined(_WIN32)
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+#endif
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -38,7 +38,7 @@ void sleep_while(std::atomic<int32_t>* number, int32_t expected) {
 #if defined(__linux__)
     syscall(SYS_futex, number, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
 #else
-    if (number->load() == expected) sched_yield();
+    if (number->load() == expected) std::this_thread::yield();
 #endif
 }
 
@@ -47,6 +47,35 @@ void wake_all(std::atomic<int32_t>* number) {
     syscall(SYS_futex, number, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0);
 #else
     (void)number;
+#endif
+}
+
+// Blocks signals in this thread, and in threads it starts: handlers never run on worker threads.
+class BlockedSignals {
+#if defined(_WIN32)  // has no signals of this kind
+public:
+    BlockedSignals() {}
+    ~BlockedSignals() {}
+#else
+public:
+    BlockedSignals() {
+        sigset_t every;
+        sigfillset(&every);
+        pthread_sigmask(SIG_SETMASK, &every, &before_);
+    }
+    ~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+private:
+    sigset_t before_;
+#endif
+};
+
+// Identifies the process; a forked child has another number than its parent.
+int64_t process_id() {
+#if defined(_WIN32)
+    return 0;  // there is no fork
+#else
+    return getpid();
 #endif
 }
 
@@ -65,7 +94,7 @@ struct Pool {
     Job job = nullptr;
     void* argument = nullptr;
     int threads = 0;  // started so far, not counting the caller
-    pid_t process = getpid();
+    int64_t process = process_id();
 
     void work(int index, uint64_t last_call) {
         for (;;) {
@@ -91,11 +120,7 @@ struct Pool {
     }
 
     bool start_threads(int count) {
-        // Block signals: handlers never run on worker threads.
-        sigset_t every, before;
-        sigfillset(&every);
-        pthread_sigmask(SIG_SETMASK, &every, &before);
-        bool started = true;
+        const BlockedSignals blocked;
         try {
             while (threads < count - 1) {
                 const int index = threads + 1;
@@ -104,10 +129,9 @@ struct Pool {
                 ++threads;
             }
         } catch (const std::system_error&) {
-            started = false;
+            return false;
         }
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        return started;
+        return true;
     }
 
     bool run(int count, Job new_job, void* new_argument) {
@@ -129,7 +153,7 @@ struct Pool {
             if (spin < kSpinsInside)
                 pause_briefly();
             else
-                sched_yield();
+                std::this_thread::yield();
         }
         return true;
     }
@@ -141,10 +165,10 @@ Pool& pool() {
     static std::atomic<Pool*> current{nullptr};
     static std::mutex create_lock;
     Pool* instance = current.load(std::memory_order_acquire);
-    if (instance == nullptr || instance->process != getpid()) {
+    if (instance == nullptr || instance->process != process_id()) {
         std::lock_guard<std::mutex> lock(create_lock);
         instance = current.load(std::memory_order_acquire);
-        if (instance == nullptr || instance->process != getpid()) {
+        if (instance == nullptr || instance->process != process_id()) {
             instance = new Pool;
             current.store(instance, std::memory_order_release);
         }

@@ -39,18 +39,36 @@ void linear(const RunContext&, const Op&, Worker&);
 #define UNSPOOL_TEXT(x) #x
 #define UNSPOOL_NAME(x) UNSPOOL_TEXT(x)
 
+#if defined(__clang__)
+constexpr const char* kCompiler = __VERSION__;  // begins with "Clang" or "Apple LLVM"
+#else
+constexpr const char* kCompiler = "GCC " __VERSION__;
+#endif
+
 extern const Kernels table;
-const Kernels table = {UNSPOOL_NAME(ISA),         UNSPOOL_SHARED::embed,
-                       UNSPOOL_SHARED::norm,      linear,
-                       UNSPOOL_SHARED::lora,      UNSPOOL_SHARED::rope,
-                       UNSPOOL_SHARED::attention, UNSPOOL_SHARED::route,
-                       UNSPOOL_SHARED::combine,   UNSPOOL_SHARED::gather,
-                       UNSPOOL_SHARED::softcap,   UNSPOOL_SHARED::activate,
-                       UNSPOOL_SHARED::scale,     UNSPOOL_SHARED::gate,
-                       UNSPOOL_SHARED::conv,      UNSPOOL_SHARED::delta,
-                       UNSPOOL_SHARED::mamba,     UNSPOOL_SHARED::peak,
-                       UNSPOOL_SHARED::mass,      UNSPOOL_SHARED::count_above,
-                       UNSPOOL_SHARED::above,     UNSPOOL_SHARED::maxima};
+const Kernels table = {UNSPOOL_NAME(ISA),
+                       kCompiler,
+                       UNSPOOL_SHARED::embed,
+                       UNSPOOL_SHARED::norm,
+                       linear,
+                       UNSPOOL_SHARED::lora,
+                       UNSPOOL_SHARED::rope,
+                       UNSPOOL_SHARED::attention,
+                       UNSPOOL_SHARED::route,
+                       UNSPOOL_SHARED::combine,
+                       UNSPOOL_SHARED::gather,
+                       UNSPOOL_SHARED::softcap,
+                       UNSPOOL_SHARED::activate,
+                       UNSPOOL_SHARED::scale,
+                       UNSPOOL_SHARED::gate,
+                       UNSPOOL_SHARED::conv,
+                       UNSPOOL_SHARED::delta,
+                       UNSPOOL_SHARED::mamba,
+                       UNSPOOL_SHARED::peak,
+                       UNSPOOL_SHARED::mass,
+                       UNSPOOL_SHARED::count_above,
+                       UNSPOOL_SHARED::above,
+                       UNSPOOL_SHARED::maxima};
 
 #if defined(ISA_amx)
 

@@ -24,6 +24,7 @@ namespace unspool {
 
 struct Kernels {
     const char* name;
+    const char* compiler;  // its name and version
 
     // -- operations of a plan (see plan.h); called by every worker ---------
     void (*embed)(const RunContext&, const Op&, Worker&);
