@@ -129,7 +129,6 @@ def build_server(lm: LanguageModel, name: str = "unspool") -> MCPServer:
             ],
         }
 
-    @server.tool()
     @_tool
     async def generate(
         prompt: str,
@@ -144,7 +143,6 @@ def build_server(lm: LanguageModel, name: str = "unspool") -> MCPServer:
         options = _options(max_tokens, temperature, seed, stop, top)
         return describe(await lm.agenerate(prompt, **options))
 
-    @server.tool()
     @_tool
     async def chat(
         message: str,
@@ -159,7 +157,6 @@ def build_server(lm: LanguageModel, name: str = "unspool") -> MCPServer:
         options = _options(max_tokens, temperature, seed, None, top)
         return describe(await lm.achat(message, system=system, **options))
 
-    @server.tool()
     @_tool
     async def continue_branch(
         branch: Branch,
@@ -188,7 +185,6 @@ def build_server(lm: LanguageModel, name: str = "unspool") -> MCPServer:
         await continued.extend_async(steps)
         return {**describe(continued), "reused_tokens": continued.reused}
 
-    @server.tool()
     def score(
         text: str,
         top: Top = 0,
@@ -212,14 +208,12 @@ def build_server(lm: LanguageModel, name: str = "unspool") -> MCPServer:
                 ],
             }
 
-    @server.tool()
     def tokenize(text: str) -> dict[str, Any]:
         """Split a text into the model's tokens. Returns ids and pieces."""
         with _as_tool_errors():
             ids = lm.tokenizer.encode(text)
             return {"tokens": ids, "pieces": lm.readable_all(ids), "count": len(ids)}
 
-    @server.tool()
     def look(
         branch: Branch,
         index: Annotated[int, Field(description="Number of the new token in the branch, from 0.")],
@@ -231,6 +225,8 @@ def build_server(lm: LanguageModel, name: str = "unspool") -> MCPServer:
         with _as_tool_errors():
             return look_at(lm, branches.get(branch), index, top)
 
+    for tool in (generate, chat, continue_branch, score, tokenize, look):
+        server.add_tool(tool)
     return server
 
 

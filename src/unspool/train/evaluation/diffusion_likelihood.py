@@ -9,7 +9,8 @@ log-probability from below (LLaDA, arXiv 2502.09992, equation 6):
 with l uniform in 1 ... L, the number of tokens in the target. Short targets are computed exactly,
 over all sets of places; longer ones from random sets, the same for all targets of a length, so that
 the answers of one question are compared under equal conditions. A model with blocks is scored
-block by block, each after the true tokens of those before.
+block by block, each after the true tokens of those before; places of the last block after the
+target stay masked.
 
     estimate_likelihoods(lm, [(context_ids, target_ids), ...])[0].total
 """
@@ -17,7 +18,7 @@ block by block, each after the true tokens of those before.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import combinations
@@ -75,9 +76,9 @@ def estimate_likelihoods(
         logprobs = []
         is_greedy = check_greedy or not target
         for start, end in _blocks(len(context), len(target), kind):
-            before = [*context, *target[:start]]
-            logprobs.append(_estimate(lm, before, target[start:end], kind, num_samples, seed))
-            is_greedy = is_greedy and _is_greedy(lm, before, target[start:end], kind)
+            block = _Block(lm, kind, [*context, *target[:start]], target[start:end])
+            logprobs.append(block.estimate(num_samples, seed))
+            is_greedy = is_greedy and block.is_greedy()
         results.append(Likelihood(tuple(logprobs), is_greedy))
         on_progress(number)
     return results
@@ -135,56 +136,62 @@ def masked_sets(length: int, num_samples: int, seed: int) -> list[MaskedSet]:
     return result
 
 
-def _estimate(
-    lm: Session, context: list[int], target: list[int], kind: CanvasKind, samples: int, seed: int
-) -> float:
-    masks = masked_sets(len(target), samples, seed)
-    group = max(1, _MAX_LOGIT_ROWS // len(target))
-    total = 0.0
-    for start in range(0, len(masks), group):
-        with ExitStack() as stack:
+class _Block:
+    """The tokens of a target that one canvas holds, and the text before them."""
+
+    def __init__(self, lm: Session, kind: CanvasKind, before: list[int], target: list[int]) -> None:
+        self.lm, self.kind, self.before, self.target = lm, kind, before, target
+        self.num_places = len(target)
+        if kind.sight == "block":  # a complete block, as in training
+            end = len(before) + len(target)
+            self.num_places += min(-end % kind.block, lm.context - end)
+
+    def estimate(self, num_samples: int, seed: int) -> float:
+        """Return the lower bound of the target's log-probability."""
+        masks = masked_sets(len(self.target), num_samples, seed)
+        group = max(1, _MAX_LOGIT_ROWS // self.num_places)
+        total = 0.0
+        for start in range(0, len(masks), group):
             batch = masks[start : start + group]
-            canvases = [
-                stack.enter_context(_open(lm, context, target, mask.places, kind)) for mask in batch
-            ]
-            outputs = run_passes([PassRequest(canvas) for canvas in canvases])
-        for mask, logits in zip(batch, outputs, strict=True):
-            rows = _without_mask(logits, kind)[list(mask.places)]
-            tokens = [target[place] for place in mask.places]
-            total += mask.weight * math.fsum(score(rows, tokens).logprobs.tolist())
-    return total
+            with ExitStack() as stack:
+                canvases = [stack.enter_context(self._open(mask.places)) for mask in batch]
+                outputs = run_passes([PassRequest(canvas) for canvas in canvases])
+            for mask, logits in zip(batch, outputs, strict=True):
+                rows = self._without_mask(logits)[list(mask.places)]
+                tokens = [self.target[place] for place in mask.places]
+                total += mask.weight * math.fsum(score(rows, tokens).logprobs.tolist())
+        return total
 
+    def is_greedy(self) -> bool:
+        """Whether unmasking the most confident place of each pass yields the target.
 
-def _open(
-    lm: Session, context: list[int], target: list[int], masked: Sequence[int], kind: CanvasKind
-) -> Canvas:
-    """Open a canvas with all tokens of the target but the masked ones."""
-    canvas = open_canvas(lm.engine, context, len(target), kind)
-    for place in sorted({*range(len(target))} - {*masked}):
-        canvas.set(place, target[place])
-    return canvas
+        Stops at the first place that gets another token, which is usually soon.
+        """
+        with self._open(range(len(self.target))) as canvas:
+            if (first := canvas.next_logits()) is not None:
+                token = int(self._without_mask(first)[0].argmax())
+                if token != self.target[0]:
+                    return False
+                canvas.set(0, token)
+            while (masked := canvas.masked) and masked[0] < len(self.target):
+                rows = self._without_mask(canvas.logits())[masked]
+                best = rows.argmax(-1)
+                surest = int(score(rows, best.tolist()).logprobs.argmax())
+                place, token = masked[surest], int(best[surest])
+                if place < len(self.target) and token != self.target[place]:
+                    return False
+                canvas.set(place, token)
+        return True
 
+    def _open(self, masked: Iterable[int]) -> Canvas:
+        """Open a canvas with all tokens of the target but the masked ones."""
+        canvas = open_canvas(self.lm.engine, self.before, self.num_places, self.kind)
+        for place in sorted({*range(len(self.target))} - {*masked}):
+            canvas.set(place, self.target[place])
+        return canvas
 
-def _without_mask(logits: Any, kind: CanvasKind) -> Any:
-    """Return logits [places, vocabulary] in which the mask token is impossible."""
-    rows = np.array(to_numpy(logits), np.float32)
-    rows[:, kind.mask_id] = -np.inf
-    return rows
-
-
-def _is_greedy(lm: Session, context: list[int], target: list[int], kind: CanvasKind) -> bool:
-    """Whether unmasking the most confident place of each pass yields the target.
-
-    Stops at the first place that gets another token, which is usually soon.
-    """
-    with open_canvas(lm.engine, context, len(target), kind) as canvas:
-        while masked := canvas.masked:
-            rows = _without_mask(canvas.logits(), kind)[masked]
-            best = rows.argmax(-1)
-            chances = score(rows, best.tolist()).logprobs
-            surest = int(chances.argmax())
-            place = masked[surest]
-            if int(best[surest]) != target[place]:
-                return False
-            canvas.set(place, target[place])
-    return True
+    def _without_mask(self, logits: Any) -> Any:
+        """Return logits [places, vocabulary] in which the mask token is impossible."""
+        rows = np.array(to_numpy(logits), np.float32)
+        rows[:, self.kind.mask_id] = -np.inf
+        return rows
