@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import re
+import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -136,6 +140,40 @@ async def test_over_standard_input(small_default: Path) -> None:
         assert result["count"] >= 1
         written = await call(client, "generate", prompt="Hello", max_tokens=3, seed=1)
         assert len(written["tokens"]) <= 3
+
+
+@in_event_loop
+async def test_over_http(small_default: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    model = ["-m", str(small_default), "--threads", "1"]
+    command = [sys.executable, "-m", "unspool", "mcp", "--http", "--port", str(port), *model]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            await asyncio.sleep(0.05)
+        async with mcp.Client(f"http://127.0.0.1:{port}/mcp") as client:
+            assert (await call(client, "tokenize", text="Hello"))["count"] >= 1
+    finally:
+        process.terminate()
+        output, _ = process.communicate(timeout=20)
+    assert output == b""  # nothing but the protocol may be on standard output
+
+
+def test_without_the_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from unspool.cli.main import _exit_code
+
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    for name in [name for name in sys.modules if name.startswith(("mcp.", "unspool.mcp_server"))]:
+        monkeypatch.delitem(sys.modules, name)
+    assert _exit_code(["mcp"]) == 2
+    assert "pip install 'unspool[mcp]'" in capsys.readouterr().err
 
 
 def test_the_page_about_mcp(
