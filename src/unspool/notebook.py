@@ -18,7 +18,7 @@ _SCALE = (
     (0.1, "240 140 30 / 0.34"),
     (0.0, "230 60 60 / 0.36"),
 )
-_STYLE = """
+STYLE = """
 .unspool{color:var(--jp-content-font-color1,inherit);font:14px/1.7 var(--jp-content-font-family,
 system-ui,sans-serif);max-width:60em}
 .unspool .text{white-space:pre-wrap;overflow-wrap:anywhere;margin:.25em 0}
@@ -55,7 +55,7 @@ def escape_html(text: str) -> str:
 
 def notebook_html(*parts: str) -> str:
     """Wrap the parts of one notebook output."""
-    return f'<div class="unspool"><style>{_STYLE}</style>{"".join(parts)}</div>'
+    return f'<div class="unspool"><style>{STYLE}</style>{"".join(parts)}</div>'
 
 
 def text_html(pieces: Iterable[NotebookToken], before: str = "") -> str:
@@ -64,7 +64,7 @@ def text_html(pieces: Iterable[NotebookToken], before: str = "") -> str:
     for piece in pieces:
         title = escape_html("\n".join([repr(piece.text), *piece.facts]))
         text = escape_html(piece.text if piece.display_text is None else piece.display_text)
-        spans.append(f'<span style="{_tint(piece.probability)}" title="{title}">{text}</span>')
+        spans.append(f'<span style="{tint_style(piece.probability)}" title="{title}">{text}</span>')
     return f'<div class="text">{escape_html(before)}{"".join(spans)}</div>'
 
 
@@ -84,7 +84,7 @@ def legend_html() -> str:
     """Return the legend of the tints."""
     labels = [f"≥ {least:.0%}" for least, _ in _SCALE[:-1]] + [f"< {_SCALE[-2][0]:.0%}"]
     scale = "".join(
-        f'<span style="{_tint(least)}">{escape_html(label)}</span>'
+        f'<span style="{tint_style(least)}">{escape_html(label)}</span>'
         for (least, _), label in zip(_SCALE, labels, strict=True)
     )
     return f'<div class="note">probability{scale}</div>'
@@ -111,7 +111,7 @@ def bar_html(value: float, largest: float) -> str:
 
 def tinted_html(text: str, probability: float) -> str:
     """Return a text on the tint of a probability."""
-    return f'<span style="{_tint(probability)}">{escape_html(text)}</span>'
+    return f'<span style="{tint_style(probability)}">{escape_html(text)}</span>'
 
 
 def percent(probability: float) -> str:
@@ -119,7 +119,8 @@ def percent(probability: float) -> str:
     return f"{probability:.1%}" if probability >= 0.001 else f"{probability:.2g}"
 
 
-def _tint(probability: float | None) -> str:
+def tint_style(probability: float | None) -> str:
+    """Return the CSS of a probability's tint; empty for None."""
     if probability is None:
         return ""
     colour = next((tint for least, tint in _SCALE if probability >= least), _SCALE[-1][1])

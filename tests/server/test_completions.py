@@ -55,6 +55,17 @@ def test_several_prompts_and_choices(complete, lm, go_on):
     assert streamed == expected
 
 
+def test_token_ids_as_vllm_returns_them(complete, lm, go_on):
+    expected = lm.generate(PROMPT, seed=5, max_tokens=12, **go_on)
+    options = {"extra_body": {"return_token_ids": True}}
+    (choice,) = complete(**options).choices
+    assert choice.model_extra["token_ids"] == expected.tokens
+    assert choice.model_extra["prompt_token_ids"] == list(expected.prompt)
+    chunks = list(complete(stream=True, **options))
+    assert [t for c in chunks for t in c.choices[0].model_extra["token_ids"]] == expected.tokens
+    assert "token_ids" not in complete().choices[0].model_extra
+
+
 def test_the_best_of_several(complete, lm, go_on):
     ranking = best_of(lm, PROMPT, 4, seed=5, max_tokens=12, **go_on)
     answer = complete(best_of=4, n=2)

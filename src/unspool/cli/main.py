@@ -41,6 +41,7 @@ _COMMANDS = {
         Command("score", "unspool.cli.inspection:score", "Inspect"),
         Command("page", "unspool.cli.serve:page", "Serve"),
         Command("serve", "unspool.cli.serve:serve", "Serve"),
+        Command("mcp", "unspool.cli.mcp:mcp", "Serve"),
         *(command for feature in FEATURES for command in feature.commands),
         Command(
             "models",

@@ -163,6 +163,7 @@ def judge(
     html: Annotated[
         Path | None, typer.Option(help="Also write the samples to this HTML file.")
     ] = None,
+    adapter: o.Adapter = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "auto",
     as_json: o.Json = False,
 ) -> None:
@@ -174,16 +175,20 @@ def judge(
       unspool train judge speeches smollm2-135m --data essay.txt
       unspool train judge speeches --film -p "The people of" --html speeches.html
       unspool train judge speeches smollm2-135m --tasks hellaswag,piqa --limit 200
+      unspool train judge smollm2-135m --adapter runs/poet --tasks hellaswag
     """
     from unspool.train.evaluation.sample_sheet import named_models
 
+    if adapter is not None and (prompts or html):
+        raise SettingsError("--adapter cannot be combined with --prompt or --html")
     named = named_models(models, film=film)
     results: dict[str, dict[str, Any]] = {name: {} for name in named}
     texts = _texts(models, data, limit) if data or not (tasks or prompts or html) else []
     for name, model in named.items() if texts or tasks else ():
         from unspool.loading import load
 
-        with load(model, device=device) as lm:
+        with load(model, device=device) as base:
+            lm = o.with_adapter(base, adapter)
             if texts:
                 from unspool.train.evaluation.bits_per_byte import bits_per_byte
 

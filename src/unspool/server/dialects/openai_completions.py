@@ -48,6 +48,9 @@ class CompletionRequest(SamplingRequest):
     parse_special: StrictBool = Field(
         True, description="parse control tokens in the prompt; false: they are text"
     )
+    return_token_ids: StrictBool | None = Field(
+        None, description="vLLM's: token ids of each choice, and of its prompt"
+    )
 
 
 @router.post("/v1/completions", summary="Continue a text")
@@ -161,7 +164,11 @@ class _Completion(Answer):
             generated = self.logprob_format.completion(generation.steps, self.body.logprobs, offset)
             logprobs = join_logprobs(echoed, generated) if echoed else generated
         text, reason = self._echo(prompt) + generation.text, generation.finish_reason
-        return _choice(0, text, logprobs, finish_reason(reason))
+        choice = _choice(0, text, logprobs, finish_reason(reason))
+        if self.body.return_token_ids:
+            choice["prompt_token_ids"] = list(generation.prompt)
+            choice["token_ids"] = generation.tokens
+        return choice
 
     def _echoed(self, prompt: int) -> tuple[dict[str, Any] | None, int]:
         if not self.scores:
@@ -196,9 +203,13 @@ class _Completion(Answer):
             self.offsets[number] = offset + len(step.text)
         reason = finish_reason(step.finish_reason) if step.finish_reason else None
         traced_step = step if self.trace or step.retracts else None
-        if not (logprobs or reason or traced_step or (self.timed and step.text)):
+        has_ids = bool(self.body.return_token_ids)
+        if not (logprobs or reason or traced_step or has_ids or (self.timed and step.text)):
             return self._words(number, step.text) if step.text else b""
-        return self._chunk(_choice(number, step.text, logprobs, reason), traced_step)
+        choice = _choice(number, step.text, logprobs, reason)
+        if has_ids:
+            choice["token_ids"] = [step.token]
+        return self._chunk(choice, traced_step)
 
 
 def _choice(

@@ -5,7 +5,10 @@
     simple_evaluate(UnspoolLM(lm), tasks=["hellaswag"], limit=100)
 
 Scores equal those of lm-eval's own class for transformers: the same truncation of long texts, the
-same token before a text without context.
+same token before a text without context. Diffusion models are scored by an estimate
+(`diffusion_likelihood.py`), and generate by diffusion.
+
+    UnspoolLM(lm, adapter="adapters/poet")     # the model with a LoRA adapter
 """
 
 from __future__ import annotations
@@ -22,6 +25,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from unspool.errors import UnspoolError
 from unspool.progress import progress_bar
 from unspool.train.evaluation.bits_per_byte import score_continuations
+from unspool.train.evaluation.diffusion_likelihood import (
+    DEFAULT_SAMPLES,
+    estimate_likelihoods,
+    is_diffusion_model,
+)
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -33,11 +41,31 @@ _SAMPLING_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 
 class UnspoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval's classes have no types
-    """A loaded model with lm-eval's interface."""
+    """A loaded model with lm-eval's interface.
 
-    def __init__(self, lm: LanguageModel, *, max_gen_toks: int = 256, progress: bool = True):
+    Args:
+        lm: A causal model or a diffusion model.
+        adapter: LoRA adapter to use: the name of a loaded one, or a folder in PEFT's format.
+        likelihood_samples: For diffusion models: sets of masked places in the estimate of each
+            likelihood. More are slower and less noisy.
+        max_gen_toks: Length of generated answers, where a task does not set it.
+        progress: Show progress bars.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        adapter: str | Path | None = None,
+        likelihood_samples: int = DEFAULT_SAMPLES,
+        max_gen_toks: int = 256,
+        progress: bool = True,
+    ):
         super().__init__()
-        self.lm, self.max_gen_toks, self.progress = lm, max_gen_toks, progress
+        self.lm = lm if adapter is None else _adapted(lm, adapter)
+        self.likelihood_samples = likelihood_samples
+        self.max_gen_toks, self.progress = max_gen_toks, progress
+        self.is_diffusion = is_diffusion_model(lm)
         self.batch_size = 1  # the engine builds its own batches
 
     @property
@@ -88,7 +116,16 @@ class UnspoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval's classes have no 
     ) -> list[tuple[float, bool]]:
         pairs = [(context, target) for _, context, target in requests]
         with progress_bar("evaluating", len(pairs), show=self.progress) as on_progress:
-            results = score_continuations(self.lm, pairs, on_progress)
+            if self.is_diffusion:
+                results = estimate_likelihoods(
+                    self.lm,
+                    pairs,
+                    num_samples=self.likelihood_samples,
+                    check_greedy=any(request is not None for request, *_tokens in requests),
+                    on_progress=on_progress,
+                )
+            else:
+                results = score_continuations(self.lm, pairs, on_progress)
         answers = [(result.total, result.greedy) for result in results]
         for (request, *_tokens), answer in zip(requests, answers, strict=True):
             if request is not None:
@@ -140,7 +177,8 @@ class UnspoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval's classes have no 
                 f"{self.max_length}; give --max-gen-tokens"
             )
         prompts = [self.tok_encode(context)[-room:] for context in contexts]
-        texts = self.lm.generate(
+        generate: Any = self.lm.diffuse if self.is_diffusion else self.lm.generate
+        texts = generate(
             prompts,
             max_tokens=length,
             stop=[text for text in settings["until"] if text],
@@ -148,6 +186,15 @@ class UnspoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval's classes have no 
             **_sampling(settings),
         )
         return [text.text for text in texts]
+
+
+def _adapted(lm: LanguageModel, adapter: str | Path) -> LanguageModel:
+    """Return the model with an adapter: a loaded one, or one from a folder."""
+    if str(adapter) not in lm.adapters and Path(adapter).is_dir():
+        folder = Path(adapter)
+        lm.load_adapter(folder.name, folder)
+        return lm.adapted(folder.name)
+    return lm.adapted(str(adapter))
 
 
 def _sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,8 +212,25 @@ def run_tasks(
     folder: Path | None = None,
     chat: bool = False,
     max_gen_toks: int = 256,
+    adapter: str | Path | None = None,
+    likelihood_samples: int = DEFAULT_SAMPLES,
 ) -> dict[str, dict[str, float]]:
-    """Run lm-eval tasks by name; `folder` has additional tasks (YAML files)."""
+    """Run lm-eval tasks.
+
+    Args:
+        lm: A causal model or a diffusion model.
+        tasks: Their names in lm-eval, or in `folder`.
+        limit: Maximum number of questions in a task.
+        shots: Few-shot examples per question.
+        folder: Folder of your own tasks (YAML files).
+        chat: Apply the chat template.
+        max_gen_toks: Length of generated answers, where a task does not set it.
+        adapter: LoRA adapter: the name of a loaded one, or a folder.
+        likelihood_samples: See `UnspoolLM`.
+
+    Returns:
+        The figures of each task.
+    """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -177,7 +241,12 @@ def run_tasks(
     if unknown:
         raise UnspoolError(f"lm-eval has no task {unknown[0]!r}; see: lm-eval ls tasks")
     output = simple_evaluate(
-        UnspoolLM(lm, max_gen_toks=max_gen_toks),
+        UnspoolLM(
+            lm,
+            adapter=adapter,
+            likelihood_samples=likelihood_samples,
+            max_gen_toks=max_gen_toks,
+        ),
         tasks=list(tasks),
         task_manager=manager,
         limit=limit,
