@@ -8,6 +8,8 @@ over the bandwidth and its operations over the FLOP/s; reported is the fraction 
 one text   a prompt, then tokens/s after the first one
 many       requests submitted together: new tokens/s of all, prefill included; eight of the texts
            are written again alone and compared
+drafts     the same with cached prompts and a drafter whose tokens are right with a given
+           probability; times the speed without drafts
 first      seconds from the request to its first token, as a fraction of the limit
 server     tokens/s that reach the clients of `unspool serve`, see bench/serve.py
 load       seconds of `unspool.load` of a checkpoint on disk, and of only reading the files
@@ -51,13 +53,14 @@ class Part:
     key: str
     title: str
     shape: str
-    work: str = "one"  # one text, many, first (time to the first token), load, server
+    work: str = "one"  # one text, many, drafts, first (time to the first token), load, server
     prompt: int = 128
     new: int = 256
     rows: int = 1
     options: dict[str, Any] = field(default_factory=lambda: dict(GREEDY))
     packed: str = ""  # quantization of a GGUF file, instead of bfloat16
     exact: bool = False
+    acceptance: float = 0.0  # probability that a drafted token is right
     peers: tuple[str, ...] = ()  # modes of transformers that do the same
     seconds: float = 150  # time limit
 
@@ -132,6 +135,12 @@ PARTS = {
             )
         ),
         Part(key="8b-exact", title="8B bf16, one text, exact", shape="8b", exact=True),
+        *(
+            Part(key=f"8b-drafts-{rows}-{acceptance}", work="drafts", rows=rows, new=128,
+                 title=f"8B bf16, {rows} at once, three drafted tokens, right {acceptance:.0%}",
+                 shape="8b", acceptance=acceptance)
+            for rows in (1, 4, 16) for acceptance in (0.5, 0.7, 0.9)
+        ),
         Part(key="8b-64-exact", title="8B bf16, 64 requests of 512 + 128, exact", shape="8b",
              exact=True, **_LONG),
         Part(key="0.6b-exact", title="0.6B bf16, 256 requests of 128 + 128, exact", shape="0.6b",
@@ -262,6 +271,9 @@ def describe(name: str, result: dict[str, Any], limits: Limits | None) -> str:
         texts.append(f"first token {result['first_s'] * 1e3:,.1f} ms")
     if "same_alone" in result:
         texts.append(f"same alone {result['same_alone']}")
+    if "speedup" in result:
+        texts.append(f"{result['speedup']:.2f}x without drafts")
+        texts.append(f"{result['accepted']:.0%} of the drafted tokens accepted")
     texts += [f"{key} {result[key]:.1f} s" for key in ("load_s", "warm_s") if key in result]
     if "memory_bytes" in result:
         texts.append(f"memory {result['memory_bytes'] / 1e9:.1f} GB")

@@ -8,12 +8,13 @@ import gc
 import json
 import logging
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,19 +54,43 @@ def throughput(seconds: float, tokens: int, first_s: float, *phases: Phase) -> d
     return {**figures, "first_s": first_s, "floor": list(phases)}
 
 
+class KnownText:
+    """Drafts three tokens of a text that is known, each of them right with a probability."""
+
+    def __init__(self, tokens: list[int], acceptance: float, vocab_size: int) -> None:
+        self._tokens, self._acceptance, self._vocab_size = tokens, acceptance, vocab_size
+        self._random = np.random.default_rng(len(tokens))
+        self.drafted = self.accepted = 0
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        draft = np.array(self._tokens[len(tokens) : len(tokens) + min(most, 3)], np.int64)
+        is_wrong = self._random.random(len(draft)) >= self._acceptance
+        return list(((draft + is_wrong) % self._vocab_size).tolist())
+
+    def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
+        self.drafted += proposed
+        self.accepted += accepted
+        return None
+
+
 class UnspoolRunner:
     """A model with which parts are measured, one after the other."""
 
     def __init__(self, part: Part, setup: Setup, context: int) -> None:
         import unspool
+        from unspool.loading import make_drafter_for
 
         self.setup, self.random = setup, np.random.default_rng(7)
         number_bytes = 4 if setup.dtype == "float32" else 2
         start = time.perf_counter()
         model, bits = load_random(part, setup)
-        self.lm: Any = unspool.LanguageModel(model, None, context=context)
+        self.lm: Any = unspool.LanguageModel(
+            model, None, context=context, make_drafter=make_drafter_for
+        )
         self.costs = ModelCosts(self.lm.config, bits, kv_bytes=number_bytes)
         self.load_s = time.perf_counter() - start
+        self.texts: list[list[int]] = []  # of `measure_drafts`
+        self.draft_rows, self.plain_s = 0, 0.0
 
     def close(self) -> None:
         self.lm.close()
@@ -114,6 +139,45 @@ class UnspoolRunner:
         decode = self.costs.decode(part.rows, part.prompt + 1, part.new - 1)
         return throughput(elapsed, count, first_s, prefill, decode)
 
+    def measure_drafts(self, part: Part) -> dict[str, Any]:
+        """Texts with drafts against the same without.
+
+        Several rows of a text round differently from one. So the known texts are those that are
+        written with drafts that are all wrong.
+        """
+        if self.draft_rows != part.rows:
+            prompts = [self._prompt(part.prompt) for _ in range(part.rows)]
+            self.texts, self.draft_rows = prompts, part.rows
+            for acceptance in (None, 0.0):
+                texts = self._write_known(part, acceptance)[0]
+                self.texts = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+            times = [self._write_known(part, None)[1] for _ in range(1 + self.setup.rounds)]
+            self.plain_s = statistics.median(times[1:])
+        texts, elapsed, drafters = self._write_known(part, part.acceptance)
+        count = sum(map(len, texts))
+        drafted = max(1, sum(drafter.drafted for drafter in drafters))
+        accepted = sum(drafter.accepted for drafter in drafters) / drafted
+        result = throughput(elapsed, count, 0.0)
+        return {**result, "speedup": self.plain_s / elapsed, "accepted": accepted}
+
+    def _write_known(
+        self, part: Part, acceptance: float | None
+    ) -> tuple[list[list[int]], float, list[KnownText]]:
+        """Write the known texts, with drafts unless `acceptance` is None."""
+        drafters = [
+            KnownText(tokens, acceptance or 0.0, self.lm.vocab_size) for tokens in self.texts
+        ]
+        start = time.perf_counter()
+        streams = [
+            self._stream(
+                part, tokens[: part.prompt], seed,
+                speculate=None if acceptance is None else drafters[seed],
+            )
+            for seed, tokens in enumerate(self.texts)
+        ]  # fmt: skip
+        texts = [[step.token for step in stream] for stream in streams]
+        return texts, time.perf_counter() - start, drafters
+
     def measure_first(self, part: Part) -> dict[str, Any]:
         start = time.perf_counter()
         next(iter(self._stream(part, self._prompt(part.prompt), 0)))
@@ -132,8 +196,9 @@ class UnspoolRunner:
         """A new prompt each time."""
         return list(self.random.integers(3, self.lm.vocab_size, length).tolist())
 
-    def _stream(self, part: Part, ids: list[int], seed: int) -> Any:
-        return self.lm.stream(ids, max_tokens=part.new, end=False, seed=seed, **part.options)
+    def _stream(self, part: Part, ids: list[int], seed: int, **options: Any) -> Any:
+        options = {"max_tokens": part.new, "end": False, "seed": seed, **part.options, **options}
+        return self.lm.stream(ids, **options)
 
 
 def load_random(part: Part, setup: Setup) -> tuple[Any, float]:

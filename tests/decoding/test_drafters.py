@@ -24,8 +24,10 @@ from unspool.decoding.speculative import drafters
 from unspool.decoding.speculative.controller import HOPELESS_ROUNDS, LENGTH_PACE, AdaptiveDrafter
 from unspool.decoding.speculative.drafters import (
     DraftSequences,
+    EarlierTexts,
     ModelDrafter,
     PromptLookup,
+    SharedLookup,
     make_drafter,
 )
 from unspool.engine.engine import Engine
@@ -57,6 +59,35 @@ def test_lookup_finds_the_latest_of_the_longest(edits: Any, most: int):
     for back, extra in edits:  # also back to the beginning, and on with another text
         text = [*text[: max(0, len(text) - back)], *extra]
         assert drafter.propose(text, most) == looked_up(text, 4, 1, most)
+
+
+def test_lookup_in_earlier_texts():
+    earlier = EarlierTexts(capacity=40, shortest=3)
+    assert earlier.propose([1, 2, 3], 4) == [], "there is none yet"
+    earlier.record([1, 2, 3, 4, 5])
+    earlier.record([9, 2, 3, 4, 6, 7])
+    assert earlier.propose([8, 1, 2, 3], 4) == [4, 5], "a draft ends with its text"
+    assert earlier.propose([2, 3, 4], 1) == [6], "the latest match"
+    assert earlier.propose([3, 4], 4) == earlier.propose([5, 9, 2], 4) == [], "no match is shorter"
+    assert earlier.propose([5, 6, 7], 4) == earlier.propose([4, 6, 7], 4) == []
+    drafter = SharedLookup(earlier)
+    assert drafter.propose([1, 2, 3], 2) == [4, 5]
+    assert drafter.propose([5, 6, 5], 2) == [] and drafter.propose([5, 6, 5, 6], 2) == [5, 6]
+    earlier.record(range(100, 140))
+    assert earlier.propose([1, 2, 3], 4) == [], "the oldest tokens are dropped"
+    assert earlier.propose([110, 111, 112], 2) == [113, 114]
+
+
+def test_a_repeated_request_is_drafted(letters: Engine):
+    make = make_drafter("lookup", Model())
+    options = {"seed": 3, "temperature": 1.0, "max_tokens": 40}
+    prompt = [1, 2, 3, 4, 5, 6, 7]
+    plain = list(letters.submit(a_request(prompt, **options)))
+    texts = [list(letters.submit(a_request(prompt, make, **options))) for _ in range(2)]
+    for steps in texts:
+        assert step_facts(steps) == step_facts(plain)
+    first, second = (Counter(step.draft for step in steps) for steps in texts)
+    assert second["accepted"] > max(25, first["accepted"]) and second["rejected"] <= 1
 
 
 def rounds(

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from helpers import tiny_gguf
 from helpers.cuda_support import cuda_model, family, language_model, prompts, torch_model, written
 from helpers.paged_texts import host
 from helpers.parity import difference
+from unspool.engine.request import DraftTree, Request
 from unspool.lm import LanguageModel
 from unspool.loading import open_tokenizer
 from unspool.model.files.checkpoint import open_checkpoint
@@ -97,6 +99,49 @@ def test_drafts_leave_the_text_as_it_is(models: tuple[LanguageModel, LanguageMod
     for options in ({"temperature": 0}, {"temperature": 0.7, "top_k": 20}):
         without = written(gpu, prompt_list, max_tokens=40, **options)
         assert written(gpu, prompt_list, max_tokens=40, speculate="lookup", **options) == without
+
+
+class DraftTrees:
+    """Proposes a tree in which a wrong token stands before each right one, so that the right path
+    leaves the row of its parent after every token, and forks of forks share a page."""
+
+    def __init__(self, text: list[int]) -> None:
+        self._text = text
+        self.accepted: list[int] = []
+
+    def propose(self, tokens: Sequence[int], most: int) -> DraftTree:
+        nodes, parents, parent = list[int](), list[int](), -1
+        for token in self._text[len(tokens) : len(tokens) + min(most, 4)]:
+            nodes += [(token + 1) % 256, token]
+            parents += [parent, parent]
+            parent = len(nodes) - 1
+        return DraftTree(nodes, parents)
+
+    def learn(self, proposed: int, accepted: int, seconds: float) -> str | None:
+        self.accepted.append(accepted)
+        return None
+
+
+@pytest.mark.parametrize("length", [13, 15, 16, 17, 32])
+def test_draft_trees_at_page_borders(models: tuple[LanguageModel, LanguageModel], length: int):
+    """Partly filled pages are copied for side rows, and copies of copies, while graphs run."""
+    _, gpu = models
+    prompt_list = [PROMPT[:length], PROMPT[1 : length + 1], PROMPT[:length]]
+    options: dict[str, Any] = {"temperature": 0.7, "max_tokens": 40}
+    texts = written(gpu, prompt_list, **options)
+    drafters: list[DraftTrees] = []
+
+    def make(request: Request) -> DraftTrees:
+        seed = request.settings.seed
+        assert seed is not None
+        drafters.append(DraftTrees([*prompt_list[seed], *texts[seed]]))
+        return drafters[-1]
+
+    for _ in range(2):  # the second time with captured graphs and cached pages
+        assert written(gpu, prompt_list, speculate=make, **options) == texts
+    assert len(drafters) == 6
+    assert all(np.mean(drafter.accepted) > 3 for drafter in drafters)
+    nothing_leaks(gpu)
 
 
 def test_grammars_explanations_and_rare_stages_beside_the_others(

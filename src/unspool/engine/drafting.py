@@ -20,7 +20,7 @@ from time import perf_counter
 import numpy as np
 
 from unspool.engine.constraints import TokenConstraint
-from unspool.engine.request import Drafter, DraftTree, ReadingDrafter
+from unspool.engine.request import Drafter, DraftTree, ReadingDrafter, RecordingDrafter
 from unspool.engine.results import StepQueue
 from unspool.engine.scheduler import EngineTask, Scheduler
 from unspool.engine.tree import Branch, Tree
@@ -351,10 +351,15 @@ class SequenceDrafter:
             scheduler.change_branch(sequence, last_row.branch)
             scheduler.tree.advance(sequence.branch, last_row.scheduled_end)
 
-    def close(self, tree: Tree) -> None:
-        """Release the branches of the pending draft."""
+    def close(self, tree: Tree, tokens: Ints) -> None:
+        """Release the branches of the pending draft; show the text to a recording drafter."""
         for row in self.draft.rows:
             tree.close(row.branch, store=False)
+        if isinstance(self.drafter, RecordingDrafter):
+            try:
+                self.drafter.record(tokens.tolist())
+            except Exception as error:
+                self._drop_drafter(error)
 
     def _drop_drafter(self, error: Exception) -> None:
         self.drafter, self.reader, self.asked_at = None, None, None

@@ -210,6 +210,14 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class RecordingDrafter(Protocol):
+    """A drafter that is shown the whole text when it has ended."""
+
+    def record(self, tokens: Sequence[int]) -> None:
+        """Take the tokens of prompt and text."""
+
+
+@runtime_checkable
 class ReadingDrafter(Protocol):
     """A drafter that also reads the model's hidden states, from the steps that computed them."""
 

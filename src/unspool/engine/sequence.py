@@ -413,6 +413,6 @@ class Sequence(EngineTask):
             self.scheduler.remove(self)
             self.scheduler.tree.close(self.branch, store=error is None)
             if self.drafting is not None:
-                self.drafting.close(self.scheduler.tree)
+                self.drafting.close(self.scheduler.tree, self.history[: self.length])
         finally:  # the reader must not wait for more steps
             self.queue.end(error)

@@ -30,7 +30,7 @@ from helpers.packed_support import random_blocks
 from helpers.paged_texts import RandomCheckpoint
 from helpers.paged_texts import config as shape
 from helpers.recurrent_support import make_step
-from unspool.backends.cuda import experts
+from unspool.backends.cuda import experts, matmul
 from unspool.backends.cuda.adapters import CudaAdapters
 from unspool.backends.cuda.attention import (
     chunk_tiles,
@@ -44,6 +44,7 @@ from unspool.backends.cuda.kernels.canvas import exclude_tokens, measure_rows
 from unspool.backends.cuda.load import load_weights
 from unspool.backends.cuda.matmul import (
     PACKINGS,
+    Addition,
     Epilogue,
     NormWeights,
     PackedMatrix,
@@ -52,6 +53,7 @@ from unspool.backends.cuda.matmul import (
     repack,
 )
 from unspool.backends.cuda.recurrent import recur
+from unspool.backends.cuda.weights import PlainMatrix
 
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32",
@@ -135,6 +137,7 @@ def use_gpu_tiles() -> None:
     tiling, gpu = experts.gather_tiling, SimpleNamespace(type="cuda")
     experts.num_multiprocessors = lambda device: 132  # type: ignore[assignment]
     experts.gather_tiling = lambda *sizes: tiling(*sizes[:-1], gpu)  # type: ignore[assignment]
+    matmul.gemv_tiling = lambda *sizes: [1, 4, 132]
 
 
 def packed_like(matrix: Any, kind: str) -> PackedMatrix:
@@ -153,7 +156,20 @@ def packed(kind: str, dtype: torch.dtype) -> None:
     by = Epilogue(1e-5, NormWeights(torch.ones(1024)), "silu", gated=True, pdl=True)
     matrix.gemv(x, out[:32], by)
     matrix.gemv(x, out, Epilogue(1e-5, residual=out, pdl=True))
+    addition = Addition(torch.zeros_like(x), x, x, NormWeights(torch.ones(1024)), scale=0.5)
+    matrix.gemv(x, out, Epilogue(1e-5, NormWeights(torch.ones(1024)), pdl=True, addition=addition))
     matrix.gemm(x[None], out[None])
+
+
+def added(dtype: torch.dtype) -> None:
+    """A product with an addition before it, of Gemma's width."""
+    matrix = PlainMatrix(torch.zeros(64, 2304, dtype=dtype))
+    x, out = torch.zeros(1, 2304, dtype=dtype), torch.zeros(1, 64, dtype=dtype)
+    norm = NormWeights(torch.ones(2304))
+    addition = Addition(torch.zeros_like(x), x, x, norm, scale=0.5)
+    matrix.gemv(x, out, Epilogue(1e-5, norm, pdl=True, addition=addition))
+    epilogue = Epilogue(1e-5, activation="gelu_tanh", residual=out, is_factor=True, pdl=True)
+    matrix.gemv(x, out, replace(epilogue, addition=replace(addition, second=None)))
 
 
 def adapted(dtype: torch.dtype, rank: int) -> None:
@@ -202,6 +218,7 @@ if __name__ == "__main__":
     for kind in ("Q4_0", "Q4_K", "MXFP4", "NVFP4"):
         packed(kind, torch.bfloat16)
     packed("Q4_1", torch.float32)
+    added(torch.bfloat16)
     for dtype, rank in ((torch.bfloat16, 16), (torch.float32, 40)):
         adapted(dtype, rank)
     for dtype in (torch.bfloat16, torch.float32):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -32,6 +34,7 @@ from unspool.model.files.checkpoint import (  # noqa: E402
     load_transformer,
     open_checkpoint,
 )
+from unspool.model.hub.memory import format_bytes  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -92,8 +95,30 @@ def test_too_little_memory_is_said_in_words(tmp_path, monkeypatch):
 
     tiny.save("llama", tmp_path)
     monkeypatch.setattr(load_module.WeightLoader, "_empty", full)
-    with pytest.raises(UnspoolError, match=r"weights of about .* do not fit .* quantized one"):
+    with pytest.raises(UnspoolError, match=r"weights need .*, and cpu has .* free"):
         loaded(tmp_path)
+
+
+def test_a_model_larger_than_the_memory_is_refused_with_what_fits(tmp_path, monkeypatch):
+    tiny.save("llama", tmp_path)
+    needed = sum(4 * math.prod(stored.shape) for _, stored in open_checkpoint(tmp_path).weights())
+
+    def refusal(free: int, **options: Any) -> str:
+        monkeypatch.setattr(load_module, "_free_bytes", lambda device: free)
+        with pytest.raises(UnspoolError) as caught:
+            loaded(tmp_path, **options)
+        return str(caught.value)
+
+    monkeypatch.setattr(load_module, "PLANNED_CONTEXT", 1)
+    monkeypatch.setattr(load_module.WeightLoader, "weights", None)  # nothing is loaded
+    message = refusal(needed - 1)
+    assert f"the weights need {format_bytes(needed)}" in message
+    assert "cpu has" in message and "KV cache of" in message
+    assert "quantize=8" in message and "quantize=4" in message
+    message = refusal(needed // 4)
+    assert "quantize=8" not in message and "quantize=4" in message
+    message = refusal(needed // 8, quantize_bits=4)
+    assert "quantize=" not in message and "unspool models plan" in message
 
 
 # -- quantized files ----------------------------------------------------------------------------

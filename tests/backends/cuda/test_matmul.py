@@ -3,6 +3,7 @@ interpreter); exact ones are bit-identical alone and among others."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,17 +15,21 @@ pytest.importorskip("triton")
 
 from helpers.packed_support import numbers, random_blocks  # noqa: E402
 from unspool.backends.cuda.kernels.common import ACTIVATIONS  # noqa: E402
-from unspool.backends.cuda.kernels.elementwise import glu  # noqa: E402
+from unspool.backends.cuda.kernels.elementwise import add_norm, glu, multiply_gate  # noqa: E402
 from unspool.backends.cuda.matmul import (  # noqa: E402
     PACKINGS,
+    Addition,
     Epilogue,
     NormWeights,
     PackedMatrix,
     exact_gemm,
     float8_packing,
+    norm_kind,
+    norm_tensors,
     pack_float8,
     quantize,
     repack,
+    split_columns,
 )
 from unspool.backends.cuda.weights import PlainMatrix, StackedMatrix  # noqa: E402
 from unspool.model.files.stored import float8_to_float32  # noqa: E402
@@ -56,6 +61,14 @@ KINDS = [*PACKINGS, "FP8 rows", "FP8 blocks"]
 
 def near(result, expected, bound=2e-5):
     return float((result - expected).norm() / expected.norm()) < bound
+
+
+def normed(x, norm, eps):
+    if norm is None:
+        return x
+    if norm.bias is None:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], norm.gain, eps)
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], norm.gain, norm.bias, eps)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,6 +121,26 @@ def test_one_vector_with_all_around_it(kind, gated):
     y = plain @ normed + bias
     bent = torch.nn.functional.silu(y[:num_out])
     assert near(out, (bent * y[num_out:] if gated else bent) + residual)
+
+
+@pytest.mark.parametrize(
+    ("kind", "second", "post"),
+    [("Q4_0", False, "rms"), ("Q8_0", True, "none"), ("FP8 rows", True, "layer")],
+)
+def test_an_addition_before_a_packed_product(kind, second, post):
+    torch.manual_seed(6)
+    matrix, plain = packed(kind)
+    h, first, other = (torch.randn(2, COLUMNS) for _ in range(3))
+    norm, post_norm = NormWeights(torch.rand(COLUMNS)), None
+    if post != "none":
+        shift = torch.randn(COLUMNS) if post == "layer" else None
+        post_norm = NormWeights(torch.rand(COLUMNS), shift)
+    sums, out = torch.full_like(h, torch.nan), torch.full((2, ROWS), torch.nan)
+    addition = Addition(sums, first, other if second else None, post_norm, 0.3, 0.7)
+    matrix.gemv(h, out, Epilogue(1e-5, norm, addition=addition))
+    expected = (h + 0.3 * (normed(first, post_norm, 1e-5) + second * other)) * 0.7
+    assert near(sums, expected)
+    assert near(out, normed(expected, norm, 1e-5) @ plain.t())
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "FP8 rows"])
@@ -194,14 +227,6 @@ def test_what_is_no_number_is_found():
 # -- Plain matrices --------------------------------------------------------------------------------
 
 
-def normed(x, norm, eps):
-    if norm is None:
-        return x
-    if norm.bias is None:
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], norm.gain, eps)
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], norm.gain, norm.bias, eps)
-
-
 @pytest.mark.parametrize(
     ("kind", "activation", "gated"),
     [
@@ -229,6 +254,50 @@ def test_a_product_with_all_around_it(kind, activation, gated):
         bent = y[:rows] if activation == "none" else activate(activation, y[:rows])
         expected = bent * y[rows:] if gated else bent
     assert torch.allclose(out, expected + residual, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "second", "post", "added_scale", "scale"),
+    [
+        (88, torch.float32, False, "rms", 1.0, 1.0), (88, torch.bfloat16, True, "none", 0.3, 1.0),
+        (88, torch.bfloat16, False, "layer", 1.0, 0.7), (88, torch.float16, True, "rms", 1.0, 1.0),
+        (74, torch.float32, True, "layer", 0.3, 0.7), (80, torch.float32, False, "rms", 1.0, 1.0),
+    ],
+)  # fmt: skip
+def test_an_addition_before_a_product(columns, dtype, second, post, added_scale, scale):
+    """The same bits as an addition by `add_norm`, and then a product; or (in two parts, which are
+    summed in another order) nearly."""
+    torch.manual_seed(2)
+    rows, eps = 70, 1e-5
+    matrix = PlainMatrix(torch.randn(rows, columns).to(dtype))
+    h, first, other = (torch.randn(2, columns).to(dtype) for _ in range(3))
+    norm, gain = NormWeights(torch.rand(columns)), torch.rand(columns)
+    post_norm = None
+    if post != "none":
+        post_norm = NormWeights(gain, torch.randn(columns) if post == "layer" else None)
+    sums, out = torch.full_like(h, torch.nan), torch.empty(2, rows, dtype=dtype)
+    factor = torch.randn(2, 3 * rows).to(dtype)[:, rows : 2 * rows]
+    added = other if second else None
+    addition = Addition(sums, first, added, post_norm, added_scale, scale)
+    epilogue = Epilogue(eps, norm, "gelu_tanh", residual=factor, is_factor=True)
+    matrix.gemv(h, out, replace(epilogue, addition=addition))
+
+    before, normed_sums = h.clone(), torch.empty_like(h)
+    add_norm[(2,)](
+        h, first, other, *norm_tensors(post_norm, h), *norm_tensors(norm, h), normed_sums, eps,
+        added_scale, scale, D=columns, DP=128, ADDED=1 + second, POST=norm_kind(post_norm), NORM=1,
+        SCALED=added_scale != 1 or scale != 1, PDL=False,
+    )  # fmt: skip
+    bound = 1e-5 if split_columns(columns, False)[1] else 0
+    torch.testing.assert_close(sums, h, rtol=bound, atol=bound)
+    assert not torch.equal(h, before)
+    gate, expected = torch.empty(2, rows, dtype=dtype), torch.empty(2, rows, dtype=dtype)
+    matrix.gemv(normed_sums, gate, Epilogue(eps))
+    multiply_gate[(2, 1)](
+        factor, gate, expected, factor.stride(0), rows, F=rows, BF=128,
+        ACTIVATION=ACTIVATIONS["gelu_tanh"], PDL=False,
+    )  # fmt: skip
+    torch.testing.assert_close(out, expected, rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize(

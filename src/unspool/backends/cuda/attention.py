@@ -30,6 +30,7 @@ SEVERAL = 8
 # Pipeline stages. Kernels of small batches stay below 48 KB of shared memory: above, the driver
 # drains a multiprocessor before they may run, and concurrent GEMMs wait.
 STAGES = 4
+COMBINED = 4096  # numbers that are loaded together when pieces are combined
 WARPS, NEW_WARPS, MANY_WARPS = 4, 4, 2  # per program
 
 # Prefill: rows (tokens times query heads of a key head) and keys per program, pipeline stages; by
@@ -282,6 +283,8 @@ def decode_attention(
         store_keys(qkv, keys, values, layer, lines, pdl=pdl)
         new = False
     group_heads = min(ROWS, layer.heads // layer.kv_heads)
+    heads_p2 = 1 << (group_heads - 1).bit_length()
+    at_once = max(1, min(8, COMBINED // (heads_p2 * tile_width(layer.head_width))))
     pieces_per_program = SEVERAL if many else 1
     warps = NEW_WARPS if new else MANY_WARPS if many else WARPS
     kernels.attend[(len(lines), groups, -(-pieces // pieces_per_program))](
@@ -289,9 +292,8 @@ def decode_attention(
         *_optional_tensors(layer, qkv), qkv if layer.sinks is None else layer.sinks, scratch.parts,
         scratch.stats, scratch.arrived, layer.score_scale, layer.norm_eps, lines.table.shape[1],
         MOST_PIECES, pieces_per_program, **layer.shape, **layer.qk_constants,
-        **layer.softmax_constants, ROWS=ROWS, NUM_HEADS=group_heads,
-        HEADS_P2=1 << (group_heads - 1).bit_length(), STAGES=STAGES, NEW=new, PDL=pdl,
-        num_warps=warps, **_launch_options(pdl),
+        **layer.softmax_constants, ROWS=ROWS, NUM_HEADS=group_heads, HEADS_P2=heads_p2,
+        AT_ONCE=at_once, STAGES=STAGES, NEW=new, PDL=pdl, num_warps=warps, **_launch_options(pdl),
     )  # fmt: skip
 
 

@@ -51,7 +51,8 @@ from unspool.errors import ModelFileError, UnspoolError
 from unspool.model.files.checkpoint import Checkpoint
 from unspool.model.files.stored import FLOAT8, FileTensor
 from unspool.model.hub.download import progress_bar
-from unspool.model.hub.memory import format_bytes
+from unspool.model.hub.inspect import PROCESS, plan_memory
+from unspool.model.hub.memory import PLANNED_CONTEXT, format_bytes, free_memory
 
 _THREADS = 8
 _CHUNK_BYTES = 1 << 25  # of the file per job
@@ -60,6 +61,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FORMAT_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", FLOAT8: "FP8"}
 _QUANT_GROUP = 32  # columns per scale of weights that are quantized here
 _QUANTIZE = "quantize"
+_BITS_PER_WEIGHT = {8: 8.5, 4: 5.0}  # of weights that are quantized here, scales included
 # Input projections of recurrent layers, in the order of the kernels; those with one row per head
 # are not quantized.
 _PROJECTIONS = {"conv": "bcx", "delta": ("qkv", "z", "b", "a"), "mamba2": ("vkq", "z", "dt")}
@@ -83,22 +85,44 @@ def load_weights(
         bits: 4 or 8 to quantize unquantized weights; None: leave them.
     """
     loader = WeightLoader(checkpoint, dtype, device, keep_packed, quantize_bits)
+    free = _free_bytes(device)
+    if loader.device_bytes(quantize_bits) > free:
+        raise UnspoolError(_too_large(loader, free))
     try:
         weights = loader.weights()
         loader.run(progress)
     except torch.OutOfMemoryError as error:
-        raise UnspoolError(
-            f"{checkpoint.path}: weights of about {format_bytes(loader.size)} do not fit into the "
-            f"memory of {device}{_free_memory(device)}; use a smaller model or a quantized one "
-            "(quantize 4, or a GGUF file)"
-        ) from error
+        raise UnspoolError(_too_large(loader, free)) from error
     return weights
 
 
-def _free_memory(device: torch.device) -> str:
+def _free_bytes(device: torch.device) -> int:
     if device.type != "cuda":
-        return ""
-    return f" ({format_bytes(torch.cuda.mem_get_info(device)[0])} free)"
+        return free_memory()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _too_large(loader: WeightLoader, free: int) -> str:
+    """Say what the weights need, what is free, and what would fit."""
+    needed = loader.device_bytes(loader.bits)
+    message = (
+        f"{loader.path}: the weights need {format_bytes(needed)}, and {loader.device} has "
+        f"{format_bytes(free)} free"
+    )
+    fitting = []
+    for bits in _BITS_PER_WEIGHT:
+        size = loader.device_bytes(bits)
+        (plan,) = plan_memory(loader.config, gpus=1, memory=free + PROCESS, packed=size)
+        if size < needed and plan.tokens >= PLANNED_CONTEXT:
+            cache = f"{format_bytes(size)}, with a KV cache of {plan.tokens:,} tokens"
+            fitting.append(f"quantize={bits} ({cache})")
+    if fitting:
+        return f"{message}; what fits: {' or '.join(fitting)}"
+    return (
+        f"{message}; use a smaller model, a GGUF file of fewer bits, several GPUs "
+        "(devices='auto') or device='cpu'; see `unspool models plan`"
+    )
 
 
 class StagingLane:
@@ -148,12 +172,24 @@ class WeightLoader:
         self.path, self.config = checkpoint.path, checkpoint.config
         self.dtype, self.device, self.keep, self.bits = dtype, device, keep, bits
         self.stored = dict(checkpoint.weights())
-        self.size = sum(stored.nbytes for stored in self.stored.values())
         self.parts: dict[WeightMatrix, MatrixParts] = {}
         self.weights_by_format: Counter[str] = Counter()
         self._jobs: list[tuple[int, Job]] = []  # bytes to read, job
         self._finite: list[tuple[str, Tensor]] = []
         self._compile_lock = threading.Lock()  # Triton compiles one kernel at a time
+
+    def device_bytes(self, bits: int | None) -> int:
+        """Approximate bytes of the weights on the device; `bits`: see `load_weights`."""
+        total = 0.0
+        for tensor in self.stored.values():
+            count = math.prod(tensor.shape)
+            if self.keep and _packing_key(tensor):
+                total += tensor.nbytes
+            elif bits and len(tensor.shape) > 1 and tensor.type in _DTYPES:
+                total += count * _BITS_PER_WEIGHT[bits] / 8
+            else:
+                total += count * self.dtype.itemsize
+        return int(total)
 
     # -- allocation -------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from unspool.model.files.stored import block_width
 _WEIGHTS_PER_THREAD = 64  # held in registers: enough loads in flight
 _WARPS_PER_SM = 16
 _MAX_PADDING = 1.5
+_MAX_SPLIT_COLUMNS = 8192
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,24 +44,77 @@ class NormWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Addition:
+    """An addition to the residual stream h: out = (h + post_norm(first) + second) * scale.
+
+    `added_scale` multiplies what is added. All tensors are as wide as h.
+    """
+
+    out: Tensor  # not h: other programs may still read that
+    first: Tensor
+    second: Tensor | None = None
+    post: NormWeights | None = None
+    added_scale: float = 1.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Epilogue:
-    """Operations fused into a GEMV: norm before it; activation, gate and residual after it."""
+    """Operations fused into a GEMV: addition and norm before it; activation, gate and residual
+    after it."""
 
     eps: float
     norm: NormWeights | None = None  # of the input vector
     activation: str = "none"
     gated: bool = False  # GLU: activation(upper half of the rows) * lower half
     residual: Tensor | None = None  # added at the end
+    is_factor: bool = False  # the residual is multiplied, not added
     scale: float = 1.0  # of the product, before the residual is added
     early: bool = True  # whether the next kernel may start before the previous one has ended
     pdl: bool = False  # programmatic dependent launch
     limit: float = 0.0  # clamp of the activation "swiglu_clamped"
+    addition: Addition | None = None  # to the input vector
+
+    def arguments(self, x: Tensor, weights: tuple[Tensor, ...], out: Tensor, rows: int) -> Any:
+        """Arguments of a GEMV kernel; missing tensors, which are never read, are `x`."""
+        added, residual = self.addition or Addition(x, x), self.residual
+        return (
+            x, added.first, x if added.second is None else added.second, added.out,
+            *norm_tensors(added.post, x), *norm_tensors(self.norm, x), *weights,
+            x if residual is None else residual, out, rows, self.eps, added.added_scale,
+            added.scale, self.scale, *row_strides(x, residual, out),
+        )  # fmt: skip
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Compile-time constants of a GEMV kernel."""
+        added = self.addition
+        return {
+            "ADDED": 0 if added is None else 1 + (added.second is not None),
+            "POST": norm_kind(None if added is None else added.post),
+            "SUM_SCALED": added is not None and (added.added_scale != 1 or added.scale != 1),
+            "NORM": norm_kind(self.norm),
+            "GLU": self.gated,
+            "ACTIVATION": ACTIVATIONS[self.activation],
+            "RES": 0 if self.residual is None else 1 + self.is_factor,
+            "SCALED": self.scale != 1,
+            "EARLY": self.early,
+            "PDL": self.pdl,
+            "LIMIT": self.limit,
+        }
 
 
 def norm_kind(norm: NormWeights | None) -> int:
     if norm is None:
         return NO_NORM
     return RMS if norm.bias is None else LAYER
+
+
+def norm_tensors(norm: NormWeights | None, filler: Tensor) -> tuple[Tensor, Tensor]:
+    """Gain and bias as arguments of kernels; `filler` (never read) for missing ones."""
+    if norm is None:
+        return filler, filler
+    return norm.gain, filler if norm.bias is None else norm.bias
 
 
 def next_power_of_two(number: int) -> int:
@@ -85,6 +139,14 @@ def row_strides(*vectors: Tensor | None) -> list[int]:
     return [0 if x is None or x.dim() == 1 else x.stride(0) for x in vectors]
 
 
+def split_columns(columns: int, gated: bool) -> tuple[int, int]:
+    """Powers of two that hold the columns: one, or two if one would have much padding."""
+    padded = next_power_of_two(columns)
+    if gated or columns > _MAX_SPLIT_COLUMNS or padded <= _MAX_PADDING * columns:
+        return padded, 0
+    return padded // 2, next_power_of_two(columns - padded // 2)
+
+
 def gemv_tiling(
     rows: int, columns: int, tiles: int, size: int, vectors: int, device: torch.device
 ) -> list[int]:
@@ -92,15 +154,17 @@ def gemv_tiling(
     if device.type != "cuda":
         return [32, 1, min(-(-rows // 32), 2)]  # few launches and loops: the interpreter is slow
     half_width = columns * tiles * size // 2
-    block_rows = 1 if half_width >= 32_768 else 4 if half_width <= 1024 and rows >= 16_384 else 2
+    is_small = half_width <= 256 or (half_width <= 1024 and rows >= 16_384)
+    block_rows = 1 if half_width >= 32_768 else 4 if is_small else 2
     threads = block_rows * half_width / (32 * _WEIGHTS_PER_THREAD)
     warps_per_sm, most_programs = _WARPS_PER_SM, 8
     if next_power_of_two(columns) > _MAX_PADDING * columns:
-        # Registers of unused columns leave room for fewer warps.
-        if tiles > 1 or columns > 8192:
+        if tiles > 1:  # registers of unused columns leave room for fewer warps
             threads, warps_per_sm = threads / 2, warps_per_sm // 2
-        else:
-            threads *= 2
+        elif columns > _MAX_SPLIT_COLUMNS:
+            block_rows = 1
+        elif block_rows == 2:
+            block_rows, threads = 4, 2 * threads
     elif 512 < columns <= 1024 and rows < 16_384:  # small programs, many of them
         block_rows = threads = 2 // tiles
         warps_per_sm, most_programs = 2 * warps_per_sm // tiles, 16
@@ -116,34 +180,12 @@ def gemv(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor, epilogue: 
     block_rows, warps, programs = gemv_tiling(
         rows, columns, tiles, weight.element_size(), vectors, weight.device
     )
-    norm = epilogue.norm
+    padded, tail = split_columns(columns, epilogue.gated)
     gemv_kernel[(programs, vectors)](
-        x,
-        x if norm is None else norm.gain,
-        x if norm is None or norm.bias is None else norm.bias,
-        weight,
-        x if bias is None else bias,
-        x if epilogue.residual is None else epilogue.residual,
-        out,
-        rows,
-        epilogue.eps,
-        epilogue.scale,
-        *row_strides(x, epilogue.residual, out),
-        K=columns,
-        KP=next_power_of_two(columns),
-        BN=block_rows,
-        NORM=norm_kind(norm),
-        GLU=epilogue.gated,
-        ACTIVATION=ACTIVATIONS[epilogue.activation],
-        BIAS=bias is not None,
-        RES=epilogue.residual is not None,
-        SCALED=epilogue.scale != 1,
-        EARLY=epilogue.early,
-        PDL=epilogue.pdl,
-        LIMIT=epilogue.limit,
-        num_warps=warps,
-        launch_pdl=epilogue.pdl,
-    )
+        *epilogue.arguments(x, (weight, x if bias is None else bias), out, rows),
+        K=columns, KP=padded, TAIL=tail, BN=block_rows, BIAS=bias is not None,
+        **epilogue.constants, num_warps=warps, launch_pdl=epilogue.pdl,
+    )  # fmt: skip
 
 
 def gemm(weight: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
@@ -559,40 +601,17 @@ class PackedMatrix:
 
     def gemv(self, x: Tensor, out: Tensor, epilogue: Epilogue) -> None:
         """out = W · x for one vector or each of a few, with fused operations."""
-        rows, norm, vectors = self.rows // (1 + epilogue.gated), epilogue.norm, num_vectors(x)
+        rows, vectors = self.rows // (1 + epilogue.gated), num_vectors(x)
         block_rows, warps, programs = packed_gemv_tiling(
             rows, self._units, 1 + epilogue.gated, vectors, x.device
         )
+        weights = (*self.kernel_tensors(), x if self.bias is None else self.bias)
         packed_gemv[(programs, vectors)](
-            x,
-            x if norm is None else norm.gain,
-            x if norm is None or norm.bias is None else norm.bias,
-            *self.kernel_tensors(),
-            x if self.bias is None else self.bias,
-            x if epilogue.residual is None else epilogue.residual,
-            out,
-            rows,
-            epilogue.eps,
-            epilogue.scale,
-            *row_strides(x, epilogue.residual, out),
-            K=self.columns,
-            UP=next_power_of_two(self._units),
-            **self.kernel_constants(),
-            BN=block_rows,
-            NORM=norm_kind(norm),
-            GLU=epilogue.gated,
-            ACTIVATION=ACTIVATIONS[epilogue.activation],
-            BIAS=self.bias is not None,
-            RES=epilogue.residual is not None,
-            SCALED=epilogue.scale != 1,
-            EARLY=epilogue.early,
-            PDL=epilogue.pdl,
-            NATIVE=x.is_cuda,
-            LIMIT=epilogue.limit,
-            maxnreg=_MAX_REGISTERS,
-            num_warps=warps,
-            launch_pdl=epilogue.pdl,
-        )
+            *epilogue.arguments(x, weights, out, rows), K=self.columns,
+            UP=next_power_of_two(self._units), **self.kernel_constants(), BN=block_rows,
+            BIAS=self.bias is not None, **epilogue.constants, NATIVE=x.is_cuda,
+            maxnreg=_MAX_REGISTERS, num_warps=warps, launch_pdl=epilogue.pdl,
+        )  # fmt: skip
 
     def gemm(self, x: Tensor, out: Tensor, exact: bool = False, pdl: bool = False) -> None:
         """out [M, rows] = x [M, columns] · Wᵀ + bias."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
@@ -18,7 +18,14 @@ from unspool.backends.cuda.experts import ExpertScratch, run_experts
 from unspool.backends.cuda.kernels import elementwise as row_kernels
 from unspool.backends.cuda.kernels.common import ACTIVATIONS
 from unspool.backends.cuda.kv_cache import KVCache
-from unspool.backends.cuda.matmul import Epilogue, NormWeights, next_power_of_two, norm_kind
+from unspool.backends.cuda.matmul import (
+    Addition,
+    Epilogue,
+    NormWeights,
+    next_power_of_two,
+    norm_kind,
+    norm_tensors,
+)
 from unspool.backends.cuda.recurrent import (
     RecurrentLayer,
     RecurrentScratch,
@@ -34,6 +41,7 @@ from unspool.backends.cuda.weights import (
     LayerWeights,
     PlainMatrix,
     RecurrentWeights,
+    StackedMatrix,
     TokenInputsWeights,
     TokenInputWeights,
     TransformWeights,
@@ -64,8 +72,12 @@ class ActivationBuffers:
     def first_rows(self, rows: int) -> ActivationBuffers:
         """The first rows."""
         part = copy.copy(self)
-        part.rows = rows
+        part.rows, part._data = rows, dict(self._data)
         return part
+
+    def swap_residual(self) -> None:
+        """Make `x`, where a kernel wrote the new residual stream, the residual stream `h`."""
+        self._data["h"], self._data["x"] = self._data["x"], self._data["h"]
 
     def view(self, name: str, width: int) -> Tensor:
         """Rows of one buffer, [rows, width]."""
@@ -121,45 +133,9 @@ class LayerObserver(Protocol):
         tensor for the statistics of its state."""
 
 
-class LayerOps(Protocol):
-    """Products with the weights, and additions to the residual stream."""
-
-    buffers: ActivationBuffers
-
-    def normed(self, norm: NormWeights | None, name: str = "x") -> Tensor:
-        """The normalized residual stream, in the buffer of this name."""
-
-    def project(
-        self, matrix: WeightMatrix, norm: NormWeights | None, out: Tensor, early: bool = True
-    ) -> None:
-        """out = W · norm(residual stream)."""
-
-    def glu(self, dense: DenseWeights, norm: NormWeights | None, x: Tensor | None = None) -> Tensor:
-        """Inner vectors of a feed-forward on the normalized residual stream, or on `x`."""
-
-    def multiply(self, matrix: WeightMatrix, x: Tensor, out: Tensor) -> None:
-        """out = W · x."""
-
-    def add_product(
-        self, matrix: WeightMatrix, x: Tensor, post: NormWeights | None, scale: float = 1.0
-    ) -> None:
-        """Add post_norm(W · x) to the residual stream, then multiply it by `scale`."""
-
-    def add(
-        self,
-        delta: Tensor,
-        post: NormWeights | None,
-        second: Tensor | None = None,
-        scale: float = 1.0,
-    ) -> None:
-        """Add post_norm(delta) + second to the residual stream, then multiply it by `scale`."""
-
-    def residual(self) -> Tensor:
-        """The residual stream with all additions."""
-
-
-class BatchedOps:
-    """GEMMs for any number of rows. Additions are delayed and fused with the next norm."""
+class LayerOps:
+    """Products with the weights, and additions to the residual stream: GEMMs for any number of
+    rows. Additions are delayed and fused with the next norm."""
 
     def __init__(
         self, runner: ModelRunner, buffers: ActivationBuffers, adapt: Adapt | None = None
@@ -170,6 +146,7 @@ class BatchedOps:
         self._scale = 1.0
 
     def normed(self, norm: NormWeights | None, name: str = "x") -> Tensor:
+        """The normalized residual stream, in the buffer of this name."""
         out = self.buffers.view(name, self._runner.weights.config.width)
         self._flush(norm, out)
         return out
@@ -177,10 +154,12 @@ class BatchedOps:
     def project(
         self, matrix: WeightMatrix, norm: NormWeights | None, out: Tensor, early: bool = True
     ) -> None:
+        """out = W · norm(residual stream)."""
         x = self.residual() if norm is None else self.normed(norm)
         self.multiply(matrix, x, out)
 
     def glu(self, dense: DenseWeights, norm: NormWeights | None, x: Tensor | None = None) -> Tensor:
+        """Inner vectors of a feed-forward on the normalized residual stream, or on `x`."""
         gate_up = self.buffers.view("gate_up", dense.gate_up.rows)
         inner = self.buffers.view("inner", dense.down.columns)
         if x is None:
@@ -191,13 +170,21 @@ class BatchedOps:
         return inner
 
     def multiply(self, matrix: WeightMatrix, x: Tensor, out: Tensor) -> None:
+        """out = W · x."""
         matrix.gemm(x, out, exact=self._runner.exact, pdl=self._runner.pdl)
         if self.adapt is not None:
             self.adapt(matrix, x, out)
 
+    def multiply_gate(self, matrix: WeightMatrix, x: Tensor, out: Tensor) -> None:
+        """out = x * activation(W · residual stream)."""
+        gate = self.buffers.view("gate_up", matrix.rows)
+        self.project(matrix, None, gate)
+        self._runner.multiply_gate(x, gate, out, self._runner.weights.config.activation)
+
     def add_product(
         self, matrix: WeightMatrix, x: Tensor, post: NormWeights | None, scale: float = 1.0
     ) -> None:
+        """Add post_norm(W · x) to the residual stream, then multiply it by `scale`."""
         # Two delayed additions of a parallel layer need two buffers.
         out = self.buffers.view("shared" if self._added else "attention", matrix.rows)
         self.multiply(matrix, x, out)
@@ -210,6 +197,7 @@ class BatchedOps:
         second: Tensor | None = None,
         scale: float = 1.0,
     ) -> None:
+        """Add post_norm(delta) + second to the residual stream, then multiply it by `scale`."""
         if self._added and (post is not None or second is not None):
             self._flush(None, self.buffers.h)
         if self._runner.weights.config.norm_sums:
@@ -221,6 +209,7 @@ class BatchedOps:
         self._scale = scale
 
     def residual(self) -> Tensor:
+        """The residual stream with all additions."""
         if self._added:
             self._flush(None, self.buffers.h)
         return self.buffers.h
@@ -232,21 +221,13 @@ class BatchedOps:
         self._added, self._post, self._scale = [], None, 1.0
 
 
-class FusedOps:
+class FusedOps(LayerOps):
     """GEMVs for a few rows, with norms and additions fused into them."""
-
-    def __init__(self, runner: ModelRunner, buffers: ActivationBuffers) -> None:
-        self._runner, self.buffers = runner, buffers
-
-    def normed(self, norm: NormWeights | None, name: str = "x") -> Tensor:
-        out = self.buffers.view(name, self._runner.weights.config.width)
-        self._runner.add_norm(self.buffers.h, norm=norm, out=out)
-        return out
 
     def project(
         self, matrix: WeightMatrix, norm: NormWeights | None, out: Tensor, early: bool = True
     ) -> None:
-        matrix.gemv(self.buffers.h, out, self._runner.epilogue(norm=norm, early=early))
+        self._gemv(matrix, out, self._runner.epilogue(norm=norm, early=early))
 
     def glu(self, dense: DenseWeights, norm: NormWeights | None, x: Tensor | None = None) -> Tensor:
         config = self._runner.weights.config
@@ -254,39 +235,42 @@ class FusedOps:
         epilogue = self._runner.epilogue(
             norm=norm if x is None else None, activation=config.activation, gated=config.gated
         )
-        dense.gate_up.gemv(self.buffers.h if x is None else x, inner, epilogue)
+        if x is None:
+            self._gemv(dense.gate_up, inner, epilogue)
+        else:
+            dense.gate_up.gemv(x, inner, epilogue)
         return inner
 
     def multiply(self, matrix: WeightMatrix, x: Tensor, out: Tensor) -> None:
         matrix.gemv(x, out, self._runner.epilogue())
 
+    def multiply_gate(self, matrix: WeightMatrix, x: Tensor, out: Tensor) -> None:
+        activation = self._runner.weights.config.activation
+        epilogue = self._runner.epilogue(activation=activation, residual=x, is_factor=True)
+        self._gemv(matrix, out, epilogue)
+
     def add_product(
         self, matrix: WeightMatrix, x: Tensor, post: NormWeights | None, scale: float = 1.0
     ) -> None:
-        if post is None and scale == 1:
-            added_scale = self._runner.weights.config.residual_scale
-            epilogue = self._runner.epilogue(residual=self.buffers.h, scale=added_scale)
-            matrix.gemv(x, self.buffers.h, epilogue)
+        if post is not None or scale != 1:
+            super().add_product(matrix, x, post, scale)
             return
-        out = self.buffers.view("attention", matrix.rows)
-        self.multiply(matrix, x, out)
-        self.add(out, post, scale=scale)
+        h, added_scale = self.residual(), self._runner.weights.config.residual_scale
+        matrix.gemv(x, h, self._runner.epilogue(residual=h, scale=added_scale))
 
-    def add(
-        self,
-        delta: Tensor,
-        post: NormWeights | None,
-        second: Tensor | None = None,
-        scale: float = 1.0,
-    ) -> None:
-        h, added = self.buffers.h, [delta] if second is None else [delta, second]
-        if self._runner.weights.config.norm_sums:
-            self._runner.add_norm(h, *added, norm=post, out=h)
-        else:
-            self._runner.add_norm(h, *added, post=post, out=h, scale=scale)
-
-    def residual(self) -> Tensor:
-        return self.buffers.h
+    def _gemv(self, matrix: WeightMatrix, out: Tensor, epilogue: Epilogue) -> None:
+        """Multiply the residual stream, after the delayed additions."""
+        if not self._added or isinstance(matrix, StackedMatrix):
+            matrix.gemv(self.residual(), out, epilogue)
+            return
+        first, *second = self._added
+        addition = Addition(
+            self.buffers.x, first, second[0] if second else None, self._post,
+            self._runner.weights.config.residual_scale, self._scale,
+        )  # fmt: skip
+        matrix.gemv(self.buffers.h, out, replace(epilogue, addition=addition))
+        self._added, self._post, self._scale = [], None, 1.0
+        self.buffers.swap_residual()
 
 
 Attend = Callable[[int, Tensor, Tensor], None]
@@ -343,11 +327,10 @@ class ModelRunner:
         inputs, a, logits = self.inputs, self.buffers.first_rows(count), self.logits[:count]
         is_fused = count <= self.max_fused_rows and not (self.exact or has_adapters)
         rows, states = inputs.decode_rows(count), StateRows(*inputs.state_tensors(count))
-        single_tokens = single_tokens and not self.exact  # same order of summation as prefill
         adapt = None
         if has_adapters:
             adapt = self.adapters.for_rows(inputs.adapters[:count], pdl=self.pdl)
-        ops: LayerOps = FusedOps(self, a) if is_fused else BatchedOps(self, a, adapt)
+        ops = FusedOps(self, a) if is_fused else LayerOps(self, a, adapt)
 
         def attend(layer: int, qkv: Tensor, out: Tensor) -> None:
             shape = self.attention_layers[layer]
@@ -366,7 +349,7 @@ class ModelRunner:
             )  # fmt: skip
 
         # First kernel of a step: no PDL.
-        self.embed(inputs.tokens, inputs.positions, a, inputs.updates)
+        self.embed(ops, inputs.tokens, inputs.positions, inputs.updates)
         self.layers(ops, attend, recur, self._expert_scratch, observer)
         self.head(ops, logits)
 
@@ -460,7 +443,7 @@ class ModelRunner:
         if observer:
             observer.on_queries(number, qkv)
         if shape.gated:
-            self._multiply_gate(mixed, qkv[:, shape.gate_at :], mixed, "sigmoid")
+            self.multiply_gate(mixed, qkv[:, shape.gate_at :], mixed, "sigmoid")
         return mixed
 
     def _feed(
@@ -515,20 +498,16 @@ class ModelRunner:
         """Add the per-layer embedding of each token."""
         config, a = self.weights.config, ops.buffers
         width = config.token_width
-        gate, inner = a.view("gate_up", width), a.view("inner", width)
-        ops.project(weights.gate, None, gate)
+        inner = a.view("inner", width)
         tokens = a.view("token_inputs", config.layers * width)
-        tokens = tokens[:, number * width : (number + 1) * width]
-        self._multiply_gate(tokens, gate, inner, config.activation)
+        ops.multiply_gate(weights.gate, tokens[:, number * width : (number + 1) * width], inner)
         ops.add_product(weights.out, inner, weights.norm, scale)
 
     # -- single launches -----------------------------------------------------------------------
 
-    def embed(
-        self, tokens: Tensor, positions: Tensor, a: ActivationBuffers, updates: Tensor
-    ) -> None:
+    def embed(self, ops: LayerOps, tokens: Tensor, positions: Tensor, updates: Tensor) -> None:
         """Embed tokens, picks of the previous step included; apply block table updates."""
-        weights, config, inputs, h = self.weights, self.weights.config, self.inputs, a.h
+        weights, config, inputs, h = self.weights, self.weights.config, self.inputs, ops.buffers.h
         embed, position_embed = weights.embed, self._position_embed
         packed = not isinstance(embed, PlainMatrix)
         if not isinstance(embed, PlainMatrix):
@@ -543,16 +522,16 @@ class ModelRunner:
         if weights.embed_norm is not None:
             self.add_norm(h, norm=weights.embed_norm, out=h)
         if weights.token_inputs is not None:
-            self._embed_token_inputs(weights.token_inputs, tokens, a)
+            self._embed_token_inputs(weights.token_inputs, ops, tokens)
 
     def _embed_token_inputs(
-        self, weights: TokenInputsWeights, tokens: Tensor, a: ActivationBuffers
+        self, weights: TokenInputsWeights, ops: LayerOps, tokens: Tensor
     ) -> None:
         """Per-layer embeddings of the tokens, for all layers."""
-        config, width = self.weights.config, self.weights.config.token_width
+        a, config, width = ops.buffers, self.weights.config, self.weights.config.token_width
         out = a.view("token_inputs", config.layers * width)
         projected = a.view("projected", config.layers * width)
-        weights.project.gemm(a.h, projected, exact=self.exact)
+        ops.multiply(weights.project, a.h, projected)
         packed = not isinstance(weights.embed, PlainMatrix)
         if not isinstance(weights.embed, PlainMatrix):
             weights.embed.embed_tokens(tokens[: len(out)], self.inputs.previous, out)
@@ -584,7 +563,7 @@ class ModelRunner:
         added_scale = config.residual_scale if added_scale is None else added_scale
         row_kernels.add_norm[(len(h),)](
             h, h if first is None else first, h if second is None else second,
-            *_norm_tensors(post, h), *_norm_tensors(norm, h), out, config.norm_eps, added_scale,
+            *norm_tensors(post, h), *norm_tensors(norm, h), out, config.norm_eps, added_scale,
             scale, D=config.width, DP=next_power_of_two(config.width),
             ADDED=(first is not None) + (second is not None), POST=norm_kind(post),
             NORM=norm_kind(norm), SCALED=added_scale != 1 or scale != 1, PDL=self.pdl,
@@ -600,7 +579,7 @@ class ModelRunner:
             PDL=self.pdl, num_warps=4, launch_pdl=self.pdl,
         )  # fmt: skip
 
-    def _multiply_gate(self, x: Tensor, gate: Tensor, out: Tensor, activation: str) -> None:
+    def multiply_gate(self, x: Tensor, gate: Tensor, out: Tensor, activation: str) -> None:
         """out = x * activation(gate)."""
         width = out.shape[1]
         row_kernels.multiply_gate[(len(out), -(-width // _BLOCK))](
@@ -628,13 +607,14 @@ class ModelRunner:
         activation: str = "none",
         gated: bool = False,
         residual: Tensor | None = None,
+        is_factor: bool = False,
         scale: float = 1.0,
         early: bool = True,
     ) -> Epilogue:
         config = self.weights.config
         return Epilogue(
-            config.norm_eps, norm, activation, gated, residual, scale=scale, early=early,
-            pdl=self.pdl, limit=config.activation_limit,
+            config.norm_eps, norm, activation, gated, residual, is_factor, scale=scale,
+            early=early, pdl=self.pdl, limit=config.activation_limit,
         )  # fmt: skip
 
 
@@ -680,12 +660,6 @@ def position_vectors(weights: Weights, context: int) -> Tensor | None:
         table = torch.from_numpy(sinusoidal(np.arange(context), weights.config.width))
         return table.to(weights.device, weights.dtype)
     return weights.position_embed
-
-
-def _norm_tensors(norm: NormWeights | None, filler: Tensor) -> tuple[Tensor, Tensor]:
-    if norm is None:
-        return filler, filler
-    return norm.gain, filler if norm.bias is None else norm.bias
 
 
 def supports_pdl(device: torch.device) -> bool:
@@ -768,7 +742,9 @@ class PrefillRunner:
         runner = self._runner
         weights, inputs, pages = runner.weights, runner.inputs, runner.pages
         a = ActivationBuffers(weights, len(prefill.tokens))
-        runner.embed(prefill.tokens, prefill.rows.positions, a, inputs.no_updates)
+        adapt, adapt_head = self._adapters_for(prefill)
+        ops = LayerOps(runner, a, adapt)
+        runner.embed(ops, prefill.tokens, prefill.rows.positions, inputs.no_updates)
 
         def attend(layer: int, qkv: Tensor, out: Tensor) -> None:
             shape = runner.attention_layers[layer]
@@ -787,8 +763,6 @@ class PrefillRunner:
             )  # fmt: skip
 
         scratch = ExpertScratch.for_tokens(a.rows, weights.config, weights)
-        adapt, adapt_head = self._adapters_for(prefill)
-        ops = BatchedOps(runner, a, adapt)
         runner.layers(ops, attend, recur, scratch, observer)
         shape = (len(prefill.logits_index), weights.config.vocab_size)
         logits = torch.empty(shape, dtype=weights.dtype, device=weights.device)

@@ -19,7 +19,7 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import NamedTuple
 
-from unspool.engine.request import Drafter, DraftTree
+from unspool.engine.request import Drafter, DraftTree, RecordingDrafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +203,10 @@ class AdaptiveDrafter(DraftController):
             # text copies, a short draft would take many rounds to grow again.
             self.length = max(self.length // 2, min(self.length, accepted + 1), 1)
         return note if self._pays() else self._stop()
+
+    def record(self, tokens: Sequence[int]) -> None:
+        if isinstance(self.drafter, RecordingDrafter):
+            self.drafter.record(tokens)
 
     @property
     def gain(self) -> float | None:

@@ -97,34 +97,43 @@ def _gains(q_gain, k_gain, rows, places, mask, H: tl.constexpr):
 
 
 @triton.jit
-def _load_heads(
-    line, q_gain, k_gain, cosine, sine, growth, position, rows, real, wide, eps,
-    H: tl.constexpr, HD: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
-    GROWTH: tl.constexpr,
+def _partners(wide, ROTARY: tl.constexpr):
+    """RoPE rotates each number together with its partner, half the rotary width away."""
+    return tl.where(wide < ROTARY // 2, wide + ROTARY // 2, wide - ROTARY // 2)
+
+
+@triton.jit
+def _load_heads(line, rows, real, wide, HD: tl.constexpr, ROTARY: tl.constexpr):
+    """Load heads [rows, width] of a row of qkv, and their partners of RoPE."""
+    at, inside = line + rows[:, None] * HD, real[:, None]
+    x = tl.load(at + wide[None, :], mask=inside & (wide < HD)[None, :], other=0.0)
+    y = x
+    if ROTARY > 0:
+        partner, is_rotary = _partners(wide, ROTARY), (wide < ROTARY)[None, :]
+        y = tl.load(at + partner[None, :], mask=inside & is_rotary, other=0.0)
+    return x, y
+
+
+@triton.jit
+def _rotate_heads(
+    x, y, q_gain, k_gain, cosine, sine, growth, position, rows, wide, eps, H: tl.constexpr,
+    HD: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, GROWTH: tl.constexpr,
 ):  # fmt: skip
-    """Load heads [rows, width] of a row of qkv; apply QK norm and RoPE, and with GROWTH the scale
-    of the queries at this position."""
-    within = wide < HD
-    x = tl.load(
-        line + rows[:, None] * HD + wide[None, :], mask=real[:, None] & within[None, :], other=0.0
-    )
+    """Apply QK norm and RoPE to heads and their partners, and with GROWTH the scale of the queries
+    at this position."""
     dtype = x.dtype
     x = x.to(tl.float32)
     if NORM:
         root = tl.rsqrt(tl.sum(x * x, 1) / HD + eps)
-        gains = _gains(q_gain, k_gain, rows, wide, within, H)
+        gains = _gains(q_gain, k_gain, rows, wide, wide < HD, H)
         x = (x * root[:, None] * gains).to(dtype).to(tl.float32)
     if ROTARY > 0:
-        # RoPE rotates each number together with its partner, half the rotary width away.
         HALF: tl.constexpr = ROTARY // 2
         is_rotary = wide < ROTARY
         low = wide < HALF
-        partner = tl.where(low, wide + HALF, wide - HALF)
-        rope_mask = real[:, None] & is_rotary[None, :]
-        y = tl.load(line + rows[:, None] * HD + partner[None, :], mask=rope_mask, other=0.0)
         y = y.to(tl.float32)
         if NORM:
-            partner_gains = _gains(q_gain, k_gain, rows, partner, is_rotary, H)
+            partner_gains = _gains(q_gain, k_gain, rows, _partners(wide, ROTARY), is_rotary, H)
             y = (y * root[:, None] * partner_gains).to(dtype).to(tl.float32)
         angle = position.to(tl.int64) * HALF + tl.where(low, wide, wide - HALF)
         c = tl.load(cosine + angle, mask=is_rotary, other=1.0)
@@ -158,9 +167,10 @@ def store_keys(
     position = tl.load(positions + n).to(tl.int64)
     wait(PDL)
     base = qkv + n.to(tl.int64) * STRIDE
-    x = _load_heads(
-        base, q_gain, k_gain, cosine, sine, growth, position, rows, rows < H + KV * KEYS, wide,
-        eps, H, HD, ROTARY, NORM, GROWTH,
+    x, y = _load_heads(base, rows, rows < H + KV * KEYS, wide, HD, ROTARY)
+    x = _rotate_heads(
+        x, y, q_gain, k_gain, cosine, sine, growth, position, rows, wide, eps, H, HD, ROTARY, NORM,
+        GROWTH,
     )  # fmt: skip
     inside = (wide < HD)[None, :]
     is_key = ((rows >= H) & (rows < H + KV))[:, None] & inside
@@ -204,19 +214,29 @@ def _store_piece(
 @triton.jit
 def _combine_pieces(
     parts, stats, piece, pieces, rows, real, wide, HEADS_P2: tl.constexpr,
-    NUM_HEADS: tl.constexpr, WIDE: tl.constexpr,
+    NUM_HEADS: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Combine all pieces in order. Other programs wrote them: read from L2 (.cg)."""
+    """Combine all pieces in order; AT_ONCE of them are loaded together, which takes as long as one.
+
+    Other programs wrote them: read from L2 (.cg). A piece that does not exist changes nothing.
+    """
     peak, total, mixed = empty_state(HEADS_P2, WIDE)
-    for p in tl.range(piece, piece + pieces, num_stages=4):
-        at = stats + p * 2 * NUM_HEADS + rows
-        piece_peak = tl.load(at, mask=real, other=0.0, cache_modifier=".cg")
-        piece_total = tl.load(at + NUM_HEADS, mask=real, other=1.0, cache_modifier=".cg")
-        where = (p * NUM_HEADS + rows)[:, None] * WIDE + wide[None, :]
-        piece_mixed = tl.load(parts + where, mask=real[:, None], other=0.0, cache_modifier=".cg")
-        peak, total, mixed = combine(
-            peak, total, mixed, piece_peak, piece_total[:, None], piece_mixed
-        )
+    for block in range(0, pieces, AT_ONCE):
+        peaks, totals, values = (), (), ()
+        for n in tl.static_range(AT_ONCE):
+            p, mask = piece + block + n, real & (block + n < pieces)
+            at = stats + p * 2 * NUM_HEADS + rows
+            where = (p * NUM_HEADS + rows)[:, None] * WIDE + wide[None, :]
+            loaded = tl.load(at, mask=mask, other=-float("inf"), cache_modifier=".cg")
+            peaks = peaks + (loaded,)  # noqa: RUF005
+            loaded = tl.load(at + NUM_HEADS, mask=mask, other=0.0, cache_modifier=".cg")
+            totals = totals + (loaded,)  # noqa: RUF005
+            loaded = tl.load(parts + where, mask=mask[:, None], other=0.0, cache_modifier=".cg")
+            values = values + (loaded,)  # noqa: RUF005
+        for n in tl.static_range(AT_ONCE):
+            peak, total, mixed = combine(
+                peak, total, mixed, peaks[n], totals[n][:, None], values[n]
+            )
     return peak, total, mixed
 
 
@@ -229,7 +249,7 @@ def attend(
     NUM_HEADS: tl.constexpr, HEADS_P2: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
     STAGES: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr, GROWTH: tl.constexpr,
-    NEW: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
+    AT_ONCE: tl.constexpr, NEW: tl.constexpr, PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row, up to ROWS query heads of one key head, PIECES_PER_PROGRAM pieces of its context.
 
@@ -277,32 +297,36 @@ def attend(
         key = tl.load(keys + places, mask=in_context[:, None] & inside, other=0.0)
         value = tl.load(values + places, mask=in_context[:, None] & inside, other=0.0)
         if KEYS:
+            slot = tl.load(row + position // PAGE).to(tl.int64) * PAGE + position % PAGE
             wait(PDL)
-        # Prepare the heads that exist, and repeat them to the minimum of tensor cores.
-        heads_p2 = first_head + tl.arange(0, HEADS_P2)
-        query = _load_heads(
-            base, q_gain, k_gain, cosine, sine, growth, position, heads_p2,
-            heads_p2 < (h + 1) * GROUP, wide, eps, H, HD, ROTARY, NORM, GROWTH,
+        # Load everything before the first number is needed. Prepare the heads that exist, and
+        # repeat them to the minimum of tensor cores.
+        heads_p2, key_head = first_head + tl.arange(0, HEADS_P2), H + h + tl.arange(0, 1)
+        query, partner = _load_heads(base, heads_p2, heads_p2 < (h + 1) * GROUP, wide, HD, ROTARY)
+        if KEYS:
+            new_key, key_partner = _load_heads(base, key_head, key_head >= H, wide, HD, ROTARY)
+            new_value = tl.load(base + VALUE_AT + h * HD + wide, mask=wide < HD, other=0.0)[None, :]
+        query = _rotate_heads(
+            query, partner, q_gain, k_gain, cosine, sine, growth, position, heads_p2, wide, eps,
+            H, HD, ROTARY, NORM, GROWTH,
         )  # fmt: skip
         query = tl.broadcast_to(query[None, :, :], (ROWS // HEADS_P2, HEADS_P2, WIDE))
         query = tl.reshape(query, (ROWS, WIDE))
         if KEYS and begin == last:
-            key_head = H + h + tl.arange(0, 1)
-            new_key = _load_heads(
-                base, q_gain, k_gain, cosine, sine, growth, position, key_head, key_head >= H,
+            stored_key = _rotate_heads(
+                new_key, key_partner, q_gain, k_gain, cosine, sine, growth, position, key_head,
                 wide, eps, H, HD, ROTARY, NORM, GROWTH,
             )  # fmt: skip
-            new_value = tl.load(base + VALUE_AT + h * HD + wide, mask=wide < HD, other=0.0)[None, :]
+            stored_value = new_value
             if VALUE_NORM:
-                new_value = _normalized_values(new_value, eps, HD)
+                stored_value = _normalized_values(new_value, eps, HD)
             if group % GROUPS == 0:
-                slot = tl.load(row + position // PAGE).to(tl.int64) * PAGE + position % PAGE
                 place = (slot * KV + h) * HD + wide[None, :]
-                tl.store(keys + place, new_key, mask=inside)
-                tl.store(values + place, new_value, mask=inside)
+                tl.store(keys + place, stored_key, mask=inside)
+                tl.store(values + place, stored_value, mask=inside)
             is_new = (offsets == position)[:, None]
-            key = tl.where(is_new, new_key, key)
-            value = tl.where(is_new, new_value, value)
+            key = tl.where(is_new, stored_key, key)
+            value = tl.where(is_new, stored_value, value)
         mask = (offsets < end) & (offsets >= first)
         scores = scores_of(query, key, scale, SOFTCAP)
         scores = tl.where(mask[None, :], scores, -float("inf"))
@@ -351,7 +375,7 @@ def attend(
             is_head = (head_rows < NUM_HEADS) & (out_heads < (h + 1) * GROUP)
             peak_p2, total_p2, mixed_p2 = _combine_pieces(
                 parts, stats, first_slot + first_piece, pieces, head_rows, is_head, wide, HEADS_P2,
-                NUM_HEADS, WIDE,
+                NUM_HEADS, WIDE, AT_ONCE,
             )  # fmt: skip
             combined = normalize(peak_p2, total_p2, mixed_p2, out_heads, is_head, sinks, SINKS)
             combined = combined.to(out.dtype.element_ty)

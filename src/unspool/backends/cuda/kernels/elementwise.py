@@ -7,9 +7,13 @@ import triton.language as tl
 
 from unspool.backends.cuda.kernels.common import (
     activated,
+    add_to_residual,
     gated_activation,
-    normalized,
+    load_norm,
+    load_parts,
+    normalize_parts,
     rounded,
+    store_parts,
     wait,
 )
 
@@ -62,40 +66,19 @@ def add_norm(
     D: tl.constexpr, DP: tl.constexpr, ADDED: tl.constexpr, POST: tl.constexpr,
     NORM: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """h += first + second (ADDED vectors; POST: `first` is normalized before); out = norm(h), or h
-    without NORM. SCALED: h = (h + added_scale * (first + second)) * scale."""
-    batch_row, cols = tl.program_id(0).to(tl.int64), tl.arange(0, DP)
-    inside = cols < D
-    weight, offset, post_weight, post_offset = 0.0, 0.0, 0.0, 0.0
-    if NORM != 0:
-        weight = tl.load(gain + cols, mask=inside, other=0.0)
-    if NORM == 2:
-        offset = tl.load(shift + cols, mask=inside, other=0.0)
-    if POST != 0:
-        post_weight = tl.load(post_gain + cols, mask=inside, other=0.0)
-    if POST == 2:
-        post_offset = tl.load(post_shift + cols, mask=inside, other=0.0)
+    """h = `add_to_residual`(h, first, second); out = norm(h), or h without NORM."""
+    at = tl.program_id(0).to(tl.int64) * D
+    cols = (tl.arange(0, DP),)
+    gains, shifts = load_norm(gain, shift, cols, D, NORM, 1)
+    post_gains, post_shifts = load_norm(post_gain, post_shift, cols, D, POST, 1)
     wait(PDL)
-    x = tl.load(h + batch_row * D + cols, mask=inside, other=0.0).to(tl.float32)
-    if ADDED > 0:
-        y = tl.load(first + batch_row * D + cols, mask=inside, other=0.0).to(tl.float32)
-        if POST != 0:
-            y = rounded(normalized(y, inside, post_weight, post_offset, eps, D, POST), h)
-        if SCALED:
-            y = rounded(y * added_scale, h)
-        x = rounded(x + y, h)
-        if ADDED > 1:
-            z = tl.load(second + batch_row * D + cols, mask=inside, other=0.0).to(tl.float32)
-            if SCALED:
-                z = rounded(z * added_scale, h)
-            x = rounded(x + z, h)
-    if SCALED:
-        x = rounded(x * scale, h)
+    x = add_to_residual(
+        load_parts(h + at, cols, D, 1), first + at, second + at, post_gains, post_shifts, cols,
+        eps, added_scale, scale, D, ADDED, POST, SCALED, 1,
+    )  # fmt: skip
     if ADDED > 0 or SCALED:
-        tl.store(h + batch_row * D + cols, x.to(h.dtype.element_ty), mask=inside)
-    if NORM != 0:
-        x = normalized(x, inside, weight, offset, eps, D, NORM)
-    tl.store(out + batch_row * D + cols, x.to(out.dtype.element_ty), mask=inside)
+        store_parts(h + at, x, cols, D, 1)
+    store_parts(out + at, normalize_parts(x, gains, shifts, cols, out, eps, D, NORM, 1), cols, D, 1)
 
 
 @triton.jit
@@ -173,8 +156,8 @@ def token_inputs(
     looked_up = tl.load(embed + table_at, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(projected + at, mask=inside, other=0.0).to(tl.float32)
     x = rounded(x * projected_scale, out)
-    weight = tl.load(gain + cols, mask=inside, other=0.0)
-    x = rounded(normalized(x, inside, weight, 0.0, eps, D, 1), out)
+    gains = load_parts(gain, (cols,), D, 1)
+    x = normalize_parts((x,), gains, (), (cols,), out, eps, D, 1, 1)[0]
     x = rounded(x + rounded(looked_up * embed_scale, out), out) * 0.7071067811865476
     tl.store(out + at, x.to(out.dtype.element_ty), mask=inside)
 

@@ -15,16 +15,22 @@ is their number of columns, and a unit is a column) or packed as in `packed.py`.
 import triton
 import triton.language as tl
 
-from unspool.backends.cuda.kernels.common import activated, gated_activation, rounded, wait
+from unspool.backends.cuda.kernels.common import (
+    activated,
+    gated_activation,
+    load_parts,
+    rounded,
+    wait,
+)
 from unspool.backends.cuda.kernels.gemv import epilogue
 from unspool.backends.cuda.kernels.packed import (
     block_rows,
     dequantize_rows,
     excess_and_sums,
-    load_slot,
     load_units_at,
     product,
     quantize_vector,
+    slot_columns,
 )
 
 # -- Router
@@ -199,19 +205,17 @@ def load_vector(
         vector = tl.load(x + units, mask=units < SIZE, other=0.0).to(tl.float32) * gate
         loaded = (vector, vector, vector, vector, vector)
     else:
-        slots = ()
+        slots = load_parts(x, slot_columns(units, BITS), SIZE, 32 // BITS)
         INTEGER: tl.constexpr = KIND != 4 and x.dtype.element_ty.primitive_bitwidth == 16
-        for slot in tl.static_range(0, 32 // BITS):
-            part = load_slot(x, units, slot, BITS, SIZE)
-            if not INTEGER:
-                part = part * gate[:, None]
-            slots = slots + (part,)  # noqa: RUF005 (Triton has no unpacking)
         if INTEGER:
             upper, lower, step, sums = quantize_vector(slots, BITS, KIND, NATIVE)
             loaded = (slots, upper, lower, step * gate, sums)
         else:
-            step, sums = excess_and_sums(slots, BITS, KIND, OFFSET)
-            loaded = (slots, slots, slots, step, sums)
+            scaled = ()
+            for slot in tl.static_range(0, 32 // BITS):
+                scaled = scaled + (slots[slot] * gate[:, None],)  # noqa: RUF005
+            step, sums = excess_and_sums(scaled, BITS, KIND, OFFSET)
+            loaded = (scaled, scaled, scaled, step, sums)
     return loaded
 
 

@@ -12,18 +12,22 @@ import triton.language as tl
 
 from unspool.backends.cuda.kernels.common import (
     activated,
+    add_to_residual,
     gated_activation,
-    normalized,
+    load_norm,
+    load_parts,
+    normalize_parts,
     rounded,
+    store_parts,
     wait,
 )
 
 
 @triton.jit
-def load_rows(w, rows, cols, N, K: tl.constexpr, KP: tl.constexpr):
+def load_rows(w, rows, cols, N, K: tl.constexpr, MASKED: tl.constexpr):
     """Load a tile of the matrix, which is read only once."""
     inside = (rows < N)[:, None]
-    if K % KP != 0:
+    if MASKED:
         inside = inside & (cols < K)[None, :]
     places = rows.to(tl.int64)[:, None] * K + cols[None, :]
     return tl.load(w + places, mask=inside, other=0.0, eviction_policy="evict_first")
@@ -40,7 +44,10 @@ def epilogue(
     GLU: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RES: tl.constexpr,
     SCALED: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Bias, activation, gate and residual of the products `y` (and `z` of the rows of up)."""
+    """Bias, activation, gate and residual of the products `y` (and `z` of the rows of up).
+
+    RES: 1 adds `res`, 2 multiplies by it.
+    """
     if BIAS:
         y += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
     y = rounded(y, out)
@@ -52,30 +59,29 @@ def epilogue(
         y = activated(y, ACTIVATION)
     if SCALED:
         y = rounded(y, out) * scale
-    if RES:
-        y = rounded(y, out) + tl.load(res + rows, mask=inside, other=0.0).to(tl.float32)
+    if RES != 0:
+        other = tl.load(res + rows, mask=inside, other=0.0).to(tl.float32)
+        y = rounded(y, out) + other if RES == 1 else rounded(y, out) * other
     tl.store(out + rows, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def load_vector(x, weight, bias, cols, eps, K: tl.constexpr, NORM: tl.constexpr):
-    """Load and normalize the vector; `weight` and `bias` of the norm were loaded before."""
-    vector = tl.load(x + cols, mask=cols < K, other=0.0).to(tl.float32)
-    if NORM != 0:
-        vector = rounded(normalized(vector, cols < K, weight, bias, eps, K, NORM), x)
-    return vector
-
-
-@triton.jit
 def gemv_kernel(
-    x, gain, shift, w, bias, res, out, N, eps, scale, X_STRIDE, RES_STRIDE, OUT_STRIDE,
-    K: tl.constexpr, KP: tl.constexpr, BN: tl.constexpr, NORM: tl.constexpr, GLU: tl.constexpr,
-    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RES: tl.constexpr, SCALED: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr, LIMIT: tl.constexpr,
+    x, first, second, sums, post_gain, post_shift, gain, shift, w, bias, res, out, N, eps,
+    added_scale, sum_scale, scale, X_STRIDE, RES_STRIDE, OUT_STRIDE, K: tl.constexpr,
+    KP: tl.constexpr, TAIL: tl.constexpr, BN: tl.constexpr, ADDED: tl.constexpr, POST: tl.constexpr,
+    SUM_SCALED: tl.constexpr, NORM: tl.constexpr, GLU: tl.constexpr, ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr, RES: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """out [N] = W [N, K] · norm(x); with GLU act(W · x) * (U · x), U being the N rows below W; with
-    RES plus `res`. KP is the power of two >= K. Each vector has separate programs, so its result
-    does not depend on the number of vectors.
+    """out [N] = W [N, K] · norm(x); with GLU act(W · x) * (U · x), U being the N rows below W; RES:
+    see `epilogue`. Each vector has separate programs, so its result does not depend on the number
+    of vectors.
+
+    KP is the power of two >= K; or the largest one < K, and TAIL (not with GLU) is a power of two
+    that holds the rest of the columns.
+
+    ADDED: `add_to_residual` comes first, in every program; the first one stores it in `sums`.
     """
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -86,48 +92,52 @@ def gemv_kernel(
         out + vector_index * OUT_STRIDE,
     )
     start, stride = tl.program_id(0), tl.num_programs(0)
-    cols = tl.arange(0, KP)
+    PARTS: tl.constexpr = 2 if TAIL > 0 else 1
+    MASKED: tl.constexpr = KP > K
+    TAIL_MASKED: tl.constexpr = KP + TAIL > K
+    cols = (tl.arange(0, KP),)
+    if TAIL > 0:
+        cols = (cols[0], KP + tl.arange(0, TAIL))
     rows = start * BN + tl.arange(0, BN)
     up = w + tl.cast(N, tl.int64) * K
-    tile = load_rows(w, rows, cols, N, K, KP)
+    tile = load_rows(w, rows, cols[0], N, K, MASKED)
+    if TAIL > 0:
+        tail_tile = load_rows(w, rows, cols[1], N, K, TAIL_MASKED)
     if GLU:
-        up_tile = load_rows(up, rows, cols, N, K, KP)
-    weight, offset = 0.0, 0.0
-    if NORM != 0:
-        weight = tl.load(gain + cols, mask=cols < K, other=0.0)
-    if NORM == 2:
-        offset = tl.load(shift + cols, mask=cols < K, other=0.0)
+        up_tile = load_rows(up, rows, cols[0], N, K, MASKED)
+    gains, shifts = load_norm(gain, shift, cols, K, NORM, PARTS)
+    post_gains, post_shifts = load_norm(post_gain, post_shift, cols, K, POST, PARTS)
     if PDL:
         tl.extra.cuda.gdc_wait()
         if not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
-    vector = load_vector(x, weight, offset, cols, eps, K, NORM)
+    vector = load_parts(x, cols, K, PARTS)
+    if ADDED > 0:
+        at = vector_index * K
+        vector = add_to_residual(
+            vector, first + at, second + at, post_gains, post_shifts, cols, eps, added_scale,
+            sum_scale, K, ADDED, POST, SUM_SCALED, PARTS,
+        )  # fmt: skip
+        if start == 0:
+            store_parts(sums + at, vector, cols, K, PARTS)
+    vector = normalize_parts(vector, gains, shifts, cols, x, eps, K, NORM, PARTS)
     for block in range(start, tl.cdiv(N, BN), stride):
         next_rows = (block + stride) * BN + tl.arange(0, BN)
-        next_tile = load_rows(w, next_rows, cols, N, K, KP)
-        y = product(tile, vector)
+        next_tile = load_rows(w, next_rows, cols[0], N, K, MASKED)
+        y = product(tile, vector[0])
+        if TAIL > 0:
+            next_tail_tile = load_rows(w, next_rows, cols[1], N, K, TAIL_MASKED)
+            y += product(tail_tile, vector[1])
+            tail_tile = next_tail_tile
         z = y
         if GLU:
-            next_up_tile = load_rows(up, next_rows, cols, N, K, KP)
-            z = product(up_tile, vector)
+            next_up_tile = load_rows(up, next_rows, cols[0], N, K, MASKED)
+            z = product(up_tile, vector[0])
             up_tile = next_up_tile
         epilogue(
-            y,
-            z,
-            rows,
-            rows < N,
-            bias,
-            res,
-            out,
-            scale,
-            N,
-            GLU,
-            ACTIVATION,
-            BIAS,
-            RES,
-            SCALED,
+            y, z, rows, rows < N, bias, res, out, scale, N, GLU, ACTIVATION, BIAS, RES, SCALED,
             LIMIT,
-        )
+        )  # fmt: skip
         tile = next_tile
         rows = next_rows
 

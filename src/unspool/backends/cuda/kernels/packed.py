@@ -19,7 +19,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from unspool.backends.cuda.kernels.common import rounded
+from unspool.backends.cuda.kernels.common import (
+    add_to_residual,
+    load_norm,
+    load_parts,
+    normalize_parts,
+    store_parts,
+)
 from unspool.backends.cuda.kernels.gemv import epilogue
 
 HALF, HALVES, SUPER, SIGNED, FLOAT8, MXFP4, NVFP4 = 0, 1, 2, 3, 4, 5, 6
@@ -240,48 +246,13 @@ def packed_gemm(
 
 
 @triton.jit
-def load_slot(vector, units, SLOT: tl.constexpr, BITS: tl.constexpr, K: tl.constexpr):
-    """Load the numbers of a vector that are multiplied with a slot, [units, 4]."""
-    cols = units[:, None] * (128 // BITS) + 4 * SLOT + tl.arange(0, 4)[None, :]
-    return tl.load(vector + cols, cols < K, 0.0).to(tl.float32)
-
-
-@triton.jit
-def normalize_slots(
-    vector_slots,
-    gains,
-    shifts,
-    x,
-    units,
-    eps,
-    K: tl.constexpr,
-    BITS: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Normalize a vector that is divided into slots."""
-    slots = vector_slots
-    if NORM != 0:
-        mean = 0.0
-        if NORM == 2:
-            total = vector_slots[0]
-            for slot in tl.static_range(1, 32 // BITS):
-                total += vector_slots[slot]
-            mean = tl.sum(total) / K
-        squares = tl.zeros_like(vector_slots[0])
-        for slot in tl.static_range(0, 32 // BITS):
-            centered = vector_slots[slot] - mean
-            if NORM == 2:
-                cols = units[:, None] * (128 // BITS) + 4 * slot + tl.arange(0, 4)[None, :]
-                centered = tl.where(cols < K, centered, 0.0)
-            squares += centered * centered
-        inv_std = tl.rsqrt(tl.sum(squares) / K + eps)
-        slots = ()
-        for slot in tl.static_range(0, 32 // BITS):
-            part = (vector_slots[slot] - mean) * inv_std * gains[slot]
-            if NORM == 2:
-                part += shifts[slot]
-            slots = slots + (rounded(part, x),)  # noqa: RUF005 (Triton has no unpacking)
-    return slots
+def slot_columns(units, BITS: tl.constexpr):
+    """Columns of a vector that are multiplied with each slot, [units, 4]."""
+    cols = ()
+    for slot in tl.static_range(0, 32 // BITS):
+        slot_cols = units[:, None] * (128 // BITS) + 4 * slot + tl.arange(0, 4)[None, :]
+        cols = cols + (slot_cols,)  # noqa: RUF005 (Triton has no unpacking)
+    return cols
 
 
 @triton.jit
@@ -519,7 +490,7 @@ def block_rows(block, N, BN: tl.constexpr, GLU: tl.constexpr):
 
 @triton.jit
 def normalize_vector(
-    vector_slots, gains, shifts, x, units, eps, K: tl.constexpr, BITS: tl.constexpr,
+    vector_slots, gains, shifts, cols, x, eps, K: tl.constexpr, BITS: tl.constexpr,
     NORM: tl.constexpr, LATER: tl.constexpr,
 ):  # fmt: skip
     """Normalize the vector; return it in slots, and a factor for the products.
@@ -535,18 +506,19 @@ def normalize_vector(
             slots = slots + (vector_slots[slot] * gains[slot],)  # noqa: RUF005
         root = tl.rsqrt(tl.sum(squares) / K + eps)
     else:
-        slots = normalize_slots(vector_slots, gains, shifts, x, units, eps, K, BITS, NORM)
+        slots = normalize_parts(vector_slots, gains, shifts, cols, x, eps, K, NORM, 32 // BITS)
     return slots, root
 
 
 @triton.jit
 def packed_gemv(
-    x, gain, shift, quants, records, factors, bias, res, out, N, eps, scale, X_STRIDE,
-    RES_STRIDE, OUT_STRIDE, K: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, BITS: tl.constexpr,
-    KIND: tl.constexpr, OFFSET: tl.constexpr, SHARE: tl.constexpr, BN: tl.constexpr,
-    NORM: tl.constexpr, GLU: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
-    RES: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
-    NATIVE: tl.constexpr, LIMIT: tl.constexpr,
+    x, first, second, sums, post_gain, post_shift, gain, shift, quants, records, factors, bias,
+    res, out, N, eps, added_scale, sum_scale, scale, X_STRIDE, RES_STRIDE, OUT_STRIDE,
+    K: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+    OFFSET: tl.constexpr, SHARE: tl.constexpr, BN: tl.constexpr, ADDED: tl.constexpr,
+    POST: tl.constexpr, SUM_SCALED: tl.constexpr, NORM: tl.constexpr, GLU: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, RES: tl.constexpr, SCALED: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr, NATIVE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """`gemv_kernel` with a packed matrix of U units per row (UP: the power of two >= U).
 
@@ -566,22 +538,26 @@ def packed_gemv(
         quants, records, factors, block_rows(start, N, BN, GLU), units, height, U, BITS, KIND,
         SHARE,
     )  # fmt: skip
-    gains, shifts = (), ()
-    for slot in tl.static_range(0, 32 // BITS):
-        if NORM != 0:
-            gains = gains + (load_slot(gain, units, slot, BITS, K),)  # noqa: RUF005
-        if NORM == 2:
-            shifts = shifts + (load_slot(shift, units, slot, BITS, K),)  # noqa: RUF005
+    SLOTS: tl.constexpr = 32 // BITS
+    cols = slot_columns(units, BITS)
+    gains, shifts = load_norm(gain, shift, cols, K, NORM, SLOTS)
+    post_gains, post_shifts = load_norm(post_gain, post_shift, cols, K, POST, SLOTS)
     if PDL:
         tl.extra.cuda.gdc_wait()
         if not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
-    vector_slots = ()
-    for slot in tl.static_range(0, 32 // BITS):
-        vector_slots = vector_slots + (load_slot(x, units, slot, BITS, K),)  # noqa: RUF005
+    vector_slots = load_parts(x, cols, K, SLOTS)
+    if ADDED > 0:
+        at = vector_index * K
+        vector_slots = add_to_residual(
+            vector_slots, first + at, second + at, post_gains, post_shifts, cols, eps, added_scale,
+            sum_scale, K, ADDED, POST, SUM_SCALED, SLOTS,
+        )  # fmt: skip
+        if start == 0:
+            store_parts(sums + at, vector_slots, cols, K, SLOTS)
     INTEGER: tl.constexpr = KIND != 4 and x.dtype.element_ty.primitive_bitwidth == 16
     slots, root = normalize_vector(
-        vector_slots, gains, shifts, x, units, eps, K, BITS, NORM, INTEGER and NORM == 1
+        vector_slots, gains, shifts, cols, x, eps, K, BITS, NORM, INTEGER and NORM == 1
     )
     upper, lower = slots, slots
     if INTEGER:
@@ -604,20 +580,7 @@ def packed_gemv(
             y, z = tl.split(tl.reshape(y, [BN, 2]))
         rows = block * BN + tl.arange(0, BN)
         epilogue(
-            y,
-            z,
-            rows,
-            rows < N,
-            bias,
-            res,
-            out,
-            scale,
-            N,
-            GLU,
-            ACTIVATION,
-            BIAS,
-            RES,
-            SCALED,
+            y, z, rows, rows < N, bias, res, out, scale, N, GLU, ACTIVATION, BIAS, RES, SCALED,
             LIMIT,
-        )
+        )  # fmt: skip
         tile, record, factor = next_tile, next_record, next_factor
