@@ -368,3 +368,13 @@ def test_links_lead_somewhere(page: Path):
 def test_home_page(lm: Any, capsys: pytest.CaptureFixture[str]):
     run(blocks_of((ROOT / "docs/index.md").read_text(encoding="utf-8")))
     assert len(capsys.readouterr().out.splitlines()) >= 5
+
+
+def test_tables_are_those_of_the_data(monkeypatch: pytest.MonkeyPatch):
+    """Figures in README.md and docs/research come from docs/research/data."""
+    import runpy
+
+    monkeypatch.setattr("sys.argv", ["make_tables.py", "--check"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "docs" / "make_tables.py"), run_name="__main__")
+    assert end.value.code == 0
