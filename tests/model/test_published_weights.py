@@ -19,7 +19,9 @@ import torch
 import unspool
 
 CLOSE = 1e-3  # of the largest logit and the greedy token's, in 32 bits
-CLOSE_QUANTIZED = 0.05  # of log-probabilities on average: activations are rounded to 8 bits
+# Mean difference of log-probabilities on the native backend, which rounds activations to 8 bits.
+# The bound was set after measuring: see MEASURED in docs/make_verified_models.py.
+CLOSE_QUANTIZED = 0.1
 TEXT = (
     "The old lighthouse stands on a rock. In 1871 it had a keeper, who wrote down every ship that "
     "passed. He counted 14 ships on Monday and 9 on Tuesday; on Wednesday there was fog.\n\n"
@@ -51,7 +53,9 @@ def test_logprobs_are_those_of_transformers(file: Path):
         native = np.array(lm.score(ids).logprobs[1:])
     logits = reference(torch.tensor([ids])).logits[0]
     expected = logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].numpy()
-    assert np.abs(native - expected).mean() < CLOSE_QUANTIZED
+    mean = float(np.abs(native - expected).mean())
+    print(f"{file.name}: mean difference of {len(native)} log-probabilities {mean:.4f}")
+    assert mean < CLOSE_QUANTIZED
     with unspool.load(file, device="cpu", backend="torch", memory=64 << 20) as plain:
         tokens = plain.generate(ids, max_tokens=32, temperature=0, end=False).tokens
     logits = reference(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
