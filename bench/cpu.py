@@ -223,7 +223,7 @@ class Bench:
 
     def results(self) -> dict[str, Any]:
         return {
-            "machine": report.machine(), "threads": self.args.threads, "rounds": self.args.rounds,
+            **report.provenance(), "threads": self.args.threads, "rounds": self.args.rounds,
             "model": self.gguf.name, "bandwidth": self.bandwidth, "engines": self.engines,
         }  # fmt: skip
 
@@ -434,7 +434,9 @@ def main() -> int:
     gguf = find_model(args.model)
     tokenizer = open_tokenizer(open_checkpoint(gguf))
     assert tokenizer is not None
-    pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/*.md")))
+    pages = "\n".join(
+        page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/**/*.md"))
+    )
     prompts, code = Prompts(tokenizer.encode(pages)), 0
     benches = [Bench(args, gguf, prompts)]
     try:

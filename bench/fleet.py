@@ -344,7 +344,7 @@ STUDIES = {
     "loss": study_loss,
     "scaling": study_scaling,
 }
-# What `plan` runs: the figures of docs/scale.md.
+# What `plan` runs: the figures of docs/research/scale.md.
 PLAN = {
     "size": ["--rate", "20,40,80", "--seconds", "90"],
     "routing": ["--rate", "40", "--replicas", "2,4", "--seconds", "90"],

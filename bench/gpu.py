@@ -148,7 +148,8 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.results: dict[str, Any] = {
-            "versions": versions(), "limits": None, "parts": {}, "failed": {},
+            **report.provenance(), "versions": versions(), "limits": None, "parts": {},
+            "failed": {},
         }  # fmt: skip
         self.deadline = time.monotonic() + args.limit
 

@@ -1,9 +1,9 @@
 """Our server and llama.cpp's on a CPU: python bench/serve.py [--rounds 5] [--clients 1,4,16,64]
 
-`unspool serve` and llama-cpp-python's server (`python -m llama_cpp.server`) with the same GGUF file
-and number of threads. They take turns within each round, and ratios are taken within a round; the
-server that is not measured is suspended. Writes table.md, results.json, serve.svg and the output of
-the servers to --out.
+`unspool serve` and llama.cpp's own server (`llama-server`, built natively, a slot for each client)
+with the same GGUF file and number of threads. They take turns within each round, and ratios are
+taken within a round; the server that is not measured is suspended. Writes table.md, results.json,
+serve.svg and the output of the servers to --out.
 
 clients   in a separate process on the same cores: each sends requests one after the other, all
           start together; streamed, greedy and of exactly --tokens tokens. No two prompts share a
@@ -14,8 +14,7 @@ bare      the same 16 prompts through our server and, in turns, in a process tha
           `lm.begin`, without HTTP: the cost of serving; and with llama.cpp in one batch: about the
           most that a server based on it could reach
 
-llama-cpp-python's server handles one request at a time, behind a lock: clients wait long for their
-first token and then have the machine to themselves. Failed requests are counted and reported.
+Failed requests are counted and reported.
 With --device, only our server is measured, with up to hundreds of streams.
 """
 
@@ -48,8 +47,8 @@ from lib.servers import (
     RunningServer,
     Server,
     ServerError,
+    build_llama_server,
     client_figures,
-    llama_python,
     llama_server,
     stat_words,
     unspool_server,
@@ -80,7 +79,7 @@ class Texts:
     """Prompts of prose from the documentation; each starts with another number."""
 
     def __init__(self, tokenizer: Any) -> None:
-        pages = "\n".join(page.read_text("utf-8") for page in sorted(ROOT.glob("docs/*.md")))
+        pages = "\n".join(page.read_text("utf-8") for page in sorted(ROOT.glob("docs/**/*.md")))
         self.words = re.findall(r"\b[A-Za-z]+\b[,.]?", pages)
         self.tokenizer, self.count = tokenizer, 0
 
@@ -113,9 +112,9 @@ class Bench:
             self._start(unspool_server(model, "--threads", str(args.threads)))
         if args.only != "ours":
             try:
-                python, ends = llama_python(args.environments), self.tokenizer.end_ids
-                length = PROMPT * 2 + args.tokens
-                self._start(llama_server(python, self.gguf, args.threads, length, ends))
+                binary, length = build_llama_server(args.environments), PROMPT * 2 + args.tokens
+                parallel = max(BATCH, *args.clients)
+                self._start(llama_server(binary, self.gguf, args.threads, length, parallel))
             except UnavailableError as reason:
                 self.servers["llama_cpp"] = {"title": "llama.cpp", "failed": []}
                 self._fail("llama_cpp", str(reason))
@@ -221,7 +220,7 @@ class Bench:
     def results(self) -> dict[str, Any]:
         names = ("threads", "rounds", "tokens", "clients", "requests", "seconds")
         return {
-            "machine": report.machine(), "model": self.gguf.name, "prompt": PROMPT,
+            **report.provenance(), "model": self.gguf.name, "prompt": PROMPT,
             **{name: getattr(self.args, name) for name in names},
             "servers": self.servers, "points": self.points, "bare": self.bare,
         }  # fmt: skip
@@ -245,8 +244,7 @@ def markdown(results: dict[str, Any]) -> str:
     parts = [
         f"{report.describe_machine(results)}, the servers in turns; the clients share the cores. "
         f"Each client sends different prompts of about {results['prompt']} tokens, one after the "
-        f"other, and streams {results['tokens']} greedy tokens. llama-cpp-python's server handles "
-        "one request at a time: its clients wait, and then have the machine to themselves."
+        f"other, and streams {results['tokens']} greedy tokens."
     ]
     keys = [key for key in results["servers"] if results["points"].get(key)]
     if keys:

@@ -308,7 +308,7 @@ class NullLoaded:
         family="null", vocab_size=VOCABULARY, width=64, layers=1, heads=1, kv_heads=1,
         head_width=64, ff_width=64, context=CONTEXT, positions="none",
     )  # fmt: skip
-    precision, device = "nothing", "none"
+    precision, device, numerics = "nothing", "none", "null"
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s

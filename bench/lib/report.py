@@ -1,5 +1,6 @@
 """Output of the benchmarks: progress, the machine, Markdown tables, JSON and SVG charts."""
 
+import datetime
 import json
 import os
 import platform
@@ -33,6 +34,16 @@ def machine() -> dict[str, Any]:
         values = [line.split(":", 1)[1].strip() for line in lines if line.startswith("Model name")]
         name = values[0] if values else name
     return {"processor": name, "architecture": platform.machine(), "cores": os.cpu_count()}
+
+
+def provenance() -> dict[str, Any]:
+    """What a measurement must say of itself: machine, date, commit and command."""
+    git = ["git", "rev-parse", "--short=8", "HEAD"]
+    folder = Path(__file__).parent
+    commit = subprocess.run(git, capture_output=True, text=True, cwd=folder).stdout.strip()
+    command = " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    today = datetime.date.today().isoformat()
+    return {"machine": machine(), "date": today, "commit": commit, "command": command}
 
 
 def describe_machine(results: dict[str, Any]) -> str:

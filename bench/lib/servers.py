@@ -3,29 +3,26 @@
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lib.peers import LLAMA, UnavailableError, make_environment
+from lib.peers import LLAMA, UnavailableError, run_command
+from lib.report import say
 from lib.stats import percentile
 
 PATH = "/v1/completions"
 START_S, STOP_S = 120.0, 30.0
-# What the `server` extra of llama-cpp-python 0.3.36 requires, without that package itself.
-LLAMA_EXTRA = (
-    "fastapi>=0.100.0", "uvicorn>=0.22.0", "sse-starlette>=1.6.1",
-    "starlette-context>=0.3.6,<0.4", "pydantic-settings>=2.0.1", "PyYAML>=5.1",
-)  # fmt: skip
 
 
 class ServerError(Exception):
@@ -52,36 +49,44 @@ def unspool_server(model: Path | None, *options: str, running: int = 64) -> Serv
     return Server("us", "**Unspool**", tuple(command), fields)
 
 
-def llama_server(python: str, gguf: Path, threads: int, length: int, ends: Sequence[int]) -> Server:
-    """llama-cpp-python's server: one request after the other, behind a lock.
-
-    Without `--interrupt_requests False` a new request cancels the running stream. `--logits_all
-    False` skips the prompt's logits, which its server computes by default. End tokens are forbidden
-    by a bias: it has no other way to request an exact length.
-    """
-    command = [python, "-m", "llama_cpp.server", "--model", str(gguf), "--host", "127.0.0.1"]
-    command += ["--port", "{port}", "--n_threads", str(threads), "--n_threads_batch", str(threads)]
-    command += ["--n_ctx", str(max(2048, length)), "--interrupt_requests", "False"]
-    command += ["--logits_all", "False", "--verbose", "False"]
-    fields = {"logit_bias": {str(token): -100 for token in sorted(ends)}}
-    return Server("llama_cpp", "llama.cpp (llama-cpp-python's server)", tuple(command), fields)
+def llama_server(binary: Path, gguf: Path, threads: int, length: int, parallel: int) -> Server:
+    """llama.cpp's own server, with a slot for each client (continuous batching)."""
+    command = [str(binary), "--model", str(gguf), "--host", "127.0.0.1", "--port", "{port}"]
+    command += ["--threads", str(threads), "--threads-batch", str(threads), "--no-webui"]
+    command += ["--parallel", str(parallel), "--ctx-size", str(parallel * max(512, length))]
+    return Server("llama_cpp", "llama.cpp (llama-server)", tuple(command), {"ignore_eos": True})
 
 
-def llama_python(environments: Path) -> str:
-    """Python with llama.cpp as bench/cpu.py has built it, and the packages of its server.
-
-    The server's packages are in a second environment, which refers to the first one: building
-    llama.cpp takes a quarter of an hour and is done once.
-    """
-    home, server = environments / LLAMA.engine, environments / f"{LLAMA.engine}_server"
-    make_environment(home, LLAMA.packages, LLAMA.pip_environment)
-    python = make_environment(server, LLAMA_EXTRA)
-    for folder in (server / "lib").glob("python*/site-packages"):
-        built = home / "lib" / folder.parent.name / "site-packages"
-        if not built.is_dir():
-            raise UnavailableError(f"{built} is missing: another version of Python built it")
-        (folder / "llama_cpp.pth").write_text(f"{built}\n", encoding="utf-8")
-    return python
+def build_llama_server(environments: Path) -> Path:
+    """Build llama-server natively, once, from the sources that llama-cpp-python comes with."""
+    home = environments / "llama_server"
+    binary = home / "build" / "bin" / "llama-server"
+    if binary.exists():
+        return binary
+    for tool in ("cmake", "ninja"):
+        if shutil.which(tool) is None:
+            raise UnavailableError(f"{tool} is needed to build llama-server")
+    home.mkdir(parents=True, exist_ok=True)
+    (package,) = LLAMA.packages
+    download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary"]
+    run_command([*download, ":all:", "--dest", str(home), package], "no sources of llama.cpp")
+    with tarfile.open(next(home.glob("*.tar.gz"))) as archive:
+        archive.extractall(home, filter="data")
+    say("building llama-server (once, about a quarter of an hour on two cores)")
+    sources = next(home.glob("*/vendor/llama.cpp"))
+    options = [
+        "-DCMAKE_BUILD_TYPE=Release",
+        "-DLLAMA_BUILD_TESTS=OFF",
+        "-DLLAMA_USE_PREBUILT_UI=OFF",
+    ]
+    run_command(
+        ["cmake", "-G", "Ninja", "-S", str(sources), "-B", str(home / "build"), *options],
+        "llama-server cannot be configured",
+    )
+    run_command(
+        ["ninja", "-C", str(home / "build"), "llama-server"], "llama-server cannot be built"
+    )
+    return binary
 
 
 class RunningServer:

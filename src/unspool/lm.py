@@ -527,8 +527,8 @@ class LanguageModel(Session):
     ) -> Thought:
         """Test-time search: spend more tokens to find the text that a verifier scores best.
 
-        policy    how to search: "best-of" writes n=8 texts and keeps the best; docs/thinking.md has
-                  the others and their options. Or a policy of your own.
+        policy    how to search: "best-of" writes n=8 texts and keeps the best. The others and their
+                  options are in docs/reference/search-policies.md. Or a policy of your own.
         judge     the verifier: a name ("logprob", "certainty", "vote", ...), a function of a
                   `Generation` that returns a number or a bool, or a verifier object. By default
                   the most likely text wins.

@@ -56,7 +56,7 @@ def load(
 
     model      a path (a folder with safetensors, a GGUF file, or a LoRA adapter that names its
                model), a short name (`qwen3-0.6b`), a repo id (`org/name`), or nothing for the
-               default model; docs/models.md has the rest.
+               default model; docs/how-to/download-and-manage-models.md lists all.
     device     cpu, cuda, ...; by default a GPU if torch can use one.
     backend    native (CPU), cuda (NVIDIA GPU) or torch (any device); by default the first of these
                that works here.

@@ -78,7 +78,7 @@ def test_steps_that_nothing_follows_are_not_measured() -> None:
 
 
 def test_the_h200_costs_give_back_the_figures_they_come_from() -> None:
-    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "research" / "gpu.md").read_text(encoding="utf-8")
 
     def row(title: str) -> tuple[float, float]:
         cells = re.search(rf"^\| {re.escape(title)} \|(.*)$", page, re.MULTILINE)
@@ -201,7 +201,7 @@ def test_predictions_against_two_real_replicas(tmp_path: Path) -> None:
 
 
 def test_the_commands_in_the_guide_are_known() -> None:
-    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "research" / "scale.md").read_text(encoding="utf-8")
     commands = re.findall(r"^python bench/fleet\.py ([^#\n]*)", page, re.MULTILINE)
     assert len(commands) >= 8
     for words in commands:

@@ -23,7 +23,23 @@ from unspool.server.http.settings import ServerSettings
 from unspool.server.http.sockets import ListeningSocket, bind_socket
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "command-line.md"
+DOCUMENT = ROOT / "docs" / "reference" / "command-line.md"
+# Pages whose `sh` blocks are commands that any model can run.
+PAGES = [
+    DOCUMENT,
+    *(
+        ROOT / "docs" / "how-to" / f"{name}.md"
+        for name in (
+            "get-logprobs",
+            "guards",
+            "samples-and-beam",
+            "save-and-replay",
+            "structured-output",
+            "texts-longer-than-the-context",
+            "tokenize-text",
+        )
+    ),
+]
 
 
 @pytest.fixture
@@ -284,7 +300,7 @@ def test_every_environment_variable_is_documented(
     bare_unspool: Any, monkeypatch: pytest.MonkeyPatch
 ):
     section = DOCUMENT.read_text(encoding="utf-8").split("## Environment variables")[1]
-    own_section, others = section.split("What the libraries below read")
+    own_section, others = section.split("### Variables of the libraries below")
     documented = {
         name
         for row in re.findall(r"^\| (`.*?) \|", own_section, re.MULTILINE)
@@ -294,20 +310,25 @@ def test_every_environment_variable_is_documented(
     assert {"HF_ENDPOINT", "HF_TOKEN", "NO_COLOR"} <= set(re.findall(r"`(\w+)`", others))
     monkeypatch.setenv("COLUMNS", "300")
     text = bare_unspool("--help")[1]
-    assert "docs/command-line.md" in text
+    assert "docs/reference/command-line.md" in text
     at_run_time = {name for name in documented if name.startswith("UNSPOOL_")} - {"UNSPOOL_STRICT"}
     assert all(name in text for name in at_run_time)
 
 
-def test_the_commands_of_the_document_run(
-    tmp_path: Path, words_folder: Path, bare_unspool: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_commands_of_the_pages_run(
+    page: Path,
+    tmp_path: Path,
+    words_folder: Path,
+    bare_unspool: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """In this process; what is before a pipe is run by a shell."""
     monkeypatch.setenv("UNSPOOL_DEFAULT_MODEL", str(words_folder))
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```sh\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if line]
-    assert len(lines) >= 8
+    assert lines
     for line in lines:
         before, _, command = line.rpartition("unspool ")
         if not before and not line.startswith("unspool "):

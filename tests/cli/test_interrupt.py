@@ -150,7 +150,7 @@ def test_while_a_server_streams(long_words_folder: Path):
             assert has_started.wait(60)
             streams.append(lines)
         until = time.monotonic() + 60
-        while "unspool_texts_running 3.0" not in httpx.get(f"{url}/metrics", timeout=60).text:
+        while "unspool_sequences_running 3.0" not in httpx.get(f"{url}/metrics", timeout=60).text:
             assert time.monotonic() < until, "not all three are running"
         process.send_signal(signal.SIGINT)
         code, err = wait(process)

@@ -250,13 +250,13 @@ def test_texts_of_ones_own(tmp_path: Path):
 
 
 def test_the_guide(small: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any):
-    """The example of docs/costs.md runs."""
-    guide = (Path(__file__).parents[2] / "docs" / "costs.md").read_text(encoding="utf-8")
+    """The example of docs/how-to/measure-costs.md runs."""
+    guide = (Path(__file__).parents[2] / "docs/how-to/measure-costs.md").read_text("utf-8")
     monkeypatch.setattr("unspool.loading.load", lambda *names: small)
     monkeypatch.setattr("unspool.costs.measuring.sample_texts", lambda texts: packaged_sample())
     monkeypatch.chdir(tmp_path)
     (block,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    exec(compile(block, "costs.md", "exec"), {})
+    exec(compile(block, "measure-costs.md", "exec"), {})
     assert "items answered right" in capsys.readouterr().out
     assert (tmp_path / "costs.html").exists()
 

@@ -208,7 +208,7 @@ def test_names_for_people(tmp_path: Path) -> None:
 
 
 def test_the_guide_shows_the_catalogue() -> None:
-    """docs/models.md has the table that this file's facts give; print it to paste it there."""
+    """docs/how-to/choose-a-model.md has the table that the catalogue gives; a failure prints it."""
     lines = [
         "| name | parameters | file | memory | context | licence | for |",
         "|---|---|---|---|---|---|---|",
@@ -223,5 +223,5 @@ def test_the_guide_shows_the_catalogue() -> None:
         cells = (f"`{entry.name}`", many, size, needs, context, entry.licence, entry.use)
         lines.append(f"| {' | '.join(cells)} |")
     table = "\n".join(lines)
-    guide = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "how-to" / "choose-a-model.md").read_text(encoding="utf-8")
     assert table in guide, f"the table should be:\n{table}"

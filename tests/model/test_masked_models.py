@@ -243,10 +243,9 @@ def test_a_vocabulary_from_before_tokenizer_json(tmp_path: Path):
 
 
 def test_what_the_guide_shows(capsys: pytest.CaptureFixture[str]):
-    guide = (Path(__file__).parents[2] / "docs" / "beyond.md").read_text(encoding="utf-8")
-    models = guide.split("## Models")[1].split("\n## ")[0]
-    block = models.split("```python\n")[1].split("```")[0]
-    exec(compile(block, "beyond.md", "exec"), {})
+    page = Path(__file__).parents[2] / "docs/reference/diffusion-options.md"
+    block = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    exec(compile(block, page.name, "exec"), {})
     listing = [line.split("# ")[1] for line in block.splitlines() if "# " in line]
     assert capsys.readouterr().out.splitlines() == listing
 

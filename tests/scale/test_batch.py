@@ -183,15 +183,15 @@ def test_rows_are_numbered_as_an_editor_does_and_a_damaged_file_is_told(tmp_path
 
 
 def test_the_guide(tmp_path: Path, chatty: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    """Run the commands of docs/scale.md; those for a cluster have only valid options."""
+    """Run the commands of the page on batch jobs; those for a cluster have only valid options."""
     import typer.main
 
     from unspool.cli.main import _exit_code, app_with
 
-    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
-    section = page.split("\n## Batches\n")[1].split("\n## ")[0]
-    (rows,) = re.findall(r"```json\n(.*?)```", section, re.DOTALL)
-    here, cluster = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    path = Path(__file__).parents[2] / "docs" / "how-to" / "batch-jobs.md"
+    page = path.read_text(encoding="utf-8")
+    (rows,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    here, cluster = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
     Path("prompts.jsonl").write_text(rows)
     for line in here.splitlines():

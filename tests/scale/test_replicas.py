@@ -145,7 +145,7 @@ def _ask_and_kill(url: str, client: httpx.Client, chatty: Path, process: int) ->
     assert {answer.status_code for answer in requests.responses} == {200}
     text = client.get("/metrics").text
     assert f'replica="{lost}"' not in text
-    assert text.count("unspool_texts_running{replica=") == 2
+    assert text.count("unspool_sequences_running{replica=") == 2
 
 
 @pytest.mark.slow  # a second Ray: half a minute

@@ -222,6 +222,6 @@ def test_health_and_metrics(http):
     assert float(values['unspool_completion_tokens_total{model="smollm"}']) >= 4
     assert float(values['unspool_pages{model="smollm",state="total"}']) > 0
     assert float(values['unspool_requests_total{path="/v1/completions",status="200"}']) >= 1
-    assert float(values["unspool_texts_running"]) == 0
+    assert float(values["unspool_sequences_running"]) == 0
     for name in ("time_to_first_token_seconds", "time_per_token_seconds"):
         assert float(values[f'unspool_{name}_count{{model="smollm"}}']) >= 1

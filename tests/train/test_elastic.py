@@ -81,8 +81,8 @@ def test_the_commands_of_the_guides_are_known():
     root: Any = typer.main.get_command(app_with())
     printed = [
         line
-        for page in ("scale.md", "train.md")
-        for line in (DOCS / page).read_text().replace("\\\n", " ").split("\n")
+        for page in sorted(DOCS.rglob("*.md"))
+        for line in page.read_text(encoding="utf-8").replace("\\\n", " ").split("\n")
         if line.startswith("$ torchrun ")
     ]
     assert len(printed) >= 4

@@ -273,16 +273,14 @@ def test_scaling(
     assert "not a comma-separated list" in capsys.readouterr().err
 
 
-# -- What docs/train.md shows about judging, export and scaling is run as it stands ---------------
+# -- The examples of the guides to evaluation, export and scaling laws run -------------------------
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "train.md"
+GUIDES = Path(__file__).parents[2] / "docs" / "how-to"
 
 
-@pytest.mark.parametrize("section", ["Judging", "Export", "Scaling"])
-def test_the_examples_run(
-    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-):
+@pytest.mark.parametrize("page", ["evaluate-a-model", "export-to-gguf", "fit-a-scaling-law"])
+def test_the_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("UNSPOOL_RUNS", raising=False)
     small.save_model(tmp_path / "model")
@@ -290,12 +288,11 @@ def test_the_examples_run(
     checkpoint = run.folder / "checkpoints" / "000010"
     export_folder("model", checkpoint)
     (checkpoint / "training.json").write_text(json.dumps({"step": 10, "tokens": 100}))
-    text = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.S | re.M)
-    assert text, f"the section {section} is there"
-    blocks = re.findall(r"```python\n(.*?)```", text[1], re.DOTALL)
+    text = (GUIDES / f"{page}.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert blocks
     for block in blocks:
-        exec(compile(block, "train.md", "exec"), {})
-    if section == "Scaling":
+        exec(compile(block, page, "exec"), {})
+    if page == "fit-a-scaling-law":
         # 1e21 FLOP: some billions of parameters, as in the paper.
         assert re.search(r"\de\+09 parameters", capsys.readouterr().out)

@@ -16,7 +16,7 @@ from unspool.train.data.prepared import DocumentEncoder, prepare
 from unspool.train.data.sources import Document
 from unspool.train.data.tokenizer import TokenizerSettings, save_tokenizer_files, train_bpe
 
-WORDS = Path(__file__).parents[2].joinpath("docs", "how-it-works.md").read_text(encoding="utf-8")
+WORDS = Path(__file__).parents[1].joinpath("data", "training_text.md").read_text(encoding="utf-8")
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "é"}}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

@@ -21,7 +21,7 @@ from unspool.train.data.prepared import PackedDocuments, PreparedData, prepare
 from unspool.train.data.tokenizer import TokenizerSettings, save_tokenizer_files, train_bpe
 
 ROOT = Path(__file__).parents[2]
-WORDS = ROOT.joinpath("docs", "how-it-works.md").read_text(encoding="utf-8")
+WORDS = ROOT.joinpath("tests", "data", "training_text.md").read_text(encoding="utf-8")
 ROWS = [f"Document {n}. {WORDS[n * 40 : n * 40 + 100]}" for n in range(200)]
 
 

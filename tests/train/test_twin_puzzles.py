@@ -137,11 +137,10 @@ def test_a_causal_twin_writes_from_left_to_right():
 
 
 def test_the_guide(capsys: pytest.CaptureFixture[str]):
-    """The example of docs/beyond.md, section "Train a twin"."""
-    guide = (Path(__file__).parents[2] / "docs" / "beyond.md").read_text(encoding="utf-8")
-    section = guide.split("## Train a twin")[1].split("\n## ")[0]
-    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    """The example of docs/how-to/train-a-masked-twin.md."""
+    page = Path(__file__).parents[2] / "docs/how-to/train-a-masked-twin.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     assert blocks
     for block in blocks:
-        exec(compile(block, "beyond.md", "exec"), {})
+        exec(compile(block, page.name, "exec"), {})
     assert "True" in capsys.readouterr().out

@@ -255,6 +255,11 @@ class LoadedModel(Protocol):
     def device(self) -> str:
         """Device of the weights: cpu, cuda:0, ..."""
 
+    @property
+    def numerics(self) -> str:
+        """What the last digits depend on besides the weights: backend, library version, instruction
+        set or GPU, type of the KV cache, order of sums."""
+
     def backend(self, *, memory: int | None, context: int) -> Backend:
         """Create a backend whose KV cache and state slots take `memory` bytes (None: a share of the
         free memory)."""

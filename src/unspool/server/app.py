@@ -112,6 +112,9 @@ ROUTE_GROUPS = (
     ),
     RouteGroup(("/v1/messages",), ("unspool.server.dialects.anthropic:router",)),
     RouteGroup(("/v1/embeddings",), ("unspool.server.dialects.openai_embeddings:router",)),
+    RouteGroup(
+        ("/v1/rerank", "/v2/rerank", "/rerank"), ("unspool.server.dialects.rerank:router",)
+    ),
     RouteGroup(("/v1/tree",), ("unspool.server.tree.routes:router",)),
     RouteGroup(("/v1/diffuse",), ("unspool.server.dialects.diffuse:router",)),
     RouteGroup(("/v1/think",), ("unspool.server.dialects.think:router",)),
@@ -121,8 +124,7 @@ ROUTE_GROUPS = (
     ),
     RouteGroup(("/api/",), ("unspool.server.dialects.ollama:router",)),
     RouteGroup(
-        ("/completion", "/infill", "/embedding", "/rerank", "/v1/rerank", "/lora-adapters",
-         "/props", "/slots"),
+        ("/completion", "/infill", "/embedding", "/lora-adapters", "/props", "/slots"),
         ("unspool.server.dialects.llamacpp:router",),
     ),
 )  # fmt: skip
@@ -143,7 +145,8 @@ class _Api(FastAPI):
     """FastAPI that imports route groups with the first request for one of their paths.
 
     Importing all of them takes 0.4 s, and those of features 0.2 s more, beside 1.6 s for the rest
-    of the application (processor seconds on a shared x86 core, November 2026; docs/LOG.md).
+    of the application (processor seconds on a shared x86 core, November 2026;
+    docs/research/log.md).
 
     Imports and the OpenAPI document run on a thread of their own: they block neither the event
     loop nor requests for other paths, and do not wait for a free thread of the request pools.

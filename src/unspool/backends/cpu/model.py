@@ -179,6 +179,10 @@ class CpuModel:
             self.plan = build_plan(self.config, embedding_scale=float(scale))
 
     @property
+    def numerics(self) -> str:
+        return f"native {native.instruction_set()} kv_bits={self.kv_bits}"
+
+    @property
     def precision(self) -> str:
         """Type of most of the weights: Q4_1, bfloat16, ..."""
         return self.wait()._precision

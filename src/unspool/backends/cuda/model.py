@@ -11,6 +11,7 @@ from time import perf_counter
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from unspool.backends.cuda.backend import CudaBackend
@@ -18,6 +19,7 @@ from unspool.backends.cuda.kv_cache import allocate_kv_cache
 from unspool.backends.cuda.observe import normed
 from unspool.backends.cuda.weights import WeightMatrix, Weights
 from unspool.backends.step import Floats, StepBatch
+from unspool.backends.torch.backend import device_description
 from unspool.model.config import ModelConfig
 from unspool.model.layers.parts import activate
 from unspool.sampling.picker import SamplingRows
@@ -101,6 +103,11 @@ class CudaModel:
     @property
     def device(self) -> str:
         return str(self.weights.device)
+
+    @property
+    def numerics(self) -> str:
+        dtype, name = self.weights.dtype, device_description(self.weights.device)
+        return f"cuda {name} triton {triton.__version__} {dtype} exact={self.exact}"
 
     def backend(self, *, memory: int | None, context: int) -> CudaBackend:
         weights = self.weights

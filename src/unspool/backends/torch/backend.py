@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -648,6 +649,11 @@ class TorchModel:
     def device(self) -> str:
         return str(self.transformer.embed.weight.device)
 
+    @property
+    def numerics(self) -> str:
+        devices = {weight.device for weight in self.transformer.parameters()}
+        return "torch " + ", ".join(sorted(map(device_description, devices)))
+
     def backend(self, *, memory: int | None, context: int) -> TorchBackend:
         pages, states = cache_size(self.transformer, memory)
         return TorchBackend(self.transformer, page_count=pages, state_count=states, context=context)
@@ -683,6 +689,15 @@ class TorchModel:
     def _device_array(self, vectors: Floats) -> Tensor:
         weight = self.transformer.embed.weight
         return torch.from_numpy(np.array(vectors)).to(weight.device, weight.dtype)
+
+
+def device_description(device: torch.device) -> str:
+    """Name of a device's hardware, and the version of torch."""
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    else:
+        hardware = f"{device.type} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{hardware} torch {torch.__version__}"
 
 
 def fingerprint_indices(shape: tuple[int, ...]) -> tuple[Ints, ...]:

@@ -517,12 +517,7 @@ class AskVerifier:
     ) -> None:
         (model or lm).config.require_head()
         self._reader, self._question = Reader(model or lm, lm, conversation), question
-        self._yes, self._no = (first_tokens(self._reader.lm, words) for words in (_YES, _NO))
-        if self._yes & self._no:
-            raise SettingsError(
-                "in this model's vocabulary yes and no start with the same token, so it cannot be "
-                "asked; use another verifier"
-            )
+        self._yes, self._no = yes_no_tokens(self._reader.lm)
         self._turn = self._next_turn()
 
     def cost(self, texts: Sequence[Generation]) -> int:
@@ -542,14 +537,9 @@ class AskVerifier:
                 branches = [tracker.open(rows[number]) for number in numbers]
                 logits = reader.lm.engine.extend_all([(branch, ()) for branch in branches])
             for number, row in zip(numbers, logits, strict=True):
-                verdicts[number] = Verdict(self._probability_yes(row))
+                verdicts[number] = Verdict(probability_yes(row, self._yes, self._no))
                 reader.mark_cached(rows[number])
         return verdicts
-
-    def _probability_yes(self, logits: Logits) -> float:
-        logprobs = array_operations(logits).to_numpy(log_softmax(logits))[-1].astype(np.float64)
-        yes, no = (float(np.exp(logprobs[sorted(ids)]).sum()) for ids in (self._yes, self._no))
-        return yes / (yes + no) if yes + no > 0 else 0.5
 
     # -- building the rows ---------------------------------------------------------------------
 
@@ -605,6 +595,25 @@ class AskVerifier:
             {"role": "user", "content": self._question},
         ]
         return lm.chat_template.encode_after(messages, 1)
+
+
+def yes_no_tokens(lm: Session) -> tuple[frozenset[int], frozenset[int]]:
+    """Tokens that answers of yes and of no start with. Raises if they share one."""
+    yes, no = first_tokens(lm, _YES), first_tokens(lm, _NO)
+    if not yes or not no or yes & no:
+        raise SettingsError(
+            "in this model's vocabulary yes and no start with the same token, so it cannot be "
+            "asked; use another verifier"
+        )
+    return yes, no
+
+
+def probability_yes(logits: Logits, yes: frozenset[int], no: frozenset[int]) -> float:
+    """P(yes) / (P(yes) + P(no)) from the logits of the answer's first token, [n, V]; the last row
+    counts."""
+    logprobs = array_operations(logits).to_numpy(log_softmax(logits))[-1].astype(np.float64)
+    yes_mass, no_mass = (float(np.exp(logprobs[sorted(ids)]).sum()) for ids in (yes, no))
+    return yes_mass / (yes_mass + no_mass) if yes_mass + no_mass > 0 else 0.5
 
 
 def first_tokens(lm: Session, words: Sequence[str]) -> frozenset[int]:

@@ -218,7 +218,17 @@ _KEPT = re.compile(r"^(?:branch-([a-z0-9]+)-|(?:resp|msg)_([a-z0-9]+)_)[0-9a-f]{
 _KEPT_PATHS = ("/v1/tree/", "/v1/responses/")
 _SHARED = ("/v1/runs", "/v1/costs")
 # In the order of a rendered prompt: the first fields are shared by the most requests.
-_PROMPT = ("model", "tools", "system", "instructions", "context", "messages", "prompt", "input")
+_PROMPT = (
+    "model",
+    "tools",
+    "system",
+    "instructions",
+    "context",
+    "messages",
+    "prompt",
+    "input",
+    "query",
+)
 
 
 @dataclass(slots=True)

@@ -525,7 +525,7 @@ def _prepare_infill(call: Call, body: InfillRequest) -> tuple[InfillGap, list[in
     return gap, prompt, completion_options(call, body, len(prompt))
 
 
-# -- llama.cpp's `/embedding`, `/embeddings` and `/rerank`, which differ from OpenAI's
+# -- llama.cpp's `/embedding` and `/embeddings`, which differ from OpenAI's
 
 _INT16_SCALE = 32760.0  # largest number of vectors that are scaled for 16-bit integers
 
@@ -540,17 +540,6 @@ class LlamaEmbeddingRequest(ForeignRequest):
     embd_normalize: int = Field(
         2, ge=0, le=64, description="0: largest number is 32760; 1, 2, ...: length by this norm"
     )
-
-
-class RerankRequest(Strict):
-    """Documents to rank for a query, with the parameters of Jina's and TEI's APIs."""
-
-    model: str | None = None
-    query: str
-    documents: list[str] | None = Field(None, min_length=1)
-    texts: list[str] | None = Field(None, min_length=1)
-    top_n: int | None = Field(None, ge=1)
-    return_text: bool | None = None
 
 
 @router.post("/embedding", include_in_schema=False)
@@ -592,15 +581,3 @@ def _scaled(vector: Any, norm: int) -> Any:
     if norm == 0:
         return vector * (_INT16_SCALE / max(float(np.abs(vector).max()), 1e-12))
     return vector / max(float(np.linalg.norm(vector, norm)), 1e-12)
-
-
-@router.post("/rerank", include_in_schema=False)
-@router.post("/reranking", include_in_schema=False)
-@router.post("/v1/rerank", include_in_schema=False)
-@router.post("/v1/reranking", include_in_schema=False)
-async def rerank(body: RerankRequest, request: Request) -> Response:
-    if body.documents is None and body.texts is None:
-        raise bad_request("documents is missing; it must be a non-empty list of texts", "documents")
-    state_of(request).registry.entry(body.model)
-    message = "this server does not support reranking: it serves language models, not rerankers"
-    raise ApiError(501, message, code="not_implemented")

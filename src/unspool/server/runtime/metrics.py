@@ -45,17 +45,19 @@ class Metrics:
         )
         self.per_token = _TokenTimes()
         self.registry.register(self.per_token)
-        self.prompt_tokens = metric(Counter, "prompt_tokens", "Tokens of prompts", "model")
+        self.prompt_tokens = metric(Counter, "prompt_tokens", "Prompt tokens", "model")
         self.cached_tokens = metric(
-            Counter, "cached_prompt_tokens", "Tokens of prompts that were computed before", "model"
+            Counter, "cached_prompt_tokens", "Prompt tokens found in the prefix cache", "model"
         )
-        self.completion_tokens = metric(Counter, "completion_tokens", "Tokens written", "model")
+        self.completion_tokens = metric(Counter, "completion_tokens", "Generated tokens", "model")
         self.drafts = metric(
-            Counter, "draft_tokens", "Tokens guessed ahead (speculation)", "model", "outcome"
+            Counter, "draft_tokens", "Draft tokens of speculative decoding", "model", "outcome"
         )
-        self.cancelled = metric(Counter, "cancelled_requests", "Requests whose client left", "path")
-        metric(Gauge, "texts_running", "RequestTexts being written").set_function(running)
-        metric(Gauge, "requests_queued", "Requests waiting for a place").set_function(queued)
+        self.cancelled = metric(
+            Counter, "cancelled_requests", "Requests cancelled by the client", "path"
+        )
+        metric(Gauge, "sequences_running", "Sequences being generated").set_function(running)
+        metric(Gauge, "requests_queued", "Requests waiting in the queue").set_function(queued)
         self.registry.register(_Engines(models))
 
     def text(self) -> bytes:
@@ -104,17 +106,17 @@ class _Engines(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         pages = GaugeMetricFamily(
             "unspool_pages",
-            "Pages of keys and values: all, used, and held by several texts at once",
+            "KV cache pages: total, used, and shared by several sequences",
             labels=("model", "state"),
         )
         states = GaugeMetricFamily(
             "unspool_states",
-            "Recurrent states of texts: room for, used, and forgotten so far to make room",
+            "Recurrent state slots: total, used, and evicted so far",
             labels=("model", "state"),
         )
-        batches = CounterMetricFamily("unspool_batches", "Runs of the model", labels=("model",))
-        aside = CounterMetricFamily(
-            "unspool_put_aside", "RequestTexts that had to make room for others", labels=("model",)
+        batches = CounterMetricFamily("unspool_batches", "Steps of the model", labels=("model",))
+        preemptions = CounterMetricFamily(
+            "unspool_preemptions", "Sequences preempted to free KV cache", labels=("model",)
         )
         for served in self._models():
             engine = served.lm.engine
@@ -129,10 +131,10 @@ class _Engines(Collector):
             if slots is not None:
                 states.add_metric((served.name, "total"), slots.count)
                 states.add_metric((served.name, "used"), slots.used)
-                states.add_metric((served.name, "forgotten"), slots.num_evicted)
+                states.add_metric((served.name, "evicted"), slots.num_evicted)
             batches.add_metric((served.name,), engine.steps)
-            aside.add_metric((served.name,), engine.scheduler.preemptions)
+            preemptions.add_metric((served.name,), engine.scheduler.preemptions)
         yield pages
         yield states
         yield batches
-        yield aside
+        yield preemptions

@@ -585,11 +585,10 @@ def _load_model(
         lm.engine  # noqa: B018  starts the engine before the first request
         lm.tokenizer.encoder.library  # noqa: B018  builds it before the first long prompt
         source = lm.tokenizer.chat_template
-        identity = f"{__version__} {lm.model.fingerprint()} {lm.model.precision} {lm.model.device}"
         return ServedModel(
             entry.name,
             lm,
-            fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
+            fingerprint=system_fingerprint(lm),
             tools=tool_format(source, lm.tokenizer),
             keep_alive=keep_alive,
             entry=entry,
@@ -601,16 +600,39 @@ def _load_model(
         return _as_exception(error)
 
 
+def system_fingerprint(lm: Session) -> str:
+    """Short hash of everything that a text depends on besides its request.
+
+    Covers the version of Unspool, the model's weights, config, chat template and vocabulary, the
+    context, the precision of weights and KV cache, the backend, the instruction set or GPU, and
+    `exact`. It does not cover the number of threads, memory or batch, which change no text.
+    """
+    tokenizer = lm.tokenizer
+    return _short_hash(
+        __version__,
+        lm.model.fingerprint(),
+        json.dumps(lm.config.to_dict(), sort_keys=True, default=str),
+        [tokenizer.kind, tokenizer.vocab_size, sorted(tokenizer.special_tokens.items())],
+        tokenizer.chat_template,
+        lm.context,
+        lm.model.precision,
+        lm.model.numerics,
+    )
+
+
+def _short_hash(*parts: object) -> str:
+    return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
 def _load_adapter(base: ServedModel, entry: AdapterEntry) -> ServedModel | Exception:
     """Load an adapter; the view shares everything else with the model."""
     try:
         base.lm.load_adapter(entry.short_name, entry.folder)
-        identity = f"{base.fingerprint} {entry.short_name} {entry.stamp}"
         return replace(
             base,
             name=entry.name,
             lm=base.lm.adapted(entry.short_name),
-            fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
+            fingerprint=_short_hash(base.fingerprint, entry.short_name, entry.stamp),
             stamp=entry.stamp,
             base=base,
             adapted={},

@@ -349,6 +349,11 @@ class SplitModel:
     def device(self) -> str:
         return TorchModel(self._transformer).device
 
+    @property
+    def numerics(self) -> str:
+        numerics = TorchModel(self._transformer).numerics
+        return f"{numerics} tensor_parallel={self._transformer.ranks.share.ranks}"
+
     def backend(self, *, memory: int | None, context: int) -> RankZeroBackend:
         return RankZeroBackend(self._transformer, self._number, memory, context)
 

@@ -1,0 +1,99 @@
+"""Write the tables of measurements into README.md and docs/research: python docs/make_tables.py
+
+A page has `<!-- table NAME -->` and `<!-- end of table -->`; what is between them is replaced by
+the table of that name, made from docs/research/data. So each figure has one source: a file that a
+benchmark wrote, with its machine, date and commit. `--check` writes nothing and exits with 1 if a
+page is not up to date.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+DATA = DOCS / "research" / "data"
+PAGES = [DOCS.parent / "README.md", *sorted((DOCS / "research").glob("*.md"))]
+MARKED = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def main() -> int:
+    outdated = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        made = MARKED.sub(lambda found: found[1] + make_table(found[2]) + "\n" + found[3], text)
+        if made != text:
+            outdated.append(page.name)
+            if "--check" not in sys.argv:
+                page.write_text(made, encoding="utf-8")
+    for name in outdated:
+        print(f"{name}: {'not up to date' if '--check' in sys.argv else 'written'}")
+    return 1 if outdated and "--check" in sys.argv else 0
+
+
+def make_table(name: str) -> str:
+    """Make the table of a file in docs/research/data; its prefix says which benchmark wrote it."""
+    results = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+    return TABLES[name.split("-")[0]](results)
+
+
+def cpu_table(results: dict[str, Any]) -> str:
+    """Ours against llama.cpp's, for each type of file (bench/cpu.py --only llama_cpp)."""
+    files = [results, *results["types"]]
+    works = {"decode": "decode", "prompt": "prompt of 512", "batch": "16 at once"}
+    works |= {w: w.replace("-", " after ") for w in ("decode-4000", "decode-16000")}
+    works |= {w: w.replace("-", " of ") for w in ("prompt-4000", "prompt-8000")}
+    works = {work: title for work, title in works.items() if work in files[0]["engines"]["us"]}
+    others = {"memory_mb": "memory, MB", "cold": "cold start, s"}
+    others = {key: title for key, title in others.items() if key in files[0]["engines"]["us"]}
+    rows = []
+    for file in files:
+        ours, theirs = file["engines"]["us"], file["engines"]["llama_cpp"]
+        cells = [file["model"].removesuffix(".gguf").rsplit(".", 1)[-1].rsplit("-", 1)[-1]]
+        for work in works:
+            ratio = statistics.median(a / b for a, b in zip(ours[work], theirs[work], strict=True))
+            speeds = [f"{statistics.median(entry[work]):,.0f}" for entry in (ours, theirs)]
+            cells.append(f"{' / '.join(speeds)} (**{ratio:.2f}x**)")
+        for key in others:
+            form = ".2f" if key == "cold" else ",.0f"
+            values = [
+                statistics.median(v) if isinstance(v := entry[key], list) else v
+                for entry in (ours, theirs)
+            ]
+            cells.append(" / ".join(f"{value:{form}}" for value in values))
+        rows.append(cells)
+    header = ["file", *works.values(), *others.values()]
+    machine = results["machine"]
+    note = (
+        f"Tokens/s, Unspool / llama.cpp. {results['threads']} threads on {machine['cores']} cores "
+        f"of {machine['processor']} ({machine['architecture']}), {results['date']}, commit "
+        f"{results['commit']}, medians of {results['rounds']} rounds, engines in turns: "
+        f"`{results['command']}`."
+    )
+    return table(header, rows) + f"\n\n{note}"
+
+
+def gpu_table(results: dict[str, Any]) -> str:
+    """All parts of a run of bench/gpu.py."""
+    sys.path.insert(0, str(DOCS.parent / "bench"))
+    import gpu
+
+    note = f"{results['date']}, commit {results['commit']}: `{results['command']}`."
+    return f"{gpu.markdown(results)}\n{note}"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Markdown table."""
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"cpu": cpu_table, "gpu": gpu_table}
+
+if __name__ == "__main__":
+    sys.exit(main())
