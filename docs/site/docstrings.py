@@ -256,13 +256,21 @@ def _method(item: ast.FunctionDef | ast.AsyncFunctionDef, owner: str = "") -> Me
     arguments = re.sub(r"^(self|cls)(, |$)", "", arguments)
     arguments = arguments.replace("**options: Unpack[Options]", "**options")
     arguments = re.sub(r"\*\*options: Unpack\[(\w+)\]", "**options", arguments)
+    parts = [_spaced(part) for part in _split_arguments(arguments)]
+    arguments = ", ".join(parts)
     returns = ast.unparse(item.returns).strip("'\"") if item.returns else ""
     name = f"{owner}.{item.name}" if owner else item.name
     signature = f"{words}{name}({arguments})" + (f" -> {returns}" if returns else "")
     if len(signature) > _SHORTEST_WRAPPED:
-        inner = ",\n    ".join(_split_arguments(arguments))
+        inner = ",\n    ".join(parts)
         signature = f"{words}{name}(\n    {inner},\n)" + (f" -> {returns}" if returns else "")
     return Method(item.name, signature, returns, ast.get_docstring(item) or "")
+
+
+def _spaced(argument: str) -> str:
+    """Write `name: type = default` with spaces around the sign, as people do."""
+    name, colon, rest = argument.partition(": ")
+    return f"{name}: {rest.replace('=', ' = ', 1)}" if colon else argument
 
 
 def _split_arguments(text: str) -> list[str]:
