@@ -180,7 +180,7 @@ def build_server(lm: LanguageModel, name: str = "unspool") -> MCPServer:
             text = text.rewind(at)
         if token is not None:
             text = await anyio.to_thread.run_sync(text.choose, token)
-        options = {} if max_tokens is None else {"max_tokens": max_tokens}
+        options: Any = {} if max_tokens is None else {"max_tokens": max_tokens}
         continued, steps = await anyio.to_thread.run_sync(lambda: text.start_resume(**options))
         await continued.extend_async(steps)
         return {**describe(continued), "reused_tokens": continued.reused}

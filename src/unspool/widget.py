@@ -44,7 +44,7 @@ class GenerationWidget(anywidget.AnyWidget):  # type: ignore[misc]  # has no typ
         lm: The model that writes.
         prompt: Text, token ids, or a list of messages for the chat template.
         generation: A text to show instead of writing one for `prompt`.
-        top: Number of candidates shown at a token.
+        candidates: Number of candidates shown at a token.
         **options: As in `lm.generate`.
     """
 
@@ -65,13 +65,13 @@ class GenerationWidget(anywidget.AnyWidget):  # type: ignore[misc]  # has no typ
         prompt: Prompt | Messages | None = None,
         *,
         generation: Generation | None = None,
-        top: int = _TOP,
+        candidates: int = _TOP,
         **options: Unpack[Options],
     ) -> None:
         if (prompt is None) == (generation is None):
             raise SettingsError("give either a prompt or a generation")
         super().__init__()
-        self._lm, self._top = lm, top
+        self._lm, self._top = lm, candidates
         self._lock = threading.RLock()  # held while the version or the running stream changes
         self._stream: StepStream | None = None
         self._thread: threading.Thread | None = None
@@ -92,7 +92,8 @@ class GenerationWidget(anywidget.AnyWidget):  # type: ignore[misc]  # has no typ
     @property
     def generation(self) -> Generation:
         """The version that is shown; while it is written, the text so far."""
-        return self.versions[self.version]
+        text: Generation = self.versions[self.version]
+        return text
 
     def stop(self) -> None:
         """Stop writing; the text so far stays."""
@@ -137,8 +138,8 @@ class GenerationWidget(anywidget.AnyWidget):  # type: ignore[misc]  # has no typ
         """Add a version, and write it on a thread."""
         with self._lock:
             self._stream = stream
+            self.running = True  # before the text is shown, so that its status is "writing"
             self._show(text)
-            self.running = True
             self._thread = threading.Thread(target=self._write, args=(text, stream), daemon=True)
             self._thread.start()
 
