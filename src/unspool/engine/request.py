@@ -352,7 +352,8 @@ class Options(SamplingOptions, total=False):
     ]
     speculate: Annotated[
         str | Drafter | DraftMaker | None,
-        "speculative decoding with 'lookup', 'mtp' or 'model:PATH': the same text, faster",
+        "speculative decoding with 'lookup', 'mtp' or 'model:PATH'; the text stays the same "
+        "(on a GPU with `exact`)",
     ]
 
 
