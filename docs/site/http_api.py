@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 import re
 from functools import cache
 from typing import Any
@@ -179,6 +180,8 @@ def _comments() -> dict[str, dict[str, str]]:
         kinds += kind.__subclasses__()
         if not kind.__module__.startswith("unspool."):
             continue
+        if getattr(sys.modules[kind.__module__], kind.__name__, None) is not kind:
+            continue  # made at run time, without source
         texts: dict[str, str] = {}
         for base in own_bases(kind):
             node, lines = class_node(base)

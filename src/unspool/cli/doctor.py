@@ -47,7 +47,7 @@ class Problem:
 
 
 @dataclass
-class Report:
+class Diagnosis:
     """One line for each fact, the same facts for programs, and the problems."""
 
     lines: list[list[str]] = field(default_factory=list)
@@ -78,7 +78,7 @@ def doctor(
       unspool doctor --torch
       unspool doctor --json
     """
-    report = Report()
+    report = Diagnosis()
     _add_software(report)
     _add_processor(report)
     _add_memory(report)
@@ -99,7 +99,7 @@ def doctor(
 # -- software, processor, memory -------------------------------------------------------------------
 
 
-def _add_software(report: Report) -> None:
+def _add_software(report: Diagnosis) -> None:
     package = Path(__file__).parents[1]
     report.add("unspool", f"{__version__}, {package}", version=__version__, path=str(package))
     python = platform.python_version()
@@ -110,7 +110,7 @@ def _add_software(report: Report) -> None:
     report.add("system", line, name=system, machine=machine, libc=libc or None)
 
 
-def _add_processor(report: Report) -> None:
+def _add_processor(report: Diagnosis) -> None:
     from unspool.backends.cpu.threads import choose_threads
 
     name, num_processors, threads = _processor_name(), os.cpu_count() or 1, choose_threads(None)
@@ -122,7 +122,7 @@ def _add_processor(report: Report) -> None:
     report.add("threads", f"{threads} (one for each core that this process may use)", used=threads)
 
 
-def _add_native(report: Report) -> None:
+def _add_native(report: Diagnosis) -> None:
     compiler, version = native.compiler_on_path(), None
     if compiler:
         version = (_output_of(compiler, "--version") or compiler).splitlines()[0]
@@ -169,7 +169,7 @@ def _processor_name() -> str:
     return fields.get("model name") or platform.processor() or platform.machine()
 
 
-def _add_memory(report: Report) -> None:
+def _add_memory(report: Diagnosis) -> None:
     from unspool.model.hub.memory import format_bytes, free_memory
 
     free, total = free_memory(), _total_memory()
@@ -192,7 +192,7 @@ def _total_memory() -> int | None:
 # -- GPU, torch, triton ----------------------------------------------------------------------------
 
 
-def _add_gpu(report: Report, *, import_torch: bool) -> None:
+def _add_gpu(report: Diagnosis, *, import_torch: bool) -> None:
     from unspool.backends.placement import INSTALL_TORCH, has_nvidia_driver
 
     gpus = _nvidia_gpus()
@@ -217,7 +217,7 @@ def _add_gpu(report: Report, *, import_torch: bool) -> None:
         _add_torch_devices(report, has_gpu=has_gpu)
 
 
-def _add_torch_devices(report: Report, *, has_gpu: bool) -> None:
+def _add_torch_devices(report: Diagnosis, *, has_gpu: bool) -> None:
     """Ask torch itself: a driver that is too old shows only here."""
     try:
         import torch
@@ -273,7 +273,7 @@ def _cuda_of_torch() -> str | None:
 # -- models ----------------------------------------------------------------------------------------
 
 
-def _add_models(report: Report) -> None:
+def _add_models(report: Diagnosis) -> None:
     from unspool.model.hub.download import DEFAULT, cache_folder
     from unspool.model.hub.find import cached_models
     from unspool.model.hub.memory import format_bytes
