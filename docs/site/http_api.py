@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import sys
 import re
+import sys
 from functools import cache
 from typing import Any
 
