@@ -40,6 +40,7 @@ from unspool.backends.step import (
     min_int,
 )
 from unspool.errors import UnspoolError
+from unspool.gc_pause import gc_paused
 from unspool.model.adapters import Adapter
 from unspool.sampling.picker import HISTORY_END, HISTORY_START, SamplingRows
 
@@ -95,8 +96,12 @@ class GraphCache:
 
     def _capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        # A graph of another model that the garbage collector frees meanwhile would end the capture.
+        with (
+            gc_paused(),
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ),
         ):
             launch()
         return graph
