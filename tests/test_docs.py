@@ -188,8 +188,11 @@ def test_speculative_decoding_guide():
 
 
 @pytest.mark.real
-def test_adapter_guide(lm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_adapter_guide(
+    lm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     from helpers.adapter_support import random_adapter
+    from unspool.errors import UnspoolError
     from unspool.model.adapters import write_adapter
 
     monkeypatch.chdir(tmp_path)
@@ -197,6 +200,9 @@ def test_adapter_guide(lm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         write_adapter(random_adapter(lm.config, 2, seed=seed), Path("adapters") / name, lm.config)
     (block,) = blocks_of((ROOT / "docs/how-to/load-a-lora-adapter.md").read_text())
     run([block])
+    assert len(capsys.readouterr().out.splitlines()) >= 2
+    with pytest.raises(UnspoolError, match="poet"):  # the guide unloads it
+        lm.generate("The sea", adapter="poet", max_tokens=1)
     lm.unload_adapter("clerk")
 
 

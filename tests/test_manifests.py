@@ -11,6 +11,7 @@ import pytest
 import typer.main
 import yaml
 
+from helpers.manifest_schema import COUNT, TEXT, TEXTS, list_of, strict
 from unspool.cli.main import app_with
 from unspool.model.hub.catalogue import catalogue
 
@@ -21,21 +22,7 @@ IMAGE = re.compile(r"ghcr\.io/unspool-ai/unspool:\d+\.\d+\.\d+-(cpu|cuda)")
 
 # The part of Kubernetes' apps/v1 and core/v1 that we use. Unknown names are refused, as `kubectl
 # apply --validate=strict` does.
-TEXT, COUNT, FLAG = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
-TEXTS = {"type": "object", "additionalProperties": TEXT}
-
-
-def strict(*required: str, **properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": False,
-    }
-
-
-def list_of(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": 1}
+FLAG = {"type": "boolean"}
 
 
 PROBE = strict(

@@ -1,11 +1,10 @@
-"""`unspool doctor` names what there is, and what is broken or slow; `unspool completion`."""
+"""`unspool doctor` names what there is, and what is broken or slow; shells complete commands."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -137,19 +136,6 @@ def test_little_memory(monkeypatch: pytest.MonkeyPatch, problems_of: Any):
 
 
 # -- completion, `python -m unspool` ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "powershell"])
-def test_completion_scripts(shell: str, bare_unspool: Any):
-    code, out, _ = bare_unspool("completion", shell)
-    assert code == 0 and f"complete_{shell}" in out and "unspool" in out
-    if (program := shutil.which(shell)) and shell in ("bash", "zsh"):
-        assert subprocess.run([program, "-n"], input=out, text=True).returncode == 0
-
-
-def test_an_unknown_shell(bare_unspool: Any):
-    code, _, err = bare_unspool("completion", "csh")
-    assert code == 2 and "bash" in err
 
 
 @pytest.mark.parametrize(

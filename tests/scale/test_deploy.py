@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 import yaml
 
+from helpers.manifest_schema import COUNT, TEXT, TEXTS, list_of, strict
 from unspool.scale.replicas.config import gateway_config_from, replicas_config_from
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray")
@@ -21,45 +22,35 @@ DEPLOY = Path(__file__).parent.parent.parent / "deploy"
 # github.com/ray-project/kuberay, ray-operator/apis/ray/v1/rayservice_types.go and
 # raycluster_types.go, say, and Kubernetes' core/v1 of pods. Unknown names are refused, as
 # `kubectl apply --validate=strict` does.
-TEXT, COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
-TEXTS = {"type": "object", "additionalProperties": TEXT}
-
-
-def strict(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": False,
-    }
-
-
-def many(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": 1}
 
 
 CONTAINER = strict(
-    ("name", "image"),
+    "name",
+    "image",
     name={"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},
     image=TEXT,
-    ports=many(strict(("containerPort",), containerPort=COUNT, name=TEXT)),
+    ports=list_of(strict("containerPort", containerPort=COUNT, name=TEXT)),
     resources=strict(requests=TEXTS, limits=TEXTS),
-    volumeMounts=many(
-        strict(("name", "mountPath"), name=TEXT, mountPath=TEXT, readOnly={"type": "boolean"})
+    volumeMounts=list_of(
+        strict("name", "mountPath", name=TEXT, mountPath=TEXT, readOnly={"type": "boolean"})
     ),
 )
 TEMPLATE = strict(
-    ("spec",),
+    "spec",
     spec=strict(
-        ("containers",),
-        containers=many(CONTAINER),
+        "containers",
+        containers=list_of(CONTAINER),
         terminationGracePeriodSeconds=COUNT,
-        volumes=many(strict(("name",), name=TEXT, secret=strict(secretName=TEXT))),
+        volumes=list_of(strict("name", name=TEXT, secret=strict(secretName=TEXT))),
     ),
 )
-HEAD = strict(("rayStartParams", "template"), rayStartParams=TEXTS, template=TEMPLATE)
+HEAD = strict("rayStartParams", "template", rayStartParams=TEXTS, template=TEMPLATE)
 WORKERS = strict(
-    ("groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"),
+    "groupName",
+    "minReplicas",
+    "maxReplicas",
+    "rayStartParams",
+    "template",
     groupName=TEXT,
     replicas=COUNT,
     minReplicas=COUNT,
@@ -68,17 +59,20 @@ WORKERS = strict(
     template=TEMPLATE,
 )
 CLUSTER = strict(
-    ("headGroupSpec",),
+    "headGroupSpec",
     rayVersion=TEXT,
     enableInTreeAutoscaling={"type": "boolean"},
     headGroupSpec=HEAD,
-    workerGroupSpecs=many(WORKERS),
+    workerGroupSpecs=list_of(WORKERS),
 )
 RAY_SERVICE = strict(
-    ("apiVersion", "kind", "metadata", "spec"),
+    "apiVersion",
+    "kind",
+    "metadata",
+    "spec",
     apiVersion={"const": "ray.io/v1"},
     kind={"const": "RayService"},
-    metadata=strict(("name",), name=TEXT),
+    metadata=strict("name", name=TEXT),
     spec=strict(serveConfigV2=TEXT, rayClusterConfig=CLUSTER),
 )
 

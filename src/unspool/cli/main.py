@@ -57,7 +57,6 @@ _COMMANDS = {
         Command("show", "unspool.cli.models:info", "Models"),
         Command("ps", "unspool.cli.models:ps", "Models"),
         Command("doctor", "unspool.cli.doctor:doctor", "Setup"),
-        Command("completion", "unspool.cli.completion:completion", "Setup"),
     )
 }
 
