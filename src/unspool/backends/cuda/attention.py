@@ -268,6 +268,7 @@ def decode_attention(
     new: bool,
     pdl: bool,
     pieces: int = MOST_PIECES,
+    exact: bool = False,
 ) -> None:
     """Decode attention: out [n, heads * head_width].
 
@@ -275,10 +276,14 @@ def decode_attention(
         new: each row is the only new token of its sequence, and its key and value are still in
             `qkv`: they are normalized, rotated and stored here. Otherwise `store_keys` did that.
         pieces: number of pieces of the longest context.
+        exact: a row's bits do not depend on the number of rows.
     """
     groups = layer.kv_heads * -(-layer.heads // layer.kv_heads // ROWS)
     many = len(lines) * groups >= MANY_PROGRAMS
-    if new and (many or pieces == MOST_PIECES):
+    # The norm of a head adds in an order that depends on the kernel, so an exact one is always in
+    # the same kernel.
+    is_ordered = exact and (layer.q_norm is not None or layer.value_norm)
+    if new and (many or pieces == MOST_PIECES or is_ordered):
         # `store_keys` does it once, not in every program; and a program may have several tiles.
         store_keys(qkv, keys, values, layer, lines, pdl=pdl)
         new = False

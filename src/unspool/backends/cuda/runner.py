@@ -339,7 +339,7 @@ class ModelRunner:
                 attention.store_keys(qkv, keys, values, shape, rows, pdl=self.pdl)
             attention.decode_attention(
                 qkv, out, keys, values, shape, rows, self._scratch, new=single_tokens,
-                pieces=attention.num_pieces(shape, max_context), pdl=self.pdl,
+                pieces=attention.num_pieces(shape, max_context), pdl=self.pdl, exact=self.exact,
             )  # fmt: skip
 
         def recur(layer: int, projected: Tensor, out: Tensor, stats: Tensor | None) -> None:
