@@ -43,6 +43,10 @@ class ContextError(UnspoolError):
         self.num_tokens, self.context = num_tokens, context
 
 
+class StorageError(UnspoolError):
+    """A change could not be stored: the disk is full, or the database is damaged."""
+
+
 class BusyError(UnspoolError):
     """There is no capacity now; the same request may succeed later."""
 

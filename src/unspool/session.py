@@ -253,6 +253,16 @@ class Session:
         generation.request = continued_request(self._facts, generation, dict(options))
         return self.engine.submit(generation.request)
 
+    def reattach(self, generation: Generation, **options: Unpack[Options]) -> Generation:
+        """Attach this model to a text whose request was stored without what depends on the model:
+        reasoning, grammar, guards, drafter. The options are those that the text was started with.
+        """
+        self.prompt_ids([*generation.prompt, *generation.tokens])
+        limits = generation.request.limits
+        request = continued_request(self._facts, generation, dict(options))
+        limits = replace(limits, context=min(limits.context, self.context))
+        return replace(generation, request=replace(request, limits=limits, written=()), source=self)
+
     def attach(self, generation: Generation) -> Generation:
         """Attach this model to a generation from a pickle or another process, to continue it."""
         check_generation(generation)

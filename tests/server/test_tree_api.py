@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from helpers.tree_client import PROMPT, SAMPLING, Tree, read, tokens
 from unspool.server.http.errors import ApiError
-from unspool.server.tree import branches as stored
-from unspool.server.tree.branches import Branches, ExtraSettings, TreeBranch
+from unspool.server.tree import library as stored
+from unspool.server.tree.branches import ExtraSettings, TreeBranch, TreePrompt
+from unspool.server.tree.library import Branches
 
 
 def test_the_tree_writes_what_the_library_writes(tree: Tree, lm: Any):
@@ -295,12 +297,12 @@ def test_a_store_is_bounded_and_its_oldest_branches_make_room(
 ):
     def branch() -> TreeBranch:
         generation = lm.prepare_generation("a")
-        prompt = stored.TreePrompt(generation.prompt, "a", lm.tokenizer, frozenset())
+        prompt = TreePrompt(generation.prompt, "a", lm.tokenizer, frozenset())
         return TreeBranch("m", prompt, generation, ExtraSettings(), None)
 
     def added() -> TreeBranch:
         created = branch()
-        store.add(created)
+        asyncio.run(store.add(created))
         return created
 
     store = Branches(2)
@@ -314,7 +316,7 @@ def test_a_store_is_bounded_and_its_oldest_branches_make_room(
     assert set(store.all) == {second.id, third.id} and first.deleted and second.parent is None
     with pytest.raises(ApiError, match="removed to make room"):
         store.of_user("").get(first.id)
-    store.delete(second)
+    asyncio.run(store.delete(second))
     monkeypatch.setattr(stored, "MAX_WEIGHT", 1)
     with third.locked(), pytest.raises(ApiError):
         added()

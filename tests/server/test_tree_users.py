@@ -25,16 +25,16 @@ from unspool.lm import LanguageModel
 from unspool.sampling.chain import StageReport
 from unspool.server.http.errors import ApiError
 from unspool.server.runtime.registry import ModelEntry
-from unspool.server.tree import branches as stored
+from unspool.server.tree import library as stored
 from unspool.server.tree.branch_json import branch_store
 from unspool.server.tree.branches import (
-    Branches,
     ExtraSettings,
     TreeBranch,
     TreePrompt,
     fork_branch,
     step_weight,
 )
+from unspool.server.tree.library import Branches
 from unspool.server.tree.writing import BranchTexts, BranchWriting
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
@@ -120,6 +120,14 @@ def step(stages: int = 0) -> Step:
     return Step(7, b"a", "a", -1.0, 3, stages=(report,) * stages)
 
 
+def add(store: Branches, *branches: TreeBranch) -> None:
+    asyncio.run(store.add(*branches))
+
+
+def delete(store: Branches, branch: TreeBranch) -> None:
+    asyncio.run(store.delete(branch))
+
+
 def kept_weight(store: Branches) -> int:
     """Memory of all that the store keeps, counted from nothing."""
     branches = list(store.all.values())
@@ -133,21 +141,21 @@ def kept_weight(store: Branches) -> int:
 def test_memory_counts_every_step_by_itself(small: Any) -> None:
     store = Branches(10)
     branch = branch_of(small, *(step(stages=8) for _ in range(100)))
-    store.add(branch)
+    add(store, branch)
     before = store.weight
     assert before > 100 * 8 and before == kept_weight(store)
     branch.replace_text(small.attach(branch.generation).choose([9]), 100, "append")
     assert before < store.weight < before + 100 and store.weight == kept_weight(store)
     # What a fork still keeps is not free when its parent lets it go.
     fork = fork_branch(branch, branch.generation.rewind(90), 90)
-    store.add(fork)
+    add(store, fork)
     shared = store.weight
     assert shared < before + 1000 and shared == kept_weight(store)
     branch.replace_text(branch.generation.rewind(0), 0, "rewind")
     assert before * 0.8 < store.weight < shared and store.weight == kept_weight(store)
-    store.delete(branch)
+    delete(store, branch)
     assert store.weight == kept_weight(store) > before * 0.8
-    store.delete(fork)
+    delete(store, fork)
     assert store.weight == 0 == store.memory.weight
 
 
@@ -155,7 +163,7 @@ def test_memory_counts_settings_and_is_checked_by_every_verb(small, serving, mon
     store = Branches(10)
     branch = branch_of(small)
     branch.extra_settings = ExtraSettings({"grammar": "x" * 1_000_000})
-    store.add(branch, fork_branch(branch, branch.generation, 0))
+    add(store, branch, fork_branch(branch, branch.generation, 0))
     assert 10_000 <= store.weight < 11_000  # once, though two branches have it
     alice = tree_of(serving, ALICE)
     created = alice.ask("POST", "", json={"prompt": "The union"})
@@ -175,25 +183,25 @@ def test_memory_counts_settings_and_is_checked_by_every_verb(small, serving, mon
 def test_a_fork_of_a_branch_that_was_deleted_meanwhile_has_a_parent_that_exists(small: Any) -> None:
     store = Branches(10)
     root = branch_of(small, *(step() for _ in range(9)))
-    store.add(root)
+    add(store, root)
     inner = fork_branch(root, root.generation.rewind(5), 5)
-    store.add(inner)
+    add(store, inner)
     late, later = (fork_branch(inner, inner.generation.rewind(4), 4) for _ in range(2))
-    store.delete(inner)
-    store.add(late)
+    delete(store, inner)
+    add(store, late)
     assert late.parent == root.id and late.forked_at == 4
-    store.delete(root)
+    delete(store, root)
     assert late.parent is None and late.forked_at is None
-    store.add(later)
+    add(store, later)
     assert later.parent is None and later.forked_at is None
 
 
 def test_branches_are_stored_all_or_none(small: Any) -> None:
     store = Branches(3)
     first, second = branch_of(small), branch_of(small)
-    store.add(first, second)
+    add(store, first, second)
     with first.locked(), second.locked(), pytest.raises(ApiError):
-        store.add(branch_of(small), branch_of(small))
+        add(store, branch_of(small), branch_of(small))
     assert len(store.all) == 2 and store.weight == kept_weight(store)
 
 
@@ -255,7 +263,8 @@ def test_a_text_that_has_finished_is_not_interrupted_by_a_stop(small: Any) -> No
             def __init__(self) -> None:
                 self.texts = {0: SimpleNamespace(stream=stream, ended=False, reused=0)}
 
-            async def start(self) -> None: ...
+            async def start(self) -> None:
+                await self.started(0, branch.generation)
 
             async def deliver(self, sink: Any) -> None:
                 sink([(0, item) for item in steps])
@@ -266,7 +275,7 @@ def test_a_text_that_has_finished_is_not_interrupted_by_a_stop(small: Any) -> No
 
         texts: Any = Endless()
         branch = branch_of(small, step())
-        async with BranchWriting(texts, [branch], pace=None) as writing:
+        async with BranchWriting(texts, [branch], None, Branches(10)) as writing:
             await delivered.wait()
             while len(branch.steps) <= len(steps):
                 await asyncio.sleep(0)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache, reduce
 from pathlib import Path
 from types import GenericAlias
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -39,6 +39,7 @@ from unspool.sampling.guards import GuardPolicy
 from unspool.sampling.monitors import BannedGuard, LoopGuard, SurpriseGuard
 from unspool.session import Session
 
+Value = TypeVar("Value")
 FORMAT = "unspool-trace"
 VERSION = 1
 GUARD_NAMES: dict[type, str] = {LoopGuard: "loop", BannedGuard: "ban", SurpriseGuard: "surprise"}
@@ -102,7 +103,7 @@ class Trace:
     def to_dict(self) -> dict[str, Any]:
         """For JSON; `trace_from` reads it."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        data = {"format": FORMAT, "version": VERSION, "text": self.text, **_to_json(fields)}
+        data = {"format": FORMAT, "version": VERSION, "text": self.text, **to_json_value(fields)}
         data["model"]["config"] = self.model.config
         if self.guards is not None:
             for guard, saved in zip(self.guards.guards, data["guards"]["guards"], strict=True):
@@ -153,20 +154,27 @@ def saved_fields(kind: Any) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(kind) if field.init and field.compare]
 
 
-def _to_json(value: Any) -> Any:
-    """Convert to JSON types; `trace_from` reads it back."""
+def to_json_value(value: Any) -> Any:
+    """Convert to JSON types; `trace_from` and `from_json_value` read it back."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _to_json(getattr(value, f.name)) for f in saved_fields(value)}
+        return {f.name: to_json_value(getattr(value, f.name)) for f in saved_fields(value)}
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, frozenset):
         return sorted(value)
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and value:
-            return {key: _to_json(item) for key, item in value.items()}
-        return [[key, _to_json(item)] for key, item in value.items()]  # JSON keys are strings
+            return {key: to_json_value(item) for key, item in value.items()}
+        return [[key, to_json_value(item)] for key, item in value.items()]  # JSON keys are strings
     if isinstance(value, bytes | tuple | list):
-        return [_to_json(item) for item in value]
+        return [to_json_value(item) for item in value]
+    return value
+
+
+def from_json_value(kind: type[Value], data: Any) -> Value:
+    """Return the value of a saved class that `to_json_value` converted."""
+    key: Any = kind
+    value: Value = _adapter_of(key).validate_python(data)
     return value
 
 
@@ -244,6 +252,11 @@ def save_trace(trace: Trace, path: str | Path) -> None:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise UnspoolError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+@cache
+def _adapter_of(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(_validator(kind))
 
 
 @cache

@@ -267,5 +267,6 @@ def _lifespan(state: ServerState) -> Callable[[FastAPI], Any]:
             state.ready = False
             closing.cancel()
             await state.registry.close_all()
+            await asyncio.to_thread(state.close)
 
     return lifespan

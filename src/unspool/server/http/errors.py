@@ -16,7 +16,7 @@ from fastapi.exceptions import HTTPException, RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException as AnyHTTPException
 
-from unspool.errors import BusyError, ContextError, UnspoolError
+from unspool.errors import BusyError, ContextError, StorageError, UnspoolError
 
 _TYPES = {
     401: "authentication_error",
@@ -141,6 +141,8 @@ def to_api_error(error: BaseException) -> ApiError:
         return too_long(str(error), error.num_tokens, error.context)
     if isinstance(error, BusyError):
         return ApiError(503, str(error), code="overloaded", retry_after=1)
+    if isinstance(error, StorageError):
+        return ApiError(507, str(error), code="not_stored")
     if isinstance(error, UnspoolError):
         return bad_request(str(error), param=_setting_name(str(error)))
     if isinstance(error, TimeoutError):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unspool.errors import SettingsError
+from unspool.store.folder import PAGES_BYTES
 
 MIN_KEY_LENGTH = 8
 
@@ -32,6 +33,8 @@ class ServerSettings:
     body_seconds: float = 30.0  # for a request's head to arrive, and again for its body
     write_seconds: float = 60.0  # without progress, then a client that does not read is dropped
     log_prompts: bool = False
+    state: Path | None = None  # folder of stored texts; None: they are lost with the server
+    state_bytes: int = PAGES_BYTES  # of KV-cache pages in that folder
     runs: Path | None = None  # folder of training runs; None: UNSPOOL_RUNS, or ./runs
     replica: str = ""  # name of this replica, part of the ids of stored objects
 

@@ -15,6 +15,7 @@ Features and dialects keep state of their own with `ServerState.extension`; this
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import threading
 from collections import deque
@@ -29,6 +30,7 @@ from starlette.responses import Response
 from unspool.server.http.admission import Admission, Lease
 from unspool.server.http.errors import ApiError, bad_request, too_long
 from unspool.server.http.events import EventStream, Writer, event
+from unspool.server.http.logs import log_event
 from unspool.server.http.middleware import CancelOnDisconnect
 from unspool.server.http.replies import JsonReply, ignore, note
 from unspool.server.http.settings import ServerSettings
@@ -38,10 +40,16 @@ from unspool.server.runtime.registry import ModelRegistry, ServedModel
 from unspool.server.runtime.schema import ForeignRequest, LoraScale
 from unspool.server.runtime.texts import InfillGap, InfillTexts, RequestTexts
 from unspool.server.runtime.threads import PREPARING, compute_pool, run_in
+from unspool.store.database import Database
+from unspool.store.folder import StateFolder
 
 Resource = TypeVar("Resource")
 Extension = TypeVar("Extension")
 MAX_WATCHERS = 512
+
+
+def _log_warning(message: str) -> None:
+    log_event("state", logging.WARNING, message=message)
 
 
 class ServerState:
@@ -56,11 +64,23 @@ class ServerState:
             lambda: self.admission.queued,
             lambda: list(registry.loaded.values()),
         )
+        self.folder: StateFolder | None = None  # of stored texts; None: they are in memory only
+        self.database: Database | None = None
+        if settings.state is not None:
+            self.folder = StateFolder(settings.state)
+            self.database = Database(self.folder.database, say=_log_warning)
         self.ready = False  # the first model is loaded
         self.startup_error: Exception | None = None  # why the first model could not be loaded
         self.num_watchers = 0
         self._extensions: dict[Hashable, Any] = {}
         self._extending = threading.RLock()  # `make` may ask for another extension
+
+    def close(self) -> None:
+        """Finish writing, and release the folder. Safe to call twice."""
+        if self.database is not None:
+            self.database.close()
+        if self.folder is not None:
+            self.folder.close()
 
     def extension(self, key: Hashable, make: Callable[[], Extension]) -> Extension:
         """State of a dialect or feature: what `make` returned when `key` was first used.

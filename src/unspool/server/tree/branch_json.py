@@ -11,21 +11,21 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from unspool.engine.generation import Generation
 from unspool.engine.results import Step
 from unspool.sampling import SamplingSettings
 from unspool.server.http.replies import JsonReply, new_router
 from unspool.server.runtime.state import ServerState, state_of
 from unspool.server.runtime.texts import finite, step_json
 from unspool.server.runtime.threads import in_thread
-from unspool.server.tree.branches import Branches, MessageSpan, TreeBranch, TreePrompt, UserBranches
+from unspool.server.tree.branches import MessageSpan, TreeBranch, TreePrompt
+from unspool.server.tree.library import Branches, UserBranches
 from unspool.server.tree.prompt import DEFAULT_TOKENS
-
-_PREVIEW = 80  # characters
+from unspool.server.tree.storage import TreeStorage
 
 
 def summary(branch: TreeBranch) -> dict[str, Any]:
     """A branch in a list. Fast for branches of any length."""
+    digest = branch.digest
     return {
         "id": branch.id,
         "object": "tree.branch",
@@ -37,9 +37,9 @@ def summary(branch: TreeBranch) -> dict[str, Any]:
         "bookmarks": [asdict(bookmark) for bookmark in branch.bookmarks],
         "created": round(branch.created, 3),
         "updated": round(branch.updated, 3),
-        "length": len(branch.steps),
-        "prompt_tokens": len(branch.prompt.ids),
-        "preview": preview(branch.generation, branch.forked_at or 0),
+        "length": digest.length,
+        "prompt_tokens": digest.prompt_tokens,
+        "preview": digest.preview,
         "finish_reason": branch.finish_reason,
         "writing": branch.writing is not None,
     }
@@ -130,27 +130,28 @@ def sampling_json(settings: SamplingSettings) -> dict[str, Any]:
     return values
 
 
-def preview(generation: Generation, start: int) -> str:
-    text = ""
-    for step in generation.steps[start : start + _PREVIEW]:
-        text += step.piece if "\ufffd" in step.text else step.text
-        if len(text) >= _PREVIEW:
-            break
-    return text[:_PREVIEW]
-
-
 router = new_router("The tree of tokens", "/v1/tree")
 
 
 def branch_store(state: ServerState) -> Branches:
     """All branches of a server."""
-    settings = state.settings
-    return state.extension("tree", lambda: Branches(settings.max_branches, settings.replica))
+    return state.extension("tree", lambda: _open_store(state))
+
+
+def _open_store(state: ServerState) -> Branches:
+    settings, storage = state.settings, None
+    if state.database is not None:
+        storage = TreeStorage(state.database)
+        storage.index_remaining()
+    store = Branches(settings.max_branches, settings.replica, storage)
+    store.purge()
+    return store
 
 
 def branches_of(request: Request) -> UserBranches:
     """The branches of the user who sends the request."""
-    return branch_store(state_of(request)).of_user(request.state.user)
+    store = branch_store(state_of(request))
+    return store.of_user(request.state.user, request.state.resources)
 
 
 async def reply(branch: TreeBranch, since: int | None, *, prompt: bool = False) -> Response:

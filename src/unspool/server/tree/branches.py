@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,16 +22,11 @@ from unspool.engine.results import Step
 from unspool.server.http.errors import ApiError, bad_request
 from unspool.server.http.replies import to_json
 from unspool.session import Session
+from unspool.text.tokenizer.pieces import readable
 from unspool.text.tokenizer.stream import TextStream
-from unspool.text.tokenizer.tokenizer import Tokenizer
 
-DELETED_SECONDS = 24 * 3600.0  # this long, a deleted branch or session can be restored
-MAX_DELETED = 256  # branches that can be restored, without stored state
-MAX_WEIGHT = 10_000_000  # memory of all branches, in units of about 100 bytes
 _UNIT_BYTES = 100
-_TOGETHER_SECONDS = 1.0  # a session and its branches are deleted within this time
-MAX_SESSIONS = 10_000  # of one user
-_MAX_EVICTED = 10_000  # ids whose eviction is remembered
+_PREVIEW, _TITLE = 80, 60  # characters
 _PER_BRANCH, _PER_STEP, _PER_STAGE = 10, 5, 10
 
 
@@ -54,13 +48,20 @@ class MessageSpan:
     content: tuple[int, int] | None  # None: not found, or the opened turn of the model
 
 
+class TokenTexts(Protocol):
+    """The texts of tokens: a tokenizer, or the vocabulary that is stored with a text."""
+
+    def __len__(self) -> int: ...
+    def token_bytes(self, token: int) -> bytes: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TreePrompt:
     """The prompt of a branch, shared with its forks."""
 
     ids: tuple[int, ...]
     text: str
-    tokenizer: Tokenizer  # not the model, which may be unloaded
+    tokenizer: TokenTexts  # not the model, which may be unloaded
     added: frozenset[int]  # positions of tokens added by the template, or of a BOS token
     messages: list[dict[str, Any]] | None = None
     spans: tuple[MessageSpan, ...] = ()
@@ -68,7 +69,9 @@ class TreePrompt:
 
     def readable(self, token: int, partial_utf8: bytes = b"") -> str:
         """A token as readable text, after an incomplete UTF-8 character."""
-        return self.tokenizer.token_text(token, partial_utf8) if token < len(self.tokenizer) else ""
+        if token >= len(self.tokenizer):
+            return ""
+        return readable(self.tokenizer.token_bytes(token), partial_utf8)
 
     def pieces(self) -> Iterator[tuple[str, str]]:
         """For each token: its readable text, and the text that became complete with it."""
@@ -141,9 +144,23 @@ class BranchWriter(Protocol):
     def set_pace(self, pace: float | None) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What lists show of a branch, also while its content is not in memory."""
+
+    length: int
+    prompt_tokens: int
+    preview: str
+    title: str  # first words of the prompt
+
+
 @dataclass(eq=False)
 class TreeBranch:
-    """One branch. Owned by the event loop."""
+    """One branch. Owned by the event loop.
+
+    With stored state, its content (prompt, steps, settings) may be on the disk only: then
+    `unloaded` is its digest, and `Branches.open` loads it.
+    """
 
     model: str
     prompt: TreePrompt
@@ -169,13 +186,40 @@ class TreeBranch:
     state: int = 0  # grows when anything but the steps changes
     ends: int = 0  # finished resumes
     memory: StepMemory | None = None  # counts its steps; None: not stored
+    unloaded: Digest | None = None
+    number: int | None = None  # its row in the database
+    is_detached: bool = False  # its request lacks what depends on the model: grammar, drafter
+    source: TreeBranch | None = None  # while it is new: a stored branch with the same first steps
+    pins: int = 0  # requests that use it
+    num_text_writes: int = 0  # changes of its steps on their way to the database
     _locked: bool = False
     _watchers: set[asyncio.Event] = field(default_factory=set)
 
     @property
     def is_in_use(self) -> bool:
         """Whether a request or a watcher uses it now."""
-        return self._locked or self.writing is not None or bool(self._watchers)
+        return bool(
+            self._locked or self.writing or self._watchers or self.pins or self.num_text_writes
+        )
+
+    @property
+    def digest(self) -> Digest:
+        """What lists show of it."""
+        if self.unloaded is not None:
+            return self.unloaded
+        prompt, shown = self.prompt, self.generation.steps[self.forked_at or 0 :][:_PREVIEW]
+        asked = [item for item in prompt.messages or () if item.get("role") == "user"]
+        text = str(asked[0].get("content") or "") if asked else prompt.text
+        preview = "".join(step.piece if "\ufffd" in step.text else step.text for step in shown)
+        return Digest(len(self.steps), len(prompt.ids), preview[:_PREVIEW], _first_words(text))
+
+    def unload(self) -> None:
+        """Drop the content from memory; it is in the database."""
+        self.unloaded = self.digest
+        if self.memory is not None:
+            self.memory.remove(self.steps)
+        nothing: Any = None
+        self.prompt = self.generation = self.extra_settings = nothing
 
     @property
     def parent(self) -> str | None:
@@ -227,10 +271,16 @@ class TreeBranch:
             )
         return at if at >= 0 else length + at
 
-    def to_generation(self, lm: Session, length: int | None = None) -> Generation:
-        """The current text as a generation that the model can resume."""
-        common = self.generation.rewind(len(self.steps) if length is None else length)
-        return replace(common, source=lm)
+    def attach(self, copy: Generation, lm: Session) -> Generation:
+        """A copy of the text as one that the model can resume. Slow after a restart, if there is
+        a grammar: run it on a thread."""
+        if not self.is_detached:
+            return replace(copy, source=lm)
+        values = self.extra_settings.values
+        names = ("guard", "speculate", "think_budget", "regex", "grammar", "choice", "json_schema")
+        options = {name: values.get(name) for name in names if values.get(name) is not None}
+        options |= {"thoughts": self.prompt.messages is not None, "adapter": lm.adapter}
+        return lm.reattach(copy, **options)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -246,7 +296,7 @@ class TreeBranch:
     def check_exists(self) -> None:
         """Raise 404 if the branch was deleted."""
         if self.deleted is not None:
-            raise _unknown(self.id)
+            raise unknown_branch(self.id)
 
     def check_free(self) -> None:
         self.check_exists()
@@ -269,17 +319,21 @@ class TreeBranch:
             self.memory.add(generation.steps[num_same:])
             self.memory.remove(self.steps[num_same:])
         self.generation = replace(generation, source=None, request=request)
+        self.is_detached = self.is_detached and generation.source is None
         self.finish_reason = self.fault = None
         self.changed()
 
-    def set_text(self, generation: Generation, verb: str) -> int:
-        """Replace the text, and return the index of the first step that differs. Raises 404 if the
-        branch was deleted while the text was computed."""
-        self.check_exists()
-        pairs = zip(self.steps, generation.steps, strict=False)
-        is_same = [old.token == new.token and old.text == new.text for old, new in pairs]
-        common = is_same.index(False) if False in is_same else len(is_same)
-        self.replace_text(generation, common, verb)
+    def num_common(self, steps: Sequence[Step]) -> int:
+        """How many of these steps it has already."""
+        common = 0
+        for old, new in zip(self.steps, steps, strict=False):
+            if old is not new and not (
+                old.token == new.token
+                and old.text == new.text
+                and (old.thought, old.chosen) == (new.thought, new.chosen)
+            ):
+                break
+            common += 1
         return common
 
     def add_step(self, step: Step) -> None:
@@ -322,241 +376,6 @@ class TreeBranch:
             self._watchers.discard(news)
 
 
-class Branches:
-    """All branches of one server."""
-
-    def __init__(self, limit: int, replica: str = "") -> None:
-        self.limit, self.replica = limit, replica
-        self.all: dict[str, TreeBranch] = {}
-        self.deleted: dict[str, TreeBranch] = {}  # can be restored; the first deleted first
-        self.sessions: dict[str, TreeSession] = {}
-        self.memory = StepMemory()
-        self._evicted: OrderedDict[str, str] = OrderedDict()  # ids and owners of the last ones
-
-    def of_user(self, user: str) -> UserBranches:
-        return UserBranches(self, user)
-
-    @property
-    def weight(self) -> int:
-        """Memory of all branches, in units of about 100 bytes; shared parts count once."""
-        shared: dict[int, TreePrompt | ExtraSettings] = {}
-        for branch in self.all.values():
-            shared[id(branch.prompt)] = branch.prompt
-            shared[id(branch.extra_settings)] = branch.extra_settings
-        weight = sum(branch.weight for branch in self.all.values())
-        return weight + self.memory.weight + sum(part.weight for part in shared.values())
-
-    def make_room(self, count: int = 1, *keep: TreeBranch | None) -> None:
-        """Make room for `count` more branches, or raise 429. Removes branches that were not used
-        for the longest time, of the user who has the most; none of `keep`, and none in use."""
-        while not self._fits(count):
-            unused = [
-                branch
-                for branch in self.all.values()
-                if not branch.is_in_use and branch not in keep
-            ]
-            if not unused or count > self.limit:
-                raise ApiError(
-                    429,
-                    f"no room for {count} more: the server stores {len(self.all)} branches (at "
-                    f"most {self.limit}) with {self.weight:,} units of memory (at most "
-                    f"{MAX_WEIGHT:,}), all of them in use; stop or delete some of yours",
-                    code="branches_full",
-                )
-            num_owned = Counter(branch.owner for branch in unused)
-            branch = min(unused, key=lambda item: (-num_owned[item.owner], item.touched))
-            self._remove(branch)
-            branch.deleted = time.time()
-            self._forget(branch)
-            self._evicted[branch.id] = branch.owner
-            if len(self._evicted) > _MAX_EVICTED:
-                self._evicted.popitem(last=False)
-            branch.wake()
-
-    def knows(self, branch: TreeBranch) -> bool:
-        return branch.id in self.all or branch.id in self.deleted
-
-    def check_evicted(self, identity: str, user: str) -> None:
-        """Raise 404 with the reason if the branch had to make room for others."""
-        if self._evicted.get(identity) == user:
-            raise ApiError(
-                404,
-                f"branch {identity!r} was removed to make room: this server keeps at most "
-                f"{self.limit} branches; unspool serve --state DIR keeps all of them",
-                code="branch_evicted",
-            )
-
-    def _fits(self, count: int) -> bool:
-        return len(self.all) + count <= self.limit and self.weight < MAX_WEIGHT
-
-    def add(self, *branches: TreeBranch) -> None:
-        """Store all of these branches, or none (429)."""
-        self.make_room(len(branches), *(branch.origin for branch in branches))
-        for branch in branches:
-            if self.replica:  # the id names the replica that stores the branch
-                branch.id = branch.id.replace("-", f"-{self.replica}-", 1)
-            while branch.origin is not None and not self.knows(branch.origin):
-                branch.forget_origin(branch.origin)  # it was removed meanwhile
-            self.all[branch.id] = branch
-            branch.memory = self.memory
-            self.memory.add(branch.steps)
-
-    def delete(self, branch: TreeBranch) -> None:
-        """Delete a branch; its children become those of its parent, until it is restored."""
-        if self._remove(branch):
-            branch.deleted = time.time()
-            self.deleted[branch.id] = branch
-            while len(self.deleted) > MAX_DELETED:
-                self._forget(next(iter(self.deleted.values())))
-            self._tell_children(branch)
-            branch.wake()
-
-    def restore(self, branch: TreeBranch) -> None:
-        """Bring back a deleted branch."""
-        self.make_room()
-        del self.deleted[branch.id]
-        branch.deleted = None
-        self.all[branch.id] = branch
-        branch.memory = self.memory
-        self.memory.add(branch.steps)
-        branch.changed()
-        self._tell_children(branch)
-
-    def purge(self) -> None:
-        """Remove for good what was deleted more than `DELETED_SECONDS` ago."""
-        before = time.time() - DELETED_SECONDS
-        for branch in [item for item in self.deleted.values() if (item.deleted or 0) < before]:
-            self._forget(branch)
-        for session in list(self.sessions.values()):
-            if session.deleted is not None and session.deleted < before:
-                del self.sessions[session.id]
-
-    def _remove(self, branch: TreeBranch) -> bool:
-        if self.all.pop(branch.id, None) is None:
-            return False
-        branch.memory = None
-        self.memory.remove(branch.steps)
-        if branch.writing is not None:
-            branch.writing.stop(branch)
-        return True
-
-    def _forget(self, branch: TreeBranch) -> None:
-        self.deleted.pop(branch.id, None)
-        for other in (*self.all.values(), *self.deleted.values()):
-            other.forget_origin(branch)
-        self._tell_children(branch)
-
-    def _tell_children(self, branch: TreeBranch) -> None:
-        """Notify the watchers of branches that were forked from this one."""
-        for child in self.all.values():
-            if child.origin is branch or child.origin is branch.origin is not None:
-                child.state += 1
-                child.wake()
-
-
-@dataclass(eq=False)
-class TreeSession:
-    """A text that a person works on: branches, with a title, tags and the view of the page."""
-
-    owner: str
-    title: str | None = None  # None: the first words of its first prompt
-    tags: tuple[str, ...] = ()
-    view: dict[str, Any] = field(default_factory=dict)  # opaque
-    id: str = field(default_factory=lambda: f"session-{secrets.token_hex(12)}")
-    created: float = field(default_factory=time.time)
-    updated: float = field(default_factory=time.time)
-    deleted: float | None = None
-
-    def touch(self) -> None:
-        """Note that it was changed now."""
-        self.updated = time.time()
-
-
-class UserBranches:
-    """The branches and sessions of one user."""
-
-    def __init__(self, store: Branches, user: str) -> None:
-        self.store, self.user = store, user
-        self.make_room, self.delete = store.make_room, store.delete
-
-    def all(self) -> list[TreeBranch]:
-        """In the order of creation."""
-        return [branch for branch in self.store.all.values() if branch.owner == self.user]
-
-    def get(self, identity: str) -> TreeBranch:
-        branch = self.store.all.get(identity)
-        if branch is None or branch.owner != self.user:
-            self.store.check_evicted(identity, self.user)
-            raise _unknown(identity)
-        branch.touched = time.monotonic()
-        return branch
-
-    def restore(self, identity: str) -> TreeBranch:
-        """Bring back a deleted branch; one that is not deleted stays as it is."""
-        self.store.purge()
-        branch = self.store.deleted.get(identity)
-        if branch is None or branch.owner != self.user:
-            return self.get(identity)
-        self.store.restore(branch)
-        return branch
-
-    def add(self, *branches: TreeBranch) -> None:
-        for branch in branches:
-            branch.owner = self.user
-        self.store.add(*branches)
-
-    def sessions(self) -> list[TreeSession]:
-        """In the order of creation."""
-        self.store.purge()
-        return [
-            session
-            for session in self.store.sessions.values()
-            if session.owner == self.user and session.deleted is None
-        ]
-
-    def session(self, identity: str, *, deleted: bool = False) -> TreeSession:
-        session = self.store.sessions.get(identity)
-        if (
-            session is None
-            or session.owner != self.user
-            or (session.deleted is not None and not deleted)
-        ):
-            raise ApiError(404, f"no such session: {identity[:60]!r}", code="session_not_found")
-        return session
-
-    def add_session(self, session: TreeSession) -> None:
-        """Store a session; raises 429 if the user has too many."""
-        if len(self.sessions()) >= MAX_SESSIONS:
-            raise ApiError(
-                429,
-                f"no room for another session: at most {MAX_SESSIONS:,}; delete some of yours",
-                code="sessions_full",
-            )
-        if self.store.replica:
-            session.id = session.id.replace("-", f"-{self.store.replica}-", 1)
-        self.store.sessions[session.id] = session
-
-    def delete_session(self, identity: str) -> None:
-        session = self.session(identity)
-        for branch in self.in_session(session):
-            self.delete(branch)
-        session.deleted = time.time()
-
-    def restore_session(self, identity: str) -> TreeSession:
-        """Bring back a deleted session with the branches that were deleted with it."""
-        self.store.purge()
-        session = self.session(identity, deleted=True)
-        if session.deleted is not None:
-            since, session.deleted = session.deleted - _TOGETHER_SECONDS, None
-            for branch in list(self.store.deleted.values()):
-                if branch.session == session.id and (branch.deleted or 0) >= since:
-                    self.store.restore(branch)
-        return session
-
-    def in_session(self, session: TreeSession) -> list[TreeBranch]:
-        return [branch for branch in self.all() if branch.session == session.id]
-
-
 def fork_branch(
     branch: TreeBranch, generation: Generation, at: int, name: str | None = None
 ) -> TreeBranch:
@@ -571,6 +390,8 @@ def fork_branch(
         origin=branch,
         origin_at=at,
         session=branch.session,
+        is_detached=branch.is_detached and generation.source is None,
+        source=branch,
     )
 
 
@@ -580,7 +401,7 @@ def copy_branches(branches: Sequence[TreeBranch], session: str) -> dict[str, Tre
     for branch in branches:
         copy = fork_branch(branch, branch.generation.fork(), 0, branch.name)
         copy.generation.steps = list(branch.steps)
-        copy.origin, copy.origin_at = None, None
+        copy.origin = copy.origin_at = None
         copy.session, copy.bookmarks = session, branch.bookmarks
         copy.finish_reason, copy.last = branch.finish_reason, branch.last
         copies[branch.id] = copy
@@ -591,10 +412,15 @@ def copy_branches(branches: Sequence[TreeBranch], session: str) -> dict[str, Tre
     return copies
 
 
+def _first_words(text: str) -> str:
+    words = " ".join(text[: 10 * _TITLE].split())
+    return words if len(words) <= _TITLE else words[: _TITLE - 1].rpartition(" ")[0] + "…"
+
+
 def _nearest_fork(parent_at: int | None, at: int | None) -> int | None:
     """Steps that a branch shares with its grandparent, once its parent is deleted."""
     return min(parent_at, at) if parent_at is not None and at is not None else parent_at
 
 
-def _unknown(identity: str) -> ApiError:
+def unknown_branch(identity: str) -> ApiError:
     return ApiError(404, f"no such branch: {identity[:60]!r}", code="branch_not_found")

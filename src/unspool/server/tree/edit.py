@@ -148,7 +148,7 @@ class ReplaceRequest(Strict):
 async def fill_part(identity: str, body: FillRequest, request: Request) -> Response:
     """With FIM tokens or masks where the model has them, else with drafts from the left that are
     ranked by how likely they make the following text. Includes the current text."""
-    branch = branches_of(request).get(identity)
+    branch = await branches_of(request).open(identity)
     first, last = checked_range(branch, body.first, body.last)
     plain = PlainText.from_branch(branch)
     async with state_of(request).call(request, branch.model) as call:
@@ -203,20 +203,20 @@ def _change_json(plain: PlainText, start: int, end: int, words: str) -> dict[str
 @router.post("/{identity}/replace", summary="Replace parts of the text; the rest stays")
 async def replace_parts(identity: str, body: ReplaceRequest, request: Request) -> Response:
     branches = branches_of(request)
-    branch = branches.get(identity)
+    branch = await branches.open(identity)
     changes = _sort_changes(branch, body.changes)
     at = changes[0][0]
     branches.make_room(1 if body.fork else 0, branch)
     with nullcontext() if body.fork else branch.locked():
-        draft = branch.generation.fork()  # a copy: the branch may be running
+        copy = branch.generation.fork()  # the branch may be running
         async with state_of(request).call(request, branch.model) as call:
-            draft.source = call.served.lm
+            draft = await call.compute(branch.attach, copy, call.served.lm)
             changed: Generation = await call.compute(_replace_parts, call, draft, changes)
         if body.fork:
             branch = fork_branch(branch, changed, at, body.name)
-            branches.add(branch)
+            await branches.add(branch)
         else:
-            at = min(at, branch.set_text(changed, "replace"))
+            at = min(at, await branches.store.set_text(branch, changed, "replace"))
     return await reply(branch, at)
 
 
@@ -272,7 +272,7 @@ class ReviseRequest(DoubtRequest):
 
 @router.post("/{identity}/doubt", summary="How doubtful each step is, in nats")
 async def doubt(identity: str, body: DoubtRequest, request: Request) -> Response:
-    branch = branches_of(request).get(identity)
+    branch = await branches_of(request).open(identity)
     tokens, plain = branch.tokens, PlainText.from_branch(branch)
     call = await state_of(request).enter(request, branch.model)
     twin = await _hold_twin(call, body)
@@ -285,7 +285,7 @@ async def doubt(identity: str, body: DoubtRequest, request: Request) -> Response
 async def revise(identity: str, body: ReviseRequest, request: Request) -> Response:
     """Each proposal is a change for `replace`. With `stream`, event `proposal` is sent as soon as
     there is one; `looked` counts the words checked so far."""
-    branch = branches_of(request).get(identity)
+    branch = await branches_of(request).open(identity)
     _check_words(branch)
     tokens, plain = branch.tokens, PlainText.from_branch(branch)
     call = await state_of(request).enter(request, branch.model)

@@ -47,7 +47,7 @@ async def alternatives_at(
     """The most likely tokens of the model, before any sampling stage: enough for a client to apply
     other settings. `rest` sums up all other tokens; its `log_sums` have, for several temperatures
     T, the logarithm of the sum of exp(logprob / T) over them."""
-    branch = branches_of(request).get(identity)
+    branch = await branches_of(request).open(identity)
     at = branch.step_index(at, "at")
     ids = [*branch.prompt.ids, *branch.generation.tokens[:at]]
     picked = branch.steps[at].token if at < len(branch.steps) else None
@@ -96,7 +96,7 @@ async def look_at(
     """`at` is the position of the input token, prompt included, negative ones from the end; the
     model's prediction there is for the next token. So `step=N`, how the token of step N was picked,
     equals `at` = prompt_tokens + N - 1. Without either: the last position."""
-    branch = branches_of(request).get(identity)
+    branch = await branches_of(request).open(identity)
     if options.at is not None and options.step is not None:
         raise bad_request("give either at or step", "at")
     position = -1 if options.at is None else options.at
@@ -344,12 +344,12 @@ async def try_step(identity: str, body: TryRequest, request: Request) -> Respons
     """Run the sampling chain on the logits of this step, with the branch's seed: what each stage
     kept, and which token is sampled. `max_tokens`, stop strings, guards and drafts have no
     effect."""
-    branch = branches_of(request).get(identity)
+    branch = await branches_of(request).open(identity)
     at = branch.step_index(body.at, "at")
-    draft = branch.generation.rewind(at)  # a copy: the branch may be running
+    copy = branch.generation.rewind(at)  # the branch may be running
     one_step = {"max_tokens": 1, "stop": (), "guard": None, "speculate": None, "explain": True}
     async with state_of(request).call(request, branch.model) as call:
-        draft.source = call.served.lm
+        draft = await call.compute(branch.attach, copy, call.served.lm)
         generation: Generation = await call.compute(draft.resume, **{**body.settings(), **one_step})
     step = generation.steps[at] if len(generation.steps) > at else None  # None: the context is full
     reply: dict[str, Any] = {"object": "tree.try", "branch": identity, "at": at}

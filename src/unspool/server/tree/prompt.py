@@ -27,7 +27,8 @@ from unspool.server.tree.branches import ExtraSettings, MessageSpan, TreeBranch,
 from unspool.text.chat.template import ChatPrompt
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
-Name = Annotated[str, StringConstraints(max_length=200)]
+MAX_NAME = 200  # characters
+Name = Annotated[str, StringConstraints(max_length=MAX_NAME)]
 Words = Annotated[str, StringConstraints(min_length=1)]
 Place = Annotated[int, Field(gt=-(1 << 31), lt=1 << 31)]
 Pace = Annotated[float, Field(gt=0, le=1e6)]

@@ -48,7 +48,7 @@ async def create(body: CreateRequest, request: Request) -> Response:
         branch: TreeBranch = await call.compute(new_branch, call, body)
     if body.session is not None:
         branches.session(body.session)  # again: it may have been deleted meanwhile
-    branches.add(branch)
+    await branches.add(branch)
     return await reply(branch, 0, prompt=True)
 
 
@@ -66,19 +66,20 @@ async def get(
     prompt: bool = True,
     since: Annotated[int, Query(ge=0, lt=1 << 31)] = 0,
 ) -> Response:
-    branch = branches_of(request).get(identity)
+    branch = await branches_of(request).open(identity)
     return await reply(branch, since if steps else None, prompt=prompt)
 
 
 @router.patch("/{identity}", summary="Name or bookmark a branch, or change the pace of its resume")
 async def update(identity: str, body: BranchUpdate, request: Request) -> Response:
-    branch = branches_of(request).get(identity)
-    if "name" in body.model_fields_set:
-        branch.name = body.name
-    if body.bookmarks is not None:
-        branch.bookmarks = tuple(Bookmark(mark.at, mark.label) for mark in body.bookmarks)
+    branches = branches_of(request)
+    branch = await branches.open(identity)
     if body.model_fields_set & {"name", "bookmarks"}:
-        branch.changed()
+        marks = branch.bookmarks
+        if body.bookmarks is not None:
+            marks = tuple(Bookmark(mark.at, mark.label) for mark in body.bookmarks)
+        name = body.name if "name" in body.model_fields_set else branch.name
+        await branches.store.update(branch, name=name, bookmarks=marks)
     if "pace" in body.model_fields_set and branch.writing is not None:
         branch.writing.set_pace(body.pace)
     return await reply(branch, None)
@@ -87,24 +88,25 @@ async def update(identity: str, body: BranchUpdate, request: Request) -> Respons
 @router.delete("/{identity}", summary="Delete a branch; its children stay")
 async def delete(identity: str, request: Request) -> Response:
     branches = branches_of(request)
-    branches.delete(branches.get(identity))
+    await branches.delete(branches.get(identity))
     return JsonReply({"id": identity, "object": "tree.branch.deleted", "deleted": True})
 
 
 @router.post("/{identity}/restore", summary="Bring back a branch deleted within a day")
 async def restore(identity: str, request: Request) -> Response:
-    return await reply(branches_of(request).restore(identity), 0, prompt=True)
+    return await reply(await branches_of(request).restore(identity), 0, prompt=True)
 
 
 @router.post("/{identity}/append", summary="Append text, tokens or a message")
 async def append(identity: str, body: AppendRequest, request: Request) -> Response:
     branches = branches_of(request)
-    branch = branches.get(identity)
+    branch = await branches.open(identity)
     branches.make_room(0, branch)
     with branch.locked():
         since = len(branch.steps)
         async with state_of(request).call(request, branch.model) as call:
-            draft, tokens = branch.to_generation(call.served.lm), body.tokens
+            draft = await call.compute(branch.attach, branch.generation.fork(), call.served.lm)
+            tokens = body.tokens
             if body.message is not None:
                 if tokens is not None:
                     raise bad_request("give either message or tokens", "message")
@@ -112,46 +114,48 @@ async def append(identity: str, body: AppendRequest, request: Request) -> Respon
                     encode_turn, call, branch, template_message(body.message)
                 )
             changed = await call.compute(_append_scored, call, draft, body.text, tokens)
-        since = min(since, branch.set_text(changed, "append"))
+        since = min(since, await branches.store.set_text(branch, changed, "append"))
     return await reply(branch, since)
 
 
 @router.post("/{identity}/fork", summary="Fork a branch at a step")
 async def fork(identity: str, body: ForkRequest, request: Request) -> Response:
     branches = branches_of(request)
-    branch = branches.get(identity)
+    branch = await branches.open(identity)
     at = branch.step_index(body.at, "at")
     forked = fork_branch(branch, branch.generation.rewind(at), at, body.name)
-    branches.add(forked)
+    await branches.add(forked)
     return await reply(forked, at)
 
 
 @router.post("/{identity}/rewind", summary="Rewind to a step")
 async def rewind(identity: str, body: RewindRequest, request: Request) -> Response:
-    branch = branches_of(request).get(identity)
-    branch.check_free()
-    to = branch.step_index(body.to, "to")
-    branch.replace_text(branch.generation.rewind(to), to, "rewind")
+    branches = branches_of(request)
+    branch = await branches.open(identity)
+    with branch.locked():
+        to = branch.step_index(body.to, "to")
+        rewound = branch.generation.rewind(to)
+        await branches.store.replace_text(branch, rewound, to, "rewind")
     return await reply(branch, to)
 
 
 @router.post("/{identity}/choose", summary="Replace the token at a step")
 async def choose(identity: str, body: ChooseRequest, request: Request) -> Response:
     branches = branches_of(request)
-    branch = branches.get(identity)
+    branch = await branches.open(identity)
     at = branch.step_index(body.at, "at")
     branches.make_room(1 if body.fork else 0, branch)
     with nullcontext() if body.fork else branch.locked():
         tokens = None if body.token is None else [body.token]
-        draft = branch.generation.rewind(at)  # a copy: the branch may be running
+        copy = branch.generation.rewind(at)  # the branch may be running
         async with state_of(request).call(request, branch.model) as call:
-            draft.source = call.served.lm
+            draft = await call.compute(branch.attach, copy, call.served.lm)
             changed = await call.compute(_append_scored, call, draft, body.text, tokens)
         if body.fork:
             branch = fork_branch(branch, changed, at, body.name)
-            branches.add(branch)
+            await branches.add(branch)
         else:
-            at = min(at, branch.set_text(changed, "choose"))
+            at = min(at, await branches.store.set_text(branch, changed, "choose"))
     return await reply(branch, at)
 
 

@@ -4,6 +4,7 @@ tree, with a title, tags and the state of the page."""
 from __future__ import annotations
 
 import json
+import time
 from typing import Annotated, Any
 
 from fastapi import Query, Request
@@ -13,15 +14,16 @@ from starlette.responses import Response
 from unspool.server.http.errors import bad_request
 from unspool.server.http.replies import JsonReply, to_json
 from unspool.server.runtime.schema import Strict
-from unspool.server.tree.branch_json import branches_of, preview, router, summary
-from unspool.server.tree.branches import TreeBranch, TreeSession, copy_branches
-from unspool.server.tree.prompt import Name
+from unspool.server.tree.branch_json import branches_of, router, summary
+from unspool.server.tree.branches import TreeBranch, copy_branches
+from unspool.server.tree.library import TreeSession, UserBranches
+from unspool.server.tree.prompt import MAX_NAME, Name
 
 MAX_VIEW = 256 << 10  # bytes of a view
 MAX_LISTED = 1000
-_TITLE = 60  # characters of a title that is made from the prompt
+MAX_WORDS = 16  # of a search
 
-Tag = Annotated[str, StringConstraints(min_length=1, max_length=100)]
+Tag = Annotated[str, StringConstraints(min_length=1, max_length=100, pattern=r"^[^\n]+$")]
 
 
 class SessionFields(Strict):
@@ -33,16 +35,23 @@ class SessionFields(Strict):
         None, description=f"state of the page, at most {MAX_VIEW >> 10} KB of JSON"
     )
 
-    def apply(self, session: TreeSession) -> None:
-        if self.view is not None:
-            size = len(to_json(self.view))
-            if size > MAX_VIEW:
-                raise bad_request(f"view has {size:,} bytes; at most {MAX_VIEW:,}", "view")
-            session.view = self.view
+    def view_json(self) -> bytes | None:
+        """The new view as JSON; None: there is none. Raises 400 if it is too large."""
+        if self.view is None:
+            return None
+        content = to_json(self.view)
+        if len(content) > MAX_VIEW:
+            raise bad_request(f"view has {len(content):,} bytes; at most {MAX_VIEW:,}", "view")
+        return content
+
+    def changes(self) -> dict[str, Any]:
+        """The columns of a session that change."""
+        changes: dict[str, Any] = {}
         if "title" in self.model_fields_set:
-            session.title = self.title
+            changes["title"] = self.title
         if self.tags is not None:
-            session.tags = tuple(dict.fromkeys(self.tags))
+            changes["tags"] = "\n".join(dict.fromkeys(self.tags))
+        return changes
 
 
 def session_json(session: TreeSession, branches: list[TreeBranch]) -> dict[str, Any]:
@@ -58,7 +67,7 @@ def session_json(session: TreeSession, branches: list[TreeBranch]) -> dict[str, 
         "model": None if newest is None else newest.model,
         "branches": len(branches),
         "tokens": sum(map(_own_tokens, branches)),
-        "preview": "" if newest is None else preview(newest.generation, 0),
+        "preview": "" if newest is None else newest.digest.preview,
     }
 
 
@@ -66,11 +75,7 @@ def title_of(session: TreeSession, branches: list[TreeBranch]) -> str:
     """The given title, or the first words of the first prompt."""
     if session.title is not None or not branches:
         return session.title or ""
-    prompt = branches[0].prompt
-    asked = [item for item in prompt.messages or () if item.get("role") == "user"]
-    text = str(asked[0].get("content") or "") if asked else prompt.text
-    words = " ".join(text.split())
-    return words if len(words) <= _TITLE else words[: _TITLE - 1].rpartition(" ")[0] + "…"
+    return branches[0].digest.title
 
 
 def updated(session: TreeSession, branches: list[TreeBranch]) -> float:
@@ -80,25 +85,36 @@ def updated(session: TreeSession, branches: list[TreeBranch]) -> float:
 
 def _own_tokens(branch: TreeBranch) -> int:
     """Tokens that it does not share with its parent."""
-    if branch.forked_at is None:
-        return len(branch.prompt.ids) + len(branch.steps)
-    return max(0, len(branch.steps) - branch.forked_at)
+    digest, at = branch.digest, branch.forked_at
+    return digest.prompt_tokens + digest.length if at is None else max(0, digest.length - at)
 
 
-def _full_json(session: TreeSession, branches: list[TreeBranch]) -> dict[str, Any]:
+def _full_json(session: TreeSession, branches: list[TreeBranch], view: bytes) -> dict[str, Any]:
     return {
         **session_json(session, branches),
         "branches": [summary(branch) for branch in branches],
-        "view": session.view,
+        "view": json.loads(view),
     }
 
 
-def _matches(session: TreeSession, branches: list[TreeBranch], words: list[str]) -> bool:
-    text = "\n".join(
-        [title_of(session, branches), *session.tags]
-        + [part for item in branches for part in (item.prompt.text, item.generation.text)]
-    ).casefold()
-    return all(word in text for word in words)
+def _matches(
+    session: TreeSession,
+    branches: list[TreeBranch],
+    words: list[str],
+    stored: list[set[str]] | None,
+) -> bool:
+    """Whether all words occur in title, tags and texts; `stored`: the sessions whose texts have
+    each word, if they were searched in the database."""
+    if not words:
+        return True
+    text = "\n".join([title_of(session, branches), *session.tags])
+    if stored is None:
+        text += "".join(f"\n{item.prompt.text}\n{item.generation.text}" for item in branches)
+    text = text.casefold()
+    return all(
+        word in text or (stored is not None and session.id in stored[index])
+        for index, word in enumerate(words)
+    )
 
 
 @router.get("/sessions", summary="Your sessions, newest first")
@@ -115,12 +131,13 @@ async def list_sessions(
     grouped: dict[str, list[TreeBranch]] = {}
     for branch in user.all():
         grouped.setdefault(branch.session or "", []).append(branch)
-    words = query.casefold().split()
+    words = query.casefold().split()[:MAX_WORDS]
+    stored = await user.search(words) if words else None
     sessions = [
         (session, grouped.get(session.id, []))
         for session in user.sessions()
         if (tag is None or tag in session.tags)
-        and _matches(session, grouped.get(session.id, []), words)
+        and _matches(session, grouped.get(session.id, []), words, stored)
     ]
     sessions.sort(key=lambda item: (updated(*item), item[0].id), reverse=True)
     if before is not None:
@@ -134,17 +151,22 @@ async def list_sessions(
 @router.post("/sessions", summary="A new session")
 async def create_session(body: SessionFields, request: Request) -> Response:
     user = branches_of(request)
-    session = TreeSession(user.user)
-    body.apply(session)
-    user.add_session(session)
-    return JsonReply(_full_json(session, []))
+    tags = tuple(dict.fromkeys(body.tags or ()))
+    view = body.view_json() or b"{}"
+    session = TreeSession(user.user, body.title, tags, view)
+    await user.add_session(session)
+    return JsonReply(_full_json(session, [], view))
 
 
 @router.get("/sessions/{identity}", summary="One session: its branches and its view")
 async def get_session(identity: str, request: Request) -> Response:
-    user = branches_of(request)
+    return await _session_reply(branches_of(request), identity)
+
+
+async def _session_reply(user: UserBranches, identity: str) -> Response:
     session = user.session(identity)
-    return JsonReply(_full_json(session, user.in_session(session)))
+    view = await user.view(session)
+    return JsonReply(_full_json(session, user.in_session(session), view))
 
 
 @router.patch("/sessions/{identity}", summary="Change title, tags or view of a session")
@@ -152,41 +174,44 @@ async def update_session(identity: str, body: SessionFields, request: Request) -
     """A new view alone does not make the session the newest of the list."""
     user = branches_of(request)
     session = user.session(identity)
-    body.apply(session)
-    if body.model_fields_set - {"view"}:
-        session.touch()
+    changes, view = body.changes(), body.view_json()
+    if changes:
+        changes["updated"] = time.time()
+    await user.update_session(session, changes, view)
     return JsonReply(session_json(session, user.in_session(session)))
 
 
 @router.delete("/sessions/{identity}", summary="Delete a session with its branches")
 async def delete_session(identity: str, request: Request) -> Response:
-    branches_of(request).delete_session(identity)
+    await branches_of(request).delete_session(identity)
     return JsonReply({"id": identity, "object": "tree.session.deleted", "deleted": True})
 
 
 @router.post("/sessions/{identity}/restore", summary="Bring back a session deleted within a day")
 async def restore_session(identity: str, request: Request) -> Response:
     user = branches_of(request)
-    session = user.restore_session(identity)
-    return JsonReply(_full_json(session, user.in_session(session)))
+    await user.restore_session(identity)
+    return await _session_reply(user, identity)
 
 
 @router.post("/sessions/{identity}/duplicate", summary="A copy of a session and its branches")
 async def duplicate_session(identity: str, request: Request) -> Response:
     user = branches_of(request)
     session = user.session(identity)
-    branches = user.in_session(session)
-    copy = TreeSession(user.user, f"{title_of(session, branches)} (copy)", session.tags)
-    copies = copy_branches(branches, copy.id)
-    user.add_session(copy)
-    user.add(*copies.values())
-    names = {old: new.id for old, new in copies.items()}
-    copy.view = json.loads(_replace_ids(json.dumps(session.view), names))
-    return JsonReply(_full_json(copy, user.in_session(copy)))
-
-
-def _replace_ids(text: str, names: dict[str, str]) -> str:
-    """Replace the ids of branches in the view of a session by those of their copies."""
-    for old, new in names.items():
-        text = text.replace(old, new)
-    return text
+    originals = user.in_session(session)
+    user.make_room(2 * len(originals))
+    for branch in originals:
+        await user.open(branch.id)
+    title = f"{title_of(session, originals)} (copy)"
+    copy = TreeSession(user.user, title[:MAX_NAME], session.tags)
+    copies = copy_branches(originals, copy.id)
+    user.store.name(*copies.values())
+    view = (await user.view(session)).decode()
+    for old, new in copies.items():  # the view names branches by their ids
+        view = view.replace(old, new.id)
+    copy.view = view.encode()
+    await user.add_session(copy)
+    for branch in copies.values():
+        branch.session = copy.id
+    await user.add(*copies.values())
+    return await _session_reply(user, copy.id)

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,7 +41,8 @@ from unspool.server.tree.branch_json import (
     reply,
     router,
 )
-from unspool.server.tree.branches import Cursor, TreeBranch, UserBranches, fork_branch
+from unspool.server.tree.branches import Cursor, TreeBranch, fork_branch
+from unspool.server.tree.library import Branches, UserBranches
 from unspool.server.tree.prompt import DEFAULT_TOKENS, ResumeRequest, merged_settings
 from unspool.text.tokenizer.stream import TextStream
 
@@ -57,7 +59,7 @@ class BranchTexts(RequestTexts):
 
     drafts: list[Generation] = field(default_factory=list)
     max_tokens: int = 0  # further tokens of each text
-    started: Callable[[int, Generation], None] = lambda number, generation: None
+    started: Callable[[int, Generation], Awaitable[None]] | None = None
 
     def _open_stream(self, number: int) -> tuple[Generation, StepStream]:
         draft = self.drafts[number]
@@ -70,16 +72,24 @@ class BranchTexts(RequestTexts):
 
     async def _start(self, number: int) -> None:
         await super()._start(number)
-        self.started(number, self.texts[number].generation)
+        if self.started is not None:
+            await self.started(number, self.texts[number].generation)
 
 
 class BranchWriting:
     """One resume: of one branch in place, or of several forks."""
 
     def __init__(
-        self, texts: BranchTexts, branches: Sequence[TreeBranch], pace: float | None
+        self,
+        texts: BranchTexts,
+        branches: Sequence[TreeBranch],
+        pace: float | None,
+        store: Branches,
+        accept: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`accept` is called when the texts have started; if it raises, nothing has changed."""
         self.texts, self.branches, self.pace = texts, list(branches), pace
+        self.store, self._accept = store, accept
         self.fault: BaseException | None = None
         self.results: dict[int, tuple[dict[str, Any], list[Step], list[tuple[int, str]]]] = {}
         """For each branch at the end of the resume: its JSON, steps and cuts. The branch itself
@@ -90,6 +100,7 @@ class BranchWriting:
         self._pending: list[deque[Step]] = [deque() for _ in branches]
         self._stopped: set[int] = set()
         self._open = set(range(len(branches)))
+        self._begun: set[int] = set()  # the engine has accepted them
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         texts.started = self._started
@@ -97,6 +108,8 @@ class BranchWriting:
     async def __aenter__(self) -> BranchWriting:
         """Start. If this raises, nothing has changed."""
         await self.texts.start()
+        if self._accept is not None:
+            await self._accept()
         for branch in self.branches:
             branch.writing = self
             branch.changed()
@@ -135,7 +148,7 @@ class BranchWriting:
                 news.clear()
                 await news.wait()
 
-    def _started(self, number: int, generation: Generation) -> None:
+    async def _started(self, number: int, generation: Generation) -> None:
         """Called when the engine has accepted a text, which may change the end of its text."""
         branch = self.branches[number]
         num_same = 0
@@ -145,7 +158,9 @@ class BranchWriting:
             num_same += 1
         # A copy of the list: new steps of the engine are appended to the other one.
         copy = replace(generation, steps=list(generation.steps))
-        branch.replace_text(copy, num_same, "rewind")
+        await self.store.replace_text(branch, copy, num_same, "rewind", at_rest=False)
+        self._begun.add(number)
+        self._news.set()
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -155,8 +170,8 @@ class BranchWriting:
         try:
             while self._open:
                 self._news.clear()
-                self._end_stopped()
-                handed = self._distribute(feeding.done())
+                await self._end_stopped()
+                handed = await self._distribute(feeding.done())
                 if not self._open:
                     break
                 if handed and self.pace is not None:
@@ -169,7 +184,7 @@ class BranchWriting:
             await asyncio.gather(feeding, return_exceptions=True)
             self.texts.close()
             for number in list(self._open):  # only if this loop has failed
-                self._end(number, "interrupted")
+                self._finish(number, "interrupted")
 
     async def _feed(self) -> None:
         try:
@@ -193,7 +208,7 @@ class BranchWriting:
                     self._news.clear()
                     await self._news.wait()
 
-    def _end_stopped(self) -> None:
+    async def _end_stopped(self) -> None:
         for number in self._stopped & self._open:
             text = self.texts.texts.get(number)
             if text is not None:
@@ -201,27 +216,36 @@ class BranchWriting:
                     text.stream.close()
             self._pending[number].clear()
             # Its last step may already be in the branch, before the end of the stream.
-            self._end(number, _last_reason(self.branches[number]) or "interrupted")
+            await self._end(number, _last_reason(self.branches[number]) or "interrupted")
 
-    def _distribute(self, fed: bool) -> bool:
-        """Add pending steps to their branches: all, or with a pace one each."""
-        handed = False
+    async def _distribute(self, fed: bool) -> bool:
+        """Store pending steps and add them to their branches: all, or with a pace one each."""
+        news: dict[int, list[Step]] = {}
         for number in sorted(self._open):
-            branch, pending = self.branches[number], self._pending[number]
-            some = bool(pending)
-            while pending:
-                step = pending.popleft()
+            pending = self._pending[number]
+            if number not in self._begun:
+                if fed:  # it has failed to start
+                    pending.clear()
+            elif pending:
                 self._first.setdefault(number, perf_counter() - self._began)
-                branch.add_step(step)
-                if self.pace is not None:
-                    break
+                count = len(pending) if self.pace is None else 1
+                news[number] = [pending.popleft() for _ in range(count)]
+        if news:
+            try:
+                await self.store.add_steps([(self.branches[n], news[n]) for n in news])
+            except Exception as error:  # they could not be stored: all texts end here
+                self.fault = error
+                self._stopped |= self._open
+                await self._end_stopped()
+                return False
+        for number in sorted(self._open & (self._begun if not fed else self._open)):
+            branch, pending = self.branches[number], self._pending[number]
             text = self.texts.texts.get(number)
             if not pending and (fed or (text is not None and text.ended)):
-                self._end(number, self._reason(branch))
-            elif some:
+                await self._end(number, self._reason(branch))
+            elif number in news:
                 branch.wake()
-            handed = handed or some
-        return handed
+        return bool(news)
 
     def _reason(self, branch: TreeBranch) -> str:
         last = _last_reason(branch)
@@ -232,14 +256,22 @@ class BranchWriting:
         limits = branch.generation.request.limits
         return "context" if len(branch.tokens) >= limits.context else "length"
 
-    def _end(self, number: int, reason: str) -> None:
-        branch = self.branches[number]
-        self._open.discard(number)
+    async def _end(self, number: int, reason: str) -> None:
+        """Store the end of a text, and then let its watchers know."""
+        branch, last = self.branches[number], self._statistics(number)
+        ending = {"finish_reason": reason, "last": last, "updated": time.time()}
         text = self.texts.texts.get(number)
         if text is not None:
-            branch.generation.notes = list(text.stream.notes)
-            branch.generation.reused = text.reused
-        branch.last = {
+            ending |= {"notes": list(text.stream.notes), "reused": text.reused}
+        try:
+            await self.store.end(branch, ending, lambda: self._finish(number, reason, last))
+        except Exception as error:
+            self.fault = self.fault or error
+            self._finish(number, reason, last)
+
+    def _statistics(self, number: int) -> dict[str, Any]:
+        branch, text = self.branches[number], self.texts.texts.get(number)
+        return {
             "tokens_before": self._before[number],
             "reused_tokens": 0 if text is None else text.reused,
             "written_tokens": len(branch.tokens) - self._before[number],
@@ -249,6 +281,14 @@ class BranchWriting:
             "first_token_seconds": self._first.get(number),
             "total_seconds": perf_counter() - self._began,
         }
+
+    def _finish(self, number: int, reason: str, last: dict[str, Any] | None = None) -> None:
+        branch, text = self.branches[number], self.texts.texts.get(number)
+        self._open.discard(number)
+        if text is not None:
+            branch.generation.notes = list(text.stream.notes)
+            branch.generation.reused = text.reused
+        branch.last = self._statistics(number) if last is None else last
         branch.ended(reason, None if self.fault is None else to_api_error(self.fault))
         self.results[number] = (branch_json(branch), list(branch.steps), list(branch.cuts))
 
@@ -317,7 +357,7 @@ async def watch(
 @router.post("/{identity}/resume", summary="Resume generation")
 async def resume(identity: str, body: ResumeRequest, request: Request) -> Response:
     state, branches = state_of(request), branches_of(request)
-    branch = branches.get(identity)
+    branch = await branches.open(identity)
     check_choices(body.n, state.settings.max_choices)
     branches.make_room(body.n if body.n > 1 else 0, branch)
     with branch.locked() if body.n == 1 else nullcontext():
@@ -335,7 +375,7 @@ async def _start(
     if "stop" in options:
         options["stop"] += branch.prompt.stops
     options.setdefault("sample", branch.generation.request.limits.sample)
-    draft = branch.to_generation(call.served.lm)
+    draft = await call.compute(branch.attach, branch.generation.fork(), call.served.lm)
     default = DEFAULT_TOKENS if branch.max_tokens is None else branch.max_tokens
     max_tokens = call.token_limit(body.max_tokens, len(branch.tokens), default)
     await call.compute(_check_resumable, draft, options.get("stop"))
@@ -348,16 +388,22 @@ async def _start(
     texts = BranchTexts(call.served, metrics, arrived, [branch.tokens], body.n, options)
     texts.drafts, texts.max_tokens = [draft] * body.n, max_tokens
     call.hold_texts(texts)
+
+    async def accept() -> None:
+        if body.n > 1:
+            await branches.add(*targets)  # only now: forks that could not start are never visible
+        else:
+            branch.check_exists()
+        for target in targets:
+            settings = merged_settings(body, target.extra_settings)
+            limit = target.max_tokens if body.max_tokens is None else body.max_tokens
+            if settings is not target.extra_settings or limit != target.max_tokens:
+                await branches.store.set_settings(target, settings, limit)
+
     async with asyncio.timeout_at(call.until):
-        writing = await call.hold(BranchWriting(texts, targets, body.pace))
-    # If either of these raises, the end of the call stops the generation.
-    if body.n > 1:
-        branches.add(*targets)  # only now: forks that could not start are never visible
-    else:
-        branch.check_exists()
-    for target in targets:
-        target.extra_settings = merged_settings(body, target.extra_settings)
-        target.max_tokens = target.max_tokens if body.max_tokens is None else body.max_tokens
+        writing = await call.hold(
+            BranchWriting(texts, targets, body.pace, branches.store, accept)
+        )  # if this raises, the end of the call stops the generation
     return writing, cursors
 
 
@@ -399,7 +445,7 @@ def _stream_reply(call: Call, writing: BranchWriting, cursors: list[Cursor]) -> 
 
 @router.post("/{identity}/stop", summary="Stop the running resume")
 async def stop(identity: str, request: Request) -> Response:
-    branch = branches_of(request).get(identity)
+    branch = await branches_of(request).open(identity)
     writing = branch.writing
     if writing is not None:
         writing.stop(branch)
@@ -415,7 +461,7 @@ async def events(
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response:
     branches, state = branches_of(request), state_of(request)
-    branch = branches.get(identity)
+    branch = await branches.open(identity)
     cursor = _cursor_of(branch, since, last_event_id)
     resources: AsyncExitStack = request.state.resources
     await resources.enter_async_context(CancelOnDisconnect(request.receive))

@@ -1,0 +1,155 @@
+"""Stored state: what was acknowledged is there after a restart, and a branch continues its text."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.running_server import running
+from helpers.tree_client import Tree, read, tokens
+from unspool.errors import UnspoolError
+from unspool.server.tree.branch_json import branch_store
+from unspool.store.database import Database
+from unspool.store.folder import FolderInUseError, StateFolder
+
+
+@contextmanager
+def serving(entry: Any, folder: Path, **settings: Any) -> Iterator[Tree]:
+    with running([entry], state=folder, **settings) as server:
+        tree = Tree(server.url)
+        tree.state = server.state  # type: ignore[attr-defined]
+        yield tree
+
+
+def everything(tree: Tree) -> dict[str, Any]:
+    """All that a client can see, but for when it was last used."""
+    sessions = tree.ask("GET", "/sessions")["data"]
+    return {
+        "branches": [tree.get(item) for item in tree.ask("GET", "")["data"]],
+        "sessions": [tree.ask("GET", f"/sessions/{item['id']}") for item in sessions],
+        "list": sessions,
+    }
+
+
+def test_a_restart_changes_nothing(small_entry: Any, tmp_path: Path):
+    with serving(small_entry, tmp_path) as tree:
+        session = tree.ask("POST", "/sessions", json={"tags": ["sea", "two words"]})
+        branch = tree.do("resume", tree.new(session=session["id"], max_tokens=30, stop=["zzz"]))
+        fork = tree.do("choose", branch, at=12, text=" Bonn 🙂", name="detour")
+        fork = tree.do("resume", fork, max_tokens=5)
+        tree.do("rewind", branch, to=25)
+        tree.do("append", branch, text=" the end")
+        marks = [{"at": -1, "label": "start"}, {"at": 3, "label": "here"}]
+        tree.ask("PATCH", f"/{fork['id']}", json={"bookmarks": marks})
+        question = [{"role": "user", "content": "Name a colour."}]
+        chat = tree.do("resume", tree.ask("POST", "", json={"messages": question, "seed": 2}))
+        copy = tree.ask("POST", f"/sessions/{session['id']}/duplicate")
+        tree.ask("PATCH", f"/sessions/{copy['id']}", json={"title": "Copy", "view": {"a": [1]}})
+        with tree.live(branch, n=2, max_tokens=3) as answer:
+            assert [name for name, *_ in read(answer)].count("done") == 2
+        gone = tree.new(session=session["id"])
+        tree.ask("DELETE", f"/{gone['id']}")
+        before = everything(tree)
+    assert len(before["branches"]) == 7
+    with serving(small_entry, tmp_path) as tree:
+        assert all(item.unloaded for item in branch_store(tree.state).all.values())  # type: ignore
+        after = everything(tree)
+        for old, new in zip(before["branches"], after["branches"], strict=True):
+            assert {name: new[name] for name in old if new[name] != old[name]} == {}
+        assert after == before
+        tree.get(gone, 404)
+        assert tree.ask("POST", f"/{gone['id']}/restore")["id"] == gone["id"]
+        found = tree.ask("GET", "/sessions", params={"query": "BONN"})["data"]
+        assert {item["id"] for item in found} == {session["id"], copy["id"]}
+        assert not tree.ask("GET", "/sessions", params={"query": "giraffe"})["data"]
+        extra = {"role": "user", "content": "And another one?"}
+        assert tree.do("append", chat, message=extra)["length"] > chat["length"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"regex": "[a-z ]*"}, {"guard": ["loop"]}, {"temperature": 0}, {"speculate": "lookup"}],
+    ids=str,
+)
+def test_a_branch_continues_as_if_nothing_had_happened(
+    small_entry: Any, tmp_path: Path, options: Any
+):
+    with serving(small_entry, tmp_path) as tree:
+        whole = tree.do("resume", tree.new(max_tokens=40, **options))
+        branch = tree.do("resume", tree.new(max_tokens=15, **options))
+        assert tokens(whole)[:15] == tokens(branch)
+    with serving(small_entry, tmp_path) as tree:
+        result = tree.do("resume", branch, max_tokens=25)
+        assert tokens(result) == tokens(whole) and result["text"] == whole["text"]
+        assert [step["draw"] for step in result["steps"]] == [s["draw"] for s in whole["steps"]]
+
+
+def test_more_branches_than_memory_holds(small_entry: Any, tmp_path: Path):
+    with serving(small_entry, tmp_path, max_branches=3) as tree:
+        names = [tree.do("resume", tree.new(seed=n, max_tokens=4)) for n in range(8)]
+        assert len(branch_store(tree.state).loaded) <= 3  # type: ignore[attr-defined]
+        assert len(tree.ask("GET", "")["data"]) == 8
+        for branch in names:
+            assert tree.get(branch)["steps"] == branch["steps"]
+        again = tree.do("resume", names[0], max_tokens=2)
+        assert tokens(again)[:4] == tokens(names[0])
+
+
+def test_a_second_process_gets_an_error_that_names_the_first(tmp_path: Path):
+    with StateFolder(tmp_path) as folder:
+        with pytest.raises(FolderInUseError, match=r"in use by process \d+ \(unspool .*--state"):
+            StateFolder(tmp_path)
+        folder.close()
+        with StateFolder(tmp_path):
+            pass
+
+
+def test_a_newer_database_is_refused_and_a_damaged_one_moved_aside(tmp_path: Path):
+    file = tmp_path / "texts.db"
+    Database(file).close()
+    torn = file.read_bytes()[:5000] + b"\xff" * 9000
+    with closing(sqlite3.connect(file)) as db:
+        db.execute("PRAGMA user_version=99")
+    with pytest.raises(UnspoolError, match="newer Unspool"):
+        Database(file)
+    for content in (b"this is no database" * 1000, torn):
+        file.write_bytes(content)
+        messages: list[str] = []
+        database = Database(file, say=messages.append)
+        assert database.submit(lambda db: db.value("SELECT count(*) FROM branches")).result() == 0
+        database.close()
+        assert "damaged" in messages[0] and len(messages) == 1
+        assert list(tmp_path.glob("texts.db.damaged-*"))
+        for aside in tmp_path.glob("texts.db.damaged-*"):
+            aside.unlink()
+
+
+def test_a_full_disk_refuses_the_change_and_damages_nothing(small_entry: Any, tmp_path: Path):
+    with serving(small_entry, tmp_path) as tree:
+        branch = tree.do("resume", tree.new(max_tokens=8))
+        database = tree.state.database  # type: ignore[attr-defined]
+
+        def limit(pages: int) -> None:
+            database.submit(lambda db: db.value(f"PRAGMA max_page_count={pages}")).result()
+
+        limit(1)  # SQLite allows no page more than there are
+        for _ in range(100):
+            answer = tree.http.post("/v1/tree/sessions", json={"view": {"x": "y" * 40_000}})
+            if answer.status_code != 200:
+                break
+        assert answer.status_code == 507 and "disk is full" in answer.text
+        assert tree.get(branch)["steps"] == branch["steps"]
+        tree.do("append", branch, 507, text=" word" * 100)
+        assert tree.get(branch)["steps"] == branch["steps"]
+        before = len(tree.ask("GET", "/sessions")["data"])
+        limit(1 << 30)
+        tree.do("resume", branch, max_tokens=3)
+        assert tree.get(branch)["length"] == 11
+    with serving(small_entry, tmp_path) as tree:
+        assert len(tree.ask("GET", "/sessions")["data"]) == before
+        assert tree.get(branch)["length"] == 11
