@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_collection_finish() -> None:
     """What is imported by now stays: looking for garbage in it would take half a second a time."""
     gc.freeze()
+
+
+# Commands of the tests keep their texts here, not in the folder of the user.
+os.environ["UNSPOOL_STATE"] = tempfile.mkdtemp(prefix="unspool-state-")
 
 
 @pytest.fixture(scope="session")

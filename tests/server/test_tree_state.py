@@ -67,6 +67,8 @@ def test_a_restart_changes_nothing(small_entry: Any, tmp_path: Path):
         found = tree.ask("GET", "/sessions", params={"query": "BONN"})["data"]
         assert {item["id"] for item in found} == {session["id"], copy["id"]}
         assert not tree.ask("GET", "/sessions", params={"query": "giraffe"})["data"]
+        again = tree.ask("POST", f"/{fork['id']}/fork", json={"at": 13})
+        assert tree.get(again)["steps"] == tree.get(fork)["steps"][:13]
         extra = {"role": "user", "content": "And another one?"}
         assert tree.do("append", chat, message=extra)["length"] > chat["length"]
 

@@ -20,6 +20,7 @@ import typer
 
 from unspool.cli.output import say
 from unspool.errors import SettingsError, UnspoolError, UnspoolWarning
+from unspool.store.folder import default_folder
 
 if TYPE_CHECKING:
     from unspool.backends.placement import Placement
@@ -475,3 +476,10 @@ def _parse_bias(text: str) -> tuple[int, float]:
         raise SettingsError(
             f"--logit-bias must be TOKEN_ID=AMOUNT, for example 42=-5, got {text!r}"
         ) from None
+
+
+def state_folder(state: Path | None, no_state: bool) -> Path | None:
+    """The folder of stored texts; None: they are not stored."""
+    if no_state and state is not None:
+        raise SettingsError("give either --state or --no-state")
+    return None if no_state else state or default_folder()

@@ -21,6 +21,7 @@ from unspool.cli.output import say
 from unspool.errors import SettingsError, UnspoolError
 from unspool.features import load_option_handler
 from unspool.gc_pause import gc_paused
+from unspool.store.folder import PAGES_BYTES
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _LIMITS, _OPERATION, _REPLICAS = "Limits", "Operation", r"Replicas (pip install 'unspool\[ray]')"
 _PAGE_PORT = 8000
+_STATE_SIZE_HELP = "Bytes for saved KV-cache pages in that folder; texts are always kept."
 _RUNS_HELP = "Folder of training runs. Default: UNSPOOL_RUNS, or ./runs."
 
 
@@ -132,6 +134,23 @@ def serve(
             "--log-prompts", help="Log prompts and generated text.", rich_help_panel=_OPERATION
         ),
     ] = False,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder that keeps the texts of /v1/tree. Default: they are lost with the server.",
+            rich_help_panel=_OPERATION,
+        ),
+    ] = None,
+    state_size: Annotated[
+        int, typer.Option(help=_STATE_SIZE_HELP, rich_help_panel=_OPERATION)
+    ] = PAGES_BYTES,
+    slot_save_path: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for llama.cpp's POST /slots/ID?action=save and restore.",
+            rich_help_panel=_OPERATION,
+        ),
+    ] = None,
     runs: Annotated[Path | None, typer.Option(help=_RUNS_HELP, rich_help_panel=_OPERATION)] = None,
     replicas: Annotated[
         int | None,
@@ -198,6 +217,9 @@ def serve(
         drain=drain,
         write_seconds=write_timeout,
         log_prompts=log_prompts,
+        state=state,
+        state_bytes=state_size,
+        slots=slot_save_path,
         runs=runs,
     )
     if adapters is not None and not adapters.is_dir():
@@ -209,6 +231,10 @@ def serve(
         replicas=replicas,
         cores=cores,
     )
+    if replicas is not None and (state or slot_save_path):
+        raise SettingsError("--state and --slot-save-path cannot be used with --replicas")
+    if slot_save_path is not None and not slot_save_path.is_dir():
+        raise SettingsError(f"--slot-save-path must be a folder, got {slot_save_path}")
     if replicas is None and (max_replicas or cores):
         raise SettingsError("--max-replicas and --cores need --replicas")
     bound = bind_socket(settings)
@@ -262,6 +288,14 @@ def page(
     browser: Annotated[
         bool, typer.Option("--open/--no-open", help="Open the page in the browser.")
     ] = True,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="Folder that keeps your texts. Default: UNSPOOL_STATE, or a data folder."),
+    ] = None,
+    no_state: Annotated[
+        bool, typer.Option("--no-state", help="Keep texts in memory only.")
+    ] = False,
+    state_size: Annotated[int, typer.Option(help=_STATE_SIZE_HELP)] = PAGES_BYTES,
     runs: Annotated[Path | None, typer.Option(help=_RUNS_HELP)] = None,
     run: Annotated[
         Path | None, typer.Option(help="Open this training run, with its own model.")
@@ -292,7 +326,11 @@ def page(
     if runs is not None and not runs.is_dir():
         raise UnspoolError(f"--runs must be a folder, got {runs}")
     settings = ServerSettings(
-        port=_free_page_port() if port is None else port, drain=2.0, runs=runs
+        port=_free_page_port() if port is None else port,
+        drain=2.0,
+        runs=runs,
+        state=o.state_folder(state, no_state),
+        state_bytes=state_size,
     )
     bound = bind_socket(settings)
     startup = ServerStartup(model_choices)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from unspool.backends.step import Backend, Logits, Observations
 from unspool.engine.loop import Loop, concat_logits
+from unspool.engine.page_files import PageFiles
 from unspool.engine.request import ReadingDrafter, Request
 from unspool.engine.results import StepQueue, StepStream
 from unspool.engine.scheduler import EngineTask, Scheduler
@@ -172,6 +173,7 @@ class Engine:
         self.max_waiting = max_waiting
         self.loop = Loop(backend)
         self.adapters = EngineAdapters(self.loop)
+        self.page_files: PageFiles | None = None  # saved pages, to continue texts after a restart
         self._waiting: set[StepQueue] = set()
 
     @property
@@ -191,12 +193,18 @@ class Engine:
         """Open a branch; cached pages of its tokens are used."""
         self._check_length(len(tokens))
         current_scope().check()
+        self._restore_pages(tokens, adapter)
         number = self.adapters.number
         branch = self.loop.call(
             lambda: self.tree.open(tokens, adapter=number(adapter)), at_rest=False
         )
         branch.owner = self
         return branch
+
+    def _restore_pages(self, tokens: Sequence[int], adapter: str | None) -> None:
+        """Read saved pages of a text; never on the engine's thread, as it reads files."""
+        if self.page_files is not None and adapter is None and not self.loop.is_own_thread():
+            self.page_files.restore(self, tokens)
 
     def extend(self, branch: Branch, tokens: Sequence[int] = (), *, num_logits: int = 1) -> Logits:
         """Append tokens, compute the branch to its end, and return the last `num_logits` logits."""
@@ -346,6 +354,9 @@ class Engine:
             raise BusyError(
                 f"{len(self._waiting)} requests are waiting, which is the limit; try again later"
             )
+        if limits.endless is None and request.cached:
+            written = [step.token for step in request.written]
+            self._restore_pages([*request.prompt, *written], request.adapter)
         TextStream(limits.stop)  # compiled here: the engine's thread finds it in a cache
         drafter = request.drafter
         if callable(drafter):

@@ -168,7 +168,7 @@ class SupervisedThread:
         Raises:
             UnspoolError: Called on the engine's thread, but not by a command.
         """
-        if self._calling and self._is_own_thread():
+        if self._calling and self.is_own_thread():
             if at_rest and not self._at_rest:
                 self.finish_in_flight()
             return command()
@@ -219,7 +219,7 @@ class SupervisedThread:
 
         On the engine's own thread, where the garbage collector may end a generator, it is queued.
         """
-        if self._is_own_thread() and not self._calling:  # never waits
+        if self.is_own_thread() and not self._calling:  # never waits
             self.post(command, at_rest=at_rest)
         else:
             self.call(command, at_rest=at_rest)
@@ -230,7 +230,7 @@ class SupervisedThread:
         Raises:
             UnspoolError: Called on the engine's thread, and not by a command that is allowed to.
         """
-        if self._is_own_thread() and not (allow_commands and self._calling):
+        if self.is_own_thread() and not (allow_commands and self._calling):
             raise UnspoolError(
                 "this model is computing the step that calls it: a guard, drafter or sampling "
                 "stage runs on the engine's thread and cannot wait for the same model; use "
@@ -256,11 +256,11 @@ class SupervisedThread:
         with self._wake:
             self._closed = True
             self._wake.notify()
-        if self._thread is not None and not self._is_own_thread():
+        if self._thread is not None and not self.is_own_thread():
             self._thread.join()
             atexit.unregister(self.close)
 
-    def _is_own_thread(self) -> bool:
+    def is_own_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
     def _is_forked_copy(self) -> bool:

@@ -342,6 +342,15 @@ class StatePool:
         if tip is not None and tip.length == branch.num_computed and node is not None:
             self._attach(node, tip, reason)
 
+    def restore(self, node: StateNode, length: int, reason: int) -> int | None:
+        """Return the slot for a saved state that a page of the prefix cache gets; None: it has one
+        already, or no slot is free."""
+        if length in node.states or not self._free:
+            return None
+        state = self._allocate(length)
+        self._attach(node, state, reason)
+        return state.slot
+
     # -- pages that enter and leave the prefix cache -----------------------------------------------
 
     def hand_over(self, branch: StateBranch, node: StateNode, end: int) -> None:

@@ -266,6 +266,7 @@ def _lifespan(state: ServerState) -> Callable[[FastAPI], Any]:
         finally:
             state.ready = False
             closing.cancel()
+            await asyncio.to_thread(state.finish_saving)
             await state.registry.close_all()
             await asyncio.to_thread(state.close)
 

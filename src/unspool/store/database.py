@@ -68,7 +68,7 @@ def describe_error(error: sqlite3.Error) -> StorageError:
     return StorageError(f"the change was not stored: {text}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Vocabulary:
     """The bytes of all tokens of a tokenizer: enough to show stored texts without their model."""
 

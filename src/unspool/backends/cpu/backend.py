@@ -12,6 +12,7 @@ import itertools
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -267,6 +268,33 @@ class CpuBackend:
     def set_adapter(self, number: int, adapter: Adapter | None) -> None:
         with self._lock:
             self._adapters.set(number, adapter)
+
+    def read_pages(self, pages: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Return the content of pages, [n, page_bytes]."""
+        with self._lock:
+            return self._page_rows()[list(pages)]
+
+    def write_pages(self, pages: Sequence[int], content: npt.NDArray[np.uint8]) -> None:
+        with self._lock:
+            self._page_rows()[list(pages)] = content
+
+    def read_state(self, slot: int) -> npt.NDArray[np.uint8]:
+        """Return a copy of a recurrent state."""
+        with self._lock:
+            content: npt.NDArray[np.uint8] = self._state_rows()[slot].copy()
+            return content
+
+    def write_state(self, slot: int, content: npt.NDArray[np.uint8]) -> None:
+        with self._lock:
+            self._state_rows()[slot] = content
+
+    def _page_rows(self) -> npt.NDArray[np.uint8]:
+        size = self.page_count * self.page_bytes
+        return self._memory[:size].reshape(self.page_count, self.page_bytes)
+
+    def _state_rows(self) -> npt.NDArray[np.uint8]:
+        size = self.state_count * self.state_bytes
+        return self._states[:size].reshape(self.state_count, self.state_bytes)
 
     def _copy_page(self, source: int, target: int) -> None:
         if not (0 <= source < self.page_count and 0 <= target < self.page_count):

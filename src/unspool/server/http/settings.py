@@ -35,6 +35,7 @@ class ServerSettings:
     log_prompts: bool = False
     state: Path | None = None  # folder of stored texts; None: they are lost with the server
     state_bytes: int = PAGES_BYTES  # of KV-cache pages in that folder
+    slots: Path | None = None  # folder of saved slots (llama.cpp's API); None: none can be saved
     runs: Path | None = None  # folder of training runs; None: UNSPOOL_RUNS, or ./runs
     replica: str = ""  # name of this replica, part of the ids of stored objects
 

@@ -189,6 +189,7 @@ class ModelRegistry:
         self.model_memory, self.keep_alive = model_memory, keep_alive
         self._adapters = adapters
         self.find: Callable[[str], ModelEntry | None] = lambda _: None
+        self.on_loaded: Callable[[Session], None] = lambda _: None  # called on a thread
         self.loaded: dict[str, ServedModel] = {}
         self.created = int(time.time())
         self._tickets: list[_Ticket] = []  # those of requests that already hold a model first
@@ -469,7 +470,9 @@ class ModelRegistry:
 
     async def _load(self, loading: _Loading) -> None:
         entry = loading.entry
-        result = self._threads.submit(_load_model, entry, loading.version, self.keep_alive)
+        result = self._threads.submit(
+            _load_model, entry, loading.version, self.keep_alive, self.on_loaded
+        )
         try:
             outcome = await asyncio.wrap_future(result)
         except asyncio.CancelledError:  # the server has stopped; close the model once it is loaded
@@ -576,7 +579,10 @@ class ModelRegistry:
 
 
 def _load_model(
-    entry: ModelEntry, version: int, keep_alive: float | None
+    entry: ModelEntry,
+    version: int,
+    keep_alive: float | None,
+    on_loaded: Callable[[Session], None],
 ) -> ServedModel | Exception:
     """Load a model. Errors are returned: a future cannot carry every exception."""
     lm: Session | None = None
@@ -584,6 +590,7 @@ def _load_model(
         lm = entry.load()
         lm.engine  # noqa: B018  starts the engine before the first request
         lm.tokenizer.encoder.library  # noqa: B018  builds it before the first long prompt
+        on_loaded(lm)
         source = lm.tokenizer.chat_template
         return ServedModel(
             entry.name,
@@ -609,15 +616,30 @@ def system_fingerprint(lm: Session) -> str:
     """
     tokenizer = lm.tokenizer
     return _short_hash(
+        *_computation(lm)[:3],
+        [tokenizer.kind, tokenizer.vocab_size, sorted(tokenizer.special_tokens.items())],
+        tokenizer.chat_template,
+        *_computation(lm)[3:],
+    )
+
+
+def _computation(lm: Session) -> tuple[object, ...]:
+    """What the bits of keys and values depend on besides the tokens."""
+    return (
         __version__,
         lm.model.fingerprint(),
         json.dumps(lm.config.to_dict(), sort_keys=True, default=str),
-        [tokenizer.kind, tokenizer.vocab_size, sorted(tokenizer.special_tokens.items())],
-        tokenizer.chat_template,
         lm.context,
         lm.model.precision,
         lm.model.numerics,
     )
+
+
+def page_identity(lm: Session) -> str:
+    """What must be the same for saved KV-cache pages to be used."""
+    backend = lm.engine.backend
+    layout = (backend.page_size, backend.page_bytes, backend.state_bytes)
+    return hashlib.sha256(repr((*_computation(lm), layout)).encode()).hexdigest()
 
 
 def _short_hash(*parts: object) -> str:

@@ -20,13 +20,16 @@ import math
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from unspool.engine.page_files import PageFiles
+from unspool.errors import UnspoolError
 from unspool.server.http.admission import Admission, Lease
 from unspool.server.http.errors import ApiError, bad_request, too_long
 from unspool.server.http.events import EventStream, Writer, event
@@ -36,11 +39,12 @@ from unspool.server.http.replies import JsonReply, ignore, note
 from unspool.server.http.settings import ServerSettings
 from unspool.server.runtime.aliases import keep_alive_seconds
 from unspool.server.runtime.metrics import Metrics
-from unspool.server.runtime.registry import ModelRegistry, ServedModel
+from unspool.server.runtime.registry import ModelRegistry, ServedModel, page_identity
 from unspool.server.runtime.schema import ForeignRequest, LoraScale
 from unspool.server.runtime.texts import InfillGap, InfillTexts, RequestTexts
 from unspool.server.runtime.threads import PREPARING, compute_pool, run_in
 from unspool.store.database import Database
+from unspool.session import Session
 from unspool.store.folder import StateFolder
 
 Resource = TypeVar("Resource")
@@ -69,11 +73,44 @@ class ServerState:
         if settings.state is not None:
             self.folder = StateFolder(settings.state)
             self.database = Database(self.folder.database, say=_log_warning)
+            registry.on_loaded = self._use_page_files
+        # Saves KV-cache pages, one text at a time.
+        self._page_saver = ThreadPoolExecutor(1, thread_name_prefix="unspool-pages")
         self.ready = False  # the first model is loaded
         self.startup_error: Exception | None = None  # why the first model could not be loaded
         self.num_watchers = 0
         self._extensions: dict[Hashable, Any] = {}
         self._extending = threading.RLock()  # `make` may ask for another extension
+
+    def _use_page_files(self, lm: Session) -> None:
+        """Let a model's texts continue from saved KV-cache pages."""
+        assert self.folder is not None
+        try:
+            lm.engine.page_files = PageFiles(
+                self.folder.pages, page_identity(lm), self.settings.state_bytes
+            )
+        except OSError as error:
+            _log_warning(f"KV-cache pages cannot be saved: {error}")
+
+    def save_pages(self, lm: Session, tokens: Callable[[], Sequence[int] | None]) -> None:
+        """Save the pages of a text that has come to rest, on a thread.
+
+        `tokens` is called then; None: the text is running again.
+        """
+
+        def save() -> None:
+            with suppress(UnspoolError):  # the model was unloaded meanwhile
+                files, text = lm.engine.page_files, tokens()
+                if files is not None and text is not None and lm.adapter is None:
+                    files.save(lm.engine, text)
+
+        if self.folder is not None:
+            with suppress(RuntimeError):  # the server is stopping
+                self._page_saver.submit(save)
+
+    def finish_saving(self) -> None:
+        """Wait until the pages of texts at rest are saved."""
+        self._page_saver.shutdown()
 
     def close(self) -> None:
         """Finish writing, and release the folder. Safe to call twice."""

@@ -141,7 +141,8 @@ class TreeStorage:
     def _vocabulary(self, db: Connection, name: str) -> Vocabulary:
         if name not in self._vocabularies:
             data = db.value("SELECT data FROM vocabularies WHERE hash=?", (name,))
-            self._vocabularies[name] = Vocabulary.from_bytes(data)
+            vocabulary = self._vocabularies[name] = Vocabulary.from_bytes(data)
+            self._hashes[vocabulary] = name
         return self._vocabularies[name]
 
     def view(self, session: str) -> Callable[[Connection], bytes]:

@@ -86,10 +86,12 @@ class BranchWriting:
         pace: float | None,
         store: Branches,
         accept: Callable[[], Awaitable[None]] | None = None,
+        at_rest: Callable[[TreeBranch], None] = lambda branch: None,
     ) -> None:
-        """`accept` is called when the texts have started; if it raises, nothing has changed."""
+        """`accept` is called when the texts have started; if it raises, nothing has changed.
+        `at_rest` is called with each branch that has ended."""
         self.texts, self.branches, self.pace = texts, list(branches), pace
-        self.store, self._accept = store, accept
+        self.store, self._accept, self._at_rest = store, accept, at_rest
         self.fault: BaseException | None = None
         self.results: dict[int, tuple[dict[str, Any], list[Step], list[tuple[int, str]]]] = {}
         """For each branch at the end of the resume: its JSON, steps and cuts. The branch itself
@@ -268,6 +270,7 @@ class BranchWriting:
         except Exception as error:
             self.fault = self.fault or error
             self._finish(number, reason, last)
+        self._at_rest(branch)
 
     def _statistics(self, number: int) -> dict[str, Any]:
         branch, text = self.branches[number], self.texts.texts.get(number)
@@ -389,6 +392,13 @@ async def _start(
     texts.drafts, texts.max_tokens = [draft] * body.n, max_tokens
     call.hold_texts(texts)
 
+    def save_pages(ended: TreeBranch) -> None:
+        def tokens() -> list[int] | None:
+            is_at_rest = ended.writing is None and ended.unloaded is None
+            return ended.tokens if is_at_rest else None
+
+        call.state.save_pages(call.served.lm, tokens)
+
     async def accept() -> None:
         if body.n > 1:
             await branches.add(*targets)  # only now: forks that could not start are never visible
@@ -402,7 +412,7 @@ async def _start(
 
     async with asyncio.timeout_at(call.until):
         writing = await call.hold(
-            BranchWriting(texts, targets, body.pace, branches.store, accept)
+            BranchWriting(texts, targets, body.pace, branches.store, accept, save_pages)
         )  # if this raises, the end of the call stops the generation
     return writing, cursors
 

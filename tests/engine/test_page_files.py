@@ -1,0 +1,157 @@
+"""Saved KV-cache pages and states: the text goes on with the same bits, and nothing is trusted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.recurrent_texts import SHAPES, checkpoint
+from unspool.backends.cpu.model import CpuModel
+from unspool.engine.engine import Engine
+from unspool.engine.page_files import CHUNK, PageFiles, StoredPages
+from unspool.engine.request import Limits, Request
+from unspool.sampling import SamplingSettings
+
+LENGTH = CHUNK + 90
+LIMIT = 1 << 40
+
+
+PLAIN = {"mixers": ("attention",) * 3, "recurrence": None}
+MODELS: dict[str, dict[str, Any]] = {"attention": PLAIN, **{name: {} for name in SHAPES}}
+
+
+def engine_of(name: str, memory: int = 32 << 20, kv_bits: int = 16) -> Engine:
+    shape = checkpoint("conv" if name == "attention" else name, **MODELS[name])
+    model = CpuModel(shape, store=None, threads=2, kv_bits=kv_bits)
+    return Engine(model.backend(memory=memory, context=1024))
+
+
+def some_text(engine: Engine, length: int = LENGTH, seed: int = 0) -> list[int]:
+    rng = np.random.default_rng(seed)
+    return [int(token) for token in rng.integers(1, engine.backend.vocab_size, length)]
+
+
+def compute(engine: Engine, tokens: list[int], count: int = 6) -> tuple[list[int], int]:
+    """Continue a text greedily; return the new tokens and how many old ones were cached."""
+    request = Request(
+        prompt=tuple(tokens),
+        settings=SamplingSettings(temperature=0.0),
+        limits=Limits(max_tokens=count, context=1024),
+    )
+    stream = engine.submit(request)
+    return [step.token for step in stream], stream.prompt_reused
+
+
+def logits_of(engine: Engine, tokens: list[int]) -> Any:
+    branch = engine.open(tokens)
+    try:
+        return np.asarray(engine.extend(branch)).copy()
+    finally:
+        engine.release(branch)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_text_goes_on_with_the_same_bits(name: str, tmp_path: Path):
+    first = engine_of(name)
+    tokens = some_text(first)
+    expected, _ = compute(first, tokens)
+    files = PageFiles(tmp_path, name, LIMIT)
+    files.save(first, [*tokens, *expected])
+    goes_on, _ = compute(first, [*tokens, *expected])
+    logits = logits_of(first, tokens)
+    first.close()
+    second = engine_of(name)
+    second.page_files = PageFiles(tmp_path, name, LIMIT)
+    written, reused = compute(second, [*tokens, *expected])
+    assert written == goes_on and reused == LENGTH + len(expected) - 1
+    assert np.array_equal(logits_of(second, tokens), logits)
+    second.close()
+    third = engine_of(name)  # a text that parts from it: as far as both are the same
+    third.page_files = PageFiles(tmp_path, name, LIMIT)
+    other = [*tokens[: CHUNK + 40], *some_text(third, 20, seed=1)]
+    written, reused = compute(third, other)
+    plain = engine_of(name)
+    assert written == compute(plain, other)[0]
+    assert reused == CHUNK + 40 or plain.backend.state_bytes
+    third.close()
+    plain.close()
+
+
+def test_texts_share_files_and_grow(tmp_path: Path):
+    engine = engine_of("attention")
+    files = PageFiles(tmp_path, "m", LIMIT)
+    tokens = some_text(engine, 3 * CHUNK)
+    for length in (100, 300, 3 * CHUNK - 10):
+        compute(engine, tokens[:length], 1)
+        files.save(engine, tokens[:length])
+        saved = sorted(int(path.name.split("-")[1]) for path in files.folder.iterdir())
+        assert sum(saved) == length - 1 and len(saved) == -(-length // CHUNK)
+    before = {path.name: path.stat().st_mtime_ns for path in files.folder.iterdir()}
+    files.save(engine, tokens[: 3 * CHUNK - 10])
+    assert {path.name: path.stat().st_mtime_ns for path in files.folder.iterdir()} == before
+    engine.close()
+
+
+@pytest.mark.parametrize("damage", ["bit", "short", "long", "empty", "header", "model"])
+def test_a_damaged_or_foreign_file_is_removed_and_the_text_computed_again(
+    damage: str, tmp_path: Path
+):
+    name = "attention"
+    first = engine_of(name)
+    tokens = some_text(first)
+    expected, _ = compute(first, tokens)
+    PageFiles(tmp_path, "m", LIMIT).save(first, tokens)
+    first.close()
+    files = sorted(tmp_path.rglob("*.kv"))
+    for path in files:
+        content = bytearray(path.read_bytes())
+        if damage == "bit":
+            content[-300] ^= 4
+        elif damage == "header":
+            content[40] ^= 4
+        elif damage == "model":
+            content = bytearray(bytes(content).replace(b'"identity":"m"', b'"identity":"n"'))
+        data = {"short": content[:-1], "long": content + b"x", "empty": b""}.get(damage, content)
+        path.write_bytes(data)
+    second = engine_of(name)
+    second.page_files = PageFiles(tmp_path, "m", LIMIT)
+    written, reused = compute(second, tokens)
+    assert written == expected and reused == 0
+    assert not files[0].exists() or not files[1].exists()
+    second.close()
+
+
+def test_files_are_evicted_by_size_and_a_small_cache_takes_what_fits(tmp_path: Path):
+    name = "attention"
+    engine = engine_of(name)
+    tokens = some_text(engine, 2 * CHUNK)
+    compute(engine, tokens, 1)
+    files = PageFiles(tmp_path, "m", LIMIT)
+    files.save(engine, tokens)
+    size = max(path.stat().st_size for path in files.folder.iterdir())
+    small = PageFiles(tmp_path / "small", "m", size)
+    small.save(engine, tokens)
+    assert sum(path.stat().st_size for path in small.folder.iterdir()) <= size
+    expected, _ = compute(engine, tokens)
+    engine.close()
+    tight = engine_of(name, memory=40 * engine.backend.page_bytes)
+    tight.page_files = files
+    held = tight.open(some_text(tight, 10, seed=3))
+    assert compute(tight, tokens)[0] == expected
+    tight.release(held)
+    tight.close()
+
+
+def test_saved_pages_are_read_again_from_a_file(tmp_path: Path):
+    engine = engine_of("delta")
+    access: Any = engine.backend
+    pages = np.arange(2 * access.page_bytes, dtype=np.uint8).reshape(2, -1)
+    stored = StoredPages(list(range(20)), pages, {20: np.ones(access.state_bytes, np.uint8)})
+    stored.write(tmp_path / "a.kv", "m")
+    again = StoredPages.read(tmp_path / "a.kv", "m", access)
+    assert again is not None and again.tokens == stored.tokens
+    assert np.array_equal(again.pages, pages) and list(again.states) == [20]
+    engine.close()
