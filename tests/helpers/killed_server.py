@@ -1,6 +1,6 @@
 """Servers that are killed: each is forked from a process that has imported everything.
 
-    python -m helpers.killed_server MODEL STATE    # a line on stdin: another server
+python -m helpers.killed_server MODEL STATE    # a line on stdin: another server
 """
 
 from __future__ import annotations

@@ -529,5 +529,6 @@ def test_what_can_be_read(served):
     assert props["chat_template"] == TEMPLATE and props["eos_token"] == "<|endoftext|>"
     slots = served.client.get("/slots").json()
     assert len(slots) == 64 and not slots[0]["is_processing"]
-    for path in ("/props", "/slots/0?action=erase"):
+    assert "--slot-save-path" in served.refusal("/slots/0?action=erase", {}, status=501)["message"]
+    for path in ("/props",):
         assert "read-only" in served.refusal(path, {}, status=501)["message"]

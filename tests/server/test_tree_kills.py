@@ -134,7 +134,7 @@ def kill_rounds(servers: KilledServers, lm: Any, rounds: int, seed: int) -> Clie
         pid, url = servers.start()
         tree = Tree(url)
         client.check(tree, lm)
-        delay = client.rng.random() ** 2 * 0.6
+        delay = client.rng.random() ** 2 * 0.9
 
         def kill(pid: int = pid, delay: float = delay) -> None:
             time.sleep(delay)
@@ -157,6 +157,7 @@ def kill_rounds(servers: KilledServers, lm: Any, rounds: int, seed: int) -> Clie
 @pytest.mark.parametrize("rounds", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_nothing_acknowledged_is_lost(rounds: int, small_model: Path, lm_of_folder: Any, tmp_path):
     seed = int(os.environ.get("UNSPOOL_TEST_SEED", rounds))
+    rounds = int(os.environ.get("UNSPOOL_TEST_KILLS", rounds))
     with killed_servers(small_model, tmp_path / "state") as servers:
         client = kill_rounds(servers, lm_of_folder, rounds, seed)
     print(

@@ -290,7 +290,9 @@ def page(
     ] = True,
     state: Annotated[
         Path | None,
-        typer.Option(help="Folder that keeps your texts. Default: UNSPOOL_STATE, or a data folder."),
+        typer.Option(
+            help="Folder that keeps your texts. Default: UNSPOOL_STATE, or a data folder."
+        ),
     ] = None,
     no_state: Annotated[
         bool, typer.Option("--no-state", help="Keep texts in memory only.")

@@ -99,9 +99,13 @@ class StoredPages:
 
     @classmethod
     def read(
-        cls, path: Path, identity: str, access: PageAccess, expected: Sequence[int] | None = None
+        cls,
+        path: Path,
+        identity: str,
+        access: PageAccess | None,
+        expected: Sequence[int] | None = None,
     ) -> StoredPages | None:
-        """Read a file.
+        """Read a file; without `access`, only its tokens.
 
         Returns None, without reading the pages, if `expected` are tokens of which it has none.
 
@@ -115,14 +119,16 @@ class StoredPages:
             if size > _MAX_HEADER:
                 raise ValueError("its header is damaged")
             header = json.loads(file.read(size))
-            if header["identity"] != identity or header["page_bytes"] != access.page_bytes:
+            page_bytes = 0 if access is None else access.page_bytes
+            if header["identity"] != identity or header["page_bytes"] != page_bytes:
                 raise ValueError("it was written with another model, backend or KV-cache format")
             tokens = [int(token) for token in header["tokens"]]
             if expected is not None and not num_common(tokens, expected):
                 return None
-            rows = -(-len(tokens) // CHUNK_PAGE)
-            pages = _read_array(file, rows * access.page_bytes).reshape(rows, access.page_bytes)
-            states = {int(at): _read_array(file, access.state_bytes) for at in header["states"]}
+            rows = -(-len(tokens) // CHUNK_PAGE) if page_bytes else 0
+            pages = _read_array(file, rows * page_bytes).reshape(rows, page_bytes)
+            state_bytes = 0 if access is None else access.state_bytes
+            states = {int(at): _read_array(file, state_bytes) for at in header["states"]}
             if file.read(1):
                 raise ValueError("it is too long")
         if header["checksums"] != [_checksum(pages), *map(_checksum, states.values())]:

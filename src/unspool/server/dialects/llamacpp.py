@@ -36,6 +36,7 @@ from unspool.server.runtime.schema import (
     compile_schema,
     sampling_options,
 )
+from unspool.server.runtime.slots import restore_text, save_text
 from unspool.server.runtime.state import Call, state_of
 from unspool.server.runtime.texts import (
     InfillGap,
@@ -456,6 +457,44 @@ async def slots(request: Request, fail_on_no_slot: str | None = None) -> Respons
     return JsonReply(listed)
 
 
+class SlotRequest(ForeignRequest):
+    """The file of a saved slot."""
+
+    model: str | None = None
+    filename: ShortText | None = None
+
+
+@router.post("/slots/{slot}", summary="Save the last text of a slot, restore it, or erase it")
+async def change_slot(
+    slot: int,
+    request: Request,
+    action: Literal["save", "restore", "erase"],
+    body: SlotRequest | None = None,
+) -> Response:
+    """Needs `--slot-save-path`. After `restore`, the text continues without prefill, also after a
+    restart of the server."""
+    state = state_of(request)
+    state.slots.check(slot)
+    body = body or SlotRequest.model_validate({})
+    if action == "erase":
+        return JsonReply({"id_slot": slot, "n_erased": state.slots.erase(slot)})
+    if body.filename is None:
+        raise bad_request("filename is missing; it is required", "filename")
+    path = state.slots.file(body.filename)
+    call = await state.enter(request, body.model)
+    reply: dict[str, Any] = {"id_slot": slot, "filename": body.filename}
+    if action == "save":
+        tokens = state.slots.text(slot, call.served.name)
+        if not tokens:
+            raise bad_request(f"slot {slot} has no text yet", "id_slot")
+        reply |= await call.compute(save_text, call.served.lm, tokens, path)
+    else:
+        tokens, restored = await call.compute(restore_text, call.served.lm, path)
+        state.slots.record(call.served.name, tokens, slot)
+        reply |= restored
+    return JsonReply(reply)
+
+
 @router.get("/lora-adapters", summary="Adapters that a request may name under `lora`")
 async def lora_adapters(request: Request) -> Response:
     adapters = state_of(request).registry.adapters().values()
@@ -475,7 +514,6 @@ async def set_lora_adapters(body: list[LoraScale], request: Request) -> Response
 
 
 @router.post("/props", include_in_schema=False)
-@router.post("/slots/{slot}", include_in_schema=False)
 async def read_only() -> Response:
     message = (
         "this is read-only: settings are part of each request, prefixes are cached automatically"

@@ -46,7 +46,7 @@ IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "verbosity",
     # llama.cpp, Ollama: how the model is loaded, where it runs, what the cache may drop
-    "cache_prompt", "id_slot", "slot_id", "n_keep", "num_keep", "n_discard", "n_cache_reuse",
+    "cache_prompt", "slot_id", "n_keep", "num_keep", "n_discard", "n_cache_reuse",
     "n_indent", "num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram",
     "f16_kv", "vocab_only", "use_mmap", "use_mlock", "draft_num_predict",
     "logits_all", "embedding_only", "penalize_nl",

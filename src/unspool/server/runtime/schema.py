@@ -407,6 +407,7 @@ class SamplingRequest(ForeignRequest, Constraints):
     verbose: StrictBool | None = Field(
         None, description="the prompt as text in the answer, under __verbose (not in streams)"
     )
+    id_slot: StrictInt | None = Field(None, description="the slot that can be saved afterwards")
     lora: list[LoraScale] | None = Field(
         None, max_length=64, description="adapters, by the ids of /lora-adapters"
     )

@@ -41,10 +41,11 @@ from unspool.server.runtime.aliases import keep_alive_seconds
 from unspool.server.runtime.metrics import Metrics
 from unspool.server.runtime.registry import ModelRegistry, ServedModel, page_identity
 from unspool.server.runtime.schema import ForeignRequest, LoraScale
+from unspool.server.runtime.slots import Slots
 from unspool.server.runtime.texts import InfillGap, InfillTexts, RequestTexts
 from unspool.server.runtime.threads import PREPARING, compute_pool, run_in
-from unspool.store.database import Database
 from unspool.session import Session
+from unspool.store.database import Database
 from unspool.store.folder import StateFolder
 
 Resource = TypeVar("Resource")
@@ -75,6 +76,7 @@ class ServerState:
             self.database = Database(self.folder.database, say=_log_warning)
             registry.on_loaded = self._use_page_files
         # Saves KV-cache pages, one text at a time.
+        self.slots = Slots(settings.slots, settings.max_running)
         self._page_saver = ThreadPoolExecutor(1, thread_name_prefix="unspool-pages")
         self.ready = False  # the first model is loaded
         self.startup_error: Exception | None = None  # why the first model could not be loaded
@@ -193,6 +195,7 @@ class Call:
         self.until = asyncio.get_running_loop().time() + state.settings.deadline
         self._resources = AsyncExitStack()
         self._texts: list[RequestTexts] = []
+        self._slot: int | None = None  # llama.cpp's `id_slot`
 
     async def __aenter__(self) -> Call:
         """Wait for places and for the model. A disconnecting client leaves the queue."""
@@ -218,6 +221,9 @@ class Call:
     def apply_hints(self, body: ForeignRequest) -> None:
         """Apply `keep_alive`, and report the parameters that are ignored."""
         ignore(self.request, *body.ignored)
+        self._slot = getattr(body, "id_slot", None)
+        if self._slot is not None and self.settings.slots is None:
+            ignore(self.request, "id_slot")
         if body.keep_alive is not None:
             model = self.served.base or self.served  # an adapter has the keep_alive of its model
             model.keep_alive = keep_alive_seconds(body.keep_alive)
@@ -367,6 +373,9 @@ class Call:
     def _end(self, texts: RequestTexts) -> None:
         texts.close()
         texts.account()
+        for text in texts.all[:1] if self.settings.slots is not None else ():
+            tokens = [*text.generation.prompt, *text.generation.tokens]
+            self.state.slots.record(self.served.name, tokens, self._slot)
         log = self.request.state.log
         usage = texts.usage()
         log["prompt_tokens"] = usage["prompt_tokens"]
