@@ -23,7 +23,8 @@ SOURCE = Path(__file__).parent.parent / "src" / "unspool"
 # The parts of Unspool from the bottom to the top: a part imports only those before it.
 ORDER = [
     "errors", "gc_pause", "features", "notebook", "progress", "native", "text", "model", "sampling",
-    "backends", "engine", "store", "session", "decoding", "lens", "lm", "loading", "widget", "mcp_server",
+    "backends", "engine", "store", "session", "decoding", "lens", "lm", "loading", "widget",
+    "mcp_server",
     "conversation", "page", "server", "train", "costs", "scale", "__init__", "cli", "__main__",
 ]  # fmt: skip
 # The same within a folder; a folder without a list must only be free of cycles.

@@ -20,11 +20,11 @@ from unspool.session import Session
 
 
 @dataclass(frozen=True, slots=True)
-class _Exchange:
+class Exchange:
     """One question and its answer."""
 
     question: str
-    start: int  # number of ids before the question
+    start: int  # number of ids before the question; -1: unknown
     answer: str
     reasoning: str
 
@@ -38,13 +38,13 @@ class Conversation:
     think: bool | str | None = None  # whether to reason before an answer, or the effort
     ids: list[int] = field(default_factory=list)
     reused: int = 0  # cached tokens of the last prompt
-    _exchanges: list[_Exchange] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """All messages. Reasoning is a field of its answer; the template decides what it shows."""
         messages = [{"role": "system", "content": self.system}] if self.system is not None else []
-        for exchange in self._exchanges:
+        for exchange in self.exchanges:
             messages.append({"role": "user", "content": exchange.question})
             reasoning = {"reasoning_content": exchange.reasoning} if exchange.reasoning else {}
             messages.append({"role": "assistant", "content": exchange.answer, **reasoning})
@@ -71,15 +71,17 @@ class Conversation:
         finally:  # also when interrupted: the partial answer is part of the conversation
             self.reused = generation.reused
             self.ids = [*prompt, *generation.tokens]
-            self._exchanges.append(
-                _Exchange(question, start, generation.answer, generation.reasoning)
+            self.exchanges.append(
+                Exchange(question, start, generation.answer, generation.reasoning)
             )
 
     def undo(self) -> str:
         """Drop the last question and its answer; return the question."""
-        if not self._exchanges:
+        if not self.exchanges:
             raise UnspoolError("there is nothing to undo yet")
-        last = self._exchanges.pop()
+        if self.exchanges[-1].start < 0:
+            raise UnspoolError("this turn was stored without its tokens; it cannot be undone")
+        last = self.exchanges.pop()
         del self.ids[last.start :]
         return last.question
 
@@ -87,7 +89,7 @@ class Conversation:
         """Start over with another system message."""
         self.system = system
         self.ids.clear()
-        self._exchanges.clear()
+        self.exchanges.clear()
 
     def _prompt(self, question: str, template_options: dict[str, Any]) -> list[int]:
         """Return the history, and what the template writes from there to the answer's start."""
@@ -95,7 +97,7 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": question}]
         last = len(messages) - 2
         new_ids = None
-        if self._exchanges:
+        if self.exchanges:
             new_ids = template.encode_after(messages, last, **template_options)
         if new_ids is None:  # the first question, or a template that rewrites the history
             return template.encode(messages, **template_options).ids

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
 from unspool.cli import interrupt
 from unspool.cli import options as o
 from unspool.cli import output as out
-from unspool.errors import UnspoolError
+from unspool.errors import SettingsError, UnspoolError, count
 
 if TYPE_CHECKING:
+    from unspool.cli.stored_chat import StoredChat
     from unspool.conversation import Conversation
+    from unspool.engine.generation import Generation
+    from unspool.lm import LanguageModel
 
 HELP = """\
 /undo          remove the last question and answer
@@ -38,6 +41,19 @@ def chat(
     think_budget: o.ThinkBudget = None,
     adapter: o.Adapter = None,
     quiet: o.Quiet = False,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--continue", help="Continue a stored conversation: the start of its id, or last."
+        ),
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(help="Folder of stored texts. Default: UNSPOOL_STATE, or data folder."),
+    ] = None,
+    no_state: Annotated[
+        bool, typer.Option("--no-state", help="Do not store the conversation.")
+    ] = False,
     *,
     model_choice: o.ModelChoice,
     sampling: dict[str, Any],
@@ -48,6 +64,7 @@ def chat(
 
       unspool chat
       unspool chat --system "Answer in one sentence." --temperature 0.3
+      unspool chat --continue last
     """
     from unspool.conversation import Conversation
 
@@ -58,14 +75,17 @@ def chat(
     o.check(options)
     lm = o.with_adapter(model_choice.load(), adapter)
     conversation = Conversation(lm, system, o.thinking(think, effort))
+    store = _ChatStore(None if adapter else o.state_folder(state, no_state), lm)
+    if resume is not None:
+        store.resume(resume, conversation)
     seed = options.pop("seed", None)
     is_interactive = sys.stdin.isatty()
     if is_interactive:
         import readline  # noqa: F401  (gives input() a history and cursor keys)
 
         out.say("/help lists the commands, Ctrl-D leaves")
-    turn = 0
-    with interrupt.raise_on_signal():
+    turn = len(conversation.exchanges)
+    with store, interrupt.raise_on_signal():
         while (line := _read_line(is_interactive)) is not None:
             if not line.strip():
                 continue
@@ -76,7 +96,9 @@ def chat(
                 if question is _QUIT:
                     return
                 turn_seed = {} if seed is None else {"seed": seed + turn}
-                _answer(conversation, question, {**options, **turn_seed}, probs, quiet)
+                answer = {**options, **turn_seed}
+                generation = _answer(conversation, question, answer, probs, quiet)
+                store.save(conversation, generation)
                 turn += 1
             except UnspoolError as error:  # ends the turn, not the conversation
                 print(f"unspool: {' '.join(str(error).split())}", file=sys.stderr)
@@ -135,7 +157,7 @@ def _save(conversation: Conversation, name: str) -> None:
 
 def _answer(
     conversation: Conversation, question: str, options: dict[str, Any], probs: bool, quiet: bool
-) -> None:
+) -> Generation:
     generation, steps = conversation.ask(question, **options)
     prefix = ""
     try:
@@ -146,3 +168,45 @@ def _answer(
     if not quiet:
         cached = f"{conversation.reused} prompt tokens from the cache"
         out.say(f"{prefix}{out.closing_line(generation)}, {cached}")
+    return generation
+
+
+class _ChatStore:
+    """Stores the conversation after every answer. Without a folder it does nothing."""
+
+    def __init__(self, folder: Path | None, lm: LanguageModel) -> None:
+        self._folder, self._lm = folder, lm
+        self._chat: StoredChat | None = None
+
+    def open(self) -> StoredChat | None:
+        """Open the folder, the first time. Raises UnspoolError if it cannot be used."""
+        if self._chat is None and self._folder is not None:
+            from unspool.cli.stored_chat import StoredChat
+
+            self._chat = StoredChat(self._folder, self._lm)
+        return self._chat
+
+    def resume(self, name: str, conversation: Conversation) -> None:
+        """Continue a stored conversation."""
+        chat = self.open()
+        if chat is None:
+            raise SettingsError("--continue needs stored texts; leave out --no-state")
+        title = chat.resume(None if name == "last" else name, conversation)
+        turns = count(len(conversation.exchanges), "turn")
+        out.say(f"continuing {title!r}: {turns}, {len(conversation.ids):,} tokens")
+
+    def save(self, conversation: Conversation, generation: Generation) -> None:
+        """Store the conversation; if that is impossible, say so once and go on."""
+        try:
+            if (chat := self.open()) is not None:
+                chat.save(conversation, generation)
+        except UnspoolError as error:
+            self._folder = None
+            out.say(f"the conversation is not stored: {error}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._chat is not None:
+            self._chat.close()

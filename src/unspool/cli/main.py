@@ -39,6 +39,13 @@ _COMMANDS = {
         Command("explore", "unspool.cli.explore:explore", "Inspect"),
         Command("tokenize", "unspool.cli.inspection:tokenize", "Inspect"),
         Command("score", "unspool.cli.inspection:score", "Inspect"),
+        Command(
+            "sessions",
+            "unspool.cli.sessions:sessions",
+            "Inspect",
+            subcommands=("list", "show", "export", "delete"),
+            default="list",
+        ),
         Command("page", "unspool.cli.serve:page", "Serve"),
         Command("serve", "unspool.cli.serve:serve", "Serve"),
         Command("mcp", "unspool.cli.mcp:mcp", "Serve"),

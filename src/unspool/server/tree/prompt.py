@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -225,7 +225,7 @@ def _from_chat(call: Call, body: CreateRequest) -> TreePrompt:
     call.check_text(*(str(message.get("content", "")) for message in messages))
     chat = chat_prompt(call.served, messages, ToolUse(), {})
     tokenizer = call.served.lm.tokenizer
-    spans = _spans(tokenizer, chat, messages)
+    spans = message_spans(tokenizer, chat, messages)
     content = {
         position for span in spans if span.content is not None for position in range(*span.content)
     }
@@ -240,13 +240,14 @@ def _from_chat(call: Call, body: CreateRequest) -> TreePrompt:
     )
 
 
-def _spans(
-    tokenizer: Tokenizer, chat: ChatPrompt, messages: Sequence[dict[str, Any]]
+def message_spans(
+    tokenizer: Tokenizer, chat: ChatPrompt, messages: Sequence[Mapping[str, Any]]
 ) -> tuple[MessageSpan, ...]:
+    """The tokens of each message, and of the turn that the template opens for the model."""
     contents: list[str | None] = [message.get("content") for message in messages]
     if len(contents) != len(chat.spans):  # the format has merged messages
         contents = [None] * len(chat.spans)
-    message_spans = [
+    spans = [
         MessageSpan(
             span.role,
             span.start,
@@ -257,8 +258,8 @@ def _spans(
     ]
     opened = chat.generation
     if opened is not None:
-        message_spans.append(MessageSpan(opened.role, opened.start, opened.end, None))
-    return tuple(message_spans)
+        spans.append(MessageSpan(opened.role, opened.start, opened.end, None))
+    return tuple(spans)
 
 
 def _content(

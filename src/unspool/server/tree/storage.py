@@ -214,10 +214,12 @@ class TreeStorage:
 
     def _store_vocabulary(self, db: Connection, tokenizer: TokenTexts) -> str:
         name = self._hashes.get(tokenizer)
-        if name is None or db.value("SELECT 1 FROM vocabularies WHERE hash=?", (name,)) is None:
-            tokens = tuple(map(tokenizer.token_bytes, range(len(tokenizer))))
-            data = Vocabulary(tokens).to_bytes()
-            name = self._hashes[tokenizer] = content_hash(data)
+        if name is None:
+            tokens = map(tokenizer.token_bytes, range(len(tokenizer)))
+            name = self._hashes[tokenizer] = content_hash(*tokens)
+        if db.value("SELECT 1 FROM vocabularies WHERE hash=?", (name,)) is None:
+            tokens = map(tokenizer.token_bytes, range(len(tokenizer)))
+            data = Vocabulary(tuple(tokens)).to_bytes()
             db.insert("vocabularies", {"hash": name, "data": data})
         return name
 
@@ -237,6 +239,23 @@ class TreeStorage:
             db.cut_steps(number, common)
             db.append_steps(number, steps)
             db.update("branches", branch.id, row)
+
+        return job
+
+    def rewriting(self, branch: TreeBranch) -> Job:
+        """Replace prompt and text of a stored branch."""
+        steps, number, prompt = list(branch.steps), branch.number, branch.prompt
+        row = {
+            "settings": _settings_json(branch.generation, branch.extra_settings),
+            "state": _state_json(branch),
+            "indexed": 0,
+        }
+        assert number is not None
+
+        def job(db: Connection) -> None:
+            db.cut_steps(number, 0)
+            db.append_steps(number, steps)
+            db.update("branches", branch.id, {**row, "prompt": self._store_prompt(db, prompt)})
 
         return job
 

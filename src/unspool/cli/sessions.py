@@ -1,0 +1,121 @@
+"""`unspool sessions`: the texts that `unspool page`, `unspool chat` and a server have stored."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from unspool.cli import options as o
+from unspool.cli import output as out
+from unspool.errors import UnspoolError, count
+from unspool.store.folder import StateFolder, default_folder
+
+sessions = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="List, show, export and delete stored texts.",
+    epilog="Examples:  unspool sessions   ·   unspool sessions show 3f9a   ·   "
+    "unspool sessions export 3f9a story.txt",
+)
+
+State = Annotated[
+    Path | None,
+    typer.Option(help="Folder of stored texts. Default: UNSPOOL_STATE, or data folder."),
+]
+Session = Annotated[str, typer.Argument(help="The id of a session, or the start of it.")]
+
+
+@sessions.command("list")
+def list_sessions(state: State = None, as_json: o.Json = False) -> None:
+    """List stored sessions, the newest first.
+
+    [b]Example[/b]
+
+      unspool sessions list --json
+    """
+    from unspool.store import library
+
+    with library.open_library(state or default_folder()) as db:
+        stored = library.list_sessions(db)
+    if as_json:
+        out.print_json([asdict(session) for session in stored])
+        return
+    for session in stored:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(session.updated))
+        facts = f"{_branches(session.branches)}, {session.tokens:,} tokens"
+        tags = "".join(f" #{tag}" for tag in session.tags)
+        print(f"{_short(session.id)}  {when}  {session.title or '(no title)'}{tags}  ({facts})")
+    if not stored:
+        out.say("there is no session yet: unspool page, unspool chat")
+
+
+@sessions.command()
+def show(session: Session, state: State = None, as_json: o.Json = False) -> None:
+    """Print the texts of a session.
+
+    [b]Example[/b]
+
+      unspool sessions show 3f9a
+    """
+    from unspool.store import library
+
+    with library.open_library(state or default_folder()) as db:
+        found = library.find_session(db, session)
+        texts = library.texts_of(db, found.id)
+    if as_json:
+        out.print_json({**asdict(found), "texts": [asdict(text) for text in texts]})
+        return
+    for index, text in enumerate(texts):
+        if len(texts) > 1:
+            print(f"{'' if index == 0 else chr(10)}-- {text.name or text.branch} --")
+        print(text.describe())
+
+
+@sessions.command()
+def export(session: Session, file: Path, state: State = None) -> None:
+    """Write the texts of a session to a text file.
+
+    [b]Example[/b]
+
+      unspool sessions export 3f9a story.txt
+    """
+    from unspool.store import library
+
+    with library.open_library(state or default_folder()) as db:
+        texts = library.texts_of(db, library.find_session(db, session).id)
+    content = "\n\n".join(text.describe() for text in texts) + "\n"
+    try:
+        file.expanduser().write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise UnspoolError(f"{file} cannot be written: {error.strerror or error}") from error
+    out.say(f"wrote {count(len(texts), 'text')} to {file}")
+
+
+@sessions.command()
+def delete(session: Session, state: State = None) -> None:
+    """Delete a session with its branches.
+
+    [b]Example[/b]
+
+      unspool sessions delete 3f9a
+    """
+    from unspool.store import library
+
+    path = (state or default_folder()).expanduser()
+    with StateFolder(path):
+        with library.open_library(path) as db:
+            found = library.find_session(db, session)
+        library.delete_session(path, found.id)
+    out.say(f"deleted {_short(found.id)} {found.title}".rstrip())
+
+
+def _short(identity: str) -> str:
+    return identity.removeprefix("session-")[:8]
+
+
+def _branches(number: int) -> str:
+    return "1 branch" if number == 1 else f"{number:,} branches"

@@ -1,0 +1,125 @@
+"""Conversations of `unspool chat` in the state folder: stored after every answer, and continued.
+
+A conversation is a session with one branch, as the page makes them: the turns before the last
+answer are its prompt, and the answer is its steps.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from unspool.conversation import Conversation, Exchange
+from unspool.engine.generation import Generation
+from unspool.errors import UnspoolError
+from unspool.server.tree.branches import ExtraSettings, TreeBranch, TreePrompt
+from unspool.server.tree.library import TreeSession
+from unspool.server.tree.prompt import message_spans
+from unspool.server.tree.storage import TreeStorage
+from unspool.session import Session
+from unspool.store.database import Database
+from unspool.store.folder import StateFolder
+from unspool.store.library import find_session
+
+
+class StoredChat:
+    """The session of one conversation; holds the lock of its folder until it is closed."""
+
+    def __init__(self, folder: Path, lm: Session) -> None:
+        """Raises FolderInUseError if another process uses the folder."""
+        self._folder = StateFolder(folder)
+        try:
+            self._database = Database(self._folder.database)
+        except BaseException:
+            self._folder.close()
+            raise
+        self._storage = TreeStorage(self._database)
+        self._lm = lm
+        self._session: TreeSession | None = None
+        self._branch: TreeBranch | None = None
+
+    def close(self) -> None:
+        self._database.close()
+        self._folder.close()
+
+    def resume(self, name: str | None, conversation: Conversation) -> str:
+        """Fill a conversation with a stored one, the newest if `name` is None; return its title."""
+        found = self._database.submit(lambda db: find_session(db, name)).result()
+        branches = [b for b in self._storage.read_branches() if b.session == found.id]
+        branches = [branch for branch in branches if branch.deleted is None]
+        if not branches:
+            raise UnspoolError(f"session {found.id} has no text to continue")
+        branch = max(branches, key=lambda item: item.updated)
+        content = self._database.submit(self._storage.reading(branch)).result()
+        branch.prompt, branch.generation, branch.extra_settings = content.decode()
+        branch.unloaded = None
+        if branch.prompt.messages is None:
+            raise UnspoolError(f"session {found.id} is no conversation; open it on the page")
+        self._branch, self._session = branch, TreeSession("", found.title, id=found.id)
+        lm = self._lm
+        generation = lm.reattach(branch.generation.fork(), thoughts=True)
+        conversation.ids = branch.tokens
+        messages = list(branch.prompt.messages)
+        if messages and messages[0].get("role") == "system":
+            conversation.system = str(messages.pop(0).get("content"))
+        conversation.exchanges = _exchanges(messages, branch.prompt, generation)
+        return found.title
+
+    def save(self, conversation: Conversation, generation: Generation) -> None:
+        """Store the conversation after an answer; done when it is on the disk."""
+        now = time.time()
+        messages = conversation.messages[:-1]
+        prompt = self._prompt(conversation, generation, messages)
+        if self._session is None:
+            self._session = TreeSession("")
+            row = self._session.row()
+            self._database.submit(self._storage.session(row, b"{}")).result()
+        old = self._branch
+        stored = TreeBranch(
+            self._lm.path.stem if self._lm.path is not None else self._lm.config.family,
+            prompt,
+            generation,
+            ExtraSettings(),
+            None,
+            session=self._session.id,
+            finish_reason=generation.finish_reason,
+            updated=now,
+        )
+        if old is not None:
+            stored.id, stored.number, stored.created = old.id, old.number, old.created
+            self._database.submit(self._storage.rewriting(stored)).result()
+        else:
+            self._database.submit(self._storage.insertion([stored])).result()
+        self._branch = stored
+        self._storage.tidy(stored)
+
+    def _prompt(
+        self, conversation: Conversation, generation: Generation, messages: list[dict[str, str]]
+    ) -> TreePrompt:
+        lm, ids = self._lm, generation.prompt
+        chat = lm.chat_prompt(messages)
+        spans = message_spans(lm.tokenizer, chat, messages) if tuple(chat.ids) == ids else ()
+        content = {at for span in spans if span.content for at in range(*span.content)}
+        text = lm.tokenizer.decode(ids)
+        added = frozenset(range(len(ids))) - content if spans else frozenset[int]()
+        stops = lm.chat_template.stops
+        return TreePrompt(ids, text, lm.tokenizer, added, list(messages), spans, stops)
+
+
+def _exchanges(
+    messages: list[dict[str, object]], prompt: TreePrompt, generation: Generation
+) -> list[Exchange]:
+    """The turns of a stored conversation. One whose tokens are unknown cannot be undone."""
+    starts = [span.start for span in prompt.spans if span.role == "user"]
+    questions = [index for index, item in enumerate(messages) if item.get("role") == "user"]
+    if len(starts) != len(questions):
+        starts = [-1] * len(questions)
+    exchanges = []
+    for start, index in zip(starts, questions, strict=True):
+        reply = messages[index + 1] if index + 1 < len(messages) else {}
+        answer = str(reply.get("content") or "")
+        reasoning = str(reply.get("reasoning_content") or "")
+        if index == questions[-1]:
+            answer, reasoning = generation.answer, generation.reasoning
+        exchanges.append(Exchange(str(messages[index].get("content")), start, answer, reasoning))
+    return exchanges
