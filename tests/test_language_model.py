@@ -42,7 +42,7 @@ def test_every_lens_is_a_method(tiny_lm: Any):
 
 def test_a_text_is_saved_and_written_again(tiny_lm: Any, tmp_path: Path):
     text = tiny_lm.generate(PROMPT, max_tokens=5, seed=2, top=2, explain=True)
-    tiny_lm.save_trace(text, tmp_path / "trace.json")
+    text.save(tmp_path / "trace.json")
     for trace in (tiny_lm.trace(text), tmp_path / "trace.json", str(tmp_path / "trace.json")):
         result = tiny_lm.replay(trace)
         assert result.exact

@@ -19,6 +19,7 @@ inside. These are imported when they are first used.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
@@ -26,7 +27,8 @@ from unspool.engine.generation import Generation, Generations
 from unspool.engine.request import Options, document_options
 from unspool.engine.request_builder import as_strings, is_conversation, split_batch
 from unspool.engine.results import StepStream
-from unspool.errors import SettingsError
+from unspool.engine.tree import Branch
+from unspool.errors import SettingsError, UnspoolError
 from unspool.session import Messages, Prompt, Session
 
 if TYPE_CHECKING:
@@ -647,16 +649,59 @@ class LanguageModel(Session):
 
         return trace_of(self, generation)
 
-    def save_trace(self, generation: Generation, path: str | Path) -> None:
-        """Write the trace of a text to a JSON file, for `replay`."""
+    def save_generation(self, generation: Generation, path: str | Path) -> None:
+        """Write the trace of a text to a file; called by `generation.save(path)`."""
         from unspool.lens.trace import save_trace
 
         save_trace(self.trace(generation), path)
 
+    def open(self, path: str | Path) -> Generation | Branch:
+        """Open what `generation.save(path)` or `branch.save(path)` has written, to continue it.
+
+            lm.generate("Once upon a time").save("story.json")
+            story = lm.open("story.json").resume(max_tokens=50)
+
+        The keys and values of a branch come from its file if model, backend and format are the
+        same; else they are computed again. If a text was written by another model, its `notes` say
+        so.
+        """
+        from unspool.engine.page_files import is_page_file
+        from unspool.lens.replay import generation_from
+        from unspool.lens.trace import load_trace
+
+        source = Path(path).expanduser()
+        try:
+            if is_page_file(source):
+                return self._open_branch_file(source)
+        except OSError as error:
+            raise UnspoolError(f"{path} cannot be read: {error.strerror or error}") from error
+        return generation_from(self, load_trace(source))
+
+    def _open_branch_file(self, path: Path) -> Branch:
+        from unspool.engine.page_files import (
+            StoredPages,
+            insert_computed,
+            page_access,
+            read_tokens,
+        )
+
+        access, stored = page_access(self.engine), None
+        try:
+            tokens = read_tokens(path)
+            with suppress(ValueError, KeyError, TypeError):  # damaged, or of another model
+                stored = StoredPages.read(path, self.engine.page_identity(), access)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UnspoolError(f"{path} is damaged: {error}") from None
+        self.prompt_ids(tokens)
+        if stored is not None and access is not None:
+            insert_computed(self.engine, [], stored)
+        self.config.require_causal()
+        return self.engine.open(tokens)
+
     def replay(self, trace: Trace | str | Path, *, tolerance: float | None = None) -> Replay:
         """Generate a traced text again, and report where it first differs.
 
-        trace       a result of `trace`, or a file that `save_trace` wrote.
+        trace       a result of `trace`, or a file that `generation.save` wrote.
         tolerance   largest difference of log-probabilities that counts as equal; by default 1e-3,
                     and 0.1 for 16-bit weights.
         """

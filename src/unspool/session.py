@@ -10,6 +10,7 @@ for step in generation.extend(steps):
 from __future__ import annotations
 
 import copy
+import json
 import math
 import reprlib
 import threading
@@ -263,6 +264,10 @@ class Session:
         limits = replace(limits, context=min(limits.context, self.context))
         return replace(generation, request=replace(request, limits=limits, written=()), source=self)
 
+    def save_generation(self, generation: Generation, path: str | Path) -> None:
+        """Write a text to a file; implemented by `LanguageModel`."""
+        raise NotImplementedError
+
     def attach(self, generation: Generation) -> Generation:
         """Attach this model to a generation from a pickle or another process, to continue it."""
         check_generation(generation)
@@ -370,7 +375,11 @@ class Session:
                 if shared.engine is None:
                     backend = shared.model.backend(memory=self._memory, context=self.context)
                     shared.engine = Engine(
-                        backend, self._token_bytes, check_head=self.config.require_head
+                        backend,
+                        self._token_bytes,
+                        check_head=self.config.require_head,
+                        # The engine must not keep the session alive.
+                        identity=partial(_computation, shared.model, self.config, self.context),
                     )
                     # The engine's thread has no reference to the session, which can be collected.
                     owner = self.view_of or self
@@ -510,6 +519,17 @@ class Session:
 
 
 _CLOSED = "this model was closed; load it again: unspool.load()"
+
+
+def _computation(model: LoadedModel, config: ModelConfig, context: int) -> tuple[object, ...]:
+    """What the bits of keys and values depend on besides the tokens."""
+    return (
+        model.fingerprint(),
+        json.dumps(config.to_dict(), sort_keys=True, default=str),
+        context,
+        model.precision,
+        model.numerics,
+    )
 
 
 class _Shared:

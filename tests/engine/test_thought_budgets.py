@@ -104,7 +104,7 @@ def test_a_grammar_is_about_the_answer(thinkers: dict[str, Any], name: str) -> N
 def test_a_trace_holds_the_budget(thinkers: dict[str, Any], tmp_path: Path) -> None:
     lm = thinkers["harmony"]
     answer = lm.chat("Which?", think_budget=4, regex="(node|page)", explain=True, **USUAL)
-    lm.save_trace(answer, tmp_path / "trace.json")
+    answer.save(tmp_path / "trace.json")
     again = lm.replay(tmp_path / "trace.json")
     assert again.difference is None and again.generation.tokens == answer.tokens
     assert again.generation.reasoning == answer.reasoning != ""

@@ -121,6 +121,6 @@ def test_it_works_with_seeds_batches_going_on_and_explaining(tiny_lm: Any):
 
 def test_a_text_it_picked_is_judged_when_replayed(tiny_lm: Any, tmp_path: Any):
     text = tiny_lm.generate(PROMPT, stages=[only(3, 4, 5), ...], max_tokens=4, seed=1, end=False)
-    tiny_lm.save_trace(text, tmp_path / "own.json")
+    text.save(tmp_path / "own.json")
     again = tiny_lm.replay(tmp_path / "own.json")
     assert again.exact and again.num_scored == 4

@@ -67,7 +67,9 @@ def test_a_restart_changes_nothing(small_entry: Any, tmp_path: Path):
         found = tree.ask("GET", "/sessions", params={"query": "BONN"})["data"]
         assert {item["id"] for item in found} == {session["id"], copy["id"]}
         assert not tree.ask("GET", "/sessions", params={"query": "giraffe"})["data"]
-        assert tree.new(max_tokens=3)["model"] == branch["model"]  # its vocabulary is stored already
+        assert (
+            tree.new(max_tokens=3)["model"] == branch["model"]
+        )  # its vocabulary is stored already
         again = tree.ask("POST", f"/{fork['id']}/fork", json={"at": 13})
         assert tree.get(again)["steps"] == tree.get(fork)["steps"][:13]
         extra = {"role": "user", "content": "And another one?"}

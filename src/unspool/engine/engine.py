@@ -15,15 +15,20 @@ steps in order, and only settled steps change what a branch has computed.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+import numpy as np
+
+from unspool import __version__
 from unspool.backends.step import Backend, Logits, Observations
 from unspool.engine.loop import Loop, concat_logits
-from unspool.engine.page_files import PageFiles
+from unspool.engine.page_files import PageFiles, StoredPages, page_access, read_computed
 from unspool.engine.request import ReadingDrafter, Request
 from unspool.engine.results import StepQueue, StepStream
 from unspool.engine.scheduler import EngineTask, Scheduler
@@ -159,6 +164,7 @@ class Engine:
         *,
         max_waiting: int = 1024,
         check_head: Callable[[], None] = lambda: None,
+        identity: Callable[[], object] = lambda: None,
     ) -> None:
         """Start an engine on a backend.
 
@@ -166,10 +172,12 @@ class Engine:
             backend: Computes the steps.
             token_bytes: The text of a token, as bytes.
             max_waiting: Requests without a token yet that are accepted.
+            identity: What the bits of keys and values depend on besides the tokens.
             check_head: Raises if the model has no output head: then its logits mean nothing.
         """
         self.backend, self.token_bytes = backend, token_bytes
         self.check_head = check_head
+        self._identity = identity
         self.max_waiting = max_waiting
         self.loop = Loop(backend)
         self.adapters = EngineAdapters(self.loop)
@@ -200,6 +208,26 @@ class Engine:
         )
         branch.owner = self
         return branch
+
+    def page_identity(self) -> str:
+        """Return what must be the same for saved KV-cache pages to be used."""
+        backend = self.backend
+        layout = (backend.page_size, backend.page_bytes, backend.state_bytes)
+        return hashlib.sha256(repr((__version__, self._identity(), layout)).encode()).hexdigest()
+
+    def save(self, branch: Branch, path: str | Path) -> None:
+        """Write a branch to a file: its tokens, and what is computed of them."""
+        self.release(self.fork(branch))  # puts its unfinished page into the prefix cache
+        tokens = branch.tokens
+        stored = None if branch.private_id or branch.adapter else read_computed(self, tokens)
+        if stored is None:
+            width = self.backend.page_bytes if page_access(self) is not None else 0
+            stored = StoredPages([], np.empty((0, width), np.uint8))
+        stored.following = tokens[len(stored.tokens) :]
+        try:
+            stored.write(Path(path).expanduser(), self.page_identity())
+        except OSError as error:
+            raise UnspoolError(f"{path} cannot be written: {error.strerror or error}") from error
 
     def _restore_pages(self, tokens: Sequence[int], adapter: str | None) -> None:
         """Read saved pages of a text; never on the engine's thread, as it reads files."""

@@ -14,6 +14,7 @@ import math
 import reprlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol, Unpack
 
 from unspool.engine.request import Options, Request
@@ -38,6 +39,9 @@ class GenerationModel(Protocol):
         self, tokens: Sequence[int], chosen: str | int | Sequence[int], adapter: str | None = None
     ) -> list[Step]:
         """Return steps for tokens that a person appends to these."""
+
+    def save_generation(self, generation: Generation, path: str | Path) -> None:
+        """Write a generation to a file."""
 
     def explain(self, generation: Generation, top: int) -> list[Step]:
         """Return the steps of a generation with all details of the sampling."""
@@ -123,6 +127,13 @@ class Generation:
         stream = TextStream(continued.request.limits.stop)
         continued.steps = _redecode(continued.steps, stream, is_complete=False)
         return continued, steps
+
+    def save(self, path: str | Path) -> None:
+        """Write the text and everything that led to it to a file (a trace: plain JSON).
+
+        `lm.open(path)` reads it, to continue the text; `lm.replay(path)` generates it again.
+        """
+        self._writer().save_generation(self, path)
 
     def alternatives(self, index: int, top: int = 10) -> tuple[Candidate, ...]:
         """Return the most likely tokens at the position of a new token."""

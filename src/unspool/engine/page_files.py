@@ -75,12 +75,14 @@ class StoredPages:
     tokens: list[int]  # from a page border on; the last page may be incomplete
     pages: Bytes  # [n, page_bytes]
     states: dict[int, Bytes] = field(default_factory=dict)  # by number of tokens of the whole text
+    following: list[int] = field(default_factory=list)  # tokens after them that are not computed
 
     def write(self, path: Path, identity: str) -> None:
         """Write a file, atomically."""
         header = {
             "identity": identity,
             "tokens": self.tokens,
+            "following": self.following,
             "page_bytes": int(self.pages.shape[1]),
             "states": list(self.states),
             "checksums": [_checksum(self.pages), *map(_checksum, self.states.values())],
@@ -133,7 +135,22 @@ class StoredPages:
                 raise ValueError("it is too long")
         if header["checksums"] != [_checksum(pages), *map(_checksum, states.values())]:
             raise ValueError("its checksum is wrong")
-        return cls(tokens, pages, states)
+        return cls(tokens, pages, states, [int(token) for token in header["following"]])
+
+
+def is_page_file(path: Path) -> bool:
+    """Return whether a file starts as one of saved pages does."""
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def read_tokens(path: Path) -> list[int]:
+    """Return all tokens of a file of any model. Raises ValueError if its header is damaged."""
+    with path.open("rb") as file:
+        file.read(len(_MAGIC))
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(size, _MAX_HEADER)))
+        return [int(token) for token in (*header["tokens"], *header["following"])]
 
 
 CHUNK_PAGE = 16  # tokens of a page in files; a backend with other pages has none

@@ -19,6 +19,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Protocol
 
 from unspool.backends.step import Logits
@@ -308,6 +309,8 @@ class BranchOwner(Protocol):
 
     def release(self, branch: Branch) -> None: ...
 
+    def save(self, branch: Branch, path: str | Path) -> None: ...
+
 
 class Branch:
     """A text: its tokens, and the pages with their keys and values."""
@@ -413,6 +416,10 @@ class Branch:
     def release(self) -> None:
         """Close the branch; its pages may serve others."""
         self._owner().release(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the tokens and what is computed of them to a file, for `lm.open`."""
+        self._owner().save(self, path)
 
     def _owner(self) -> BranchOwner:
         assert self.owner is not None, "the branch was not opened by an engine"

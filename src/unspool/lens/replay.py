@@ -28,6 +28,7 @@ from unspool.lens.trace import Trace, fingerprint
 from unspool.sampling import Grammar, score
 from unspool.sampling.guards import GuardPolicy
 from unspool.session import Session
+from unspool.text.tokenizer.stream import TextStream
 
 # The last bits of a log-probability depend on the batch.
 _TOLERANCE = {"float32": 1e-3}
@@ -157,6 +158,30 @@ def replay(
         _generate(lm, now, None if _ended(trace) else len(trace.steps))
     difference, largest = _first_difference(trace.steps, now.steps, num_given, limit)
     return Replay(now, num_given, difference, largest, fingerprint(lm).differs_from(trace.model))
+
+
+def generation_from(lm: Session, trace: Trace) -> Generation:
+    """Return the text of a trace as one that the model can continue."""
+    _check_fits(lm, trace)
+    limits = trace.limits or Limits(max_tokens=len(trace.steps), context=lm.context)
+    grammar = trace.grammar
+    request = Request(
+        prompt=trace.prompt,
+        settings=trace.settings,
+        limits=replace(limits, context=min(limits.context, lm.context)),
+        grammar=None if grammar is None else Grammar.compile(grammar, lm.grammar_vocabulary),
+        guards=trace.guards,
+        thinking=_thinking(lm, trace),
+    )
+    stream, steps = TextStream(), list[Step]()
+    for step in trace.steps:  # files do not have what follows from the bytes
+        steps.append(replace(step, partial_utf8=stream.partial_utf8))
+        stream.push(step.bytes)
+    if request.thinking is not None:
+        steps = request.thinking.mark_steps(steps)
+    difference = fingerprint(lm).differs_from(trace.model)
+    notes = [] if difference is None else [f"written by another model: {difference}"]
+    return Generation(request, steps, trace.empty_reason, lm, notes)
 
 
 def _thinking(lm: Session, trace: Trace) -> ReasoningSpec | None:

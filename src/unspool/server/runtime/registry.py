@@ -616,30 +616,15 @@ def system_fingerprint(lm: Session) -> str:
     """
     tokenizer = lm.tokenizer
     return _short_hash(
-        *_computation(lm)[:3],
-        [tokenizer.kind, tokenizer.vocab_size, sorted(tokenizer.special_tokens.items())],
-        tokenizer.chat_template,
-        *_computation(lm)[3:],
-    )
-
-
-def _computation(lm: Session) -> tuple[object, ...]:
-    """What the bits of keys and values depend on besides the tokens."""
-    return (
         __version__,
         lm.model.fingerprint(),
         json.dumps(lm.config.to_dict(), sort_keys=True, default=str),
+        [tokenizer.kind, tokenizer.vocab_size, sorted(tokenizer.special_tokens.items())],
+        tokenizer.chat_template,
         lm.context,
         lm.model.precision,
         lm.model.numerics,
     )
-
-
-def page_identity(lm: Session) -> str:
-    """What must be the same for saved KV-cache pages to be used."""
-    backend = lm.engine.backend
-    layout = (backend.page_size, backend.page_bytes, backend.state_bytes)
-    return hashlib.sha256(repr((*_computation(lm), layout)).encode()).hexdigest()
 
 
 def _short_hash(*parts: object) -> str:

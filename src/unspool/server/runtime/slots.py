@@ -24,7 +24,6 @@ from unspool.engine.page_files import (
 )
 from unspool.errors import UnspoolError
 from unspool.server.http.errors import ApiError, bad_request
-from unspool.server.runtime.registry import page_identity
 from unspool.session import Session
 
 _NAME = re.compile(r"[^\x00-\x1f\x7f/\\:*?\"<>|]{1,255}")
@@ -92,7 +91,7 @@ def save_text(lm: Session, tokens: Sequence[int], path: Path) -> dict[str, Any]:
     began = perf_counter()
     stored = _computed_text(lm, tokens)
     try:
-        stored.write(path, page_identity(lm))
+        stored.write(path, lm.engine.page_identity())
         size = path.stat().st_size
     except OSError as error:
         raise ApiError(
@@ -120,7 +119,7 @@ def restore_text(lm: Session, path: Path) -> tuple[list[int], dict[str, Any]]:
     """Put a saved text into the prefix cache. Slow: run it on a thread."""
     began, access = perf_counter(), page_access(lm.engine)
     try:
-        stored = StoredPages.read(path, page_identity(lm), access)
+        stored = StoredPages.read(path, lm.engine.page_identity(), access)
         assert stored is not None
         lm.prompt_ids(stored.tokens)
     except FileNotFoundError:

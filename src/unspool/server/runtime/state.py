@@ -39,7 +39,7 @@ from unspool.server.http.replies import JsonReply, ignore, note
 from unspool.server.http.settings import ServerSettings
 from unspool.server.runtime.aliases import keep_alive_seconds
 from unspool.server.runtime.metrics import Metrics
-from unspool.server.runtime.registry import ModelRegistry, ServedModel, page_identity
+from unspool.server.runtime.registry import ModelRegistry, ServedModel
 from unspool.server.runtime.schema import ForeignRequest, LoraScale
 from unspool.server.runtime.slots import Slots
 from unspool.server.runtime.texts import InfillGap, InfillTexts, RequestTexts
@@ -89,7 +89,7 @@ class ServerState:
         assert self.folder is not None
         try:
             lm.engine.page_files = PageFiles(
-                self.folder.pages, page_identity(lm), self.settings.state_bytes
+                self.folder.pages, lm.engine.page_identity(), self.settings.state_bytes
             )
         except OSError as error:
             _log_warning(f"KV-cache pages cannot be saved: {error}")
