@@ -20,6 +20,7 @@ VARIABLES = {
         "by hand.",
         "UNSPOOL_DEFAULT_DATA": "Package with the default training text that you downloaded by "
         "hand.",
+        "UNSPOOL_STATE": "Folder of stored texts. Default: the data folder of the platform.",
         "UNSPOOL_RUNS": "Folder of training runs. Default: `runs` in the current folder.",
         "HF_HOME": "Folder of Hugging Face files, shared with other programs.",
         "HF_HUB_CACHE": "Folder of models from the Hugging Face Hub, shared with other programs.",
