@@ -196,7 +196,7 @@ class _ChatStore:
         out.say(f"continuing {title!r}: {turns}, {len(conversation.ids):,} tokens")
 
     def save(self, conversation: Conversation, generation: Generation) -> None:
-        """Store the conversation; if that is impossible, say so once and go on."""
+        """Store the conversation; if that is impossible, say so once and continue without."""
         try:
             if (chat := self.open()) is not None:
                 chat.save(conversation, generation)

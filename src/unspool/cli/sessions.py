@@ -64,10 +64,10 @@ def show(session: Session, state: State = None, as_json: o.Json = False) -> None
     from unspool.store import library
 
     with library.open_library(state or default_folder()) as db:
-        found = library.find_session(db, session)
-        texts = library.texts_of(db, found.id)
+        matching = library.find_session(db, session)
+        texts = library.texts_of(db, matching.id)
     if as_json:
-        out.print_json({**asdict(found), "texts": [asdict(text) for text in texts]})
+        out.print_json({**asdict(matching), "texts": [asdict(text) for text in texts]})
         return
     for index, text in enumerate(texts):
         if len(texts) > 1:
@@ -108,9 +108,9 @@ def delete(session: Session, state: State = None) -> None:
     path = (state or default_folder()).expanduser()
     with StateFolder(path):
         with library.open_library(path) as db:
-            found = library.find_session(db, session)
-        library.delete_session(path, found.id)
-    out.say(f"deleted {_short(found.id)} {found.title}".rstrip())
+            matching = library.find_session(db, session)
+        library.delete_session(path, matching.id)
+    out.say(f"deleted {_short(matching.id)} {matching.title}".rstrip())
 
 
 def _short(identity: str) -> str:

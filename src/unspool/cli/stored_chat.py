@@ -44,18 +44,18 @@ class StoredChat:
 
     def resume(self, name: str | None, conversation: Conversation) -> str:
         """Fill a conversation with a stored one, the newest if `name` is None; return its title."""
-        found = self._database.submit(lambda db: find_session(db, name)).result()
-        branches = [b for b in self._storage.read_branches() if b.session == found.id]
+        matching = self._database.submit(lambda db: find_session(db, name)).result()
+        branches = [b for b in self._storage.read_branches() if b.session == matching.id]
         branches = [branch for branch in branches if branch.deleted is None]
         if not branches:
-            raise UnspoolError(f"session {found.id} has no text to continue")
+            raise UnspoolError(f"session {matching.id} has no text to continue")
         branch = max(branches, key=lambda item: item.updated)
         content = self._database.submit(self._storage.reading(branch)).result()
         branch.prompt, branch.generation, branch.extra_settings = content.decode()
         branch.unloaded = None
         if branch.prompt.messages is None:
-            raise UnspoolError(f"session {found.id} is no conversation; open it on the page")
-        self._branch, self._session = branch, TreeSession("", found.title, id=found.id)
+            raise UnspoolError(f"session {matching.id} is no conversation; open it on the page")
+        self._branch, self._session = branch, TreeSession("", matching.title, id=matching.id)
         lm = self._lm
         generation = lm.reattach(branch.generation.fork(), thoughts=True)
         conversation.ids = branch.tokens
@@ -63,7 +63,7 @@ class StoredChat:
         if messages and messages[0].get("role") == "system":
             conversation.system = str(messages.pop(0).get("content"))
         conversation.exchanges = _exchanges(messages, branch.prompt, generation)
-        return found.title
+        return matching.title
 
     def save(self, conversation: Conversation, generation: Generation) -> None:
         """Store the conversation after an answer; done when it is on the disk."""

@@ -166,10 +166,10 @@ def _read_array(file: Any, size: int) -> Bytes:
 def _checksum(content: Bytes) -> str:
     """Hash the sums of all rows and columns: as fast as memory, and any damage changes it."""
     flat = np.ascontiguousarray(content).reshape(-1)
-    whole = len(flat) // _ROW_BYTES * _ROW_BYTES
-    words = flat[:whole].view(np.uint64).reshape(-1, _ROW_BYTES // 8)
+    num_bytes = len(flat) // _ROW_BYTES * _ROW_BYTES
+    words = flat[:num_bytes].view(np.uint64).reshape(-1, _ROW_BYTES // 8)
     digest = hashlib.blake2b(digest_size=16)
-    for part in (words.sum(0), words.sum(1), flat[whole:]):
+    for part in (words.sum(0), words.sum(1), flat[num_bytes:]):
         digest.update(np.ascontiguousarray(part).data)
     return digest.hexdigest()
 
@@ -208,14 +208,14 @@ def read_computed(engine: Engine, tokens: Sequence[int], first: int = 0) -> Stor
         parts: list[Bytes] = []
         states: dict[int, Bytes] = {}
         for start in range(first, length, CHUNK):
-            pages, found = engine.loop.call(
+            pages, page_states = engine.loop.call(
                 lambda start=start: _copy_chunk(  # type: ignore[misc]
                     access, branch, start, min(start + CHUNK, length)
                 ),
                 at_rest=False,
             )
             parts.append(pages)
-            states |= found
+            states |= page_states
         return StoredPages(list(tokens[first:length]), np.concatenate(parts), states)
 
 
@@ -234,8 +234,8 @@ def _copy_chunk(
         nodes.append(branch.shared_tail)
     states = [state for node in nodes for state in node.states.values() if state.length <= end]
     last = max(states, key=lambda state: state.length, default=None)
-    found = {} if last is None else {last.length: access.read_state(last.slot)}
-    return access.read_pages([node.page for node in nodes]), found
+    page_states = {} if last is None else {last.length: access.read_state(last.slot)}
+    return access.read_pages([node.page for node in nodes]), page_states
 
 
 def insert_computed(

@@ -69,7 +69,7 @@ def describe_error(error: sqlite3.Error) -> StorageError:
 
 
 @dataclass(frozen=True, eq=False)
-class Vocabulary:
+class StoredVocabulary:
     """The bytes of all tokens of a tokenizer: enough to show stored texts without their model."""
 
     tokens: tuple[bytes, ...]
@@ -85,7 +85,7 @@ class Vocabulary:
         return zlib.compress(lengths.encode() + b"\n" + b"".join(self.tokens), 6)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Vocabulary:
+    def from_bytes(cls, data: bytes) -> StoredVocabulary:
         lengths, _, content = zlib.decompress(data).partition(b"\n")
         tokens, at = [], 0
         for length in json.loads(lengths):

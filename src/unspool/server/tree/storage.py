@@ -28,7 +28,7 @@ from unspool.server.tree.branches import (
     TreeBranch,
     TreePrompt,
 )
-from unspool.store.database import Connection, Database, Vocabulary, content_hash, join_steps
+from unspool.store.database import Connection, Database, StoredVocabulary, content_hash, join_steps
 
 Result = TypeVar("Result")
 Job = Callable[[Connection], Any]
@@ -71,7 +71,7 @@ class TreeStorage:
 
     def __init__(self, database: Database) -> None:
         self.database = database
-        self._vocabularies: dict[str, Vocabulary] = {}  # that were read
+        self._vocabularies: dict[str, StoredVocabulary] = {}  # that were read
         self._hashes: WeakKeyDictionary[TokenTexts, str] = WeakKeyDictionary()
 
     async def run(self, job: Callable[[Connection], Result]) -> Result:
@@ -138,10 +138,10 @@ class TreeStorage:
 
         return job
 
-    def _vocabulary(self, db: Connection, name: str) -> Vocabulary:
+    def _vocabulary(self, db: Connection, name: str) -> StoredVocabulary:
         if name not in self._vocabularies:
             data = db.value("SELECT data FROM vocabularies WHERE hash=?", (name,))
-            vocabulary = self._vocabularies[name] = Vocabulary.from_bytes(data)
+            vocabulary = self._vocabularies[name] = StoredVocabulary.from_bytes(data)
             self._hashes[vocabulary] = name
         return self._vocabularies[name]
 
@@ -219,7 +219,7 @@ class TreeStorage:
             name = self._hashes[tokenizer] = content_hash(*tokens)
         if db.value("SELECT 1 FROM vocabularies WHERE hash=?", (name,)) is None:
             tokens = map(tokenizer.token_bytes, range(len(tokenizer)))
-            data = Vocabulary(tuple(tokens)).to_bytes()
+            data = StoredVocabulary(tuple(tokens)).to_bytes()
             db.insert("vocabularies", {"hash": name, "data": data})
         return name
 
