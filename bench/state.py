@@ -26,7 +26,7 @@ SESSIONS, LONG, WRITTEN = 1000, 4000, 256
 
 @contextmanager
 def serving(model: str | None, *options: str) -> Iterator[str]:
-    """A server in a process of its own; yields its address."""
+    """Start a server in another process; yields its address."""
     command = [sys.executable, "-m", "unspool", "serve", "--port", "0", "--log-format", "json"]
     command += ["--max-body", str(64 << 20), *(["--model", model] if model else []), *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -63,8 +63,8 @@ def measure_library(model: str | None, folder: str) -> None:
             listed = ask(url, "/sessions?limit=1000")["data"]
             print(f"list {len(listed)} sessions, {name} request: {_ms(began)} ms")
         began = time.perf_counter()
-        found = ask(url, "/sessions?query=story%20777")["data"]
-        print(f"search them: {_ms(began)} ms, {len(found)} found")
+        matches = ask(url, "/sessions?query=story%20777")["data"]
+        print(f"search them: {_ms(began)} ms, {len(matches)} match")
 
 
 def measure_reopening(model: str | None, folder: str) -> None:

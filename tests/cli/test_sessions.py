@@ -28,20 +28,22 @@ def run(folder: Path, *arguments: str, lines: str = "", code: int = 0) -> Any:
 def test_a_chat_is_stored_continued_shown_and_deleted(small_default: Path, tmp_path: Path):
     folder = tmp_path / "state"
     chat = ("chat", "--model", str(small_default), "--seed", "1", "--max-tokens", "6", "--quiet")
-    whole = run(tmp_path / "other", *chat, lines="Name a colour.\nAnd another one?\n").stdout
+    complete = run(tmp_path / "other", *chat, lines="Name a colour.\nAnd another one?\n").stdout
     assert "there are no stored texts" in run(folder, "sessions", code=2).stderr
     first = run(folder, *chat, lines="Name a colour.\n").stdout
     second = run(folder, *chat, "--continue", "last", lines="And another one?\n")
-    assert first + second.stdout == whole
+    assert first + second.stdout == complete
     assert "continuing 'Name a colour.': 1 turn" in second.stderr
     (session,) = json.loads(run(folder, "sessions", "list", "--json").stdout)
     assert session["title"] == "Name a colour." and session["branches"] == 1
     name = session["id"].removeprefix("session-")[:8]
     assert name in run(folder, "sessions").stdout
-    shown = run(folder, "sessions", "show", name).stdout
-    assert shown.startswith("user: Name a colour.\n\nassistant: ") and "user: And another" in shown
+    printed = run(folder, "sessions", "show", name).stdout
+    assert (
+        printed.startswith("user: Name a colour.\n\nassistant: ") and "user: And another" in printed
+    )
     run(folder, "sessions", "export", name, str(tmp_path / "chat.txt"))
-    assert (tmp_path / "chat.txt").read_text().strip() == shown.strip()
+    assert (tmp_path / "chat.txt").read_text().strip() == printed.strip()
     undone = run(folder, *chat, "--continue", name, lines="/undo\n/undo\n")
     assert "removed: And another one?" in undone.stderr
     run(folder, "sessions", "show", "none", code=2)

@@ -1,4 +1,4 @@
-"""Saved KV-cache pages and states: the text goes on with the same bits, and nothing is trusted."""
+"""Saved KV-cache pages and states: the text continues with the same bits; no file is trusted."""
 
 from __future__ import annotations
 
@@ -139,9 +139,9 @@ def test_files_are_evicted_by_size_and_a_small_cache_takes_what_fits(tmp_path: P
     engine.close()
     tight = engine_of(name, memory=40 * engine.backend.page_bytes)
     tight.page_files = files
-    held = tight.open(some_text(tight, 10, seed=3))
+    other = tight.open(some_text(tight, 10, seed=3))
     assert compute(tight, tokens)[0] == expected
-    tight.release(held)
+    tight.release(other)
     tight.close()
 
 

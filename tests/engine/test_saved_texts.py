@@ -15,12 +15,12 @@ PROMPT = "The old lighthouse keeper climbed the stairs every evening, and"
 
 @pytest.mark.parametrize("options", [{}, {"regex": "[a-z 🙂]*"}, {"guard": "loop"}], ids=str)
 def test_a_saved_text_goes_on(lm: Any, tmp_path: Path, options: Any):
-    whole = lm.generate(PROMPT, max_tokens=24, seed=3, end=False, top=3, **options)
+    complete = lm.generate(PROMPT, max_tokens=24, seed=3, end=False, top=3, **options)
     text = lm.generate(PROMPT, max_tokens=9, seed=3, end=False, top=3, explain=True, **options)
     text.save(tmp_path / "text.json")
     opened = lm.open(tmp_path / "text.json")
     assert opened.steps == text.steps and opened.text == text.text and not opened.notes
-    assert opened.resume(max_tokens=15).tokens == whole.tokens
+    assert opened.resume(max_tokens=15).tokens == complete.tokens
     assert lm.replay(tmp_path / "text.json").exact
 
 

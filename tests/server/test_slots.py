@@ -38,14 +38,14 @@ def test_a_saved_slot_is_restored_after_a_restart(
         assert saved["id_slot"] == 3 and saved["filename"] == "a.bin"
         assert saved["n_saved"] == num_tokens and saved["timings"]["save_ms"] > 0
         assert saved["n_written"] == (tmp_path / "a.bin").stat().st_size
-        more = {**BODY, "prompt": PROMPT + first["content"]}
-        expected = ask("/completion", json=more).json()
+        longer = {**BODY, "prompt": PROMPT + first["content"]}
+        expected = ask("/completion", json=longer).json()
     with running([entry], slots=tmp_path) as server:
         ask = server.http.post
         restored = ask("/slots/0?action=restore", json={"filename": "a.bin"}).json()
         assert restored["n_restored"] == num_tokens and restored["id_slot"] == 0
         assert restored["n_read"] == saved["n_written"] and restored["timings"]["restore_ms"] > 0
-        again = ask("/completion", json=more).json()
+        again = ask("/completion", json=longer).json()
         assert again["content"] == expected["content"]
         if kind == "attention":
             assert again["timings"]["cache_n"] >= first["tokens_evaluated"] - 2

@@ -1,5 +1,5 @@
-"""The server is killed (`kill -9`) at random moments: whatever it has acknowledged is there after a
-restart, and each text goes on as one that was never interrupted."""
+"""The server is killed (`kill -9`) at random moments: all that it has acknowledged is there after a
+restart, and each text continues as one that was never interrupted."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Client:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.tokens: dict[str, list[int]] = {}  # acknowledged, by branch
-        self.seeds: dict[str, int | None] = {}  # of branches that nobody edited; else None
+        self.seeds: dict[str, int | None] = {}  # of branches that were not edited; else None
         self.names: dict[str, str] = {}
         self.titles: dict[str, str] = {}  # of sessions
         self.pending: tuple[str, str, Any] | None = None  # the change that was not acknowledged yet
         self.num_changes = self.num_tokens = 0
 
     def play(self, tree: Tree) -> None:
-        """Send changes until the server is gone."""
+        """Send changes until the server is deleted_branch."""
         try:
             while True:
                 self.change(tree)
@@ -122,8 +122,8 @@ class Client:
                 assert branch["name"] == self.names[name]
             seed = self.seeds[name]
             if seed is not None and tokens:
-                whole = lm.generate(PROMPT, max_tokens=len(tokens), seed=seed, **OPTIONS)
-                assert tokens == whole.tokens, "not the text of an uninterrupted run"
+                complete = lm.generate(PROMPT, max_tokens=len(tokens), seed=seed, **OPTIONS)
+                assert tokens == complete.tokens, "not the text of an uninterrupted run"
         for identity, title in self.titles.items():
             assert tree.ask("GET", f"/sessions/{identity}")["title"] == title
 

@@ -31,9 +31,9 @@ def test_a_session_has_its_branches_and_a_view(library: Tree):
     assert listed["tags"] == ["sea"] and listed["branches"] == 2
     assert listed["tokens"] == len(branch["prompt"]["tokens"]) + 6
     assert listed["model"] == branch["model"] and listed["updated"] >= listed["created"]
-    whole = library.ask("GET", f"/sessions/{session['id']}")
-    assert [item["id"] for item in whole["branches"]] == [branch["id"], fork["id"]]
-    assert whole["branches"][1]["parent"] == branch["id"]
+    complete = library.ask("GET", f"/sessions/{session['id']}")
+    assert [item["id"] for item in complete["branches"]] == [branch["id"], fork["id"]]
+    assert complete["branches"][1]["parent"] == branch["id"]
     named = library.ask("PATCH", f"/sessions/{session['id']}", json={"title": "Storm"})
     assert named["title"] == "Storm" and named["tags"] == ["sea"]
     large = {"view": {"x": "y" * (256 << 10)}}
@@ -80,8 +80,8 @@ def test_deleted_branches_and_sessions_come_back(library: Tree):
     library.ask("DELETE", f"/sessions/{session['id']}")
     library.ask("GET", f"/sessions/{session['id']}", 404)
     library.get(root, 404)
-    whole = library.ask("POST", f"/sessions/{session['id']}/restore")
-    assert len(whole["branches"]) == 3 and library.get(root)["text"] == root["text"]
+    complete = library.ask("POST", f"/sessions/{session['id']}/restore")
+    assert len(complete["branches"]) == 3 and library.get(root)["text"] == root["text"]
     library.ask("POST", "/branch-none/restore", 404)
     library.ask("POST", "/sessions/session-none/restore", 404)
 

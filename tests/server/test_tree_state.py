@@ -52,8 +52,8 @@ def test_a_restart_changes_nothing(small_entry: Any, tmp_path: Path):
         tree.ask("PATCH", f"/sessions/{copy['id']}", json={"title": "Copy", "view": {"a": [1]}})
         with tree.live(branch, n=2, max_tokens=3) as answer:
             assert [name for name, *_ in read(answer)].count("done") == 2
-        gone = tree.new(session=session["id"])
-        tree.ask("DELETE", f"/{gone['id']}")
+        deleted_branch = tree.new(session=session["id"])
+        tree.ask("DELETE", f"/{deleted_branch['id']}")
         before = everything(tree)
     assert len(before["branches"]) == 7
     with serving(small_entry, tmp_path) as tree:
@@ -62,10 +62,10 @@ def test_a_restart_changes_nothing(small_entry: Any, tmp_path: Path):
         for old, new in zip(before["branches"], after["branches"], strict=True):
             assert {name: new[name] for name in old if new[name] != old[name]} == {}
         assert after == before
-        tree.get(gone, 404)
-        assert tree.ask("POST", f"/{gone['id']}/restore")["id"] == gone["id"]
-        found = tree.ask("GET", "/sessions", params={"query": "BONN"})["data"]
-        assert {item["id"] for item in found} == {session["id"], copy["id"]}
+        tree.get(deleted_branch, 404)
+        assert tree.ask("POST", f"/{deleted_branch['id']}/restore")["id"] == deleted_branch["id"]
+        matches = tree.ask("GET", "/sessions", params={"query": "BONN"})["data"]
+        assert {item["id"] for item in matches} == {session["id"], copy["id"]}
         assert not tree.ask("GET", "/sessions", params={"query": "giraffe"})["data"]
         assert (
             tree.new(max_tokens=3)["model"] == branch["model"]
@@ -85,13 +85,13 @@ def test_a_branch_continues_as_if_nothing_had_happened(
     small_entry: Any, tmp_path: Path, options: Any
 ):
     with serving(small_entry, tmp_path) as tree:
-        whole = tree.do("resume", tree.new(max_tokens=40, **options))
+        complete = tree.do("resume", tree.new(max_tokens=40, **options))
         branch = tree.do("resume", tree.new(max_tokens=15, **options))
-        assert tokens(whole)[:15] == tokens(branch)
+        assert tokens(complete)[:15] == tokens(branch)
     with serving(small_entry, tmp_path) as tree:
         result = tree.do("resume", branch, max_tokens=25)
-        assert tokens(result) == tokens(whole) and result["text"] == whole["text"]
-        assert [step["draw"] for step in result["steps"]] == [s["draw"] for s in whole["steps"]]
+        assert tokens(result) == tokens(complete) and result["text"] == complete["text"]
+        assert [step["draw"] for step in result["steps"]] == [s["draw"] for s in complete["steps"]]
 
 
 def test_more_branches_than_memory_holds(small_entry: Any, tmp_path: Path):

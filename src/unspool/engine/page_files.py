@@ -106,8 +106,11 @@ class StoredPages:
         identity: str,
         access: PageAccess | None,
         expected: Sequence[int] | None = None,
+        buffer: Bytes | None = None,
     ) -> StoredPages | None:
         """Read a file; without `access`, only its tokens.
+
+        With a `buffer`, the pages are in it if they fit: new memory costs more than reading.
 
         Returns None, without reading the pages, if `expected` are tokens of which it has none.
 
@@ -128,7 +131,7 @@ class StoredPages:
             if expected is not None and not num_common(tokens, expected):
                 return None
             rows = -(-len(tokens) // CHUNK_PAGE) if page_bytes else 0
-            pages = _read_array(file, rows * page_bytes).reshape(rows, page_bytes)
+            pages = _read_array(file, rows * page_bytes, buffer).reshape(rows, page_bytes)
             state_bytes = 0 if access is None else access.state_bytes
             states = {int(at): _read_array(file, state_bytes) for at in header["states"]}
             if file.read(1):
@@ -156,8 +159,9 @@ def read_tokens(path: Path) -> list[int]:
 CHUNK_PAGE = 16  # tokens of a page in files; a backend with other pages has none
 
 
-def _read_array(file: Any, size: int) -> Bytes:
-    content = np.empty(size, np.uint8)
+def _read_array(file: Any, size: int, buffer: Bytes | None = None) -> Bytes:
+    fits = buffer is not None and size <= len(buffer)
+    content = buffer[:size] if fits and buffer is not None else np.empty(size, np.uint8)
     if file.readinto(content.data) != size:
         raise ValueError("it is too short")
     return content
@@ -258,16 +262,20 @@ def insert_computed(
             return False  # evicted meanwhile
         index.attach(node)  # it must not be evicted for the pages after it
         try:
-            for start in range(first, until, CHUNK_PAGE):
+            starts = range(first, until, CHUNK_PAGE)
+            if pool.free < len(starts):
+                index.evict(len(starts) - pool.free)
+            pages: list[int] = []
+            try:
+                for _ in starts:
+                    pages.append(pool.allocate(excluded=tree.copies.values()))
+            except OutOfPagesError:
+                pool.release(pages)
+                return False
+            row = first // CHUNK_PAGE
+            access.write_pages(pages, stored.pages[row : row + len(pages)])
+            for start, page in zip(starts, pages, strict=True):
                 chunk = tuple(stored.tokens[start : min(start + CHUNK_PAGE, until)])
-                try:
-                    if not pool.free:
-                        index.evict(max(1, pool.count // 64))
-                    page = pool.allocate(excluded=tree.copies.values())
-                except OutOfPagesError:
-                    return False
-                row = start // CHUNK_PAGE
-                access.write_pages([page], stored.pages[row : row + 1])
                 child = index.insert(node, chunk, page)
                 index.attach(child)
                 index.detach(node)
@@ -301,6 +309,8 @@ class PageFiles:
         self._shared = folder
         self._lock = threading.Lock()
         self._saving = threading.Lock()
+        self._restoring = threading.Lock()
+        self._buffer = np.empty(0, np.uint8)  # for the pages of one file
         self._names: dict[str, set[str]] = {}  # of files, by the hash of the text before them
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in self.folder.glob("*.kv"):
@@ -371,16 +381,17 @@ class PageFiles:
         _, _, cached = engine.loop.call(
             lambda: index.match(tokens[:limit], index.root()), at_rest=False
         )
-        for parent, name, at, count in plan:
-            if at + count <= cached:
-                continue
-            stored = self._read(engine, parent, name, tokens[at:limit])
-            if stored is None:
-                return max(at, cached)
-            common = num_common(stored.tokens, tokens[at:limit])
-            if not common or not insert_computed(engine, tokens[:at], stored, common):
-                return max(at, cached)
-            cached = max(cached, at + common)
+        with self._restoring:
+            for parent, name, at, count in plan:
+                if at + count <= cached:
+                    continue
+                stored = self._read(engine, parent, name, tokens[at:limit])
+                if stored is None:
+                    return max(at, cached)
+                common = num_common(stored.tokens, tokens[at:limit])
+                if not common or not insert_computed(engine, tokens[:at], stored, common):
+                    return max(at, cached)
+                cached = max(cached, at + common)
         return cached
 
     def _plan(self, tokens: list[int]) -> list[tuple[str, str, int, int]]:
@@ -435,7 +446,10 @@ class PageFiles:
         access, path = page_access(engine), self.folder / name
         assert access is not None
         try:
-            stored = StoredPages.read(path, self.identity, access, tokens)
+            size = CHUNK // CHUNK_PAGE * access.page_bytes
+            if len(self._buffer) != size:
+                self._buffer = np.empty(size, np.uint8)
+            stored = StoredPages.read(path, self.identity, access, tokens, self._buffer)
             os.utime(path)  # used now
             return stored
         except FileNotFoundError:

@@ -207,10 +207,12 @@ class TreeBranch:
         """What lists show of it."""
         if self.unloaded is not None:
             return self.unloaded
-        prompt, shown = self.prompt, self.generation.steps[self.forked_at or 0 :][:_PREVIEW]
-        asked = [item for item in prompt.messages or () if item.get("role") == "user"]
-        text = str(asked[0].get("content") or "") if asked else prompt.text
-        preview = "".join(step.piece if "\ufffd" in step.text else step.text for step in shown)
+        prompt, first_steps = self.prompt, self.generation.steps[self.forked_at or 0 :][:_PREVIEW]
+        questions = [item for item in prompt.messages or () if item.get("role") == "user"]
+        text = str(questions[0].get("content") or "") if questions else prompt.text
+        preview = "".join(
+            step.piece if "\ufffd" in step.text else step.text for step in first_steps
+        )
         return Digest(len(self.steps), len(prompt.ids), preview[:_PREVIEW], _first_words(text))
 
     def unload(self) -> None:

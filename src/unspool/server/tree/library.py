@@ -145,7 +145,7 @@ class Branches:
         *,
         at_rest: bool = True,
     ) -> None:
-        """Replace the text of a branch; watchers are told that `common` steps stay."""
+        """Replace the text of a branch; watchers learn that `common` steps stay."""
         branch.check_exists()
         updated = time.time()
 
@@ -268,7 +268,7 @@ class Branches:
     def _evict(self, unused: Sequence[TreeBranch]) -> None:
         num_owned = Counter(branch.owner for branch in unused)
         branch = min(unused, key=lambda item: (-num_owned[item.owner], item.touched))
-        self._take(branch)
+        self._remove(branch)
         branch.deleted = time.time()
         self._forget(branch)
         self._evicted[branch.id] = branch.owner
@@ -319,7 +319,7 @@ class Branches:
         await self.write(job, lambda: self._delete(branch, when))
 
     def _delete(self, branch: TreeBranch, when: float) -> None:
-        if self._take(branch):
+        if self._remove(branch):
             branch.deleted = when
             self.deleted[branch.id] = branch
             while self.storage is None and len(self.deleted) > MAX_DELETED:
@@ -355,7 +355,7 @@ class Branches:
                 if self.storage is not None:
                     self.storage.forget_session(session.id)
 
-    def _take(self, branch: TreeBranch) -> bool:
+    def _remove(self, branch: TreeBranch) -> bool:
         """Take a branch out of the tree; False if it is not in it."""
         if self.all.pop(branch.id, None) is None:
             return False

@@ -1,7 +1,7 @@
 """Branches and sessions as rows of the database (`store/database.py`).
 
 Each method returns a job: what to run on the database's thread. It has a copy of what it writes, so
-the event loop may go on.
+the event loop does not wait.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class BranchWriting:
         self._pending: list[deque[Step]] = [deque() for _ in branches]
         self._stopped: set[int] = set()
         self._open = set(range(len(branches)))
-        self._begun: set[int] = set()  # the engine has accepted them
+        self._accepted: set[int] = set()  # the engine has accepted them
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         texts.started = self._started
@@ -161,7 +161,7 @@ class BranchWriting:
         # A copy of the list: new steps of the engine are appended to the other one.
         copy = replace(generation, steps=list(generation.steps))
         await self.store.replace_text(branch, copy, num_same, "rewind", at_rest=False)
-        self._begun.add(number)
+        self._accepted.add(number)
         self._news.set()
 
     async def _run(self) -> None:
@@ -225,7 +225,7 @@ class BranchWriting:
         news: dict[int, list[Step]] = {}
         for number in sorted(self._open):
             pending = self._pending[number]
-            if number not in self._begun:
+            if number not in self._accepted:
                 if fed:  # it has failed to start
                     pending.clear()
             elif pending:
@@ -240,7 +240,7 @@ class BranchWriting:
                 self._stopped |= self._open
                 await self._end_stopped()
                 return False
-        for number in sorted(self._open & (self._begun if not fed else self._open)):
+        for number in sorted(self._open & (self._accepted if not fed else self._open)):
             branch, pending = self.branches[number], self._pending[number]
             text = self.texts.texts.get(number)
             if not pending and (fed or (text is not None and text.ended)):
