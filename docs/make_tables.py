@@ -19,9 +19,7 @@ from typing import Any
 DOCS = Path(__file__).parent
 DATA = DOCS / "research" / "data"
 PAGES = [DOCS.parent / "README.md", *sorted((DOCS / "research").glob("*.md"))]
-MARKED = re.compile(
-    r"(<!-- table (\S+)(?: (\S+))? -->\n).*?(<!-- end of table -->)", re.DOTALL
-)
+MARKED = re.compile(r"(<!-- table (\S+)(?: (\S+))? -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
 def main() -> int:

@@ -35,7 +35,7 @@ PAGES = {
             "embeddings",
             "rerank",
             "edit-text-over-http",
-            "fill-text-over-http",
+            "generate-with-diffusion",
             "load-and-unload-models",
             "use-lora-adapters",
             "secure-a-server",

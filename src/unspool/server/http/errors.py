@@ -162,7 +162,7 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The message for pydantic's errors: the first of the deepest ones. Where a value may have
     several forms, the one that matches furthest is most likely the intended one."""
     unreadable = {"loc": (), "msg": "the request cannot be parsed", "type": ""}
-    first: Mapping[str, Any] = max(errors, key=lambda error: len(error["loc"]), default=unreadable)
+    first: Mapping[str, Any] = max(errors, key=_depth, default=unreadable)
     place, kind = _place(first), str(first["type"])
     name = ".".join(place) or None
     if kind == "wrong_type" or (kind == "literal_error" and place[-1:] == ["type"]):
@@ -180,16 +180,23 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return bad_request(f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
     if kind in ("model_attributes_type", "dict_type") and name is None:
         return bad_request("the body must be a JSON object, sent as application/json")
-    same_place = [error for error in errors if _place(error) == place]
-    rules = [rule for error in [first, *same_place] if (rule := _rule(error))]
-    if not rules or rules[0] != _rule(first):
+    rule = _rule(first)
+    if rule is None:
         message = re.sub(r"^(Value|Assertion) error, ", "", str(first["msg"]))
         return bad_request(f"{name}: {message}" if name else message, name, "invalid_value")
-    if rules[0].startswith("be "):  # a value that may be of several types: name all of them
-        types = [rule[3:] for rule in dict.fromkeys(rules) if rule.startswith("be ")]
-        rules = [f"be {', '.join(types[:-1])} or {types[-1]}" if types[1:] else f"be {types[0]}"]
-    message = f"{name or 'the value'} must {rules[0]}, got {_shown(first['input'], kind)}"
+    if kind.endswith(_TYPE_ERRORS):  # a value that may be of several types: name all of them
+        others = [error for error in errors if _place(error) == place]
+        kinds = [error for error in others if error["type"].endswith(_TYPE_ERRORS)]
+        names = dict.fromkeys(rule for error in kinds if (rule := _rule(error)))
+        *most, last = [text.removeprefix("be ") for text in names]
+        rule = f"be {', '.join(most)} or {last}" if most else f"be {last}"
+    message = f"{name or 'the value'} must {rule}, got {_json_text(first['input'], kind)}"
     return bad_request(message, name, "invalid_value")
+
+
+def _depth(error: Mapping[str, Any]) -> tuple[int, bool]:
+    """How far the value matches a form: a list that is too short is a list, if one is allowed."""
+    return len(error["loc"]), error["type"] in ("too_short", "too_long")
 
 
 def _place(error: Mapping[str, Any]) -> list[str]:
@@ -199,6 +206,7 @@ def _place(error: Mapping[str, Any]) -> list[str]:
     return [part for part in parts if not _is_type_name(part)]
 
 
+_TYPE_ERRORS = ("_type", "_parsing", "literal_error")
 _RULES = {  # pydantic's types of errors: what the field must do
     "greater_than_equal": "be >= {ge}",
     "greater_than": "be > {gt}",
@@ -229,7 +237,7 @@ def _rule(error: Mapping[str, Any]) -> str | None:
     return rule and re.sub(r"(least|most) 1 (\w+)s$", r"\1 1 \2", rule)
 
 
-def _shown(value: Any, kind: str = "") -> str:
+def _json_text(value: Any, kind: str = "") -> str:
     """A value of a request in an error message: short, in the words of JSON."""
     if kind.endswith(("_short", "_long")) and hasattr(value, "__len__"):
         return str(len(value))
