@@ -524,11 +524,13 @@ TURN = [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize(("path", "body", "message"), [
-    ("/v1/rerank", {"query": "", "documents": ["a"]}, "query must have at least 1 character, got 0"),
+    ("/v1/rerank", {"query": "", "documents": ["a"]},
+     "query must have at least 1 character, got 0"),
     ("/v1/rerank", {"query": "a", "documents": [5]},
      "documents.0 must be a string or an object, got 5"),
     ("/v1/completions", {"prompt": "x", "max_tokens": -5}, "max_tokens must be >= 0, got -5"),
-    ("/v1/completions", {"prompt": "x", "max_tokens": 1.5}, "max_tokens must be an integer, got 1.5"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 1.5},
+     "max_tokens must be an integer, got 1.5"),
     ("/v1/completions", {"prompt": "x", "logprobs": 21}, "logprobs must be <= 20, got 21"),
     ("/v1/completions", {"prompt": 5}, "prompt must be a string or a list, got 5"),
     ("/v1/completions", {"prompt": []}, "prompt must have at least 1 item, got 0"),
