@@ -231,7 +231,7 @@ _RULES = {  # pydantic's types of errors: what the field must do
 
 
 def _rule(error: Mapping[str, Any]) -> str | None:
-    """What the value must do, such as `be >= 1`; None for an error with a message of its own."""
+    """What the value must do, such as `be >= 1`; None for other errors, whose message says it."""
     template = _RULES.get(str(error["type"]))
     rule = template and template.format_map(error.get("ctx", {}))
     return rule and re.sub(r"(least|most) 1 (\w+)s$", r"\1 1 \2", rule)
