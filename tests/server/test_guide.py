@@ -35,7 +35,6 @@ PAGES = {
             "embeddings",
             "rerank",
             "edit-text-over-http",
-            "generate-with-diffusion",
             "load-and-unload-models",
             "use-lora-adapters",
             "secure-a-server",
