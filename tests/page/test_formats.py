@@ -63,7 +63,7 @@ TAVERN = lines(
     {"name": "You", "is_user": True, "is_system": False, "send_date": "x", "mes": "Thanks!"},
 )  # fmt: skip
 # lmg-anon/mikupad, mikupad.html (exportSession): each value of the session is JSON in a string.
-MIKUPAD = {
+MIKUPAD: dict[str, str] = {
     "name": '"MikuPad #2"', "endpointAPI": "2", "temperature": "0.7", "seed": "-1",
     "memoryTokens": json.dumps({"contextOrder": "{memPrefix}{prompt}", "prefix": "", "text": "x"}),
     "prompt": json.dumps([
@@ -75,7 +75,7 @@ MIKUPAD = {
     ]),
 }  # fmt: skip
 # socketteer/loom, util/util_tree.py (new_node) and model.py (EMPTY_TREE, set_generated_nodes).
-LOOM = {
+LOOM: dict[str, Any] = {
     "root": {"mutable": False, "visited": True, "text": "", "id": "r", "open": True, "children": [
         {"text": "", "id": "a", "parent_id": "r", "children": [
             {"text": "The sea", "id": "b", "parent_id": "a", "mutable": True, "children": [
@@ -85,7 +85,7 @@ LOOM = {
     "selected_node_id": "c", "chapters": {}, "tags": {"bookmark": {}},
 }  # fmt: skip
 # rocketbro/rocketbro.github.io, projects/openloom: LoomTree and Node, version 1.0.
-OPENLOOM = {
+OPENLOOM: dict[str, Any] = {
     "id": "t", "title": "A talk", "description": None, "lastModified": "2024-05-01T00:00:00Z",
     "systemMessage": "Be brief.", "rootNodeId": "1", "currentNodeId": "3", "bookmarkedNodes": {},
     "nodes": {
@@ -96,7 +96,7 @@ OPENLOOM = {
     },
 }  # fmt: skip
 # Open Loom 2.0 as Aspen Grove writes it: blocks of content, and edges.
-OPENLOOM_2 = {
+OPENLOOM_2: dict[str, Any] = {
     "format": "open-loom", "version": "2.0", "generator": {"name": "Aspen Grove"}, "trees": [{
         "id": "t", "title": "A talk", "systemContext": "Be brief.", "rootNodeIds": ["1"],
         "nodes": {
@@ -160,7 +160,8 @@ def test_conversations_and_texts(page: Page) -> None:
     parts = [{"type": "text", "text": "Hi"}, {"type": "image_url", "image_url": {"url": "x"}}]
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts},
                 {"role": "assistant", "content": "Hello."}]  # fmt: skip
-    for content in (messages, {"messages": messages}, lines({"messages": messages}, {"x": 1})):
+    forms: list[Any] = [messages, {"messages": messages}]
+    for content in (*forms, lines({"messages": messages}, {"x": 1})):
         result = read(page, content)
         assert result["format"] == "messages" and result["paths"] == [TALK[:1]]
         assert "1 images or tool calls were left out." in result["notes"]
@@ -178,7 +179,7 @@ def test_conversations_and_texts(page: Page) -> None:
 def test_bad_files_of_others(page: Page) -> None:
     loop = {**OPENLOOM, "nodes": {**OPENLOOM["nodes"], "2": {
         **OPENLOOM["nodes"]["2"], "childrenIds": ["1"]}}}  # fmt: skip
-    bad = [
+    bad: list[tuple[Any, str]] = [
         ("{", "truncated"),
         ("", "not valid JSON"),
         ("a\0b", "null characters"),

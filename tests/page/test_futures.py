@@ -23,8 +23,8 @@ def open_futures(page: Page, at: int | None = None) -> Locator:
     return dialog
 
 
-def box(item: Locator) -> dict[str, float]:
-    result: Any = item.bounding_box()
+def box(item: Locator) -> Any:
+    result = item.bounding_box()
     assert result is not None
     return result
 
@@ -51,8 +51,8 @@ def test_heights_are_probabilities_and_a_leaf_opens(page: Page) -> None:
     ).json()
     first = expected["data"][0]["children"][0]
     labels = [item.get_attribute("aria-label") or "" for item in dialog.locator(".future").all()]
-    shown = first["text"].replace(" ", "␣")
-    assert any(label.startswith(f"{shown}, ") for label in labels)
+    visible_text = first["text"].replace(" ", "␣")
+    assert any(label.startswith(f"{visible_text}, ") for label in labels)
     # The keyboard: into the tree, to the first child as deep as it goes, and open it.
     dialog.get_by_role("treeitem").first.click()
     for _ in range(2):

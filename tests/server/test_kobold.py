@@ -91,8 +91,8 @@ def test_mikupad(http, lm):
     for chunk in chunks[:-1]:
         assert chunk["finish_reason"] is None and 10 <= len(chunk["top_logprobs"]) <= 11
         # It looks the token up by its text, to show its probability.
-        (own,) = [c["logprob"] for c in chunk["top_logprobs"] if c["token"] == chunk["token"]]
-        assert own == chunk["logprob"]
+        top = [c["logprob"] for c in chunk["top_logprobs"] if c["token"] == chunk["token"]]
+        assert top == [chunk["logprob"]]
     result = http.post("/api/v1/generate", json={**MIKUPAD, "stream": False}).json()["results"][0]
     assert result["text"] == expected.text and result["completion_tokens"] == len(expected.steps)
     content = result["logprobs"]["content"]

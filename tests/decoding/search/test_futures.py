@@ -99,9 +99,9 @@ def test_the_largest_mass_first_and_the_limits(lm: Any) -> None:
     # What is known and larger comes first, but for the batch that is computed together.
     for number in order:
         later = [nodes[other] for other in order[order.index(number) + 1 :]]
-        known = [other for other in later if other.number < number]
+        waiting = [other for other in later if other.number < number]
         batch = 16
-        assert sum(other.mass > nodes[number].mass for other in known) < batch
+        assert sum(other.mass > nodes[number].mass for other in waiting) < batch
     small = FutureGrowth(lm, PROMPT, mass=0.2, depth=2)
     list(small.grow())
     assert small.is_complete
@@ -123,8 +123,8 @@ def test_a_generation_continues_and_its_futures_open(lm: Any) -> None:
     assert result.open(result.root).tokens == text.tokens[:3]
     logprob = sum(step.logprob for step in opened.steps[3:])
     assert math.exp(logprob) == pytest.approx(node.mass, rel=1e-3)
-    whole = lm.futures(text, mass=0.3, depth=1)
-    assert whole.start.tokens == text.tokens
+    from_end = lm.futures(text, mass=0.3, depth=1)
+    assert from_end.start.tokens == text.tokens
     assert "%" in str(result) and "<pre" in result._repr_html_()
 
 
@@ -146,7 +146,7 @@ def test_nothing_stays_open(lm: Any) -> None:
     tree = lm.engine.tree
     before = len(tree.branches) if hasattr(tree, "branches") else None
     growth = FutureGrowth(lm, PROMPT, mass=0.0, depth=20, nodes=400, width=8)
-    items = growth.grow()
+    items: Any = growth.grow()
     for _ in range(30):
         next(items)
     items.close()
@@ -172,4 +172,4 @@ def test_options_belong_to_the_text(lm: Any) -> None:
     with pytest.raises(SettingsError, match="temperature is an option of the text"):
         lm.futures(lm.generate(PROMPT, max_tokens=2), temperature=1.0)
     masses = [mass for mass, _ in lm.futures(PROMPT, mass=0.05, depth=2).leaves]
-    assert all(one >= other for one, other in pairwise(masses))
+    assert all(before >= after for before, after in pairwise(masses))

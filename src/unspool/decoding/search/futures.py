@@ -181,7 +181,7 @@ class FutureGrowth:
         waiting: list[tuple[float, int, FutureNode]] = [(-1.0, 0, self.root)]
         num_waiting: dict[int, int] = {}  # children in `waiting`, by number of the parent
         computed: dict[int, Branch] = {}  # branches of nodes with such children
-        with HeldBranches(lm.engine, self.request.adapter) as held:
+        with HeldBranches(lm.engine, self.request.adapter) as branches:
             while waiting and self.num_nodes < self.max_nodes:
                 if until is not None and perf_counter() > until:
                     return
@@ -193,14 +193,14 @@ class FutureGrowth:
                 kept = [number for number in computed if num_waiting[number]][-_MAX_HELD:]
                 forks = [node for node in batch if node.parent and node.parent.number in computed]
                 parents = [node.parent.number for node in forks if node.parent]
-                moved = held.move([computed[number] for number in (*kept, *parents)])
+                moved = branches.move([computed[number] for number in (*kept, *parents)])
                 computed = dict(zip(kept, moved, strict=False))
                 rows = [
                     (node, branch, [node.token])
                     for node, branch in zip(forks, moved[len(kept) :], strict=True)
                 ]
                 rows += [
-                    (node, held.open([*self.tokens, *node.tokens]), [])
+                    (node, branches.open([*self.tokens, *node.tokens]), [])
                     for node in batch
                     if node not in forks
                 ]

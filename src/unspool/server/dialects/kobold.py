@@ -146,7 +146,7 @@ class KoboldRequest(BaseModel):
         if self.mirostat or (order == _GROUPS and not has_others):
             return {}
         stages = [stage for number in order for stage in _STAGES.get(number, ())]
-        # DRY comes first and XTC last, whatever the order says.
+        # DRY always comes first and XTC last.
         return {"stages": ["logit_bias", "dry", *stages, "xtc"]}
 
     def _breakers(self) -> list[str] | None:
@@ -374,7 +374,7 @@ async def kobold_abort(request: Request) -> Response:
 # -- Information
 
 
-class CountRequest(BaseModel):
+class KoboldCountRequest(BaseModel):
     """A text to tokenize."""
 
     prompt: str = ""
@@ -382,14 +382,14 @@ class CountRequest(BaseModel):
 
 
 @router.post("/api/extra/tokencount", summary="Tokenize a text")
-async def kobold_tokencount(body: CountRequest, request: Request) -> Response:
+async def kobold_tokencount(body: KoboldCountRequest, request: Request) -> Response:
     async with state_of(request).call(request, None, places=0) as call:
         call.check_text(body.prompt, longer=True)
         ids = await call.compute(_count, call, body)
     return JsonReply({"value": len(ids), "ids": ids})
 
 
-def _count(call: Call, body: CountRequest) -> list[int]:
+def _count(call: Call, body: KoboldCountRequest) -> list[int]:
     """The tokens, with one at the beginning even if the model has no BOS token: clients drop it."""
     tokenizer = call.served.lm.tokenizer
     ids = tokenizer.encode(body.prompt, specials=True)

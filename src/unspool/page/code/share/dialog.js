@@ -281,18 +281,18 @@ function PicturePart({ branch }) {
 function ExportPart({ branch }) {
   const [format, setFormat] = useState("openloom");
   const [fault, setFault] = useState(null);
-  const { wants, holds, write, extension } = FORMATS[format];
+  const { input, holds, write, extension } = FORMATS[format];
   const all = [...state.branches.values()];
   const related = [branch, ...all.filter((other) => other !== branch && (other.prompt ? samePrompt(other, branch) : true))];
   const isLoaded = related.every((other) => other.prompt && (other.isLoaded || other.recorded));
-  const losses = isLoaded ? lossesOf(format, treeOf(related, wants), { others: numPrompts(all) - 1 }) : [];
+  const losses = isLoaded ? lossesOf(format, treeOf(related, input), { others: numPrompts(all) - 1 }) : [];
   useEffect(() => {
     Promise.all(related.map(({ id }) => ensureSteps(id))).catch((error) => setFault(error.message)); // told by "branches"
   }, [branch.id]);
   const save = () => {
     setFault(null);
     try {
-      const tree = treeOf(holds === "one" ? [branch] : related, wants);
+      const tree = treeOf(holds === "one" ? [branch] : related, input);
       saveFile(fileName(branch, extension), new Blob([write(tree, { now: new Date().toISOString() })]));
     } catch (error) {
       setFault(error.message);

@@ -8,7 +8,7 @@ export class BadFile extends Error {}
 
 const MAX_TEXTS = 5000; // nodes of a file
 const MAX_TREES = 200; // conversations of a file
-const ROLES = { // names of other programs; results of tools are shown to the model as the user's
+const ROLES = { // names of other programs; results of tools are visible to the model as the user's
   human: "user", gpt: "assistant", model: "assistant", bot: "assistant", chatgpt: "assistant", developer: "system",
   tool: "user", function: "user", observation: "user",
 };
@@ -18,7 +18,7 @@ const newTree = (fields) => ({ title: null, isChat: true, model: null, children:
 const newNode = (role, text, fields) => ({ role, text, children: [], ...fields });
 
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
-const own = (object, name) => (isObject(object) && Object.hasOwn(object, name) ? object[name] : undefined);
+const ownValue = (object, name) => (isObject(object) && Object.hasOwn(object, name) ? object[name] : undefined);
 const list = (value) => (Array.isArray(value) ? value : []);
 
 /** A string of the file. Missing: "". Anything else is an error that names the place. */
@@ -112,18 +112,18 @@ function copyTree(roots, read) {
   return tree.children;
 }
 
-function tooMany(found, what, most, prefix = "") {
-  throw new BadFile(`The file has ${prefix}${found} ${what}; at most ${most} can be opened.`);
+function tooMany(number, what, most, prefix = "") {
+  throw new BadFile(`The file has ${prefix}${number} ${what}; at most ${most} can be opened.`);
 }
 
-const isLoom = (data) => isLoomNode(own(data, "root")) || isLoomNode(data)
+const isLoom = (data) => isLoomNode(ownValue(data, "root")) || isLoomNode(data)
   || (Array.isArray(data) && data.length > 0 && data.every(isLoomNode));
-const isLoomNode = (value) => isObject(value) && Array.isArray(own(value, "children")) && !("messages" in value);
+const isLoomNode = (value) => isObject(value) && Array.isArray(ownValue(value, "children")) && !("messages" in value);
 
 function readLoom(data) {
-  const roots = Array.isArray(data) ? data : [own(data, "root") ?? data];
+  const roots = Array.isArray(data) ? data : [ownValue(data, "root") ?? data];
   const children = copyTree(roots, (node, at) => ({
-    role: "assistant", text: textAt(own(node, "text"), `text of ${at}`), children: list(own(node, "children")),
+    role: "assistant", text: textAt(ownValue(node, "text"), `text of ${at}`), children: list(ownValue(node, "children")),
   }));
   return { trees: [newTree({ isChat: false, children: withoutEmpty(children) })], notes: [] };
 }
@@ -151,9 +151,9 @@ function writeLoom(tree) {
   while (todo.length) {
     const [node, target] = todo.pop();
     for (const child of node.children) {
-      const made = { ...copy(child), parent_id: target.id };
-      target.children.push(made);
-      todo.push([child, made]);
+      const childCopy = { ...copy(child), parent_id: target.id };
+      target.children.push(childCopy);
+      todo.push([child, childCopy]);
     }
   }
   return JSON.stringify({ root, selected_node_id: root.children[0]?.id ?? root.id });
@@ -161,50 +161,50 @@ function writeLoom(tree) {
 
 // -- OpenLoom 1.0 (rocketbro/rocketbro.github.io, projects/openloom) and Open Loom 2.0 (Aspen Grove: blocks and edges) ---
 
-const isOpenLoom = (data) => own(data, "format") === "open-loom" || (isObject(own(data, "nodes")) && typeof own(data, "rootNodeId") === "string");
+const isOpenLoom = (data) => ownValue(data, "format") === "open-loom" || (isObject(ownValue(data, "nodes")) && typeof ownValue(data, "rootNodeId") === "string");
 
 function readOpenLoom(data) {
   const notes = [];
-  const trees = own(data, "format") === "open-loom" ? list(data.trees) : [data];
+  const trees = ownValue(data, "format") === "open-loom" ? list(data.trees) : [data];
   if (!trees.length) throw new BadFile("The file has no trees.");
   return { trees: trees.map((tree) => readLoomTree(tree, notes)), notes };
 }
 
 function readLoomTree(tree, notes) {
-  const nodes = own(tree, "nodes");
+  const nodes = ownValue(tree, "nodes");
   if (!isObject(nodes)) throw new BadFile("Invalid file: nodes must be an object.");
   const children = new Map();
-  for (const edge of list(own(tree, "edges"))) { // 2.0
-    const sources = list(own(edge, "sources"));
-    const source = sources.find((item) => own(item, "role") !== "context" && own(item, "role") !== "instruction") ?? sources[0];
-    const id = own(source, "nodeId");
-    children.set(id, [...(children.get(id) ?? []), own(edge, "targetNodeId")]);
+  for (const edge of list(ownValue(tree, "edges"))) { // 2.0
+    const sources = list(ownValue(edge, "sources"));
+    const source = sources.find((item) => ownValue(item, "role") !== "context" && ownValue(item, "role") !== "instruction") ?? sources[0];
+    const id = ownValue(source, "nodeId");
+    children.set(id, [...(children.get(id) ?? []), ownValue(edge, "targetNodeId")]);
   }
-  const isPlain = own(tree, "mode") === "plain";
+  const isPlain = ownValue(tree, "mode") === "plain";
   const used = new Set();
   let media = 0;
-  const take = (id, at) => {
+  const takeNode = (id, at) => {
     if (typeof id !== "string" || !Object.hasOwn(nodes, id)) throw new BadFile(`Invalid file: ${at} names no node: ${shortJson(id)}.`);
     if (used.has(id)) throw new BadFile(`Invalid file: node ${shortJson(id)} has two parents or is its own ancestor.`);
     used.add(id);
     return { ...nodes[id], id };
   };
-  const roots = own(tree, "rootNodeIds") ?? [own(tree, "rootNodeId")];
-  const copied = copyTree(list(roots).map((id) => take(id, "the root")), (node, at) => {
-    const ids = Array.isArray(own(node, "childrenIds")) ? node.childrenIds : children.get(node.id) ?? [];
-    const blocks = own(node, "content");
-    media += list(blocks).filter((block) => own(block, "type") !== "text").length;
+  const roots = ownValue(tree, "rootNodeIds") ?? [ownValue(tree, "rootNodeId")];
+  const copied = copyTree(list(roots).map((id) => takeNode(id, "the root")), (node, at) => {
+    const ids = Array.isArray(ownValue(node, "childrenIds")) ? node.childrenIds : children.get(node.id) ?? [];
+    const blocks = ownValue(node, "content");
+    media += list(blocks).filter((block) => ownValue(block, "type") !== "text").length;
     const text = Array.isArray(blocks)
-      ? blocks.map((block) => textAt(own(block, "text"), `content of ${at}`)).join("")
-      : textAt(own(node, "text"), `text of ${at}`);
-    const author = own(own(node, "author"), "role") ?? own(node, "author");
+      ? blocks.map((block) => textAt(ownValue(block, "text"), `content of ${at}`)).join("")
+      : textAt(ownValue(node, "text"), `text of ${at}`);
+    const author = ownValue(ownValue(node, "author"), "role") ?? ownValue(node, "author");
     const role = { human: "user", model: "assistant", mixed: "assistant" }[author] ?? author;
-    return { role: isPlain ? "assistant" : roleOf(role, `author of ${at}`), text, children: ids.map((id) => take(id, `a child of ${at}`)) };
+    return { role: isPlain ? "assistant" : roleOf(role, `author of ${at}`), text, children: ids.map((id) => takeNode(id, `a child of ${at}`)) };
   });
   if (media) notes.push(`${media} images or sounds were left out.`);
-  const system = textAt(own(tree, "systemMessage") ?? own(tree, "systemContext"), "systemMessage");
+  const system = textAt(ownValue(tree, "systemMessage") ?? ownValue(tree, "systemContext"), "systemMessage");
   return newTree({
-    title: textAt(own(tree, "title"), "title") || null, isChat: !isPlain,
+    title: textAt(ownValue(tree, "title"), "title") || null, isChat: !isPlain,
     children: system && !isPlain ? [newNode("system", system, { children: copied })] : copied,
   });
 }
@@ -244,23 +244,23 @@ function writeOpenLoom(tree, { now }) {
 
 // -- lmg-anon/mikupad: the values of a session as JSON in strings; its database export ("Export Full DB") holds many ----
 
-const isMikupad = (data) => (isObject(data) && typeof own(data, "prompt") === "string" && data.prompt.trimStart().startsWith("["))
-  || Array.isArray(own(data, "Sessions"));
+const isMikupad = (data) => (isObject(data) && typeof ownValue(data, "prompt") === "string" && data.prompt.trimStart().startsWith("["))
+  || Array.isArray(ownValue(data, "Sessions"));
 
 function readMikupad(data) {
   const notes = [];
-  const sessions = Array.isArray(own(data, "Sessions"))
-    ? data.Sessions.filter((item) => Array.isArray(own(own(item, "value"), "prompt"))).map((item) => {
-      const name = list(own(data, "Names")).find((entry) => own(entry, "key") === item.key);
-      return { ...item.value, name: own(name, "value") ?? own(item.value, "name") };
+  const sessions = Array.isArray(ownValue(data, "Sessions"))
+    ? data.Sessions.filter((item) => Array.isArray(ownValue(ownValue(item, "value"), "prompt"))).map((item) => {
+      const name = list(ownValue(data, "Names")).find((entry) => ownValue(entry, "key") === item.key);
+      return { ...item.value, name: ownValue(name, "value") ?? ownValue(item.value, "name") };
     })
-    : [Object.fromEntries(["name", "prompt", "memoryTokens", "authorNoteTokens", "worldInfo"].map((name) => [name, parseValue(own(data, name), name)]))];
+    : [Object.fromEntries(["name", "prompt", "memoryTokens", "authorNoteTokens", "worldInfo"].map((name) => [name, parseValue(ownValue(data, name), name)]))];
   if (sessions.length > MAX_TREES) tooMany(sessions.length, "sessions", MAX_TREES);
   const trees = sessions.map((session) => {
-    const pieces = list(own(session, "prompt")).map((chunk, at) => ({
-      role: own(chunk, "type") === "user" ? "user" : "assistant", text: textAt(own(chunk, "content"), `prompt[${at}].content`),
+    const pieces = list(ownValue(session, "prompt")).map((chunk, at) => ({
+      role: ownValue(chunk, "type") === "user" ? "user" : "assistant", text: textAt(ownValue(chunk, "content"), `prompt[${at}].content`),
     }));
-    if (own(session.memoryTokens, "text") || own(session.authorNoteTokens, "text") || list(own(session.worldInfo, "entries")).length) {
+    if (ownValue(session.memoryTokens, "text") || ownValue(session.authorNoteTokens, "text") || list(ownValue(session.worldInfo, "entries")).length) {
       notes.push("Memory, author's note and world info were left out.");
     }
     return newTree({ title: typeof session.name === "string" ? session.name : null, isChat: false, children: chainOf(joinPieces(pieces)) });
@@ -307,26 +307,26 @@ function writeMikupad(tree) {
 // -- SillyTavern/SillyTavern: one JSON object a line, the header first; `swipes` are other versions of a message --------
 
 const isTavern = (rows) => rows.length > 0 && rows.every(isObject)
-  && (typeof own(rows[0], "mes") === "string" || "user_name" in rows[0] || "chat_metadata" in rows[0]) && !("messages" in rows[0]);
+  && (typeof ownValue(rows[0], "mes") === "string" || "user_name" in rows[0] || "chat_metadata" in rows[0]) && !("messages" in rows[0]);
 
 function readTavern(rows) {
   const notes = [];
   const messages = rows.filter((row) => "mes" in row);
-  const shown = messages.filter((row) => own(row, "is_system") !== true);
-  if (shown.length < messages.length) notes.push(`${messages.length - shown.length} hidden messages were left out.`);
-  const isNarrator = (row) => own(own(row, "extra"), "type") === "narrator";
-  const speakers = new Set(shown.filter((row) => !own(row, "is_user") && !isNarrator(row)).map((row) => own(row, "name")));
+  const visible = messages.filter((row) => ownValue(row, "is_system") !== true);
+  if (visible.length < messages.length) notes.push(`${messages.length - visible.length} hidden messages were left out.`);
+  const isNarrator = (row) => ownValue(ownValue(row, "extra"), "type") === "narrator";
+  const speakers = new Set(visible.filter((row) => !ownValue(row, "is_user") && !isNarrator(row)).map((row) => ownValue(row, "name")));
   const isGroup = speakers.size > 1;
   if (isGroup) notes.push("A group chat: the names of the characters are part of their messages.");
-  const tree = newTree({ title: textAt(own(rows[0], "character_name"), "character_name") || null });
+  const tree = newTree({ title: textAt(ownValue(rows[0], "character_name"), "character_name") || null });
   let at = tree;
   let size = 0;
-  shown.forEach((row, number) => {
+  visible.forEach((row, number) => {
     const place = `message ${number + 1}`;
-    const role = own(row, "is_user") ? "user" : isNarrator(row) ? "system" : "assistant";
-    const named = (text) => (isGroup && role === "assistant" ? `${textAt(own(row, "name"), `name of ${place}`)}: ${text}` : text);
-    const text = named(textAt(own(row, "mes"), `mes of ${place}`));
-    const swipes = list(own(row, "swipes")).map((swipe) => named(textAt(swipe, `a swipe of ${place}`)));
+    const role = ownValue(row, "is_user") ? "user" : isNarrator(row) ? "system" : "assistant";
+    const named = (text) => (isGroup && role === "assistant" ? `${textAt(ownValue(row, "name"), `name of ${place}`)}: ${text}` : text);
+    const text = named(textAt(ownValue(row, "mes"), `mes of ${place}`));
+    const swipes = list(ownValue(row, "swipes")).map((swipe) => named(textAt(swipe, `a swipe of ${place}`)));
     size += 1 + swipes.length;
     if (size > MAX_TEXTS) tooMany(size, "texts", MAX_TEXTS, "more than ");
     if (at.role === role) { // characters of a group after one another
@@ -365,7 +365,7 @@ function writeTavern(tree, { now }) {
 
 // -- ShareGPT and OpenAI messages: a conversation an entry ------------------------------------------
 
-const conversationIn = (row) => [own(row, "conversations"), own(row, "messages"), row].find(
+const conversationIn = (row) => [ownValue(row, "conversations"), ownValue(row, "messages"), row].find(
   (value) => Array.isArray(value) && value.length && value.every((item) => isObject(item) && ("role" in item || "from" in item)));
 const isConversations = (rows) => rows.length > 0 && rows.some(conversationIn);
 
@@ -378,16 +378,16 @@ function readConversations(rows) {
       others += 1;
       return [];
     }
-    const system = textAt(own(row, "system"), `system of entry ${number + 1}`);
+    const system = textAt(ownValue(row, "system"), `system of entry ${number + 1}`);
     const turns = messages.map((message, at) => {
       const place = `message ${at + 1} of entry ${number + 1}`;
-      const content = own(message, "content") ?? own(message, "value");
-      if (Array.isArray(content)) noText += content.filter((part) => own(part, "type") !== "text").length;
-      if (list(own(message, "tool_calls")).length) noText += 1;
+      const content = ownValue(message, "content") ?? ownValue(message, "value");
+      if (Array.isArray(content)) noText += content.filter((part) => ownValue(part, "type") !== "text").length;
+      if (list(ownValue(message, "tool_calls")).length) noText += 1;
       const text = Array.isArray(content)
-        ? content.map((part) => textAt(own(part, "text"), `content of ${place}`)).join("")
+        ? content.map((part) => textAt(ownValue(part, "text"), `content of ${place}`)).join("")
         : textAt(content, `content of ${place}`);
-      return { role: roleOf(own(message, "role") ?? own(message, "from"), `role of ${place}`), text };
+      return { role: roleOf(ownValue(message, "role") ?? ownValue(message, "from"), `role of ${place}`), text };
     });
     return [system ? [{ role: "system", text: system }, ...turns] : turns];
   });
@@ -436,45 +436,45 @@ function writePlain(tree) {
 
 // -- the list -------------------------------------------------------------------------------------------
 //
-// `wants`: the tree that `write` takes: "messages" (a node is a message), "pieces" (as raw text, with the control tokens of
+// `input`: the tree that `write` takes: "messages" (a node is a message), "pieces" (as raw text, with the control tokens of
 // the chat template), "both" (messages if it is a chat). `holds`: what becomes of branches: "all", "swipes" (other versions
 // of an answer, without what follows them), "paths" (each as a conversation), "one" (only the current text).
 
 export const FORMATS = {
-  openloom: { title: "OpenLoom", extension: "json", wants: "both", holds: "all", write: writeOpenLoom },
-  loom: { title: "Loom", extension: "json", wants: "pieces", holds: "all", write: writeLoom },
-  mikupad: { title: "mikupad", extension: "json", wants: "pieces", holds: "one", write: writeMikupad },
-  sillytavern: { title: "SillyTavern", extension: "jsonl", wants: "messages", holds: "swipes", write: writeTavern },
+  openloom: { title: "OpenLoom", extension: "json", input: "both", holds: "all", write: writeOpenLoom },
+  loom: { title: "Loom", extension: "json", input: "pieces", holds: "all", write: writeLoom },
+  mikupad: { title: "mikupad", extension: "json", input: "pieces", holds: "one", write: writeMikupad },
+  sillytavern: { title: "SillyTavern", extension: "jsonl", input: "messages", holds: "swipes", write: writeTavern },
   sharegpt: {
-    title: "ShareGPT", extension: "json", wants: "messages", holds: "paths",
+    title: "ShareGPT", extension: "json", input: "messages", holds: "paths",
     write: (tree) => JSON.stringify(pathsOf(tree).map((path, at) => ({ id: `${at + 1}`, conversations: shareGptOf(path) })), null, 1),
   },
   messages: {
-    title: "OpenAI messages", extension: "jsonl", wants: "messages", holds: "paths",
+    title: "OpenAI messages", extension: "jsonl", input: "messages", holds: "paths",
     write: (tree) => pathsOf(tree).map((path) => JSON.stringify({ messages: messagesOf(path) })).join("\n"),
   },
-  markdown: { title: "Markdown", extension: "md", wants: "messages", holds: "one", write: writeMarkdown },
-  text: { title: "Plain text", extension: "txt", wants: "messages", holds: "one", write: writePlain },
+  markdown: { title: "Markdown", extension: "md", input: "messages", holds: "one", write: writeMarkdown },
+  text: { title: "Plain text", extension: "txt", input: "messages", holds: "one", write: writePlain },
 };
 
 /** What a format cannot hold of this text, as sentences; `tree` is what `write` gets, `others`: trees that are not written. */
 export function lossesOf(format, tree, { others = 0 } = {}) {
-  const { wants, holds } = FORMATS[format];
+  const { input, holds } = FORMATS[format];
   const paths = pathsOf(tree);
   const says = [];
-  const several = (n, one, many) => `${n} ${n === 1 ? one : many}`;
+  const several = (n, singular, many) => `${n} ${n === 1 ? singular : many}`;
   if (others) says.push(`${several(others, "other prompt is", "other prompts are")} not in it.`);
   if (paths.length > 1) {
     if (holds === "one") says.push(`Only the current text: ${several(paths.length - 1, "other branch is", "other branches are")} left out.`);
-    if (holds === "paths") says.push("Each branch is a conversation of its own; what they share is repeated.");
+    if (holds === "paths") says.push("Each branch is a separate conversation; what they share is repeated.");
     if (holds === "swipes") {
       const lost = lostBySwipes(tree, paths);
       says.push("Other versions of an answer are swipes.");
       if (lost) says.push(`${several(lost, "branch is", "branches are")} cut: another swipe has nothing after it.`);
     }
   }
-  if (wants === "pieces" && tree.wasChat) says.push("The chat is written as raw text, with the control tokens of its template.");
-  if (wants === "messages" && !tree.isChat && !["markdown", "text"].includes(format)) says.push("The prompt is written as a message of the user.");
+  if (input === "pieces" && tree.wasChat) says.push("The chat is written as raw text, with the control tokens of its template.");
+  if (input === "messages" && !tree.isChat && !["markdown", "text"].includes(format)) says.push("The prompt is written as a message of the user.");
   says.push(format === "mikupad" ? "Seeds and settings are left out." : "Token probabilities, seeds and settings are left out.");
   return says;
 }
@@ -550,13 +550,13 @@ function parseLines(text) {
 const CONTROL = /^[<[].+[>\]]$/s;
 
 /**
- * The tree of branches with one prompt. `branches`: `{prompt, steps, added, model, name}`, the current one first. `wants` is
+ * The tree of branches with one prompt. `branches`: `{prompt, steps, added, model, name}`, the current one first. `input` is
  * that of a format: with "pieces" a chat is raw text with its control tokens.
  */
-export function treeOf(branches, wants) {
+export function treeOf(branches, input) {
   const [{ prompt, model, name }] = branches;
   const wasChat = Boolean(prompt.messages);
-  const isChat = wasChat && wants !== "pieces";
+  const isChat = wasChat && input !== "pieces";
   const tree = newTree({ title: name ?? null, isChat, wasChat, model });
   let start = tree;
   const head = isChat
@@ -568,12 +568,12 @@ export function treeOf(branches, wants) {
   }
   for (const branch of branches) insertSteps(start, itemsOf(branch, isChat, wasChat));
   setTexts(start);
-  const isMessages = wants === "messages" || (wants === "both" && isChat);
+  const isMessages = input === "messages" || (input === "both" && isChat);
   return isMessages ? asMessages(tree) : tree;
 }
 
 const messageText = (content) => (typeof content === "string" ? content
-  : list(content).map((part) => own(part, "text") ?? "").join(""));
+  : list(content).map((part) => ownValue(part, "text") ?? "").join(""));
 
 /** Steps with the text that they contribute: `{token, role, isStart, text, step}`. */
 function itemsOf({ steps, added }, isChat, wasChat) {
@@ -610,13 +610,13 @@ function insertSteps(start, items) {
       }
       return;
     }
-    let same = 0;
-    while (same < next.items.length && at + same < items.length && next.items[same].token === items[at + same].token) same += 1;
-    if (same < next.items.length) {
-      const tail = newNode(next.role, "", { items: next.items.splice(same), children: next.children, isStart: false });
+    let shared = 0;
+    while (shared < next.items.length && at + shared < items.length && next.items[shared].token === items[at + shared].token) shared += 1;
+    if (shared < next.items.length) {
+      const tail = newNode(next.role, "", { items: next.items.splice(shared), children: next.children, isStart: false });
       next.children = [tail];
     }
-    [node, at] = [next, at + same];
+    [node, at] = [next, at + shared];
   }
 }
 

@@ -73,7 +73,7 @@ async function importPrompt({ begin, children, title }, tree, work) {
     const { record, at, nodes } = todo.pop();
     const next = [];
     for (const [number, node] of nodes.entries()) {
-      // The first goes on in place, and the others fork; they may come later, when the branch is longer.
+      // The first continues in place, and the others fork.
       const target = number ? await forkRecord(record, at, work) : record;
       await appendNode(target, node, tree.isChat, signal);
       work.tick(1);
