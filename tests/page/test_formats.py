@@ -118,9 +118,7 @@ TALK = [[[SYSTEM, "Be brief."], [USER, "Hi"], [ASSISTANT, "Hello."]],
 def test_samples_of_each_program(page: Page) -> None:
     before = [[ASSISTANT, "*You wake.* Hello!"], [USER, "Where am I?"]]
     tavern = read(page, TAVERN, "Seraphina.jsonl")
-    assert tavern["format"] == "sillytavern" and tavern["notes"] == [
-        "1 hidden messages were left out."
-    ]
+    assert tavern["format"] == "sillytavern" and tavern["notes"] == ["Left out: 1 hidden message."]
     assert tavern["paths"] == [[
         [*before, [ASSISTANT, "In a forest."]],
         [*before, [ASSISTANT, "In the glade."], [USER, "Thanks!"]],
@@ -142,7 +140,7 @@ def test_samples_of_each_program(page: Page) -> None:
     for content in (OPENLOOM, OPENLOOM_2):
         result = read(page, content)
         assert (result["format"], result["paths"]) == ("openloom", [TALK])
-    assert read(page, OPENLOOM_2)["notes"] == ["1 images or sounds were left out."]
+    assert read(page, OPENLOOM_2)["notes"] == ["Left out: 1 image or sound."]
 
 
 def test_conversations_and_texts(page: Page) -> None:
@@ -164,7 +162,7 @@ def test_conversations_and_texts(page: Page) -> None:
     for content in (*forms, lines({"messages": messages}, {"x": 1})):
         result = read(page, content)
         assert result["format"] == "messages" and result["paths"] == [TALK[:1]]
-        assert "1 images or tool calls were left out." in result["notes"]
+        assert "Left out: 1 image or tool call." in result["notes"]
     others = lines({"messages": messages[1:]}, {"messages": [{"role": "user", "content": "Bye"}]})
     assert len(read(page, others)["paths"]) == 2  # two prompts
     markdown = "# A talk\n\n## user\n\nHi\n\n## assistant\n\nHello.\n\n\\## user\n"
@@ -349,7 +347,7 @@ def test_a_chat_with_branches_goes_out_and_comes_back(page: Page, tmp_path: Path
 def test_a_tavern_chat_becomes_branches(page: Page) -> None:
     news = load(page, "Seraphina.jsonl", TAVERN)
     expect(news).to_contain_text("Loaded 3 branches (SillyTavern).")
-    expect(news).to_contain_text("1 hidden messages were left out.")
+    expect(news).to_contain_text("Left out: 1 hidden message.")
     result = page.evaluate(TEXTS % "messages")
     assert [path[-1] for path in result] == [
         [ASSISTANT, "In a forest."], [USER, "Thanks!"], [ASSISTANT, "Safe."]]  # fmt: skip

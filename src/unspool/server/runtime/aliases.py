@@ -147,10 +147,10 @@ _TAVERN_NAMES = {
     "mirostat", "mirostat_tau", "mirostat_eta", "dynatemp_range", "dynatemp_exponent",
     "dry_multiplier", "dry_base", "dry_allowed_length", "dry_sequence_breakers", "xtc_threshold",
     "xtc_probability", "grammar", "json_schema", "ignore_eos", "samplers", "n_probs",
-    "cache_prompt",
+    "cache_prompt", "logit_bias",
 }  # fmt: skip
 _TAVERN_NEUTRAL = {"top_a": 0, "tfs": 1, "smoothing_factor": 0, "skew": 0, "guidance_scale": 1,
-                   "rep_pen_slope": 1, "min_tokens": 0}  # fmt: skip
+                   "rep_pen_slope": 1, "min_tokens": 0, "custom_token_bans": ""}  # fmt: skip
 
 
 def from_tavern(params: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

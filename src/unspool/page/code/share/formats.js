@@ -29,9 +29,12 @@ function textAt(value, at) {
 }
 
 function shortJson(value) {
+  if (typeof value === "object" && value !== null) return Array.isArray(value) ? "an array" : "an object";
   const text = JSON.stringify(value) ?? "nothing";
   return text.length > 40 ? `${text.slice(0, 40)}…` : text;
 }
+
+const several = (n, singular, many = `${singular}s`) => `${n} ${n === 1 ? singular : many}`;
 
 function roleOf(value, at) {
   const name = textAt(value, at).toLowerCase();
@@ -45,12 +48,13 @@ function roleOf(value, at) {
 /** Every path from the root to a leaf, as lists of nodes; siblings in order. */
 export function pathsOf(tree) {
   const paths = [];
-  const todo = tree.children.map((child) => [child, []]).reverse();
+  const path = [];
+  const todo = tree.children.map((child) => [child, 0]).reverse();
   while (todo.length) {
-    const [node, before] = todo.pop();
-    const path = [...before, node];
-    if (!node.children.length) paths.push(path);
-    for (let at = node.children.length - 1; at >= 0; at -= 1) todo.push([node.children[at], path]);
+    const [node, depth] = todo.pop();
+    path.splice(depth, Infinity, node);
+    if (!node.children.length) paths.push([...path]);
+    for (let at = node.children.length - 1; at >= 0; at -= 1) todo.push([node.children[at], depth + 1]);
   }
   return paths;
 }
@@ -201,7 +205,7 @@ function readLoomTree(tree, notes) {
     const role = { human: "user", model: "assistant", mixed: "assistant" }[author] ?? author;
     return { role: isPlain ? "assistant" : roleOf(role, `author of ${at}`), text, children: ids.map((id) => takeNode(id, `a child of ${at}`)) };
   });
-  if (media) notes.push(`${media} images or sounds were left out.`);
+  if (media) notes.push(`Left out: ${several(media, "image or sound", "images or sounds")}.`);
   const system = textAt(ownValue(tree, "systemMessage") ?? ownValue(tree, "systemContext"), "systemMessage");
   return newTree({
     title: textAt(ownValue(tree, "title"), "title") || null, isChat: !isPlain,
@@ -313,7 +317,7 @@ function readTavern(rows) {
   const notes = [];
   const messages = rows.filter((row) => "mes" in row);
   const visible = messages.filter((row) => ownValue(row, "is_system") !== true);
-  if (visible.length < messages.length) notes.push(`${messages.length - visible.length} hidden messages were left out.`);
+  if (visible.length < messages.length) notes.push(`Left out: ${several(messages.length - visible.length, "hidden message")}.`);
   const isNarrator = (row) => ownValue(ownValue(row, "extra"), "type") === "narrator";
   const speakers = new Set(visible.filter((row) => !ownValue(row, "is_user") && !isNarrator(row)).map((row) => ownValue(row, "name")));
   const isGroup = speakers.size > 1;
@@ -391,8 +395,8 @@ function readConversations(rows) {
     });
     return [system ? [{ role: "system", text: system }, ...turns] : turns];
   });
-  if (others) notes.push(`${others} entries without messages were left out.`);
-  if (noText) notes.push(`${noText} images or tool calls were left out.`);
+  if (others) notes.push(`Left out: ${several(others, "entry", "entries")} without messages.`);
+  if (noText) notes.push(`Left out: ${several(noText, "image or tool call", "images or tool calls")}.`);
   const trees = treesOf(conversations, {});
   if (trees.length > MAX_TREES) tooMany(trees.length, "conversations", MAX_TREES);
   return { trees, notes };
@@ -462,7 +466,6 @@ export function lossesOf(format, tree, { others = 0 } = {}) {
   const { input, holds } = FORMATS[format];
   const paths = pathsOf(tree);
   const says = [];
-  const several = (n, singular, many) => `${n} ${n === 1 ? singular : many}`;
   if (others) says.push(`${several(others, "other prompt is", "other prompts are")} not in it.`);
   if (paths.length > 1) {
     if (holds === "one") says.push(`Only the current text: ${several(paths.length - 1, "other branch is", "other branches are")} left out.`);
