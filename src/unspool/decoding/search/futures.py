@@ -41,7 +41,7 @@ class FutureNode:
     """A token that may come, and what may come after it."""
 
     number: int  # in order of creation; 0 is the text itself
-    parent: FutureNode | None
+    parent: FutureNode | None  # None: the text itself
     token: int  # -1: the text itself
     text: str  # readable; a character of several tokens is at the last of them
     probability: float  # after the text up to the parent
@@ -84,9 +84,9 @@ class Futures:
     """The most likely continuations of a text."""
 
     start: Generation  # the text that they continue
-    root: FutureNode
+    root: FutureNode  # the text itself; its children are the first tokens
     sampled: bool  # probabilities after the sampling stages; False: of the model
-    seconds: float
+    seconds: float  # that growing took
 
     def __repr__(self) -> str:
         nodes = sum(1 for _ in self.root.walk())
