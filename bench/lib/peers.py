@@ -131,7 +131,9 @@ class InstalledPeer:
 def thread_environment(threads: int) -> dict[str, str]:
     """Environment variables with the thread count, for libraries that only read it there."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    return {**os.environ, **dict.fromkeys(names, str(threads)), "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, **dict.fromkeys(names, str(threads)), "PYTHONUNBUFFERED": "1"}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # else a cold start would compile our modules
+    return env
 
 
 def install(peer: Peer, folder: Path, gguf: Path, installed: bool = False) -> InstalledPeer:

@@ -19,6 +19,7 @@ GROUPS = {
     "Anthropic": "The messages API of Anthropic. Point a client at `http://127.0.0.1:8000`.",
     "Ollama": "The API of Ollama, for its clients.",
     "llama.cpp": "Endpoints of llama.cpp's server.",
+    "KoboldAI": "Endpoints of KoboldAI as KoboldCpp serves them.",
     "The tree of tokens": "Branches of a text that can be rewound, forked, edited and inspected at "
     "any token.",
     "Thinking": "Test-time search.",

@@ -47,8 +47,9 @@ ORDER: dict[str, dict[str, list[str]]] = {
         ],
         "Serve": [
             "use-openai-clients", "use-ollama-and-anthropic-clients", "use-llama-cpp-clients",
-            "use-from-mcp-clients", "tools-and-structured-output-over-http", "logprobs-over-http",
-            "edit-text-over-http", "embeddings", "rerank",
+            "use-sillytavern-and-mikupad", "use-from-mcp-clients",
+            "tools-and-structured-output-over-http", "logprobs-over-http", "edit-text-over-http",
+            "embeddings", "rerank",
             "reproduce-a-response", "load-and-unload-models", "batch-jobs", "secure-a-server",
             "monitor", "replicas", "deploy",
         ],

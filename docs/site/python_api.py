@@ -18,6 +18,8 @@ RESULT_TYPES = {
         "unspool.decoding.branches.Ranking",
         "unspool.decoding.search.samples.Vote",
         "unspool.decoding.search.tree.SearchTree",
+        "unspool.decoding.search.futures.Futures",
+        "unspool.decoding.search.futures.FutureNode",
         "unspool.decoding.search.tree.Thought",
         "unspool.decoding.search.think.ThoughtStream",
     ],

@@ -11,6 +11,7 @@ lm.fill("The ", unspool.gap, " sat on the mat").text
 lm.edit("The cat sat at the mat.").changes
 lm.diffuse("Once upon a time", max_tokens=64).text
 lm.think("What is 17 * 24?", policy="vote", budget=2000).text
+lm.futures("The sky is", mass=0.01).leaves
 
 The session's engine generates; `decoding/` has infill, editing, diffusion and search; `lens/` looks
 inside. These are imported when they are first used.
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from unspool.decoding.edit.edit import Edit
     from unspool.decoding.infill.masked import MaskedModel
     from unspool.decoding.infill.result import Filling, Gap
+    from unspool.decoding.search.futures import Futures
     from unspool.decoding.search.samples import Expander, Vote
     from unspool.decoding.search.think import Policy, ThoughtStream, VerifierLike
     from unspool.decoding.search.tree import SearchTree, Thought
@@ -359,6 +361,51 @@ class LanguageModel(Session):
             depth=depth,
             scorer=scorer,
             expand=expand,
+            **options,
+        )
+
+    @document_options
+    def futures(
+        self,
+        text: Prompt | Generation,
+        *,
+        at: int | None = None,
+        mass: float = 0.01,
+        depth: int = 8,
+        nodes: int = 500,
+        width: int = 50,
+        sampled: bool = False,
+        seconds: float | None = None,
+        **options: Unpack[Options],
+    ) -> Futures:
+        """The most likely continuations as a tree, with their exact probabilities.
+
+        Nothing is sampled: the likeliest continuations are extended first, several in one step.
+        `futures.open(node)` is the text up to a node.
+
+        text      a prompt, or a generation, whose options are used.
+        at        continue a generation after this many of its tokens; negative: from the end.
+        mass      leave out continuations whose probability (the product over their tokens) is less.
+        depth     most tokens of a continuation.
+        nodes     most tokens in the tree.
+        width     most tokens considered after each other token.
+        sampled   probabilities after the sampling stages; False: those of the model.
+        seconds   stop after this time; None: no limit.
+
+        Options are those of sampling, for `sampled=True`.
+        """
+        from unspool.decoding.search.futures import futures
+
+        return futures(
+            self,
+            text,
+            at=at,
+            mass=mass,
+            depth=depth,
+            nodes=nodes,
+            width=width,
+            sampled=sampled,
+            seconds=seconds,
             **options,
         )
 

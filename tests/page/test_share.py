@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import re
 import struct
@@ -54,6 +55,13 @@ def saved(page: Page, folder: Path) -> Path:
     return file
 
 
+def unpacked(page: Page, file: Path) -> dict[str, Any]:
+    """A saved session with an object for each step, as the page has it in memory; it loads too."""
+    expand = "(text) => import('/page/code/share/file.js').then((m) => m.expand(JSON.parse(text)))"
+    result: dict[str, Any] = page.evaluate(expand, gzip.decompress(file.read_bytes()).decode())
+    return result
+
+
 _saved_sessions: dict[str, str] = {}  # by the address of the page
 
 
@@ -62,7 +70,7 @@ def session(page: Page, address: str, tmp_path: Path) -> dict[str, Any]:
     """A text of six tokens, saved; the page was opened anew since, and knows nothing of it."""
     if address not in _saved_sessions:
         write(page, "Once upon a time", max_tokens=6, seed=3)
-        _saved_sessions[address] = saved(page, tmp_path).read_text()
+        _saved_sessions[address] = json.dumps(unpacked(page, saved(page, tmp_path)))
         begin_anew(page)
     result: dict[str, Any] = json.loads(_saved_sessions[address])
     return result
@@ -137,9 +145,10 @@ def test_a_session_comes_back_token_for_token(page: Page, tmp_path: Path) -> Non
     page.locator("#tint").select_option("entropy")
     tokens(page).nth(2).click()
     file = saved(page, tmp_path)
-    assert re.fullmatch(r"unspool-\d{4}-\d\d-\d\d-[a-z]+\.json", file.name)
-    session = json.loads(file.read_text())
-    assert session["unspool_session"] == 1
+    assert re.fullmatch(r"unspool-\d{4}-\d\d-\d\d-[a-z]+\.json\.gz", file.name)
+    session = unpacked(page, file)
+    assert session["unspool_session"] == 2
+    assert file.stat().st_size * 5 < len(json.dumps(session, separators=(",", ":")))
     assert session["model"]["system_fingerprint"].startswith("fp_")
     before, displayed = tree(page), text(page)
     assert [item["name"] for item in before] == ["first", "second", "third"]
@@ -201,13 +210,15 @@ def test_bad_files_are_refused_in_words(page: Page, session: dict[str, Any]) -> 
     step = branch["steps"][0]
     bad = {
         complete[: len(complete) // 2]: "truncated",
-        "[1, 2, 3]": "Not a saved session",
-        '{"hello": 1}': "Not a saved session",
-        complete.replace('"unspool_session":1', '"unspool_session":99'): "version 99",
+        "[1, 2, 3]": "of no known kind",
+        '{"hello": 1}': "of no known kind",
+        complete.replace('"unspool_session":2', '"unspool_session":99'): "version 99",
         changed(seed="<b>7</b>"): 'seed must be an integer, got "<b>7</b>"',
         changed(steps=[{**step, "logprob": "low"}]): "steps[0].logprob",
         changed(steps=[{**step, "index": 7}]): "no step 0",
         changed(parent="branch-nobody"): "no parent before it",
+        changed(steps={"tokens": [9**9]}): "names no token of the vocabulary",
+        changed(steps={"tokens": 3}): "branches[0].steps.tokens must be an array",
         changed(id=None): "branches[0].id must be a string, got null",
         complete.replace('"seed":', '"__proto__":{"hurt":1},"seed":'): "__proto__",
     }
@@ -215,6 +226,11 @@ def test_bad_files_are_refused_in_words(page: Page, session: dict[str, Any]) -> 
         expect(load(page, as_file(content)).get_by_role("alert")).to_contain_text(words)
     binary: FilePayload = {**as_file(""), "buffer": b"\x89PNG\r\n\x1a\n\xff"}
     expect(load(page, binary).get_by_role("alert")).to_contain_text("not UTF-8 text")
+    packed = gzip.compress(complete.encode())
+    damaged: FilePayload = {**as_file(""), "buffer": packed[: len(packed) // 2]}
+    expect(load(page, damaged).get_by_role("alert")).to_contain_text("cannot be decompressed")
+    bomb: FilePayload = {**as_file(""), "buffer": gzip.compress(b" " * (257 << 20), 9)}
+    expect(load(page, bomb).get_by_role("alert")).to_contain_text("more than 256 MB")
     assert page.evaluate("({}).hurt") is None
     assert tree(page) == []
 
@@ -398,7 +414,7 @@ def test_a_file_can_be_dropped(page: Page) -> None:
             document.querySelector("#share-title").dispatchEvent(new DragEvent("drop", how));
         }"""
     )
-    expect(page.locator("#session-fault")).to_contain_text("no field unspool_session")
+    expect(page.locator("#session-fault")).to_contain_text("of no known kind")
     close(page)
     dialog = share(page)
     expect(dialog).to_contain_text("Generate a text first")

@@ -270,6 +270,27 @@ class Chain:
                     picks[number] = pick
         return picks
 
+    def likeliest(
+        self, logits: Array, rows: Sequence[RowInput], top: int
+    ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.float64]]]:
+        """The `top` most likely tokens of each row after all stages, and their probabilities.
+
+        Both arrays are [rows, top]; where fewer tokens are left, the other probabilities are 0.
+        """
+        logits = array_operations(logits).prepare(logits)
+        tokens = np.zeros((len(rows), top), np.int64)
+        probabilities = np.zeros((len(rows), top))
+        with np.errstate(all="ignore"):
+            for group in self._groups:
+                inputs = Rows(group.settings, [rows[n] for n in group.rows])
+                final, _ = _run(group.stages, Candidates(logits[list(group.rows)]), inputs, False)
+                best = final.top(min(1 if group.greedy else top, final.logits.shape[-1]))
+                ids = final.ops.to_numpy(best.ids)
+                chances = np.ones(ids.shape) if group.greedy else final_probabilities(final, ids)
+                place = np.ix_(group.rows, range(ids.shape[1]))
+                tokens[place], probabilities[place] = ids, chances
+        return tokens, probabilities
+
     def pick_one(
         self, logits: Array, row: RowInput = _NO_INPUT, *, top: int = 0, explain: bool = False
     ) -> Pick:

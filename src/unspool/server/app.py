@@ -99,8 +99,8 @@ def _hashes(tag: str, text: str) -> str:
     return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
 
 
-_DESCRIPTION = """The APIs of OpenAI, Anthropic, Ollama and llama.cpp for local models, and a tree
-of tokens: every text can be inspected, edited, forked and rewound."""
+_DESCRIPTION = """The APIs of OpenAI, Anthropic, Ollama, llama.cpp and KoboldAI for local models,
+and a tree of tokens: every text can be inspected, edited, forked and rewound."""
 
 # Imported when the server starts: what nearly every client uses.
 _ROUTERS = (models_router, chat_router, completions_router, operation_router, page_router)
@@ -123,6 +123,9 @@ ROUTE_GROUPS = (
         ("unspool.server.dialects.tokens:router",),
     ),
     RouteGroup(("/api/",), ("unspool.server.dialects.ollama:router",)),
+    RouteGroup(
+        ("/api/v1/", "/api/latest/", "/api/extra/"), ("unspool.server.dialects.kobold:router",)
+    ),
     RouteGroup(
         ("/completion", "/infill", "/embedding", "/lora-adapters", "/props", "/slots"),
         ("unspool.server.dialects.llamacpp:router",),

@@ -196,7 +196,7 @@ export async function sendReply(words) {
 }
 
 /** Mark the steps of a chat turn that the template added: all that do not overlap the user's words. */
-function markTemplateTokens(branch, from, words) {
+export function markTemplateTokens(branch, from, words) {
   // Compare bytes, not characters: a character may be split over several tokens.
   const spread = (bytes) => String.fromCharCode(...bytes);
   const pieces = branch.steps.slice(from).map((step) => spread(step.bytes));

@@ -109,6 +109,7 @@ function inheritSteps(branch, parent, length) {
   branch.steps = parent.steps.slice(0, length);
   branch.runs = parent.runs.filter((run) => run.from < length);
   branch.retracted = parent.retracted.filter((cut) => cut.at < length);
+  branch.added = new Set([...(parent.added ?? [])].filter((index) => index < length));
 }
 
 export const currentBranch = () => state.branches.get(state.current) ?? null;

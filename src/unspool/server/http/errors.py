@@ -93,10 +93,15 @@ class ApiError(HTTPException):
         error = {"code": self.status, "message": self.message, "type": kind, **self.lengths}
         return {"error": error}
 
+    def kobold(self) -> dict[str, Any]:
+        return {"detail": {"msg": self.message, "type": self.type}}
+
     def body(self, path: str) -> dict[str, Any]:
         """The body that clients of this path expect."""
         if path.startswith("/v1/messages"):
             return self.anthropic()
+        if path.startswith(("/api/v1/", "/api/latest/", "/api/extra/")):
+            return self.kobold()
         if path.startswith("/api/"):
             return self.ollama()
         return self.llamacpp() if path in LLAMACPP_PATHS else self.openai()

@@ -7,9 +7,11 @@ supported stays, and is rejected by name.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from typing import Any
 
 from unspool.sampling.settings import DEFAULT_STAGES, MIROSTAT_STAGES, STAGE_SETTINGS
@@ -81,14 +83,14 @@ def translate_names(
     Returns:
         The translated request, and the names of the parameters that are ignored.
     """
-    result = dict(params)
+    result, ignored = from_tavern(params) if "api_type" in params else (dict(params), [])
     nested_options = (
         None if "options" in keep else result.pop("options", None)
     )  # Ollama's, sent elsewhere
     if isinstance(nested_options, dict):
         result = nested_options | result
     dropped = [name for name in result if name in IGNORED and name not in keep]
-    ignored = [name for name in dropped if result.pop(name) is not None]
+    ignored += [name for name in dropped if result.pop(name) is not None]
     for other_name, our_name in _ALIASES_OF_OTHERS.items():
         if other_name not in keep:
             _rename(result, other_name, our_name)
@@ -137,6 +139,43 @@ _DISABLED: dict[str, Any] = {
     "grammar_triggers": [],
     "speculative": False,
 }
+
+
+_TAVERN_NAMES = {
+    "prompt", "model", "max_tokens", "n", "stream", "logprobs", "stop", "temperature", "top_k",
+    "top_p", "min_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "mirostat", "mirostat_tau", "mirostat_eta", "dynatemp_range", "dynatemp_exponent",
+    "dry_multiplier", "dry_base", "dry_allowed_length", "dry_sequence_breakers", "xtc_threshold",
+    "xtc_probability", "grammar", "json_schema", "ignore_eos", "samplers", "n_probs",
+    "cache_prompt", "logit_bias",
+}  # fmt: skip
+_TAVERN_NEUTRAL = {"top_a": 0, "tfs": 1, "smoothing_factor": 0, "skew": 0, "guidance_scale": 1,
+                   "rep_pen_slope": 1, "min_tokens": 0, "custom_token_bans": ""}  # fmt: skip
+
+
+def from_tavern(params: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A request of SillyTavern's "Text Completion": each setting under the names of all servers.
+
+    SillyTavern/SillyTavern, public/scripts/textgen-settings.js (getTextGenGenerationData). Returns
+    the settings that this server has, and the names of others that are not neutral.
+    """
+    result = {name: params[name] for name in _TAVERN_NAMES if params.get(name) is not None}
+    seed, window = params.get("seed"), params.get("rep_pen_range")
+    if isinstance(seed, int) and seed >= 0:
+        result["seed"] = seed
+    if isinstance(window, int) and window:  # 0: the whole text
+        result["repeat_last_n"] = window
+    if isinstance(breakers := result.get("dry_sequence_breakers"), str):
+        with suppress(ValueError, RecursionError):
+            result["dry_sequence_breakers"] = json.loads(breakers)
+    for name in ("grammar", "json_schema"):
+        if not result.get(name):
+            result.pop(name, None)
+    phrases = params.get("banned_strings")
+    if isinstance(phrases, list) and phrases and all(isinstance(text, str) for text in phrases):
+        result["unspool"] = {"guard": ["ban=" + "|".join(filter(None, phrases))]}
+    others = _TAVERN_NEUTRAL.items()
+    return result, [name for name, value in others if params.get(name) not in (None, value)]
 
 
 UNUSED = " unused"

@@ -4,6 +4,7 @@ import { canRedo, canUndo, jump, redo, redoLabel, removeBranch, renameBranch, un
 import { api } from "../api.js";
 import { html, plural, useChanges, useEffect, useLayoutEffect, useRef, useState, useThrottledChanges } from "../lib.js";
 import { Drawing, labelOf, lengthOf, matching, origin, originWords, ownWords, quoted, trees } from "./drawing.js";
+import { Futures } from "./futures.js";
 import { adopt, changed, currentBranch, state } from "../state.js";
 
 const MAX_NAME_LENGTH = 200; // of the server
@@ -170,6 +171,7 @@ export function MapPanel() {
   return html`<div class="map stack" ref=${panel}>
     <div class="map-head">
       <${History} />
+      <${Futures} />
       <button class="button tiny" type="button" onClick=${() => setLarge(true)}>Enlarge</button>
     </div>
     <p class="quiet small">${plural(branches.length, "branch", "branches")}. Click one to open it.</p>

@@ -1,4 +1,4 @@
-// The Share dialog: save and load sessions, play a text, export a picture, Markdown or a program.
+// The Share dialog: save and open files, play a text, export it for other programs, as a picture or as a program.
 
 import { connect, ensureSteps } from "../actions.js";
 import {
@@ -6,10 +6,15 @@ import {
   useState, visibleText,
 } from "../lib.js";
 import { markdownOf, programs } from "./export.js";
+import { packFile, readText } from "./file.js";
+import { asPlain, FORMATS, lossesOf, readTexts, treeOf } from "./formats.js";
+import { importTrees, sizeOf } from "./import.js";
 import { pictureOf, pixels, svgText } from "./picture.js";
 import { openPlayBar, SPEEDS } from "./playback.js";
-import { fileName, packSession, readSession, replay, showSession, workOf } from "./session.js";
-import { currentBranch, state } from "../state.js";
+import { fileName, isSession, packSession, parseSession, replay, showSession, workOf } from "./session.js";
+import { currentBranch, samePrompt, state } from "../state.js";
+
+const OTHERS = Object.values(FORMATS).map(({ title }) => title.replace("Plain", "plain")).join(", ").replace(/, ([^,]*)$/, " and $1");
 
 function SessionSection({ busy, close }) {
   const picker = useRef();
@@ -35,19 +40,19 @@ function SessionSection({ busy, close }) {
       return;
     }
     const session = packSession();
-    const name = fileName(state.branches.get(state.current), "json");
-    saveFile(name, new Blob([JSON.stringify(session)], { type: "application/json" }));
+    const name = fileName(state.branches.get(state.current), "json.gz");
+    saveFile(name, await packFile(session));
     setNow({ kind: "done", words: `Saved ${plural(session.branches.length, "branch", "branches")} as ${name}.` });
   };
   const isBusy = now.kind === "replaying" || now.kind === "reading";
   return html`<section class="share-part">
     <div><h3>Session</h3><p class="quiet small">A file with all branches and steps. Loading it (or dropping it on the page)
-      generates everything again with the same seeds and compares every token.</p></div>
+      generates everything again with the same seeds and compares every token. Files of ${OTHERS} can be loaded too.</p></div>
     <div class="row">
       <button class="button main" id="save-session" disabled=${!state.branches.size || isBusy || state.writing !== null} onClick=${keep}>Save</button>
       <button class="button" id="load-session" disabled=${isBusy} onClick=${() => picker.current.click()}>Load …</button>
       <input type="file" id="session-file" hidden ref=${picker}
-        accept=".json,application/json" onChange=${picked} />
+        accept=".json,.gz,.jsonl,.md,.txt,application/json,text/*" onChange=${picked} />
     </div>
     <div class="share-news" aria-live="polite"><${Status} now=${now} load=${load} close=${close} /></div>
   </section>`;
@@ -58,14 +63,19 @@ function Status({ now, load, close }) {
   const recorded = html`<button class="button tiny" onClick=${() => load.asRecorded(now.session)}>Show the recording</button>`;
   if (now.kind === "reading") return html`<p class="small quiet">Reading the file …</p>`;
   if (now.kind === "replaying") {
-    return html`<p class="small" id="replaying">Replaying: ${count(now.done)} of ${plural(now.total, "token")}</p>
-      <div class="row"><progress class="grow" max=${Math.max(1, now.total)} value=${now.done} aria-label="Replayed tokens"></progress>
+    const { label = "Replaying", unit = "token" } = now;
+    return html`<p class="small" id="replaying">${label}: ${count(now.done)} of ${plural(now.total, unit)}</p>
+      <div class="row"><progress class="grow" max=${Math.max(1, now.total)} value=${now.done} aria-label=${label}></progress>
       <button class="button tiny" id="cancel-replay" onClick=${load.cancel}>Cancel</button></div>`;
   }
   if (now.kind === "asking") {
     return html`<p class="small">${now.words}</p><div class="row">
       ${now.canReplay && html`<button class="button tiny" onClick=${() => load.replayed(now.session)}>Replay anyway</button>`}
       ${recorded}</div>`;
+  }
+  if (now.kind === "refused") {
+    return html`<p class="small bad" role="alert" id="session-fault">${now.words}</p>${now.plain
+      && html`<div><button class="button tiny" onClick=${() => load.imported(now.plain)}>Open as plain text</button></div>`}`;
   }
   if (now.kind === "broken") {
     return html`<p class="small bad" role="alert">${now.words}</p><div class="row">
@@ -119,11 +129,40 @@ function useSessionLoader(setNow, busy) {
     }
   };
 
+  const imported = async ({ trees, notes, format }) => {
+    control.current = new AbortController();
+    busy.current = cancel;
+    const total = sizeOf(trees);
+    const progress = (done) => setNow({ kind: "replaying", label: "Loading", unit: "text", done, total });
+    progress(0);
+    try {
+      const branches = await importTrees(trees, { signal: control.current.signal, progress });
+      setNow({ kind: "shown", same: true, lines: [`Loaded ${plural(branches, "branch", "branches")} (${FORMATS[format].title}).`, ...notes] });
+    } catch (error) {
+      if (error.name === "AbortError") setNow({ kind: "done", words: "Cancelled. Nothing has changed." });
+      else {
+        if (error.isOffline) connect();
+        const isChat = trees.some((tree) => tree.isChat);
+        const plain = isChat && error.status === 400 && error.code !== "context_length_exceeded" ? { trees: trees.map(asPlain), notes, format } : null;
+        setNow({ kind: "refused", words: `Not loaded. ${error.message}`, plain });
+      }
+    } finally {
+      busy.current = null;
+    }
+  };
+
   const read = async (file) => {
     setNow({ kind: "reading" });
     let session;
     try {
-      session = await readSession(file);
+      const text = await readText(file);
+      if (!isSession(text)) {
+        const texts = readTexts(text, file.name);
+        if (!state.server.ready) throw new Error("The server does not answer: the file cannot be loaded now.");
+        await imported(texts);
+        return;
+      }
+      session = parseSession(text);
     } catch (error) {
       setNow({ kind: "fault", words: error.message });
       return;
@@ -132,7 +171,7 @@ function useSessionLoader(setNow, busy) {
     if (doubt) setNow({ kind: "asking", session, ...doubt });
     else await replayed(session);
   };
-  return { read, replayed, asRecorded, cancel };
+  return { read, replayed, imported, asRecorded, cancel };
 }
 
 const allSame = (session, total) =>
@@ -195,6 +234,7 @@ export function ShareDialog({ close }) {
     ${branch?.prompt
       ? html`<${PlayPart} branch=${branch} close=${() => dialog.current.close()} />
         <${PicturePart} branch=${branch} />
+        <${ExportPart} branch=${branch} />
         <${TextPart} branch=${branch} />
         <${ProgramPart} branch=${branch} />`
       : html`<p class="quiet small">Generate a text first to export it.</p>`}
@@ -237,13 +277,54 @@ function PicturePart({ branch }) {
   <//>`;
 }
 
+/** Save the current text with its branches in a format of another program; says before what that format cannot hold. */
+function ExportPart({ branch }) {
+  const [format, setFormat] = useState("openloom");
+  const [fault, setFault] = useState(null);
+  const { input, holds, write, extension } = FORMATS[format];
+  const all = [...state.branches.values()];
+  const related = [branch, ...all.filter((other) => other !== branch && (other.prompt ? samePrompt(other, branch) : true))];
+  const isLoaded = related.every((other) => other.prompt && (other.isLoaded || other.recorded));
+  const losses = isLoaded ? lossesOf(format, treeOf(related, input), { others: numPrompts(all) - 1 }) : [];
+  useEffect(() => {
+    Promise.all(related.map(({ id }) => ensureSteps(id))).catch((error) => setFault(error.message)); // told by "branches"
+  }, [branch.id]);
+  const save = () => {
+    setFault(null);
+    try {
+      const tree = treeOf(holds === "one" ? [branch] : related, input);
+      saveFile(fileName(branch, extension), new Blob([write(tree, { now: new Date().toISOString() })]));
+    } catch (error) {
+      setFault(error.message);
+    }
+  };
+  return html`<section class="share-part" id="export-part">
+    <div><h3>Export</h3><p class="quiet small">This text with its branches, for another program.</p></div>
+    <div class="row">
+      <select class="field" id="export-format" aria-label="Format" value=${format} onChange=${(event) => setFormat(event.target.value)}>
+        ${Object.entries(FORMATS).map(([id, { title }]) => html`<option value=${id}>${title}</option>`)}
+      </select>
+      <button class="button" id="save-export" disabled=${!isLoaded || state.writing !== null} onClick=${save}>Export</button>
+    </div>
+    <ul class="quiet small losses">${losses.map((words) => html`<li>${words}</li>`)}</ul>
+    ${fault && html`<p class="bad small" role="alert">${fault}</p>`}
+  </section>`;
+}
+
+/** Number of different prompts of branches. */
+function numPrompts(branches) {
+  const first = [];
+  for (const branch of branches) if (branch.prompt && !first.some((other) => samePrompt(other, branch))) first.push(branch);
+  return Math.max(1, first.length);
+}
+
 function TextPart({ branch }) {
   const text = async () => {
     await ensureSteps(branch.id);
     return markdownOf(branch);
   };
   const saveMarkdown = async () => saveFile(fileName(branch, "md"), new Blob([await text()], { type: "text/markdown" }));
-  return html`<${Part} title="Text" says="Markdown with the prompt, the text, the settings and the least likely tokens.">
+  return html`<${Part} title="Report" says="Markdown with the prompt, the text, the settings and the least likely tokens.">
     <button class="button" id="save-markdown" onClick=${saveMarkdown}>Markdown</button>
     <${CopyButton} id="copy-markdown" text=${text} />
   <//>`;

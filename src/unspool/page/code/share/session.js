@@ -1,7 +1,9 @@
-// Sessions as files: packing, validation, replay on the server, and showing them on the page.
+// Sessions of all branches: packing, validation, replay on the server, and showing them on the page.
 
 import { jump, pushUndo, updateSettings } from "../actions.js";
 import { api } from "../api.js";
+import { expand } from "./file.js";
+import { BadFile } from "./formats.js";
 import { adopt, changed, currentModel, samePrompt, sharedSteps, state } from "../state.js";
 
 const STAGES = [
@@ -110,7 +112,7 @@ export function piecesOf(branch, since = 0) {
 
 // -- packing --------------------------------------------------------------------------------------
 
-const VERSION = 1;
+const VERSION = 2;
 
 /** The contents of a session file. All branches must be loaded. */
 export function packSession() {
@@ -199,41 +201,26 @@ const SMALL_WORDS = new Set(
 
 // -- validation: a file is untrusted; known values are copied into new objects, errors name the path -----
 
-const LARGEST_FILE = 64 * 1024 * 1024;
 const FORBIDDEN = ["__proto__", "constructor", "prototype"];
 
-class BadFile extends Error {}
+/** Whether the text of a file is a session. */
+export const isSession = (text) => text.slice(0, 200).includes('"unspool_session"');
 
-/** Read and validate a session file; throws BadFile. */
-export async function readSession(file) {
-  if (file.size > LARGEST_FILE) {
-    throw new BadFile(`The file is too large: ${Math.ceil(file.size / 1048576)} MB, at most 64 MB.`);
-  }
-  let text;
-  try {
-    text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
-  } catch {
-    throw new BadFile("Not a saved session: the file is not UTF-8 text.");
-  }
-  return parseSession(text);
-}
-
-function parseSession(text) {
+/** Parse and validate the text of a session file; throws BadFile. */
+export function parseSession(text) {
   let data;
   try {
     data = JSON.parse(text);
   } catch {
     throw new BadFile("Not a saved session: the file is not valid JSON, or it was truncated.");
   }
-  if (typeof data !== "object" || data === null || !Object.hasOwn(data, "unspool_session")) {
-    throw new BadFile("Not a saved session: the JSON has no field unspool_session.");
-  }
+  checkObject(data, "the file");
   if (data.unspool_session !== VERSION) {
     throw new BadFile(
       `Unsupported session version ${quoteValue(data.unspool_session)}; this page reads version ${VERSION}.`,
     );
   }
-  const session = validate(data, SESSION, "the file");
+  const session = validate(expand(data), SESSION, "the file");
   linkBranches(session);
   return session;
 }
