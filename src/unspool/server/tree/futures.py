@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator
-from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
@@ -59,8 +58,8 @@ async def futures(identity: str, body: FuturesRequest, request: Request) -> Resp
 
 
 def _growth(call: Call, branch: TreeBranch, at: int, body: FuturesRequest) -> FutureGrowth:
-    draft = branch.generation.rewind(at)  # a copy: the branch may be running
-    draft = replace(draft, source=call.served.lm)
+    copy = branch.generation.rewind(at)  # the branch may be running
+    draft = branch.attach(copy, call.served.lm)
     options = body.model_dump(exclude={"at", "stream", "nodes"})
     return FutureGrowth(call.served.lm, draft, nodes=body.nodes + 1, **options)
 
