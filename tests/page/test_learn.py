@@ -73,8 +73,8 @@ def hand(view: Locator) -> Locator:
 
 def written(view: Locator, tokens: int = 12) -> None:
     """Have every visible checkpoint write this many tokens."""
-    view.get_by_label("Tokens", exact=True).fill(str(tokens))
-    view.get_by_label("Tokens", exact=True).press("Enter")
+    view.get_by_label("Max tokens", exact=True).fill(str(tokens))
+    view.get_by_label("Max tokens", exact=True).press("Enter")
     settled(view)
 
 
@@ -167,7 +167,7 @@ def test_dragging_along_the_curve_writes_with_the_nearest_checkpoints(
     before = columns(view)
     assert before == FILM[-len(before) :] and len(before) >= 3
     expect(column(view, 200)).to_contain_text("people at step 200")  # as the run itself wrote
-    view.get_by_label("Tokens", exact=True).fill("12")
+    view.get_by_label("Max tokens", exact=True).fill("12")
     box = hand(view).bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + box["width"] - 25, box["y"] + 60)
@@ -205,7 +205,7 @@ def test_dragging_along_the_curve_writes_with_the_nearest_checkpoints(
     expect(view.get_by_role("alert")).to_contain_text("Temperature must be >= 0, got “hot”")
     expect(view.get_by_label("Temperature")).to_have_attribute("aria-invalid", "true")
     view.get_by_label("Temperature").fill("0.8")
-    view.get_by_label("Tokens", exact=True).fill("100000000000")
+    view.get_by_label("Max tokens", exact=True).fill("100000000000")
     view.locator("#lrn-write").click()
     expect(column(view, 0).get_by_role("alert")).to_contain_text("should be less than")
 

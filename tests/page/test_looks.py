@@ -8,7 +8,15 @@ from functools import partial
 import pytest
 from playwright.sync_api import Page, expect
 
-from helpers.page_actions import WIDE, adopt, open_panel, open_view, post, tokens, write
+from helpers.page_actions import (
+    WIDE,
+    adopt,
+    open_panel,
+    open_view,
+    post,
+    tokens,
+    write,
+)
 from helpers.page_colors import check_looks
 
 QUESTION = "Why do leaves change color in fall?"
@@ -18,27 +26,27 @@ def written(page: Page) -> None:
     """A text with a token open in the first panel."""
     write(page, QUESTION, mode="chat", max_tokens=30, seed=7)
     tokens(page).nth(8).click()
-    open_panel(page, "Step")
+    open_panel(page, "Sampling")
 
 
 def branches(page: Page) -> None:
     """Another branch, and the map of both."""
-    open_panel(page, "Step")
+    open_panel(page, "Sampling")
     page.locator("#side-panel .candidate:not(.picked)").first.click()
     expect(page.locator("#pause")).to_have_count(0)
-    open_panel(page, "Map")
+    open_panel(page, "Branches")
 
 
 def tokens_view(page: Page) -> None:
-    page.get_by_role("button", name="Tokens", exact=True).click()
+    open_view(page, "Tokenizer")
     page.locator("textarea").first.fill(f"{QUESTION} 🍁 12345")
 
 
 def compare_view(page: Page) -> None:
     page.locator("#prompt").fill(QUESTION)
     view = open_view(page, "Compare")
-    view.get_by_label("Tokens", exact=True).fill("30")
-    view.get_by_role("button", name="Write all").click()
+    view.get_by_label("Max tokens", exact=True).fill("30")
+    view.locator("#run").click()
     expect(view.get_by_role("button", name="Stop", exact=True)).to_have_count(0, timeout=60_000)
 
 
@@ -80,8 +88,8 @@ def tour(page: Page) -> None:
 def samples_view(page: Page) -> None:
     view = open_view(page, "Compare")
     view.get_by_role("button", name="Samples").click()
-    view.get_by_label("Tokens", exact=True).fill("12")
-    view.get_by_role("button", name="Run the example").click()
+    view.get_by_label("Max tokens", exact=True).fill("12")
+    view.locator("#run").click()
     expect(view.get_by_role("button", name="Stop", exact=True)).to_have_count(0, timeout=60_000)
 
 
@@ -138,7 +146,7 @@ def strange_panel(name: str, token: int) -> Callable[[Page], None]:
 
 def strange_beside(page: Page) -> None:
     created = strange_branches(page)
-    open_panel(page, "Map")
+    open_panel(page, "Branches")
     page.get_by_label("Compare with").select_option(created[1])
     expect(page.get_by_role("region", name="Two branches side by side")).to_be_visible()
 

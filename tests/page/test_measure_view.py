@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture
 def view(page: Page) -> Locator:
-    result = open_view(page, "Measure")
+    result = open_view(page, "Cost report")
     expect(result.get_by_label("confidence")).to_be_visible()
     return result
 

@@ -148,7 +148,7 @@ def test_the_sheet_of_a_token_comes_up_goes_away_and_is_pulled(phone: Page) -> N
     expect(phone.locator("#side-panel")).not_to_be_visible()
 
     tapped(phone, 60)
-    open_panel(phone, "Step")
+    open_panel(phone, "Sampling")
     for _ in range(5):  # a tap just as the sheet is drawn anew falls between two drawings
         phone.locator("#side-panel .candidate:not(.picked)").first.click()
         with suppress(AssertionError):
@@ -163,6 +163,6 @@ def test_a_phone_held_sideways_can_scroll_to_everything(phone: Page) -> None:
     phone.set_viewport_size({"width": 740, "height": 360})
     tapped(phone, 3)
     phone.keyboard.press("Escape")
-    phone.locator("#reply").scroll_into_view_if_needed()
-    expect(phone.locator("#reply")).to_be_in_viewport()
+    phone.locator("#prompt").scroll_into_view_if_needed()
+    expect(phone.locator("#prompt")).to_be_in_viewport()
     until(phone, "document.documentElement.scrollWidth <= innerWidth")

@@ -8,6 +8,7 @@ import pytest
 from playwright.sync_api import Locator, Page, Route, expect
 
 from helpers import assets
+from helpers.page_actions import open_view
 from unspool.server.dialects.tokens import open_vocabulary
 from unspool.text.tokenizer.bpe import merge_steps
 
@@ -23,7 +24,7 @@ def tokenizer(server: Any) -> Any:
 @pytest.fixture
 def view(page: Page) -> Page:
     """The page with the view open and its first text split."""
-    page.get_by_role("button", name="Tokens", exact=True).click()
+    open_view(page, "Tokenizer")
     expect(pieces(page).first).to_be_visible()
     return page
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 
-from helpers.page_actions import finished, start_writing, tokens
+from helpers.page_actions import finished, open_view, start_writing, tokens
 
 TITLES = ("Ask something", "One token at a time", "Candidate tokens", "Edit any token",
           "Branches", "Look inside", "Costs", "Tokenization")  # fmt: skip
@@ -124,7 +124,7 @@ def test_without_a_store(first_visit: BrowserContext, address: str) -> None:
     expect(card).to_contain_text("1 of 8")
     card.get_by_role("button", name="Skip").click()
     expect(card).to_have_count(0)
-    page.get_by_role("button", name="Tokens", exact=True).click()
+    open_view(page, "Tokenizer")
     page.get_by_role("button", name="Write", exact=True).first.click()
     expect(card).to_have_count(0)
 

@@ -53,10 +53,10 @@ def written(view: Locator, prompt: str = "hello", length: int = 12, **fields: st
     view.locator("[name=length]").fill(str(length))
     for name, value in fields.items():
         view.locator(f"[name={name}]").fill(value)
-    view.locator("#twins-write").click()
+    view.locator("#run").click()
     column = view.get_by_role("region", name="In any order")
     expect(column.get_by_text("All places are set.")).to_be_visible(timeout=SLOW)
-    expect(view.locator("#twins-write")).to_be_enabled(timeout=SLOW)
+    expect(view.locator("#run")).to_be_enabled(timeout=SLOW)
     return column
 
 
@@ -114,7 +114,7 @@ def test_a_place_is_set_by_hand_and_the_rest_goes_on_from_there(view: Locator) -
     expect(filled.locator(".place.did-hand")).to_have_text(["A", "B"])
     filled.locator("#twins-go-on").click()
     expect(filled.get_by_text("All places are set.")).to_be_visible(timeout=SLOW)
-    expect(view.locator("#twins-write")).to_be_enabled(timeout=SLOW)
+    expect(view.locator("#run")).to_be_enabled(timeout=SLOW)
     after = filled.locator(".place").all_inner_texts()
     assert after[9:11] == ["A", "B"] and after != before and len(after) == 12
     view.locator("#twins-pass").fill("1")  # an edit is a separate pass
@@ -144,13 +144,13 @@ def test_what_is_wrong_is_said_in_place(
 ) -> None:
     expected_errors.append("400")
     view.locator("[name=length]").fill("many")
-    view.locator("#twins-write").click()
+    view.locator("#run").click()
     expect(view.get_by_role("alert")).to_contain_text("must be an integer")
     view.locator("[name=length]").fill("500")
     view.locator("[name=prompt]").fill("hello")
     page.route("**/v1/tree", lambda route: route.abort())  # only the canvas is asked for
     expected_errors.append("Failed to load")
-    view.locator("#twins-write").click()
+    view.locator("#run").click()
     filled = view.get_by_role("region", name="In any order")
     expect(filled.get_by_role("alert")).to_contain_text("context holds 128", timeout=SLOW)
 
@@ -183,7 +183,7 @@ def column(view: Locator, name: str) -> Locator:
 
 def judged(view: Locator) -> None:
     """Wait until both have answered and were judged."""
-    expect(view.locator("#twins-write")).to_be_enabled(timeout=SLOW)
+    expect(view.locator("#run")).to_be_enabled(timeout=SLOW)
     for name in ("Left to right", "In any order"):
         verdict = column(view, name).locator(".twins-verdict")
         expect(verdict).to_have_text(re.compile("Solved|Not solved"), timeout=SLOW)

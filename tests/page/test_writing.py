@@ -7,6 +7,7 @@ import re
 from playwright.sync_api import Page, expect
 
 from helpers.page_actions import (
+    address_of,
     branch,
     finished,
     next_frames,
@@ -58,7 +59,7 @@ def test_a_prompt_and_enter_write_a_text(page: Page) -> None:
             [import('/page/code/settings.js'), import('/page/code/share/session.js')]
         ).then(([ours, shared]) => [ours.FIELDS, shared.DEFAULTS])"""
     )
-    request = page.request.post(f"{page.url}v1/tree", data={"prompt": "Hi"})
+    request = page.request.post(f"{address_of(page)}/v1/tree", data={"prompt": "Hi"})
     served = request.json()["settings"]
     for name, value in usual.items():
         assert served[name] == value, name
@@ -169,13 +170,13 @@ def test_own_words_in_a_plain_text(page: Page) -> None:
     assert branch(page)["length"] > 7
 
     write(page, QUESTION, mode="chat", max_tokens=12, seed=7)
-    open_panel(page, "Costs")
+    open_panel(page, "Branches")
     complete = text(page)
-    until(page, "sessionStorage.getItem('unspool.session')?.includes('costs')")
+    until(page, "sessionStorage.getItem('unspool.session')?.includes('branches')")
     page.reload()
     expect(tokens(page)).to_have_count(12)
     assert text(page) == complete
-    expect(page.get_by_role("tab", name="Costs")).to_have_attribute("aria-selected", "true")
+    expect(page.get_by_role("tab", name="Branches")).to_have_attribute("aria-selected", "true")
 
     write(page, "🦜🦜🦜🦜🦜🦜", max_tokens=4, temperature=0)
     mine = page.locator("#text .t.prompt")

@@ -121,24 +121,53 @@ export function promptBody(words) {
   return { messages: system ? [{ role: "system", content: system }, ...messages] : messages };
 }
 
+/** The user's words in the prompt of a text: the last message of a chat, or the whole prompt. */
+export function promptWords(branch) {
+  const { messages, text = "" } = branch?.prompt ?? {};
+  return messages ? messages.findLast(({ role }) => role === "user")?.content ?? "" : text;
+}
+
 /** Start a new text from the prompt in the composer. */
 export async function writePrompt() {
-  await pauseWriting();
   const words = state.draft;
   if (!words.trim() && state.mode === "chat") return;
+  await writeFrom(promptBody(words));
+}
+
+/** Start again from the prompt of the current text, with the model in use. */
+export async function rewritePrompt() {
+  const { messages, text } = currentBranch().prompt;
+  await writeFrom(messages ? { messages } : { prompt: text });
+}
+
+async function writeFrom(prompt) {
+  await pauseWriting();
   await attempt(async () => {
     const settings = { ...requestSettings(), seed: state.settings.seed ?? null };
-    const created = await api.post("/v1/tree", {
-      model: state.model, top: CANDIDATES, ...settings, ...promptBody(words),
-    });
+    const created = await api.post("/v1/tree", { model: state.model, top: CANDIDATES, ...settings, ...prompt });
     const before = state.current;
     const branch = adopt(created);
+    state.draft = "";
+    changed("draft");
     setCurrent(branch.id);
     pushUndo({
       label: "write", undo: () => jump(before), redo: () => jump(branch.id),
     });
     await streamInto(branch);
   });
+}
+
+/** Show an empty page for a new text; the current one stays in the library. */
+export async function newText() {
+  await pauseWriting();
+  openView("write");
+  setCurrent(null);
+  requestAnimationFrame(() => document.getElementById("prompt")?.focus());
+}
+
+export function toggleLibrary(isOpen = !state.library) {
+  state.library = isOpen;
+  changed("library");
 }
 
 /** Resume the current branch, for `n` tokens or the default number. */

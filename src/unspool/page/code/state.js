@@ -10,7 +10,7 @@ export const state = {
   model: null,
   loading: null, // {id, since}: the model that is being loaded
   mode: "chat",
-  draft: "", // the prompt in the composer
+  draft: "", // what is typed in the composer: a prompt, or the next words of the text
   system: null, // the system message of a chat; null: the template's default
   settings: {}, // settings that differ from the server's defaults
   branches: new Map(),
@@ -24,9 +24,11 @@ export const state = {
   writing: null,
   tint: "probability",
   speed: null, // tokens a second; null: no limit; 0: one token per key press
-  panel: "step",
+  panel: "step", // a name of PANELS
   sheet: false, // on a narrow screen: whether the side panel is open
-  view: "write",
+  view: "write", // a name of VIEWS
+  session: null, // the id of the session that is open: a text with its branches
+  library: false, // whether the drawer with all sessions is open
   fault: null,
 };
 

@@ -1,5 +1,6 @@
 // The line under the text: speed and context window.
 
+import { openView } from "../actions.js";
 import { clamp, count, duration, html, percent, plural, useThrottledChanges } from "../lib.js";
 import { currentBranch, state } from "../state.js";
 
@@ -12,6 +13,7 @@ export function LiveFigures() {
     <span>time to first token <b data-live="first">${duration(first)}</b></span>
     <span><b data-live="rate">${perSecond(rate)}</b> tokens/s</span>
     <span data-live="tokens">${plural(branch.steps.length, "token")}</span>
+    <button type="button" class="link" id="text-costs" title="Time, probability and repetition, token by token" onClick=${() => openView("text")}>Costs</button>
   </p>`;
 }
 

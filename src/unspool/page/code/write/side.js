@@ -90,23 +90,34 @@ function TextField({ field, id, set, describedBy }) {
 
 // -- the side panel -----------------------------------------------------------------------------
 
-const TITLES = Object.fromEntries(PANELS.map(({ name, title }) => [name, title]));
+const TABS = { token: "Token", branches: "Branches", settings: "Settings" };
+const levelsOf = (tab) => PANELS.filter((panel) => panel.tab === tab);
 const HIGHEST = 0.85; // of the screen
 const LOWEST = 0.2; // below this it closes
+
+let tokenLevel = PANELS[0].name; // the level of the first tab that was shown last
 
 export function SidePanel() {
   useChanges("panel");
   const side = useRef();
   useEffect(() => closeOnTapOutside(side.current), []);
-  const { file, component } = PANELS.find(({ name }) => name === state.panel);
-  const pick = (panel) => (isNarrow() && state.sheet && panel === state.panel ? closeSheet() : showPanel(panel));
+  const { file, component, tab } = PANELS.find(({ name }) => name === state.panel) ?? PANELS[0];
+  const levels = levelsOf(tab);
+  const pick = (other) => {
+    if (isNarrow() && state.sheet && other === tab) closeSheet();
+    else if (other !== tab || !state.sheet) showPanel(other === tab ? state.panel : other === "token" ? tokenLevel : other);
+  };
+  if (tab === "token") tokenLevel = state.panel;
   return html`<aside class=${`side ${state.sheet ? "up" : ""}`} ref=${side} aria-label="Details of the text">
     <div class="sheet-head">
       <span class="sheet-grip" aria-hidden="true" onPointerDown=${(event) => dragSheet(event, side.current)}></span>
       <button type="button" class="button plain tiny" id="close-sheet" aria-label="Close the panel" onClick=${closeSheet}>×</button>
     </div>
-    <${Tabs} class="tabs" label="Panels" prefix="tab" controls="side-panel" tabs=${TITLES} now=${state.panel} pick=${pick} />
-    <div class="panel side-panel" id="side-panel" role="tabpanel" aria-labelledby=${`tab-${state.panel}`} tabindex="-1">
+    <${Tabs} class="tabs" label="Panels" prefix="tab" controls="side-panel" tabs=${TABS} now=${tab} pick=${pick} />
+    <div class="panel side-panel" id="side-panel" role="tabpanel" aria-labelledby=${`tab-${tab}`} data-panel=${state.panel} tabindex="-1">
+      ${levels.length > 1 && html`<div class="segments small levels" role="group" aria-label="What to show of the token">
+        ${levels.map(({ name, title }) => html`<button type="button" key=${name} id=${`level-${name}`} aria-pressed=${state.panel === name}
+          onClick=${() => showPanel(name)}>${title}</button>`)}</div>`}
       <${Lazy} key=${file} file=${file} name=${component} />
     </div>
   </aside>`;
