@@ -290,7 +290,9 @@ def test_bad_changes_are_refused_and_change_nothing(tree: Tree):
     tree.ask("POST", "", 404, json={"prompt": "a", "model": "none"})
 
 
-def test_a_store_is_bounded_and_lets_old_branches_go(lm: Any, monkeypatch: pytest.MonkeyPatch):
+def test_a_store_is_bounded_and_its_oldest_branches_make_room(
+    lm: Any, monkeypatch: pytest.MonkeyPatch
+):
     def branch() -> TreeBranch:
         generation = lm.prepare_generation("a")
         prompt = stored.TreePrompt(generation.prompt, "a", lm.tokenizer, frozenset())
@@ -303,14 +305,16 @@ def test_a_store_is_bounded_and_lets_old_branches_go(lm: Any, monkeypatch: pytes
 
     store = Branches(2)
     first, second = added(), added()
-    second.parent_branch, second.forked_at = first, 0
-    with pytest.raises(ApiError) as full:
+    second.origin, second.origin_at = first, 0
+    first.touched -= 1
+    with first.locked(), second.locked(), pytest.raises(ApiError) as full:
         added()
-    assert full.value.status == 429 and "delete" in full.value.message
-    first.touched -= stored.STALE_SECONDS
+    assert full.value.status == 429 and "in use" in full.value.message
     third = added()
     assert set(store.all) == {second.id, third.id} and first.deleted and second.parent is None
+    with pytest.raises(ApiError, match="removed to make room"):
+        store.of_user("").get(first.id)
     store.delete(second)
     monkeypatch.setattr(stored, "MAX_WEIGHT", 1)
-    with pytest.raises(ApiError):
+    with third.locked(), pytest.raises(ApiError):
         added()

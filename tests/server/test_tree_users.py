@@ -190,8 +190,9 @@ def test_a_fork_of_a_branch_that_was_deleted_meanwhile_has_a_parent_that_exists(
 
 def test_branches_are_stored_all_or_none(small: Any) -> None:
     store = Branches(3)
-    store.add(branch_of(small), branch_of(small))
-    with pytest.raises(ApiError):
+    first, second = branch_of(small), branch_of(small)
+    store.add(first, second)
+    with first.locked(), second.locked(), pytest.raises(ApiError):
         store.add(branch_of(small), branch_of(small))
     assert len(store.all) == 2 and store.weight == kept_weight(store)
 

@@ -214,7 +214,7 @@ class RoundRobin:
 
 Kind = Literal["kept", "session", "prompt", "shared", "any"]
 
-_KEPT = re.compile(r"^(?:branch-([a-z0-9]+)-|(?:resp|msg)_([a-z0-9]+)_)[0-9a-f]{24}$")
+_KEPT = re.compile(r"^(?:(?:branch|session)-([a-z0-9]+)-|(?:resp|msg)_([a-z0-9]+)_)[0-9a-f]{24}$")
 _KEPT_PATHS = ("/v1/tree/", "/v1/responses/")
 _SHARED = ("/v1/runs", "/v1/costs")
 # In the order of a rendered prompt: the first fields are shared by the most requests.

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -25,10 +26,22 @@ from unspool.session import Session
 from unspool.text.tokenizer.stream import TextStream
 from unspool.text.tokenizer.tokenizer import Tokenizer
 
-STALE_SECONDS = 6 * 3600.0  # after this long without use, a branch may be evicted
+DELETED_SECONDS = 24 * 3600.0  # this long, a deleted branch or session can be restored
+MAX_DELETED = 256  # branches that can be restored, without stored state
 MAX_WEIGHT = 10_000_000  # memory of all branches, in units of about 100 bytes
 _UNIT_BYTES = 100
+_TOGETHER_SECONDS = 1.0  # a session and its branches are deleted within this time
+MAX_SESSIONS = 10_000  # of one user
+_MAX_EVICTED = 10_000  # ids whose eviction is remembered
 _PER_BRANCH, _PER_STEP, _PER_STAGE = 10, 5, 10
+
+
+@dataclass(frozen=True, slots=True)
+class Bookmark:
+    """A marked step of a branch."""
+
+    at: int  # -1: the prompt
+    label: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +152,19 @@ class TreeBranch:
     max_tokens: int | None  # of one resume
     owner: str = ""  # the user who created it
     name: str | None = None
-    parent_branch: TreeBranch | None = None
-    forked_at: int | None = None
+    origin: TreeBranch | None = None  # it was forked from this one, which may be deleted since
+    origin_at: int | None = None  # steps that both share
+    session: str | None = None  # the id of its session
+    bookmarks: tuple[Bookmark, ...] = ()
     id: str = field(default_factory=lambda: f"branch-{secrets.token_hex(12)}")
     created: float = field(default_factory=time.time)
+    updated: float = field(default_factory=time.time)
     touched: float = field(default_factory=time.monotonic)
     finish_reason: str | None = None
     fault: ApiError | None = None  # error that ended the last resume
     last: dict[str, Any] | None = None  # statistics of the last resume
     writing: BranchWriter | None = None
-    deleted: bool = False
+    deleted: float | None = None  # when it was deleted
     cuts: list[tuple[int, str]] = field(default_factory=list)  # (steps that stayed, verb)
     state: int = 0  # grows when anything but the steps changes
     ends: int = 0  # finished resumes
@@ -157,9 +173,34 @@ class TreeBranch:
     _watchers: set[asyncio.Event] = field(default_factory=set)
 
     @property
+    def is_in_use(self) -> bool:
+        """Whether a request or a watcher uses it now."""
+        return self._locked or self.writing is not None or bool(self._watchers)
+
+    @property
     def parent(self) -> str | None:
-        """The id of the branch it was forked from."""
-        return None if self.parent_branch is None else self.parent_branch.id
+        """The id of the nearest branch it was forked from that is not deleted."""
+        origin = self.origin
+        while origin is not None and origin.deleted is not None:
+            origin = origin.origin
+        return None if origin is None else origin.id
+
+    @property
+    def forked_at(self) -> int | None:
+        """Steps that it shares with its parent."""
+        origin, at = self.origin, self.origin_at
+        while origin is not None and origin.deleted is not None:
+            at = _nearest_fork(origin.origin_at, at)
+            origin = origin.origin
+        return at
+
+    def forget_origin(self, origin: TreeBranch) -> None:
+        """Take the origin of a branch that is removed for good, if that was this one's."""
+        if self.origin is origin:
+            self.origin, self.origin_at = (
+                origin.origin,
+                _nearest_fork(origin.origin_at, self.origin_at),
+            )
 
     @property
     def steps(self) -> list[Step]:
@@ -204,7 +245,7 @@ class TreeBranch:
 
     def check_exists(self) -> None:
         """Raise 404 if the branch was deleted."""
-        if self.deleted:
+        if self.deleted is not None:
             raise _unknown(self.id)
 
     def check_free(self) -> None:
@@ -253,15 +294,19 @@ class TreeBranch:
     def changed(self) -> None:
         """Notify watchers of a change other than new steps."""
         self.state += 1
-        self.touched = time.monotonic()
+        self.touch()
         self.wake()
 
     def ended(self, reason: str, fault: ApiError | None) -> None:
         """Record the end of a resume."""
         self.writing, self.finish_reason, self.fault = None, reason, fault
         self.ends += 1
-        self.touched = time.monotonic()
+        self.touch()
         self.wake()
+
+    def touch(self) -> None:
+        """Note that it was changed now."""
+        self.touched, self.updated = time.monotonic(), time.time()
 
     def wake(self) -> None:
         for news in self._watchers:
@@ -283,7 +328,10 @@ class Branches:
     def __init__(self, limit: int, replica: str = "") -> None:
         self.limit, self.replica = limit, replica
         self.all: dict[str, TreeBranch] = {}
+        self.deleted: dict[str, TreeBranch] = {}  # can be restored; the first deleted first
+        self.sessions: dict[str, TreeSession] = {}
         self.memory = StepMemory()
+        self._evicted: OrderedDict[str, str] = OrderedDict()  # ids and owners of the last ones
 
     def of_user(self, user: str) -> UserBranches:
         return UserBranches(self, user)
@@ -298,64 +346,134 @@ class Branches:
         weight = sum(branch.weight for branch in self.all.values())
         return weight + self.memory.weight + sum(part.weight for part in shared.values())
 
-    def make_room(self, count: int = 1) -> None:
-        """Make room for `count` more branches, or raise 429. Evicts branches of any user that
-        were not used for `STALE_SECONDS`."""
-        if self._fits(count):
-            return
-        now = time.monotonic()
-        for branch in sorted(self.all.values(), key=lambda branch: branch.touched):
-            if now - branch.touched < STALE_SECONDS:
-                break
-            if branch.writing is None:
-                self.delete(branch)
-            if self._fits(count):
-                return
-        raise ApiError(
-            429,
-            f"no room for {count} more: the server stores {len(self.all)} branches (at most "
-            f"{self.limit}) with {self.weight:,} units of memory (at most {MAX_WEIGHT:,}); delete "
-            "some of yours",
-            code="branches_full",
-        )
+    def make_room(self, count: int = 1, *keep: TreeBranch | None) -> None:
+        """Make room for `count` more branches, or raise 429. Removes branches that were not used
+        for the longest time, of the user who has the most; none of `keep`, and none in use."""
+        while not self._fits(count):
+            unused = [
+                branch
+                for branch in self.all.values()
+                if not branch.is_in_use and branch not in keep
+            ]
+            if not unused or count > self.limit:
+                raise ApiError(
+                    429,
+                    f"no room for {count} more: the server stores {len(self.all)} branches (at "
+                    f"most {self.limit}) with {self.weight:,} units of memory (at most "
+                    f"{MAX_WEIGHT:,}), all of them in use; stop or delete some of yours",
+                    code="branches_full",
+                )
+            num_owned = Counter(branch.owner for branch in unused)
+            branch = min(unused, key=lambda item: (-num_owned[item.owner], item.touched))
+            self._remove(branch)
+            branch.deleted = time.time()
+            self._forget(branch)
+            self._evicted[branch.id] = branch.owner
+            if len(self._evicted) > _MAX_EVICTED:
+                self._evicted.popitem(last=False)
+            branch.wake()
+
+    def knows(self, branch: TreeBranch) -> bool:
+        return branch.id in self.all or branch.id in self.deleted
+
+    def check_evicted(self, identity: str, user: str) -> None:
+        """Raise 404 with the reason if the branch had to make room for others."""
+        if self._evicted.get(identity) == user:
+            raise ApiError(
+                404,
+                f"branch {identity!r} was removed to make room: this server keeps at most "
+                f"{self.limit} branches; unspool serve --state DIR keeps all of them",
+                code="branch_evicted",
+            )
 
     def _fits(self, count: int) -> bool:
         return len(self.all) + count <= self.limit and self.weight < MAX_WEIGHT
 
     def add(self, *branches: TreeBranch) -> None:
         """Store all of these branches, or none (429)."""
-        self.make_room(len(branches))
+        self.make_room(len(branches), *(branch.origin for branch in branches))
         for branch in branches:
             if self.replica:  # the id names the replica that stores the branch
                 branch.id = branch.id.replace("-", f"-{self.replica}-", 1)
-            self._repair_parent(branch)
+            while branch.origin is not None and not self.knows(branch.origin):
+                branch.forget_origin(branch.origin)  # it was removed meanwhile
             self.all[branch.id] = branch
             branch.memory = self.memory
             self.memory.add(branch.steps)
 
-    def _repair_parent(self, branch: TreeBranch) -> None:
-        """Replace a parent that was deleted before its fork was stored by its own parent."""
-        while (parent := branch.parent_branch) is not None and parent.id not in self.all:
-            branch.parent_branch = parent.parent_branch
-            branch.forked_at = _nearest_fork(parent.forked_at, branch.forked_at)
-
     def delete(self, branch: TreeBranch) -> None:
-        """Delete a branch; its children become those of its parent."""
+        """Delete a branch; its children become those of its parent, until it is restored."""
+        if self._remove(branch):
+            branch.deleted = time.time()
+            self.deleted[branch.id] = branch
+            while len(self.deleted) > MAX_DELETED:
+                self._forget(next(iter(self.deleted.values())))
+            self._tell_children(branch)
+            branch.wake()
+
+    def restore(self, branch: TreeBranch) -> None:
+        """Bring back a deleted branch."""
+        self.make_room()
+        del self.deleted[branch.id]
+        branch.deleted = None
+        self.all[branch.id] = branch
+        branch.memory = self.memory
+        self.memory.add(branch.steps)
+        branch.changed()
+        self._tell_children(branch)
+
+    def purge(self) -> None:
+        """Remove for good what was deleted more than `DELETED_SECONDS` ago."""
+        before = time.time() - DELETED_SECONDS
+        for branch in [item for item in self.deleted.values() if (item.deleted or 0) < before]:
+            self._forget(branch)
+        for session in list(self.sessions.values()):
+            if session.deleted is not None and session.deleted < before:
+                del self.sessions[session.id]
+
+    def _remove(self, branch: TreeBranch) -> bool:
         if self.all.pop(branch.id, None) is None:
-            return
-        branch.deleted, branch.memory = True, None
+            return False
+        branch.memory = None
         self.memory.remove(branch.steps)
-        for child in self.all.values():
-            if child.parent_branch is branch:
-                self._repair_parent(child)
-                child.changed()
         if branch.writing is not None:
             branch.writing.stop(branch)
-        branch.wake()
+        return True
+
+    def _forget(self, branch: TreeBranch) -> None:
+        self.deleted.pop(branch.id, None)
+        for other in (*self.all.values(), *self.deleted.values()):
+            other.forget_origin(branch)
+        self._tell_children(branch)
+
+    def _tell_children(self, branch: TreeBranch) -> None:
+        """Notify the watchers of branches that were forked from this one."""
+        for child in self.all.values():
+            if child.origin is branch or child.origin is branch.origin is not None:
+                child.state += 1
+                child.wake()
+
+
+@dataclass(eq=False)
+class TreeSession:
+    """A text that a person works on: branches, with a title, tags and the view of the page."""
+
+    owner: str
+    title: str | None = None  # None: the first words of its first prompt
+    tags: tuple[str, ...] = ()
+    view: dict[str, Any] = field(default_factory=dict)  # opaque
+    id: str = field(default_factory=lambda: f"session-{secrets.token_hex(12)}")
+    created: float = field(default_factory=time.time)
+    updated: float = field(default_factory=time.time)
+    deleted: float | None = None
+
+    def touch(self) -> None:
+        """Note that it was changed now."""
+        self.updated = time.time()
 
 
 class UserBranches:
-    """The branches of one user."""
+    """The branches and sessions of one user."""
 
     def __init__(self, store: Branches, user: str) -> None:
         self.store, self.user = store, user
@@ -368,14 +486,75 @@ class UserBranches:
     def get(self, identity: str) -> TreeBranch:
         branch = self.store.all.get(identity)
         if branch is None or branch.owner != self.user:
+            self.store.check_evicted(identity, self.user)
             raise _unknown(identity)
         branch.touched = time.monotonic()
+        return branch
+
+    def restore(self, identity: str) -> TreeBranch:
+        """Bring back a deleted branch; one that is not deleted stays as it is."""
+        self.store.purge()
+        branch = self.store.deleted.get(identity)
+        if branch is None or branch.owner != self.user:
+            return self.get(identity)
+        self.store.restore(branch)
         return branch
 
     def add(self, *branches: TreeBranch) -> None:
         for branch in branches:
             branch.owner = self.user
         self.store.add(*branches)
+
+    def sessions(self) -> list[TreeSession]:
+        """In the order of creation."""
+        self.store.purge()
+        return [
+            session
+            for session in self.store.sessions.values()
+            if session.owner == self.user and session.deleted is None
+        ]
+
+    def session(self, identity: str, *, deleted: bool = False) -> TreeSession:
+        session = self.store.sessions.get(identity)
+        if (
+            session is None
+            or session.owner != self.user
+            or (session.deleted is not None and not deleted)
+        ):
+            raise ApiError(404, f"no such session: {identity[:60]!r}", code="session_not_found")
+        return session
+
+    def add_session(self, session: TreeSession) -> None:
+        """Store a session; raises 429 if the user has too many."""
+        if len(self.sessions()) >= MAX_SESSIONS:
+            raise ApiError(
+                429,
+                f"no room for another session: at most {MAX_SESSIONS:,}; delete some of yours",
+                code="sessions_full",
+            )
+        if self.store.replica:
+            session.id = session.id.replace("-", f"-{self.store.replica}-", 1)
+        self.store.sessions[session.id] = session
+
+    def delete_session(self, identity: str) -> None:
+        session = self.session(identity)
+        for branch in self.in_session(session):
+            self.delete(branch)
+        session.deleted = time.time()
+
+    def restore_session(self, identity: str) -> TreeSession:
+        """Bring back a deleted session with the branches that were deleted with it."""
+        self.store.purge()
+        session = self.session(identity, deleted=True)
+        if session.deleted is not None:
+            since, session.deleted = session.deleted - _TOGETHER_SECONDS, None
+            for branch in list(self.store.deleted.values()):
+                if branch.session == session.id and (branch.deleted or 0) >= since:
+                    self.store.restore(branch)
+        return session
+
+    def in_session(self, session: TreeSession) -> list[TreeBranch]:
+        return [branch for branch in self.all() if branch.session == session.id]
 
 
 def fork_branch(
@@ -389,9 +568,27 @@ def fork_branch(
         branch.extra_settings,
         branch.max_tokens,
         name=name,
-        parent_branch=branch,
-        forked_at=at,
+        origin=branch,
+        origin_at=at,
+        session=branch.session,
     )
+
+
+def copy_branches(branches: Sequence[TreeBranch], session: str) -> dict[str, TreeBranch]:
+    """Copies of branches for another session, by the ids of the originals; not stored yet."""
+    copies: dict[str, TreeBranch] = {}
+    for branch in branches:
+        copy = fork_branch(branch, branch.generation.fork(), 0, branch.name)
+        copy.generation.steps = list(branch.steps)
+        copy.origin, copy.origin_at = None, None
+        copy.session, copy.bookmarks = session, branch.bookmarks
+        copy.finish_reason, copy.last = branch.finish_reason, branch.last
+        copies[branch.id] = copy
+    for branch in branches:
+        if branch.parent in copies:
+            copies[branch.id].origin = copies[branch.parent]
+            copies[branch.id].origin_at = branch.forked_at
+    return copies
 
 
 def _nearest_fork(parent_at: int | None, at: int | None) -> int | None:

@@ -206,7 +206,7 @@ async def replace_parts(identity: str, body: ReplaceRequest, request: Request) -
     branch = branches.get(identity)
     changes = _sort_changes(branch, body.changes)
     at = changes[0][0]
-    branches.make_room(1 if body.fork else 0)
+    branches.make_room(1 if body.fork else 0, branch)
     with nullcontext() if body.fork else branch.locked():
         draft = branch.generation.fork()  # a copy: the branch may be running
         async with state_of(request).call(request, branch.model) as call:

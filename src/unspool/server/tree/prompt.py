@@ -80,14 +80,23 @@ class CreateRequest(WriteOptions):
 
     model: str | None = None
     name: Name | None = None
+    session: str | None = Field(None, max_length=200, description="of `/v1/tree/sessions`")
     prompt: str | Tokens | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
 
 
+class BookmarkItem(Strict):
+    """A marked step."""
+
+    at: int = Field(ge=-1, lt=1 << 31, description="a step; -1: the prompt")
+    label: Name = ""
+
+
 class BranchUpdate(Strict):
-    """A new name, or a new pace for the running resume."""
+    """A new name or new bookmarks, or a new pace for the running resume."""
 
     name: Name | None = None
+    bookmarks: list[BookmarkItem] | None = Field(None, max_length=1000)
     pace: Pace | None = Field(None, description="most tokens a second; null: no limit")
 
 
@@ -156,6 +165,7 @@ def new_branch(call: Call, body: CreateRequest) -> TreeBranch:
         merged_settings(body),
         body.max_tokens,
         name=body.name,
+        session=body.session,
     )
 
 

@@ -19,9 +19,9 @@ from unspool.server.dialects.chat_prompt import template_message
 from unspool.server.http.errors import bad_request
 from unspool.server.http.replies import JsonReply
 from unspool.server.runtime.state import Call, state_of
-from unspool.server.tree import edit, look, writing  # noqa: F401  they add endpoints to `router`
+from unspool.server.tree import edit, look, sessions, writing  # noqa: F401  more endpoints
 from unspool.server.tree.branch_json import branches_of, reply, router, summary
-from unspool.server.tree.branches import TreeBranch, fork_branch
+from unspool.server.tree.branches import Bookmark, TreeBranch, fork_branch
 from unspool.server.tree.prompt import (
     AppendRequest,
     BranchUpdate,
@@ -42,8 +42,12 @@ _SCORED_TOKENS = 64  # in one call: each needs a row of logits
 async def create(body: CreateRequest, request: Request) -> Response:
     branches = branches_of(request)
     branches.make_room()
+    if body.session is not None:
+        branches.session(body.session)
     async with state_of(request).call(request, body.model, places=0) as call:
         branch: TreeBranch = await call.compute(new_branch, call, body)
+    if body.session is not None:
+        branches.session(body.session)  # again: it may have been deleted meanwhile
     branches.add(branch)
     return await reply(branch, 0, prompt=True)
 
@@ -66,11 +70,14 @@ async def get(
     return await reply(branch, since if steps else None, prompt=prompt)
 
 
-@router.patch("/{identity}", summary="Rename a branch, or change the pace of its resume")
-async def rename(identity: str, body: BranchUpdate, request: Request) -> Response:
+@router.patch("/{identity}", summary="Name or bookmark a branch, or change the pace of its resume")
+async def update(identity: str, body: BranchUpdate, request: Request) -> Response:
     branch = branches_of(request).get(identity)
     if "name" in body.model_fields_set:
         branch.name = body.name
+    if body.bookmarks is not None:
+        branch.bookmarks = tuple(Bookmark(mark.at, mark.label) for mark in body.bookmarks)
+    if body.model_fields_set & {"name", "bookmarks"}:
         branch.changed()
     if "pace" in body.model_fields_set and branch.writing is not None:
         branch.writing.set_pace(body.pace)
@@ -84,11 +91,16 @@ async def delete(identity: str, request: Request) -> Response:
     return JsonReply({"id": identity, "object": "tree.branch.deleted", "deleted": True})
 
 
+@router.post("/{identity}/restore", summary="Bring back a branch deleted within a day")
+async def restore(identity: str, request: Request) -> Response:
+    return await reply(branches_of(request).restore(identity), 0, prompt=True)
+
+
 @router.post("/{identity}/append", summary="Append text, tokens or a message")
 async def append(identity: str, body: AppendRequest, request: Request) -> Response:
     branches = branches_of(request)
     branch = branches.get(identity)
-    branches.make_room(0)
+    branches.make_room(0, branch)
     with branch.locked():
         since = len(branch.steps)
         async with state_of(request).call(request, branch.model) as call:
@@ -128,7 +140,7 @@ async def choose(identity: str, body: ChooseRequest, request: Request) -> Respon
     branches = branches_of(request)
     branch = branches.get(identity)
     at = branch.step_index(body.at, "at")
-    branches.make_room(1 if body.fork else 0)
+    branches.make_room(1 if body.fork else 0, branch)
     with nullcontext() if body.fork else branch.locked():
         tokens = None if body.token is None else [body.token]
         draft = branch.generation.rewind(at)  # a copy: the branch may be running

@@ -319,7 +319,7 @@ async def resume(identity: str, body: ResumeRequest, request: Request) -> Respon
     state, branches = state_of(request), branches_of(request)
     branch = branches.get(identity)
     check_choices(body.n, state.settings.max_choices)
-    branches.make_room(body.n if body.n > 1 else 0)
+    branches.make_room(body.n if body.n > 1 else 0, branch)
     with branch.locked() if body.n == 1 else nullcontext():
         call = await state.enter(request, branch.model, body.n)
         writing, cursors = await _start(call, branches, branch, body)
@@ -426,14 +426,14 @@ async def events(
         async with aclosing(watch([(branch, cursor)], is_over)) as pieces:
             async for piece in pieces:
                 yield piece
-        if branch.deleted:
+        if branch.deleted is not None:
             yield branch_event("delete", branch, {}, cursor)
 
     return EventStream(writer_from(branch_events()), until=None, failed=error_event)
 
 
 def _is_over(branch: TreeBranch, state: ServerState) -> bool:
-    return branch.deleted or state.admission.is_stopping
+    return branch.deleted is not None or state.admission.is_stopping
 
 
 def _cursor_of(branch: TreeBranch, since: int | None, last_event_id: str | None) -> Cursor:
