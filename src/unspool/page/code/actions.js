@@ -39,6 +39,13 @@ export async function redo() {
   await action.redo();
 }
 
+/** Another text is shown: what can be undone belongs to the one before. */
+export function forgetHistory() {
+  undoStack.forEach((action) => action.forget?.());
+  undoStack.length = redoStack.length = 0;
+  changed("history");
+}
+
 addEventListener("pagehide", () => undoStack.forEach((action) => action.forget?.()));
 
 export const CANDIDATES = 12; // sent with each step; the step panel can request more
@@ -144,7 +151,8 @@ async function writeFrom(prompt) {
   await pauseWriting();
   await attempt(async () => {
     const settings = { ...requestSettings(), seed: state.settings.seed ?? null };
-    const created = await api.post("/v1/tree", { model: state.model, top: CANDIDATES, ...settings, ...prompt });
+    const body = { model: state.model, top: CANDIDATES, ...settings, ...prompt };
+    const created = await createInSession(body);
     const before = state.current;
     const branch = adopt(created);
     state.draft = "";
@@ -157,11 +165,29 @@ async function writeFrom(prompt) {
   });
 }
 
+/** Create a branch in the session that is open, or else in a new one. */
+async function createInSession(body) {
+  const isNew = state.session === null;
+  if (isNew) state.session = (await api.post("/v1/tree/sessions")).id;
+  try {
+    return await api.post("/v1/tree", { ...body, session: state.session });
+  } catch (error) {
+    if (isNew) api.delete(`/v1/tree/sessions/${state.session}`).catch(() => {}); // it would be empty
+    if (isNew || error.code === "session_not_found") state.session = null;
+    if (isNew || error.code !== "session_not_found") throw error;
+    return createInSession(body); // it was deleted elsewhere
+  }
+}
+
 /** Show an empty page for a new text; the current one stays in the library. */
 export async function newText() {
   await pauseWriting();
   openView("write");
+  forgetHistory();
+  for (const [id, branch] of state.branches) if (branch.session) state.branches.delete(id);
+  state.session = null;
   setCurrent(null);
+  changed("branches", "session");
   requestAnimationFrame(() => document.getElementById("prompt")?.focus());
 }
 
@@ -384,6 +410,7 @@ export function setCurrent(id, selected = null) {
 
 /** Make another branch the current one, with its steps loaded. */
 export async function jump(id, selected = null) {
+  id = state.renamed.get(id) ?? id;
   if (id !== state.current) await pauseWriting();
   if (!state.branches.has(id)) {
     setCurrent(null);

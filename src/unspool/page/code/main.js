@@ -5,6 +5,7 @@ import {
   toggleLibrary, undo, writeOneToken,
 } from "./actions.js";
 import { api } from "./api.js";
+import { rebuildOnLoss, saveSessionOnChanges } from "./library/sessions.js";
 import { html, Lazy, listenForDrops, render, storage, useChanges, useEffect, useRef, useState } from "./lib.js";
 import { ModelNotice, restoreModel, shortName } from "./models.js";
 import { followAddress, hrefOf, restoreTab, saveTabOnChanges } from "./navigation.js";
@@ -243,6 +244,8 @@ async function restorePage() {
 }
 
 saveTabOnChanges();
+saveSessionOnChanges();
+rebuildOnLoss();
 followAddress();
 render(html`<${App} />`, document.getElementById("app"));
 if (await connect()) await restorePage();

@@ -3,6 +3,7 @@
 
 import { ensureSteps, jump, openView } from "./actions.js";
 import { api } from "./api.js";
+import { openLatest, openSession } from "./library/sessions.js";
 import { adopt, changed, currentBranch, on, state } from "./state.js";
 import { PANELS, viewNamed } from "./views.js";
 
@@ -59,6 +60,7 @@ async function openText(id) {
   if (id && !state.branches.has(id)) {
     const branch = await api.get(`/v1/tree/${encodeURIComponent(id)}`).catch(() => null);
     if (!branch) return false;
+    if (branch.session && branch.session !== state.session) return openSession(branch.session, id);
     adopt(branch);
   }
   await jump(id);
@@ -68,7 +70,7 @@ async function openText(id) {
 // -- what survives a reload of the tab ----------------------------------------------------------
 
 const STORAGE_KEY = "unspool.session";
-const SAVED_FIELDS = ["mode", "draft", "system", "settings", "current", "tint", "speed", "panel", "library"];
+const SAVED_FIELDS = ["mode", "draft", "system", "settings", "current", "tint", "speed", "panel", "library", "session"];
 
 /** Save the branches of this tab and its state in the session storage, whenever they change. */
 export function saveTabOnChanges() {
@@ -117,6 +119,7 @@ export async function restoreTab() {
   changed("view", ...SAVED_FIELDS, "branches");
   const id = text ?? saved?.current ?? null;
   if (state.branches.has(id)) await ensureSteps(id).catch(() => {});
-  if (id) await openText(id);
+  const isShown = id !== null && await openText(id);
+  if (!isShown && !saved) await openLatest(); // a new tab
   finishRestoring();
 }

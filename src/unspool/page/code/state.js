@@ -14,6 +14,7 @@ export const state = {
   system: null, // the system message of a chat; null: the template's default
   settings: {}, // settings that differ from the server's defaults
   branches: new Map(),
+  renamed: new Map(), // old id -> new id, of branches that were created again after the server lost them
   removed: new Map(), // deleted on the page; the server deletes them when that cannot be undone any more
   current: null,
   selected: null, // a token position, prompt included

@@ -77,7 +77,9 @@ async def update(identity: str, body: BranchUpdate, request: Request) -> Respons
         branch.name = body.name
     if body.bookmarks is not None:
         branch.bookmarks = tuple(Bookmark(mark.at, mark.label) for mark in body.bookmarks)
-    if body.model_fields_set & {"name", "bookmarks"}:
+    if body.session is not None:
+        branch.session = branches_of(request).session(body.session).id
+    if body.model_fields_set & {"name", "bookmarks", "session"}:
         branch.changed()
     if "pace" in body.model_fields_set and branch.writing is not None:
         branch.writing.set_pace(body.pace)
