@@ -73,8 +73,8 @@ def set_settings(page: Page, **settings: Any) -> None:
     open_panel(page, "Settings")
     for name, value in settings.items():
         field = page.locator(f"#set-{name}")
-        if not field.is_visible():
-            page.get_by_text("Advanced", exact=True).click()
+        if not field.is_visible():  # in a part that is folded
+            field.locator("xpath=ancestor::details").locator("summary").click()
         if isinstance(value, bool):
             field.set_checked(value)
         else:

@@ -45,7 +45,7 @@ def percent(text: str) -> float:
 def move(panel: Locator, name: str, value: float) -> None:
     """A slider, as a drag moves it."""
     what_if(panel)
-    panel.get_by_role("slider", name=name).fill(str(value))
+    panel.get_by_role("slider", name=name, exact=True).fill(str(value))
 
 
 def what_if(panel: Locator) -> Locator:
@@ -257,5 +257,5 @@ def test_what_if_that_fails_is_said_in_place_and_tried_again(
 
     expect(section).to_contain_text("was 0.80")
     section.get_by_role("button", name="Reset").click()
-    expect(panel.get_by_role("slider", name="Temperature")).to_have_value("0.8")
+    expect(panel.get_by_role("slider", name="Temperature", exact=True)).to_have_value("0.8")
     expect(section.get_by_role("button", name="Reset")).to_have_count(0)

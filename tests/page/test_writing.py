@@ -30,11 +30,12 @@ def test_a_prompt_and_enter_write_a_text(page: Page) -> None:
     assert text(page) == reply["text"]
     assert reply["seed"] == 7
     ending = page.locator("#ending")
-    expect(ending).to_have_text("Stopped at 12 tokens · Continue")
-    ending.get_by_role("button", name="Continue").click()
+    expect(ending).to_have_text("Stopped: max tokens reached.")
+    page.get_by_role("button", name="Continue").click()
     expect(tokens(page)).to_have_count(24)
     finished(page)
-    expect(ending).to_have_text("Stopped at 24 tokens · Continue")
+    expect(ending).to_have_text("Stopped: max tokens reached.")
+    expect(page.locator("[data-live=tokens]")).to_have_text("24 tokens")
 
     reply = reply["prompt"]["tokens"]
     added = page.locator("#text .t.prompt.added")
@@ -46,6 +47,7 @@ def test_a_prompt_and_enter_write_a_text(page: Page) -> None:
     assert page.locator("#text .t.added").count() == 0
     assert "".join(mine.all_text_contents()) == QUESTION
 
+    page.locator("#new").click()
     page.get_by_role("group", name="Mode").get_by_role("button", name="Chat").click()
     page.get_by_role("button", name="System").click()
     page.get_by_label("System message").fill("Answer in French.")
@@ -134,7 +136,7 @@ def test_tints_follow_what_is_chosen(page: Page) -> None:
     expect(tokens(page).last).not_to_have_class(re.compile("selected"))
     page.keyboard.press("Escape")
     expect(page.locator("#text .t.selected")).to_have_count(0)
-    page.keyboard.press("5")
+    page.keyboard.press("4")
     expect(page.get_by_role("heading", name="Settings")).to_be_visible()
     page.keyboard.press("?")
     expect(page.get_by_role("dialog", name="Keyboard shortcuts")).to_be_visible()

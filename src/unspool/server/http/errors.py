@@ -181,9 +181,20 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return bad_request(f"the body is not JSON: {first.get('ctx', {}).get('error', '')}")
     if kind in ("model_attributes_type", "dict_type") and name is None:
         return bad_request("the body must be a JSON object, sent as application/json")
+    if name and kind in _BOUNDS:
+        bound, sign = _BOUNDS[kind]
+        message = f"{name} must be {sign} {first['ctx'][bound]}, got {str(first['input'])[:60]}"
+        return bad_request(message, name, "invalid_value")
     message = re.sub(r"^(Value|Assertion) error, ", "", str(first["msg"]))
     return bad_request(f"{name}: {message}" if name else message, name, "invalid_value")
 
+
+_BOUNDS = {
+    "greater_than_equal": ("ge", ">="),
+    "greater_than": ("gt", ">"),
+    "less_than_equal": ("le", "<="),
+    "less_than": ("lt", "<"),
+}
 
 known_names: set[str] = set()
 """Names of all request parameters, filled by the request classes; for suggestions."""

@@ -39,7 +39,8 @@ export function openSession(id, branchId = null) {
 /** Show the newest session; false if there is none. */
 export async function openLatest() {
   const { data } = await listSessions({ limit: 1 }).catch(() => ({ data: [] }));
-  return data.length > 0 && openSession(data[0].id);
+  const isFree = state.current === null && !state.draft; // nothing was typed meanwhile
+  return data.length > 0 && isFree && openSession(data[0].id);
 }
 
 export const updateSession = (id, fields) => api.patch(pathOf(id), fields);
