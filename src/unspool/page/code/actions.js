@@ -186,6 +186,7 @@ export async function newText() {
   forgetHistory();
   for (const [id, branch] of state.branches) if (branch.session) state.branches.delete(id);
   state.session = null;
+  state.isFirstVisit = false;
   setCurrent(null);
   changed("branches", "session");
   requestAnimationFrame(() => document.getElementById("prompt")?.focus());
@@ -280,8 +281,13 @@ export async function chooseToken(position, { token, text }) {
   await attempt(async () => {
     const at = position - promptLength(branch);
     const what = text === undefined ? { token } : { text };
-    const forked = await api.post(`/v1/tree/${branch.id}/choose`, { at, ...what });
-    const fork = adopt(forked);
+    const rest = restOfTurn(branch, at); // read before `choose`: a lost branch gets another id
+    const fork = adopt(await api.post(`/v1/tree/${branch.id}/choose`, { at, ...what }));
+    if (rest.length) {
+      const moved = fork.steps.length - at - 1;
+      adopt(await api.post(`/v1/tree/${fork.id}/append`, { tokens: rest }));
+      fork.added = new Set([...branch.added ?? []].filter((index) => index !== at).map((index) => (index > at ? index + moved : index)));
+    }
     fork.isFromChoice = true;
     setCurrent(fork.id, position);
     const words = fork.steps.slice(at).map((step) => step.piece).join("");
@@ -292,6 +298,18 @@ export async function chooseToken(position, { token, text }) {
     });
     await streamInto(fork);
   });
+}
+
+const SPECIAL = /^<\|.*\|>$|^<\/?s>$|^<[a-z_]+>$/;
+
+/** The tokens after a step in a turn of the user, up to the start of the model's; none if the step is not in such a turn. */
+function restOfTurn(branch, at) {
+  if (!branch.prompt?.messages || !branch.steps[at]?.chosen) return [];
+  const end = branch.steps.findIndex((step, index) => index > at && !step.chosen);
+  const rest = branch.steps.slice(at + 1, end < 0 ? undefined : end);
+  // The template ends the turn: without that, the token was chosen in a turn of the model.
+  const isTurn = rest.some((step, number) => branch.added?.has(at + 1 + number) || SPECIAL.test(step.piece));
+  return isTurn ? rest.map(({ token }) => token) : [];
 }
 
 export const shorten = (words) => (words.length > 24 ? `${words.slice(0, 23)}…` : words).trim();
@@ -328,6 +346,7 @@ async function streamInto(branch, n = null) {
     const isPaused = branch.finish_reason === "interrupted" && wrote < most;
     branch.remaining = isPaused && n === null ? most - wrote : null;
     branch.writing = false;
+    branch.progress = null;
     state.writing = null;
     over();
     changed("writing", "branches", "steps");
@@ -344,9 +363,11 @@ export function applyEvent(event, data) {
   if (!branch) return;
   if (event === "step") {
     branch.steps[data.index] = data;
+    branch.progress = null;
     branch.length = branch.steps.length;
     branch.isLoaded = true;
   } else if (event === "error") branch.error = data.error;
+  else if (event === "prompt") branch.progress = data;
   else if ("to" in data) {
     branch.retracted.push({ at: data.to, steps: branch.steps.splice(data.to), verb: event });
     branch.length = data.to;

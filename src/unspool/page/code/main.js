@@ -23,7 +23,8 @@ function App() {
   const view = viewNamed(state.view);
   const views = viewsOf(view.place);
   return html`
-    <a class="skip" href="#view">Skip to the content</a>
+    ${view.name === "write" ? html`<a class="skip" href="#prompt" onClick=${focusPrompt}>Skip to the prompt</a>`
+      : html`<a class="skip" href="#view">Skip to the content</a>`}
     <${Header} openDialog=${setDialog} place=${view.place} />
     <${ServerNotice} />
     <${ModelNotice} />
@@ -71,6 +72,11 @@ function Header({ openDialog, place }) {
 function ViewTabs({ views, now }) {
   return html`<nav class="views" aria-label="Views">${views.map(({ name, title }) => html`<${ViewLink} key=${name} view=${name}
     id=${`view-${name}`} aria-current=${name === now.name ? "page" : null}>${title}<//>`)}</nav>`;
+}
+
+function focusPrompt(event) {
+  event.preventDefault(); // keep the address
+  document.getElementById("prompt").focus();
 }
 
 async function startTour() {

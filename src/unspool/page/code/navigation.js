@@ -6,6 +6,7 @@ import { api } from "./api.js";
 import { openLatest, openSession } from "./library/sessions.js";
 import { adopt, changed, currentBranch, on, state } from "./state.js";
 import { PANELS, viewNamed } from "./views.js";
+import { writeFirstText } from "./write/first.js";
 
 /** The address of a view with the current text. */
 export function hrefOf(view) {
@@ -120,6 +121,8 @@ export async function restoreTab() {
   const id = text ?? saved?.current ?? null;
   if (state.branches.has(id)) await ensureSteps(id).catch(() => {});
   const isShown = id !== null && await openText(id);
-  if (!isShown && !saved) await openLatest(); // a new tab
+  const isNewTab = !isShown && !saved;
+  const isLatest = isNewTab && await openLatest();
   finishRestoring();
+  if (isNewTab && !isLatest && state.view === "write") writeFirstText();
 }

@@ -29,6 +29,7 @@ export const state = {
   sheet: false, // on a narrow screen: whether the side panel is open
   view: "write", // a name of VIEWS
   session: null, // the id of the session that is open: a text with its branches
+  isFirstVisit: false, // the text is the example of a first visit
   library: false, // whether the drawer with all sessions is open
   fault: null,
 };

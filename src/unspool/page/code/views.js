@@ -19,6 +19,7 @@ export const VIEWS = [
   { name: "search", place: "compare", title: "Search", file: "./think/view.js", component: "ThinkView" },
   { name: "diffusion", place: "compare", title: "Diffusion", file: "./diffusion/view.js", component: "DiffusionView" },
   { name: "tokenizer", place: "explain", title: "Tokenizer", file: "./tokens/view.js", component: "TokensView" },
+  { name: "token", place: "explain", title: "One token", file: "./explain/token.js", component: "OneTokenView", showsText: true },
   { name: "attention", place: "explain", title: "Attention", file: "./explain/attention.js", component: "AttentionView", showsText: true },
   { name: "sudoku", place: "explain", title: "Sudoku", file: "./diffusion/view.js", component: "SudokuView" },
   { name: "training", place: "lab", title: "Training runs", file: "./training/view.js", component: "TrainingView", showsText: true },

@@ -8,6 +8,7 @@ export function LiveFigures() {
   useThrottledChanges("steps", "current", "writing", "branches");
   const branch = currentBranch();
   if (!branch || (!branch.steps.length && !branch.writing)) return null;
+  if (branch.progress) return html`<${PromptProgress} ...${branch.progress} />`;
   const { first, rate } = speedOf(branch);
   return html`<p class="live-figures quiet small">
     <span>time to first token <b data-live="first">${duration(first)}</b></span>
@@ -15,6 +16,12 @@ export function LiveFigures() {
     <span data-live="tokens">${plural(branch.steps.length, "token")}</span>
     <button type="button" class="link" id="text-costs" title="Time, probability and repetition, token by token" onClick=${() => openView("text")}>Costs</button>
   </p>`;
+}
+
+/** How much of a long prompt is computed. */
+function PromptProgress({ computed, total }) {
+  return html`<p class="live-figures quiet small" role="status"><progress max=${total} value=${computed} aria-label="Prompt computed"></progress>
+    Reading the prompt: ${count(computed)} of ${plural(total, "token")}</p>`;
 }
 
 export const perSecond = (rate) => (rate === null ? "–" : rate < 10 ? rate.toFixed(1) : count(Math.round(rate)));

@@ -8,14 +8,9 @@ import { Fold, html, Lazy, ModeSegments, render, useChanges, useEffect, useRef, 
 import { DefaultModelNote, OtherModelNote } from "../models.js";
 import { changed, currentBranch, currentModel, modelOf, promptLength, state } from "../state.js";
 import { loadDoubt } from "./edits.js";
+import { Examples, EXAMPLES, FirstSteps } from "./first.js";
 import { isHighlighted, mountPane, TINT_SCALES, TINTS } from "./pane.js";
 import { SidePanel } from "./side.js";
-
-const EXAMPLES = [
-  ["Why do leaves change color in fall?", "chat"],
-  ["Write a haiku about the sea.", "chat"],
-  ["Once upon a time there was a", "plain"],
-];
 
 export function WriteView() {
   useChanges("library");
@@ -27,6 +22,7 @@ export function WriteView() {
       <${Text} />
       <${Revision} />
       <${Fault} />
+      <${FirstSteps} />
       <${Composer} />
       <${Foot} />
     </section>
@@ -134,20 +130,12 @@ function Revision() {
 }
 
 function Welcome() {
-  useChanges("server");
-  const write = ([words, mode]) => {
-    setMode(mode);
-    state.draft = words;
-    changed("draft");
-    writePrompt();
-  };
   return html`<div class="welcome quiet">
     <p>A language model generates one token at a time: it gives every token of its vocabulary a probability, one is
       sampled and appended, and the next step follows.</p>
     <p>Enter a prompt below. Then point at any token to see the candidates and how one was sampled; click another
       candidate to continue from there.</p>
-    <div class="row" role="group" aria-label="Examples">${EXAMPLES.map((example) => html`<button type="button" class="button"
-      key=${example[0]} disabled=${!state.server.ready} onClick=${() => write(example)}>${example[0]}</button>`)}</div>
+    <${Examples} />
     <${DefaultModelNote} />
   </div>`;
 }
