@@ -141,9 +141,9 @@ def test_name_delete_and_undo(page: Page) -> None:
     expect(item(page, paris["id"])).to_be_focused()
     assert branch(page)["name"] == "The one with Paris"
 
-    panel.get_by_role("button", name="Undo: rename to “The one with Paris”").click()
+    page.get_by_role("button", name="Undo: rename to “The one with Paris”").click()
     expect(item(page, paris["id"])).to_contain_text("never Paris")
-    panel.get_by_role("button", name="Redo: rename to “The one with Paris”").click()
+    page.get_by_role("button", name="Redo: rename to “The one with Paris”").click()
     expect(item(page, paris["id"])).to_have_text("The one with Paris")
 
     item(page, bonn["id"]).click()
@@ -201,6 +201,7 @@ def test_settings_that_differ_are_said(page: Page) -> None:
     write(page, PROMPT, max_tokens=4, seed=1, temperature=0)
     first = branch(page)
     write(page, "Once upon a time", max_tokens=4, seed=2, temperature=1.5)
+    adopt(page, [first["id"]], branch(page)["id"])  # of another session
     open_panel(page, "Branches")
     expect(page.get_by_role("tree")).to_have_count(2)
     item(page, branch(page)["id"]).focus()

@@ -189,6 +189,7 @@ class ModelRegistry:
         self.model_memory, self.keep_alive = model_memory, keep_alive
         self._adapters = adapters
         self.find: Callable[[str], ModelEntry | None] = lambda _: None
+        self.find_local: Callable[[], list[ModelEntry]] = list  # the models on this machine
         self.loaded: dict[str, ServedModel] = {}
         self.created = int(time.time())
         self._tickets: list[_Ticket] = []  # those of requests that already hold a model first

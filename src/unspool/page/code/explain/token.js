@@ -115,7 +115,7 @@ function Layers({ look, lens, layer, setLayer, weights }) {
   const most = Math.max(...row.candidates.map(({ probability }) => probability), 1e-9);
   return html`<label class="one-layer"><span>Layer ${layer} of ${look.layers}</span>
       <input type="range" min="1" max=${look.layers} value=${layer} aria-valuetext=${`layer ${layer} of ${look.layers}`} onInput=${(event) => setLayer(Number(event.target.value))} /></label>
-    <img class="one-stream" src=${source} alt=${`Residual stream after ${plural(layer, "layer")}, one row for each`} style=${{ height: `${(100 * (layer + 1)) / (look.layers + 1)}%` }} />
+    <img class="one-stream" src=${source} alt=${`Residual stream after ${plural(layer, "layer")}, one row for each`} style=${{ height: `${4 * (layer + 1)}px` }} />
     <p>If the model stopped after this layer, it would predict (logit lens):</p>
     <div class="bars">${row.candidates.map((candidate) => html`<${Piece} key=${candidate.token} text=${candidate.text} />
       <div class="track" aria-hidden="true"><span style=${{ width: `${(100 * candidate.probability) / most}%` }}></span></div><span class="small">${percent(candidate.probability)}</span>`)}</div>
