@@ -11,7 +11,7 @@ from time import monotonic, sleep
 import httpx
 import pytest
 
-from helpers.running_server import Running, running
+from helpers.running_server import Running
 from helpers.tree_client import read
 from unspool.model.hub.catalogue import CatalogueEntry, catalogue
 from unspool.server.dialects import catalogue as dialect

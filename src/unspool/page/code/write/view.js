@@ -37,6 +37,7 @@ function Toolbar() {
     <${LibraryButton} />
     <${History} />
     <${TintChoice} doubts />
+    <${Speed} />
     <span class="grow"></span>
     <${ReviseButton} />
   <//>`;
@@ -198,7 +199,6 @@ function Composer() {
     <div class="row composer-controls">
       ${isReply ? html`<button id="new" type="button" class="button" title="A new text; this one stays in the library (n)" onClick=${newText}>New</button>
         <${Controls} />` : html`<${ModeChoice} />`}
-      <${Speed} />
     </div>
   </form>`;
 }
@@ -257,7 +257,7 @@ function speedText(speed) {
 function Speed() {
   useChanges("speed");
   const place = SPEEDS.indexOf(state.speed);
-  return html`<label class="speed small" title="One token per key press (Space), a number of tokens a second, or full speed"><span class="visually-hidden">Speed</span>
+  return html`<label class="speed small folds" title="One token per key press (Space), a number of tokens a second, or full speed"><span class="visually-hidden">Speed</span>
     <input id="speed" type="range" min="0" max=${SPEEDS.length - 1} step="1" value=${place < 0 ? SPEEDS.length - 1 : place}
       aria-valuetext=${speedText(state.speed)} onInput=${(event) => setSpeed(SPEEDS[event.target.value])} />
     <span class="quiet">${speedText(state.speed)}</span>
