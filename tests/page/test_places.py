@@ -366,7 +366,7 @@ def test_a_given_digit_that_a_model_replaced_is_not_shown_as_given(page: Page) -
     expect(view.get_by_text("1 given digit replaced")).to_be_visible()
 
 
-# -- models to download -----------------------------------------------------------------------------
+# -- models to download ----------------------------------------------------------------------------
 
 
 def test_a_model_is_downloaded_with_progress(page: Page) -> None:
