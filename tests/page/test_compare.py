@@ -45,10 +45,9 @@ WORD_TREE = """async () => {
 }"""
 
 
-def opened(page: Page, picture: str = "Settings", tokens: int = 12) -> Locator:
-    view = open_view(page, "Compare")
-    view.get_by_role("button", name=picture, exact=True).click()
-    view.get_by_label("Prompt to compare").fill(QUESTION)
+def opened(page: Page, picture: str = "Compare", tokens: int = 12) -> Locator:
+    view = open_view(page, picture)
+    view.locator("[name=prompt]").fill(QUESTION)
     view.get_by_label("Max tokens", exact=True).fill(str(tokens))
     return view
 
@@ -90,7 +89,7 @@ def readable(text: str) -> str:
 
 def test_four_settings_are_written_side_by_side(page: Page) -> None:
     view = opened(page)
-    view.get_by_label("Prompt to compare").press("Enter")
+    view.locator("[name=prompt]").press("Enter")
     for item in range(1, 5):
         expect(number(column(view, item), "end")).to_have_text("max tokens", timeout=30_000)
         expect(number(column(view, item), "tokens")).to_have_text("12")
@@ -148,7 +147,7 @@ def test_a_bad_setting_is_said_in_its_column(page: Page, expected_errors: list[s
     expect(column(view, 3).get_by_role("alert")).to_have_text("Top-k must be a number, got “many”.")
     for item in (1, 4):
         expect(number(column(view, item), "tokens")).to_have_text("6")
-    view.get_by_label("Prompt to compare").fill(" ")
+    view.locator("[name=prompt]").fill(" ")
     view.locator("#run").click()
     expect(view.get_by_role("alert").first).to_have_text("Enter a prompt first.")
 
@@ -183,7 +182,7 @@ def test_samples_part_as_the_model_said(page: Page) -> None:
     view = opened(page, "Samples")
     view.get_by_label("Number of samples").fill("8")
     view.get_by_label("Seed of the samples").fill("7")
-    view.get_by_role("button", name="Write 8 samples").click()
+    view.locator("#run").click()
     expect(view.locator(".cmp-leaf")).to_have_count(8, timeout=30_000)
     written(view)
     ids = page.evaluate("import('/page/code/compare/runs.js').then((m) => m.compare.samples.ids)")

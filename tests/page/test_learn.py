@@ -14,7 +14,7 @@ from playwright.sync_api import Locator, Page, expect
 
 import unspool
 from helpers import training_run
-from helpers.page_actions import WIDE, until
+from helpers.page_actions import WIDE, open_view, until
 from helpers.page_colors import check_looks
 from helpers.running_server import Running, running
 from unspool.server.runtime.registry import ModelEntry
@@ -44,7 +44,7 @@ def served(root: Path) -> Iterator[Running]:
 def learn(page: Page, served: Running, run: str) -> Locator:
     """The view, with this run in it."""
     page.goto(f"{served.url}/?run={run}")
-    view = page.get_by_role("region", name="Training")
+    view = page.get_by_role("region", name="Training runs")
     expect(view.locator("#lrn-run")).to_have_value(run)
     return view
 
@@ -323,7 +323,7 @@ def test_without_any_run_it_says_how_to_begin(window: Any, tmp_path: Path, root:
     entry = ModelEntry("first", lambda: unspool.load(folder, memory=8 << 20), 1000)
     with running([entry], runs=tmp_path / "none", drain=0.1) as empty:
         page = window.visit(f"{empty.url}/")
-        page.get_by_role("button", name="Training", exact=True).click()
+        open_view(page, "Training runs")
         expect(page.get_by_text("There is no training run in")).to_be_visible()
         expect(page.get_by_role("button", name="Start")).to_be_visible()
         check_looks(page, "learn-empty")

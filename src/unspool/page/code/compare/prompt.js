@@ -22,13 +22,13 @@ export const currentPrompt = () => shared.text ?? (state.draft || promptWords(cu
 export const isExample = () => currentPrompt() === EXAMPLE;
 
 /** The prompt and max_tokens of a request; null if a field is not valid, which is then shown. */
-export function readPrompt() {
+export function readPrompt(canChat = true) {
   const words = currentPrompt();
   const length = Number(shared.length);
   setShared({ fault: words.trim() === "" ? { message: "Enter a prompt first.", param: "prompt" }
     : !(Number.isInteger(length) && length > 0)
       ? { message: `Max tokens must be an integer >= 1, got “${shared.length}”.`, param: "length" } : null });
-  return shared.fault ? null : { ...promptBody(words), max_tokens: length };
+  return shared.fault ? null : { ...(canChat ? promptBody(words) : { prompt: words }), max_tokens: length };
 }
 
 export function PromptBar({ running, start, stop, canStart = true, hasLength = true, canChat = currentModel()?.unspool.chat !== false }) {
@@ -46,7 +46,7 @@ export function PromptBar({ running, start, stop, canStart = true, hasLength = t
         aria-invalid=${invalid("prompt")} value=${currentPrompt()} onKeyDown=${enter}
         onInput=${(event) => setShared({ text: event.target.value })} /></label>
     <div class="row">
-      <${ModeSegments} mode=${state.mode} pick=${setMode} canChat=${canChat} />
+      <${ModeSegments} mode=${canChat ? state.mode : "plain"} pick=${setMode} canChat=${canChat} />
       ${hasLength && html`<label class="row prompt-length"><span>Max tokens</span>
         <input class="field" name="length" type="text" inputmode="numeric" autocomplete="off" value=${shared.length}
           aria-invalid=${invalid("length")} onInput=${(event) => setShared({ length: event.target.value })} /></label>`}

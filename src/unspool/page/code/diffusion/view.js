@@ -128,10 +128,11 @@ const ORDERS = {
 export function DiffusionView() {
   useDiffusion(null);
   const model = maskedModels().find(({ id }) => id === currentMasked()) ?? currentModel();
+  const canChat = model?.unspool.chat !== false;
   return html`<section class="twins stack" aria-label="Diffusion">
     <h2 class="visually-hidden">Diffusion</h2>
-    <${PromptBar} running=${isWriting()} start=${() => writeBoth(readPrompt())} stop=${stopBoth}
-      canStart=${Boolean(currentCausal() || currentMasked())} canChat=${model?.unspool.chat !== false} />
+    <${PromptBar} running=${isWriting()} start=${() => writeBoth(readPrompt(canChat))} stop=${stopBoth}
+      canStart=${Boolean(currentCausal() || currentMasked())} canChat=${canChat} />
     <p class="quiet small">A causal model generates one token per pass and never changes one. A diffusion model predicts all masked
       places in each denoising pass and keeps the most certain ones. Both run here, one after the other.</p>
     ${!currentMasked() && html`<${NoMaskedModel} />`}

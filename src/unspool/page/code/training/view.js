@@ -276,7 +276,7 @@ function PromptForm() {
     <label class="grow"><span class="small">Prompt for all checkpoints</span>
       <input class="field" name="prompt" dir="auto" autocomplete="off" value=${currentPrompt()} aria-invalid=${invalid("prompt")} onInput=${set} /></label>
     <${ModeSegments} mode=${currentMode()} pick=${(mode) => setFields({ mode })} />
-    ${field("length", "Tokens", "numeric")} ${field("temperature", "Temperature", "decimal")} ${field("seed", "Seed", "numeric")}
+    ${field("length", "Max tokens", "numeric")} ${field("temperature", "Temperature", "decimal")} ${field("seed", "Seed", "numeric")}
     ${isWriting() ? html`<button class="button" type="button" onClick=${stopWriting}>Stop</button>`
       : html`<button class="button main" id="lrn-write">Write</button>`}
     ${fault && html`<p class="fault" role="alert">${fault.message}</p>`}
