@@ -7,7 +7,7 @@ import { formatNumber, paintRows, Pending, placeInText, useInspection } from "..
 import {
   count, html, percent, Piece, plural, reducedMotion, useChanges, useEffect, useMemo, useState, useTheme,
 } from "../lib.js";
-import { currentBranch, modelOf, promptLength, state, stepAt, textLength, tokenAt } from "../state.js";
+import { currentBranch, modelOf, promptLength, state, stepAt, tokenAt } from "../state.js";
 import { StageChain } from "../step/stages.js";
 import { Pane } from "../write/view.js";
 

@@ -40,7 +40,7 @@ export const JUDGES = {
   "process:": { title: "process reward model", needs: "model", help: "The lowest step score of a process reward model." },
   vote: { title: "majority vote", help: "Share of texts with the same answer: boxed, after “answer is”, or the last number." },
   "vote:": { title: "majority vote, by pattern", needs: "pattern", help: "Share of texts in which this pattern matches the same text." },
-  "vote+": { title: "weighted vote", needs: "weigher", help: "Votes weighted by another judge." },
+  "vote+": { title: "weighted vote", needs: "weigher", help: "Votes weighted by another verifier." },
 };
 export const WEIGHERS = ["logprob", "certainty", "ask"];
 
@@ -107,7 +107,7 @@ function parseInteger(title, value, least, param) {
 function judgeName() {
   const { judge, pattern, weigher } = thinking;
   const argument = { pattern, weigher, model: judgeModel() }[JUDGES[judge].needs];
-  if (argument === "") throw new ApiError(400, `This judge needs a ${JUDGES[judge].needs}.`, { param: JUDGES[judge].needs });
+  if (argument === "") throw new ApiError(400, `This verifier needs a ${JUDGES[judge].needs}.`, { param: JUDGES[judge].needs });
   return judge + (argument ?? "") || null;
 }
 

@@ -33,7 +33,7 @@ function SearchForm() {
     </div>
     <p class="quiet small">${POLICIES[policy].help}<br />${JUDGES[judge].help}</p>
     <div class="row">
-      <${Field} name="budget" title="Budget in tokens" help="All computed tokens count: the prompt once, generated tokens, and tokens read by a judge" />
+      <${Field} name="budget" title="Budget in tokens" help="All computed tokens count: the prompt once, generated tokens, and tokens read by a verifier" />
       <${Field} name="temperature" title="Temperature" help="Above 0, so that the texts differ" />
       <${Field} name="seed" title="Seed" help="The same seed gives the same tree; empty: random" />
       <button hidden>Run</button>
@@ -79,7 +79,7 @@ function JudgeDetails({ needs }) {
 
 // -- progress and result ------------------------------------------------------------------------
 
-const KINDS = { prompt: "prompt", written: "generated", judged: "read by the judge" };
+const KINDS = { prompt: "prompt", written: "generated", judged: "read by the verifier" };
 
 /** Tokens spent of the budget, by kind. */
 function BudgetMeter() {
@@ -168,7 +168,7 @@ function NodeCard({ pick }) {
 
 function Facts({ node, length }) {
   const { score, why, answer, logprob, tokens, finished } = node;
-  const judged = score === undefined ? "not scored" : score === null ? "the judge failed" : scoreText(score);
+  const judged = score === undefined ? "not scored" : score === null ? "the verifier failed" : scoreText(score);
   return html`<dl class="cmp-numbers">
     <dt>Score</dt><dd data-number="score">${judged}</dd>
     ${answer != null && html`<dt>Answer</dt><dd data-number="answer">${String(answer)}</dd>`}
@@ -194,8 +194,8 @@ export function ThinkView() {
     <h2 class="visually-hidden">Search</h2>
     <${PromptBar} running=${thinking.running} start=${search} stop=${stop} canStart=${Boolean(state.model)}
       hasLength=${!POLICIES[thinking.policy].isLong} />
-    <p class="quiet small">Test-time compute: a policy samples several continuations, a judge scores them, and a budget limits the number of
-      tokens. Judges that run files need the command line: <code>unspool think --judge python:FILE.py</code>.</p>
+    <p class="quiet small">Test-time compute: a policy samples several continuations, a verifier scores them, and a budget limits the number of
+      tokens. Verifiers that run files need the command line: <code>unspool think --judge python:FILE.py</code>.</p>
     <${SearchForm} />
     <${Outcome} />
     ${thinking.start && html`<${BudgetMeter} />
