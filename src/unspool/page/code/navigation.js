@@ -65,6 +65,7 @@ async function openText(id) {
     adopt(branch);
   }
   await jump(id);
+  if (!id) state.session = null; // a new text
   return true;
 }
 

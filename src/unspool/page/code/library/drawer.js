@@ -106,8 +106,8 @@ function EditForm({ session, close }) {
     close(false);
   };
   return html`<form ref=${form} class="stack" onSubmit=${submit} onKeyDown=${leave}>
-    <label class="small">Title<input class="field" name="title" maxlength="200" autocomplete="off" value=${session.title} /></label>
-    <label class="small">Tags, with commas between<input class="field" name="tags" autocomplete="off" value=${session.tags.join(", ")} /></label>
+    <label class="small">Title<input class="field" name="title" maxlength="200" autocomplete="off" defaultValue=${session.title} /></label>
+    <label class="small">Tags, with commas between<input class="field" name="tags" autocomplete="off" defaultValue=${session.tags.join(", ")} /></label>
     <div class="row"><button class="button tiny">Save</button><button type="button" class="button tiny plain" onClick=${() => close(false)}>Cancel</button></div>
   </form>`;
 }

@@ -38,9 +38,10 @@ export function openSession(id, branchId = null) {
 
 /** Show the newest session; false if there is none. */
 export async function openLatest() {
-  const { data } = await listSessions({ limit: 1 }).catch(() => ({ data: [] }));
+  const { data } = await listSessions({ limit: 10 }).catch(() => ({ data: [] }));
+  const latest = data.find(({ branches }) => branches > 0);
   const isFree = state.current === null && !state.draft; // nothing was typed meanwhile
-  return data.length > 0 && isFree && openSession(data[0].id);
+  return latest !== undefined && isFree && openSession(latest.id);
 }
 
 export const updateSession = (id, fields) => api.patch(pathOf(id), fields);
