@@ -126,6 +126,7 @@ def test_the_same_settings_and_seed_give_the_same_text(page: Page) -> None:
     view.get_by_role("button", name="Add a column").click()
     view.get_by_label("Seed of column 3").fill("8")
     view.get_by_label("Seed of column 3").press("Enter")
+    expect(column(view, 3).locator(".t").first).to_be_visible()
     written(view)
     assert words(column(view, 1)) == words(column(view, 2)) != ""
     expect(column(view, 2)).to_contain_text("The same text as column 1, all 12 tokens")
