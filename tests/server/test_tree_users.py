@@ -252,11 +252,10 @@ def test_a_text_that_has_finished_is_not_interrupted_by_a_stop(small: Any) -> No
         )
 
         class Endless:
-            def watch_progress(self, report: Any) -> None:
-        """No prompt is computed."""
-
-    def __init__(self) -> None:
+            def __init__(self) -> None:
                 self.texts = {0: SimpleNamespace(stream=stream, ended=False, reused=0)}
+
+            def watch_progress(self, report: Any) -> None: ...
 
             async def start(self) -> None: ...
 
