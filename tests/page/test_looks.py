@@ -133,10 +133,10 @@ OF_A_TEXT: dict[str, Callable[[Page], object]] = {
     "map": branches,
     "text": lambda page: page.locator("#text").press("Escape"),  # on a phone the sheet is down
     "unfolded": unfolded,
-    "share": shared,
     "one-token": partial(explain, title="One token"),
     "attention": partial(explain, title="Attention"),
     "costs": partial(explain, title="Costs of a text"),
+    "share": shared,
 }
 STRANGE = (
     "\n\n   \t\t\u200b\u00a0 \ufeff 你好 👩‍👩‍👧 🏴‍☠️ شجرة خضراء שלום "

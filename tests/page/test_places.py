@@ -27,7 +27,7 @@ from unspool.server.tree.branch_json import branch_store
 QUESTION = "Why do leaves change color in fall?"
 
 
-def shown(page: Page) -> str:
+def shown_branch(page: Page) -> str:
     return page.locator("#text").get_attribute("data-branch") or ""
 
 
@@ -45,10 +45,10 @@ def lose_all_branches(server: Any) -> None:
 
 def test_each_view_and_each_text_has_an_address(page: Page) -> None:
     write(page, "One", max_tokens=2, seed=1)
-    first = shown(page)
+    first = shown_branch(page)
     assert f"text={first}" in page.url and "view=" not in page.url
     write(page, "Two", max_tokens=2, seed=1)
-    second = shown(page)
+    second = shown_branch(page)
     open_view(page, "Search")
     assert "view=search" in page.url
     open_view(page, "Tokenizer")
@@ -73,7 +73,7 @@ def test_a_new_tab_shows_the_latest_text(page: Page, address: str) -> None:
     write(page, "The latest", max_tokens=3, seed=1)
     other = page.context.new_page()
     other.goto(address)
-    expect(other.locator("#text")).to_have_attribute("data-branch", shown(page))
+    expect(other.locator("#text")).to_have_attribute("data-branch", shown_branch(page))
     expect(other.locator("#text")).to_contain_text("The latest")
     other.close()
 
@@ -93,7 +93,7 @@ def test_an_address_with_an_unknown_model_says_so(page: Page, address: str) -> N
 
 def test_the_library_keeps_every_text(page: Page) -> None:
     write(page, "Apples are red", max_tokens=3, seed=1)
-    apples = shown(page)
+    apples = shown_branch(page)
     write(page, "Bananas are yellow", max_tokens=3, seed=1)
     page.locator("#library-button").click()
     library = page.get_by_role("region", name="Library")
@@ -150,7 +150,7 @@ def test_branches_that_the_server_lost_are_created_again(page: Page, server: Any
     page.locator("#side-panel .candidate:not(.picked)").first.click()
     expect(page.locator("#text .t.chosen")).to_have_count(1)
     finished(page)
-    before, old = text(page), shown(page)
+    before, old = text(page), shown_branch(page)
     lose_all_branches(server)
     page.locator("#go-on").click()
     expect(page.locator("#text")).not_to_have_attribute("data-branch", old)
@@ -167,7 +167,7 @@ def test_branches_that_the_server_lost_are_created_again(page: Page, server: Any
 
 def test_the_page_rebuilds_its_branches_when_the_server_is_back(page: Page, server: Any) -> None:
     write(page, "Once upon a time", max_tokens=5, seed=7, end=False)
-    before, old = text(page), shown(page)
+    before, old = text(page), shown_branch(page)
     page.route("**/v1/**", lambda route: route.abort())
     page.locator("#go-on").click()
     expect(page.get_by_role("alert").first).to_contain_text("The server does not answer")

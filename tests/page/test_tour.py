@@ -129,9 +129,9 @@ def test_the_tour_is_offered_and_not_started(browser: Browser, address: str, emp
     examples = steps.get_by_role("group", name="Examples").get_by_role("button")
     expect(examples).to_have_count(4)  # and the tour
     expect(page.locator("#tour-card")).to_have_count(0)
-    shown = page.locator("#text").get_attribute("data-branch") or ""
+    first_text = page.locator("#text").get_attribute("data-branch") or ""
     examples.nth(2).click()
-    expect(page.locator("#text")).not_to_have_attribute("data-branch", shown)
+    expect(page.locator("#text")).not_to_have_attribute("data-branch", first_text)
     finished(page)
     expect(steps).to_have_count(0)
     page.locator("#new").click()

@@ -32,7 +32,7 @@ export function ModelDialog({ close }) {
 
 // -- models to download ---------------------------------------------------------------------------
 
-const downloads = new Map(); // catalogue id -> {done, total, fault, control}; they go on when the dialog is closed
+const downloads = new Map(); // catalogue id -> {done, total, fault, control}; they continue when the dialog is closed
 
 async function download(id) {
   const control = new AbortController();

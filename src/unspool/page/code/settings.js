@@ -19,7 +19,7 @@ export const FIELDS = [
   { name: "seed", title: "Seed", defaultValue: null, kind: "integer", placeholder: "random",
     help: "The same seed gives the same text." },
   { name: "max_tokens", title: "Max tokens", defaultValue: 200, kind: "integer", placeholder: "200",
-    help: "Stop after this many tokens; Continue goes on." },
+    help: "Stop after this many tokens; Continue generates more." },
   { name: "guard", title: "Guard against loops", defaultValue: null, kind: "switch", on: "loop",
     help: "When the text repeats itself, rewind and sample another continuation." },
   { name: "speculate", title: "Speculative decoding", defaultValue: null, kind: "switch", on: "lookup",

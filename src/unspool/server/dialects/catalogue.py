@@ -1,7 +1,7 @@
 """`/v1/catalogue`: recommended models, and downloading one.
 
-A download is `unspool models pull` in a process of its own: it ends when the client disconnects,
-and the next one resumes it.
+A download is `unspool models pull` in a separate process, which ends when the client disconnects;
+the next download resumes it.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ async def _download(state: ServerState, entry: CatalogueEntry) -> AsyncGenerator
             await asyncio.wait([ending], timeout=_POLL_SECONDS)
         if process.returncode:
             raise ApiError(502, _reason(ending.result()[1], entry.name), code="download_failed")
-        known = set(state.registry.entries)
+        names_before = set(state.registry.entries)
         state.registry.add(await in_thread(state.registry.find_local))
-        added = [name for name in state.registry.entries if name not in known]
+        added = [name for name in state.registry.entries if name not in names_before]
         yield event({"models": added}, "done")
     finally:
         if process.returncode is None:

@@ -94,7 +94,7 @@ function Tokens({ branch, look }) {
     <ol class="one-tokens" aria-label="Last tokens">${first > 0 && html`<li class="quiet">…</li>`}
       ${tokens.map((token, at) => html`<li key=${at} style=${{ "--at": at }} class=${at === tokens.length - 1 ? "last" : ""}>
         <${Piece} text=${token.text} /><span class="mono small quiet">${token.id}</span></li>`)}</ol>
-    <p class="quiet small">All positions are computed at once. From here on the last one is followed: the next token is read from it.</p>`;
+    <p class="quiet small">All positions are computed together. From here on the last one is followed: the next token is read from it.</p>`;
 }
 
 const EmbeddingStage = ({ look }) => html`<p>Token ${count(look.token.id)} becomes a vector of ${count(look.vectors.width)} numbers: its row of the

@@ -25,13 +25,13 @@ export function openSession(id, branchId = null) {
     state.session = id;
     const { current, selected = null, runs = {} } = session.view;
     for (const branch of session.branches) {
-      const known = state.branches.has(branch.id);
+      const isLoaded = state.branches.has(branch.id);
       const adopted = adopt(branch);
-      if (!known && Array.isArray(runs[branch.id])) adopted.runs = runs[branch.id];
+      if (!isLoaded && Array.isArray(runs[branch.id])) adopted.runs = runs[branch.id];
     }
     const [last] = session.branches.toSorted((a, b) => (b.updated ?? b.created) - (a.updated ?? a.created));
-    const wanted = branchId ?? (state.branches.has(current) ? current : last?.id ?? null);
-    await jump(wanted, wanted === current ? selected : null);
+    const target = branchId ?? (state.branches.has(current) ? current : last?.id ?? null);
+    await jump(target, target === current ? selected : null);
     changed("session");
   });
 }
@@ -71,8 +71,8 @@ export function saveSessionOnChanges() {
     const { session, current, selected } = state;
     const branch = state.branches.get(current);
     if (!session || branch?.session !== session || !state.server.ready) return;
-    const own = [...state.branches.values()].filter((other) => other.session === session);
-    const view = { current, selected, runs: Object.fromEntries(own.map(({ id, runs }) => [id, runs])) };
+    const branches = [...state.branches.values()].filter((other) => other.session === session);
+    const view = { current, selected, runs: Object.fromEntries(branches.map(({ id, runs }) => [id, runs])) };
     if (JSON.stringify(view).length > MAX_VIEW_CHARS) view.runs = {};
     const text = JSON.stringify([session, view]);
     if (text === saved) return;

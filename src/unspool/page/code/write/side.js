@@ -41,24 +41,24 @@ const NOTHING = Object.fromEntries(PRESET_FIELDS.map(({ name }) => [name, null])
 
 /** Presets of the page and of this browser. */
 function Presets() {
-  const [own, setOwn] = useState(() => storage.get("presets", {}));
+  const [userPresets, setUserPresets] = useState(() => storage.get("presets", {}));
   const [name, setName] = useState("");
   const values = Object.fromEntries(PRESET_FIELDS.filter((field) => state.settings[field.name] != null).map((field) => [field.name, state.settings[field.name]]));
-  const all = { ...PRESETS, ...own };
+  const all = { ...PRESETS, ...userPresets };
   const isSame = (preset) => JSON.stringify(Object.entries(preset).sort()) === JSON.stringify(Object.entries(values).sort());
   const current = Object.keys(all).find((title) => isSame(all[title])) ?? "";
   const keep = (presets) => {
-    setOwn(presets);
+    setUserPresets(presets);
     storage.set("presets", presets);
   };
   const save = (event) => {
     event.preventDefault();
     const title = name.trim();
     if (!title || title in PRESETS) return;
-    keep({ ...own, [title]: values });
+    keep({ ...userPresets, [title]: values });
     setName("");
   };
-  const remove = () => keep(Object.fromEntries(Object.entries(own).filter(([title]) => title !== current)));
+  const remove = () => keep(Object.fromEntries(Object.entries(userPresets).filter(([title]) => title !== current)));
   return html`<div class="setting stack"><label class="row spread"><span>Preset</span>
       <select class="field" id="preset" value=${current} onChange=${(event) => event.target.value && updateSettings({ ...NOTHING, ...all[event.target.value] })}>
         ${current === "" && html`<option value="">changed</option>`}
@@ -66,7 +66,7 @@ function Presets() {
     ${current === "" && html`<form class="row" onSubmit=${save}>
       <input class="field preset-name" aria-label="Name of the new preset" placeholder="Name" maxlength="60" value=${name} onInput=${(event) => setName(event.target.value)} />
       <button class="button tiny" disabled=${!name.trim() || name.trim() in PRESETS}>Save preset</button></form>`}
-    ${current in own && html`<div><button type="button" class="button tiny" onClick=${remove}>Delete this preset</button></div>`}
+    ${current in userPresets && html`<div><button type="button" class="button tiny" onClick=${remove}>Delete this preset</button></div>`}
   </div>`;
 }
 
