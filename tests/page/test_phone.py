@@ -8,16 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from helpers.page_actions import (
-    adopt,
-    finished,
-    next_frames,
-    open_panel,
-    tokens,
-    until,
-    use_settings,
-    write,
-)
+from helpers.page_actions import finished, next_frames, open_panel, tokens, until, write
 
 PHONES = {"360": (360, 740), "390": (390, 844)}
 # How much of the token lies between the upper edge of the text and that of the sheet.
@@ -29,20 +20,10 @@ FREE = """() => {
 }"""
 
 
-_written: dict[str, str] = {}  # the text that all tests begin with, by the server that has it
-
-
 @pytest.fixture(params=["360", pytest.param("390", marks=pytest.mark.slow)])
-def phone(page: Page, address: str, request: Any) -> Page:
+def phone(page: Page, request: Any) -> Page:
     """A text on a phone, nothing selected."""
-    settings = {"max_tokens": 120, "seed": 3, "end": False}
-    if address in _written:
-        use_settings(page, **settings)
-        adopt(page, [_written[address]], _written[address])
-        finished(page)
-    else:
-        write(page, "Once upon a time", **settings)
-        _written[address] = page.locator("#text").get_attribute("data-branch") or ""
+    write(page, "Once upon a time", max_tokens=120, seed=3, end=False)
     width, height = PHONES[request.param]
     page.set_viewport_size({"width": width, "height": height})
     page.locator("#text").press("Escape")
