@@ -148,7 +148,8 @@ def window(chromium: Chromium) -> Window:
 @pytest.fixture
 def empty_library(window: Window, address: str) -> None:
     """Nothing that other tests wrote: a new window shows the latest text."""
-    window.page.goto("about:blank")  # the page before saves what it shows
+    window.forget()
+    window.page.goto("about:blank")  # the page before would save what it shows
     with httpx.Client(base_url=address) as client:
         for session in client.get("/v1/tree/sessions?limit=1000").json().get("data", []):
             client.delete(f"/v1/tree/sessions/{session['id']}")
